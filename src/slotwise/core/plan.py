@@ -1,0 +1,100 @@
+"""A plan is data: the one record the executor obeys, the log stores, the timeline draws and the simulator prices.
+
+Rows are columns, not objects: a step of 1,000 rows must cost about a microsecond a row to plan and commit.
+Row i of a step is `(request_ids[i], slots[i], starts[i], counts[i], samples[i])`:
+
+    known tokens     |■■■■■■■■■■■■■■■■■■■■■■|
+    already computed |■■■■■■■■|                       starts[i]
+    this step        |        ■■■■■■■■■|              counts[i]
+    samples[i]: this step reaches the end of the known tokens, so it yields the next one
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from slotwise.core.params import SamplingParams
+
+# Why a request that could run does not run in a step.
+NO_SLOT = "no_slot"  # every slot is taken
+NO_BLOCKS = "no_blocks"  # the cache has no room for it
+TOKEN_BUDGET = "token_budget"  # the step's tokens are spent
+ENDING = "ending"  # its last token is already in flight
+WINDOW_OPEN = "window_open"  # the batching discipline lets nobody in at present
+
+
+class Join(NamedTuple):
+    """A request takes a slot.  `tokens` are all it is known to have; after a preemption that includes its own."""
+
+    request_id: str
+    slot: int
+    tokens: tuple[int, ...]
+    num_prompt: int
+    params: SamplingParams
+    seed: int  # 64 bits; chosen by the client or drawn when the request arrived
+    stop_ids: tuple[int, ...]  # tokens that end it, suppressed before `params.min_tokens`
+
+
+class Grant(NamedTuple):
+    """Blocks appended to a slot's block table."""
+
+    slot: int
+    blocks: tuple[int, ...]
+
+
+class Decision(NamedTuple):
+    """A request that was examined and not planned, or lost its place, and why."""
+
+    request_id: str
+    reason: str
+
+
+class Stop(NamedTuple):
+    """Where admission ended: everyone from `first_blocked` on waits for `reason`."""
+
+    reason: str
+    first_blocked: str
+    num_behind: int
+
+
+class StepPlan(NamedTuple):
+    """One forward pass.  Executed strictly in order of `step`."""
+
+    step: int
+    now: float  # seconds
+    leaves: tuple[int, ...]  # slots given back since the last plan
+    joins: tuple[Join, ...]
+    grants: tuple[Grant, ...]
+    request_ids: tuple[str, ...]
+    slots: tuple[int, ...]
+    starts: tuple[int, ...]
+    counts: tuple[int, ...]
+    samples: tuple[bool, ...]
+    preempted: tuple[Decision, ...]
+    refused: tuple[Decision, ...]
+    stop: Stop | None
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.slots)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.counts)
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities at one sampled position, natural logarithm, after penalties and bias, before truncation."""
+
+    logprob: float  # of the sampled token
+    rank: int  # 1: it was the most probable
+    top_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
+class StepResult(NamedTuple):
+    """What a step yielded, aligned with the plan's rows: a row that did not sample has no tokens."""
+
+    step: int
+    tokens: tuple[tuple[int, ...], ...]
+    logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()  # () when nobody asked, else aligned with `tokens`

@@ -1,0 +1,109 @@
+"""The contract between a model and the kernels that compute it, one implementation per device.
+
+A step arrives as a *ragged batch*: the tokens of every row laid end to end, nothing padded.  Linear layers, norms and
+activations run over all tokens at once; attention runs per row over the row's block table.  That is Orca's selective
+batching (Yu et al., OSDI 2022) over vLLM's paged memory (Kwon et al., SOSP 2023).
+
+    rows          A (decode)   B (chunk of 3)   C (decode)
+    tokens        [ a ]        [ b0 b1 b2 ]     [ c ]
+    query_starts   0            1                4            5
+    context_lens   7            3                12           (tokens in the cache once this step's are written)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, dtype
+
+Linear = Callable[[Tensor], Tensor]
+"""A packed product: `[tokens, in] -> [tokens, out]`, bias included."""
+
+LayerCache = Any
+"""One layer's keys and values; its layout belongs to the kernels that made it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedBatch:
+    """One step, flat.  All tensors live on the kernels' device.
+
+    A row's new tokens stand at positions `context_len - query_len ... context_len - 1`; token t's key and value are
+    written to cache place `slot_mapping[t] = block * block_size + offset` before the row attends.
+    """
+
+    token_ids: Tensor  # [tokens] int64
+    positions: Tensor  # [tokens] int64, position of each token in its own sequence
+    slot_mapping: Tensor  # [tokens] int64
+    query_starts: Tensor  # [rows + 1] int32, where each row's tokens begin
+    context_lens: Tensor  # [rows] int32
+    block_tables: Tensor  # [rows, width] int32, entries past a row's context are undefined but in range
+    sample_at: Tensor  # [samples] int64, flat token indices whose logits are wanted
+    max_query_len: int  # longest row of this step, in tokens
+    max_context_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What attention needs to know about a layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int = 0  # tokens a query may look back on, itself included; 0: no limit
+
+
+@dataclass(frozen=True, slots=True)
+class QKNorm:
+    """RMS norms over each head's query and key before the rotary embedding (Qwen3)."""
+
+    query: Tensor  # [head_dim]
+    key: Tensor  # [head_dim]
+    eps: float
+
+
+class Kernels(Protocol):
+    """Everything a decoder layer computes.  Implementations hold no request state."""
+
+    name: str
+
+    def allocate_cache(self, num_blocks: int, block_size: int, shape: AttentionShape, kind: dtype) -> LayerCache:
+        """One layer's zeroed cache of `num_blocks` blocks of `block_size` tokens."""
+        ...
+
+    def cache_bytes_per_block(self, block_size: int, shape: AttentionShape, kind: dtype) -> int:
+        """Bytes one block takes in one layer, keys and values together."""
+        ...
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Pack `weight [out, in]` once, for many products."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMSNorm over the last dimension of `x [tokens, hidden]`."""
+        ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`residual += x` in place, then RMSNorm of the sum: `[tokens, hidden]`."""
+        ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """`silu(gate) * up` for `gate_up [tokens, 2 * intermediate]`."""
+        ...
+
+    def rotary_store(
+        self, qkv: Tensor, rotary: Tensor, batch: RaggedBatch, cache: LayerCache, shape: AttentionShape,
+        norm: QKNorm | None,
+    ) -> Tensor:
+        """Split `qkv [tokens, (heads + 2 * kv_heads) * head_dim]`, norm and rotate q and k, write k and v to the cache.
+
+        `rotary [max_positions, head_dim]` float32 holds cosines in its first half and sines in its second, for the
+        half-split ("rotate half") layout of Hugging Face checkpoints.  Returns the queries `[tokens, heads, head_dim]`.
+        """
+        ...
+
+    def attention(self, query: Tensor, cache: LayerCache, batch: RaggedBatch, shape: AttentionShape) -> Tensor:
+        """Causal attention of every row over its own cached context: `[tokens, heads * head_dim]`."""
+        ...

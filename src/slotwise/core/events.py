@@ -1,0 +1,61 @@
+"""What happened, as the core tells it.  Observers fold over these; nothing in the core reads them back.
+
+Every event starts with the engine's time in seconds and, but for `Committed`, the request's id.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Arrived(NamedTuple):
+    now: float
+    request_id: str
+    num_prompt: int
+
+
+class Rejected(NamedTuple):
+    """Refused at the door: it could never run.  Ends the request."""
+
+    now: float
+    request_id: str
+    message: str
+
+
+class Admitted(NamedTuple):
+    now: float
+    request_id: str
+    slot: int
+    step: int
+
+
+class Preempted(NamedTuple):
+    """Gave its slot and blocks back; keeps its tokens and waits to compute them again."""
+
+    now: float
+    request_id: str
+    step: int
+    num_computed: int
+
+
+class Committed(NamedTuple):
+    """Tokens published by one step, in plan order.  Rows that yielded nothing are not named."""
+
+    now: float
+    step: int
+    request_ids: tuple[str, ...]
+    tokens: tuple[tuple[int, ...], ...]
+    num_overrun: int  # results dropped because their request had ended meanwhile
+
+
+class Finished(NamedTuple):
+    now: float
+    request_id: str
+    reason: str  # stop, length, abort, error, ...
+    num_output: int
+
+
+Event = Arrived | Rejected | Admitted | Preempted | Committed | Finished
+EVENT_TYPES: dict[str, type[Event]] = {
+    kind.__name__: kind for kind in (Arrived, Rejected, Admitted, Preempted, Committed, Finished)
+}

@@ -1,0 +1,90 @@
+"""A bounded, two-way message channel over a Unix socket pair: four bytes of length, then MessagePack.
+
+The socket buffer is the bound: an engine whose API process is hopelessly behind waits for it rather than piling up
+tokens in memory.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+
+HEADER = struct.Struct("<I")
+MAX_MESSAGE = 64 << 20  # bytes; a prompt of a million tokens takes about 5 MB
+BUFFER = 4 << 20  # bytes asked of the kernel for each direction
+
+
+class ChannelClosed(Exception):
+    """The process at the other end is gone."""
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    """Two connected ends, one for each process."""
+    ends = socket.socketpair()
+    for end in ends:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
+    return ends
+
+
+def frame(message: bytes) -> bytes:
+    """The bytes of one message on the wire."""
+    return HEADER.pack(len(message)) + message
+
+
+class Unframer:
+    """Cuts a byte stream back into messages."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Messages completed by `data`.
+
+        Raises:
+            ChannelClosed: the other end announces a message larger than any it may send.
+        """
+        self._bytes += data
+        messages, at = [], 0
+        while len(self._bytes) - at >= HEADER.size:
+            (length,) = HEADER.unpack_from(self._bytes, at)
+            if length > MAX_MESSAGE:
+                raise ChannelClosed(f"a message of {length} bytes")
+            end = at + HEADER.size + length
+            if len(self._bytes) < end:
+                break
+            messages.append(bytes(self._bytes[at + HEADER.size : end]))
+            at = end
+        del self._bytes[:at]
+        return messages
+
+
+class BlockingChannel:
+    """The engine's end: it looks for commands between steps and sleeps only when it has nothing to run."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._unframer = Unframer()
+
+    def send(self, message: bytes) -> None:
+        """Raises ChannelClosed when the other end is gone."""
+        try:
+            self._sock.sendall(frame(message))
+        except OSError as error:
+            raise ChannelClosed(str(error)) from error
+
+    def receive(self, timeout: float | None) -> list[bytes]:
+        """What has arrived, waiting up to `timeout` seconds for the first message (None: without end).
+
+        Raises ChannelClosed when the other end is gone.
+        """
+        readable, _, _ = select.select([self._sock], [], [], timeout)
+        if not readable:
+            return []
+        try:
+            data = self._sock.recv(1 << 20)
+        except OSError as error:
+            raise ChannelClosed(str(error)) from error
+        if not data:
+            raise ChannelClosed("end of stream")
+        return self._unframer.feed(data)

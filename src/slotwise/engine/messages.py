@@ -1,0 +1,101 @@
+"""What passes between the API process and the engine process: commands in, one record per step out.
+
+Encoded as MessagePack by msgspec, so that nothing received can run code.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from slotwise.core.params import SamplingParams
+from slotwise.core.plan import Decision, Stop, TokenLogprobs
+
+
+class Add(msgspec.Struct, tag="add"):
+    """Start a generation.  `prompt` are token ids; `seed` is what the sampler draws from."""
+
+    request_id: str
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+
+
+class Finish(msgspec.Struct, tag="finish"):
+    """End a generation: `abort` when its client went away, `stop` when a stop string showed up."""
+
+    request_id: str
+    reason: str
+
+
+Command = Add | Finish
+
+
+class Loading(msgspec.Struct, tag="loading"):
+    """Progress before the engine is ready."""
+
+    stage: str
+    done: int
+    total: int
+
+
+class EngineInfo(msgspec.Struct, tag="ready"):
+    """Sent once, when the engine can take requests."""
+
+    model: str
+    device: str
+    dtype: str
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_blocks: int
+    block_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+class RowEnd(msgspec.Struct, array_like=True):
+    """A request's end: `message` explains `rejected` and `error`, else it is empty."""
+
+    request_id: str
+    reason: str
+    num_output: int
+    message: str = ""
+
+
+class StepRecord(msgspec.Struct, tag="step"):
+    """One step: the plan without its prompt tokens, what it yielded, who ended, and where the engine stands.
+
+    Rows are columns, as in `core.plan.StepPlan`.  `token_ids[i]` belongs to `request_ids[i]`; a void row is empty.
+    A record may also carry no rows (`step` -1): an end that happened between steps.
+    """
+
+    step: int
+    started_ns: int  # monotonic
+    ended_ns: int
+    request_ids: tuple[str, ...] = ()
+    slots: tuple[int, ...] = ()
+    starts: tuple[int, ...] = ()
+    counts: tuple[int, ...] = ()
+    token_ids: tuple[tuple[int, ...], ...] = ()
+    logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
+    admitted: tuple[str, ...] = ()
+    preempted: tuple[Decision, ...] = ()
+    refused: tuple[Decision, ...] = ()
+    stop: Stop | None = None
+    ended: tuple[RowEnd, ...] = ()
+    num_running: int = 0
+    num_waiting: int = 0
+    num_free_blocks: int = 0
+
+
+class EngineFailed(msgspec.Struct, tag="failed"):
+    """The engine cannot go on (or could not start); `message` is one line for a person."""
+
+    message: str
+
+
+Report = Loading | EngineInfo | StepRecord | EngineFailed
+
+encode = msgspec.msgpack.Encoder().encode
+decode_command = msgspec.msgpack.Decoder(Command).decode
+decode_report = msgspec.msgpack.Decoder(Report).decode

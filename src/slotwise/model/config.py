@@ -1,0 +1,117 @@
+"""What a decoder is made of, as its checkpoint says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from slotwise.model.errors import CheckpointError
+from slotwise.model.fields import Fields
+from slotwise.model.rope import Rope, read_rope
+
+MAX_LAYERS = 1024
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """One decoder-only transformer of Llama's kind.
+
+    Raises:
+        CheckpointError: the numbers do not fit together.
+    """
+
+    architecture: str  # the class name in `architectures`
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int  # need not be hidden_size / num_heads
+    rms_norm_eps: float
+    rope: Rope
+    max_position_embeddings: int  # tokens
+    windows: tuple[int, ...]  # per layer: tokens a query may look back on, itself included; 0: no limit
+    tie_word_embeddings: bool  # the head is the embedding table
+    eos_token_ids: tuple[int, ...]
+    dtype: torch.dtype  # of the weights once loaded
+    qkv_bias: bool = False
+    output_bias: bool = False  # of the product after attention
+    mlp_bias: bool = False
+    qk_norm: bool = False  # RMS norms of each head's query and key
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise CheckpointError(
+                f"config.json: num_attention_heads ({self.num_heads}) must be a multiple of num_key_value_heads "
+                f"({self.num_kv_heads})"
+            )
+        if self.head_dim % 2:
+            raise CheckpointError(f"config.json: head_dim must be even for rotary embeddings, not {self.head_dim}")
+        if len(self.windows) != self.num_layers:
+            raise CheckpointError(
+                f"config.json: layer_types names {len(self.windows)} layers, num_hidden_layers {self.num_layers}"
+            )
+
+
+def read_common(fields: Fields) -> ModelConfig:
+    """What every family writes alike; a family's file replaces what it does differently.
+
+    Raises CheckpointError when a field is absent, malformed or asks for something not implemented.
+    """
+    fields.refuse(("quantization_config",), "is set: quantised checkpoints are not supported")
+    activation = fields.text("hidden_act", default="silu")
+    if activation not in ("silu", "swish"):
+        raise fields.error("hidden_act", f"must be silu, not {activation!r:.40}")
+    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    num_layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
+    return ModelConfig(
+        architecture=fields.texts("architectures")[0],
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=fields.integer("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=heads,
+        num_kv_heads=fields.integer("num_key_value_heads", default=heads),
+        head_dim=_head_dim(fields, hidden, heads),
+        rms_norm_eps=fields.number("rms_norm_eps", default=1e-6),
+        rope=read_rope(fields),
+        max_position_embeddings=fields.integer("max_position_embeddings"),
+        windows=(0,) * num_layers,
+        tie_word_embeddings=fields.flag("tie_word_embeddings"),
+        eos_token_ids=fields.token_ids("eos_token_id"),
+        dtype=_stored_dtype(fields),
+    )
+
+
+def read_layer_windows(fields: Fields) -> tuple[int, ...]:
+    """Qwen's way to say which layers look back without limit and which on a window."""
+    num_layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
+    window = fields.integer("sliding_window", default=4096) if fields.flag("use_sliding_window") else 0
+    kinds = fields.texts("layer_types")
+    if not kinds:
+        full = fields.integer("max_window_layers", default=28, minimum=0)
+        return tuple(window if layer >= full else 0 for layer in range(num_layers))
+    unknown = set(kinds) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise fields.error("layer_types", f"holds {min(unknown)!r:.40}, which is not supported")
+    if "sliding_attention" in kinds and not window:
+        raise fields.error("layer_types", "asks for sliding attention, but use_sliding_window is false")
+    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+
+
+def _head_dim(fields: Fields, hidden: int, heads: int) -> int:
+    if not fields.has("head_dim") and hidden % heads:
+        raise fields.error("hidden_size", f"({hidden}) must be a multiple of num_attention_heads ({heads})")
+    return fields.integer("head_dim", default=hidden // heads)
+
+
+def _stored_dtype(fields: Fields) -> torch.dtype:
+    """`dtype` since transformers 5, `torch_dtype` before; a file that says nothing holds float32."""
+    name = fields.text("dtype", default=fields.text("torch_dtype", default="float32")).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise fields.error("dtype", f"must be one of {', '.join(_DTYPES)}, not {name!r:.40}")
+    return _DTYPES[name]

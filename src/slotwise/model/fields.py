@@ -1,0 +1,107 @@
+"""A checkpoint's JSON, read with suspicion: every value has a type and a range, and an error names the field."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from slotwise.model.errors import CheckpointError
+
+MAX_JSON_BYTES = 64 * 1024 * 1024
+
+
+class Fields:
+    """Typed access to one JSON object.  A field that is null counts as absent.
+
+    Every reader raises CheckpointError when the value has the wrong type, is out of range, or is absent and has no
+    default.
+    """
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        self.values = values
+        self.where = where  # the file, for messages
+
+    def has(self, name: str) -> bool:
+        return self.values.get(name) is not None
+
+    def integer(self, name: str, *, default: int | None = None, minimum: int = 1, maximum: int = 2**24) -> int:
+        value = self._value(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
+            raise self.error(name, f"must be a whole number from {minimum} to {maximum}, not {value!r:.40}")
+        return value
+
+    def number(self, name: str, *, default: float | None = None, minimum: float = 0.0) -> float:
+        """A finite number above `minimum`."""
+        value = self._value(name, default)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not isfinite(value) or value <= minimum:
+            raise self.error(name, f"must be a number above {minimum:g}, not {value!r:.40}")
+        return float(value)
+
+    def flag(self, name: str, *, default: bool = False) -> bool:
+        value = self._value(name, default)
+        if not isinstance(value, bool):
+            raise self.error(name, f"must be true or false, not {value!r:.40}")
+        return value
+
+    def text(self, name: str, *, default: str | None = None) -> str:
+        value = self._value(name, default)
+        if not isinstance(value, str):
+            raise self.error(name, f"must be a string, not {value!r:.40}")
+        return value
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        """A list of strings; absent reads as empty."""
+        value = self._value(name, [])
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.error(name, f"must be a list of strings, not {value!r:.40}")
+        return tuple(value)
+
+    def token_ids(self, name: str) -> tuple[int, ...]:
+        """One token id or a list of them; absent reads as empty, and so does the -1 that some files write for none."""
+        value = self._value(name, [])
+        ids = value if isinstance(value, list) else [value]
+        if not all(isinstance(item, int) and not isinstance(item, bool) for item in ids):
+            raise self.error(name, f"must be a token id or a list of them, not {value!r:.40}")
+        return tuple(item for item in ids if item >= 0)
+
+    def section(self, name: str) -> Fields:
+        """A nested object; absent reads as empty."""
+        value = self._value(name, {})
+        if not isinstance(value, dict):
+            raise self.error(name, f"must be an object, not {value!r:.40}")
+        return Fields(value, f"{self.where}, {name}")
+
+    def refuse(self, names: Iterable[str], why: str) -> None:
+        """Raises CheckpointError when a field is there whose meaning is not implemented."""
+        for name in names:
+            if self.has(name):
+                raise self.error(name, why)
+
+    def error(self, name: str, problem: str) -> CheckpointError:
+        return CheckpointError(f"{self.where}: {name} {problem}")
+
+    def _value(self, name: str, default: Any) -> Any:
+        value = self.values.get(name)
+        if value is not None:
+            return value
+        if default is None:
+            raise self.error(name, "is missing")
+        return default
+
+
+def read_json(path: Path) -> Fields:
+    """One JSON object from a file.  Raises CheckpointError when it cannot be read or is something else."""
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise CheckpointError(f"{path} is larger than {MAX_JSON_BYTES} bytes: not a checkpoint's JSON file")
+        values = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON ({error}): download the checkpoint again") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, not a {type(values).__name__}")
+    return Fields(values, str(path))

@@ -1,0 +1,43 @@
+"""From a checkpoint to a decoder that runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from slotwise.kernels.base import Kernels
+from slotwise.model.checkpoint import locate, read_config
+from slotwise.model.decoder import Decoder, tensor_shapes
+from slotwise.model.errors import CheckpointError
+from slotwise.model.weights import Progress, Weights
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def load_model(
+    model: str | Path, *, kernels: Kernels, dtype: str = "auto", max_positions: int | None = None,
+    progress: Progress | None = None,
+) -> Decoder:
+    """Load a Hugging Face checkpoint: a folder, or a hub id.
+
+    `dtype` is `auto` (as stored, float16 becoming bfloat16), `bfloat16` or `float32`.  `max_positions` (tokens) spares
+    the part of the rotary table that will not be used.  The decoder's `config.dtype` says what came of it.
+
+    Raises CheckpointError, with one line that says what to do, for whatever is wrong with the checkpoint.
+    """
+    folder = locate(model)
+    config = read_config(folder)
+    config = replace(config, dtype=_resolve(dtype, config.dtype))
+    read = Weights(folder).reader(tensor_shapes(config), config.dtype, progress)
+    longest = config.max_position_embeddings
+    return Decoder(config, read, kernels, min(max_positions or longest, longest))
+
+
+def _resolve(asked: str, stored: torch.dtype) -> torch.dtype:
+    if asked == "auto":
+        return torch.bfloat16 if stored.itemsize == 2 else torch.float32
+    if asked not in DTYPES:
+        raise CheckpointError(f"dtype must be auto, {' or '.join(DTYPES)}, not {asked!r:.40}")
+    return DTYPES[asked]

@@ -1,0 +1,134 @@
+"""Tensors of a checkpoint by name, from memory-mapped safetensors files.  Pickled weights are never opened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from slotwise.model.errors import CheckpointError
+from slotwise.model.fields import read_json
+
+Shapes = Mapping[str, tuple[int, ...]]
+Progress = Callable[[int, int], None]
+"""Called with bytes read so far and bytes in all."""
+
+Read = Callable[..., Tensor]
+"""`read(name, ...)`: one tensor, or several stacked along their first dimension, in memory of its own."""
+
+_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
+_NAMED = 3  # tensors named in an error before "and n more"
+
+
+class Weights:
+    """An open checkpoint: `model.safetensors`, or the shards of `model.safetensors.index.json`.
+
+    Raises:
+        CheckpointError: no safetensors file is there, one is damaged, or the index does not fit the files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._source: dict[str, Any] = {}
+        for path in _files(folder):
+            file = _open(path)
+            self._source.update(dict.fromkeys(file.keys(), file))
+
+    def reader(self, expected: Shapes, dtype: torch.dtype, progress: Progress | None = None) -> Read:
+        """Checks that exactly the expected tensors are there, and returns what reads them as `dtype`.
+
+        Raises CheckpointError when tensors are missing, have another shape or are quantised, or when a served layer
+        has tensors that nobody would read: its output would be silently wrong.
+        """
+        self._check_names(expected)
+        self._check_shapes(expected)
+        size = {name: prod(shape) * _BYTES[self._stored(name)] for name, shape in expected.items()}
+        total, done = sum(size.values()), 0
+
+        def read(*names: str) -> Tensor:
+            nonlocal done
+            # `cat` copies even a single tensor: nothing refers to the file once it has been read.
+            tensor = torch.cat([self._source[name].get_tensor(name).to(dtype) for name in names])
+            done += sum(size[name] for name in names)
+            if progress is not None:
+                progress(done, total)
+            return tensor
+
+        return read
+
+    def _check_names(self, expected: Shapes) -> None:
+        missing = [name for name in expected if name not in self._source]
+        if missing:
+            raise CheckpointError(
+                f"{self._folder} lacks {len(missing)} of {len(expected)} weights: {_list(missing)}; "
+                "download the checkpoint again, or check that config.json belongs to it"
+            )
+        layers = {name.split(".")[2] for name in expected if name.startswith("model.layers.")}
+        unread = sorted(
+            name for name in self._source
+            if name not in expected and name.startswith("model.layers.") and name.split(".")[2] in layers
+            and not name.endswith("rotary_emb.inv_freq")  # old checkpoints store it; it follows from the config
+        )
+        if unread:
+            raise CheckpointError(
+                f"{self._folder} holds {len(unread)} weights that its config.json leaves no room for: {_list(unread)}; "
+                "check that config.json belongs to it"
+            )
+
+    def _check_shapes(self, expected: Shapes) -> None:
+        for name, shape in expected.items():
+            stored = tuple(self._source[name].get_slice(name).get_shape())
+            if stored != shape:
+                raise CheckpointError(
+                    f"{self._folder}: {name} has shape {list(stored)}, but config.json asks for {list(shape)}"
+                )
+            if self._stored(name) not in _BYTES:
+                raise CheckpointError(
+                    f"{self._folder}: {name} is stored as {self._stored(name)}: quantised checkpoints are not supported"
+                )
+
+    def _stored(self, name: str) -> str:
+        return self._source[name].get_slice(name).get_dtype()
+
+
+def _files(folder: Path) -> list[Path]:
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if index.is_file():
+        return _shards(index)
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
+        raise CheckpointError(
+            f"{folder} has only pickled weights, which can run code when opened: convert them to safetensors"
+        )
+    raise CheckpointError(f"{folder} has no model.safetensors and no model.safetensors.index.json")
+
+
+def _shards(index: Path) -> list[Path]:
+    names = index_files = read_json(index).section("weight_map").values.values()
+    names = sorted({name for name in index_files if isinstance(name, str) and Path(name).name == name})
+    if not names or len(names) != len(set(map(str, index_files))):
+        raise CheckpointError(f"{index}: weight_map must map each tensor to a file beside it")
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{index.parent} lacks {len(missing)} of {len(names)} shards: {_list(missing)}; download them again"
+        )
+    return [index.parent / name for name in names]
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is damaged or incomplete ({error}): download it again") from error
+
+
+def _list(names: list[str]) -> str:
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,50 @@
+"""The numbers a scheduler obeys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Raises ValueError for numbers that no request could run under."""
+
+    max_model_len: int  # tokens of one sequence, prompt and output together
+    num_blocks: int  # cache blocks in the pool
+    block_size: int  # tokens a block holds
+    max_num_seqs: int = 64  # slots
+    max_num_batched_tokens: int = 1024  # tokens of one step
+    long_prefill_token_threshold: int = 0  # most tokens one prompt gets in a step; 0: what the budget leaves
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                             f"({self.max_num_seqs}), so that every running request gets a token at every step")
+        if self.long_prefill_token_threshold < 0:
+            raise ValueError("long_prefill_token_threshold must be 0 (off) or positive")
+
+    @property
+    def cache_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+    def longest(self, num_prompt: int, max_tokens: int | None) -> int:
+        """Tokens a sequence may grow to."""
+        limit = self.max_model_len
+        return limit if max_tokens is None else min(limit, num_prompt + max_tokens)
+
+    def objection(self, num_prompt: int, max_tokens: int | None) -> str:
+        """Why such a request can never run, with the numbers; empty when it can."""
+        if num_prompt < 1:
+            return "the prompt has no tokens"
+        if num_prompt >= self.max_model_len:
+            return (f"the prompt has {num_prompt} tokens; this model takes at most {self.max_model_len}, "
+                    "output included")
+        # The last token sampled is never computed, so it needs no place in the cache.
+        needed = self.longest(num_prompt, max_tokens) - 1
+        if needed > self.cache_tokens:
+            return (f"{num_prompt} prompt tokens and up to {needed + 1 - num_prompt} output tokens need {needed} "
+                    f"places in a cache of {self.cache_tokens}; ask for fewer max_tokens or start with a larger cache")
+        return ""

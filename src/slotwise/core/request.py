@@ -1,0 +1,101 @@
+"""A request: what is known of it, how far it is computed, and which states it may pass through.
+
+There are no phases.  A request has *known* tokens (its prompt, then what it sampled) and *computed* ones, whose keys
+and values are in the cache.  A step gives it up to `known - computed` tokens.  Prefill, chunked prefill, decode and
+recompute after a preemption are that one rule.
+
+    known      |■■■■■■■■ prompt ■■■■■■■■|■ output ■|?|     ? pending: sampled by a step not yet committed
+    scheduled  |■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■|       advanced by plan()
+    computed   |■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■|         advanced by commit()
+
+Two rules govern a life:
+ 1. The scheduler alone changes a state, along TRANSITIONS, and every request ends exactly once.
+ 2. A preemption starts a new *epoch*: results of steps planned before it keep the token they sampled, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+from slotwise.core.params import SamplingParams
+
+
+class State(Enum):
+    WAITING = "waiting"  # has no slot yet
+    RUNNING = "running"  # holds a slot and blocks
+    PREEMPTED = "preempted"  # gave both back; waits to be computed again
+    FINISHED = "finished"  # ended, with a reason
+    REJECTED = "rejected"  # refused at the door
+
+
+TRANSITIONS: dict[State, frozenset[State]] = {
+    State.WAITING: frozenset({State.RUNNING, State.FINISHED, State.REJECTED}),
+    State.RUNNING: frozenset({State.PREEMPTED, State.FINISHED}),
+    State.PREEMPTED: frozenset({State.RUNNING, State.FINISHED}),
+    State.FINISHED: frozenset(),
+    State.REJECTED: frozenset(),
+}
+
+NO_SLOT_HELD = -1
+
+
+class IllegalTransition(AssertionError):
+    """A state was asked to change in a way the table does not allow: a bug, never a client's fault."""
+
+
+class Request:
+    """One generation.  Read by everyone in the core, changed by the scheduler alone.
+
+    Args:
+        request_id: unique among the living.
+        prompt: token ids, at least one.
+        params: what the client asked for.
+        seed: 64 bits for the sampler.
+        eos_ids: the model's end tokens; they end this request unless it ignores them.
+    """
+
+    __slots__ = (
+        "arrival", "arrived_at", "blocks", "end", "epoch", "num_computed", "num_prompt", "num_scheduled", "params",
+        "pending", "reason", "request_id", "seed", "slot", "state", "stop_ids", "tokens",
+    )
+
+    def __init__(
+        self, request_id: str, prompt: Sequence[int], params: SamplingParams, seed: int = 0,
+        eos_ids: Sequence[int] = (),
+    ) -> None:
+        self.request_id = request_id
+        self.tokens = list(prompt)  # known tokens
+        self.num_prompt = len(self.tokens)
+        self.params = params
+        self.seed = seed
+        self.stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else eos_ids)
+        self.state = State.WAITING
+        self.reason = ""  # why it ended
+        self.arrival = -1  # its number at the door: the tie-breaker of every order
+        self.arrived_at = 0.0  # seconds
+        self.end = 0  # as many tokens as it may ever have
+        self.slot = NO_SLOT_HELD
+        self.blocks: list[int] = []  # its block table
+        self.epoch = 0
+        self.num_scheduled = 0
+        self.num_computed = 0
+        self.pending = 0  # sampled by steps in flight
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def ended(self) -> bool:
+        return self.state is State.FINISHED or self.state is State.REJECTED
+
+    def become(self, state: State) -> None:
+        """Raises IllegalTransition for a change the table does not list."""
+        if state not in TRANSITIONS[self.state]:
+            raise IllegalTransition(f"{self.request_id}: {self.state.name} -> {state.name}")
+        self.state = state
+
+    def __repr__(self) -> str:
+        return (f"Request({self.request_id!r}, {self.state.name}, known={len(self.tokens)}+{self.pending}, "
+                f"scheduled={self.num_scheduled}, computed={self.num_computed})")

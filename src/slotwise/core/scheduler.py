@@ -1,0 +1,305 @@
+"""The roster: at every step, who runs, with how many tokens, in which blocks.
+
+A step is three verbs, and two of them are here:
+
+    plan(now)                    running rows first, in the order they joined, then those who wait
+    ... the executor runs it ...
+    commit(plan, result, now)    append tokens, end, free, tell what happened
+
+One step may be in flight: `plan` works from *scheduled* counts, `commit` advances *computed* ones.  A request that ends
+while it stands in a planned step leaves a *void* row there, whose result is dropped.  Time is an argument; ties fall to
+the arrival number; nothing here reads a clock, draws a random number or iterates a set.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from slotwise.core.draft import Draft
+from slotwise.core.events import Admitted, Arrived, Committed, Event, Finished, Preempted, Rejected
+from slotwise.core.kv import BlockTables
+from slotwise.core.limits import SchedulerLimits
+from slotwise.core.plan import ENDING, NO_BLOCKS, NO_SLOT, TOKEN_BUDGET, Join, StepPlan, StepResult, Stop
+from slotwise.core.queue import WaitingQueue
+from slotwise.core.request import NO_SLOT_HELD, Request, State
+from slotwise.core.seams import Discipline, Policy, View
+
+MAX_IN_FLIGHT = 1  # uncommitted steps that plan() may look past
+
+
+class Flight(NamedTuple):
+    """A planned step and the requests its rows belong to, each in the epoch it was planned in."""
+
+    plan: StepPlan
+    requests: tuple[Request, ...]
+    epochs: tuple[int, ...]
+
+
+class Scheduler:
+    """The one owner of every request's state."""
+
+    def __init__(self, limits: SchedulerLimits, discipline: Discipline, policy: Policy) -> None:
+        self.limits = limits
+        self._discipline = discipline
+        self._policy = policy
+        self._kv = BlockTables(limits.num_blocks, limits.block_size)
+        self._living: dict[str, Request] = {}
+        self._waiting = WaitingQueue()
+        self._running: dict[str, Request] = {}  # in the order they took their slots
+        self._free_slots = list(range(limits.max_num_seqs))  # a heap: the lowest number is given out first
+        self._leaves: list[int] = []  # slots given back since the last plan
+        self._flights: deque[Flight] = deque()
+        self._events: list[Event] = []
+        self._steps = 0
+        self._arrivals = 0
+
+    # -- what others may read ------------------------------------------------------------------------------------
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self._kv.pool.num_free
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._living) or bool(self._flights)
+
+    def requests(self) -> Iterator[Request]:
+        """All who live, in order of arrival."""
+        return iter(self._living.values())
+
+    def take_events(self) -> list[Event]:
+        """What happened since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def check(self) -> None:
+        """Law 4, conservation.  Raises an AssertionError that names what is wrong."""
+        self._kv.check(self._living.values())
+        for request in self._living.values():
+            holds_slot = request.slot != NO_SLOT_HELD
+            assert holds_slot == (request.state is State.RUNNING) == (request.request_id in self._running), request
+            assert request.num_computed <= request.num_scheduled <= len(request.tokens) + request.pending, request
+            assert request.num_scheduled <= len(request.blocks) * self.limits.block_size, request
+        assert len(self._living) == len(self._running) + len(self._waiting)
+        taken = [request.slot for request in self._running.values()]
+        assert sorted(taken + self._free_slots) == list(range(self.limits.max_num_seqs))
+
+    # -- arriving and ending -------------------------------------------------------------------------------------
+
+    def add(self, request: Request, now: float) -> None:
+        """Let a request in, or refuse it for good when it could never run."""
+        request.arrived_at = now
+        request.arrival = self._arrivals
+        self._arrivals += 1
+        objection = self.limits.objection(request.num_prompt, request.params.max_tokens)
+        if request.request_id in self._living:
+            objection = f"a request named {request.request_id} is still alive"
+        if objection:
+            request.become(State.REJECTED)
+            request.reason = objection
+            self._events.append(Rejected(now, request.request_id, objection))
+            return
+        request.end = self.limits.longest(request.num_prompt, request.params.max_tokens)
+        self._living[request.request_id] = request
+        self._waiting.add(request, self._policy.waiting_key(request, now))
+        self._events.append(Arrived(now, request.request_id, request.num_prompt))
+
+    def finish(self, request_id: str, reason: str, now: float) -> None:
+        """End a request from outside, in any state.  One that has ended already, or never was, is left alone."""
+        request = self._living.get(request_id)
+        if request is not None:
+            self._end(request, reason, now)
+
+    def _end(self, request: Request, reason: str, now: float) -> None:
+        if request.state is State.RUNNING:
+            self._vacate(request)
+        else:
+            self._waiting.remove(request)
+        request.become(State.FINISHED)
+        request.reason = reason
+        request.epoch += 1
+        del self._living[request.request_id]
+        self._events.append(Finished(now, request.request_id, reason, request.num_output))
+
+    def _vacate(self, request: Request) -> None:
+        """Slot and blocks come back, and may be given out in the very next plan: executors run plans in order."""
+        self._kv.release(request)
+        heapq.heappush(self._free_slots, request.slot)
+        self._leaves.append(request.slot)
+        request.slot = NO_SLOT_HELD
+        del self._running[request.request_id]
+
+    # -- plan ----------------------------------------------------------------------------------------------------
+
+    def plan(self, now: float) -> StepPlan:
+        """The next step; it has no rows when nothing can run.
+
+        Raises:
+            RuntimeError: more than one step is uncommitted.
+        """
+        if len(self._flights) > MAX_IN_FLIGHT:
+            raise RuntimeError("commit the step in flight before planning two ahead")
+        draft = Draft(self.limits)
+        self._plan_running(draft, now)
+        if self._waiting:
+            self._plan_waiting(draft, now)
+        plan = draft.close(self._steps, now, self._leaves)
+        self._leaves = []
+        self._steps += 1
+        self._flights.append(Flight(plan, tuple(draft.requests), tuple(draft.epochs)))
+        return plan
+
+    def _plan_running(self, draft: Draft, now: float) -> None:
+        """Every running row gets at least a token, so a long prompt never stalls those behind it."""
+        block_size = self.limits.block_size
+        running = tuple(self._running.values())
+        behind = len(running)
+        for request in running:
+            behind -= 1
+            if request.state is not State.RUNNING:
+                continue  # preempted a moment ago, for one before it
+            start = request.num_scheduled
+            known = len(request.tokens) + request.pending
+            if known >= request.end:
+                draft.refuse(request, ENDING)
+                continue
+            count = known - start
+            if count > 1:
+                count = draft.chunk(count, behind)
+            target = start + count
+            if target > len(request.blocks) * block_size and not self._extend(request, target, draft, now):
+                continue
+            draft.row(request, start, count, known)
+
+    def _extend(self, request: Request, num_tokens: int, draft: Draft, now: float) -> bool:
+        """Find blocks for a running row, taking them from those last in line; False when it had to yield itself."""
+        while (blocks := self._kv.reserve(request, num_tokens)) is None:
+            unplanned = [r for r in self._running.values() if not draft.has(r)]
+            victim = max(unplanned, key=lambda r: (self._policy.victim_key(r, now), r.arrival))
+            self._preempt(victim, draft, now)
+            if victim is request:
+                return False
+        draft.grant(request, blocks)
+        return True
+
+    def _preempt(self, request: Request, draft: Draft, now: float) -> None:
+        """Drop what was computed; the tokens stay, and so does one that a step in flight is about to sample."""
+        self._events.append(Preempted(now, request.request_id, self._steps, request.num_computed))
+        draft.preempt(request)
+        self._vacate(request)
+        request.become(State.PREEMPTED)
+        request.epoch += 1
+        request.num_scheduled = request.num_computed = 0
+        self._waiting.add(request, self._policy.waiting_key(request, now))
+
+    def _plan_waiting(self, draft: Draft, now: float) -> None:
+        view = View(len(self._running), len(self._waiting), self.limits.max_num_seqs)
+        gate = self._discipline.gate(view, now)
+        may_join = gate.max_new
+        while self._waiting:
+            request = self._waiting.first()
+            reason = self._why_not(request, draft)
+            if may_join <= 0:
+                reason = gate.reason
+            if reason:
+                draft.refuse(request, reason)
+                draft.stop = Stop(reason, request.request_id, len(self._waiting) - 1)
+                return
+            self._admit(request, draft, now)
+            may_join -= 1
+
+    def _why_not(self, request: Request, draft: Draft) -> str:
+        if not self._free_slots:
+            return NO_SLOT
+        if draft.budget < 1:
+            return TOKEN_BUDGET
+        missing = self._kv.missing(request, self._discipline.reserve(request))
+        if missing > self.num_free_blocks or draft.preempted:  # who just yielded must not come straight back
+            return NO_BLOCKS
+        return ""
+
+    def _admit(self, request: Request, draft: Draft, now: float) -> None:
+        self._waiting.remove(request)
+        request.become(State.RUNNING)
+        request.slot = heapq.heappop(self._free_slots)
+        self._running[request.request_id] = request
+        blocks = self._kv.reserve(request, self._discipline.reserve(request))
+        assert blocks is not None
+        draft.joins.append(Join(
+            request.request_id, request.slot, tuple(request.tokens), request.num_prompt, request.params, request.seed,
+            tuple(sorted(request.stop_ids))))
+        draft.grant(request, blocks)
+        known = len(request.tokens)
+        draft.row(request, 0, draft.chunk(known, 0), known)
+        self._events.append(Admitted(now, request.request_id, request.slot, self._steps))
+
+    # -- commit --------------------------------------------------------------------------------------------------
+
+    def commit(self, plan: StepPlan, result: StepResult, now: float) -> None:
+        """Take in what the oldest uncommitted step yielded.
+
+        Raises:
+            RuntimeError: `plan` is not that step, or `result` is another's.
+        """
+        if not self._flights or self._flights[0].plan is not plan or result.step != plan.step:
+            raise RuntimeError(f"step {plan.step} is not the next to commit, or result {result.step} is not its own")
+        flight = self._flights.popleft()
+        published_ids: list[str] = []
+        published: list[tuple[int, ...]] = []
+        ended: list[tuple[Request, str]] = []
+        overrun = 0
+        for request, epoch, count, tokens in zip(
+                flight.requests, flight.epochs, plan.counts, result.tokens, strict=True):
+            if request.epoch == epoch:
+                request.num_computed += count
+            elif request.ended:
+                overrun += len(tokens)
+                continue
+            if tokens:
+                request.pending -= 1
+                tokens, reason = self._append(request, tokens)
+                published_ids.append(request.request_id)
+                published.append(tokens)
+                if reason:
+                    ended.append((request, reason))
+        self._events.append(Committed(now, plan.step, tuple(published_ids), tuple(published), overrun))
+        for request, reason in ended:
+            self._end(request, reason, now)
+
+    @staticmethod
+    def _append(request: Request, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
+        """Add sampled tokens up to the one that ends the request: those kept, and why it ends ("" when it goes on)."""
+        known = request.tokens
+        for index, token in enumerate(tokens):
+            known.append(token)
+            if token in request.stop_ids and request.num_output >= request.params.min_tokens:
+                return tokens[: index + 1], "stop"
+            if len(known) >= request.end:
+                return tokens[: index + 1], "length"
+        return tokens, ""
+
+    def rollback(self) -> list[str]:
+        """Forget all steps in flight, after a failed one: their rows will be planned again from the last commit.
+
+        Returns the ids of the requests that stood in the oldest of them.
+        """
+        flights = list(self._flights)
+        self._flights.clear()
+        for flight in flights:
+            for request in flight.requests:
+                request.pending = 0
+                if request.state is State.RUNNING:
+                    request.num_scheduled = request.num_computed
+        first = flights[0].requests if flights else ()
+        return [request.request_id for request in first if not request.ended]

@@ -1,0 +1,71 @@
+"""The seam between planning and computing.
+
+An executor obeys plans strictly in order.  `submit` may return before the step is computed; `collect` gives the result
+of the oldest step submitted.  Slots and blocks named in a plan's `leaves`, `joins` and `grants` take effect when it is
+submitted, even if computing it fails, so that the next plan finds them as the scheduler believes them to be.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from slotwise.core.plan import StepPlan, StepResult
+
+
+class Executor(Protocol):
+    def submit(self, plan: StepPlan) -> None: ...
+
+    def collect(self) -> StepResult:
+        """Raises whatever went wrong while the step was computed."""
+        ...
+
+
+NextToken = Callable[[Sequence[int]], int]
+"""A toy model: the token that follows a sequence."""
+
+
+class FakeExecutor:
+    """An executor without a model: a paged cache that holds the tokens themselves, and a function as the model.
+
+    It computes from its cache alone, as a real one does, so a block handed out too early, a token computed twice or a
+    table out of step with the scheduler's shows as a failed assertion or as a wrong token.
+    """
+
+    def __init__(self, block_size: int, next_token: NextToken) -> None:
+        self._block_size = block_size
+        self._next_token = next_token
+        self._tokens: dict[int, list[int]] = {}  # slot -> known tokens
+        self._tables: dict[int, list[int]] = {}  # slot -> block table
+        self._cache: dict[tuple[int, int], int] = {}  # (block, offset) -> token
+        self._results: deque[StepResult] = deque()
+
+    def submit(self, plan: StepPlan) -> None:
+        for slot in plan.leaves:
+            del self._tokens[slot], self._tables[slot]
+        for join in plan.joins:
+            assert join.slot not in self._tokens, f"slot {join.slot} is taken"
+            self._tokens[join.slot], self._tables[join.slot] = list(join.tokens), []
+        for slot, blocks in plan.grants:
+            self._tables[slot].extend(blocks)
+        tokens = tuple(
+            self._run(*row) for row in zip(plan.slots, plan.starts, plan.counts, plan.samples, strict=True))
+        self._results.append(StepResult(plan.step, tokens))
+
+    def collect(self) -> StepResult:
+        return self._results.popleft()
+
+    def _run(self, slot: int, start: int, count: int, samples: bool) -> tuple[int, ...]:
+        known = self._tokens[slot]
+        for position in range(start, start + count):
+            self._cache[self._place(slot, position)] = known[position]
+        context = [self._cache[self._place(slot, position)] for position in range(start + count)]
+        assert context == known[: start + count], f"slot {slot} reads another request's cache"
+        if not samples:
+            return ()
+        known[start + count :] = [self._next_token(context)]  # after a rollback an old one may stand there
+        return (known[-1],)
+
+    def _place(self, slot: int, position: int) -> tuple[int, int]:
+        return self._tables[slot][position // self._block_size], position % self._block_size

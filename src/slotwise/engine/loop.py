@@ -1,0 +1,131 @@
+"""The engine: plan, execute, commit, again and again.
+
+    submit   events ◄─┐
+      │               │
+    add ─► Scheduler.plan ─► Executor ─► Scheduler.commit ─► StepRecord
+                ▲                              │
+                └──────────────────────────────┘
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from slotwise.core.events import Admitted, Committed, Event, Finished, Rejected
+from slotwise.core.plan import StepPlan, StepResult
+from slotwise.core.request import Request
+from slotwise.core.scheduler import Scheduler
+from slotwise.engine.executor import Executor
+from slotwise.engine.messages import Add, Command, RowEnd, StepRecord
+
+NO_STEP = -1  # a record of what happened between steps
+
+Clock = Callable[[], int]
+"""Monotonic nanoseconds."""
+
+
+class Engine:
+    """One scheduler, one executor, one clock.  Owned by one thread.
+
+    Args:
+        depth: steps that may be in flight while the next is planned, 0 or 1.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor, clock: Clock, eos_ids: tuple[int, ...] = (), *, depth: int = 0,
+    ) -> None:
+        self._scheduler = scheduler
+        self._executor = executor
+        self._clock = clock
+        self._eos_ids = eos_ids
+        self._depth = depth
+        self._in_flight: deque[tuple[StepPlan, int]] = deque()
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work
+
+    def handle(self, command: Command) -> None:
+        """Take in one command; what it causes shows in the next record."""
+        now = self._clock() * 1e-9
+        if isinstance(command, Add):
+            request = Request(command.request_id, command.prompt, command.params, command.seed, self._eos_ids)
+            self._scheduler.add(request, now)
+        else:
+            self._scheduler.finish(command.request_id, command.reason, now)
+
+    def step(self) -> StepRecord:
+        """Plan as far ahead as `depth` allows, then wait for the oldest step and commit it."""
+        while len(self._in_flight) <= self._depth:
+            started = self._clock()
+            plan = self._scheduler.plan(started * 1e-9)
+            self._in_flight.append((plan, started))
+            self._executor.submit(plan)
+        plan, started = self._in_flight.popleft()
+        try:
+            result = self._executor.collect()
+        except Exception as error:
+            return self._failed(error, started)
+        ended = self._clock()
+        self._scheduler.commit(plan, result, ended * 1e-9)
+        return self._record(plan, result, started, ended)
+
+    def idle_record(self) -> StepRecord | None:
+        """What happened since the last step, when there is nothing to run; None when nothing did."""
+        events = self._scheduler.take_events()
+        if not events:
+            return None
+        now = self._clock()
+        return self._stand(StepRecord(NO_STEP, now, now, ended=ends(events)))
+
+    def _failed(self, error: Exception, started: int) -> StepRecord:
+        """A step broke: forget what is in flight and end its rows; everyone else goes on from the last commit."""
+        while self._in_flight:
+            self._in_flight.popleft()
+            try:
+                self._executor.collect()
+            except Exception:  # the successor of a failed step is void, whatever becomes of it
+                continue
+        now = self._clock()
+        for request_id in self._scheduler.rollback():
+            self._scheduler.finish(request_id, "error", now * 1e-9)
+        message = f"{type(error).__name__}: {error}"
+        ended = tuple(
+            RowEnd(end.request_id, end.reason, end.num_output, message if end.reason == "error" else end.message)
+            for end in ends(self._scheduler.take_events()))
+        return self._stand(StepRecord(NO_STEP, started, now, ended=ended))
+
+    def _record(self, plan: StepPlan, result: StepResult, started: int, ended: int) -> StepRecord:
+        events = self._scheduler.take_events()
+        return self._stand(StepRecord(
+            plan.step, started, ended, plan.request_ids, plan.slots, plan.starts, plan.counts,
+            published(plan, events), result.logprobs,
+            tuple(e.request_id for e in events if isinstance(e, Admitted)), plan.preempted, plan.refused, plan.stop,
+            ends(events)))
+
+    def _stand(self, record: StepRecord) -> StepRecord:
+        record.num_running = self._scheduler.num_running
+        record.num_waiting = self._scheduler.num_waiting
+        record.num_free_blocks = self._scheduler.num_free_blocks
+        return record
+
+
+def ends(events: list[Event]) -> tuple[RowEnd, ...]:
+    """The requests that `events` end."""
+    found = []
+    for event in events:
+        if isinstance(event, Finished):
+            found.append(RowEnd(event.request_id, event.reason, event.num_output))
+        elif isinstance(event, Rejected):
+            found.append(RowEnd(event.request_id, "rejected", 0, event.message))
+    return tuple(found)
+
+
+def published(plan: StepPlan, events: list[Event]) -> tuple[tuple[int, ...], ...]:
+    """Tokens of each row of `plan` that its commit made known; void rows and unfinished prompts have none."""
+    for event in events:
+        if isinstance(event, Committed) and event.step == plan.step:
+            kept = dict(zip(event.request_ids, event.tokens, strict=True))
+            return tuple(kept.get(request_id, ()) for request_id in plan.request_ids)
+    return ()

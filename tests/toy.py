@@ -1,0 +1,114 @@
+"""A toy model and a driver for tests of the core: requests whose right answer is known without any engine."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+from slotwise.batching.continuous import Continuous
+from slotwise.core.events import Admitted, Committed, Finished, Preempted, Rejected
+from slotwise.core.limits import SchedulerLimits
+from slotwise.core.params import SamplingParams
+from slotwise.core.plan import StepPlan
+from slotwise.core.request import Request
+from slotwise.core.scheduler import Scheduler
+from slotwise.engine.executor import FakeExecutor
+from slotwise.policies.fcfs import FirstComeFirstServed
+
+VOCAB = 23
+EOS = 0
+
+
+def next_token(context: Sequence[int]) -> int:
+    """Depends on every token before it, so one wrong token anywhere changes all that follow."""
+    return zlib.crc32(bytes(context)) % VOCAB
+
+
+def alone(request: Request, limits: SchedulerLimits) -> list[int]:
+    """The output this request must have, computed without a scheduler."""
+    tokens = list(request.tokens[: request.num_prompt])
+    end = limits.longest(request.num_prompt, request.params.max_tokens)
+    while len(tokens) < end:
+        tokens.append(next_token(tokens))
+        if tokens[-1] in request.stop_ids and len(tokens) - request.num_prompt >= request.params.min_tokens:
+            break
+    return tokens[request.num_prompt:]
+
+
+def scheduler(limits: SchedulerLimits) -> Scheduler:
+    return Scheduler(limits, Continuous(), FirstComeFirstServed())
+
+
+def request(name: str, prompt: Sequence[int], max_tokens: int | None = 8, **params: object) -> Request:
+    return Request(name, prompt, SamplingParams(max_tokens=max_tokens, **params), eos_ids=(EOS,))
+
+
+class Driver:
+    """A scheduler and a fake executor, stepped by hand; remembers what was published and how everyone ended."""
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self.limits = limits
+        self.scheduler = scheduler(limits)
+        self.executor = FakeExecutor(limits.block_size, next_token)
+        self.plans: list[StepPlan] = []
+        self.flying: list[StepPlan] = []
+        self.output: dict[str, list[int]] = {}
+        self.ended: dict[str, str] = {}
+        self.admitted: list[str] = []
+        self.preempted: list[str] = []
+        self.now = 0.0
+
+    def add(self, new: Request) -> None:
+        self.scheduler.add(new, self.now)
+        self._fold()
+
+    def finish(self, name: str, reason: str = "abort") -> None:
+        self.scheduler.finish(name, reason, self.now)
+        self._fold()
+
+    def plan(self) -> StepPlan:
+        plan = self.scheduler.plan(self.now)
+        self.scheduler.check()
+        assert plan.num_tokens <= self.limits.max_num_batched_tokens, "over the token budget"
+        assert len(plan.slots) == len(set(plan.slots)) <= self.limits.max_num_seqs
+        self.executor.submit(plan)
+        self.plans.append(plan)
+        self.flying.append(plan)
+        self._fold()
+        return plan
+
+    def commit(self) -> None:
+        self.now += 1.0
+        self.scheduler.commit(self.flying.pop(0), self.executor.collect(), self.now)
+        self.scheduler.check()
+        self._fold()
+
+    def run(self, most_steps: int = 10_000) -> None:
+        """Plan and commit until everyone has ended.  Raises AssertionError if they do not: a livelock."""
+        for _ in range(most_steps):
+            if not self.scheduler.has_work:
+                return
+            if not self.flying:
+                self.plan()
+            self.commit()
+        raise AssertionError(f"no end after {most_steps} steps: {list(self.scheduler.requests())}")
+
+    def _fold(self) -> None:
+        for event in self.scheduler.take_events():
+            match event:
+                case Committed():
+                    for name, tokens in zip(event.request_ids, event.tokens, strict=True):
+                        assert name not in self.ended, f"{name} got tokens after its end"
+                        self.output.setdefault(name, []).extend(tokens)
+                case Finished():
+                    self._end(event.request_id, event.reason)
+                case Rejected():
+                    self._end(event.request_id, "rejected")
+                case Admitted():
+                    self.admitted.append(event.request_id)
+                case Preempted():
+                    self.preempted.append(event.request_id)
+
+    def _end(self, name: str, reason: str) -> None:
+        assert name not in self.ended, f"{name} ended twice"
+        self.ended[name] = reason

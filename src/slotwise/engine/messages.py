@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.core.plan import Decision, Stop, TokenLogprobs
 
@@ -45,11 +46,7 @@ class EngineInfo(msgspec.Struct, tag="ready"):
     device: str
     dtype: str
     vocab_size: int
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    num_blocks: int
-    block_size: int
+    limits: SchedulerLimits
     eos_token_ids: tuple[int, ...]
 
 

@@ -1,0 +1,36 @@
+# One command to serve, one to test; both set up what they need.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: help serve test quick lint clean
+
+help:            ## this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
+
+serve: $(VENV)/serve.ready   ## set up and serve the built-in model on http://127.0.0.1:8000
+	$(BIN)/slotwise serve $(ARGS)
+
+test: $(VENV)/test.ready lint   ## set up and run every check and every test
+	$(BIN)/python -m pytest $(ARGS)
+
+quick: $(VENV)/test.ready   ## the tests that take seconds
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+lint: $(VENV)/test.ready   ## style, types, and the arrows between packages
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+$(VENV)/serve.ready: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Slotwise needs Python 3.11 or newer")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	touch $@
+
+$(VENV)/test.ready: $(VENV)/serve.ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	touch $@
+
+clean:           ## remove the virtual environment and caches
+	rm -rf $(VENV) .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache

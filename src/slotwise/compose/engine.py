@@ -1,0 +1,70 @@
+"""Builds an engine: the one place where scheduler, runner, model and kernels meet."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from slotwise.batching.continuous import Continuous
+from slotwise.core.limits import SchedulerLimits
+from slotwise.core.scheduler import Scheduler
+from slotwise.engine.config import EngineConfig
+from slotwise.engine.loop import Engine
+from slotwise.engine.messages import EngineInfo
+from slotwise.kernels.select import choose
+from slotwise.model.decoder import Decoder
+from slotwise.model.load import load_model
+from slotwise.policies.fcfs import FirstComeFirstServed
+from slotwise.runner import memory
+from slotwise.runner.batch import SlotTable
+from slotwise.runner.runner import Runner
+from slotwise.runner.sampler import Sampler
+
+Progress = Callable[[str, int, int], None]
+"""Told `(stage, done, total)` while an engine is being built."""
+
+
+def silent(stage: str, done: int, total: int) -> None:
+    """The progress of someone who does not want to hear of it."""
+
+
+BLOCK_SIZE = 64  # tokens; see measurements in docs/performance.md
+
+
+def build_engine(config: EngineConfig, progress: Progress = silent) -> tuple[Engine, EngineInfo]:
+    """Load the model, size the cache and put the engine together.
+
+    Raises:
+        CheckpointError: something is wrong with the model's files.
+        ConfigError: the settings contradict each other or the model.
+    """
+    device = "cpu" if config.device == "auto" else config.device
+    decoder = load_model(
+        config.model, kernels=choose(device), dtype=config.dtype, max_positions=config.max_model_len,
+        progress=lambda done, total: progress("weights", done, total))
+    limits = _size(config, decoder)
+    caches = [
+        decoder.kernels.allocate_cache(limits.num_blocks, limits.block_size, shape, decoder.config.dtype)
+        for shape in decoder.attention_shapes]
+    runner = Runner(
+        decoder, caches, SlotTable(limits.max_num_seqs, limits.max_model_len, limits.block_size),
+        Sampler(limits.max_num_seqs, decoder.config.vocab_size, limits.max_model_len))
+    scheduler = Scheduler(limits, Continuous(), FirstComeFirstServed())
+    eos_ids = decoder.config.eos_token_ids
+    engine = Engine(scheduler, runner, time.monotonic_ns, eos_ids, depth=config.overlap)
+    info = EngineInfo(
+        model=config.model, device=device, dtype=str(decoder.config.dtype).removeprefix("torch."),
+        vocab_size=decoder.config.vocab_size, limits=limits, eos_token_ids=eos_ids)
+    return engine, info
+
+
+def _size(config: EngineConfig, decoder: Decoder) -> SchedulerLimits:
+    """The scheduler's limits, from the model, the memory and what was asked."""
+    block_size = config.block_size or BLOCK_SIZE
+    model_tokens = decoder.config.max_position_embeddings
+    per_block = sum(
+        decoder.kernels.cache_bytes_per_block(block_size, shape, decoder.config.dtype)
+        for shape in decoder.attention_shapes)
+    longest = min(config.max_model_len or model_tokens, model_tokens)
+    useful = config.max_num_seqs * -(-longest // block_size)
+    return config.limits(model_tokens, memory.num_blocks(per_block, useful, config.kv_cache_memory), block_size)

@@ -1,0 +1,92 @@
+"""What an engine may be told, and what it makes of it.  The one place where defaults are resolved.
+
+Names are vLLM's where vLLM has them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from slotwise.core.limits import SchedulerLimits
+
+DTYPES = ("auto", "bfloat16", "float32")
+DEVICES = ("auto", "cpu", "reference")
+STEP_TOKENS = 512  # a chunk this long reaches most of the product rate and keeps a step near a tenth of a second
+
+
+class ConfigError(ValueError):
+    """Settings that cannot work, or contradict each other; the message is one line that says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """As asked.  None means: decide from the model and the machine.
+
+    Raises:
+        ConfigError: a value out of range.
+    """
+
+    model: str  # a checkpoint's folder, or a hub id
+    device: str = "auto"
+    dtype: str = "auto"  # the checkpoint's
+    max_model_len: int | None = None  # tokens of a sequence; None: as the model was trained, if the cache holds it
+    max_num_seqs: int = 64  # slots
+    max_num_batched_tokens: int | None = None  # tokens of a step; None: 512, or a token for each slot
+    long_prefill_token_threshold: int = 0  # most tokens one prompt gets in a step; 0: what the budget leaves
+    block_size: int | None = None  # tokens of a cache block; None: what the device's kernels like best
+    kv_cache_memory: int | None = None  # bytes; None: what the slots can use, within a share of free memory
+    enable_prefix_caching: bool = False
+    seed: int = 0  # of the requests that bring none
+    overlap: int = 0  # steps in flight while the next is planned, 0 or 1
+
+    def __post_init__(self) -> None:
+        if self.device not in DEVICES:
+            raise ConfigError(f"device must be one of {', '.join(DEVICES)}, not {self.device!r}")
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, not {value}")
+        if self.overlap not in (0, 1):
+            raise ConfigError(f"overlap must be 0 or 1, not {self.overlap}")
+        if self.enable_prefix_caching:
+            raise ConfigError("prefix caching is not part of this version; leave enable_prefix_caching off")
+
+    @classmethod
+    def of(cls, **settings: object) -> EngineConfig:
+        """Raises ConfigError for a name that is no setting."""
+        known = [field.name for field in fields(cls)]
+        for name in settings:
+            if name not in known:
+                raise ConfigError(f"there is no setting {name!r}; there are {', '.join(known)}")
+        return cls(**settings)  # type: ignore[arg-type]
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a step, decided."""
+        return self.max_num_batched_tokens or max(STEP_TOKENS, self.max_num_seqs)
+
+    def limits(self, model_tokens: int, num_blocks: int, block_size: int) -> SchedulerLimits:
+        """The scheduler's numbers, once the model and the size of its cache are known.
+
+        Args:
+            model_tokens: the longest sequence the model was made for.
+
+        Raises:
+            ConfigError: the numbers contradict each other.
+        """
+        cache_tokens = num_blocks * block_size
+        longest = self.max_model_len or min(model_tokens, cache_tokens)
+        if longest > model_tokens:
+            raise ConfigError(f"max_model_len {longest} exceeds the {model_tokens} positions the model was made for")
+        if longest > cache_tokens + 1:
+            raise ConfigError(f"a sequence of max_model_len {longest} does not fit the cache of {cache_tokens} tokens: "
+                              "lower max_model_len or raise kv_cache_memory")
+        try:
+            return SchedulerLimits(
+                max_model_len=longest, num_blocks=num_blocks, block_size=block_size, max_num_seqs=self.max_num_seqs,
+                max_num_batched_tokens=self.step_tokens,
+                long_prefill_token_threshold=self.long_prefill_token_threshold)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error

@@ -1,0 +1,189 @@
+"""The offline API: many prompts in, many continuations out, batched continuously in this process.
+
+    llm = LLM()                                   # the built-in model
+    llm.generate(["def fibonacci(n):"], SamplingParams(temperature=0.2, max_tokens=64))
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from slotwise import builtin
+from slotwise.compose.engine import build_engine
+from slotwise.core.params import SamplingParams
+from slotwise.engine.config import EngineConfig
+from slotwise.engine.messages import Add, Finish, StepRecord
+from slotwise.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from slotwise.text.chat import load_chat_template
+from slotwise.text.detokenize import detokenizer
+from slotwise.text.stop import StopStrings
+from slotwise.text.tokenizer import Tokenizer
+
+Prompt = str | Mapping[str, Sequence[int]] | Sequence[int]
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+class LLM:
+    """A model and its engine.
+
+    Args:
+        model: a checkpoint's folder or a hub id; by default the built-in model.
+        settings: any field of `engine.config.EngineConfig`.
+
+    Raises:
+        CheckpointError, TokenizerError, ConfigError: one line that says what is wrong and what to do.
+    """
+
+    def __init__(self, model: str | None = None, **settings: Any) -> None:
+        self._config = EngineConfig.of(model=str(model or builtin.path()), **settings)
+        self._engine, self.info = build_engine(self._config)
+        self.tokenizer = Tokenizer.load(self._config.model)
+        self._seeds = random.Random(self._config.seed)
+        self._names = itertools.count()
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *, use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Continue every prompt; results stand in the order of the prompts.
+
+        Args:
+            prompts: strings, lists of token ids, or `{"prompt_token_ids": [...]}`; one or many.
+            sampling_params: one for all, or one for each.
+
+        Raises:
+            ValueError: a prompt that can never run, or parameters that do not match; nothing was started.
+        """
+        batch = _as_batch(prompts)
+        params = _as_params(sampling_params, len(batch))
+        jobs = [self._job(prompt, wanted) for prompt, wanted in zip(batch, params, strict=True)]
+        self._run(jobs, show_progress=use_tqdm)
+        return [job.output for job in jobs]
+
+    def chat(
+        self, messages: Sequence[Any], sampling_params: Params = None, *, use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of several, through the model's chat template."""
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        template = load_chat_template(self._config.model, self.tokenizer.special_tokens)
+        prompts = [
+            self.tokenizer.encode(template.render(conversation), add_special_tokens=False)
+            for conversation in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def _job(self, prompt: Prompt, params: SamplingParams) -> _Job:
+        text = prompt if isinstance(prompt, str) else None
+        ids = self.tokenizer.encode(text) if text is not None else list(_token_ids(prompt))
+        objection = self.info.limits.objection(len(ids), params.max_tokens)
+        if not objection and not all(0 <= token < self.info.vocab_size for token in ids):
+            objection = f"a prompt holds token ids outside the vocabulary of {self.info.vocab_size}"
+        if objection:
+            raise ValueError(objection)
+        metrics = RequestMetrics(time.monotonic())
+        output = RequestOutput(str(next(self._names)), text, ids, [], finished=False, metrics=metrics)
+        return _Job(output, params, self.tokenizer)
+
+    def _run(self, jobs: Sequence[_Job], *, show_progress: bool) -> None:
+        """Step until every job has ended; an interrupt ends those still running and is passed on."""
+        readers = {}
+        for job in jobs:
+            base = self._seeds.getrandbits(63) if job.params.seed is None else job.params.seed
+            for reader in job.readers:
+                seed = (base + reader.completion.index) % 2**64
+                self._engine.handle(Add(reader.request_id, job.output.prompt_token_ids, job.params, seed))
+                readers[reader.request_id] = reader
+        bar = tqdm(total=len(readers), disable=not show_progress, unit="request", desc="Generating")
+        try:
+            with bar:
+                while readers:
+                    self._deliver(self._engine.step(), readers, bar)
+        finally:
+            for request_id in readers:
+                self._engine.handle(Finish(request_id, "abort"))
+            self._engine.idle_record()
+
+    def _deliver(self, record: StepRecord, readers: dict[str, _Reader], bar: tqdm) -> None:
+        now = record.ended_ns * 1e-9
+        for row, (request_id, tokens) in enumerate(zip(record.request_ids, record.token_ids, strict=True)):
+            reader = readers.get(request_id)
+            if tokens and reader is not None and reader.take(tokens, now):
+                self._engine.handle(Finish(request_id, "stop"))
+            if record.logprobs and reader is not None:
+                reader.completion.logprobs.extend(record.logprobs[row])
+        for end in record.ended:
+            if reader := readers.pop(end.request_id, None):
+                reader.end(end.reason, now)
+                bar.update()
+                if end.message:
+                    raise RuntimeError(end.message)
+
+
+class _Job:
+    """A prompt and the readers of its continuations."""
+
+    def __init__(self, output: RequestOutput, params: SamplingParams, tokenizer: Tokenizer) -> None:
+        self.output = output
+        self.params = params
+        output.outputs = [CompletionOutput(index) for index in range(params.n)]
+        self.readers = [_Reader(self, completion, tokenizer) for completion in output.outputs]
+
+
+class _Reader:
+    """Turns one continuation's tokens into text as they come."""
+
+    def __init__(self, job: _Job, completion: CompletionOutput, tokenizer: Tokenizer) -> None:
+        self._job = job
+        self.completion = completion
+        self.request_id = f"{job.output.request_id}-{completion.index}"
+        self._detokenizer = detokenizer(tokenizer, job.output.prompt_token_ids)
+        self._stops = StopStrings(job.params.stop)
+
+    def take(self, tokens: Sequence[int], now: float) -> bool:
+        """Add `tokens`; True when a stop string ends the text here."""
+        if self.completion.stop_reason is not None:
+            return False
+        metrics = self._job.output.metrics
+        metrics.first_token_time = metrics.first_token_time or now
+        for token in tokens:
+            self.completion.token_ids.append(token)
+            text, self.completion.stop_reason = self._stops.feed(self._detokenizer.feed((token,)))
+            self.completion.text += text
+            if self.completion.stop_reason is not None:
+                return True
+        return False
+
+    def end(self, reason: str, now: float) -> None:
+        if self.completion.stop_reason is None:
+            text, stop = self._stops.feed(self._detokenizer.flush())
+            self.completion.text += text + self._stops.flush()
+            self.completion.stop_reason = stop
+        self.completion.finish_reason = reason
+        output = self._job.output
+        output.metrics.finished_time = now
+        output.finished = all(completion.finish_reason for completion in output.outputs)
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    single = isinstance(prompts, (str, Mapping)) or (bool(prompts) and isinstance(prompts[0], int))
+    return [prompts] if single else prompts  # type: ignore[return-value, list-item]
+
+
+def _as_params(params: Params, count: int) -> Sequence[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise ValueError(f"{count} prompts but {len(params)} sampling_params: give one for all or one for each")
+    return params
+
+
+def _token_ids(prompt: Mapping[str, Sequence[int]] | Sequence[int]) -> Sequence[int]:
+    if isinstance(prompt, Mapping):
+        if "prompt_token_ids" not in prompt:
+            raise ValueError("a prompt given as a dict needs prompt_token_ids")
+        return prompt["prompt_token_ids"]
+    return prompt

@@ -1,0 +1,78 @@
+"""Stop strings: they end a text, are no part of it, and may begin in one token and end in another.
+
+Knuth, Morris and Pratt's automaton for each string: a character costs constant time on average, and the failure table
+grows only as far as a text has ever matched, so that a long stop string costs nothing until it is nearly written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Checked(NamedTuple):
+    """`text` may be shown; the rest could still be the beginning of a stop string.  `stop` is the one found."""
+
+    text: str
+    stop: str | None
+
+
+class _Matcher:
+    """How many characters of one stop string the text so far ends with."""
+
+    __slots__ = ("_failures", "matched", "stop")
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.matched = 0
+        self._failures = [0, 0]  # of the first k characters, the longest proper beginning that is also their end
+
+    def step(self, character: str) -> bool:
+        """Whether the stop string is complete with `character`."""
+        matched, stop = self.matched, self.stop
+        while matched and stop[matched] != character:
+            matched = self._failures[matched]
+        self.matched = matched = matched + (stop[matched] == character)
+        if matched == len(self._failures):
+            self._extend()
+        return matched == len(stop)
+
+    def _extend(self) -> None:
+        end = len(self._failures) - 1
+        shorter = self._failures[end]
+        while shorter and self.stop[shorter] != self.stop[end]:
+            shorter = self._failures[shorter]
+        self._failures.append(shorter + (self.stop[shorter] == self.stop[end]))
+
+
+class StopStrings:
+    """Feed it a text in pieces; it gives back what may be shown.
+
+    The text ends before the stop string that is complete first; of those complete at the same character, before the
+    longest.  How the text is cut into pieces makes no difference.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._matchers = [_Matcher(stop) for stop in stops]
+        self._held = ""
+
+    def feed(self, text: str) -> Checked:
+        """What of the text so far may be shown now."""
+        if not self._held and not any(matcher.stop[0] in text for matcher in self._matchers):
+            return Checked(text, None)
+        before = len(self._held)
+        whole = self._held + text
+        for i, character in enumerate(text, before + 1):
+            complete = [matcher.stop for matcher in self._matchers if matcher.step(character)]
+            if complete:
+                stop = max(complete, key=len)
+                self._held = ""
+                return Checked(whole[: i - len(stop)], stop)
+        safe = len(whole) - max(matcher.matched for matcher in self._matchers)
+        self._held = whole[safe:]
+        return Checked(whole[:safe], None)
+
+    def flush(self) -> str:
+        """What was held back, when the text ends otherwise."""
+        held, self._held = self._held, ""
+        return held

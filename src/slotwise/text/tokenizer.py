@@ -1,0 +1,119 @@
+"""Text to token ids and back, from a checkpoint's `tokenizer.json`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from slotwise.text.pieces import pieces_of
+
+SHORT = 4096  # characters; encoding these takes well under a millisecond
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class TokenizerError(ValueError):
+    """The tokenizer's files cannot be used, or a text cannot be tokenised."""
+
+
+class TextTooLong(TokenizerError):
+    """A text that cannot be as few tokens as are allowed, known without tokenising it."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in `path`; empty when there is no such file.
+
+    Raises:
+        TokenizerError: the file is not a JSON object.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TokenizerError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise TokenizerError(f"{path}: expected a JSON object")
+    return value
+
+
+class Tokenizer:
+    """A `tokenizers.Tokenizer` with the names that a checkpoint gives its special tokens.
+
+    Whether a text gets a beginning-of-sequence token is decided by the post-processor in `tokenizer.json`, as in
+    transformers' fast tokenizers.
+    """
+
+    def __init__(self, inner: tokenizers.Tokenizer, special_tokens: dict[str, str] | None = None) -> None:
+        self.inner = inner
+        inner.no_truncation()
+        inner.no_padding()
+        self.special_tokens = special_tokens or {}
+        added = inner.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.pieces = pieces_of(inner)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Tokenizer:
+        """From `tokenizer.json`, with `tokenizer_config.json` and `special_tokens_map.json` where they exist.
+
+        Raises:
+            TokenizerError: a file is missing or broken.
+        """
+        path = Path(folder) / "tokenizer.json"
+        if not path.is_file():
+            raise TokenizerError(f"{path}: no such file (only tokenizers in this format can be read)")
+        try:
+            inner = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception
+            raise TokenizerError(f"{path}: not a tokenizer ({error})") from error
+        files = (path.with_name("special_tokens_map.json"), path.with_name("tokenizer_config.json"))
+        named = read_json(files[0]) | read_json(files[1])
+        return cls(inner, {name: _content(named[name]) for name in NAMED_TOKENS if named.get(name)})
+
+    @property
+    def vocab_size(self) -> int:
+        return self.inner.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token: no text of n tokens has more than n times as many."""
+        return max(map(len, self.inner.get_vocab(with_added_tokens=True)), default=1)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+        """Token ids of `text`.  Long texts are encoded without holding the interpreter's lock.
+
+        Raises:
+            TextTooLong: `text` is so long that it must have more than `max_tokens` tokens.
+            TokenizerError: `text` has no UTF-8 form (lone surrogates).
+        """
+        if max_tokens is not None and len(text) > SHORT and len(text) > max_tokens * self.longest_token:
+            least = len(text) // self.longest_token
+            raise TextTooLong(f"{len(text)} characters are at least {least} tokens, more than {max_tokens}")
+        try:
+            if len(text) <= SHORT:
+                return self.inner.encode(text, add_special_tokens=add_special_tokens).ids
+            return self.inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        except (TypeError, UnicodeError) as error:
+            raise TokenizerError("the text is not valid Unicode") from error
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return self.inner.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def token_text(self, token_id: int) -> str:
+        """One token by itself, special or not, as shown beside its log-probability."""
+        return self.token_bytes(token_id).decode("utf-8", errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        if self.pieces is not None:
+            return self.pieces[token_id]
+        return self.inner.decode([token_id], skip_special_tokens=False).encode()
+
+
+def _content(token: Any) -> str:
+    """Special tokens are written as strings or as objects with their text in `content`."""
+    return token["content"] if isinstance(token, dict) else str(token)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import pytest
+from toy import EOS, Driver, alone, next_token, request
+
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.plan import NO_BLOCKS, NO_SLOT, TOKEN_BUDGET, StepResult
 from slotwise.core.request import IllegalTransition, State
-from toy import EOS, Driver, alone, next_token, request
 
 
 def limits(**changes: int) -> SchedulerLimits:
-    numbers = dict(max_model_len=64, num_blocks=64, block_size=4, max_num_seqs=4, max_num_batched_tokens=16)
+    numbers = {
+        "max_model_len": 64, "num_blocks": 64, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16}
     return SchedulerLimits(**(numbers | changes))
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slotwise.core.limits import SchedulerLimits
 from toy import VOCAB, Driver, alone, request
+
+from slotwise.core.limits import SchedulerLimits
 
 LIMITS = st.builds(
     lambda slots, extra, blocks, size, threshold, longest: SchedulerLimits(

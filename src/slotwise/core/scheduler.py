@@ -67,6 +67,10 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def num_living(self) -> int:
+        return len(self._living)
+
+    @property
     def num_free_blocks(self) -> int:
         return self._kv.pool.num_free
 

@@ -57,7 +57,7 @@ class Engine:
 
     def step(self) -> StepRecord:
         """Plan as far ahead as `depth` allows, then wait for the oldest step and commit it."""
-        while len(self._in_flight) <= self._depth:
+        while len(self._in_flight) <= self._depth and (self._scheduler.num_living or not self._in_flight):
             started = self._clock()
             plan = self._scheduler.plan(started * 1e-9)
             self._in_flight.append((plan, started))

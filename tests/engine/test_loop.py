@@ -1,0 +1,130 @@
+"""The engine's loop over a fake executor: plan, execute, commit, and what happens when a step breaks."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+from toy import EOS, alone, next_token, request, scheduler
+
+from slotwise.core.limits import SchedulerLimits
+from slotwise.core.params import SamplingParams
+from slotwise.core.plan import StepResult
+from slotwise.engine.executor import FakeExecutor
+from slotwise.engine.loop import NO_STEP, Engine
+from slotwise.engine.messages import Add, Finish, StepRecord
+
+LIMITS = SchedulerLimits(max_model_len=64, num_blocks=8, block_size=4, max_num_seqs=3, max_num_batched_tokens=8)
+
+
+class Breaking(FakeExecutor):
+    """Fails on the steps named, after taking in what their plans say."""
+
+    def __init__(self, *broken: int) -> None:
+        super().__init__(LIMITS.block_size, next_token)
+        self._broken = broken
+
+
+    def collect(self) -> StepResult:
+        result = super().collect()
+        if result.step in self._broken:
+            raise ArithmeticError(f"step {result.step} broke")
+        return result
+
+
+def engine(executor: FakeExecutor | None = None, depth: int = 0) -> Engine:
+    ticks = count()
+    return Engine(scheduler(LIMITS), executor or Breaking(), lambda: next(ticks), (EOS,), depth=depth)
+
+
+def add(name: str, length: int = 6, **params: object) -> Add:
+    return Add(name, [3, 1, 4], SamplingParams(max_tokens=length, **params), seed=0)
+
+
+def run(subject: Engine, most_steps: int = 500) -> list[StepRecord]:
+    records = []
+    while subject.has_work:
+        records.append(subject.step())
+        assert len(records) < most_steps, "the engine never comes to rest"
+    return records
+
+
+def outputs(records: list[StepRecord]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for record in records:
+        for name, tokens in zip(record.request_ids, record.token_ids, strict=True):
+            found.setdefault(name, []).extend(tokens)
+    return found
+
+
+def expected(length: int) -> list[int]:
+    return alone(request("any", [3, 1, 4], length, ignore_eos=True), LIMITS)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_tokens_do_not_depend_on_how_far_ahead_is_planned(depth):
+    subject = engine(depth=depth)
+    for name in "abcdefg":
+        subject.handle(add(name, 5 + ord(name) % 4, ignore_eos=True))
+    records = run(subject)
+    assert outputs(records) == {name: expected(5 + ord(name) % 4) for name in "abcdefg"}
+    ends = [end.request_id for record in records for end in record.ended]
+    assert sorted(ends) == sorted("abcdefg")
+
+
+def test_a_record_tells_who_ran_who_joined_who_waits_and_why():
+    subject = engine()
+    for name in "abcd":
+        subject.handle(add(name, ignore_eos=True))
+    record = subject.step()
+    assert record.request_ids == record.admitted == ("a", "b", "c")
+    assert record.counts == (3, 3, 2) and record.stop == ("no_slot", "d", 0)
+    assert (record.num_running, record.num_waiting, record.num_free_blocks) == (3, 1, 5)
+    assert record.started_ns < record.ended_ns
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_broken_step_ends_its_rows_and_nobody_else(depth):
+    subject = engine(Breaking(2), depth)
+    for name in "abc":
+        subject.handle(add(name, ignore_eos=True))
+    subject.handle(add("later", ignore_eos=True))
+    records = run(subject)
+    ends = {end.request_id: end for record in records for end in record.ended}
+    assert {name: end.reason for name, end in ends.items()} == dict.fromkeys("abc", "error") | {"later": "length"}
+    assert "step 2 broke" in ends["a"].message and ends["later"].message == ""
+    assert outputs(records)["later"] == expected(6)
+
+
+def test_an_abort_between_steps_shows_in_the_next_record():
+    subject = engine()
+    subject.handle(add("gone", ignore_eos=True))
+    subject.step()
+    subject.handle(Finish("gone", "abort"))
+    assert not subject.has_work
+    record = subject.idle_record()
+    assert record is not None and record.step == NO_STEP
+    assert [(end.request_id, end.reason) for end in record.ended] == [("gone", "abort")]
+    assert record.num_free_blocks == LIMITS.num_blocks
+    assert subject.idle_record() is None
+
+
+def test_an_impossible_request_is_answered_and_the_engine_stays_idle():
+    subject = engine()
+    subject.handle(Add("huge", [1] * 40, SamplingParams(max_tokens=20), seed=0))
+    assert not subject.has_work
+    record = subject.idle_record()
+    assert record is not None
+    (end,) = record.ended
+    assert end.reason == "rejected" and "cache of 32" in end.message
+
+
+def test_ending_from_outside_is_idempotent():
+    subject = engine()
+    subject.handle(add("once", ignore_eos=True))
+    subject.step()
+    subject.handle(Finish("once", "stop"))
+    subject.handle(Finish("once", "abort"))
+    subject.handle(Finish("never", "abort"))
+    record = subject.idle_record()
+    assert record is not None and [end.reason for end in record.ended] == ["stop"]

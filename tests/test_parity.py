@@ -1,0 +1,141 @@
+"""Greedy tokens in float32 equal transformers' for every family, however requests meet in the batch.
+
+The whole engine runs here: scheduler, runner, kernels, sampler.  Only HTTP and text are left out.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import checkpoints
+import pytest
+
+from slotwise.compose.engine import build_engine
+from slotwise.core.params import SamplingParams
+from slotwise.engine.config import EngineConfig
+from slotwise.engine.loop import Engine
+from slotwise.engine.messages import Add, Finish
+
+NUM_REQUESTS, OUTPUT = 32, 24
+LONG = 1_050
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", params=checkpoints.FAMILIES)
+def family(request, tmp_path_factory):
+    """A checkpoint, 32 prompts of ragged lengths, and what transformers continues them with."""
+    folder = checkpoints.make(request.param, tmp_path_factory.mktemp(request.param))
+    draw = random.Random(7)
+    prompts = checkpoints.prompts([draw.randint(1, 70) for _ in range(NUM_REQUESTS)], seed=11)
+    expected = checkpoints.greedy(folder, prompts, OUTPUT)
+    assert len({token for tokens in expected for token in tokens}) >= 50, "references that say too little"
+    return folder, prompts, expected
+
+
+def engine(folder: Path, **settings: object) -> Engine:
+    built, _ = build_engine(EngineConfig.of(**{
+        "model": str(folder), "dtype": "float32", "block_size": 16, "kv_cache_memory": 64 << 20, "max_model_len": 2048,
+        "max_num_seqs": NUM_REQUESTS} | settings))
+    return built
+
+
+def add(index: int, prompt: list[int], length: int = OUTPUT) -> Add:
+    return Add(f"r{index}", prompt, SamplingParams(temperature=0, max_tokens=length, ignore_eos=True), seed=index)
+
+
+def run(subject: Engine, arrivals: dict[int, list[Add]], aborts: dict[int, list[str]] | None = None) -> dict[int, list]:
+    """Steps until all is quiet; `arrivals` and `aborts` say what happens before which step."""
+    outputs: dict[int, list[int]] = {}
+    step = 0
+    while subject.has_work or any(at >= step for at in arrivals):
+        for command in arrivals.get(step, []):
+            subject.handle(command)
+        for name in (aborts or {}).get(step, []):
+            subject.handle(Finish(name, "abort"))
+        step += 1
+        if not subject.has_work:
+            continue
+        record = subject.step()
+        assert not any(end.message for end in record.ended), record.ended
+        for name, tokens in zip(record.request_ids, record.token_ids, strict=True):
+            outputs.setdefault(int(name[1:]), []).extend(tokens)
+    return outputs
+
+
+def at_random_steps(prompts: list[list[int]]) -> dict[int, list[Add]]:
+    draw, arrivals = random.Random(3), {}
+    for index, prompt in enumerate(prompts):
+        arrivals.setdefault(draw.randint(0, 40), []).append(add(index, prompt))
+    return arrivals
+
+
+def test_alone(family):
+    folder, prompts, expected = family
+    subject = engine(folder)
+    for index in range(0, NUM_REQUESTS, 8):
+        assert run(subject, {0: [add(index, prompts[index])]}) == {index: expected[index]}
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_in_a_batch_of_32_arriving_at_random_steps(family, overlap):
+    folder, prompts, expected = family
+    outputs = run(engine(folder, overlap=overlap), at_random_steps(prompts))
+    assert outputs == dict(enumerate(expected))
+
+
+def test_in_chunks_of_seven_tokens(family):
+    folder, prompts, expected = family
+    outputs = run(engine(folder, long_prefill_token_threshold=7), at_random_steps(prompts))
+    assert outputs == dict(enumerate(expected))
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_with_so_few_blocks_that_requests_are_preempted(family, overlap):
+    folder, prompts, expected = family
+    subject = engine(folder, block_size=4, max_model_len=100, max_num_batched_tokens=64, overlap=overlap,
+                     kv_cache_memory=blocks_of(folder, 4) * 40)
+    preempted = []
+    step = subject.step
+
+    def watched():
+        record = step()
+        preempted.extend(record.preempted)
+        return record
+
+    subject.step = watched
+    assert run(subject, at_random_steps(prompts)) == dict(enumerate(expected))
+    assert len(preempted) >= 5, "the pool was not small enough to show anything"
+
+
+def test_across_aborts_of_neighbours(family):
+    folder, prompts, expected = family
+    draw = random.Random(5)
+    aborted = draw.sample(range(NUM_REQUESTS), 10)
+    aborts: dict[int, list[str]] = {}
+    for index in aborted:
+        aborts.setdefault(draw.randint(30, 55), []).append(f"r{index}")
+    outputs = run(engine(folder), at_random_steps(prompts), aborts)
+    for index, tokens in outputs.items():
+        assert tokens == expected[index][: len(tokens)]
+        assert len(tokens) == OUTPUT or index in aborted
+
+
+def test_a_long_context_beside_short_ones(family):
+    folder, prompts, expected = family
+    (long,) = checkpoints.prompts([LONG], seed=13)
+    (continuation,) = checkpoints.greedy(folder, [long], OUTPUT)
+    outputs = run(engine(folder, max_num_batched_tokens=128), {0: [add(0, prompts[0])], 2: [add(99, long)]})
+    assert outputs == {0: expected[0], 99: continuation}
+
+
+def blocks_of(folder: Path, block_size: int) -> int:
+    """Bytes of one cache block over all layers."""
+    from slotwise.kernels.select import choose
+    from slotwise.model.load import load_model
+
+    decoder = load_model(folder, kernels=choose("reference"), dtype="float32")
+    return sum(
+        decoder.kernels.cache_bytes_per_block(block_size, shape, decoder.config.dtype)
+        for shape in decoder.attention_shapes)

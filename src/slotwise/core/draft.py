@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.plan import NO_BLOCKS, Decision, Grant, Join, StepPlan, Stop
 from slotwise.core.request import Request
 
 
+class Flight(NamedTuple):
+    """A planned step and the requests its rows belong to, each in the epoch it was planned in."""
+
+    plan: StepPlan
+    requests: tuple[Request, ...]
+    epochs: tuple[int, ...]
+
+
 class Draft:
     """Filled by one `Scheduler.plan`, then closed into a StepPlan."""
 
-    __slots__ = (
-        "_threshold", "budget", "counts", "epochs", "grants", "joins", "preempted", "refused", "request_ids",
-        "requests", "samples", "slots", "starts", "stop",
-    )
+    __slots__ = ("_threshold", "budget", "grants", "joins", "preempted", "refused", "rows", "stop")
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self.budget = limits.max_num_batched_tokens  # tokens this step may still take
         self._threshold = limits.long_prefill_token_threshold or limits.max_num_batched_tokens
-        self.requests: list[Request] = []
-        self.epochs: list[int] = []
-        self.request_ids: list[str] = []
-        self.slots: list[int] = []
-        self.starts: list[int] = []
-        self.counts: list[int] = []
-        self.samples: list[bool] = []
+        self.rows: list[tuple[Request, int, int, bool]] = []  # request, start, count, samples
         self.joins: list[Join] = []
         self.grants: list[Grant] = []
         self.preempted: list[Decision] = []
@@ -37,21 +38,15 @@ class Draft:
 
     def row(self, request: Request, start: int, count: int, known: int) -> None:
         """Plan `count` tokens of `request` from position `start`; at the end of the `known` ones it will sample."""
-        samples = start + count == known
-        self.requests.append(request)
-        self.epochs.append(request.epoch)
-        self.request_ids.append(request.request_id)
-        self.slots.append(request.slot)
-        self.starts.append(start)
-        self.counts.append(count)
-        self.samples.append(samples)
-        self.budget -= count
-        request.num_scheduled = start + count
+        request.num_scheduled = end = start + count
+        samples = end == known
         if samples:
             request.pending += 1
+        self.budget -= count
+        self.rows.append((request, start, count, samples))
 
     def has(self, request: Request) -> bool:
-        return request in self.requests
+        return any(row[0] is request for row in self.rows)
 
     def grant(self, request: Request, blocks: tuple[int, ...]) -> None:
         if blocks:
@@ -63,8 +58,11 @@ class Draft:
     def preempt(self, request: Request) -> None:
         self.preempted.append(Decision(request.request_id, NO_BLOCKS))
 
-    def close(self, step: int, now: float, leaves: list[int]) -> StepPlan:
-        return StepPlan(
-            step, now, tuple(leaves), tuple(self.joins), tuple(self.grants), tuple(self.request_ids),
-            tuple(self.slots), tuple(self.starts), tuple(self.counts), tuple(self.samples), tuple(self.preempted),
-            tuple(self.refused), self.stop)
+    def close(self, step: int, now: float, leaves: list[int]) -> Flight:
+        """The finished plan, with the requests its rows belong to.  Columns are cut here, all at once."""
+        requests, starts, counts, samples = zip(*self.rows, strict=True) if self.rows else ((), (), (), ())
+        plan = StepPlan(
+            step, now, tuple(leaves), tuple(self.joins), tuple(self.grants),
+            tuple([request.request_id for request in requests]), tuple([request.slot for request in requests]),
+            starts, counts, samples, tuple(self.preempted), tuple(self.refused), self.stop)
+        return Flight(plan, requests, tuple([request.epoch for request in requests]))

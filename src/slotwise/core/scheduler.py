@@ -16,9 +16,8 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Iterator
-from typing import NamedTuple
 
-from slotwise.core.draft import Draft
+from slotwise.core.draft import Draft, Flight
 from slotwise.core.events import Admitted, Arrived, Committed, Event, Finished, Preempted, Rejected
 from slotwise.core.kv import BlockTables
 from slotwise.core.limits import SchedulerLimits
@@ -28,14 +27,6 @@ from slotwise.core.request import NO_SLOT_HELD, Request, State
 from slotwise.core.seams import Discipline, Policy, View
 
 MAX_IN_FLIGHT = 1  # uncommitted steps that plan() may look past
-
-
-class Flight(NamedTuple):
-    """A planned step and the requests its rows belong to, each in the epoch it was planned in."""
-
-    plan: StepPlan
-    requests: tuple[Request, ...]
-    epochs: tuple[int, ...]
 
 
 class Scheduler:
@@ -158,11 +149,11 @@ class Scheduler:
         self._plan_running(draft, now)
         if self._waiting:
             self._plan_waiting(draft, now)
-        plan = draft.close(self._steps, now, self._leaves)
+        flight = draft.close(self._steps, now, self._leaves)
         self._leaves = []
         self._steps += 1
-        self._flights.append(Flight(plan, tuple(draft.requests), tuple(draft.epochs)))
-        return plan
+        self._flights.append(flight)
+        return flight.plan
 
     def _plan_running(self, draft: Draft, now: float) -> None:
         """Every running row gets at least a token, so a long prompt never stalls those behind it."""
@@ -171,7 +162,7 @@ class Scheduler:
         behind = len(running)
         for request in running:
             behind -= 1
-            if request.state is not State.RUNNING:
+            if draft.preempted and request.state is not State.RUNNING:
                 continue  # preempted a moment ago, for one before it
             start = request.num_scheduled
             known = len(request.tokens) + request.pending

@@ -1,0 +1,46 @@
+"""The paged cache as the CPU wants to read it.
+
+One block of one key-value head is contiguous: its keys with tokens as columns, its values with dimensions as columns,
+so that scores and outputs are both products of `tile.py` and neither needs a sum across lanes.
+
+    blocks x kv_heads x [ keys [head_dim, tokens] | values [tokens, head_dim] ]
+
+Columns are padded to 16, the lanes of a vector.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slotwise.kernels.base import AttentionShape
+
+LANES = 16
+
+
+def padded(columns: int) -> int:
+    """`columns` rounded up to whole vectors."""
+    return -(-columns // LANES) * LANES
+
+
+def head_block_elements(block_size: int, head_dim: int) -> tuple[int, int]:
+    """Elements of keys and of values in one block of one key-value head."""
+    return head_dim * padded(block_size), block_size * padded(head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class CpuCache:
+    """One layer's keys and values."""
+
+    storage: Tensor  # [blocks, kv_heads, key elements + value elements]
+    block_size: int  # tokens
+    address: int  # of `storage`
+
+    @classmethod
+    def allocate(cls, num_blocks: int, block_size: int, shape: AttentionShape, kind: torch.dtype) -> CpuCache:
+        """A zeroed cache; its pages are touched only once they are written."""
+        elements = sum(head_block_elements(block_size, shape.head_dim))
+        storage = torch.zeros(num_blocks, shape.num_kv_heads, elements, dtype=kind)
+        return cls(storage, block_size, storage.data_ptr())

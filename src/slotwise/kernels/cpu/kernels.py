@@ -1,0 +1,132 @@
+"""The contract of `kernels/base.py` for the CPU: bfloat16 and float32."""
+
+from __future__ import annotations
+
+import math
+import struct
+
+import torch
+from torch import Tensor
+
+from slotwise.kernels.base import AttentionShape, Linear, QKNorm, RaggedBatch
+from slotwise.kernels.cpu import attention, linear, pointwise, tile
+from slotwise.kernels.cpu.cache import CpuCache, head_block_elements, padded
+from slotwise.kernels.cpu.compiled import Compiled
+from slotwise.kernels.cpu.openmp import Team
+
+SMALL = 1 << 14  # elements one thread is through with sooner than two have met
+
+
+class CpuKernels:
+    """Numba kernels and packed products on torch's OpenMP threads.  One caller at a time."""
+
+    name = "cpu"
+
+    def __init__(self) -> None:
+        self._team = Team(torch.get_num_threads())
+
+    def warm_up(self, kind: torch.dtype) -> None:
+        """Compile all kernels of one type, or read them from disk, before the first request needs them."""
+        for codes in (tile.MULTIPLY, linear.PRODUCT, attention.ATTEND, pointwise.NORM, pointwise.SILU_MUL,
+                      pointwise.ROTARY_STORE, pointwise.GREEDY):
+            codes[kind].compile()
+        attention.PLAN.compile()
+
+    def allocate_cache(self, num_blocks: int, block_size: int, shape: AttentionShape, kind: torch.dtype) -> CpuCache:
+        """One layer's zeroed cache of `num_blocks` blocks of `block_size` tokens."""
+        return CpuCache.allocate(num_blocks, block_size, shape, kind)
+
+    def cache_bytes_per_block(self, block_size: int, shape: AttentionShape, kind: torch.dtype) -> int:
+        """Bytes one block takes in one layer, keys and values together."""
+        return sum(head_block_elements(block_size, shape.head_dim)) * shape.num_kv_heads * kind.itemsize
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """`weight [out, in]`, packed once for many products."""
+        if weight.dtype == torch.bfloat16 and linear.processor_multiplies_bfloat16():
+            return linear.onednn_linear(weight, bias)
+        return linear.tiled_linear(weight, bias, self._team)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMSNorm over the last dimension of `x [tokens, hidden]`."""
+        return self._norm(x, 0, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`residual += x` in place, then RMSNorm of the sum as stored: `[tokens, hidden]`."""
+        return self._norm(x, residual.data_ptr(), weight, eps)
+
+    def _norm(self, x: Tensor, residual_at: int, weight: Tensor, eps: float) -> Tensor:
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        tokens, size = x.shape
+        self._team.give(x.data_ptr(), residual_at, weight.data_ptr(), out.data_ptr(), tokens, size, _bits(eps))
+        self._run(pointwise.NORM[x.dtype], x.numel())
+        return out
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """`silu(gate) * up` for `gate_up [tokens, 2 * intermediate]`."""
+        gate_up = gate_up.contiguous()
+        tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
+        out = gate_up.new_empty(tokens, size)
+        self._team.give(gate_up.data_ptr(), 0, 0, out.data_ptr(), tokens, size)
+        self._run(pointwise.SILU_MUL[gate_up.dtype], gate_up.numel())
+        return out
+
+    def rotary_store(
+        self, qkv: Tensor, rotary: Tensor, batch: RaggedBatch, cache: CpuCache, shape: AttentionShape,
+        norm: QKNorm | None,
+    ) -> Tensor:
+        """Split, norm and rotate; keys and values go to `batch.slot_mapping`; queries `[tokens, heads, head_dim]`."""
+        qkv = qkv.contiguous()
+        query = qkv.new_empty(len(qkv), shape.num_heads, shape.head_dim)
+        norms = (0, 0, 0) if norm is None else (norm.query.data_ptr(), norm.key.data_ptr(), _bits(norm.eps))
+        self._team.give(
+            qkv.data_ptr(), query.data_ptr(), cache.address, rotary.data_ptr(), batch.positions.data_ptr(),
+            batch.slot_mapping.data_ptr(), len(qkv), shape.num_heads, shape.num_kv_heads, shape.head_dim,
+            padded(shape.head_dim), cache.block_size, padded(cache.block_size), *norms,
+        )
+        self._run(pointwise.ROTARY_STORE[qkv.dtype], qkv.numel())
+        return query
+
+    def attention(self, query: Tensor, cache: CpuCache, batch: RaggedBatch, shape: AttentionShape) -> Tensor:
+        """Causal attention of every row over its own cached context: `[tokens, heads * head_dim]`."""
+        out = torch.empty_like(query)
+        team, rows, width = self._team, len(batch.context_lens), padded(shape.head_dim)
+        group = shape.num_heads // shape.num_kv_heads
+        segments = rows * (batch.max_context_len // attention.SEGMENT + 1)
+        tiles = segments + rows + len(query) // attention.tile_tokens(group)
+        room = attention.scratch_floats(group, width)
+        parts = segments * shape.num_kv_heads * attention.part_floats(group, width)
+        tiles_at = team.scratch(
+            tiles * attention.TILE_WORDS + 2 * segments * shape.num_kv_heads + parts + team.threads * room
+        )
+        arrivals_at = tiles_at + tiles * attention.TILE_WORDS * 4
+        parts_at = arrivals_at + segments * shape.num_kv_heads * 8
+        team.give(
+            tile.MULTIPLY[query.dtype].address, query.data_ptr(), out.data_ptr(), cache.address,
+            batch.block_tables.data_ptr(), batch.block_tables.stride(0), batch.query_starts.data_ptr(),
+            batch.context_lens.data_ptr(), rows, tiles_at, parts_at, arrivals_at, parts_at + parts * 4, room * 4,
+            shape.num_heads, shape.num_kv_heads, shape.head_dim, width, cache.block_size, padded(cache.block_size),
+            shape.window, _bits(shape.scale * math.log2(math.e)), 0,
+        )
+        team.alone(attention.PLAN)
+        team.together(attention.ATTEND[query.dtype])
+        return out.flatten(1)
+
+    def greedy(self, logits: Tensor) -> Tensor:
+        """The first of the largest of each row of `logits [rows, vocabulary]`: `[rows]` int64."""
+        logits = logits.contiguous()
+        chosen = torch.empty(len(logits), dtype=torch.int64)
+        self._team.give(logits.data_ptr(), 0, 0, chosen.data_ptr(), *logits.shape)
+        self._run(pointwise.GREEDY[logits.dtype], logits.numel())
+        return chosen
+
+    def _run(self, code: Compiled, elements: int) -> None:
+        if elements < SMALL:
+            self._team.alone(code)
+        else:
+            self._team.together(code)
+
+
+def _bits(value: float) -> int:
+    """The 32 bits of `value` as float32."""
+    return struct.unpack("<I", struct.pack("<f", value))[0]

@@ -1,0 +1,141 @@
+"""Small random checkpoints of every family served, and what transformers makes of them.
+
+Weights are drawn wide, biases and norms away from the zeros and ones they start at: the output then depends visibly on
+every tensor, and greedy decoding does not fall into a loop after a few tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+SIZES = {
+    "vocab_size": 1024, "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5,
+    "initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}  # fmt: skip
+
+_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama2": ("Llama", {"num_key_value_heads": 4, "tie_word_embeddings": False}),
+    "llama3": ("Llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE}),
+    "llama_bias": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "smollm2": ("Llama", {"num_attention_heads": 3, "num_key_value_heads": 1, "tie_word_embeddings": True,
+                          "rope_parameters": {"rope_type": "default", "rope_theta": 100_000.0}}),
+    "mistral": ("Mistral", {"sliding_window": 48}),
+    "qwen2": ("Qwen2", {"num_key_value_heads": 1, "use_sliding_window": True, "sliding_window": 64,
+                        "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {"head_dim": 64, "tie_word_embeddings": True}),
+}  # fmt: skip
+
+FAMILIES = list(_SHAPES)
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+
+
+def make(
+    family: str, folder: Path, *, seed: int = 0, dtype: str = "float32", shard_size: str = "1GB",
+    tokenizer: bool = False, **overrides: Any,
+) -> Path:
+    """Writes a checkpoint of `family` (one of FAMILIES) to `folder` and returns it.
+
+    `overrides` are fields of the transformers config; `shard_size` such as "200KB" splits the weights over files.
+    """
+    import torch
+    import transformers
+
+    name, differences = _SHAPES[family]
+    config = getattr(transformers, f"{name}Config")(**SIZES | differences | overrides)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = getattr(transformers, f"{name}ForCausalLM")(config)
+        for key, tensor in model.named_parameters():
+            if "norm" in key:
+                torch.nn.init.uniform_(tensor, 0.5, 1.5)
+            elif key.endswith("bias"):
+                torch.nn.init.normal_(tensor, std=0.5)
+    folder.mkdir(parents=True, exist_ok=True)
+    model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=shard_size)
+    if tokenizer:
+        write_tokenizer(folder, config.vocab_size)
+    return folder
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """A byte-level BPE of at most `vocab_size` tokens, trained on the standard library, with a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=["<pad>", "<s>", "</s>"], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:30]
+    tokenizer.train([str(path) for path in sources], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>",
+        "chat_template": CHAT_TEMPLATE,
+    }  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def edit_config(folder: Path, **fields: Any) -> Path:
+    """Replaces fields of the checkpoint's config.json; a field set to ... (Ellipsis) is taken out."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | fields
+    path.write_text(json.dumps({name: value for name, value in config.items() if value is not ...}))
+    return folder
+
+
+def prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
+    """Random prompts of the given lengths, without special tokens."""
+    import numpy as np
+
+    draw = np.random.default_rng(seed)
+    return [draw.integers(3, SIZES["vocab_size"], length).tolist() for length in lengths]
+
+
+def greedy(folder: Path, asked: list[list[int]], max_tokens: int) -> list[list[int]]:
+    """What transformers' `generate` continues each prompt with: float32, greedy, never ending early."""
+    import torch
+
+    model = reference_model(folder, "float32")
+    model.generation_config.eos_token_id = None
+    with torch.inference_mode(), one_thread():
+        return [
+            model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=max_tokens)[0, len(ids):].tolist()
+            for ids in asked
+        ]
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Keeps torch to one thread: products this small lose far more to waiting for each other than they gain."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def reference_model(folder: Path, dtype: str) -> Any:
+    """The checkpoint as transformers loads it."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").eval()

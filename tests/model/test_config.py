@@ -1,0 +1,137 @@
+"""config.json in all the ways it is written, and in the ways it must not be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slotwise.model.config import ModelConfig
+from slotwise.model.errors import CheckpointError
+from slotwise.model.families import configure
+from slotwise.model.fields import Fields
+from slotwise.model.rope import Llama3Rope, Rope
+
+BASE = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 512,
+}  # fmt: skip
+
+
+def read(**fields: Any) -> ModelConfig:
+    return configure(Fields(BASE | fields, "config.json"))
+
+
+class TestLlama:
+    def test_defaults(self):
+        config = read()
+        assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (4, 8, 2, 8)
+        assert config.rope == Rope(10_000.0) and config.windows == (0, 0, 0, 0) and config.rms_norm_eps == 1e-6
+        assert not (config.tie_word_embeddings or config.qkv_bias or config.output_bias or config.mlp_bias)
+        assert config.eos_token_ids == ()
+
+    def test_null_counts_as_absent(self):
+        assert read(num_key_value_heads=None, head_dim=None, rope_scaling=None) == read(num_key_value_heads=8)
+
+    def test_head_dim_may_differ_from_the_share_of_hidden(self):
+        assert read(head_dim=32).head_dim == 32
+        assert read(head_dim=32, num_attention_heads=6).num_heads == 6
+
+    def test_a_window_in_the_file_is_not_llamas(self):
+        assert read(sliding_window=16, use_sliding_window=True).windows == (0, 0, 0, 0)
+
+    def test_biases(self):
+        config = read(attention_bias=True, mlp_bias=True)
+        assert config.qkv_bias and config.output_bias and config.mlp_bias
+
+
+class TestOtherFamilies:
+    @pytest.mark.parametrize(("window", "windows"), [(16, (16,) * 4), (None, (0,) * 4)])
+    def test_mistral(self, window, windows):
+        assert read(architectures=["MistralForCausalLM"], sliding_window=window).windows == windows
+
+    @pytest.mark.parametrize("name", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+    @pytest.mark.parametrize(("fields", "windows"), [
+        ({"sliding_window": 16, "max_window_layers": 1}, (0, 0, 0, 0)),
+        ({"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 3}, (0, 0, 0, 16)),
+        ({"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 0}, (16,) * 4),
+        ({"sliding_window": 16, "use_sliding_window": True,
+          "layer_types": ["sliding_attention", "full_attention"] * 2}, (16, 0, 16, 0)),
+    ])
+    def test_qwen_windows(self, name, fields, windows):
+        assert read(architectures=[name], **fields).windows == windows
+
+    def test_qwen2_always_has_biases(self):
+        config = read(architectures=["Qwen2ForCausalLM"])
+        assert config.qkv_bias and not config.output_bias and not config.qk_norm
+
+    def test_qwen3(self):
+        config = read(architectures=["Qwen3ForCausalLM"])
+        assert config.qk_norm and not config.qkv_bias and config.head_dim == 128
+        assert read(architectures=["Qwen3ForCausalLM"], head_dim=16).head_dim == 16
+
+
+class TestRope:
+    LLAMA3 = {"factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 128}
+
+    @pytest.mark.parametrize("fields", [
+        {"rope_theta": 5e5, "rope_scaling": LLAMA3 | {"rope_type": "llama3"}},
+        {"rope_theta": 5e5, "rope_scaling": LLAMA3 | {"type": "llama3"}},
+        {"rope_parameters": LLAMA3 | {"rope_type": "llama3", "rope_theta": 5e5}},
+    ])
+    def test_older_and_newer_form(self, fields):
+        assert read(**fields).rope == Llama3Rope(5e5, 8.0, 1.0, 4.0, 128)
+
+    def test_theta_alone(self):
+        assert read(rope_theta=1e6).rope == read(rope_parameters={"rope_theta": 1e6}).rope == Rope(1e6)
+
+    @pytest.mark.parametrize(("scaling", "problem"), [
+        ({"rope_type": "dynamic", "factor": 2.0}, "type 'dynamic' is not supported; these are: default, linear"),
+        ({"rope_type": "longrope"}, "not supported"),
+        ({"type": "mrope"}, "not supported"),
+        ({"rope_type": "linear"}, "factor is missing"),
+        ({"rope_type": "linear", "factor": -1}, "factor must be a number above 0"),
+        ({"rope_type": "linear", "factor": float("nan")}, "factor must be a number"),
+        (LLAMA3 | {"rope_type": "llama3", "high_freq_factor": 1}, "high_freq_factor must be a number above 1"),
+        ({"rope_type": "yarn", "factor": 2.0, "mscale": 1.0}, "mscale is not supported"),
+        ({"full_attention": {"rope_type": "default"}}, "differs by layer type"),
+        ({"rope_type": 3}, "rope_type must be a string"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
+        ("llama3", "must be an object"),
+    ])
+    def test_refusals(self, scaling, problem):
+        with pytest.raises(CheckpointError, match=problem):
+            read(rope_scaling=scaling)
+
+
+@pytest.mark.parametrize(("fields", "problem"), [
+    ({"hidden_size": None}, "hidden_size is missing"),
+    ({"hidden_size": "64"}, "hidden_size must be a whole number from 1 to 16777216, not '64'"),
+    ({"hidden_size": True}, "hidden_size must be a whole number"),
+    ({"hidden_size": 64.0}, "hidden_size must be a whole number"),
+    ({"hidden_size": 65}, r"hidden_size \(65\) must be a multiple of num_attention_heads \(8\)"),
+    ({"num_hidden_layers": 0}, "num_hidden_layers must be a whole number from 1"),
+    ({"num_hidden_layers": 10**9}, "num_hidden_layers must be a whole number from 1 to 1024"),
+    ({"vocab_size": -5}, "vocab_size must be"),
+    ({"vocab_size": 10**30}, "vocab_size must be"),
+    ({"num_key_value_heads": 3}, r"num_attention_heads \(8\) must be a multiple of num_key_value_heads \(3\)"),
+    ({"head_dim": 7}, "head_dim must be even"),
+    ({"rms_norm_eps": 0}, "rms_norm_eps must be a number above 0"),
+    ({"rms_norm_eps": float("inf")}, "rms_norm_eps must be"),
+    ({"rope_theta": "big"}, "rope_theta must be a number"),
+    ({"max_position_embeddings": 0}, "max_position_embeddings must be"),
+    ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false"),
+    ({"hidden_act": "gelu"}, "hidden_act must be silu, not 'gelu'"),
+    ({"dtype": "int8"}, "dtype must be one of"),
+    ({"eos_token_id": "</s>"}, "eos_token_id must be a token id or a list"),
+    ({"eos_token_id": [1, None]}, "eos_token_id must be a token id or a list"),
+    ({"architectures": "LlamaForCausalLM"}, "architectures must be a list of strings"),
+    ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "sliding_window must be"),
+    ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["full_attention"]}, "names 1 layers, num_hidden_layers 4"),
+    ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["linear_attention"] * 4}, "'linear_attention', which is"),
+    ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["sliding_attention"] * 4}, "use_sliding_window is false"),
+])
+def test_refusals(fields, problem):
+    with pytest.raises(CheckpointError, match=problem) as caught:
+        read(**fields)
+    assert "config.json" in str(caught.value)

@@ -1,0 +1,207 @@
+"""Decoders against transformers, family by family."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from functools import cache
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import pytest
+import torch
+from checkpoints import FAMILIES, LLAMA3_ROPE, edit_config, make, prompts
+from ragged import Driver
+from safetensors.torch import load_file, save_file
+
+from slotwise.kernels.base import Kernels
+from slotwise.kernels.reference import ReferenceKernels
+from slotwise.model.load import load_model
+
+LENGTHS = [5, 23, 70, 1010]  # tokens; the last prompt reaches past every window and original context length
+MAX_TOKENS = 48
+WHOLE = 10**6
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Callable[[str], Path]) -> Callable[[str], list[list[int]]]:
+    """What transformers continues the prompts of LENGTHS with."""
+    return cache(lambda family: checkpoints.greedy(checkpoint(family), prompts(LENGTHS), MAX_TOKENS))
+
+
+def tokens(folder: Path, kernels: Kernels, chunk: int = WHOLE) -> list[list[int]]:
+    decoder = load_model(folder, kernels=kernels, dtype="float32")
+    return Driver(decoder).greedy(prompts(LENGTHS), MAX_TOKENS, chunk)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+class TestFloat32:
+    @pytest.mark.parametrize("chunk", [WHOLE, 7])
+    def test_greedy_tokens_are_those_of_transformers(self, family, chunk, kernels, checkpoint, expected):
+        assert tokens(checkpoint(family), kernels, chunk) == expected(family)
+
+    def test_reference_is_worth_comparing_with(self, family, expected):
+        continuations = expected(family)
+        assert len({token for ids in continuations for token in ids}) >= 50
+        assert min(len(set(ids)) for ids in continuations) >= MAX_TOKENS // 2  # none has fallen into a loop
+
+    def test_rows_do_not_depend_on_their_company(self, family, checkpoint, kernels):
+        decoder = load_model(checkpoint(family), kernels=kernels, dtype="float32")
+        asked = prompts([3, 40, 90, 17])
+        together = Driver(decoder).greedy(asked, 24, 16)
+        assert together == [Driver(decoder).greedy([ids], 24)[0] for ids in asked]
+
+
+class TestSensitivity:
+    """The comparison above would notice: a checkpoint disturbed in one place continues differently."""
+
+    @pytest.fixture
+    def disturbed(self, checkpoint: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Path]:
+        return lambda family: Path(shutil.copytree(checkpoint(family), tmp_path / family))
+
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_undisturbed_it_does_not(self, family, checkpoint, expected):
+        assert predictions(checkpoint(family), expected(family)) == expected(family)
+
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_rotary_base(self, family, disturbed, expected):
+        folder = disturbed(family)
+        edit_config(folder, rope_parameters=_rope(folder) | {"rope_theta": _rope(folder)["rope_theta"] * 1.1})
+        assert_differs(folder, expected(family))
+
+    @pytest.mark.parametrize(("field", "value"), [("original_max_position_embeddings", 512), ("factor", 9.0),
+                                                  ("low_freq_factor", 1.2), ("high_freq_factor", 5.0)])
+    def test_llama3_scaling(self, field, value, disturbed, expected):
+        folder = edit_config(disturbed("llama3"), rope_parameters=LLAMA3_ROPE | {field: value})
+        assert_differs(folder, expected("llama3"))
+
+    @pytest.mark.parametrize(("family", "fields"), [
+        ("mistral", {"sliding_window": 49}), ("mistral", {"sliding_window": 47}), ("mistral", {"sliding_window": None}),
+        ("qwen2", {"sliding_window": 65}), ("qwen2", {"layer_types": ["full_attention"] * 3}),
+        ("qwen2", {"layer_types": ["full_attention", "full_attention", "sliding_attention"]}),
+    ])
+    def test_window(self, family, fields, disturbed, expected):
+        folder = edit_config(disturbed(family), **fields)
+        assert_differs(folder, expected(family))
+
+    @pytest.mark.parametrize(("family", "name"), [
+        *(("qwen2", f"self_attn.{part}_proj.bias") for part in "qkv"),
+        *(("llama_bias", f"self_attn.{part}_proj.bias") for part in "qkvo"),
+        *(("llama_bias", f"mlp.{part}_proj.bias") for part in ("gate", "up", "down")),
+    ])
+    def test_bias(self, family, name, disturbed, expected):
+        folder = edit_weight(disturbed(family), f"model.layers.1.{name}", torch.zeros_like)
+        assert_differs(folder, expected(family))
+
+    @pytest.mark.parametrize("name", ["q_norm", "k_norm"])
+    def test_qk_norm(self, name, disturbed, expected):
+        folder = edit_weight(disturbed("qwen3"), f"model.layers.2.self_attn.{name}.weight", torch.ones_like)
+        assert_differs(folder, expected("qwen3"))
+
+    def test_norms(self, disturbed, expected):
+        for name in ("norm", "layers.0.input_layernorm", "layers.2.post_attention_layernorm"):
+            folder = edit_weight(disturbed("llama2"), f"model.{name}.weight", torch.ones_like)
+            assert_differs(folder, expected("llama2"))
+            shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_is_as_close_to_float32_as_that_of_transformers(family, kernels, tmp_path):
+    folder = make(family, tmp_path / family, dtype="bfloat16", initializer_range=0.1)
+    [ids] = prompts([1001], seed=3)
+    exact = teacher_forced(reference_logits(folder, ids[:-1], "float32"), ids)
+    theirs = teacher_forced(reference_logits(folder, ids[:-1], "bfloat16"), ids)
+    assert exact.std() > 0.5  # nats: a model that predicts nothing would be easy to agree with
+
+    driver = Driver(load_model(folder, kernels=kernels))
+    chunks = [ids[start : start + 100] for start in range(0, 1000, 100)]
+    ours = teacher_forced(torch.cat([driver.step([(0, chunk)], list(range(100))) for chunk in chunks]), ids)
+    assert driver.decoder.config.dtype == torch.bfloat16
+    assert mean_difference(ours, exact) <= 1.5 * mean_difference(theirs, exact)
+    assert mean_difference(ours, exact) > 0
+
+
+@pytest.mark.parametrize("overrides", [
+    {"rope_parameters": {"rope_type": "linear", "rope_theta": 5_000.0, "factor": 4.0}},
+    {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0,
+                         "original_max_position_embeddings": 256}},
+    {"num_key_value_heads": 1, "num_attention_heads": 6, "head_dim": 16},
+    {"attention_bias": True},
+])
+def test_further_llama_shapes(overrides: dict[str, Any], kernels, tmp_path):
+    folder = make("llama2", tmp_path / "model", **overrides)
+    [ids] = prompts([600])
+    ours = logits(folder, ids, kernels)
+    assert torch.allclose(ours, reference_logits(folder, ids, "float32")[-1], atol=1e-3, rtol=1e-4)
+
+
+def test_qwen3_with_bias_and_windows(kernels, tmp_path):
+    folder = make("qwen3", tmp_path / "model", attention_bias=True, use_sliding_window=True, sliding_window=20,
+                  layer_types=["sliding_attention", "full_attention", "sliding_attention"])
+    [ids] = prompts([300])
+    ours = logits(folder, ids, kernels)
+    assert torch.allclose(ours, reference_logits(folder, ids, "float32")[-1], atol=1e-3, rtol=1e-4)
+
+
+def test_a_step_that_samples_nothing_still_fills_the_cache(checkpoint, kernels):
+    decoder = load_model(checkpoint("llama3"), kernels=kernels, dtype="float32")
+    [ids] = prompts([90])
+    driver = Driver(decoder)
+    silent = driver.step([(0, ids[:64])], sample_at=[])
+    assert silent.shape == (0, decoder.config.vocab_size) and silent.dtype == torch.float32
+    assert torch.allclose(driver.step([(0, ids[64:])])[0], Driver(decoder).step([(0, ids)])[0], atol=1e-3)
+
+
+def test_samples_come_in_the_order_asked_for(checkpoint, kernels):
+    decoder = load_model(checkpoint("mistral"), kernels=kernels, dtype="float32")
+    rows = list(enumerate(prompts([30, 9])))
+    forward, backward = Driver(decoder).step(rows, [4, 29, 38]), Driver(decoder).step(rows, [38, 29, 4])
+    assert torch.equal(forward, backward.flip(0))
+
+
+def assert_differs(folder: Path, continuations: list[list[int]]) -> None:
+    assert predictions(folder, continuations) != continuations
+
+
+def predictions(folder: Path, continuations: list[list[int]]) -> list[list[int]]:
+    """The most probable token at each place of the continuations, given the tokens before it: one step."""
+    driver = Driver(load_model(folder, kernels=ReferenceKernels(), dtype="float32"))
+    rows = [(i, ids + continuations[i][:-1]) for i, ids in enumerate(prompts(LENGTHS))]
+    ends = accumulate(len(ids) for _, ids in rows)
+    best = driver.step(rows, [at for end in ends for at in range(end - MAX_TOKENS, end)]).argmax(-1)
+    return best.view(len(rows), MAX_TOKENS).tolist()
+
+
+def edit_weight(folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Path:
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    path.unlink()
+    save_file(weights | {name: change(weights[name])}, path)
+    return folder
+
+
+def logits(folder: Path, ids: list[int], kernels: Kernels | None = None) -> torch.Tensor:
+    """Of the last token: `[vocab]`."""
+    return Driver(load_model(folder, kernels=kernels or ReferenceKernels(), dtype="float32")).step([(0, ids)])[0]
+
+
+def reference_logits(folder: Path, ids: list[int], dtype: str) -> torch.Tensor:
+    """transformers' logits of every token: `[tokens, vocab]`."""
+    with torch.inference_mode():
+        return checkpoints.reference_model(folder, dtype)(torch.tensor([ids])).logits[0]
+
+
+def teacher_forced(logits: torch.Tensor, ids: list[int]) -> torch.Tensor:
+    """Log-probability of each token given those before it: `[len(ids) - 1]` nats."""
+    return logits.float().log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+
+def mean_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    return (a - b).abs().mean().item()
+
+
+def _rope(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())["rope_parameters"]

@@ -12,6 +12,9 @@ import slotwise
 from slotwise import builtin
 from slotwise.core.params import SamplingParams
 from slotwise.engine.config import DEVICES, DTYPES, ConfigError, EngineConfig
+from slotwise.model.errors import CheckpointError
+
+BUILTIN_NAME = "slotwise-builtin"  # what clients call the model that ships with the package
 
 ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--device", {"choices": DEVICES, "default": "auto", "help": "what computes (default: the best there is)"}),
@@ -45,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ValueError, OSError, MemoryError, RuntimeError) as error:
+    except (ValueError, OSError, MemoryError, RuntimeError, CheckpointError) as error:
         print(f"slotwise {asked.command}: {error}", file=sys.stderr)
         return 1
 
@@ -85,7 +88,7 @@ def _server_options(serve: argparse.ArgumentParser) -> None:
     group = serve.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     group.add_argument("--port", type=int, default=8000, help="0 takes any free port (default: 8000)")
-    group.add_argument("--api-key", default=os.environ.get("SLOTWISE_API_KEY"), metavar="KEY",
+    group.add_argument("--api-key", default=os.environ.get("SLOTWISE_API_KEY", ""), metavar="KEY",
                        help="clients must send it as a bearer token (default: $SLOTWISE_API_KEY)")
     group.add_argument("--served-model-name", metavar="NAME", help="what clients call the model")
     group.add_argument("--chat-template", metavar="FILE", help="a Jinja file instead of the model's own template")
@@ -116,14 +119,14 @@ def _sampling_params(asked: argparse.Namespace) -> SamplingParams:
 
 
 def run_serve(asked: argparse.Namespace) -> int:
-    from slotwise.compose.server import ServerSettings, run_server
+    from slotwise.compose.server import run_server
+    from slotwise.server.settings import ServerSettings
 
     config = EngineConfig.of(model=asked.model or str(builtin.path()), **_engine_settings(asked))
-    name = asked.served_model_name or asked.model or "slotwise-builtin"
-    return run_server(config, ServerSettings(
-        host=asked.host, port=asked.port, api_key=asked.api_key, served_model_name=name,
-        chat_template=asked.chat_template, shutdown_timeout=asked.shutdown_timeout,
-        stream_interval=asked.stream_interval))
+    settings = ServerSettings(
+        served_model_name=asked.served_model_name or asked.model or BUILTIN_NAME, api_key=asked.api_key,
+        shutdown_timeout=asked.shutdown_timeout, stream_interval=asked.stream_interval, seed=asked.seed)
+    return run_server(config, settings, (asked.host, asked.port), asked.chat_template)
 
 
 def _load(asked: argparse.Namespace) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -70,11 +70,16 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several, through the model's chat template."""
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        return self.generate([self.template(c) for c in conversations], sampling_params, use_tqdm=use_tqdm)
+
+    def template(self, conversation: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a conversation, ready to be answered.
+
+        Raises:
+            ChatTemplateError: the model has no chat template, or it refuses these messages.
+        """
         template = load_chat_template(self._config.model, self.tokenizer.special_tokens)
-        prompts = [
-            self.tokenizer.encode(template.render(conversation), add_special_tokens=False)
-            for conversation in conversations]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.tokenizer.encode(template.render(conversation), add_special_tokens=False)
 
     def _job(self, prompt: Prompt, params: SamplingParams) -> _Job:
         text = prompt if isinstance(prompt, str) else None
@@ -88,8 +93,33 @@ class LLM:
         output = RequestOutput(str(next(self._names)), text, ids, [], finished=False, metrics=metrics)
         return _Job(output, params, self.tokenizer)
 
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
+        """Continue one prompt, yielding its text as it comes.  `n` must be 1.
+
+        Raises:
+            ValueError: the prompt can never run.
+        """
+        job = self._job(prompt, sampling_params or SamplingParams())
+        if len(job.readers) != 1:
+            raise ValueError("stream() yields one continuation: leave n at 1")
+        shown = 0
+        for _ in self._steps([job]):
+            text = job.output.outputs[0].text
+            if len(text) > shown:
+                yield text[shown:]
+                shown = len(text)
+
     def _run(self, jobs: Sequence[_Job], *, show_progress: bool) -> None:
-        """Step until every job has ended; an interrupt ends those still running and is passed on."""
+        total = sum(len(job.readers) for job in jobs)
+        with tqdm(total=total, disable=not show_progress, unit="request", desc="Generating") as bar:
+            for num_ended in self._steps(jobs):
+                bar.update(num_ended)
+
+    def _steps(self, jobs: Sequence[_Job]) -> Iterator[int]:
+        """Step until every job has ended, yielding how many continuations ended in each step.
+
+        Whoever stops iterating, by an interrupt say, ends those still running.
+        """
         readers = {}
         for job in jobs:
             base = self._seeds.getrandbits(63) if job.params.seed is None else job.params.seed
@@ -97,17 +127,17 @@ class LLM:
                 seed = (base + reader.completion.index) % 2**64
                 self._engine.handle(Add(reader.request_id, job.output.prompt_token_ids, job.params, seed))
                 readers[reader.request_id] = reader
-        bar = tqdm(total=len(readers), disable=not show_progress, unit="request", desc="Generating")
         try:
-            with bar:
-                while readers:
-                    self._deliver(self._engine.step(), readers, bar)
+            while readers:
+                before = len(readers)
+                self._deliver(self._engine.step(), readers)
+                yield before - len(readers)
         finally:
             for request_id in readers:
                 self._engine.handle(Finish(request_id, "abort"))
             self._engine.idle_record()
 
-    def _deliver(self, record: StepRecord, readers: dict[str, _Reader], bar: tqdm) -> None:
+    def _deliver(self, record: StepRecord, readers: dict[str, _Reader]) -> None:
         now = record.ended_ns * 1e-9
         for row, (request_id, tokens) in enumerate(zip(record.request_ids, record.token_ids, strict=True)):
             reader = readers.get(request_id)
@@ -118,7 +148,6 @@ class LLM:
         for end in record.ended:
             if reader := readers.pop(end.request_id, None):
                 reader.end(end.reason, now)
-                bar.update()
                 if end.message:
                     raise RuntimeError(end.message)
 

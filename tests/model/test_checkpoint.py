@@ -16,10 +16,11 @@ from checkpoints import SIZES, edit_config, make
 from safetensors.torch import load_file, save_file
 
 from slotwise.kernels.reference import ReferenceKernels
-from slotwise.model.checkpoint import locate, read_config
+from slotwise.model.checkpoint import read_config
 from slotwise.model.decoder import Decoder
 from slotwise.model.errors import CheckpointError
 from slotwise.model.load import load_model
+from slotwise.model.locate import locate
 
 
 def load(folder: Path, dtype: str = "auto") -> Decoder:
@@ -201,7 +202,7 @@ class TestRefusals:
 class TestHub:
     @pytest.mark.parametrize("name", ["no-such-owner/no-such-model", "a/b"])
     def test_offline(self, name):
-        script = f"from slotwise.model.checkpoint import locate; locate({name!r})"
+        script = f"from slotwise.model.locate import locate; locate({name!r})"
         run = subprocess.run(
             [sys.executable, "-c", script], env=os.environ | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True
         )
@@ -209,7 +210,7 @@ class TestHub:
         assert f"no folder {name} here, and the hub cannot be reached" in run.stderr.splitlines()[-1]
 
     def test_unreachable(self):
-        script = "from slotwise.model.checkpoint import locate; locate('owner/name')"
+        script = "from slotwise.model.locate import locate; locate('owner/name')"
         environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
         run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
         assert "CheckpointError: no folder owner/name here, and the hub cannot be reached" in run.stderr.splitlines()[-1]
@@ -230,7 +231,9 @@ class TestHub:
         shutil.copytree(checkpoint("llama2"), cached / "snapshots" / commit)
         (cached / "refs").mkdir()
         (cached / "refs" / "main").write_text(commit)
-        script = "from slotwise.model.checkpoint import *; print(read_config(locate('owner/name')).architecture)"
+        script = (
+            "from slotwise.model.checkpoint import read_config; from slotwise.model.locate import locate; "
+            "print(read_config(locate('owner/name')).architecture)")
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path / "hub")}
         run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
         assert run.stdout.strip() == "LlamaForCausalLM", run.stderr

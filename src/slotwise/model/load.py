@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 
 from slotwise.kernels.base import Kernels
-from slotwise.model.checkpoint import locate, read_config
+from slotwise.model.checkpoint import read_config
 from slotwise.model.decoder import Decoder, tensor_shapes
 from slotwise.model.errors import CheckpointError
+from slotwise.model.locate import locate
 from slotwise.model.weights import Progress, Weights
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

@@ -11,23 +11,23 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit
 
 from slotwise.kernels.cpu.compiled import Compiled
-from slotwise.kernels.cpu.openmp import HEADER, MAX_ARGUMENTS
+from slotwise.kernels.cpu.openmp import HEADER, THREAD_COUNTER
 from slotwise.kernels.cpu.simd import (
     BFLOAT16,
-    FASTMATH,
     FLOAT32,
     INT32,
     INT64,
-    array,
-    bits_to_float,
+    ZERO,
     bytes_of,
     exp2,
     fetch_add,
-    narrow,
-    widen,
+    fill,
+    float_of,
+    kernel,
+    load,
+    store,
 )
 from slotwise.kernels.cpu.tile import LANES, STRIP, STRIP_ROW_BYTES, call_multiply
 
@@ -63,214 +63,204 @@ def part_floats(group: int, head_dim_padded: int) -> int:
     return group * (head_dim_padded + 2)
 
 
-def _plan(words_at):
+@kernel
+def _cut(words):
     """Cut the step's rows into tiles; their number goes to `NUM_TILES`."""
-    words = array(words_at, HEADER + MAX_ARGUMENTS, INT64)
-    starts = array(words[QUERY_STARTS], words[ROWS] + 1, INT32)
-    contexts = array(words[CONTEXT_LENS], words[ROWS], INT32)
-    tiles = array(words[TILES], 1, INT32)
-    arrivals = array(words[ARRIVALS], 1, INT64)
-    per_tile = max(1, TILE_ROWS // (words[HEADS] // words[KV_HEADS]))
-    count = parts = 0
-    for row in range(words[ROWS]):
-        end = np.int64(starts[row + 1])
-        is_decode = end - starts[row] == 1
-        for token in range(starts[row], end, per_tile):
+    starts, contexts = load(words, QUERY_STARTS, INT64), load(words, CONTEXT_LENS, INT64)
+    tile, arrivals = load(words, TILES, INT64), load(words, ARRIVALS, INT64)
+    kv_heads, window = load(words, KV_HEADS, INT64), load(words, WINDOW, INT64)
+    per_tile = max(1, TILE_ROWS // (load(words, HEADS, INT64) // kv_heads))
+    count, parts = 0, 0
+    for row in range(load(words, ROWS, INT64)):
+        token, end = load(starts, row, INT32), load(starts, row + 1, INT32)
+        is_decode = end - token == 1
+        while token < end:
             tokens = min(per_tile, end - token)
-            position = contexts[row] - (end - token)
-            first = max(0, position - words[WINDOW] + 1) if words[WINDOW] > 0 else 0
+            position = load(contexts, row, INT32) - (end - token)
+            first = max(0, position - window + 1) if window > 0 else 0
             last = position + tokens
             step = SEGMENT if is_decode else last - first
             segments = (last - first + step - 1) // step
             for segment in range(segments):
-                tile = count * TILE_WORDS
-                tiles[tile + ROW] = row
-                tiles[tile + TOKEN] = token
-                tiles[tile + TOKENS] = tokens
-                tiles[tile + FIRST] = first + segment * step
-                tiles[tile + LAST] = min(last, first + (segment + 1) * step)
-                tiles[tile + SEGMENT_INDEX] = segment
-                tiles[tile + SEGMENTS] = segments
-                tiles[tile + PART] = parts
-                count += 1
+                store(tile, ROW, row, INT32)
+                store(tile, TOKEN, token, INT32)
+                store(tile, TOKENS, tokens, INT32)
+                store(tile, FIRST, first + segment * step, INT32)
+                store(tile, LAST, min(last, first + (segment + 1) * step), INT32)
+                store(tile, SEGMENT_INDEX, segment, INT32)
+                store(tile, SEGMENTS, segments, INT32)
+                store(tile, PART, parts, INT32)
+                tile += TILE_WORDS * 4
+            count += segments
             if segments > 1:
-                for head in range(words[KV_HEADS]):
-                    arrivals[parts * words[KV_HEADS] + head] = 0
+                for head in range(kv_heads):
+                    store(arrivals, parts * kv_heads + head, 0, INT64)
                 parts += segments
-    words[NUM_TILES] = count
+            token += tokens
+    store(words, NUM_TILES, count, INT64)
 
 
-@njit(fastmath=FASTMATH)
+@kernel
 def _load_queries(words, tile, head, queries, kind):
     """The tile's queries as strips of float32, scaled so that the softmax can work with powers of two."""
-    heads, dim = words[HEADS], words[DIM]
-    group = heads // words[KV_HEADS]
-    rows = tile[TOKENS] * group
-    scale = bits_to_float(np.uint32(words[SCALE_BITS]))
+    heads, dim = load(words, HEADS, INT64), load(words, DIM, INT64)
+    group = heads // load(words, KV_HEADS, INT64)
+    rows = load(tile, TOKENS, INT32) * group
+    scale = float_of(load(words, SCALE_BITS, INT64))
     for row in range(rows):
-        token, member = row // group, row % group
-        source_at = ((tile[TOKEN] + token) * heads + head * group + member) * dim
-        source = array(words[QUERY] + source_at * bytes_of(kind), dim, kind)
+        place = (load(tile, TOKEN, INT32) + row // group) * heads + head * group + row % group
+        source = load(words, QUERY, INT64) + place * dim * bytes_of(kind)
         for start in range(0, dim, STRIP):
-            target = array(queries + (start * rows + row * STRIP) * 4, STRIP, FLOAT32)
+            target = queries + (start * rows + row * STRIP) * 4
             for i in range(min(STRIP, dim - start)):
-                target[i] = widen(source[start + i]) * scale
+                store(target, i, load(source, start + i, kind) * scale, FLOAT32)
 
 
-@njit(fastmath=FASTMATH)
-def _softmax_row(scores, low, high, maximum, total):
-    """Turn scores `[low, high)` into weights against the running maximum: new maximum, total, and what to scale by."""
-    top = scores[low]
-    for i in range(low, high):
-        top = max(top, scores[i])
-    top = max(top, maximum)
-    added = np.float32(0)
-    for i in range(low, high):
-        weight = exp2(scores[i] - top)
-        scores[i] = weight
-        added += weight
-    keep = exp2(maximum - top)
-    return top, total * keep + added, keep
-
-
-@njit(fastmath=FASTMATH)
-def _softmax(words, tile, scores_at, sums_at, state_at, low, high, base):
+@kernel
+def _softmax(words, tile, scores, sums, state, low, high, base):
     """Scores of places `base + low ... base + high` to weights; what the sums held so far is scaled to match."""
-    group, width = words[HEADS] // words[KV_HEADS], words[DIM_PADDED]
-    rows = tile[TOKENS] * group
-    starts = array(words[QUERY_STARTS], words[ROWS] + 1, INT32)
-    contexts = array(words[CONTEXT_LENS], words[ROWS], INT32)
-    position = contexts[tile[ROW]] - starts[tile[ROW] + 1] + tile[TOKEN] - base  # of the first token, as a column
-    state = array(state_at, 2 * rows, FLOAT32)
+    group, width = load(words, HEADS, INT64) // load(words, KV_HEADS, INT64), load(words, DIM_PADDED, INT64)
+    rows, window, row_in_step = load(tile, TOKENS, INT32) * group, load(words, WINDOW, INT64), load(tile, ROW, INT32)
+    end_token = load(load(words, QUERY_STARTS, INT64), row_in_step + 1, INT32)
+    position = load(load(words, CONTEXT_LENS, INT64), row_in_step, INT32) - end_token + load(tile, TOKEN, INT32) - base
     for row in range(rows):
-        scores = array(scores_at + row * STRIP_ROW_BYTES, STRIP, FLOAT32)
-        here = position + row // group
+        here = position + row // group  # the query's own place, as a column
         end = max(low, min(high, here + 1))
-        start = min(end, max(low, here - words[WINDOW] + 1)) if words[WINDOW] > 0 else low
-        for i in range(low, start):
-            scores[i] = 0
-        for i in range(end, high):
-            scores[i] = 0
+        start = min(end, max(low, here - window + 1)) if window > 0 else low
+        fill(scores + low * 4, start - low, ZERO)
+        fill(scores + end * 4, high - end, ZERO)
         if start < end:
-            maximum, total, keep = _softmax_row(scores, start, end, state[row], state[rows + row])
-            state[row] = maximum
-            state[rows + row] = total
+            before = load(state, row, FLOAT32)
+            top = before
+            for i in range(start, end):
+                top = max(top, load(scores, i, FLOAT32))
+            added = np.float32(0)
+            for i in range(start, end):
+                weight = exp2(load(scores, i, FLOAT32) - top)
+                store(scores, i, weight, FLOAT32)
+                added += weight
+            keep = exp2(before - top)
+            store(state, row, top, FLOAT32)
+            store(state, rows + row, load(state, rows + row, FLOAT32) * keep + added, FLOAT32)
             if keep != np.float32(1):
-                sums = array(sums_at + row * width * 4, width, FLOAT32)
                 for i in range(width):
-                    sums[i] *= keep
+                    store(sums, i, load(sums, i, FLOAT32) * keep, FLOAT32)
+        scores += STRIP_ROW_BYTES
+        sums += width * 4
 
 
-@njit(fastmath=FASTMATH)
+@kernel
 def _walk(words, tile, head, queries, scores, sums, state, kind):
     """Add the values of all places of a tile, weighted, block by block."""
-    size, block, block_padded, dim = bytes_of(kind), words[BLOCK], words[BLOCK_PADDED], words[DIM]
-    width = words[DIM_PADDED]
-    rows = tile[TOKENS] * (words[HEADS] // words[KV_HEADS])
-    table = array(words[TABLES] + tile[ROW] * words[TABLE_WIDTH] * 4, words[TABLE_WIDTH], INT32)
-    head_block = dim * block_padded + block * width
-    zero = array(scores, rows * STRIP, FLOAT32)
-    place = np.int64(tile[FIRST])
-    while place < tile[LAST]:
+    block, block_padded = load(words, BLOCK, INT64), load(words, BLOCK_PADDED, INT64)
+    dim, width, size = load(words, DIM, INT64), load(words, DIM_PADDED, INT64), bytes_of(kind)
+    kv_heads, multiply = load(words, KV_HEADS, INT64), load(words, MULTIPLY_ADDRESS, INT64)
+    rows = load(tile, TOKENS, INT32) * (load(words, HEADS, INT64) // kv_heads)
+    table = load(words, TABLES, INT64) + load(tile, ROW, INT32) * load(words, TABLE_WIDTH, INT64) * 4
+    head_block = (dim * block_padded + block * width) * size
+    place, last = load(tile, FIRST, INT32), load(tile, LAST, INT32)
+    while place < last:
         offset = place % block
         start = offset // STRIP * STRIP
         low = offset - start
-        high = min(min(block - start, STRIP), low + tile[LAST] - place)
-        keys = words[CACHE] + (table[place // block] * words[KV_HEADS] + head) * head_block * size
+        high = min(min(block - start, STRIP), low + last - place)
+        keys = load(words, CACHE, INT64) + (load(table, place // block, INT32) * kv_heads + head) * head_block
         values = keys + (dim * block_padded + (start + low) * width) * size
         column = low // LANES * LANES
         columns = (high - column + LANES - 1) // LANES * LANES
-        zero[:] = 0
-        call_multiply(words[MULTIPLY_ADDRESS], rows, columns, queries, rows * STRIP_ROW_BYTES,
+        fill(scores, rows * STRIP, ZERO)
+        call_multiply(multiply, rows, columns, queries, rows * STRIP_ROW_BYTES,
                       keys + (start + column) * size, block_padded * size, dim, scores + column * 4, STRIP_ROW_BYTES)
         _softmax(words, tile, scores, sums, state, low, high, place - low)
-        call_multiply(words[MULTIPLY_ADDRESS], rows, width, scores + low * 4, 0,
-                      values, width * size, high - low, sums, width * 4)
+        call_multiply(multiply, rows, width, scores + low * 4, 0, values, width * size, high - low, sums, width * 4)
         place += high - low
 
 
-@njit(fastmath=FASTMATH)
-def _store(words, tile, head, sums_at, totals_at, kind):
+@kernel
+def _store_outputs(words, tile, head, sums, totals, kind):
     """Weighted sums over their totals, to the output."""
-    heads, dim, width = words[HEADS], words[DIM], words[DIM_PADDED]
-    group = heads // words[KV_HEADS]
-    rows = tile[TOKENS] * group
-    totals = array(totals_at, rows, FLOAT32)
-    for row in range(rows):
-        target_at = ((tile[TOKEN] + row // group) * heads + head * group + row % group) * dim
-        target = array(words[OUT] + target_at * bytes_of(kind), dim, kind)
-        sums = array(sums_at + row * width * 4, width, FLOAT32)
-        factor = np.float32(1) / totals[row]
+    heads, dim, width = load(words, HEADS, INT64), load(words, DIM, INT64), load(words, DIM_PADDED, INT64)
+    group = heads // load(words, KV_HEADS, INT64)
+    for row in range(load(tile, TOKENS, INT32) * group):
+        place = (load(tile, TOKEN, INT32) + row // group) * heads + head * group + row % group
+        target = load(words, OUT, INT64) + place * dim * bytes_of(kind)
+        factor = np.float32(1) / load(totals, row, FLOAT32)
         for i in range(dim):
-            target[i] = narrow(sums[i] * factor, kind)
+            store(target, i, load(sums, row * width + i, FLOAT32) * factor, kind)
 
 
-@njit(fastmath=FASTMATH)
-def _join(words, tile, head, sums_at, state_at, kind):
-    """Leave a segment's part; whoever leaves the last one of a row joins them, in order, and stores the result."""
-    group, kv_heads, width = words[HEADS] // words[KV_HEADS], words[KV_HEADS], words[DIM_PADDED]
-    part_bytes = group * (width + 2) * 4
-    first = words[PARTS] + (tile[PART] * kv_heads + head) * part_bytes
-    stride = kv_heads * part_bytes
-    mine = array(first + tile[SEGMENT_INDEX] * stride, group * (width + 2), FLOAT32)
-    sums = array(sums_at, group * width, FLOAT32)
-    state = array(state_at, 2 * group, FLOAT32)
-    mine[: group * width] = sums
-    mine[group * width :] = state
-    if fetch_add(words[ARRIVALS] + (tile[PART] * kv_heads + head) * 8, 1) + 1 < tile[SEGMENTS]:
-        return
+@kernel
+def _leave_part(words, tile, head, sums):
+    """Leave a segment's sums, maxima and totals, which lie together; whether all segments of its row now have."""
+    kv_heads, width = load(words, KV_HEADS, INT64), load(words, DIM_PADDED, INT64)
+    floats = load(words, HEADS, INT64) // kv_heads * (width + 2)
+    place = load(tile, PART, INT32) + load(tile, SEGMENT_INDEX, INT32)
+    part = load(words, PARTS, INT64) + (place * kv_heads + head) * floats * 4
+    for i in range(floats):
+        store(part, i, load(sums, i, FLOAT32), FLOAT32)
+    arrivals = load(words, ARRIVALS, INT64) + (load(tile, PART, INT32) * kv_heads + head) * 8
+    return fetch_add(arrivals, 1) + 1 == load(tile, SEGMENTS, INT32)
+
+
+@kernel
+def _join_parts(words, tile, head, sums, totals):
+    """All segments of a row into its sums and totals, in order."""
+    kv_heads, width = load(words, KV_HEADS, INT64), load(words, DIM_PADDED, INT64)
+    group = load(words, HEADS, INT64) // kv_heads
+    stride = kv_heads * group * (width + 2) * 4
+    first = load(words, PARTS, INT64) + load(tile, PART, INT32) * stride + head * group * (width + 2) * 4
+    end = first + load(tile, SEGMENTS, INT32) * stride
     for row in range(group):
         top = NO_SCORE
-        for segment in range(tile[SEGMENTS]):
-            part = array(first + segment * stride, group * (width + 2), FLOAT32)
-            top = max(top, part[group * width + row])
+        for part in range(first, end, stride):
+            top = max(top, load(part, group * width + row, FLOAT32))
         total = np.float32(0)
-        for i in range(width):
-            sums[row * width + i] = 0
-        for segment in range(tile[SEGMENTS]):
-            part = array(first + segment * stride, group * (width + 2), FLOAT32)
-            share = exp2(part[group * width + row] - top)
-            total += share * part[group * (width + 1) + row]
-            for i in range(width):
-                sums[row * width + i] += share * part[row * width + i]
-        state[group + row] = total
-    _store(words, tile, head, sums_at, state_at + group * 4, kind)
+        fill(sums + row * width * 4, width, ZERO)
+        for part in range(first, end, stride):
+            share = exp2(load(part, group * width + row, FLOAT32) - top)
+            total += share * load(part, group * (width + 1) + row, FLOAT32)
+            for i in range(row * width, (row + 1) * width):
+                store(sums, i, load(sums, i, FLOAT32) + share * load(part, i, FLOAT32), FLOAT32)
+        store(totals, row, total, FLOAT32)
 
 
-@njit(fastmath=FASTMATH)
-def _attend(words_at, kind):
-    words = array(words_at, HEADER + MAX_ARGUMENTS, INT64)
-    kv_heads, width = words[KV_HEADS], words[DIM_PADDED]
-    group = words[HEADS] // kv_heads
+@kernel
+def _attend(words, kind):
+    kv_heads, width = load(words, KV_HEADS, INT64), load(words, DIM_PADDED, INT64)
+    group = load(words, HEADS, INT64) // kv_heads
     most = max(1, TILE_ROWS // group) * group
-    queries = words[SCRATCH] + fetch_add(words_at + 64, 1) * words[SCRATCH_BYTES]
+    queries = load(words, SCRATCH, INT64) + fetch_add(words + THREAD_COUNTER, 1) * load(words, SCRATCH_BYTES, INT64)
     scores = queries + most * ((width + STRIP - 1) // STRIP) * STRIP_ROW_BYTES
     sums = scores + most * STRIP_ROW_BYTES
-    state_at = sums + most * width * 4
-    item = fetch_add(words_at, 1)
-    while item < words[NUM_TILES] * kv_heads:
-        tile = array(words[TILES] + item // kv_heads * TILE_WORDS * 4, TILE_WORDS, INT32)
-        head = item % kv_heads
-        rows = tile[TOKENS] * group
-        array(sums, rows * width, FLOAT32)[:] = 0
-        state = array(state_at, 2 * rows, FLOAT32)
-        state[:rows] = NO_SCORE
-        state[rows:] = 0
+    item = fetch_add(words, 1)
+    while item < load(words, NUM_TILES, INT64) * kv_heads:
+        tile, head = load(words, TILES, INT64) + item // kv_heads * TILE_WORDS * 4, item % kv_heads
+        rows = load(tile, TOKENS, INT32) * group
+        maxima = sums + rows * width * 4
+        totals = maxima + rows * 4
+        fill(sums, rows * width, ZERO)
+        fill(maxima, rows, NO_SCORE)
+        fill(totals, rows, ZERO)
         _load_queries(words, tile, head, queries, kind)
-        _walk(words, tile, head, queries, scores, sums, state_at, kind)
-        if tile[SEGMENTS] == 1:
-            _store(words, tile, head, sums, state_at + rows * 4, kind)
-        else:
-            _join(words, tile, head, sums, state_at, kind)
-        item = fetch_add(words_at, 1)
+        _walk(words, tile, head, queries, scores, sums, maxima, kind)
+        if load(tile, SEGMENTS, INT32) == 1:
+            _store_outputs(words, tile, head, sums, totals, kind)
+        elif _leave_part(words, tile, head, sums):
+            _join_parts(words, tile, head, sums, totals)
+            _store_outputs(words, tile, head, sums, totals, kind)
+        item = fetch_add(words, 1)
 
 
-def _attend_bfloat16(words_at):
-    _attend(words_at, BFLOAT16)
+def _plan(words):
+    _cut(words)
 
 
-def _attend_float32(words_at):
-    _attend(words_at, FLOAT32)
+def _attend_bfloat16(words):
+    _attend(words, BFLOAT16)
+
+
+def _attend_float32(words):
+    _attend(words, FLOAT32)
 
 
 PLAN = Compiled(_plan, "void(int64)")

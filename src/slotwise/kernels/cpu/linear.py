@@ -12,13 +12,12 @@ import functools
 
 import torch
 import torch.nn.functional as F
-from numba import njit
 from torch import Tensor
 
 from slotwise.kernels.base import Linear
 from slotwise.kernels.cpu.compiled import Compiled
-from slotwise.kernels.cpu.openmp import HEADER, MAX_ARGUMENTS, Team
-from slotwise.kernels.cpu.simd import BFLOAT16, FASTMATH, FLOAT32, INT64, array, bytes_of, fetch_add, narrow, widen
+from slotwise.kernels.cpu.openmp import HEADER, THREAD_COUNTER, Team
+from slotwise.kernels.cpu.simd import BFLOAT16, FLOAT32, INT64, ZERO, bytes_of, fetch_add, fill, kernel, load, store
 from slotwise.kernels.cpu.tile import MULTIPLY, STRIP, STRIP_ROW_BYTES, call_multiply
 
 PANEL = 32  # outputs whose weights lie together
@@ -30,67 +29,65 @@ MULTIPLY_ADDRESS, X, WEIGHT, BIAS, OUT, TOKENS, DEPTH, OUTPUTS, BLOCK, SCRATCH, 
 )
 
 
-@njit(fastmath=FASTMATH)
-def _widen_block(words, first, rows, target_at, kind):
+@kernel
+def _widen_block(words, first, rows, target, kind):
     """Rows `first ... first + rows` of x, as strips of float32."""
-    depth = words[DEPTH]
+    depth = load(words, DEPTH, INT64)
     for row in range(rows):
-        x = array(words[X] + (first + row) * depth * bytes_of(kind), depth, kind)
+        x = load(words, X, INT64) + (first + row) * depth * bytes_of(kind)
         for start in range(0, depth, STRIP):
-            strip = array(target_at + (start * rows + row * STRIP) * 4, STRIP, FLOAT32)
+            strip = target + (start * rows + row * STRIP) * 4
             for i in range(min(STRIP, depth - start)):
-                strip[i] = widen(x[start + i])
+                store(strip, i, load(x, start + i, kind), FLOAT32)
 
 
-@njit(fastmath=FASTMATH)
-def _store_tile(words, sums_at, first, rows, panel, kind):
+@kernel
+def _store_tile(words, sums, first, rows, panel, kind):
     """Sums of one tile plus bias, to the output."""
-    outputs, column = words[OUTPUTS], panel * PANEL
+    outputs, bias, column = load(words, OUTPUTS, INT64), load(words, BIAS, INT64), panel * PANEL
     columns = min(PANEL, outputs - column)
     for row in range(rows):
-        sums = array(sums_at + row * PANEL * 4, PANEL, FLOAT32)
-        if words[BIAS] != 0:
-            bias = array(words[BIAS] + column * bytes_of(kind), columns, kind)
+        source = sums + row * PANEL * 4
+        if bias != 0:
             for i in range(columns):
-                sums[i] += widen(bias[i])
-        out = array(words[OUT] + ((first + row) * outputs + column) * bytes_of(kind), columns, kind)
+                store(source, i, load(source, i, FLOAT32) + load(bias, column + i, kind), FLOAT32)
+        target = load(words, OUT, INT64) + ((first + row) * outputs + column) * bytes_of(kind)
         for i in range(columns):
-            out[i] = narrow(sums[i], kind)
+            store(target, i, load(source, i, FLOAT32), kind)
 
 
-@njit(fastmath=FASTMATH)
-def _product(words_at, kind):
-    words = array(words_at, HEADER + MAX_ARGUMENTS, INT64)
-    depth, block = words[DEPTH], words[BLOCK]
-    panels = (words[OUTPUTS] + PANEL - 1) // PANEL
-    blocks = (words[TOKENS] + block - 1) // block
-    sums_at = words[SCRATCH] + fetch_add(words_at + 64, 1) * words[SCRATCH_BYTES]
-    sums = array(sums_at, TILE * PANEL, FLOAT32)
-    strips = sums_at + TILE * PANEL * 4
+@kernel
+def _product(words, kind):
+    tokens, depth, block = load(words, TOKENS, INT64), load(words, DEPTH, INT64), load(words, BLOCK, INT64)
+    panels = (load(words, OUTPUTS, INT64) + PANEL - 1) // PANEL
+    items = (tokens + block - 1) // block * panels
+    panel_bytes = depth * PANEL * bytes_of(kind)
+    sums = load(words, SCRATCH, INT64) + fetch_add(words + THREAD_COUNTER, 1) * load(words, SCRATCH_BYTES, INT64)
+    strips = sums + TILE * PANEL * 4
     held = -1
-    item = fetch_add(words_at, 1)
-    while item < blocks * panels:
+    item = fetch_add(words, 1)
+    while item < items:
         first, panel = item // panels * block, item % panels
-        rows = min(block, words[TOKENS] - first)
+        rows = min(block, tokens - first)
         if first != held:
             _widen_block(words, first, rows, strips, kind)
             held = first
-        weight = words[WEIGHT] + panel * depth * PANEL * bytes_of(kind)
+        weight = load(words, WEIGHT, INT64) + panel * panel_bytes
         for row in range(0, rows, TILE):
             count = min(TILE, rows - row)
-            sums[:] = 0
-            call_multiply(words[MULTIPLY_ADDRESS], count, PANEL, strips + row * STRIP_ROW_BYTES, rows * STRIP_ROW_BYTES,
-                          weight, PANEL * bytes_of(kind), depth, sums_at, PANEL * 4)
-            _store_tile(words, sums_at, first + row, count, panel, kind)
-        item = fetch_add(words_at, 1)
+            fill(sums, TILE * PANEL, ZERO)
+            call_multiply(load(words, MULTIPLY_ADDRESS, INT64), count, PANEL, strips + row * STRIP_ROW_BYTES,
+                          rows * STRIP_ROW_BYTES, weight, PANEL * bytes_of(kind), depth, sums, PANEL * 4)
+            _store_tile(words, sums, first + row, count, panel, kind)
+        item = fetch_add(words, 1)
 
 
-def _product_bfloat16(words_at):
-    _product(words_at, BFLOAT16)
+def _product_bfloat16(words):
+    _product(words, BFLOAT16)
 
 
-def _product_float32(words_at):
-    _product(words_at, FLOAT32)
+def _product_float32(words):
+    _product(words, FLOAT32)
 
 
 PRODUCT = {

@@ -22,6 +22,7 @@ import torch
 from slotwise.kernels.cpu.compiled import Compiled
 
 HEADER = 16  # int64 words: work is counted in word 0, threads in word 8, each on a cache line of its own
+THREAD_COUNTER = 64  # bytes from the start of the block
 MAX_ARGUMENTS = 24
 
 

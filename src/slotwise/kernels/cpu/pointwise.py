@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit
 
 from slotwise.kernels.cpu.compiled import Compiled
-from slotwise.kernels.cpu.openmp import HEADER, MAX_ARGUMENTS
+from slotwise.kernels.cpu.openmp import HEADER
 from slotwise.kernels.cpu.simd import (
     BFLOAT16,
-    FASTMATH,
     FLOAT32,
     INT64,
-    array,
-    bits_to_float,
     bytes_of,
     exp2,
     fetch_add,
-    narrow,
-    widen,
+    float_of,
+    kernel,
+    load,
+    store,
 )
 
 TAKE = 4  # tokens a thread takes at a time
@@ -37,146 +35,142 @@ X, RESIDUAL, WEIGHT, OUT, TOKENS, SIZE, EPS_BITS = range(HEADER, HEADER + 7)
 ) = range(HEADER, HEADER + 16)
 
 
-@njit(fastmath=FASTMATH)
-def _inverse_rms(x, size, eps):
+@kernel
+def _inverse_rms(x, size, eps, kind):
     squares = np.float32(0)
     for i in range(size):
-        value = widen(x[i])
+        value = load(x, i, kind)
         squares += value * value
     return np.float32(1) / np.sqrt(squares / np.float32(size) + eps)
 
 
-@njit(fastmath=FASTMATH)
+@kernel
 def _norm_token(words, token, kind):
-    size = words[SIZE]
-    bytes_of_row = size * bytes_of(kind)
-    x = array(words[X] + token * bytes_of_row, size, kind)
-    out = array(words[OUT] + token * bytes_of_row, size, kind)
-    weight = array(words[WEIGHT], size, kind)
-    if words[RESIDUAL] != 0:
-        residual = array(words[RESIDUAL] + token * bytes_of_row, size, kind)
+    """RMSNorm of `x`, or of `residual += x` where `RESIDUAL` is an address."""
+    size, weight = load(words, SIZE, INT64), load(words, WEIGHT, INT64)
+    start = token * size * bytes_of(kind)
+    x, residual, out = load(words, X, INT64) + start, load(words, RESIDUAL, INT64), load(words, OUT, INT64) + start
+    if residual != 0:
+        residual += start
         for i in range(size):
-            residual[i] = narrow(widen(residual[i]) + widen(x[i]), kind)
+            store(residual, i, load(residual, i, kind) + load(x, i, kind), kind)
         x = residual
-    factor = _inverse_rms(x, size, bits_to_float(np.uint32(words[EPS_BITS])))
+    factor = _inverse_rms(x, size, float_of(load(words, EPS_BITS, INT64)), kind)
     for i in range(size):
-        out[i] = narrow(widen(x[i]) * factor * widen(weight[i]), kind)
+        store(out, i, load(x, i, kind) * factor * load(weight, i, kind), kind)
 
 
-@njit(fastmath=FASTMATH)
+@kernel
 def _silu_mul_token(words, token, kind):
-    size = words[SIZE]
-    gate = array(words[X] + token * 2 * size * bytes_of(kind), size, kind)
-    up = array(words[X] + (token * 2 + 1) * size * bytes_of(kind), size, kind)
-    out = array(words[OUT] + token * size * bytes_of(kind), size, kind)
+    size = load(words, SIZE, INT64)
+    bytes_of_row = size * bytes_of(kind)
+    gate = load(words, X, INT64) + 2 * token * bytes_of_row
+    up, out = gate + bytes_of_row, load(words, OUT, INT64) + token * bytes_of_row
     for i in range(size):
-        value = widen(gate[i])
-        out[i] = narrow(value / (np.float32(1) + exp2(-value * LOG2_E)) * widen(up[i]), kind)
+        value = load(gate, i, kind)
+        store(out, i, value / (np.float32(1) + exp2(-value * LOG2_E)) * load(up, i, kind), kind)
 
 
-@njit(fastmath=FASTMATH)
-def _rotate(words, token, head, norm_at, target, stride, kind):
-    """One head of `qkv`, normed if `norm_at` is an address and rotated, to every `stride`-th element of `target`."""
-    dim = words[DIM]
+@kernel
+def _rotate(words, token, head, norm, target, stride, kind):
+    """One head of `qkv`, normed if `norm` is an address and rotated, to every `stride`-th element of `target`."""
+    dim = load(words, DIM, INT64)
     half = dim // 2
-    row = (words[HEADS] + 2 * words[KV_HEADS]) * dim
-    x = array(words[QKV] + (token * row + head * dim) * bytes_of(kind), dim, kind)
-    position = array(words[POSITIONS], words[NUM_TOKENS], INT64)[token]
-    cosine = array(words[ROTARY] + position * dim * 4, half, FLOAT32)
-    sine = array(words[ROTARY] + (position * dim + half) * 4, half, FLOAT32)
-    if norm_at != 0:
-        weight = array(norm_at, dim, kind)
-        factor = _inverse_rms(x, dim, bits_to_float(np.uint32(words[NORM_EPS_BITS])))
-        for i in range(half):
-            low = widen(x[i]) * factor * widen(weight[i])
-            high = widen(x[half + i]) * factor * widen(weight[half + i])
-            target[i * stride] = narrow(low * cosine[i] - high * sine[i], kind)
-            target[(half + i) * stride] = narrow(high * cosine[i] + low * sine[i], kind)
-    else:
-        for i in range(half):
-            low, high = widen(x[i]), widen(x[half + i])
-            target[i * stride] = narrow(low * cosine[i] - high * sine[i], kind)
-            target[(half + i) * stride] = narrow(high * cosine[i] + low * sine[i], kind)
+    row = (load(words, HEADS, INT64) + 2 * load(words, KV_HEADS, INT64)) * dim
+    x = load(words, QKV, INT64) + (token * row + head * dim) * bytes_of(kind)
+    cosine = load(words, ROTARY, INT64) + load(load(words, POSITIONS, INT64), token, INT64) * dim * 4
+    sine = cosine + half * 4
+    factor = np.float32(1)
+    if norm != 0:
+        factor = _inverse_rms(x, dim, float_of(load(words, NORM_EPS_BITS, INT64)), kind)
+    for i in range(half):
+        low, high = load(x, i, kind), load(x, half + i, kind)
+        if norm != 0:
+            low *= factor * load(norm, i, kind)
+            high *= factor * load(norm, half + i, kind)
+        c, s = load(cosine, i, FLOAT32), load(sine, i, FLOAT32)
+        store(target, i * stride, low * c - high * s, kind)
+        store(target, (half + i) * stride, high * c + low * s, kind)
 
 
-@njit(fastmath=FASTMATH)
+@kernel
 def _rotary_store_token(words, token, kind):
-    heads, kv_heads, dim, size = words[HEADS], words[KV_HEADS], words[DIM], bytes_of(kind)
-    block_padded, width = words[BLOCK_PADDED], words[DIM_PADDED]
-    for head in range(heads):
-        target = array(words[QUERY] + (token * heads + head) * dim * size, dim, kind)
-        _rotate(words, token, head, words[QUERY_NORM], target, 1, kind)
-    slot = array(words[SLOTS], words[NUM_TOKENS], INT64)[token]
-    block, offset = slot // words[BLOCK], slot % words[BLOCK]
-    head_block = dim * block_padded + words[BLOCK] * width
+    """Queries normed and rotated, keys and values to the cache."""
+    heads, kv_heads, dim = load(words, HEADS, INT64), load(words, KV_HEADS, INT64), load(words, DIM, INT64)
+    block, block_padded = load(words, BLOCK, INT64), load(words, BLOCK_PADDED, INT64)
+    width, size = load(words, DIM_PADDED, INT64), bytes_of(kind)
+    slot = load(load(words, SLOTS, INT64), token, INT64)
+    offset, head_block = slot % block, (dim * block_padded + block * width) * size
+    keys = load(words, CACHE, INT64) + slot // block * kv_heads * head_block + offset * size
+    values = keys + (dim * block_padded + offset * (width - 1)) * size
+    new_values = load(words, QKV, INT64) + (token * (heads + 2 * kv_heads) + heads + kv_heads) * dim * size
+    for head in range(heads + kv_heads):
+        if head < heads:
+            target = load(words, QUERY, INT64) + (token * heads + head) * dim * size
+            _rotate(words, token, head, load(words, QUERY_NORM, INT64), target, 1, kind)
+        else:
+            target = keys + (head - heads) * head_block
+            _rotate(words, token, head, load(words, KEY_NORM, INT64), target, block_padded, kind)
     for head in range(kv_heads):
-        start = words[CACHE] + (block * kv_heads + head) * head_block * size
-        keys = array(start + offset * size, dim * block_padded, kind)
-        _rotate(words, token, heads + head, words[KEY_NORM], keys, block_padded, kind)
-        values = array(start + (dim * block_padded + offset * width) * size, dim, kind)
-        row = token * (heads + 2 * kv_heads) + heads + kv_heads + head
-        new = array(words[QKV] + row * dim * size, dim, kind)
         for i in range(dim):
-            values[i] = new[i]
+            store(values + head * head_block, i, load(new_values, head * dim + i, kind), kind)
 
 
-@njit(fastmath=FASTMATH)
+@kernel
 def _greedy_token(words, token, kind):
     """The first of the largest logits."""
-    size = words[SIZE]
-    logits = array(words[X] + token * size * bytes_of(kind), size, kind)
-    chosen = array(words[OUT], words[TOKENS], INT64)
-    top = widen(logits[0])
+    size = load(words, SIZE, INT64)
+    logits = load(words, X, INT64) + token * size * bytes_of(kind)
+    top = load(logits, 0, kind)
     for i in range(size):
-        top = max(top, widen(logits[i]))
-    chosen[token] = 0
-    for i in range(size):
-        if widen(logits[i]) == top:
-            chosen[token] = i
-            break
+        top = max(top, load(logits, i, kind))
+    chosen = 0
+    while chosen < size - 1 and load(logits, chosen, kind) != top:
+        chosen += 1
+    store(load(words, OUT, INT64), token, chosen, INT64)
 
 
-@njit
-def _each(words_at, count_word, take, do, kind):
+@kernel
+def _each(words, count_word, take, do, kind):
     """`do(words, token, kind)` for every token, `take` tokens at a time."""
-    words = array(words_at, HEADER + MAX_ARGUMENTS, INT64)
-    first = fetch_add(words_at, take)
-    while first < words[count_word]:
-        for token in range(first, min(first + take, words[count_word])):
+    count = load(words, count_word, INT64)
+    first = fetch_add(words, take)
+    while first < count:
+        for token in range(first, min(first + take, count)):
             do(words, token, kind)
-        first = fetch_add(words_at, take)
+        first = fetch_add(words, take)
 
 
-def _norm_bfloat16(words_at):
-    _each(words_at, TOKENS, TAKE, _norm_token, BFLOAT16)
+def _norm_bfloat16(words):
+    _each(words, TOKENS, TAKE, _norm_token, BFLOAT16)
 
 
-def _norm_float32(words_at):
-    _each(words_at, TOKENS, TAKE, _norm_token, FLOAT32)
+def _norm_float32(words):
+    _each(words, TOKENS, TAKE, _norm_token, FLOAT32)
 
 
-def _silu_mul_bfloat16(words_at):
-    _each(words_at, TOKENS, TAKE, _silu_mul_token, BFLOAT16)
+def _silu_mul_bfloat16(words):
+    _each(words, TOKENS, TAKE, _silu_mul_token, BFLOAT16)
 
 
-def _silu_mul_float32(words_at):
-    _each(words_at, TOKENS, TAKE, _silu_mul_token, FLOAT32)
+def _silu_mul_float32(words):
+    _each(words, TOKENS, TAKE, _silu_mul_token, FLOAT32)
 
 
-def _rotary_store_bfloat16(words_at):
-    _each(words_at, NUM_TOKENS, TAKE, _rotary_store_token, BFLOAT16)
+def _rotary_store_bfloat16(words):
+    _each(words, NUM_TOKENS, TAKE, _rotary_store_token, BFLOAT16)
 
 
-def _rotary_store_float32(words_at):
-    _each(words_at, NUM_TOKENS, TAKE, _rotary_store_token, FLOAT32)
+def _rotary_store_float32(words):
+    _each(words, NUM_TOKENS, TAKE, _rotary_store_token, FLOAT32)
 
 
-def _greedy_bfloat16(words_at):
-    _each(words_at, TOKENS, 1, _greedy_token, BFLOAT16)
+def _greedy_bfloat16(words):
+    _each(words, TOKENS, 1, _greedy_token, BFLOAT16)
 
 
-def _greedy_float32(words_at):
-    _each(words_at, TOKENS, 1, _greedy_token, FLOAT32)
+def _greedy_float32(words):
+    _each(words, TOKENS, 1, _greedy_token, FLOAT32)
 
 
 NORM = {

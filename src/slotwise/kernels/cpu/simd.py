@@ -1,8 +1,8 @@
 """The few machine-level words the kernels are written in.
 
-A kernel gets addresses (integers) and walks them itself: wrapping tensors as arrays costs more than many of these
-kernels take.  `kind` is a value whose type picks the storage format: `uint16` holds bfloat16 bits, `float32` itself.
-Arithmetic is always float32.
+A kernel gets addresses (integers) and walks them itself: wrapping tensors as arrays takes longer than many kernels run,
+and twice as long to compile.  `kind` is a value whose type names what is stored: `BFLOAT16` and `FLOAT32` are read and
+written as float32, `INT32` and `INT64` as int64.
 """
 
 from __future__ import annotations
@@ -11,47 +11,110 @@ import math
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic
 
-FASTMATH = {"reassoc", "nnan", "nsz", "contract", "arcp"}
-BFLOAT16 = np.uint16(0)
+BFLOAT16 = np.uint16(0)  # held by its bits
 FLOAT32 = np.float32(0)
 INT32 = np.int32(0)
 INT64 = np.int64(0)
+ZERO = np.float32(0)
 
-_FLOAT, _INT32, _INT64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
-# 2**x on [-0.5, 0.5], Chebyshev interpolation of degree 5: relative error 1e-7.
-_EXP2 = tuple(np.float32(c) for c in (1.0000000716546679, 0.6931469670647601, 0.24022186636363382, 0.0555079398169214,
-                                      0.009687651967298596, 0.0013267672459907432))
+kernel = njit(
+    fastmath={"reassoc", "nnan", "nsz", "contract", "arcp"}, error_model="numpy", no_cpython_wrapper=True,
+    no_cfunc_wrapper=True,
+)
+"""Compiles a part of a kernel, which only other parts call."""
+
+_BYTE, _HALF, _INT32, _INT64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+_FLOAT = ir.FloatType()
+_STORED = {types.uint16: _HALF, types.float32: _FLOAT, types.int32: _INT32, types.int64: _INT64}
+
+
+def _value_type(kind):
+    return types.float32 if kind in (types.uint16, types.float32) else types.int64
+
+
+def _element(builder, address, index, kind):
+    base = builder.inttoptr(address, _STORED[kind].as_pointer())
+    return builder.gep(base, [index], source_etype=_STORED[kind])
+
+
+def _round_to_bfloat16(builder, value):
+    """Bits of the nearest bfloat16, ties to even; a NaN stays one."""
+    constant = lambda number: ir.Constant(_INT32, number)
+    bits = builder.bitcast(value, _INT32)
+    odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
+    rounded = builder.lshr(builder.add(bits, builder.add(odd, constant(0x7FFF))), constant(16))
+    is_nan = builder.icmp_unsigned(">", builder.and_(bits, constant(0x7FFFFFFF)), constant(0x7F800000))
+    return builder.trunc(builder.select(is_nan, constant(0x7FC0), rounded), _HALF)
 
 
 @intrinsic
-def _pointer(typingctx, address, kind):
+def load(typingctx, address, index, kind):
+    """Element `index` of the `kind`s at `address`."""
+
     def codegen(context, builder, signature, args):
-        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+        value = builder.load(_element(builder, args[0], args[1], kind), typ=_STORED[kind])
+        if kind == types.uint16:
+            return builder.bitcast(builder.shl(builder.zext(value, _INT32), ir.Constant(_INT32, 16)), _FLOAT)
+        return builder.sext(value, _INT64) if kind == types.int32 else value
 
-    return types.CPointer(kind)(types.int64, kind), codegen
-
-
-@intrinsic
-def bits_to_float(typingctx, bits):
-    """The float32 of 32 bits."""
-    return types.float32(types.uint32), lambda _context, builder, _signature, args: builder.bitcast(args[0], _FLOAT)
+    return _value_type(kind)(types.int64, types.int64, kind), codegen
 
 
 @intrinsic
-def float_to_bits(typingctx, value):
-    """The 32 bits of a float32."""
-    return types.uint32(types.float32), lambda _context, builder, _signature, args: builder.bitcast(args[0], _INT32)
+def store(typingctx, address, index, value, kind):
+    """Set element `index` of the `kind`s at `address`; bfloat16 is rounded to nearest even."""
+
+    def codegen(context, builder, signature, args):
+        address, index, value, _ = args
+        if kind == types.uint16:
+            value = _round_to_bfloat16(builder, value)
+        elif kind == types.int32:
+            value = builder.trunc(value, _INT32)
+        builder.store(value, _element(builder, address, index, kind))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, _value_type(kind), kind), codegen
+
+
+@intrinsic
+def fill(typingctx, address, count, value):
+    """Set `count` float32 at `address` to `value`."""
+
+    def codegen(context, builder, signature, args):
+        address, count, value = args
+        with cgutils.for_range(builder, count) as loop:
+            builder.store(value, _element(builder, address, loop.index, types.float32))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float32), codegen
+
+
+@intrinsic
+def bytes_of(typingctx, kind):
+    """Bytes of a stored element."""
+    size = kind.bitwidth // 8
+    return types.int64(kind), lambda _context, _builder, _signature, _args: ir.Constant(_INT64, size)
+
+
+@intrinsic
+def float_of(typingctx, bits):
+    """The float32 that the low 32 bits of an int64 spell."""
+
+    def codegen(context, builder, signature, args):
+        return builder.bitcast(builder.trunc(args[0], _INT32), _FLOAT)
+
+    return types.float32(types.int64), codegen
 
 
 @intrinsic
 def fetch_add(typingctx, address, amount):
     """Atomically add to the int64 at `address`; what stood there before.  Sequentially consistent."""
 
-    def codegen(_context, builder, _signature, args):
+    def codegen(context, builder, signature, args):
         return builder.atomic_rmw("add", builder.inttoptr(args[0], _INT64.as_pointer()), args[1], "seq_cst")
 
     return types.int64(types.int64, types.int64), codegen
@@ -61,77 +124,30 @@ def fetch_add(typingctx, address, amount):
 def prefetch(typingctx, address):
     """Ask for the cache line at `address`, to be read soon."""
 
-    def codegen(context, builder, _signature, args):
-        byte = ir.IntType(8).as_pointer()
+    def codegen(context, builder, signature, args):
         hint = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(ir.VoidType(), [byte, _INT32, _INT32, _INT32]), "llvm.prefetch.p0"
+            builder.module, ir.FunctionType(ir.VoidType(), [_BYTE.as_pointer(), *[_INT32] * 3]), "llvm.prefetch.p0"
         )
-        builder.call(hint, [builder.inttoptr(args[0], byte), *(ir.Constant(_INT32, n) for n in (0, 3, 1))])
+        for_reading, keep, data = (ir.Constant(_INT32, n) for n in (0, 2, 1))
+        builder.call(hint, [builder.inttoptr(args[0], _BYTE.as_pointer()), for_reading, keep, data])
         return context.get_dummy_value()
 
     return types.void(types.int64), codegen
 
 
-@njit(forceinline=True)
-def array(address, size, kind):
-    """The `size` elements at `address`."""
-    return carray(_pointer(address, kind), size)
+# 2**x on [-0.5, 0.5], Chebyshev interpolation of degree 5: relative error 1e-7.
+_C0, _C1, _C2, _C3, _C4, _C5 = (
+    np.float32(c) for c in (1.0000000716546679, 0.6931469670647601, 0.24022186636363382, 0.0555079398169214,
+                            0.009687651967298596, 0.0013267672459907432)
+)
 
 
-def widen(value):
-    """A stored element as float32.  For compiled code only."""
-    raise NotImplementedError
-
-
-def narrow(value, kind):
-    """A float32 as a stored element of `kind`, bfloat16 rounded to nearest even.  For compiled code only."""
-    raise NotImplementedError
-
-
-def bytes_of(kind):
-    """Bytes of a stored element.  For compiled code only."""
-    raise NotImplementedError
-
-
-@overload(bytes_of)
-def _bytes_of(kind):
-    size = kind.bitwidth // 8
-    return lambda kind: size
-
-
-@overload(widen)
-def _widen(value):
-    if value == types.uint16:
-        return lambda value: bits_to_float(np.uint32(value) << np.uint32(16))
-    return lambda value: value
-
-
-@overload(narrow)
-def _narrow(value, kind):
-    if kind == types.uint16:
-        return lambda value, kind: _round_to_bfloat16(np.float32(value))
-    return lambda value, kind: np.float32(value)
-
-
-@njit(forceinline=True)
-def _round_to_bfloat16(value):
-    bits = float_to_bits(value)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    is_nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-    return np.uint16(np.uint32(0x7FC0) if is_nan else rounded)
-
-
-@njit(forceinline=True, fastmath=FASTMATH)
+@kernel
 def exp2(x):
     """2**x in float32 without a branch or a call, so that loops over it vectorise; 0 below -126."""
-    clamped = min(max(x, np.float32(-126.0)), np.float32(127.0))
+    clamped = min(max(x, np.float32(-126)), np.float32(127))
     whole = np.float32(math.floor(clamped + np.float32(0.5)))
     part = clamped - whole
-    power = _EXP2[5]
-    power = power * part + _EXP2[4]
-    power = power * part + _EXP2[3]
-    power = power * part + _EXP2[2]
-    power = power * part + _EXP2[1]
-    power = power * part + _EXP2[0]
-    scale = bits_to_float(np.uint32(np.int32(whole) + np.int32(127)) << np.uint32(23))
-    return power * scale if x >= np.float32(-126.0) else np.float32(0.0)
+    power = ((((_C5 * part + _C4) * part + _C3) * part + _C2) * part + _C1) * part + _C0
+    scale = float_of((np.int64(whole) + 127) << 23)
+    return power * scale if x >= np.float32(-126) else np.float32(0)

@@ -16,12 +16,12 @@ import itertools
 
 import torch
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from slotwise.kernels.cpu.compiled import Compiled
-from slotwise.kernels.cpu.simd import BFLOAT16, FLOAT32, bytes_of
+from slotwise.kernels.cpu.simd import BFLOAT16, FLOAT32, bytes_of, kernel
 
 LANES = 16
 STRIP = 64  # columns of A that lie side by side
@@ -116,7 +116,7 @@ def _tile(typingctx, rows, vectors, a, strip_bytes, b, row_bytes, depth, c, c_ro
     return types.void(*[types.int64] * 9, kind), codegen
 
 
-@njit(forceinline=True)
+@kernel
 def _multiply(rows, columns, a, strip_bytes, b, row_bytes, depth, c, c_row_bytes, kind):
     column = 0
     while column < columns:

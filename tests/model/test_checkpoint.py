@@ -213,7 +213,8 @@ class TestHub:
         script = "from slotwise.model.locate import locate; locate('owner/name')"
         environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
         run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
-        assert "CheckpointError: no folder owner/name here, and the hub cannot be reached" in run.stderr.splitlines()[-1]
+        last = run.stderr.splitlines()[-1]
+        assert "CheckpointError: no folder owner/name here, and the hub cannot be reached" in last
 
     @pytest.mark.parametrize("name", ["one-word", "a/b/c", "../up", "/absolute/path", "owner/..", "", "a b/c"])
     def test_names_that_are_no_hub_ids_are_not_asked_for(self, name, tmp_path, monkeypatch):

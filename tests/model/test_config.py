@@ -71,9 +71,10 @@ class TestOtherFamilies:
         assert read(architectures=["Qwen3ForCausalLM"], head_dim=16).head_dim == 16
 
 
-class TestRope:
-    LLAMA3 = {"factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 128}
+LLAMA3 = {"factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 128}
 
+
+class TestRope:
     @pytest.mark.parametrize("fields", [
         {"rope_theta": 5e5, "rope_scaling": LLAMA3 | {"rope_type": "llama3"}},
         {"rope_theta": 5e5, "rope_scaling": LLAMA3 | {"type": "llama3"}},

@@ -10,10 +10,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import checkpoints
 import pytest
 import torch
-from checkpoints import FAMILIES, LLAMA3_ROPE, edit_config, make, prompts
+from checkpoints import FAMILIES, LLAMA3_ROPE, edit_config, greedy, make, one_thread, prompts, reference_model
 from ragged import Driver
 from safetensors.torch import load_file, save_file
 
@@ -29,7 +28,7 @@ WHOLE = 10**6
 @pytest.fixture(scope="module")
 def expected(checkpoint: Callable[[str], Path]) -> Callable[[str], list[list[int]]]:
     """What transformers continues the prompts of LENGTHS with."""
-    return cache(lambda family: checkpoints.greedy(checkpoint(family), prompts(LENGTHS), MAX_TOKENS))
+    return cache(lambda family: greedy(checkpoint(family), prompts(LENGTHS), MAX_TOKENS))
 
 
 def tokens(folder: Path, kernels: Kernels, chunk: int = WHOLE) -> list[list[int]]:
@@ -37,6 +36,7 @@ def tokens(folder: Path, kernels: Kernels, chunk: int = WHOLE) -> list[list[int]
     return Driver(decoder).greedy(prompts(LENGTHS), MAX_TOKENS, chunk)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 class TestFloat32:
     @pytest.mark.parametrize("chunk", [WHOLE, 7])
@@ -55,6 +55,7 @@ class TestFloat32:
         assert together == [Driver(decoder).greedy([ids], 24)[0] for ids in asked]
 
 
+@pytest.mark.slow
 class TestSensitivity:
     """The comparison above would notice: a checkpoint disturbed in one place continues differently."""
 
@@ -108,6 +109,7 @@ class TestSensitivity:
             shutil.rmtree(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_is_as_close_to_float32_as_that_of_transformers(family, kernels, tmp_path):
     folder = make(family, tmp_path / family, dtype="bfloat16", initializer_range=0.1)
@@ -171,7 +173,8 @@ def predictions(folder: Path, continuations: list[list[int]]) -> list[list[int]]
     driver = Driver(load_model(folder, kernels=ReferenceKernels(), dtype="float32"))
     rows = [(i, ids + continuations[i][:-1]) for i, ids in enumerate(prompts(LENGTHS))]
     ends = accumulate(len(ids) for _, ids in rows)
-    best = driver.step(rows, [at for end in ends for at in range(end - MAX_TOKENS, end)]).argmax(-1)
+    with one_thread():
+        best = driver.step(rows, [at for end in ends for at in range(end - MAX_TOKENS, end)]).argmax(-1)
     return best.view(len(rows), MAX_TOKENS).tolist()
 
 
@@ -190,8 +193,8 @@ def logits(folder: Path, ids: list[int], kernels: Kernels | None = None) -> torc
 
 def reference_logits(folder: Path, ids: list[int], dtype: str) -> torch.Tensor:
     """transformers' logits of every token: `[tokens, vocab]`."""
-    with torch.inference_mode():
-        return checkpoints.reference_model(folder, dtype)(torch.tensor([ids])).logits[0]
+    with torch.inference_mode(), one_thread():
+        return reference_model(folder, dtype)(torch.tensor([ids])).logits[0]
 
 
 def teacher_forced(logits: torch.Tensor, ids: list[int]) -> torch.Tensor:

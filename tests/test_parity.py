@@ -135,7 +135,7 @@ def blocks_of(folder: Path, block_size: int) -> int:
     from slotwise.kernels.select import choose
     from slotwise.model.load import load_model
 
-    decoder = load_model(folder, kernels=choose("reference"), dtype="float32")
+    decoder = load_model(folder, kernels=choose("cpu"), dtype="float32")
     return sum(
         decoder.kernels.cache_bytes_per_block(block_size, shape, decoder.config.dtype)
         for shape in decoder.attention_shapes)

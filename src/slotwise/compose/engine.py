@@ -46,9 +46,14 @@ def build_engine(config: EngineConfig, progress: Progress = silent) -> tuple[Eng
     caches = [
         decoder.kernels.allocate_cache(limits.num_blocks, limits.block_size, shape, decoder.config.dtype)
         for shape in decoder.attention_shapes]
+    sampler = Sampler(limits.max_num_seqs, decoder.config.vocab_size)
+    progress("kernels", 0, 1)
+    decoder.kernels.warm_up(decoder.config.dtype)
+    sampler.warm_up(decoder.config.dtype)
+    progress("kernels", 1, 1)
     runner = Runner(
         decoder, caches, SlotTable(limits.max_num_seqs, limits.max_model_len, limits.block_size),
-        Sampler(limits.max_num_seqs, decoder.config.vocab_size, limits.max_model_len))
+        sampler)
     scheduler = Scheduler(limits, Continuous(), FirstComeFirstServed())
     eos_ids = decoder.config.eos_token_ids
     engine = Engine(scheduler, runner, time.monotonic_ns, eos_ids, depth=config.overlap)

@@ -98,3 +98,4 @@ class StepResult(NamedTuple):
     step: int
     tokens: tuple[tuple[int, ...], ...]
     logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()  # () when nobody asked, else aligned with `tokens`
+    failed: tuple[int, ...] = ()  # rows that could not sample, through no fault of their neighbours

@@ -268,6 +268,7 @@ class Scheduler:
                 published.append(tokens)
                 if reason:
                     ended.append((request, reason))
+        ended += [(flight.requests[row], "error") for row in result.failed if not flight.requests[row].ended]
         self._events.append(Committed(now, plan.step, tuple(published_ids), tuple(published), overrun))
         for request, reason in ended:
             self._end(request, reason, now)

@@ -61,12 +61,14 @@ class Runner:
         rows = [row for row, samples in enumerate(plan.samples) if samples]
         slots = [plan.slots[row] for row in rows]
         ends = [plan.starts[row] + plan.counts[row] for row in rows]
-        sampled = self._sampler.sample(logits, slots)
+        sampled = self._sampler.sample(logits, slots, ends)
         tokens: list[tuple[int, ...]] = [()] * plan.num_rows
-        for row, slot, end, token in zip(rows, slots, ends, sampled.tokens, strict=True):
-            tokens[row] = (token,)
-            self._slots.append(slot, end, token)
-        return StepResult(plan.step, tuple(tokens), self._align(plan, rows, sampled.logprobs))
+        for index, (row, slot, end, token) in enumerate(zip(rows, slots, ends, sampled.tokens, strict=True)):
+            if index not in sampled.failed:
+                tokens[row] = (token,)
+                self._slots.append(slot, end, token)
+        failed = tuple(rows[index] for index in sampled.failed)
+        return StepResult(plan.step, tuple(tokens), self._align(plan, rows, sampled.logprobs), failed)
 
     @staticmethod
     def _align(plan: StepPlan, rows: list[int], logprobs: Sequence) -> tuple:

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible HTTP service.  It knows the engine as a service and no tensors."""

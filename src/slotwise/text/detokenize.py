@@ -16,8 +16,6 @@ from tokenizers.decoders import DecodeStream
 from slotwise.text.pieces import Pieces
 from slotwise.text.tokenizer import Tokenizer
 
-_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
-
 
 class Detokenizer(Protocol):
     """The text of one continuation.  Special tokens have none."""
@@ -54,7 +52,7 @@ class ByteDetokenizer:
         self._pieces = pieces
         self._special_ids = special_ids
         self._begins_text = begins_text
-        self._decoder = _Utf8Decoder(errors="replace")
+        self._left = b""  # at most three bytes: the beginning of a character
 
     def feed(self, token_ids: Sequence[int]) -> str:
         if not self._special_ids.isdisjoint(token_ids):
@@ -62,7 +60,10 @@ class ByteDetokenizer:
         pieces = list(map(self._pieces.__getitem__, token_ids))
         if self._begins_text:
             self._begin(token_ids, pieces)
-        return self._decoder.decode(b"".join(pieces))
+        data = self._left + b"".join(pieces)
+        text, used = codecs.utf_8_decode(data, "replace", False)
+        self._left = data[used:]
+        return text
 
     def _begin(self, token_ids: Sequence[int], pieces: list[bytes]) -> None:
         for i, piece in enumerate(pieces):
@@ -72,7 +73,8 @@ class ByteDetokenizer:
                 return
 
     def flush(self) -> str:
-        return self._decoder.decode(b"", final=True)
+        left, self._left = self._left, b""
+        return left.decode("utf-8", errors="replace")
 
 
 class WindowDetokenizer:

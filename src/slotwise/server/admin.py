@@ -1,0 +1,78 @@
+"""Every route but the two that generate."""
+
+from __future__ import annotations
+
+import time
+from http import HTTPStatus
+
+from slotwise import __version__
+from slotwise.server.errors import ApiError, bad_request
+from slotwise.server.exchange import Exchange
+from slotwise.server.generate import Api
+from slotwise.server.protocol import DetokenizeRequest, TokenizeRequest, check_model, decode
+
+STARTED = int(time.time())
+PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
+
+
+async def health(api: Api, exchange: Exchange) -> None:
+    """200 while requests are taken."""
+    if not api.service.healthy:
+        raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, f"the engine is not running: {api.service.failure}",
+                       code="engine_dead")
+    if api.service.draining:
+        raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the server is shutting down", code="draining")
+    await exchange.respond_json({"status": "ok"})
+
+
+async def version(api: Api, exchange: Exchange) -> None:
+    await exchange.respond_json({"version": __version__})
+
+
+async def load(api: Api, exchange: Exchange) -> None:
+    """Requests under way in this server, this one not counted."""
+    await exchange.respond_json({"server_load": api.num_exchanges - 1})
+
+
+async def metrics(api: Api, exchange: Exchange) -> None:
+    await exchange.respond(api.metrics.exposition(), content_type=PROMETHEUS)
+
+
+def _model(api: Api) -> dict[str, object]:
+    return {
+        "id": api.settings.served_model_name, "object": "model", "created": STARTED, "owned_by": "slotwise",
+        "root": api.service.info.model, "parent": None, "max_model_len": api.service.info.limits.max_model_len,
+    }
+
+
+async def models(api: Api, exchange: Exchange) -> None:
+    await exchange.respond_json({"object": "list", "data": [_model(api)]})
+
+
+async def model(api: Api, exchange: Exchange) -> None:
+    check_model(exchange.scope["path_params"]["model"], api.settings.served_model_name)
+    await exchange.respond_json(_model(api))
+
+
+async def tokenize(api: Api, exchange: Exchange) -> None:
+    """Token ids of a text, or of messages through the chat template."""
+    body = await exchange.body(api.settings.max_body_bytes, api.settings.body_timeout)
+    request = decode(TokenizeRequest, body)
+    check_model(request.model, api.settings.served_model_name)
+    if (request.prompt is None) == (request.messages is None):
+        raise bad_request("give either prompt or messages", "prompt")
+    if request.prompt is None:
+        tokens = await api.prompts.of_chat(request)
+    else:
+        tokens = await api.prompts.plain(request.prompt, add_special_tokens=request.add_special_tokens is not False)
+    texts = [api.prompts.tokenizer.inner.id_to_token(token) for token in tokens] if request.return_token_strs else None
+    await exchange.respond_json({
+        "count": len(tokens), "max_model_len": api.service.info.limits.max_model_len, "tokens": tokens,
+        "token_strs": texts})
+
+
+async def detokenize(api: Api, exchange: Exchange) -> None:
+    body = await exchange.body(api.settings.max_body_bytes, api.settings.body_timeout)
+    request = decode(DetokenizeRequest, body)
+    check_model(request.model, api.settings.served_model_name)
+    await exchange.respond_json({"prompt": await api.prompts.decode(request.tokens)})

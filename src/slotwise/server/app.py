@@ -1,0 +1,115 @@
+"""The ASGI application: routes, the key at the door, and an answer to everything that can go wrong.
+
+There is no middleware: one object stands before the router, and streams write through it to the socket.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import uuid
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.routing import Route, Router
+
+from slotwise.engine.service import EngineService
+from slotwise.observe.metrics import Metrics
+from slotwise.server import admin
+from slotwise.server.completions import chat_completions, completions
+from slotwise.server.errors import ApiError, ClientGone
+from slotwise.server.exchange import Exchange, Message, checked_request_id
+from slotwise.server.generate import Api
+from slotwise.server.prompts import Prompts
+from slotwise.server.settings import ServerSettings
+from slotwise.text.chat import ChatTemplate
+from slotwise.text.tokenizer import Tokenizer
+
+Endpoint = Callable[[Api, Exchange], Awaitable[None]]
+ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
+    ("POST", "/v1/completions", completions),
+    ("POST", "/v1/chat/completions", chat_completions),
+    ("GET", "/v1/models", admin.models),
+    ("GET", "/v1/models/{model:path}", admin.model),
+    ("POST", "/tokenize", admin.tokenize),
+    ("POST", "/detokenize", admin.detokenize),
+    ("GET", "/health", admin.health),
+    ("GET", "/ping", admin.health),
+    ("POST", "/ping", admin.health),
+    ("GET", "/version", admin.version),
+    ("GET", "/metrics", admin.metrics),
+    ("GET", "/load", admin.load),
+)
+OPEN_TO_ALL = ("/health", "/ping")
+
+logger = logging.getLogger(__name__)
+
+
+def build_app(service: EngineService, tokenizer: Tokenizer, chat_template: ChatTemplate | None,
+              settings: ServerSettings) -> App:
+    """The application over an engine that is ready."""
+    metrics = Metrics(settings.served_model_name, service.info.limits.num_blocks)
+    service.observers.append(metrics)
+    return App(Api(service, Prompts(tokenizer, chat_template, service.info), settings, metrics))
+
+
+class App:
+    """An ASGI application."""
+
+    def __init__(self, api: Api) -> None:
+        self.api = api
+        self._key = api.settings.api_key.encode()
+        self.router = Router(
+            [Route(path, _Endpoint(self, endpoint), methods=[method]) for method, path, endpoint in ROUTES],
+            redirect_slashes=False)
+
+    async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            raise NotImplementedError(f"this application does not speak {scope['type']}")
+        headers = dict(scope["headers"])
+        exchange = Exchange(scope, receive, send, uuid.uuid4().hex)
+        scope["exchange"] = exchange
+        scope["app"] = self  # so that the router raises what it cannot answer
+        self.api.num_exchanges += 1
+        try:
+            if given := headers.get(b"x-request-id"):
+                exchange.request_id = checked_request_id(given.decode("latin-1"), "X-Request-Id")
+            self._check_key(scope["path"], headers.get(b"authorization", b""))
+            await self.router(scope, receive, send)
+        except ClientGone:
+            return
+        except Exception as error:
+            await exchange.respond_error(_as_api_error(error))
+        finally:
+            self.api.num_exchanges -= 1
+
+    def _check_key(self, path: str, authorization: bytes) -> None:
+        if not self._key or path in OPEN_TO_ALL:
+            return
+        scheme, _, key = authorization.partition(b" ")
+        if not (hmac.compare_digest(key.strip(), self._key) and scheme.lower() == b"bearer"):
+            raise ApiError(HTTPStatus.UNAUTHORIZED, "a valid API key is needed: Authorization: Bearer <key>",
+                           code="invalid_api_key")
+
+
+class _Endpoint:
+    """A class instance, because Starlette wraps functions in its own request and response."""
+
+    def __init__(self, app: App, endpoint: Endpoint) -> None:
+        self._app = app
+        self._endpoint = endpoint
+
+    async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
+        await self._endpoint(self._app.api, scope["exchange"])
+
+
+def _as_api_error(error: Exception) -> ApiError:
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, HTTPException):
+        code = "not_found" if error.status_code == HTTPStatus.NOT_FOUND else None
+        return ApiError(error.status_code, str(error.detail), code=code)
+    logger.error("a request failed", exc_info=error)
+    return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "internal error; the server's log says more")

@@ -1,0 +1,64 @@
+"""`/v1/completions` and `/v1/chat/completions`: what each asks for, in its own words."""
+
+from __future__ import annotations
+
+from slotwise.core.params import SamplingParams
+from slotwise.server.errors import bad_request
+from slotwise.server.exchange import Exchange, checked_request_id
+from slotwise.server.generate import Api, Job, answer
+from slotwise.server.protocol import ChatRequest, CompletionRequest, Generate, check_model, decode
+from slotwise.server.shapes import CHAT, COMPLETION, Heading, Shape
+
+COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens; a chat's is whatever fits
+RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
+
+
+async def completions(api: Api, exchange: Exchange) -> None:
+    request = decode(CompletionRequest, await _body(api, exchange))
+    _check(api, exchange, request)
+    prompts = await api.prompts.of_completion(request.prompt, api.settings.max_choices)
+    longest = max(map(len, prompts))
+    max_tokens = api.prompts.max_tokens(request.max_tokens, longest, COMPLETION_TOKENS)
+    params = request.sampling_params(max_tokens, request.logprobs)
+    await _answer(api, exchange, COMPLETION, (request, prompts, params))
+
+
+async def chat_completions(api: Api, exchange: Exchange) -> None:
+    request = decode(ChatRequest, await _body(api, exchange))
+    _check(api, exchange, request)
+    variables = request.chat_template_kwargs or {}
+    if not variables.keys().isdisjoint(RESERVED_VARIABLES):
+        raise bad_request("chat_template_kwargs: names a variable that the request sets", "chat_template_kwargs")
+    prompt = await api.prompts.of_chat(request, **variables)
+    asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    max_tokens = api.prompts.max_tokens(asked, len(prompt), None)
+    logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    params = request.sampling_params(max_tokens, logprobs)
+    await _answer(api, exchange, CHAT, (request, [prompt], params))
+
+
+async def _answer(api: Api, exchange: Exchange, shape: Shape,
+                  asked: tuple[Generate, list[list[int]], SamplingParams]) -> None:
+    request, prompts, params = asked
+    _check_ids(api, params)
+    heading = Heading.now(shape, exchange.request_id, api.settings.served_model_name)
+    await answer(api, exchange, Job(request, prompts, params, heading))
+
+
+async def _body(api: Api, exchange: Exchange) -> bytes:
+    return await exchange.body(api.settings.max_body_bytes, api.settings.body_timeout)
+
+
+def _check(api: Api, exchange: Exchange, request: Generate) -> None:
+    """Whatever can be said before a prompt is read."""
+    check_model(request.model, api.settings.served_model_name)
+    request.refuse_unsupported()
+    if request.request_id is not None:
+        exchange.request_id = checked_request_id(request.request_id, "request_id")
+
+
+def _check_ids(api: Api, params: SamplingParams) -> None:
+    vocab_size = api.service.info.vocab_size
+    for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+        if any(not 0 <= token < vocab_size for token in ids):
+            raise bad_request(f"{name}: token ids must be between 0 and {vocab_size - 1}", name)

@@ -1,0 +1,98 @@
+"""Everything a client is told when its request cannot be served, in OpenAI's shape."""
+
+from __future__ import annotations
+
+import re
+from http import HTTPStatus
+
+import msgspec
+
+from slotwise.core.params import InvalidParams
+from slotwise.engine.service import DUPLICATE_ID, Refused
+from slotwise.text.chat import ChatTemplateError
+from slotwise.text.tokenizer import TextTooLong, TokenizerError
+
+RETRY_AFTER = 1  # seconds
+_AT = re.compile(r"^(?P<what>.*) - at (?:`key` in )?`\$\.?(?P<param>[^`.\[]*)(?P<rest>[^`]*)`$", re.DOTALL)
+
+
+class ClientGone(Exception):
+    """Nobody is left to answer."""
+
+
+class ApiError(Exception):
+    """An answer other than the one that was hoped for.
+
+    Args:
+        status: of the HTTP response.
+        param: the field of the request at fault, if one is.
+        code: a word for programs.
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+
+    @property
+    def kind(self) -> str:
+        """OpenAI's `type`."""
+        if self.status == HTTPStatus.UNAUTHORIZED:
+            return "authentication_error"
+        if self.status == HTTPStatus.NOT_FOUND:
+            return "not_found_error"
+        if self.status == HTTPStatus.SERVICE_UNAVAILABLE:
+            return "service_unavailable_error"
+        return "invalid_request_error" if self.status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
+
+    def body(self) -> bytes:
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        if self.status == HTTPStatus.SERVICE_UNAVAILABLE:
+            return [(b"retry-after", str(RETRY_AFTER).encode())]
+        if self.status == HTTPStatus.UNAUTHORIZED:
+            return [(b"www-authenticate", b"Bearer")]
+        return []
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(HTTPStatus.BAD_REQUEST, message, param, code)
+
+
+def too_long(message: str, param: str) -> ApiError:
+    return bad_request(message, param, "context_length_exceeded")
+
+
+def from_refusal(refused: Refused) -> ApiError:
+    if refused.kind == DUPLICATE_ID:
+        return bad_request(refused.message, "request_id", refused.kind)
+    return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, refused.message, code=refused.kind)
+
+
+def from_params(error: InvalidParams) -> ApiError:
+    return bad_request(str(error), error.param)
+
+
+def from_text(error: TokenizerError | ChatTemplateError, param: str) -> ApiError:
+    return too_long(str(error), param) if isinstance(error, TextTooLong) else bad_request(str(error), param)
+
+
+def from_decoding(error: Exception) -> ApiError:
+    """Of a body that is not JSON, or not of the shape it should have: `param` names the field."""
+    if not isinstance(error, msgspec.ValidationError):
+        return bad_request(f"the body is not valid JSON: {error}", code="malformed_json")
+    found = _AT.match(str(error))
+    if found is None:
+        return bad_request(str(error))
+    return bad_request(f"{found['param']}{found['rest']}: {found['what']}", found["param"] or None)
+
+
+def from_ending(reason: str, message: str) -> ApiError:
+    """Of a generation that the engine refused or could not finish."""
+    if reason == "rejected":
+        return bad_request(message, code="rejected")
+    return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message or "the generation failed", code="engine_error")

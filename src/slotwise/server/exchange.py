@@ -1,0 +1,124 @@
+"""One HTTP exchange over raw ASGI: the body in, JSON or server-sent events out, and whether the client is still there.
+
+Streams write straight to `send`: a layer between would cost as much as everything else done for a token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+
+from slotwise.server.errors import ApiError, ClientGone, bad_request
+
+Message = dict[str, Any]
+Headers = list[tuple[bytes, bytes]]
+DONE = b"data: [DONE]\n\n"
+
+
+class Exchange:
+    """A request and its response.
+
+    Args:
+        scope, receive, send: ASGI's.
+        request_id: the client's or ours; goes out in every response.
+    """
+
+    def __init__(self, scope: Message, receive: Callable[[], Any], send: Callable[[Message], Any],
+                 request_id: str) -> None:
+        self.scope = scope
+        self.request_id = request_id
+        self.started = False
+        self._receive = receive
+        self._send = send
+
+    # -- in ------------------------------------------------------------------------------------------------------
+
+    async def body(self, max_bytes: int, timeout: float) -> bytes:
+        """Raises ApiError when it is too large or too slow, ClientGone when it does not come to its end."""
+        announced = dict(self.scope["headers"]).get(b"content-length", b"0")
+        if int(announced) > max_bytes:
+            raise _too_large(max_bytes)
+        try:
+            async with asyncio.timeout(timeout):
+                return await self._body(max_bytes)
+        except TimeoutError as error:
+            raise ApiError(HTTPStatus.REQUEST_TIMEOUT, f"the body took more than {timeout:g} seconds") from error
+
+    async def _body(self, max_bytes: int) -> bytes:
+        parts, size = [], 0
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            part = message.get("body", b"")
+            size += len(part)
+            if size > max_bytes:
+                raise _too_large(max_bytes)
+            parts.append(part)
+            if not message.get("more_body", False):
+                return b"".join(parts)
+
+    @asynccontextmanager
+    async def watched(self, on_gone: Callable[[], None]) -> AsyncIterator[None]:
+        """Call `on_gone` when the client goes away meanwhile.  For use once the body is read."""
+        watcher = asyncio.create_task(self._watch(on_gone))
+        try:
+            yield
+        finally:
+            watcher.cancel()
+
+    async def _watch(self, on_gone: Callable[[], None]) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        on_gone()
+
+    # -- out -----------------------------------------------------------------------------------------------------
+
+    async def respond(self, body: bytes, status: int = HTTPStatus.OK, content_type: bytes = b"application/json",
+                      headers: Headers | None = None) -> None:
+        length = (b"content-length", str(len(body)).encode())
+        await self._start(status, [(b"content-type", content_type), length, *(headers or [])])
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def respond_json(self, value: Any) -> None:
+        await self.respond(msgspec.json.encode(value))
+
+    async def respond_error(self, error: ApiError) -> None:
+        """As a response, or as the last event of a stream under way."""
+        if self.started:
+            await self.end(b"data: " + error.body() + b"\n\n")
+        else:
+            await self.respond(error.body(), error.status, headers=error.headers())
+
+    async def event(self, data: bytes) -> None:
+        """One or more whole events.  The first starts the response, so that errors before it have a status."""
+        if not self.started:
+            await self._start(HTTPStatus.OK, [(b"content-type", b"text/event-stream; charset=utf-8"),
+                                              (b"cache-control", b"no-cache")])
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self, events: bytes = b"") -> None:
+        """The last events of a stream."""
+        await self._send({"type": "http.response.body", "body": events + DONE})
+
+    async def _start(self, status: int, headers: Headers) -> None:
+        self.started = True
+        headers.append((b"x-request-id", self.request_id.encode("ascii")))
+        await self._send({"type": "http.response.start", "status": int(status), "headers": headers})
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    return ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body has more than {max_bytes} bytes",
+                    code="body_too_large")
+
+
+def checked_request_id(request_id: str, param: str) -> str:
+    """Raises ApiError for an id that cannot stand in a header or a log."""
+    if not (0 < len(request_id) <= 128 and request_id.isascii() and request_id.isprintable()):
+        raise bad_request("a request id has 1 to 128 printable ASCII characters", param)
+    return request_id

@@ -1,0 +1,153 @@
+"""From checked prompts to an answered client: what both endpoints do."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import Coroutine
+from typing import Any, NamedTuple
+
+from slotwise.core.params import SamplingParams
+from slotwise.engine.service import EngineService, Refused
+from slotwise.observe.metrics import Metrics
+from slotwise.server.choice import Choice, Piece
+from slotwise.server.errors import bad_request, from_refusal
+from slotwise.server.exchange import Exchange
+from slotwise.server.prompts import Prompts
+from slotwise.server.protocol import Generate
+from slotwise.server.settings import ServerSettings
+from slotwise.server.shapes import Events, Heading, Shape, usage, whole_choice, whole_response
+from slotwise.text.continuation import Continuation
+
+
+class Api:
+    """What the endpoints work with."""
+
+    def __init__(self, service: EngineService, prompts: Prompts, settings: ServerSettings, metrics: Metrics) -> None:
+        self.service = service
+        self.prompts = prompts
+        self.settings = settings
+        self.metrics = metrics
+        self.num_exchanges = 0  # under way
+        self._seeds = random.Random(settings.seed)
+        self._serials = itertools.count()
+
+    def start(self, request_id: str, prompts: list[list[int]], params: SamplingParams) -> list[Choice]:
+        """`n` continuations of every prompt, in OpenAI's order: all or none.
+
+        Raises:
+            ApiError: the engine takes no more, or these are too many.
+        """
+        if len(prompts) * params.n > self.settings.max_choices:
+            raise bad_request(f"n: at most {self.settings.max_choices} choices in one request", "n")
+        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        choices: list[Choice] = []
+        try:
+            for prompt in prompts:
+                for k in range(params.n):
+                    # Ids for tracing may repeat; the engine's may not.
+                    unique = f"{request_id}-{next(self._serials)}"
+                    generation = self.service.submit(unique, prompt, params, (seed + k) % 2**64)
+                    text = Continuation(self.prompts.tokenizer, prompt, params.stop, params.min_tokens)
+                    choices.append(Choice(len(choices), generation, text))
+        except Refused as refused:
+            abort(choices)
+            raise from_refusal(refused) from refused
+        return choices
+
+
+class Job(NamedTuple):
+    """A request that may start."""
+
+    request: Generate
+    prompts: list[list[int]]
+    params: SamplingParams
+    heading: Heading
+
+    @property
+    def shape(self) -> Shape:
+        return self.heading.shape
+
+
+def abort(choices: list[Choice]) -> None:
+    """End those that have not ended."""
+    for choice in choices:
+        choice.generation.finish("abort")
+
+
+async def answer(api: Api, exchange: Exchange, job: Job) -> None:
+    """Generate and respond.  A client that goes away takes its generations with it.
+
+    Raises:
+        ApiError: the engine refused the request or failed.
+    """
+    choices = api.start(job.heading.response_id, job.prompts, job.params)
+    try:
+        async with exchange.watched(lambda: abort(choices)):
+            await (_stream if job.request.stream else _whole)(api, exchange, job, choices)
+    finally:
+        abort(choices)
+
+
+async def _whole(api: Api, exchange: Exchange, job: Job, choices: list[Choice]) -> None:
+    pieces = await _together([choice.whole() for choice in choices])
+    answers = []
+    for choice, piece in zip(choices, pieces, strict=True):
+        logprobs = job.shape.logprobs(api.prompts.tokenizer).of(piece) if job.params.logprobs is not None else None
+        answers.append(whole_choice(job.shape, choice.index, piece, logprobs))
+    await exchange.respond(whole_response(job.heading, answers, _usage(job, choices)))
+
+
+async def _stream(api: Api, exchange: Exchange, job: Job, choices: list[Choice]) -> None:
+    options = job.request.stream_options
+    has_usage = options is not None and bool(options.include_usage)
+    events = Events(job.heading, has_usage=has_usage)
+    await _together([_Streamed(api, exchange, job, events).run(choice) for choice in choices])
+    await exchange.end(events.last(_usage(job, choices)) if has_usage else b"")
+
+
+class _Streamed:
+    """Writes one choice's events."""
+
+    def __init__(self, api: Api, exchange: Exchange, job: Job, events: Events) -> None:
+        options = job.request.stream_options
+        self._exchange, self._events, self._job = exchange, events, job
+        self._interval = api.settings.stream_interval
+        self._logprobs = job.shape.logprobs(api.prompts.tokenizer) if job.params.logprobs is not None else None
+        self._counts = options is not None and bool(options.continuous_usage_stats)
+        self._is_plain = self._logprobs is None and not self._counts
+
+    async def run(self, choice: Choice) -> None:
+        opening = self._events.opening(choice.index)
+        async for piece in choice.pieces(self._interval):
+            if self._is_plain and piece.finish_reason is None:
+                if not piece.text:
+                    continue  # half a character, or what may begin a stop string
+                data = self._events.plain(choice.index, piece.text)
+            else:
+                data = self._full(choice, piece)
+            await self._exchange.event(opening + data)
+            opening = b""
+
+    def _full(self, choice: Choice, piece: Piece) -> bytes:
+        logprobs = self._logprobs.of(piece) if self._logprobs is not None else None
+        prompt = self._job.prompts[choice.index // self._job.params.n]
+        used = usage(len(prompt), choice.num_tokens) if self._counts else None
+        return self._events.full(choice.index, piece, logprobs, used)
+
+
+def _usage(job: Job, choices: list[Choice]) -> dict[str, Any]:
+    return usage(sum(map(len, job.prompts)), sum(choice.num_tokens for choice in choices))
+
+
+async def _together(work: list[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """All results; the first failure ends the others and is raised as itself."""
+    if len(work) == 1:
+        return [await work[0]]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one) for one in work]
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in tasks]

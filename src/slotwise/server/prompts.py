@@ -1,0 +1,156 @@
+"""Prompts of all forms to token ids, checked against the model's limits before the engine hears of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
+from typing import Any
+
+from slotwise.engine.messages import EngineInfo
+from slotwise.server.errors import ApiError, bad_request, from_text, too_long
+from slotwise.server.protocol import ChatRequest, Prompt, TokenizeRequest
+from slotwise.text.chat import ChatTemplate, ChatTemplateError
+from slotwise.text.tokenizer import SHORT, Tokenizer, TokenizerError
+
+MAX_WAITING = 256  # long texts that wait for the thread
+MAX_MESSAGES = 4096
+
+
+class Prompts:
+    """Tokenises.  Short texts at once; long ones in one thread, so that they hold up no stream."""
+
+    def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None, info: EngineInfo) -> None:
+        self.tokenizer = tokenizer
+        self._template = chat_template
+        self._info = info
+        self._thread = ThreadPoolExecutor(1, "tokenize")
+        self._waiting = 0
+
+    async def of_completion(self, prompt: Prompt, max_prompts: int) -> list[list[int]]:
+        """Token ids of each prompt; a list of ids is one prompt.
+
+        Raises:
+            ApiError: a prompt that is empty, mixed, too long or not in the vocabulary.
+        """
+        prompts = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
+        if not prompts:
+            raise bad_request("prompt: must not be empty", "prompt")
+        if len(prompts) > max_prompts:
+            raise bad_request(f"prompt: at most {max_prompts} prompts in one request", "prompt")
+        return [await self._ids(one) for one in prompts]
+
+    async def _ids(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, str):
+            ids = await self._encode(len(prompt), lambda: self.tokenizer.encode(prompt, max_tokens=self._longest))
+        elif isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
+            ids = prompt
+        else:
+            raise bad_request("prompt: must be a string, token ids, or a list of either", "prompt")
+        self.check(ids, "prompt")
+        return ids
+
+    async def of_chat(self, request: ChatRequest | TokenizeRequest, **variables: Any) -> list[int]:
+        """Token ids of the rendered messages.
+
+        Raises:
+            ApiError: there is no template, it refuses the messages, or they are too long.
+        """
+        template, messages = self._template, request.messages or []
+        if template is None:
+            raise bad_request("the model has no chat template; start the server with --chat-template", "messages")
+        size = _size_of(messages)
+        variables |= {"add_generation_prompt": request.add_generation_prompt}
+
+        def render() -> list[int]:
+            text = template.render(messages, **variables)
+            return self.tokenizer.encode(text, add_special_tokens=False, max_tokens=self._longest)
+
+        ids = await self._encode(size, render, "messages")
+        self.check(ids, "messages")
+        return ids
+
+    async def plain(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of any text; nothing is checked but its length."""
+        return await self._encode(len(text), lambda: self.tokenizer.encode(
+            text, add_special_tokens=add_special_tokens, max_tokens=self._longest))
+
+    async def decode(self, token_ids: list[int]) -> str:
+        """Raises ApiError for ids outside the vocabulary."""
+        self._check_vocabulary(token_ids, "tokens")
+        return await self._aside(len(token_ids), lambda: self.tokenizer.decode(token_ids, skip_special_tokens=False))
+
+    @property
+    def _longest(self) -> int:
+        return self._info.limits.max_model_len
+
+    async def _encode(self, size: int, encode: Callable[[], list[int]], param: str = "prompt") -> list[int]:
+        try:
+            return await self._aside(size, encode)
+        except (TokenizerError, ChatTemplateError) as error:
+            raise from_text(error, param) from error
+
+    async def _aside(self, size: int, work: Callable[[], Any]) -> Any:
+        if size <= SHORT:
+            return work()
+        if self._waiting >= MAX_WAITING:
+            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "too many long prompts at once; try again later",
+                           code="queue_full")
+        self._waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        finally:
+            self._waiting -= 1
+
+    def check(self, ids: Sequence[int], param: str) -> None:
+        """Raises ApiError for a prompt that no output could follow."""
+        if not ids:
+            raise bad_request(f"{param}: the prompt has no tokens", param)
+        if len(ids) >= self._longest:
+            raise too_long(f"this model's maximum context length is {self._longest} tokens, output included; "
+                           f"the prompt has {len(ids)}", param)
+        self._check_vocabulary(ids, param)
+
+    def _check_vocabulary(self, ids: Sequence[int], param: str) -> None:
+        if ids and not (min(ids) >= 0 and max(ids) < self._info.vocab_size):
+            raise bad_request(f"{param}: token ids must be between 0 and {self._info.vocab_size - 1}", param)
+
+    def max_tokens(self, asked: int | None, longest_prompt: int, default: int | None) -> int | None:
+        """How many tokens may be generated: what was asked, else `default` as far as it fits.
+
+        Raises:
+            ApiError: what was asked cannot fit.
+        """
+        room = self._longest - longest_prompt
+        if asked is None:
+            return room if default is None else min(default, room)
+        if asked > room:
+            raise too_long(
+                f"this model's maximum context length is {self._longest} tokens; you asked for "
+                f"{longest_prompt + asked} ({longest_prompt} in the prompt, {asked} in the output)", "max_tokens")
+        return asked
+
+
+def _size_of(messages: list[dict[str, Any]]) -> int:
+    """Characters of all messages.  Raises ApiError for a message that is none."""
+    if not messages or len(messages) > MAX_MESSAGES:
+        raise bad_request(f"messages: must hold 1 to {MAX_MESSAGES} messages", "messages")
+    return sum(_message_size(index, message) for index, message in enumerate(messages))
+
+
+def _message_size(index: int, message: dict[str, Any]) -> int:
+    where = f"messages[{index}]"
+    if not isinstance(message.get("role"), str):
+        raise bad_request(f"{where}.role: must be a string", "messages")
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return len(content or "")
+    if not isinstance(content, list):
+        raise bad_request(f"{where}.content: must be a string or a list of parts", "messages")
+    size = 0
+    for part in content:
+        if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+            raise bad_request(f"{where}.content: only parts of type text are supported", "messages")
+        size += len(part["text"])
+    return size

@@ -1,0 +1,177 @@
+"""Request bodies: OpenAI's fields and the extras that vLLM's users know.
+
+Types are strict.  Unknown fields are ignored, as OpenAI-compatible servers do; fields that are known, not supported and
+would change what the answer means are refused by name.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from http import HTTPStatus
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from slotwise.core.params import InvalidParams, SamplingParams
+from slotwise.server.errors import ApiError, bad_request, from_decoding, from_params
+
+INT64 = 2**63 - 1
+Int = Annotated[int, msgspec.Meta(ge=-INT64, le=INT64)]
+Prompt = str | list[str | Int | list[Int]]
+NOTHING = (None, False, 0, "", [], {})
+NEUTRAL: dict[str, tuple[Any, ...]] = {  # where that is not what asks for nothing beyond what is done anyway
+    "response_format": (None, {"type": "text"}), "modalities": (None, ["text"]), "tool_choice": (None, "none", "auto"),
+    "skip_special_tokens": (None, True), "spaces_between_special_tokens": (None, True), "length_penalty": (None, 1.0),
+    "prompt_logprobs": (None,),
+}
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Unsupported(msgspec.Struct, kw_only=True):
+    """Fields that would change the answer, had they an effect."""
+
+    response_format: Any = None
+    prompt_logprobs: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    use_beam_search: Any = None
+    length_penalty: Any = None
+    truncate_prompt_tokens: Any = None
+    include_stop_str_in_output: Any = None
+    skip_special_tokens: Any = None
+    spaces_between_special_tokens: Any = None
+    bad_words: Any = None
+    allowed_token_ids: Any = None
+    return_token_ids: Any = None
+    return_tokens_as_token_ids: Any = None
+
+
+class Generate(Unsupported, kw_only=True):
+    """What both endpoints take.  None stands for a field's default."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    request_id: str | None = None
+    priority: Int | None = None
+    n: Int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int | None = None
+    min_p: float | None = None
+    max_tokens: Int | None = None
+    min_tokens: Int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Int] | None = None
+    ignore_eos: bool | None = None
+    seed: Int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+
+    def refuse_unsupported(self) -> None:
+        """Raises ApiError for a field that cannot be honoured."""
+        for name in unsupported_fields(type(self)):
+            if getattr(self, name) not in NEUTRAL.get(name, NOTHING):
+                raise bad_request(f"{name} is not supported", name, "unsupported_parameter")
+        if self.stream_options is not None and not self.stream:
+            raise bad_request("stream_options: only allowed when stream is true", "stream_options")
+
+    def sampling_params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        """Raises ApiError for a value out of range."""
+        names = ("n", "temperature", "top_p", "top_k", "min_p", "min_tokens", "stop", "stop_token_ids", "ignore_eos",
+                 "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        try:
+            return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)
+        except InvalidParams as error:
+            raise from_params(error) from error
+
+
+class CompletionRequest(Generate, kw_only=True):
+    prompt: Prompt
+    logprobs: Int | None = None
+    suffix: Any = None
+    echo: Any = None
+    best_of: Int | None = None
+    prompt_embeds: Any = None
+
+    def refuse_unsupported(self) -> None:
+        super().refuse_unsupported()
+        if self.best_of is not None and self.best_of > (self.n or 1):
+            raise bad_request("best_of: more than n is not supported", "best_of", "unsupported_parameter")
+
+
+class ChatRequest(Generate, kw_only=True):
+    messages: list[dict[str, Any]]
+    max_completion_tokens: Int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Int | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    modalities: Any = None
+    audio: Any = None
+    chat_template: Any = None
+    continue_final_message: Any = None
+    documents: Any = None
+    web_search_options: Any = None
+
+    def refuse_unsupported(self) -> None:
+        if self.tool_choice == "none":  # tools are named, and must not be called
+            self.tools = None
+        super().refuse_unsupported()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise bad_request("top_logprobs: only allowed when logprobs is true", "top_logprobs")
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    tokens: list[Int]
+
+
+Body = TypeVar("Body", CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+_DECODERS: dict[type, msgspec.json.Decoder[Any]] = {
+    kind: msgspec.json.Decoder(kind) for kind in (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+}
+
+
+@cache
+def unsupported_fields(kind: type[Generate]) -> tuple[str, ...]:
+    """Those declared with any type: nothing is done with them."""
+    return tuple(field.name for field in msgspec.structs.fields(kind) if field.type is Any)
+
+
+def decode(kind: type[Body], body: bytes) -> Body:
+    """Raises ApiError, with the field at fault as its `param`."""
+    try:
+        return _DECODERS[kind].decode(body)
+    except (ValueError, RecursionError) as error:
+        raise from_decoding(error) from error
+
+
+def check_model(asked: str | None, served: str) -> None:
+    """Raises ApiError for a model that is not here."""
+    if asked is not None and asked != served:
+        message = f"the model {asked!r} does not exist; this server has {served!r}"
+        raise ApiError(HTTPStatus.NOT_FOUND, message, "model", "model_not_found")

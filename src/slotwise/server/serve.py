@@ -1,0 +1,86 @@
+"""Runs the application until it is asked to stop, and then lets those inside finish.
+
+SIGTERM or SIGINT: newcomers get 503 while what runs may end within the shutdown timeout; then connections are closed.
+A second signal ends it at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from slotwise.server.app import App
+
+FLUSH = 5  # seconds for answers that are written but not yet sent
+BACKLOG = 2048
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are this module's: uvicorn would close the door before anyone could be told why."""
+        yield
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 takes any free one.
+
+    Raises:
+        OSError: the address cannot be had.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=BACKLOG)
+
+
+def url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+async def serve(app: App, listener: socket.socket, on_listening: Callable[[str], None] = lambda url: None) -> None:
+    """Serve on `listener`, which is closed at the end, until a signal comes.
+
+    Args:
+        on_listening: told the address once requests are taken.
+    """
+    config = uvicorn.Config(
+        app, http="httptools", ws="none", lifespan="off", log_config=None, access_log=False, proxy_headers=False,
+        server_header=False, backlog=BACKLOG, timeout_graceful_shutdown=FLUSH)
+    server = _Server(config)
+    loop = asyncio.get_running_loop()
+    stopping: set[asyncio.Task[None]] = set()
+
+    def stop() -> None:
+        if stopping:
+            server.should_exit = server.force_exit = True
+        else:
+            stopping.add(loop.create_task(_drain(app, server)))
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    try:
+        announce = loop.create_task(_announce(server, lambda: on_listening(url_of(listener))))
+        await server.serve([listener])
+        announce.cancel()
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+        for task in stopping:
+            task.cancel()
+        app.api.service.close()
+
+
+async def _drain(app: App, server: uvicorn.Server) -> None:
+    await app.api.service.drain(app.api.settings.shutdown_timeout)
+    server.should_exit = True
+
+
+async def _announce(server: uvicorn.Server, tell: Callable[[], None]) -> None:
+    while not server.started:
+        await asyncio.sleep(0.01)
+    tell()

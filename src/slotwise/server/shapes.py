@@ -1,0 +1,109 @@
+"""How the two endpoints write the same answer: whole as JSON, or streamed as server-sent events.
+
+Whatever does not change within a stream is written once; a plain token costs a few concatenations of bytes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from slotwise.server.choice import Piece
+from slotwise.server.logprobs import ChatLogprobs, CompletionLogprobs, LogprobFormat
+
+to_json = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """An endpoint's own words."""
+
+    id_prefix: str
+    whole_object: str
+    event_object: str
+    before_text: bytes  # in an event's choice
+    after_text: bytes
+    opening: bytes  # what a choice's first event says before any text; may be empty
+    whole: Callable[[str], dict[str, Any]]  # a choice's text, whole
+    logprobs: type[LogprobFormat]
+
+
+COMPLETION = Shape(
+    "cmpl", "text_completion", "text_completion", b'"text":', b"", b"", lambda text: {"text": text}, CompletionLogprobs)
+CHAT = Shape(
+    "chatcmpl", "chat.completion", "chat.completion.chunk", b'"delta":{"content":', b"}",
+    b'"delta":{"role":"assistant","content":""}',
+    lambda text: {"message": {"role": "assistant", "content": text, "refusal": None}}, ChatLogprobs)
+
+
+def usage(num_prompt: int, num_output: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """What every event and the whole response begin with."""
+
+    shape: Shape
+    response_id: str
+    model: str
+    created: int
+
+    @classmethod
+    def now(cls, shape: Shape, request_id: str, model: str) -> Heading:
+        return cls(shape, f"{shape.id_prefix}-{request_id}", model, int(time.time()))
+
+    def of(self, kind: str) -> dict[str, Any]:
+        return {"id": self.response_id, "object": kind, "created": self.created, "model": self.model}
+
+
+def whole_response(heading: Heading, choices: list[dict[str, Any]], used: dict[str, Any]) -> bytes:
+    return to_json(heading.of(heading.shape.whole_object) | {"choices": choices, "usage": used})
+
+
+def whole_choice(shape: Shape, index: int, piece: Piece, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+    return {"index": index} | shape.whole(piece.text) | {"logprobs": logprobs, "finish_reason": piece.finish_reason}
+
+
+class Events:
+    """The events of one stream.
+
+    Args:
+        has_usage: the client asked for usage, which every event then has a field for.
+    """
+
+    def __init__(self, heading: Heading, *, has_usage: bool) -> None:
+        shape = heading.shape
+        self._head = b"data: " + to_json(heading.of(shape.event_object))[:-1] + b',"choices":['
+        self._no_usage = b',"usage":null' if has_usage else b""
+        self._before, self._after = b"," + shape.before_text, shape.after_text
+        self._plain = self._after + b',"logprobs":null,"finish_reason":null}]' + self._no_usage + b"}\n\n"
+        self._opening = shape.opening
+
+    def opening(self, index: int) -> bytes:
+        if not self._opening:
+            return b""
+        return (b'%b{"index":%d,%b,"logprobs":null,"finish_reason":null}]%b}\n\n'
+                % (self._head, index, self._opening, self._no_usage))
+
+    def plain(self, index: int, text: str) -> bytes:
+        """Text and nothing else: nearly every event."""
+        return b'%b{"index":%d%b%b%b' % (self._head, index, self._before, to_json(text), self._plain)
+
+    def full(self, index: int, piece: Piece, logprobs: dict[str, Any] | None, used: dict[str, Any] | None) -> bytes:
+        """Any of log-probabilities, finish reason and usage so far."""
+        usage_field = self._no_usage if used is None else b',"usage":' + to_json(used)
+        return b'%b{"index":%d%b%b%b,"logprobs":%b,"finish_reason":%b}]%b}\n\n' % (
+            self._head, index, self._before, to_json(piece.text), self._after, to_json(logprobs),
+            to_json(piece.finish_reason), usage_field)
+
+    def last(self, used: dict[str, Any]) -> bytes:
+        """Usage of the whole request."""
+        return self._head + b'],"usage":' + to_json(used) + b"}\n\n"

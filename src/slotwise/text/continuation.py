@@ -1,0 +1,60 @@
+"""The text of one continuation: tokens in, out what may be shown of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slotwise.text.detokenize import detokenizer
+from slotwise.text.stop import StopStrings
+from slotwise.text.tokenizer import Tokenizer
+
+
+class Continuation:
+    """Detokenizes what follows `prompt_ids` and ends at the first of the stop strings.
+
+    Args:
+        min_tokens: tokens before which no stop string is looked for.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stop: Sequence[str] = (),
+                 min_tokens: int = 0) -> None:
+        self.num_tokens = 0  # up to the one that completed a stop string
+        self.stop_reason: str | None = None  # the stop string that ended it
+        self._detokenizer = detokenizer(tokenizer, prompt_ids)
+        self._stops = StopStrings(stop) if stop else None
+        self._min_tokens = min_tokens
+
+    @property
+    def looks_for_stops(self) -> bool:
+        return self._stops is not None
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """The text that may be shown now.  Tokens after a stop string are left out and not counted."""
+        if self._stops is None:
+            self.num_tokens += len(token_ids)
+            return self._detokenizer.feed(token_ids)
+        return "".join([self._checked(token_id, self._stops) for token_id in token_ids])
+
+    def _checked(self, token_id: int, stops: StopStrings) -> str:
+        if self.stop_reason is not None:
+            return ""
+        self.num_tokens += 1
+        text = self._detokenizer.feed((token_id,))
+        if self.num_tokens <= self._min_tokens:
+            return text
+        text, self.stop_reason = stops.feed(text)
+        return text
+
+    def end(self, terminators: Sequence[int] = ()) -> str:
+        """What was held back, once no stop string can follow.
+
+        Args:
+            terminators: the end or stop token the model ended with; counted, never shown.
+        """
+        self.num_tokens += len(terminators)
+        if self._stops is None:
+            return self._detokenizer.flush()
+        if self.stop_reason is not None:
+            return ""
+        text, self.stop_reason = self._stops.feed(self._detokenizer.flush())
+        return text if self.stop_reason is not None else text + self._stops.flush()

@@ -1,0 +1,63 @@
+"""A live server in two processes on a free port, and helpers that read its answers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+PROGRAM = Path(__file__).with_name("server") / "server_process.py"
+
+
+@dataclass
+class Server:
+    url: str
+    process: subprocess.Popen[str]
+    engine_pid: int
+    engine_log: Path
+    client: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=30))
+
+    def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
+        content = body if isinstance(body, (bytes, str)) else json.dumps(body)
+        return self.client.post(self.url + path, content=content, headers=headers)
+
+    def get(self, path: str, **headers: str) -> httpx.Response:
+        return self.client.get(self.url + path, headers=headers)
+
+    def events(self, path: str, body: Any) -> list[dict[str, Any]]:
+        """The events of a stream, which must end as OpenAI's do."""
+        with self.client.stream("POST", self.url + path, json=body | {"stream": True}) as response:
+            assert response.status_code == 200, response.read()
+            assert response.headers["content-type"].startswith("text/event-stream")
+            lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+        assert lines[-1] == "[DONE]"
+        return [json.loads(line) for line in lines[:-1]]
+
+
+@contextmanager
+def running(folder: Path, log: Path, *settings: str) -> Iterator[Server]:
+    command = [sys.executable, str(PROGRAM), str(folder), str(log), *settings]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        url, pid = process.stdout.readline().split()
+        yield Server(url, process, int(pid), log)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+        try:
+            process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def counted(first: int, count: int) -> list[int]:
+    """The tokens that follow `first`, as the toy engine has it."""
+    return [(first + 1 + i) % 400 for i in range(count)]

@@ -1,0 +1,181 @@
+"""Whatever is sent, the answer is OpenAI's error with the field named, and everybody else goes on."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from live_server import Server, counted
+
+from slotwise.server.app import ROUTES
+from slotwise.text.tokenizer import Tokenizer
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def canary(server: Server, tokenizer: Tokenizer) -> Iterator[None]:
+    """Streams that run while everything below is sent; each must come out whole."""
+    stop, texts = threading.Event(), []
+
+    def sing() -> None:
+        while not stop.is_set():
+            events = server.events(COMPLETIONS, {"prompt": [40], "max_tokens": 200})
+            texts.append("".join(event["choices"][0]["text"] for event in events))
+
+    thread = threading.Thread(target=sing)
+    thread.start()
+    yield
+    stop.set()
+    thread.join()
+    assert texts and set(texts) == {tokenizer.decode(counted(40, 200))}
+
+
+def refused(response: httpx.Response, status: int, param: str | None) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json" and response.headers["x-request-id"]
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == param, error
+    assert error["message"] and isinstance(error["message"], str)
+    return error
+
+
+COMMON: list[tuple[str, Any]] = [
+    ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", 10**6), ("max_tokens", 10**30), ("max_tokens", "5"),
+    ("max_tokens", 1.5), ("max_tokens", True), ("max_tokens", []), ("temperature", -0.1), ("temperature", 1e9),
+    ("temperature", "hot"), ("temperature", 10**400), ("top_p", 0), ("top_p", 1.1), ("top_p", -1), ("top_k", -2),
+    ("top_k", 2**63), ("top_k", 0.5), ("min_p", 2), ("min_p", -1), ("min_tokens", -1), ("min_tokens", 10**5),
+    ("n", 0), ("n", -3), ("n", 129), ("n", 10**20), ("seed", 2**63), ("seed", "x"), ("presence_penalty", 3),
+    ("frequency_penalty", -3), ("repetition_penalty", 0), ("stop", ""), ("stop", [""]), ("stop", 7),
+    ("stop", ["x"] * 65), ("stop", "x" * 1025), ("stop", [["a"]]), ("stop_token_ids", [-1]), ("stop_token_ids", [400]),
+    ("stop_token_ids", [2**80]), ("stop_token_ids", ["a"]), ("stop_token_ids", [3] * 257), ("ignore_eos", "yes"),
+    ("logit_bias", {"400": 1}), ("logit_bias", {"a": 1}), ("logit_bias", {"4": 101}), ("logit_bias", {"-1": 1}),
+    ("logit_bias", [1]), ("stream", "true"), ("stream", 1), ("stream_options", {"include_usage": True}),
+    ("stream_options", 3), ("priority", "high"), ("priority", 2**70), ("request_id", ""), ("request_id", "a\r\nb: c"),
+    ("request_id", "x" * 129), ("request_id", 3), ("response_format", {"type": "json_object"}),
+    ("guided_json", {"type": "object"}), ("structured_outputs", {"regex": "a"}), ("use_beam_search", True),
+    ("bad_words", ["x"]), ("allowed_token_ids", [1]), ("prompt_logprobs", 1), ("include_stop_str_in_output", True),
+    ("skip_special_tokens", False), ("truncate_prompt_tokens", 5), ("model", 5), ("model", ["toy"]),
+]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(("param", "value"), COMMON, ids=lambda value: str(value)[:20])
+def test_a_bad_value_is_named(server: Server, path: str, param: str, value: Any) -> None:
+    body = {"prompt": [2]} if path == COMPLETIONS else {"messages": HELLO}
+    refused(server.post(path, body | {param: value}), 400, param)
+
+
+@pytest.mark.parametrize("prompt", [
+    None, 5, {}, [], "", [[]], [""], [2, "x"], ["x", 2], [[2], 5], [[2], ["x"]], [-1], [400], [2**70],
+    [1.5], [None], [[2, 400]], [2] * 512, [2] * 100_000, "x" * 100_000, "the fox " * 2000, [[2]] * 1025, [[[2]]],
+], ids=lambda value: str(value)[:16])
+def test_a_bad_prompt(server: Server, prompt: Any) -> None:
+    refused(server.post(COMPLETIONS, {"prompt": prompt}), 400, "prompt")
+
+
+@pytest.mark.parametrize("messages", [
+    None, 5, {}, [], "hello", [5], [{}], [{"role": 5, "content": "x"}], [{"content": "x"}],
+    [{"role": "user", "content": 5}], [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": ""}}]}],
+    [{"role": "user", "content": ["x"]}], [{"role": "user", "content": "x" * 100_000}], HELLO * 4097,
+], ids=lambda value: str(value)[:24])
+def test_bad_messages(server: Server, messages: Any) -> None:
+    refused(server.post(CHAT, {"messages": messages}), 400, "messages")
+
+
+@pytest.mark.parametrize(("param", "value"), [
+    ("tools", [TOOL]), ("functions", [{}]), ("audio", {"voice": "x"}), ("modalities", ["audio"]),
+    ("chat_template", "x"), ("continue_final_message", True), ("top_logprobs", 2), ("logprobs", 3),
+    ("tool_choice", "required"), ("chat_template_kwargs", {"messages": []}), ("chat_template_kwargs", 3),
+    ("max_completion_tokens", "x"), ("web_search_options", {"a": 1})], ids=lambda value: str(value)[:20])
+def test_what_chat_cannot_do(server: Server, param: str, value: Any) -> None:
+    refused(server.post(CHAT, {"messages": HELLO, param: value}), 400, param)
+
+
+@pytest.mark.parametrize(("param", "value"), [
+    ("suffix", "x"), ("echo", True), ("best_of", 2), ("logprobs", 21), ("logprobs", -1), ("logprobs", True)])
+def test_what_completions_cannot_do(server: Server, param: str, value: Any) -> None:
+    refused(server.post(COMPLETIONS, {"prompt": [2], param: value}), 400, param)
+
+
+def test_neutral_values_of_unsupported_fields_pass(server: Server) -> None:
+    body = {"prompt": [2], "suffix": None, "echo": False, "best_of": 1, "response_format": {"type": "text"},
+            "stop": None, "logit_bias": {}, "skip_special_tokens": True, "user": "me", "never_heard_of": [1]}
+    assert server.post(COMPLETIONS, body).status_code == 200
+
+
+@pytest.mark.parametrize("body", [
+    b"", b"{", b"[]", b"null", b"5", b'"x"', b'{"prompt": [2],}', b'{"prompt": [2], "temperature": NaN}',
+    b'{"prompt": [2], "temperature": Infinity}', b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}', b"\x00\x01",
+    b'{"x": ' + b"[" * 100_000, b'{"prompt": [2]} {}', b'{"prompt": [' + b"9" * 5000 + b"]}"],
+    ids=lambda body: repr(body)[:24])
+def test_malformed_bodies(server: Server, body: bytes) -> None:
+    for path in (COMPLETIONS, CHAT, "/tokenize", "/detokenize"):
+        response = server.post(path, body)
+        assert response.status_code == 400 and response.json()["error"]["message"], response.text
+
+
+def test_a_prompt_too_long_is_told_the_numbers(server: Server) -> None:
+    error = refused(server.post(COMPLETIONS, {"prompt": [2] * 600}), 400, "prompt")
+    assert "512" in error["message"] and "600" in error["message"] and error["code"] == "context_length_exceeded"
+    error = refused(server.post(COMPLETIONS, {"prompt": [2] * 500, "max_tokens": 13}), 400, "max_tokens")
+    assert "513" in error["message"] and "512" in error["message"]
+    assert server.post(COMPLETIONS, {"prompt": [2] * 500, "max_tokens": 12}).status_code == 200
+
+
+def test_an_unknown_model(server: Server) -> None:
+    for path, body in ((COMPLETIONS, {"prompt": [2]}), (CHAT, {"messages": HELLO}), ("/tokenize", {"prompt": "x"})):
+        assert refused(server.post(path, body | {"model": "gpt"}), 404, "model")["code"] == "model_not_found"
+    refused(server.get("/v1/models/gpt"), 404, "model")
+    assert server.get("/v1/models/toy").json()["max_model_len"] == 512
+
+
+def test_unknown_paths_and_methods(server: Server) -> None:
+    for path in ("/", "/v1", "/v1/nothing", "/v1/completions/", "/%00", "/v1/../metrics/x"):
+        refused(server.get(path), 404, None)
+    paths = {path for _, path, _ in ROUTES}
+    for path in sorted(paths):
+        refused(server.client.delete(server.url + path), 405, None)
+
+
+def test_too_large_a_body(server: Server) -> None:
+    body = b'{"prompt": "' + b"x" * (17 << 20) + b'"}'
+    assert refused(server.post(COMPLETIONS, body), 413, None)["code"] == "body_too_large"
+    parts = (body[i : i + 65536] for i in range(0, len(body), 65536))  # its length is not announced
+    refused(server.client.post(server.url + COMPLETIONS, content=parts), 413, None)
+
+
+def test_a_bad_request_id_header(server: Server) -> None:
+    refused(server.post(COMPLETIONS, {"prompt": [2]}, **{"X-Request-Id": "x" * 129}), 400, "X-Request-Id")
+
+
+def test_tokenize_and_detokenize(server: Server, tokenizer: Tokenizer) -> None:
+    answer = server.post("/tokenize", {"prompt": "the fox", "return_token_strs": True}).json()
+    assert answer["tokens"] == tokenizer.encode("the fox") and answer["count"] == len(answer["tokens"])
+    assert answer["max_model_len"] == 512 and len(answer["token_strs"]) == answer["count"]
+    assert server.post("/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": "the fox"}
+    long = "the quick brown fox " * 400
+    assert server.post("/detokenize", {"tokens": tokenizer.encode(long)}).json() == {"prompt": long}
+    refused(server.post("/tokenize", {}), 400, "prompt")
+    refused(server.post("/tokenize", {"prompt": "x", "messages": HELLO}), 400, "prompt")
+    refused(server.post("/tokenize", {"messages": []}), 400, "messages")
+    for tokens in ([-1], [400], [2**70], "x", [[1]], None):
+        refused(server.post("/detokenize", {"tokens": tokens}), 400, "tokens")
+
+
+def test_what_is_not_http(server: Server) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    negative = b"POST /v1/completions HTTP/1.1\r\nContent-Length: -5\r\n\r\n"
+    for garbage in (b"\x00" * 1000, b"GET / HTTP/9\r\n\r\n", negative):
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(garbage)
+            assert b"400" in connection.recv(1000)
+    assert server.get("/health").status_code == 200
+

@@ -1,0 +1,187 @@
+"""From logits to tokens.
+
+What a request is given depends on its own logits, parameters, seed and history alone, bit for bit: never on its
+batch-mates, its row or its slot, nor on whether it was preempted and computed again.  The random number of output i is
+a pure function of (seed, i), so nothing need be kept or restored.
+
+Rows that ask for nothing special are one argmax.  The others are copied to float32, edited (`logit_edits.py`), drawn
+(`sampling_kernels.py`) and, where asked, described by log-probabilities.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slotwise.core.plan import Join, TokenLogprobs
+from slotwise.kernels.cpu.compiled import Compiled
+from slotwise.kernels.cpu.openmp import Team
+from slotwise.runner import sampling_kernels as kernels
+from slotwise.runner.logit_edits import LogitEdits, has_penalties
+
+GREEDY_BELOW = 1e-5  # temperature; the same threshold as vLLM's
+_64_BITS = 2**64 - 1
+
+
+class Sampled(NamedTuple):
+    """One token per row."""
+
+    tokens: list[int]  # FAILED (-1) in rows that failed
+    logprobs: list[TokenLogprobs | None]  # [] when no row asked, else by row
+    failed: tuple[int, ...]  # rows whose logits held NaN or +inf, or nothing but -inf; the other rows are sound
+
+
+@dataclass(frozen=True, slots=True)
+class _Seat:
+    """What a slot's request asks for."""
+
+    num_prompt: int
+    greedy_from: int  # outputs after which plain argmax is all it takes
+    edits: LogitEdits | None
+    num_logprobs: int | None
+
+
+class Sampler:
+    """The sampling state of every slot.  One caller at a time.
+
+    Args:
+        num_slots: slots are numbered below this.
+        vocab_size: logits per row.
+    """
+
+    def __init__(self, num_slots: int, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._seats: list[_Seat | None] = [None] * num_slots
+        self._controls = np.zeros((num_slots, 4), dtype=np.float32)
+        self._seeds = np.zeros(num_slots, dtype=np.uint64)
+        self._team = Team(torch.get_num_threads())
+        self._work = torch.empty(0, vocab_size, dtype=torch.float32)
+
+    def warm_up(self, kind: torch.dtype) -> None:
+        """Compile everything for logits of this type, or read it from disk, before the first request needs it."""
+        for code in (kernels.GREEDY[kind], kernels.WIDEN[kind], kernels.DRAW, kernels.LOG_PROBABILITIES):
+            code.compile()
+
+    def join(self, join: Join) -> None:
+        """A request takes a slot, for the first time or again."""
+        params = join.params
+        greedy = params.temperature < GREEDY_BELOW
+        bans_ends = params.min_tokens > 0 and bool(join.stop_ids)
+        edits = None
+        if bans_ends or params.logit_bias or has_penalties(params):
+            edits = LogitEdits(join, self._vocab_size)
+        plain = greedy and params.logprobs is None and not params.logit_bias and not has_penalties(params)
+        greedy_from = (params.min_tokens if bans_ends else 0) if plain else sys.maxsize
+        self._seats[join.slot] = _Seat(join.num_prompt, greedy_from, edits, params.logprobs)
+        top_k = min(max(params.top_k, 0), self._vocab_size)
+        self._controls[join.slot] = (0.0 if greedy else params.temperature, top_k, params.top_p, params.min_p)
+        self._seeds[join.slot] = join.seed & _64_BITS
+
+    def leave(self, slot: int) -> None:
+        """Forget the slot's request."""
+        self._seats[slot] = None
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, slots: Sequence[int], positions: Sequence[int]) -> Sampled:
+        """Choose and record the next token of every row.
+
+        Args:
+            logits: `[rows, vocab]` bfloat16 or float32 on the CPU; left as they are.
+            slots: whose row it is, each slot at most once.
+            positions: where the token will stand in its request, prompt included.
+
+        Raises:
+            ValueError: a position lies beyond the tokens known to a request with penalties.
+        """
+        seats = [self._seats[slot] for slot in slots]
+        num_outputs = [position - seat.num_prompt for position, seat in zip(positions, seats, strict=True)]
+        special = [row for row, seat in enumerate(seats) if num_outputs[row] < seat.greedy_from]
+        tokens = np.empty(len(slots), dtype=np.int64)
+        logprobs: list[TokenLogprobs | None] = []
+        if len(special) < len(slots):
+            plain = np.setdiff1d(np.arange(len(slots)), special, assume_unique=True)
+            tokens[plain] = self._greedy(logits, plain)
+        if special:
+            work = self._edited(logits, special, seats, num_outputs)
+            tokens[special] = drawn = self._draw(work, [slots[r] for r in special], [num_outputs[r] for r in special])
+            logprobs = self._describe(work, special, seats, drawn)
+            for row, token in zip(special, drawn.tolist(), strict=True):
+                if seats[row].edits is not None and token != kernels.FAILED:
+                    seats[row].edits.record(token)
+        return Sampled(tokens.tolist(), logprobs, tuple(np.flatnonzero(tokens == kernels.FAILED).tolist()))
+
+    def _greedy(self, logits: Tensor, rows: np.ndarray) -> np.ndarray:
+        logits = logits.contiguous()
+        tokens = np.empty(len(rows), dtype=np.int64)
+        self._run(
+            kernels.GREEDY[logits.dtype],
+            logits.data_ptr(), logits.shape[1], rows.ctypes.data, len(rows), tokens.ctypes.data,
+        )
+        return tokens
+
+    def _edited(self, logits: Tensor, rows: list[int], seats: list[_Seat], num_outputs: list[int]) -> Tensor:
+        """Float32 copies of rows, with their requests' edits: `[len(rows), vocab]`, until the next call."""
+        if len(self._work) < len(rows):
+            self._work = torch.empty(len(rows), self._vocab_size, dtype=torch.float32)
+        logits, work, which = logits.contiguous(), self._work[: len(rows)], np.array(rows, dtype=np.int64)
+        self._run(
+            kernels.WIDEN[logits.dtype],
+            logits.data_ptr(), logits.shape[1], which.ctypes.data, len(rows), work.data_ptr(),
+        )
+        for target, row in zip(work.numpy(), rows, strict=True):
+            edits = seats[row].edits
+            if edits is not None:
+                edits.apply(target, num_outputs[row])
+        return work
+
+    def _draw(self, work: Tensor, slots: list[int], num_outputs: list[int]) -> np.ndarray:
+        controls, seeds, indices = self._controls[slots], self._seeds[slots], np.array(num_outputs, dtype=np.uint64)
+        tokens = np.empty(len(slots), dtype=np.int64)
+        self._run(
+            kernels.DRAW,
+            work.data_ptr(), work.shape[1], 0, len(slots), tokens.ctypes.data, self._scratch(),
+            controls.ctypes.data, seeds.ctypes.data, indices.ctypes.data,
+        )
+        return tokens
+
+    def _describe(
+        self, work: Tensor, rows: list[int], seats: list[_Seat], drawn: np.ndarray
+    ) -> list[TokenLogprobs | None]:
+        """Log-probabilities by row of the batch, [] when nobody asked."""
+        asked = [i for i, row in enumerate(rows) if seats[row].num_logprobs is not None]
+        if not asked:
+            return []
+        found: list[TokenLogprobs | None] = [None] * len(seats)
+        sound = np.array([i for i in asked if drawn[i] != kernels.FAILED], dtype=np.int64)
+        width = max(min(seats[rows[i]].num_logprobs, self._vocab_size) for i in asked)
+        tokens, ranks = drawn[sound], np.empty(len(sound), dtype=np.int64)
+        chosen, top = np.empty(len(sound), dtype=np.float32), np.empty((len(sound), width), dtype=np.float32)
+        top_ids = np.empty((len(sound), width), dtype=np.int32)
+        self._run(
+            kernels.LOG_PROBABILITIES,
+            work.data_ptr(), work.shape[1], sound.ctypes.data, len(sound), tokens.ctypes.data, self._scratch(),
+            chosen.ctypes.data, ranks.ctypes.data, top_ids.ctypes.data, top.ctypes.data, width,
+        )
+        for j, i in enumerate(sound.tolist()):
+            k = seats[rows[i]].num_logprobs
+            found[rows[i]] = TokenLogprobs(
+                float(chosen[j]), int(ranks[j]), tuple(top_ids[j, :k].tolist()), tuple(top[j, :k].tolist())
+            )
+        return found
+
+    def _run(self, code: Compiled, logits_at: int, vocab: int, rows_at: int, num_rows: int, *more: int) -> None:
+        self._team.give(logits_at, vocab, rows_at, num_rows, *more)
+        if num_rows == 1:
+            self._team.alone(code)
+        else:
+            self._team.together(code)
+
+    def _scratch(self) -> int:
+        """Address of each thread's room for candidates."""
+        return self._team.scratch(kernels.SCRATCH_BYTES // 4 * self._vocab_size * self._team.threads)

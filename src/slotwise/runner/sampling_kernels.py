@@ -1,0 +1,336 @@
+"""The arithmetic of sampling: each row computed by one thread, nothing shared between rows.
+
+Every row is computed in float32 and in one fixed order of operations, so what a request is given cannot depend on its
+batch-mates.  Its random numbers are a pure function of (seed, output index): Philox4x32-10, the counter-based generator
+of Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011), which cuRAND and Triton use as well.
+
+A row becomes *candidates*: token ids with weights exp((logit - max) / temperature), the largest about 1.  A filter is
+one cut-off weight, and candidates at or above it stay, so those that tie stand or fall together:
+
+    min-p   the cut is min_p of the largest weight
+    top-k   the largest cut that at least k candidates reach
+    top-p   the largest cut such that those that reach it hold at least top_p of the mass
+
+Nothing is sorted.  The bits of positive floats order like integers, so a cut is found by bisection over them: at most
+31 vectorised passes, most of them over the few candidates that the first eight have left.  The token is then drawn by
+inverting the cumulative weights, in order of token id.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from slotwise.kernels.cpu.compiled import Compiled
+from slotwise.kernels.cpu.openmp import HEADER, THREAD_COUNTER
+from slotwise.kernels.cpu.simd import (
+    BFLOAT16,
+    FLOAT32,
+    INT32,
+    INT64,
+    bytes_of,
+    exp2,
+    fetch_add,
+    float_of,
+    kernel,
+    load,
+    store,
+)
+
+FAILED = -1
+"""In place of a token: the row held NaN or +inf, or nothing but -inf."""
+
+# Arguments in words after the header: addresses, but for VOCAB, NUM_ROWS and NUM_TOP, which are sizes.
+LOGITS, VOCAB, ROWS, NUM_ROWS, TOKENS, SCRATCH = range(HEADER, HEADER + 6)  # rows and tokens int64
+TARGET = HEADER + 4  # [rows, vocab] float32
+CONTROLS, SEEDS, INDICES = range(HEADER + 6, HEADER + 9)  # [rows, 4] float32, [rows] and [rows] 64 bits
+CHOSEN, RANKS, TOP_IDS, TOP, NUM_TOP = range(HEADER + 6, HEADER + 11)  # float32, int64, [rows, k] int32 and float32
+TEMPERATURE, TOP_K, TOP_P, MIN_P = range(4)  # columns of the controls; temperature 0 is greedy, top_k 0 keeps all
+SCRATCH_BYTES = 16  # per vocabulary entry and thread: ids int32, weights float32, sums of blocks float64
+
+_BLOCK = 512
+_SMALL_BLOCK = 64
+_INFINITY = 0x7F800000  # the bits of these floats
+_TWO = 0x40000000
+_COARSE_STEPS = 8  # of a bisection: they find the exponent
+_BY_COUNT, _BY_MASS = np.int64(0), np.int64(1)
+_ZERO, _ONE = np.float32(0), np.float32(1)
+_LOG2_E = np.float32(1.4426950408889634)
+_LOW_WORD, _WORD = np.uint64(0xFFFFFFFF), np.uint64(32)
+
+
+@intrinsic
+def _bits_of(typingctx, value):
+    """The 32 bits of a float32 as int32."""
+    return types.int32(types.float32), lambda _context, builder, _signature, args: builder.bitcast(
+        args[0], ir.IntType(32)
+    )
+
+
+def _greedy_bfloat16(words):
+    _greedy(words, BFLOAT16)
+
+
+def _greedy_float32(words):
+    _greedy(words, FLOAT32)
+
+
+@kernel
+def _greedy(words, kind):
+    """`tokens[i]` = the first of the largest logits of row `rows[i]`, or FAILED."""
+    bytes_of_row = load(words, VOCAB, INT64) * bytes_of(kind)
+    i = fetch_add(words, 1)
+    while i < load(words, NUM_ROWS, INT64):
+        row = load(load(words, ROWS, INT64), i, INT64)
+        token = _argmax(load(words, LOGITS, INT64) + row * bytes_of_row, load(words, VOCAB, INT64), kind)
+        store(load(words, TOKENS, INT64), i, token, INT64)
+        i = fetch_add(words, 1)
+
+
+def _widen_bfloat16(words):
+    _widen(words, BFLOAT16)
+
+
+def _widen_float32(words):
+    _widen(words, FLOAT32)
+
+
+@kernel
+def _widen(words, kind):
+    """Row i of the float32 target = row `rows[i]` of the logits."""
+    vocab = load(words, VOCAB, INT64)
+    i = fetch_add(words, 1)
+    while i < load(words, NUM_ROWS, INT64):
+        row = load(load(words, ROWS, INT64), i, INT64)
+        source, target = load(words, LOGITS, INT64) + row * vocab * bytes_of(kind), load(words, TARGET, INT64)
+        for j in range(vocab):
+            store(target + i * vocab * 4, j, load(source, j, kind), FLOAT32)
+        i = fetch_add(words, 1)
+
+
+def _draw(words):
+    """`tokens[i]` = a token drawn from row i of the float32 logits under its controls, or FAILED."""
+    vocab = load(words, VOCAB, INT64)
+    ids = load(words, SCRATCH, INT64) + fetch_add(words + THREAD_COUNTER, 1) * vocab * SCRATCH_BYTES
+    i = fetch_add(words, 1)
+    while i < load(words, NUM_ROWS, INT64):
+        logits, control = load(words, LOGITS, INT64) + i * vocab * 4, load(words, CONTROLS, INT64) + i * 16
+        token = _argmax(logits, vocab, FLOAT32)
+        temperature = load(control, TEMPERATURE, FLOAT32)
+        if token != FAILED and temperature > 0:
+            _weigh(logits, load(logits, token, FLOAT32), temperature, ids, vocab)
+            n = _filter(control, ids, vocab)
+            seed, index = load(load(words, SEEDS, INT64), i, INT64), load(load(words, INDICES, INT64), i, INT64)
+            place = _invert(ids + vocab * 4, n, ids + vocab * 8, _uniform(np.uint64(seed), np.uint64(index)))
+            token = load(ids, place, INT32)
+        store(load(words, TOKENS, INT64), i, token, INT64)
+        i = fetch_add(words, 1)
+
+
+def _log_probabilities(words):
+    """Log-probability and rank of `tokens[i]` in row `rows[i]`, and of the most probable, best first, ties by id."""
+    vocab, k = load(words, VOCAB, INT64), load(words, NUM_TOP, INT64)
+    ids = load(words, SCRATCH, INT64) + fetch_add(words + THREAD_COUNTER, 1) * vocab * SCRATCH_BYTES
+    i = fetch_add(words, 1)
+    while i < load(words, NUM_ROWS, INT64):
+        logits = load(words, LOGITS, INT64) + load(load(words, ROWS, INT64), i, INT64) * vocab * 4
+        largest = load(logits, _argmax(logits, vocab, FLOAT32), FLOAT32)
+        _weigh(logits, largest, _ONE, ids, vocab)
+        log_sum = np.float32(np.log(_sum_blocks(ids + vocab * 4, vocab, ids + vocab * 8)))
+        logit = load(logits, load(load(words, TOKENS, INT64), i, INT64), FLOAT32)
+        store(load(words, CHOSEN, INT64), i, (logit - largest) - log_sum, FLOAT32)
+        above = np.nextafter(logit, np.float32(np.inf))
+        store(load(words, RANKS, INT64), i, 1 + np.int64(_measure(logits, vocab, above, _BY_COUNT)), INT64)
+        top_ids, top = load(words, TOP_IDS, INT64) + i * k * 4, load(words, TOP, INT64) + i * k * 4
+        _find_largest(logits, vocab, top_ids, k)
+        for j in range(k):
+            store(top, j, (load(logits, load(top_ids, j, INT32), FLOAT32) - largest) - log_sum, FLOAT32)
+        i = fetch_add(words, 1)
+
+
+@kernel
+def _argmax(logits, size, kind):
+    """The first of the largest, or FAILED.
+
+    Works on integers that order like the floats (sign and magnitude made two's complement): unlike comparisons of
+    floats that respect NaN, these vectorise.
+    """
+    best, place = np.int32(-_INFINITY), np.int64(FAILED)
+    for start in range(0, size, _BLOCK):
+        top, widest = np.int32(-_INFINITY), np.int32(0)
+        for i in range(start, min(start + _BLOCK, size)):
+            order = _order(load(logits, i, kind))
+            top = max(top, order)
+            widest = max(widest, np.int32(abs(order)))
+        if widest > _INFINITY or top == _INFINITY:
+            return np.int64(FAILED)
+        if top > best:
+            best, place = top, np.int64(start)
+    if place != FAILED:
+        while _order(load(logits, place, kind)) != best:
+            place += 1
+    return place
+
+
+@kernel
+def _order(value):
+    bits = _bits_of(value)
+    sign = np.int32(bits >> np.int32(31))
+    return np.int32((np.int32(bits & np.int32(0x7FFFFFFF)) ^ sign) - sign)
+
+
+@kernel
+def _weigh(logits, largest, temperature, ids, size):
+    """All tokens become candidates: `ids` 0 to `size`, and behind them their weights."""
+    weights, scale = ids + size * 4, _LOG2_E / temperature
+    for i in range(size):
+        store(ids, i, i, INT32)
+        store(weights, i, exp2((load(logits, i, FLOAT32) - largest) * scale), FLOAT32)
+
+
+@kernel
+def _filter(control, ids, vocab):
+    """Move the candidates that pass min-p, top-k and top-p, in this order, to the front; how many they are."""
+    weights, n = ids + vocab * 4, vocab
+    top_k, top_p, min_p = load(control, TOP_K, FLOAT32), load(control, TOP_P, FLOAT32), load(control, MIN_P, FLOAT32)
+    if min_p > 0:
+        n = _keep(ids, weights, n, min_p)
+    if 0 < top_k < n:
+        n = _keep_top(ids, weights, n, top_k, _BY_COUNT)
+    if top_p < 1:
+        n = _keep_top(ids, weights, n, top_p * _measure(weights, n, _ZERO, _BY_MASS), _BY_MASS)
+    return n
+
+
+@kernel
+def _keep_top(ids, weights, n, target, by):
+    """Keep the fewest candidates, heaviest first and ties together, that measure at least `target`."""
+    low, high = np.int64(0), np.int64(_TWO)  # bits of weights: what reaches `low` is enough, what reaches `high` is not
+    step = 0
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _measure(weights, n, float_of(middle), by) < target:
+            high = middle
+        else:
+            low = middle
+        step += 1
+        if step == _COARSE_STEPS:
+            n = _keep(ids, weights, n, float_of(low))
+    return _keep(ids, weights, n, float_of(low))
+
+
+@kernel
+def _keep(ids, weights, n, cut):
+    """Move the candidates of weight `cut` and above to the front, in order; how many they are."""
+    kept = 0
+    for start in range(0, n, _SMALL_BLOCK):
+        stop = min(start + _SMALL_BLOCK, n)
+        if _measure(weights + start * 4, stop - start, cut, _BY_COUNT) > 0:
+            for i in range(start, stop):
+                weight = load(weights, i, FLOAT32)
+                store(ids, kept, load(ids, i, INT32), INT32)
+                store(weights, kept, weight, FLOAT32)
+                kept += weight >= cut
+    return kept
+
+
+@kernel
+def _measure(values, size, cut, by):
+    """The sum or the number (exact up to 2**24) of the values at or above `cut`."""
+    total = _ZERO
+    for i in range(size):
+        value = load(values, i, FLOAT32)
+        total += (value if by == _BY_MASS else _ONE) if value >= cut else _ZERO
+    return total
+
+
+@kernel
+def _sum_blocks(weights, size, sums):
+    """The sum of all weights; those of blocks go to `sums`."""
+    total = 0.0
+    for block in range((size + _BLOCK - 1) // _BLOCK):
+        start = block * _BLOCK
+        part = _measure(weights + start * 4, min(size - start, _BLOCK), _ZERO, _BY_MASS)
+        store(sums, block, part, FLOAT32)
+        total += part
+    return total
+
+
+@kernel
+def _invert(weights, size, sums, share):
+    """The first place where the cumulative weight exceeds `share` (in [0, 1)) of the whole."""
+    threshold = share * _sum_blocks(weights, size, sums)
+    start, below = 0, 0.0
+    while start + _BLOCK < size and below + load(sums, start // _BLOCK, FLOAT32) <= threshold:
+        below += load(sums, start // _BLOCK, FLOAT32)
+        start += _BLOCK
+    place = start
+    for i in range(start, min(start + _BLOCK, size)):
+        weight = load(weights, i, FLOAT32)
+        if weight > 0:
+            place = i  # the last one stands should the block's sum have been rounded up
+            below += weight
+            if below > threshold:
+                break
+    return place
+
+
+@kernel
+def _find_largest(values, size, ids, k):
+    """Set `ids [k]` to the places of the k largest values, largest first, ties by place.  Needs `k <= size`."""
+    found = 0
+    for start in range(0, size, _SMALL_BLOCK):
+        stop = min(start + _SMALL_BLOCK, size)
+        if found == k:
+            if k == 0:
+                return
+            least = load(values, load(ids, k - 1, INT32), FLOAT32)
+            if _measure(values + start * 4, stop - start, least, _BY_COUNT) == 0:
+                continue
+        for i in range(start, stop):
+            found = _insert(values, i, ids, found, k)
+
+
+@kernel
+def _insert(values, i, ids, found, k):
+    """Put `i` in its place among the `found` largest so far; how many they are then."""
+    value = load(values, i, FLOAT32)
+    if found < k:
+        found += 1
+    elif value <= load(values, load(ids, k - 1, INT32), FLOAT32):
+        return found
+    at = found - 1
+    while at > 0 and load(values, load(ids, at - 1, INT32), FLOAT32) < value:
+        store(ids, at, load(ids, at - 1, INT32), INT32)
+        at -= 1
+    store(ids, at, i, INT32)
+    return found
+
+
+@kernel
+def _uniform(seed, index):
+    """A float64 in [0, 1): 53 of the 128 bits of Philox4x32-10 under key `seed` and counter `index`, both uint64."""
+    key_low, key_high = seed & _LOW_WORD, seed >> _WORD
+    a, b, c, d = index & _LOW_WORD, index >> _WORD, np.uint64(0), np.uint64(0)
+    for _ in range(10):
+        left, right = np.uint64(0xD2511F53) * a, np.uint64(0xCD9E8D57) * c
+        a, b = (right >> _WORD) ^ b ^ key_low, right & _LOW_WORD
+        c, d = (left >> _WORD) ^ d ^ key_high, left & _LOW_WORD
+        key_low = (key_low + np.uint64(0x9E3779B9)) & _LOW_WORD
+        key_high = (key_high + np.uint64(0xBB67AE85)) & _LOW_WORD
+    return np.float64(((b << _WORD) | a) >> np.uint64(11)) * 2.0**-53
+
+
+GREEDY = {
+    torch.bfloat16: Compiled(_greedy_bfloat16, "void(int64)"),
+    torch.float32: Compiled(_greedy_float32, "void(int64)"),
+}
+WIDEN = {
+    torch.bfloat16: Compiled(_widen_bfloat16, "void(int64)"),
+    torch.float32: Compiled(_widen_float32, "void(int64)"),
+}
+DRAW = Compiled(_draw, "void(int64)")
+LOG_PROBABILITIES = Compiled(_log_probabilities, "void(int64)")

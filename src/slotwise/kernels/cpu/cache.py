@@ -44,3 +44,10 @@ class CpuCache:
         elements = sum(head_block_elements(block_size, shape.head_dim))
         storage = torch.zeros(num_blocks, shape.num_kv_heads, elements, dtype=kind)
         return cls(storage, block_size, storage.data_ptr())
+
+    def keys_and_values(self, shape: AttentionShape) -> tuple[Tensor, Tensor]:
+        """Both as `[blocks, block_size, kv_heads, head_dim]` views, for whoever looks in from outside."""
+        keys, values = self.storage.split(head_block_elements(self.block_size, shape.head_dim), dim=-1)
+        keys = keys.unflatten(-1, (shape.head_dim, padded(self.block_size)))[..., : self.block_size]
+        values = values.unflatten(-1, (self.block_size, padded(shape.head_dim)))[..., : shape.head_dim]
+        return keys.permute(0, 3, 1, 2), values.transpose(1, 2)

@@ -1,0 +1,123 @@
+"""The CPU's attention and cache writes against the reference, on ragged steps."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernels.paged import Layer, distance, rotary
+
+from slotwise.kernels.base import AttentionShape, QKNorm
+from slotwise.kernels.cpu import CpuKernels
+from slotwise.kernels.reference import ReferenceKernels
+
+CPU, REFERENCE = CpuKernels(), ReferenceKernels()
+CLOSE = {torch.float32: 5e-6, torch.bfloat16: 4e-3}  # norm of the difference over norm
+FLOATS = pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+
+
+def apart(layer: Layer) -> float:
+    """Distance from the reference, with NaN in every cache place of nobody's."""
+    batch = layer.batch()
+    query = layer.query(batch)
+    actual = CPU.attention(query, layer.filled_cache(CPU, math.nan), batch, layer.shape)
+    return distance(actual, REFERENCE.attention(query, layer.filled_cache(REFERENCE, math.nan), batch, layer.shape))
+
+
+@st.composite
+def layers(draw, rows):
+    """A layer of any geometry with the given kind of rows."""
+    head_dim = draw(st.sampled_from([16, 24, 32, 64, 80, 96, 128]))
+    kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 8))
+    window = draw(st.sampled_from([0, 1, 7, 64, 300, 5000]))
+    return Layer(
+        AttentionShape(kv_heads * group, kv_heads, head_dim, head_dim**-0.5, window),
+        draw(st.sampled_from([1, 4, 16, 48, 64, 128])),
+        draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        draw(st.lists(rows, min_size=1, max_size=5)),
+        draw(st.integers(0, 1000)),
+    )
+
+
+decodes = st.integers(1, 700).map(lambda context: (1, context))
+chunks = st.tuples(st.integers(2, 90), st.integers(0, 400)).map(lambda row: (row[0], row[0] + row[1]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(layers(decodes))
+def test_decode_rows(layer):
+    assert apart(layer) < CLOSE[layer.kind]
+
+
+@settings(max_examples=60, deadline=None)
+@given(layers(chunks))
+def test_chunk_rows(layer):
+    assert apart(layer) < CLOSE[layer.kind]
+
+
+@settings(max_examples=60, deadline=None)
+@given(layers(st.one_of(decodes, chunks)))
+def test_mixed_steps(layer):
+    assert apart(layer) < CLOSE[layer.kind]
+
+
+@FLOATS
+@pytest.mark.parametrize("block_size", [1, 4, 16, 64, 128])
+def test_every_context_around_the_edges_of_blocks_and_segments(block_size, kind):
+    edges = [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 513]
+    layer = Layer(AttentionShape(6, 2, 32, 0.2), block_size, kind, [(1, context) for context in edges])
+    assert apart(layer) < CLOSE[kind]
+
+
+@FLOATS
+def test_a_long_chunk_over_a_long_context(kind):
+    assert apart(Layer(AttentionShape(9, 3, 64, 0.125), 64, kind, [(512, 2000), (1, 1999)])) < CLOSE[kind]
+
+
+@FLOATS
+def test_large_scores_do_not_overflow(kind):
+    layer = Layer(AttentionShape(2, 1, 16, 40.0), 16, kind, [(3, 300), (1, 300)])
+    assert apart(layer) < 10 * CLOSE[kind]
+
+
+@FLOATS
+@pytest.mark.parametrize("window", [0, 100])
+def test_a_row_does_not_feel_its_batch_mates(kind, window):
+    rows = [(1, 700), (1, 3), (17, 200), (1, 256), (60, 60), (1, 257)]
+    layer = Layer(AttentionShape(9, 3, 64, 0.125, window), 16, kind, rows)
+    cache, together = layer.filled_cache(CPU), layer.batch()
+    query = layer.query(together)
+    whole = CPU.attention(query, cache, together, layer.shape)
+    for i in range(len(rows)):
+        mine = slice(int(together.query_starts[i]), int(together.query_starts[i + 1]))
+        alone = CPU.attention(query[mine], cache, layer.batch(keep=[i]), layer.shape)
+        assert torch.equal(alone, whole[mine]), rows[i]
+
+
+@FLOATS
+@pytest.mark.parametrize("head_dim", [16, 24, 64, 80, 128])
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_rotary_store(kind, head_dim, with_norm):
+    layer = Layer(AttentionShape(6, 2, head_dim, 1.0), 16, kind, [(37, 37), (5, 60), (1, 9)])
+    batch = layer.batch()
+    weights = 1 + layer.random(2, head_dim) / 4
+    norm = QKNorm(weights[0], weights[1], 1e-6) if with_norm else None
+    qkv = layer.random(len(batch.positions), 10 * head_dim)
+    table = rotary(head_dim, 64)
+    ours = CPU.allocate_cache(layer.num_blocks, 16, layer.shape, kind)
+    theirs = REFERENCE.allocate_cache(layer.num_blocks, 16, layer.shape, kind)
+    query = CPU.rotary_store(qkv, table, batch, ours, layer.shape, norm)
+    assert distance(query, REFERENCE.rotary_store(qkv, table, batch, theirs, layer.shape, norm)) < CLOSE[kind] / 4
+    keys, values = ours.keys_and_values(layer.shape)
+    assert distance(keys, theirs.keys) < CLOSE[kind] / 4
+    assert torch.equal(values, theirs.values)
+
+
+def test_bytes_of_a_block_are_what_the_cache_takes():
+    for kind in (torch.float32, torch.bfloat16):
+        shape = AttentionShape(9, 3, 64, 1.0)
+        cache = CPU.allocate_cache(10, 64, shape, kind)
+        assert CPU.cache_bytes_per_block(64, shape, kind) * 10 == cache.storage.numel() * kind.itemsize

@@ -1,0 +1,97 @@
+"""The CPU's products, norms, activation and greedy choice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernels.paged import distance
+
+from slotwise.kernels.cpu import CpuKernels
+from slotwise.kernels.cpu.linear import onednn_linear, tiled_linear
+from slotwise.kernels.cpu.openmp import Team
+from slotwise.kernels.reference import ReferenceKernels
+
+CPU, REFERENCE = CpuKernels(), ReferenceKernels()
+FLOATS = pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+CLOSE = {torch.float32: 2e-6, torch.bfloat16: 3e-3}
+kinds = st.sampled_from([torch.float32, torch.bfloat16])
+
+
+def numbers(kind: torch.dtype, *size: int) -> torch.Tensor:
+    """Random numbers of a type."""
+    return torch.randn(*size, generator=torch.Generator().manual_seed(sum(size))).to(kind)
+
+
+@settings(max_examples=60, deadline=None)
+@given(kinds, st.integers(1, 90), st.integers(1, 300), st.integers(1, 150), st.booleans())
+def test_linear(kind, tokens, depth, outputs, with_bias):
+    weight, x = numbers(kind, outputs, depth), numbers(kind, tokens, depth)
+    bias = numbers(kind, outputs) if with_bias else None
+    expected = x.double() @ weight.double().T + (bias.double() if with_bias else 0)
+    assert distance(tiled_linear(weight, bias, Team(2))(x), expected) < CLOSE[kind]
+    assert distance(CPU.linear(weight, bias)(x), expected) < CLOSE[kind]
+
+
+def test_linear_of_more_rows_than_are_widened_at_once():
+    weight, x = numbers(torch.bfloat16, 96, 576), numbers(torch.bfloat16, 500, 576)
+    assert distance(tiled_linear(weight, None, Team(2))(x), x.double() @ weight.double().T) < 3e-3
+
+
+def test_onednn_products_carry_the_bias():
+    weight, bias, x = (numbers(torch.bfloat16, *size) for size in ((64, 48), (64,), (5, 48)))
+    expected = x.double() @ weight.double().T + bias.double()
+    assert distance(onednn_linear(weight, bias)(x), expected) < 3e-3
+
+
+@FLOATS
+def test_a_product_does_not_depend_on_the_rows_beside_it(kind):
+    product, x = tiled_linear(numbers(kind, 100, 200), None, Team(2)), numbers(kind, 41, 200)
+    together = product(x)
+    assert all(torch.equal(product(x[i : i + 1])[0], together[i]) for i in range(41))
+
+
+@settings(max_examples=40, deadline=None)
+@given(kinds, st.integers(1, 70), st.integers(1, 400))
+def test_norms_and_activation(kind, tokens, size):
+    x, residual, weight = numbers(kind, tokens, size), numbers(kind, tokens, size), numbers(kind, size)
+    ours, theirs = residual.clone(), residual.clone()
+    close = CLOSE[kind] / 2
+    assert distance(CPU.rms_norm(x, weight, 1e-5), REFERENCE.rms_norm(x, weight, 1e-5)) < close
+    actual = CPU.add_rms_norm(x, ours, weight, 1e-5)
+    assert distance(actual, REFERENCE.add_rms_norm(x, theirs, weight, 1e-5)) < close
+    assert torch.equal(ours, theirs)
+    gate_up = numbers(kind, tokens, 2 * size) * 5
+    assert distance(CPU.silu_mul(gate_up), REFERENCE.silu_mul(gate_up)) < close
+
+
+@FLOATS
+def test_large_gates_saturate(kind):
+    gate_up = torch.tensor([[1e4, -1e4, 90.0, -90.0, 1.0, 1.0, 1.0, 1.0]]).to(kind)
+    torch.testing.assert_close(CPU.silu_mul(gate_up), torch.tensor([[1e4, 0.0, 90.0, 0.0]]).to(kind))
+
+
+def test_bfloat16_is_rounded_to_nearest_even():
+    bits = torch.tensor([0x3F808000, 0x3F818000, 0x3F80C000, 0x3F804000], dtype=torch.int32)
+    values = bits.view(torch.float32)
+    weight = torch.eye(len(values), dtype=torch.bfloat16)
+    high = values.bfloat16()  # a product of exact parts whose sum needs rounding: value = high + low
+    low = (values - high.float()).bfloat16()
+    product = tiled_linear(torch.cat((weight, weight), dim=1), None, Team(1))
+    x = torch.cat((torch.diag(high), torch.diag(low)), dim=1)
+    assert torch.equal(product(x).diagonal(), values.bfloat16())
+
+
+@FLOATS
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_greedy_takes_the_first_of_the_largest(kind, rows):
+    logits = numbers(kind, rows, 5000)
+    assert torch.equal(CPU.greedy(logits), logits.float().argmax(-1))
+    logits[:, 1234] = logits[:, 4321] = 50.0
+    assert CPU.greedy(logits).tolist() == [1234] * rows
+
+
+def test_results_are_the_same_on_any_number_of_threads():
+    weight, x = numbers(torch.float32, 640, 64), numbers(torch.float32, 30, 64)
+    assert torch.equal(tiled_linear(weight, None, Team(1))(x), tiled_linear(weight, None, Team(4))(x))

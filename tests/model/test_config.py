@@ -23,31 +23,31 @@ def read(**fields: Any) -> ModelConfig:
 
 
 class TestLlama:
-    def test_defaults(self):
+    def test_defaults(self) -> None:
         config = read()
         assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (4, 8, 2, 8)
         assert config.rope == Rope(10_000.0) and config.windows == (0, 0, 0, 0) and config.rms_norm_eps == 1e-6
         assert not (config.tie_word_embeddings or config.qkv_bias or config.output_bias or config.mlp_bias)
         assert config.eos_token_ids == ()
 
-    def test_null_counts_as_absent(self):
+    def test_null_counts_as_absent(self) -> None:
         assert read(num_key_value_heads=None, head_dim=None, rope_scaling=None) == read(num_key_value_heads=8)
 
-    def test_head_dim_may_differ_from_the_share_of_hidden(self):
+    def test_head_dim_may_differ_from_the_share_of_hidden(self) -> None:
         assert read(head_dim=32).head_dim == 32
         assert read(head_dim=32, num_attention_heads=6).num_heads == 6
 
-    def test_a_window_in_the_file_is_not_llamas(self):
+    def test_a_window_in_the_file_is_not_llamas(self) -> None:
         assert read(sliding_window=16, use_sliding_window=True).windows == (0, 0, 0, 0)
 
-    def test_biases(self):
+    def test_biases(self) -> None:
         config = read(attention_bias=True, mlp_bias=True)
         assert config.qkv_bias and config.output_bias and config.mlp_bias
 
 
 class TestOtherFamilies:
     @pytest.mark.parametrize(("window", "windows"), [(16, (16,) * 4), (None, (0,) * 4)])
-    def test_mistral(self, window, windows):
+    def test_mistral(self, window: int | None, windows: tuple[int, ...]) -> None:
         assert read(architectures=["MistralForCausalLM"], sliding_window=window).windows == windows
 
     @pytest.mark.parametrize("name", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])
@@ -58,14 +58,14 @@ class TestOtherFamilies:
         ({"sliding_window": 16, "use_sliding_window": True,
           "layer_types": ["sliding_attention", "full_attention"] * 2}, (16, 0, 16, 0)),
     ])
-    def test_qwen_windows(self, name, fields, windows):
+    def test_qwen_windows(self, name: str, fields: dict[str, Any], windows: tuple[int, ...]) -> None:
         assert read(architectures=[name], **fields).windows == windows
 
-    def test_qwen2_always_has_biases(self):
+    def test_qwen2_always_has_biases(self) -> None:
         config = read(architectures=["Qwen2ForCausalLM"])
         assert config.qkv_bias and not config.output_bias and not config.qk_norm
 
-    def test_qwen3(self):
+    def test_qwen3(self) -> None:
         config = read(architectures=["Qwen3ForCausalLM"])
         assert config.qk_norm and not config.qkv_bias and config.head_dim == 128
         assert read(architectures=["Qwen3ForCausalLM"], head_dim=16).head_dim == 16
@@ -80,10 +80,10 @@ class TestRope:
         {"rope_theta": 5e5, "rope_scaling": LLAMA3 | {"type": "llama3"}},
         {"rope_parameters": LLAMA3 | {"rope_type": "llama3", "rope_theta": 5e5}},
     ])
-    def test_older_and_newer_form(self, fields):
+    def test_older_and_newer_form(self, fields: dict[str, Any]) -> None:
         assert read(**fields).rope == Llama3Rope(5e5, 8.0, 1.0, 4.0, 128)
 
-    def test_theta_alone(self):
+    def test_theta_alone(self) -> None:
         assert read(rope_theta=1e6).rope == read(rope_parameters={"rope_theta": 1e6}).rope == Rope(1e6)
 
     @pytest.mark.parametrize(("scaling", "problem"), [
@@ -100,7 +100,7 @@ class TestRope:
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
         ("llama3", "must be an object"),
     ])
-    def test_refusals(self, scaling, problem):
+    def test_refusals(self, scaling: object, problem: str) -> None:
         with pytest.raises(CheckpointError, match=problem):
             read(rope_scaling=scaling)
 
@@ -132,7 +132,7 @@ class TestRope:
     ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["linear_attention"] * 4}, "'linear_attention', which is"),
     ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["sliding_attention"] * 4}, "use_sliding_window is false"),
 ])
-def test_refusals(fields, problem):
+def test_refusals(fields: dict[str, Any], problem: str) -> None:
     with pytest.raises(CheckpointError, match=problem) as caught:
         read(**fields)
     assert "config.json" in str(caught.value)

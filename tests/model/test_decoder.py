@@ -24,9 +24,12 @@ LENGTHS = [5, 23, 70, 1010]  # tokens; the last prompt reaches past every window
 MAX_TOKENS = 48
 WHOLE = 10**6
 
+Checkpoints = Callable[[str], Path]  # by family
+Continuations = Callable[[str], list[list[int]]]
+
 
 @pytest.fixture(scope="module")
-def expected(checkpoint: Callable[[str], Path]) -> Callable[[str], list[list[int]]]:
+def expected(checkpoint: Checkpoints) -> Continuations:
     """What transformers continues the prompts of LENGTHS with."""
     return cache(lambda family: greedy(checkpoint(family), prompts(LENGTHS), MAX_TOKENS))
 
@@ -40,15 +43,17 @@ def tokens(folder: Path, kernels: Kernels, chunk: int = WHOLE) -> list[list[int]
 @pytest.mark.parametrize("family", FAMILIES)
 class TestFloat32:
     @pytest.mark.parametrize("chunk", [WHOLE, 7])
-    def test_greedy_tokens_are_those_of_transformers(self, family, chunk, kernels, checkpoint, expected):
+    def test_greedy_tokens_are_those_of_transformers(
+        self, family: str, chunk: int, kernels: Kernels, checkpoint: Checkpoints, expected: Continuations
+    ) -> None:
         assert tokens(checkpoint(family), kernels, chunk) == expected(family)
 
-    def test_reference_is_worth_comparing_with(self, family, expected):
+    def test_reference_is_worth_comparing_with(self, family: str, expected: Continuations) -> None:
         continuations = expected(family)
         assert len({token for ids in continuations for token in ids}) >= 50
         assert min(len(set(ids)) for ids in continuations) >= MAX_TOKENS // 2  # none has fallen into a loop
 
-    def test_rows_do_not_depend_on_their_company(self, family, checkpoint, kernels):
+    def test_rows_do_not_depend_on_their_company(self, family: str, checkpoint: Checkpoints, kernels: Kernels) -> None:
         decoder = load_model(checkpoint(family), kernels=kernels, dtype="float32")
         asked = prompts([3, 40, 90, 17])
         together = Driver(decoder).greedy(asked, 24, 16)
@@ -60,22 +65,22 @@ class TestSensitivity:
     """The comparison above would notice: a checkpoint disturbed in one place continues differently."""
 
     @pytest.fixture
-    def disturbed(self, checkpoint: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Path]:
+    def disturbed(self, checkpoint: Checkpoints, tmp_path: Path) -> Checkpoints:
         return lambda family: Path(shutil.copytree(checkpoint(family), tmp_path / family))
 
     @pytest.mark.parametrize("family", FAMILIES)
-    def test_undisturbed_it_does_not(self, family, checkpoint, expected):
+    def test_undisturbed_it_does_not(self, family: str, checkpoint: Checkpoints, expected: Continuations) -> None:
         assert predictions(checkpoint(family), expected(family)) == expected(family)
 
     @pytest.mark.parametrize("family", FAMILIES)
-    def test_rotary_base(self, family, disturbed, expected):
+    def test_rotary_base(self, family: str, disturbed: Checkpoints, expected: Continuations) -> None:
         folder = disturbed(family)
         edit_config(folder, rope_parameters=_rope(folder) | {"rope_theta": _rope(folder)["rope_theta"] * 1.1})
         assert_differs(folder, expected(family))
 
     @pytest.mark.parametrize(("field", "value"), [("original_max_position_embeddings", 512), ("factor", 9.0),
                                                   ("low_freq_factor", 1.2), ("high_freq_factor", 5.0)])
-    def test_llama3_scaling(self, field, value, disturbed, expected):
+    def test_llama3_scaling(self, field: str, value: object, disturbed: Checkpoints, expected: Continuations) -> None:
         folder = edit_config(disturbed("llama3"), rope_parameters=LLAMA3_ROPE | {field: value})
         assert_differs(folder, expected("llama3"))
 
@@ -84,7 +89,7 @@ class TestSensitivity:
         ("qwen2", {"sliding_window": 65}), ("qwen2", {"layer_types": ["full_attention"] * 3}),
         ("qwen2", {"layer_types": ["full_attention", "full_attention", "sliding_attention"]}),
     ])
-    def test_window(self, family, fields, disturbed, expected):
+    def test_window(self, family: str, fields: dict[str, Any], disturbed: Checkpoints, expected: Continuations) -> None:
         folder = edit_config(disturbed(family), **fields)
         assert_differs(folder, expected(family))
 
@@ -93,16 +98,16 @@ class TestSensitivity:
         *(("llama_bias", f"self_attn.{part}_proj.bias") for part in "qkvo"),
         *(("llama_bias", f"mlp.{part}_proj.bias") for part in ("gate", "up", "down")),
     ])
-    def test_bias(self, family, name, disturbed, expected):
+    def test_bias(self, family: str, name: str, disturbed: Checkpoints, expected: Continuations) -> None:
         folder = edit_weight(disturbed(family), f"model.layers.1.{name}", torch.zeros_like)
         assert_differs(folder, expected(family))
 
     @pytest.mark.parametrize("name", ["q_norm", "k_norm"])
-    def test_qk_norm(self, name, disturbed, expected):
+    def test_qk_norm(self, name: str, disturbed: Checkpoints, expected: Continuations) -> None:
         folder = edit_weight(disturbed("qwen3"), f"model.layers.2.self_attn.{name}.weight", torch.ones_like)
         assert_differs(folder, expected("qwen3"))
 
-    def test_norms(self, disturbed, expected):
+    def test_norms(self, disturbed: Checkpoints, expected: Continuations) -> None:
         for name in ("norm", "layers.0.input_layernorm", "layers.2.post_attention_layernorm"):
             folder = edit_weight(disturbed("llama2"), f"model.{name}.weight", torch.ones_like)
             assert_differs(folder, expected("llama2"))
@@ -111,7 +116,7 @@ class TestSensitivity:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bfloat16_is_as_close_to_float32_as_that_of_transformers(family, kernels, tmp_path):
+def test_bfloat16_is_as_close_to_float32_as_that_of_transformers(family: str, kernels: Kernels, tmp_path: Path) -> None:
     folder = make(family, tmp_path / family, dtype="bfloat16", initializer_range=0.1)
     [ids] = prompts([1001], seed=3)
     exact = teacher_forced(reference_logits(folder, ids[:-1], "float32"), ids)
@@ -133,14 +138,14 @@ def test_bfloat16_is_as_close_to_float32_as_that_of_transformers(family, kernels
     {"num_key_value_heads": 1, "num_attention_heads": 6, "head_dim": 16},
     {"attention_bias": True},
 ])
-def test_further_llama_shapes(overrides: dict[str, Any], kernels, tmp_path):
+def test_further_llama_shapes(overrides: dict[str, Any], kernels: Kernels, tmp_path: Path) -> None:
     folder = make("llama2", tmp_path / "model", **overrides)
     [ids] = prompts([600])
     ours = logits(folder, ids, kernels)
     assert torch.allclose(ours, reference_logits(folder, ids, "float32")[-1], atol=1e-3, rtol=1e-4)
 
 
-def test_qwen3_with_bias_and_windows(kernels, tmp_path):
+def test_qwen3_with_bias_and_windows(kernels: Kernels, tmp_path: Path) -> None:
     folder = make("qwen3", tmp_path / "model", attention_bias=True, use_sliding_window=True, sliding_window=20,
                   layer_types=["sliding_attention", "full_attention", "sliding_attention"])
     [ids] = prompts([300])
@@ -148,7 +153,7 @@ def test_qwen3_with_bias_and_windows(kernels, tmp_path):
     assert torch.allclose(ours, reference_logits(folder, ids, "float32")[-1], atol=1e-3, rtol=1e-4)
 
 
-def test_a_step_that_samples_nothing_still_fills_the_cache(checkpoint, kernels):
+def test_a_step_that_samples_nothing_still_fills_the_cache(checkpoint: Checkpoints, kernels: Kernels) -> None:
     decoder = load_model(checkpoint("llama3"), kernels=kernels, dtype="float32")
     [ids] = prompts([90])
     driver = Driver(decoder)
@@ -157,7 +162,7 @@ def test_a_step_that_samples_nothing_still_fills_the_cache(checkpoint, kernels):
     assert torch.allclose(driver.step([(0, ids[64:])])[0], Driver(decoder).step([(0, ids)])[0], atol=1e-3)
 
 
-def test_samples_come_in_the_order_asked_for(checkpoint, kernels):
+def test_samples_come_in_the_order_asked_for(checkpoint: Checkpoints, kernels: Kernels) -> None:
     decoder = load_model(checkpoint("mistral"), kernels=kernels, dtype="float32")
     rows = list(enumerate(prompts([30, 9])))
     forward, backward = Driver(decoder).step(rows, [4, 29, 38]), Driver(decoder).step(rows, [38, 29, 4])

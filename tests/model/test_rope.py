@@ -27,7 +27,7 @@ SCALINGS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("scaling", SCALINGS, ids=str)
 @pytest.mark.parametrize("head_dim", [32, 128])
-def test_table_is_that_of_transformers(scaling, head_dim):
+def test_table_is_that_of_transformers(scaling: object, head_dim: int) -> None:
     config = LlamaConfig(head_dim=head_dim, max_position_embeddings=2048, rope_parameters=dict(scaling))
     cosines, sines = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(2048)[None])
     half = head_dim // 2
@@ -39,7 +39,7 @@ def test_table_is_that_of_transformers(scaling, head_dim):
     assert torch.allclose(table, expected, atol=2e-4)
 
 
-def test_scalings_differ_from_each_other():
+def test_scalings_differ_from_each_other() -> None:
     tables = [
         rotary_table(read_rope(Fields({"max_position_embeddings": 2048, "rope_parameters": s}, "")), 64, 2048)
         for s in SCALINGS
@@ -48,7 +48,7 @@ def test_scalings_differ_from_each_other():
     assert min(gaps) > 0.01
 
 
-def test_first_position_does_not_turn():
+def test_first_position_does_not_turn() -> None:
     table = rotary_table(Rope(10_000.0), 8, 3)
     assert table[0].tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
     assert table[2, 0].item() == pytest.approx(torch.tensor(2.0).cos().item())

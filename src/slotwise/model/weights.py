@@ -93,7 +93,7 @@ class Weights:
                 )
 
     def _stored(self, name: str) -> str:
-        return self._source[name].get_slice(name).get_dtype()
+        return str(self._source[name].get_slice(name).get_dtype())
 
 
 def _files(folder: Path) -> list[Path]:
@@ -110,10 +110,11 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _shards(index: Path) -> list[Path]:
-    names = index_files = read_json(index).section("weight_map").values.values()
-    names = sorted({name for name in index_files if isinstance(name, str) and Path(name).name == name})
-    if not names or len(names) != len(set(map(str, index_files))):
+    named = read_json(index).section("weight_map").values.values()
+    beside = [name for name in named if isinstance(name, str) and Path(name).name == name]
+    if not beside or len(beside) < len(named):
         raise CheckpointError(f"{index}: weight_map must map each tensor to a file beside it")
+    names = sorted(set(beside))
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
         raise CheckpointError(

@@ -17,8 +17,7 @@ TEMPLATE = ("{% for m in messages %}{% if m.role == 'bad' %}{{ raise_exception('
             "<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}")
 
 
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def write_checkpoint(path: Path) -> Path:
     """A byte-level tokenizer of 300 tokens, 0 and 1 special; 300 to 399 are the engine's but not the tokenizer's."""
     inner = Inner(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -27,10 +26,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
                                   initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
     inner.train_from_iterator(["the quick brown fox jumps over the lazy dog and runs through the long grass"] * 9,
                               trainer)
-    path = tmp_path_factory.mktemp("checkpoint")
     inner.save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "</s>"}))
     return path
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""An engine process without a model: the real scheduler and loop over the fake executor.
+"""An engine process without a model: the real scheduler and loop over an executor that counts.
 
 usage: python engine_process.py FD SECONDS_PER_STEP
 
@@ -12,14 +12,13 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections import deque
 
 from slotwise.batching.continuous import Continuous
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.plan import StepPlan, StepResult, TokenLogprobs
+from slotwise.core.plan import Join, StepPlan, StepResult, TokenLogprobs
 from slotwise.core.scheduler import Scheduler
 from slotwise.engine.channel import BlockingChannel, ChannelClosed
-from slotwise.engine.executor import FakeExecutor
 from slotwise.engine.loop import Engine
 from slotwise.engine.messages import EngineInfo, Finish, Loading, decode_command, encode
 from slotwise.policies.fcfs import FirstComeFirstServed
@@ -27,46 +26,49 @@ from slotwise.policies.fcfs import FirstComeFirstServed
 VOCAB = 400
 EOS = 1
 BREAKING, DYING = 398, 399
-LIMITS = SchedulerLimits(max_model_len=512, num_blocks=1024, block_size=16, max_num_seqs=64,
+LIMITS = SchedulerLimits(max_model_len=512, num_blocks=2048, block_size=16, max_num_seqs=64,
                          max_num_batched_tokens=1024)
 
 
-def next_token(context: Sequence[int]) -> int:
-    if context[0] == BREAKING:
-        raise ArithmeticError("a step that cannot be computed")
-    if context[0] == DYING and len(context) > 4:
-        os._exit(3)
-    return (context[-1] + 1) % VOCAB
+class Row:
+    """A slot: the token it was last known to have, and what its request is."""
+
+    def __init__(self, join: Join) -> None:
+        self.kind, self.last, self.logprobs = join.tokens[0], join.tokens[-1], join.params.logprobs
+        self.num_sampled = 0
+
+    def sample(self) -> int:
+        if self.kind == BREAKING:
+            raise ArithmeticError("a step that cannot be computed")
+        if self.kind == DYING and self.num_sampled == 3:
+            os._exit(3)
+        self.num_sampled += 1
+        self.last = (self.last + 1) % VOCAB
+        return self.last
 
 
-class Executor(FakeExecutor):
-    """With log-probabilities for those who ask, and with a step that takes its time."""
+class Executor:
+    """Cheap, so that many streams are limited by the server; `seconds` is what a step seems to take."""
 
     def __init__(self, seconds: float) -> None:
-        super().__init__(LIMITS.block_size, next_token)
         self._seconds = seconds
-        self._asked: dict[int, int | None] = {}
+        self._rows: dict[int, Row] = {}
+        self._plans: deque[StepPlan] = deque()
 
     def submit(self, plan: StepPlan) -> None:
-        self._asked |= {join.slot: join.params.logprobs for join in plan.joins}
-        try:
-            super().submit(plan)
-        except ArithmeticError as error:
-            self._results.append(error)
-            return
-        wanted = [self._asked[slot] for slot in plan.slots]
-        if any(k is not None for k in wanted):
-            result = self._results[-1]
-            logprobs = tuple(tuple(_logprobs(token, k) for token in tokens if k is not None)
-                             for tokens, k in zip(result.tokens, wanted, strict=True))
-            self._results[-1] = result._replace(logprobs=logprobs)
+        self._rows |= {join.slot: Row(join) for join in plan.joins}
+        self._plans.append(plan)
 
     def collect(self) -> StepResult:
         time.sleep(self._seconds)
-        result = super().collect()
-        if isinstance(result, Exception):
-            raise result
-        return result
+        plan = self._plans.popleft()
+        rows = [self._rows[slot] for slot in plan.slots]
+        tokens = tuple((row.sample(),) if samples else () for row, samples in zip(rows, plan.samples, strict=True))
+        if all(row.logprobs is None for row in rows):
+            return StepResult(plan.step, tokens)
+        return StepResult(plan.step, tokens, tuple(
+            tuple(_logprobs(token, row.logprobs) for token in sampled if row.logprobs is not None)
+            for row, sampled in zip(rows, tokens, strict=True)))
 
 
 def _logprobs(token: int, k: int) -> TokenLogprobs:

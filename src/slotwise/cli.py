@@ -180,3 +180,7 @@ def _ask() -> str:
         return input("> " if sys.stdin.isatty() else "").strip()
     except EOFError:
         return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

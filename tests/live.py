@@ -1,0 +1,50 @@
+"""A live `slotwise serve` on a free port, started as a user would."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+READY = re.compile(r"Ready after .* on (http://\S+)")
+
+
+@dataclass
+class Live:
+    process: subprocess.Popen[str]
+    url: str
+
+
+@contextlib.contextmanager
+def serving(*arguments: str, log: Path) -> Iterator[Live]:
+    """Run the command line with `arguments`; what it writes to stderr goes to `log`."""
+    with log.open("w") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "slotwise.cli", "serve", "--port", "0", *arguments], stdout=subprocess.PIPE,
+            stderr=stderr, text=True)
+        try:
+            yield Live(process, _address(process, log))
+        finally:
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
+
+
+def _address(process: subprocess.Popen[str], log: Path) -> str:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if found := READY.search(line):
+            return found[1]
+    raise AssertionError(f"the server ended before it was ready: {log.read_text()}")
+
+
+def cli(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "slotwise.cli", *arguments], input=stdin, capture_output=True, text=True, timeout=120)

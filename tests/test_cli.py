@@ -1,0 +1,89 @@
+"""The command line as a user meets it: help that reads, text that comes, failures of one line."""
+
+from __future__ import annotations
+
+import json
+
+import checkpoints
+import pytest
+from live import cli
+
+pytestmark = pytest.mark.slow
+
+
+def one_line(*arguments: str) -> str:
+    """The one line a failing command says."""
+    run = cli(*arguments)
+    assert run.returncode == 1, run.stderr
+    (line,) = run.stderr.strip().splitlines()
+    return line
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return checkpoints.make("llama3", tmp_path_factory.mktemp("tiny"), tokenizer=True)
+
+
+def test_generate_continues_a_prompt():
+    run = cli("generate", "--temperature", "0", "--max-tokens", "24", "def is_empty(self):")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("def is_empty(self):\n    ")
+
+
+def test_generate_reads_stdin_and_takes_a_checkpoint(folder):
+    run = cli("generate", "--model", str(folder), "--max-tokens", "4", stdin="import os")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("import os")
+
+
+def test_chat_answers_each_line():
+    run = cli("chat", "--max-tokens", "8", stdin="def close(self):\ndef open(self):\n")
+    assert run.returncode == 0, run.stderr
+    assert len(run.stdout.strip().splitlines()) >= 2
+
+
+@pytest.mark.parametrize("command", [(), ("serve",), ("generate",), ("chat",)])
+def test_help_reads_well(command):
+    run = cli(*command, "--help")
+    assert run.returncode == 0
+    assert all(len(line) <= 100 for line in run.stdout.splitlines())
+    assert "usage: slotwise" in run.stdout
+
+
+@pytest.mark.parametrize("command", ["serve", "generate"])
+def test_a_missing_model_is_one_line(command, tmp_path):
+    where = [str(tmp_path / "nowhere")] if command == "serve" else ["--model", str(tmp_path / "nowhere"), "hi"]
+    assert "nowhere" in one_line(command, *where)
+
+
+def test_missing_and_broken_weights_are_one_line(folder, tmp_path):
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for path in folder.iterdir():
+        (broken / path.name).write_bytes(path.read_bytes())
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    assert "model.safetensors" in one_line("serve", str(broken))
+    weights.unlink()
+    assert "model.safetensors" in one_line("generate", "--model", str(broken), "hi")
+
+
+def test_an_unsupported_architecture_is_one_line(folder, tmp_path):
+    strange = tmp_path / "strange"
+    strange.mkdir()
+    config = json.loads((folder / "config.json").read_text())
+    (strange / "config.json").write_text(json.dumps(config | {"architectures": ["MambaForCausalLM"]}))
+    (strange / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    line = one_line("serve", str(strange))
+    assert "MambaForCausalLM" in line and "LlamaForCausalLM" in line
+
+
+@pytest.mark.parametrize(("options", "says"), [
+    (("--max-model-len", "99999"), "max_model_len"),
+    (("--max-num-seqs", "0"), "max_num_seqs"),
+    (("--max-num-seqs", "64", "--max-num-batched-tokens", "8"), "max_num_batched_tokens"),
+    (("--kv-cache-memory", "10"), "kv_cache_memory"),
+    (("--max-tokens", "0"), "max_tokens"),
+])
+def test_settings_that_cannot_work_are_one_line(options, says):
+    assert says in one_line("generate", *options, "def main():")

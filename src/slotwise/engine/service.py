@@ -79,12 +79,14 @@ class Chunk(NamedTuple):
 class Generation:
     """One request's tokens as an asynchronous iterator of chunks, for one consumer."""
 
-    __slots__ = ("_delivered", "_end", "_finish", "_logprobs", "_tokens", "_waiter", "interval", "request_id")
+    __slots__ = (
+        "_delivered", "_end", "_finish", "_logprobs", "_loop", "_tokens", "_waiter", "interval", "request_id")
 
     def __init__(self, request_id: str, finish: Callable[[Generation, str], None]) -> None:
         self.request_id = request_id
         self.interval = 1  # tokens to wait for before the consumer is woken
         self._finish = finish
+        self._loop = asyncio.get_running_loop()
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._end: tuple[str, str] | None = None  # reason and message
@@ -107,7 +109,7 @@ class Generation:
         if self._delivered:
             raise StopAsyncIteration
         while self._end is None and len(self._tokens) < self.interval:
-            self._waiter = asyncio.get_running_loop().create_future()
+            self._waiter = self._loop.create_future()
             await self._waiter
         tokens, self._tokens = self._tokens, []
         logprobs, self._logprobs = self._logprobs, []
@@ -118,7 +120,8 @@ class Generation:
 
     def push(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
         self._tokens += tokens
-        self._logprobs += logprobs
+        if logprobs:
+            self._logprobs += logprobs
         if len(self._tokens) >= self.interval:
             self._wake()
 

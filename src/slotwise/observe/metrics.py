@@ -59,9 +59,9 @@ class Histogram:
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
 
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
 
     def cumulative(self) -> list[tuple[str, int]]:
         """Prometheus' form: (upper bound, values up to it)."""
@@ -122,17 +122,19 @@ class Metrics(Collector):
 
     def _tokens(self, record: StepRecord) -> None:
         now, lives = record.ended_ns, self._lives
-        between = self._histograms["inter_token_latency_seconds"].observe
         generated = 0
+        since: dict[int, int] = {}  # when rows had their last token: nearly always all at the same time
         for request_id, tokens in zip(record.request_ids, record.token_ids, strict=False):
             if tokens and (life := lives.get(request_id)) is not None:
                 generated += len(tokens)
                 life.num_output += len(tokens)
                 if life.last:
-                    between((now - life.last) * NS)
+                    since[life.last] = since.get(life.last, 0) + 1
                 else:
                     self._first_token(life, now)
                 life.last = now
+        for last, count in since.items():
+            self._histograms["inter_token_latency_seconds"].observe((now - last) * NS, count)
         self._counters["generation_tokens_total"] += generated
 
     def _first_token(self, life: _Life, now: int) -> None:

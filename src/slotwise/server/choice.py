@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from slotwise.core.plan import TokenLogprobs
@@ -15,8 +15,8 @@ class Piece(NamedTuple):
     """What came since the last piece.  The last one has a finish reason."""
 
     text: str
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs]
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprobs]
     finish_reason: str | None
 
 
@@ -32,17 +32,28 @@ class Choice:
     def num_tokens(self) -> int:
         return self.continuation.num_tokens
 
-    async def pieces(self, interval: int) -> AsyncIterator[Piece]:
-        """All pieces: the first as soon as there is a token, then one for each `interval` tokens.
+    def read(self, chunk: Chunk) -> Piece:
+        """The next piece.  A stop string in it ends the generation.
 
         Raises:
             ApiError: the engine refused the request or failed.
         """
-        async for chunk in self.generation:
-            yield (piece := self._read(chunk))
-            if piece.finish_reason is not None:
-                return
-            self.generation.interval = interval
+        continuation, reason = self.continuation, chunk.finish_reason
+        before = continuation.num_tokens
+        if reason is None:
+            text = continuation.feed(chunk.token_ids)
+        elif reason in ("rejected", "error"):
+            raise from_ending(reason, chunk.message)
+        else:
+            shown = len(chunk.token_ids) - (reason == "stop")  # an end or stop token is never shown
+            text = continuation.feed(chunk.token_ids[:shown]) + continuation.end(chunk.token_ids[shown:])
+        if continuation.stop_reason is not None:
+            self.generation.finish("stop")
+            reason = "stop"
+        kept = continuation.num_tokens - before
+        if kept == len(chunk.token_ids):
+            return Piece(text, chunk.token_ids, chunk.logprobs, reason)
+        return Piece(text, chunk.token_ids[:kept], chunk.logprobs[:kept], reason)
 
     async def whole(self) -> Piece:
         """Everything in one piece.  Nobody wakes up for a token unless stop strings are to be looked for.
@@ -52,25 +63,13 @@ class Choice:
         """
         if not self.continuation.looks_for_stops:
             self.generation.interval = AT_THE_END
-        pieces = [piece async for piece in self.pieces(self.generation.interval)]
+        pieces: list[Piece] = []
+        async for chunk in self.generation:
+            pieces.append(self.read(chunk))
+            if pieces[-1].finish_reason is not None:
+                break
         return Piece(
             "".join(piece.text for piece in pieces),
             [token for piece in pieces for token in piece.token_ids],
             [entry for piece in pieces for entry in piece.logprobs],
             pieces[-1].finish_reason)
-
-    def _read(self, chunk: Chunk) -> Piece:
-        continuation, reason = self.continuation, chunk.finish_reason
-        if reason in ("rejected", "error"):
-            raise from_ending(reason, chunk.message)
-        tokens = list(chunk.token_ids)
-        before = continuation.num_tokens
-        terminators = tokens[-1:] if reason == "stop" else []  # an end or stop token; never shown
-        text = continuation.feed(tokens[: len(tokens) - len(terminators)])
-        if reason is not None and continuation.stop_reason is None:
-            text += continuation.end(terminators)
-        if continuation.stop_reason is not None:
-            self.generation.finish("stop")
-            reason = "stop"
-        kept = continuation.num_tokens - before
-        return Piece(text, tokens[:kept], list(chunk.logprobs[:kept]), reason)

@@ -119,16 +119,20 @@ class _Streamed:
         self._is_plain = self._logprobs is None and not self._counts
 
     async def run(self, choice: Choice) -> None:
+        """The first event as soon as there is a token, then one for each interval."""
         opening = self._events.opening(choice.index)
-        async for piece in choice.pieces(self._interval):
-            if self._is_plain and piece.finish_reason is None:
-                if not piece.text:
-                    continue  # half a character, or what may begin a stop string
-                data = self._events.plain(choice.index, piece.text)
+        async for chunk in choice.generation:
+            piece = choice.read(chunk)
+            if not self._is_plain or piece.finish_reason is not None:
+                await self._exchange.event(opening + self._full(choice, piece))
+            elif piece.text:
+                await self._exchange.event(opening + self._events.plain(choice.index, piece.text))
             else:
-                data = self._full(choice, piece)
-            await self._exchange.event(opening + data)
+                continue  # half a character, or what may begin a stop string
+            if piece.finish_reason is not None:
+                return
             opening = b""
+            choice.generation.interval = self._interval
 
     def _full(self, choice: Choice, piece: Piece) -> bytes:
         logprobs = self._logprobs.of(piece) if self._logprobs is not None else None
@@ -142,9 +146,10 @@ def _usage(job: Job, choices: list[Choice]) -> dict[str, Any]:
 
 
 async def _together(work: list[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """All results; the first failure ends the others and is raised as itself."""
-    if len(work) == 1:
-        return [await work[0]]
+    """All results; the first failure ends the others and is raised as itself.
+
+    One choice gets a task of its own, too: waking up through all layers below would cost it more at every token.
+    """
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one) for one in work]

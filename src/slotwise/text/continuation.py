@@ -51,10 +51,10 @@ class Continuation:
         Args:
             terminators: the end or stop token the model ended with; counted, never shown.
         """
+        if self.stop_reason is not None:
+            return ""
         self.num_tokens += len(terminators)
         if self._stops is None:
             return self._detokenizer.flush()
-        if self.stop_reason is not None:
-            return ""
         text, self.stop_reason = self._stops.feed(self._detokenizer.flush())
         return text if self.stop_reason is not None else text + self._stops.flush()

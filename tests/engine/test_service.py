@@ -302,5 +302,6 @@ def test_the_engine_ends_when_the_service_lets_go() -> None:
         await settle()
         with pytest.raises(ChannelClosed):
             other.channel.receive(1)
+        assert not service.healthy and service.failure == ""  # it was asked to go
 
     scenario(play)

@@ -147,7 +147,7 @@ class EngineService(asyncio.Protocol):
     def __init__(self, sock: socket.socket, on_loading: Callable[[Loading], None] = lambda progress: None,
                  max_live: int = MAX_LIVE) -> None:
         self.observers: list[Observer] = []
-        self.failure = ""  # why the engine is gone
+        self.failure = ""  # why the engine is gone, when it was not asked to go
         self.draining = False
         self._sock = sock
         self._on_loading = on_loading
@@ -156,6 +156,7 @@ class EngineService(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._info: asyncio.Future[EngineInfo] | None = None
         self._live: dict[str, Generation] = {}
+        self._gone = False
         self._leaving: dict[str, str] = {}  # finished from this side, why; the engine has not said so yet
         self._idle = asyncio.Event()
         self._idle.set()
@@ -184,7 +185,7 @@ class EngineService(asyncio.Protocol):
     @property
     def healthy(self) -> bool:
         """The engine is there and has not failed."""
-        return self._transport is not None and not self.failure
+        return self._transport is not None and not self._gone
 
     @property
     def num_live(self) -> int:
@@ -201,7 +202,7 @@ class EngineService(asyncio.Protocol):
 
     def close(self) -> None:
         """Let the engine go: it ends when its channel does.  What still runs ends with an error."""
-        self._fail("the server is shutting down")
+        self._let_go("the server is shutting down")
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -304,10 +305,16 @@ class EngineService(asyncio.Protocol):
                 logger.exception("an observer failed")
 
     def _fail(self, message: str) -> None:
+        if not self._gone:
+            logger.error("the engine failed: %s", message)
+            self.failure = message
+            self._let_go(message)
+
+    def _let_go(self, message: str) -> None:
         """The engine is gone: end everyone, once."""
-        if self.failure:
+        if self._gone:
             return
-        self.failure = message
+        self._gone = True
         if self._transport is not None:
             self._transport.close()
         if self._info is not None and not self._info.done():

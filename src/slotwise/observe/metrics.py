@@ -118,7 +118,8 @@ class Metrics(Collector):
         self._counters["num_preemptions_total"] += len(record.preempted)
         if record.counts:
             self._histograms["iteration_tokens_total"].observe(sum(record.counts))
-        self._gauges = (record.num_running, record.num_waiting, 1 - record.num_free_blocks / self._num_blocks)
+        used = 1 - record.num_free_blocks / self._num_blocks if record.num_running else 0.0
+        self._gauges = (record.num_running, record.num_waiting, used)
 
     def _tokens(self, record: StepRecord) -> None:
         now, lives = record.ended_ns, self._lives
@@ -148,6 +149,9 @@ class Metrics(Collector):
     def _ended(self, request_id: str, reason: str, now: int) -> None:
         life = self._lives.pop(request_id, None)
         if life is None:
+            return
+        if reason == "rejected":
+            self._count("admission_rejections_total", reason)
             return
         self._count("request_success_total", reason)
         self._observe("e2e_request_latency_seconds", now - life.arrived)

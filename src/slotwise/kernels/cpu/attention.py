@@ -9,9 +9,14 @@ so its result does not depend on its batch-mates, bit for bit.
 
 from __future__ import annotations
 
+import functools
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
+from slotwise.kernels.base import AttentionShape
+from slotwise.kernels.cpu.cache import LANES, padded
 from slotwise.kernels.cpu.compiled import Compiled
 from slotwise.kernels.cpu.openmp import HEADER, THREAD_COUNTER
 from slotwise.kernels.cpu.simd import (
@@ -26,10 +31,11 @@ from slotwise.kernels.cpu.simd import (
     fill,
     float_of,
     kernel,
+    larger,
     load,
     store,
 )
-from slotwise.kernels.cpu.tile import LANES, STRIP, STRIP_ROW_BYTES, call_multiply
+from slotwise.kernels.cpu.tile import STRIP, STRIP_ROW_BYTES, call_multiply
 
 TILE_ROWS = 48  # as many queries (tokens x heads) as a tile may hold: its scores stay in the nearest processor cache
 SEGMENT = 256  # tokens of context one thread takes of a decode row
@@ -41,26 +47,35 @@ TILE_WORDS = 8
 
 # Arguments of `plan` and of `attend`, in words after the header.
 (
-    MULTIPLY_ADDRESS, QUERY, OUT, CACHE, TABLES, TABLE_WIDTH, QUERY_STARTS, CONTEXT_LENS, ROWS, TILES, PARTS, ARRIVALS,
+    MULTIPLY_ADDRESS, QUERY, OUT, CACHE, TABLES, TABLE_WIDTH, QUERY_STARTS, CONTEXT_LENS, ROWS, TILES, ARRIVALS, PARTS,
     SCRATCH, SCRATCH_BYTES, HEADS, KV_HEADS, DIM, DIM_PADDED, BLOCK, BLOCK_PADDED, WINDOW, SCALE_BITS, NUM_TILES,
 ) = range(HEADER, HEADER + 23)
 
 
-def tile_tokens(group: int) -> int:
-    """Tokens of a tile for `group` query heads a key-value head."""
-    return max(1, TILE_ROWS // group)
+class Room(NamedTuple):
+    """Where things lie in the memory a step's attention works in, in bytes from its start; tiles come first."""
+
+    arrivals: int
+    parts: int
+    threads: int
+    thread_bytes: int
+
+    def floats(self, threads: int) -> int:
+        """float32 words of it all."""
+        return (self.threads + threads * self.thread_bytes) // 4
 
 
-def scratch_floats(group: int, head_dim_padded: int) -> int:
-    """float32 words one thread works in: queries, scores, outputs, maxima, sums."""
-    rows = tile_tokens(group) * group
-    strips = -(-head_dim_padded // STRIP)
-    return rows * (strips * STRIP + STRIP + head_dim_padded + 2)
-
-
-def part_floats(group: int, head_dim_padded: int) -> int:
-    """float32 words of a segment's part for one key-value head."""
-    return group * (head_dim_padded + 2)
+@functools.lru_cache(maxsize=256)
+def room(shape: AttentionShape, rows: int, tokens: int, max_context_len: int) -> Room:
+    """What a step may need at most."""
+    group, width = shape.num_heads // shape.num_kv_heads, padded(shape.head_dim)
+    per_tile = max(1, TILE_ROWS // group)
+    segments = rows * (max_context_len // SEGMENT + 1)
+    arrivals = 4 * TILE_WORDS * (segments + rows + tokens // per_tile)
+    parts = arrivals + 8 * segments * shape.num_kv_heads
+    threads = parts + 4 * segments * shape.num_heads * (width + 2)
+    strips = -(-width // STRIP)
+    return Room(arrivals, parts, threads, 4 * per_tile * group * ((strips + 1) * STRIP + width + 2))
 
 
 @kernel
@@ -133,7 +148,7 @@ def _softmax(words, tile, scores, sums, state, low, high, base):
             before = load(state, row, FLOAT32)
             top = before
             for i in range(start, end):
-                top = max(top, load(scores, i, FLOAT32))
+                top = larger(top, load(scores, i, FLOAT32))
             added = np.float32(0)
             for i in range(start, end):
                 weight = exp2(load(scores, i, FLOAT32) - top)
@@ -213,7 +228,7 @@ def _join_parts(words, tile, head, sums, totals):
     for row in range(group):
         top = NO_SCORE
         for part in range(first, end, stride):
-            top = max(top, load(part, group * width + row, FLOAT32))
+            top = larger(top, load(part, group * width + row, FLOAT32))
         total = np.float32(0)
         fill(sums + row * width * 4, width, ZERO)
         for part in range(first, end, stride):

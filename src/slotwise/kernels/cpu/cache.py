@@ -37,13 +37,15 @@ class CpuCache:
     storage: Tensor  # [blocks, kv_heads, key elements + value elements]
     block_size: int  # tokens
     address: int  # of `storage`
+    geometry: tuple[int, ...]  # heads, kv_heads, head_dim, the same padded, block_size, the same padded
 
     @classmethod
     def allocate(cls, num_blocks: int, block_size: int, shape: AttentionShape, kind: torch.dtype) -> CpuCache:
         """A zeroed cache; its pages are touched only once they are written."""
         elements = sum(head_block_elements(block_size, shape.head_dim))
         storage = torch.zeros(num_blocks, shape.num_kv_heads, elements, dtype=kind)
-        return cls(storage, block_size, storage.data_ptr())
+        heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim, padded(shape.head_dim))
+        return cls(storage, block_size, storage.data_ptr(), (*heads, block_size, padded(block_size)))
 
     def keys_and_values(self, shape: AttentionShape) -> tuple[Tensor, Tensor]:
         """Both as `[blocks, block_size, kv_heads, head_dim]` views, for whoever looks in from outside."""

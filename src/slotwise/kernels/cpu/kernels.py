@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 
@@ -10,10 +11,11 @@ from torch import Tensor
 
 from slotwise.kernels.base import AttentionShape, Linear, QKNorm, RaggedBatch
 from slotwise.kernels.cpu import attention, linear, pointwise, tile
-from slotwise.kernels.cpu.cache import CpuCache, head_block_elements, padded
+from slotwise.kernels.cpu.cache import CpuCache, head_block_elements
 from slotwise.kernels.cpu.compiled import Compiled
 from slotwise.kernels.cpu.openmp import Team
 
+LOG2_E = math.log2(math.e)
 SMALL = 1 << 14  # elements one thread is through with sooner than two have met
 
 
@@ -81,8 +83,7 @@ class CpuKernels:
         norms = (0, 0, 0) if norm is None else (norm.query.data_ptr(), norm.key.data_ptr(), _bits(norm.eps))
         self._team.give(
             qkv.data_ptr(), query.data_ptr(), cache.address, rotary.data_ptr(), batch.positions.data_ptr(),
-            batch.slot_mapping.data_ptr(), len(qkv), shape.num_heads, shape.num_kv_heads, shape.head_dim,
-            padded(shape.head_dim), cache.block_size, padded(cache.block_size), *norms,
+            batch.slot_mapping.data_ptr(), len(qkv), *cache.geometry, *norms,
         )
         self._run(pointwise.ROTARY_STORE[qkv.dtype], qkv.numel())
         return query
@@ -90,23 +91,14 @@ class CpuKernels:
     def attention(self, query: Tensor, cache: CpuCache, batch: RaggedBatch, shape: AttentionShape) -> Tensor:
         """Causal attention of every row over its own cached context: `[tokens, heads * head_dim]`."""
         out = torch.empty_like(query)
-        team, rows, width = self._team, len(batch.context_lens), padded(shape.head_dim)
-        group = shape.num_heads // shape.num_kv_heads
-        segments = rows * (batch.max_context_len // attention.SEGMENT + 1)
-        tiles = segments + rows + len(query) // attention.tile_tokens(group)
-        room = attention.scratch_floats(group, width)
-        parts = segments * shape.num_kv_heads * attention.part_floats(group, width)
-        tiles_at = team.scratch(
-            tiles * attention.TILE_WORDS + 2 * segments * shape.num_kv_heads + parts + team.threads * room
-        )
-        arrivals_at = tiles_at + tiles * attention.TILE_WORDS * 4
-        parts_at = arrivals_at + segments * shape.num_kv_heads * 8
+        team, rows, tables = self._team, len(batch.context_lens), batch.block_tables
+        room = attention.room(shape, rows, len(query), batch.max_context_len)
+        base = team.scratch(room.floats(team.threads))
         team.give(
-            tile.MULTIPLY[query.dtype].address, query.data_ptr(), out.data_ptr(), cache.address,
-            batch.block_tables.data_ptr(), batch.block_tables.stride(0), batch.query_starts.data_ptr(),
-            batch.context_lens.data_ptr(), rows, tiles_at, parts_at, arrivals_at, parts_at + parts * 4, room * 4,
-            shape.num_heads, shape.num_kv_heads, shape.head_dim, width, cache.block_size, padded(cache.block_size),
-            shape.window, _bits(shape.scale * math.log2(math.e)), 0,
+            tile.MULTIPLY[query.dtype].address, query.data_ptr(), out.data_ptr(), cache.address, tables.data_ptr(),
+            tables.stride(0), batch.query_starts.data_ptr(), batch.context_lens.data_ptr(), rows,
+            base, base + room.arrivals, base + room.parts, base + room.threads, room.thread_bytes, *cache.geometry,
+            shape.window, _bits(shape.scale * LOG2_E), 0,
         )
         team.alone(attention.PLAN)
         team.together(attention.ATTEND[query.dtype])
@@ -127,6 +119,7 @@ class CpuKernels:
             self._team.together(code)
 
 
+@functools.lru_cache(maxsize=256)
 def _bits(value: float) -> int:
     """The 32 bits of `value` as float32."""
     return struct.unpack("<I", struct.pack("<f", value))[0]

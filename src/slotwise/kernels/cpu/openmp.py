@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +25,10 @@ from slotwise.kernels.cpu.compiled import Compiled
 HEADER = 16  # int64 words: work is counted in word 0, threads in word 8, each on a cache line of its own
 THREAD_COUNTER = 64  # bytes from the start of the block
 MAX_ARGUMENTS = 24
+
+
+_COUNTERS = struct.Struct(f"{8 * HEADER}x")
+_ARGUMENTS = [struct.Struct(f"{count}q") for count in range(MAX_ARGUMENTS + 1)]
 
 
 @functools.cache
@@ -50,11 +55,9 @@ class Team:
         self._scratch, self._scratch_address = _aligned(0, np.float32)
 
     def give(self, *arguments: int) -> None:
-        """Set the arguments of what runs next."""
-        block = self._block
-        block[0] = 0
-        block[8] = 0
-        block[HEADER : HEADER + len(arguments)] = arguments
+        """Set the arguments of what runs next, and the counters to zero."""
+        _COUNTERS.pack_into(self._block, 0)
+        _ARGUMENTS[len(arguments)].pack_into(self._block, 8 * HEADER, *arguments)
 
     def together(self, code: Compiled) -> None:
         """Run on all threads and wait for them."""

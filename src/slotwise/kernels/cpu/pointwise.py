@@ -1,7 +1,7 @@
 """What happens to each token by itself: norms, activation, rotary embedding with the cache write, greedy choice.
 
 Each kernel fuses what would otherwise pass through memory several times.  Arithmetic is float32, rounded once where a
-result is stored.  Threads take tokens a few at a time.
+result is stored.  A thread takes one token at a time.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from slotwise.kernels.cpu.simd import (
     fetch_add,
     float_of,
     kernel,
+    larger,
     load,
     store,
 )
 
-TAKE = 4  # tokens a thread takes at a time
 LOG2_E = np.float32(1.4426950408889634)
 
 # Arguments in words after the header: those of norms and activation, then those of the rotary embedding.
@@ -45,30 +45,54 @@ def _inverse_rms(x, size, eps, kind):
 
 
 @kernel
-def _norm_token(words, token, kind):
+def _norm(words, kind):
     """RMSNorm of `x`, or of `residual += x` where `RESIDUAL` is an address."""
     size, weight = load(words, SIZE, INT64), load(words, WEIGHT, INT64)
-    start = token * size * bytes_of(kind)
-    x, residual, out = load(words, X, INT64) + start, load(words, RESIDUAL, INT64), load(words, OUT, INT64) + start
-    if residual != 0:
-        residual += start
+    eps, tokens = float_of(load(words, EPS_BITS, INT64)), load(words, TOKENS, INT64)
+    token = fetch_add(words, 1)
+    while token < tokens:
+        start = token * size * bytes_of(kind)
+        x, residual, out = load(words, X, INT64) + start, load(words, RESIDUAL, INT64), load(words, OUT, INT64) + start
+        if residual != 0:
+            residual += start
+            for i in range(size):
+                store(residual, i, load(residual, i, kind) + load(x, i, kind), kind)
+            x = residual
+        factor = _inverse_rms(x, size, eps, kind)
         for i in range(size):
-            store(residual, i, load(residual, i, kind) + load(x, i, kind), kind)
-        x = residual
-    factor = _inverse_rms(x, size, float_of(load(words, EPS_BITS, INT64)), kind)
-    for i in range(size):
-        store(out, i, load(x, i, kind) * factor * load(weight, i, kind), kind)
+            store(out, i, load(x, i, kind) * factor * load(weight, i, kind), kind)
+        token = fetch_add(words, 1)
 
 
 @kernel
-def _silu_mul_token(words, token, kind):
-    size = load(words, SIZE, INT64)
+def _silu_mul(words, kind):
+    size, tokens = load(words, SIZE, INT64), load(words, TOKENS, INT64)
     bytes_of_row = size * bytes_of(kind)
-    gate = load(words, X, INT64) + 2 * token * bytes_of_row
-    up, out = gate + bytes_of_row, load(words, OUT, INT64) + token * bytes_of_row
-    for i in range(size):
-        value = load(gate, i, kind)
-        store(out, i, value / (np.float32(1) + exp2(-value * LOG2_E)) * load(up, i, kind), kind)
+    token = fetch_add(words, 1)
+    while token < tokens:
+        gate = load(words, X, INT64) + 2 * token * bytes_of_row
+        up, out = gate + bytes_of_row, load(words, OUT, INT64) + token * bytes_of_row
+        for i in range(size):
+            value = load(gate, i, kind)
+            store(out, i, value / (np.float32(1) + exp2(-value * LOG2_E)) * load(up, i, kind), kind)
+        token = fetch_add(words, 1)
+
+
+@kernel
+def _greedy(words, kind):
+    """The first of the largest logits of each row."""
+    size, rows = load(words, SIZE, INT64), load(words, TOKENS, INT64)
+    row = fetch_add(words, 1)
+    while row < rows:
+        logits = load(words, X, INT64) + row * size * bytes_of(kind)
+        top = load(logits, 0, kind)
+        for i in range(size):
+            top = larger(top, load(logits, i, kind))
+        chosen = 0
+        while chosen < size - 1 and load(logits, chosen, kind) != top:
+            chosen += 1
+        store(load(words, OUT, INT64), row, chosen, INT64)
+        row = fetch_add(words, 1)
 
 
 @kernel
@@ -95,7 +119,6 @@ def _rotate(words, token, head, norm, target, stride, kind):
 
 @kernel
 def _rotary_store_token(words, token, kind):
-    """Queries normed and rotated, keys and values to the cache."""
     heads, kv_heads, dim = load(words, HEADS, INT64), load(words, KV_HEADS, INT64), load(words, DIM, INT64)
     block, block_padded = load(words, BLOCK, INT64), load(words, BLOCK_PADDED, INT64)
     width, size = load(words, DIM_PADDED, INT64), bytes_of(kind)
@@ -117,60 +140,44 @@ def _rotary_store_token(words, token, kind):
 
 
 @kernel
-def _greedy_token(words, token, kind):
-    """The first of the largest logits."""
-    size = load(words, SIZE, INT64)
-    logits = load(words, X, INT64) + token * size * bytes_of(kind)
-    top = load(logits, 0, kind)
-    for i in range(size):
-        top = max(top, load(logits, i, kind))
-    chosen = 0
-    while chosen < size - 1 and load(logits, chosen, kind) != top:
-        chosen += 1
-    store(load(words, OUT, INT64), token, chosen, INT64)
-
-
-@kernel
-def _each(words, count_word, take, do, kind):
-    """`do(words, token, kind)` for every token, `take` tokens at a time."""
-    count = load(words, count_word, INT64)
-    first = fetch_add(words, take)
-    while first < count:
-        for token in range(first, min(first + take, count)):
-            do(words, token, kind)
-        first = fetch_add(words, take)
+def _rotary_store(words, kind):
+    """Queries normed and rotated, keys and values to the cache."""
+    token = fetch_add(words, 1)
+    while token < load(words, NUM_TOKENS, INT64):
+        _rotary_store_token(words, token, kind)
+        token = fetch_add(words, 1)
 
 
 def _norm_bfloat16(words):
-    _each(words, TOKENS, TAKE, _norm_token, BFLOAT16)
+    _norm(words, BFLOAT16)
 
 
 def _norm_float32(words):
-    _each(words, TOKENS, TAKE, _norm_token, FLOAT32)
+    _norm(words, FLOAT32)
 
 
 def _silu_mul_bfloat16(words):
-    _each(words, TOKENS, TAKE, _silu_mul_token, BFLOAT16)
+    _silu_mul(words, BFLOAT16)
 
 
 def _silu_mul_float32(words):
-    _each(words, TOKENS, TAKE, _silu_mul_token, FLOAT32)
+    _silu_mul(words, FLOAT32)
 
 
 def _rotary_store_bfloat16(words):
-    _each(words, NUM_TOKENS, TAKE, _rotary_store_token, BFLOAT16)
+    _rotary_store(words, BFLOAT16)
 
 
 def _rotary_store_float32(words):
-    _each(words, NUM_TOKENS, TAKE, _rotary_store_token, FLOAT32)
+    _rotary_store(words, FLOAT32)
 
 
 def _greedy_bfloat16(words):
-    _each(words, TOKENS, 1, _greedy_token, BFLOAT16)
+    _greedy(words, BFLOAT16)
 
 
 def _greedy_float32(words):
-    _each(words, TOKENS, 1, _greedy_token, FLOAT32)
+    _greedy(words, FLOAT32)
 
 
 NORM = {

@@ -20,10 +20,10 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from slotwise.kernels.cpu.cache import LANES
 from slotwise.kernels.cpu.compiled import Compiled
 from slotwise.kernels.cpu.simd import BFLOAT16, FLOAT32, bytes_of, kernel
 
-LANES = 16
 STRIP = 64  # columns of A that lie side by side
 STRIP_ROW_BYTES = 4 * STRIP
 # Heights of a tile: what keeps 2 * rows accumulators within 32 registers of 16 lanes, or fewer and narrower ones.

@@ -17,12 +17,12 @@ from tqdm import tqdm
 from slotwise import builtin
 from slotwise.compose.engine import build_engine
 from slotwise.core.params import SamplingParams
+from slotwise.core.plan import TokenLogprobs
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import Add, Finish, StepRecord
 from slotwise.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from slotwise.text.chat import load_chat_template
-from slotwise.text.detokenize import detokenizer
-from slotwise.text.stop import StopStrings
+from slotwise.text.continuation import Continuation
 from slotwise.text.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Sequence[int]] | Sequence[int]
@@ -79,6 +79,8 @@ class LLM:
             ChatTemplateError: the model has no chat template, or it refuses these messages.
         """
         template = load_chat_template(self._config.model, self.tokenizer.special_tokens)
+        if template is None:
+            raise ValueError(f"{self._config.model} has no chat template: use generate")
         return self.tokenizer.encode(template.render(conversation), add_special_tokens=False)
 
     def _job(self, prompt: Prompt, params: SamplingParams) -> _Job:
@@ -139,12 +141,15 @@ class LLM:
 
     def _deliver(self, record: StepRecord, readers: dict[str, _Reader]) -> None:
         now = record.ended_ns * 1e-9
+        ends = {end.request_id: end for end in record.ended}
         for row, (request_id, tokens) in enumerate(zip(record.request_ids, record.token_ids, strict=True)):
             reader = readers.get(request_id)
-            if tokens and reader is not None and reader.take(tokens, now):
+            if reader is None or not tokens:
+                continue
+            end = ends.get(request_id)
+            reader.take(tokens, record.logprobs[row] if record.logprobs else (), now, reason=end.reason if end else "")
+            if reader.completion.stop_reason is not None:
                 self._engine.handle(Finish(request_id, "stop"))
-            if record.logprobs and reader is not None:
-                reader.completion.logprobs.extend(record.logprobs[row])
         for end in record.ended:
             if reader := readers.pop(end.request_id, None):
                 reader.end(end.reason, now)
@@ -169,30 +174,27 @@ class _Reader:
         self._job = job
         self.completion = completion
         self.request_id = f"{job.output.request_id}-{completion.index}"
-        self._detokenizer = detokenizer(tokenizer, job.output.prompt_token_ids)
-        self._stops = StopStrings(job.params.stop)
+        params = job.params
+        self._text = Continuation(tokenizer, job.output.prompt_token_ids, params.stop, params.min_tokens)
 
-    def take(self, tokens: Sequence[int], now: float) -> bool:
-        """Add `tokens`; True when a stop string ends the text here."""
-        if self.completion.stop_reason is not None:
-            return False
-        metrics = self._job.output.metrics
+    def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], now: float, *, reason: str) -> None:
+        """Add a step's tokens; with `reason` "stop" the last of them ended the model's turn and has no text."""
+        completion, metrics = self.completion, self._job.output.metrics
+        if completion.stop_reason is not None:
+            return
         metrics.first_token_time = metrics.first_token_time or now
-        for token in tokens:
-            self.completion.token_ids.append(token)
-            text, self.completion.stop_reason = self._stops.feed(self._detokenizer.feed((token,)))
-            self.completion.text += text
-            if self.completion.stop_reason is not None:
-                return True
-        return False
+        shown = len(tokens) - (reason == "stop")
+        completion.text += self._text.feed(tokens[:shown])
+        if reason:
+            completion.text += self._text.end(tokens[shown:])
+        kept = self._text.num_tokens - len(completion.token_ids)
+        completion.token_ids += tokens[:kept]
+        completion.logprobs += logprobs[:kept]
+        completion.stop_reason = self._text.stop_reason
 
     def end(self, reason: str, now: float) -> None:
-        if self.completion.stop_reason is None:
-            text, stop = self._stops.feed(self._detokenizer.flush())
-            self.completion.text += text + self._stops.flush()
-            self.completion.stop_reason = stop
-        self.completion.finish_reason = reason
-        output = self._job.output
+        completion, output = self.completion, self._job.output
+        completion.finish_reason = "stop" if completion.stop_reason is not None else reason
         output.metrics.finished_time = now
         output.finished = all(completion.finish_reason for completion in output.outputs)
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import importlib
 import os
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numba
@@ -52,3 +56,29 @@ class Compiled:
     def call(self) -> Callable[..., None]:
         """The code as a function of Python integers; it runs without the interpreter's lock."""
         return self._code.ctypes
+
+
+def compile_beside(longest: Compiled, others: Sequence[Compiled]) -> None:
+    """Compile all of them; the first time on a machine, `longest` in a process of its own beside the others.
+
+    Compiling is Python's work for the greater part, which threads would not share out.
+    """
+    name = f"{longest._function.__module__}.{longest._function.__name__}"
+    done = Path(numba.config.CACHE_DIR) / f"{name}.compiled"
+    helper = None if done.exists() else subprocess.Popen([sys.executable, "-W", "ignore", "-m", __name__, name])
+    for code in others:
+        code.compile()
+    if helper is not None:
+        helper.wait()  # if it failed, the next line does its work
+    longest.compile()
+    with contextlib.suppress(OSError):
+        done.touch()
+
+
+def _compile_by_name(name: str) -> None:
+    module, _, function = name.rpartition(".")
+    Compiled(getattr(importlib.import_module(module), function), "void(int64)").compile()
+
+
+if __name__ == "__main__":
+    _compile_by_name(sys.argv[1])

@@ -12,7 +12,7 @@ from torch import Tensor
 from slotwise.kernels.base import AttentionShape, Linear, QKNorm, RaggedBatch
 from slotwise.kernels.cpu import attention, linear, pointwise, tile
 from slotwise.kernels.cpu.cache import CpuCache, head_block_elements
-from slotwise.kernels.cpu.compiled import Compiled
+from slotwise.kernels.cpu.compiled import Compiled, compile_beside
 from slotwise.kernels.cpu.openmp import Team
 
 LOG2_E = math.log2(math.e)
@@ -28,11 +28,11 @@ class CpuKernels:
         self._team = Team(torch.get_num_threads())
 
     def warm_up(self, kind: torch.dtype) -> None:
-        """Compile all kernels of one type, or read them from disk, before the first request needs them."""
-        for codes in (tile.MULTIPLY, linear.PRODUCT, attention.ATTEND, pointwise.NORM, pointwise.SILU_MUL,
-                      pointwise.ROTARY_STORE, pointwise.GREEDY):
-            codes[kind].compile()
-        attention.PLAN.compile()
+        """Have all kernels of one type ready, compiled or read from disk, before the first request needs them."""
+        codes = [attention.PLAN, *(table[kind] for table in (
+            tile.MULTIPLY, linear.PRODUCT, pointwise.NORM, pointwise.SILU_MUL, pointwise.ROTARY_STORE, pointwise.GREEDY
+        ))]
+        compile_beside(attention.ATTEND[kind], codes)
 
     def allocate_cache(self, num_blocks: int, block_size: int, shape: AttentionShape, kind: torch.dtype) -> CpuCache:
         """One layer's zeroed cache of `num_blocks` blocks of `block_size` tokens."""
@@ -58,8 +58,8 @@ class CpuKernels:
 
     def _norm(self, x: Tensor, residual_at: int, weight: Tensor, eps: float) -> Tensor:
         x = x.contiguous()
-        out = torch.empty_like(x)
         tokens, size = x.shape
+        out = torch.empty((tokens, size), dtype=x.dtype)
         self._team.give(x.data_ptr(), residual_at, weight.data_ptr(), out.data_ptr(), tokens, size, _bits(eps))
         self._run(pointwise.NORM[x.dtype], x.numel())
         return out
@@ -68,7 +68,7 @@ class CpuKernels:
         """`silu(gate) * up` for `gate_up [tokens, 2 * intermediate]`."""
         gate_up = gate_up.contiguous()
         tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
-        out = gate_up.new_empty(tokens, size)
+        out = torch.empty((tokens, size), dtype=gate_up.dtype)
         self._team.give(gate_up.data_ptr(), 0, 0, out.data_ptr(), tokens, size)
         self._run(pointwise.SILU_MUL[gate_up.dtype], gate_up.numel())
         return out
@@ -79,20 +79,21 @@ class CpuKernels:
     ) -> Tensor:
         """Split, norm and rotate; keys and values go to `batch.slot_mapping`; queries `[tokens, heads, head_dim]`."""
         qkv = qkv.contiguous()
-        query = qkv.new_empty(len(qkv), shape.num_heads, shape.head_dim)
+        tokens = qkv.shape[0]
+        query = torch.empty((tokens, shape.num_heads, shape.head_dim), dtype=qkv.dtype)
         norms = (0, 0, 0) if norm is None else (norm.query.data_ptr(), norm.key.data_ptr(), _bits(norm.eps))
         self._team.give(
             qkv.data_ptr(), query.data_ptr(), cache.address, rotary.data_ptr(), batch.positions.data_ptr(),
-            batch.slot_mapping.data_ptr(), len(qkv), *cache.geometry, *norms,
+            batch.slot_mapping.data_ptr(), tokens, *cache.geometry, *norms,
         )
         self._run(pointwise.ROTARY_STORE[qkv.dtype], qkv.numel())
         return query
 
     def attention(self, query: Tensor, cache: CpuCache, batch: RaggedBatch, shape: AttentionShape) -> Tensor:
         """Causal attention of every row over its own cached context: `[tokens, heads * head_dim]`."""
-        out = torch.empty_like(query)
-        team, rows, tables = self._team, len(batch.context_lens), batch.block_tables
-        room = attention.room(shape, rows, len(query), batch.max_context_len)
+        tokens, rows, tables = query.shape[0], batch.context_lens.shape[0], batch.block_tables
+        team, out = self._team, torch.empty((tokens, shape.num_heads * shape.head_dim), dtype=query.dtype)
+        room = attention.room(shape, rows, tokens, batch.max_context_len)
         base = team.scratch(room.floats(team.threads))
         team.give(
             tile.MULTIPLY[query.dtype].address, query.data_ptr(), out.data_ptr(), cache.address, tables.data_ptr(),
@@ -102,7 +103,7 @@ class CpuKernels:
         )
         team.alone(attention.PLAN)
         team.together(attention.ATTEND[query.dtype])
-        return out.flatten(1)
+        return out
 
     def greedy(self, logits: Tensor) -> Tensor:
         """The first of the largest of each row of `logits [rows, vocabulary]`: `[rows]` int64."""

@@ -185,9 +185,10 @@ def _walk(words, tile, head, queries, scores, sums, state, kind):
         columns = (high - column + LANES - 1) // LANES * LANES
         fill(scores, rows * STRIP, ZERO)
         call_multiply(multiply, rows, columns, queries, rows * STRIP_ROW_BYTES,
-                      keys + (start + column) * size, block_padded * size, dim, scores + column * 4, STRIP_ROW_BYTES)
+                      keys + (start + column) * size, block_padded * size, dim, scores + column * 4, STRIP_ROW_BYTES,
+                      0)
         _softmax(words, tile, scores, sums, state, low, high, place - low)
-        call_multiply(multiply, rows, width, scores + low * 4, 0, values, width * size, high - low, sums, width * 4)
+        call_multiply(multiply, rows, width, scores + low * 4, 0, values, width * size, high - low, sums, width * 4, 0)
         place += high - low
 
 

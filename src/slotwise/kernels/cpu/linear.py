@@ -22,6 +22,7 @@ from slotwise.kernels.cpu.tile import MULTIPLY, STRIP, STRIP_ROW_BYTES, call_mul
 
 PANEL = 32  # outputs whose weights lie together
 TILE = 12  # rows multiplied at once
+AHEAD = 4096  # bytes of weights between what is read and what is asked for
 BLOCK_FLOATS = 1 << 16  # of rows widened at once: a quarter of a typical second-level cache
 
 MULTIPLY_ADDRESS, X, WEIGHT, BIAS, OUT, TOKENS, DEPTH, OUTPUTS, BLOCK, SCRATCH, SCRATCH_BYTES = range(
@@ -77,7 +78,8 @@ def _product(words, kind):
             count = min(TILE, rows - row)
             fill(sums, TILE * PANEL, ZERO)
             call_multiply(load(words, MULTIPLY_ADDRESS, INT64), count, PANEL, strips + row * STRIP_ROW_BYTES,
-                          rows * STRIP_ROW_BYTES, weight, PANEL * bytes_of(kind), depth, sums, PANEL * 4)
+                          rows * STRIP_ROW_BYTES, weight, PANEL * bytes_of(kind), depth, sums, PANEL * 4,
+                          AHEAD)
             _store_tile(words, sums, first + row, count, panel, kind)
         item = fetch_add(words, 1)
 

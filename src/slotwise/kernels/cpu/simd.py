@@ -27,7 +27,7 @@ kernel = njit(
 )
 """Compiles a part of a kernel, which only other parts call."""
 
-_BYTE, _HALF, _INT32, _INT64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+_HALF, _INT32, _INT64 = (ir.IntType(bits) for bits in (16, 32, 64))
 _FLOAT = ir.FloatType()
 _STORED = {types.uint16: _HALF, types.float32: _FLOAT, types.int32: _INT32, types.int64: _INT64}
 
@@ -118,21 +118,6 @@ def fetch_add(typingctx, address, amount):
         return builder.atomic_rmw("add", builder.inttoptr(args[0], _INT64.as_pointer()), args[1], "seq_cst")
 
     return types.int64(types.int64, types.int64), codegen
-
-
-@intrinsic
-def prefetch(typingctx, address):
-    """Ask for the cache line at `address`, to be read soon."""
-
-    def codegen(context, builder, signature, args):
-        hint = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(ir.VoidType(), [_BYTE.as_pointer(), *[_INT32] * 3]), "llvm.prefetch.p0"
-        )
-        for_reading, keep, data = (ir.Constant(_INT32, n) for n in (0, 2, 1))
-        builder.call(hint, [builder.inttoptr(args[0], _BYTE.as_pointer()), for_reading, keep, data])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen
 
 
 def _of_two(name):

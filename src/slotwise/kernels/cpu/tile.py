@@ -53,9 +53,19 @@ def _broadcast(builder, address):
     return builder.shuffle_vector(lone, ir.Constant(_VECTOR, ir.Undefined), ir.Constant(_WIDE, [0] * LANES))
 
 
+def _prefetch(builder, address):
+    """Ask for the cache line at `address`: the processor's own prefetching stops at the end of every page."""
+    byte = ir.IntType(8).as_pointer()
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(ir.VoidType(), [byte, _INT32, _INT32, _INT32]), "llvm.prefetch.p0"
+    )
+    for_reading, keep, data = (ir.Constant(_INT32, number) for number in (0, 2, 1))
+    builder.call(function, [builder.inttoptr(address, byte), for_reading, keep, data])
+
+
 def _accumulate(builder, rows, vectors, operands, start):
     """The loop over depth, from the vectors in `start`: the accumulators at its end."""
-    a, strip_bytes, b, row_bytes, depth, kind = operands
+    a, strip_bytes, b, row_bytes, depth, ahead, kind = operands
     fma = cgutils.get_or_insert_function(
         builder.module, ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fma.v{LANES}f32"
     )
@@ -68,6 +78,7 @@ def _accumulate(builder, rows, vectors, operands, start):
     strip = builder.mul(builder.lshr(k, _constant(6)), strip_bytes)
     column = builder.add(builder.add(a, strip), builder.shl(builder.and_(k, _constant(STRIP - 1)), _constant(2)))
     line = builder.add(b, builder.mul(k, row_bytes))
+    _prefetch(builder, builder.add(line, ahead))
     width = LANES * (2 if kind == types.uint16 else 4)
     panel = [_load(builder, builder.add(line, _constant(v * width)), kind) for v in range(vectors)]
     results = []
@@ -96,12 +107,12 @@ def _emit(builder, rows, vectors, operands, c, c_row_bytes):
 
 
 @intrinsic
-def _tile(typingctx, rows, vectors, a, strip_bytes, b, row_bytes, depth, c, c_row_bytes, kind):
+def _tile(typingctx, rows, vectors, a, strip_bytes, b, row_bytes, depth, c, c_row_bytes, ahead, kind):
     """`C += A @ B` for `rows` of `ROWS` and one or two `vectors`; all strides in bytes, `depth` at least 1."""
 
     def codegen(context, builder, signature, args):
-        rows, vectors, a, strip_bytes, b, row_bytes, depth, c, c_row_bytes, _ = args
-        operands = (a, strip_bytes, b, row_bytes, depth, kind)
+        rows, vectors, a, strip_bytes, b, row_bytes, depth, c, c_row_bytes, ahead, _ = args
+        operands = (a, strip_bytes, b, row_bytes, depth, ahead, kind)
         end = builder.append_basic_block("end")
         choice = builder.switch(builder.add(builder.shl(rows, _constant(1)), vectors), end)
         for count, width in itertools.product(ROWS, (1, 2)):
@@ -113,11 +124,11 @@ def _tile(typingctx, rows, vectors, a, strip_bytes, b, row_bytes, depth, c, c_ro
         builder.position_at_end(end)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 9, kind), codegen
+    return types.void(*[types.int64] * 10, kind), codegen
 
 
 @kernel
-def _multiply(rows, columns, a, strip_bytes, b, row_bytes, depth, c, c_row_bytes, kind):
+def _multiply(rows, columns, a, strip_bytes, b, row_bytes, depth, c, c_row_bytes, ahead, kind):
     column = 0
     while column < columns:
         vectors = min(2, (columns - column) // LANES)
@@ -128,34 +139,35 @@ def _multiply(rows, columns, a, strip_bytes, b, row_bytes, depth, c, c_row_bytes
                 if size <= rows - row:
                     count = size
             _tile(count, vectors, a + row * STRIP_ROW_BYTES, strip_bytes, b + column * bytes_of(kind), row_bytes, depth,
-                  c + row * c_row_bytes + column * 4, c_row_bytes, kind)
+                  c + row * c_row_bytes + column * 4, c_row_bytes, ahead, kind)
             row += count
         column += vectors * LANES
 
 
-def _multiply_bfloat16(rows, columns, a, strip_bytes, b, row_bytes, depth, c, c_row_bytes):
-    _multiply(rows, columns, a, strip_bytes, b, row_bytes, depth, c, c_row_bytes, BFLOAT16)
+def _multiply_bfloat16(rows, columns, a, strip_bytes, b, row_bytes, depth, c, c_row_bytes, ahead):
+    _multiply(rows, columns, a, strip_bytes, b, row_bytes, depth, c, c_row_bytes, ahead, BFLOAT16)
 
 
-def _multiply_float32(rows, columns, a, strip_bytes, b, row_bytes, depth, c, c_row_bytes):
-    _multiply(rows, columns, a, strip_bytes, b, row_bytes, depth, c, c_row_bytes, FLOAT32)
+def _multiply_float32(rows, columns, a, strip_bytes, b, row_bytes, depth, c, c_row_bytes, ahead):
+    _multiply(rows, columns, a, strip_bytes, b, row_bytes, depth, c, c_row_bytes, ahead, FLOAT32)
 
 
 MULTIPLY = {
-    torch.bfloat16: Compiled(_multiply_bfloat16, types.void(*[types.int64] * 9)),
-    torch.float32: Compiled(_multiply_float32, types.void(*[types.int64] * 9)),
+    torch.bfloat16: Compiled(_multiply_bfloat16, types.void(*[types.int64] * 10)),
+    torch.float32: Compiled(_multiply_float32, types.void(*[types.int64] * 10)),
 }
-"""`multiply(rows, columns, a, strip_bytes, b, row_bytes, depth, c, c_row_bytes)`: C += A @ B for any number of rows and
-any multiple of 16 columns.  Kernels get its address and use `call_multiply`, so that it is compiled once."""
+"""`multiply(rows, columns, a, strip_bytes, b, row_bytes, depth, c, c_row_bytes, ahead)`: C += A @ B for any number of
+rows and any multiple of 16 columns, asking for B `ahead` bytes before it is read.  Kernels get its address and use
+`call_multiply`, so that it is compiled once."""
 
 
 @intrinsic
-def call_multiply(typingctx, address, rows, columns, a, strip_bytes, b, row_bytes, depth, c, c_row_bytes):
+def call_multiply(typingctx, address, rows, columns, a, strip_bytes, b, row_bytes, depth, c, c_row_bytes, ahead):
     """Call the `MULTIPLY` at `address`."""
 
     def codegen(context, builder, signature, args):
-        function = ir.FunctionType(ir.VoidType(), [_INT64] * 9)
+        function = ir.FunctionType(ir.VoidType(), [_INT64] * 10)
         builder.call(builder.inttoptr(args[0], function.as_pointer()), args[1:])
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 10), codegen
+    return types.void(*[types.int64] * 11), codegen

@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Two test processes of one compute thread each: threads that share cores wait for each other at every kernel.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 .PHONY: help serve test quick lint clean
 
@@ -12,10 +14,10 @@ serve: $(VENV)/serve.ready   ## set up and serve the built-in model on http://12
 	$(BIN)/slotwise serve $(ARGS)
 
 test: $(VENV)/test.ready lint   ## set up and run every check and every test
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 quick: $(VENV)/test.ready   ## the tests that take seconds
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
 
 lint: $(VENV)/test.ready   ## style, types, and the arrows between packages
 	$(BIN)/ruff check .

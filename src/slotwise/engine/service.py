@@ -306,7 +306,8 @@ class EngineService(asyncio.Protocol):
 
     def _fail(self, message: str) -> None:
         if not self._gone:
-            logger.error("the engine failed: %s", message)
+            if self._info is not None and self._info.done():  # else whoever waits for `ready` is told
+                logger.error("the engine failed: %s", message)
             self.failure = message
             self._let_go(message)
 

@@ -14,7 +14,7 @@ from slotwise.kernels.base import AttentionShape, QKNorm
 from slotwise.kernels.cpu import CpuKernels
 from slotwise.kernels.reference import ReferenceKernels
 
-CPU, REFERENCE = CpuKernels(), ReferenceKernels()
+CPU, REFERENCE = CpuKernels(threads=2), ReferenceKernels()
 CLOSE = {torch.float32: 5e-6, torch.bfloat16: 4e-3}  # norm of the difference over norm
 FLOATS = pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 

@@ -13,7 +13,7 @@ from slotwise.kernels.cpu.linear import onednn_linear, tiled_linear
 from slotwise.kernels.cpu.openmp import Team
 from slotwise.kernels.reference import ReferenceKernels
 
-CPU, REFERENCE = CpuKernels(), ReferenceKernels()
+CPU, REFERENCE = CpuKernels(threads=2), ReferenceKernels()
 FLOATS = pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 CLOSE = {torch.float32: 2e-6, torch.bfloat16: 3e-3}
 kinds = st.sampled_from([torch.float32, torch.bfloat16])

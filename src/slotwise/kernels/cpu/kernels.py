@@ -24,8 +24,9 @@ class CpuKernels:
 
     name = "cpu"
 
-    def __init__(self) -> None:
-        self._team = Team(torch.get_num_threads())
+    def __init__(self, threads: int | None = None) -> None:
+        """`threads` compute; None: as many as torch uses."""
+        self._team = Team(threads or torch.get_num_threads())
 
     def warm_up(self, kind: torch.dtype) -> None:
         """Have all kernels of one type ready, compiled or read from disk, before the first request needs them."""

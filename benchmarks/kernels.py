@@ -108,12 +108,10 @@ class Bench:
                       depth * outputs * self.kind.itemsize, 2 * rows * depth * outputs)
 
     def head(self, rows: int) -> None:
-        """Logits and the greedy choice."""
+        """Logits."""
         weight, x = self.kernels.linear(self.random(VOCABULARY, HIDDEN)), self.random(rows, HIDDEN)
         self.line(f"head, {rows} rows", lambda _: weight(x), VOCABULARY * HIDDEN * self.kind.itemsize,
                   2 * rows * HIDDEN * VOCABULARY)
-        logits = weight(x)
-        self.line(f"greedy, {rows} rows", lambda _: self.kernels.greedy(logits), logits.nbytes, 0)
 
     def small(self, rows: int) -> None:
         """Norms and activation."""

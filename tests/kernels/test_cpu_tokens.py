@@ -1,4 +1,4 @@
-"""The CPU's products, norms, activation and greedy choice."""
+"""The CPU's products, norms and activation."""
 
 from __future__ import annotations
 
@@ -81,15 +81,6 @@ def test_bfloat16_is_rounded_to_nearest_even():
     product = tiled_linear(torch.cat((weight, weight), dim=1), None, Team(1))
     x = torch.cat((torch.diag(high), torch.diag(low)), dim=1)
     assert torch.equal(product(x).diagonal(), values.bfloat16())
-
-
-@FLOATS
-@pytest.mark.parametrize("rows", [1, 3, 40])
-def test_greedy_takes_the_first_of_the_largest(kind, rows):
-    logits = numbers(kind, rows, 5000)
-    assert torch.equal(CPU.greedy(logits), logits.float().argmax(-1))
-    logits[:, 1234] = logits[:, 4321] = 50.0
-    assert CPU.greedy(logits).tolist() == [1234] * rows
 
 
 def test_results_are_the_same_on_any_number_of_threads():

@@ -69,6 +69,10 @@ class Kernels(Protocol):
 
     name: str
 
+    def warm_up(self, kind: dtype) -> None:
+        """Have everything for weights of one type ready before the first request needs it."""
+        ...
+
     def allocate_cache(self, num_blocks: int, block_size: int, shape: AttentionShape, kind: dtype) -> LayerCache:
         """One layer's zeroed cache of `num_blocks` blocks of `block_size` tokens."""
         ...

@@ -30,6 +30,9 @@ class ReferenceKernels:
     def __init__(self, device: str = "cpu") -> None:
         self._device = device
 
+    def warm_up(self, kind: torch.dtype) -> None:
+        """Plain torch is always ready."""
+
     def allocate_cache(self, num_blocks: int, block_size: int, shape: AttentionShape, kind: torch.dtype) -> PagedCache:
         """One layer's zeroed cache of `num_blocks` blocks of `block_size` tokens."""
         size = (num_blocks, block_size, shape.num_kv_heads, shape.head_dim)

@@ -31,7 +31,7 @@ class CpuKernels:
     def warm_up(self, kind: torch.dtype) -> None:
         """Have all kernels of one type ready, compiled or read from disk, before the first request needs them."""
         codes = [attention.PLAN, *(table[kind] for table in (
-            tile.MULTIPLY, linear.PRODUCT, pointwise.NORM, pointwise.SILU_MUL, pointwise.ROTARY_STORE, pointwise.GREEDY
+            tile.MULTIPLY, linear.PRODUCT, pointwise.NORM, pointwise.SILU_MUL, pointwise.ROTARY_STORE
         ))]
         compile_beside(attention.ATTEND[kind], codes)
 
@@ -105,14 +105,6 @@ class CpuKernels:
         team.alone(attention.PLAN)
         team.together(attention.ATTEND[query.dtype])
         return out
-
-    def greedy(self, logits: Tensor) -> Tensor:
-        """The first of the largest of each row of `logits [rows, vocabulary]`: `[rows]` int64."""
-        logits = logits.contiguous()
-        chosen = torch.empty(len(logits), dtype=torch.int64)
-        self._team.give(logits.data_ptr(), 0, 0, chosen.data_ptr(), *logits.shape)
-        self._run(pointwise.GREEDY[logits.dtype], logits.numel())
-        return chosen
 
     def _run(self, code: Compiled, elements: int) -> None:
         if elements < SMALL:

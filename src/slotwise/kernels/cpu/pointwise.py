@@ -1,4 +1,4 @@
-"""What happens to each token by itself: norms, activation, rotary embedding with the cache write, greedy choice.
+"""What happens to each token by itself: norms, activation, rotary embedding with the cache write.
 
 Each kernel fuses what would otherwise pass through memory several times.  Arithmetic is float32, rounded once where a
 result is stored.  A thread takes one token at a time.
@@ -20,7 +20,6 @@ from slotwise.kernels.cpu.simd import (
     fetch_add,
     float_of,
     kernel,
-    larger,
     load,
     store,
 )
@@ -76,23 +75,6 @@ def _silu_mul(words, kind):
             value = load(gate, i, kind)
             store(out, i, value / (np.float32(1) + exp2(-value * LOG2_E)) * load(up, i, kind), kind)
         token = fetch_add(words, 1)
-
-
-@kernel
-def _greedy(words, kind):
-    """The first of the largest logits of each row."""
-    size, rows = load(words, SIZE, INT64), load(words, TOKENS, INT64)
-    row = fetch_add(words, 1)
-    while row < rows:
-        logits = load(words, X, INT64) + row * size * bytes_of(kind)
-        top = load(logits, 0, kind)
-        for i in range(size):
-            top = larger(top, load(logits, i, kind))
-        chosen = 0
-        while chosen < size - 1 and load(logits, chosen, kind) != top:
-            chosen += 1
-        store(load(words, OUT, INT64), row, chosen, INT64)
-        row = fetch_add(words, 1)
 
 
 @kernel
@@ -172,14 +154,6 @@ def _rotary_store_float32(words):
     _rotary_store(words, FLOAT32)
 
 
-def _greedy_bfloat16(words):
-    _greedy(words, BFLOAT16)
-
-
-def _greedy_float32(words):
-    _greedy(words, FLOAT32)
-
-
 NORM = {
     torch.bfloat16: Compiled(_norm_bfloat16, "void(int64)"),
     torch.float32: Compiled(_norm_float32, "void(int64)"),
@@ -191,8 +165,4 @@ SILU_MUL = {
 ROTARY_STORE = {
     torch.bfloat16: Compiled(_rotary_store_bfloat16, "void(int64)"),
     torch.float32: Compiled(_rotary_store_float32, "void(int64)"),
-}
-GREEDY = {
-    torch.bfloat16: Compiled(_greedy_bfloat16, "void(int64)"),
-    torch.float32: Compiled(_greedy_float32, "void(int64)"),
 }

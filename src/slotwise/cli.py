@@ -28,8 +28,6 @@ ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--block-size", {"type": int, "metavar": "TOKENS", "help": "tokens of a cache block (default: the best)"}),
     ("--kv-cache-memory", {"type": int, "metavar": "BYTES", "help": "memory of the cache (default: what the slots "
                            "can use, within 40%% of what is free)"}),
-    ("--overlap", {"type": int, "choices": (0, 1), "default": 0,
-                   "help": "steps in flight while the next is planned (default: 0)"}),
     ("--seed", {"type": int, "default": 0, "help": "of the requests that bring none (default: 0)"}),
 )
 

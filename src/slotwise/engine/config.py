@@ -37,7 +37,7 @@ class EngineConfig:
     kv_cache_memory: int | None = None  # bytes; None: what the slots can use, within a share of free memory
     enable_prefix_caching: bool = False
     seed: int = 0  # of the requests that bring none
-    overlap: int = 0  # steps in flight while the next is planned, 0 or 1
+    overlap: int = 0  # steps in flight while the next is planned, 0 or 1; 1 pays once an executor computes beside us
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES:

@@ -1,0 +1,33 @@
+"""What may be imported where torch is not: the core anywhere, the API process without its weight."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+CORE = ("slotwise.core.scheduler", "slotwise.core.events", "slotwise.batching.continuous", "slotwise.policies.fcfs")
+
+
+def run_without(forbidden: tuple[str, ...], modules: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    """Import `modules` in a fresh interpreter in which `forbidden` cannot be imported."""
+    script = "; ".join([
+        "import sys, importlib", f"sys.modules.update(dict.fromkeys({forbidden!r}))",
+        f"[importlib.import_module(name) for name in {modules!r}]"])
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+
+
+def test_the_core_needs_nothing_but_the_standard_library():
+    run = run_without(("torch", "numpy", "numba", "msgspec", "tokenizers"), CORE)
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("module", ["slotwise.compose.server", "slotwise.cli", "slotwise"])
+def test_the_api_process_never_sees_torch(module):
+    run = run_without(("torch", "numpy", "numba"), (module,))
+    assert run.returncode == 0, run.stderr
+
+
+def test_what_is_forbidden_would_show():
+    assert "torch" in run_without(("torch",), ("slotwise.llm",)).stderr

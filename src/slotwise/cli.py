@@ -28,6 +28,8 @@ ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--block-size", {"type": int, "metavar": "TOKENS", "help": "tokens of a cache block (default: the best)"}),
     ("--kv-cache-memory", {"type": int, "metavar": "BYTES", "help": "memory of the cache (default: what the slots "
                            "can use, within 40%% of what is free)"}),
+    ("--enable-prefix-caching", {"action": argparse.BooleanOptionalAction, "default": False,
+                                 "help": "share the cache of equal prompt beginnings (not in this version)"}),
     ("--seed", {"type": int, "default": 0, "help": "of the requests that bring none (default: 0)"}),
 )
 

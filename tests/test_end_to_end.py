@@ -7,6 +7,7 @@ import json
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -162,6 +163,41 @@ def test_bad_input_is_told_apart_while_a_stream_goes_on(live: Live, change, stat
 def test_malformed_json_is_a_clear_error(live: Live):
     reply = httpx.post(f"{live.url}/v1/completions", content=b'{"model": ')
     assert reply.status_code == 400 and "JSON" in reply.json()["error"]["message"]
+
+
+def test_headers_without_end_close_the_connection_and_nothing_else(live: Live):
+    host, port = live.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nX-Long: ")
+        with pytest.raises(OSError):
+            for _ in range(64):
+                connection.sendall(b"a" * (1 << 20))
+            connection.recv(1)
+            raise ConnectionError("closed without a word")
+    assert httpx.get(f"{live.url}/health").status_code == 200
+    big = {"model": MODEL, "prompt": "x = 1\n" * 300_000}
+    assert httpx.post(f"{live.url}/v1/completions", json=big).status_code == 400, "a body may be larger than that"
+
+
+def test_template_variables_with_any_name_are_harmless(live: Live):
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "def main():"}], "max_tokens": 2,
+            "chat_template_kwargs": {"request": 1, "self": 2, "num_bytes": 3}}
+    assert httpx.post(f"{live.url}/v1/chat/completions", json=body).status_code == 200
+
+
+def test_a_sigterm_to_the_whole_group_lets_running_streams_finish(tmp_path):
+    with serving("--dtype", "float32", log=tmp_path / "log") as server:
+        body = {"model": MODEL, "prompt": "def main():", "max_tokens": 200, "temperature": 0, "stream": True,
+                "ignore_eos": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            (engine,) = subprocess.run(
+                ["pgrep", "-P", str(server.process.pid)], capture_output=True, text=True, check=True).stdout.split()
+            subprocess.run(["kill", "-TERM", engine, str(server.process.pid)], check=True)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]" and not any('"error"' in line for line in rest)
+        assert server.process.wait(20) == 0
 
 
 def test_sigterm_lets_running_streams_finish(tmp_path):

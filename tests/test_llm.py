@@ -80,6 +80,14 @@ def test_whoever_stops_listening_leaves_nothing_behind(llm: LLM):
     assert not llm._engine.has_work
 
 
+def test_two_generations_may_take_turns(llm: LLM):
+    expected = [generate(llm, prompt)[0].outputs[0].text for prompt in PROMPTS[:2]]
+    first = llm.stream(PROMPTS[0], GREEDY)
+    begun = next(first)
+    assert "".join(llm.stream(PROMPTS[1], GREEDY)) == expected[1]
+    assert begun + "".join(first) == expected[0]
+
+
 def test_chat_goes_through_the_template(llm: LLM):
     answer = llm.chat([{"role": "user", "content": PROMPTS[0]}], GREEDY, use_tqdm=False)
     assert answer[0].outputs[0].text == generate(llm, PROMPTS[0])[0].outputs[0].text

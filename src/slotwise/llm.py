@@ -19,7 +19,8 @@ from slotwise.compose.engine import build_engine
 from slotwise.core.params import SamplingParams
 from slotwise.core.plan import TokenLogprobs
 from slotwise.engine.config import EngineConfig
-from slotwise.engine.messages import Add, Finish, StepRecord
+from slotwise.engine.messages import Add, Finish, RowEnd, StepRecord
+from slotwise.model.locate import locate
 from slotwise.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from slotwise.text.chat import load_chat_template
 from slotwise.text.continuation import Continuation
@@ -41,11 +42,12 @@ class LLM:
     """
 
     def __init__(self, model: str | None = None, **settings: Any) -> None:
-        self._config = EngineConfig.of(model=str(model or builtin.path()), **settings)
+        self._config = EngineConfig.of(model=str(locate(model or builtin.path())), **settings)
         self._engine, self.info = build_engine(self._config)
         self.tokenizer = Tokenizer.load(self._config.model)
         self._seeds = random.Random(self._config.seed)
         self._names = itertools.count()
+        self._readers: dict[str, _Reader] = {}  # of everyone under way: a step of one call's loop serves them all
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *, use_tqdm: bool = True,
@@ -122,28 +124,31 @@ class LLM:
 
         Whoever stops iterating, by an interrupt say, ends those still running.
         """
-        readers = {}
+        own = [reader for job in jobs for reader in job.readers]
         for job in jobs:
             base = self._seeds.getrandbits(63) if job.params.seed is None else job.params.seed
             for reader in job.readers:
                 seed = (base + reader.completion.index) % 2**64
                 self._engine.handle(Add(reader.request_id, job.output.prompt_token_ids, job.params, seed))
-                readers[reader.request_id] = reader
+                self._readers[reader.request_id] = reader
         try:
-            while readers:
-                before = len(readers)
-                self._deliver(self._engine.step(), readers)
-                yield before - len(readers)
+            while own:
+                if any(reader.request_id in self._readers for reader in own):
+                    self._deliver(self._engine.step())
+                before, own = len(own), [reader for reader in own if reader.request_id in self._readers]
+                yield before - len(own)
+            for job in jobs:
+                job.raise_errors()
         finally:
-            for request_id in readers:
-                self._engine.handle(Finish(request_id, "abort"))
-            self._engine.idle_record()
+            for reader in own:
+                self._readers.pop(reader.request_id, None)
+                self._engine.handle(Finish(reader.request_id, "abort"))
 
-    def _deliver(self, record: StepRecord, readers: dict[str, _Reader]) -> None:
+    def _deliver(self, record: StepRecord) -> None:
         now = record.ended_ns * 1e-9
         ends = {end.request_id: end for end in record.ended}
         for row, (request_id, tokens) in enumerate(zip(record.request_ids, record.token_ids, strict=True)):
-            reader = readers.get(request_id)
+            reader = self._readers.get(request_id)
             if reader is None or not tokens:
                 continue
             end = ends.get(request_id)
@@ -151,10 +156,8 @@ class LLM:
             if reader.completion.stop_reason is not None:
                 self._engine.handle(Finish(request_id, "stop"))
         for end in record.ended:
-            if reader := readers.pop(end.request_id, None):
-                reader.end(end.reason, now)
-                if end.message:
-                    raise RuntimeError(end.message)
+            if reader := self._readers.pop(end.request_id, None):
+                reader.end(end, now)
 
 
 class _Job:
@@ -166,6 +169,12 @@ class _Job:
         output.outputs = [CompletionOutput(index) for index in range(params.n)]
         self.readers = [_Reader(self, completion, tokenizer) for completion in output.outputs]
 
+    def raise_errors(self) -> None:
+        """Raises RuntimeError with the first message of a continuation that failed."""
+        for reader in self.readers:
+            if reader.error:
+                raise RuntimeError(reader.error)
+
 
 class _Reader:
     """Turns one continuation's tokens into text as they come."""
@@ -175,6 +184,7 @@ class _Reader:
         self.completion = completion
         self.request_id = f"{job.output.request_id}-{completion.index}"
         params = job.params
+        self.error = ""  # why it ended, if it failed
         self._text = Continuation(tokenizer, job.output.prompt_token_ids, params.stop, params.min_tokens)
 
     def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], now: float, *, reason: str) -> None:
@@ -192,9 +202,10 @@ class _Reader:
         completion.logprobs += logprobs[:kept]
         completion.stop_reason = self._text.stop_reason
 
-    def end(self, reason: str, now: float) -> None:
+    def end(self, end: RowEnd, now: float) -> None:
         completion, output = self.completion, self._job.output
-        completion.finish_reason = "stop" if completion.stop_reason is not None else reason
+        completion.finish_reason = "stop" if completion.stop_reason is not None else end.reason
+        self.error = end.message
         output.metrics.finished_time = now
         output.finished = all(completion.finish_reason for completion in output.outputs)
 

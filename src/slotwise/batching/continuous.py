@@ -18,5 +18,5 @@ class Continuous:
         return Gate(view.max_num_seqs - view.num_running, NO_SLOT)
 
     def reserve(self, request: Request) -> int:
-        """Room for what is known, so that nobody joins only to be preempted before a first token."""
+        """Room for what is known: whoever joins needs no further block until its first token."""
         return len(request.tokens)

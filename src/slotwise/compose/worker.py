@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 import socket
 import sys
+from typing import NoReturn
 
 import msgspec
 
@@ -21,15 +22,27 @@ MAX_COMMANDS = 64  # taken in between two steps, so that a flood of arrivals can
 
 
 def main(descriptor: int) -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the API process decides when to end
+    for number in (signal.SIGINT, signal.SIGTERM):  # they reach the whole group; the API process decides when to end
+        signal.signal(number, signal.SIG_IGN)
     channel = BlockingChannel(socket.socket(fileno=descriptor))
     try:
         engine = _load(channel)
         if engine is None:
             return 1
-        _serve(engine, channel)
+        return _guarded(engine, channel)
     except ChannelClosed:
         return 0
+
+
+def _guarded(engine: Engine, channel: BlockingChannel) -> int:
+    """Serve; a fault of the engine itself is told to the API process before it ends this one."""
+    try:
+        _serve(engine, channel)
+    except ChannelClosed:
+        raise
+    except Exception as error:
+        channel.send(encode(EngineFailed(f"{type(error).__name__}: {error}")))
+        raise
 
 
 def _load(channel: BlockingChannel) -> Engine | None:
@@ -50,7 +63,7 @@ def _load(channel: BlockingChannel) -> Engine | None:
     return engine
 
 
-def _serve(engine: Engine, channel: BlockingChannel) -> None:
+def _serve(engine: Engine, channel: BlockingChannel) -> NoReturn:
     """Until the channel closes: commands, a step, its record."""
     waiting: list[bytes] = []
     while True:

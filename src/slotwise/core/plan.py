@@ -20,7 +20,6 @@ NO_SLOT = "no_slot"  # every slot is taken
 NO_BLOCKS = "no_blocks"  # the cache has no room for it
 TOKEN_BUDGET = "token_budget"  # the step's tokens are spent
 ENDING = "ending"  # its last token is already in flight
-WINDOW_OPEN = "window_open"  # the batching discipline lets nobody in at present
 
 
 class Join(NamedTuple):

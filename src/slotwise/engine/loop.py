@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from slotwise.core.events import Admitted, Committed, Event, Finished, Rejected
+from slotwise.core.events import Committed, Event, Finished, Rejected
 from slotwise.core.plan import StepPlan, StepResult
 from slotwise.core.request import Request
 from slotwise.core.scheduler import Scheduler
@@ -101,7 +101,7 @@ class Engine:
         return self._stand(StepRecord(
             plan.step, started, ended, plan.request_ids, plan.slots, plan.starts, plan.counts,
             published(plan, events), result.logprobs,
-            tuple(e.request_id for e in events if isinstance(e, Admitted)), plan.preempted, plan.refused, plan.stop,
+            tuple(join.request_id for join in plan.joins), plan.preempted, plan.refused, plan.stop,
             ends(events)))
 
     def _stand(self, record: StepRecord) -> StepRecord:

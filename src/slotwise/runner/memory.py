@@ -6,6 +6,8 @@ from pathlib import Path
 
 SHARE = 0.4  # of the memory free once the weights are loaded; the rest is for activations and for others
 
+UNLIMITED = 1 << 62  # bytes
+
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -42,6 +44,11 @@ def _machine_available() -> int:
 def _cgroup_available() -> int:
     try:
         limit = (_CGROUP / "memory.max").read_text().strip()
-        return 1 << 62 if limit == "max" else int(limit) - int((_CGROUP / "memory.current").read_text())
+        if limit == "max":
+            return UNLIMITED
+        used = int((_CGROUP / "memory.current").read_text())
+        stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
-        return 1 << 62  # no control group to speak of
+        return UNLIMITED  # no control group to speak of
+    files = int(stat.get("active_file", 0)) + int(stat.get("inactive_file", 0))  # given up when memory is wanted
+    return max(0, int(limit) - used + files)

@@ -112,8 +112,8 @@ class Sampler:
             tokens[special] = drawn = self._draw(work, [slots[r] for r in special], [num_outputs[r] for r in special])
             logprobs = self._describe(work, special, seats, drawn)
             for row, token in zip(special, drawn.tolist(), strict=True):
-                if seats[row].edits is not None and token != kernels.FAILED:
-                    seats[row].edits.record(token)
+                if seats[row].edits is not None:
+                    seats[row].edits.record(token)  # FAILED too: a step in flight already counts on it
         return Sampled(tokens.tolist(), logprobs, tuple(np.flatnonzero(tokens == kernels.FAILED).tolist()))
 
     def _greedy(self, logits: Tensor, rows: np.ndarray) -> np.ndarray:

@@ -24,12 +24,13 @@ async def completions(api: Api, exchange: Exchange) -> None:
 
 
 async def chat_completions(api: Api, exchange: Exchange) -> None:
-    request = decode(ChatRequest, await _body(api, exchange))
+    body = await _body(api, exchange)
+    request = decode(ChatRequest, body)
     _check(api, exchange, request)
     variables = request.chat_template_kwargs or {}
     if not variables.keys().isdisjoint(RESERVED_VARIABLES):
         raise bad_request("chat_template_kwargs: names a variable that the request sets", "chat_template_kwargs")
-    prompt = await api.prompts.of_chat(request, **variables)
+    prompt = await api.prompts.of_chat(request, len(body), variables)
     asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     max_tokens = api.prompts.max_tokens(asked, len(prompt), None)
     logprobs = (request.top_logprobs or 0) if request.logprobs else None

@@ -51,8 +51,9 @@ class Prompts:
         self.check(ids, "prompt")
         return ids
 
-    async def of_chat(self, request: ChatRequest | TokenizeRequest, **variables: Any) -> list[int]:
-        """Token ids of the rendered messages.
+    async def of_chat(self, request: ChatRequest | TokenizeRequest, num_bytes: int,
+                      variables: dict[str, Any]) -> list[int]:
+        """Token ids of the rendered messages, which came in a body of `num_bytes`.
 
         Raises:
             ApiError: there is no template, it refuses the messages, or they are too long.
@@ -60,14 +61,14 @@ class Prompts:
         template, messages = self._template, request.messages or []
         if template is None:
             raise bad_request("the model has no chat template; start the server with --chat-template", "messages")
-        size = _size_of(messages)
-        variables |= {"add_generation_prompt": request.add_generation_prompt}
+        _check_messages(messages)
+        variables = variables | {"add_generation_prompt": request.add_generation_prompt}
 
         def render() -> list[int]:
             text = template.render(messages, **variables)
             return self.tokenizer.encode(text, add_special_tokens=False, max_tokens=self._longest)
 
-        ids = await self._encode(size, render, "messages")
+        ids = await self._encode(num_bytes, render, "messages")
         self.check(ids, "messages")
         return ids
 
@@ -132,25 +133,22 @@ class Prompts:
         return asked
 
 
-def _size_of(messages: list[dict[str, Any]]) -> int:
-    """Characters of all messages.  Raises ApiError for a message that is none."""
+def _check_messages(messages: list[dict[str, Any]]) -> None:
+    """Raises ApiError for a message that is none."""
     if not messages or len(messages) > MAX_MESSAGES:
         raise bad_request(f"messages: must hold 1 to {MAX_MESSAGES} messages", "messages")
-    return sum(_message_size(index, message) for index, message in enumerate(messages))
+    for index, message in enumerate(messages):
+        _check_message(f"messages[{index}]", message)
 
 
-def _message_size(index: int, message: dict[str, Any]) -> int:
-    where = f"messages[{index}]"
+def _check_message(where: str, message: dict[str, Any]) -> None:
     if not isinstance(message.get("role"), str):
         raise bad_request(f"{where}.role: must be a string", "messages")
     content = message.get("content")
     if content is None or isinstance(content, str):
-        return len(content or "")
+        return
     if not isinstance(content, list):
         raise bad_request(f"{where}.content: must be a string or a list of parts", "messages")
-    size = 0
     for part in content:
         if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
             raise bad_request(f"{where}.content: only parts of type text are supported", "messages")
-        size += len(part["text"])
-    return size

@@ -70,7 +70,7 @@ class ChatTemplate:
             raise ChatTemplateError(f"the chat template does not compile: {error}") from error
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:
         """The prompt for `messages`, each with `role` and `content`.
 
         `add_generation_prompt` (true unless given) opens the assistant's answer; other variables are the template's.

@@ -40,7 +40,7 @@ CHAT_TEMPLATE = (
 class Recipe:
     """What decides the run; `microbatch` counts padded tokens."""
 
-    steps: int = 1000
+    steps: int = 800
     microbatch: int = 4096
     microbatches: int = 2
     library_repeats: int = 3

@@ -28,7 +28,7 @@ def silent(stage: str, done: int, total: int) -> None:
     """The progress of someone who does not want to hear of it."""
 
 
-BLOCK_SIZE = 64  # tokens; see measurements in docs/performance.md
+BLOCK_SIZE = 64  # tokens; what the figures in benchmarks/results/kernels-cpu.md were measured with
 
 
 def build_engine(config: EngineConfig, progress: Progress = silent) -> tuple[Engine, EngineInfo]:

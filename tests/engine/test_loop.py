@@ -96,6 +96,23 @@ def test_a_broken_step_ends_its_rows_and_nobody_else(depth):
     assert outputs(records)["later"] == expected(6)
 
 
+def test_a_row_that_cannot_sample_ends_alone_and_is_told_why():
+    class FirstRowFails(FakeExecutor):
+        def collect(self) -> StepResult:
+            result = super().collect()
+            broken = result.step == 2
+            return result._replace(tokens=((), *result.tokens[1:]), failed=(0,)) if broken else result
+
+    subject = engine(FirstRowFails(LIMITS.block_size, next_token))
+    for name in "ab":
+        subject.handle(add(name, ignore_eos=True))
+    records = run(subject)
+    ends = {end.request_id: end for record in records for end in record.ended}
+    assert ends["a"].reason == "error" and "probabilities" in ends["a"].message
+    assert ends["b"].reason == "length" and outputs(records)["b"] == expected(6)
+    assert records[-1].num_free_blocks == LIMITS.num_blocks
+
+
 def test_an_abort_between_steps_shows_in_the_next_record():
     subject = engine()
     subject.handle(add("gone", ignore_eos=True))

@@ -29,12 +29,12 @@ def main(descriptor: int) -> int:
         engine = _load(channel)
         if engine is None:
             return 1
-        return _guarded(engine, channel)
+        _guarded(engine, channel)
     except ChannelClosed:
         return 0
 
 
-def _guarded(engine: Engine, channel: BlockingChannel) -> int:
+def _guarded(engine: Engine, channel: BlockingChannel) -> NoReturn:
     """Serve; a fault of the engine itself is told to the API process before it ends this one."""
     try:
         _serve(engine, channel)

@@ -56,6 +56,3 @@ class Finished(NamedTuple):
 
 
 Event = Arrived | Rejected | Admitted | Preempted | Committed | Finished
-EVENT_TYPES: dict[str, type[Event]] = {
-    kind.__name__: kind for kind in (Arrived, Rejected, Admitted, Preempted, Committed, Finished)
-}

@@ -20,6 +20,7 @@ from slotwise.engine.executor import Executor
 from slotwise.engine.messages import Add, Command, RowEnd, StepRecord
 
 NO_STEP = -1  # a record of what happened between steps
+NO_PROBABILITIES = "the model gave no valid probabilities for the next token"  # of a row that failed alone
 
 Clock = Callable[[], int]
 """Monotonic nanoseconds."""
@@ -90,10 +91,7 @@ class Engine:
         now = self._clock()
         for request_id in self._scheduler.rollback():
             self._scheduler.finish(request_id, "error", now * 1e-9)
-        message = f"{type(error).__name__}: {error}"
-        ended = tuple(
-            RowEnd(end.request_id, end.reason, end.num_output, message if end.reason == "error" else end.message)
-            for end in ends(self._scheduler.take_events()))
+        ended = ends(self._scheduler.take_events(), f"{type(error).__name__}: {error}")
         return self._stand(StepRecord(NO_STEP, started, now, ended=ended))
 
     def _record(self, plan: StepPlan, result: StepResult, started: int, ended: int) -> StepRecord:
@@ -111,12 +109,13 @@ class Engine:
         return record
 
 
-def ends(events: list[Event]) -> tuple[RowEnd, ...]:
-    """The requests that `events` end."""
+def ends(events: list[Event], error: str = NO_PROBABILITIES) -> tuple[RowEnd, ...]:
+    """The requests that `events` end; those that end in error are told `error`."""
     found = []
     for event in events:
         if isinstance(event, Finished):
-            found.append(RowEnd(event.request_id, event.reason, event.num_output))
+            message = error if event.reason == "error" else ""
+            found.append(RowEnd(event.request_id, event.reason, event.num_output, message))
         elif isinstance(event, Rejected):
             found.append(RowEnd(event.request_id, "rejected", 0, event.message))
     return tuple(found)

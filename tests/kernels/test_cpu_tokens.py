@@ -15,7 +15,8 @@ from slotwise.kernels.reference import ReferenceKernels
 
 CPU, REFERENCE = CpuKernels(threads=2), ReferenceKernels()
 FLOATS = pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-CLOSE = {torch.float32: 2e-6, torch.bfloat16: 3e-3}
+# A result of one element may be off by bfloat16's whole rounding error, 2^-8, and still be rounded right.
+CLOSE = {torch.float32: 2e-6, torch.bfloat16: 2**-8 * 1.01}
 kinds = st.sampled_from([torch.float32, torch.bfloat16])
 
 

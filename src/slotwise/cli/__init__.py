@@ -1,0 +1,44 @@
+"""The command line: one module a command, joined here."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+import slotwise
+from slotwise.cli import offline, serve
+from slotwise.model.errors import CheckpointError
+
+COMMANDS = (serve, offline)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; a failure is one line on stderr and a status of 1."""
+    parser = build_parser()
+    asked = parser.parse_args(arguments)
+    if asked.command is None:
+        parser.print_help()
+        return 2
+    try:
+        return asked.run(asked)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, OSError, MemoryError, RuntimeError, CheckpointError) as error:
+        print(f"slotwise {asked.command}: {error}", file=sys.stderr)
+        return 1
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="slotwise", description="Serve language models with continuous batching.",
+        epilog="`slotwise COMMAND --help` explains each command.")
+    parser.add_argument("--version", action="version", version=f"slotwise {slotwise.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    for module in COMMANDS:
+        module.add(commands)
+    return parser

@@ -1,0 +1,89 @@
+"""slotwise generate and slotwise chat: a model in this process, without a server."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from slotwise.cli.options import add_command, add_engine_options, engine_settings
+from slotwise.core.params import SamplingParams
+from slotwise.engine.config import ConfigError
+
+
+def add(commands: Any) -> None:
+    generate = add_command(commands, "generate", "continue prompts and print what comes", run_generate)
+    generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="texts to continue (default: one from stdin)")
+    chat = add_command(commands, "chat", "talk to a model in the terminal", run_chat)
+    for command in (generate, chat):
+        command.add_argument("--model", help="a checkpoint's folder or a hub id (default: the built-in model)")
+        _sampling_options(command)
+        add_engine_options(command)
+
+
+def _sampling_options(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("sampling")
+    group.add_argument("--max-tokens", type=int, default=256, help="longest answer (default: 256)")
+    group.add_argument("--temperature", type=float, default=0.2, help="0 is greedy (default: 0.2)")
+    group.add_argument("--top-p", type=float, default=1.0, help="nucleus sampling (default: 1.0, off)")
+    group.add_argument("--top-k", type=int, default=0, help="most probable tokens to draw from (default: all)")
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
+
+
+def _sampling_params(asked: argparse.Namespace) -> SamplingParams:
+    return SamplingParams(
+        temperature=asked.temperature, top_p=asked.top_p, top_k=asked.top_k, max_tokens=asked.max_tokens,
+        stop=tuple(asked.stop))
+
+
+def _load(asked: argparse.Namespace) -> Any:
+    """An engine in this process, with a word to whoever waits for it."""
+    if sys.stderr.isatty():
+        print("Loading the model ...", end="\r", file=sys.stderr, flush=True)
+    from slotwise.llm import LLM
+
+    llm = LLM(asked.model, **engine_settings(asked))
+    if sys.stderr.isatty():
+        print(" " * 24, end="\r", file=sys.stderr, flush=True)
+    return llm
+
+
+def run_generate(asked: argparse.Namespace) -> int:
+    prompts = asked.prompts or [sys.stdin.read()]
+    if not all(prompts):
+        raise ConfigError("an empty prompt: give a text to continue, as an argument or on stdin")
+    params = _sampling_params(asked)
+    llm = _load(asked)
+    if len(prompts) == 1:
+        print(prompts[0], end="", flush=True)
+        for text in llm.stream(prompts[0], params):
+            print(text, end="", flush=True)
+        print()
+        return 0
+    for output in llm.generate(prompts, params, use_tqdm=sys.stderr.isatty()):
+        print(f"{output.prompt}{output.outputs[0].text}\n")
+    return 0
+
+
+def run_chat(asked: argparse.Namespace) -> int:
+    params = _sampling_params(asked)
+    llm = _load(asked)
+    if sys.stdin.isatty():
+        print("Type a message; an empty line or Ctrl-D ends.  The built-in model completes Python code.")
+    conversation: list[dict[str, str]] = []
+    while message := _ask():
+        conversation.append({"role": "user", "content": message})
+        answer = ""
+        for text in llm.stream(llm.template(conversation), params):
+            print(text, end="", flush=True)
+            answer += text
+        print()
+        conversation.append({"role": "assistant", "content": answer})
+    return 0
+
+
+def _ask() -> str:
+    try:
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        return ""

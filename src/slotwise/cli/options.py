@@ -1,0 +1,49 @@
+"""Options that several commands share, and what they make of them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from slotwise.engine.config import DEVICES, DTYPES
+
+BUILTIN_NAME = "slotwise-builtin"  # what clients call the model that ships with the package
+
+ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("--device", {"choices": DEVICES, "default": "auto", "help": "what computes (default: the best there is)"}),
+    ("--dtype", {"choices": DTYPES, "default": "auto", "help": "type of the weights (default: the checkpoint's)"}),
+    ("--max-model-len", {"type": int, "metavar": "TOKENS", "help": "longest sequence, prompt and output together"}),
+    ("--max-num-seqs", {"type": int, "default": 64, "metavar": "N", "help": "slots of the batch (default: 64)"}),
+    ("--max-num-batched-tokens", {"type": int, "metavar": "TOKENS", "help": "tokens of one step (default: 512)"}),
+    ("--long-prefill-token-threshold", {
+        "type": int, "default": 0, "metavar": "TOKENS",
+        "help": "most tokens one prompt gets in a step (default: what the budget leaves)"}),
+    ("--block-size", {"type": int, "metavar": "TOKENS", "help": "tokens of a cache block (default: the best)"}),
+    ("--kv-cache-memory", {"type": int, "metavar": "BYTES", "help": "memory of the cache (default: what the slots "
+                           "can use, within 40%% of what is free)"}),
+    ("--enable-prefix-caching", {"action": argparse.BooleanOptionalAction, "default": False,
+                                 "help": "share the cache of equal prompt beginnings (not in this version)"}),
+    ("--seed", {"type": int, "default": 0, "help": "of the requests that bring none (default: 0)"}),
+)
+
+Run = Callable[[argparse.Namespace], int]
+"""Carries out a command: its exit status."""
+
+
+def add_command(commands: Any, name: str, summary: str, run: Run) -> argparse.ArgumentParser:
+    command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+    command.set_defaults(run=run)
+    return command
+
+
+def add_engine_options(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("engine")
+    for name, options in ENGINE_OPTIONS:
+        group.add_argument(name, **options)
+
+
+def engine_settings(asked: argparse.Namespace) -> dict[str, Any]:
+    """What was asked of the engine, as `EngineConfig` names it."""
+    names = [name.removeprefix("--").replace("-", "_") for name, _ in ENGINE_OPTIONS]
+    return {name: getattr(asked, name) for name in names}

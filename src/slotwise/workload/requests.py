@@ -1,0 +1,165 @@
+"""A workload: what is asked, how long each answer is, and when.
+
+    Recipe ──generate(seed)──► Workload ──save──► JSON lines ──load──► the same Workload
+    Trace ───replay(seed)────►    │
+                                  └──prompt_ids──► token ids, the same wherever they are made
+
+Every request carries the one `max_tokens` of its workload, as clients do; how long its answer really gets is known to
+the workload alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, pstdev
+
+from slotwise.workload import forms
+from slotwise.workload.arrivals import Arrivals, AtOnce
+from slotwise.workload.lengths import MAX_LENGTH, Lengths
+from slotwise.workload.prefixes import NO_GROUP, Prefixes
+
+MAX_REQUESTS = 100_000
+MAX_SECONDS = 10**9
+FIRST_PLAIN_ID = 10  # below it vocabularies keep tokens that begin, end or pad
+NO_PREFIX = Prefixes()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkRequest:
+    """One request.  Raises ValueError for numbers that contradict each other."""
+
+    number: int  # 0, 1, 2, ...
+    arrives_at: float | None  # seconds from the start; None in a closed loop
+    num_prompt: int  # tokens, the shared prefix among them
+    num_output: int  # tokens after which it ends, though it asks for more
+    prefix: int = NO_GROUP  # the group whose beginning it shares; -1: none
+    num_prefix: int = 0  # tokens of that beginning
+
+    def __post_init__(self) -> None:
+        if self.arrives_at is not None:
+            forms.require_within("arrives_at", self.arrives_at, 0, MAX_SECONDS)
+        forms.require_within("num_prompt", self.num_prompt, 1, 2 * MAX_LENGTH)
+        forms.require_within("num_output", self.num_output, 1, MAX_LENGTH)
+        forms.require_within("num_prefix", self.num_prefix, 0, self.num_prompt)
+        if self.prefix < NO_GROUP or (self.prefix == NO_GROUP) != (self.num_prefix == 0):
+            raise ValueError(f"a prefix of {self.num_prefix} tokens cannot belong to group {self.prefix}")
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests in order of arrival.
+
+    Raises:
+        ValueError: they are not numbered 0, 1, 2, ..., not in order, longer than `max_tokens`, none, or too many.
+    """
+
+    requests: tuple[WorkRequest, ...]
+    max_tokens: int  # what every request asks for
+    users: int = 0  # of a closed loop; 0: an open one
+    seed: int = 0  # of the prompts' tokens
+    description: dict[str, str] = field(default_factory=dict)  # how it was made, for people
+
+    def __post_init__(self) -> None:
+        forms.require_within("the number of requests", len(self.requests), 1, MAX_REQUESTS)
+        forms.require_within("max_tokens", self.max_tokens, 1, MAX_LENGTH)
+        last = 0.0
+        for number, request in enumerate(self.requests):
+            objection = self._objection(request, number, last)
+            if objection:
+                raise ValueError(f"request {number}: {objection}")
+            last = request.arrives_at or 0.0
+
+    def _objection(self, request: WorkRequest, number: int, last: float) -> str:
+        """Why `request` cannot follow one that arrived at `last`; empty when it can."""
+        if request.number != number:
+            return f"is numbered {request.number}"
+        if request.num_output > self.max_tokens:
+            return f"{request.num_output} output tokens exceed the workload's max_tokens of {self.max_tokens}"
+        if (request.arrives_at is None) != (self.users > 0):
+            return "a closed loop has no times of arrival, and an open one needs them"
+        if request.arrives_at is not None and request.arrives_at < last:
+            return f"arrives at {request.arrives_at}, before the one ahead of it"
+        return ""
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(request.num_prompt for request in self.requests)
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(request.num_output for request in self.requests)
+
+    @property
+    def output_cv(self) -> float:
+        """Deviation of the outputs' lengths over their mean."""
+        lengths = [request.num_output for request in self.requests]
+        return pstdev(lengths) / fmean(lengths)
+
+    def prompt_ids(self, request: WorkRequest, vocab_size: int) -> list[int]:
+        """Token ids of a request's prompt; those of one prefix group begin alike.
+
+        Raises:
+            ValueError: the vocabulary has no tokens.
+        """
+        if vocab_size < 1:
+            raise ValueError(f"a vocabulary has at least 1 token, not {vocab_size}")
+        shared = self._ids(f"prefix {request.prefix}", request.num_prefix, vocab_size)
+        return shared + self._ids(f"prompt {request.number}", request.num_prompt - request.num_prefix, vocab_size)
+
+    def _ids(self, purpose: str, count: int, vocab_size: int) -> list[int]:
+        rng = forms.stream(self.seed, purpose)
+        first = min(FIRST_PLAIN_ID, vocab_size - 1)
+        return [first + forms.below(rng, vocab_size - first) for _ in range(count)]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What to draw a workload from.  Raises ValueError for a number out of range."""
+
+    num_requests: int
+    inputs: Lengths
+    outputs: Lengths
+    arrivals: Arrivals = field(default_factory=AtOnce)
+    prefixes: Prefixes = NO_PREFIX
+    max_tokens: int = 0  # what every request asks for, and its longest answer; 0: the longest that can be drawn
+
+    def __post_init__(self) -> None:
+        forms.require_within("the number of requests", self.num_requests, 1, MAX_REQUESTS)
+        forms.require_within("max_tokens", self.max_tokens, 0, MAX_LENGTH)
+
+    @property
+    def description(self) -> dict[str, str]:
+        return {
+            "input_lengths": str(self.inputs), "output_lengths": str(self.outputs), "arrivals": str(self.arrivals),
+        } | ({"prefix": str(self.prefixes)} if self.prefixes.groups else {})
+
+
+def generate(recipe: Recipe, seed: int = 0) -> Workload:
+    """Draw a workload.  Prompts, outputs, arrivals and prefixes come from streams of their own: to change one of them
+    leaves the others as they were.
+    """
+    inputs, outputs = forms.stream(seed, "inputs"), forms.stream(seed, "outputs")
+    lengths = [
+        (recipe.inputs.draw(inputs), recipe.outputs.draw(outputs)) for _ in range(recipe.num_requests)]
+    times = recipe.arrivals.times(forms.stream(seed, "arrivals"), recipe.num_requests)
+    max_tokens = recipe.max_tokens or recipe.outputs.longest
+    return Workload(
+        requests_of(lengths, times, max_tokens, recipe.prefixes, seed), max_tokens, recipe.arrivals.users, seed,
+        recipe.description)
+
+
+def requests_of(
+    lengths: Sequence[tuple[int, int]], times: Sequence[float], max_tokens: int, prefixes: Prefixes, seed: int,
+) -> tuple[WorkRequest, ...]:
+    """Requests of the given (prompt, output) tokens, outputs cut to `max_tokens`, behind prefixes drawn from `seed`.
+
+    Args:
+        times: seconds; empty for a closed loop.
+    """
+    groups = forms.stream(seed, "groups")
+    return tuple(
+        WorkRequest(
+            number, times[number] if times else None, prefixes.tokens + num_prompt, min(num_output, max_tokens),
+            prefixes.draw(groups), prefixes.tokens)
+        for number, (num_prompt, num_output) in enumerate(lengths))

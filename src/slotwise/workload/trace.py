@@ -1,0 +1,107 @@
+"""Recorded traffic: a CSV with the columns arrived_at (seconds), num_prefill_tokens and num_decode_tokens."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from math import isfinite
+from pathlib import Path
+
+from slotwise.workload import forms
+from slotwise.workload.arrivals import Arrivals, TraceTimes
+from slotwise.workload.lengths import MAX_LENGTH
+from slotwise.workload.prefixes import Prefixes
+from slotwise.workload.requests import MAX_REQUESTS, NO_PREFIX, Workload, requests_of
+
+COLUMNS = ("arrived_at", "num_prefill_tokens", "num_decode_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests as they were recorded, scaled."""
+
+    name: str
+    times: tuple[float, ...]  # seconds, the first at 0
+    lengths: tuple[tuple[int, int], ...]  # prompt and output tokens of each
+    length_scale: float = 1.0
+    time_scale: float = 1.0
+
+
+def read_trace(
+    path: Path | str, length_scale: float = 1.0, time_scale: float = 1.0, limit: int = MAX_REQUESTS,
+) -> Trace:
+    """The first `limit` requests of a trace.
+
+    Args:
+        length_scale: tokens are multiplied by it and rounded, to 1 at least.
+        time_scale: times are multiplied by it: 0.5 makes arrivals twice as fast.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not such a trace; the message names the line.
+    """
+    forms.require_within("a scale of lengths", length_scale, 1e-4, 100)
+    forms.require_within("a scale of time", time_scale, 0, 1e6)
+    forms.require_within("the number of requests", limit, 1, MAX_REQUESTS)
+    path = Path(path)
+    with path.open(encoding="utf-8", errors="replace", newline="") as file:
+        rows = list(islice(_rows(file, path), limit))
+    if not rows:
+        raise ValueError(f"{path}: the trace has no requests")
+    start = rows[0][0]
+    times = tuple((arrived_at - start) * time_scale for arrived_at, _, _ in rows)
+    lengths = tuple((_scaled(prompt, length_scale), _scaled(output, length_scale)) for _, prompt, output in rows)
+    return Trace(path.name, times, lengths, length_scale, time_scale)
+
+
+def replay(
+    trace: Trace, arrivals: Arrivals | None = None, max_tokens: int = 0, prefixes: Prefixes = NO_PREFIX, seed: int = 0,
+) -> Workload:
+    """The workload of a trace, with the trace's own times of arrival or with others.
+
+    Args:
+        max_tokens: what every request asks for, and its longest answer; 0: the longest of the trace.
+    """
+    arrivals = arrivals or TraceTimes()
+    times = (trace.times if isinstance(arrivals, TraceTimes)
+             else arrivals.times(forms.stream(seed, "arrivals"), len(trace.lengths)))
+    max_tokens = max_tokens or max(output for _, output in trace.lengths)
+    description = {
+        "trace": trace.name, "length_scale": forms.written(trace.length_scale),
+        "time_scale": forms.written(trace.time_scale), "arrivals": str(arrivals),
+    } | ({"prefix": str(prefixes)} if prefixes.groups else {})
+    requests = requests_of(trace.lengths, times, max_tokens, prefixes, seed)
+    return Workload(requests, max_tokens, arrivals.users, seed, description)
+
+
+def _rows(file: Iterator[str], path: Path) -> Iterator[tuple[float, int, int]]:
+    """Checked rows.  Raises ValueError with the line of the first that is wrong."""
+    reader = csv.reader(file)
+    header = [name.strip() for name in next(reader, [])]
+    if missing := [name for name in COLUMNS if name not in header]:
+        raise ValueError(f"{path}: the first line must name the columns {', '.join(COLUMNS)}; "
+                         f"{', '.join(missing)} is missing")
+    places = [header.index(name) for name in COLUMNS]
+    last = float("-inf")
+    try:
+        for row in reader:
+            arrived_at, prompt, output = (row[place] for place in places)
+            checked = _checked(float(arrived_at), int(prompt), int(output), last)
+            yield checked
+            last = checked[0]
+    except (ValueError, IndexError, csv.Error) as error:
+        raise ValueError(f"{path}, line {reader.line_num}: {error}") from None
+
+
+def _checked(arrived_at: float, prompt: int, output: int, last: float) -> tuple[float, int, int]:
+    if not isfinite(arrived_at) or arrived_at < last:
+        raise ValueError(f"arrived_at must not fall, and {arrived_at} comes after {last}")
+    forms.require_within("num_prefill_tokens", prompt, 0, MAX_LENGTH)
+    forms.require_within("num_decode_tokens", output, 0, MAX_LENGTH)
+    return arrived_at, prompt, output
+
+
+def _scaled(length: int, scale: float) -> int:
+    return max(1, min(MAX_LENGTH, round(length * scale)))

@@ -1,0 +1,132 @@
+"""Options that describe a workload, and the workload they describe."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import dataclass
+
+from slotwise.workload import arrivals, files, lengths, prefixes
+from slotwise.workload.arrivals import Arrivals
+from slotwise.workload.requests import NO_PREFIX, Recipe, Workload, generate
+from slotwise.workload.trace import read_trace, replay
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """What a command takes where nothing was asked."""
+
+    num_prompts: int = 64
+    input_lengths: str = "uniform:16:256"
+    output_lengths: str = "lognormal:64:1.0:512"
+    arrivals: str = "at-once"
+
+
+DEFAULTS = Defaults()
+DRAWN = ("input_lengths", "output_lengths")
+SCALED = ("length_scale", "time_scale")
+SHAPE = ("trace", "num_prompts", *DRAWN, "arrivals", "request_rate", "burstiness", "prefix", "max_tokens", *SCALED)
+
+
+def add_workload_options(command: argparse.ArgumentParser, defaults: Defaults = DEFAULTS) -> None:
+    """All but `--seed`, which a command with engine options has already; others call `add_seed_option`."""
+    group = command.add_argument_group("workload")
+    group.add_argument("--workload", metavar="FILE", help="repeat one that was saved")
+    group.add_argument("--trace", metavar="CSV", help="replay recorded requests: a file with the columns arrived_at, "
+                       "num_prefill_tokens, num_decode_tokens")
+    group.add_argument("--num-prompts", type=int, metavar="N", help=f"requests (default: {defaults.num_prompts})")
+    group.add_argument("--input-lengths", metavar="LENGTHS", help="tokens of the prompts: one of "
+                       + ", ".join(kind.form for kind in lengths.KINDS.values())
+                       + f" (default: {defaults.input_lengths})")
+    group.add_argument("--output-lengths", metavar="LENGTHS",
+                       help=f"tokens of the answers, likewise (default: {defaults.output_lengths})")
+    group.add_argument("--arrivals", metavar="ARRIVALS", help="one of "
+                       + ", ".join(kind.form for kind in arrivals.KINDS.values())
+                       + f" (default: {defaults.arrivals}, or the trace's)")
+    group.add_argument("--request-rate", type=float, metavar="R",
+                       help="the same as --arrivals poisson:R; inf is at-once")
+    group.add_argument("--burstiness", type=float, metavar="B",
+                       help="shape of the gamma-distributed gaps at that rate: below 1 arrivals come in bursts")
+    group.add_argument("--prefix", metavar=prefixes.Prefixes.form, help="put one of so many shared prompt beginnings "
+                       "before each prompt")
+    group.add_argument("--max-tokens", type=int, metavar="TOKENS",
+                       help="what every request asks for (default: the longest answer there can be)")
+    group.add_argument("--length-scale", type=float, metavar="X", help="multiply the lengths of a trace")
+    group.add_argument("--time-scale", type=float, metavar="X", help="multiply the times of a trace")
+    group.add_argument("--save-workload", metavar="FILE", help="write it, for --workload to repeat")
+
+
+def add_seed_option(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--seed", type=int, default=0, help="of the workload (default: 0)")
+
+
+def workload_of(asked: argparse.Namespace, defaults: Defaults = DEFAULTS) -> Workload:
+    """The workload that was asked for, saved if that was asked too.
+
+    Raises:
+        ValueError: one line about options that contradict each other or cannot be.
+        OSError: a file cannot be read or written.
+    """
+    _refuse_contradictions(asked)
+    workload = _workload(asked, defaults)
+    if asked.save_workload:
+        files.save(workload, asked.save_workload)
+    return workload
+
+
+def _workload(asked: argparse.Namespace, defaults: Defaults) -> Workload:
+    if asked.workload:
+        return files.load(asked.workload)
+    if asked.max_tokens is not None and asked.max_tokens < 1:
+        raise ValueError(f"--max-tokens must be at least 1, not {asked.max_tokens}")
+    shared = prefixes.parse(asked.prefix) if asked.prefix else NO_PREFIX
+    max_tokens = asked.max_tokens or 0
+    num_prompts = defaults.num_prompts if asked.num_prompts is None else asked.num_prompts
+    if asked.trace:
+        trace = read_trace(asked.trace, _or(asked.length_scale, 1.0), _or(asked.time_scale, 1.0), num_prompts)
+        return replay(trace, _arrivals(asked, "trace"), max_tokens, shared, asked.seed)
+    recipe = Recipe(
+        num_prompts, lengths.parse(asked.input_lengths or defaults.input_lengths),
+        lengths.parse(asked.output_lengths or defaults.output_lengths), _arrivals(asked, defaults.arrivals), shared,
+        max_tokens)
+    return generate(recipe, asked.seed)
+
+
+def _arrivals(asked: argparse.Namespace, default: str) -> Arrivals:
+    if asked.request_rate is None:
+        return arrivals.parse(asked.arrivals or default)
+    if math.isinf(asked.request_rate) and asked.request_rate > 0:
+        return arrivals.AtOnce()
+    if asked.burstiness in (None, 1.0):
+        return arrivals.Poisson(asked.request_rate)
+    if not asked.burstiness > 0:
+        raise ValueError(f"--burstiness must be above 0, not {asked.burstiness}")
+    return arrivals.Gamma(asked.request_rate, asked.burstiness**-0.5)
+
+
+def _refuse_contradictions(asked: argparse.Namespace) -> None:
+    """Raises ValueError for two options of which one would be without effect."""
+    if asked.workload:
+        _refuse(asked, SHAPE, "--workload repeats what was saved")
+    if asked.trace:
+        _refuse(asked, DRAWN, "--trace brings its lengths along")
+    else:
+        _refuse(asked, SCALED, "nothing to scale without --trace")
+    if asked.arrivals is not None:
+        _refuse(asked, ("request_rate", "burstiness"), "--arrivals says it all")
+    if asked.arrivals == "trace" and not asked.trace:
+        raise ValueError("--arrivals trace needs --trace")
+    if asked.burstiness is not None and (asked.request_rate is None or math.isinf(asked.request_rate)):
+        raise ValueError("--burstiness needs a finite --request-rate")
+    if asked.time_scale is not None and (asked.request_rate is not None or asked.arrivals not in (None, "trace")):
+        raise ValueError("--time-scale has no effect on arrivals that are not the trace's")
+
+
+def _refuse(asked: argparse.Namespace, names: tuple[str, ...], why: str) -> None:
+    for name in names:
+        if getattr(asked, name) is not None:
+            raise ValueError(f"{why}: leave out --{name.replace('_', '-')}")
+
+
+def _or(asked: float | None, default: float) -> float:
+    return default if asked is None else asked

@@ -1,0 +1,95 @@
+"""What arithmetic alone says of a discipline: decode steps counted from the output lengths, without any engine.
+
+Everything is queued before the first step, prompts fit the step they join in, and a request of L output tokens takes
+part in L steps: its first token comes with its prompt's step.
+
+    static, 2 slots, lengths 4 1 2 2        continuous, the same lengths
+    slot 0  A A A A C C                     slot 0  A A A A .
+    slot 1  B . . . D D   6 steps           slot 1  B C C D D   5 steps
+
+Iteration-level scheduling after Orca (Yu et al., OSDI 2022): a freed slot is refilled at the next step, which is list
+scheduling (Graham, 1969) of the lengths on the slots.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+Draw = Callable[[random.Random], int]
+"""Draws one output length, at least 1."""
+
+
+def one_at_a_time_steps(lengths: Sequence[int], slots: int = 1) -> int:
+    """Decode steps when nobody shares a step with anybody, however many slots there are."""
+    return sum(lengths)
+
+
+def static_steps(lengths: Sequence[int], slots: int) -> int:
+    """Decode steps of groups of `slots` in order of arrival, each as long as its longest member."""
+    return sum(max(group) for group in _groups(lengths, slots))
+
+
+def continuous_steps(lengths: Sequence[int], slots: int) -> int:
+    """Decode steps when whoever is next in line takes the slot that is free first."""
+    free_at = [0] * slots  # a heap: the step from which each slot is free
+    for length in lengths:
+        heapq.heapreplace(free_at, free_at[0] + length)
+    return max(free_at)
+
+
+DECODE_STEPS: dict[str, Callable[[Sequence[int], int], int]] = {
+    "one_at_a_time": one_at_a_time_steps, "static": static_steps, "dynamic": static_steps, "orca": continuous_steps,
+    "continuous": continuous_steps,
+}
+"""By discipline, where every slot can be filled: with the whole workload queued and cache enough for all slots."""
+
+
+def step_ratio(lengths: Sequence[int], slots: int) -> float:
+    """Decode steps of static over continuous batching for these very lengths; 1.0 when they are all the same."""
+    return static_steps(lengths, slots) / continuous_steps(lengths, slots)
+
+
+def padded_tokens(prompts: Sequence[int], slots: int) -> int:
+    """Prompt tokens computed for nothing when each group of `slots` is padded to its longest prompt."""
+    return sum(max(group) * len(group) - sum(group) for group in _groups(prompts, slots))
+
+
+def longest_over_mean(lengths: Iterable[int], slots: int) -> float:
+    """The ratio that `step_ratio` approaches in an endless queue: E[longest of `slots`] / E[length].
+
+    `lengths` stand for their distribution: the i-th of n in order is the longest of a group with probability
+    (i/n)^slots - ((i-1)/n)^slots.
+    """
+    ordered = sorted(lengths)
+    count = len(ordered)
+    longest = sum(
+        length * ((rank / count) ** slots - ((rank - 1) / count) ** slots)
+        for rank, length in enumerate(ordered, start=1))
+    return longest / statistics.fmean(ordered)
+
+
+class Expected(NamedTuple):
+    """A ratio over many draws: its mean, and the standard deviation of a single draw around it."""
+
+    mean: float
+    deviation: float
+
+
+def expected_step_ratio(draw: Draw, slots: int, num_requests: int, trials: int, seed: int) -> Expected:
+    """Monte Carlo: `step_ratio` of `trials` workloads of `num_requests` lengths each."""
+    rng = random.Random(seed)
+    ratios = [step_ratio([draw(rng) for _ in range(num_requests)], slots) for _ in range(trials)]
+    return Expected(statistics.fmean(ratios), statistics.stdev(ratios))
+
+
+def coefficient_of_variation(lengths: Sequence[int]) -> float:
+    """Standard deviation over mean: 0 for fixed lengths, 1 for exponential ones."""
+    return statistics.pstdev(lengths) / statistics.fmean(lengths)
+
+
+def _groups(lengths: Sequence[int], slots: int) -> list[Sequence[int]]:
+    return [lengths[first : first + slots] for first in range(0, len(lengths), slots)]

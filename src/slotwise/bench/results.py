@@ -1,0 +1,82 @@
+"""Results on disk: what ran where, so that two files can be compared honestly."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import slotwise
+
+GIT_SECONDS = 5.0
+
+
+def environment() -> dict[str, Any]:
+    """Software and machine.  `commit` is empty outside a checkout, and ends in "-dirty" with uncommitted changes."""
+    return {
+        "slotwise": slotwise.__version__, "python": platform.python_version(), "torch": _installed("torch"),
+        "commit": commit(), "machine": machine(), "cores": _cores(),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def commit(folder: Path | None = None) -> str:
+    """The commit checked out in `folder`, by default where this package's own source lies; empty if there is none."""
+    folder = folder or Path(slotwise.__file__).parents[2]
+    if not (folder / ".git").exists():
+        return ""
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"]
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=GIT_SECONDS, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def machine() -> str:
+    """The processor's model, as far as the system tells."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def write_json(path: Path | str, result: dict[str, Any]) -> None:
+    """Write whole or not at all.
+
+    Raises:
+        OSError: the folder cannot be written to.
+        ValueError: the result holds a number that JSON has no word for.
+    """
+    path = Path(path)
+    text = json.dumps(result, allow_nan=False)
+    unfinished = path.with_name(path.name + ".tmp")
+    unfinished.write_text(text + "\n", encoding="utf-8")
+    unfinished.replace(path)
+
+
+def default_filename(kind: str, model: str) -> str:
+    """A name that says what ran and when."""
+    name = "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in Path(model).name)
+    return f"{kind}-{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
+
+
+def _installed(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _cores() -> int:
+    """Those this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

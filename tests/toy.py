@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 
-from slotwise.batching.continuous import Continuous
+from slotwise.batching.continuous import Chunked
 from slotwise.core.events import Admitted, Committed, Finished, Preempted, Rejected
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.core.plan import StepPlan
 from slotwise.core.request import Request
 from slotwise.core.scheduler import Scheduler
+from slotwise.core.seams import Discipline
 from slotwise.engine.executor import FakeExecutor
 from slotwise.policies.fcfs import FirstComeFirstServed
 
@@ -35,8 +37,8 @@ def alone(request: Request, limits: SchedulerLimits) -> list[int]:
     return tokens[request.num_prompt:]
 
 
-def scheduler(limits: SchedulerLimits) -> Scheduler:
-    return Scheduler(limits, Continuous(), FirstComeFirstServed())
+def scheduler(limits: SchedulerLimits, discipline: Discipline | None = None) -> Scheduler:
+    return Scheduler(limits, discipline or Chunked(), FirstComeFirstServed())
 
 
 def request(name: str, prompt: Sequence[int], max_tokens: int | None = 8, **params: object) -> Request:
@@ -46,9 +48,10 @@ def request(name: str, prompt: Sequence[int], max_tokens: int | None = 8, **para
 class Driver:
     """A scheduler and a fake executor, stepped by hand; remembers what was published and how everyone ended."""
 
-    def __init__(self, limits: SchedulerLimits) -> None:
+    def __init__(self, limits: SchedulerLimits, discipline: Discipline | None = None) -> None:
         self.limits = limits
-        self.scheduler = scheduler(limits)
+        self.discipline = discipline or Chunked()
+        self.scheduler = scheduler(limits, self.discipline)
         self.executor = FakeExecutor(limits.block_size, next_token)
         self.plans: list[StepPlan] = []
         self.flying: list[StepPlan] = []
@@ -66,16 +69,31 @@ class Driver:
         self.scheduler.finish(name, reason, self.now)
         self._fold()
 
+    def configure(self, discipline: Discipline, max_num_seqs: int, spare_tokens: int) -> None:
+        """Another discipline and other limits, from the next plan on."""
+        self.limits = replace(
+            self.limits, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_seqs + spare_tokens)
+        self.discipline = discipline
+        self.scheduler.configure(self.limits, discipline)
+
     def plan(self) -> StepPlan:
         plan = self.scheduler.plan(self.now)
         self.scheduler.check()
-        assert plan.num_tokens <= self.limits.max_num_batched_tokens, "over the token budget"
-        assert len(plan.slots) == len(set(plan.slots)) <= self.limits.max_num_seqs
+        self._check_budget(plan)
+        assert len(plan.slots) == len(set(plan.slots))
+        assert not plan.joins or len(plan.slots) <= self.limits.max_num_seqs
         self.executor.submit(plan)
         self.plans.append(plan)
         self.flying.append(plan)
         self._fold()
         return plan
+
+    def _check_budget(self, plan: StepPlan) -> None:
+        """Prompts that are not cut may exceed it, by no more than the last of them."""
+        budget, counts = self.discipline.budget(self.limits), plan.counts
+        if not isinstance(self.discipline, Chunked):
+            counts = counts[:-1]
+        assert sum(counts) <= budget, "over the token budget"
 
     def commit(self) -> None:
         self.now += 1.0

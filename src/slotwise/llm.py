@@ -134,6 +134,7 @@ class LLM:
         try:
             while own:
                 if any(reader.request_id in self._readers for reader in own):
+                    time.sleep(self._engine.wait())
                     self._deliver(self._engine.step())
                 before, own = len(own), [reader for reader in own if reader.request_id in self._readers]
                 yield before - len(own)

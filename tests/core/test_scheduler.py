@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 from toy import EOS, Driver, alone, next_token, request
 
+from slotwise.batching.continuous import Chunked
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.plan import NO_BLOCKS, NO_SLOT, TOKEN_BUDGET, StepResult
+from slotwise.core.plan import StepResult
+from slotwise.core.reasons import NO_BLOCKS, NO_SLOT, TOKEN_BUDGET
 from slotwise.core.request import IllegalTransition, State
+from slotwise.core.seams import NEVER
 
 
 def limits(**changes: int) -> SchedulerLimits:
@@ -53,14 +56,14 @@ def test_decode_rows_and_a_chunk_of_a_long_prompt_share_a_step():
 
 
 def test_a_threshold_cuts_long_prompts_so_that_others_join_beside_them():
-    driver = Driver(limits(long_prefill_token_threshold=5))
+    driver = Driver(limits(), Chunked(5))
     driver.add(lasting("long", num_prompt=20))
     driver.add(lasting("short", num_prompt=4))
     assert driver.plan().counts == (5, 4)
 
 
 def test_a_long_prompt_never_stalls_rows_behind_it():
-    driver = Driver(limits(max_num_batched_tokens=8, long_prefill_token_threshold=6, max_num_seqs=4))
+    driver = Driver(limits(max_num_batched_tokens=8, max_num_seqs=4), Chunked(6))
     driver.add(lasting("first", num_prompt=40))
     driver.add(lasting("second", num_prompt=2))
     driver.plan()
@@ -83,7 +86,7 @@ def test_whoever_waits_is_told_why(changes, blocker, reason):
     driver.add(lasting("blocked", num_prompt=4, max_tokens=2))
     driver.add(lasting("behind", num_prompt=1, max_tokens=2))
     plan = driver.plan()
-    assert plan.stop == (reason, "blocked", 1)
+    assert plan.stop == (reason, "blocked", 1, NEVER)
     assert plan.refused == (("blocked", reason),)
 
 
@@ -140,7 +143,7 @@ def test_rows_certain_to_end_by_length_are_not_planned_again():
 
 @pytest.mark.parametrize("when", ["waiting", "prefilling", "decoding", "in flight", "preempted"])
 def test_an_abort_in_any_state_gives_everything_back(when):
-    driver = Driver(limits(num_blocks=5, block_size=2, max_model_len=11, long_prefill_token_threshold=2))
+    driver = Driver(limits(num_blocks=5, block_size=2, max_model_len=11), Chunked(2))
     driver.add(lasting("other", 3, 6))
     driver.add(lasting("aborted", 3, 6))
     if when != "waiting":
@@ -228,7 +231,7 @@ def test_states_change_along_the_table_only():
 
 
 @pytest.mark.parametrize("changes", [
-    {"num_blocks": 0}, {"max_num_seqs": 0}, {"long_prefill_token_threshold": -1}, {"max_num_batched_tokens": 3}])
+    {"num_blocks": 0}, {"max_num_seqs": 0}, {"max_num_batched_tokens": 3}])
 def test_limits_that_nothing_can_run_under_are_refused(changes):
     with pytest.raises(ValueError, match=next(iter(changes))):
         limits(**changes)

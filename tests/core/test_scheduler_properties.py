@@ -6,26 +6,37 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy import VOCAB, Driver, alone, request
 
+from slotwise.batching.continuous import Alone, Chunked, Inline
+from slotwise.batching.groups import Dynamic, OneAtATime, Static
+from slotwise.batching.orca import Orca
 from slotwise.core.limits import SchedulerLimits
+from slotwise.core.reasons import ENDING, PROMPTS_ALONE, TOKEN_BUDGET
+from slotwise.core.seams import Discipline
 
 LIMITS = st.builds(
-    lambda slots, extra, blocks, size, threshold, longest: SchedulerLimits(
+    lambda slots, extra, blocks, size, longest: SchedulerLimits(
         max_model_len=longest, num_blocks=blocks, block_size=size, max_num_seqs=slots,
-        max_num_batched_tokens=slots + extra, long_prefill_token_threshold=threshold),
-    st.integers(1, 6), st.integers(0, 20), st.integers(1, 12), st.integers(1, 5), st.integers(0, 7),
-    st.integers(2, 40))
+        max_num_batched_tokens=slots + extra),
+    st.integers(1, 6), st.integers(0, 20), st.integers(1, 12), st.integers(1, 5), st.integers(2, 40))
+DISCIPLINE = st.one_of(
+    st.builds(Chunked, st.integers(0, 7)),
+    st.builds(Inline), st.builds(Alone), st.builds(Orca), st.builds(OneAtATime), st.builds(Static, st.integers(1, 6)),
+    st.builds(Dynamic, st.integers(1, 6), st.floats(0, 5)))
 PROMPT = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=24)
 OPERATION = st.one_of(
     st.tuples(st.just("add"), PROMPT, st.integers(1, 20), st.integers(0, 3)),
     st.tuples(st.just("abort"), st.integers(0, 30)),
     st.tuples(st.just("plan")),
     st.tuples(st.just("commit")),
+    st.tuples(st.just("switch"), DISCIPLINE, st.integers(1, 6), st.integers(0, 20)),
 )
 
 
-def play(limits: SchedulerLimits, operations: list[tuple]) -> tuple[Driver, dict[str, list[int]]]:
+def play(
+    limits: SchedulerLimits, discipline: Discipline, operations: list[tuple],
+) -> tuple[Driver, dict[str, list[int]]]:
     """Carry out `operations`, then run to the end: the driver, and the output each request should have had."""
-    driver, expected = Driver(limits), {}
+    driver, expected = Driver(limits, discipline), {}
     for operation in operations:
         match operation:
             case ("add", prompt, max_tokens, min_tokens):
@@ -39,14 +50,16 @@ def play(limits: SchedulerLimits, operations: list[tuple]) -> tuple[Driver, dict
                 driver.plan()
             case ("commit",) if driver.flying:
                 driver.commit()
+            case ("switch", other, slots, extra):
+                driver.configure(other, min(slots, limits.max_num_seqs), extra)
     driver.run()
     return driver, expected
 
 
-@settings(max_examples=400, deadline=None)
-@given(LIMITS, st.lists(OPERATION, max_size=60))
-def test_every_request_ends_once_with_its_own_tokens(limits, operations):
-    driver, expected = play(limits, operations)
+@settings(max_examples=600, deadline=None)
+@given(LIMITS, DISCIPLINE, st.lists(OPERATION, max_size=60))
+def test_every_request_ends_once_with_its_own_tokens(limits, discipline, operations):
+    driver, expected = play(limits, discipline, operations)
     assert driver.ended.keys() == expected.keys()
     for name, reason in driver.ended.items():
         got = driver.output.get(name, [])
@@ -59,32 +72,36 @@ def test_every_request_ends_once_with_its_own_tokens(limits, operations):
     assert driver.scheduler.num_free_blocks == limits.num_blocks
 
 
-@settings(max_examples=100, deadline=None)
-@given(LIMITS, st.lists(OPERATION, max_size=40))
-def test_the_same_calls_give_the_same_plans(limits, operations):
-    first, _ = play(limits, operations)
-    second, _ = play(limits, operations)
+@settings(max_examples=150, deadline=None)
+@given(LIMITS, DISCIPLINE, st.lists(OPERATION, max_size=40))
+def test_the_same_calls_give_the_same_plans(limits, discipline, operations):
+    first, _ = play(limits, discipline, operations)
+    second, _ = play(limits, discipline, operations)
     assert first.plans == second.plans
 
 
-@settings(max_examples=200, deadline=None)
-@given(LIMITS, st.lists(OPERATION, max_size=60))
-def test_every_running_row_moves_and_whoever_waits_is_told_why(limits, operations):
-    driver, _ = play(limits, operations)
-    running: set[int] = set()
+@settings(max_examples=300, deadline=None)
+@given(LIMITS, DISCIPLINE, st.lists(OPERATION, max_size=60))
+def test_whoever_has_a_slot_runs_or_is_told_why_and_so_is_the_first_who_waits(limits, discipline, operations):
+    driver, _ = play(limits, discipline, operations)
+    seated: dict[int, str] = {}
     for plan in driver.plans:
-        running = (running - set(plan.leaves)) | {join.slot for join in plan.joins}
-        named = {decision.reason for decision in plan.refused}
-        assert set(plan.slots) <= running
-        if len(plan.slots) < len(running):
-            assert named >= {"ending"}, "a row stood still without a reason"
+        for slot in plan.leaves:
+            seated.pop(slot, None)
+        seated |= {join.slot: join.request_id for join in plan.joins}
+        named = {decision.request_id: decision.reason for decision in plan.refused}
+        rows = set(plan.request_ids)
+        assert rows <= set(seated.values())
+        for name in set(seated.values()) - rows:
+            assert named[name] in (ENDING, TOKEN_BUDGET, PROMPTS_ALONE)
         if plan.stop:
-            assert plan.refused[-1] == (plan.stop.first_blocked, plan.stop.reason)
+            assert named[plan.stop.first_blocked] == plan.stop.reason
 
 
 @settings(max_examples=200, deadline=None)
-@given(LIMITS, st.lists(st.tuples(st.just("add"), PROMPT, st.integers(1, 20), st.just(0)), min_size=1, max_size=20))
-def test_first_come_first_served_starts_in_order_of_arrival(limits, operations):
-    driver, _ = play(limits, operations)
+@given(LIMITS, DISCIPLINE, st.lists(
+    st.tuples(st.just("add"), PROMPT, st.integers(1, 20), st.just(0)), min_size=1, max_size=20))
+def test_first_come_first_served_starts_in_order_of_arrival(limits, discipline, operations):
+    driver, _ = play(limits, discipline, operations)
     first_starts = list(dict.fromkeys(driver.admitted))
     assert first_starts == sorted(first_starts, key=lambda name: int(name[1:]))

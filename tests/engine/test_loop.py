@@ -78,7 +78,7 @@ def test_a_record_tells_who_ran_who_joined_who_waits_and_why():
         subject.handle(add(name, ignore_eos=True))
     record = subject.step()
     assert record.request_ids == record.admitted == ("a", "b", "c")
-    assert record.counts == (3, 3, 2) and record.stop == ("no_slot", "d", 0)
+    assert record.counts == (3, 3, 2) and record.stop == ("no_slot", "d", 0, NEVER)
     assert (record.num_running, record.num_waiting, record.num_free_blocks) == (3, 1, 5)
     assert record.started_ns < record.ended_ns
 

@@ -10,17 +10,21 @@ from typing import Any
 import pytest
 from toy import EOS, VOCAB, alone, next_token, scheduler
 
+from slotwise.batching.settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import Request
 from slotwise.engine.channel import BlockingChannel, ChannelClosed, frame, pair
 from slotwise.engine.executor import FakeExecutor
+from slotwise.engine.generation import AT_THE_END, Chunk, Generation
 from slotwise.engine.loop import Engine
-from slotwise.engine.messages import EngineFailed, EngineInfo, Finish, Loading, decode_command, encode
-from slotwise.engine.service import AT_THE_END, Chunk, EngineError, EngineService, Generation, Refused
+from slotwise.engine.messages import Add, EngineFailed, EngineInfo, Finish, Loading, decode_command, encode
+from slotwise.engine.scheduling import Scheduling
+from slotwise.engine.service import EngineError, EngineService, Refused
 
 LIMITS = SchedulerLimits(max_model_len=64, num_blocks=64, block_size=4, max_num_seqs=8, max_num_batched_tokens=32)
-INFO = EngineInfo("toy", "cpu", "float32", VOCAB, LIMITS, (EOS,))
+SCHEDULING = Scheduling(Batching(), LIMITS.max_num_seqs, LIMITS.max_num_batched_tokens)
+INFO = EngineInfo("toy", "cpu", "float32", VOCAB, LIMITS, SCHEDULING, (EOS,))
 FOREVER = SamplingParams(max_tokens=50, ignore_eos=True)
 
 
@@ -102,7 +106,7 @@ async def all_of(generation: Generation) -> list[Chunk]:
 def test_tokens_arrive_as_the_engine_makes_them() -> None:
     async def play(service: EngineService, other: Other, notes: Notes) -> None:
         params = SamplingParams(max_tokens=9, ignore_eos=True)
-        generations = {name: service.submit(name, [1, 2, at], params, 0) for at, name in enumerate("abc")}
+        generations = {name: service.submit(Add(name, [1, 2, at], params, 0)) for at, name in enumerate("abc")}
         reading = {name: asyncio.create_task(all_of(generation)) for name, generation in generations.items()}
         await run_out(other)
         for at, name in enumerate("abc"):
@@ -119,7 +123,7 @@ def test_tokens_arrive_as_the_engine_makes_them() -> None:
 
 def test_a_consumer_that_is_behind_gets_it_all_at_once() -> None:
     async def play(service: EngineService, other: Other, notes: Notes) -> None:
-        generation = service.submit("a", [1], SamplingParams(max_tokens=9, ignore_eos=True), 0)
+        generation = service.submit(Add("a", [1], SamplingParams(max_tokens=9, ignore_eos=True), 0))
         await run_out(other)
         (chunk,) = await all_of(generation)
         assert len(chunk.token_ids) == 9 and chunk.finish_reason == "length"
@@ -131,7 +135,7 @@ def test_a_consumer_that_is_behind_gets_it_all_at_once() -> None:
 @pytest.mark.parametrize(("interval", "sizes"), [(4, [4, 4, 2]), (AT_THE_END, [10]), (1, [1] * 10)])
 def test_the_interval_gathers_tokens(interval: int, sizes: list[int]) -> None:
     async def play(service: EngineService, other: Other, notes: Notes) -> None:
-        generation = service.submit("a", [1], SamplingParams(max_tokens=10, ignore_eos=True), 0)
+        generation = service.submit(Add("a", [1], SamplingParams(max_tokens=10, ignore_eos=True), 0))
         generation.interval = interval
         reading = asyncio.create_task(all_of(generation))
         await run_out(other)
@@ -142,7 +146,7 @@ def test_the_interval_gathers_tokens(interval: int, sizes: list[int]) -> None:
 
 def test_finishing_from_this_side_happens_once() -> None:
     async def play(service: EngineService, other: Other, notes: Notes) -> None:
-        generation = service.submit("a", [1], FOREVER, 0)
+        generation = service.submit(Add("a", [1], FOREVER, 0))
         reading = asyncio.create_task(all_of(generation))
         for _ in range(3):
             await settle()
@@ -154,42 +158,42 @@ def test_finishing_from_this_side_happens_once() -> None:
         chunks = await reading
         assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == ["stop"]
         with pytest.raises(Refused) as caught:
-            service.submit("a", [1], FOREVER, 0)  # the engine still has one of that name
+            service.submit(Add("a", [1], FOREVER, 0))  # the engine still has one of that name
         assert caught.value.kind == "duplicate_id"
         await settle()
         other.step()
         await settle()
         assert [(f.request_id, f.reason) for f in other.finished] == [("a", "stop")]
         assert notes.ends == [("a", "stop")] and not other.engine.has_work
-        service.submit("a", [1], FOREVER, 0)
+        service.submit(Add("a", [1], FOREVER, 0))
 
     scenario(play)
 
 
 def test_refusals() -> None:
     async def play(service: EngineService, other: Other, notes: Notes) -> None:
-        first = service.submit("a", [1], FOREVER, 0)
+        first = service.submit(Add("a", [1], FOREVER, 0))
         kinds = []
         for name in ("a", "b", "c"):
             try:
-                service.submit(name, [1], FOREVER, 0)
+                service.submit(Add(name, [1], FOREVER, 0))
             except Refused as refused:
                 kinds.append(refused.kind)
         assert kinds == ["duplicate_id", "queue_full"] == notes.refusals
         first.finish("abort")
         with pytest.raises(Refused, match="try again"):  # the engine has not let go of it yet
-            service.submit("d", [1], FOREVER, 0)
+            service.submit(Add("d", [1], FOREVER, 0))
         await settle()
         other.step()
         await settle()
-        service.submit("d", [1], FOREVER, 0)
+        service.submit(Add("d", [1], FOREVER, 0))
 
     scenario(play, max_live=2)
 
 
 def test_a_request_the_engine_rejects() -> None:
     async def play(service: EngineService, other: Other, notes: Notes) -> None:
-        generation = service.submit("a", [1] * 64, FOREVER, 0)
+        generation = service.submit(Add("a", [1] * 64, FOREVER, 0))
         await settle()
         other.step()
         (chunk,) = await all_of(generation)
@@ -201,7 +205,7 @@ def test_a_request_the_engine_rejects() -> None:
 @pytest.mark.parametrize("how", ["closes", "says so", "talks nonsense", "talks too much"])
 def test_when_the_engine_dies_everyone_ends_once(how: str) -> None:
     async def play(service: EngineService, other: Other, notes: Notes) -> None:
-        generations = [service.submit(name, [1], FOREVER, 0) for name in "abc"]
+        generations = [service.submit(Add(name, [1], FOREVER, 0)) for name in "abc"]
         generations[2].finish("stop")
         reading = [asyncio.create_task(all_of(generation)) for generation in generations]
         await settle()
@@ -219,7 +223,7 @@ def test_when_the_engine_dies_everyone_ends_once(how: str) -> None:
         assert how != "says so" or service.failure == "out of memory"
         assert notes.ends.count(("a", "error")) == 1 == notes.ends.count(("b", "error"))
         with pytest.raises(Refused) as caught:
-            service.submit("d", [1], FOREVER, 0)
+            service.submit(Add("d", [1], FOREVER, 0))
         assert caught.value.kind == "engine_dead"
         await service.drain(10)
 
@@ -245,12 +249,12 @@ def test_an_engine_that_cannot_start(last_words: str) -> None:
 
 def test_draining_waits_for_those_who_run_and_then_aborts() -> None:
     async def play(service: EngineService, other: Other, notes: Notes) -> None:
-        short = service.submit("short", [1], SamplingParams(max_tokens=2, ignore_eos=True), 0)
-        service.submit("long", [1], FOREVER, 0)
+        short = service.submit(Add("short", [1], SamplingParams(max_tokens=2, ignore_eos=True), 0))
+        service.submit(Add("long", [1], FOREVER, 0))
         draining = asyncio.create_task(service.drain(0.3))
         await asyncio.sleep(0)
         with pytest.raises(Refused) as caught:
-            service.submit("late", [1], FOREVER, 0)
+            service.submit(Add("late", [1], FOREVER, 0))
         assert caught.value.kind == "draining"
         for _ in range(4):
             await settle()
@@ -267,7 +271,7 @@ def test_draining_waits_for_those_who_run_and_then_aborts() -> None:
 
 def test_an_engine_that_does_not_listen_blocks_nobody() -> None:
     async def play(service: EngineService, other: Other, notes: Notes) -> None:
-        generations = [service.submit(str(i), list(range(20_000)), FOREVER, 0) for i in range(50)]  # megabytes
+        generations = [service.submit(Add(str(i), list(range(20_000)), FOREVER, 0)) for i in range(50)]  # megabytes
         await settle()
         for generation in generations:
             generation.finish("abort")
@@ -289,7 +293,7 @@ def test_a_failing_observer_harms_nobody() -> None:
 
     async def play(service: EngineService, other: Other, notes: Notes) -> None:
         service.observers.insert(0, Faulty())
-        generation = service.submit("a", [1], SamplingParams(max_tokens=3, ignore_eos=True), 0)
+        generation = service.submit(Add("a", [1], SamplingParams(max_tokens=3, ignore_eos=True), 0))
         await run_out(other)
         assert (await all_of(generation))[-1].finish_reason == "length" and notes.ends == [("a", "length")]
 

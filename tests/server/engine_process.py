@@ -14,13 +14,14 @@ import sys
 import time
 from collections import deque
 
-from slotwise.batching.continuous import Continuous
+from slotwise.batching.settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.plan import Join, StepPlan, StepResult, TokenLogprobs
 from slotwise.core.scheduler import Scheduler
 from slotwise.engine.channel import BlockingChannel, ChannelClosed
 from slotwise.engine.loop import Engine
 from slotwise.engine.messages import EngineInfo, Finish, Loading, decode_command, encode
+from slotwise.engine.scheduling import Scheduling
 from slotwise.policies.fcfs import FirstComeFirstServed
 
 VOCAB = 400
@@ -28,6 +29,7 @@ EOS = 1
 BREAKING, DYING = 398, 399
 LIMITS = SchedulerLimits(max_model_len=512, num_blocks=2048, block_size=16, max_num_seqs=64,
                          max_num_batched_tokens=1024)
+SCHEDULING = Scheduling(Batching(), LIMITS.max_num_seqs, LIMITS.max_num_batched_tokens)
 
 
 class Row:
@@ -78,12 +80,12 @@ def _logprobs(token: int, k: int) -> TokenLogprobs:
 
 def main(descriptor: int, seconds: float) -> None:
     channel = BlockingChannel(socket.socket(fileno=descriptor))
-    engine = Engine(Scheduler(LIMITS, Continuous(), FirstComeFirstServed()), Executor(seconds), time.monotonic_ns,
-                    (EOS,))
+    scheduler = Scheduler(LIMITS, SCHEDULING.discipline(), FirstComeFirstServed())
+    engine = Engine(scheduler, Executor(seconds), time.monotonic_ns, (EOS,))
     channel.send(encode(Loading("weights", 1, 2)))
-    channel.send(encode(EngineInfo("toy", "cpu", "float32", VOCAB, LIMITS, (EOS,))))
+    channel.send(encode(EngineInfo("toy", "cpu", "float32", VOCAB, LIMITS, SCHEDULING, (EOS,))))
     while True:
-        for message in channel.receive(0 if engine.has_work else None):
+        for message in channel.receive(engine.wait() if engine.has_work else None):
             command = decode_command(message)
             if isinstance(command, Finish):
                 print("finish", command.request_id, command.reason, flush=True)

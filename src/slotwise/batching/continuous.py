@@ -1,18 +1,29 @@
 """Continuous batching: whoever waits takes a free slot at the next step.
 
-Iteration-level scheduling after Orca (Yu et al., OSDI 2022), with prompts cut into chunks that run beside decode after
-Sarathi-Serve (Agrawal et al., OSDI 2024).
+Iteration-level scheduling after Orca (Yu et al., OSDI 2022) over vLLM's paged memory (Kwon et al., SOSP 2023).  What
+distinguishes the three here is what a waiting prompt does to those who decode:
+
+    step           1        2        3        4
+    Chunked        d d p    d d p    d d p    d d d      pieces run beside decode: steps stay short
+    Inline         d d P    d d d                        the whole prompt beside decode: one long step
+    Alone          P        d d d                        decode pauses while prompts run
 """
 
 from __future__ import annotations
 
-from slotwise.core.plan import NO_SLOT
+from collections.abc import Sequence
+
+from slotwise.core.limits import SchedulerLimits
+from slotwise.core.reasons import NO_SLOT
 from slotwise.core.request import Request
 from slotwise.core.seams import Gate, View
 
 
-class Continuous:
-    """Anyone may join at any step that has a slot free."""
+class Inline:
+    """A prompt is computed whole, beside whoever decodes.  The budget of a step ends admission, it cuts nobody."""
+
+    prompts_alone = False
+    leaves_together = False
 
     def gate(self, view: View, now: float) -> Gate:
         return Gate(view.max_num_seqs - view.num_running, NO_SLOT)
@@ -20,3 +31,34 @@ class Continuous:
     def reserve(self, request: Request) -> int:
         """Room for what is known: whoever joins needs no further block until its first token."""
         return len(request.tokens)
+
+    def budget(self, limits: SchedulerLimits) -> int:
+        return limits.max_num_batched_tokens
+
+    def chunk(self, wanted: int, left: int) -> int:
+        return wanted
+
+    def padding(self, counts: Sequence[int]) -> tuple[int, ...]:
+        return ()
+
+
+class Chunked(Inline):
+    """Prompts are cut into pieces that fill what decode leaves of the budget.
+
+    Sarathi-Serve (Agrawal et al., OSDI 2024).
+
+    Args:
+        longest: most tokens a prompt gets in a step; 0: what the budget leaves.
+    """
+
+    def __init__(self, longest: int = 0) -> None:
+        self._longest = longest
+
+    def chunk(self, wanted: int, left: int) -> int:
+        return max(1, min(wanted, left, self._longest or left))
+
+
+class Alone(Inline):
+    """Decode pauses while prompts run, as in the first engines with paged memory."""
+
+    prompts_alone = True

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+from slotwise.batching.settings import KINDS, MAX_WAIT_MS, PREFILLS
 from slotwise.engine.config import DEVICES, DTYPES
 
 BUILTIN_NAME = "slotwise-builtin"  # what clients call the model that ships with the package
@@ -16,9 +17,19 @@ ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--max-model-len", {"type": int, "metavar": "TOKENS", "help": "longest sequence, prompt and output together"}),
     ("--max-num-seqs", {"type": int, "default": 64, "metavar": "N", "help": "slots of the batch (default: 64)"}),
     ("--max-num-batched-tokens", {"type": int, "metavar": "TOKENS", "help": "tokens of one step (default: 512)"}),
+    ("--batching", {"choices": KINDS, "default": "continuous", "help": "how a batch is made (default: continuous)"}),
+    ("--prefill", {
+        "choices": PREFILLS, "help": "continuous: how a prompt meets those who decode, in pieces beside them, whole "
+        "beside them, or while they pause (default: chunked)"}),
+    ("--batch-size", {
+        "type": int, "metavar": "N",
+        "help": "static, dynamic: most requests of a batch (default: as many as there are slots)"}),
+    ("--max-wait-ms", {
+        "type": float, "metavar": "MS",
+        "help": f"dynamic: how long the first of a batch waits for company (default: {MAX_WAIT_MS:g})"}),
     ("--long-prefill-token-threshold", {
         "type": int, "default": 0, "metavar": "TOKENS",
-        "help": "most tokens one prompt gets in a step (default: what the budget leaves)"}),
+        "help": "chunked: most tokens one prompt gets in a step (default: what the budget leaves)"}),
     ("--block-size", {"type": int, "metavar": "TOKENS", "help": "tokens of a cache block (default: the best)"}),
     ("--kv-cache-memory", {"type": int, "metavar": "BYTES", "help": "memory of the cache (default: what the slots "
                            "can use, within 40%% of what is free)"}),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from slotwise.batching.continuous import Continuous
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.scheduler import Scheduler
 from slotwise.engine.config import EngineConfig
@@ -31,6 +30,55 @@ def silent(stage: str, done: int, total: int) -> None:
 BLOCK_SIZE = 64  # tokens; what the figures in benchmarks/results/kernels-cpu.md were measured with
 
 
+class Loaded:
+    """A model in memory, from which engines are made: one, or one after another to compare them."""
+
+    def __init__(self, name: str, device: str, decoder: Decoder) -> None:
+        self._name = name
+        self._device = device
+        self._decoder = decoder
+
+    def engine(self, config: EngineConfig, progress: Progress = silent) -> tuple[Engine, EngineInfo]:
+        """An engine with a cache of its own; of `config`, the model, the device and the type are taken as loaded.
+
+        Raises:
+            ConfigError: the settings contradict each other or the model.
+        """
+        decoder = self._decoder
+        limits = _size(config, decoder)
+        null_block = limits.num_blocks  # one more than the scheduler knows of
+        caches = [
+            decoder.kernels.allocate_cache(limits.num_blocks + 1, limits.block_size, shape, decoder.config.dtype)
+            for shape in decoder.attention_shapes]
+        sampler = Sampler(limits.max_num_seqs, decoder.config.vocab_size)
+        progress("kernels", 0, 1)
+        decoder.kernels.warm_up(decoder.config.dtype)
+        sampler.warm_up(decoder.config.dtype)
+        progress("kernels", 1, 1)
+        slots = SlotTable(limits.max_num_seqs, limits.max_model_len, limits.block_size, null_block)
+        scheduling = config.scheduling()
+        scheduler = Scheduler(limits, scheduling.discipline(), FirstComeFirstServed())
+        eos_ids = decoder.config.eos_token_ids
+        engine = Engine(
+            scheduler, Runner(decoder, caches, slots, sampler), time.monotonic_ns, eos_ids, depth=config.overlap)
+        return engine, EngineInfo(
+            model=self._name, device=self._device, dtype=str(decoder.config.dtype).removeprefix("torch."),
+            vocab_size=decoder.config.vocab_size, limits=limits, scheduling=scheduling, eos_token_ids=eos_ids)
+
+
+def load(config: EngineConfig, progress: Progress = silent) -> Loaded:
+    """Read the model's weights and pack them for the device.
+
+    Raises:
+        CheckpointError: something is wrong with the model's files.
+    """
+    device = "cpu" if config.device == "auto" else config.device
+    decoder = load_model(
+        config.model, kernels=choose(device), dtype=config.dtype, max_positions=config.max_model_len,
+        progress=lambda done, total: progress("weights", done, total))
+    return Loaded(config.model, device, decoder)
+
+
 def build_engine(config: EngineConfig, progress: Progress = silent) -> tuple[Engine, EngineInfo]:
     """Load the model, size the cache and put the engine together.
 
@@ -38,29 +86,7 @@ def build_engine(config: EngineConfig, progress: Progress = silent) -> tuple[Eng
         CheckpointError: something is wrong with the model's files.
         ConfigError: the settings contradict each other or the model.
     """
-    device = "cpu" if config.device == "auto" else config.device
-    decoder = load_model(
-        config.model, kernels=choose(device), dtype=config.dtype, max_positions=config.max_model_len,
-        progress=lambda done, total: progress("weights", done, total))
-    limits = _size(config, decoder)
-    caches = [
-        decoder.kernels.allocate_cache(limits.num_blocks, limits.block_size, shape, decoder.config.dtype)
-        for shape in decoder.attention_shapes]
-    sampler = Sampler(limits.max_num_seqs, decoder.config.vocab_size)
-    progress("kernels", 0, 1)
-    decoder.kernels.warm_up(decoder.config.dtype)
-    sampler.warm_up(decoder.config.dtype)
-    progress("kernels", 1, 1)
-    runner = Runner(
-        decoder, caches, SlotTable(limits.max_num_seqs, limits.max_model_len, limits.block_size),
-        sampler)
-    scheduler = Scheduler(limits, Continuous(), FirstComeFirstServed())
-    eos_ids = decoder.config.eos_token_ids
-    engine = Engine(scheduler, runner, time.monotonic_ns, eos_ids, depth=config.overlap)
-    info = EngineInfo(
-        model=config.model, device=device, dtype=str(decoder.config.dtype).removeprefix("torch."),
-        vocab_size=decoder.config.vocab_size, limits=limits, eos_token_ids=eos_ids)
-    return engine, info
+    return load(config, progress).engine(config, progress)
 
 
 def _size(config: EngineConfig, decoder: Decoder) -> SchedulerLimits:

@@ -68,7 +68,7 @@ def _serve(engine: Engine, channel: BlockingChannel) -> NoReturn:
     waiting: list[bytes] = []
     while True:
         if len(waiting) < MAX_COMMANDS:
-            waiting += channel.receive(0 if engine.has_work or waiting else None)
+            waiting += channel.receive(engine.wait() if engine.has_work or waiting else None)
         for message in waiting[:MAX_COMMANDS]:
             engine.handle(decode_command(message))
         del waiting[:MAX_COMMANDS]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from slotwise.core.limits import SchedulerLimits
-from slotwise.core.plan import NO_BLOCKS, Decision, Grant, Join, StepPlan, Stop
+from slotwise.core.plan import Decision, Grant, Join, StepPlan, Stop
+from slotwise.core.reasons import NO_BLOCKS
 from slotwise.core.request import Request
 
 
@@ -20,21 +20,18 @@ class Flight(NamedTuple):
 class Draft:
     """Filled by one `Scheduler.plan`, then closed into a StepPlan."""
 
-    __slots__ = ("_threshold", "budget", "grants", "joins", "preempted", "refused", "rows", "stop")
+    __slots__ = ("budget", "grants", "held", "joins", "padding", "preempted", "refused", "rows", "stop")
 
-    def __init__(self, limits: SchedulerLimits) -> None:
-        self.budget = limits.max_num_batched_tokens  # tokens this step may still take
-        self._threshold = limits.long_prefill_token_threshold or limits.max_num_batched_tokens
+    def __init__(self, budget: int) -> None:
+        self.budget = budget  # tokens this step may still take; a prompt that is not cut may take it below zero
         self.rows: list[tuple[Request, int, int, bool]] = []  # request, start, count, samples
+        self.padding: tuple[int, ...] = ()
+        self.held: list[int] = []
         self.joins: list[Join] = []
         self.grants: list[Grant] = []
         self.preempted: list[Decision] = []
         self.refused: list[Decision] = []
         self.stop: Stop | None = None
-
-    def chunk(self, wanted: int, behind: int) -> int:
-        """Tokens a row may take of the `wanted`, leaving one for each of the `behind` rows still to be planned."""
-        return max(1, min(wanted, self._threshold, self.budget - behind))
 
     def row(self, request: Request, start: int, count: int, known: int) -> None:
         """Plan `count` tokens of `request` from position `start`; at the end of the `known` ones it will sample."""
@@ -44,6 +41,16 @@ class Draft:
             request.pending += 1
         self.budget -= count
         self.rows.append((request, start, count, samples))
+
+    def hold(self, request: Request) -> None:
+        """Compute the last token of `request` once more, for nothing: its batch has not drained."""
+        self.held.append(len(self.rows))
+        self.budget -= 1
+        self.rows.append((request, request.num_scheduled - 1, 1, True))
+
+    @property
+    def counts(self) -> list[int]:
+        return [count for _, _, count, _ in self.rows]
 
     def has(self, request: Request) -> bool:
         return any(row[0] is request for row in self.rows)
@@ -58,11 +65,12 @@ class Draft:
     def preempt(self, request: Request) -> None:
         self.preempted.append(Decision(request.request_id, NO_BLOCKS))
 
-    def close(self, step: int, now: float, leaves: list[int]) -> Flight:
+    def close(self, step: int, now: float, leaves: tuple[int, ...]) -> Flight:
         """The finished plan, with the requests its rows belong to.  Columns are cut here, all at once."""
         requests, starts, counts, samples = zip(*self.rows, strict=True) if self.rows else ((), (), (), ())
         plan = StepPlan(
-            step, now, tuple(leaves), tuple(self.joins), tuple(self.grants),
+            step, now, leaves, tuple(self.joins), tuple(self.grants),
             tuple([request.request_id for request in requests]), tuple([request.slot for request in requests]),
-            starts, counts, samples, tuple(self.preempted), tuple(self.refused), self.stop)
+            starts, counts, samples, self.padding, tuple(self.held),
+            tuple(self.preempted), tuple(self.refused), self.stop)
         return Flight(plan, requests, tuple([request.epoch for request in requests]))

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from slotwise.core.plan import TokenLogprobs
+
 
 class Arrived(NamedTuple):
     now: float
@@ -39,12 +41,16 @@ class Preempted(NamedTuple):
 
 
 class Committed(NamedTuple):
-    """Tokens published by one step, in plan order.  Rows that yielded nothing are not named."""
+    """Tokens published by one step, in plan order.  Rows that yielded nothing are not named.
+
+    Where a batch returns as one they are published by the step that ends the batch, all at once.
+    """
 
     now: float
     step: int
     request_ids: tuple[str, ...]
     tokens: tuple[tuple[int, ...], ...]
+    logprobs: tuple[tuple[TokenLogprobs, ...], ...]  # an entry is () where nobody asked
     num_overrun: int  # results dropped because their request had ended meanwhile
 
 

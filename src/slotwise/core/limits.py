@@ -14,7 +14,6 @@ class SchedulerLimits:
     block_size: int  # tokens a block holds
     max_num_seqs: int = 64  # slots
     max_num_batched_tokens: int = 1024  # tokens of one step
-    long_prefill_token_threshold: int = 0  # most tokens one prompt gets in a step; 0: what the budget leaves
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens"):
@@ -23,8 +22,6 @@ class SchedulerLimits:
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
                              f"({self.max_num_seqs}), so that every running request gets a token at every step")
-        if self.long_prefill_token_threshold < 0:
-            raise ValueError("long_prefill_token_threshold must be 0 (off) or positive")
 
     @property
     def cache_tokens(self) -> int:

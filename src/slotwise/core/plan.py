@@ -7,6 +7,9 @@ Row i of a step is `(request_ids[i], slots[i], starts[i], counts[i], samples[i])
     already computed |■■■■■■■■|                       starts[i]
     this step        |        ■■■■■■■■■|              counts[i]
     samples[i]: this step reaches the end of the known tokens, so it yields the next one
+
+Batches of whole requests compute for nothing, and a plan says so: `padding[i]` tokens beside row i's own, and the rows
+named in `held`, which have their last token already and are computed again until their batch has drained.
 """
 
 from __future__ import annotations
@@ -14,12 +17,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from slotwise.core.params import SamplingParams
-
-# Why a request that could run does not run in a step.
-NO_SLOT = "no_slot"  # every slot is taken
-NO_BLOCKS = "no_blocks"  # the cache has no room for it
-TOKEN_BUDGET = "token_budget"  # the step's tokens are spent
-ENDING = "ending"  # its last token is already in flight
 
 
 class Join(NamedTuple):
@@ -54,6 +51,7 @@ class Stop(NamedTuple):
     reason: str
     first_blocked: str
     num_behind: int
+    reopens_at: float = float("inf")  # seconds, when the clock alone ends the wait
 
 
 class StepPlan(NamedTuple):
@@ -69,6 +67,8 @@ class StepPlan(NamedTuple):
     starts: tuple[int, ...]
     counts: tuple[int, ...]
     samples: tuple[bool, ...]
+    padding: tuple[int, ...]  # () when no row has any
+    held: tuple[int, ...]  # indices of rows
     preempted: tuple[Decision, ...]
     refused: tuple[Decision, ...]
     stop: Stop | None
@@ -79,7 +79,8 @@ class StepPlan(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        return sum(self.counts)
+        """Computed in this step, padding included."""
+        return sum(self.counts) + sum(self.padding)
 
 
 class TokenLogprobs(NamedTuple):
@@ -98,3 +99,4 @@ class StepResult(NamedTuple):
     tokens: tuple[tuple[int, ...], ...]
     logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()  # () when nobody asked, else aligned with `tokens`
     failed: tuple[int, ...] = ()  # rows that could not sample, through no fault of their neighbours
+    complete: tuple[int, ...] = ()  # rows that whoever samples declares to have ended with this token

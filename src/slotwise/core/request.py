@@ -71,7 +71,7 @@ class Request:
         self.seed = seed
         self.stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else eos_ids)
         self.state = State.WAITING
-        self.reason = ""  # why it ended
+        self.reason = ""  # why it ended; one still RUNNING is held: it has all its tokens and waits for its batch
         self.arrival = -1  # its number at the door: the tie-breaker of every order
         self.arrived_at = 0.0  # seconds
         self.end = 0  # as many tokens as it may ever have
@@ -95,6 +95,17 @@ class Request:
         if state not in TRANSITIONS[self.state]:
             raise IllegalTransition(f"{self.request_id}: {self.state.name} -> {state.name}")
         self.state = state
+
+    def append(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
+        """Add sampled tokens up to the one that ends the request: those kept, and why it ends ("" when it goes on)."""
+        known = self.tokens
+        for index, token in enumerate(tokens):
+            known.append(token)
+            if token in self.stop_ids and self.num_output >= self.params.min_tokens:
+                return tokens[: index + 1], "stop"
+            if len(known) >= self.end:
+                return tokens[: index + 1], "length"
+        return tokens, ""
 
     def __repr__(self) -> str:
         return (f"Request({self.request_id!r}, {self.state.name}, known={len(self.tokens)}+{self.pending}, "

@@ -13,7 +13,6 @@ the arrival number; nothing here reads a clock, draws a random number or iterate
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Iterator
 
@@ -21,10 +20,13 @@ from slotwise.core.draft import Draft, Flight
 from slotwise.core.events import Admitted, Arrived, Committed, Event, Finished, Preempted, Rejected
 from slotwise.core.kv import BlockTables
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.plan import ENDING, NO_BLOCKS, NO_SLOT, TOKEN_BUDGET, Join, StepPlan, StepResult, Stop
+from slotwise.core.plan import Join, StepPlan, StepResult, Stop, TokenLogprobs
 from slotwise.core.queue import WaitingQueue
+from slotwise.core.reasons import ENDING, NO_BLOCKS, NO_SLOT, PROMPTS_ALONE, TOKEN_BUDGET
 from slotwise.core.request import NO_SLOT_HELD, Request, State
-from slotwise.core.seams import Discipline, Policy, View
+from slotwise.core.seams import NEVER, Discipline, Policy, View
+from slotwise.core.slots import Slots
+from slotwise.core.withheld import Told, Withheld
 
 MAX_IN_FLIGHT = 1  # uncommitted steps that plan() may look past
 
@@ -40,9 +42,9 @@ class Scheduler:
         self._living: dict[str, Request] = {}
         self._waiting = WaitingQueue()
         self._running: dict[str, Request] = {}  # in the order they took their slots
-        self._free_slots = list(range(limits.max_num_seqs))  # a heap: the lowest number is given out first
-        self._leaves: list[int] = []  # slots given back since the last plan
+        self._slots = Slots(limits.max_num_seqs)
         self._flights: deque[Flight] = deque()
+        self._withheld = Withheld()
         self._events: list[Event] = []
         self._steps = 0
         self._arrivals = 0
@@ -87,8 +89,22 @@ class Scheduler:
             assert request.num_computed <= request.num_scheduled <= len(request.tokens) + request.pending, request
             assert request.num_scheduled <= len(request.blocks) * self.limits.block_size, request
         assert len(self._living) == len(self._running) + len(self._waiting)
-        taken = [request.slot for request in self._running.values()]
-        assert sorted(taken + self._free_slots) == list(range(self.limits.max_num_seqs))
+        self._slots.check(request.slot for request in self._running.values())
+
+    def configure(self, limits: SchedulerLimits, discipline: Discipline) -> None:
+        """Other limits and another discipline, from the next plan on.  Whoever runs goes on.
+
+        Raises:
+            ValueError: the limits ask for what was fixed at the start: the cache, the longest sequence, more slots.
+        """
+        now = self.limits
+        fixed = (limits.num_blocks, limits.block_size, limits.max_model_len)
+        if fixed != (now.num_blocks, now.block_size, now.max_model_len):
+            raise ValueError("the cache and the longest sequence are fixed at the start")
+        if limits.max_num_seqs > self._slots.total:
+            raise ValueError(f"max_num_seqs is at most the {self._slots.total} slots made at the start")
+        self.limits = limits
+        self._discipline = discipline
 
     # -- arriving and ending -------------------------------------------------------------------------------------
 
@@ -121,6 +137,7 @@ class Scheduler:
             self._vacate(request)
         else:
             self._waiting.remove(request)
+        self._withheld.drop(request.request_id)
         request.become(State.FINISHED)
         request.reason = reason
         request.epoch += 1
@@ -130,8 +147,7 @@ class Scheduler:
     def _vacate(self, request: Request) -> None:
         """Slot and blocks come back, and may be given out in the very next plan: executors run plans in order."""
         self._kv.release(request)
-        heapq.heappush(self._free_slots, request.slot)
-        self._leaves.append(request.slot)
+        self._slots.give_back(request.slot)
         request.slot = NO_SLOT_HELD
         del self._running[request.request_id]
 
@@ -145,18 +161,24 @@ class Scheduler:
         """
         if len(self._flights) > MAX_IN_FLIGHT:
             raise RuntimeError("commit the step in flight before planning two ahead")
-        draft = Draft(self.limits)
-        self._plan_running(draft, now)
-        if self._waiting:
+        draft = Draft(self._discipline.budget(self.limits))
+        if not self._discipline.prompts_alone:
+            self._plan_running(draft, now)
             self._plan_waiting(draft, now)
-        flight = draft.close(self._steps, now, self._leaves)
-        self._leaves = []
+        elif not self._plan_prompts(draft, now):
+            self._plan_running(draft, now)
+        if draft.joins:
+            draft.padding = self._discipline.padding(draft.counts)
+        flight = draft.close(self._steps, now, self._slots.take_leaves())
         self._steps += 1
         self._flights.append(flight)
         return flight.plan
 
     def _plan_running(self, draft: Draft, now: float) -> None:
-        """Every running row gets at least a token, so a long prompt never stalls those behind it."""
+        """Every running row gets at least a token, so a long prompt never stalls those behind it.
+
+        Only when the budget was lowered below the number who run do the last of them wait until others have ended.
+        """
         block_size = self.limits.block_size
         running = tuple(self._running.values())
         behind = len(running)
@@ -166,21 +188,31 @@ class Scheduler:
                 continue  # preempted a moment ago, for one before it
             start = request.num_scheduled
             known = len(request.tokens) + request.pending
-            if known >= request.end:
-                draft.refuse(request, ENDING)
+            if request.reason or known >= request.end:
+                self._plan_ended(request, draft)
+                continue
+            if draft.budget < 1:
+                draft.refuse(request, TOKEN_BUDGET)
                 continue
             count = known - start
             if count > 1:
-                count = draft.chunk(count, behind)
+                count = self._discipline.chunk(count, draft.budget - behind)
             target = start + count
             if target > len(request.blocks) * block_size and not self._extend(request, target, draft, now):
                 continue
             draft.row(request, start, count, known)
 
+    def _plan_ended(self, request: Request, draft: Draft) -> None:
+        """Its last token is known or in flight."""
+        if request.reason or self._discipline.leaves_together:
+            draft.hold(request)
+        else:
+            draft.refuse(request, ENDING)
+
     def _extend(self, request: Request, num_tokens: int, draft: Draft, now: float) -> bool:
         """Find blocks for a running row, taking them from those last in line; False when it had to yield itself."""
         while (blocks := self._kv.reserve(request, num_tokens)) is None:
-            unplanned = [r for r in self._running.values() if not draft.has(r)]
+            unplanned = [r for r in self._running.values() if not r.reason and not draft.has(r)]
             victim = max(unplanned, key=lambda r: (self._policy.victim_key(r, now), r.arrival))
             self._preempt(victim, draft, now)
             if victim is request:
@@ -198,24 +230,36 @@ class Scheduler:
         request.num_scheduled = request.num_computed = 0
         self._waiting.add(request, self._policy.waiting_key(request, now))
 
+    def _plan_prompts(self, draft: Draft, now: float) -> bool:
+        """A step of newcomers alone; False when nobody can join."""
+        running = tuple(self._running.values())
+        self._plan_waiting(draft, now)
+        if draft.joins:
+            for request in running:
+                draft.refuse(request, PROMPTS_ALONE)
+        return bool(draft.joins)
+
     def _plan_waiting(self, draft: Draft, now: float) -> None:
-        view = View(len(self._running), len(self._waiting), self.limits.max_num_seqs)
+        if not self._waiting:
+            return
+        oldest = next(iter(self._living.values())).arrived_at
+        view = View(len(self._running), len(self._waiting), self.limits.max_num_seqs, oldest)
         gate = self._discipline.gate(view, now)
         may_join = gate.max_new
         while self._waiting:
             request = self._waiting.first()
-            reason = self._why_not(request, draft)
+            reason, reopens_at = self._why_not(request, draft), NEVER
             if may_join <= 0:
-                reason = gate.reason
+                reason, reopens_at = gate.reason, gate.reopens_at
             if reason:
                 draft.refuse(request, reason)
-                draft.stop = Stop(reason, request.request_id, len(self._waiting) - 1)
+                draft.stop = Stop(reason, request.request_id, len(self._waiting) - 1, reopens_at)
                 return
             self._admit(request, draft, now)
             may_join -= 1
 
     def _why_not(self, request: Request, draft: Draft) -> str:
-        if not self._free_slots:
+        if not self._slots.num_free:
             return NO_SLOT
         if draft.budget < 1:
             return TOKEN_BUDGET
@@ -227,7 +271,7 @@ class Scheduler:
     def _admit(self, request: Request, draft: Draft, now: float) -> None:
         self._waiting.remove(request)
         request.become(State.RUNNING)
-        request.slot = heapq.heappop(self._free_slots)
+        request.slot = self._slots.take()
         self._running[request.request_id] = request
         blocks = self._kv.reserve(request, self._discipline.reserve(request))
         assert blocks is not None
@@ -236,7 +280,7 @@ class Scheduler:
             tuple(sorted(request.stop_ids))))
         draft.grant(request, blocks)
         known = len(request.tokens)
-        draft.row(request, 0, draft.chunk(known, 0), known)
+        draft.row(request, 0, self._discipline.chunk(known, draft.budget), known)
         self._events.append(Admitted(now, request.request_id, request.slot, self._steps))
 
     # -- commit --------------------------------------------------------------------------------------------------
@@ -250,40 +294,63 @@ class Scheduler:
         if not self._flights or self._flights[0].plan is not plan or result.step != plan.step:
             raise RuntimeError(f"step {plan.step} is not the next to commit, or result {result.step} is not its own")
         flight = self._flights.popleft()
-        published_ids: list[str] = []
+        request_ids: list[str] = []
         published: list[tuple[int, ...]] = []
+        published_logprobs: list[tuple[TokenLogprobs, ...]] = []
         ended: list[tuple[Request, str]] = []
         overrun = 0
-        for request, epoch, count, tokens in zip(
-                flight.requests, flight.epochs, plan.counts, result.tokens, strict=True):
-            if request.epoch == epoch:
-                request.num_computed += count
-            elif request.ended:
+        for request, epoch, count, tokens, logprobs in zip(
+                flight.requests, flight.epochs, plan.counts, result.tokens,
+                result.logprobs or ((),) * plan.num_rows, strict=True):
+            if request.reason:  # ended or held meanwhile
                 overrun += len(tokens)
                 continue
+            if request.epoch == epoch:
+                request.num_computed += count
             if tokens:
                 request.pending -= 1
-                tokens, reason = self._append(request, tokens)
-                published_ids.append(request.request_id)
+                tokens, reason = request.append(tokens)
+                request_ids.append(request.request_id)
                 published.append(tokens)
+                published_logprobs.append(logprobs)
                 if reason:
                     ended.append((request, reason))
-        ended += [(flight.requests[row], "error") for row in result.failed if not flight.requests[row].ended]
-        self._events.append(Committed(now, plan.step, tuple(published_ids), tuple(published), overrun))
+        ended += self._declared(flight, result, ended)
+        told = self._release(Told(request_ids, published, published_logprobs), ended)
+        overrun -= sum(len(result.tokens[row]) for row in plan.held)
+        self._events.append(Committed(
+            now, plan.step, tuple(told.request_ids), tuple(told.tokens), tuple(told.logprobs), overrun))
         for request, reason in ended:
             self._end(request, reason, now)
 
     @staticmethod
-    def _append(request: Request, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
-        """Add sampled tokens up to the one that ends the request: those kept, and why it ends ("" when it goes on)."""
-        known = request.tokens
-        for index, token in enumerate(tokens):
-            known.append(token)
-            if token in request.stop_ids and request.num_output >= request.params.min_tokens:
-                return tokens[: index + 1], "stop"
-            if len(known) >= request.end:
-                return tokens[: index + 1], "length"
-        return tokens, ""
+    def _declared(
+        flight: Flight, result: StepResult, ended: list[tuple[Request, str]],
+    ) -> Iterator[tuple[Request, str]]:
+        """Those whom the executor ended: complete, or unable to sample."""
+        known = {request.request_id for request, _ in ended}
+        for rows, reason in ((result.complete, "stop"), (result.failed, "error")):
+            for row in rows:
+                request = flight.requests[row]
+                if not request.reason and request.request_id not in known:
+                    yield request, reason
+
+    def _release(self, told: Told, ended: list[tuple[Request, str]]) -> Told:
+        """What may be told now; `ended` is left with those who may go now."""
+        together = self._discipline.leaves_together
+        if not (together or self._withheld):
+            return told
+        self._withheld.keep(told)
+        gone = [(request, reason) for request, reason in ended if request.state is not State.RUNNING]
+        for request, reason in ended:
+            if request.state is State.RUNNING:
+                request.reason = reason
+        held = [request for request in self._running.values() if request.reason]
+        if together and len(held) < len(self._running):
+            ended[:] = gone
+            return self._withheld.release(request.request_id for request, _ in gone)
+        ended[:] = gone + [(request, request.reason) for request in held]
+        return self._withheld.release_all()
 
     def rollback(self) -> list[str]:
         """Forget all steps in flight, after a failed one: their rows will be planned again from the last commit.

@@ -5,11 +5,15 @@ The scheduler alone acts.  A discipline only restricts, a policy only orders and
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from slotwise.core.limits import SchedulerLimits
 from slotwise.core.request import Request
 
 Key = tuple[float, ...]
+
+NEVER = float("inf")  # seconds: no moment of the clock opens the gate
 
 
 class View(NamedTuple):
@@ -18,22 +22,42 @@ class View(NamedTuple):
     num_running: int
     num_waiting: int
     max_num_seqs: int
+    oldest_arrival: float  # seconds; of whoever has lived longest
 
 
 class Gate(NamedTuple):
-    """How many may join in this step, and the reason nobody else may."""
+    """How many may join in this step, the reason nobody else may, and when the clock alone will let more in."""
 
     max_new: int
     reason: str
+    reopens_at: float = NEVER  # seconds
 
 
 class Discipline(Protocol):
-    """When a request may join and how its prompt may be cut."""
+    """When a request may join a batch, how its prompt may be cut, and when it may leave."""
+
+    prompts_alone: bool
+    """A step that starts prompts runs nothing beside them."""
+
+    leaves_together: bool
+    """Who has ended is held in the batch, computed again at every step and told nothing, until everyone has ended."""
 
     def gate(self, view: View, now: float) -> Gate: ...
 
     def reserve(self, request: Request) -> int:
         """Tokens of cache a request must be given when it takes a slot."""
+        ...
+
+    def budget(self, limits: SchedulerLimits) -> int:
+        """Tokens after which a step takes in nobody else."""
+        ...
+
+    def chunk(self, wanted: int, left: int) -> int:
+        """Of the `wanted` tokens of a prompt, those one step computes, with `left` of its budget."""
+        ...
+
+    def padding(self, counts: Sequence[int]) -> tuple[int, ...]:
+        """Tokens of nothing computed beside the `counts` of a step that somebody joins; () for none."""
         ...
 
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from slotwise.batching.settings import Batching
 from slotwise.core.limits import SchedulerLimits
+from slotwise.engine.scheduling import Scheduling
 
 DTYPES = ("auto", "bfloat16", "float32")
 DEVICES = ("auto", "cpu", "reference")
@@ -32,7 +34,11 @@ class EngineConfig:
     max_model_len: int | None = None  # tokens of a sequence; None: as the model was trained, if the cache holds it
     max_num_seqs: int = 64  # slots
     max_num_batched_tokens: int | None = None  # tokens of a step; None: 512, or a token for each slot
-    long_prefill_token_threshold: int = 0  # most tokens one prompt gets in a step; 0: what the budget leaves
+    batching: str = "continuous"  # how a batch is made: see batching.settings, as for the next four
+    prefill: str | None = None
+    batch_size: int | None = None
+    max_wait_ms: float | None = None
+    long_prefill_token_threshold: int = 0
     block_size: int | None = None  # tokens of a cache block; None: what the device's kernels like best
     kv_cache_memory: int | None = None  # bytes; None: what the slots can use, within a share of free memory
     enable_prefix_caching: bool = False
@@ -48,6 +54,10 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}")
+        try:
+            self.scheduling()
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         if self.overlap not in (0, 1):
             raise ConfigError(f"overlap must be 0 or 1, not {self.overlap}")
         if self.enable_prefix_caching:
@@ -66,6 +76,12 @@ class EngineConfig:
     def step_tokens(self) -> int:
         """Tokens of a step, decided."""
         return self.max_num_batched_tokens or max(STEP_TOKENS, self.max_num_seqs)
+
+    def scheduling(self) -> Scheduling:
+        """What may change later, as it is at the start."""
+        batching = Batching(
+            self.batching, self.prefill, self.batch_size, self.max_wait_ms, self.long_prefill_token_threshold)
+        return Scheduling(batching, self.max_num_seqs, self.step_tokens)
 
     def limits(self, model_tokens: int, num_blocks: int, block_size: int) -> SchedulerLimits:
         """The scheduler's numbers, once the model and the size of its cache are known.
@@ -86,7 +102,6 @@ class EngineConfig:
         try:
             return SchedulerLimits(
                 max_model_len=longest, num_blocks=num_blocks, block_size=block_size, max_num_seqs=self.max_num_seqs,
-                max_num_batched_tokens=self.step_tokens,
-                long_prefill_token_threshold=self.long_prefill_token_threshold)
+                max_num_batched_tokens=self.step_tokens)
         except ValueError as error:
             raise ConfigError(str(error)) from error

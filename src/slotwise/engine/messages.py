@@ -10,15 +10,20 @@ import msgspec
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.core.plan import Decision, Stop, TokenLogprobs
+from slotwise.engine.scheduling import Scheduling
 
 
 class Add(msgspec.Struct, tag="add"):
-    """Start a generation.  `prompt` are token ids; `seed` is what the sampler draws from."""
+    """Start a generation.  `prompt` are token ids; `seed` is what the sampler draws from.
+
+    `output_tokens` is for benchmarks: the output ends there as if the model had said so (see `engine.drawn`); 0: never.
+    """
 
     request_id: str
     prompt: list[int]
     params: SamplingParams
     seed: int
+    output_tokens: int = 0
 
 
 class Finish(msgspec.Struct, tag="finish"):
@@ -28,7 +33,13 @@ class Finish(msgspec.Struct, tag="finish"):
     reason: str
 
 
-Command = Add | Finish
+class Configure(msgspec.Struct, tag="configure"):
+    """Schedule differently from the next plan on.  Checked by whoever sends it."""
+
+    scheduling: Scheduling
+
+
+Command = Add | Finish | Configure
 
 
 class Loading(msgspec.Struct, tag="loading"):
@@ -47,6 +58,7 @@ class EngineInfo(msgspec.Struct, tag="ready"):
     dtype: str
     vocab_size: int
     limits: SchedulerLimits
+    scheduling: Scheduling
     eos_token_ids: tuple[int, ...]
 
 
@@ -62,8 +74,9 @@ class RowEnd(msgspec.Struct, array_like=True):
 class StepRecord(msgspec.Struct, tag="step"):
     """One step: the plan without its prompt tokens, what it yielded, who ended, and where the engine stands.
 
-    Rows are columns, as in `core.plan.StepPlan`.  `token_ids[i]` belongs to `request_ids[i]`; a void row is empty.
-    A record may also carry no rows (`step` -1): an end that happened between steps.
+    Rows are columns, as in `core.plan.StepPlan`.  `token_ids[i]` belongs to `request_ids[i]`; a void row is empty, and
+    so is one whose batch returns as one: all its tokens stand in the record of the step that ends the batch.
+    A record may also carry no rows (`step` -1): something that happened between steps.
     """
 
     step: int
@@ -73,6 +86,8 @@ class StepRecord(msgspec.Struct, tag="step"):
     slots: tuple[int, ...] = ()
     starts: tuple[int, ...] = ()
     counts: tuple[int, ...] = ()
+    padding: tuple[int, ...] = ()
+    held: tuple[int, ...] = ()
     token_ids: tuple[tuple[int, ...], ...] = ()
     logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
     admitted: tuple[str, ...] = ()
@@ -80,6 +95,7 @@ class StepRecord(msgspec.Struct, tag="step"):
     refused: tuple[Decision, ...] = ()
     stop: Stop | None = None
     ended: tuple[RowEnd, ...] = ()
+    configured: Scheduling | None = None  # since the record before
     num_running: int = 0
     num_waiting: int = 0
     num_free_blocks: int = 0

@@ -1,8 +1,7 @@
 """The engine as the API process sees it: submit, stream, finish, drain.  asyncio, one thread, no torch.
 
-One message arrives per step; it is decoded once and its tokens are handed to the generations they belong to.  A
-consumer that is behind finds several steps' tokens in one chunk, so that it costs less the busier this process is.
-Every generation ends exactly once, also when the engine dies.
+One message arrives per step; it is decoded once and its tokens are handed to the generations they belong to.  Every
+generation ends exactly once, also when the engine dies.
 """
 
 from __future__ import annotations
@@ -11,16 +10,17 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, cast
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, cast
 
 import msgspec
 
-from slotwise.core.params import SamplingParams
-from slotwise.core.plan import TokenLogprobs
 from slotwise.engine.channel import ChannelClosed, Unframer, frame
+from slotwise.engine.generation import Generation
 from slotwise.engine.messages import (
     Add,
+    Command,
+    Configure,
     EngineFailed,
     EngineInfo,
     Finish,
@@ -30,10 +30,10 @@ from slotwise.engine.messages import (
     decode_report,
     encode,
 )
+from slotwise.engine.scheduling import Scheduling
 
 MAX_LIVE = 4096  # generations submitted and not yet ended by the engine
 MAX_UNSENT = 64 << 20  # bytes of commands that the engine has not taken yet
-AT_THE_END = 1 << 62  # as `Generation.interval`: one chunk, when it has ended
 
 logger = logging.getLogger(__name__)
 
@@ -67,75 +67,6 @@ class Observer(Protocol):
     def stepped(self, record: StepRecord) -> None: ...
 
 
-class Chunk(NamedTuple):
-    """What came since the last chunk; the last one has a `finish_reason`, and a `message` if that needs one."""
-
-    token_ids: Sequence[int]
-    logprobs: Sequence[TokenLogprobs]
-    finish_reason: str | None = None
-    message: str = ""
-
-
-class Generation:
-    """One request's tokens as an asynchronous iterator of chunks, for one consumer."""
-
-    __slots__ = (
-        "_delivered", "_end", "_finish", "_logprobs", "_loop", "_tokens", "_waiter", "interval", "request_id")
-
-    def __init__(self, request_id: str, finish: Callable[[Generation, str], None]) -> None:
-        self.request_id = request_id
-        self.interval = 1  # tokens to wait for before the consumer is woken
-        self._finish = finish
-        self._loop = asyncio.get_running_loop()
-        self._tokens: list[int] = []
-        self._logprobs: list[TokenLogprobs] = []
-        self._end: tuple[str, str] | None = None  # reason and message
-        self._delivered = False  # the consumer has seen the end
-        self._waiter: asyncio.Future[None] | None = None
-
-    def finish(self, reason: str) -> None:
-        """End it from this side, once; what the engine still sends is ignored."""
-        if self._end is None:
-            self._finish(self, reason)
-
-    @property
-    def ended(self) -> bool:
-        return self._end is not None
-
-    def __aiter__(self) -> Generation:
-        return self
-
-    async def __anext__(self) -> Chunk:
-        if self._delivered:
-            raise StopAsyncIteration
-        while self._end is None and len(self._tokens) < self.interval:
-            self._waiter = self._loop.create_future()
-            await self._waiter
-        tokens, self._tokens = self._tokens, []
-        logprobs, self._logprobs = self._logprobs, []
-        if self._end is None:
-            return Chunk(tokens, logprobs)
-        self._delivered = True
-        return Chunk(tokens, logprobs, *self._end)
-
-    def push(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
-        self._tokens += tokens
-        if logprobs:
-            self._logprobs += logprobs
-        if len(self._tokens) >= self.interval:
-            self._wake()
-
-    def end(self, reason: str, message: str = "") -> None:
-        if self._end is None:
-            self._end = (reason, message)
-            self._wake()
-
-    def _wake(self) -> None:
-        waiter, self._waiter = self._waiter, None
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
-
-
 class EngineService(asyncio.Protocol):
     """The engine behind `sock`, one end of `channel.pair()`.  It takes the socket over and closes it.
 
@@ -155,6 +86,7 @@ class EngineService(asyncio.Protocol):
         self._unframer = Unframer()
         self._transport: asyncio.Transport | None = None
         self._info: asyncio.Future[EngineInfo] | None = None
+        self._scheduling: Scheduling | None = None  # as changed since
         self._live: dict[str, Generation] = {}
         self._gone = False
         self._leaving: dict[str, str] = {}  # finished from this side, why; the engine has not said so yet
@@ -204,21 +136,43 @@ class EngineService(asyncio.Protocol):
         """Let the engine go: it ends when its channel does.  What still runs ends with an error."""
         self._let_go("the server is shutting down")
 
+    # -- scheduling ----------------------------------------------------------------------------------------------
+
+    @property
+    def scheduling(self) -> Scheduling:
+        """What was last asked for."""
+        return self._scheduling or self.info.scheduling
+
+    def reschedule(self, changes: Mapping[str, Any]) -> Scheduling:
+        """Change discipline and limits from the next plan on: all that `changes` names, or nothing.
+
+        Raises:
+            ValueError: one line that says what is wrong.
+            Refused: the engine is gone.
+        """
+        scheduling = self.scheduling.changed(changes, self.info.limits)
+        if not self.healthy:
+            self._refuse(ENGINE_DEAD, f"the engine is not running: {self.failure}")
+        self._scheduling = scheduling
+        self._send(Configure(scheduling))
+        return scheduling
+
     # -- requests ------------------------------------------------------------------------------------------------
 
-    def submit(self, request_id: str, prompt_ids: list[int], params: SamplingParams, seed: int) -> Generation:
+    def submit(self, request: Add) -> Generation:
         """Start a generation.
 
         Raises:
             Refused: not now, or not under this name.
         """
+        request_id = request.request_id
         self._admit(request_id)
         generation = Generation(request_id, self._finish_here)
         self._live[request_id] = generation
         self._idle.clear()
         now = time.monotonic_ns()
-        self._tell(lambda observer: observer.arrived(request_id, len(prompt_ids), now))
-        self._send(Add(request_id, prompt_ids, params, seed))
+        self._tell(lambda observer: observer.arrived(request_id, len(request.prompt), now))
+        self._send(request)
         return generation
 
     def _admit(self, request_id: str) -> None:
@@ -250,7 +204,7 @@ class EngineService(asyncio.Protocol):
         if not self._live:
             self._idle.set()
 
-    def _send(self, command: Add | Finish) -> None:
+    def _send(self, command: Command) -> None:
         """Never waits: what the engine has not read yet stays in the transport's buffer, bounded by `_admit`."""
         if self._transport is not None:
             self._transport.write(frame(encode(command)))

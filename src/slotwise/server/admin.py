@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from http import HTTPStatus
 
 from slotwise import __version__
-from slotwise.server.errors import ApiError, bad_request
+from slotwise.engine.service import Refused
+from slotwise.server.errors import ApiError, bad_request, from_refusal
 from slotwise.server.exchange import Exchange
 from slotwise.server.generate import Api
-from slotwise.server.protocol import DetokenizeRequest, TokenizeRequest, check_model, decode
+from slotwise.server.protocol import DetokenizeRequest, TokenizeRequest, check_model, decode, decode_object
+
+logger = logging.getLogger(__name__)
 
 STARTED = int(time.time())
 PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
@@ -43,6 +47,24 @@ def _model(api: Api) -> dict[str, object]:
         "id": api.settings.served_model_name, "object": "model", "created": STARTED, "owned_by": "slotwise",
         "root": api.service.info.model, "parent": None, "max_model_len": api.service.info.limits.max_model_len,
     }
+
+
+async def scheduling(api: Api, exchange: Exchange) -> None:
+    """How batches are made now."""
+    await exchange.respond_json(api.service.scheduling.as_settings())
+
+
+async def reschedule(api: Api, exchange: Exchange) -> None:
+    """Change how batches are made, from the next step on: the whole body or nothing of it."""
+    changes = decode_object(await exchange.body(api.settings.max_body_bytes, api.settings.body_timeout))
+    try:
+        changed = api.service.reschedule(changes)
+    except ValueError as error:
+        raise bad_request(str(error)) from error
+    except Refused as refused:
+        raise from_refusal(refused) from refused
+    logger.info("scheduling is now %s", changed)
+    await exchange.respond_json(changed.as_settings())
 
 
 async def models(api: Api, exchange: Exchange) -> None:

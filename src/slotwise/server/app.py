@@ -41,6 +41,8 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("GET", "/version", admin.version),
     ("GET", "/metrics", admin.metrics),
     ("GET", "/load", admin.load),
+    ("GET", "/admin/scheduling", admin.scheduling),
+    ("PUT", "/admin/scheduling", admin.reschedule),
 )
 OPEN_TO_ALL = ("/health", "/ping")
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from slotwise.core.plan import TokenLogprobs
-from slotwise.engine.service import AT_THE_END, Chunk, Generation
+from slotwise.engine.generation import AT_THE_END, Chunk, Generation
 from slotwise.server.errors import from_ending
 from slotwise.text.continuation import Continuation
 

@@ -9,6 +9,7 @@ from collections.abc import Coroutine
 from typing import Any, NamedTuple
 
 from slotwise.core.params import SamplingParams
+from slotwise.engine.messages import Add
 from slotwise.engine.service import EngineService, Refused
 from slotwise.observe.metrics import Metrics
 from slotwise.server.choice import Choice, Piece
@@ -33,12 +34,13 @@ class Api:
         self._seeds = random.Random(settings.seed)
         self._serials = itertools.count()
 
-    def start(self, request_id: str, prompts: list[list[int]], params: SamplingParams) -> list[Choice]:
+    def start(self, job: Job) -> list[Choice]:
         """`n` continuations of every prompt, in OpenAI's order: all or none.
 
         Raises:
             ApiError: the engine takes no more, or these are too many.
         """
+        prompts, params = job.prompts, job.params
         if len(prompts) * params.n > self.settings.max_choices:
             raise bad_request(f"n: at most {self.settings.max_choices} choices in one request", "n")
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
@@ -47,8 +49,9 @@ class Api:
             for prompt in prompts:
                 for k in range(params.n):
                     # Ids for tracing may repeat; the engine's may not.
-                    unique = f"{request_id}-{next(self._serials)}"
-                    generation = self.service.submit(unique, prompt, params, (seed + k) % 2**64)
+                    unique = f"{job.heading.response_id}-{next(self._serials)}"
+                    generation = self.service.submit(Add(
+                        unique, prompt, params, (seed + k) % 2**64, job.request.bench_output_tokens or 0))
                     text = Continuation(self.prompts.tokenizer, prompt, params.stop, params.min_tokens)
                     choices.append(Choice(len(choices), generation, text))
         except Refused as refused:
@@ -82,7 +85,7 @@ async def answer(api: Api, exchange: Exchange, job: Job) -> None:
     Raises:
         ApiError: the engine refused the request or failed.
     """
-    choices = api.start(job.heading.response_id, job.prompts, job.params)
+    choices = api.start(job)
     try:
         async with exchange.watched(lambda: abort(choices)):
             await (_stream if job.request.stream else _whole)(api, exchange, job, choices)

@@ -76,6 +76,7 @@ class Generate(Unsupported, kw_only=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
+    bench_output_tokens: Annotated[int, msgspec.Meta(ge=1, le=INT64)] | None = None  # see engine.messages.Add
 
     def refuse_unsupported(self) -> None:
         """Raises ApiError for a field that cannot be honoured."""
@@ -166,6 +167,14 @@ def decode(kind: type[Body], body: bytes) -> Body:
     """Raises ApiError, with the field at fault as its `param`."""
     try:
         return _DECODERS[kind].decode(body)
+    except (ValueError, RecursionError) as error:
+        raise from_decoding(error) from error
+
+
+def decode_object(body: bytes) -> dict[str, Any]:
+    """Raises ApiError for anything but a JSON object."""
+    try:
+        return msgspec.json.decode(body, type=dict[str, Any])
     except (ValueError, RecursionError) as error:
         raise from_decoding(error) from error
 

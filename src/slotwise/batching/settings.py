@@ -1,0 +1,79 @@
+"""How a batch is made, as asked for: checked whole, then turned into a discipline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slotwise.batching.continuous import Alone, Chunked, Inline
+from slotwise.batching.groups import Dynamic, OneAtATime, Static
+from slotwise.batching.orca import Orca
+from slotwise.core.seams import Discipline
+
+KINDS = ("continuous", "orca", "dynamic", "static", "one_at_a_time")
+PREFILLS = ("chunked", "inline", "alone")
+MAX_WAIT_MS = 50.0  # where `dynamic` is not told
+
+
+@dataclass(frozen=True, slots=True)
+class Batching:
+    """None stands for a setting's default, so that one which does not belong to `kind` can be refused.
+
+    Raises:
+        ValueError: one line that says which settings contradict each other.
+    """
+
+    kind: str = "continuous"
+    prefill: str | None = None  # continuous: how a prompt meets those who decode; None: chunked
+    batch_size: int | None = None  # static, dynamic: most requests of a batch; None: as many as there are slots
+    max_wait_ms: float | None = None  # dynamic: how long the first of a batch waits for company; None: 50
+    long_prefill_token_threshold: int = 0  # chunked: most tokens a prompt gets in a step; 0: what the budget leaves
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"batching must be one of {', '.join(KINDS)}, not {self.kind!r}")
+        if self.prefill is not None and self.prefill not in PREFILLS:
+            raise ValueError(f"prefill must be one of {', '.join(PREFILLS)}, not {self.prefill!r}")
+        self._belongs("prefill", given=self.prefill is not None, kinds=("continuous",))
+        self._belongs("batch_size", given=self.batch_size is not None, kinds=("static", "dynamic"))
+        self._belongs("max_wait_ms", given=self.max_wait_ms is not None, kinds=("dynamic",))
+        self._belongs("long_prefill_token_threshold", given=bool(self.long_prefill_token_threshold),
+                      kinds=("continuous",))
+        if self.long_prefill_token_threshold and self.prefill not in (None, "chunked"):
+            raise ValueError(f"long_prefill_token_threshold cuts prompts, and prefill {self.prefill} does not")
+        if self.long_prefill_token_threshold < 0:
+            raise ValueError("long_prefill_token_threshold must be 0 (off) or positive")
+        if self.batch_size is not None and self.batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, not {self.batch_size}")
+        if self.max_wait_ms is not None and not 0 <= self.max_wait_ms <= 3_600_000:
+            raise ValueError(f"max_wait_ms must be between 0 and an hour, not {self.max_wait_ms}")
+
+    def _belongs(self, name: str, *, given: bool, kinds: tuple[str, ...]) -> None:
+        if given and self.kind not in kinds:
+            raise ValueError(f"{name} belongs to batching {' and '.join(kinds)}, not to {self.kind}")
+
+    def discipline(self, max_num_seqs: int) -> Discipline:
+        """The discipline for a scheduler of `max_num_seqs` slots.
+
+        Raises:
+            ValueError: a batch larger than there are slots.
+        """
+        batch_size = self.batch_size or max_num_seqs
+        if batch_size > max_num_seqs:
+            raise ValueError(f"a batch_size of {batch_size} needs as many slots, and max_num_seqs is {max_num_seqs}")
+        if self.kind == "continuous":
+            return self._continuous()
+        if self.kind == "orca":
+            return Orca()
+        if self.kind == "one_at_a_time":
+            return OneAtATime()
+        if self.kind == "static":
+            return Static(batch_size)
+        wait_ms = MAX_WAIT_MS if self.max_wait_ms is None else self.max_wait_ms
+        return Dynamic(batch_size, wait_ms / 1000)
+
+    def _continuous(self) -> Discipline:
+        if self.prefill == "inline":
+            return Inline()
+        if self.prefill == "alone":
+            return Alone()
+        return Chunked(self.long_prefill_token_threshold)

@@ -1,0 +1,83 @@
+"""One request's tokens on their way to whoever asked.
+
+A consumer that is behind finds several steps' tokens in one chunk, so that it costs less the busier its process is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from slotwise.core.plan import TokenLogprobs
+
+AT_THE_END = 1 << 62  # as `Generation.interval`: one chunk, when it has ended
+
+
+class Chunk(NamedTuple):
+    """What came since the last chunk; the last one has a `finish_reason`, and a `message` if that needs one."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprobs]
+    finish_reason: str | None = None
+    message: str = ""
+
+
+class Generation:
+    """One request's tokens as an asynchronous iterator of chunks, for one consumer."""
+
+    __slots__ = (
+        "_delivered", "_end", "_finish", "_logprobs", "_loop", "_tokens", "_waiter", "interval", "request_id")
+
+    def __init__(self, request_id: str, finish: Callable[[Generation, str], None]) -> None:
+        self.request_id = request_id
+        self.interval = 1  # tokens to wait for before the consumer is woken
+        self._finish = finish
+        self._loop = asyncio.get_running_loop()
+        self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._end: tuple[str, str] | None = None  # reason and message
+        self._delivered = False  # the consumer has seen the end
+        self._waiter: asyncio.Future[None] | None = None
+
+    def finish(self, reason: str) -> None:
+        """End it from this side, once; what the engine still sends is ignored."""
+        if self._end is None:
+            self._finish(self, reason)
+
+    @property
+    def ended(self) -> bool:
+        return self._end is not None
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        if self._delivered:
+            raise StopAsyncIteration
+        while self._end is None and len(self._tokens) < self.interval:
+            self._waiter = self._loop.create_future()
+            await self._waiter
+        tokens, self._tokens = self._tokens, []
+        logprobs, self._logprobs = self._logprobs, []
+        if self._end is None:
+            return Chunk(tokens, logprobs)
+        self._delivered = True
+        return Chunk(tokens, logprobs, *self._end)
+
+    def push(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
+        self._tokens += tokens
+        if logprobs:
+            self._logprobs += logprobs
+        if len(self._tokens) >= self.interval:
+            self._wake()
+
+    def end(self, reason: str, message: str = "") -> None:
+        if self._end is None:
+            self._end = (reason, message)
+            self._wake()
+
+    def _wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)

@@ -1,0 +1,195 @@
+"""The slot x step chart: a lane for each slot, time to the right, a hue for each request.
+
+Colour is work somebody wanted, dark for a prompt and light for decode.  Waste has no colour: padding is dotted, a row
+computed after its last token is hatched, an empty slot is blank.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from markupsafe import Markup
+
+from slotwise.bench.report.data import Lanes, Pad, Piece
+from slotwise.bench.report.svg import Axis, canvas, group, percent, tag
+
+HUES = 12
+FEW_REQUESTS = 400  # up to so many, each request is a group of its own that can be pointed at
+KINDS = {
+    "prefill": "prompt (dark)", "decode": "decode, one token a step (light)", "padding": "padding",
+    "held": "finished but held", "idle": "keeps its slot, not computed", "empty": "empty slot",
+}
+SWATCH = 14
+
+
+def lane_height(slots: int) -> float:
+    """Pixels from one lane to the next: few slots get tall lanes, many still fit on a screen."""
+    return min(26.0, max(6.0, 224.0 / max(slots, 1)))
+
+
+def with_idle(pieces: Sequence[Piece]) -> list[Piece]:
+    """The pieces, and what lies between two of the same request in the same slot: it waited there, uncomputed."""
+    gaps = [
+        Piece(before.slot, before.end, after.first - before.end, "idle", before.request, 0)
+        for before, after in pairwise(pieces)
+        if before.slot == after.slot and before.request == after.request and before.end < after.first]
+    return [*pieces, *gaps]
+
+
+def draw(lanes: Lanes, edges: Sequence[float], axis: Axis, title: str) -> Markup:
+    """The chart of one discipline; step s lies from `edges[s]` to `edges[s + 1]` on `axis`."""
+    pitch = lane_height(lanes.slots)
+    height = lanes.slots * pitch
+    width = 1000.0 * max(1.0, zoom(axis, edges[-1]))
+    places = [axis.place(edge) * width for edge in edges]
+    end = axis.place(edges[-1])
+    cells = _Cells(places, pitch)
+    drawn = [tag("path", d=cells.lane(slot), class_="lane") for slot in range(lanes.slots)]
+    drawn += _requests(with_idle(lanes.pieces), cells)
+    drawn.append(_path("padding", cells.padding(lanes)))
+    drawn.append(_path("start", "".join(cells.start(piece) for piece in _starts(lanes.pieces))))
+    return tag(
+        "svg", tag("title", title), *_grid(axis, height), canvas(drawn, height, width), *_names(lanes.slots, pitch),
+        tag("line", x1=percent(end), x2=percent(end), y1=-4, y2=height + 4, class_="end"),
+        class_="lanes", role="img", aria_label=title, style=f"height:{height + 40:.0f}px")
+
+
+def zoom(axis: Axis, end: float) -> float:
+    """How many times wider than the page a chart is drawn, so that one ending at `end` takes a quarter of it."""
+    return min(5.0, 0.25 * axis.high / end) if end > 0 else 1.0
+
+
+class _Cells:
+    """Steps and slots as rectangles: the data of paths."""
+
+    def __init__(self, places: Sequence[float], pitch: float) -> None:
+        self._places, self._pitch = places, pitch
+        self._gap = 2.0 if pitch >= 12 else 1.0
+
+    def lane(self, slot: int) -> str:
+        return self._box(slot, 0, len(self._places) - 1)
+
+    def of(self, piece: Piece) -> str:
+        if piece.kind == "idle":
+            return self._box(piece.slot, piece.first, piece.end, 0.42, 0.58)
+        return self._box(piece.slot, piece.first, piece.end)
+
+    def start(self, piece: Piece) -> str:
+        top, bottom = self._rows(piece.slot)
+        return f"M{self._places[piece.first]:.2f} {top:.2f}V{bottom:.2f}"
+
+    def padding(self, lanes: Lanes) -> str:
+        """Padding takes the part of a cell that it takes of the cell's tokens."""
+        return "".join(
+            self._box(pad.slot, pad.step, pad.step + 1, 1 - part)
+            for pad, part in zip(lanes.pads, padded_parts(lanes.pieces, lanes.pads), strict=True))
+
+    def _rows(self, slot: int) -> tuple[float, float]:
+        return slot * self._pitch + self._gap / 2, (slot + 1) * self._pitch - self._gap / 2
+
+    def _box(self, slot: int, first: int, end: int, upper: float = 0.0, lower: float = 1.0) -> str:
+        top, bottom = self._rows(slot)
+        high, low = top + upper * (bottom - top), top + lower * (bottom - top)
+        left, right = self._places[first], self._places[end]
+        return f"M{left:.2f} {high:.2f}H{right:.2f}V{low:.2f}H{left:.2f}z"
+
+
+def padded_parts(pieces: Sequence[Piece], pads: Iterable[Pad]) -> list[float]:
+    """For each pad, the share of padding among the tokens computed in its slot at its step."""
+    begins = [(piece.slot, piece.first) for piece in pieces]
+    parts = []
+    for pad in pads:
+        index = bisect_right(begins, (pad.slot, pad.step)) - 1
+        own = 0.0
+        if index >= 0 and pieces[index].slot == pad.slot and pad.step < pieces[index].end:
+            own = pieces[index].tokens / pieces[index].steps
+        parts.append(pad.tokens / (pad.tokens + max(own, 0.0)))
+    return parts
+
+
+def _requests(pieces: Sequence[Piece], cells: _Cells) -> list[Markup]:
+    """A group of paths, one for each kind, for every request; for every hue where requests are many."""
+    one_each = len({piece.request for piece in pieces}) <= FEW_REQUESTS
+    groups: dict[int, list[Piece]] = defaultdict(list)
+    for piece in pieces:
+        groups[piece.request if one_each else piece.request % HUES].append(piece)
+    return [
+        tag("g", tag("title", _story(key, groups[key])) if one_each else Markup(""), *_kinds(groups[key], cells),
+            class_=f"h{key * 5 % HUES}", data_request=key if one_each else None)
+        for key in sorted(groups)]
+
+
+def _kinds(pieces: Sequence[Piece], cells: _Cells) -> list[Markup]:
+    return [_path(kind, "".join(cells.of(piece) for piece in pieces if piece.kind == kind))
+            for kind in ("idle", "prefill", "decode", "held")]
+
+
+def _story(request: int, pieces: Sequence[Piece]) -> str:
+    """What happened to one request: the tooltip of its cells."""
+    slots = sorted({piece.slot for piece in pieces})
+    taken = {kind: sum(piece.steps for piece in pieces if piece.kind == kind) for kind in KINDS}
+    prompt = sum(piece.tokens for piece in pieces if piece.kind == "prefill")
+    parts = [f"{prompt:,.0f} prompt tokens in {_steps(taken['prefill'])}"] if taken["prefill"] else []
+    parts += [f"decode {_steps(taken['decode'])}"] if taken["decode"] else []
+    parts += [f"held {_steps(taken['held'])} after its last token"] if taken["held"] else []
+    parts += [f"not computed in {_steps(taken['idle'])}"] if taken["idle"] else []
+    where = f"slot{'s' if len(slots) > 1 else ''} {', '.join(map(str, slots))}"
+    first, last = min(piece.first for piece in pieces), max(piece.end for piece in pieces) - 1
+    return f"request {request} · {where} · steps {first:,} to {last:,} · {', '.join(parts)}"
+
+
+def _steps(steps: int) -> str:
+    return f"{steps:,} step{'' if steps == 1 else 's'}"
+
+
+def _starts(pieces: Sequence[Piece]) -> list[Piece]:
+    """The pieces with which a slot changes hands."""
+    return [after for before, after in pairwise(pieces)
+            if before.slot == after.slot and before.request != after.request]
+
+
+def _path(kind: str, data: str) -> Markup:
+    return tag("path", d=data, class_=kind) if data else Markup("")
+
+
+def _grid(axis: Axis, height: float) -> list[Markup]:
+    places = [(percent(axis.place(tick)), axis.text(tick)) for tick in axis.ticks]
+    return [tag("line", x1=place, x2=place, y1=0, y2=height + 4, class_="rule") for place, _ in places] + [
+        tag("text", text, x=place, y=height + 18, text_anchor="middle", class_="tick") for place, text in places]
+
+
+def _names(slots: int, pitch: float) -> list[Markup]:
+    """The numbers of the slots: every one where there is room, else every second, fourth, ..."""
+    every = next(step for step in (1, 2, 4, 8, 16, 32, 64, 1 << 30) if step * pitch >= 13 or step >= slots)
+    return [tag("text", str(slot), x=-8, y=(slot + 0.5) * pitch + 4, text_anchor="end", class_="tick")
+            for slot in range(0, slots, every)]
+
+
+def patterns() -> Markup:
+    """The textures of waste, defined once for the page."""
+    hatch = tag("pattern", tag("rect", width=6, height=6, class_="held-ground"),
+                tag("path", d="M-1 7L7 -1M-1 1L1 -1M5 7L7 5", class_="held-line"),
+                id="hatch", width=6, height=6, patternUnits="userSpaceOnUse")
+    dots = tag("pattern", tag("rect", width=5, height=5, class_="padding-ground"),
+               tag("rect", x=1, y=1, width=2, height=2, class_="padding-dot"),
+               id="dots", width=5, height=5, patternUnits="userSpaceOnUse")
+    return tag("svg", tag("defs", hatch, dots), width=0, height=0, aria_hidden="true", class_="patterns")
+
+
+def legend(kinds: Iterable[str]) -> Markup:
+    """A swatch and a word for each kind, inline in a list."""
+    return group(
+        tag("li", tag("svg", tag("g", _swatch(kind), class_="h5"), width=SWATCH, height=SWATCH, aria_hidden="true"),
+            " " + KINDS[kind])
+        for kind in kinds)
+
+
+def _swatch(kind: str) -> Markup:
+    lane = tag("path", d=f"M0 0H{SWATCH}V{SWATCH}H0z", class_="lane")
+    if kind == "empty":
+        return lane
+    top, bottom = (6, 8) if kind == "idle" else (0, SWATCH)
+    return lane + tag("path", d=f"M0 {top}H{SWATCH}V{bottom}H0z", class_=kind)

@@ -1,0 +1,190 @@
+"""The page: what a result shows, section by section, ready for its template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import cycle
+from typing import Any
+
+from markupsafe import Markup
+
+from slotwise.bench.report import bars, curves, lanes, words
+from slotwise.bench.report.data import Result, Run
+from slotwise.bench.report.svg import Axis, fitted, percent
+from slotwise.bench.report.tables import runs_table, waste_table
+from slotwise.bench.report.words import batching, capital, count, figure, ratio, reference, seconds, share, subject
+
+NAMED_COLOURS = {"continuous": "c0", "static": "c1", "orca": "c2", "dynamic": "c3", "one_at_a_time": "c4"}
+SLOT_PARTS = {"useful": "a token somebody wanted", "held": "finished but held", "empty": "empty slot",
+              "idle": "keeps its slot, not computed"}
+TOKEN_PARTS = {"prefill": "prompt tokens", "decode": "output tokens", "padding": "padding",
+               "held": "computed for rows that had ended"}
+
+
+def context(result: Result) -> dict[str, Any]:
+    """Everything that the template names."""
+    who, finding = words.headline(result)
+    runs = result.runs
+    shown = {"result": result, "who": who, "finding": finding, "conditions": words.conditions(result), "runs": runs,
+             "facts": facts(result), "patterns": lanes.patterns(), "sweeps": _sweeps(result)}
+    if runs:
+        colours = colours_of(runs)
+        shown |= {"table_of_runs": runs_table(runs), "charts": _charts(runs), "speed": _speed(runs, colours),
+                  "curves": _curves(runs, colours), "waste": _waste(result), "waste_table": waste_table(runs)}
+    return shown
+
+
+def colours_of(runs: Sequence[Run]) -> list[str]:
+    """A colour for each run: its discipline's own, or the next one that no other run has."""
+    free = cycle(f"c{number}" for number in range(len(NAMED_COLOURS), curves.COLOURS))
+    seen: set[str] = set()
+    colours = []
+    for run in runs:
+        named = NAMED_COLOURS.get(run.name)
+        colours.append(named if named and named not in seen else next(free))
+        seen.add(colours[-1])
+    return colours
+
+
+def facts(result: Result) -> list[tuple[str, str]]:
+    """What was compared, as terms and their values; what is not known is left out."""
+    environment = dict(result.environment)
+    machine = ", ".join(filter(None, (environment.get("machine"), _cores(environment.get("cores")))))
+    versions = ", ".join(f"{name} {environment[name]}" for name in ("slotwise", "python", "torch") if
+                         name in environment)
+    requests = f"{result.requests:,} requests" if result.requests else ""
+    workload = ", ".join(filter(None, (requests, *(f"{key} {value}" for key, value in result.description.items()))))
+    listed = (
+        ("Model", ", ".join(filter(None, (result.model, result.dtype)))), ("Workload", workload),
+        ("Seed", result.seed), ("Machine", machine), ("Versions", versions),
+        ("Commit", environment.get("commit", "")), ("Measured", environment.get("created", "")))
+    return [(term, value) for term, value in listed if value]
+
+
+def _cores(cores: str | None) -> str:
+    return f"{cores} cores" if cores else ""
+
+
+def _charts(runs: Sequence[Run]) -> dict[str, Any]:
+    """The slot x step charts, against seconds and against steps, each on one scale for all."""
+    drawn = [run for run in runs if run.lanes.steps]
+    by_seconds = [run.lanes.ends for run in drawn]
+    by_steps = [tuple(map(float, range(run.lanes.steps + 1))) for run in drawn]
+    views = {}
+    for name, every, text in (("seconds", by_seconds, words.tick_seconds), ("steps", by_steps, words.tick)):
+        longest = max((edges[-1] for edges in every), default=1.0)
+        shortest = min((edges[-1] for edges in every), default=1.0)
+        axis = fitted(name, longest, text, most=10)
+        width = max(1.0, lanes.zoom(axis, shortest))
+        views[name] = {"width": percent(width), "runs": [
+            {"label": capital(run.label), "note": _chart_note(run), "picture": lanes.draw(
+                run.lanes, edges, _dense(axis, width), _chart_title(run, name))}
+            for run, edges in zip(drawn, every, strict=True)]}
+    kinds = {piece.kind for run in drawn for piece in lanes.with_idle(run.lanes.pieces)}
+    kinds |= {"padding"} if any(run.lanes.pads for run in drawn) else set()
+    kinds |= {"empty", "prefill", "decode"}
+    return {"views": views, "legend": lanes.legend(kind for kind in lanes.KINDS if kind in kinds)}
+
+
+def _dense(axis: Axis, width: float) -> Axis:
+    """A wider chart has room for more ticks."""
+    return fitted(axis.label, axis.high, axis.text, most=round(10 * width))
+
+
+def _chart_title(run: Run, unit: str) -> str:
+    return (f"{capital(run.label)}: {run.lanes.slots} slots over {run.lanes.steps:,} steps, "
+            f"{seconds(run.lanes.ends[-1])}, drawn against {unit}")
+
+
+def _chart_note(run: Run) -> str:
+    parts = [f"{seconds(run.seconds)}", f"{count(run.steps)} steps",
+             f"{share(run.occupancy)} of slot-steps gave a token somebody wanted"]
+    if run.step_time:
+        fixed, per_row, error = run.step_time
+        within = f" (within {share(error)})" if error is not None else ""
+        parts.append(f"a step takes {seconds(fixed)} + {seconds(per_row)} a row{within}")
+    if run.lanes.truncated:
+        parts.append(f"drawn: the first {count(run.lanes.steps)} steps")
+    return " · ".join(parts)
+
+
+def _speed(runs: Sequence[Run], colours: Sequence[str]) -> list[tuple[str, str, Markup]]:
+    """A panel of bars for each measure: its title, how to read it, its picture."""
+    base = reference(tuple(runs))
+    gains = [ratio(run.output_throughput, base.output_throughput) for run in runs]
+    throughput = [
+        bars.Bar(run.label, colour, run.output_throughput, None, " · ".join(filter(None, (
+            f"{figure(run.output_throughput)} tok/s", f"{figure(gain)}×" if gain and len(runs) > 1 else ""))))
+        for run, colour, gain in zip(runs, colours, gains, strict=True)]
+    panels = [("Output tokens per second", "longer is better", throughput)]
+    for title, key in (("Time to first token", "ttft"), ("Time between tokens", "itl"), ("Time to last token", "e2e")):
+        spreads = [getattr(run, key) for run in runs]
+        panels.append((title, "bar: p50, line: to p99; shorter is better", [
+            bars.Bar(run.label, colour, spread.p50, spread.p99, _latency(spread.p50, spread.p99))
+            for run, colour, spread in zip(runs, colours, spreads, strict=True)]))
+    return [(title, note, bars.bars(title, rows)) for title, note, rows in panels]
+
+
+def _latency(p50: float | None, p99: float | None) -> str:
+    if p50 == 0 and p99 == 0:
+        return "answers come whole"
+    return f"{seconds(p50)} · {seconds(p99)}"
+
+
+def _curves(runs: Sequence[Run], colours: Sequence[str]) -> dict[str, Any]:
+    return {
+        "legend": curves.legend((run.label, colour, False) for run, colour in zip(runs, colours, strict=True)),
+        "cumulative": curves.cumulative(runs, colours),
+        "distributions": [(title, note, picture) for title, note, picture in (
+            ("Time to first token", "share of requests",
+             curves.distribution("Distribution of the time to first token", runs, colours,
+                                 lambda run: run.ttft.values)),
+            ("Time between tokens", "share of gaps; answers that come whole have none",
+             curves.distribution("Distribution of the time between tokens", runs, colours,
+                                 lambda run: run.itl.values))) if picture]}
+
+
+def _waste(result: Result) -> dict[str, Any]:
+    """Where slot-steps and computed tokens went, and the sentence above them."""
+    slot_rows = [bars.Stack(run.label, _slot_parts(run), _slot_text(run)) for run in result.runs]
+    token_rows = [bars.Stack(run.label, _token_parts(run, result.prompt_tokens), "") for run in result.runs]
+    token_rows = [bars.Stack(row.label, row.parts, f"{count(row.total)} tokens") for row in token_rows]
+    return {"slots": bars.stacks("Slot-steps by what they were used for", slot_rows),
+            "slot_legend": _part_legend(slot_rows, SLOT_PARTS), "tokens": bars.stacks(
+                "Computed tokens by what they were for", token_rows),
+            "token_legend": _part_legend(token_rows, TOKEN_PARTS), "sentence": waste_sentence(result)}
+
+
+def _slot_parts(run: Run) -> tuple[tuple[str, float], ...]:
+    total = run.slots * (run.steps or 0)
+    useful = (run.occupancy or 0) * total
+    held, empty = run.waste.held_row_steps or 0, run.waste.empty_slot_steps or 0
+    idle = total - useful - held - empty
+    return (("useful", useful), ("held", held), ("empty", empty), ("idle", idle if idle > 0.5 else 0))
+
+
+def _slot_text(run: Run) -> str:
+    return f"{count(run.slots * (run.steps or 0))} slot-steps · {share(run.occupancy)} wanted"
+
+
+def _token_parts(run: Run, prompt_tokens: float | None) -> tuple[tuple[str, float], ...]:
+    return (("prefill", prompt_tokens or 0), ("decode", run.output_tokens or 0),
+            ("padding", run.waste.padded_tokens or 0), ("held", run.waste.held_row_steps or 0))
+
+
+def _part_legend(rows: Sequence[bars.Stack], names: dict[str, str]) -> list[tuple[str, str]]:
+    present = {kind for row in rows for kind, size in row.parts if size > 0}
+    return [(kind, text) for kind, text in names.items() if kind in present]
+
+
+def waste_sentence(result: Result) -> str:
+    """The two ends of the comparison, in slot-steps."""
+    best, base = subject(result.runs), reference(result.runs)
+    texts = [f"{capital(batching(run))} used {share(run.occupancy)} of its slot-steps for a token somebody wanted"
+             for run in ((best,) if best is base else (best, base)) if run.occupancy is not None]
+    return "; ".join([*texts[:1], *(text[:1].lower() + text[1:] for text in texts[1:])]) + "." if texts else ""
+
+
+def _sweeps(result: Result) -> list[dict[str, Any]]:
+    return [{"title": swept.title, "notes": swept.notes, "legend": curves.sweep_legend(swept),
+             "picture": curves.sweep(swept)} for swept in result.sweeps if swept.series]

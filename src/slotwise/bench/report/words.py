@@ -1,0 +1,143 @@
+"""Numbers and comparisons for people: three significant digits, units, whole sentences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from slotwise.bench.report.data import Result, Run
+
+NONE = "–"
+
+
+def figure(value: float | None, digits: int = 3) -> str:
+    """`value` to so many significant digits: 0.0456, 1.70, 12.3, 1,230, 4.57 M."""
+    if value is None:
+        return NONE
+    if abs(value) >= 1e6:
+        scale, letter = (1e6, "M") if abs(value) < 1e9 else (1e9, "G")
+        return f"{figure(value / scale, digits)} {letter}"
+    if value == 0 or abs(value) < 1e-12:
+        return "0"
+    rounded = float(f"{value:.{digits - 1}e}")
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(rounded))))
+    return f"{rounded:,.{decimals}f}"
+
+
+def count(value: float | None) -> str:
+    """A number of things, all its digits."""
+    return NONE if value is None else f"{round(value):,}"
+
+
+def seconds(value: float | None, digits: int = 3) -> str:
+    """A duration with the unit that suits it: 412 µs, 31.0 ms, 1.23 s, 4.10 min."""
+    if value is None:
+        return NONE
+    if value == 0:
+        return "0 s"
+    for limit, factor, unit in ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms"), (120.0, 1.0, "s"), (7200.0, 1 / 60, "min")):
+        if abs(float(f"{value:.{digits - 1}e}")) < limit:
+            return f"{figure(value * factor, digits)} {unit}"
+    return f"{figure(value / 3600, digits)} h"
+
+
+def share(value: float | None) -> str:
+    """A share of one as a percentage: 0.07%, 3.4%, 91%."""
+    if value is None:
+        return NONE
+    percent = value * 100
+    if percent == 0 or percent >= 10:
+        return f"{percent:.0f}%"
+    return f"{percent:.1f}%" if percent >= 0.1 else f"{figure(percent, 1)}%"
+
+
+def money(value: float | None) -> str:
+    return NONE if value is None else figure(value)
+
+
+def tick(value: float) -> str:
+    """The label of an axis: no zeros that say nothing."""
+    if abs(value) >= 1e6:
+        return f"{value / 1e6:,.6g} M"
+    return f"{value:,.10g}"
+
+
+def tick_seconds(value: float) -> str:
+    if value == 0:
+        return "0"
+    factor, unit = (1e6, "µs") if value < 1e-3 else (1e3, "ms") if value < 1 else (1.0, "s")
+    return f"{value * factor:,.6g} {unit}"
+
+
+def tick_share(value: float) -> str:
+    return f"{value * 100:.10g}%"
+
+
+def ratio(value: float | None, base: float | None) -> float | None:
+    return value / base if value is not None and base else None
+
+
+def reference(runs: tuple[Run, ...]) -> Run:
+    """Whom the others are compared with: static batching, or the slowest where nobody ran it."""
+    named = [run for run in runs if run.name == "static"]
+    return named[0] if named else min(runs, key=lambda run: run.output_throughput or 0.0)
+
+
+def subject(runs: tuple[Run, ...]) -> Run:
+    """Whom the headline is about: continuous batching, or the fastest where nobody ran it."""
+    named = [run for run in runs if run.name == "continuous"]
+    return named[0] if named else max(runs, key=lambda run: run.output_throughput or 0.0)
+
+
+def batching(run: Run) -> str:
+    """A run's name within a sentence."""
+    plain = ("continuous", "static", "dynamic", "orca")
+    if run.label.lower() in plain:
+        return f"{'Orca' if run.label.lower() == 'orca' else run.label.lower()} batching"
+    return run.label
+
+
+def capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def headline(result: Result) -> tuple[str, str]:
+    """Two halves of the finding: who, and what was found."""
+    if not result.runs:
+        return "No run was measured", "the comparison ended before its first discipline did"
+    best, base = subject(result.runs), reference(result.runs)
+    who = capital(batching(best))
+    if best is base:
+        parts = [f"{figure(best.output_throughput)} tokens per second"] if best.output_throughput else []
+        parts += [f"first token after {seconds(best.ttft.p50)}"] if best.ttft.p50 is not None else []
+        return who, listed(parts) or "nothing to compare with"
+    return who, listed([part for part in (_faster(best, base), _sooner(best, base)) if part]) or "no figures"
+
+
+def _faster(best: Run, base: Run) -> str:
+    gain = ratio(best.output_throughput, base.output_throughput)
+    return f"{figure(gain, 2)}× the tokens per second of {batching(base)}" if gain else ""
+
+
+def _sooner(best: Run, base: Run) -> str:
+    gain = ratio(base.ttft.p50, best.ttft.p50)
+    if not gain:
+        return ""
+    if 0.995 < gain < 1.005:
+        return "the first token at the same time"
+    return f"first token {figure(gain, 2)}× sooner" if gain > 1 else f"first token {figure(1 / gain, 2)}× later"
+
+
+def conditions(result: Result) -> str:
+    """What was the same for every run."""
+    requests = f"the same {result.requests:,} requests" if result.requests else "the same requests"
+    if len(result.runs) < 2:
+        return f"One discipline on {requests.replace('the same ', '')}: run others beside it to compare."
+    where = "each behind its own server" if result.mode == "server" else "in one process, one after another"
+    return f"On the same kernels and {requests}, {where}."
+
+
+def listed(parts: Iterable[str]) -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    *first, last = [*parts] or [""]
+    return f"{', '.join(first)} and {last}" if first else last

@@ -23,7 +23,7 @@ PERCENTILES = {"median": 50.0, "p90": 90.0, "p99": 99.0}
 COMPLETED = "completed"
 REJECTED = "rejected"  # refused by the server: a status of 4xx or 503
 FAILED = "failed"  # no answer, an answer of another kind, or a stream that broke
-UNFINISHED = "unfinished"  # under way or not sent when the run was interrupted
+UNFINISHED = "unfinished"  # under way when the run was interrupted
 
 
 @dataclass(frozen=True, slots=True)

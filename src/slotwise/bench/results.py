@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import slotwise
+from slotwise.workload.requests import Workload
 
 GIT_SECONDS = 5.0
 
@@ -22,6 +23,15 @@ def environment() -> dict[str, Any]:
         "slotwise": slotwise.__version__, "python": platform.python_version(), "torch": _installed("torch"),
         "commit": commit(), "machine": machine(), "cores": _cores(),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def workload_facts(workload: Workload) -> dict[str, Any]:
+    """What a result says of its workload."""
+    return {
+        "description": workload.description, "num_requests": len(workload.requests), "max_tokens": workload.max_tokens,
+        "prompt_tokens": workload.prompt_tokens, "output_tokens": workload.output_tokens,
+        "output_cv": workload.output_cv,
     }
 
 

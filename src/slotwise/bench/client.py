@@ -1,0 +1,297 @@
+"""One streamed request to an OpenAI-compatible server, timed as its client sees it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from slotwise.bench.measures import COMPLETED, FAILED, REJECTED, UNFINISHED, Outcome
+from slotwise.workload.forms import below, stream
+from slotwise.workload.requests import Workload, WorkRequest
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+ENDPOINTS = (COMPLETIONS, CHAT)
+SAFE_VOCAB_SIZE = 4000  # token ids below it exist in nearly every vocabulary
+CONNECT_SECONDS = 30.0
+SILENT_SECONDS = 3600.0  # without a byte, after which an answer is given up
+IDLE_SECONDS = 2.0  # connections are kept for the next request, for less time than servers keep them
+MAX_EVENT = 1 << 20  # bytes of one server-sent event
+MAX_REASON = 300  # characters kept of what a server says of an error
+MAX_ANSWER = 1 << 22  # bytes of an answer that is no stream
+WORDS = (
+    "time", "year", "people", "way", "day", "thing", "life", "world", "school", "state", "family", "group", "country",
+    "problem", "hand", "part", "place", "case", "week", "company", "system", "program", "question", "work", "number",
+    "night", "point", "home", "water", "room", "area", "story")
+
+
+class BenchError(RuntimeError):
+    """A measurement that cannot begin; the message is one line that says why."""
+
+
+class BrokenStream(Exception):
+    """What came is no complete answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where requests go.  Raises ValueError for an address that is none."""
+
+    base_url: str
+    endpoint: str = COMPLETIONS
+    model: str = ""
+    api_key: str = field(default="", repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.base_url.startswith(("http://", "https://")):
+            raise ValueError(f"a base URL begins with http:// or https://, and {self.base_url!r} does not")
+        if self.endpoint not in ENDPOINTS:
+            raise ValueError(f"the endpoint is one of {', '.join(ENDPOINTS)}, not {self.endpoint!r}")
+        object.__setattr__(self, "base_url", self.base_url.rstrip("/").removesuffix("/v1"))
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+
+
+@dataclass(frozen=True, slots=True)
+class Phrasing:
+    """How a workload's requests are put to a server.
+
+    Raises:
+        ValueError: the parts contradict each other.
+    """
+
+    vocab_size: int = SAFE_VOCAB_SIZE  # prompts are random ids below it
+    text_prompts: bool = False  # words instead of token ids, about a token each
+    ignore_eos: bool = True
+    hidden_lengths: bool = False  # all ask for the common max_tokens; Slotwise ends each at its own length
+    temperature: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.vocab_size < 1:
+            raise ValueError(f"--vocab-size must be at least 1, not {self.vocab_size}")
+        if not 0 <= self.temperature <= 100:
+            raise ValueError(f"--temperature must be between 0 and 100, not {self.temperature}")
+        if self.hidden_lengths and not self.ignore_eos:
+            raise ValueError("--hidden-lengths end every answer at its length, and so need --ignore-eos")
+
+    def body(self, target: Target, workload: Workload, request: WorkRequest) -> bytes:
+        """The JSON of a request."""
+        asks = workload.max_tokens if self.hidden_lengths else request.num_output
+        content: dict[str, Any] = {
+            "model": target.model, "max_tokens": asks, "temperature": self.temperature, "stream": True,
+            "stream_options": {"include_usage": True}}
+        if self.ignore_eos:
+            content["ignore_eos"] = True
+        if self.hidden_lengths:
+            content["bench_output_tokens"] = request.num_output
+        if target.endpoint == CHAT:
+            content["messages"] = [{"role": "user", "content": prompt_text(workload, request)}]
+        elif self.text_prompts:
+            content["prompt"] = prompt_text(workload, request)
+        else:
+            content["prompt"] = workload.prompt_ids(request, self.vocab_size)
+        return msgspec.json.encode(content)
+
+
+def prompt_text(workload: Workload, request: WorkRequest) -> str:
+    """As many words as the prompt has tokens; those of one prefix group begin alike."""
+    shared = stream(workload.seed, f"prefix words {request.prefix}")
+    own = stream(workload.seed, f"prompt words {request.number}")
+    draws = [shared] * request.num_prefix + [own] * (request.num_prompt - request.num_prefix)
+    return " ".join(WORDS[below(rng, len(WORDS))] for rng in draws)
+
+
+@dataclass(slots=True)
+class Reply:
+    """An answer as it comes.  Until it has ended, it is unfinished."""
+
+    number: int
+    due: float  # seconds since the run began, as all its times
+    sent: float = 0.0
+    token_times: list[float] = field(default_factory=list)
+    ended: float = 0.0
+    num_prompt: int = 0
+    num_output: int = 0
+    status: str = UNFINISHED
+    error: str = ""
+
+    def outcome(self) -> Outcome:
+        return Outcome(
+            self.number, self.status, self.due, self.sent, tuple(self.token_times), self.ended, self.num_prompt,
+            self.num_output, self.error)
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int | None = 0
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+    @property
+    def has_text(self) -> bool:
+        delta = self.delta
+        return bool(self.text or (delta and (delta.content or delta.reasoning_content or delta.reasoning)))
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_decode = msgspec.json.Decoder(_Event).decode
+
+
+class Client:
+    """Sends requests over connections of its own, as many as there are requests under way.
+
+    Args:
+        clock: seconds since the run began.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, target: Target, clock: Callable[[], float]) -> None:
+        self._session = session
+        self._url = target.base_url + target.endpoint
+        self._headers = target.headers | {"Content-Type": "application/json"}
+        self._clock = clock
+
+    async def complete(self, body: bytes, reply: Reply) -> None:
+        """Send `body` and write into `reply` what comes, whatever comes."""
+        reply.sent = self._clock()
+        try:
+            async with self._session.post(self._url, data=body, headers=self._headers) as response:
+                if response.status != 200:
+                    reply.error = f"{response.status}: {await _reason(response)}"
+                    refused = 400 <= response.status < 500 or response.status == 503
+                    reply.status = REJECTED if refused else FAILED
+                else:
+                    await self._read(response, reply)
+                    reply.status = COMPLETED
+        except (aiohttp.ClientError, OSError, TimeoutError, BrokenStream, msgspec.DecodeError) as error:
+            reply.status = FAILED
+            reply.error = f"{type(error).__name__}: {error}"[:MAX_REASON]
+        reply.ended = reply.ended or self._clock()
+
+    async def _read(self, response: aiohttp.ClientResponse, reply: Reply) -> None:
+        """Raises BrokenStream when the answer does not end as it should."""
+        has_ended = False
+        async for data in _events(response):
+            now = self._clock()
+            if data == b"[DONE]":
+                break
+            event = _decode(data)
+            if event.error is not None:
+                raise BrokenStream(_message(event.error))
+            if event.usage is not None:
+                reply.num_prompt = event.usage.prompt_tokens
+                reply.num_output = event.usage.completion_tokens or 0
+            for choice in event.choices:
+                if choice.has_text:
+                    reply.token_times.append(now)
+                if choice.has_text or choice.finish_reason:
+                    reply.ended = now
+                has_ended = has_ended or bool(choice.finish_reason)
+        if not has_ended:
+            raise BrokenStream("the stream ended before the answer did")
+        if not reply.num_output:
+            raise BrokenStream("the server sent no usage: there is no telling how many tokens came")
+
+
+async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """The data of server-sent events, one line each."""
+    rest = b""
+    async for chunk in response.content.iter_any():
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield line[5:].strip()
+        if len(rest) > MAX_EVENT:
+            raise BrokenStream(f"an event of more than {MAX_EVENT} bytes")
+
+
+async def _body(response: aiohttp.ClientResponse) -> bytes:
+    """A whole answer, cut where it is too long."""
+    body = b""
+    async for chunk in response.content.iter_any():
+        body += chunk
+        if len(body) > MAX_ANSWER:
+            break
+    return body[:MAX_ANSWER]
+
+
+async def _reason(response: aiohttp.ClientResponse) -> str:
+    """What the server says of an error, on one line."""
+    body = await _body(response)
+    try:
+        return _message(msgspec.json.decode(body))
+    except msgspec.DecodeError:
+        return _message(body.decode(errors="replace") or response.reason or "no reason given")
+
+
+def _message(said: Any) -> str:
+    """The message within an error body of any of the usual shapes."""
+    while isinstance(said, dict):
+        said = said.get("error") or said.get("message") or said.get("detail") or str(said)
+    return " ".join(str(said).split())[:MAX_REASON]
+
+
+def open_session() -> aiohttp.ClientSession:
+    """A session without a limit of connections: the workload alone decides how many there are."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=SILENT_SECONDS))
+
+
+class ModelCard(msgspec.Struct):
+    """What a server says of a model; `meta` is llama.cpp's."""
+
+    id: str
+    vocab_size: int | None = None
+    meta: dict[str, Any] | None = None
+
+    @property
+    def known_vocab_size(self) -> int:
+        """0 when the server does not tell."""
+        told = self.vocab_size or (self.meta or {}).get("n_vocab")
+        return told if isinstance(told, int) and told > 0 else 0
+
+
+class _Models(msgspec.Struct):
+    data: list[ModelCard] = []
+
+
+async def list_models(session: aiohttp.ClientSession, target: Target) -> list[ModelCard]:
+    """The models of a server; none when it has no such list.
+
+    Raises:
+        BenchError: no server answers there, or it refuses.
+    """
+    url = f"{target.base_url}/v1/models"
+    timeout = aiohttp.ClientTimeout(total=CONNECT_SECONDS)
+    try:
+        async with session.get(url, headers=target.headers, timeout=timeout) as response:
+            if response.status in (401, 403):
+                raise BenchError(f"{target.base_url} wants a key: give it as --api-key ({await _reason(response)})")
+            if response.status != 200:
+                return []
+            return msgspec.json.decode(await _body(response), type=_Models).data
+    except msgspec.DecodeError:
+        return []
+    except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        raise BenchError(f"no server answers at {target.base_url}: {error or type(error).__name__}") from error

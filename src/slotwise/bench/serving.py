@@ -1,0 +1,132 @@
+"""Measures a server under a workload: check that it is there, warm it up, send everything, sum up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import uvloop
+
+from slotwise.bench.client import (
+    SAFE_VOCAB_SIZE,
+    BenchError,
+    Client,
+    Phrasing,
+    Reply,
+    Target,
+    list_models,
+    open_session,
+)
+from slotwise.bench.load import Load, Watch, ignore
+from slotwise.bench.measures import COMPLETED, Objectives, Outcome, samples, serving_metrics
+from slotwise.bench.results import environment, workload_facts
+from slotwise.workload.requests import Workload
+
+WARMUP_TOKENS = 16  # of a warm-up request's answer, at most
+MAX_WARMUPS = 1000
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a run brought."""
+
+    outcomes: list[Outcome]  # in the order they came
+    duration: float  # seconds from the start to the last answer's end
+    interrupted: bool
+
+
+def resolve(target: Target, vocab_size: int = 0) -> tuple[Target, int]:
+    """Ask a server for what was left open: the target with its model, and the size of the vocabulary.
+
+    Args:
+        vocab_size: as asked; 0: the server's if it tells, else a safe one.
+
+    Raises:
+        BenchError: no server answers, or it names no model and none was asked for.
+    """
+    async def ask() -> tuple[Target, int]:
+        async with open_session() as session:
+            cards = await list_models(session, target)
+        if not cards and not target.model:
+            raise BenchError(f"{target.base_url} does not say which models it has: name one with --model")
+        model = target.model or cards[0].id
+        told = next((card.known_vocab_size for card in cards if card.id == model), 0)
+        return replace(target, model=model), vocab_size or told or SAFE_VOCAB_SIZE
+
+    return _run(ask())
+
+
+def measure(
+    target: Target, workload: Workload, phrasing: Phrasing, *, num_warmups: int = 1, watch: Watch = ignore,
+) -> Measured:
+    """Send a workload and time the answers.  An interrupt ends it, and what was measured is kept.
+
+    Raises:
+        BenchError: a warm-up request failed; the message has what the server said.
+        KeyboardInterrupt: before anything was sent.
+    """
+    if not 0 <= num_warmups <= MAX_WARMUPS:
+        raise ValueError(f"--num-warmups must be between 0 and {MAX_WARMUPS}, not {num_warmups}")
+    load = Load(workload, lambda request: phrasing.body(target, workload, request), watch)
+
+    async def run() -> None:
+        async with open_session() as session:
+            client = Client(session, target, load.clock)
+            for number in range(num_warmups):
+                await _warm_up(client, _warmup_body(target, workload, phrasing, number))
+            await load.run(client.complete)
+
+    interrupted = False
+    try:
+        _run(run())
+    except KeyboardInterrupt:
+        if not load.outcomes:
+            raise
+        interrupted = True
+    duration = max((outcome.ended for outcome in load.outcomes), default=0.0)
+    return Measured(load.outcomes, duration, interrupted)
+
+
+def _warmup_body(target: Target, workload: Workload, phrasing: Phrasing, number: int) -> bytes:
+    """A request as the first of the workload, with a short answer and a prompt that does not come again."""
+    first = workload.requests[0]
+    number += len(workload.requests)
+    return phrasing.body(
+        target, workload, replace(first, number=number, num_output=min(first.num_output, WARMUP_TOKENS)))
+
+
+async def _warm_up(client: Client, body: bytes) -> None:
+    reply = Reply(0, 0.0)
+    await client.complete(body, reply)
+    if reply.status != COMPLETED:
+        raise BenchError(f"the server does not serve the workload's kind of request: {reply.error}")
+
+
+def _run(work: Coroutine[Any, Any, T]) -> T:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(work)
+
+
+def serving_result(
+    target: Target, workload: Workload, measured: Measured, objectives: Objectives,
+) -> dict[str, Any]:
+    """Everything that is known of a run, with the field names of `vllm bench serve` where it has them."""
+    where = environment()
+    return {
+        "version": 1, "kind": "serve", "status": "interrupted" if measured.interrupted else "completed",
+        "environment": where, "date": where["created"],
+        "backend": "openai", "endpoint_type": target.endpoint, "model_id": target.model,
+        "num_prompts": len(workload.requests), "request_rate": offered_rate(workload),
+        "max_concurrency": workload.users or None, "seed": workload.seed, "workload": workload_facts(workload),
+        "goodput": objectives.limits,
+        **serving_metrics(measured.outcomes, measured.duration, objectives), **samples(measured.outcomes),
+    }
+
+
+def offered_rate(workload: Workload) -> float | str:
+    """Requests per second at which a workload arrives; "inf" for those that come at once or in a closed loop."""
+    last = workload.requests[-1].arrives_at
+    return (len(workload.requests) - 1) / last if last else "inf"

@@ -1,0 +1,241 @@
+"""Where a run's time went: one fold over the engine's step records, in memory bounded by the workload.
+
+A *slot-step* is one slot during one step that computed anything; a step has as many as there are slots, however many
+rows it had.  Each is one of:
+
+    prefill   tokens of a prompt, or tokens computed again after a preemption
+    decode    the last token known, to sample the next: both are what somebody wanted
+    held      a request that has ended, computed again until its batch has drained
+    empty     nothing: no request holds the slot, or the one that does was left out of the step
+
+so that  occupancy = (prefill + decode) / (steps x slots).  Nothing runs between steps, so idle time has no slot-steps;
+it is seen in the seconds that requests wait.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from slotwise.bench.fit import Line
+from slotwise.bench.lanes import DECODE, HELD, PREFILL, Lanes
+from slotwise.bench.measures import summary
+from slotwise.core.limits import SchedulerLimits
+from slotwise.engine.messages import RowEnd, StepRecord
+
+MAX_POINTS = 400  # of a curve or a distribution
+NANO = 1e-9
+
+
+@dataclass(slots=True)
+class _Progress:
+    """A request on its way."""
+
+    number: int
+    num_prompt: int
+    arrived_at: float  # seconds
+    known: int  # tokens: prompt and sampled
+    computed: int = 0  # tokens in the cache
+    last_published: float = 0.0  # seconds; 0: nothing was
+    output: list[int] = field(default_factory=list)
+
+
+class Accounts:
+    """Fed with arrivals and records in the order they come; `entry()` tells what they add up to.
+
+    Args:
+        limits: the engine's slots, and the blocks of its cache.
+        started_at: seconds on the records' clock; the run's second 0.
+    """
+
+    def __init__(self, limits: SchedulerLimits, started_at: float) -> None:
+        self._limits = limits
+        self._started_at = started_at
+        self._living: dict[str, _Progress] = {}
+        self._lanes = Lanes(limits.max_num_seqs)
+        self._waiting = _Waiting(started_at)
+        self._ttft, self._itl, self._e2e = array("d"), array("d"), array("d")  # seconds
+        self._cumulative = _Curve()
+        self._slot_steps = dict.fromkeys((PREFILL, DECODE, HELD), 0)
+        self._steps = self._decode_steps = self._max_rows = 0
+        self._output_tokens = self._padded_tokens = self._preemptions = 0
+        self._reserved_unused = 0.0  # summed over steps
+        self.outputs: dict[int, list[int]] = {}  # by request number: the tokens of those that have ended
+        self.failures: list[str] = []
+        self.ended_at = started_at  # seconds; of the last record
+        self.by_rows, self.by_tokens = Line(), Line()  # seconds of a step, by rows of decode alone; by tokens of others
+        self.decode_seconds, self.prompt_seconds = array("d"), array("d")  # of the same steps, one by one
+
+    # -- what happens ----------------------------------------------------------------------------------------------
+
+    def arrived(self, request_id: str, number: int, num_prompt: int, at: float) -> None:
+        """A request was handed over, due at `at` seconds: its latencies count from there."""
+        self._living[request_id] = _Progress(number, num_prompt, at, num_prompt)
+        self._waiting.arrived(at)
+
+    def step(self, record: StepRecord) -> int:
+        """Take in a step; how many requests ended in it."""
+        now = record.ended_ns * NANO
+        if record.slots:
+            self._computed(record, now)
+        self._publish(record, now)
+        self._waiting.step(record, self._limits.max_num_seqs)
+        self._reserved_unused += self._unused_blocks(record) if record.slots else 0
+        self.ended_at = now
+        return len(record.ended)
+
+    def _computed(self, record: StepRecord, now: float) -> None:
+        held = frozenset(record.held)
+        padding = record.padding or (0,) * len(record.slots)
+        kinds = dict.fromkeys((PREFILL, DECODE, HELD), 0)
+        samples = False
+        for row, (request_id, slot, start, count) in enumerate(
+                zip(record.request_ids, record.slots, record.starts, record.counts, strict=True)):
+            progress = self._living[request_id]
+            end = start + count
+            kind = HELD if row in held else DECODE if progress.num_prompt <= start == progress.known - 1 else PREFILL
+            samples = samples or kind == HELD or end == progress.known
+            if kind != HELD:
+                progress.computed = end
+                progress.known += end == progress.known
+            kinds[kind] += 1
+            self._lanes.row(slot, kind, progress.number, count, padding[row])
+        self._lanes.end_step(now - self._started_at)
+        for kind, rows in kinds.items():
+            self._slot_steps[kind] += rows
+        self._steps += 1
+        self._decode_steps += samples
+        self._max_rows = max(self._max_rows, len(record.slots))
+        self._padded_tokens += sum(padding)
+        self._time(record, sum(record.counts) + sum(padding), prompts=kinds[PREFILL])
+
+    def _time(self, record: StepRecord, tokens: int, prompts: int) -> None:
+        seconds = (record.ended_ns - record.started_ns) * NANO
+        if prompts:
+            self.by_tokens.add(tokens, seconds)
+            self.prompt_seconds.append(seconds)
+        else:
+            self.by_rows.add(len(record.slots), seconds)
+            self.decode_seconds.append(seconds)
+
+    def _publish(self, record: StepRecord, now: float) -> None:
+        before = self._output_tokens
+        for request_id, tokens in zip(record.request_ids, record.token_ids, strict=False):
+            if tokens:
+                self._deliver(self._living[request_id], tokens, now)
+        if self._output_tokens > before:
+            self._cumulative.add(now - self._started_at, self._output_tokens)
+        for decision in record.preempted:
+            self._living[decision.request_id].computed = 0
+            self._preemptions += 1
+        for end in record.ended:
+            self._end(end, now)
+
+    def _deliver(self, progress: _Progress, tokens: Sequence[int], now: float) -> None:
+        if progress.last_published:
+            self._itl.append(now - progress.last_published)
+        else:
+            self._ttft.append(now - progress.arrived_at)
+        progress.last_published = now
+        progress.output += tokens
+        self._output_tokens += len(tokens)
+
+    def _end(self, end: RowEnd, now: float) -> None:
+        progress = self._living.pop(end.request_id)
+        if end.reason in ("stop", "length"):
+            self.outputs[progress.number] = progress.output
+            self._e2e.append(now - progress.arrived_at)
+        else:
+            self.failures.append(f"request {progress.number}: {end.reason} {end.message}".rstrip())
+
+    def _unused_blocks(self, record: StepRecord) -> int:
+        """Blocks that requests hold when the step has been committed, and that no token of theirs is in."""
+        limits = self._limits
+        reserved = limits.num_blocks - record.num_free_blocks
+        filled = sum(-(-progress.computed // limits.block_size) for progress in self._living.values())
+        return max(0, reserved - filled)
+
+    # -- what it adds up to ------------------------------------------------------------------------------------------
+
+    def entry(self) -> dict[str, Any]:
+        """The measured part of a run in the result, JSON-ready; seconds, tokens, shares between 0 and 1."""
+        seconds = self.ended_at - self._started_at
+        steps = max(self._steps, 1)
+        rows = sum(self._slot_steps.values())
+        wanted = rows - self._slot_steps[HELD]
+        return {
+            "num_slots": self._limits.max_num_seqs, "seconds": seconds, "steps": self._steps,
+            "decode_steps": self._decode_steps, "output_tokens": self._output_tokens,
+            "output_throughput": self._output_tokens / seconds if seconds else 0.0,
+            "request_throughput": len(self._e2e) / seconds if seconds else 0.0,
+            "occupancy": wanted / (steps * self._limits.max_num_seqs), "mean_rows": rows / steps,
+            "max_rows": self._max_rows, "preemptions": self._preemptions,
+            "ttft": summary(self._ttft), "itl": summary(self._itl), "e2e": summary(self._e2e),
+            "ttft_values": thinned(sorted(self._ttft)), "itl_values": thinned(sorted(self._itl)),
+            "waste": self._waste(rows), "chart": self._lanes.chart(), "cumulative": self._cumulative.points(),
+        }
+
+    def _waste(self, rows: int) -> dict[str, float]:
+        return {
+            "padded_tokens": self._padded_tokens, "held_row_steps": self._slot_steps[HELD],
+            "empty_slot_steps": self._steps * self._limits.max_num_seqs - rows,
+            "head_of_line_seconds": self._waiting.seconds,
+            "reserved_unused": self._reserved_unused / max(self._steps, 1) / self._limits.num_blocks,
+        }
+
+
+class _Waiting:
+    """Head-of-line blocking: seconds, summed over requests, spent waiting while a slot stood empty or held.
+
+    During a step a slot is wasted if it has no row or a held one; between steps, if no request holds it or one that
+    has ended does.
+    """
+
+    def __init__(self, started_at: float) -> None:
+        self.seconds = 0.0
+        self._count = 0
+        self._ended_at = started_at
+        self._wasted_in_step = self._wasted_between = True
+
+    def arrived(self, at: float) -> None:
+        """Someone is told of who came at `at`: during the step that has just ended, or after it."""
+        self._count += 1
+        early = self._ended_at - at
+        if self._wasted_in_step if early > 0 else self._wasted_between:
+            self.seconds += early  # after the step: the gap up to the next is counted for all alike
+
+    def step(self, record: StepRecord, num_slots: int) -> None:
+        started, ended = record.started_ns * NANO, record.ended_ns * NANO
+        if self._wasted_between:
+            self.seconds += self._count * (started - self._ended_at)
+        self._count += len(record.preempted) - len(record.admitted)
+        self._wasted_in_step = len(record.slots) < num_slots or bool(record.held)
+        if self._wasted_in_step:
+            self.seconds += self._count * (ended - started)
+        self._wasted_between = record.num_running < num_slots or bool(record.held)
+        self._ended_at = ended
+
+
+class _Curve:
+    """Points of a growing sum, halved in number whenever there are too many."""
+
+    def __init__(self) -> None:
+        self._points: list[list[float]] = [[0.0, 0]]
+
+    def add(self, x: float, y: float) -> None:
+        self._points.append([round(x, 6), y])
+        if len(self._points) > 8 * MAX_POINTS:
+            self._points = [*self._points[:-1:2], self._points[-1]]
+
+    def points(self) -> list[list[float]]:
+        return thinned(self._points)
+
+
+def thinned(values: Sequence[Any]) -> list[Any]:
+    """At most MAX_POINTS of `values`, evenly spaced, with the first and the last."""
+    if len(values) <= MAX_POINTS:
+        return list(values)
+    step = (len(values) - 1) / (MAX_POINTS - 1)
+    return [values[round(index * step)] for index in range(MAX_POINTS)]

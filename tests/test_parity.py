@@ -6,12 +6,13 @@ The whole engine runs here: scheduler, runner, kernels, sampler.  Only HTTP and 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import checkpoints
 import pytest
 
-from slotwise.compose.engine import build_engine
+from slotwise.compose.engine import build_engine, load
 from slotwise.core.params import SamplingParams
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.loop import Engine
@@ -83,6 +84,22 @@ def test_in_a_batch_of_32_arriving_at_random_steps(family, overlap):
     folder, prompts, expected = family
     outputs = run(engine(folder, overlap=overlap), at_random_steps(prompts))
     assert outputs == dict(enumerate(expected))
+
+
+DISCIPLINES = (
+    {"batching": "one_at_a_time"}, {"batching": "static", "batch_size": 5}, {"batching": "orca"},
+    {"batching": "dynamic", "batch_size": 4, "max_wait_ms": 5}, {"prefill": "inline"}, {"prefill": "alone"})
+
+
+def test_under_every_discipline(family):
+    """Padding, held rows and whole prompts change nobody's tokens."""
+    folder, prompts, expected = family
+    config = EngineConfig.of(model=str(folder), dtype="float32", max_num_seqs=8, kv_cache_memory=64 << 20)
+    model = load(config)
+    for number, discipline in enumerate(DISCIPLINES):
+        subject, _ = model.engine(replace(config, overlap=number % 2, **discipline))
+        outputs = run(subject, {0: [add(index, prompts[index]) for index in range(11)]})
+        assert outputs == dict(enumerate(expected[:11])), discipline
 
 
 def test_in_chunks_of_seven_tokens(family):

@@ -7,12 +7,15 @@ from itertools import count
 import pytest
 from toy import EOS, alone, next_token, request, scheduler
 
+from slotwise.batching.settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
-from slotwise.core.plan import StepResult
+from slotwise.core.plan import StepResult, TokenLogprobs
+from slotwise.core.seams import NEVER
 from slotwise.engine.executor import FakeExecutor
 from slotwise.engine.loop import NO_STEP, Engine
-from slotwise.engine.messages import Add, Finish, StepRecord
+from slotwise.engine.messages import Add, Configure, Finish, StepRecord
+from slotwise.engine.scheduling import Scheduling
 
 LIMITS = SchedulerLimits(max_model_len=64, num_blocks=8, block_size=4, max_num_seqs=3, max_num_batched_tokens=8)
 
@@ -32,9 +35,23 @@ class Breaking(FakeExecutor):
         return result
 
 
-def engine(executor: FakeExecutor | None = None, depth: int = 0) -> Engine:
+class Certain(FakeExecutor):
+    """Gives every token a log-probability, with the token itself as the rank, so that mixed-up ones show."""
+
+    def __init__(self) -> None:
+        super().__init__(LIMITS.block_size, next_token)
+
+    def collect(self) -> StepResult:
+        result = super().collect()
+        return result._replace(logprobs=tuple(
+            tuple(TokenLogprobs(0.0, token, (), ()) for token in tokens) for tokens in result.tokens))
+
+
+def engine(executor: FakeExecutor | None = None, depth: int = 0, batching: Batching | None = None) -> Engine:
     ticks = count()
-    return Engine(scheduler(LIMITS), executor or Breaking(), lambda: next(ticks), (EOS,), depth=depth)
+    discipline = (batching or Batching()).discipline(LIMITS.max_num_seqs)
+    return Engine(
+        scheduler(LIMITS, discipline), executor or Breaking(), lambda: next(ticks), (EOS,), depth=depth)
 
 
 def add(name: str, length: int = 6, **params: object) -> Add:
@@ -145,3 +162,94 @@ def test_ending_from_outside_is_idempotent():
     subject.handle(Finish("never", "abort"))
     record = subject.idle_record()
     assert record is not None and [end.reason for end in record.ended] == ["stop"]
+
+
+DISCIPLINES = (
+    Batching("one_at_a_time"), Batching("static", batch_size=2), Batching("dynamic", batch_size=2, max_wait_ms=0),
+    Batching("orca"), Batching(), Batching(prefill="inline"), Batching(prefill="alone"))
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("batching", DISCIPLINES, ids=lambda batching: f"{batching.kind}-{batching.prefill}")
+def test_every_discipline_gives_the_same_tokens_and_tells_each_end_once(batching, depth):
+    subject = engine(depth=depth, batching=batching)
+    for name in "abcdefg":
+        subject.handle(add(name, 5 + ord(name) % 4, ignore_eos=True))
+    records = run(subject)
+    assert outputs(records) == {name: expected(5 + ord(name) % 4) for name in "abcdefg"}
+    ends = [end.request_id for record in records for end in record.ended]
+    assert sorted(ends) == sorted("abcdefg")
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("batching", DISCIPLINES, ids=lambda batching: f"{batching.kind}-{batching.prefill}")
+def test_a_drawn_length_ends_a_request_as_the_model_would(batching, depth):
+    subject = engine(depth=depth, batching=batching)
+    lengths = {"a": 3, "b": 1, "c": 7, "d": 9}
+    for name, length in lengths.items():
+        command = add(name, 8, ignore_eos=True)
+        command.output_tokens = length
+        subject.handle(command)
+    records = run(subject)
+    assert {name: len(tokens) for name, tokens in outputs(records).items()} == {"a": 3, "b": 1, "c": 7, "d": 8}
+    reasons = {end.request_id: end.reason for record in records for end in record.ended}
+    assert reasons == {"a": "stop", "b": "stop", "c": "stop", "d": "length"}
+
+
+def test_a_drawn_length_shows_in_no_plan_before_it_is_reached():
+    """Neither scheduler nor discipline can have known: until the end, the records are those of a longer request."""
+    records = []
+    for drawn in (3, 6):
+        subject = engine(batching=Batching("orca"))
+        command = add("a", 8, ignore_eos=True)
+        command.output_tokens = drawn
+        subject.handle(command)
+        records.append(run(subject))
+    before = [(r.request_ids, r.counts, r.num_free_blocks) for r in records[0][:2]]
+    assert before == [(r.request_ids, r.counts, r.num_free_blocks) for r in records[1][:2]]
+
+
+def test_log_probabilities_wait_for_the_batch_with_their_tokens():
+    subject = engine(Certain(), batching=Batching("static", batch_size=2))
+    for name, length in (("short", 2), ("long", 4)):
+        subject.handle(add(name, length, ignore_eos=True, logprobs=0))
+    records = run(subject)
+    assert all(record.logprobs == () for record in records[:-1])
+    last = records[-1]
+    told = dict(zip(last.request_ids, zip(last.token_ids, last.logprobs, strict=True), strict=True))
+    for name, length in (("short", 2), ("long", 4)):
+        tokens, logprobs = told[name]
+        assert tokens == tuple(expected(length)) and [entry.rank for entry in logprobs] == list(tokens)
+
+
+def test_while_a_window_is_open_only_the_clock_or_a_command_gives_something_to_do():
+    subject = engine(batching=Batching("dynamic", batch_size=2, max_wait_ms=1000))
+    subject.handle(add("a", 2, ignore_eos=True))
+    assert subject.wait() == 0
+    record = subject.step()
+    assert record.request_ids == () and record.stop.reason == "window_open"
+    assert 0.9 < subject.wait() <= 1
+    subject.handle(add("b", 2, ignore_eos=True))
+    assert subject.wait() == 0
+    assert subject.step().request_ids == ("a", "b")
+
+
+def test_a_change_is_in_force_at_the_next_plan_and_told_once():
+    subject = engine(batching=Batching("static", batch_size=1))
+    for name in "abc":
+        subject.handle(add(name, 6, ignore_eos=True))
+    assert subject.step().request_ids == ("a",)
+    changed = Scheduling(Batching(), 2, 8)
+    subject.handle(Configure(changed))
+    record = subject.step()
+    assert record.request_ids == ("a", "b") and record.configured == changed
+    assert all(record.configured is None for record in run(subject))
+
+
+def test_a_change_while_idle_is_told_between_steps():
+    subject = engine()
+    changed = Scheduling(Batching("orca"), 3, 8)
+    subject.handle(Configure(changed))
+    record = subject.idle_record()
+    assert record.step == NO_STEP and record.configured == changed
+    assert subject.idle_record() is None

@@ -57,7 +57,7 @@ def add_workload_options(command: argparse.ArgumentParser, defaults: Defaults = 
 
 
 def add_seed_option(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--seed", type=int, default=0, help="of the workload (default: 0)")
+    command.add_argument("--seed", type=int, default=0, metavar="N", help="of the workload (default: 0)")
 
 
 def workload_of(asked: argparse.Namespace, defaults: Defaults = DEFAULTS) -> Workload:

@@ -1,0 +1,97 @@
+"""Results as tables for a terminal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+LATENCIES = {
+    "ttft": "time to first token", "tpot": "time per output token", "itl": "between events of a stream",
+    "max_itl": "longest gap of a request", "e2el": "end to end"}
+COLUMNS = {"mean": "mean", "std": "std", "median": "p50", "p90": "p90", "p99": "p99"}
+MAX_ERRORS = 3  # kinds of errors that are shown
+
+
+def serving_table(result: Mapping[str, Any]) -> RenderableType:
+    """What `bench serve` prints at the end."""
+    facts = [
+        ("requests", _counts(result)), ("duration", f"{result['duration']:.2f} s"),
+        ("tokens", f"{result['total_input_tokens']:,} in, {result['total_output_tokens']:,} out"),
+        ("output", f"{result['output_throughput']:,.1f} tok/s"),
+        ("input and output", f"{result['total_token_throughput']:,.1f} tok/s"),
+        ("completed", f"{result['request_throughput']:.3f} requests/s"),
+    ]
+    if result["request_goodput"] is not None:
+        within = ", ".join(f"{name} ≤ {limit:g} ms" for name, limit in result["goodput"].items())
+        facts.append(("goodput", f"{result['request_goodput']:.3f} requests/s within {within}"))
+    facts += [("most at once", str(result["max_concurrent_requests"])), ("latest sent", _ms(result["max_late_ms"]))]
+    parts: list[RenderableType] = [_facts(_title(result, "bench serve"), facts)]
+    if result["completed"]:
+        parts.append(_latencies(result))
+    return Group(*parts, *_errors(result["errors"]))
+
+
+def throughput_table(result: Mapping[str, Any]) -> RenderableType:
+    facts = [
+        ("requests", f"{result['completed']} of {result['num_requests']}"),
+        ("elapsed", f"{result['elapsed_time']:.2f} s in {result['steps']} steps"),
+        ("tokens", f"{result['total_input_tokens']:,} in, {result['total_output_tokens']:,} out"),
+        ("output", f"{result['output_tokens_per_second']:,.1f} tok/s"),
+        ("input and output", f"{result['tokens_per_second']:,.1f} tok/s"),
+        ("completed", f"{result['requests_per_second']:.3f} requests/s"),
+        ("rows of a step", f"{result['mean_rows']:.1f} on average, {result['occupancy']:.0%} of the slots"),
+    ]
+    return _facts(_title(result, "bench throughput"), facts)
+
+
+def latency_table(result: Mapping[str, Any]) -> RenderableType:
+    facts = [
+        ("batch", f"{result['batch_size']} × ({result['input_len']} in, {result['output_len']} out)"),
+        ("iterations", str(len(result["latencies"]))), ("average", f"{result['avg_latency'] * 1000:.1f} ms")]
+    facts += [(f"p{percent}", f"{seconds * 1000:.1f} ms") for percent, seconds in result["percentiles"].items()]
+    return _facts(_title(result, "bench latency"), facts)
+
+
+def _title(result: Mapping[str, Any], command: str) -> str:
+    model = result.get("model_id") or result.get("model", "")
+    return f"{command}: {model}" + (" (interrupted)" if result["status"] == "interrupted" else "")
+
+
+def _facts(title: str, facts: Iterable[tuple[str, str]]) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
+    table.add_column(style="dim")
+    table.add_column()
+    for name, value in facts:
+        table.add_row(name, value)
+    return table
+
+
+def _counts(result: Mapping[str, Any]) -> str:
+    """How many of the requests ended how."""
+    others = [f"{result[status]} {status}" for status in ("rejected", "failed", "unfinished") if result[status]]
+    return ", ".join([f"{result['completed']} of {result['num_prompts']} completed", *others])
+
+
+def _latencies(result: Mapping[str, Any]) -> Table:
+    table = Table(title="\nmilliseconds", title_justify="left", box=None, pad_edge=False)
+    table.add_column(style="dim")
+    for word in COLUMNS.values():
+        table.add_column(word, justify="right")
+    for name, words in LATENCIES.items():
+        table.add_row(words, *(f"{result[f'{column}_{name}_ms']:,.1f}" for column in COLUMNS))
+    return table
+
+
+def _errors(errors: Iterable[str]) -> list[Text]:
+    """The commonest errors, with how often they came."""
+    found = Counter(filter(None, errors)).most_common(MAX_ERRORS)
+    return [Text(f"{count} × {error}", style="red") for error, count in found]
+
+
+def _ms(milliseconds: float) -> str:
+    return f"{milliseconds:.1f} ms late"

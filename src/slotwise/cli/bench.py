@@ -1,0 +1,202 @@
+"""slotwise bench: how fast a server answers, and how fast an engine in this process is."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from slotwise.cli.options import BUILTIN_NAME, add_command, add_engine_options, engine_settings
+from slotwise.cli.workload_options import Defaults, add_seed_option, add_workload_options, workload_of
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from slotwise.bench.offline_run import Stand
+
+INTERRUPTED = 130  # exit status
+OFFLINE = Defaults(num_prompts=128)
+
+
+def add(commands: Any) -> None:
+    summary = "measure a server, or an engine in this process"
+    bench = commands.add_parser("bench", help=summary, description=summary[0].upper() + summary[1:] + ".")
+    kinds = bench.add_subparsers(dest="benchmark", metavar="BENCHMARK", title="benchmarks", required=True)
+    _add_serve(kinds)
+    _add_throughput(kinds)
+    _add_latency(kinds)
+
+
+def _add_serve(kinds: Any) -> None:
+    serve = add_command(kinds, "serve", "load an OpenAI-compatible server and time its answers", run_serve)
+    server = serve.add_argument_group("server")
+    server.add_argument("--base-url", default="http://127.0.0.1:8000", metavar="URL",
+                        help="where it is (default: http://127.0.0.1:8000)")
+    server.add_argument("--endpoint", choices=("/v1/completions", "/v1/chat/completions"), default="/v1/completions",
+                        help="what is asked (default: /v1/completions)")
+    server.add_argument("--model", default="", metavar="NAME", help="as it is served (default: the server's first)")
+    server.add_argument("--api-key", default=os.environ.get("SLOTWISE_API_KEY", ""), metavar="KEY",
+                        help="sent as a bearer token (default: $SLOTWISE_API_KEY)")
+    _add_phrasing(serve.add_argument_group("requests"))
+    measured = serve.add_argument_group("measurement")
+    measured.add_argument("--max-concurrency", type=int, metavar="N",
+                          help="a closed loop of so many users, each waiting for its answer: --arrivals closed:N")
+    measured.add_argument("--num-warmups", type=int, default=1, metavar="N",
+                          help="short requests before those that are measured (default: 1)")
+    measured.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS",
+                          help="count requests that stay within all of these, of ttft, tpot and e2el: ttft:500 tpot:50")
+    measured.add_argument("--save-result", action="store_true", help="write a JSON file")
+    measured.add_argument("--result-filename", metavar="FILE", help="write it here")
+    add_workload_options(serve)
+    add_seed_option(serve)
+
+
+def _add_phrasing(group: Any) -> None:
+    group.add_argument("--vocab-size", type=int, metavar="N", help="prompts are random token ids below it "
+                       "(default: the server's if it tells, else 4000)")
+    group.add_argument("--text-prompts", action="store_true", help="send words instead of token ids, about a token "
+                       "each, to servers that take no ids; chat does so always")
+    group.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, default=True,
+                       help="answers go on to their length whatever the model says (default: they do)")
+    group.add_argument("--hidden-lengths", action="store_true", help="every request asks for the workload's one "
+                       "max_tokens, and Slotwise ends each at its own length; other servers do not know that field. "
+                       "Without it each asks for its own length")
+    group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
+
+
+def _add_throughput(kinds: Any) -> None:
+    command = add_command(kinds, "throughput", "run a workload in this process as fast as it goes", run_throughput)
+    _add_offline(command)
+    add_workload_options(command, OFFLINE)
+    add_engine_options(command)
+
+
+def _add_latency(kinds: Any) -> None:
+    summary = "time one batch in this process, again and again"
+    command = kinds.add_parser(  # its batch size takes the place of the engine's: static and dynamic gather as many
+        "latency", help=summary, description=summary.capitalize() + ".", conflict_handler="resolve")
+    command.set_defaults(run=run_latency)
+    _add_offline(command)
+    add_engine_options(command)
+    for name, default, what in (
+        ("--batch-size", 8, "requests at once"), ("--input-len", 32, "tokens of each prompt"),
+        ("--output-len", 128, "tokens of each answer"), ("--num-iters-warmup", 3, "iterations that do not count"),
+        ("--num-iters", 10, "iterations that count"),
+    ):
+        command.add_argument(name, type=int, default=default, metavar="N", help=f"{what} (default: {default})")
+
+
+def _add_offline(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--model", help="a checkpoint's folder or a hub id (default: the built-in model)")
+    command.add_argument("--output-json", metavar="FILE", help="write the result here")
+
+
+def run_serve(asked: argparse.Namespace) -> int:
+    from slotwise.bench.client import Phrasing, Target
+    from slotwise.bench.measures import Objectives
+    from slotwise.bench.results import default_filename
+    from slotwise.bench.serving import measure, resolve, serving_result
+    from slotwise.bench.tables import serving_table
+
+    objectives = Objectives.parse(asked.goodput)
+    target = Target(asked.base_url, asked.endpoint, asked.model, asked.api_key)
+    _check_writable(asked.result_filename)
+    if asked.vocab_size is not None and asked.vocab_size < 1:
+        raise ValueError(f"--vocab-size must be at least 1, not {asked.vocab_size}")
+    _close_loop(asked)
+    workload = workload_of(asked)
+    target, vocab_size = resolve(target, asked.vocab_size or 0)
+    phrasing = Phrasing(
+        vocab_size, text_prompts=asked.text_prompts, ignore_eos=asked.ignore_eos, hidden_lengths=asked.hidden_lengths,
+        temperature=asked.temperature)
+    with _bar(len(workload.requests), "request") as bar:
+        measured = measure(
+            target, workload, phrasing, num_warmups=asked.num_warmups, watch=lambda outcome: bar.update())
+    result = serving_result(target, workload, measured, objectives)
+    path = asked.result_filename or (default_filename("serve", target.model) if asked.save_result else "")
+    status = _show(serving_table(result), result, path)
+    return status or (0 if result["completed"] else 1)
+
+
+def _close_loop(asked: argparse.Namespace) -> None:
+    """Take --max-concurrency for the arrivals it means.  Raises ValueError where others were asked for."""
+    if asked.max_concurrency is None:
+        return
+    rate = asked.request_rate
+    if asked.workload or asked.arrivals is not None or (rate is not None and rate != math.inf):
+        raise ValueError("--max-concurrency makes a closed loop, whose users wait for their answers: leave out "
+                         "--workload, --arrivals and --request-rate, or leave it out")
+    asked.request_rate, asked.arrivals = None, f"closed:{asked.max_concurrency}"
+
+
+def run_throughput(asked: argparse.Namespace) -> int:
+    from slotwise.bench.offline import throughput
+    from slotwise.bench.tables import throughput_table
+
+    _check_writable(asked.output_json)
+    workload = workload_of(asked, OFFLINE)
+    stand, about = _stand(asked)
+    with _bar(len(workload.requests), "request") as bar:
+        result = about | throughput(stand, workload, lambda done: _advance(bar, done))
+    return _show(throughput_table(result), result, asked.output_json)
+
+
+def run_latency(asked: argparse.Namespace) -> int:
+    from slotwise.bench.offline import Batch, latency
+    from slotwise.bench.tables import latency_table
+
+    _check_writable(asked.output_json)
+    batch = Batch(asked.batch_size, asked.input_len, asked.output_len, asked.num_iters_warmup, asked.num_iters)
+    if asked.batching not in ("static", "dynamic"):
+        asked.batch_size = None
+    stand, about = _stand(asked)
+    with _bar(batch.num_iters, "iteration") as bar:
+        result = about | latency(stand, batch, asked.seed, lambda done: _advance(bar, done))
+    return _show(latency_table(result), result, asked.output_json)
+
+
+def _stand(asked: argparse.Namespace) -> tuple[Stand, dict[str, Any]]:
+    """An engine in this process, and what a result says of it."""
+    from slotwise import builtin
+    from slotwise.bench.offline_run import Stand
+    from slotwise.compose.engine import build_engine
+    from slotwise.engine.config import EngineConfig
+    from slotwise.model.locate import locate
+
+    settings = engine_settings(asked)
+    config = EngineConfig.of(model=str(locate(asked.model or builtin.path())), **settings)
+    engine, info = build_engine(config)
+    about = {"model": asked.model or BUILTIN_NAME, "device": info.device, "dtype": info.dtype, "settings": settings}
+    return Stand(engine, info.limits, info.vocab_size), about
+
+
+def _check_writable(path: str | None) -> None:
+    """Raises ValueError before anything is measured, rather than after."""
+    if path and not Path(path).absolute().parent.is_dir():
+        raise ValueError(f"there is no folder for {path}")
+
+
+def _bar(total: int, unit: str) -> tqdm[Any]:
+    return tqdm(total=total, unit=unit, disable=not sys.stderr.isatty(), leave=False)
+
+
+def _advance(bar: tqdm[Any], done: int) -> None:
+    bar.update(done - bar.n)
+
+
+def _show(table: RenderableType, result: dict[str, Any], path: str | None) -> int:
+    """Print a result and write it, if a path was given; the exit status."""
+    from rich.console import Console
+
+    from slotwise.bench.results import write_json
+
+    Console(highlight=False).print(table)
+    if path:
+        write_json(path, result)
+        print(f"\nwritten to {path}")
+    return INTERRUPTED if result["status"] == "interrupted" else 0

@@ -46,7 +46,7 @@ def bars(title: str, rows: Sequence[Bar]) -> Markup:
         if row.value is not None:
             drawn.append(tag("rect", y=y + 20, width=percent(row.value / longest), height=THICK,
                              class_=f"fill {row.colour}"))
-        if row.value is not None and row.worst is not None:
+        if row.value is not None and row.worst:
             drawn.append(_worst(row, longest, y + 20 + THICK / 2))
     return _figure(title, drawn, len(rows))
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from markupsafe import Markup
 
 from slotwise.bench.report import svg
-from slotwise.bench.report.data import Run, Series, Sweep
+from slotwise.bench.report.data import Run, Sweep
 from slotwise.bench.report.svg import Axis, fitted, linear, logarithmic, plot, tag
 from slotwise.bench.report.words import tick, tick_seconds, tick_share
 
@@ -24,9 +24,9 @@ def cumulative(runs: Sequence[Run], colours: Sequence[str]) -> Markup:
         return Markup("")
     x = fitted("seconds since the first request", max(points[-1][0] for _, points in curves), tick_seconds)
     y = linear("output tokens returned", (tokens for _, points in curves for _, tokens in points), tick, most=5)
-    marks = [_curve(_stairs(points), x, y, colours[run.index]) for run, points in curves]
-    marks += [_dots([points[-1]], x, y, colours[run.index]) for run, points in curves]
-    return plot("Output tokens returned over time", x, y, marks, HEIGHT)
+    drawn = [_curve(_stairs(points), x, y, colours[run.index]) for run, points in curves]
+    ends = [_point(points[-1], (x, y), 0, colours[run.index]) for run, points in curves]
+    return plot("Output tokens returned over time", (x, y), drawn, ends, HEIGHT)
 
 
 def distribution(title: str, runs: Sequence[Run], colours: Sequence[str],
@@ -39,63 +39,61 @@ def distribution(title: str, runs: Sequence[Run], colours: Sequence[str],
     spread = logarithmic if max(every) > WIDE * min(every) else linear
     x = spread("", every, tick_seconds, most=6)
     y = Axis("share at or below", 0.0, 1.0, (0.0, 0.25, 0.5, 0.75, 1.0), tick_share)
-    marks = [_curve(_shares(values, x), x, y, colours[run.index]) for run, values in curves]
-    return plot(title, x, y, marks, HEIGHT)
+    drawn = [_curve(_shares(values, x), x, y, colours[run.index]) for run, values in curves]
+    return plot(title, (x, y), drawn, (), HEIGHT)
 
 
 def sweep(swept: Sweep) -> Markup:
-    """Measured points joined by lines, theory dashed."""
+    """Measured points joined by lines, theory dashed in the same colour."""
     points = [point for series in swept.series for point in series.points]
     xs, ys = [x for x, _ in points], [y for _, y in points]
-    x = _axis(swept.x_label, xs, swept.x_log)
+    x = svg.at_values(_axis(swept.x_label, xs, swept.x_log), xs)
     y = _axis(swept.y_label, ys, swept.y_log)
-    if len({*xs}) <= 8:
-        x = svg.at_values(x, xs)
-    marks = []
-    for series, (colour, square) in zip(swept.series, series_styles(swept.series), strict=True):
-        marks.append(_curve(series.points, x, y, colour + (" theory" if series.theory else "")))
+    subjects = sweep_subjects(swept)
+    drawn, marked = [], []
+    for series in swept.series:
+        place = subjects.index(subject_of(series.label))
+        colour = f"c{place % COLOURS}"
+        drawn.append(_curve(series.points, x, y, f"{colour} {'theory' if series.theory else 'solid'}"))
         if not series.theory:
-            marks.append(_dots(series.points, x, y, colour + (" square" if square else "")))
-    return plot(f"{swept.title}: {swept.y_label} against {swept.x_label}", x, y, marks, HEIGHT)
+            marked += [_point(point, (x, y), place, colour) for point in series.points]
+    return plot(f"{swept.title}: {swept.y_label} against {swept.x_label}", (x, y), drawn, marked, HEIGHT)
 
 
-def series_styles(series: Sequence[Series]) -> list[tuple[str, bool]]:
-    """A colour for each series, the same for a measurement and its theory, and whether its points are square."""
-    order: dict[str, int] = {}
-    for one in series:
-        order.setdefault(_subject_of(one.label), len(order))
-    places = [order[_subject_of(one.label)] for one in series]
-    return [(f"c{place % COLOURS}", place % 2 == 1) for place in places]
+def sweep_subjects(swept: Sweep) -> list[str]:
+    """What the series are about, each once: a measurement and its theory share a colour."""
+    return list(dict.fromkeys(subject_of(series.label) for series in swept.series))
 
 
-def _subject_of(label: str) -> str:
-    """What a series is about, without whether it was measured or computed."""
-    words = re.findall(r"[\w.]+", label.lower())
-    return " ".join(word for word in words if word not in ("measured", "theory", "predicted", "fitted", "computed"))
+def subject_of(label: str) -> str:
+    """A series' label without whether it was measured or computed."""
+    kept = re.sub(r"[\s,:(]*\b(measured|theory|predicted|in theory)\b[)\s,:]*", " ", label, flags=re.IGNORECASE)
+    return kept.strip() or label
 
 
 def _axis(label: str, values: Sequence[float], log: bool) -> Axis:
     if log and all(value > 0 for value in values):
-        return logarithmic(label, values, tick)
+        return logarithmic(label, values, tick, most=8)
     return linear(label, values, tick)
 
 
-def sample(style: str, *, dotted: bool = False) -> Markup:
-    """The piece of line that stands for a curve in its legend."""
-    dot = tag("path", d="M14 7h0", class_=f"dots {style}") if dotted else Markup("")
-    return tag("svg", tag("path", d="M1 7H27", class_=f"curve {style}"), dot, width=28, height=14, aria_hidden="true")
-
-
-def legend(entries: Iterable[tuple[str, str, bool]]) -> Markup:
-    """`(label, style, dotted)` for every curve, inline in a list."""
-    return svg.group(tag("li", sample(style, dotted=dotted), " " + label) for label, style, dotted in entries)
+def legend(entries: Iterable[tuple[str, str]]) -> Markup:
+    """A piece of line for every `(label, style)`, inline in a list."""
+    return svg.group(tag("li", _sample(style), " " + label) for label, style in entries)
 
 
 def sweep_legend(swept: Sweep) -> Markup:
-    styles = zip(swept.series, series_styles(swept.series), strict=True)
-    return legend(
-        (series.label, colour + (" theory" if series.theory else " square" if square else ""), not series.theory)
-        for series, (colour, square) in styles)
+    entries = [
+        tag("li", _sample(f"c{place % COLOURS} solid", svg.marker((0.5, 7), place, f"c{place % COLOURS}")), " " + text)
+        for place, text in enumerate(sweep_subjects(swept))]
+    if any(series.theory for series in swept.series):
+        entries.append(tag("li", _sample("plain theory"), " theory"))
+    return svg.group(entries)
+
+
+def _sample(style: str, point: str = "") -> Markup:
+    return tag("svg", tag("path", d="M1 7H27", class_=f"curve {style}"), point, width=28, height=14,
+               aria_hidden="true")
 
 
 def _from_zero(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -120,5 +118,6 @@ def _curve(points: Sequence[tuple[float, float]], x: Axis, y: Axis, style: str) 
     return tag("path", d=svg.path_through(points, x, y, HEIGHT), class_=f"curve {style}")
 
 
-def _dots(points: Sequence[tuple[float, float]], x: Axis, y: Axis, style: str) -> Markup:
-    return tag("path", d=svg.dots_at(points, x, y, HEIGHT), class_=f"dots {style}")
+def _point(point: tuple[float, float], frame: tuple[Axis, Axis], shape: int, style: str) -> Markup:
+    x, y = frame
+    return svg.marker((x.place(point[0]), (1 - y.place(point[1])) * HEIGHT), shape, style)

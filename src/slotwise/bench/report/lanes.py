@@ -23,6 +23,7 @@ KINDS = {
     "held": "finished but held", "idle": "keeps its slot, not computed", "empty": "empty slot",
 }
 SWATCH = 14
+SLIVER = 0.15  # of the page's width
 
 
 def lane_height(slots: int) -> float:
@@ -39,11 +40,15 @@ def with_idle(pieces: Sequence[Piece]) -> list[Piece]:
     return [*pieces, *gaps]
 
 
-def draw(lanes: Lanes, edges: Sequence[float], axis: Axis, title: str) -> Markup:
-    """The chart of one discipline; step s lies from `edges[s]` to `edges[s + 1]` on `axis`."""
+def draw(lanes: Lanes, edges: Sequence[float], axis: Axis, wider: float, words: tuple[str, str]) -> Markup:
+    """The chart of one discipline; step s lies from `edges[s]` to `edges[s + 1]` on `axis`.
+
+    `wider` is how many times wider than the page it is drawn; `words` are its title, and what stands at its end.
+    """
+    title, finish = words
     pitch = lane_height(lanes.slots)
     height = lanes.slots * pitch
-    width = 1000.0 * max(1.0, zoom(axis, edges[-1]))
+    width = 1000.0 * wider
     places = [axis.place(edge) * width for edge in edges]
     end = axis.place(edges[-1])
     cells = _Cells(places, pitch)
@@ -54,12 +59,14 @@ def draw(lanes: Lanes, edges: Sequence[float], axis: Axis, title: str) -> Markup
     return tag(
         "svg", tag("title", title), *_grid(axis, height), canvas(drawn, height, width), *_names(lanes.slots, pitch),
         tag("line", x1=percent(end), x2=percent(end), y1=-4, y2=height + 4, class_="end"),
+        tag("text", finish, x=percent(end), dx=7, y=height / 2 + 4, class_="finish"),
         class_="lanes", role="img", aria_label=title, style=f"height:{height + 40:.0f}px")
 
 
 def zoom(axis: Axis, end: float) -> float:
-    """How many times wider than the page a chart is drawn, so that one ending at `end` takes a quarter of it."""
-    return min(5.0, 0.25 * axis.high / end) if end > 0 else 1.0
+    """How many times wider than the page a chart is drawn: once, unless the one ending at `end` would be a sliver."""
+    part = end / axis.high
+    return 1.0 if part >= SLIVER or part <= 0 else min(5.0, 2 * SLIVER / part)
 
 
 class _Cells:

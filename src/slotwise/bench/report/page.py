@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from slotwise.bench.report import bars, curves, lanes, words
 from slotwise.bench.report.data import Result, Run
-from slotwise.bench.report.svg import Axis, fitted, percent
+from slotwise.bench.report.svg import fitted, percent
 from slotwise.bench.report.tables import runs_table, waste_table
 from slotwise.bench.report.words import batching, capital, count, figure, ratio, reference, seconds, share, subject
 
@@ -18,7 +18,7 @@ NAMED_COLOURS = {"continuous": "c0", "static": "c1", "orca": "c2", "dynamic": "c
 SLOT_PARTS = {"useful": "a token somebody wanted", "held": "finished but held", "empty": "empty slot",
               "idle": "keeps its slot, not computed"}
 TOKEN_PARTS = {"prefill": "prompt tokens", "decode": "output tokens", "padding": "padding",
-               "held": "computed for rows that had ended"}
+               "held": "held rows"}
 
 
 def context(result: Result) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def facts(result: Result) -> list[tuple[str, str]]:
     listed = (
         ("Model", ", ".join(filter(None, (result.model, result.dtype)))), ("Workload", workload),
         ("Seed", result.seed), ("Machine", machine), ("Versions", versions),
-        ("Commit", environment.get("commit", "")), ("Measured", environment.get("created", "")))
+        ("Commit", environment.get("commit", "")), ("Measured", words.moment(environment.get("created", ""))))
     return [(term, value) for term, value in listed if value]
 
 
@@ -75,10 +75,11 @@ def _charts(runs: Sequence[Run]) -> dict[str, Any]:
         longest = max((edges[-1] for edges in every), default=1.0)
         shortest = min((edges[-1] for edges in every), default=1.0)
         axis = fitted(name, longest, text, most=10)
-        width = max(1.0, lanes.zoom(axis, shortest))
-        views[name] = {"width": percent(width), "runs": [
+        wider = lanes.zoom(axis, shortest)
+        axis = fitted(name, longest, text, most=round(10 * wider))
+        views[name] = {"width": percent(wider), "wide": wider > 1, "runs": [
             {"label": capital(run.label), "note": _chart_note(run), "picture": lanes.draw(
-                run.lanes, edges, _dense(axis, width), _chart_title(run, name))}
+                run.lanes, edges, axis, wider, (_chart_title(run, name), _finish(run, name)))}
             for run, edges in zip(drawn, every, strict=True)]}
     kinds = {piece.kind for run in drawn for piece in lanes.with_idle(run.lanes.pieces)}
     kinds |= {"padding"} if any(run.lanes.pads for run in drawn) else set()
@@ -86,9 +87,10 @@ def _charts(runs: Sequence[Run]) -> dict[str, Any]:
     return {"views": views, "legend": lanes.legend(kind for kind in lanes.KINDS if kind in kinds)}
 
 
-def _dense(axis: Axis, width: float) -> Axis:
-    """A wider chart has room for more ticks."""
-    return fitted(axis.label, axis.high, axis.text, most=round(10 * width))
+def _finish(run: Run, unit: str) -> str:
+    if run.lanes.truncated:
+        return "goes on"
+    return seconds(run.lanes.ends[-1]) if unit == "seconds" else f"{count(run.lanes.steps)} steps"
 
 
 def _chart_title(run: Run, unit: str) -> str:
@@ -98,7 +100,7 @@ def _chart_title(run: Run, unit: str) -> str:
 
 def _chart_note(run: Run) -> str:
     parts = [f"{seconds(run.seconds)}", f"{count(run.steps)} steps",
-             f"{share(run.occupancy)} of slot-steps gave a token somebody wanted"]
+             f"occupancy {share(run.occupancy)}"]
     if run.step_time:
         fixed, per_row, error = run.step_time
         within = f" (within {share(error)})" if error is not None else ""
@@ -114,7 +116,7 @@ def _speed(runs: Sequence[Run], colours: Sequence[str]) -> list[tuple[str, str, 
     gains = [ratio(run.output_throughput, base.output_throughput) for run in runs]
     throughput = [
         bars.Bar(run.label, colour, run.output_throughput, None, " · ".join(filter(None, (
-            f"{figure(run.output_throughput)} tok/s", f"{figure(gain)}×" if gain and len(runs) > 1 else ""))))
+            f"{figure(run.output_throughput)} tok/s", words.times(gain) if gain and len(runs) > 1 else ""))))
         for run, colour, gain in zip(runs, colours, gains, strict=True)]
     panels = [("Output tokens per second", "longer is better", throughput)]
     for title, key in (("Time to first token", "ttft"), ("Time between tokens", "itl"), ("Time to last token", "e2e")):
@@ -128,20 +130,29 @@ def _speed(runs: Sequence[Run], colours: Sequence[str]) -> list[tuple[str, str, 
 def _latency(p50: float | None, p99: float | None) -> str:
     if p50 == 0 and p99 == 0:
         return "answers come whole"
-    return f"{seconds(p50)} · {seconds(p99)}"
+    return f"p50 {seconds(p50)} · p99 {seconds(p99)}"
 
 
 def _curves(runs: Sequence[Run], colours: Sequence[str]) -> dict[str, Any]:
     return {
-        "legend": curves.legend((run.label, colour, False) for run, colour in zip(runs, colours, strict=True)),
+        "legend": curves.legend((run.label, colour) for run, colour in zip(runs, colours, strict=True)),
         "cumulative": curves.cumulative(runs, colours),
+        "whole": _whole(runs),
         "distributions": [(title, note, picture) for title, note, picture in (
             ("Time to first token", "share of requests",
              curves.distribution("Distribution of the time to first token", runs, colours,
                                  lambda run: run.ttft.values)),
-            ("Time between tokens", "share of gaps; answers that come whole have none",
+            ("Time between tokens", "share of gaps",
              curves.distribution("Distribution of the time between tokens", runs, colours,
                                  lambda run: run.itl.values))) if picture]}
+
+
+def _whole(runs: Sequence[Run]) -> str:
+    """Who has no time between tokens, as a sentence."""
+    names = [run.label for run in runs if run.itl.p50 == 0 and run.itl.p99 == 0]
+    if not names:
+        return ""
+    return f"{capital(words.listed(names))} gave each answer whole: there is no time between its tokens."
 
 
 def _waste(result: Result) -> dict[str, Any]:
@@ -180,9 +191,11 @@ def _part_legend(rows: Sequence[bars.Stack], names: dict[str, str]) -> list[tupl
 def waste_sentence(result: Result) -> str:
     """The two ends of the comparison, in slot-steps."""
     best, base = subject(result.runs), reference(result.runs)
-    texts = [f"{capital(batching(run))} used {share(run.occupancy)} of its slot-steps for a token somebody wanted"
-             for run in ((best,) if best is base else (best, base)) if run.occupancy is not None]
-    return "; ".join([*texts[:1], *(text[:1].lower() + text[1:] for text in texts[1:])]) + "." if texts else ""
+    if best.occupancy is None:
+        return ""
+    other = "" if best is base or base.occupancy is None else f"; {batching(base)} used {share(base.occupancy)}"
+    return (f"{capital(batching(best))} used {share(best.occupancy)} of its slot-steps for a token somebody wanted"
+            f"{other}.")
 
 
 def _sweeps(result: Result) -> list[dict[str, Any]]:

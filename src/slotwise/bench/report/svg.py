@@ -14,6 +14,8 @@ from itertools import pairwise
 from markupsafe import Markup, escape
 
 WIDTH = 1000.0
+SHAPES = ("M-4.5 0A4.5 4.5 0 0 1 4.5 0A4.5 4.5 0 0 1 -4.5 0z", "M-4-4H4V4H-4z",
+          "M0-6L6 0L0 6L-6 0z", "M0-5.5L5.5 4H-5.5z")
 
 
 def tag(name: str, *children: str, **attributes: object) -> Markup:
@@ -94,10 +96,13 @@ def logarithmic(label: str, values: Iterable[float], text: Callable[[float], str
 
 
 def at_values(axis: Axis, values: Sequence[float]) -> Axis:
-    """The same axis with its ticks at the measured values, where these are few and lie apart."""
-    places = sorted((axis.place(value), value) for value in {*values})
-    apart = all(right[0] - left[0] > 0.08 for left, right in pairwise(places))
-    return replace(axis, ticks=tuple(value for _, value in places)) if apart and len(places) > 1 else axis
+    """A tick at each measured value, from the first to the last, where these are few and lie apart; else `axis`."""
+    if len({*values}) not in range(2, 10):
+        return axis
+    ticks = tuple(sorted({*values}))
+    closer = replace(axis, low=ticks[0], high=ticks[-1], ticks=ticks)
+    apart = all(closer.place(right) - closer.place(left) > 0.08 for left, right in pairwise(ticks))
+    return closer if apart else axis
 
 
 def round_step(size: float) -> float:
@@ -118,14 +123,16 @@ def path_through(points: Iterable[tuple[float, float]], x: Axis, y: Axis, height
         f"{_plain(x.place(a) * WIDTH)} {_plain((1 - y.place(b)) * height)}" for a, b in points)
 
 
-def dots_at(points: Iterable[tuple[float, float]], x: Axis, y: Axis, height: float) -> str:
-    """The data of a path of dots: lines of no length, whose caps are drawn round however the drawing is stretched."""
-    return "".join(
-        f"M{_plain(x.place(a) * WIDTH)} {_plain((1 - y.place(b)) * height)}h0" for a, b in points)
+def marker(place: tuple[float, float], shape: int, style: str) -> Markup:
+    """A point, `place` from the left as a share of the width and from the top in pixels; shapes count from 0."""
+    return tag("svg", tag("path", d=SHAPES[shape % len(SHAPES)], class_=f"point {style}"), x=percent(place[0]),
+               y=place[1])
 
 
-def plot(title: str, x: Axis, y: Axis, marks: Iterable[Markup], height: float = 250.0) -> Markup:
-    """A framed plot.  `marks` lie in the stretched drawing; `title` is read out for those who do not see it."""
+def plot(title: str, frame: tuple[Axis, Axis], curves: Iterable[Markup], points: Iterable[Markup],
+         height: float) -> Markup:
+    """A plot framed by axes x and y.  Curves lie in the stretched drawing, points upon it; `title` is read out."""
+    x, y = frame
     bottom = height + 18
     rows = (
         tag("line", x1=0, x2="100%", y1=place, y2=place, class_="rule")
@@ -138,7 +145,7 @@ def plot(title: str, x: Axis, y: Axis, marks: Iterable[Markup], height: float = 
     return tag(
         "svg", tag("title", title), *rows, *columns,
         tag("line", x1=0, x2="100%", y1=height, y2=height, class_="axis"),
-        canvas(marks, height),
-        tag("text", y.label, x=-52, y=-14, class_="label"),
+        canvas(curves, height), *points,
+        tag("text", y.label, x=-60, y=-14, class_="label"),
         tag("text", x.label, x="100%", y=height + 38, text_anchor="end", class_="label"),
         class_="plot", role="img", aria_label=title, style=f"height:{_plain(height + 76)}px")

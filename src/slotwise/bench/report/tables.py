@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from slotwise.bench.report.data import Run
-from slotwise.bench.report.words import count, figure, money, ratio, reference, seconds, share
+from slotwise.bench.report.words import count, figure, money, ratio, reference, seconds, share, times
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def runs_table(runs: Sequence[Run]) -> Table:
     base = reference(tuple(runs))
     columns = [
         Column("output tok/s", lambda run: run.output_throughput, figure, max),
-        Column(f"× {base.label}", lambda run: ratio(run.output_throughput, base.output_throughput), _times),
+        Column(f"×\u00a0{base.label}", lambda run: ratio(run.output_throughput, base.output_throughput), times),
         Column("TTFT p50", lambda run: run.ttft.p50, seconds, min),
         Column("TTFT p99", lambda run: run.ttft.p99, seconds, min),
         Column("ITL p50", lambda run: run.itl.p50, _gap),
@@ -81,10 +81,6 @@ def _cells(column: Column, runs: Sequence[Run]) -> list[Cell]:
     # Alone, or equal to all others, nobody is best.
     best = column.better(known) if column.better and len({*known}) > 1 else None
     return [Cell(column.write(value), best is not None and value == best) for value in values]
-
-
-def _times(value: float | None) -> str:
-    return figure(value) + ("×" if value is not None else "")
 
 
 def _gap(value: float | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from datetime import datetime
 
 from slotwise.bench.report.data import Result, Run
 
@@ -73,6 +74,19 @@ def tick_share(value: float) -> str:
     return f"{value * 100:.10g}%"
 
 
+def times(value: float | None) -> str:
+    """A factor: 0.92×, 2.34×, 31.2×."""
+    return NONE if value is None else f"{figure(value, 3 if value >= 1 else 2)}×"
+
+
+def moment(text: str) -> str:
+    """A time in ISO 8601 to the minute; anything else as it is."""
+    try:
+        return datetime.fromisoformat(text).strftime("%-d %B %Y, %H:%M %Z").strip()
+    except ValueError:
+        return text
+
+
 def ratio(value: float | None, base: float | None) -> float | None:
     return value / base if value is not None and base else None
 
@@ -111,12 +125,12 @@ def headline(result: Result) -> tuple[str, str]:
         parts = [f"{figure(best.output_throughput)} tokens per second"] if best.output_throughput else []
         parts += [f"first token after {seconds(best.ttft.p50)}"] if best.ttft.p50 is not None else []
         return who, listed(parts) or "nothing to compare with"
-    return who, listed([part for part in (_faster(best, base), _sooner(best, base)) if part]) or "no figures"
+    return who, ", ".join(filter(None, (_faster(best, base), _sooner(best, base)))) or "no figures"
 
 
 def _faster(best: Run, base: Run) -> str:
     gain = ratio(best.output_throughput, base.output_throughput)
-    return f"{figure(gain, 2)}× the tokens per second of {batching(base)}" if gain else ""
+    return f"{figure(gain, 2)}× the tokens per second of {base.label}" if gain else ""
 
 
 def _sooner(best: Run, base: Run) -> str:

@@ -59,6 +59,6 @@ def test_a_row_by_hand():
     batch = gathered(plan([(2, 3, 3, True)], padding=(2,)))
     assert batch.token_ids.tolist() == [203, 204, 205, 0, 0]
     assert batch.positions.tolist() == [3, 4, 5, 6, 7]
-    assert batch.slot_mapping.tolist() == [20 * BLOCK + 3, 21 * BLOCK, 21 * BLOCK + 1, NULL * BLOCK + 2, NULL * BLOCK + 3]
+    assert batch.slot_mapping.tolist() == [83, 84, 85, NULL * BLOCK + 2, NULL * BLOCK + 3]
     assert batch.query_starts.tolist() == [0, 3, 5] and batch.context_lens.tolist() == [6, 8]
     assert batch.sample_at.tolist() == [2]

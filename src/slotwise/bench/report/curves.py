@@ -13,7 +13,7 @@ from slotwise.bench.report.svg import Axis, fitted, linear, logarithmic, plot, t
 from slotwise.bench.report.words import tick, tick_seconds, tick_share
 
 HEIGHT = 250.0
-COLOURS = 8
+COLOURS = 10
 WIDE = 20.0  # from such a ratio of largest to smallest on, seconds are drawn on a logarithmic axis
 
 

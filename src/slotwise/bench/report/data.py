@@ -88,6 +88,11 @@ class Run:
     lanes: Lanes
     cumulative: tuple[tuple[float, float], ...]
 
+    @property
+    def whole(self) -> bool:
+        """Whether answers came in one piece, so that there was no time between their tokens."""
+        return self.ttft.p50 is not None and not self.itl.p50 and not self.itl.p99
+
 
 @dataclass(frozen=True)
 class Series:
@@ -118,6 +123,7 @@ class Result:
     requests: int | None
     prompt_tokens: float | None
     identical: bool | None
+    interrupted: bool
     runs: tuple[Run, ...]
     sweeps: tuple[Sweep, ...]
 
@@ -132,6 +138,7 @@ def read(result: Mapping[str, Any]) -> Result:
         description=_texts(_mapping(workload, "description")), requests=None if requests is None else int(requests),
         prompt_tokens=number(workload.get("prompt_tokens")),
         identical=identical if isinstance(identical, bool) else None,
+        interrupted=result.get("interrupted") is True,
         runs=tuple(_run(index, run) for index, run in enumerate(result.get("runs") or ())),
         sweeps=tuple(_sweep(sweep) for sweep in result.get("sweeps") or ()))
 

@@ -19,8 +19,8 @@ from slotwise.bench.report.svg import Axis, canvas, group, percent, tag
 HUES = 12
 FEW_REQUESTS = 400  # up to so many, each request is a group of its own that can be pointed at
 KINDS = {
-    "prefill": "prompt (dark)", "decode": "decode, one token a step (light)", "padding": "padding",
-    "held": "finished but held", "idle": "keeps its slot, not computed", "empty": "empty slot",
+    "prefill": "prompt (dark)", "decode": "decode (light)", "padding": "padding",
+    "held": "finished but held", "idle": "paused in its slot", "empty": "empty",
 }
 SWATCH = 14
 SLIVER = 0.15  # of the page's width
@@ -28,7 +28,7 @@ SLIVER = 0.15  # of the page's width
 
 def lane_height(slots: int) -> float:
     """Pixels from one lane to the next: few slots get tall lanes, many still fit on a screen."""
-    return min(26.0, max(6.0, 224.0 / max(slots, 1)))
+    return min(24.0, max(6.0, 208.0 / max(slots, 1)))
 
 
 def with_idle(pieces: Sequence[Piece]) -> list[Piece]:
@@ -46,18 +46,21 @@ def draw(lanes: Lanes, edges: Sequence[float], axis: Axis, wider: float, words: 
     `wider` is how many times wider than the page it is drawn; `words` are its title, and what stands at its end.
     """
     title, finish = words
-    pitch = lane_height(lanes.slots)
-    height = lanes.slots * pitch
+    used = max((piece.slot + 1 for piece in lanes.pieces), default=0)
+    shown = lanes.slots if lanes.slots - used < 3 else used + 1  # one lane stands for all that were never used
+    pitch = lane_height(shown)
+    height = shown * pitch
     width = 1000.0 * wider
     places = [axis.place(edge) * width for edge in edges]
     end = axis.place(edges[-1])
     cells = _Cells(places, pitch)
-    drawn = [tag("path", d=cells.lane(slot), class_="lane") for slot in range(lanes.slots)]
+    drawn = [tag("path", d=cells.lane(slot), class_="lane") for slot in range(shown)]
     drawn += _requests(with_idle(lanes.pieces), cells)
     drawn.append(_path("padding", cells.padding(lanes)))
     drawn.append(_path("start", "".join(cells.start(piece) for piece in _starts(lanes.pieces))))
     return tag(
-        "svg", tag("title", title), *_grid(axis, height), canvas(drawn, height, width), *_names(lanes.slots, pitch),
+        "svg", tag("title", title), *_grid(axis, height), canvas(drawn, height, width),
+        *_names(lanes.slots, used, shown, pitch),
         tag("line", x1=percent(end), x2=percent(end), y1=-4, y2=height + 4, class_="end"),
         tag("text", finish, x=percent(end), dx=7, y=height / 2 + 4, class_="finish"),
         class_="lanes", role="img", aria_label=title, style=f"height:{height + 40:.0f}px")
@@ -168,11 +171,16 @@ def _grid(axis: Axis, height: float) -> list[Markup]:
         tag("text", text, x=place, y=height + 18, text_anchor="middle", class_="tick") for place, text in places]
 
 
-def _names(slots: int, pitch: float) -> list[Markup]:
-    """The numbers of the slots: every one where there is room, else every second, fourth, ..."""
+def _names(slots: int, used: int, shown: int, pitch: float) -> list[Markup]:
+    """The numbers of the slots, every one where there is room, else every second, fourth, ...; what one lane hides."""
+    named = shown if shown == slots else used
     every = next(step for step in (1, 2, 4, 8, 16, 32, 64, 1 << 30) if step * pitch >= 13 or step >= slots)
-    return [tag("text", str(slot), x=-8, y=(slot + 0.5) * pitch + 4, text_anchor="end", class_="tick")
-            for slot in range(0, slots, every)]
+    names = [tag("text", str(slot), x=-8, y=(slot + 0.5) * pitch + 4, text_anchor="end", class_="tick")
+             for slot in range(0, named, every)]
+    if named < shown:
+        hidden = f"{slots - used:,} more slots, never used"
+        names.append(tag("text", hidden, x=6, y=(used + 0.5) * pitch + 4, class_="tick"))
+    return names
 
 
 def patterns() -> Markup:

@@ -16,7 +16,7 @@ from slotwise.bench.report.words import batching, capital, count, figure, ratio,
 
 NAMED_COLOURS = {"continuous": "c0", "static": "c1", "orca": "c2", "dynamic": "c3", "one_at_a_time": "c4"}
 SLOT_PARTS = {"useful": "a token somebody wanted", "held": "finished but held", "empty": "empty slot",
-              "idle": "keeps its slot, not computed"}
+              "idle": "paused in its slot"}
 TOKEN_PARTS = {"prefill": "prompt tokens", "decode": "output tokens", "padding": "padding",
                "held": "held rows"}
 
@@ -30,7 +30,7 @@ def context(result: Result) -> dict[str, Any]:
     if runs:
         colours = colours_of(runs)
         shown |= {"table_of_runs": runs_table(runs), "charts": _charts(runs), "speed": _speed(runs, colours),
-                  "curves": _curves(runs, colours), "waste": _waste(result), "waste_table": waste_table(runs)}
+                  "curves": _curves(runs, colours), "waste": _waste(result)}
     return shown
 
 
@@ -68,12 +68,14 @@ def _cores(cores: str | None) -> str:
 def _charts(runs: Sequence[Run]) -> dict[str, Any]:
     """The slot x step charts, against seconds and against steps, each on one scale for all."""
     drawn = [run for run in runs if run.lanes.steps]
+    if not drawn:
+        return {}
     by_seconds = [run.lanes.ends for run in drawn]
     by_steps = [tuple(map(float, range(run.lanes.steps + 1))) for run in drawn]
     views = {}
     for name, every, text in (("seconds", by_seconds, words.tick_seconds), ("steps", by_steps, words.tick)):
-        longest = max((edges[-1] for edges in every), default=1.0)
-        shortest = min((edges[-1] for edges in every), default=1.0)
+        longest = max(edges[-1] for edges in every)
+        shortest = min(edges[-1] for edges in every)
         axis = fitted(name, longest, text, most=10)
         wider = lanes.zoom(axis, shortest)
         axis = fitted(name, longest, text, most=round(10 * wider))
@@ -88,9 +90,10 @@ def _charts(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _finish(run: Run, unit: str) -> str:
-    if run.lanes.truncated:
-        return "goes on"
-    return seconds(run.lanes.ends[-1]) if unit == "seconds" else f"{count(run.lanes.steps)} steps"
+    """What stands at a chart's end; where it does not show the whole run, when that ended."""
+    lanes_end, steps = (run.seconds, run.steps) if run.lanes.truncated else (run.lanes.ends[-1], run.lanes.steps)
+    text = seconds(lanes_end) if unit == "seconds" else f"{count(steps)} steps"
+    return f"… {text}" if run.lanes.truncated else text
 
 
 def _chart_title(run: Run, unit: str) -> str:
@@ -103,7 +106,7 @@ def _chart_note(run: Run) -> str:
              f"occupancy {share(run.occupancy)}"]
     if run.step_time:
         fixed, per_row, error = run.step_time
-        within = f" (within {share(error)})" if error is not None else ""
+        within = f" (within {share(abs(error))})" if error is not None else ""
         parts.append(f"a step takes {seconds(fixed)} + {seconds(per_row)} a row{within}")
     if run.lanes.truncated:
         parts.append(f"drawn: the first {count(run.lanes.steps)} steps")
@@ -122,15 +125,10 @@ def _speed(runs: Sequence[Run], colours: Sequence[str]) -> list[tuple[str, str, 
     for title, key in (("Time to first token", "ttft"), ("Time between tokens", "itl"), ("Time to last token", "e2e")):
         spreads = [getattr(run, key) for run in runs]
         panels.append((title, "bar: p50, line: to p99; shorter is better", [
-            bars.Bar(run.label, colour, spread.p50, spread.p99, _latency(spread.p50, spread.p99))
+            bars.Bar(run.label, colour, spread.p50, spread.p99, "answers come whole" if spread is run.itl and run.whole
+                     else f"p50 {seconds(spread.p50)} · p99 {seconds(spread.p99)}")
             for run, colour, spread in zip(runs, colours, spreads, strict=True)]))
     return [(title, note, bars.bars(title, rows)) for title, note, rows in panels]
-
-
-def _latency(p50: float | None, p99: float | None) -> str:
-    if p50 == 0 and p99 == 0:
-        return "answers come whole"
-    return f"p50 {seconds(p50)} · p99 {seconds(p99)}"
 
 
 def _curves(runs: Sequence[Run], colours: Sequence[str]) -> dict[str, Any]:
@@ -149,21 +147,25 @@ def _curves(runs: Sequence[Run], colours: Sequence[str]) -> dict[str, Any]:
 
 def _whole(runs: Sequence[Run]) -> str:
     """Who has no time between tokens, as a sentence."""
-    names = [run.label for run in runs if run.itl.p50 == 0 and run.itl.p99 == 0]
+    names = [run.label for run in runs if run.whole]
     if not names:
         return ""
     return f"{capital(words.listed(names))} gave each answer whole: there is no time between its tokens."
 
 
 def _waste(result: Result) -> dict[str, Any]:
-    """Where slot-steps and computed tokens went, and the sentence above them."""
+    """Where slot-steps and computed tokens went, and the sentence above them; nothing if nobody could see it."""
+    table = waste_table(result.runs)
+    if not table.rows:
+        return {}
     slot_rows = [bars.Stack(run.label, _slot_parts(run), _slot_text(run)) for run in result.runs]
     token_rows = [bars.Stack(run.label, _token_parts(run, result.prompt_tokens), "") for run in result.runs]
     token_rows = [bars.Stack(row.label, row.parts, f"{count(row.total)} tokens") for row in token_rows]
     return {"slots": bars.stacks("Slot-steps by what they were used for", slot_rows),
             "slot_legend": _part_legend(slot_rows, SLOT_PARTS), "tokens": bars.stacks(
                 "Computed tokens by what they were for", token_rows),
-            "token_legend": _part_legend(token_rows, TOKEN_PARTS), "sentence": waste_sentence(result)}
+            "token_legend": _part_legend(token_rows, TOKEN_PARTS), "sentence": waste_sentence(result),
+            "table": table}
 
 
 def _slot_parts(run: Run) -> tuple[tuple[str, float], ...]:

@@ -96,8 +96,8 @@ def logarithmic(label: str, values: Iterable[float], text: Callable[[float], str
 
 
 def at_values(axis: Axis, values: Sequence[float]) -> Axis:
-    """A tick at each measured value, from the first to the last, where these are few and lie apart; else `axis`."""
-    if len({*values}) not in range(2, 10):
+    """A tick at each measured value, from the first to the last, where they are few, round and apart; else `axis`."""
+    if len({*values}) not in range(2, 10) or any(len(axis.text(value)) > 5 for value in values):
         return axis
     ticks = tuple(sorted({*values}))
     closer = replace(axis, low=ticks[0], high=ticks[-1], ticks=ticks)

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from slotwise.bench.report.data import Run
-from slotwise.bench.report.words import count, figure, money, ratio, reference, seconds, share, times
+from slotwise.bench.report.words import count, figure, ratio, reference, seconds, share, times
 
 
 @dataclass(frozen=True)
 class Cell:
     text: str
-    best: bool = False
+    best: bool
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class Table:
 
 Read = Callable[[Run], float | None]
 Write = Callable[[float | None], str]
+WHOLE = "whole"
 
 
 @dataclass(frozen=True)
@@ -34,26 +35,27 @@ class Column:
 
 
 def runs_table(runs: Sequence[Run]) -> Table:
-    """A row for each run; the best figure of a column is marked where better is meaningful."""
+    """A row for each run and a column for whatever was measured; the best is marked where better is meaningful."""
     base = reference(tuple(runs))
     columns = [
         Column("output tok/s", lambda run: run.output_throughput, figure, max),
         Column(f"×\u00a0{base.label}", lambda run: ratio(run.output_throughput, base.output_throughput), times),
         Column("TTFT p50", lambda run: run.ttft.p50, seconds, min),
         Column("TTFT p99", lambda run: run.ttft.p99, seconds, min),
-        Column("ITL p50", lambda run: run.itl.p50, _gap),
-        Column("ITL p99", lambda run: run.itl.p99, _gap),
+        Column("ITL p50", lambda run: 0.0 if run.whole else run.itl.p50, _gap),
+        Column("ITL p99", lambda run: 0.0 if run.whole else run.itl.p99, _gap),
         Column("E2E p50", lambda run: run.e2e.p50, seconds, min),
         Column("E2E p99", lambda run: run.e2e.p99, seconds, min),
         Column("steps", lambda run: run.steps, count, min),
         Column("rows, mean", lambda run: run.mean_rows, figure),
         Column("rows, most", lambda run: run.max_rows, count),
         Column("occupancy", lambda run: run.occupancy, share),
+        Column("preemptions", lambda run: run.preemptions, count),
+        Column("cost of 1 M tokens", lambda run: run.cost_per_million, figure, min),
     ]
-    if any(run.preemptions for run in runs):
-        columns.append(Column("preemptions", lambda run: run.preemptions, count))
-    if any(run.cost_per_million is not None for run in runs):
-        columns.append(Column("cost of 1 M tokens", lambda run: run.cost_per_million, money, min))
+    columns = [column for column in columns if any(column.read(run) is not None for run in runs)]
+    if not any(run.preemptions for run in runs):
+        columns = [column for column in columns if column.head != "preemptions"]
     cells = [_cells(column, runs) for column in columns]
     return Table(tuple(column.head for column in columns),
                  tuple((run.label, "", tuple(column[run.index] for column in cells)) for run in runs))
@@ -66,23 +68,26 @@ def waste_table(runs: Sequence[Run]) -> Table:
          lambda run: run.waste.padded_tokens, count),
         ("held row-steps", "rows computed again after their last token, because their batch had not drained",
          lambda run: run.waste.held_row_steps, count),
-        ("empty slot-steps", "slots that nobody used while a step ran", lambda run: run.waste.empty_slot_steps, count),
+        ("empty slot-steps", "slots that nobody used while a step ran, or whose request was left out of it",
+         lambda run: run.waste.empty_slot_steps, count),
         ("head-of-line wait", "time that requests stood in line while a slot was empty or held, summed over requests",
          lambda run: run.waste.head_of_line_seconds, seconds),
         ("reserved, unused cache", "mean share of the cache set aside for tokens that were not there",
          lambda run: run.waste.reserved_unused, share))
+    kinds = tuple(kind for kind in kinds if any(kind[2](run) is not None for run in runs))
     return Table(tuple(run.label for run in runs), tuple(
-        (name, meaning, tuple(Cell(write(read(run))) for run in runs)) for name, meaning, read, write in kinds))
+        (name, meaning, tuple(Cell(write(read(run)), False) for run in runs)) for name, meaning, read, write in kinds))
 
 
 def _cells(column: Column, runs: Sequence[Run]) -> list[Cell]:
     values = [column.read(run) for run in runs]
     known = [value for value in values if value is not None]
     # Alone, or equal to all others, nobody is best.
-    best = column.better(known) if column.better and len({*known}) > 1 else None
-    return [Cell(column.write(value), best is not None and value == best) for value in values]
+    texts = [column.write(value) for value in values]
+    best = column.write(column.better(known)) if column.better and len({*texts}) > 1 and known else None
+    return [Cell(text, text == best) for text in texts]
 
 
 def _gap(value: float | None) -> str:
     """No gap at all means that an answer came whole."""
-    return "whole" if value == 0 else seconds(value)
+    return WHOLE if value == 0 else seconds(value)

@@ -43,17 +43,13 @@ def seconds(value: float | None, digits: int = 3) -> str:
 
 
 def share(value: float | None) -> str:
-    """A share of one as a percentage: 0.07%, 3.4%, 91%."""
+    """A share of one as a percentage: <0.1%, 3.4%, 91%."""
     if value is None:
         return NONE
     percent = value * 100
     if percent == 0 or percent >= 10:
         return f"{percent:.0f}%"
-    return f"{percent:.1f}%" if percent >= 0.1 else f"{figure(percent, 1)}%"
-
-
-def money(value: float | None) -> str:
-    return NONE if value is None else figure(value)
+    return f"{percent:.1f}%" if percent >= 0.1 else "<0.1%"
 
 
 def tick(value: float) -> str:

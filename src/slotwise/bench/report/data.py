@@ -8,7 +8,7 @@ sequence, and the pictures say "–".
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -139,8 +139,8 @@ def read(result: Mapping[str, Any]) -> Result:
         prompt_tokens=number(workload.get("prompt_tokens")),
         identical=identical if isinstance(identical, bool) else None,
         interrupted=result.get("interrupted") is True,
-        runs=tuple(_run(index, run) for index, run in enumerate(result.get("runs") or ())),
-        sweeps=tuple(_sweep(sweep) for sweep in result.get("sweeps") or ()))
+        runs=tuple(_run(index, run) for index, run in enumerate(_items(result, "runs"))),
+        sweeps=tuple(_sweep(sweep) for sweep in _items(result, "sweeps")))
 
 
 def number(value: object) -> float | None:
@@ -161,12 +161,12 @@ def _run(index: int, run: Mapping[str, Any]) -> Run:
         **{key: _spread(run, key) for key in ("ttft", "itl", "e2e")},
         waste=Waste(**{key: number(waste.get(key)) for key in Waste.__dataclass_fields__}),
         step_time=_step_time(_mapping(run, "step_time")), lanes=_lanes(_mapping(run, "chart")),
-        cumulative=_points(run.get("cumulative")))
+        cumulative=_points(run, "cumulative"))
 
 
 def _spread(run: Mapping[str, Any], name: str) -> Spread:
     summary = _mapping(run, name)
-    values = (number(value) for value in run.get(f"{name}_values") or ())
+    values = (number(value) for value in _items(run, f"{name}_values"))
     return Spread(number(summary.get("p50")), number(summary.get("p99")),
                   tuple(sorted(value for value in values if value is not None)))
 
@@ -178,12 +178,12 @@ def _step_time(fit: Mapping[str, Any]) -> tuple[float, float, float | None] | No
 
 def _lanes(chart: Mapping[str, Any]) -> Lanes:
     slots, steps = (int(number(chart.get(key)) or 0) for key in ("slots", "steps"))
-    ends = tuple(number(end) for end in chart.get("step_ends") or ())
+    ends = tuple(number(end) for end in _items(chart, "step_ends"))
     if len(ends) != steps + 1 or None in ends or any(end < start for start, end in pairwise(ends)):
         slots, steps, ends = 0, 0, (0.0,)  # a chart whose clock cannot be read is not drawn
-    pieces = tuple(sorted(Piece(*piece) for piece in chart.get("runs") or ()
+    pieces = tuple(sorted(Piece(*piece) for piece in _items(chart, "runs")
                           if 0 <= piece[0] < slots and piece[2] > 0 and 0 <= piece[1] <= steps - piece[2]))
-    pads = tuple(Pad(*pad) for pad in chart.get("pads") or ()
+    pads = tuple(Pad(*pad) for pad in _items(chart, "pads")
                  if 0 <= pad[0] < slots and 0 <= pad[1] < steps and pad[2] > 0)
     return Lanes(slots, steps, ends, pieces, pads, bool(chart.get("truncated")))
 
@@ -191,21 +191,26 @@ def _lanes(chart: Mapping[str, Any]) -> Lanes:
 def _sweep(sweep: Mapping[str, Any]) -> Sweep:
     x, y = _mapping(sweep, "x"), _mapping(sweep, "y")
     series = tuple(
-        Series(_text(one, "label"), tuple(sorted(_points(one.get("points")))), one.get("style") == "theory")
-        for one in sweep.get("series") or ())
+        Series(_text(one, "label"), tuple(sorted(_points(one, "points"))), one.get("style") == "theory")
+        for one in _items(sweep, "series"))
     return Sweep(_text(sweep, "title") or _text(sweep, "name"), _text(x, "label"), bool(x.get("log")),
                  _text(y, "label"), bool(y.get("log")), tuple(one for one in series if one.points),
-                 tuple(str(note) for note in sweep.get("notes") or ()))
+                 tuple(str(note) for note in _items(sweep, "notes")))
 
 
-def _points(points: object) -> tuple[tuple[float, float], ...]:
-    pairs = ((number(point[0]), number(point[1])) for point in points or ())
+def _points(values: Mapping[str, Any], key: str) -> tuple[tuple[float, float], ...]:
+    pairs = ((number(point[0]), number(point[1])) for point in _items(values, key))
     return tuple((x, y) for x, y in pairs if x is not None and y is not None)
 
 
 def _mapping(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     inner = values.get(key)
     return inner if isinstance(inner, Mapping) else {}
+
+
+def _items(values: Mapping[str, Any], key: str) -> Sequence[Any]:
+    inner = values.get(key)
+    return inner if isinstance(inner, list | tuple) else ()
 
 
 def _text(values: Mapping[str, Any], key: str) -> str:

@@ -57,6 +57,14 @@ def test_a_measurement_and_its_theory_share_a_colour_and_differ_in_stroke():
         "fixed", "uniform 1–128", "log-normal", "theory"]
 
 
+def test_a_theory_named_after_its_measurement_belongs_to_it():
+    series = [data.Series(label, ((1, 1), (2, 2)), theory) for label, theory in (
+        ("decode, a + b rows", True), ("decode", False), ("prefill", False))]
+    swept = data.Sweep("rows", "rows", True, "tokens", True, tuple(series), ())
+    assert curves.series_places(swept) == [0, 0, 1]
+    assert re.findall(r"> ([^<]+)</li>", curves.sweep_legend(swept)) == ["decode", "prefill", "theory"]
+
+
 def test_text_of_the_result_is_escaped():
     evil = "</title></script><script>window.hacked = 1</script>\"'&"
     changed = copy.deepcopy(RESULT) | {"model": evil}

@@ -49,10 +49,9 @@ def sweep(swept: Sweep) -> Markup:
     xs, ys = [x for x, _ in points], [y for _, y in points]
     x = svg.at_values(_axis(swept.x_label, xs, swept.x_log), xs)
     y = _axis(swept.y_label, ys, swept.y_log)
-    subjects = sweep_subjects(swept)
+    places = series_places(swept)
     drawn, marked = [], []
-    for series in swept.series:
-        place = subjects.index(subject_of(series.label))
+    for series, place in zip(swept.series, places, strict=True):
         colour = f"c{place % COLOURS}"
         drawn.append(_curve(series.points, x, y, f"{colour} {'theory' if series.theory else 'solid'}"))
         if not series.theory:
@@ -60,12 +59,19 @@ def sweep(swept: Sweep) -> Markup:
     return plot(f"{swept.title}: {swept.y_label} against {swept.x_label}", (x, y), drawn, marked, HEIGHT)
 
 
-def sweep_subjects(swept: Sweep) -> list[str]:
-    """What the series are about, each once: a measurement and its theory share a colour."""
-    return list(dict.fromkeys(subject_of(series.label) for series in swept.series))
+def series_places(swept: Sweep) -> list[int]:
+    """Which colour and shape each series has: theory those of the measurement whose label begins its own."""
+    measured = [_subject_of(series.label) for series in swept.series if not series.theory]
+    subjects = []
+    for series in swept.series:
+        own = _subject_of(series.label)
+        meant = [subject for subject in measured if own.startswith(subject)] if series.theory else []
+        subjects.append(max(meant, key=len, default=own))
+    order = list(dict.fromkeys(subjects))
+    return [order.index(subject) for subject in subjects]
 
 
-def subject_of(label: str) -> str:
+def _subject_of(label: str) -> str:
     """A series' label without whether it was measured or computed."""
     kept = re.sub(r"[\s,:(]*\b(measured|theory|predicted|in theory)\b[)\s,:]*", " ", label, flags=re.IGNORECASE)
     return kept.strip() or label
@@ -83,9 +89,13 @@ def legend(entries: Iterable[tuple[str, str]]) -> Markup:
 
 
 def sweep_legend(swept: Sweep) -> Markup:
+    """What each colour is about, once for a measurement and its theory, and that theory is dashed."""
+    named = {place: _subject_of(series.label)
+             for series, place in sorted(zip(swept.series, series_places(swept), strict=True),
+                                         key=lambda pair: not pair[0].theory)}
     entries = [
         tag("li", _sample(f"c{place % COLOURS} solid", svg.marker((0.5, 7), place, f"c{place % COLOURS}")), " " + text)
-        for place, text in enumerate(sweep_subjects(swept))]
+        for place, text in sorted(named.items())]
     if any(series.theory for series in swept.series):
         entries.append(tag("li", _sample("plain theory"), " theory"))
     return svg.group(entries)

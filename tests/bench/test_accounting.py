@@ -142,7 +142,7 @@ def test_slot_steps_and_tokens_add_up(asked: list[tuple[int, int]], slots: int, 
     assert drawn["held"] == waste["held_row_steps"]
     assert drawn["decode"] == sum(outputs) - len(outputs)
     assert drawn["prefill"] + drawn["decode"] == round(entry["occupancy"] * entry["steps"] * slots)
-    assert len(accounts.prompt_seconds) + len(accounts.decode_seconds) == entry["steps"]
+    assert len([*accounts.prompt_times, *accounts.decode_times]) == entry["steps"]
     assert entry["output_tokens"] == sum(outputs)
     grouped = discipline in ("static", "dynamic")
     assert waste["padded_tokens"] == (theory.padded_tokens(prompts, slots) if grouped else 0)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from slotwise.bench.fit import Line
+from slotwise.bench.fit import Steps
 from slotwise.bench.lanes import DECODE, HELD, PREFILL, Lanes
 from slotwise.bench.measures import summary
 from slotwise.core.limits import SchedulerLimits
@@ -67,8 +67,8 @@ class Accounts:
         self.failures: list[str] = []
         self.sampled_tokens = 0  # of which a batch that has not drained returned none yet
         self.ended_at = started_at  # seconds; of the last record
-        self.by_rows, self.by_tokens = Line(), Line()  # seconds of a step, by rows of decode alone; by tokens of others
-        self.decode_seconds, self.prompt_seconds = array("d"), array("d")  # of the same steps, one by one
+        self.decode_times = Steps()  # of steps without a prompt, by rows
+        self.prompt_times = Steps()  # of the others, by tokens
 
     # -- what happens ----------------------------------------------------------------------------------------------
 
@@ -117,11 +117,9 @@ class Accounts:
     def _time(self, record: StepRecord, tokens: int, prompts: int) -> None:
         seconds = (record.ended_ns - record.started_ns) * NANO
         if prompts:
-            self.by_tokens.add(tokens, seconds)
-            self.prompt_seconds.append(seconds)
+            self.prompt_times.add(tokens, seconds)
         else:
-            self.by_rows.add(len(record.slots), seconds)
-            self.decode_seconds.append(seconds)
+            self.decode_times.add(len(record.slots), seconds)
 
     def _publish(self, record: StepRecord, now: float) -> None:
         before = self._output_tokens

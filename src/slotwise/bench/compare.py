@@ -144,17 +144,15 @@ class Comparison:
 
         `error` is predicted over measured seconds of the run's decode steps, less one; `wall_error` the same for the
         whole run, with steps that compute prompts on a second line, through their tokens.  None for a single run: a
-        line of least squares lies on its own points whatever they are.
+        line lies on its own points whatever they are.
         """
-        if len(self._accounts) < 2:
+        decode, prompts = accounts.decode_times, accounts.prompt_times
+        if len(self._accounts) < 2 or not decode.total:
             return None
-        by_rows = together(one.by_rows for one in self._accounts).fitted()
-        by_tokens = together(one.by_tokens for one in self._accounts).fitted()
-        decode, prompts = accounts.by_rows, accounts.by_tokens
-        if not decode.sum_y:
-            return None
+        by_rows = together(one.decode_times for one in self._accounts).fitted()
+        by_tokens = together(one.prompt_times for one in self._accounts).fitted()
         predicted = by_rows.total(decode)
         whole = predicted + by_tokens.total(prompts)
         return {
-            "a": by_rows.a, "b": by_rows.b, "error": predicted / decode.sum_y - 1, "a_tokens": by_tokens.a,
-            "b_tokens": by_tokens.b, "wall_error": whole / (decode.sum_y + prompts.sum_y) - 1}
+            "a": by_rows.a, "b": by_rows.b, "error": predicted / decode.total - 1, "a_tokens": by_tokens.a,
+            "b_tokens": by_tokens.b, "wall_error": whole / (decode.total + prompts.total) - 1}

@@ -2,11 +2,16 @@
 
 `a` is what a step costs however few take part (weights read once, launches, Python): what batching shares out.  `b` is
 what each row adds.  At a/b rows the two are level, and further rows no longer come nearly free.
+
+The line is that of least squares through the median of all steps with the same x, each median counting as often as
+there were such steps: a step that some other process delayed does not bend it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import statistics
+from array import array
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 
@@ -16,42 +21,48 @@ class Fitted(NamedTuple):
     a: float
     b: float
 
-    def total(self, line: Line) -> float:
-        """Seconds predicted for all the steps of `line` together."""
-        return self.a * line.count + self.b * line.sum_x
+    def total(self, steps: Steps) -> float:
+        """Seconds predicted for all of `steps` together."""
+        return sum(len(seconds) * (self.a + self.b * x) for x, seconds in steps.by_x.items())
 
 
-class Line:
-    """Least squares from running sums: any number of points in five numbers."""
-
-    __slots__ = ("count", "sum_x", "sum_xx", "sum_xy", "sum_y")
+class Steps:
+    """Seconds of steps, by x: eight bytes a step."""
 
     def __init__(self) -> None:
-        self.count = 0
-        self.sum_x = self.sum_y = self.sum_xx = self.sum_xy = 0.0
+        self.by_x: dict[int, array[float]] = {}
 
-    def add(self, x: float, y: float) -> None:
-        self.count += 1
-        self.sum_x += x
-        self.sum_y += y
-        self.sum_xx += x * x
-        self.sum_xy += x * y
+    def add(self, x: int, seconds: float) -> None:
+        self.by_x.setdefault(x, array("d")).append(seconds)
+
+    def __iter__(self) -> Iterator[float]:
+        for seconds in self.by_x.values():
+            yield from seconds
+
+    @property
+    def total(self) -> float:
+        """Seconds measured."""
+        return sum(sum(seconds) for seconds in self.by_x.values())
 
     def fitted(self) -> Fitted:
-        """The line of least squares; flat where all points share one x, and zero where there are none."""
-        if not self.count:
+        """The line through the medians; flat where all steps share one x, and zero where there are none."""
+        points = [(x, statistics.median(seconds), len(seconds)) for x, seconds in self.by_x.items()]
+        count = sum(weight for _, _, weight in points)
+        if not count:
             return Fitted(0.0, 0.0)
-        spread = self.count * self.sum_xx - self.sum_x**2
-        if spread <= 1e-9 * self.count * self.sum_xx:
-            return Fitted(self.sum_y / self.count, 0.0)
-        b = (self.count * self.sum_xy - self.sum_x * self.sum_y) / spread
-        return Fitted((self.sum_y - b * self.sum_x) / self.count, b)
+        mean_x = sum(weight * x for x, _, weight in points) / count
+        mean_y = sum(weight * y for _, y, weight in points) / count
+        spread = sum(weight * (x - mean_x) ** 2 for x, _, weight in points)
+        if not spread:
+            return Fitted(mean_y, 0.0)
+        b = sum(weight * (x - mean_x) * (y - mean_y) for x, y, weight in points) / spread
+        return Fitted(mean_y - b * mean_x, b)
 
 
-def together(lines: Iterable[Line]) -> Line:
-    """All points of `lines` as one."""
-    whole = Line()
-    for line in lines:
-        for name in Line.__slots__:
-            setattr(whole, name, getattr(whole, name) + getattr(line, name))
+def together(several: Iterable[Steps]) -> Steps:
+    """The steps of several runs as one."""
+    whole = Steps()
+    for steps in several:
+        for x, seconds in steps.by_x.items():
+            whole.by_x.setdefault(x, array("d")).extend(seconds)
     return whole

@@ -8,7 +8,7 @@ from typing import Any
 from slotwise.batching.settings import PREFILLS
 from slotwise.bench.accounting import Accounts
 from slotwise.bench.compare import Make
-from slotwise.bench.fit import Fitted, Line
+from slotwise.bench.fit import Fitted, Steps
 from slotwise.bench.measures import percentile, summary
 from slotwise.bench.offline_run import Stand, run_offline, warm_up
 from slotwise.bench.sweeps import OnPoint, measure
@@ -35,17 +35,17 @@ def rows(make: Make, on_point: OnPoint) -> dict[str, Any]:
     """
     stand = make({"batching": "continuous", "max_num_seqs": max(ROWS), "max_num_batched_tokens": max(ROWS) * PROMPT})
     warm_up(stand, _alike(max(ROWS), DECODE_STEPS))
-    line = Line()
+    decode_steps = Steps()
     decode, prefill = [], []
     for count in ROWS:
         on_point(f"{count} rows")
-        decode_step = statistics.median(run_offline(stand, _alike(count, DECODE_STEPS + 1)).decode_seconds)
+        decode_step = statistics.median(run_offline(stand, _alike(count, DECODE_STEPS + 1)).decode_times)
         prompt_step = statistics.median(
-            seconds for _ in range(REPEATS) for seconds in run_offline(stand, _alike(count, 1)).prompt_seconds)
-        line.add(count, decode_step)
+            seconds for _ in range(REPEATS) for seconds in run_offline(stand, _alike(count, 1)).prompt_times)
+        decode_steps.add(count, decode_step)
         decode.append([count, count / decode_step])
         prefill.append([count, count * PROMPT / prompt_step])
-    fitted = line.fitted()
+    fitted = decode_steps.fitted()
     return {
         "name": "rows", "title": "Tokens per second by rows of a step", "x": {"label": "rows", "log": True},
         "y": {"label": "tokens per second", "log": True},
@@ -87,7 +87,7 @@ def prefill(make: Make, on_point: OnPoint) -> dict[str, Any]:
     for mode in reversed(PREFILLS):
         on_point(f"prefill {mode}")
         accounts = measure(make, {**settings, "prefill": mode}, workload)
-        steps = sorted([*accounts.decode_seconds, *accounts.prompt_seconds])
+        steps = sorted([*accounts.decode_times, *accounts.prompt_times])
         series.append({
             "label": mode, "style": "measured",
             "points": [[percent, percentile(steps, percent) * 1e3] for percent in PERCENTILES]})
@@ -104,7 +104,7 @@ def _interrupted_streams(stand: Stand) -> Workload:
     streams = [(0.0, PROMPT // 2, STREAM_OUTPUT)] * STREAMS
     calibration = _workload([(0.0, PROMPT // 2, DECODE_STEPS)] * STREAMS)
     warm_up(stand, calibration)
-    duration = statistics.median(run_offline(stand, calibration).decode_seconds) * STREAM_OUTPUT
+    duration = statistics.median(run_offline(stand, calibration).decode_times) * STREAM_OUTPUT
     long = min(LONG_PROMPT, stand.limits.max_model_len * 3 // 4)
     return _workload([*streams, *(
         (duration * (number + 1) / (LONG_PROMPTS + 2), long, 1) for number in range(LONG_PROMPTS))])
@@ -120,7 +120,7 @@ def _felt(mode: str, accounts: Accounts) -> str:
     def told(values: dict[str, float]) -> str:
         return f"p50 {values['p50'] * 1e3:.1f}, p99 {values['p99'] * 1e3:.1f}, max {values['max'] * 1e3:.1f} ms"
 
-    steps = summary([*accounts.decode_seconds, *accounts.prompt_seconds])
+    steps = summary([*accounts.decode_times, *accounts.prompt_times])
     first = statistics.fmean(seconds for number, seconds in accounts.ttft.items() if number >= STREAMS)
     return (f"{mode}: steps {told(steps)}; gaps between a stream's tokens {told(accounts.entry()['itl'])}; "
             f"first token of a long prompt after {first * 1e3:.0f} ms")

@@ -56,14 +56,16 @@ class Accounts:
         self._living: dict[str, _Progress] = {}
         self._lanes = Lanes(limits.max_num_seqs)
         self._waiting = _Waiting(started_at)
-        self._ttft, self._itl, self._e2e = array("d"), array("d"), array("d")  # seconds
+        self._itl, self._e2e = array("d"), array("d")  # seconds
         self._cumulative = _Curve()
         self._slot_steps = dict.fromkeys((PREFILL, DECODE, HELD), 0)
         self._steps = self._decode_steps = self._max_rows = 0
         self._output_tokens = self._padded_tokens = self._preemptions = 0
         self._reserved_unused = 0.0  # summed over steps
+        self.ttft: dict[int, float] = {}  # seconds, by request number
         self.outputs: dict[int, list[int]] = {}  # by request number: the tokens of those that have ended
         self.failures: list[str] = []
+        self.sampled_tokens = 0  # of which a batch that has not drained returned none yet
         self.ended_at = started_at  # seconds; of the last record
         self.by_rows, self.by_tokens = Line(), Line()  # seconds of a step, by rows of decode alone; by tokens of others
         self.decode_seconds, self.prompt_seconds = array("d"), array("d")  # of the same steps, one by one
@@ -99,6 +101,7 @@ class Accounts:
             samples = samples or kind == HELD or end == progress.known
             if kind != HELD:
                 progress.computed = end
+                self.sampled_tokens += end == progress.known
                 progress.known += end == progress.known
             kinds[kind] += 1
             self._lanes.row(slot, kind, progress.number, count, padding[row])
@@ -137,7 +140,7 @@ class Accounts:
         if progress.last_published:
             self._itl.append(now - progress.last_published)
         else:
-            self._ttft.append(now - progress.arrived_at)
+            self.ttft[progress.number] = now - progress.arrived_at
         progress.last_published = now
         progress.output += tokens
         self._output_tokens += len(tokens)
@@ -172,8 +175,8 @@ class Accounts:
             "request_throughput": len(self._e2e) / seconds if seconds else 0.0,
             "occupancy": wanted / (steps * self._limits.max_num_seqs), "mean_rows": rows / steps,
             "max_rows": self._max_rows, "preemptions": self._preemptions,
-            "ttft": summary(self._ttft), "itl": summary(self._itl), "e2e": summary(self._e2e),
-            "ttft_values": thinned(sorted(self._ttft)), "itl_values": thinned(sorted(self._itl)),
+            "ttft": summary(self.ttft.values()), "itl": summary(self._itl), "e2e": summary(self._e2e),
+            "ttft_values": thinned(sorted(self.ttft.values())), "itl_values": thinned(sorted(self._itl)),
             "waste": self._waste(rows), "chart": self._lanes.chart(), "cumulative": self._cumulative.points(),
         }
 

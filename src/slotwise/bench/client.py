@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -294,4 +295,12 @@ async def list_models(session: aiohttp.ClientSession, target: Target) -> list[Mo
     except msgspec.DecodeError:
         return []
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
-        raise BenchError(f"no server answers at {target.base_url}: {error or type(error).__name__}") from error
+        raise BenchError(f"no server answers at {target.base_url}: {_reason_of(error)}") from error
+
+
+def _reason_of(error: Exception) -> str:
+    """The system's words for what went wrong, without the library's around them."""
+    inner = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+    number = getattr(inner, "errno", None)
+    words = os.strerror(number) if number and number > 0 else getattr(inner, "strerror", None)
+    return words or str(inner) or type(error).__name__

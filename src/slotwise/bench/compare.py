@@ -17,6 +17,8 @@ from slotwise.batching.settings import KINDS, Batching
 from slotwise.bench.accounting import Accounts
 from slotwise.bench.fit import together
 from slotwise.bench.offline_run import OnStep, Stand, run_offline, warm_up
+from slotwise.bench.results import workload_facts
+from slotwise.bench.theory import DECODE_STEPS
 from slotwise.workload.requests import Workload
 
 VERSION = 1  # of the result
@@ -90,7 +92,7 @@ class Comparison:
         warm_up(stand, self.workload)
         accounts = run_offline(stand, self.workload, on_step)
         self._accounts.append(accounts)
-        self.add(contender, accounts.entry())
+        self.add(contender, {**accounts.entry(), "theory_steps": self._theory_steps(contender)})
 
     def add(self, contender: Contender, measured: Mapping[str, Any]) -> None:
         """Take in a run that has been measured."""
@@ -108,36 +110,44 @@ class Comparison:
     @property
     def num_same_answers(self) -> int:
         """Requests to which all runs gave the same tokens."""
-        outputs = [accounts.outputs for accounts in self._accounts]
+        outputs = [accounts.outputs for accounts in self._accounts] or [{}]
         return sum(all(one[number] == outputs[0][number] for one in outputs) for number in outputs[0])
 
     def result(self) -> dict[str, Any]:
         """The result as JSON, version 1; the report is drawn from it."""
-        workload = self.workload
         for run, accounts in zip(self.runs, self._accounts, strict=False):
             run["step_time"] = self._step_time(accounts)
         return {
             "version": VERSION, **self.head,
-            "workload": {
-                "description": workload.description, "num_requests": len(workload.requests),
-                "max_tokens": workload.max_tokens, "prompt_tokens": workload.prompt_tokens,
-                "output_tokens": workload.output_tokens, "output_cv": workload.output_cv},
-            "price_per_hour": self.price_per_hour, "identical_tokens": self.identical_tokens,
+            "workload": workload_facts(self.workload), "price_per_hour": self.price_per_hour,
+            "identical_tokens": self.identical_tokens, "same_answers": self.num_same_answers,
             "interrupted": self.interrupted, "runs": self.runs, "sweeps": self.sweeps,
         }
 
+    def _theory_steps(self, contender: Contender) -> int | None:
+        """Decode steps by arithmetic; None where arrivals or memory have a say, of which arithmetic knows nothing."""
+        queued = all(request.arrives_at == 0.0 for request in self.workload.requests)
+        if not queued or "kv_cache_memory" in contender.settings:
+            return None
+        slots = contender.settings.get("batch_size") or contender.settings["max_num_seqs"]
+        return DECODE_STEPS[contender.name]([request.num_output for request in self.workload.requests], slots)
+
     def _cost(self, measured: Mapping[str, Any]) -> float | None:
         """Of a million output tokens, in the currency of the price."""
-        if self.price_per_hour is None or not measured["output_throughput"]:
+        throughput: float = measured["output_throughput"]
+        if self.price_per_hour is None or not throughput:
             return None
-        return self.price_per_hour / 3600 / measured["output_throughput"] * 1e6
+        return self.price_per_hour / 3600 / throughput * 1e6
 
     def _step_time(self, accounts: Accounts) -> dict[str, float] | None:
         """One line through the decode steps of all runs, and how far this run lies from it.
 
         `error` is predicted over measured seconds of the run's decode steps, less one; `wall_error` the same for the
-        whole run, with steps that compute prompts on a second line, through their tokens.
+        whole run, with steps that compute prompts on a second line, through their tokens.  None for a single run: a
+        line of least squares lies on its own points whatever they are.
         """
+        if len(self._accounts) < 2:
+            return None
         by_rows = together(one.by_rows for one in self._accounts).fitted()
         by_tokens = together(one.by_tokens for one in self._accounts).fitted()
         decode, prompts = accounts.by_rows, accounts.by_tokens

@@ -68,8 +68,6 @@ def measure(
         BenchError: a warm-up request failed; the message has what the server said.
         KeyboardInterrupt: before anything was sent.
     """
-    if not 0 <= num_warmups <= MAX_WARMUPS:
-        raise ValueError(f"--num-warmups must be between 0 and {MAX_WARMUPS}, not {num_warmups}")
     load = Load(workload, lambda request: phrasing.body(target, workload, request), watch)
 
     async def run() -> None:

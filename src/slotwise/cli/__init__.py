@@ -8,10 +8,10 @@ import sys
 from collections.abc import Sequence
 
 import slotwise
-from slotwise.cli import bench, offline, serve
+from slotwise.cli import bench, compare, offline, serve
 from slotwise.model.errors import CheckpointError
 
-COMMANDS = (serve, offline, bench)
+COMMANDS = (serve, offline, bench, compare)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

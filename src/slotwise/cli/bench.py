@@ -6,6 +6,7 @@ import argparse
 import math
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from tqdm import tqdm
 
 from slotwise.cli.options import BUILTIN_NAME, add_command, add_engine_options, engine_settings
 from slotwise.cli.workload_options import Defaults, add_seed_option, add_workload_options, workload_of
+from slotwise.workload.forms import require_within
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -97,23 +99,23 @@ def _add_offline(command: argparse.ArgumentParser) -> None:
 
 
 def run_serve(asked: argparse.Namespace) -> int:
-    from slotwise.bench.client import Phrasing, Target
+    from slotwise.bench.client import SAFE_VOCAB_SIZE, Phrasing, Target
     from slotwise.bench.measures import Objectives
     from slotwise.bench.results import default_filename
-    from slotwise.bench.serving import measure, resolve, serving_result
+    from slotwise.bench.serving import MAX_WARMUPS, measure, resolve, serving_result
     from slotwise.bench.tables import serving_table
 
     objectives = Objectives.parse(asked.goodput)
     target = Target(asked.base_url, asked.endpoint, asked.model, asked.api_key)
+    phrasing = Phrasing(
+        SAFE_VOCAB_SIZE if asked.vocab_size is None else asked.vocab_size, text_prompts=asked.text_prompts,
+        ignore_eos=asked.ignore_eos, hidden_lengths=asked.hidden_lengths, temperature=asked.temperature)
+    require_within("--num-warmups", asked.num_warmups, 0, MAX_WARMUPS)
     _check_writable(asked.result_filename)
-    if asked.vocab_size is not None and asked.vocab_size < 1:
-        raise ValueError(f"--vocab-size must be at least 1, not {asked.vocab_size}")
     _close_loop(asked)
     workload = workload_of(asked)
     target, vocab_size = resolve(target, asked.vocab_size or 0)
-    phrasing = Phrasing(
-        vocab_size, text_prompts=asked.text_prompts, ignore_eos=asked.ignore_eos, hidden_lengths=asked.hidden_lengths,
-        temperature=asked.temperature)
+    phrasing = replace(phrasing, vocab_size=vocab_size)
     with _bar(len(workload.requests), "request") as bar:
         measured = measure(
             target, workload, phrasing, num_warmups=asked.num_warmups, watch=lambda outcome: bar.update())

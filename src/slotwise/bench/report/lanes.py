@@ -20,9 +20,10 @@ HUES = 12
 FEW_REQUESTS = 400  # up to so many, each request is a group of its own that can be pointed at
 KINDS = {
     "prefill": "prompt (dark)", "decode": "decode (light)", "padding": "padding",
-    "held": "finished but held", "idle": "paused in its slot", "empty": "empty",
+    "held": "finished but held", "idle": "paused or preempted", "empty": "empty",
 }
 SWATCH = 14
+PADDING = 40  # pixels above and below the lanes
 SLIVER = 0.15  # of the page's width
 
 
@@ -46,8 +47,7 @@ def draw(lanes: Lanes, edges: Sequence[float], axis: Axis, wider: float, words: 
     `wider` is how many times wider than the page it is drawn; `words` are its title, and what stands at its end.
     """
     title, finish = words
-    used = max((piece.slot + 1 for piece in lanes.pieces), default=0)
-    shown = lanes.slots if lanes.slots - used < 3 else used + 1  # one lane stands for all that were never used
+    used, shown = _shown(lanes)
     pitch = lane_height(shown)
     height = shown * pitch
     width = 1000.0 * wider
@@ -63,7 +63,19 @@ def draw(lanes: Lanes, edges: Sequence[float], axis: Axis, wider: float, words: 
         *_names(lanes.slots, used, shown, pitch),
         tag("line", x1=percent(end), x2=percent(end), y1=-4, y2=height + 4, class_="end"),
         tag("text", finish, x=percent(end), dx=7, y=height / 2 + 4, class_="finish"),
-        class_="lanes", role="img", aria_label=title, style=f"height:{height + 40:.0f}px")
+        class_="lanes", role="img", aria_label=title, height=height_of(lanes))
+
+
+def _shown(lanes: Lanes) -> tuple[int, int]:
+    """Slots up to the last one used, and the lanes drawn: one stands for all the others, if these are many."""
+    used = max((piece.slot + 1 for piece in lanes.pieces), default=0)
+    return used, lanes.slots if lanes.slots - used < 3 else used + 1
+
+
+def height_of(lanes: Lanes) -> int:
+    """Pixels that the chart takes, with its axis."""
+    _, shown = _shown(lanes)
+    return round(shown * lane_height(shown) + PADDING)
 
 
 def zoom(axis: Axis, end: float) -> float:

@@ -16,7 +16,7 @@ from slotwise.bench.report.words import batching, capital, count, figure, ratio,
 
 NAMED_COLOURS = {"continuous": "c0", "static": "c1", "orca": "c2", "dynamic": "c3", "one_at_a_time": "c4"}
 SLOT_PARTS = {"useful": "a token somebody wanted", "held": "finished but held", "empty": "empty slot",
-              "idle": "paused in its slot"}
+              "idle": "paused or preempted"}
 TOKEN_PARTS = {"prefill": "prompt tokens", "decode": "output tokens", "padding": "padding",
                "held": "held rows"}
 
@@ -29,7 +29,7 @@ def context(result: Result) -> dict[str, Any]:
              "facts": facts(result), "patterns": lanes.patterns(), "sweeps": _sweeps(result)}
     if runs:
         colours = colours_of(runs)
-        shown |= {"table_of_runs": runs_table(runs), "charts": _charts(runs), "speed": _speed(runs, colours),
+        shown |= {"table_of_runs": runs_table(runs), "charts": charts_of(runs), "speed": _speed(runs, colours),
                   "curves": _curves(runs, colours), "waste": _waste(result)}
     return shown
 
@@ -65,7 +65,7 @@ def _cores(cores: str | None) -> str:
     return f"{cores} cores" if cores else ""
 
 
-def _charts(runs: Sequence[Run]) -> dict[str, Any]:
+def charts_of(runs: Sequence[Run]) -> dict[str, Any]:
     """The slot x step charts, against seconds and against steps, each on one scale for all."""
     drawn = [run for run in runs if run.lanes.steps]
     if not drawn:
@@ -79,9 +79,10 @@ def _charts(runs: Sequence[Run]) -> dict[str, Any]:
         axis = fitted(name, longest, text, most=10)
         wider = lanes.zoom(axis, shortest)
         axis = fitted(name, longest, text, most=round(10 * wider))
-        views[name] = {"width": percent(wider), "wide": wider > 1, "runs": [
-            {"label": capital(run.label), "note": _chart_note(run), "picture": lanes.draw(
-                run.lanes, edges, axis, wider, (_chart_title(run, name), _finish(run, name)))}
+        views[name] = {"width": percent(wider), "runs": [
+            {"label": capital(run.label), "note": _chart_note(run), "height": lanes.height_of(run.lanes),
+             "picture": lanes.draw(
+                 run.lanes, edges, axis, wider, (_chart_title(run, name), _finish(run, name)))}
             for run, edges in zip(drawn, every, strict=True)]}
     kinds = {piece.kind for run in drawn for piece in lanes.with_idle(run.lanes.pieces)}
     kinds |= {"padding"} if any(run.lanes.pads for run in drawn) else set()

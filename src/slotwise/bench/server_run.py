@@ -1,0 +1,146 @@
+"""One workload against one real server under discipline after discipline, measured where its clients stand.
+
+The server runs in processes of its own and is told over HTTP how to batch (`PUT /admin/scheduling`).  What happens in
+its slots is not seen from here: that a client waited, not why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import secrets
+import subprocess
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from typing import IO, Any, NamedTuple
+
+from slotwise.bench.accounting import thinned
+from slotwise.bench.client import Phrasing, Target
+from slotwise.bench.load import Watch, ignore
+from slotwise.bench.measures import COMPLETED, Outcome, summary
+from slotwise.bench.serving import Measured, measure, resolve
+from slotwise.workload.requests import Workload
+
+GREETING = re.compile(r" on \w+ \((\w+)\): ")  # type of the weights
+READY = re.compile(r"Ready after .* on (http://\S+)")
+EXIT_SECONDS = 20.0  # the server gets to end once asked
+ADMIN_SECONDS = 30.0  # a change of scheduling may take
+WARM_UPS = 4  # requests before each run
+
+
+class Served(NamedTuple):
+    """A server that is ready."""
+
+    target: Target
+    dtype: str
+
+
+@contextlib.contextmanager
+def serving(arguments: Sequence[str]) -> Iterator[Served]:
+    """A `slotwise serve` of one's own on a free port, with a key nobody else has.
+
+    Args:
+        arguments: of the command line, after `serve`.
+
+    Raises:
+        RuntimeError: it ended before it was ready; the message is the last line it wrote.
+    """
+    key = secrets.token_urlsafe(16)
+    command = [sys.executable, "-m", "slotwise.cli", "serve", *arguments, "--port", "0", "--api-key", key]
+    with tempfile.TemporaryFile("w+") as log, subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True) as process:
+        try:
+            url, dtype = _greeting(process, log)
+            yield Served(Target(url, api_key=key), dtype)
+        finally:
+            process.terminate()
+            try:
+                process.wait(EXIT_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _greeting(process: subprocess.Popen[str], log: IO[str]) -> tuple[str, str]:
+    """Its address and the type of its weights."""
+    assert process.stdout is not None
+    dtype = ""
+    for line in process.stdout:
+        if found := GREETING.search(line):
+            dtype = found[1]
+        if found := READY.search(line):
+            return found[1], dtype
+    log.seek(0)
+    said = log.read().strip().splitlines()
+    raise RuntimeError(f"the server ended before it was ready: {said[-1] if said else 'it wrote nothing'}")
+
+
+def reschedule(target: Target, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Have the server batch as `settings` say; the whole scheduling that is then in force.
+
+    Raises:
+        RuntimeError: what the server said against it.
+    """
+    request = urllib.request.Request(
+        f"{target.base_url}/admin/scheduling", json.dumps(dict(settings)).encode(), method="PUT",
+        headers={**target.headers, "Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=ADMIN_SECONDS) as response:
+            scheduling: dict[str, Any] = json.load(response)
+            return scheduling
+    except urllib.error.HTTPError as error:
+        said = error.read(2000).decode(errors="replace")
+        raise RuntimeError(f"the server refuses {dict(settings)}: {said}") from error
+
+
+def run_online(
+    target: Target, workload: Workload, settings: Mapping[str, Any], watch: Watch = ignore,
+) -> dict[str, Any]:
+    """Run the workload under one discipline: the measured part of a run in the result.
+
+    Raises:
+        KeyboardInterrupt: interrupted, also where a part had been measured.
+        RuntimeError: the server refused the discipline, or did not answer every request.
+    """
+    scheduling = reschedule(target, settings)
+    target, vocab_size = resolve(target)
+    measured = measure(
+        target, workload, Phrasing(vocab_size, hidden_lengths=True), num_warmups=WARM_UPS, watch=watch)
+    if measured.interrupted:
+        raise KeyboardInterrupt
+    lost = next((outcome for outcome in measured.outcomes if outcome.status != COMPLETED), None)
+    if lost is not None:
+        raise RuntimeError(f"request {lost.number} {lost.status}: {lost.error}")
+    return {"num_slots": scheduling["max_num_seqs"], **_entry(measured)}
+
+
+def _entry(measured: Measured) -> dict[str, Any]:
+    """As `Accounts.entry`, with null for what a client cannot see."""
+    outcomes, seconds = measured.outcomes, measured.duration
+    output_tokens = sum(outcome.num_output for outcome in outcomes)
+    ttft = array("d", [outcome.ttft for outcome in outcomes])
+    itl = array("d", [gap for outcome in outcomes for gap in outcome.itls])
+    unseen = ("steps", "decode_steps", "occupancy", "mean_rows", "max_rows", "preemptions", "waste", "chart")
+    return {
+        "seconds": seconds, "output_tokens": output_tokens, "output_throughput": output_tokens / seconds,
+        "request_throughput": len(outcomes) / seconds,
+        "ttft": summary(ttft), "itl": summary(itl), "e2e": summary(outcome.e2el for outcome in outcomes),
+        "ttft_values": thinned(sorted(ttft)), "itl_values": thinned(sorted(itl)),
+        "cumulative": thinned(_cumulative(outcomes)), **dict.fromkeys(unseen),
+    }
+
+
+def _cumulative(outcomes: Sequence[Outcome]) -> list[list[float]]:
+    """Seconds and output tokens received by then; the tokens of an answer are spread over its events alike."""
+    events = sorted(
+        (at, outcome.num_output / len(times))
+        for outcome in outcomes for times in (outcome.token_times or (outcome.ended,),) for at in times)
+    points, received = [[0.0, 0.0]], 0.0
+    for at, tokens in events:
+        received += tokens
+        points.append([round(at, 6), round(received, 3)])
+    return points

@@ -1,0 +1,252 @@
+"""slotwise compare: one workload under every batching discipline, in a table and a report."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import statistics
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slotwise.bench.compare import DISCIPLINES, Comparison, Contender, contenders, same_cache
+from slotwise.cli.options import BUILTIN_NAME, ENGINE_OPTIONS, add_command
+from slotwise.cli.workload_options import Defaults, add_seed_option, add_workload_options, workload_of
+from slotwise.engine.config import EngineConfig
+from slotwise.workload.requests import Workload
+
+if TYPE_CHECKING:
+    from slotwise.bench.compare import Make
+    from slotwise.bench.load import Watch
+    from slotwise.bench.offline_run import OnStep
+    from slotwise.bench.progress import Advance, Bar
+    from slotwise.compose.engine import Loaded
+
+INTERRUPTED = 130  # exit status
+FILE_WIDTH = 160  # columns of the tables where they are not shown in a terminal
+SLOTS = 16
+MAX_SAME_CACHE_SLOTS = 256
+SWEEPS = ("output-cv", "slots", "rows", "prefill")
+WORKLOAD = Defaults(input_lengths="lognormal:64:0.8:256", output_lengths="lognormal:64:1.0:512")
+ENGINE = ("--device", "--dtype", "--max-model-len", "--max-num-batched-tokens", "--block-size", "--kv-cache-memory")
+
+
+def add(commands: Any) -> None:
+    compare = add_command(commands, "compare", "run one workload under every way to batch, side by side", run)
+    compare.add_argument("--model", help="a checkpoint's folder or a hub id (default: the built-in model)")
+    group = compare.add_argument_group("comparison")
+    group.add_argument("--disciplines", default=",".join(DISCIPLINES), metavar="A,B,...",
+                       help=f"in this order (default: {','.join(DISCIPLINES)})")
+    group.add_argument("--slots", "--max-num-seqs", type=int, default=SLOTS, metavar="N",
+                       help=f"rows of a step, at most (default: {SLOTS})")
+    group.add_argument("--batch-size", type=int, metavar="N",
+                       help="static, dynamic: most requests of a batch (default: as many as there are slots)")
+    group.add_argument("--max-wait-ms", type=float, metavar="MS",
+                       help="dynamic: how long the first of a batch waits for company (default: 50)")
+    group.add_argument("--online", action="store_true",
+                       help="measure as clients of a real server, which is switched from discipline to discipline")
+    group.add_argument("--equal-memory", type=_bytes, metavar="BYTES|auto",
+                       help="also run Orca's reservation against pages in a cache of so many bytes, with slots to "
+                       "spare; auto: what Orca needs to fill the slots")
+    group.add_argument("--vary", action="append", default=[], choices=SWEEPS,
+                       help="also sweep: static over continuous by how outputs vary or by slots, tokens per second by "
+                       "rows, step times by how prompts join; repeatable")
+    group.add_argument("--price-per-hour", type=float, metavar="PRICE", help="of this machine, for the cost of tokens")
+    group.add_argument("--output", default="report.html", metavar="FILE", help="the report (default: report.html)")
+    group.add_argument("--json", metavar="FILE", help="write the figures here")
+    _add_engine_options(compare)
+    add_workload_options(compare, WORKLOAD)
+    add_seed_option(compare)
+
+
+def _add_engine_options(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("engine")
+    for name, options in ENGINE_OPTIONS:
+        if name in ENGINE:
+            group.add_argument(name, **options)
+
+
+def _bytes(text: str) -> int:
+    """0 for auto."""
+    if text == "auto":
+        return 0
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be auto or a number of bytes, not {text!r}")
+    return int(text)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was asked, checked before anything is loaded."""
+
+    model: str  # as it is called
+    settings: dict[str, Any]  # of EngineConfig, the same for every discipline
+    contenders: list[Contender]
+    workload: Workload
+    slots: int
+    equal_memory: int | None  # bytes; 0: decide
+    sweeps: tuple[str, ...]
+
+    @classmethod
+    def of(cls, asked: argparse.Namespace) -> Plan:
+        """Raises ValueError with one line for options that contradict each other or cannot be."""
+        if asked.online and (asked.vary or asked.equal_memory is not None):
+            raise ValueError("--vary and --equal-memory look into the engine: leave out --online")
+        if asked.equal_memory is not None and asked.kv_cache_memory is not None:
+            raise ValueError("--equal-memory sets the cache of its runs: leave out --kv-cache-memory")
+        if asked.price_per_hour is not None and not 0 <= asked.price_per_hour < float("inf"):
+            raise ValueError(f"--price-per-hour must be 0 or more, not {asked.price_per_hour}")
+        for path in (asked.output, asked.json):
+            if path and (not Path(path).absolute().parent.is_dir() or Path(path).is_dir()):
+                raise ValueError(f"{path} cannot be written: there is no such folder, or it is one")
+        chosen = contenders(
+            [name.strip() for name in asked.disciplines.split(",")], asked.slots, asked.batch_size, asked.max_wait_ms)
+        settings = {name: getattr(asked, name) for name in (option[2:].replace("-", "_") for option in ENGINE)}
+        model = _located(asked.model)
+        EngineConfig.of(model=model, max_num_seqs=asked.slots, **settings)
+        return cls(
+            asked.model or BUILTIN_NAME, {"model": model, **settings}, chosen, workload_of(asked, WORKLOAD),
+            asked.slots, asked.equal_memory, tuple(dict.fromkeys(asked.vary)))
+
+
+def _located(model: str | None) -> str:
+    from slotwise import builtin
+    from slotwise.model.locate import locate
+
+    return str(locate(model or builtin.path()))
+
+
+def run(asked: argparse.Namespace) -> int:
+    from slotwise.bench.progress import progress_bar
+    from slotwise.bench.results import environment
+
+    plan = Plan.of(asked)
+    comparison = Comparison(plan.workload, {
+        "environment": environment(), "model": plan.model, "dtype": plan.settings["dtype"],
+        "mode": "server" if asked.online else "offline", "seed": asked.seed, "slots": plan.slots}, asked.price_per_hour)
+    failure = None
+    try:
+        with progress_bar() as bar:
+            (_online if asked.online else _offline)(plan, comparison, bar)
+    except KeyboardInterrupt:
+        comparison.interrupted = True
+    except (ValueError, RuntimeError, MemoryError) as error:
+        failure = error
+    if comparison.runs or comparison.sweeps:
+        _show(comparison, asked.output, asked.json)
+    if failure is not None:
+        raise failure
+    if comparison.interrupted:
+        print(f"interrupted: {len(comparison.runs)} runs and {len(comparison.sweeps)} sweeps were complete",
+              file=sys.stderr)
+        return INTERRUPTED
+    if comparison.identical_tokens is False and comparison.head["dtype"] == "float32":
+        raise RuntimeError("disciplines gave different tokens in float32: this is a bug")
+    return 0
+
+
+def _offline(plan: Plan, comparison: Comparison, bar: Bar) -> None:
+    from slotwise.compose.engine import load
+
+    with bar.task("loading"):
+        loaded = load(EngineConfig.of(**plan.settings, max_num_seqs=plan.slots))
+    make = _maker(loaded, plan, comparison)
+    chosen = list(plan.contenders)
+    if plan.equal_memory is not None:
+        chosen += same_cache(
+            plan.equal_memory or _orca_bytes(plan), min(len(plan.workload.requests), MAX_SAME_CACHE_SLOTS))
+    for contender in chosen:
+        with bar.task(contender.label, plan.workload.output_tokens) as advance:
+            comparison.run(contender, make, _by_tokens(advance))
+    for name in plan.sweeps:
+        with bar.task(f"vary {name}"):
+            comparison.sweeps.append(_sweep(name, plan, make, bar.say))
+
+
+def _by_tokens(advance: Advance) -> OnStep:
+    return lambda accounts: advance(accounts.sampled_tokens)
+
+
+def _by_answers(advance: Advance) -> Watch:
+    answers = itertools.count(1)
+    return lambda outcome: advance(next(answers))
+
+
+def _maker(loaded: Loaded, plan: Plan, comparison: Comparison) -> Make:
+    """Engines on the weights that are loaded."""
+    from slotwise.bench.offline_run import Stand
+
+    def make(settings: Mapping[str, Any]) -> Stand:
+        config = EngineConfig.of(**{**plan.settings, **settings})
+        engine, info = loaded.engine(config)
+        comparison.head["dtype"] = info.dtype
+        return Stand(engine, info.limits, info.vocab_size)
+
+    return make
+
+
+def _orca_bytes(plan: Plan) -> int:
+    """Cache in which Orca's reservations for this workload fill the slots: keys and values in every layer."""
+    from slotwise.compose.engine import BLOCK_SIZE
+    from slotwise.model.checkpoint import read_config
+    from slotwise.model.load import DTYPES
+
+    config = read_config(Path(plan.settings["model"]))
+    kind = DTYPES.get(plan.settings["dtype"]) or config.dtype
+    block = plan.settings["block_size"] or BLOCK_SIZE
+    workload = plan.workload
+    reserved = workload.prompt_tokens / len(workload.requests) + workload.max_tokens
+    blocks = plan.slots * -(-int(reserved) // block)
+    return blocks * block * 2 * config.num_layers * config.num_kv_heads * config.head_dim * min(kind.itemsize, 4)
+
+
+def _sweep(name: str, plan: Plan, make: Make, say: Callable[[str], None]) -> dict[str, Any]:
+    from slotwise.bench import step_sweeps, sweeps
+
+    outputs = [request.num_output for request in plan.workload.requests]
+    if name == "slots":
+        return sweeps.number_of_slots(make, outputs, say)
+    if name == "rows":
+        return step_sweeps.rows(make, say)
+    if name == "prefill":
+        return step_sweeps.prefill(make, say)
+    mean = sweeps.fitting_mean(statistics.fmean(outputs), make({"max_num_seqs": plan.slots}).limits.max_model_len)
+    return sweeps.output_cv(make, plan.slots, len(outputs), mean, say)
+
+
+def _online(plan: Plan, comparison: Comparison, bar: Bar) -> None:
+    from slotwise.bench.server_run import run_online, serving
+
+    arguments = [plan.settings["model"], "--max-num-seqs", str(plan.slots), "--served-model-name", plan.model]
+    for name, value in plan.settings.items():
+        if name != "model" and value is not None:
+            arguments += [f"--{name.replace('_', '-')}", str(value)]
+    with contextlib.ExitStack() as stack:
+        with bar.task("starting a server"):
+            served = stack.enter_context(serving(arguments))
+        comparison.head["dtype"] = served.dtype
+        for contender in plan.contenders:
+            with bar.task(contender.label, len(plan.workload.requests)) as advance:
+                comparison.add(contender, run_online(
+                    served.target, plan.workload, contender.settings, _by_answers(advance)))
+
+
+def _show(comparison: Comparison, report: str, figures: str | None) -> None:
+    from rich.console import Console
+
+    from slotwise.bench.compare_tables import comparison_tables
+    from slotwise.bench.report import write_report
+    from slotwise.bench.results import write_json
+
+    result = comparison.result()
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = FILE_WIDTH
+    console.print(comparison_tables(result))
+    if figures:
+        write_json(figures, result)
+    write_report(result, report)
+    print(f"\nwritten to {report}" + (f" and {figures}" if figures else ""))

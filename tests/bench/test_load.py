@@ -1,0 +1,121 @@
+"""Who sends when: an open loop waits for nobody, a closed one never has more under way than users."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from slotwise.bench import load as load_module
+from slotwise.bench.client import Reply
+from slotwise.bench.load import Load
+from slotwise.bench.measures import COMPLETED, UNFINISHED, Outcome
+from slotwise.workload.requests import Workload, WorkRequest
+
+NEVER = 3600.0  # seconds
+
+
+def arriving(*times: float) -> Workload:
+    return Workload(tuple(WorkRequest(number, at, 3, 1) for number, at in enumerate(times)), 1)
+
+
+def closed(count: int, users: int) -> Workload:
+    return Workload(tuple(WorkRequest(number, None, 3, 1) for number in range(count)), 1, users)
+
+
+class Server:
+    """Answers after so many seconds, or the next time the event loop turns."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+        self.bodies: list[bytes] = []
+        self.running = self.most_at_once = 0
+
+    async def __call__(self, body: bytes, reply: Reply) -> None:
+        self.bodies.append(body)
+        self.running += 1
+        self.most_at_once = max(self.most_at_once, self.running)
+        await asyncio.sleep(self.seconds)
+        self.running -= 1
+        reply.status = COMPLETED
+
+
+def body(request: WorkRequest) -> bytes:
+    return b"%d" % request.number
+
+
+async def stopped_after(load: Load, server: Server, seconds: float) -> None:
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(load.run(server), seconds)
+
+
+def test_an_open_loop_sends_whether_or_not_others_have_come_back() -> None:
+    server, load = Server(NEVER), Load(arriving(0.0, 0.0, 0.05, 0.1, 0.15), body)
+    asyncio.run(stopped_after(load, server, 1.0))
+    assert server.bodies == [b"0", b"1", b"2", b"3", b"4"]
+    assert server.most_at_once == 5
+
+
+def test_an_open_loop_sends_nothing_before_its_time() -> None:
+    async def run() -> list[float]:
+        sent: list[float] = []
+        load = Load(arriving(0.0, 0.1, 0.1, 0.25), body)
+
+        async def send(body: bytes, reply: Reply) -> None:
+            sent.append(load.clock() - reply.due)
+
+        await load.run(send)
+        return sent
+
+    assert min(asyncio.run(run())) >= -0.001
+
+
+@pytest.mark.parametrize(("users", "at_once"), [(1, 1), (3, 3), (50, 7)])
+def test_a_closed_loop_never_has_more_under_way_than_users(users: int, at_once: int) -> None:
+    server, load = Server(), Load(closed(7, users), body)
+    asyncio.run(load.run(server))
+    assert server.most_at_once == at_once
+    assert sorted(server.bodies) == [b"%d" % number for number in range(7)]
+    assert [outcome.status for outcome in load.outcomes] == [COMPLETED] * 7
+
+
+def test_users_who_wait_send_nothing_more() -> None:
+    server, load = Server(NEVER), Load(closed(7, 2), body)
+    asyncio.run(stopped_after(load, server, 0.2))
+    assert server.bodies == [b"0", b"1"]
+
+
+def test_whoever_watches_is_told_each_outcome_once() -> None:
+    told: list[Outcome] = []
+    load = Load(closed(5, 2), body, told.append)
+    asyncio.run(load.run(Server()))
+    assert told == load.outcomes
+    assert sorted(outcome.number for outcome in told) == [0, 1, 2, 3, 4]
+
+
+def test_a_run_that_is_stopped_keeps_what_it_has() -> None:
+    async def send(body: bytes, reply: Reply) -> None:
+        if body in (b"0", b"2"):
+            reply.status = COMPLETED
+        else:
+            await asyncio.sleep(NEVER)
+
+    load = Load(arriving(0.0, 0.0, 0.0, 50.0), body)
+    asyncio.run(stopped_after(load, send, 0.2))
+    assert {outcome.number: outcome.status for outcome in load.outcomes} == {
+        0: COMPLETED, 1: UNFINISHED, 2: COMPLETED}
+
+
+def test_bodies_are_made_before_the_start_as_far_as_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_module, "PREPARED_TOKENS", 7)
+    made: list[int] = []
+
+    def prepare(request: WorkRequest) -> bytes:
+        made.append(request.number)
+        return body(request)
+
+    server, load = Server(), Load(arriving(0.0, 0.0, 0.0, 0.0), prepare)
+    assert made == [0, 1]
+    asyncio.run(load.run(server))
+    assert made == [0, 1, 2, 3]
+    assert server.bodies == [b"0", b"1", b"2", b"3"]

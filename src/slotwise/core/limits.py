@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 RECOMPUTE = "recompute"  # it waits, and is computed again
 ERROR = "error"  # it ends, and is told why
+PRESSURES = (RECOMPUTE, ERROR)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +30,8 @@ class SchedulerLimits:
         for name in ("watermark_blocks", "max_passes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, and is {getattr(self, name)}")
-        if self.on_pressure not in (RECOMPUTE, ERROR):
-            raise ValueError(f"on_pressure must be {RECOMPUTE} or {ERROR}, not {self.on_pressure!r}")
+        if self.on_pressure not in PRESSURES:
+            raise ValueError(f"on_pressure must be one of {', '.join(PRESSURES)}, not {self.on_pressure!r}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
                              f"({self.max_num_seqs}), so that every running request gets a token at every step")

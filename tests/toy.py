@@ -41,8 +41,10 @@ def scheduler(limits: SchedulerLimits, discipline: Discipline | None = None) -> 
     return Scheduler(limits, discipline or Chunked(), FirstComeFirstServed())
 
 
-def request(name: str, prompt: Sequence[int], max_tokens: int | None = 8, **params: object) -> Request:
-    return Request(name, prompt, SamplingParams(max_tokens=max_tokens, **params), eos_ids=(EOS,))
+def request(
+    name: str, prompt: Sequence[int], max_tokens: int | None = 8, salt: str = "", **params: object,
+) -> Request:
+    return Request(name, prompt, SamplingParams(max_tokens=max_tokens, **params), eos_ids=(EOS,), salt=salt)
 
 
 class Driver:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import inf
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy import VOCAB, Driver, alone, request
@@ -9,22 +12,29 @@ from toy import VOCAB, Driver, alone, request
 from slotwise.batching.continuous import Alone, Chunked, Inline
 from slotwise.batching.groups import Dynamic, OneAtATime, Static
 from slotwise.batching.orca import Orca
-from slotwise.core.limits import SchedulerLimits
+from slotwise.core.limits import ERROR, RECOMPUTE, SchedulerLimits
 from slotwise.core.reasons import ENDING, PROMPTS_ALONE, TOKEN_BUDGET
 from slotwise.core.seams import Discipline
 
 LIMITS = st.builds(
-    lambda slots, extra, blocks, size, longest: SchedulerLimits(
-        max_model_len=longest, num_blocks=blocks, block_size=size, max_num_seqs=slots,
-        max_num_batched_tokens=slots + extra),
-    st.integers(1, 6), st.integers(0, 20), st.integers(1, 12), st.integers(1, 5), st.integers(2, 40))
+    lambda slots, extra, **others: SchedulerLimits(
+        max_num_seqs=slots, max_num_batched_tokens=slots + extra, **others),
+    st.integers(1, 6), st.integers(0, 20), num_blocks=st.integers(1, 12), block_size=st.integers(1, 5),
+    max_model_len=st.integers(2, 40), enable_prefix_caching=st.booleans(), watermark_blocks=st.integers(0, 2),
+    max_passes=st.integers(0, 3), on_pressure=st.sampled_from((RECOMPUTE, RECOMPUTE, ERROR)))
 DISCIPLINE = st.one_of(
     st.builds(Chunked, st.integers(0, 7)),
     st.builds(Inline), st.builds(Alone), st.builds(Orca), st.builds(OneAtATime), st.builds(Static, st.integers(1, 6)),
     st.builds(Dynamic, st.integers(1, 6), st.floats(0, 5)))
-PROMPT = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=24)
+BEGINNINGS = ([], [3] * 12, [3] * 6 + [7] * 6, list(range(16)))
+PROMPT = st.builds(
+    lambda beginning, rest: [*beginning, *rest], st.sampled_from(BEGINNINGS),
+    st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12))
+TENANT = st.sampled_from(("", "", "other"))
+PATIENCE = st.sampled_from((inf, inf, 3.0, 0.0))  # seconds in the queue
 OPERATION = st.one_of(
-    st.tuples(st.just("add"), PROMPT, st.integers(1, 20), st.integers(0, 3)),
+    st.tuples(st.just("add"), PROMPT, st.integers(1, 20), st.integers(0, 3), TENANT, PATIENCE),
+    st.tuples(st.just("jump"), st.floats(0, 5)),
     st.tuples(st.just("abort"), st.integers(0, 30)),
     st.tuples(st.just("plan")),
     st.tuples(st.just("commit")),
@@ -39,9 +49,12 @@ def play(
     driver, expected = Driver(limits, discipline), {}
     for operation in operations:
         match operation:
-            case ("add", prompt, max_tokens, min_tokens):
+            case ("jump", seconds):
+                driver.now += seconds
+            case ("add", prompt, max_tokens, min_tokens, tenant, patience):
                 name = f"r{len(expected)}"
-                new = request(name, prompt, max_tokens, min_tokens=min(min_tokens, max_tokens))
+                new = request(name, prompt, max_tokens, min_tokens=min(min_tokens, max_tokens), salt=tenant)
+                new.deadline = driver.now + patience
                 expected[name] = alone(new, limits)
                 driver.add(new)
             case ("abort", number):
@@ -63,9 +76,9 @@ def test_every_request_ends_once_with_its_own_tokens(limits, discipline, operati
     assert driver.ended.keys() == expected.keys()
     for name, reason in driver.ended.items():
         got = driver.output.get(name, [])
-        if reason == "rejected":
+        if reason in ("rejected", "timeout"):
             assert got == []
-        elif reason == "abort":
+        elif reason in ("abort", "error"):
             assert got == expected[name][: len(got)]
         else:
             assert got == expected[name]
@@ -100,8 +113,8 @@ def test_whoever_has_a_slot_runs_or_is_told_why_and_so_is_the_first_who_waits(li
 
 @settings(max_examples=200, deadline=None)
 @given(LIMITS, DISCIPLINE, st.lists(
-    st.tuples(st.just("add"), PROMPT, st.integers(1, 20), st.just(0)), min_size=1, max_size=20))
+    st.tuples(st.just("add"), PROMPT, st.integers(1, 20), st.just(0), TENANT, st.just(inf)), min_size=1, max_size=20))
 def test_first_come_first_served_starts_in_order_of_arrival(limits, discipline, operations):
-    driver, _ = play(limits, discipline, operations)
+    driver, _ = play(replace(limits, max_passes=0), discipline, operations)
     first_starts = list(dict.fromkeys(driver.admitted))
     assert first_starts == sorted(first_starts, key=lambda name: int(name[1:]))

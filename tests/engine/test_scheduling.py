@@ -42,7 +42,7 @@ def test_what_is_wrong_changes_nothing(changes, says):
     assert says in str(caught.value)
 
 
-ANYTHING = st.one_of(st.none(), st.booleans(), st.integers(-3, 70), st.floats(), st.text(max_size=5),
+ANYTHING = st.one_of(st.none(), st.booleans(), st.integers(-3, 70), st.floats(), st.text("ab", max_size=5),
                      st.sampled_from(KINDS + PREFILLS), st.lists(st.integers(), max_size=2))
 
 

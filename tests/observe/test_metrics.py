@@ -35,15 +35,17 @@ def test_two_lives() -> None:
     metrics = Metrics("toy", num_blocks=10)
     metrics.arrived("a", 3, 100 * MS)
     metrics.arrived("b", 5, 100 * MS)
-    metrics.stepped(step(150, "ab", "a", admitted=("a", "b"), num_free_blocks=4, num_waiting=7))
+    metrics.stepped(step(150, "ab", "a", admitted=("a", "b"), cached=(2, 0), num_free_blocks=4, num_waiting=7))
     assert samples(metrics)["kv_cache_usage_perc"] == 0.6 and samples(metrics)["num_requests_waiting"] == 7
-    metrics.stepped(step(160, "ab", "ab", preempted=(Decision("b", "no_blocks"),)))
+    metrics.stepped(step(160, "ab", "ab", preempted=(Decision("b", "no_blocks"),), lost=(6,)))
     metrics.stepped(step(170, "a", "a", ended=(RowEnd("a", "stop", 3),)))
-    metrics.stepped(step(270, "b", "b", admitted=("b",), ended=(RowEnd("b", "length", 2),)))
+    metrics.stepped(step(270, "b", "b", admitted=("b",), cached=(4,), ended=(RowEnd("b", "length", 2),)))
     metrics.stepped(StepRecord(-1, 0, 0))
     seen = samples(metrics)
     assert seen["prompt_tokens_total"] == 8 and seen["generation_tokens_total"] == 5
-    assert seen["num_preemptions_total"] == 1
+    assert seen["num_preemptions_total"] == 1 and seen["recomputed_tokens_total"] == 2
+    assert seen["prefix_cache_queries_total"] == 3 + 5 + 6 and seen["prefix_cache_hits_total"] == 6
+    assert seen["prompt_tokens_cached_total"] == 2, "what a preempted request finds of its own is no saving"
     assert seen["request_success_total[finished_reason=stop]"] == 1 == seen[
         "request_success_total[finished_reason=length]"]
     assert seen["time_to_first_token_seconds_sum"] == 0.06 + 0.07 and seen["time_to_first_token_seconds_count"] == 2

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from slotwise.batching.settings import KINDS, MAX_WAIT_MS, PREFILLS
+from slotwise.core.limits import PRESSURES, RECOMPUTE
 from slotwise.engine.config import DEVICES, DTYPES
 
 BUILTIN_NAME = "slotwise-builtin"  # what clients call the model that ships with the package
@@ -33,8 +34,12 @@ ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--block-size", {"type": int, "metavar": "TOKENS", "help": "tokens of a cache block (default: the best)"}),
     ("--kv-cache-memory", {"type": int, "metavar": "BYTES", "help": "memory of the cache (default: what the slots "
                            "can use, within 40%% of what is free)"}),
-    ("--enable-prefix-caching", {"action": argparse.BooleanOptionalAction, "default": False,
-                                 "help": "share the cache of equal prompt beginnings (not in this version)"}),
+    ("--enable-prefix-caching", {
+        "action": argparse.BooleanOptionalAction, "default": True,
+        "help": "compute equal beginnings of requests once (default: on)"}),
+    ("--on-pressure", {
+        "choices": PRESSURES, "default": RECOMPUTE,
+        "help": "who must yield when the cache is full waits and is computed again, or ends in an error"}),
     ("--seed", {"type": int, "default": 0, "help": "of the requests that bring none (default: 0)"}),
 )
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from slotwise.core.plan import Decision, Grant, Join, StepPlan, Stop
+from slotwise.core.plan import Decision, Grant, Join, StepPlan, StepResult, Stop
 from slotwise.core.reasons import NO_BLOCKS
 from slotwise.core.request import Request
 
@@ -16,13 +17,23 @@ class Flight(NamedTuple):
     requests: tuple[Request, ...]
     epochs: tuple[int, ...]
 
+    def declared(self, result: StepResult, ended: set[str]) -> Iterator[tuple[Request, str]]:
+        """Those whom the executor ended, complete or unable to sample, but for the `ended`."""
+        for rows, reason in ((result.complete, "stop"), (result.failed, "error")):
+            for row in rows:
+                request = self.requests[row]
+                if not request.reason and request.request_id not in ended:
+                    yield request, reason
+
 
 class Draft:
     """Filled by one `Scheduler.plan`, then closed into a StepPlan."""
 
-    __slots__ = ("budget", "grants", "held", "joins", "padding", "preempted", "refused", "rows", "stop")
+    __slots__ = ("budget", "grants", "held", "joins", "now", "padding", "preempted", "refused", "rows", "step", "stop")
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, step: int, now: float, budget: int) -> None:
+        self.step = step
+        self.now = now  # seconds
         self.budget = budget  # tokens this step may still take; a prompt that is not cut may take it below zero
         self.rows: list[tuple[Request, int, int, bool]] = []  # request, start, count, samples
         self.padding: tuple[int, ...] = ()
@@ -65,11 +76,11 @@ class Draft:
     def preempt(self, request: Request) -> None:
         self.preempted.append(Decision(request.request_id, NO_BLOCKS))
 
-    def close(self, step: int, now: float, leaves: tuple[int, ...]) -> Flight:
+    def close(self, leaves: tuple[int, ...]) -> Flight:
         """The finished plan, with the requests its rows belong to.  Columns are cut here, all at once."""
         requests, starts, counts, samples = zip(*self.rows, strict=True) if self.rows else ((), (), (), ())
         plan = StepPlan(
-            step, now, leaves, tuple(self.joins), tuple(self.grants),
+            self.step, self.now, leaves, tuple(self.joins), tuple(self.grants),
             tuple([request.request_id for request in requests]), tuple([request.slot for request in requests]),
             starts, counts, samples, self.padding, tuple(self.held),
             tuple(self.preempted), tuple(self.refused), self.stop)

@@ -29,6 +29,7 @@ class Admitted(NamedTuple):
     request_id: str
     slot: int
     step: int
+    num_cached: int  # tokens whose blocks were found, so that they are not computed
 
 
 class Preempted(NamedTuple):
@@ -57,8 +58,9 @@ class Committed(NamedTuple):
 class Finished(NamedTuple):
     now: float
     request_id: str
-    reason: str  # stop, length, abort, error, ...
+    reason: str  # stop, length, abort, timeout, error, ...
     num_output: int
+    message: str = ""  # for the client, where the reason needs one
 
 
 Event = Arrived | Rejected | Admitted | Preempted | Committed | Finished

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+RECOMPUTE = "recompute"  # it waits, and is computed again
+ERROR = "error"  # it ends, and is told why
+PRESSURES = (RECOMPUTE, ERROR)
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
@@ -14,14 +18,28 @@ class SchedulerLimits:
     block_size: int  # tokens a block holds
     max_num_seqs: int = 64  # slots
     max_num_batched_tokens: int = 1024  # tokens of one step
+    enable_prefix_caching: bool = False  # equal beginnings share blocks
+    watermark_blocks: int = 0  # left free when somebody joins those who run
+    max_passes: int = 0  # later arrivals that may take a slot before one that waits for blocks
+    on_pressure: str = RECOMPUTE  # what becomes of who must yield
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("watermark_blocks", "max_passes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, and is {getattr(self, name)}")
+        if self.on_pressure not in PRESSURES:
+            raise ValueError(f"on_pressure must be one of {', '.join(PRESSURES)}, not {self.on_pressure!r}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
                              f"({self.max_num_seqs}), so that every running request gets a token at every step")
+
+    @property
+    def fixed(self) -> tuple[int, ...]:
+        """What cannot change while a scheduler lives."""
+        return (self.num_blocks, self.block_size, self.max_model_len, self.enable_prefix_caching)
 
     @property
     def cache_tokens(self) -> int:

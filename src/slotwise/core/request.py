@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from enum import Enum
 
 from slotwise.core.params import SamplingParams
+from slotwise.core.prefix import Trail
 
 
 class State(Enum):
@@ -53,16 +54,18 @@ class Request:
         params: what the client asked for.
         seed: 64 bits for the sampler.
         eos_ids: the model's end tokens; they end this request unless it ignores them.
+        salt: requests share cached beginnings only with those of the same salt: a tenant, an adapter.
     """
 
     __slots__ = (
-        "arrival", "arrived_at", "blocks", "end", "epoch", "num_computed", "num_prompt", "num_scheduled", "params",
-        "pending", "reason", "request_id", "seed", "slot", "state", "stop_ids", "tokens",
+        "arrival", "arrived_at", "blocks", "deadline", "end", "epoch", "num_computed", "num_passed", "num_prompt",
+        "num_scheduled", "params", "pending", "publish_at", "reason", "request_id", "seed", "slot", "state", "stop_ids",
+        "tokens", "trail",
     )
 
     def __init__(
         self, request_id: str, prompt: Sequence[int], params: SamplingParams, seed: int = 0,
-        eos_ids: Sequence[int] = (),
+        eos_ids: Sequence[int] = (), salt: str = "",
     ) -> None:
         self.request_id = request_id
         self.tokens = list(prompt)  # known tokens
@@ -74,9 +77,13 @@ class Request:
         self.reason = ""  # why it ended; one still RUNNING is held: it has all its tokens and waits for its batch
         self.arrival = -1  # its number at the door: the tie-breaker of every order
         self.arrived_at = 0.0  # seconds
+        self.deadline = float("inf")  # seconds; of the wait for its first slot
+        self.num_passed = 0  # later arrivals that took a slot while it waited for blocks
         self.end = 0  # as many tokens as it may ever have
         self.slot = NO_SLOT_HELD
         self.blocks: list[int] = []  # its block table
+        self.trail = Trail(salt)
+        self.publish_at = 0  # computed tokens at which its next block is full
         self.epoch = 0
         self.num_scheduled = 0
         self.num_computed = 0

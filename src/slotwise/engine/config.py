@@ -8,12 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from slotwise.batching.settings import Batching
-from slotwise.core.limits import SchedulerLimits
+from slotwise.core.limits import PRESSURES, RECOMPUTE, SchedulerLimits
 from slotwise.engine.scheduling import Scheduling
 
 DTYPES = ("auto", "bfloat16", "float32")
 DEVICES = ("auto", "cpu", "reference")
 STEP_TOKENS = 512  # a chunk this long reaches most of the product rate and keeps a step near a tenth of a second
+
+
+WATERMARK = 100  # one block in so many is left to those who run, when somebody joins them
+MAX_PASSES = 16  # smaller requests that may start before one which waits for blocks
 
 
 class ConfigError(ValueError):
@@ -41,7 +45,8 @@ class EngineConfig:
     long_prefill_token_threshold: int = 0
     block_size: int | None = None  # tokens of a cache block; None: what the device's kernels like best
     kv_cache_memory: int | None = None  # bytes; None: what the slots can use, within a share of free memory
-    enable_prefix_caching: bool = False
+    enable_prefix_caching: bool = True  # equal beginnings of requests are computed once
+    on_pressure: str = RECOMPUTE  # who must yield when blocks run out waits and is computed again, or ends in "error"
     seed: int = 0  # of the requests that bring none
     overlap: int = 0  # steps in flight while the next is planned, 0 or 1; 1 pays once an executor computes beside us
 
@@ -58,10 +63,10 @@ class EngineConfig:
             self.scheduling()
         except ValueError as error:
             raise ConfigError(str(error)) from error
+        if self.on_pressure not in PRESSURES:
+            raise ConfigError(f"on_pressure must be one of {', '.join(PRESSURES)}, not {self.on_pressure!r}")
         if self.overlap not in (0, 1):
             raise ConfigError(f"overlap must be 0 or 1, not {self.overlap}")
-        if self.enable_prefix_caching:
-            raise ConfigError("prefix caching is not part of this version; leave enable_prefix_caching off")
 
     @classmethod
     def of(cls, **settings: object) -> EngineConfig:
@@ -102,6 +107,7 @@ class EngineConfig:
         try:
             return SchedulerLimits(
                 max_model_len=longest, num_blocks=num_blocks, block_size=block_size, max_num_seqs=self.max_num_seqs,
-                max_num_batched_tokens=self.step_tokens)
+                max_num_batched_tokens=self.step_tokens, enable_prefix_caching=self.enable_prefix_caching,
+                watermark_blocks=num_blocks // WATERMARK, max_passes=MAX_PASSES, on_pressure=self.on_pressure)
         except ValueError as error:
             raise ConfigError(str(error)) from error

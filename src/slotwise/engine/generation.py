@@ -27,11 +27,13 @@ class Generation:
     """One request's tokens as an asynchronous iterator of chunks, for one consumer."""
 
     __slots__ = (
-        "_delivered", "_end", "_finish", "_logprobs", "_loop", "_tokens", "_waiter", "interval", "request_id")
+        "_delivered", "_end", "_finish", "_logprobs", "_loop", "_tokens", "_waiter", "interval", "num_cached",
+        "request_id")
 
     def __init__(self, request_id: str, finish: Callable[[Generation, str], None]) -> None:
         self.request_id = request_id
         self.interval = 1  # tokens to wait for before the consumer is woken
+        self.num_cached = -1  # prompt tokens found in the cache when it first took a slot; -1: it has not
         self._finish = finish
         self._loop = asyncio.get_running_loop()
         self._tokens: list[int] = []

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from slotwise.core.events import Committed, Event, Finished, Rejected
+from slotwise.core.events import Admitted, Committed, Event, Finished, Preempted, Rejected
 from slotwise.core.plan import StepPlan, TokenLogprobs
 from slotwise.core.request import Request
 from slotwise.core.scheduler import Scheduler
@@ -57,7 +57,10 @@ class Engine:
         now = self._clock() * 1e-9
         self._rests_until = 0.0
         if isinstance(command, Add):
-            request = Request(command.request_id, command.prompt, command.params, command.seed, self._eos_ids)
+            request = Request(
+                command.request_id, command.prompt, command.params, command.seed, self._eos_ids, command.salt)
+            if command.queue_timeout:
+                request.deadline = now + command.queue_timeout
             self._scheduler.add(request, now)
             if command.output_tokens:
                 self._drawn.expect(command.request_id, len(command.prompt) + command.output_tokens)
@@ -119,7 +122,9 @@ class Engine:
         return self._stand(StepRecord(
             plan.step, started, ended, plan.request_ids, plan.slots, plan.starts, plan.counts, plan.padding, plan.held,
             tokens, logprobs,
-            tuple(join.request_id for join in plan.joins), plan.preempted, plan.refused, plan.stop,
+            tuple(join.request_id for join in plan.joins),
+            tuple(event.num_cached for event in events if isinstance(event, Admitted)),
+            plan.preempted, _lost(plan, events), plan.refused, plan.stop,
             ends(events)))
 
     def _stand(self, record: StepRecord) -> StepRecord:
@@ -139,11 +144,19 @@ def ends(events: list[Event], error: str = NO_PROBABILITIES) -> tuple[RowEnd, ..
     found = []
     for event in events:
         if isinstance(event, Finished):
-            message = error if event.reason == "error" else ""
+            message = event.message or (error if event.reason == "error" else "")
             found.append(RowEnd(event.request_id, event.reason, event.num_output, message))
         elif isinstance(event, Rejected):
             found.append(RowEnd(event.request_id, "rejected", 0, event.message))
     return tuple(found)
+
+
+def _lost(plan: StepPlan, events: list[Event]) -> tuple[int, ...]:
+    """Computed tokens of each who yielded in `plan`."""
+    if not plan.preempted:
+        return ()
+    lost = {event.request_id: event.num_computed for event in events if isinstance(event, Preempted)}
+    return tuple(lost.get(request_id, 0) for request_id, _ in plan.preempted)
 
 
 Tokens = tuple[int, ...]

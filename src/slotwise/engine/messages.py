@@ -24,6 +24,8 @@ class Add(msgspec.Struct, tag="add"):
     params: SamplingParams
     seed: int
     output_tokens: int = 0
+    salt: str = ""  # cached beginnings are shared only with requests of the same salt
+    queue_timeout: float = 0.0  # seconds it may wait for its first slot; 0: as long as it takes
 
 
 class Finish(msgspec.Struct, tag="finish"):
@@ -63,7 +65,7 @@ class EngineInfo(msgspec.Struct, tag="ready"):
 
 
 class RowEnd(msgspec.Struct, array_like=True):
-    """A request's end: `message` explains `rejected` and `error`, else it is empty."""
+    """A request's end: `message` explains `rejected`, `timeout` and `error`, else it is empty."""
 
     request_id: str
     reason: str
@@ -91,7 +93,9 @@ class StepRecord(msgspec.Struct, tag="step"):
     token_ids: tuple[tuple[int, ...], ...] = ()
     logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
     admitted: tuple[str, ...] = ()
+    cached: tuple[int, ...] = ()  # of each admitted, the tokens that were found in the cache
     preempted: tuple[Decision, ...] = ()
+    lost: tuple[int, ...] = ()  # of each preempted, the tokens that were computed
     refused: tuple[Decision, ...] = ()
     stop: Stop | None = None
     ended: tuple[RowEnd, ...] = ()

@@ -242,6 +242,10 @@ class EngineService(asyncio.Protocol):
                 generation = live.get(request_id)
                 if generation is not None:
                     generation.push(tokens, row_logprobs)
+        for request_id, num_cached in zip(record.admitted, record.cached, strict=True):
+            generation = live.get(request_id)
+            if generation is not None and generation.num_cached < 0:
+                generation.num_cached = num_cached
         for row in record.ended:
             generation = live.get(row.request_id)
             if generation is not None:

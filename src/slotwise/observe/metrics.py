@@ -42,6 +42,10 @@ COUNTERS = {
     "num_preemptions_total": "Times a request lost its slot and its blocks.",
     "prompt_tokens_total": "Prompt tokens of requests that reached their first token.",
     "generation_tokens_total": "Tokens generated.",
+    "prompt_tokens_cached_total": "Prompt tokens found in the cache when their request first took a slot.",
+    "prefix_cache_queries_total": "Tokens looked for in the cache.",
+    "prefix_cache_hits_total": "Tokens found in the cache.",
+    "recomputed_tokens_total": "Tokens computed again because their request had to yield.",
 }
 LABELLED = {
     "request_success_total": ("finished_reason", "Requests ended, by how."),
@@ -75,11 +79,12 @@ class Histogram:
 class _Life:
     """What is known of a living request; times are monotonic nanoseconds, 0 while unknown."""
 
-    __slots__ = ("arrived", "first", "last", "num_output", "num_prompt", "scheduled")
+    __slots__ = ("arrived", "first", "last", "lost", "num_output", "num_prompt", "scheduled")
 
     def __init__(self, arrived: int, num_prompt: int) -> None:
         self.arrived, self.num_prompt = arrived, num_prompt
         self.scheduled = self.first = self.last = self.num_output = 0
+        self.lost = 0  # computed tokens it gave up when it last yielded
 
 
 class Metrics(Collector):
@@ -108,10 +113,12 @@ class Metrics(Collector):
         self._count("admission_rejections_total", kind)
 
     def stepped(self, record: StepRecord) -> None:
-        for request_id in record.admitted:
-            life = self._lives.get(request_id)
-            if life is not None and not life.scheduled:  # a preempted one is admitted again
-                life.scheduled = record.started_ns
+        for (request_id, _), lost in zip(record.preempted, record.lost, strict=True):
+            if (life := self._lives.get(request_id)) is not None:
+                life.lost = lost
+        for request_id, num_cached in zip(record.admitted, record.cached, strict=True):
+            if (life := self._lives.get(request_id)) is not None:
+                self._admitted(life, num_cached, record.started_ns)
         self._tokens(record)
         for row in record.ended:
             self._ended(row.request_id, row.reason, record.ended_ns)
@@ -137,6 +144,16 @@ class Metrics(Collector):
         for last, count in since.items():
             self._histograms["inter_token_latency_seconds"].observe((now - last) * NS, count)
         self._counters["generation_tokens_total"] += generated
+
+    def _admitted(self, life: _Life, num_cached: int, now: int) -> None:
+        counters = self._counters
+        counters["prefix_cache_queries_total"] += life.num_prompt + life.num_output
+        counters["prefix_cache_hits_total"] += num_cached
+        if life.scheduled:  # it had to yield, and is computed again
+            counters["recomputed_tokens_total"] += max(0, life.lost - num_cached)
+        else:
+            life.scheduled = now
+            counters["prompt_tokens_cached_total"] += num_cached
 
     def _first_token(self, life: _Life, now: int) -> None:
         life.first = now

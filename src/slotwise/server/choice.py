@@ -32,6 +32,11 @@ class Choice:
     def num_tokens(self) -> int:
         return self.continuation.num_tokens
 
+    @property
+    def num_cached(self) -> int:
+        """Prompt tokens found in the cache."""
+        return max(0, self.generation.num_cached)
+
     def read(self, chunk: Chunk) -> Piece:
         """The next piece.  A stop string in it ends the generation.
 

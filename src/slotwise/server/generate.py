@@ -140,12 +140,13 @@ class _Streamed:
     def _full(self, choice: Choice, piece: Piece) -> bytes:
         logprobs = self._logprobs.of(piece) if self._logprobs is not None else None
         prompt = self._job.prompts[choice.index // self._job.params.n]
-        used = usage(len(prompt), choice.num_tokens) if self._counts else None
+        used = usage(len(prompt), choice.num_tokens, choice.num_cached) if self._counts else None
         return self._events.full(choice.index, piece, logprobs, used)
 
 
 def _usage(job: Job, choices: list[Choice]) -> dict[str, Any]:
-    return usage(sum(map(len, job.prompts)), sum(choice.num_tokens for choice in choices))
+    cached = sum(choice.num_cached for choice in choices[:: job.params.n])
+    return usage(sum(map(len, job.prompts)), sum(choice.num_tokens for choice in choices), cached)
 
 
 async def _together(work: list[Coroutine[Any, Any, Any]]) -> list[Any]:

@@ -40,10 +40,10 @@ CHAT = Shape(
     lambda text: {"message": {"role": "assistant", "content": text, "refusal": None}}, ChatLogprobs)
 
 
-def usage(num_prompt: int, num_output: int) -> dict[str, Any]:
+def usage(num_prompt: int, num_output: int, num_cached: int) -> dict[str, Any]:
     return {
         "prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output,
-        "prompt_tokens_details": {"cached_tokens": 0},
+        "prompt_tokens_details": {"cached_tokens": num_cached},
     }
 
 

@@ -1,0 +1,117 @@
+"""Blocks whose contents are known, so that equal beginnings of requests are computed once.
+
+    salt ◄── t0 ... t15 ◄── t16 ... t31 ◄── t32 ... t47        each entry knows the one before it
+              block 7         block 2          block 9
+
+An entry is found by a digest that covers its tokens and, through the entry before it, everything back to the salt.  A
+digest is only a hint: a hit is believed when the tokens are the same and so is the entry before, back to the salt
+itself.  So equal digests of different contents cost a hit and never give one, and tenants with different salts never
+share.  After vLLM's automatic prefix caching; the chain of verified entries is SGLang's radix tree, a block an edge
+(Zheng et al., 2024).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+
+Digest = Callable[[tuple[int, tuple[int, ...]]], int]
+"""Of the digest before and a block's tokens.  Python's own hash of integers is the same in every process."""
+
+
+class Entry:
+    """One block's contents, published: computed, and never written again."""
+
+    __slots__ = ("before", "block", "digest", "tokens")
+
+    def __init__(self, block: int, digest: int, tokens: tuple[int, ...], before: Entry | str) -> None:
+        self.block = block
+        self.digest = digest
+        self.tokens = tokens
+        self.before = before  # the entry before, or the salt
+
+    def holds(self, tokens: tuple[int, ...], before: Entry | str) -> bool:
+        return self.tokens == tokens and (self.before is before or (isinstance(before, str) and self.before == before))
+
+
+class Trail:
+    """A request's known tokens, cut into blocks, and how far along them it is published or was found."""
+
+    __slots__ = ("before", "digests", "length", "pieces", "salt")
+
+    def __init__(self, salt: str) -> None:
+        self.salt = salt
+        self.pieces: list[tuple[int, ...]] = []
+        self.digests: list[int] = []
+        self.before: Entry | str = salt  # the last entry of those that count
+        self.length = 0  # entries behind us
+
+    def rewind(self) -> None:
+        """The request gave its blocks back."""
+        self.before = self.salt
+        self.length = 0
+
+
+class PrefixCache:
+    """What is known of which block.  References and eviction belong to the pool."""
+
+    def __init__(self, block_size: int, digest: Digest = hash) -> None:
+        self._block_size = block_size
+        self._digest = digest
+        self._entries: dict[int, Entry] = {}  # by digest
+        self._of_block: dict[int, Entry] = {}
+
+    @property
+    def blocks(self) -> Sequence[int]:
+        """Those that are published."""
+        return tuple(self._of_block)
+
+    def match(self, trail: Trail, tokens: Sequence[int], num_tokens: int) -> list[Entry]:
+        """Entries for the beginning of `tokens`, up to `num_tokens` of them, in order."""
+        found: list[Entry] = []
+        before: Entry | str = trail.salt
+        for index in range(num_tokens // self._block_size):
+            self._extend(trail, tokens, index)
+            entry = self._entries.get(trail.digests[index])
+            if entry is None or not entry.holds(trail.pieces[index], before):
+                break
+            found.append(entry)
+            before = entry
+        return found
+
+    def publish(self, trail: Trail, tokens: Sequence[int], block: int) -> tuple[int, ...]:
+        """Let `block` be found as the next of `trail`, unless its contents are published already.
+
+        Returns the blocks that can be found no more: of an entry in its way, whose own beginning is gone.
+        """
+        index = trail.length
+        self._extend(trail, tokens, index)
+        digest, piece = trail.digests[index], trail.pieces[index]
+        entry = self._entries.get(digest)
+        replaced: tuple[int, ...] = ()
+        if entry is None or not entry.holds(piece, trail.before):
+            if entry is not None:
+                del self._of_block[entry.block]
+                replaced = (entry.block,)
+            entry = Entry(block, digest, piece, trail.before)
+            self._entries[digest] = entry
+            self._of_block[block] = entry
+        trail.before = entry
+        trail.length += 1
+        return replaced
+
+    def has(self, block: int) -> bool:
+        return block in self._of_block
+
+    def forget(self, block: int) -> None:
+        """`block` is about to be written again."""
+        del self._entries[self._of_block.pop(block).digest]
+
+    def _extend(self, trail: Trail, tokens: Sequence[int], index: int) -> None:
+        """Cut `tokens` up to block `index`; each block is cut and digested once in a request's life."""
+        size = self._block_size
+        for at in range(len(trail.pieces), index + 1):
+            piece = tuple(tokens[at * size : (at + 1) * size])
+            before = trail.digests[-1] if trail.digests else zlib.crc32(trail.salt.encode())
+            trail.pieces.append(piece)
+            trail.digests.append(self._digest((before, piece)))

@@ -1,0 +1,98 @@
+"""The roster: who lives, in which state, with which slot and which blocks.
+
+    enter ──► WAITING ──admit──► RUNNING ──end──► FINISHED
+                 ▲                  │
+                 └── yield_place ◄──┘  PREEMPTED
+
+Every change of a state is made here, along the table in `core/request.py`, and told as an event.
+"""
+
+from __future__ import annotations
+
+from slotwise.core.events import Admitted, Arrived, Event, Finished, Preempted, Rejected
+from slotwise.core.kv import BlockTables, Seat
+from slotwise.core.limits import SchedulerLimits
+from slotwise.core.queue import WaitingQueue
+from slotwise.core.request import NO_SLOT_HELD, Request, State
+from slotwise.core.seams import Policy
+from slotwise.core.slots import Slots
+from slotwise.core.withheld import Withheld
+
+
+class Roster:
+    """Everyone alive.  Read by the planner, changed by it and by the scheduler alone."""
+
+    def __init__(self, limits: SchedulerLimits, policy: Policy) -> None:
+        self.policy = policy
+        self.kv = BlockTables(limits.num_blocks, limits.block_size, shares=limits.enable_prefix_caching)
+        self.slots = Slots(limits.max_num_seqs)
+        self.living: dict[str, Request] = {}  # in order of arrival
+        self.waiting = WaitingQueue()
+        self.running: dict[str, Request] = {}  # in the order they took their slots
+        self.withheld = Withheld()
+        self.events: list[Event] = []
+        self._arrivals = 0
+
+    def check(self) -> None:
+        """Law 4, conservation.  Raises an AssertionError that names what is wrong."""
+        self.kv.check(self.living.values())
+        for request in self.living.values():
+            holds_slot = request.slot != NO_SLOT_HELD
+            assert holds_slot == (request.state is State.RUNNING) == (request.request_id in self.running), request
+            assert request.num_computed <= request.num_scheduled <= len(request.tokens) + request.pending, request
+            assert request.num_scheduled <= len(request.blocks) * self.kv.block_size, request
+        assert len(self.living) == len(self.running) + len(self.waiting)
+        self.slots.check(request.slot for request in self.running.values())
+
+    def enter(self, request: Request, objection: str, now: float) -> None:
+        """Let a request in, or, with an objection, refuse it for good."""
+        request.arrived_at = now
+        request.arrival = self._arrivals
+        self._arrivals += 1
+        if request.request_id in self.living:
+            objection = f"a request named {request.request_id} is still alive"
+        if objection:
+            request.become(State.REJECTED)
+            request.reason = objection
+            self.events.append(Rejected(now, request.request_id, objection))
+            return
+        self.living[request.request_id] = request
+        self.waiting.add(request, self.policy.waiting_key(request, now))
+        self.events.append(Arrived(now, request.request_id, request.num_prompt))
+
+    def admit(self, request: Request, seat: Seat, step: int, now: float) -> None:
+        """Give a slot and the blocks of `seat` to one who waits; what they hold already counts as computed."""
+        self.waiting.remove(request)
+        request.become(State.RUNNING)
+        request.slot = self.slots.take()
+        self.running[request.request_id] = request
+        request.num_scheduled = request.num_computed = self.kv.seat(request, seat)
+        self.events.append(Admitted(now, request.request_id, request.slot, step, request.num_computed))
+
+    def yield_place(self, request: Request, step: int, now: float) -> None:
+        """Drop what was computed; the tokens stay, and so does one that a step in flight is about to sample."""
+        self.events.append(Preempted(now, request.request_id, step, request.num_computed))
+        self._vacate(request)
+        request.become(State.PREEMPTED)
+        request.epoch += 1
+        request.num_scheduled = request.num_computed = 0
+        self.waiting.add(request, self.policy.waiting_key(request, now))
+
+    def end(self, request: Request, reason: str, now: float, message: str = "") -> None:
+        if request.state is State.RUNNING:
+            self._vacate(request)
+        else:
+            self.waiting.remove(request)
+        self.withheld.drop(request.request_id)
+        request.become(State.FINISHED)
+        request.reason = reason
+        request.epoch += 1
+        del self.living[request.request_id]
+        self.events.append(Finished(now, request.request_id, reason, request.num_output, message))
+
+    def _vacate(self, request: Request) -> None:
+        """Slot and blocks come back, and may be given out in the very next plan: executors run plans in order."""
+        self.kv.release(request)
+        self.slots.give_back(request.slot)
+        request.slot = NO_SLOT_HELD
+        del self.running[request.request_id]

@@ -1,0 +1,115 @@
+"""A hundred thousand random operations against the core: what comes, goes, expires, yields and is found again.
+
+The model beside it is simple: a request's tokens are those it would have alone (`toy.alone`), and it ends once.  The
+fake executor's cache holds the tokens themselves, so a block given to the wrong request shows as a wrong token; the
+driver checks conservation, `free + referenced + cached == total`, after every plan and every commit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import inf
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from toy import VOCAB, Driver, alone, request
+
+from slotwise.batching.settings import Batching
+from slotwise.core.events import Admitted
+from slotwise.core.limits import ERROR, RECOMPUTE, SchedulerLimits
+
+EXAMPLES, OPERATIONS = 200, 500
+DISCIPLINES = (
+    Batching(), Batching(), Batching(prefill="inline"), Batching(prefill="alone"), Batching("orca"),
+    Batching("static"), Batching("dynamic", max_wait_ms=2000), Batching("one_at_a_time"))
+BEGINNINGS = ([], [3] * 12, [3] * 6 + [7] * 6, list(range(16)))
+SEEN: Counter[str] = Counter()
+
+
+def drawn_limits(draw: Random) -> SchedulerLimits:
+    slots, block_size = draw.randint(2, 6), draw.randint(1, 5)
+    return SchedulerLimits(
+        max_model_len=draw.randint(20, 48), num_blocks=draw.randint(30, 70) // block_size, block_size=block_size,
+        max_num_seqs=slots, max_num_batched_tokens=slots + draw.randint(0, 20), enable_prefix_caching=True,
+        watermark_blocks=draw.randint(0, 2), max_passes=draw.randint(0, 4),
+        on_pressure=draw.choice((RECOMPUTE, RECOMPUTE, RECOMPUTE, ERROR)))
+
+
+class Life(Driver):
+    """Carries out operations and knows what everyone's output should be."""
+
+    def __init__(self, draw: Random, limits: SchedulerLimits) -> None:
+        super().__init__(limits, draw.choice(DISCIPLINES).discipline(limits.max_num_seqs))
+        self.draw = draw
+        self.expected: dict[str, list[int]] = {}
+
+    def operate(self) -> None:
+        operation = self.draw.choices(
+            (self.arrive, self.step, self.abort, self.jump, self.switch), (16, 74, 5, 4, 1))[0]
+        SEEN[operation.__name__] += 1
+        operation()
+
+    def arrive(self) -> None:
+        draw, name = self.draw, f"r{len(self.expected)}"
+        prompt = draw.choice(BEGINNINGS) + [draw.randrange(VOCAB) for _ in range(draw.randint(1, 9))]
+        new = request(name, prompt, draw.randint(1, 20), salt=draw.choice(("", "", "other")))
+        new.deadline = self.now + draw.choice((inf, inf, inf, inf, 20.0, 0.0))
+        self.expected[name] = alone(new, self.limits)
+        self.add(new)
+
+    def step(self) -> None:
+        if len(self.flying) < 2 and (not self.flying or self.draw.random() < 0.5):
+            self.plan()
+        else:
+            self.commit()
+
+    def abort(self) -> None:
+        """Anyone, in any state; often one who has ended, which must change nothing."""
+        self.finish(f"r{self.draw.randrange(len(self.expected) + 1)}")
+
+    def jump(self) -> None:
+        self.now += self.draw.choice((0.0, 0.5, 10.0))
+
+    def switch(self) -> None:
+        slots = self.draw.randint(1, self.scheduler._roster.slots.total)
+        self.configure(self.draw.choice(DISCIPLINES).discipline(slots), slots, self.draw.randint(0, 20))
+
+    def _fold(self) -> None:
+        for event in self.scheduler._roster.events:
+            if isinstance(event, Admitted) and event.num_cached:
+                SEEN["hit"] += 1
+        super()._fold()
+
+
+@pytest.mark.slow
+def test_nothing_is_lost_and_nobody_gets_what_is_not_theirs():
+    SEEN.clear()
+    many_lives()
+    total = sum(SEEN[name] for name in ("arrive", "step", "abort", "jump", "switch"))
+    assert total >= 100_000
+    for kind in ("hit", "preempted", "length", "stop", "abort", "timeout", "error", "rejected"):
+        assert SEEN[kind] >= 100, f"{kind} hardly ever happened: {SEEN}"
+
+
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None)
+@given(st.integers(0, 2**64))
+def many_lives(seed: int) -> None:
+    draw = Random(seed)
+    life = Life(draw, drawn_limits(draw))
+    for _ in range(OPERATIONS):
+        life.operate()
+    life.run()
+    SEEN.update(life.ended.values())
+    SEEN["preempted"] += len(life.preempted)
+    assert life.ended.keys() == life.expected.keys(), "everyone ends, once"
+    for name, reason in life.ended.items():
+        got, expected = life.output.get(name, []), life.expected[name]
+        if reason in ("length", "stop"):
+            assert got == expected, name
+        else:
+            assert got == expected[: len(got)], name
+        if reason in ("rejected", "timeout"):
+            assert got == [], name
+    assert life.scheduler.num_free_blocks == life.limits.num_blocks

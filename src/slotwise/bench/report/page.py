@@ -53,7 +53,8 @@ def facts(result: Result) -> list[tuple[str, str]]:
     versions = ", ".join(f"{name} {environment[name]}" for name in ("slotwise", "python", "torch") if
                          name in environment)
     requests = f"{result.requests:,} requests" if result.requests else ""
-    workload = ", ".join(filter(None, (requests, *(f"{key.replace('_', ' ')} {value}" for key, value in result.description.items()))))
+    terms = (f"{key.replace('_', ' ')} {value}" for key, value in result.description.items())
+    workload = ", ".join(filter(None, (requests, *terms)))
     listed = (
         ("Model", ", ".join(filter(None, (result.model, result.dtype)))), ("Workload", workload),
         ("Seed", result.seed), ("Machine", machine), ("Versions", versions),

@@ -91,8 +91,9 @@ class Driver:
         return plan
 
     def _check_budget(self, plan: StepPlan) -> None:
-        """Prompts that are not cut may exceed it, by no more than the last of them."""
-        budget, counts = self.discipline.budget(self.limits), plan.counts
+        """Prompts that are not cut may exceed it, by no more than the last of them; rows held past a change may, too."""
+        budget = self.discipline.budget(self.limits)
+        counts = [count for row, count in enumerate(plan.counts) if row not in plan.held]
         if not isinstance(self.discipline, Chunked):
             counts = counts[:-1]
         assert sum(counts) <= budget, "over the token budget"

@@ -12,7 +12,7 @@ from math import inf
 from random import Random
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from toy import VOCAB, Driver, alone, request
 
@@ -94,6 +94,7 @@ def test_nothing_is_lost_and_nobody_gets_what_is_not_theirs():
 
 
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None)
+@example(7235)  # rows held when the budget was lowered
 @given(st.integers(0, 2**64))
 def many_lives(seed: int) -> None:
     draw = Random(seed)

@@ -27,10 +27,11 @@ NextToken = Callable[[Sequence[int]], int]
 
 
 class FakeExecutor:
-    """An executor without a model: a paged cache that holds the tokens themselves, and a function as the model.
+    """An executor without a model: a paged cache that holds histories, and a function as the model.
 
-    It computes from its cache alone, as a real one does, so a block handed out too early, a token computed twice or a
-    table out of step with the scheduler's shows as a failed assertion or as a wrong token.
+    A place of the cache holds a digest of its token and all that came before, as keys and values do.  What is computed
+    comes from the cache alone, so a block handed out too early, one found where it does not belong, or a table out of
+    step with the scheduler's shows as a failed assertion.
     """
 
     def __init__(self, block_size: int, next_token: NextToken) -> None:
@@ -38,7 +39,7 @@ class FakeExecutor:
         self._next_token = next_token
         self._tokens: dict[int, list[int]] = {}  # slot -> known tokens
         self._tables: dict[int, list[int]] = {}  # slot -> block table
-        self._cache: dict[tuple[int, int], int] = {}  # (block, offset) -> token
+        self._cache: dict[tuple[int, int], int] = {}  # (block, offset) -> history
         self._results: deque[StepResult] = deque()
 
     def submit(self, plan: StepPlan) -> None:
@@ -59,12 +60,15 @@ class FakeExecutor:
     def _run(self, slot: int, start: int, count: int, samples: bool) -> tuple[int, ...]:
         known = self._tokens[slot]
         for position in range(start, start + count):
-            self._cache[self._place(slot, position)] = known[position]
-        context = [self._cache[self._place(slot, position)] for position in range(start + count)]
-        assert context == known[: start + count], f"slot {slot} reads another request's cache"
+            before = self._cache[self._place(slot, position - 1)] if position else 0
+            self._cache[self._place(slot, position)] = hash((before, known[position]))
+        history = 0
+        for position, token in enumerate(known[: start + count]):
+            history = hash((history, token))
+            assert self._cache[self._place(slot, position)] == history, f"slot {slot} reads another request's cache"
         if not samples:
             return ()
-        known[start + count :] = [self._next_token(context)]  # after a rollback an old one may stand there
+        known[start + count :] = [self._next_token(known[: start + count])]  # a rollback may have left an old one
         return (known[-1],)
 
     def _place(self, slot: int, position: int) -> tuple[int, int]:

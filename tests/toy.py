@@ -91,7 +91,7 @@ class Driver:
         return plan
 
     def _check_budget(self, plan: StepPlan) -> None:
-        """Prompts that are not cut may exceed it, by no more than the last of them; rows held past a change may, too."""
+        """The last of those prompts that are not cut may exceed it, and so may rows held past a change."""
         budget = self.discipline.budget(self.limits)
         counts = [count for row, count in enumerate(plan.counts) if row not in plan.held]
         if not isinstance(self.discipline, Chunked):

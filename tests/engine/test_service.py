@@ -56,9 +56,13 @@ class Notes:
     """An observer that keeps what it hears."""
 
     def __init__(self) -> None:
+        self.engines: list[EngineInfo] = []
         self.arrivals: list[tuple[str, int]] = []
         self.refusals: list[str] = []
         self.ends: list[tuple[str, str]] = []
+
+    def started(self, info: EngineInfo) -> None:
+        self.engines.append(info)
 
     def arrived(self, request_id: str, num_prompt: int, now_ns: int) -> None:
         self.arrivals.append((request_id, num_prompt))
@@ -75,10 +79,10 @@ def scenario(play: Callable[[EngineService, Other, Notes], Awaitable[None]], **o
 
     async def whole() -> None:
         ours, theirs = pair()
-        service, other, notes = EngineService(ours, **options), Other(theirs), Notes()
+        service, other, notes = EngineService(**options), Other(theirs), Notes()
         service.observers.append(notes)
         other.channel.send(encode(INFO))
-        assert await service.ready() == INFO == service.info and service.healthy
+        assert await service.attach(ours) == INFO == service.info and service.healthy
         await play(service, other, notes)
         service.close()
         await asyncio.sleep(0.01)
@@ -235,13 +239,13 @@ def test_an_engine_that_cannot_start(last_words: str) -> None:
     async def whole() -> None:
         ours, theirs = pair()
         stages: list[Loading] = []
-        service = EngineService(ours, on_loading=stages.append)
+        service = EngineService(on_loading=stages.append)
         theirs.sendall(frame(encode(Loading("weights", 1, 3))))
         if last_words:
             theirs.sendall(frame(encode(EngineFailed(last_words))))
         theirs.close()
         with pytest.raises(EngineError, match=last_words or "ended"):
-            await service.ready()
+            await service.attach(ours)
         assert stages == [Loading("weights", 1, 3)] and not service.healthy
 
     asyncio.run(whole())
@@ -306,6 +310,6 @@ def test_the_engine_ends_when_the_service_lets_go() -> None:
         await settle()
         with pytest.raises(ChannelClosed):
             other.channel.receive(1)
-        assert not service.healthy and service.failure == ""  # it was asked to go
+        assert not service.healthy and service.state == "down"
 
     scenario(play)

@@ -1,32 +1,37 @@
 """An engine process without a model: the real scheduler and loop over an executor that counts.
 
-usage: python engine_process.py FD SECONDS_PER_STEP
+usage: python engine_process.py SECONDS_PER_STEP BROKEN FD
 
 The token after x is x + 1, round and round through the vocabulary.  A step whose prompt begins with BREAKING fails; a
-prompt that begins with DYING ends the process.
+prompt that begins with DYING ends the process, one that begins with BABBLING makes it talk nonsense, one that begins
+with FALLING is more than the engine can take.  It does not start while there is a file BROKEN.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import time
 from collections import deque
+from pathlib import Path
 
 from slotwise.batching.settings import Batching
+from slotwise.compose.worker import serve
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.plan import Join, StepPlan, StepResult, TokenLogprobs
 from slotwise.core.scheduler import Scheduler
 from slotwise.engine.channel import BlockingChannel, ChannelClosed
 from slotwise.engine.loop import Engine
-from slotwise.engine.messages import EngineInfo, Finish, Loading, decode_command, encode
+from slotwise.engine.messages import Command, EngineFailed, EngineInfo, Finish, Loading, encode
+from slotwise.engine.pulse import Heart
 from slotwise.engine.scheduling import Scheduling
 from slotwise.policies.fcfs import FirstComeFirstServed
 
 VOCAB = 400
 EOS = 1
-BREAKING, DYING = 398, 399
+FALLING, BABBLING, BREAKING, DYING = 396, 397, 398, 399
 LIMITS = SchedulerLimits(max_model_len=512, num_blocks=2048, block_size=16, max_num_seqs=64,
                          max_num_batched_tokens=1024)
 SCHEDULING = Scheduling(Batching(), LIMITS.max_num_seqs, LIMITS.max_num_batched_tokens)
@@ -52,12 +57,15 @@ class Row:
 class Executor:
     """Cheap, so that many streams are limited by the server; `seconds` is what a step seems to take."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, channel: BlockingChannel) -> None:
         self._seconds = seconds
+        self._channel = channel
         self._rows: dict[int, Row] = {}
         self._plans: deque[StepPlan] = deque()
 
     def submit(self, plan: StepPlan) -> None:
+        if any(join.tokens[0] == FALLING for join in plan.joins):
+            raise MemoryError("more than the engine can take")
         self._rows |= {join.slot: Row(join) for join in plan.joins}
         self._plans.append(plan)
 
@@ -65,6 +73,8 @@ class Executor:
         time.sleep(self._seconds)
         plan = self._plans.popleft()
         rows = [self._rows[slot] for slot in plan.slots]
+        if any(row.kind == BABBLING for row in rows):
+            self._channel.send(b"\xc1\xc1")
         tokens = tuple((row.sample(),) if samples else () for row, samples in zip(rows, plan.samples, strict=True))
         if all(row.logprobs is None for row in rows):
             return StepResult(plan.step, tokens)
@@ -78,25 +88,34 @@ def _logprobs(token: int, k: int) -> TokenLogprobs:
     return TokenLogprobs(-0.25, 1, ids, tuple(-0.25 - i if i < 3 else float("-inf") for i in range(k)))
 
 
-def main(descriptor: int, seconds: float) -> None:
+class Noting(Engine):
+    """Notes who was ended from outside."""
+
+    def handle(self, command: Command) -> None:
+        if isinstance(command, Finish):
+            print("finish", command.request_id, command.reason, flush=True)
+        super().handle(command)
+
+
+def main(seconds: float, broken: Path, descriptor: int) -> None:
+    print("start", os.getpid(), flush=True)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     channel = BlockingChannel(socket.socket(fileno=descriptor))
+    heart = Heart(channel)
+    heart.start()
     scheduler = Scheduler(LIMITS, SCHEDULING.discipline(), FirstComeFirstServed())
-    engine = Engine(scheduler, Executor(seconds), time.monotonic_ns, (EOS,))
+    engine = Noting(scheduler, Executor(seconds, channel), time.monotonic_ns, (EOS,))
     channel.send(encode(Loading("weights", 1, 2)))
+    if broken.is_file():
+        channel.send(encode(EngineFailed("the model is not there")))
+        return
     channel.send(encode(EngineInfo("toy", "cpu", "float32", VOCAB, LIMITS, SCHEDULING, (EOS,))))
-    while True:
-        for message in channel.receive(engine.wait() if engine.has_work else None):
-            command = decode_command(message)
-            if isinstance(command, Finish):
-                print("finish", command.request_id, command.reason, flush=True)
-            engine.handle(command)
-        record = engine.step() if engine.has_work else engine.idle_record()
-        if record is not None:
-            channel.send(encode(record))
+    serve(engine, channel, heart)
 
 
 if __name__ == "__main__":
     try:
-        main(int(sys.argv[1]), float(sys.argv[2]))
+        main(float(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
     except ChannelClosed:
         print("closed", flush=True)

@@ -5,14 +5,15 @@ usage: python server_process.py FOLDER ENGINE_LOG [SETTING=VALUE ...]
 
 from __future__ import annotations
 
-import subprocess
+import logging
 import sys
 from pathlib import Path
 
 import uvloop
 
-from slotwise.engine.channel import pair
-from slotwise.engine.service import EngineService
+from slotwise.compose.launch import ChildProcess
+from slotwise.engine.service import ENGINE_TIMEOUT, EngineService
+from slotwise.engine.supervisor import Backoff, Supervisor
 from slotwise.server.app import build_app
 from slotwise.server.serve import listen, serve
 from slotwise.server.settings import ServerSettings
@@ -20,28 +21,37 @@ from slotwise.text.chat import load_chat_template
 from slotwise.text.tokenizer import Tokenizer
 
 
-async def main(folder: Path, log: Path, *given: str) -> subprocess.Popen[bytes]:
+async def main(folder: Path, log: Path, *given: str) -> int:
     named = dict(one.split("=") for one in given)
     seconds = named.pop("seconds_per_step", "0.001")
-    max_live = int(named.pop("max_live", "4096"))
+    backoff = Backoff(first=float(named.pop("backoff", "0.1")), max_false_starts=int(named.pop("false_starts", "6")))
+    service = EngineService(
+        max_live=int(named.pop("max_live", "4096")), timeout=float(named.get("engine_timeout", ENGINE_TIMEOUT)))
     settings = ServerSettings("toy", **{
         name: value if name == "api_key" else float(value) if "timeout" in name else int(value)
         for name, value in named.items()})
-    ours, theirs = pair()
-    with theirs, log.open("w") as output:
-        engine = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("engine_process.py")), str(theirs.fileno()), seconds],
-            pass_fds=[theirs.fileno()], stdout=output)
-    service = EngineService(ours, max_live=max_live)
-    await service.ready()
+    engines: list[ChildProcess] = []
+
+    def launch(_: object) -> ChildProcess:
+        program = Path(__file__).with_name("engine_process.py")
+        with log.open("a") as output:
+            engines.append(ChildProcess(
+                [sys.executable, str(program), seconds, str(log.with_name("broken"))], stdout=output))
+        return engines[-1]
+
+    supervisor = Supervisor(service, launch, backoff)
+    supervisor.launch()
+    await supervisor.ready()
     tokenizer = Tokenizer.load(folder)
     app = build_app(service, tokenizer, load_chat_template(folder, tokenizer.special_tokens), settings)
     for heavy in ("torch", "numpy", "numba"):
         assert heavy not in sys.modules, f"the API process has imported {heavy}"
-    await serve(app, listen("127.0.0.1", 0), lambda url: print(url, engine.pid, flush=True))
-    return engine
+    await serve(app, listen("127.0.0.1", 0), lambda url: print(url, engines[-1].process.pid, flush=True))
+    await supervisor.end()
+    print("engine", engines[-1].process.returncode, flush=True)
+    return 1 if service.hopeless.is_set() else 0
 
 
 if __name__ == "__main__":
-    ended = uvloop.run(main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:]))
-    print("engine", ended.wait(timeout=10), flush=True)
+    logging.basicConfig(level=logging.INFO)
+    sys.exit(uvloop.run(main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])))

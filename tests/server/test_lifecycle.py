@@ -79,7 +79,7 @@ def test_a_step_that_breaks_ends_its_requests_only(server: Server) -> None:
 
 
 def test_the_engines_death_ends_every_stream_once(folder: Path, tmp_path: Path) -> None:
-    with running(folder, tmp_path / "engine", SLOW) as server:
+    with running(folder, tmp_path / "engine", SLOW, "backoff=600") as server:
         streams: list[list[str]] = []
 
         def listen() -> None:
@@ -108,7 +108,7 @@ def test_the_engines_death_ends_every_stream_once(folder: Path, tmp_path: Path) 
 
 
 def test_an_engine_that_dies_over_a_whole_answer(folder: Path, tmp_path: Path) -> None:
-    with running(folder, tmp_path / "engine") as server:
+    with running(folder, tmp_path / "engine", "backoff=600") as server:
         assert server.post(COMPLETIONS, {"prompt": [399], "max_tokens": 50, "ignore_eos": True}).status_code == 500
         assert server.get("/health").status_code == 503
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import msgspec
 
@@ -17,12 +17,35 @@ from slotwise.engine.config import EngineConfig
 THREADS_STAY = {"OMP_PROC_BIND": "true"}
 
 
-def launch_engine(config: EngineConfig) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """The engine process, loading already, and our end of its channel.  Closing that end stops the process."""
-    ours, theirs = pair()
-    with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "slotwise.compose.worker", str(theirs.fileno())], pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL, env=THREADS_STAY | os.environ)
-    ours.sendall(frame(msgspec.msgpack.encode(config)))
-    return process, ours
+class ChildProcess:
+    """A child process that is given one end of a channel.  Closing the other end stops it.
+
+    Args:
+        command: the number of its end's file descriptor is appended.
+        options: of `subprocess.Popen`.
+    """
+
+    def __init__(self, command: Sequence[str], **options: object) -> None:
+        self.channel, theirs = pair()
+        with theirs:
+            descriptor = theirs.fileno()
+            try:
+                self.process = subprocess.Popen(
+                    [*command, str(descriptor)], pass_fds=[descriptor], stdin=subprocess.DEVNULL, **options)
+            except BaseException:
+                self.channel.close()
+                raise
+
+    @property
+    def ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def kill(self) -> None:
+        self.process.kill()
+
+
+def launch_engine(config: EngineConfig) -> ChildProcess:
+    """The engine process, loading already."""
+    process = ChildProcess([sys.executable, "-m", "slotwise.compose.worker"], env=THREADS_STAY | os.environ)
+    process.channel.sendall(frame(msgspec.msgpack.encode(config)))
+    return process

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import subprocess
+import socket
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 
 import uvloop
@@ -18,14 +16,13 @@ from slotwise.compose.launch import launch_engine
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import EngineInfo, Loading
 from slotwise.engine.service import EngineService
+from slotwise.engine.supervisor import Supervisor
 from slotwise.model.locate import locate
 from slotwise.server.app import App, build_app
 from slotwise.server.serve import listen, serve
 from slotwise.server.settings import ServerSettings
 from slotwise.text.chat import load_chat_template
 from slotwise.text.tokenizer import Tokenizer
-
-ENGINE_EXIT = 10.0  # seconds the engine process gets to end once its channel is closed
 
 
 def run_server(config: EngineConfig, settings: ServerSettings, address: tuple[str, int], template: str | None) -> int:
@@ -40,38 +37,32 @@ def run_server(config: EngineConfig, settings: ServerSettings, address: tuple[st
             served.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    started = time.monotonic()
     config = replace(config, model=str(locate(config.model)))
-    with listen(*address) as listener, _engine(config) as (service, loading):
+    with listen(*address) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(config, settings, listener, template))
+
+
+async def _serve(config: EngineConfig, settings: ServerSettings, listener: socket.socket, template: str | None) -> int:
+    started = time.monotonic()
+    bar = _LoadingBar()
+    service = EngineService(bar, timeout=settings.engine_timeout)
+    supervisor = Supervisor(service, lambda last: launch_engine(_like(config, last)))
+    try:
+        supervisor.launch()
         tokenizer = Tokenizer.load(config.model)
         chat = load_chat_template(config.model, tokenizer.special_tokens, template)
-
-        async def run() -> None:
-            with loading:
-                info = await service.ready()
-            app = build_app(service, tokenizer, chat, settings)
-            await serve(app, listener, lambda url: _greet(url, info, app, time.monotonic() - started))
-
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(run())
-    return 0 if not service.failure else 1
-
-
-@contextlib.contextmanager
-def _engine(config: EngineConfig) -> Iterator[tuple[EngineService, _LoadingBar]]:
-    """The engine process, from its start to its end."""
-    process, channel = launch_engine(config)
-    bar = _LoadingBar()
-    service = EngineService(channel, bar)
-    try:
-        yield service, bar
+        with bar:
+            info = await supervisor.ready()
+        app = build_app(service, tokenizer, chat, settings)
+        await serve(app, listener, lambda url: _greet(url, info, app, time.monotonic() - started))
     finally:
-        service.close()
-        channel.close()
-        try:
-            process.wait(ENGINE_EXIT)
-        except subprocess.TimeoutExpired:
-            process.kill()
+        await supervisor.end()
+    return 1 if service.hopeless.is_set() else 0
+
+
+def _like(config: EngineConfig, last: EngineInfo | None) -> EngineConfig:
+    """For an engine that may take the place of another: requests are checked against what that one could hold."""
+    return replace(config, max_model_len=last.limits.max_model_len) if last is not None else config
 
 
 class _LoadingBar:

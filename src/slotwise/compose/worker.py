@@ -9,6 +9,8 @@ from __future__ import annotations
 import signal
 import socket
 import sys
+import time
+from collections import deque
 from typing import NoReturn
 
 import msgspec
@@ -16,28 +18,31 @@ import msgspec
 from slotwise.engine.channel import BlockingChannel, ChannelClosed
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.loop import Engine
-from slotwise.engine.messages import EngineFailed, Loading, decode_command, encode
+from slotwise.engine.messages import Add, EngineFailed, Loading, decode_command, encode
+from slotwise.engine.pulse import Heart
 
-MAX_COMMANDS = 64  # taken in between two steps, so that a flood of arrivals cannot hold up who runs
+MAX_ARRIVALS = 64  # taken in between two steps, so that a flood of them cannot hold up who runs
 
 
 def main(descriptor: int) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # they reach the whole group; the API process decides when to end
         signal.signal(number, signal.SIG_IGN)
     channel = BlockingChannel(socket.socket(fileno=descriptor))
+    heart = Heart(channel)
+    heart.start()
     try:
         engine = _load(channel)
         if engine is None:
             return 1
-        _guarded(engine, channel)
+        _guarded(engine, channel, heart)
     except ChannelClosed:
         return 0
 
 
-def _guarded(engine: Engine, channel: BlockingChannel) -> NoReturn:
+def _guarded(engine: Engine, channel: BlockingChannel, heart: Heart) -> NoReturn:
     """Serve; a fault of the engine itself is told to the API process before it ends this one."""
     try:
-        _serve(engine, channel)
+        serve(engine, channel, heart)
     except ChannelClosed:
         raise
     except Exception as error:
@@ -63,18 +68,27 @@ def _load(channel: BlockingChannel) -> Engine | None:
     return engine
 
 
-def _serve(engine: Engine, channel: BlockingChannel) -> NoReturn:
+def serve(engine: Engine, channel: BlockingChannel, heart: Heart) -> NoReturn:
     """Until the channel closes: commands, a step, its record."""
-    waiting: list[bytes] = []
+    waiting: deque[bytes] = deque()
     while True:
-        if len(waiting) < MAX_COMMANDS:
+        if len(waiting) < MAX_ARRIVALS:
             waiting += channel.receive(engine.wait() if engine.has_work or waiting else None)
-        for message in waiting[:MAX_COMMANDS]:
-            engine.handle(decode_command(message))
-        del waiting[:MAX_COMMANDS]
+        _take_in(engine, waiting)
+        heart.step_began = time.monotonic_ns()
         record = engine.step() if engine.has_work else engine.idle_record()
+        heart.step_began = 0
         if record is not None:
             channel.send(encode(record))
+
+
+def _take_in(engine: Engine, waiting: deque[bytes]) -> None:
+    """Hand over commands in their order, as many as one step may bring: who leaves costs nothing and is not counted."""
+    num_arrived = 0
+    while waiting and num_arrived < MAX_ARRIVALS:
+        command = decode_command(waiting.popleft())
+        num_arrived += isinstance(command, Add)
+        engine.handle(command)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import select
 import socket
 import struct
+import threading
 
 HEADER = struct.Struct("<I")
 MAX_MESSAGE = 64 << 20  # bytes; a prompt of a million tokens takes about 5 MB
@@ -60,16 +61,21 @@ class Unframer:
 
 
 class BlockingChannel:
-    """The engine's end: it looks for commands between steps and sleeps only when it has nothing to run."""
+    """The engine's end: it looks for commands between steps and sleeps only when it has nothing to run.
+
+    Any thread may send; one receives.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._unframer = Unframer()
+        self._sending = threading.Lock()
 
     def send(self, message: bytes) -> None:
         """Raises ChannelClosed when the other end is gone."""
         try:
-            self._sock.sendall(frame(message))
+            with self._sending:
+                self._sock.sendall(frame(message))
         except OSError as error:
             raise ChannelClosed(str(error)) from error
 

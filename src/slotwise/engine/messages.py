@@ -105,13 +105,19 @@ class StepRecord(msgspec.Struct, tag="step"):
     num_free_blocks: int = 0
 
 
+class Beat(msgspec.Struct, tag="beat"):
+    """A sign of life, sent twice a second by a thread of its own (see `engine.pulse`)."""
+
+    step_ns: int  # nanoseconds that the step under way has taken so far; 0: none is
+
+
 class EngineFailed(msgspec.Struct, tag="failed"):
     """The engine cannot go on (or could not start); `message` is one line for a person."""
 
     message: str
 
 
-Report = Loading | EngineInfo | StepRecord | EngineFailed
+Report = Loading | EngineInfo | Beat | StepRecord | EngineFailed
 
 encode = msgspec.msgpack.Encoder().encode
 decode_command = msgspec.msgpack.Decoder(Command).decode

@@ -1,7 +1,8 @@
 """The engine as the API process sees it: submit, stream, finish, drain.  asyncio, one thread, no torch.
 
 One message arrives per step; it is decoded once and its tokens are handed to the generations they belong to.  Every
-generation ends exactly once, also when the engine dies.
+generation ends exactly once, also when the engine dies.  Engines may come and go behind one service: each is attached
+when the last is gone, and finds the scheduling that was last asked for.
 """
 
 from __future__ import annotations
@@ -11,29 +12,27 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
-import msgspec
-
-from slotwise.engine.channel import ChannelClosed, Unframer, frame
 from slotwise.engine.generation import Generation
+from slotwise.engine.link import Link, linked
 from slotwise.engine.messages import (
     Add,
     Command,
     Configure,
-    EngineFailed,
     EngineInfo,
     Finish,
     Loading,
+    Report,
     RowEnd,
     StepRecord,
-    decode_report,
-    encode,
 )
+from slotwise.engine.pulse import Pulse
 from slotwise.engine.scheduling import Scheduling
 
 MAX_LIVE = 4096  # generations submitted and not yet ended by the engine
 MAX_UNSENT = 64 << 20  # bytes of commands that the engine has not taken yet
+ENGINE_TIMEOUT = 60.0  # seconds
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +57,9 @@ DUPLICATE_ID = "duplicate_id"
 
 
 class Observer(Protocol):
-    """Who listens to requests and steps.  Times are monotonic nanoseconds, on one clock with the engine's."""
+    """Who listens to engines, requests and steps.  Times are monotonic nanoseconds, on one clock with the engine's."""
+
+    def started(self, info: EngineInfo) -> None: ...
 
     def arrived(self, request_id: str, num_prompt: int, now_ns: int) -> None: ...
 
@@ -67,57 +68,104 @@ class Observer(Protocol):
     def stepped(self, record: StepRecord) -> None: ...
 
 
-class EngineService(asyncio.Protocol):
-    """The engine behind `sock`, one end of `channel.pair()`.  It takes the socket over and closes it.
+class EngineService:
+    """The engine, whichever is attached.
 
     Args:
-        on_loading: told how far the engine is, until it is ready.
+        on_loading: told how far an engine is, until it is ready.
         max_live: generations that may be alive at once.
+        timeout: seconds without a sign of life after which an engine is given up.
     """
 
-    def __init__(self, sock: socket.socket, on_loading: Callable[[Loading], None] = lambda progress: None,
-                 max_live: int = MAX_LIVE) -> None:
+    def __init__(self, on_loading: Callable[[Loading], None] = lambda progress: None, max_live: int = MAX_LIVE,
+                 timeout: float = ENGINE_TIMEOUT) -> None:
         self.observers: list[Observer] = []
-        self.failure = ""  # why the engine is gone, when it was not asked to go
+        self.failure = ""  # why there is no engine, when it was not asked to go
         self.draining = False
-        self._sock = sock
+        self.hopeless = asyncio.Event()  # there will be no engine any more
         self._on_loading = on_loading
         self._max_live = max_live
-        self._unframer = Unframer()
-        self._transport: asyncio.Transport | None = None
-        self._info: asyncio.Future[EngineInfo] | None = None
-        self._scheduling: Scheduling | None = None  # as changed since
+        self._timeout = timeout
+        self._link: Link | None = None
+        self._starting: asyncio.Future[EngineInfo] | None = None
+        self._info: EngineInfo | None = None  # of the engine attached last
+        self._scheduling: Scheduling | None = None  # as changed since the first start
         self._live: dict[str, Generation] = {}
-        self._gone = False
         self._leaving: dict[str, str] = {}  # finished from this side, why; the engine has not said so yet
         self._idle = asyncio.Event()
         self._idle.set()
+        self._lost = asyncio.Event()
 
-    # -- from start to end ---------------------------------------------------------------------------------------
+    # -- engines come and go -------------------------------------------------------------------------------------
 
-    async def ready(self) -> EngineInfo:
-        """Wait until the engine can take requests.
+    async def attach(self, sock: socket.socket) -> EngineInfo:
+        """Take the engine behind `sock`, one end of `channel.pair()`, and wait until it can take requests.
 
         Raises:
             EngineError: it could not start, with the reason.
         """
-        if self._info is None:
-            loop = asyncio.get_running_loop()
-            self._info = loop.create_future()
-            self._sock.setblocking(False)
-            await loop.create_unix_connection(lambda: self, sock=self._sock)
-        return await asyncio.shield(self._info)
+        assert self._link is None or self._link.lost, "one engine at a time"
+        self._lost.clear()
+        self._starting = asyncio.get_running_loop().create_future()
+        self._link = Link(Pulse(self._timeout), self._take, self._let_go)
+        await linked(sock, self._link)
+        self._info = await asyncio.shield(self._starting)
+        self.failure = ""
+        info = self._info
+        self._tell(lambda observer: observer.started(info))
+        if self._scheduling is not None:
+            self._send(Configure(self._scheduling))
+        return info
+
+    async def lost(self) -> str:
+        """Wait until the engine is gone: why."""
+        await self._lost.wait()
+        return self.failure
+
+    def feel(self) -> None:
+        """Called twice a second, by whoever supervises: an engine without a sign of life is given up."""
+        if self._link is not None and not self._link.lost:
+            pulse = self._link.pulse
+            was_frozen = pulse.frozen
+            pulse.feel()
+            if verdict := pulse.verdict:
+                self._link.cut(verdict)
+            elif pulse.frozen and not was_frozen:
+                logger.warning("the engine shows no sign of life; it is unhealthy until it does, or is started anew")
 
     @property
     def info(self) -> EngineInfo:
-        """What the engine said when it was ready."""
+        """What the engine said when it was ready; the last one, when there is none."""
         assert self._info is not None
-        return self._info.result()
+        return self._info
+
+    @property
+    def state(self) -> str:
+        """The engine's: `idle`, `busy` and, when it takes no requests, `down`, `loading` or `frozen`."""
+        if self._link is None or self._link.lost:
+            return "down"
+        if self._starting is None or not self._starting.done():
+            return "loading"
+        if self._link.pulse.frozen:
+            return "frozen"
+        return "busy" if self._live or self._leaving else "idle"
 
     @property
     def healthy(self) -> bool:
-        """The engine is there and has not failed."""
-        return self._transport is not None and not self._gone
+        """There is an engine, and it lives."""
+        return self.state in ("idle", "busy")
+
+    @property
+    def trouble(self) -> str:
+        """Why no request can be taken, for a person."""
+        if self.state == "frozen":
+            return "the engine shows no sign of life"
+        return f"the engine is not running: {self.failure or 'it has not started'}"
+
+    @property
+    def last_step_age(self) -> float | None:
+        """Seconds since this engine's last step was heard of; None: never."""
+        return self._link.pulse.last_step_age if self._link is not None and not self._link.lost else None
 
     @property
     def num_live(self) -> int:
@@ -134,7 +182,8 @@ class EngineService(asyncio.Protocol):
 
     def close(self) -> None:
         """Let the engine go: it ends when its channel does.  What still runs ends with an error."""
-        self._let_go("the server is shutting down")
+        if self._link is not None:
+            self._link.cut("the server is shutting down")
 
     # -- scheduling ----------------------------------------------------------------------------------------------
 
@@ -152,7 +201,7 @@ class EngineService(asyncio.Protocol):
         """
         scheduling = self.scheduling.changed(changes, self.info.limits)
         if not self.healthy:
-            self._refuse(ENGINE_DEAD, f"the engine is not running: {self.failure}")
+            self._refuse(ENGINE_DEAD, self.trouble)
         self._scheduling = scheduling
         self._send(Configure(scheduling))
         return scheduling
@@ -177,14 +226,13 @@ class EngineService(asyncio.Protocol):
 
     def _admit(self, request_id: str) -> None:
         if not self.healthy:
-            self._refuse(ENGINE_DEAD, f"the engine is not running: {self.failure or 'it has not started'}")
+            self._refuse(ENGINE_DEAD, self.trouble)
         if self.draining:
             self._refuse(DRAINING, "the server is shutting down and takes no new requests")
         if request_id in self._live or request_id in self._leaving:
             self._refuse(DUPLICATE_ID, f"a request named {request_id!r} is still alive")
-        assert self._transport is not None
-        if (len(self._live) + len(self._leaving) >= self._max_live
-                or self._transport.get_write_buffer_size() > MAX_UNSENT):
+        assert self._link is not None
+        if len(self._live) + len(self._leaving) >= self._max_live or self._link.num_unsent > MAX_UNSENT:
             self._refuse(QUEUE_FULL, f"{len(self._live)} requests are waiting or running; try again later")
 
     def _refuse(self, kind: str, message: str) -> None:
@@ -205,34 +253,19 @@ class EngineService(asyncio.Protocol):
             self._idle.set()
 
     def _send(self, command: Command) -> None:
-        """Never waits: what the engine has not read yet stays in the transport's buffer, bounded by `_admit`."""
-        if self._transport is not None:
-            self._transport.write(frame(encode(command)))
+        """Never waits; what may pile up unsent is bounded by `_admit`."""
+        if self._link is not None:
+            self._link.send(command)
 
     # -- reports -------------------------------------------------------------------------------------------------
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but its class
-
-    def data_received(self, data: bytes) -> None:
-        try:
-            for message in self._unframer.feed(data):
-                self._take(decode_report(message))
-        except (ChannelClosed, msgspec.DecodeError) as error:
-            self._fail(f"the engine sent what cannot be read ({error})")
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._fail("the engine process ended" + (f" ({exc})" if exc else ""))
-
-    def _take(self, report: Loading | EngineInfo | StepRecord | EngineFailed) -> None:
+    def _take(self, report: Report) -> None:
         if isinstance(report, StepRecord):
             self._hand_out(report)
         elif isinstance(report, Loading):
             self._on_loading(report)
-        elif isinstance(report, EngineFailed):
-            self._fail(report.message)
-        elif self._info is not None and not self._info.done():
-            self._info.set_result(report)
+        elif isinstance(report, EngineInfo) and self._starting is not None and not self._starting.done():
+            self._starting.set_result(report)
 
     def _hand_out(self, record: StepRecord) -> None:
         live = self._live
@@ -262,22 +295,12 @@ class EngineService(asyncio.Protocol):
             except Exception:  # who only listens must not end what it listens to
                 logger.exception("an observer failed")
 
-    def _fail(self, message: str) -> None:
-        if not self._gone:
-            if self._info is not None and self._info.done():  # else whoever waits for `ready` is told
-                logger.error("the engine failed: %s", message)
-            self.failure = message
-            self._let_go(message)
-
     def _let_go(self, message: str) -> None:
         """The engine is gone: end everyone, once."""
-        if self._gone:
-            return
-        self._gone = True
-        if self._transport is not None:
-            self._transport.close()
-        if self._info is not None and not self._info.done():
-            self._info.set_exception(EngineError(message))
+        self.failure = message
+        self._lost.set()
+        if self._starting is not None and not self._starting.done():
+            self._starting.set_exception(EngineError(message))
         lost = dict.fromkeys(self._live, "error") | self._leaving
         for generation in self._live.values():
             generation.end("error", message)

@@ -16,7 +16,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
-    from slotwise.engine.messages import StepRecord
+    from slotwise.engine.messages import EngineInfo, StepRecord
 
 PREFIX = "slotwise:"
 TTFT = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
@@ -105,6 +105,10 @@ class Metrics(Collector):
         self._labelled: dict[str, dict[str, int]] = {name: {} for name in LABELLED}
 
     # -- listening -----------------------------------------------------------------------------------------------
+
+    def started(self, info: EngineInfo) -> None:
+        """Another engine, perhaps with another cache; those who lived in the last one were told to have ended."""
+        self._num_blocks = info.limits.num_blocks
 
     def arrived(self, request_id: str, num_prompt: int, now_ns: int) -> None:
         self._lives[request_id] = _Life(now_ns, num_prompt)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from http import HTTPStatus
+from typing import Any
+
+import msgspec
 
 from slotwise import __version__
-from slotwise.engine.service import Refused
-from slotwise.server.errors import ApiError, bad_request, from_refusal
+from slotwise.engine.service import DRAINING, ENGINE_DEAD, Refused
+from slotwise.server.errors import bad_request, from_refusal
 from slotwise.server.exchange import Exchange
 from slotwise.server.generate import Api
 from slotwise.server.protocol import DetokenizeRequest, TokenizeRequest, check_model, decode, decode_object
@@ -20,13 +22,19 @@ PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
 
 
 async def health(api: Api, exchange: Exchange) -> None:
-    """200 while requests are taken."""
-    if not api.service.healthy:
-        raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, f"the engine is not running: {api.service.failure}",
-                       code="engine_dead")
-    if api.service.draining:
-        raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the server is shutting down", code="draining")
-    await exchange.respond_json({"status": "ok"})
+    """200 while requests are taken.  An engine in a long step is busy, one that shows no sign of life is frozen."""
+    service = api.service
+    state: dict[str, Any] = {
+        "status": "ok", "engine": service.state, "last_step_age_s": service.last_step_age, "num_live": service.num_live}
+    if service.healthy and not service.draining:
+        await exchange.respond_json(state)
+        return
+    if service.draining:
+        error = from_refusal(Refused(DRAINING, "the server is shutting down"))
+    else:
+        error = from_refusal(Refused(ENGINE_DEAD, service.trouble))
+    state |= {"status": "unavailable", "error": error.content()}
+    await exchange.respond(msgspec.json.encode(state), error.status, headers=error.headers())
 
 
 async def version(api: Api, exchange: Exchange) -> None:

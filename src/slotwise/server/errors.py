@@ -12,7 +12,6 @@ from slotwise.engine.service import DUPLICATE_ID, Refused
 from slotwise.text.chat import ChatTemplateError
 from slotwise.text.tokenizer import TextTooLong, TokenizerError
 
-RETRY_AFTER = 1  # seconds
 _AT = re.compile(r"^(?P<what>.*) - at (?:`key` in )?`\$\.?(?P<param>[^`.\[]*)(?P<rest>[^`]*)`$", re.DOTALL)
 
 
@@ -27,14 +26,17 @@ class ApiError(Exception):
         status: of the HTTP response.
         param: the field of the request at fault, if one is.
         code: a word for programs.
+        retry_after: seconds after which a refused client may come back.
     """
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None,
+                 retry_after: int = 1) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.code = code
+        self.retry_after = retry_after
 
     @property
     def kind(self) -> str:
@@ -45,15 +47,20 @@ class ApiError(Exception):
             return "not_found_error"
         if self.status == HTTPStatus.SERVICE_UNAVAILABLE:
             return "service_unavailable_error"
+        if self.status == HTTPStatus.GATEWAY_TIMEOUT:
+            return "timeout_error"
         return "invalid_request_error" if self.status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
 
+    def content(self) -> dict[str, str | None]:
+        """OpenAI's `error`."""
+        return {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+
     def body(self) -> bytes:
-        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
-        return msgspec.json.encode({"error": error})
+        return msgspec.json.encode({"error": self.content()})
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         if self.status == HTTPStatus.SERVICE_UNAVAILABLE:
-            return [(b"retry-after", str(RETRY_AFTER).encode())]
+            return [(b"retry-after", str(self.retry_after).encode())]
         if self.status == HTTPStatus.UNAUTHORIZED:
             return [(b"www-authenticate", b"Bearer")]
         return []
@@ -67,10 +74,10 @@ def too_long(message: str, param: str) -> ApiError:
     return bad_request(message, param, "context_length_exceeded")
 
 
-def from_refusal(refused: Refused) -> ApiError:
+def from_refusal(refused: Refused, retry_after: int = 1) -> ApiError:
     if refused.kind == DUPLICATE_ID:
         return bad_request(refused.message, "request_id", refused.kind)
-    return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, refused.message, code=refused.kind)
+    return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, refused.message, code=refused.kind, retry_after=retry_after)
 
 
 def from_params(error: InvalidParams) -> ApiError:
@@ -95,4 +102,6 @@ def from_ending(reason: str, message: str) -> ApiError:
     """Of a generation that the engine refused or could not finish."""
     if reason == "rejected":
         return bad_request(message, code="rejected")
+    if reason == "timeout":
+        return ApiError(HTTPStatus.GATEWAY_TIMEOUT, message, code="timeout")
     return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message or "the generation failed", code="engine_error")

@@ -1,7 +1,7 @@
 """Runs the application until it is asked to stop, and then lets those inside finish.
 
-SIGTERM or SIGINT: newcomers get 503 while what runs may end within the shutdown timeout; then connections are closed.
-A second signal ends it at once.
+SIGTERM, SIGINT or the loss of all hope for an engine: newcomers get 503 while what runs may end within the shutdown
+timeout; then connections are closed.  A second signal ends it at once.
 """
 
 from __future__ import annotations
@@ -89,21 +89,25 @@ async def serve(app: App, listener: socket.socket, on_listening: Callable[[str],
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
+    beside = [loop.create_task(_announce(server, lambda: on_listening(url_of(listener)))),
+              loop.create_task(_without_hope(app, stop))]
     try:
-        announce = loop.create_task(_announce(server, lambda: on_listening(url_of(listener))))
         await server.serve([listener])
-        announce.cancel()
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
-        for task in stopping:
+        for task in (*stopping, *beside):
             task.cancel()
-        app.api.service.close()
 
 
 async def _drain(app: App, server: uvicorn.Server) -> None:
     await app.api.service.drain(app.api.settings.shutdown_timeout)
     server.should_exit = True
+
+
+async def _without_hope(app: App, stop: Callable[[], None]) -> None:
+    await app.api.service.hopeless.wait()
+    stop()
 
 
 async def _announce(server: uvicorn.Server, tell: Callable[[], None]) -> None:

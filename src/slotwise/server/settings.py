@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from slotwise.engine.service import ENGINE_TIMEOUT
+
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
     served_model_name: str
-    api_key: str = ""  # empty: everybody may come in
+    api_keys: tuple[str, ...] = ()  # each a tenant; none: everybody may come in
     max_body_bytes: int = 16 << 20
     body_timeout: float = 60.0  # seconds a request's body may take to arrive
     max_choices: int = 1024  # continuations that one request may ask for, prompts times `n`
     shutdown_timeout: float = 30.0  # seconds that running requests get at the end
+    engine_timeout: float = ENGINE_TIMEOUT  # seconds without a sign of life after which the engine is started anew
+    max_num_queued_reqs: int | None = None  # requests that wait for their first slot; None: see engine.door
+    max_num_queued_tokens: int | None = None  # of their prompts, likewise
+    queue_timeout: float = 0.0  # seconds a request may wait for its first slot; 0: as long as it takes
     stream_interval: int = 1  # tokens per streamed event, after the first
     seed: int = 0  # draws the seeds of requests that bring none

@@ -1,20 +1,23 @@
 """An engine process without a model: the real scheduler and loop over an executor that counts.
 
-usage: python engine_process.py SECONDS_PER_STEP BROKEN FD
+usage: python engine_process.py SECONDS_PER_STEP BROKEN LIMITS FD
 
 The token after x is x + 1, round and round through the vocabulary.  A step whose prompt begins with BREAKING fails; a
 prompt that begins with DYING ends the process, one that begins with BABBLING makes it talk nonsense, one that begins
 with FALLING is more than the engine can take.  It does not start while there is a file BROKEN.
+LIMITS is JSON: of the scheduler, those that differ from what stands here.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import sys
 import time
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 
 from slotwise.batching.settings import Batching
@@ -34,7 +37,6 @@ EOS = 1
 FALLING, BABBLING, BREAKING, DYING = 396, 397, 398, 399
 LIMITS = SchedulerLimits(max_model_len=512, num_blocks=2048, block_size=16, max_num_seqs=64,
                          max_num_batched_tokens=1024)
-SCHEDULING = Scheduling(Batching(), LIMITS.max_num_seqs, LIMITS.max_num_batched_tokens)
 
 
 class Row:
@@ -97,25 +99,27 @@ class Noting(Engine):
         super().handle(command)
 
 
-def main(seconds: float, broken: Path, descriptor: int) -> None:
+def main(seconds: float, broken: Path, changed: dict[str, int], descriptor: int) -> None:
     print("start", os.getpid(), flush=True)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     channel = BlockingChannel(socket.socket(fileno=descriptor))
     heart = Heart(channel)
     heart.start()
-    scheduler = Scheduler(LIMITS, SCHEDULING.discipline(), FirstComeFirstServed())
+    limits = replace(LIMITS, **changed)
+    scheduling = Scheduling(Batching(), limits.max_num_seqs, limits.max_num_batched_tokens)
+    scheduler = Scheduler(limits, scheduling.discipline(), FirstComeFirstServed())
     engine = Noting(scheduler, Executor(seconds, channel), time.monotonic_ns, (EOS,))
     channel.send(encode(Loading("weights", 1, 2)))
     if broken.is_file():
         channel.send(encode(EngineFailed("the model is not there")))
         return
-    channel.send(encode(EngineInfo("toy", "cpu", "float32", VOCAB, LIMITS, SCHEDULING, (EOS,))))
+    channel.send(encode(EngineInfo("toy", "cpu", "float32", VOCAB, limits, scheduling, (EOS,))))
     serve(engine, channel, heart)
 
 
 if __name__ == "__main__":
     try:
-        main(float(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
+        main(float(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3]), int(sys.argv[4]))
     except ChannelClosed:
         print("closed", flush=True)

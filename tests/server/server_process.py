@@ -5,14 +5,16 @@ usage: python server_process.py FOLDER ENGINE_LOG [SETTING=VALUE ...]
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from pathlib import Path
+from typing import Any
 
 import uvloop
 
 from slotwise.compose.launch import ChildProcess
-from slotwise.engine.service import ENGINE_TIMEOUT, EngineService
+from slotwise.engine.service import EngineService
 from slotwise.engine.supervisor import Backoff, Supervisor
 from slotwise.server.app import build_app
 from slotwise.server.serve import listen, serve
@@ -20,26 +22,32 @@ from slotwise.server.settings import ServerSettings
 from slotwise.text.chat import load_chat_template
 from slotwise.text.tokenizer import Tokenizer
 
+LIMITS = ("num_blocks", "max_num_seqs", "enable_prefix_caching")  # the engine's
+
+
+def _setting(name: str, value: str) -> Any:
+    if name == "api_keys":
+        return tuple(value.split(","))
+    return float(value) if "timeout" in name else int(value)
+
 
 async def main(folder: Path, log: Path, *given: str) -> int:
     named = dict(one.split("=") for one in given)
     seconds = named.pop("seconds_per_step", "0.001")
     backoff = Backoff(first=float(named.pop("backoff", "0.1")), max_false_starts=int(named.pop("false_starts", "6")))
-    service = EngineService(
-        max_live=int(named.pop("max_live", "4096")), timeout=float(named.get("engine_timeout", ENGINE_TIMEOUT)))
-    settings = ServerSettings("toy", **{
-        name: value if name == "api_key" else float(value) if "timeout" in name else int(value)
-        for name, value in named.items()})
+    service = EngineService(max_live=int(named.pop("max_live", "4096")))
+    limits = {name: int(named.pop(name)) for name in LIMITS if name in named}
+    settings = ServerSettings("toy", **{name: _setting(name, value) for name, value in named.items()})
     engines: list[ChildProcess] = []
 
     def launch(_: object) -> ChildProcess:
         program = Path(__file__).with_name("engine_process.py")
         with log.open("a") as output:
-            engines.append(ChildProcess(
-                [sys.executable, str(program), seconds, str(log.with_name("broken"))], stdout=output))
+            engines.append(ChildProcess([
+                sys.executable, str(program), seconds, str(log.with_name("broken")), json.dumps(limits)], stdout=output))
         return engines[-1]
 
-    supervisor = Supervisor(service, launch, backoff)
+    supervisor = Supervisor(service, launch, settings.engine_timeout, backoff)
     supervisor.launch()
     await supervisor.ready()
     tokenizer = Tokenizer.load(folder)

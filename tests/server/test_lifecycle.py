@@ -158,7 +158,7 @@ def test_overload_is_refused_at_once_and_whole(folder: Path, tmp_path: Path) -> 
 
 
 def test_the_key_is_asked_for_everywhere_but_at_the_health_checks(folder: Path, tmp_path: Path) -> None:
-    with running(folder, tmp_path / "engine", "api_key=secret") as server:
+    with running(folder, tmp_path / "engine", "api_keys=secret,other") as server:
         for method, path, _ in [*ROUTES, ("GET", "/no/such/path", None)]:
             url = server.url + path.replace("{model:path}", "toy")
             for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"},

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from typing import Any
 
 from slotwise import builtin
 from slotwise.cli.options import BUILTIN_NAME, add_command, add_engine_options, engine_settings
 from slotwise.engine.config import EngineConfig
+from slotwise.engine.door import PATIENCE
 
 
 def add(commands: Any) -> None:
@@ -22,14 +24,45 @@ def _server_options(serve: argparse.ArgumentParser) -> None:
     group = serve.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     group.add_argument("--port", type=int, default=8000, help="0 takes any free port (default: 8000)")
-    group.add_argument("--api-key", default=os.environ.get("SLOTWISE_API_KEY", ""), metavar="KEY",
-                       help="clients must send it as a bearer token (default: $SLOTWISE_API_KEY)")
+    group.add_argument("--api-key", action="append", default=[], type=_key, metavar="KEY",
+                       help="clients must send one of the keys given as a bearer token; each key's prefix cache is its "
+                       "own (default: those in $SLOTWISE_API_KEY, comma separated)")
     group.add_argument("--served-model-name", metavar="NAME", help="what clients call the model")
     group.add_argument("--chat-template", metavar="FILE", help="a Jinja file instead of the model's own template")
+    group.add_argument("--max-num-queued-reqs", type=_at_least_one, metavar="N",
+                       help="requests that may wait for their first slot; more get 503 (default: what is expected to "
+                       f"start within {PATIENCE:g} s, as measured)")
+    group.add_argument("--max-num-queued-tokens", type=_at_least_one, metavar="TOKENS",
+                       help="tokens of their prompts, likewise")
+    group.add_argument("--queue-timeout", type=_seconds, default=0.0, metavar="SECONDS",
+                       help="a request that has waited so long for its first slot gets 504 (default: it waits on)")
     group.add_argument("--shutdown-timeout", type=float, default=30.0, metavar="SECONDS",
                        help="how long running requests may take to end after SIGTERM (default: 30)")
     group.add_argument("--stream-interval", type=int, default=1, metavar="TOKENS",
                        help="tokens gathered before a stream sends them (default: 1)")
+
+
+def _key(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("a key must not be empty")
+    return text.strip()
+
+
+def _at_least_one(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
+    return number
+
+
+def _seconds(text: str) -> float:
+    if not 0 <= (seconds := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds, not {text}")
+    return seconds
+
+
+def _keys(given: list[str]) -> tuple[str, ...]:
+    """Those of the command line, else those of the environment."""
+    return tuple(given) or tuple(filter(None, map(str.strip, os.environ.get("SLOTWISE_API_KEY", "").split(","))))
 
 
 def run(asked: argparse.Namespace) -> int:
@@ -38,6 +71,8 @@ def run(asked: argparse.Namespace) -> int:
 
     config = EngineConfig.of(model=asked.model or str(builtin.path()), **engine_settings(asked))
     settings = ServerSettings(
-        served_model_name=asked.served_model_name or asked.model or BUILTIN_NAME, api_key=asked.api_key,
+        served_model_name=asked.served_model_name or asked.model or BUILTIN_NAME, api_keys=_keys(asked.api_key),
+        max_num_queued_reqs=asked.max_num_queued_reqs, max_num_queued_tokens=asked.max_num_queued_tokens,
+        queue_timeout=asked.queue_timeout,
         shutdown_timeout=asked.shutdown_timeout, stream_interval=asked.stream_interval, seed=asked.seed)
     return run_server(config, settings, (asked.host, asked.port), asked.chat_template)

@@ -5,7 +5,6 @@ There is no middleware: one object stands before the router, and streams write t
 
 from __future__ import annotations
 
-import hmac
 import logging
 import uuid
 from collections.abc import Awaitable, Callable
@@ -16,12 +15,12 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 
 from slotwise.engine.service import EngineService
-from slotwise.observe.metrics import Metrics
 from slotwise.server import admin
 from slotwise.server.completions import chat_completions, completions
 from slotwise.server.errors import ApiError, ClientGone
 from slotwise.server.exchange import Exchange, Message, checked_request_id
 from slotwise.server.generate import Api
+from slotwise.server.keys import Keys
 from slotwise.server.prompts import Prompts
 from slotwise.server.settings import ServerSettings
 from slotwise.text.chat import ChatTemplate
@@ -45,6 +44,7 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("PUT", "/admin/scheduling", admin.reschedule),
 )
 OPEN_TO_ALL = ("/health", "/ping")
+REJECTIONS = ("context_length_exceeded", "tokenizer_busy")  # codes of errors that count as refused admissions
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +52,7 @@ logger = logging.getLogger(__name__)
 def build_app(service: EngineService, tokenizer: Tokenizer, chat_template: ChatTemplate | None,
               settings: ServerSettings) -> App:
     """The application over an engine that is ready."""
-    metrics = Metrics(settings.served_model_name, service.info.limits.num_blocks)
-    service.observers.append(metrics)
-    return App(Api(service, Prompts(tokenizer, chat_template, service.info), settings, metrics))
+    return App(Api(service, Prompts(tokenizer, chat_template, service.info), settings))
 
 
 class App:
@@ -62,7 +60,7 @@ class App:
 
     def __init__(self, api: Api) -> None:
         self.api = api
-        self._key = api.settings.api_key.encode()
+        self._keys = Keys(api.settings.api_keys)
         self.router = Router(
             [Route(path, _Endpoint(self, endpoint), methods=[method]) for method, path, endpoint in ROUTES],
             redirect_slashes=False)
@@ -78,22 +76,18 @@ class App:
         try:
             if given := headers.get(b"x-request-id"):
                 exchange.request_id = checked_request_id(given.decode("latin-1"), "X-Request-Id")
-            self._check_key(scope["path"], headers.get(b"authorization", b""))
+            if scope["path"] not in OPEN_TO_ALL:
+                exchange.tenant = self._keys.tenant(headers.get(b"authorization", b""))
             await self.router(scope, receive, send)
         except ClientGone:
             return
         except Exception as error:
-            await exchange.respond_error(_as_api_error(error))
+            answer = _as_api_error(error)
+            if answer.code in REJECTIONS:
+                self.api.metrics.refused(answer.code)
+            await exchange.respond_error(answer)
         finally:
             self.api.num_exchanges -= 1
-
-    def _check_key(self, path: str, authorization: bytes) -> None:
-        if not self._key or path in OPEN_TO_ALL:
-            return
-        scheme, _, key = authorization.partition(b" ")
-        if not (hmac.compare_digest(key.strip(), self._key) and scheme.lower() == b"bearer"):
-            raise ApiError(HTTPStatus.UNAUTHORIZED, "a valid API key is needed: Authorization: Bearer <key>",
-                           code="invalid_api_key")
 
 
 class _Endpoint:

@@ -16,7 +16,9 @@ RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 async def completions(api: Api, exchange: Exchange) -> None:
     request = decode(CompletionRequest, await _body(api, exchange))
     _check(api, exchange, request)
-    prompts = await api.prompts.of_completion(request.prompt, api.settings.max_choices)
+    api.check_room()
+    with api.door.entering():
+        prompts = await api.prompts.of_completion(request.prompt, api.settings.max_choices)
     longest = max(map(len, prompts))
     max_tokens = api.prompts.max_tokens(request.max_tokens, longest, COMPLETION_TOKENS)
     params = request.sampling_params(max_tokens, request.logprobs)
@@ -30,7 +32,9 @@ async def chat_completions(api: Api, exchange: Exchange) -> None:
     variables = request.chat_template_kwargs or {}
     if not variables.keys().isdisjoint(RESERVED_VARIABLES):
         raise bad_request("chat_template_kwargs: names a variable that the request sets", "chat_template_kwargs")
-    prompt = await api.prompts.of_chat(request, len(body), variables)
+    api.check_room()
+    with api.door.entering():
+        prompt = await api.prompts.of_chat(request, len(body), variables)
     asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     max_tokens = api.prompts.max_tokens(asked, len(prompt), None)
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
@@ -43,10 +47,17 @@ async def _answer(api: Api, exchange: Exchange, shape: Shape,
     request, prompts, params = asked
     _check_ids(api, params)
     heading = Heading.now(shape, exchange.request_id, api.settings.served_model_name)
-    await answer(api, exchange, Job(request, prompts, params, heading))
+    await answer(api, exchange, Job(request, prompts, params, heading, _salt(exchange.tenant, request.cache_salt)))
+
+
+def _salt(tenant: str, cache_salt: str | None) -> str:
+    """What cached beginnings are shared under.  Tenants' names are all of one length: no salt can feign another's."""
+    return f"{tenant}:{cache_salt}" if cache_salt else tenant
 
 
 async def _body(api: Api, exchange: Exchange) -> bytes:
+    """Not read at all when the queue is full."""
+    api.check_room()
     return await exchange.body(api.settings.max_body_bytes, api.settings.body_timeout)
 
 

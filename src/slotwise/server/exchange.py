@@ -32,6 +32,7 @@ class Exchange:
                  request_id: str) -> None:
         self.scope = scope
         self.request_id = request_id
+        self.tenant = ""  # whose key it came with
         self.started = False
         self._receive = receive
         self._send = send

@@ -6,14 +6,16 @@ import asyncio
 import itertools
 import random
 from collections.abc import Coroutine
+from http import HTTPStatus
 from typing import Any, NamedTuple
 
 from slotwise.core.params import SamplingParams
+from slotwise.engine.door import Door
 from slotwise.engine.messages import Add
-from slotwise.engine.service import EngineService, Refused
+from slotwise.engine.service import QUEUE_FULL, EngineService, Refused
 from slotwise.observe.metrics import Metrics
 from slotwise.server.choice import Choice, Piece
-from slotwise.server.errors import bad_request, from_refusal
+from slotwise.server.errors import ApiError, bad_request, from_refusal
 from slotwise.server.exchange import Exchange
 from slotwise.server.prompts import Prompts
 from slotwise.server.protocol import Generate
@@ -25,14 +27,25 @@ from slotwise.text.continuation import Continuation
 class Api:
     """What the endpoints work with."""
 
-    def __init__(self, service: EngineService, prompts: Prompts, settings: ServerSettings, metrics: Metrics) -> None:
+    def __init__(self, service: EngineService, prompts: Prompts, settings: ServerSettings) -> None:
+        limits = service.info.limits
         self.service = service
         self.prompts = prompts
         self.settings = settings
-        self.metrics = metrics
+        self.metrics = Metrics(settings.served_model_name, limits.num_blocks)
+        self.door = Door(limits, settings.max_num_queued_reqs, settings.max_num_queued_tokens)
+        service.observers += [self.metrics, self.door]
         self.num_exchanges = 0  # under way
         self._seeds = random.Random(settings.seed)
         self._serials = itertools.count()
+
+    def check_room(self, num_requests: int = 1, num_tokens: int = 0) -> None:
+        """Raises ApiError when so many more cannot wait."""
+        objection = self.door.objection(num_requests, num_tokens)
+        if objection:
+            self.metrics.refused(QUEUE_FULL)
+            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, objection, code=QUEUE_FULL,
+                           retry_after=self.door.retry_after)
 
     def start(self, job: Job) -> list[Choice]:
         """`n` continuations of every prompt, in OpenAI's order: all or none.
@@ -43,6 +56,8 @@ class Api:
         prompts, params = job.prompts, job.params
         if len(prompts) * params.n > self.settings.max_choices:
             raise bad_request(f"n: at most {self.settings.max_choices} choices in one request", "n")
+        self.check_room(len(prompts) * params.n, sum(map(len, prompts)) * params.n)
+        timeout = self._queue_timeout(job.request.queue_timeout)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         choices: list[Choice] = []
         try:
@@ -51,13 +66,19 @@ class Api:
                     # Ids for tracing may repeat; the engine's may not.
                     unique = f"{job.heading.response_id}-{next(self._serials)}"
                     generation = self.service.submit(Add(
-                        unique, prompt, params, (seed + k) % 2**64, job.request.bench_output_tokens or 0))
+                        unique, prompt, params, (seed + k) % 2**64, job.request.bench_output_tokens or 0,
+                        job.salt, timeout))
                     text = Continuation(self.prompts.tokenizer, prompt, params.stop, params.min_tokens)
                     choices.append(Choice(len(choices), generation, text))
         except Refused as refused:
             abort(choices)
-            raise from_refusal(refused) from refused
+            raise from_refusal(refused, self.door.retry_after) from refused
         return choices
+
+    def _queue_timeout(self, asked: float | None) -> float:
+        """A client may wait less long than the server lets it, not longer."""
+        bounds = [bound for bound in (asked, self.settings.queue_timeout) if bound]
+        return min(bounds, default=0.0)
 
 
 class Job(NamedTuple):
@@ -67,6 +88,7 @@ class Job(NamedTuple):
     prompts: list[list[int]]
     params: SamplingParams
     heading: Heading
+    salt: str
 
     @property
     def shape(self) -> Shape:
@@ -83,7 +105,7 @@ async def answer(api: Api, exchange: Exchange, job: Job) -> None:
     """Generate and respond.  A client that goes away takes its generations with it.
 
     Raises:
-        ApiError: the engine refused the request or failed.
+        ApiError: the engine refused the request, was too late for it, or failed.
     """
     choices = api.start(job)
     try:

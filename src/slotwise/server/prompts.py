@@ -97,7 +97,7 @@ class Prompts:
             return work()
         if self._waiting >= MAX_WAITING:
             raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "too many long prompts at once; try again later",
-                           code="queue_full")
+                           code="tokenizer_busy")
         self._waiting += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -117,19 +117,22 @@ class Prompts:
         if ids and not (min(ids) >= 0 and max(ids) < self._info.vocab_size):
             raise bad_request(f"{param}: token ids must be between 0 and {self._info.vocab_size - 1}", param)
 
-    def max_tokens(self, asked: int | None, longest_prompt: int, default: int | None) -> int | None:
+    def max_tokens(self, asked: int | None, longest_prompt: int, default: int | None) -> int:
         """How many tokens may be generated: what was asked, else `default` as far as it fits.
 
         Raises:
-            ApiError: what was asked cannot fit.
+            ApiError: what was asked can never fit the model's context, or the whole cache.
         """
-        room = self._longest - longest_prompt
+        limits = self._info.limits
         if asked is None:
-            return room if default is None else min(default, room)
-        if asked > room:
+            room = min(self._longest, limits.cache_tokens + 1) - longest_prompt  # the last token needs no place
+            asked = max(1, room if default is None else min(default, room))
+        if longest_prompt + asked > self._longest:
             raise too_long(
                 f"this model's maximum context length is {self._longest} tokens; you asked for "
                 f"{longest_prompt + asked} ({longest_prompt} in the prompt, {asked} in the output)", "max_tokens")
+        if objection := limits.objection(longest_prompt, asked):
+            raise too_long(objection, "max_tokens")
         return asked
 
 

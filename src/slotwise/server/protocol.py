@@ -17,6 +17,8 @@ from slotwise.server.errors import ApiError, bad_request, from_decoding, from_pa
 
 INT64 = 2**63 - 1
 Int = Annotated[int, msgspec.Meta(ge=-INT64, le=INT64)]
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
+Salt = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Prompt = str | list[str | Int | list[Int]]
 NOTHING = (None, False, 0, "", [], {})
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # where that is not what asks for nothing beyond what is done anyway
@@ -61,6 +63,8 @@ class Generate(Unsupported, kw_only=True):
     stream_options: StreamOptions | None = None
     request_id: str | None = None
     priority: Int | None = None
+    queue_timeout: Seconds | None = None  # to its first slot; the server's own bound holds as well
+    cache_salt: Salt | None = None  # cached beginnings are shared only among requests of one key and one salt
     n: Int | None = None
     temperature: float | None = None
     top_p: float | None = None

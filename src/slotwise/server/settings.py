@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slotwise.engine.service import ENGINE_TIMEOUT
+from slotwise.engine.pulse import ENGINE_TIMEOUT
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,3 +93,11 @@ def test_what_cannot_run_is_refused_before_anything_starts() -> None:
     limits = stand({}).limits
     assert not objection(queued([96], [4000]), limits)
     assert "exceed max_model_len 4096" in objection(queued([97], [4000]), limits)
+
+
+def test_a_warm_up_leaves_nothing_of_the_workload_in_a_prefix_cache() -> None:
+    workload = queued([4, 4], [64, 64])
+    engine = stand({}, prefix_caching=True)
+    warm_up(engine, workload)
+    assert run_offline(engine, workload).prompt_times.by_x.keys() == {128}  # all prompt tokens are computed
+    assert run_offline(engine, workload).prompt_times.by_x.keys() != {128}  # now they are known

@@ -66,7 +66,9 @@ class TimedExecutor:
         return self._inner.collect()
 
 
-def stand(settings: Mapping[str, Any], *, counting: bool = False, num_blocks: int = 4096) -> Stand:
+def stand(
+    settings: Mapping[str, Any], *, counting: bool = False, num_blocks: int = 4096, prefix_caching: bool = False,
+) -> Stand:
     """An engine as `settings` of EngineConfig ask, of sequences up to 4096 tokens in blocks of 16."""
     batching = Batching(
         settings.get("batching", "continuous"), settings.get("prefill"), settings.get("batch_size"),
@@ -74,7 +76,8 @@ def stand(settings: Mapping[str, Any], *, counting: bool = False, num_blocks: in
     slots = settings.get("max_num_seqs", 4)
     blocks = settings["kv_cache_memory"] // BLOCK_BYTES if "kv_cache_memory" in settings else num_blocks
     limits = SchedulerLimits(
-        4096, blocks, 16, slots, max(slots, settings.get("max_num_batched_tokens") or 512))
+        4096, blocks, 16, slots, max(slots, settings.get("max_num_batched_tokens") or 512),
+        enable_prefix_caching=prefix_caching)
     clock = VirtualClock()
     executor = CountingExecutor() if counting else FakeExecutor(limits.block_size, next_token)
     scheduler = Scheduler(limits, batching.discipline(slots), FirstComeFirstServed())

@@ -76,14 +76,17 @@ def run_offline(stand: Stand, workload: Workload, on_step: OnStep = lambda accou
 
 
 def warm_up(stand: Stand, workload: Workload) -> None:
-    """A few short requests shaped like the workload's, so that nothing is compiled or first touched while measured."""
+    """A few short requests shaped like the workload's, so that nothing is compiled or first touched while measured.
+
+    Their prompts are others, so that none of the workload's is found in a prefix cache.
+    """
     first = workload.requests[: stand.limits.max_num_seqs]
     output = min(WARM_UP_OUTPUT, workload.max_tokens)
     short = tuple(
         replace(request, arrives_at=0.0, num_prompt=min(request.num_prompt, WARM_UP_PROMPT), num_output=output,
                 prefix=-1, num_prefix=0)
         for request in first)
-    run_offline(stand, Workload(short, output, seed=workload.seed))
+    run_offline(stand, Workload(short, output, seed=workload.seed + 1))
 
 
 class _Feed:

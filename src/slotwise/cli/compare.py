@@ -32,6 +32,7 @@ MAX_SAME_CACHE_SLOTS = 256
 SWEEPS = ("output-cv", "slots", "rows", "prefill")
 WORKLOAD = Defaults(input_lengths="lognormal:64:0.8:256", output_lengths="lognormal:64:1.0:512")
 ENGINE = ("--device", "--dtype", "--max-model-len", "--max-num-batched-tokens", "--block-size", "--kv-cache-memory")
+UNCACHED = {"enable_prefix_caching": False}  # a discipline must not profit from what another part of an engine does
 
 
 def add(commands: Any) -> None:
@@ -104,7 +105,8 @@ class Plan:
                 raise ValueError(f"{path} cannot be written: there is no such folder, or it is one")
         chosen = contenders(
             [name.strip() for name in asked.disciplines.split(",")], asked.slots, asked.batch_size, asked.max_wait_ms)
-        settings = {name: getattr(asked, name) for name in (option[2:].replace("-", "_") for option in ENGINE)}
+        names = [option.removeprefix("--").replace("-", "_") for option in ENGINE]
+        settings: dict[str, Any] = {name: getattr(asked, name) for name in names} | UNCACHED
         model = _located(asked.model)
         EngineConfig.of(model=model, max_num_seqs=asked.slots, **settings)
         return cls(
@@ -221,9 +223,11 @@ def _online(plan: Plan, comparison: Comparison, bar: Bar) -> None:
     from slotwise.bench.server_run import run_online, serving
 
     arguments = [plan.settings["model"], "--max-num-seqs", str(plan.slots), "--served-model-name", plan.model]
-    for name, value in plan.settings.items():
-        if name != "model" and value is not None:
-            arguments += [f"--{name.replace('_', '-')}", str(value)]
+    for option in ENGINE:
+        value = plan.settings[option.removeprefix("--").replace("-", "_")]
+        if value is not None:
+            arguments += [option, str(value)]
+    arguments.append("--no-enable-prefix-caching")
     with contextlib.ExitStack() as stack:
         with bar.task("starting a server"):
             served = stack.enter_context(serving(arguments))

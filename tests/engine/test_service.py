@@ -19,6 +19,7 @@ from slotwise.engine.executor import FakeExecutor
 from slotwise.engine.generation import AT_THE_END, Chunk, Generation
 from slotwise.engine.loop import Engine
 from slotwise.engine.messages import Add, EngineFailed, EngineInfo, Finish, Loading, decode_command, encode
+from slotwise.engine.pulse import Pulse
 from slotwise.engine.scheduling import Scheduling
 from slotwise.engine.service import EngineError, EngineService, Refused
 
@@ -82,9 +83,9 @@ def scenario(play: Callable[[EngineService, Other, Notes], Awaitable[None]], **o
         service, other, notes = EngineService(**options), Other(theirs), Notes()
         service.observers.append(notes)
         other.channel.send(encode(INFO))
-        assert await service.attach(ours) == INFO == service.info and service.healthy
+        assert await service.attach(ours, Pulse(60)) == INFO == service.info and service.healthy
         await play(service, other, notes)
-        service.close()
+        service.give_up("enough")
         await asyncio.sleep(0.01)
         theirs.close()
 
@@ -245,7 +246,7 @@ def test_an_engine_that_cannot_start(last_words: str) -> None:
             theirs.sendall(frame(encode(EngineFailed(last_words))))
         theirs.close()
         with pytest.raises(EngineError, match=last_words or "ended"):
-            await service.attach(ours)
+            await service.attach(ours, Pulse(60))
         assert stages == [Loading("weights", 1, 3)] and not service.healthy
 
     asyncio.run(whole())
@@ -306,7 +307,7 @@ def test_a_failing_observer_harms_nobody() -> None:
 
 def test_the_engine_ends_when_the_service_lets_go() -> None:
     async def play(service: EngineService, other: Other, notes: Notes) -> None:
-        service.close()
+        service.give_up("enough")
         await settle()
         with pytest.raises(ChannelClosed):
             other.channel.receive(1)

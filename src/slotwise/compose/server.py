@@ -45,8 +45,8 @@ def run_server(config: EngineConfig, settings: ServerSettings, address: tuple[st
 async def _serve(config: EngineConfig, settings: ServerSettings, listener: socket.socket, template: str | None) -> int:
     started = time.monotonic()
     bar = _LoadingBar()
-    service = EngineService(bar, timeout=settings.engine_timeout)
-    supervisor = Supervisor(service, lambda last: launch_engine(_like(config, last)))
+    service = EngineService(bar)
+    supervisor = Supervisor(service, lambda last: launch_engine(_like(config, last)), settings.engine_timeout)
     try:
         supervisor.launch()
         tokenizer = Tokenizer.load(config.model)

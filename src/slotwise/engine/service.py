@@ -32,7 +32,6 @@ from slotwise.engine.scheduling import Scheduling
 
 MAX_LIVE = 4096  # generations submitted and not yet ended by the engine
 MAX_UNSENT = 64 << 20  # bytes of commands that the engine has not taken yet
-ENGINE_TIMEOUT = 60.0  # seconds
 
 logger = logging.getLogger(__name__)
 
@@ -74,18 +73,15 @@ class EngineService:
     Args:
         on_loading: told how far an engine is, until it is ready.
         max_live: generations that may be alive at once.
-        timeout: seconds without a sign of life after which an engine is given up.
     """
 
-    def __init__(self, on_loading: Callable[[Loading], None] = lambda progress: None, max_live: int = MAX_LIVE,
-                 timeout: float = ENGINE_TIMEOUT) -> None:
+    def __init__(self, on_loading: Callable[[Loading], None] = lambda progress: None, max_live: int = MAX_LIVE) -> None:
         self.observers: list[Observer] = []
         self.failure = ""  # why there is no engine, when it was not asked to go
         self.draining = False
         self.hopeless = asyncio.Event()  # there will be no engine any more
         self._on_loading = on_loading
         self._max_live = max_live
-        self._timeout = timeout
         self._link: Link | None = None
         self._starting: asyncio.Future[EngineInfo] | None = None
         self._info: EngineInfo | None = None  # of the engine attached last
@@ -98,8 +94,10 @@ class EngineService:
 
     # -- engines come and go -------------------------------------------------------------------------------------
 
-    async def attach(self, sock: socket.socket) -> EngineInfo:
+    async def attach(self, sock: socket.socket, pulse: Pulse) -> EngineInfo:
         """Take the engine behind `sock`, one end of `channel.pair()`, and wait until it can take requests.
+
+        Its end, `give_up` included, ends every generation.
 
         Raises:
             EngineError: it could not start, with the reason.
@@ -107,7 +105,7 @@ class EngineService:
         assert self._link is None or self._link.lost, "one engine at a time"
         self._lost.clear()
         self._starting = asyncio.get_running_loop().create_future()
-        self._link = Link(Pulse(self._timeout), self._take, self._let_go)
+        self._link = Link(pulse, self._take, self._let_go)
         await linked(sock, self._link)
         self._info = await asyncio.shield(self._starting)
         self.failure = ""
@@ -122,16 +120,10 @@ class EngineService:
         await self._lost.wait()
         return self.failure
 
-    def feel(self) -> None:
-        """Called twice a second, by whoever supervises: an engine without a sign of life is given up."""
-        if self._link is not None and not self._link.lost:
-            pulse = self._link.pulse
-            was_frozen = pulse.frozen
-            pulse.feel()
-            if verdict := pulse.verdict:
-                self._link.cut(verdict)
-            elif pulse.frozen and not was_frozen:
-                logger.warning("the engine shows no sign of life; it is unhealthy until it does, or is started anew")
+    def give_up(self, why: str) -> None:
+        """Have nothing to do with the engine any more; it may not even notice."""
+        if self._link is not None:
+            self._link.cut(why)
 
     @property
     def info(self) -> EngineInfo:
@@ -179,11 +171,6 @@ class EngineService:
         except TimeoutError:
             for generation in list(self._live.values()):
                 generation.finish("abort")
-
-    def close(self) -> None:
-        """Let the engine go: it ends when its channel does.  What still runs ends with an error."""
-        if self._link is not None:
-            self._link.cut("the server is shutting down")
 
     # -- scheduling ----------------------------------------------------------------------------------------------
 

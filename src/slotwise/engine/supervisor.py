@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from slotwise.engine.messages import EngineInfo
-from slotwise.engine.pulse import BEAT, Clock
+from slotwise.engine.pulse import BEAT, ENGINE_TIMEOUT, Clock, Pulse
 from slotwise.engine.service import EngineError, EngineService
 
 EXIT = 5.0  # seconds that an engine process gets to end once its channel is closed
@@ -82,17 +82,20 @@ class Supervisor:
 
     Args:
         launch: starts one, in the place of the one described, if there was any; may raise OSError.
+        timeout: seconds of silence after which an engine is killed.
         clock, sleep: time, in seconds.
     """
 
-    def __init__(self, service: EngineService, launch: Launch, backoff: Backoff | None = None,
-                 clock: Clock = time.monotonic, sleep: Sleep = asyncio.sleep) -> None:
+    def __init__(self, service: EngineService, launch: Launch, timeout: float = ENGINE_TIMEOUT,
+                 backoff: Backoff | None = None, clock: Clock = time.monotonic, sleep: Sleep = asyncio.sleep) -> None:
         self._service = service
         self._launch = launch
+        self._timeout = timeout
         self._backoff = backoff or Backoff()
         self._clock = clock
         self._sleep = sleep
         self._process: EngineProcess | None = None
+        self._pulse: Pulse | None = None
         self._ready_at = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -122,7 +125,7 @@ class Supervisor:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._service.close()
+        self._service.give_up("the server is shutting down")
         if self._process is not None and not (alive and await self._ended(self._process, EXIT)):
             await self._bury()
 
@@ -130,12 +133,28 @@ class Supervisor:
         self._tasks.add(asyncio.ensure_future(work))
 
     async def _feel(self) -> None:
+        """The pulse of whoever is attached, until the supervisor's end."""
+        warned = False
         while True:
             await self._sleep(BEAT)
-            self._service.feel()
+            pulse = self._pulse
+            if pulse is None:
+                continue
+            pulse.feel()
+            if pulse.verdict:
+                self._pulse = None
+                self._service.give_up(pulse.verdict)
+            elif pulse.frozen and not warned:
+                logger.warning("the engine shows no sign of life: unhealthy until it does, or is killed")
+            warned = pulse.frozen
 
     async def _attach(self, process: EngineProcess) -> EngineInfo:
-        info = await self._service.attach(process.channel)
+        self._pulse = Pulse(self._timeout, self._clock)
+        try:
+            info = await self._service.attach(process.channel, self._pulse)
+        except EngineError:
+            self._pulse = None
+            raise
         self._ready_at = self._clock()
         return info
 
@@ -144,6 +163,7 @@ class Supervisor:
         service, backoff = self._service, self._backoff
         while True:
             why = await service.lost()
+            self._pulse = None
             if service.draining:
                 return
             backoff.served(self._clock() - self._ready_at)

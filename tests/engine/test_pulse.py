@@ -1,0 +1,123 @@
+"""A pulse felt by a clock that tests turn, and a heart that beats over a real channel."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from slotwise.engine.channel import BlockingChannel, ChannelClosed, pair
+from slotwise.engine.messages import Beat, decode_report
+from slotwise.engine.pulse import BEAT, STUCK, Heart, Pulse
+
+TIMEOUT = 60.0
+
+
+class Felt:
+    """A pulse and its clock."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.pulse = Pulse(TIMEOUT, lambda: self.now)
+
+    def turns(self, seconds: float, *, step: float | None = None) -> None:
+        """Feel it for so long.  With `step` it beats all the while, and the step had taken so long at the start."""
+        for turn in range(int(seconds / BEAT)):
+            self.now += BEAT
+            if step is not None:
+                self.pulse.heard()
+                self.pulse.beat(int((step + turn * BEAT) * 1e9) if step else 0)
+            self.pulse.feel()
+
+
+def test_an_idle_engine_beats() -> None:
+    felt = Felt()
+    felt.turns(10 * TIMEOUT, step=0.0)
+    assert not felt.pulse.frozen and not felt.pulse.verdict and felt.pulse.last_step_age is None
+
+
+def test_a_busy_engine_beats_through_a_step_longer_than_the_timeout() -> None:
+    felt = Felt()
+    felt.turns(4 * TIMEOUT, step=0.001)
+    assert not felt.pulse.frozen and not felt.pulse.verdict
+    felt.pulse.stepped()
+    felt.now += 3
+    assert felt.pulse.last_step_age == 3
+
+
+def test_a_step_beyond_all_reason_counts_as_frozen() -> None:
+    felt = Felt()
+    felt.turns(STUCK * TIMEOUT * 0.6, step=0.001)
+    assert felt.pulse.frozen and not felt.pulse.verdict
+    felt.turns(TIMEOUT, step=STUCK * TIMEOUT)
+    assert "one step" in felt.pulse.verdict
+    felt.pulse.stepped()
+    assert not felt.pulse.frozen and not felt.pulse.verdict
+
+
+def test_silence_is_frozen_at_half_its_time_and_the_end_at_all_of_it() -> None:
+    felt = Felt()
+    felt.turns(TIMEOUT * 0.5 - 1)
+    assert not felt.pulse.frozen
+    felt.turns(1)
+    assert felt.pulse.frozen and not felt.pulse.verdict
+    felt.turns(TIMEOUT * 0.5 - 1)
+    assert not felt.pulse.verdict
+    felt.turns(1)
+    assert "frozen for 60 s" in felt.pulse.verdict
+
+
+def test_one_that_thaws_in_time_has_lost_nothing() -> None:
+    felt = Felt()
+    felt.turns(TIMEOUT - 1)
+    assert felt.pulse.frozen
+    felt.pulse.heard()
+    assert not felt.pulse.frozen
+    felt.turns(TIMEOUT - 1)
+    assert not felt.pulse.verdict
+
+
+def test_a_stall_of_the_watch_is_not_held_against_the_engine() -> None:
+    felt = Felt()
+    felt.now += 100 * TIMEOUT  # this process was stopped, or its event loop was busy
+    felt.pulse.feel()
+    assert not felt.pulse.frozen
+
+
+@pytest.fixture
+def ends():
+    ours, theirs = pair()
+    yield BlockingChannel(ours), BlockingChannel(theirs), ours
+    ours.close()
+    theirs.close()
+
+
+def beats(channel: BlockingChannel, count: int) -> list[Beat]:
+    found: list[Beat] = []
+    while len(found) < count:
+        found += [decode_report(message) for message in channel.receive(10)]
+    return found
+
+
+def test_a_heart_beats_and_tells_how_long_the_step_takes(ends) -> None:
+    ours, theirs, _ = ends
+    heart = Heart(theirs)
+    heart.start()
+    (first,) = beats(ours, 1)
+    assert first.step_ns == 0
+    heart.step_began = time.monotonic_ns()
+    later = beats(ours, 3)
+    assert later[-1].step_ns > later[-2].step_ns > 0
+
+
+def test_a_heart_ends_a_process_that_nobody_hears(ends, monkeypatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr("slotwise.engine.pulse.LAST_WORDS", 0.0)
+    monkeypatch.setattr("slotwise.engine.pulse.os._exit", ended.append)
+    _, theirs, sock = ends
+    heart = Heart(theirs)
+    sock.close()
+    heart._beat()
+    assert ended == [1]
+    with pytest.raises(ChannelClosed):
+        theirs.send(b"")

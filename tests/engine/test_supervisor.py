@@ -1,0 +1,304 @@
+"""The supervisor with a clock and processes of the test's own: no second passes, every pause is seen."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from engine.test_service import FOREVER, INFO, SCHEDULING, Notes
+
+from slotwise.engine.channel import BlockingChannel, pair
+from slotwise.engine.messages import (
+    Add,
+    Beat,
+    Configure,
+    EngineFailed,
+    EngineInfo,
+    StepRecord,
+    decode_command,
+    encode,
+)
+from slotwise.engine.pulse import BEAT
+from slotwise.engine.service import EngineError, EngineService, Refused
+from slotwise.engine.supervisor import EXIT, REAP, Backoff, Supervisor
+
+TIMEOUT = 60.0
+
+
+class Process:
+    """An engine process in name: the test speaks for it."""
+
+    def __init__(self, *, starts: bool = True, polite: bool = True, mortal: bool = True) -> None:
+        self.channel, self.theirs = pair()
+        self.other = BlockingChannel(self.theirs)
+        self.killed = False
+        self._polite, self._mortal = polite, mortal
+        self.other.send(encode(INFO if starts else EngineFailed("no memory")))
+
+    @property
+    def ended(self) -> bool:
+        return (self._mortal and self.killed) or (self._polite and not self.killed and self._hears_nobody())
+
+    def _hears_nobody(self) -> bool:
+        try:
+            return not self.theirs.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+
+    def kill(self) -> None:
+        self.killed = True
+        self.theirs.close()
+
+    def beat(self, step_ns: int = 0) -> None:
+        self.other.send(encode(Beat(step_ns)))
+
+    def crash(self) -> None:
+        self.theirs.close()
+
+    def commands(self) -> list[Any]:
+        return [decode_command(message) for message in self.other.receive(1)]
+
+
+class World:
+    """Time, and every process that was launched in it."""
+
+    def __init__(self, **backoff: Any) -> None:
+        self.now = 0.0
+        self.launches: list[float] = []
+        self.processes: list[Process] = []
+        self.after: list[EngineInfo | None] = []
+        self.next: dict[str, Any] = {}
+        self.notes = Notes()
+        self.service = EngineService()
+        self.service.observers.append(self.notes)
+        self.supervisor = Supervisor(
+            self.service, self._launch, TIMEOUT, Backoff(**backoff), lambda: self.now, self._sleep)
+        self._sleepers: list[tuple[float, float, asyncio.Future[None]]] = []
+
+    def _launch(self, last: EngineInfo | None) -> Process:
+        self.launches.append(self.now)
+        self.after.append(last)
+        if self.next.get("os_error"):
+            raise OSError("no more processes")
+        self.processes.append(Process(**self.next))
+        return self.processes[-1]
+
+    async def _sleep(self, seconds: float) -> None:
+        waking = asyncio.get_running_loop().create_future()
+        self._sleepers.append((self.now + seconds, seconds, waking))
+        await waking
+
+    async def settle(self) -> None:
+        """Let everything run that can."""
+        for _ in range(5):
+            await asyncio.sleep(0.001)
+
+    async def until(self, now: float) -> None:
+        """Turn the clock, waking sleepers in order."""
+        await self.settle()
+        while self._sleepers and min(sleeper[0] for sleeper in self._sleepers) <= now:
+            sleeper = min(self._sleepers, key=lambda sleeper: sleeper[0])
+            self._sleepers.remove(sleeper)
+            self.now, seconds, waking = sleeper
+            if not waking.done():
+                waking.set_result(None)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            if seconds >= 1:  # a pause is over: a process was started, and says something
+                await self.settle()
+        self.now = now
+        await self.settle()
+
+
+def scenario(play: Callable[[World], Awaitable[None]], **backoff: Any) -> None:
+    async def whole() -> None:
+        world = World(max_false_starts=3, **backoff)
+        world.supervisor.launch()
+        await world.supervisor.ready()
+        await play(world)
+        ending = asyncio.create_task(world.supervisor.end())
+        while not ending.done():
+            await world.until(world.now + 0.5)
+        await ending
+
+    asyncio.run(whole())
+
+
+def test_pauses_grow_and_begin_anew_after_a_long_life() -> None:
+    async def play(world: World) -> None:
+        at = 0.0
+        for pause in (1, 2, 4, 8):
+            world.processes[-1].crash()
+            await world.until(at + pause - 0.1)
+            assert not world.service.healthy and world.service.state == "down"
+            await world.until(at + pause)
+            assert world.service.healthy and world.launches[-1] == at + pause
+            at += pause
+        for turn in range(61):
+            world.processes[-1].beat()
+            await world.until(at + turn)
+        world.processes[-1].crash()
+        await world.until(at + 62)
+        assert world.service.healthy and len(world.launches) == 6
+        assert all(process.killed for process in world.processes[:-1])
+        assert world.after == [None] + [INFO] * 5 and world.notes.engines == [INFO] * 6
+
+    scenario(play)
+
+
+def test_pauses_are_bounded() -> None:
+    backoff = Backoff(first=1, longest=60)
+    pauses = []
+    for _ in range(200):
+        backoff.served(1.0)
+        pauses.append(backoff.pause)
+    assert pauses[:7] == [1, 2, 4, 8, 16, 32, 60] and set(pauses[6:]) == {60}
+    assert not backoff.is_hopeless
+
+
+def test_those_inside_end_once_and_the_next_engine_knows_nothing_of_them() -> None:
+    async def play(world: World) -> None:
+        generation = world.service.submit(Add("a", [1], FOREVER, 0))
+        leaving = world.service.submit(Add("b", [1], FOREVER, 0))
+        leaving.finish("stop")
+        await world.settle()
+        world.processes[0].crash()
+        chunks = [chunk async for chunk in generation]
+        assert [chunk.finish_reason for chunk in chunks] == ["error"]
+        assert "ended" in chunks[-1].message
+        with pytest.raises(Refused) as refused:
+            world.service.submit(Add("c", [1], FOREVER, 0))
+        assert refused.value.kind == "engine_dead"
+        await world.until(1)
+        assert sorted(world.notes.ends) == [("a", "error"), ("b", "stop")]
+        world.service.submit(Add("a", [1], FOREVER, 0))
+        await world.settle()
+        (command,) = world.processes[1].commands()
+        assert isinstance(command, Add) and command.request_id == "a"
+        assert world.service.num_live == 1
+
+    scenario(play)
+
+
+def test_the_next_engine_is_scheduled_as_the_last_one_was_asked_to_be() -> None:
+    async def play(world: World) -> None:
+        asked = world.service.reschedule({"max_num_seqs": 3})
+        assert asked != SCHEDULING
+        world.processes[0].crash()
+        await world.until(1)
+        assert world.processes[1].commands() == [Configure(asked)]
+        assert world.service.scheduling == asked
+
+    scenario(play)
+
+
+def test_a_silent_engine_is_unhealthy_and_then_killed() -> None:
+    async def play(world: World) -> None:
+        generation = world.service.submit(Add("a", [1], FOREVER, 0))
+        await world.until(TIMEOUT / 2 - 1)
+        assert world.service.state == "busy" and world.service.healthy
+        await world.until(TIMEOUT / 2)
+        assert world.service.state == "frozen" and not world.service.healthy
+        with pytest.raises(Refused, match="no sign of life"):
+            world.service.submit(Add("b", [1], FOREVER, 0))
+        assert not generation.ended and not world.processes[0].killed
+        await world.until(TIMEOUT)
+        assert generation.ended and world.processes[0].killed
+        await world.until(TIMEOUT + 1)
+        assert world.service.state == "idle" and len(world.processes) == 2
+
+    scenario(play)
+
+
+def test_an_engine_that_is_busy_for_long_is_left_alone() -> None:
+    async def play(world: World) -> None:
+        world.service.submit(Add("a", [1], FOREVER, 0))
+        for turn in range(1, int(1.2 * TIMEOUT / BEAT)):
+            world.processes[0].beat(int(turn * BEAT * 1e9))
+            await world.until(turn * BEAT)
+            assert world.service.state == "busy"
+        world.processes[0].other.send(encode(StepRecord(0, 0, 0)))
+        await world.settle()
+        assert world.service.last_step_age is not None and world.service.healthy
+
+    scenario(play)
+
+
+@pytest.mark.parametrize("how", ["says so", "cannot be launched"])
+def test_several_false_starts_in_a_row_are_hopeless(how: str) -> None:
+    async def play(world: World) -> None:
+        world.next = {"starts": False} if how == "says so" else {"os_error": True}
+        world.processes[0].crash()
+        await world.until(1 + 2)
+        assert not world.service.hopeless.is_set() and world.service.state == "down"
+        await world.until(1 + 2 + 4)
+        assert world.service.hopeless.is_set() and world.launches == [0, 1, 3, 7]
+        assert ("no memory" if how == "says so" else "no more processes") in world.service.failure
+        await world.until(1000)
+        assert len(world.launches) == 4
+
+    scenario(play)
+
+
+def test_a_good_start_forgives_the_false_ones() -> None:
+    async def play(world: World) -> None:
+        for _ in range(3):
+            world.next = {"starts": False}
+            world.processes[-1].crash()
+            launched = len(world.launches)
+            while len(world.launches) < launched + 2:
+                await world.until(world.now + 1)
+            world.next = {}
+            while not world.service.healthy:
+                await world.until(world.now + 1)
+        assert not world.service.hopeless.is_set()
+
+    scenario(play)
+
+
+def test_a_first_start_that_fails_is_told_to_whoever_started_it() -> None:
+    async def whole() -> None:
+        world = World()
+        world.next = {"starts": False}
+        world.supervisor.launch()
+        with pytest.raises(EngineError, match="no memory"):
+            await world.supervisor.ready()
+        await world.supervisor.end()
+        assert world.processes[0].killed and len(world.launches) == 1
+
+    asyncio.run(whole())
+
+
+def test_nothing_is_started_for_a_server_that_is_ending() -> None:
+    async def play(world: World) -> None:
+        await world.service.drain(1)
+        world.processes[0].crash()
+        await world.until(100)
+        assert len(world.launches) == 1
+
+    scenario(play)
+
+
+def test_the_end_is_kind_to_a_living_engine_and_quick_with_others() -> None:
+    async def ending(world: World) -> float:
+        began, task = world.now, asyncio.create_task(world.supervisor.end())
+        while not task.done():
+            await world.until(world.now + 0.5)
+        return world.now - began
+
+    async def whole() -> None:
+        for silent, manners, killed, longest in (
+                (0, {}, False, 0.5), (0, {"polite": False}, True, EXIT + 1), (TIMEOUT / 2, {}, True, 1),
+                (0, {"polite": False, "mortal": False}, True, EXIT + REAP + 1)):
+            world = World()
+            world.next = manners
+            world.supervisor.launch()
+            await world.supervisor.ready()
+            await world.until(silent)
+            assert world.service.healthy == (not silent)
+            assert await ending(world) <= longest and world.processes[0].killed == killed
+
+    asyncio.run(whole())

@@ -41,10 +41,10 @@ async def main(folder: Path, log: Path, *given: str) -> int:
     engines: list[ChildProcess] = []
 
     def launch(_: object) -> ChildProcess:
-        program = Path(__file__).with_name("engine_process.py")
+        program, broken = Path(__file__).with_name("engine_process.py"), log.with_name("broken")
         with log.open("a") as output:
-            engines.append(ChildProcess([
-                sys.executable, str(program), seconds, str(log.with_name("broken")), json.dumps(limits)], stdout=output))
+            engines.append(ChildProcess(
+                [sys.executable, str(program), seconds, str(broken), json.dumps(limits)], stdout=output))
         return engines[-1]
 
     supervisor = Supervisor(service, launch, settings.engine_timeout, backoff)

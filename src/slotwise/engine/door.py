@@ -5,7 +5,7 @@
                      └─ the drain rate: what leaves for a slot in a second, while others still wait
 
 By Little's law (1961) a queue that drains at `r` requests a second keeps its last for `waiting / r` seconds.  So a
-bound of `r` times what a client may sensibly be kept is found by measuring, and grows and shrinks with the engine's speed.
+bound of `r` times what a client may sensibly be kept is found by measuring, and follows the engine's speed.
 """
 
 from __future__ import annotations

@@ -10,11 +10,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from slotwise.batching.settings import Batching
+import msgspec
+
+from slotwise.batching.settings import KINDS, PREFILLS, Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.seams import Discipline
 
 LIMITS = ("max_num_seqs", "max_num_batched_tokens")
+NEVER_NONE = (*LIMITS, "batching", "long_prefill_token_threshold")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,15 @@ class Scheduling:
         return changed
 
 
+def changes_schema() -> dict[str, Any]:
+    """What `changed` takes, as JSON schema."""
+    properties = dict(msgspec.json.schema(Batching)["$defs"]["Batching"]["properties"])
+    properties["batching"] = properties.pop("kind") | {"enum": KINDS}
+    properties["prefill"] = {"enum": [*PREFILLS, None]}
+    limits = {name: {"type": "integer", "minimum": 1} for name in LIMITS}
+    return {"type": "object", "properties": properties | limits, "additionalProperties": False}
+
+
 def _check_type(name: str, value: object) -> None:
     if name in ("batching", "prefill"):
         kinds, wanted = (str,), "a string"
@@ -72,5 +84,5 @@ def _check_type(name: str, value: object) -> None:
         kinds, wanted = (int, float), "a number"
     else:
         kinds, wanted = (int,), "an integer"
-    if isinstance(value, bool) or not isinstance(value, (*kinds, type(None))) or (value is None and name in LIMITS):
+    if isinstance(value, bool) or not isinstance(value, (*kinds, type(None))) or (value is None and name in NEVER_NONE):
         raise ValueError(f"{name} must be {wanted}, not {value!r}")

@@ -21,12 +21,20 @@ from slotwise.server.errors import ApiError, ClientGone
 from slotwise.server.exchange import Exchange, Message, checked_request_id
 from slotwise.server.generate import Api
 from slotwise.server.keys import Keys
+from slotwise.server.openapi import document
 from slotwise.server.prompts import Prompts
 from slotwise.server.settings import ServerSettings
 from slotwise.text.chat import ChatTemplate
 from slotwise.text.tokenizer import Tokenizer
 
 Endpoint = Callable[[Api, Exchange], Awaitable[None]]
+
+
+async def openapi(api: Api, exchange: Exchange) -> None:
+    """This service, described."""
+    await exchange.respond(document(ROUTES, OPEN_TO_ALL))
+
+
 ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("POST", "/v1/completions", completions),
     ("POST", "/v1/chat/completions", chat_completions),
@@ -38,6 +46,7 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("GET", "/ping", admin.health),
     ("POST", "/ping", admin.health),
     ("GET", "/version", admin.version),
+    ("GET", "/openapi.json", openapi),
     ("GET", "/metrics", admin.metrics),
     ("GET", "/load", admin.load),
     ("GET", "/admin/scheduling", admin.scheduling),

@@ -15,6 +15,19 @@ from slotwise.text.tokenizer import TextTooLong, TokenizerError
 _AT = re.compile(r"^(?P<what>.*) - at (?:`key` in )?`\$\.?(?P<param>[^`.\[]*)(?P<rest>[^`]*)`$", re.DOTALL)
 
 
+class ErrorContent(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct):
+    """OpenAI's shape."""
+
+    error: ErrorContent
+
+
 class ClientGone(Exception):
     """Nobody is left to answer."""
 
@@ -51,12 +64,11 @@ class ApiError(Exception):
             return "timeout_error"
         return "invalid_request_error" if self.status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
 
-    def content(self) -> dict[str, str | None]:
-        """OpenAI's `error`."""
-        return {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+    def content(self) -> ErrorContent:
+        return ErrorContent(self.message, self.kind, self.param, self.code)
 
     def body(self) -> bytes:
-        return msgspec.json.encode({"error": self.content()})
+        return msgspec.json.encode(ErrorBody(self.content()))
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         if self.status == HTTPStatus.SERVICE_UNAVAILABLE:

@@ -12,11 +12,26 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from slotwise.core.params import InvalidParams, SamplingParams
+from slotwise.core.params import MAX_LOGPROBS, MAX_N, MAX_STOP_LENGTH, InvalidParams, SamplingParams
 from slotwise.server.errors import ApiError, bad_request, from_decoding, from_params
 
 INT64 = 2**63 - 1
 Int = Annotated[int, msgspec.Meta(ge=-INT64, le=INT64)]
+
+
+def _between(kind: Any, least: float, most: float) -> Any:
+    """The range that `SamplingParams` checks, written where readers of `/openapi.json` see it."""
+    return Annotated[kind, msgspec.Meta(ge=least, le=most)]
+
+
+Temperature = _between(float, 0, 100)
+Share = _between(float, 0, 1)
+Penalty = _between(float, -2, 2)
+Choices = _between(int, 1, MAX_N)
+TopK = _between(int, -1, INT64)
+OneOrMore, NoneOrMore = _between(int, 1, INT64), _between(int, 0, INT64)
+Logprobs = _between(int, 0, MAX_LOGPROBS)
+Stop = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 Salt = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Prompt = str | list[str | Int | list[Int]]
@@ -65,27 +80,27 @@ class Generate(Unsupported, kw_only=True):
     priority: Int | None = None
     queue_timeout: Seconds | None = None  # to its first slot; the server's own bound holds as well
     cache_salt: Salt | None = None  # cached beginnings are shared only among requests of one key and one salt
-    n: Int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Int | None = None
-    min_p: float | None = None
-    max_tokens: Int | None = None
-    min_tokens: Int | None = None
-    stop: str | list[str] | None = None
+    n: Choices | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: TopK | None = None
+    min_p: Share | None = None
+    max_tokens: OneOrMore | None = None
+    min_tokens: NoneOrMore | None = None
+    stop: Stop | list[Stop] | None = None
     stop_token_ids: list[Int] | None = None
     ignore_eos: bool | None = None
     seed: Int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
     bench_output_tokens: Annotated[int, msgspec.Meta(ge=1, le=INT64)] | None = None  # see engine.messages.Add
 
     def refuse_unsupported(self) -> None:
         """Raises ApiError for a field that cannot be honoured."""
-        for name in unsupported_fields(type(self)):
-            if getattr(self, name) not in NEUTRAL.get(name, NOTHING):
+        for name, neutral in unsupported_fields(type(self)).items():
+            if getattr(self, name) not in neutral:
                 raise bad_request(f"{name} is not supported", name, "unsupported_parameter")
         if self.stream_options is not None and not self.stream:
             raise bad_request("stream_options: only allowed when stream is true", "stream_options")
@@ -103,7 +118,7 @@ class Generate(Unsupported, kw_only=True):
 
 class CompletionRequest(Generate, kw_only=True):
     prompt: Prompt
-    logprobs: Int | None = None
+    logprobs: Logprobs | None = None
     suffix: Any = None
     echo: Any = None
     best_of: Int | None = None
@@ -117,9 +132,9 @@ class CompletionRequest(Generate, kw_only=True):
 
 class ChatRequest(Generate, kw_only=True):
     messages: list[dict[str, Any]]
-    max_completion_tokens: Int | None = None
+    max_completion_tokens: OneOrMore | None = None
     logprobs: bool | None = None
-    top_logprobs: Int | None = None
+    top_logprobs: Logprobs | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Any = None
@@ -162,9 +177,10 @@ _DECODERS: dict[type, msgspec.json.Decoder[Any]] = {
 
 
 @cache
-def unsupported_fields(kind: type[Generate]) -> tuple[str, ...]:
-    """Those declared with any type: nothing is done with them."""
-    return tuple(field.name for field in msgspec.structs.fields(kind) if field.type is Any)
+def unsupported_fields(kind: type[Generate]) -> dict[str, tuple[Any, ...]]:
+    """Those declared with any type, for nothing is done with them, and which values of theirs pass."""
+    names = [field.name for field in msgspec.structs.fields(kind) if field.type is Any]
+    return {name: NEUTRAL.get(name, NOTHING) for name in names}
 
 
 def decode(kind: type[Body], body: bytes) -> Body:

@@ -1,0 +1,92 @@
+"""`/openapi.json`: the service described by the very types that its bodies are decoded into."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+
+from slotwise import __version__
+from slotwise.engine.scheduling import changes_schema
+from slotwise.server.errors import ErrorBody
+from slotwise.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    unsupported_fields,
+)
+
+Json = dict[str, Any]
+BODIES: dict[str, type] = {
+    "/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest, "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest}
+GENERATING = ("/v1/completions", "/v1/chat/completions")
+PLAIN_TEXT = ("/metrics",)
+AT_ANY_ROUTE = (HTTPStatus.BAD_REQUEST, HTTPStatus.UNAUTHORIZED, HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED,
+                HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.SERVICE_UNAVAILABLE)
+WITH_A_BODY = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+WHEN_GENERATING = (HTTPStatus.GATEWAY_TIMEOUT,)
+
+
+def document(routes: Sequence[tuple[str, str, Callable[..., Any]]], open_to_all: Sequence[str]) -> bytes:
+    """The description of `routes`, each a method, a path and what answers it, as JSON.
+
+    Args:
+        open_to_all: paths that need no key.
+    """
+    types = [*BODIES.values(), ErrorBody]
+    references, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
+    for kind in (CompletionRequest, ChatRequest):
+        properties = components[kind.__name__]["properties"]
+        properties |= {name: {"enum": neutral} for name, neutral in unsupported_fields(kind).items()}
+    schemas = dict(zip(types, references, strict=True))
+    paths: dict[str, Json] = {}
+    for method, path, endpoint in routes:
+        operation = _operation(method, path, schemas)
+        operation["summary"] = (inspect.getdoc(endpoint) or endpoint.__name__).partition("\n")[0]
+        operation["operationId"] = f"{endpoint.__name__}_{method.lower()}{path.translate(_WORD)}"
+        if path in open_to_all:
+            operation["security"] = []
+        paths.setdefault(path.replace(":path}", "}"), {})[method.lower()] = operation
+    return msgspec.json.encode({
+        "openapi": "3.1.0",
+        "info": {"title": "Slotwise", "version": __version__},
+        "security": [{"key": []}, {}],  # a server may have been started without keys
+        "paths": paths,
+        "components": {"schemas": components, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
+    })
+
+
+_WORD = str.maketrans("/{}:", "____")
+
+
+def _operation(method: str, path: str, schemas: dict[type, Json]) -> Json:
+    takes_body = method != "GET" and path not in ("/ping",)
+    statuses = AT_ANY_ROUTE + WITH_A_BODY * takes_body + WHEN_GENERATING * (path in GENERATING)
+    operation: Json = {"responses": {
+        "200": {"description": "What was asked for.", "content": _answer(path)},
+        **{str(int(status)): _error(status, schemas[ErrorBody]) for status in statuses}}}
+    if takes_body:
+        schema = schemas[BODIES[path]] if path in BODIES else changes_schema()
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    if "{model" in path:
+        operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+    return operation
+
+
+def _answer(path: str) -> Json:
+    if path in PLAIN_TEXT:
+        return {"text/plain": {"schema": {"type": "string"}}}
+    whole = {"application/json": {"schema": {"type": "object"}}}
+    return whole | {"text/event-stream": {"schema": {"type": "string"}}} if path in GENERATING else whole
+
+
+def _error(status: HTTPStatus, schema: Json) -> Json:
+    response: Json = {"description": status.phrase, "content": {"application/json": {"schema": schema}}}
+    if status == HTTPStatus.SERVICE_UNAVAILABLE:
+        response["headers"] = {"Retry-After": {"required": True, "schema": {"type": "integer", "minimum": 1}}}
+    return response

@@ -17,7 +17,7 @@ from slotwise.core.limits import SchedulerLimits
 from slotwise.core.seams import Discipline
 
 LIMITS = ("max_num_seqs", "max_num_batched_tokens")
-NEVER_NONE = (*LIMITS, "batching", "long_prefill_token_threshold")
+NEVER_NONE = (*LIMITS, "long_prefill_token_threshold")
 
 
 @dataclass(frozen=True, slots=True)

@@ -187,3 +187,25 @@ def test_static_batches_are_the_arithmetic_of_their_groups(lengths, batch_size):
         longest - prompt for longest, group in zip(longest_prompts, groups, strict=True) for prompt, _ in group)
     assert sum(len(plan.held) for plan in driver.plans) == sum(
         longest - output for longest, group in zip(longest_outputs, groups, strict=True) for _, output in group)
+
+
+def test_who_reserves_everything_fills_the_cache_to_the_last_block():
+    exact = limits(num_blocks=8, max_model_len=17, max_num_batched_tokens=64, watermark_blocks=1)  # two of the longest
+    for discipline, rows_joined in ((Orca(), 2), (Static(4), 2), (Inline(), 1)):
+        driver = Driver(exact, discipline)
+        for name in "ab":
+            driver.add(lasting(name, 14, 3))
+        assert driver.plan().num_rows == rows_joined
+
+
+def test_smaller_requests_may_pass_one_that_waits_for_blocks_but_only_so_many_and_not_under_orca():
+    for discipline, passed in ((Inline(), 2), (Orca(), 0)):
+        driver = Driver(limits(num_blocks=10, max_model_len=40, max_num_batched_tokens=64, max_passes=2), discipline)
+        driver.add(lasting("runs", 24, 2))
+        driver.add(lasting("large", 30, 2))
+        for name in "abc":
+            driver.add(lasting(name, 4, 2))
+        plan = driver.plan()
+        assert set(plan.request_ids) - {"runs"} == set("abc"[:passed])
+        driver.run()
+        assert set(driver.ended.values()) == {"length"}

@@ -24,6 +24,7 @@ class Inline:
 
     prompts_alone = False
     leaves_together = False
+    in_strict_order = False
 
     def gate(self, view: View, now: float) -> Gate:
         return Gate(view.max_num_seqs - view.num_running, NO_SLOT)

@@ -11,6 +11,8 @@ from slotwise.core.request import Request
 
 
 class Orca(Inline):
+    in_strict_order = True
+
     def reserve(self, request: Request) -> int:
         """Prompt and max_tokens; the last token sampled is never computed and needs no place."""
         return request.end - 1

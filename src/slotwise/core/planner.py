@@ -165,11 +165,14 @@ class Planner:
         """Room for one who waits; who just yielded must not come straight back, nor anyone in its place."""
         if draft.preempted:
             return None
-        spare = self.limits.watermark_blocks if self._roster.running else 0
-        return self._roster.kv.find(request, self.discipline.reserve(request), spare)
+        reserved = self.discipline.reserve(request)
+        grows = reserved < request.end - 1  # else all are given what they can ever need, and nothing need be spared
+        spare = self.limits.watermark_blocks if self._roster.running and grows else 0
+        return self._roster.kv.find(request, reserved, spare)
 
     def _may_be_passed(self, request: Request) -> bool:
-        return request.state is State.WAITING and request.num_passed < self.limits.max_passes
+        most = 0 if self.discipline.in_strict_order else self.limits.max_passes
+        return request.state is State.WAITING and request.num_passed < most
 
     def _admit(self, request: Request, seat: Seat, draft: Draft) -> None:
         self._roster.admit(request, seat, draft.step, draft.now)

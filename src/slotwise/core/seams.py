@@ -42,6 +42,9 @@ class Discipline(Protocol):
     leaves_together: bool
     """Who has ended is held in the batch, computed again at every step and told nothing, until everyone has ended."""
 
+    in_strict_order: bool
+    """One that waits for blocks keeps everyone behind it waiting, too."""
+
     def gate(self, view: View, now: float) -> Gate: ...
 
     def reserve(self, request: Request) -> int:

@@ -1,0 +1,49 @@
+"""Writes a checkpoint with a real model's shape and random weights: speed does not depend on what the weights say.
+
+usage: python benchmarks/checkpoint.py FOLDER [--shape smollm2-135m | qwen3-0.6b]      (needs the `dev` extra)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
+
+SHAPES: dict[str, PretrainedConfig] = {
+    "smollm2-135m": LlamaConfig(
+        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+        num_key_value_heads=3, max_position_embeddings=8192, tie_word_embeddings=True, bos_token_id=0, eos_token_id=0,
+        rope_theta=100000.0),
+    "qwen3-0.6b": Qwen3Config(
+        vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+        num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, tie_word_embeddings=True, bos_token_id=0,
+        eos_token_id=0, rope_theta=1000000.0),
+}
+
+
+def write(folder: Path, shape: str) -> None:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(SHAPES[shape], dtype=torch.bfloat16).save_pretrained(folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({"<|end|>": 0} | {piece: 1 + at for at, piece in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--shape", choices=SHAPES, default="smollm2-135m")
+    asked = parser.parse_args()
+    write(asked.folder, asked.shape)
+    print(f"wrote {asked.shape} to {asked.folder}")
+
+
+if __name__ == "__main__":
+    main()

@@ -11,6 +11,7 @@ from slotwise import builtin
 from slotwise.cli.options import BUILTIN_NAME, add_command, add_engine_options, engine_settings
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.door import PATIENCE
+from slotwise.engine.pulse import ENGINE_TIMEOUT, SHORTEST_TIMEOUT
 
 
 def add(commands: Any) -> None:
@@ -36,6 +37,9 @@ def _server_options(serve: argparse.ArgumentParser) -> None:
                        help="tokens of their prompts, likewise")
     group.add_argument("--queue-timeout", type=_seconds, default=0.0, metavar="SECONDS",
                        help="a request that has waited so long for its first slot gets 504 (default: it waits on)")
+    group.add_argument("--engine-timeout", type=_engine_timeout, default=ENGINE_TIMEOUT, metavar="SECONDS",
+                       help="silence after which the engine process is killed and started anew; after half of it "
+                            f"/health is 503 (default: {ENGINE_TIMEOUT:g})")
     group.add_argument("--shutdown-timeout", type=float, default=30.0, metavar="SECONDS",
                        help="how long running requests may take to end after SIGTERM (default: 30)")
     group.add_argument("--stream-interval", type=int, default=1, metavar="TOKENS",
@@ -60,6 +64,12 @@ def _seconds(text: str) -> float:
     return seconds
 
 
+def _engine_timeout(text: str) -> float:
+    if (seconds := _seconds(text)) < SHORTEST_TIMEOUT:
+        raise argparse.ArgumentTypeError(f"must be at least {SHORTEST_TIMEOUT:g} seconds, not {text}")
+    return seconds
+
+
 def _keys(given: list[str]) -> tuple[str, ...]:
     """Those of the command line, else those of the environment."""
     return tuple(given) or tuple(filter(None, map(str.strip, os.environ.get("SLOTWISE_API_KEY", "").split(","))))
@@ -73,6 +83,6 @@ def run(asked: argparse.Namespace) -> int:
     settings = ServerSettings(
         served_model_name=asked.served_model_name or asked.model or BUILTIN_NAME, api_keys=_keys(asked.api_key),
         max_num_queued_reqs=asked.max_num_queued_reqs, max_num_queued_tokens=asked.max_num_queued_tokens,
-        queue_timeout=asked.queue_timeout,
+        queue_timeout=asked.queue_timeout, engine_timeout=asked.engine_timeout,
         shutdown_timeout=asked.shutdown_timeout, stream_interval=asked.stream_interval, seed=asked.seed)
     return run_server(config, settings, (asked.host, asked.port), asked.chat_template)

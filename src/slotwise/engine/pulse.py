@@ -23,6 +23,7 @@ from slotwise.engine.messages import Beat, encode
 
 BEAT = 0.5  # seconds
 ENGINE_TIMEOUT = 60.0  # seconds of silence after which an engine is given up
+SHORTEST_TIMEOUT = 4.0  # a few beats may be late on a busy machine
 STUCK = 10  # times its limit of silence that an engine which beats may spend on one step
 SUSPECT = 0.5  # share of the limit after which an engine counts as frozen
 LAST_WORDS = 5.0  # seconds that the engine's thread gets to see for itself that the channel has closed

@@ -14,6 +14,7 @@ from slotwise.server.errors import bad_request, from_refusal
 from slotwise.server.exchange import Exchange
 from slotwise.server.generate import Api
 from slotwise.server.protocol import DetokenizeRequest, TokenizeRequest, check_model, decode, decode_object
+from slotwise.server.underway import AbortRequest
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,15 @@ async def reschedule(api: Api, exchange: Exchange) -> None:
         raise from_refusal(refused) from refused
     logger.info("scheduling is now %s", changed)
     await exchange.respond_json(changed.as_settings())
+
+
+async def abort_requests(api: Api, exchange: Exchange) -> None:
+    """End requests in any state by their ids; each that was under way ends with finish_reason `abort`."""
+    body = await exchange.body(api.settings.max_body_bytes, api.settings.body_timeout)
+    found = {name: api.underway.abort(exchange.tenant, name) for name in AbortRequest.decode(body).names}
+    await exchange.respond_json({
+        "aborted": [name for name, was_there in found.items() if was_there],
+        "not_found": [name for name, was_there in found.items() if not was_there]})
 
 
 async def models(api: Api, exchange: Exchange) -> None:

@@ -5,6 +5,7 @@ There is no middleware: one object stands before the router, and streams write t
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import uuid
 from collections.abc import Awaitable, Callable
@@ -42,6 +43,7 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("GET", "/v1/models/{model:path}", admin.model),
     ("POST", "/tokenize", admin.tokenize),
     ("POST", "/detokenize", admin.detokenize),
+    ("POST", "/abort_requests", admin.abort_requests),
     ("GET", "/health", admin.health),
     ("GET", "/ping", admin.health),
     ("POST", "/ping", admin.health),
@@ -90,7 +92,9 @@ class App:
             await self.router(scope, receive, send)
         except ClientGone:
             return
-        except Exception as error:
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the tokenizer is not written in Python: its panics are no Exceptions
             answer = _as_api_error(error)
             if answer.code in REJECTIONS:
                 self.api.metrics.refused(answer.code)
@@ -110,7 +114,7 @@ class _Endpoint:
         await self._endpoint(self._app.api, scope["exchange"])
 
 
-def _as_api_error(error: Exception) -> ApiError:
+def _as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, HTTPException):

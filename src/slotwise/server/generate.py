@@ -21,6 +21,7 @@ from slotwise.server.prompts import Prompts
 from slotwise.server.protocol import Generate
 from slotwise.server.settings import ServerSettings
 from slotwise.server.shapes import Events, Heading, Shape, usage, whole_choice, whole_response
+from slotwise.server.underway import Underway
 from slotwise.text.continuation import Continuation
 
 
@@ -35,7 +36,8 @@ class Api:
         self.metrics = Metrics(settings.served_model_name, limits.num_blocks)
         self.door = Door(limits, settings.max_num_queued_reqs, settings.max_num_queued_tokens)
         service.observers += [self.metrics, self.door]
-        self.num_exchanges = 0  # under way
+        self.underway = Underway()
+        self.num_exchanges = 0  # under way, of any kind
         self._seeds = random.Random(settings.seed)
         self._serials = itertools.count()
 
@@ -65,14 +67,16 @@ class Api:
                 for k in range(params.n):
                     # Ids for tracing may repeat; the engine's may not.
                     unique = f"{job.heading.response_id}-{next(self._serials)}"
+                    text = Continuation(self.prompts.tokenizer, prompt, params.stop, params.min_tokens)
                     generation = self.service.submit(Add(
                         unique, prompt, params, (seed + k) % 2**64, job.request.bench_output_tokens or 0,
                         job.salt, timeout))
-                    text = Continuation(self.prompts.tokenizer, prompt, params.stop, params.min_tokens)
                     choices.append(Choice(len(choices), generation, text))
-        except Refused as refused:
-            abort(choices)
-            raise from_refusal(refused, self.door.retry_after) from refused
+        except Exception as error:
+            finish(choices, "abort")
+            if isinstance(error, Refused):
+                raise from_refusal(error, self.door.retry_after) from error
+            raise
         return choices
 
     def _queue_timeout(self, asked: float | None) -> float:
@@ -95,10 +99,10 @@ class Job(NamedTuple):
         return self.heading.shape
 
 
-def abort(choices: list[Choice]) -> None:
+def finish(choices: list[Choice], reason: str) -> None:
     """End those that have not ended."""
     for choice in choices:
-        choice.generation.finish("abort")
+        choice.generation.finish(reason)
 
 
 async def answer(api: Api, exchange: Exchange, job: Job) -> None:
@@ -108,11 +112,21 @@ async def answer(api: Api, exchange: Exchange, job: Job) -> None:
         ApiError: the engine refused the request, was too late for it, or failed.
     """
     choices = api.start(job)
+    names = (exchange.request_id, job.heading.response_id)
+
+    def abort() -> None:
+        finish(choices, "abort")
+
     try:
-        async with exchange.watched(lambda: abort(choices)):
-            await (_stream if job.request.stream else _whole)(api, exchange, job, choices)
+        with api.underway.listed(exchange.tenant, names, abort):
+            async with exchange.watched(abort):
+                await (_stream if job.request.stream else _whole)(api, exchange, job, choices)
+    except Exception as error:
+        if not isinstance(error, ApiError):  # its text could not be made, say: nobody else is to suffer for that
+            finish(choices, "error")
+        raise
     finally:
-        abort(choices)
+        abort()
 
 
 async def _whole(api: Api, exchange: Exchange, job: Job, choices: list[Choice]) -> None:
@@ -179,6 +193,6 @@ async def _together(work: list[Coroutine[Any, Any, Any]]) -> list[Any]:
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one) for one in work]
-    except ExceptionGroup as failures:
+    except BaseExceptionGroup as failures:  # a panic of the tokenizer's is no Exception
         raise failures.exceptions[0] from None
     return [task.result() for task in tasks]

@@ -19,11 +19,12 @@ from slotwise.server.protocol import (
     TokenizeRequest,
     unsupported_fields,
 )
+from slotwise.server.underway import AbortRequest
 
 Json = dict[str, Any]
 BODIES: dict[str, type] = {
     "/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest, "/tokenize": TokenizeRequest,
-    "/detokenize": DetokenizeRequest}
+    "/detokenize": DetokenizeRequest, "/abort_requests": AbortRequest}
 GENERATING = ("/v1/completions", "/v1/chat/completions")
 PLAIN_TEXT = ("/metrics",)
 AT_ANY_ROUTE = (HTTPStatus.BAD_REQUEST, HTTPStatus.UNAUTHORIZED, HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED,

@@ -1,0 +1,64 @@
+"""The requests under way, by the names their clients know, so that they can be aborted from elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import msgspec
+
+from slotwise.server.errors import bad_request, from_decoding
+
+MAX_ABORTS = 4096  # requests named at once
+
+
+class AbortRequest(msgspec.Struct, kw_only=True):
+    """Either one name or several: of `X-Request-Id`, of `request_id`, or the `id` of a response."""
+
+    request_id: str | None = None
+    request_ids: list[str] | None = None
+
+    @classmethod
+    def decode(cls, body: bytes) -> AbortRequest:
+        """Raises ApiError for a body that names nobody, or too many."""
+        try:
+            request = msgspec.json.decode(body, type=cls)
+        except (ValueError, RecursionError) as error:
+            raise from_decoding(error) from error
+        if (request.request_id is None) == (request.request_ids is None):
+            raise bad_request("give either request_id or request_ids", "request_ids")
+        if len(request.names) > MAX_ABORTS:
+            raise bad_request(f"request_ids: at most {MAX_ABORTS} at once", "request_ids")
+        return request
+
+    @property
+    def names(self) -> list[str]:
+        return [self.request_id] if self.request_id is not None else self.request_ids or []
+
+
+class Underway:
+    """Ids for tracing may repeat, so a name may be several requests'.  Tenants do not see each other's."""
+
+    def __init__(self) -> None:
+        self._ways_out: dict[tuple[str, str], list[Callable[[], None]]] = {}
+
+    @contextmanager
+    def listed(self, tenant: str, names: Sequence[str], abort: Callable[[], None]) -> Iterator[None]:
+        """A request, known by `names` for as long as it runs."""
+        keys = [(tenant, name) for name in dict.fromkeys(names)]
+        for key in keys:
+            self._ways_out.setdefault(key, []).append(abort)
+        try:
+            yield
+        finally:
+            for key in keys:
+                self._ways_out[key].remove(abort)
+                if not self._ways_out[key]:
+                    del self._ways_out[key]
+
+    def abort(self, tenant: str, name: str) -> bool:
+        """End whoever has this name: whether there was anyone."""
+        found = self._ways_out.get((tenant, name), ())
+        for way_out in tuple(found):
+            way_out()
+        return bool(found)

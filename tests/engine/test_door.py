@@ -1,0 +1,178 @@
+"""Who may wait, by what was measured; time comes from the records."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slotwise.batching.settings import Batching
+from slotwise.core.limits import SchedulerLimits
+from slotwise.engine.door import LEAST, LONGEST_RETRY, PATIENCE, UNMEASURED, Door
+from slotwise.engine.messages import EngineInfo, RowEnd, StepRecord
+from slotwise.engine.scheduling import Scheduling
+
+LIMITS = SchedulerLimits(max_model_len=100, num_blocks=25, block_size=4, max_num_seqs=4, max_num_batched_tokens=32)
+BEFORE = (UNMEASURED[0] * 4, UNMEASURED[1] * 100)
+FLOOR = (LEAST[0] * 4, LEAST[1] * 100)
+SECOND = 10**9
+
+
+class Queue:
+    """A door and an engine that does what a test says, on a clock of its own."""
+
+    def __init__(self, **bounds: int) -> None:
+        self.door = Door(LIMITS, **bounds)
+        self.now = SECOND
+        self.serial = 0
+        self.line: list[str] = []
+
+    def come(self, count: int = 1, num_tokens: int = 10) -> None:
+        for _ in range(count):
+            self.serial += 1
+            self.line.append(str(self.serial))
+            self.door.arrived(self.line[-1], num_tokens, self.now)
+
+    def step(self, admit: int = 0, seconds: float = 1.0, running: int = 4, **more: Any) -> None:
+        admitted, self.line = tuple(self.line[:admit]), self.line[admit:]
+        begun, self.now = self.now, self.now + int(seconds * SECOND)
+        self.door.stepped(StepRecord(
+            1, begun, self.now, admitted=admitted, cached=(0,) * len(admitted), num_running=running,
+            num_waiting=len(self.line), **more))
+
+
+def test_a_request_waits_until_its_first_slot_or_its_end() -> None:
+    queue = Queue()
+    queue.come(3)
+    assert (queue.door.num_waiting, queue.door.num_waiting_tokens) == (3, 30)
+    queue.step(admit=1)
+    assert (queue.door.num_waiting, queue.door.num_waiting_tokens) == (2, 20)
+    queue.door.stepped(StepRecord(1, 0, 0, admitted=("1",), cached=(0,)))  # it had to yield, and is back
+    queue.door.stepped(StepRecord(1, 0, 0, ended=(RowEnd("1", "length", 5), RowEnd("2", "timeout", 0))))
+    assert (queue.door.num_waiting, queue.door.num_waiting_tokens) == (1, 10)
+
+
+def test_before_anything_was_measured_the_bound_is_fixed_and_generous() -> None:
+    queue = Queue()
+    assert queue.door.bounds == BEFORE and queue.door.retry_after == 1
+    queue.come(BEFORE[0] + 4 - 1, 1)  # four slots are free
+    assert queue.door.objection() == ""
+    queue.come(1, 1)
+    assert str(BEFORE[0]) in queue.door.objection() and "a second" not in queue.door.objection()
+
+
+def test_the_bound_is_what_starts_in_a_minute() -> None:
+    queue = Queue()
+    queue.come(50)
+    for _ in range(10):
+        queue.step(admit=2)
+    assert queue.door.rate.requests == pytest.approx(2, rel=0.01)
+    assert queue.door.bounds == (2 * PATIENCE, 20 * PATIENCE)
+
+
+def test_it_follows_an_engine_that_becomes_slow_down_to_a_floor() -> None:
+    queue = Queue()
+    queue.come(100)
+    for _ in range(20):
+        queue.step(admit=2)
+    before = queue.door.bounds
+    for _ in range(20):
+        queue.step()
+    between = queue.door.bounds
+    for _ in range(600):
+        queue.step()
+    assert before > between > FLOOR == queue.door.bounds
+    assert queue.door.retry_after == LONGEST_RETRY  # nothing starts any more
+
+
+def test_time_without_a_queue_says_nothing_about_the_engine() -> None:
+    queue = Queue()
+    for _ in range(100):  # one comes in a second, and starts at once
+        queue.come()
+        queue.step(admit=1)
+    assert not queue.door.rate.measured and queue.door.bounds == BEFORE
+
+
+def test_the_time_between_steps_counts_while_somebody_waits() -> None:
+    queue = Queue()
+    queue.come(9)
+    queue.step()
+    queue.now += 4 * SECOND  # a step that took long to come
+    queue.step(admit=5)
+    assert queue.door.rate.requests == pytest.approx(1)
+
+
+def test_what_was_asked_for_holds_whatever_is_measured() -> None:
+    queue = Queue(max_requests=3, max_tokens=1000)
+    queue.come(4)
+    queue.step(admit=1)
+    assert queue.door.bounds == (3, 1000)
+    assert "3" in queue.door.objection()
+    queue.step(admit=1)
+    assert queue.door.objection() == "" != queue.door.objection(2)
+
+
+def test_tokens_are_bounded_beside_requests() -> None:
+    queue = Queue(max_tokens=50)
+    queue.come(5)
+    queue.step()
+    assert queue.door.objection(1, 0) == "" and "50" in queue.door.objection(1, 1)
+
+
+def test_where_nobody_waits_anybody_may() -> None:
+    queue = Queue(max_requests=1, max_tokens=1)
+    assert queue.door.objection(100, 10**6) == ""
+    with queue.door.entering():
+        assert queue.door.objection(100, 10**6)
+    assert queue.door.objection(100, 10**6) == ""
+
+
+def test_free_slots_and_free_cache_are_no_queue() -> None:
+    queue = Queue(max_requests=2, max_tokens=20)
+    queue.come(1)
+    queue.step(admit=1, running=1, num_free_blocks=20)
+    queue.come(4)
+    assert queue.door.objection() == ""
+    queue.come()  # three slots, and two may wait
+    assert queue.door.objection()
+
+
+def test_those_at_the_door_are_counted() -> None:
+    queue = Queue(max_requests=2)
+    queue.come(1)
+    queue.step()
+    with queue.door.entering():
+        assert queue.door.objection()
+    assert not queue.door.objection()
+
+
+def test_a_changed_number_of_slots() -> None:
+    queue = Queue()
+    queue.step(running=0, configured=Scheduling(Batching(), 2, 32))
+    assert queue.door.bounds[0] == UNMEASURED[0] * 2
+    queue.door.started(EngineInfo("toy", "cpu", "float32", 9, LIMITS, Scheduling(Batching(), 4, 32), (1,)))
+    assert queue.door.bounds[0] == BEFORE[0]
+
+
+def test_who_is_refused_may_return_when_half_the_queue_is_gone() -> None:
+    queue = Queue(max_requests=20)
+    queue.come(28)
+    for _ in range(4):
+        queue.step(admit=2)
+    assert queue.door.objection() and queue.door.retry_after == 5  # ten of twenty, two a second
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.floats(0.01, 5), st.integers(1, 99)), max_size=40))
+def test_whatever_happens_the_numbers_hold(history: list[tuple[int, int, float, int]]) -> None:
+    queue = Queue()
+    for come, admit, seconds, num_tokens in history:
+        queue.come(come, num_tokens)
+        queue.step(min(admit, len(queue.line)), seconds)
+        door = queue.door
+        assert door.num_waiting == len(queue.line) and door.num_waiting_tokens >= 0
+        assert all(bound >= least for bound, least in zip(door.bounds, FLOOR, strict=True))
+        assert 1 <= door.retry_after <= LONGEST_RETRY
+        fastest = max([0, *(min(step[1], 5) / step[2] for step in history)])
+        assert door.rate.requests <= fastest * 1.001

@@ -22,7 +22,7 @@ from slotwise.engine.messages import EngineInfo
 from slotwise.engine.pulse import BEAT, ENGINE_TIMEOUT, Clock, Pulse
 from slotwise.engine.service import EngineError, EngineService
 
-EXIT = 5.0  # seconds that an engine process gets to end once its channel is closed
+EXIT = 3.0  # seconds that an engine process gets to end once its channel is closed
 REAP = 10.0  # seconds that the kernel gets to take a killed one apart
 
 logger = logging.getLogger(__name__)

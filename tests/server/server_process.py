@@ -22,7 +22,7 @@ from slotwise.server.settings import ServerSettings
 from slotwise.text.chat import load_chat_template
 from slotwise.text.tokenizer import Tokenizer
 
-LIMITS = ("num_blocks", "max_num_seqs", "enable_prefix_caching")  # the engine's
+LIMITS = {"num_blocks": int, "max_num_seqs": int, "enable_prefix_caching": bool}  # the engine's
 
 
 def _setting(name: str, value: str) -> Any:
@@ -36,7 +36,7 @@ async def main(folder: Path, log: Path, *given: str) -> int:
     seconds = named.pop("seconds_per_step", "0.001")
     backoff = Backoff(first=float(named.pop("backoff", "0.1")), max_false_starts=int(named.pop("false_starts", "6")))
     service = EngineService(max_live=int(named.pop("max_live", "4096")))
-    limits = {name: int(named.pop(name)) for name in LIMITS if name in named}
+    limits = {name: kind(int(named.pop(name))) for name, kind in LIMITS.items() if name in named}
     settings = ServerSettings("toy", **{name: _setting(name, value) for name, value in named.items()})
     engines: list[ChildProcess] = []
 

@@ -1,0 +1,164 @@
+"""The door over HTTP: what can never fit, what has to wait too long, and who comes when the queue is full."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from live_server import Server, counted, running
+
+from slotwise.text.tokenizer import Tokenizer
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+SLOW = "seconds_per_step=0.02"
+LONG = {"prompt": [2], "max_tokens": 500, "ignore_eos": True}  # ten seconds of steps, were it left alone
+
+
+def metric(server: Server, name: str) -> float:
+    for line in server.get("/metrics").text.splitlines():
+        if line.startswith(f"slotwise:{name}"):
+            return float(line.rpartition(" ")[2])
+    return 0.0
+
+
+def eventually(holds: Callable[[], Any]) -> None:
+    for _ in range(1200):
+        if holds():
+            return
+        time.sleep(0.05)
+    raise AssertionError("it never came")
+
+
+@contextmanager
+def crowded(server: Server, count: int) -> Iterator[None]:
+    """`count` requests beyond the one that holds the only slot."""
+    with ThreadPoolExecutor(count + 1) as pool:
+        stop = threading.Event()
+
+        def occupy() -> None:
+            with httpx.stream("POST", server.url + COMPLETIONS, json=LONG | {"stream": True}, timeout=60) as response:
+                for _ in response.iter_lines():
+                    if stop.is_set():
+                        return
+
+        def wait_in_line() -> None:
+            with httpx.Client(timeout=60) as client, client.stream(
+                    "POST", server.url + COMPLETIONS, json=LONG | {"max_tokens": 1}):
+                pass
+
+        pool.submit(occupy)
+        eventually(lambda: metric(server, "num_requests_running") == 1)
+        for _ in range(count):
+            pool.submit(wait_in_line)
+        eventually(lambda: metric(server, "num_requests_waiting") == count)
+        try:
+            yield
+        finally:
+            stop.set()
+
+
+@pytest.mark.parametrize(("path", "prompt"), [
+    (COMPLETIONS, {"prompt": [2] * 10}), (CHAT, {"messages": [{"role": "user", "content": "x"}]})])
+def test_what_the_whole_cache_cannot_hold_never_reaches_the_engine(
+        folder: Path, tmp_path: Path, path: str, prompt: dict[str, Any]) -> None:
+    with running(folder, tmp_path / "engine", "num_blocks=4") as server:  # 64 tokens; the model would take 512
+        refused = server.post(path, prompt | {"max_tokens": 100})
+        error = refused.json()["error"]
+        assert refused.status_code == 400 and error["param"] == "max_tokens", error
+        assert error["code"] == "context_length_exceeded"
+        assert "64" in error["message"] and "100 output tokens" in error["message"]
+        assert 'rejections_total{model_name="toy",reason="context_length_exceeded"} 1.0' in server.get("/metrics").text
+        assert metric(server, "request_success_total") == 0
+        whole = server.post(path, prompt | {"ignore_eos": True} | ({} if path == CHAT else {"max_tokens": 55}))
+        assert whole.status_code == 200, whole.text  # an absent max_tokens is what fits
+        assert whole.json()["usage"]["total_tokens"] == 65  # the last token needs no place
+
+
+def test_a_prompt_that_the_whole_cache_cannot_hold(folder: Path, tmp_path: Path) -> None:
+    with running(folder, tmp_path / "engine", "num_blocks=4") as server:
+        for body in ({"prompt": [2] * 70}, {"prompt": [[2], [2] * 70]}, {"prompt": [2] * 70, "stream": True}):
+            refused = server.post(COMPLETIONS, body)
+            assert refused.status_code == 400 and "64" in refused.json()["error"]["message"]
+
+
+def test_a_full_queue_refuses_before_it_reads(folder: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    with running(folder, tmp_path / "engine", SLOW, "max_num_seqs=1", "max_num_queued_reqs=3") as server:
+        with crowded(server, 3):
+            refused = server.post(COMPLETIONS, {"prompt": [2]})
+            error = refused.json()["error"]
+            assert refused.status_code == 503 and error["code"] == "queue_full"
+            assert error["type"] == "service_unavailable_error" and "3 requests wait" in error["message"]
+            assert 1 <= int(refused.headers["retry-after"]) <= 60
+            assert server.post(CHAT, b"{").status_code == 503
+            assert server.post("/tokenize", {"prompt": "x"}).status_code == 200
+            host, port = server.url.removeprefix("http://").split(":")
+            with socket.create_connection((host, int(port)), timeout=20) as connection:
+                connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n")
+                assert connection.recv(100).startswith(b"HTTP/1.1 503")  # of the body not a byte was sent
+            assert 'rejections_total{model_name="toy",reason="queue_full"} 3.0' in server.get("/metrics").text
+        eventually(lambda: metric(server, "num_requests_running") == 0)
+        (choice,) = server.post(COMPLETIONS, {"prompt": [40], "max_tokens": 9}).json()["choices"]
+        assert choice["text"] == tokenizer.decode(counted(40, 9))
+
+
+def test_a_queue_is_bounded_by_tokens_too(folder: Path, tmp_path: Path) -> None:
+    with running(folder, tmp_path / "engine", SLOW, "max_num_seqs=1", "max_num_queued_tokens=100") as server, \
+            crowded(server, 2):
+        refused = server.post(COMPLETIONS, {"prompt": [2] * 99})
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "queue_full"
+        assert "(99 tokens)" in refused.json()["error"]["message"]
+        several = server.post(COMPLETIONS, {"prompt": [2] * 30, "n": 4})
+        assert several.status_code == 503 and "adds 4 (120 tokens)" in several.json()["error"]["message"]
+        assert metric(server, "num_requests_waiting") == 2
+
+
+def test_more_choices_than_may_wait_are_taken_where_nobody_waits(folder: Path, tmp_path: Path) -> None:
+    with running(folder, tmp_path / "engine", "max_num_seqs=1", "max_num_queued_reqs=1") as server:
+        assert len(server.post(COMPLETIONS, {"prompt": [2], "n": 9}).json()["choices"]) == 9
+
+
+@pytest.mark.parametrize("by", ["the server", "the client"])
+def test_who_waited_too_long_is_told(folder: Path, tmp_path: Path, by: str) -> None:
+    settings = ["queue_timeout=0.3"] if by == "the server" else []
+    asked = {"queue_timeout": 0.3} if by == "the client" else {}
+    with running(folder, tmp_path / "engine", SLOW, "max_num_seqs=1", *settings) as server, \
+            ThreadPoolExecutor(1) as pool:
+        busy = pool.submit(server.events, COMPLETIONS, LONG | {"max_tokens": 150})
+        eventually(lambda: metric(server, "num_requests_running") == 1)
+        for stream in (False, True):
+            late = server.post(COMPLETIONS, LONG | asked | {"stream": stream})
+            error = late.json()["error"]
+            assert late.status_code == 504 and error["code"] == "timeout" and error["type"] == "timeout_error"
+            assert "0.3" in error["message"], error
+        assert busy.result()[-1]["choices"][0]["finish_reason"] == "length"
+        text = server.get("/metrics").text
+        assert 'request_success_total{finished_reason="timeout",model_name="toy"} 2.0' in text
+        assert 'prompt_tokens_total{model_name="toy"} 1.0' in text  # theirs were never computed
+        assert server.post(COMPLETIONS, {"prompt": [2]} | asked).status_code == 200
+
+
+def test_a_choice_that_is_too_late_ends_a_stream_under_way_with_an_error(folder: Path, tmp_path: Path) -> None:
+    with running(folder, tmp_path / "engine", SLOW, "max_num_seqs=1") as server:
+        events = server.events(COMPLETIONS, LONG | {"n": 2, "queue_timeout": 0.3})
+        assert events[-1]["error"]["code"] == "timeout" and len(events) > 2
+        eventually(lambda: metric(server, "num_requests_running") == 0)
+
+
+def test_a_client_cannot_wait_longer_than_the_server_lets_it(folder: Path, tmp_path: Path) -> None:
+    with running(folder, tmp_path / "engine", SLOW, "max_num_seqs=1", "queue_timeout=0.3") as server, \
+            crowded(server, 0):
+        assert server.post(COMPLETIONS, LONG | {"queue_timeout": 1000}).status_code == 504
+
+
+@pytest.mark.parametrize("value", [0, -1, "soon", 1e9, True, [1]])
+def test_a_bad_deadline_is_named(server: Server, value: Any) -> None:
+    refused = server.post(COMPLETIONS, {"prompt": [2], "queue_timeout": value})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "queue_timeout"

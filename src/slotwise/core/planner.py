@@ -131,6 +131,8 @@ class Planner:
         gate = self._gate(draft.now)
         blocked: list[tuple[Request, str]] = []
         for request in waiting.head(max(0, gate.max_new) + 1 + MAX_LOOK):
+            if not all(self._may_be_passed(before) for before, _ in blocked):
+                break
             seat = None
             reason = self._why_not(draft) if len(draft.joins) < gate.max_new else gate.reason
             if not reason:
@@ -143,7 +145,7 @@ class Planner:
                 continue
             draft.refuse(request, reason)
             blocked.append((request, reason))
-            if reason != NO_BLOCKS or draft.preempted or not self._may_be_passed(request) or len(blocked) > MAX_LOOK:
+            if reason != NO_BLOCKS or draft.preempted or len(blocked) > MAX_LOOK:
                 break
         if blocked:
             first, reason = blocked[0]

@@ -86,11 +86,17 @@ class TestPenaltiesAndBias:
         found = describe(torch.zeros(VOCAB), params, prompt=(500, 1), outputs=(300,), stop_ids=(77,))
         assert found.top_ids == (1,)
 
-    def test_an_unknown_output_is_refused(self):
-        sampler = Sampler(1, 4)
-        sampler.join(Join("r", 0, (1, 2), 2, SamplingParams(presence_penalty=1.0), 0, ()))
-        with pytest.raises(ValueError, match="after 3 outputs, of which 0 are known"):
-            sampler.sample(torch.zeros(1, 4), [0], [5])
+    @pytest.mark.parametrize("params", [
+        SamplingParams(presence_penalty=1.0), SamplingParams(temperature=0, repetition_penalty=2.0)])
+    def test_edits_that_fail_cost_their_own_row_alone(self, params):
+        sampler = Sampler(3, 4)
+        logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]] * 3)
+        for slot, asked in enumerate((SamplingParams(temperature=0, logit_bias={0: 9.0}), params,
+                                      SamplingParams(temperature=0))):
+            sampler.join(Join(str(slot), slot, (1, 2), 2, asked, 0, ()))
+        sampled = sampler.sample(logits, [0, 1, 2], [2, 5, 2])  # of the one in the middle three outputs are unknown
+        assert sampled.failed == (1,)
+        assert sampled.tokens[0] == 0 and sampled.tokens[2] == 3
 
     def test_a_slot_forgets_its_last_request(self):
         sampler = Sampler(1, 3)

@@ -34,9 +34,9 @@ class Runner:
         self._slots.apply(plan)
         for slot in plan.leaves:
             self._sampler.leave(slot)
-        for join in plan.joins:
-            self._sampler.join(join)
         try:
+            for join in plan.joins:
+                self._sampler.join(join)
             self._outcomes.append(self._compute(plan))
         except Exception as error:  # told to whoever collects this step; the next one must still find its slots
             self._outcomes.append(error)

@@ -10,6 +10,7 @@ Rows that ask for nothing special are one argmax.  The others are copied to floa
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,13 +29,15 @@ from slotwise.runner.logit_edits import LogitEdits, has_penalties
 GREEDY_BELOW = 1e-5  # temperature; the same threshold as vLLM's
 _64_BITS = 2**64 - 1
 
+logger = logging.getLogger(__name__)
+
 
 class Sampled(NamedTuple):
     """One token per row."""
 
     tokens: list[int]  # FAILED (-1) in rows that failed
     logprobs: list[TokenLogprobs | None]  # [] when no row asked, else by row
-    failed: tuple[int, ...]  # rows whose logits held NaN or +inf, or nothing but -inf; the other rows are sound
+    failed: tuple[int, ...]  # rows with NaN, +inf or nothing but -inf, or whose edits failed; the others are sound
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +92,12 @@ class Sampler:
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, slots: Sequence[int], positions: Sequence[int]) -> Sampled:
-        """Choose and record the next token of every row.
+        """Choose and record the next token of every row.  A row that fails by its request's own doing fails alone.
 
         Args:
             logits: `[rows, vocab]` bfloat16 or float32 on the CPU; left as they are.
             slots: whose row it is, each slot at most once.
             positions: where the token will stand in its request, prompt included.
-
-        Raises:
-            ValueError: a position lies beyond the tokens known to a request with penalties.
         """
         seats = [self._seats[slot] for slot in slots]
         num_outputs = [position - seat.num_prompt for position, seat in zip(positions, seats, strict=True)]
@@ -137,7 +137,11 @@ class Sampler:
         for target, row in zip(work.numpy(), rows, strict=True):
             edits = seats[row].edits
             if edits is not None:
-                edits.apply(target, num_outputs[row])
+                try:
+                    edits.apply(target, num_outputs[row])
+                except Exception:  # this row's own; the others of the step are not to fail with it
+                    logger.exception("the edits of a request failed")
+                    target.fill(np.nan)
         return work
 
     def _draw(self, work: Tensor, slots: list[int], num_outputs: list[int]) -> np.ndarray:

@@ -121,9 +121,10 @@ async def answer(api: Api, exchange: Exchange, job: Job) -> None:
         with api.underway.listed(exchange.tenant, names, abort):
             async with exchange.watched(abort):
                 await (_stream if job.request.stream else _whole)(api, exchange, job, choices)
-    except Exception as error:
-        if not isinstance(error, ApiError):  # its text could not be made, say: nobody else is to suffer for that
-            finish(choices, "error")
+    except (ApiError, asyncio.CancelledError):
+        raise
+    except BaseException:  # its text could not be made, say; a panic of the tokenizer's is no Exception
+        finish(choices, "error")
         raise
     finally:
         abort()
@@ -193,6 +194,6 @@ async def _together(work: list[Coroutine[Any, Any, Any]]) -> list[Any]:
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one) for one in work]
-    except BaseExceptionGroup as failures:  # a panic of the tokenizer's is no Exception
+    except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
     return [task.result() for task in tasks]

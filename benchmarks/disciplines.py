@@ -33,7 +33,7 @@ def main() -> None:
     result = compare(asked.results, [option for option in options if option != "--"])
     if asked.pictures:
         for label, picture in slot_charts(result).items():
-            (asked.pictures / f"batching_{label.replace(' ', '_')}.svg").write_text(picture)
+            (asked.pictures / f"batching_{label.replace(' ', '_').lower()}.svg").write_text(picture)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import shutil
 import signal
@@ -214,16 +215,25 @@ def test_sigterm_lets_running_streams_finish(tmp_path):
         assert server.process.wait(20) == 0
 
 
-def test_the_death_of_the_engine_ends_streams_and_shows_in_health(tmp_path):
-    with serving("--dtype", "float32", log=tmp_path / "log") as server:
-        (engine,) = subprocess.run(
-            ["pgrep", "-P", str(server.process.pid)], capture_output=True, text=True, check=True).stdout.split()
-        body = {"model": MODEL, "prompt": "def main():", "max_tokens": 900, "temperature": 0, "stream": True,
-                "ignore_eos": True}
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as reply:
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_engine_ends_its_streams_and_the_next_one_says_the_same(sent: signal.Signals, tmp_path):
+    def engine_of(server: Live) -> int:
+        return int(subprocess.run(
+            ["pgrep", "-P", str(server.process.pid)], capture_output=True, text=True, check=True).stdout)
+
+    with serving("--dtype", "float32", "--engine-timeout", "4", log=tmp_path / "log") as server:
+        body = {"model": MODEL, "prompt": "def main():", "max_tokens": 32, "temperature": 0}
+        before = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()["choices"]
+        engine = engine_of(server)
+        long = body | {"max_tokens": 900, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=long, timeout=60) as reply:
             lines = reply.iter_lines()
             next(lines)
-            subprocess.run(["kill", "-9", engine], check=True)
+            os.kill(engine, sent)
             rest = [line for line in lines if line]
-        assert any('"error"' in line for line in rest)
-        until(lambda: httpx.get(f"{server.url}/health").status_code == 503)
+        assert rest[-1] == "data: [DONE]" and sum('"error"' in line for line in rest) == 1
+        health = httpx.get(f"{server.url}/health")
+        assert health.status_code == 503 and health.headers["retry-after"]
+        until(lambda: httpx.get(f"{server.url}/health").status_code == 200, 60)
+        assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()["choices"] == before
+        assert engine_of(server) != engine

@@ -18,6 +18,7 @@ from slotwise.server.underway import AbortRequest
 
 logger = logging.getLogger(__name__)
 
+MAX_SETTINGS = 64 << 10  # bytes of a body that changes something
 STARTED = int(time.time())
 PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
 
@@ -65,7 +66,7 @@ async def scheduling(api: Api, exchange: Exchange) -> None:
 
 async def reschedule(api: Api, exchange: Exchange) -> None:
     """Change how batches are made, from the next step on: the whole body or nothing of it."""
-    changes = decode_object(await exchange.body(api.settings.max_body_bytes, api.settings.body_timeout))
+    changes = decode_object(await exchange.body(MAX_SETTINGS, api.settings.body_timeout))
     try:
         changed = api.service.reschedule(changes)
     except ValueError as error:

@@ -10,12 +10,12 @@ from typing import Any
 
 from slotwise.engine.messages import EngineInfo
 from slotwise.server.errors import ApiError, bad_request, from_text, too_long
+from slotwise.server.outline import MAX_MESSAGES
 from slotwise.server.protocol import ChatRequest, Prompt, TokenizeRequest
 from slotwise.text.chat import ChatTemplate, ChatTemplateError
 from slotwise.text.tokenizer import SHORT, Tokenizer, TokenizerError
 
 MAX_WAITING = 256  # long texts that wait for the thread
-MAX_MESSAGES = 4096
 
 
 class Prompts:
@@ -39,17 +39,26 @@ class Prompts:
             raise bad_request("prompt: must not be empty", "prompt")
         if len(prompts) > max_prompts:
             raise bad_request(f"prompt: at most {max_prompts} prompts in one request", "prompt")
-        return [await self._ids(one) for one in prompts]
+        ids = []
+        for one in prompts:
+            ids.append(await self._ids(one))
+            await asyncio.sleep(0)  # a thousand short texts would hold up every stream
+        return ids
 
     async def _ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
             ids = await self._encode(len(prompt), lambda: self.tokenizer.encode(prompt, max_tokens=self._longest))
-        elif isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
-            ids = prompt
         else:
-            raise bad_request("prompt: must be a string, token ids, or a list of either", "prompt")
+            ids = self._given(prompt)
         self.check(ids, "prompt")
         return ids
+
+    def _given(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, list):
+            self._check_length(prompt, "prompt")
+            if all(isinstance(token, int) for token in prompt):
+                return prompt
+        raise bad_request("prompt: must be a string, token ids, or a list of either", "prompt")
 
     async def of_chat(self, request: ChatRequest | TokenizeRequest, num_bytes: int,
                       variables: dict[str, Any]) -> list[int]:
@@ -108,10 +117,13 @@ class Prompts:
         """Raises ApiError for a prompt that no output could follow."""
         if not ids:
             raise bad_request(f"{param}: the prompt has no tokens", param)
+        self._check_length(ids, param)
+        self._check_vocabulary(ids, param)
+
+    def _check_length(self, ids: Sequence[int], param: str) -> None:
         if len(ids) >= self._longest:
             raise too_long(f"this model's maximum context length is {self._longest} tokens, output included; "
                            f"the prompt has {len(ids)}", param)
-        self._check_vocabulary(ids, param)
 
     def _check_vocabulary(self, ids: Sequence[int], param: str) -> None:
         if ids and not (min(ids) >= 0 and max(ids) < self._info.vocab_size):

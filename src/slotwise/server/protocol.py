@@ -6,6 +6,9 @@ would change what the answer means are refused by name.
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from http import HTTPStatus
 from typing import Annotated, Any, TypeVar
@@ -13,6 +16,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from slotwise.core.params import MAX_LOGPROBS, MAX_N, MAX_STOP_LENGTH, InvalidParams, SamplingParams
+from slotwise.server import outline
 from slotwise.server.errors import ApiError, bad_request, from_decoding, from_params
 
 INT64 = 2**63 - 1
@@ -174,6 +178,7 @@ Body = TypeVar("Body", CompletionRequest, ChatRequest, TokenizeRequest, Detokeni
 _DECODERS: dict[type, msgspec.json.Decoder[Any]] = {
     kind: msgspec.json.Decoder(kind) for kind in (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
 }
+_OBJECT = msgspec.json.Decoder(dict[str, Any])
 
 
 @cache
@@ -185,18 +190,25 @@ def unsupported_fields(kind: type[Generate]) -> dict[str, tuple[Any, ...]]:
 
 def decode(kind: type[Body], body: bytes) -> Body:
     """Raises ApiError, with the field at fault as its `param`."""
-    try:
-        return _DECODERS[kind].decode(body)
-    except (ValueError, RecursionError) as error:
-        raise from_decoding(error) from error
+    with _decoding():
+        return _DECODERS[kind].decode(outline.trimmed(kind, body) if len(body) > outline.LARGE else body)
 
 
 def decode_object(body: bytes) -> dict[str, Any]:
     """Raises ApiError for anything but a JSON object."""
+    with _decoding():
+        return _OBJECT.decode(body)
+
+
+@contextmanager
+def _decoding() -> Iterator[None]:
+    gc.disable()  # JSON has no cycles, and a hostile body's hundred thousand lists would be searched for them
     try:
-        return msgspec.json.decode(body, type=dict[str, Any])
+        yield
     except (ValueError, RecursionError) as error:
         raise from_decoding(error) from error
+    finally:
+        gc.enable()
 
 
 def check_model(asked: str | None, served: str) -> None:

@@ -302,3 +302,16 @@ def test_the_end_is_kind_to_a_living_engine_and_quick_with_others() -> None:
             assert await ending(world) <= longest and world.processes[0].killed == killed
 
     asyncio.run(whole())
+
+
+def test_a_supervisor_that_fails_does_not_leave_a_server_that_looks_well() -> None:
+    async def play(world: World) -> None:
+        def launch(last: EngineInfo | None) -> Process:
+            raise RuntimeError("a mistake of ours")
+
+        world.supervisor._launch = launch
+        world.processes[0].crash()
+        await world.until(1)
+        assert world.service.hopeless.is_set() and not world.service.healthy
+
+    scenario(play)

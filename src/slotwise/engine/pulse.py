@@ -32,12 +32,23 @@ Clock = Callable[[], float]
 """Monotonic seconds."""
 
 
-class Heart:
-    """The engine's side: `step_began` is kept by whoever steps."""
+def leave() -> None:
+    """End this process: nobody is left to serve, and the engine's thread is caught in a step, or it would have left."""
+    time.sleep(LAST_WORDS)
+    os._exit(1)
 
-    def __init__(self, channel: BlockingChannel) -> None:
+
+class Heart:
+    """The engine's side: `step_began` is kept by whoever steps.
+
+    Args:
+        deserted: called by the heart's thread when the channel has closed.
+    """
+
+    def __init__(self, channel: BlockingChannel, deserted: Callable[[], None] = leave) -> None:
         self.step_began = 0  # monotonic nanoseconds; 0: no step is under way
         self._channel = channel
+        self._deserted = deserted
 
     def start(self) -> None:
         threading.Thread(target=self._beat, name="heart", daemon=True).start()
@@ -49,8 +60,7 @@ class Heart:
                 self._channel.send(encode(Beat(time.monotonic_ns() - began if began else 0)))
                 time.sleep(BEAT)
         except ChannelClosed:
-            time.sleep(LAST_WORDS)
-            os._exit(1)  # nobody is left to serve, and the engine's thread is caught in a step
+            self._deserted()
 
 
 class Pulse:

@@ -211,11 +211,15 @@ class EngineService:
         self._send(request)
         return generation
 
-    def _admit(self, request_id: str) -> None:
+    def check_open(self) -> None:
+        """Raises Refused while nobody at all is let in: known before a request is read."""
         if not self.healthy:
             self._refuse(ENGINE_DEAD, self.trouble)
         if self.draining:
             self._refuse(DRAINING, "the server is shutting down and takes no new requests")
+
+    def _admit(self, request_id: str) -> None:
+        self.check_open()
         if request_id in self._live or request_id in self._leaving:
             self._refuse(DUPLICATE_ID, f"a request named {request_id!r} is still alive")
         assert self._link is not None

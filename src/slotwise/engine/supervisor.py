@@ -14,9 +14,9 @@ import contextlib
 import logging
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from slotwise.engine.messages import EngineInfo
 from slotwise.engine.pulse import BEAT, ENGINE_TIMEOUT, Clock, Pulse
@@ -129,8 +129,16 @@ class Supervisor:
         if self._process is not None and not (alive and await self._ended(self._process, EXIT)):
             await self._bury()
 
-    def _spawn(self, work: Awaitable[None]) -> None:
-        self._tasks.add(asyncio.ensure_future(work))
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended_by_itself)
+
+    def _ended_by_itself(self, task: asyncio.Task[None]) -> None:
+        """A server that nobody watches over any more must not look as if it were."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.critical("the supervisor failed", exc_info=error)
+            self._service.hopeless.set()
 
     async def _feel(self) -> None:
         """The pulse of whoever is attached, until the supervisor's end."""

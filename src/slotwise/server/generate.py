@@ -42,7 +42,11 @@ class Api:
         self._serials = itertools.count()
 
     def check_room(self, num_requests: int = 1, num_tokens: int = 0) -> None:
-        """Raises ApiError when so many more cannot wait."""
+        """Raises ApiError when so many more cannot wait, or nobody is let in at all."""
+        try:
+            self.service.check_open()
+        except Refused as refused:
+            raise from_refusal(refused, self.door.retry_after) from refused
         objection = self.door.objection(num_requests, num_tokens)
         if objection:
             self.metrics.refused(QUEUE_FULL)

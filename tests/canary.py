@@ -1,0 +1,66 @@
+"""A stream that goes on while a server is ill-treated: its tokens, and how long it was kept waiting."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+from live_server import Server
+
+BODY = {"prompt": [40], "max_tokens": 200, "stream": True}  # through the toy's vocabulary, without meeting its end
+
+
+class Canary:
+    """Sings until it is told to stop.  `gap` is the longest wait for an event, in seconds of the API process's
+    computing time: what other requests cost it, however busy the machine is with other things.
+    """
+
+    def __init__(self, server: Server) -> None:
+        self.texts: list[str] = []
+        self.gap = 0.0
+        self._url = server.url + "/v1/completions"
+        self._clock = Path(f"/proc/{server.process.pid}/schedstat")
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sing)
+
+    def computed(self) -> float:
+        """Seconds the main thread of the API process, which serves every stream, has computed."""
+        return int(self._clock.read_text().split()[0]) * 1e-9
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _sing(self) -> None:
+        with httpx.Client(timeout=60) as client:
+            while not self._stop.is_set():
+                with client.stream("POST", self._url, json=BODY) as response:
+                    assert response.status_code == 200, response.read()
+                    self.texts.append("".join(self._words(response)))
+
+    def _words(self, response: httpx.Response) -> Iterator[str]:
+        before = self.computed()
+        for line in response.iter_lines():
+            now = self.computed()
+            self.gap, before = max(self.gap, now - before), now
+            if line and line != "data: [DONE]":
+                yield json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+
+
+@contextmanager
+def singing(server: Server, text: str) -> Iterator[Canary]:
+    """A canary for as long as the block runs; every time round it must have sung `text`."""
+    canary = Canary(server)
+    canary.start()
+    try:
+        yield canary
+    finally:
+        canary.stop()
+    assert canary.texts and set(canary.texts) == {text}

@@ -233,7 +233,8 @@ def test_a_second_signal_ends_it_at_once(folder: Path, tmp_path: Path) -> None:
         connection = httpx.Client(timeout=60)
         request = connection.build_request("POST", server.url + COMPLETIONS, json=STREAM)
         response = connection.send(request, stream=True)
-        next(response.iter_lines())
+        lines = response.iter_lines()  # kept: the response is closed with its iterator
+        next(lines)
         server.process.send_signal(signal.SIGTERM)
         eventually(lambda: httpx.get(server.url + "/health").status_code == 503)
         server.process.send_signal(signal.SIGTERM)

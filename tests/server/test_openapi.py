@@ -69,6 +69,8 @@ def fuzz(operation: Any, mode: GenerationMode, examples: int) -> None:
     @given(case=operation.as_strategy(generation_mode=mode))
     def sent(case: Any) -> None:
         assume(not MAGIC.search(repr(case.body)))
+        if mode is GenerationMode.POSITIVE and isinstance(case.body, dict) and "model" in case.body:
+            case.body["model"] = "toy"  # else nearly all are told that there is no such model
         response = case.call(timeout=60)
         case.validate_response(response, checks=CHECKS)
         if response.status_code == 503:

@@ -12,6 +12,7 @@ import msgspec
 from slotwise import __version__
 from slotwise.engine.scheduling import changes_schema
 from slotwise.server.errors import ErrorBody
+from slotwise.server.outline import MAX_MESSAGES, Message
 from slotwise.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -29,6 +30,7 @@ GENERATING = ("/v1/completions", "/v1/chat/completions")
 PLAIN_TEXT = ("/metrics",)
 AT_ANY_ROUTE = (HTTPStatus.BAD_REQUEST, HTTPStatus.UNAUTHORIZED, HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED,
                 HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.SERVICE_UNAVAILABLE)
+EVENT: Json = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 WITH_A_BODY = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
 WHEN_GENERATING = (HTTPStatus.GATEWAY_TIMEOUT,)
 
@@ -39,12 +41,14 @@ def document(routes: Sequence[tuple[str, str, Callable[..., Any]]], open_to_all:
     Args:
         open_to_all: paths that need no key.
     """
-    types = [*BODIES.values(), ErrorBody]
+    types = [*BODIES.values(), Message, ErrorBody]
     references, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     for kind in (CompletionRequest, ChatRequest):
         properties = components[kind.__name__]["properties"]
         properties |= {name: {"enum": neutral} for name, neutral in unsupported_fields(kind).items()}
     schemas = dict(zip(types, references, strict=True))
+    components["ChatRequest"]["properties"]["messages"] = {
+        "type": "array", "items": schemas[Message], "minItems": 1, "maxItems": MAX_MESSAGES}
     paths: dict[str, Json] = {}
     for method, path, endpoint in routes:
         operation = _operation(method, path, schemas)
@@ -83,7 +87,7 @@ def _answer(path: str) -> Json:
     if path in PLAIN_TEXT:
         return {"text/plain": {"schema": {"type": "string"}}}
     whole = {"application/json": {"schema": {"type": "object"}}}
-    return whole | {"text/event-stream": {"schema": {"type": "string"}}} if path in GENERATING else whole
+    return whole | {"text/event-stream": {"schema": EVENT}} if path in GENERATING else whole
 
 
 def _error(status: HTTPStatus, schema: Json) -> Json:

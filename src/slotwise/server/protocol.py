@@ -20,6 +20,7 @@ from slotwise.server import outline
 from slotwise.server.errors import ApiError, bad_request, from_decoding, from_params
 
 INT64 = 2**63 - 1
+MAX_NAME = 200  # characters of a name that is told back
 Int = Annotated[int, msgspec.Meta(ge=-INT64, le=INT64)]
 
 
@@ -214,5 +215,5 @@ def _decoding() -> Iterator[None]:
 def check_model(asked: str | None, served: str) -> None:
     """Raises ApiError for a model that is not here."""
     if asked is not None and asked != served:
-        message = f"the model {asked!r} does not exist; this server has {served!r}"
+        message = f"the model {asked[:MAX_NAME]!r} does not exist; this server has {served!r}"
         raise ApiError(HTTPStatus.NOT_FOUND, message, "model", "model_not_found")

@@ -30,6 +30,7 @@ GREETING = re.compile(r" on \w+ \((\w+)\): ")  # type of the weights
 READY = re.compile(r"Ready after .* on (http://\S+)")
 EXIT_SECONDS = 20.0  # the server gets to end once asked
 ADMIN_SECONDS = 30.0  # a change of scheduling may take
+NO_QUEUE_BOUND = ("--max-num-queued-reqs", "1000000", "--max-num-queued-tokens", "1000000000")  # all are to be measured
 WARM_UPS = 4  # requests before each run
 
 
@@ -51,7 +52,7 @@ def serving(arguments: Sequence[str]) -> Iterator[Served]:
         RuntimeError: it ended before it was ready; the message is the last line it wrote.
     """
     key = secrets.token_urlsafe(16)
-    command = [sys.executable, "-m", "slotwise.cli", "serve", *arguments, "--port", "0", "--api-key", key]
+    command = [sys.executable, "-m", "slotwise.cli", "serve", *NO_QUEUE_BOUND, *arguments, "--port", "0", "--api-key", key]
     with tempfile.TemporaryFile("w+") as log, subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True) as process:
         try:

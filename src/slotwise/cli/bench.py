@@ -42,7 +42,7 @@ def _add_serve(kinds: Any) -> None:
     server.add_argument("--endpoint", choices=("/v1/completions", "/v1/chat/completions"), default="/v1/completions",
                         help="what is asked (default: /v1/completions)")
     server.add_argument("--model", default="", metavar="NAME", help="as it is served (default: the server's first)")
-    server.add_argument("--api-key", default=os.environ.get("SLOTWISE_API_KEY", ""), metavar="KEY",
+    server.add_argument("--api-key", default=os.environ.get("SLOTWISE_API_KEY", "").partition(",")[0], metavar="KEY",
                         help="sent as a bearer token (default: $SLOTWISE_API_KEY)")
     _add_phrasing(serve.add_argument_group("requests"))
     measured = serve.add_argument_group("measurement")

@@ -35,12 +35,31 @@ def test_a_full_group_is_told_apart_from_a_broken_number(group: Path):
     (group / "memory.current").write_text(f"{20 * GIB}\n")
     assert memory.available_bytes() == 0
     with pytest.raises(MemoryError, match="kv_cache_memory"):
-        memory.num_blocks(1000, useful_blocks=10, asked=None)
+        memory.cache_budget(0, 0, asked=None, share=None)
 
 
-def test_the_cache_never_takes_more_than_can_be_used(group: Path):
-    assert memory.num_blocks(1000, useful_blocks=10, asked=None) == 10
-    assert memory.num_blocks(1000, useful_blocks=10, asked=4500) == 4
+def test_the_cache_never_takes_more_than_can_be_used():
+    assert memory.num_blocks(1000, useful_blocks=10, budget=10**9) == 10
+    assert memory.num_blocks(1000, useful_blocks=10, budget=4500) == 4
+    with pytest.raises(MemoryError, match="no block of 1000 bytes"):
+        memory.num_blocks(1000, useful_blocks=10, budget=999)
+
+
+def test_the_cache_gets_a_share_of_what_is_free_or_what_the_workspace_leaves(group: Path):
+    assert memory.cache_budget(GIB, GIB, asked=None, share=None) == int(7 * GIB * memory.SHARE)
+    assert memory.cache_budget(GIB, 6 * GIB, asked=None, share=None) == GIB
+
+
+def test_a_share_of_everything_counts_weights_and_workspace(group: Path):
+    assert memory.cache_budget(GIB, 2 * GIB, asked=None, share=0.75) == 3 * GIB  # 6 of 8, less 1, less 2
+
+
+@pytest.mark.parametrize(("workspace", "asked", "share"), [
+    (GIB, 7 * GIB, None), (8 * GIB, None, None), (8 * GIB, 1, None), (7 * GIB, None, 0.5)])
+def test_what_is_not_there_is_refused_with_the_numbers(group: Path, workspace: int, asked: int | None,
+                                                      share: float | None):
+    with pytest.raises(MemoryError, match=r"does not fit the 7.00 GiB that are free"):
+        memory.cache_budget(GIB, workspace, asked=asked, share=share)
 
 
 def test_this_machine_has_some():

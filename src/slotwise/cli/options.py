@@ -34,6 +34,9 @@ ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--block-size", {"type": int, "metavar": "TOKENS", "help": "tokens of a cache block (default: the best)"}),
     ("--kv-cache-memory", {"type": int, "metavar": "BYTES", "help": "memory of the cache (default: what the slots "
                            "can use, within 40%% of what is free)"}),
+    ("--gpu-memory-utilization", {
+        "type": float, "metavar": "SHARE",
+        "help": "share of all memory, on whatever device, for weights, workspace and cache together"}),
     ("--enable-prefix-caching", {
         "action": argparse.BooleanOptionalAction, "default": True,
         "help": "compute equal beginnings of requests once (default: on)"}),

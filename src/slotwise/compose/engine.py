@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -9,9 +10,9 @@ from slotwise.core.limits import SchedulerLimits
 from slotwise.core.scheduler import Scheduler
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.loop import Engine
-from slotwise.engine.messages import EngineInfo
+from slotwise.engine.messages import EngineInfo, MemoryUse
 from slotwise.kernels.select import choose
-from slotwise.model.decoder import Decoder
+from slotwise.model.decoder import Decoder, tensor_shapes
 from slotwise.model.load import load_model
 from slotwise.policies.fcfs import FirstComeFirstServed
 from slotwise.runner import memory
@@ -45,7 +46,7 @@ class Loaded:
             ConfigError: the settings contradict each other or the model.
         """
         decoder = self._decoder
-        limits = _size(config, decoder)
+        limits, used = _size(config, decoder)
         null_block = limits.num_blocks  # one more than the scheduler knows of
         caches = [
             decoder.kernels.allocate_cache(limits.num_blocks + 1, limits.block_size, shape, decoder.config.dtype)
@@ -63,7 +64,8 @@ class Loaded:
             scheduler, Runner(decoder, caches, slots, sampler), time.monotonic_ns, eos_ids, depth=config.overlap)
         return engine, EngineInfo(
             model=self._name, device=self._device, dtype=str(decoder.config.dtype).removeprefix("torch."),
-            vocab_size=decoder.config.vocab_size, limits=limits, scheduling=scheduling, eos_token_ids=eos_ids)
+            vocab_size=decoder.config.vocab_size, limits=limits, scheduling=scheduling, eos_token_ids=eos_ids,
+            memory=used)
 
 
 def load(config: EngineConfig, progress: Progress = silent) -> Loaded:
@@ -89,7 +91,7 @@ def build_engine(config: EngineConfig, progress: Progress = silent) -> tuple[Eng
     return load(config, progress).engine(config, progress)
 
 
-def _size(config: EngineConfig, decoder: Decoder) -> SchedulerLimits:
+def _size(config: EngineConfig, decoder: Decoder) -> tuple[SchedulerLimits, MemoryUse]:
     """The scheduler's limits, from the model, the memory and what was asked."""
     block_size = config.block_size or BLOCK_SIZE
     model_tokens = decoder.config.max_position_embeddings
@@ -98,4 +100,8 @@ def _size(config: EngineConfig, decoder: Decoder) -> SchedulerLimits:
         for shape in decoder.attention_shapes)
     longest = min(config.max_model_len or model_tokens, model_tokens)
     useful = config.max_num_seqs * -(-longest // block_size)
-    return config.limits(model_tokens, memory.num_blocks(per_block, useful, config.kv_cache_memory), block_size)
+    weights = sum(math.prod(shape) for shape in tensor_shapes(decoder.config).values()) * decoder.config.dtype.itemsize
+    workspace = decoder.workspace_bytes(config.largest_step(longest), config.max_num_seqs)
+    budget = memory.cache_budget(weights, workspace, config.kv_cache_memory, config.gpu_memory_utilization)
+    limits = config.limits(model_tokens, memory.num_blocks(per_block, useful, budget), block_size)
+    return limits, MemoryUse(weights, workspace, (limits.num_blocks + 1) * per_block)

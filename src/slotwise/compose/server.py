@@ -24,6 +24,8 @@ from slotwise.server.settings import ServerSettings
 from slotwise.text.chat import load_chat_template
 from slotwise.text.tokenizer import Tokenizer
 
+MB = 1e6  # bytes
+
 
 def run_server(config: EngineConfig, settings: ServerSettings, address: tuple[str, int], template: str | None) -> int:
     """Serve until a signal comes; the exit status.
@@ -84,9 +86,11 @@ class _LoadingBar:
 
 
 def _greet(url: str, info: EngineInfo, app: App, seconds: float) -> None:
-    limits = info.limits
+    limits, used = info.limits, info.memory
     print(
         f"{app.api.settings.served_model_name} on {info.device} ({info.dtype}): {limits.max_num_seqs} slots, "
         f"{limits.num_blocks} blocks of {limits.block_size} tokens, steps of up to {limits.max_num_batched_tokens} "
         f"tokens, sequences of up to {limits.max_model_len}\n"
+        f"Memory at most: {used.weights / MB:,.0f} MB of weights, {used.cache / MB:,.0f} MB of cache, "
+        f"{used.workspace / MB:,.0f} MB for a step\n"
         f"Ready after {seconds:.1f} s on {url}  (try {url}/v1/models)", flush=True)

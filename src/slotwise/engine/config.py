@@ -45,6 +45,7 @@ class EngineConfig:
     long_prefill_token_threshold: int = 0
     block_size: int | None = None  # tokens of a cache block; None: what the device's kernels like best
     kv_cache_memory: int | None = None  # bytes; None: what the slots can use, within a share of free memory
+    gpu_memory_utilization: float | None = None  # share of all memory for weights, workspace and cache; None: decide
     enable_prefix_caching: bool = True  # equal beginnings of requests are computed once
     on_pressure: str = RECOMPUTE  # who must yield when blocks run out waits and is computed again, or ends in "error"
     seed: int = 0  # of the requests that bring none
@@ -63,6 +64,12 @@ class EngineConfig:
             self.scheduling()
         except ValueError as error:
             raise ConfigError(str(error)) from error
+        if self.gpu_memory_utilization is not None:
+            if not 0 < self.gpu_memory_utilization <= 1:
+                raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, not "
+                                  f"{self.gpu_memory_utilization}")
+            if self.kv_cache_memory is not None:
+                raise ConfigError("kv_cache_memory and gpu_memory_utilization both size the cache: give one of them")
         if self.on_pressure not in PRESSURES:
             raise ConfigError(f"on_pressure must be one of {', '.join(PRESSURES)}, not {self.on_pressure!r}")
         if self.overlap not in (0, 1):
@@ -81,6 +88,14 @@ class EngineConfig:
     def step_tokens(self) -> int:
         """Tokens of a step, decided."""
         return self.max_num_batched_tokens or max(STEP_TOKENS, self.max_num_seqs)
+
+    def largest_step(self, longest: int) -> int:
+        """Tokens that a step may have at most, where sequences have up to `longest`."""
+        if self.batching in ("static", "dynamic"):
+            return (self.batch_size or self.max_num_seqs) * longest
+        if self.batching == "continuous" and self.prefill in (None, "chunked"):
+            return self.step_tokens
+        return self.step_tokens + longest  # prompts run whole, and the last of a step may exceed its budget
 
     def scheduling(self) -> Scheduling:
         """What may change later, as it is at the start."""

@@ -52,6 +52,14 @@ class Loading(msgspec.Struct, tag="loading"):
     total: int
 
 
+class MemoryUse(msgspec.Struct, frozen=True):
+    """Bytes an engine takes at most."""
+
+    weights: int = 0
+    workspace: int = 0  # activations of the largest step
+    cache: int = 0
+
+
 class EngineInfo(msgspec.Struct, tag="ready"):
     """Sent once, when the engine can take requests."""
 
@@ -62,6 +70,7 @@ class EngineInfo(msgspec.Struct, tag="ready"):
     limits: SchedulerLimits
     scheduling: Scheduling
     eos_token_ids: tuple[int, ...]
+    memory: MemoryUse = MemoryUse()
 
 
 class RowEnd(msgspec.Struct, array_like=True):

@@ -18,6 +18,8 @@ from slotwise.model.config import ModelConfig
 from slotwise.model.rope import rotary_table
 from slotwise.model.weights import Read
 
+FLOAT32 = 4  # bytes, of a logit that the sampler edits
+
 
 @dataclass(frozen=True, slots=True)
 class Layer:
@@ -50,6 +52,15 @@ class Decoder:
     def attention_shapes(self) -> list[AttentionShape]:
         """What each layer's cache must be allocated for."""
         return [layer.attention for layer in self._layers]
+
+    def workspace_bytes(self, num_tokens: int, num_samples: int) -> int:
+        """Most bytes of activations that a step of so many tokens and sampling rows holds at a time."""
+        config = self.config
+        heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        attending = 2 * heads + 2 * config.num_heads * config.head_dim
+        mlp = 3 * config.intermediate_size
+        a_token = (3 * config.hidden_size + max(attending, mlp)) * config.dtype.itemsize
+        return num_tokens * a_token + num_samples * config.vocab_size * (config.dtype.itemsize + FLOAT32)
 
     def hidden(self, batch: RaggedBatch, caches: Sequence[LayerCache]) -> Tensor:
         """Run one step: write every token to the caches, and return `[samples, hidden]`, normed, at `sample_at`.

@@ -1,10 +1,14 @@
-"""How much memory the cache may take."""
+"""How much memory an engine takes, decided before it is taken: weights, workspace of the largest step, cache.
+
+    what this process may take
+    |■ weights ■|■ workspace ■|■■■■■■■■■■■ cache ■■■■■■■■■■■|      others      |
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-SHARE = 0.4  # of the memory free once the weights are loaded; the rest is for activations and for others
+SHARE = 0.4  # of what is free once the weights are loaded goes to the cache, where nobody asked for more or less
 
 UNLIMITED = 1 << 62  # bytes
 
@@ -16,22 +20,52 @@ def available_bytes() -> int:
     return min(_machine_available(), _cgroup_available())
 
 
-def num_blocks(bytes_per_block: int, useful_blocks: int, asked: int | None) -> int:
+def cache_budget(weights: int, workspace: int, asked: int | None, share: float | None) -> int:
+    """Bytes the cache may take.
+
+    Args:
+        weights: bytes of the weights, which are loaded.
+        workspace: bytes of the largest step's activations.
+        asked: bytes of cache; None: decide.
+        share: of all this process may take, for weights, workspace and cache together; None: decide.
+
+    Raises:
+        MemoryError: what is asked for is not there.
+    """
+    free = available_bytes()
+    if asked is not None:
+        budget = asked
+    elif share is not None:
+        budget = int((free + weights) * share) - weights - workspace
+    else:
+        budget = min(int(free * SHARE), free - workspace)
+    if budget + workspace > free or budget < 1:
+        raise MemoryError(
+            f"a cache of {gib(budget)} beside {gib(workspace)} of workspace for a step does not fit the {gib(free)} "
+            f"that are free ({gib(weights)} of weights are loaded): change kv_cache_memory or gpu_memory_utilization, "
+            "or make steps smaller with max_num_batched_tokens (static batches: batch_size, max_model_len)")
+    return budget
+
+
+def num_blocks(bytes_per_block: int, useful_blocks: int, budget: int) -> int:
     """Blocks the cache gets.
 
     Args:
         bytes_per_block: over all layers.
         useful_blocks: more than this could never be in use.
-        asked: bytes; None: a share of what is available.
+        budget: bytes.
 
     Raises:
         MemoryError: not even one block fits.
     """
-    budget = int(available_bytes() * SHARE) if asked is None else asked
     blocks = min(budget // bytes_per_block, useful_blocks)
     if blocks < 1:
-        raise MemoryError(f"a cache of {budget} bytes holds no block of {bytes_per_block} bytes: raise kv_cache_memory")
+        raise MemoryError(f"a cache of {gib(budget)} holds no block of {bytes_per_block} bytes: raise kv_cache_memory")
     return blocks
+
+
+def gib(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB"
 
 
 def _machine_available() -> int:

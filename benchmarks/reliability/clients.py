@@ -1,0 +1,240 @@
+"""Clients that account for what they get, and those that go away before they got it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from . import ledger
+from .server import Metrics, Server
+
+PATH = "/v1/completions"
+GIVE_UP = 150.0  # seconds after which a request that has not ended counts as lost
+SETTLED = 60.0  # seconds after which nobody should be left
+CANARY = {"prompt": "def main(", "max_tokens": 48, "temperature": 0, "ignore_eos": True}
+CANARY_BLOCKS = 1  # of 64 tokens, that the canary needs
+
+
+class Leave(Exception):
+    """This client has waited as long as it wanted to."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """What one request brought.  Times are seconds of `time.perf_counter`."""
+
+    sent: float
+    status: int = 0
+    text: str = ""
+    num_tokens: int = 0
+    finish_reason: str = ""
+    error: str = ""  # explicit ones
+    ends: int = 0
+    first: float = 0.0  # the first text
+    ended: float = 0.0
+    hung_up: bool = False
+    unheard: bool = False  # nobody listened
+    broken: str = ""  # why there was no proper end
+
+    @property
+    def fate(self) -> str:
+        if self.hung_up:
+            return ledger.HUNG_UP
+        if self.unheard:
+            return ledger.NOBODY
+        return ledger.LOST if self.broken else ledger.fate(self.status, self.ends, self.finish_reason, bool(self.error))
+
+    @property
+    def tokens(self) -> tuple[str, int]:
+        """What must not change."""
+        return self.text, self.num_tokens
+
+
+@asynccontextmanager
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
+    """As many connections as there are requests."""
+    timeout = aiohttp.ClientTimeout(total=GIVE_UP)
+    async with aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2), timeout=timeout) as opened:
+        yield opened
+
+
+async def ask(http: aiohttp.ClientSession, server: Server, body: dict[str, Any], leave_after: int = 0) -> Answer:
+    """One streamed request to its end, whatever that is.
+
+    Args:
+        leave_after: events after which this client hangs up; 0: it stays.
+    """
+    answer = Answer(time.perf_counter())
+    content = body | {"stream": True, "stream_options": {"include_usage": True}}
+    try:
+        async with http.post(server.url + PATH, json=content) as response:
+            answer.status = response.status
+            if response.status != 200:
+                answer.error = _message(await response.json(content_type=None))
+                answer.ends += 1
+            else:
+                await _read(response, answer, leave_after)
+    except Leave:
+        answer.hung_up = True
+    except aiohttp.ClientConnectorError:
+        answer.unheard = True
+    except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+        answer.broken = f"{type(error).__name__}: {error}"
+    answer.ended = time.perf_counter()
+    return answer
+
+
+async def ask_briefly(http: aiohttp.ClientSession, server: Server, body: dict[str, Any], seconds: float) -> Answer:
+    """Hang up after `seconds`, most likely before the first token."""
+    began = time.perf_counter()
+    try:
+        async with asyncio.timeout(seconds):
+            return await ask(http, server, body)
+    except TimeoutError:
+        return Answer(began, ended=time.perf_counter(), hung_up=True)
+
+
+async def _read(response: aiohttp.ClientResponse, answer: Answer, leave_after: int) -> None:
+    done = False
+    num_events = 0
+    async for line in response.content:
+        if not line.startswith(b"data: "):
+            continue
+        if line.startswith(b"data: [DONE]"):
+            done = True
+            break
+        event = json.loads(line[6:])
+        num_events += 1
+        _take(event, answer)
+        if num_events == leave_after:
+            response.close()
+            raise Leave
+    if not done:
+        answer.broken = "the stream broke off"
+
+
+def _take(event: dict[str, Any], answer: Answer) -> None:
+    if event.get("error"):
+        answer.error = _message(event)
+        answer.ends += 1
+    for choice in event.get("choices", ()):
+        if choice["text"]:
+            answer.first = answer.first or time.perf_counter()
+            answer.text += choice["text"]
+        if choice["finish_reason"]:
+            answer.finish_reason = choice["finish_reason"]
+            answer.ends += 1
+    if event.get("usage"):
+        answer.num_tokens = event["usage"]["completion_tokens"]
+
+
+def _message(said: dict[str, Any]) -> str:
+    return str(said["error"]["message"])
+
+
+# -- what is seen from beside ------------------------------------------------------------------------------------
+
+
+class Canary:
+    """A greedy request that is sent again and again while others are ill-treated, and must bring the same each time."""
+
+    def __init__(self, http: aiohttp.ClientSession, server: Server) -> None:
+        self.answers: list[Answer] = []
+        self._alone = ("", 0)
+        self._http, self._server = http, server
+        self._stop = False
+
+    @property
+    def unchanged(self) -> bool:
+        return bool(self.answers) and all(answer.tokens == self._alone for answer in self.answers)
+
+    @asynccontextmanager
+    async def singing(self) -> AsyncIterator[Canary]:
+        """First alone, then beside what the block does."""
+        alone = await ask(self._http, self._server, CANARY)
+        self._alone = alone.tokens
+        task = asyncio.create_task(self._sing())
+        try:
+            yield self
+        finally:
+            self._stop = True
+            await task
+            self.answers.append(alone)
+
+    async def _sing(self) -> None:
+        while not self._stop:
+            self.answers.append(await ask(self._http, self._server, CANARY))
+
+
+async def quiet(http: aiohttp.ClientSession, server: Server, but: int = 0) -> float:
+    """Seconds until nobody runs and nobody waits `but` so many; at least `SETTLED` when that does not come."""
+    began = time.perf_counter()
+    while (await Metrics.read(http, server)).num_inside > but and time.perf_counter() - began < SETTLED:
+        await asyncio.sleep(0.01)
+    return time.perf_counter() - began
+
+
+async def leaked(http: aiohttp.ClientSession, server: Server) -> int:
+    """Blocks that nobody who lives has: those in use beside a request of one block.
+
+    An idle server's metrics say nothing of its cache, so it is read while that request runs alone.
+    """
+    for _ in range(20):
+        task = asyncio.create_task(ask(http, server, CANARY | {"prompt": [5], "max_tokens": 60}))
+        reading = await Metrics.read(http, server)
+        while not task.done() and not reading["num_requests_running"]:
+            reading = await Metrics.read(http, server)
+        await task
+        if reading["num_requests_running"] == 1:
+            return ledger.leaked_blocks(reading["kv_cache_usage_perc"], server.num_blocks, CANARY_BLOCKS)
+    raise RuntimeError("no reading of the cache with one request in it")
+
+
+async def health(http: aiohttp.ClientSession, server: Server) -> tuple[int, dict[str, Any]]:
+    """Status and body of `/health`; status 0: no answer."""
+    try:
+        async with http.get(f"{server.url}/health") as response:
+            return response.status, await response.json(content_type=None)
+    except (aiohttp.ClientError, OSError):
+        return 0, {}
+
+
+class HealthWatch:
+    """Asks for `/health` all the time: (seconds, status, body) of each answer."""
+
+    def __init__(self, http: aiohttp.ClientSession, server: Server) -> None:
+        self.seen: list[tuple[float, int, dict[str, Any]]] = []
+        self._http, self._server = http, server
+
+    @asynccontextmanager
+    async def watching(self) -> AsyncIterator[HealthWatch]:
+        task = asyncio.create_task(self._watch())
+        try:
+            yield self
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        while True:
+            status, body = await health(self._http, self._server)
+            self.seen.append((time.perf_counter(), status, body))
+            await asyncio.sleep(0.02)
+
+    def first(self, status: int, since: float) -> float:
+        """Seconds from `since` to the first such answer; infinite: none came."""
+        return min((at - since for at, seen, _ in self.seen if at >= since and seen == status), default=float("inf"))
+
+    async def until(self, status: int, since: float, limit: float) -> float:
+        """Wait for the first such answer after `since`."""
+        while self.first(status, since) == float("inf") and time.perf_counter() - since < limit:
+            await asyncio.sleep(0.02)
+        return self.first(status, since)

@@ -1,0 +1,118 @@
+"""Arithmetic of the table: what became of requests, which blocks did not come back, and how that is written down."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+COMPLETED = "completed"
+ABORTED = "aborted"  # ended by the server, which said so in the stream
+FAILED = "error"  # ended by an explicit error
+REFUSED = "refused (503)"
+IMPOSSIBLE = "refused (400)"
+HUNG_UP = "hung up"  # ended by this client
+NOBODY = "door closed"  # nobody listened any more: the request never was the server's
+LOST = "lost"  # no end, or not exactly one
+FATES = (COMPLETED, ABORTED, FAILED, REFUSED, IMPOSSIBLE, HUNG_UP, NOBODY, LOST)
+
+BEGIN, END = "<!-- reliability table: begin -->", "<!-- reliability table: end -->"
+HEADINGS = ("scenario", "sent", "ended", "lost", "leaked blocks", "holds", "what was seen")
+
+
+def fate(status: int, ends: int, finish_reason: str, failed: bool) -> str:
+    """What became of a request that was left to the server.
+
+    Args:
+        status: of the response; 0: there was none.
+        ends: finish reasons and errors it brought, each of which says that it is over.
+    """
+    if ends != 1:
+        return LOST
+    if status == 503:
+        return REFUSED
+    if 400 <= status < 500:
+        return IMPOSSIBLE
+    if failed or status >= 500:
+        return FAILED
+    return ABORTED if finish_reason == "abort" else COMPLETED
+
+
+@dataclass(slots=True)
+class Row:
+    """One scenario's account."""
+
+    scenario: str
+    fates: dict[str, int]
+    leaked: int  # blocks
+    holds: dict[str, bool]  # each promise, and whether it was kept
+    seen: list[str]  # what was measured, for people
+    figures: dict[str, Any] = field(default_factory=dict)  # the same for programs
+
+    @property
+    def sent(self) -> int:
+        return sum(self.fates.values()) - self.fates.get(NOBODY, 0)
+
+    @property
+    def lost(self) -> int:
+        return self.fates.get(LOST, 0)
+
+    @property
+    def ended(self) -> int:
+        return self.sent - self.lost
+
+    @property
+    def broken(self) -> list[str]:
+        """Promises that were not kept."""
+        kept = {"no request lost": self.lost == 0, "no block leaked": self.leaked == 0} | self.holds
+        return [promise for promise, was_kept in kept.items() if not was_kept]
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {
+            "sent": self.sent, "ended": self.ended, "lost": self.lost, "broken": self.broken}
+
+
+def tally(fates: Iterable[str]) -> dict[str, int]:
+    """How many met which fate, in the order of `FATES`."""
+    counts = Counter(fates)
+    return {name: counts[name] for name in FATES if counts[name]}
+
+
+def leaked_blocks(usage: float, num_blocks: int, needed: int) -> int:
+    """Blocks in use beyond those that the only request under way needs.
+
+    Args:
+        usage: share of all blocks in use.
+    """
+    return round(usage * num_blocks) - needed
+
+
+def drift(first: float, last: float) -> float:
+    """Growth from `first` to `last` as a share of `first`."""
+    return last / first - 1
+
+
+def table(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Markdown, from rows as `Row.as_json` made them."""
+    lines = ["| " + " | ".join(HEADINGS) + " |", "|---|--:|--:|--:|--:|---|---|"]
+    for row in rows:
+        fates = ", ".join(f"{count:,} {name}" for name, count in row["fates"].items() if name not in (LOST, NOBODY))
+        holds = "yes" if not row["broken"] else "**no**: " + "; ".join(row["broken"])
+        cells = (row["scenario"], f"{row['sent']:,}", f"{row['ended']:,} ({fates})", str(row["lost"]),
+                 str(row["leaked"]), holds, "; ".join(row["seen"]))
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def refreshed(page: str, content: str) -> str:
+    """`page` with `content` between the two marks.
+
+    Raises:
+        ValueError: the page has no place for it.
+    """
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the page must have {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n{content}\n{END}{after}"

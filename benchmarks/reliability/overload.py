@@ -1,0 +1,165 @@
+"""Five times as many requests as the server can serve."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from slotwise.bench.client import Client, Phrasing, Reply, Target, open_session
+from slotwise.bench.load import Load
+from slotwise.bench.measures import COMPLETED, REJECTED, Outcome, percentile
+from slotwise.bench.serving import resolve
+from slotwise.workload import arrivals, lengths
+from slotwise.workload.requests import Recipe, Workload, generate
+
+from . import clients, ledger
+from .server import MIB, Memory, Metrics, Server, serving
+
+FACTOR = 5
+TRIAL = 7.0  # seconds of each closed loop that looks for the best
+USERS = (64, 96)  # of the closed loops; there are 64 slots
+INPUTS, OUTPUTS = lengths.parse("uniform:32:256"), lengths.parse("uniform:64:256")
+MEAN_OUTPUT = 160  # tokens
+RAMP = 0.2  # share of a run before which its goodput is not counted
+GOOD = 0.9  # of the best goodput
+FLAT = 0.05  # growth of memory, as a share, that counts as none
+AT_ONCE = 20.0  # milliseconds
+DRAIN = 120.0  # seconds that the queue gets to empty
+
+
+def requests(pattern: str, count: int, seed: int) -> Workload:
+    return generate(Recipe(count, INPUTS, OUTPUTS, arrivals.parse(pattern)), seed)
+
+
+def drive(target: Target, workload: Workload, phrasing: Phrasing, limit: float) -> list[Outcome]:
+    """What became of `workload` within `limit` seconds; whoever is under way then is cut off."""
+    load = Load(workload, lambda request: phrasing.body(target, workload, request))
+    replies: list[Reply] = []
+
+    async def run() -> None:
+        async with open_session() as session:
+            client = Client(session, target, load.clock)
+
+            async def send(body: bytes, reply: Reply) -> None:
+                replies.append(reply)
+                await client.complete(body, reply)
+
+            try:
+                await asyncio.wait_for(load.run(send), limit)
+            except TimeoutError:
+                return
+
+    asyncio.run(run())
+    return [reply.outcome() for reply in replies]
+
+
+def goodput(outcomes: Sequence[Outcome], seconds: float) -> float:
+    """Output tokens a second in the steady part of a run, of requests that are not refused.
+
+    An event may carry several tokens; how many on average is known of the answers that came to their end.
+    """
+    whole = [outcome for outcome in outcomes if outcome.status == COMPLETED]
+    events = sum(len(outcome.token_times) for outcome in whole)
+    per_event = sum(outcome.num_output for outcome in whole) / events if events else 0.0
+    began = RAMP * seconds
+    steady = sum(began <= at < seconds for outcome in outcomes for at in outcome.token_times)
+    return steady * per_event / (seconds - began)
+
+
+def best(target: Target, phrasing: Phrasing) -> float:
+    """Goodput of the better of a few closed loops."""
+    found = []
+    for users in USERS:
+        outcomes = drive(target, requests(f"closed:{users}", 40 * users, seed=users), phrasing, TRIAL)
+        found.append(goodput(outcomes, TRIAL))
+        print(f"    {users} users in a closed loop: {found[-1]:,.0f} tokens/s", flush=True)
+        time.sleep(1.0)
+    return max(found)
+
+
+class MemoryWatch:
+    """Memory of all processes at the start, in the middle and at the end of a run."""
+
+    def __init__(self, server: Server, seconds: float) -> None:
+        self._server = server
+        self._readings: list[Memory] = []
+        self._thread = threading.Thread(target=self._read, args=(seconds,), daemon=True)
+        self._thread.start()
+
+    def _read(self, seconds: float) -> None:
+        began = time.perf_counter()
+        for share in (0.0, 0.5, 1.0):
+            time.sleep(max(0.0, began + share * seconds - time.perf_counter()))
+            self._readings.append(self._server.memory())
+
+    def readings(self) -> list[Memory]:
+        self._thread.join()
+        return self._readings
+
+
+def latencies(milliseconds: Sequence[float]) -> dict[str, float]:
+    ordered = sorted(milliseconds)
+    return {"count": len(ordered), "p50": percentile(ordered, 50), "p99": percentile(ordered, 99),
+            "max": max(ordered, default=0.0)}
+
+
+def fate(outcome: Outcome) -> str:
+    """What the load generator's words mean here; a stream that broke for any reason counts as lost."""
+    if outcome.status == COMPLETED:
+        return ledger.COMPLETED
+    if outcome.status == REJECTED:
+        return ledger.REFUSED if outcome.error.startswith("503") else ledger.IMPOSSIBLE
+    return ledger.FAILED if outcome.error[:3].isdigit() else ledger.LOST
+
+
+def overload(seconds: float) -> ledger.Row:
+    """An open loop at five times the capacity; its queue drains before the account is closed."""
+    with serving() as server:
+        target, vocab_size = resolve(Target(server.url))
+        phrasing = Phrasing(vocab_size)
+        most = best(target, phrasing)
+        rate = FACTOR * most / MEAN_OUTPUT
+        print(f"    open loop: {rate:.0f} requests/s for {seconds:g} s", flush=True)
+        workload = requests(f"poisson:{rate:.2f}", max(2, int(rate * seconds)), seed=1)
+        memory = MemoryWatch(server, seconds)
+        probe = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.reliability.probe", server.url, str(seconds)],
+            stdout=subprocess.PIPE, text=True)
+        outcomes = drive(target, workload, phrasing, seconds + DRAIN)
+        probed = json.loads(probe.communicate()[0])
+        return asyncio.run(_account(server, most, seconds, outcomes, probed, memory.readings()))
+
+
+async def _account(server: Server, most: float, seconds: float, outcomes: list[Outcome],
+                   probed: dict[str, Any], memory: list[Memory]) -> ledger.Row:
+    async with clients.session() as http:
+        await clients.quiet(http, server)
+        leaked = await clients.leaked(http, server)
+        queued = (await Metrics.read(http, server))["request_queue_time_seconds_sum"]
+    share = goodput(outcomes, seconds) / most
+    refused = latencies([1000 * outcome.e2el for outcome in outcomes if fate(outcome) == ledger.REFUSED])
+    alone = latencies(probed["refused_ms"])
+    growth = ledger.drift(memory[0].pss, memory[-1].pss)
+    fates = ledger.tally([*map(fate, outcomes), *probed["fates"]])
+    late = latencies([1000 * (outcome.sent - outcome.due) for outcome in outcomes])
+    return ledger.Row(
+        f"{FACTOR}-fold overload, {seconds:g} s", fates, leaked,
+        {"goodput within 10% of the best": share >= GOOD, "memory flat": growth <= FLAT,
+         "half of the refusals within 20 ms": alone["p50"] <= AT_ONCE},
+        [f"goodput {share:.0%} of the best ({most:,.0f} output tokens/s)",
+         "memory " + ", ".join(f"{reading.pss / MIB:.0f}" for reading in memory) + " MiB at start, middle, end",
+         f"refusals in {_written(alone)} as a client of its own sees them, {_written(refused)} from the load "
+         "generator, which shares the cores"],
+        {"best_tokens_per_second": most, "goodput_share": share, "memory_pss": [size.pss for size in memory],
+         "memory_rss": [size.rss for size in memory], "refusal_ms": alone, "refusal_ms_load_generator": refused,
+         "load_generator_late_ms": late, "seconds_queued": queued})
+
+
+def _written(spread: dict[str, float]) -> str:
+    return f"{spread['p50']:.1f} / {spread['p99']:.1f} / {spread['max']:.1f} ms (p50, p99, max of {spread['count']:,})"

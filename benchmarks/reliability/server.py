@@ -1,0 +1,137 @@
+"""A real `slotwise serve`, seen from outside: its processes, their memory, its metrics."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import aiohttp
+
+READY = re.compile(r"Ready after .* on (http://\S+)")
+BLOCKS = re.compile(r"(\d+) blocks of (\d+) tokens")
+EXIT_SECONDS = 60.0
+MIB = 1 << 20
+
+
+@dataclass
+class Server:
+    """`log` is what it wrote to stderr."""
+
+    process: subprocess.Popen[str]
+    url: str
+    num_blocks: int
+    block_size: int
+    log: IO[str]
+
+    @property
+    def engine_pid(self) -> int:
+        """The engine process of the moment; 0: there is none."""
+        for pid in children(self.process.pid):
+            if b"slotwise.compose.worker" in _command(pid):
+                return pid
+        return 0
+
+    def memory(self) -> Memory:
+        """Of all its processes."""
+        pids = [self.process.pid, *children(self.process.pid)]
+        sizes = [_rollup(pid) for pid in pids]
+        return Memory(sum(size.rss for size in sizes), sum(size.pss for size in sizes))
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes: resident, and resident with shared pages divided among those who share them."""
+
+    rss: int
+    pss: int
+
+    def __str__(self) -> str:
+        return f"{self.pss / MIB:.0f}"
+
+
+@contextlib.contextmanager
+def serving(*arguments: str) -> Iterator[Server]:
+    """The built-in model on a free port, until the block ends.
+
+    Raises:
+        RuntimeError: it ended before it was ready.
+    """
+    command = [sys.executable, "-m", "slotwise.cli", "serve", "--port", "0", *arguments]
+    with tempfile.TemporaryFile("w+") as log, subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, text=True) as process:
+        try:
+            yield _greeted(process, log)
+        finally:
+            if process.poll() is None:
+                process.terminate()
+            try:
+                process.wait(EXIT_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _greeted(process: subprocess.Popen[str], log: IO[str]) -> Server:
+    assert process.stdout is not None
+    num_blocks = block_size = 0
+    for line in process.stdout:
+        if found := BLOCKS.search(line):
+            num_blocks, block_size = int(found[1]), int(found[2])
+        if found := READY.search(line):
+            return Server(process, found[1], num_blocks, block_size, log)
+    log.seek(0)
+    raise RuntimeError(f"the server ended before it was ready: {log.read()[-2000:]}")
+
+
+def children(pid: int) -> list[int]:
+    """Processes that `pid` started and that still are."""
+    found: list[int] = []
+    for tasks in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += map(int, tasks.read_text().split())
+    return found
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def _rollup(pid: int) -> Memory:
+    sizes = {"Rss": 0, "Pss": 0}
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name in sizes:
+                sizes[name] = int(value.split()[0]) * 1024
+    return Memory(sizes["Rss"], sizes["Pss"])
+
+
+class Metrics:
+    """One reading of `/metrics`: samples summed over the labels that are not asked for."""
+
+    def __init__(self, text: str) -> None:
+        self._lines = [line for line in text.splitlines() if not line.startswith("#")]
+
+    @classmethod
+    async def read(cls, session: aiohttp.ClientSession, server: Server) -> Metrics:
+        async with session.get(f"{server.url}/metrics") as response:
+            return cls(await response.text())
+
+    def __getitem__(self, name: str) -> float:
+        """Of `name`, without its prefix; `name{label="value"` picks some."""
+        start = f"slotwise:{name}" + ("" if "{" in name else "{")
+        return sum(float(line.rpartition(" ")[2]) for line in self._lines if line.startswith(start))
+
+    @property
+    def num_inside(self) -> float:
+        """Requests that run or wait."""
+        return self["num_requests_running"] + self["num_requests_waiting"]

@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Two test processes of one compute thread each: threads that share cores wait for each other at every kernel.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+# Four test processes of one compute thread each, for many tests wait for servers: threads that share cores wait for each
+# other at every kernel.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 4 --dist loadfile
 
 .PHONY: help serve test quick lint clean
 

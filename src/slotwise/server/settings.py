@@ -11,7 +11,7 @@ from slotwise.engine.pulse import ENGINE_TIMEOUT
 class ServerSettings:
     served_model_name: str
     api_keys: tuple[str, ...] = ()  # each a tenant; none: everybody may come in
-    max_body_bytes: int = 16 << 20
+    max_body_bytes: int = 4 << 20  # a million token ids; decoding one holds up every stream for as long as it takes
     body_timeout: float = 60.0  # seconds a request's body may take to arrive
     max_choices: int = 1024  # continuations that one request may ask for, prompts times `n`
     shutdown_timeout: float = 30.0  # seconds that running requests get at the end

@@ -59,10 +59,10 @@ class Answer:
 
 @asynccontextmanager
 async def session() -> AsyncIterator[aiohttp.ClientSession]:
-    """As many connections as there are requests."""
+    """As many connections as there are requests, each its own: none is lost to a connection that closes when idle."""
     timeout = aiohttp.ClientTimeout(total=GIVE_UP)
     async with aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2), timeout=timeout) as opened:
+            connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=timeout) as opened:
         yield opened
 
 
@@ -82,6 +82,8 @@ async def ask(http: aiohttp.ClientSession, server: Server, body: dict[str, Any],
                 answer.ends += 1
             else:
                 await _read(response, answer, leave_after)
+                if answer.ends == _num_choices(body):
+                    answer.ends = 1
     except Leave:
         answer.hung_up = True
     except aiohttp.ClientConnectorError:
@@ -134,6 +136,12 @@ def _take(event: dict[str, Any], answer: Answer) -> None:
             answer.ends += 1
     if event.get("usage"):
         answer.num_tokens = event["usage"]["completion_tokens"]
+
+
+def _num_choices(body: dict[str, Any]) -> int:
+    """Each of several prompts comes to an end of its own."""
+    prompt = body["prompt"]
+    return len(prompt) if isinstance(prompt, list) and isinstance(prompt[0], list) else 1
 
 
 def _message(said: dict[str, Any]) -> str:
@@ -195,7 +203,8 @@ async def leaked(http: aiohttp.ClientSession, server: Server) -> int:
         await task
         if reading["num_requests_running"] == 1:
             return ledger.leaked_blocks(reading["kv_cache_usage_perc"], server.num_blocks, CANARY_BLOCKS)
-    raise RuntimeError("no reading of the cache with one request in it")
+    raise RuntimeError(f"no reading of the cache with one request in it, but with {reading.num_inside:g}: "
+                       f"{await health(http, server)}; the server's log: {server.said()}")
 
 
 async def health(http: aiohttp.ClientSession, server: Server) -> tuple[int, dict[str, Any]]:

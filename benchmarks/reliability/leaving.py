@@ -18,7 +18,7 @@ NUM_DISCONNECTS = 1000
 CROWD = 160  # clients at a time, for 64 slots
 SHUTDOWN = 5.0  # seconds, as asked of the server
 SPARE = 5.0  # seconds beyond it that a server may take to exit
-LONG, SHORT = 900, 100  # output tokens: longer than the server's patience, and not
+LONG, SHORT = 800, 20  # output tokens: longer than the server's patience, and not
 
 
 def prompt(rng: random.Random, most: int = 200) -> list[int]:
@@ -101,7 +101,7 @@ def sigterm(seconds: float) -> ledger.Row:
 
 async def _sigterm(server: Server) -> ledger.Row:
     rng = random.Random(6)
-    bodies = [{"prompt": prompt(rng), "max_tokens": LONG - 100 if number % 2 else SHORT, "ignore_eos": True}
+    bodies = [{"prompt": prompt(rng), "max_tokens": LONG if number % 2 else SHORT, "ignore_eos": True}
               for number in range(CROWD)]
     engine = server.engine_pid
     async with clients.session() as http:
@@ -125,7 +125,7 @@ async def _sigterm(server: Server) -> ledger.Row:
          f"ended with finish_reason abort; {late.get(ledger.REFUSED, 0)} newcomers got 503",
          f"exited {exited:.1f} s after the signal (--shutdown-timeout {SHUTDOWN:g}) with status {status}; no process "
          "was left, and so no block"],
-        {"inside": counts, "newcomers": late, "seconds_to_exit": exited, "exit_status": status})
+        {"inside": counts, "newcomers": late, "broken": [a.broken for a in [*answers, *newcomers] if a.broken], "seconds_to_exit": exited, "exit_status": status})
 
 
 async def _newcomers(http: aiohttp.ClientSession, server: Server, asked: float) -> list[Answer]:

@@ -16,7 +16,7 @@ from .server import Metrics, Server, serving
 
 NUM_IMPOSSIBLE = 200
 NUM_POOLED = 64
-POOLED_OUTPUT = 256  # tokens
+POOLED_OUTPUT = 192  # tokens
 SCARCITY = 20  # the demand is so many times the pool
 BLOCK = 64  # tokens
 F32 = 4  # bytes

@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 @dataclass
 class Server:
-    """`log` is what it wrote to stderr."""
+    """`log` takes what it writes to stderr."""
 
     process: subprocess.Popen[str]
     url: str
@@ -37,6 +37,11 @@ class Server:
             if b"slotwise.compose.worker" in _command(pid):
                 return pid
         return 0
+
+    def said(self) -> str:
+        """The end of what it wrote to stderr."""
+        self.log.seek(0)
+        return self.log.read()[-3000:]
 
     def memory(self) -> Memory:
         """Of all its processes."""
@@ -85,8 +90,7 @@ def _greeted(process: subprocess.Popen[str], log: IO[str]) -> Server:
             num_blocks, block_size = int(found[1]), int(found[2])
         if found := READY.search(line):
             return Server(process, found[1], num_blocks, block_size, log)
-    log.seek(0)
-    raise RuntimeError(f"the server ended before it was ready: {log.read()[-2000:]}")
+    raise RuntimeError(f"the server ended before it was ready: {Server(process, '', 0, 0, log).said()}")
 
 
 def children(pid: int) -> list[int]:

@@ -125,7 +125,8 @@ async def _sigterm(server: Server) -> ledger.Row:
          f"ended with finish_reason abort; {late.get(ledger.REFUSED, 0)} newcomers got 503",
          f"exited {exited:.1f} s after the signal (--shutdown-timeout {SHUTDOWN:g}) with status {status}; no process "
          "was left, and so no block"],
-        {"inside": counts, "newcomers": late, "broken": [a.broken for a in [*answers, *newcomers] if a.broken], "seconds_to_exit": exited, "exit_status": status})
+        {"inside": counts, "newcomers": late, "seconds_to_exit": exited, "exit_status": status,
+         "broken_off": [answer.broken for answer in [*answers, *newcomers] if answer.broken]})
 
 
 async def _newcomers(http: aiohttp.ClientSession, server: Server, asked: float) -> list[Answer]:

@@ -6,10 +6,12 @@ BIN := $(VENV)/bin
 # other at every kernel.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 4 --dist loadfile
 
-.PHONY: help serve test quick lint clean
+.PHONY: help install serve test quick lint clean
 
 help:            ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
+
+install: $(VENV)/test.ready   ## set everything up and run nothing
 
 serve: $(VENV)/serve.ready   ## set up and serve the built-in model on http://127.0.0.1:8000
 	$(BIN)/slotwise serve $(ARGS)

@@ -89,7 +89,8 @@ def pooled_bodies() -> list[dict[str, Any]]:
 def small_pool(seconds: float) -> ledger.Row:
     bodies = pooled_bodies()
     demand = sum(-(-(len(body["prompt"]) + POOLED_OUTPUT - 1) // BLOCK) for body in bodies)
-    options = ("--dtype", "float32", "--block-size", str(BLOCK))
+    # A small cache makes for a short queue, and here everyone is to wait.
+    options = ("--dtype", "float32", "--block-size", str(BLOCK), "--max-num-queued-tokens", "100000")
     with serving(*options) as server:
         plenty, _, _ = asyncio.run(_pooled(server, bodies))
     with serving(*options, "--kv-cache-memory", str(demand // SCARCITY * block_bytes())) as server:

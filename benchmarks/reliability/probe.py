@@ -1,6 +1,9 @@
 """A client that does nothing but ask now and then, in a process of its own: how long a refusal takes.
 
-usage: python -m benchmarks.reliability.probe URL SECONDS; prints JSON.
+usage: python -m benchmarks.reliability.probe URL PID SECONDS; prints JSON.
+
+Wall time is also that of everything else on the machine.  So it is measured, too, how long the API process computed in
+between, for this refusal and whatever stood before it: an upper bound of what the refusal costs.
 """
 
 from __future__ import annotations
@@ -9,6 +12,8 @@ import json
 import sys
 import time
 from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from .clients import PATH
@@ -19,31 +24,46 @@ PATIENCE = 2.0  # seconds; who was let in waits for long, and is not what this i
 BODY = json.dumps({"prompt": [5], "max_tokens": 1})
 
 
-def once(connection: HTTPConnection) -> tuple[str, float]:
+class Seen(NamedTuple):
     """What became of one request, and after how many milliseconds."""
-    began = time.perf_counter()
+
+    fate: str
+    ms: float = 0.0
+    computing_ms: float = 0.0  # of the API process' event loop, in between
+
+
+def computed(pid: int) -> float:
+    """Milliseconds that the main thread of `pid`, which answers every request, has computed."""
+    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) * 1e-6
+
+
+def once(connection: HTTPConnection, pid: int) -> Seen:
+    before, began = computed(pid), time.perf_counter()
     try:
         connection.request("POST", PATH, BODY, {"Content-Type": "application/json"})
         response = connection.getresponse()
         response.read()
     except TimeoutError:
         connection.close()
-        return HUNG_UP, 0.0
+        return Seen(HUNG_UP)
     except (OSError, HTTPException):
         connection.close()
-        return LOST, 0.0
-    return {200: COMPLETED, 503: REFUSED}.get(response.status, LOST), 1000 * (time.perf_counter() - began)
+        return Seen(LOST)
+    ms = 1000 * (time.perf_counter() - began)
+    return Seen({200: COMPLETED, 503: REFUSED}.get(response.status, LOST), ms, computed(pid) - before)
 
 
 def main() -> None:
-    url, seconds = urlsplit(sys.argv[1]), float(sys.argv[2])
+    url, pid, seconds = urlsplit(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     connection = HTTPConnection(url.hostname or "", url.port, timeout=PATIENCE)
     end = time.perf_counter() + seconds
-    seen = []
+    seen: list[Seen] = []
     while time.perf_counter() < end:
         time.sleep(PAUSE)
-        seen.append(once(connection))
-    print(json.dumps({"fates": [fate for fate, _ in seen], "refused_ms": [ms for fate, ms in seen if fate == REFUSED]}))
+        seen.append(once(connection, pid))
+    refused = [one for one in seen if one.fate == REFUSED]
+    print(json.dumps({"fates": [one.fate for one in seen], "refused_ms": [one.ms for one in refused],
+                      "computing_ms": [one.computing_ms for one in refused]}))
 
 
 if __name__ == "__main__":

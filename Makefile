@@ -30,11 +30,11 @@ lint: $(VENV)/test.ready   ## style, types, and the arrows between packages
 $(VENV)/serve.ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Slotwise needs Python 3.11 or newer")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -e .
 	touch $@
 
 $(VENV)/test.ready: $(VENV)/serve.ready
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -e ".[dev]"
 	touch $@
 
 clean:           ## remove the virtual environment and caches

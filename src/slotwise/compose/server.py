@@ -12,6 +12,7 @@ from dataclasses import replace
 import uvloop
 from tqdm import tqdm
 
+from slotwise.compose.garbage import settle
 from slotwise.compose.launch import launch_engine
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import EngineInfo, Loading
@@ -56,6 +57,7 @@ async def _serve(config: EngineConfig, settings: ServerSettings, listener: socke
         with bar:
             info = await supervisor.ready()
         app = build_app(service, tokenizer, chat, settings)
+        settle()
         await serve(app, listener, lambda url: _greet(url, info, app, time.monotonic() - started))
     finally:
         await supervisor.end()

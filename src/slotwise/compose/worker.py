@@ -15,6 +15,7 @@ from typing import NoReturn
 
 import msgspec
 
+from slotwise.compose.garbage import settle
 from slotwise.engine.channel import BlockingChannel, ChannelClosed
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.loop import Engine
@@ -64,6 +65,7 @@ def _load(channel: BlockingChannel) -> Engine | None:
     except Exception as error:  # whatever it was, the person who started the server must hear of it
         channel.send(encode(EngineFailed(f"{error}" or type(error).__name__)))
         return None
+    settle()
     channel.send(encode(info))
     return engine
 

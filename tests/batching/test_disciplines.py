@@ -171,7 +171,7 @@ def test_a_batch_that_was_static_is_told_when_the_discipline_changes():
 LENGTHS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), min_size=1, max_size=20)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(LENGTHS, st.integers(1, 5))
 def test_static_batches_are_the_arithmetic_of_their_groups(lengths, batch_size):
     """Steps, padding and held rows from the lengths alone."""

@@ -69,7 +69,7 @@ def play(
     return driver, expected
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(LIMITS, DISCIPLINE, st.lists(OPERATION, max_size=60))
 def test_every_request_ends_once_with_its_own_tokens(limits, discipline, operations):
     driver, expected = play(limits, discipline, operations)
@@ -93,7 +93,7 @@ def test_the_same_calls_give_the_same_plans(limits, discipline, operations):
     assert first.plans == second.plans
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(LIMITS, DISCIPLINE, st.lists(OPERATION, max_size=60))
 def test_whoever_has_a_slot_runs_or_is_told_why_and_so_is_the_first_who_waits(limits, discipline, operations):
     driver, _ = play(limits, discipline, operations)

@@ -164,7 +164,7 @@ SMALL = example(count=5, slots=2)
 PLACES = [path for path in places(SMALL) if path and path != ("version",) and not isinstance(path[-1], int)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(PLACES), st.sampled_from([None, 0, 1, "gone"])), max_size=12))
 def test_any_value_may_be_null_zero_or_missing(changes):
     changed = copy.deepcopy(SMALL)

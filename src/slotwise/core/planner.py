@@ -19,12 +19,7 @@ MAX_LOOK = 8  # who wait behind one that waits for blocks, and may be examined i
 
 
 class Planner:
-    """Fills a draft from a roster.
-
-    Args:
-        step: number of the step in the making.
-        now: seconds.
-    """
+    """Fills a draft from a roster.  Limits and discipline may be changed between two plans."""
 
     def __init__(self, roster: Roster, limits: SchedulerLimits, discipline: Discipline) -> None:
         self.limits = limits
@@ -33,6 +28,7 @@ class Planner:
         self._last_victim = ""
 
     def draft(self, step: int, now: float) -> Draft:
+        """Step number `step`, made at `now` seconds."""
         self._expire(now)
         draft = Draft(step, now, self.discipline.budget(self.limits))
         if not self.discipline.prompts_alone:

@@ -300,4 +300,5 @@ class EngineService:
         self._idle.set()
         now = time.monotonic_ns()
         ended = tuple(RowEnd(request_id, reason, 0, message) for request_id, reason in lost.items())
-        self._tell(lambda observer: observer.stepped(StepRecord(-1, now, now, ended=ended)))
+        free = self._info.limits.num_blocks if self._info is not None else 0
+        self._tell(lambda observer: observer.stepped(StepRecord(-1, now, now, ended=ended, num_free_blocks=free)))

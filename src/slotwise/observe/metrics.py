@@ -1,4 +1,4 @@
-"""Prometheus metrics, folded from step records.  Names and buckets are vLLM's, with the prefix `slotwise:`.
+"""Prometheus metrics, folded from step records.
 
 The fold runs beside the engine for every token, so it keeps plain integers and lists; Prometheus' own objects are made
 when somebody reads them.
@@ -6,74 +6,20 @@ when somebody reads them.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+
+from slotwise.observe import waste
+from slotwise.observe.series import COUNTERS, HISTOGRAMS, LABELLED, Histogram, Shown, step_times
 
 if TYPE_CHECKING:
     from slotwise.engine.messages import EngineInfo, StepRecord
 
-PREFIX = "slotwise:"
-TTFT = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
-ITL = (.01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
-LATENCY = (.3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
-TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
-STEP_TOKENS = tuple(2**power for power in range(15))
 NS = 1e-9
-
-HISTOGRAMS = {
-    "time_to_first_token_seconds": (TTFT, "From arrival to the first token."),
-    "inter_token_latency_seconds": (ITL, "Between two tokens of a request."),
-    "request_time_per_output_token_seconds": (ITL, "Mean time between the tokens of a request."),
-    "e2e_request_latency_seconds": (LATENCY, "From arrival to the end."),
-    "request_queue_time_seconds": (LATENCY, "From arrival to the first step."),
-    "request_prefill_time_seconds": (LATENCY, "From the first step to the first token."),
-    "request_decode_time_seconds": (LATENCY, "From the first token to the last."),
-    "request_prompt_tokens": (TOKENS, "Prompt tokens of a request."),
-    "request_generation_tokens": (TOKENS, "Generated tokens of a request."),
-    "iteration_tokens_total": (STEP_TOKENS, "Tokens computed in a step."),
-}
-COUNTERS = {
-    "num_preemptions_total": "Times a request lost its slot and its blocks.",
-    "prompt_tokens_total": "Prompt tokens of requests that reached their first token.",
-    "generation_tokens_total": "Tokens generated.",
-    "prompt_tokens_cached_total": "Prompt tokens found in the cache when their request first took a slot.",
-    "prefix_cache_queries_total": "Tokens looked for in the cache.",
-    "prefix_cache_hits_total": "Tokens found in the cache.",
-    "recomputed_tokens_total": "Tokens computed again because their request had to yield.",
-}
-LABELLED = {
-    "request_success_total": ("finished_reason", "Requests ended, by how."),
-    "admission_rejections_total": ("reason", "Requests refused, by why."),
-}
-
-
-class Histogram:
-    """Counts by upper bound; the last count is of what exceeds them all."""
-
-    __slots__ = ("bounds", "counts", "total")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
-
-    def observe(self, value: float, times: int = 1) -> None:
-        self.counts[bisect_left(self.bounds, value)] += times
-        self.total += value * times
-
-    def cumulative(self) -> list[tuple[str, int]]:
-        """Prometheus' form: (upper bound, values up to it)."""
-        pairs, below = [], 0
-        for bound, count in zip((*map(float, self.bounds), float("inf")), self.counts, strict=True):
-            below += count
-            pairs.append(("+Inf" if bound == float("inf") else str(bound), below))
-        return pairs
 
 
 class _Life:
@@ -87,31 +33,81 @@ class _Life:
         self.lost = 0  # computed tokens it gave up when it last yielded
 
 
+class Waits:
+    """Seconds that requests wait for a slot, by why: from their arrival to the plan that admits them, plan by plan."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(waste.WAITS, 0.0)
+        self.now: dict[str, int] = {}  # requests that the last plan left waiting
+        self._since = 0
+        self._unseen: list[int] = []  # arrivals that no plan has seen yet
+
+    def arrived(self, now_ns: int) -> None:
+        self._unseen.append(now_ns)
+
+    def stepped(self, record: StepRecord) -> None:
+        now = record.started_ns
+        for reason, count in self.now.items():
+            self._wait(reason, count * max(0, now - self._since))
+        self._since = now
+        if record.step >= 0:
+            self._seen(now)
+            self.now = waste.why_waiting(record)
+        elif not record.num_waiting:
+            self._seen(now)
+            self.now = {}
+
+    def _seen(self, now: int) -> None:
+        if self._unseen:
+            came = [arrived for arrived in self._unseen if arrived <= now]
+            self._wait(waste.STEP_UNDER_WAY, sum([now - arrived for arrived in came]))
+            del self._unseen[:len(came)]
+
+    def _wait(self, reason: str, nanoseconds: int) -> None:
+        self.seconds[reason] = self.seconds.get(reason, 0.0) + nanoseconds * NS
+
+
 class Metrics(Collector):
     """An observer of the engine service, and what `/metrics` shows.
 
     Args:
         model_name: the label on every sample.
-        num_blocks: size of the cache, for the share in use.
+        info: of the engine that is ready.
+        healthy: whether there is an engine that shows signs of life.
     """
 
-    def __init__(self, model_name: str, num_blocks: int) -> None:
-        self._model_name = model_name
-        self._num_blocks = num_blocks
+    def __init__(self, model_name: str, info: EngineInfo, healthy: Callable[[], bool] = lambda: True) -> None:
+        self._shown = Shown(model_name)
+        self._healthy = healthy
         self._lives: dict[str, _Life] = {}
-        self._gauges = (0, 0, 0.0)
+        self.waits = Waits()
+        self.counters = dict.fromkeys(COUNTERS, 0)
+        self.labelled: dict[str, dict[str, float]] = {
+            name: dict.fromkeys(labelled.values, 0) for name, labelled in LABELLED.items()}
+        self.labelled["request_wait_seconds_total"] = self.waits.seconds
         self._histograms = {name: Histogram(bounds) for name, (bounds, _) in HISTOGRAMS.items()}
-        self._counters = dict.fromkeys(COUNTERS, 0)
-        self._labelled: dict[str, dict[str, int]] = {name: {} for name in LABELLED}
+        self._step_times = step_times()
+        self._last_end = 0
+        self.started(info)
+
+    @property
+    def usage(self) -> float:
+        """Share of cache blocks that somebody refers to."""
+        return 1 - self._num_free_blocks / self._info.limits.num_blocks
 
     # -- listening -----------------------------------------------------------------------------------------------
 
     def started(self, info: EngineInfo) -> None:
         """Another engine, perhaps with another cache; those who lived in the last one were told to have ended."""
-        self._num_blocks = info.limits.num_blocks
+        self._info = info
+        self._slots = info.scheduling.max_num_seqs
+        self.num_running = self.num_waiting = 0
+        self._num_free_blocks = info.limits.num_blocks
+        self.counters["engine_starts_total"] += 1
 
     def arrived(self, request_id: str, num_prompt: int, now_ns: int) -> None:
         self._lives[request_id] = _Life(now_ns, num_prompt)
+        self.waits.arrived(now_ns)
 
     def refused(self, kind: str) -> None:
         self._count("admission_rejections_total", kind)
@@ -126,11 +122,31 @@ class Metrics(Collector):
         self._tokens(record)
         for row in record.ended:
             self._ended(row.request_id, row.reason, record.ended_ns)
-        self._counters["num_preemptions_total"] += len(record.preempted)
+        self.counters["num_preemptions_total"] += len(record.preempted)
+        self.waits.stepped(record)
         if record.counts:
-            self._histograms["iteration_tokens_total"].observe(sum(record.counts))
-        used = 1 - record.num_free_blocks / self._num_blocks if record.num_running else 0.0
-        self._gauges = (record.num_running, record.num_waiting, used)
+            self._step(record)
+        if record.configured is not None:
+            self._slots = record.configured.max_num_seqs
+        self.num_running, self.num_waiting = record.num_running, record.num_waiting
+        self._num_free_blocks = record.num_free_blocks
+
+    def _step(self, record: StepRecord) -> None:
+        """What it took, and what of it was for nothing.  The executor takes up a step when the one before has ended."""
+        counters = self.counters
+        began = max(record.started_ns, self._last_end)
+        self._step_times[waste.kind(record)].observe((record.ended_ns - began) * NS)
+        self._last_end = record.ended_ns
+        self._histograms["iteration_tokens_total"].observe(sum(record.counts))
+        counters["padded_tokens_total"] += sum(record.padding)
+        counters["held_tokens_total"] += waste.held_tokens(record)
+        empty = max(0, self._slots - len(record.counts))
+        counters["slot_steps_total"] += empty + len(record.counts)
+        counters["empty_slot_steps_total"] += empty
+        if record.stop is not None:
+            counters["empty_slot_steps_waiting_total"] += empty
+        for reason, count in waste.why_stalled(record).items():
+            self._count("stalled_row_steps_total", reason, count)
 
     def _tokens(self, record: StepRecord) -> None:
         now, lives = record.ended_ns, self._lives
@@ -147,10 +163,10 @@ class Metrics(Collector):
                 life.last = now
         for last, count in since.items():
             self._histograms["inter_token_latency_seconds"].observe((now - last) * NS, count)
-        self._counters["generation_tokens_total"] += generated
+        self.counters["generation_tokens_total"] += generated
 
     def _admitted(self, life: _Life, num_cached: int, now: int) -> None:
-        counters = self._counters
+        counters = self.counters
         counters["prefix_cache_queries_total"] += life.num_prompt + life.num_output
         counters["prefix_cache_hits_total"] += num_cached
         if life.scheduled:  # it had to yield, and is computed again
@@ -165,7 +181,7 @@ class Metrics(Collector):
         self._observe("time_to_first_token_seconds", now - life.arrived)
         self._observe("request_queue_time_seconds", life.scheduled - life.arrived)
         self._observe("request_prefill_time_seconds", now - life.scheduled)
-        self._counters["prompt_tokens_total"] += life.num_prompt
+        self.counters["prompt_tokens_total"] += life.num_prompt
 
     def _ended(self, request_id: str, reason: str, now: int) -> None:
         life = self._lives.pop(request_id, None)
@@ -186,9 +202,9 @@ class Metrics(Collector):
     def _observe(self, name: str, nanoseconds: float) -> None:
         self._histograms[name].observe(max(nanoseconds, 0) * NS)
 
-    def _count(self, name: str, label: str) -> None:
-        counts = self._labelled[name]
-        counts[label] = counts.get(label, 0) + 1
+    def _count(self, name: str, label: str, times: int = 1) -> None:
+        counts = self.labelled[name]
+        counts[label] = counts.get(label, 0) + times
 
     # -- telling -------------------------------------------------------------------------------------------------
 
@@ -199,26 +215,23 @@ class Metrics(Collector):
         return generate_latest(registry)
 
     def collect(self) -> Iterator[Metric]:
-        running, waiting, usage = self._gauges
-        yield self._gauge("num_requests_running", "Requests that hold a slot.", running)
-        yield self._gauge("num_requests_waiting", "Requests that wait for a slot.", waiting)
-        yield self._gauge("kv_cache_usage_perc", "Share of cache blocks in use; 1 is all.", usage)
-        for name, help_text in COUNTERS.items():
-            counter = CounterMetricFamily(PREFIX + name, help_text, labels=["model_name"])
-            counter.add_metric([self._model_name], self._counters[name])
-            yield counter
-        for name, (label, help_text) in LABELLED.items():
-            counter = CounterMetricFamily(PREFIX + name, help_text, labels=["model_name", label])
-            for value, count in self._labelled[name].items():
-                counter.add_metric([self._model_name, value], count)
-            yield counter
-        for name, (_, help_text) in HISTOGRAMS.items():
-            family = HistogramMetricFamily(PREFIX + name, help_text, labels=["model_name"])
-            histogram = self._histograms[name]
-            family.add_metric([self._model_name], histogram.cumulative(), histogram.total)
-            yield family
-
-    def _gauge(self, name: str, help_text: str, value: float) -> GaugeMetricFamily:
-        gauge = GaugeMetricFamily(PREFIX + name, help_text, labels=["model_name"])
-        gauge.add_metric([self._model_name], value)
-        return gauge
+        shown, info = self._shown, self._info
+        limits = info.limits
+        yield shown.info("engine_info", "What serves.", {
+            "device": info.device, "dtype": info.dtype, "max_model_len": limits.max_model_len})
+        yield shown.info("cache_config_info", "The cache.", {
+            "block_size": limits.block_size, "num_blocks": limits.num_blocks,
+            "enable_prefix_caching": limits.enable_prefix_caching})
+        yield shown.gauge("engine_healthy", self._healthy())
+        yield shown.gauge("num_requests_running", self.num_running)
+        yield shown.gauge("num_requests_waiting", self.num_waiting)
+        yield shown.waiting(self.waits.now if self.num_waiting else {})
+        yield shown.gauge("kv_cache_usage_perc", self.usage)
+        yield shown.gauge("max_num_seqs", self._slots)
+        for name, count in self.counters.items():
+            yield shown.counter(name, count)
+        for name, counts in self.labelled.items():
+            yield shown.labelled(name, counts)
+        for name, histogram in self._histograms.items():
+            yield shown.histogram(name, histogram)
+        yield shown.step_time(self._step_times.items())

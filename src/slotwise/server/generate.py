@@ -33,7 +33,7 @@ class Api:
         self.service = service
         self.prompts = prompts
         self.settings = settings
-        self.metrics = Metrics(settings.served_model_name, limits.num_blocks)
+        self.metrics = Metrics(settings.served_model_name, service.info, lambda: service.healthy)
         self.door = Door(limits, settings.max_num_queued_reqs, settings.max_num_queued_tokens)
         service.observers += [self.metrics, self.door]
         self.underway = Underway()

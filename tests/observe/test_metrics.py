@@ -6,21 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
+from toy_engine import MS, engine
 
 from slotwise.batching.settings import Batching
-from slotwise.core.limits import SchedulerLimits
 from slotwise.core.plan import Decision, Stop
-from slotwise.engine.messages import EngineInfo, RowEnd, StepRecord
+from slotwise.engine.messages import RowEnd, StepRecord
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe.metrics import Metrics
 from slotwise.observe.series import ITL, Histogram
-
-MS = 1_000_000
-LIMITS = SchedulerLimits(max_model_len=100, num_blocks=10, block_size=4, max_num_seqs=4, max_num_batched_tokens=64)
-
-
-def engine(max_num_seqs: int = 4) -> EngineInfo:
-    return EngineInfo("a model", "cpu", "float32", 23, LIMITS, Scheduling(Batching(), max_num_seqs, 64), (0,))
 
 
 def samples(metrics: Metrics) -> dict[str, float]:

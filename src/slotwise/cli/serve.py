@@ -12,6 +12,7 @@ from slotwise.cli.options import BUILTIN_NAME, add_command, add_engine_options, 
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.door import PATIENCE
 from slotwise.engine.pulse import ENGINE_TIMEOUT, SHORTEST_TIMEOUT
+from slotwise.observe.lines import FORMATS, TEXT
 
 
 def add(commands: Any) -> None:
@@ -44,6 +45,8 @@ def _server_options(serve: argparse.ArgumentParser) -> None:
                        help="how long running requests may take to end after SIGTERM (default: 30)")
     group.add_argument("--stream-interval", type=int, default=1, metavar="TOKENS",
                        help="tokens gathered before a stream sends them (default: 1)")
+    group.add_argument("--log-format", choices=FORMATS, default=TEXT,
+                       help="of what is written to stderr: lines for people, or a JSON object each (default: text)")
 
 
 def _key(text: str) -> str:
@@ -84,5 +87,6 @@ def run(asked: argparse.Namespace) -> int:
         served_model_name=asked.served_model_name or asked.model or BUILTIN_NAME, api_keys=_keys(asked.api_key),
         max_num_queued_reqs=asked.max_num_queued_reqs, max_num_queued_tokens=asked.max_num_queued_tokens,
         queue_timeout=asked.queue_timeout, engine_timeout=asked.engine_timeout,
-        shutdown_timeout=asked.shutdown_timeout, stream_interval=asked.stream_interval, seed=asked.seed)
+        shutdown_timeout=asked.shutdown_timeout, stream_interval=asked.stream_interval, log_format=asked.log_format,
+        seed=asked.seed)
     return run_server(config, settings, (asked.host, asked.port), asked.chat_template)

@@ -44,8 +44,8 @@ class ChildProcess:
         self.process.kill()
 
 
-def launch_engine(config: EngineConfig) -> ChildProcess:
-    """The engine process, loading already."""
-    process = ChildProcess([sys.executable, "-m", "slotwise.compose.worker"], env=THREADS_STAY | os.environ)
+def launch_engine(config: EngineConfig, log_format: str) -> ChildProcess:
+    """The engine process, loading already; what it writes to stderr has `log_format` (see observe.lines)."""
+    process = ChildProcess([sys.executable, "-m", "slotwise.compose.worker", log_format], env=THREADS_STAY | os.environ)
     process.channel.sendall(frame(msgspec.msgpack.encode(config)))
     return process

@@ -19,13 +19,17 @@ from slotwise.engine.messages import EngineInfo, Loading
 from slotwise.engine.service import EngineService
 from slotwise.engine.supervisor import Supervisor
 from slotwise.model.locate import locate
-from slotwise.server.app import App, build_app
+from slotwise.observe import lines
+from slotwise.observe.load import report
+from slotwise.server.app import build_app
 from slotwise.server.serve import listen, serve
 from slotwise.server.settings import ServerSettings
 from slotwise.text.chat import load_chat_template
 from slotwise.text.tokenizer import Tokenizer
 
 MB = 1e6  # bytes
+
+logger = logging.getLogger(__name__)
 
 
 def run_server(config: EngineConfig, settings: ServerSettings, address: tuple[str, int], template: str | None) -> int:
@@ -39,7 +43,7 @@ def run_server(config: EngineConfig, settings: ServerSettings, address: tuple[st
         OSError, CheckpointError, TokenizerError, EngineError: one line that says what is wrong, before anything is
             served.
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    lines.set_up(settings.log_format)
     config = replace(config, model=str(locate(config.model)))
     with listen(*address) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(config, settings, listener, template))
@@ -47,9 +51,10 @@ def run_server(config: EngineConfig, settings: ServerSettings, address: tuple[st
 
 async def _serve(config: EngineConfig, settings: ServerSettings, listener: socket.socket, template: str | None) -> int:
     started = time.monotonic()
-    bar = _LoadingBar()
+    bar = _LoadingBar(settings.log_format)
     service = EngineService(bar)
-    supervisor = Supervisor(service, lambda last: launch_engine(_like(config, last)), settings.engine_timeout)
+    supervisor = Supervisor(
+        service, lambda last: launch_engine(_like(config, last), settings.log_format), settings.engine_timeout)
     try:
         supervisor.launch()
         tokenizer = Tokenizer.load(config.model)
@@ -58,7 +63,9 @@ async def _serve(config: EngineConfig, settings: ServerSettings, listener: socke
             info = await supervisor.ready()
         app = build_app(service, tokenizer, chat, settings)
         settle()
-        await serve(app, listener, lambda url: _greet(url, info, app, time.monotonic() - started))
+        reporting = asyncio.create_task(report(app.api.metrics))
+        await serve(app, listener, lambda url: _greet(url, info, settings, time.monotonic() - started))
+        reporting.cancel()
     finally:
         await supervisor.end()
     return 1 if service.hopeless.is_set() else 0
@@ -72,8 +79,9 @@ def _like(config: EngineConfig, last: EngineInfo | None) -> EngineConfig:
 class _LoadingBar:
     """A progress bar for whoever waits for the engine at a terminal."""
 
-    def __init__(self) -> None:
-        self._bar = tqdm(desc="Loading", unit="B", unit_scale=True, leave=False, disable=not sys.stderr.isatty())
+    def __init__(self, log_format: str) -> None:
+        watched = sys.stderr.isatty() and log_format == lines.TEXT
+        self._bar = tqdm(desc="Loading", unit="B", unit_scale=True, leave=False, disable=not watched)
 
     def __call__(self, progress: Loading) -> None:
         self._bar.total = progress.total
@@ -87,10 +95,18 @@ class _LoadingBar:
         self._bar.close()
 
 
-def _greet(url: str, info: EngineInfo, app: App, seconds: float) -> None:
-    limits, used = info.limits, info.memory
+def _greet(url: str, info: EngineInfo, settings: ServerSettings, seconds: float) -> None:
+    """The budget: three lines on stdout for a person, or one on stderr with all the numbers."""
+    limits, used, name = info.limits, info.memory, settings.served_model_name
+    if settings.log_format == lines.JSON:
+        lines.tell(logger, f"ready on {url}", {
+            "url": url, "model": name, "device": info.device, "dtype": info.dtype, "seconds": round(seconds, 1),
+            "slots": limits.max_num_seqs, "blocks": limits.num_blocks, "block_size": limits.block_size,
+            "max_num_batched_tokens": limits.max_num_batched_tokens, "max_model_len": limits.max_model_len,
+            "weights_bytes": used.weights, "cache_bytes": used.cache, "workspace_bytes": used.workspace})
+        return
     print(
-        f"{app.api.settings.served_model_name} on {info.device} ({info.dtype}): {limits.max_num_seqs} slots, "
+        f"{name} on {info.device} ({info.dtype}): {limits.max_num_seqs} slots, "
         f"{limits.num_blocks} blocks of {limits.block_size} tokens, steps of up to {limits.max_num_batched_tokens} "
         f"tokens, sequences of up to {limits.max_model_len}\n"
         f"Memory at most: {used.weights / MB:,.0f} MB of weights, {used.cache / MB:,.0f} MB of cache, "

@@ -1,4 +1,4 @@
-"""The engine process: `python -m slotwise.compose.worker FD`, started by `compose.launch` and by nobody else.
+"""The engine process: `python -m slotwise.compose.worker LOG_FORMAT FD`, started by `compose.launch` alone.
 
 It reads its config from the channel, loads, says it is ready, and then steps for as long as there is work, looking for
 commands between steps.  It ends when the API process does.
@@ -21,11 +21,13 @@ from slotwise.engine.config import EngineConfig
 from slotwise.engine.loop import Engine
 from slotwise.engine.messages import Add, EngineFailed, Loading, decode_command, encode
 from slotwise.engine.pulse import Heart
+from slotwise.observe import lines
 
 MAX_ARRIVALS = 64  # taken in between two steps, so that a flood of them cannot hold up who runs
 
 
-def main(descriptor: int) -> int:
+def main(log_format: str, descriptor: int) -> int:
+    lines.set_up(log_format)
     for number in (signal.SIGINT, signal.SIGTERM):  # they reach the whole group; the API process decides when to end
         signal.signal(number, signal.SIG_IGN)
     channel = BlockingChannel(socket.socket(fileno=descriptor))
@@ -94,4 +96,4 @@ def _take_in(engine: Engine, waiting: deque[bytes]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    sys.exit(main(sys.argv[1], int(sys.argv[2])))

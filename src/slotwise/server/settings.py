@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slotwise.engine.pulse import ENGINE_TIMEOUT
+from slotwise.observe.lines import TEXT
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,4 +21,5 @@ class ServerSettings:
     max_num_queued_tokens: int | None = None  # of their prompts, likewise
     queue_timeout: float = 0.0  # seconds a request may wait for its first slot; 0: as long as it takes
     stream_interval: int = 1  # tokens per streamed event, after the first
+    log_format: str = TEXT  # of what is written to stderr: see observe.lines
     seed: int = 0  # draws the seeds of requests that bring none

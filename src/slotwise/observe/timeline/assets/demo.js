@@ -1,0 +1,72 @@
+// A mixed workload through the public API, and the comparison that a newcomer should see first.
+const SLOTS = 12;
+const REQUESTS = 48; // of the comparison: four batches
+const OUTPUT = { middle: 18, spread: 0.85, least: 3, most: 56 }; // tokens, log-normal
+const PROMPT = { middle: 20, spread: 0.9, least: 4, most: 160 };
+const SHARED = 48; // tokens that a quarter of the prompts begin with
+const FIRST_ID = 64, IDS = 180; // plain tokens of any vocabulary
+
+// Mulberry32: the same workload each time.
+function random(seed) {
+  let state = seed;
+  return () => {
+    state = (state + 0x6d2b79f5) | 0;
+    let mixed = Math.imul(state ^ (state >>> 15), 1 | state);
+    mixed = (mixed + Math.imul(mixed ^ (mixed >>> 7), 61 | mixed)) ^ mixed;
+    return ((mixed ^ (mixed >>> 14)) >>> 0) / 2 ** 32;
+  };
+}
+
+function length(draw, { middle, spread, least, most }) {
+  const normal = Math.sqrt(-2 * Math.log(1 - draw())) * Math.cos(2 * Math.PI * draw()); // Box and Muller
+  return Math.round(Math.min(most, Math.max(least, middle * Math.exp(spread * normal))));
+}
+
+export function workload(count, longest, seed = 7) {
+  const draw = random(seed);
+  const ids = (many) => Array.from({ length: many }, () => FIRST_ID + Math.floor(draw() * IDS));
+  const shared = ids(SHARED);
+  const most = Math.max(1, Math.floor(longest / 4));
+  const prompts = [], outputs = [];
+  for (let index = 0; index < count; index++) {
+    const own = ids(length(draw, PROMPT));
+    prompts.push((index % 4 === 3 ? [...shared, ...own] : own).slice(0, 2 * most));
+    outputs.push(Math.min(most, length(draw, OUTPUT)));
+  }
+  return { prompts, outputs };
+}
+
+export class Demo {
+  constructor(service, history) {
+    this.service = service;
+    this.history = history;
+  }
+
+  get limits() { return this.history().run.limits; }
+
+  // All at once, as they would stand in a queue; resolves when the last has been answered.
+  async send(count) {
+    const { prompts, outputs } = workload(count, this.limits.max_model_len);
+    await this.service.json("/v1/completions", { method: "POST", body: {
+      prompt: prompts, max_tokens: Math.max(...outputs), bench_output_tokens: outputs, ignore_eos: true, seed: 7,
+      cache_salt: `demo ${crypto.getRandomValues(new Uint32Array(2)).join("")}`, // nothing of an earlier run is cached
+    } });
+  }
+
+  schedule(changes) { return this.service.json("/admin/scheduling", { method: "PUT", body: changes }); }
+
+  // The same requests twice, and then everything as it was.  `onPart` is told which of the two begins.
+  async compare(onPart) {
+    const before = await this.service.json("/admin/scheduling");
+    const slots = Math.min(SLOTS, this.limits.max_num_seqs);
+    try {
+      for (const batching of ["static", "continuous"]) {
+        await this.schedule({ batching, max_num_seqs: slots });
+        onPart(batching);
+        await this.send(Math.max(2 * slots, Math.min(REQUESTS, 4 * slots)));
+      }
+    } finally {
+      await this.schedule(Object.fromEntries(Object.entries(before).filter(([, value]) => value !== null)));
+    }
+  }
+}

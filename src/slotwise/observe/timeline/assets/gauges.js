@@ -1,0 +1,115 @@
+// Curves below the lanes, on the same scale: cache, time, tokens, who runs and who waits; the axis; the whole at a glance.
+import { label } from "./queue.js";
+
+const TICKS = [1, 2, 5];
+
+export function drawAxis({ history, view, layout, palette, pen }) {
+  const { axis, left, right, width } = layout;
+  const span = view.to - view.from;
+  const apart = nice(span / Math.max(2, width / 110), view.unit === "steps" ? 1 : 1e-4);
+  const [low, high] = view.extent;
+  const digits = Math.max(0, -Math.floor(Math.log10(apart)));
+  for (let tick = Math.ceil(Math.max(low, view.from) / apart) * apart; tick <= Math.min(high, view.to) + 1e-9; tick += apart) {
+    const x = view.x(tick);
+    pen.line(x, axis.top, x, axis.top + 4, palette.quiet);
+    const words = view.unit === "steps" ? String(Math.round(tick)) : `${tick.toFixed(digits)} s`;
+    if (x + 4 * words.length < right && x > left - 2) pen.text(words, x, axis.top + 17, palette.quiet, { size: 11, align: "center" });
+  }
+  pen.text(view.unit === "steps" ? "step" : "time", left - 8, axis.top + 16, palette.quiet, { size: 11, align: "right" });
+}
+
+// A step of the axis: 1, 2 or 5 times a power of ten.
+function nice(about, least) {
+  const power = 10 ** Math.floor(Math.log10(about));
+  return Math.max(least, power * (TICKS.find((one) => one * power >= about) ?? 10));
+}
+
+export function drawGauges(scene) {
+  const { history, view, layout, palette } = scene;
+  const [low, high] = view.shown;
+  const last = history.step(high - 1);
+  const total = history.run?.limits.num_blocks ?? 0;
+  const columns = gather(view, history, low, high);
+  const blocks = (step) => total - step.free, milliseconds = (step) => 1e3 * (step.until - step.at);
+  const tokens = (step) => Object.values(step.sum).reduce((sum, one) => sum + one, 0);
+  const useful = (step) => step.sum.decode + step.sum.prefill;
+  const words = { blocks: layout.narrow ? "cache" : "cache blocks", tokens: layout.narrow ? "tokens" : "tokens a step" };
+  area(scene, columns, layout.blocks, blocks, palette.series, total);
+  area(scene, columns, layout.time, milliseconds, palette.series);
+  const most = area(scene, columns, layout.tokens, tokens, palette.loss);
+  area(scene, columns, layout.tokens, useful, palette.series, most, true);
+  drawCrowd(scene, columns);
+  const { pen } = scene;
+  label(pen, palette, layout, layout.blocks, words.blocks, last && `${blocks(last)} of ${total}`);
+  label(pen, palette, layout, layout.time, "step time", last && `${milliseconds(last).toFixed(1)} ms`);
+  label(pen, palette, layout, layout.tokens, words.tokens, last && String(tokens(last)));
+  label(pen, palette, layout, layout.crowd, "run / wait", last && `${last.running} / ${last.waiting}`);
+}
+
+// Steps by the pixels they begin at, {x, right, steps}: of many that share one, each curve shows the highest.
+function gather(view, history, low, high) {
+  const columns = [];
+  let column = null;
+  for (let ordinal = low; ordinal < high; ordinal++) {
+    const x = view.x(view.start(ordinal)), step = history.step(ordinal);
+    if (!column || x - column.x >= 1) columns.push(column = { x, right: x, steps: [] });
+    column.right = Math.max(x + 0.5, view.x(view.stop(ordinal)));
+    column.steps.push(step);
+  }
+  return columns;
+}
+
+function highest(steps, of) {
+  let most = 0;
+  for (const step of steps) most = Math.max(most, of(step));
+  return most;
+}
+
+// A filled curve; returns its highest value, which is as high as the band unless `most` says otherwise.
+function area({ layout, palette, pen }, columns, band, of, fill, most = 0, over = false) {
+  const values = columns.map((column) => highest(column.steps, of));
+  const scale = most || values.reduce((one, other) => Math.max(one, other), 0) || 1;
+  if (!over) pen.rect(layout.left, band.top, layout.width, band.height, palette.lane);
+  pen.clipped(layout.left, band.top, layout.width, band.height, () => columns.forEach((column, index) => {
+    const tall = band.height * Math.min(1, values[index] / scale);
+    pen.rect(column.x, band.top + band.height - tall, column.right - column.x, tall, fill);
+  }));
+  return scale;
+}
+
+function drawCrowd({ layout, palette, pen }, columns) {
+  const { crowd } = layout;
+  pen.rect(layout.left, crowd.top, layout.width, crowd.height, palette.lane);
+  const scale = Math.max(1, highest(columns.flatMap((one) => one.steps), (step) => Math.max(step.running, step.waiting)));
+  const curve = (of) => columns.flatMap((column) => {
+    const y = crowd.top + crowd.height - 1 - (crowd.height - 3) * highest(column.steps, of) / scale;
+    return [[column.x, y], [column.right, y]];
+  });
+  if (!columns.length) return;
+  pen.clipped(layout.left, crowd.top, layout.width, crowd.height, () => {
+    pen.curve(curve((step) => step.waiting), palette.loss, 1.5, [4, 2]);
+    pen.curve(curve((step) => step.running), palette.series, 1.75);
+  });
+}
+
+// Everything that is remembered, how full the slots were, and which part of it is looked at.
+export function drawOverview({ history, view, layout, palette, pen }) {
+  const { overview, left, width } = layout;
+  const [low, high] = view.extent;
+  pen.rect(left, overview.top, width, overview.height, palette.lane);
+  const bars = Math.min(Math.floor(width / 2), history.steps.length);
+  for (let bar = 0; bar < bars; bar++) {
+    const from = history.first + Math.floor(bar * history.steps.length / bars);
+    const to = history.first + Math.max(Math.floor((bar + 1) * history.steps.length / bars), from - history.first + 1);
+    const x = left + width * (view.start(from) - low) / (high - low);
+    const right = left + width * (view.stop(to - 1) - low) / (high - low);
+    const tall = (overview.height - 2) * (history.useful(from, to) ?? 0);
+    pen.rect(x, overview.top + overview.height - tall, Math.max(1, right - x), tall, palette.series);
+  }
+  const x = left + width * Math.max(0, (view.from - low) / (high - low));
+  const right = left + width * Math.min(1, (view.to - low) / (high - low));
+  pen.faint(0.16, () => pen.rect(x, overview.top, Math.max(3, right - x), overview.height, palette.ink));
+  pen.curve([[x, overview.top], [right, overview.top], [right, overview.top + overview.height],
+    [x, overview.top + overview.height], [x, overview.top]], palette.ink, 1.5);
+  label(pen, palette, layout, overview, layout.narrow ? "all" : "everything", "");
+}

@@ -1,0 +1,238 @@
+// The batch as it was rebuilt, step by step: the entries of an event log, folded.
+//
+// Every executed step has an ordinal: its place in this history, which an engine's restart does not set back.  A lane is
+// a slot; a span is what one request did in one slot over steps that follow each other:
+//
+//     lane 3   |prefill 7|decode 7 ............|prefill 9|decode 9 ....|held 9 .....|
+//              first                        end = first
+import { Request } from "./request.js";
+import { Runs } from "./runs.js";
+
+const MAX_STEPS = 20000;
+const LASTING = new Set(["decode", "held", "void"]); // kinds whose cells are alike, so that one span stands for many
+
+export class History {
+  constructor(maxSteps = MAX_STEPS) {
+    this.maxSteps = maxSteps;
+    this.run = null;
+    this.steps = [];
+    this.first = 0; // ordinal of steps[0]
+    this.requests = new Map();
+    this.lanes = []; // of each slot, its spans in order
+    this.waits = []; // in order of their beginnings
+    this.segments = []; // of one scheduling each: {first, kind, capacity}
+    this.reasons = new Runs(); // why nobody else could join
+    this.marks = []; // what else happened: {at, text}
+    this.zero = null; // nanoseconds, from which seconds are counted
+    this.unplaced = []; // waits that began after the last step known
+    this.unseated = []; // waits that have no row in the queue's picture yet
+    this.places = []; // of that picture: which rows are taken
+  }
+
+  get end() { return this.first + this.steps.length; }
+  get last() { return this.steps[this.steps.length - 1]; }
+  step(ordinal) { return this.steps[ordinal - this.first]; }
+  seconds(ns) { return (ns - this.zero) / 1e9; }
+  segmentAt(ordinal) { return this.segments.findLast((one) => one.first <= ordinal) ?? this.segments[0]; }
+
+  take(entry) {
+    this.zero ??= entry.started_ns ?? entry.ns ?? null;
+    switch (entry.kind) {
+      case "run": return this.#begin(entry);
+      case "request": return this.#arrive(entry);
+      case "step": return this.#step(entry);
+      case "sent": return this.requests.get(entry.number)?.sent(this.seconds(entry.first_ns), this.seconds(entry.last_ns));
+      case "gap": return this.#mark(`${entry.missed} entries are missing`);
+      case "engine": return this.#mark(`engine ${entry.state}`);
+    }
+  }
+
+  // The most slots that anyone could take in steps [from, to).
+  capacity(from, to) {
+    let most = 0;
+    this.segments.forEach((one, index) => {
+      if (one.first < to && (this.segments[index + 1]?.first ?? Infinity) > from) most = Math.max(most, one.capacity);
+    });
+    return most;
+  }
+
+  // The share of the slot-steps of [from, to) that did something somebody wanted.
+  useful(from, to) {
+    const [low, high] = [this.step(Math.max(from, this.first)), this.step(Math.min(to, this.end) - 1)];
+    if (!low || !high) return null;
+    const seats = high.seats - low.seats + low.capacity;
+    return seats ? (high.wanted - low.wanted + low.useful) / seats : null;
+  }
+
+  spanAt(slot, ordinal) {
+    const lane = this.lanes[slot] ?? [];
+    const span = lane[firstEndingAfter(lane, ordinal)];
+    return span && span.first <= ordinal ? span : null;
+  }
+
+  #begin(run) {
+    if (this.run) this.#mark("a new run");
+    this.run = run;
+    this.#schedule(run.scheduling);
+  }
+
+  #schedule(scheduling) {
+    const { kind, prefill } = scheduling.batching;
+    const words = kind.replaceAll("_", " ") + (prefill && prefill !== "chunked" ? `, prompts ${prefill}` : "");
+    const segment = { first: this.end, kind, words, capacity: scheduling.max_num_seqs };
+    const last = this.segments[this.segments.length - 1];
+    if (last && last.words === words && last.capacity === segment.capacity) return;
+    if (last && last.first === this.end) this.segments.pop();
+    this.segments.push(segment);
+  }
+
+  #mark(text) { this.marks.push({ at: this.end, text }); }
+
+  #arrive(entry) {
+    const request = new Request(entry, this.seconds(entry.ns));
+    this.requests.set(entry.number, request);
+    this.unplaced.push(this.#queue(request, null, request.arrived));
+  }
+
+  #queue(request, from, since) {
+    const wait = { number: request.number, place: null, from, since, to: null, until: null };
+    request.wait = wait;
+    request.waits.push(wait);
+    this.waits.push(wait);
+    this.unseated.push(wait);
+    return wait;
+  }
+
+  #unqueue(request, to, until) {
+    const wait = request.wait;
+    if (!wait) return;
+    wait.to = to;
+    wait.until = until;
+    wait.from ??= to;
+    if (wait.place !== null) this.places[wait.place] = false;
+    request.wait = null;
+  }
+
+  // Whoever a step has left waiting gets a row of the queue's picture, the lowest that is free.
+  #seat() {
+    for (const wait of this.unseated) {
+      if (wait.to !== null) continue;
+      const free = this.places.indexOf(false);
+      wait.place = free < 0 ? this.places.length : free;
+      this.places[wait.place] = true;
+    }
+    this.unseated = [];
+  }
+
+  // Who arrives while a step is under way stands within it.
+  #place(step) {
+    this.unplaced = this.unplaced.filter((wait) => {
+      if (wait.from === null && wait.since > step.until) return true;
+      const part = (wait.since - step.at) / (step.until - step.at || 1);
+      wait.from ??= step.ordinal + Math.min(1, Math.max(0, part));
+      return false;
+    });
+  }
+
+  #step(entry) {
+    if (entry.configured) this.#schedule(entry.configured);
+    if (entry.step < 0) {
+      for (const end of entry.ended ?? []) this.#ended(end, this.end, this.seconds(entry.ended_ns));
+      return;
+    }
+    const step = this.#column(entry);
+    this.#place(step);
+    for (const [number, reason, lost] of step.preempted) {
+      const request = this.#known(number);
+      request.lost.push({ ordinal: step.ordinal, reason, lost });
+      this.#queue(request, step.ordinal, step.at);
+    }
+    for (const [number, cached] of step.admitted) {
+      const request = this.#known(number);
+      this.#unqueue(request, step.ordinal, step.at);
+      request.joined(step, cached);
+    }
+    const why = step.stop?.[0] ?? step.refused.find(([number]) => this.requests.get(number)?.wait)?.[1] ?? "";
+    this.reasons.add(step.ordinal, why);
+    this.#rows(step);
+    this.steps.push(step);
+    this.#seat();
+    for (const end of step.ended) this.#ended(end, step.ordinal + 1, step.until);
+    if (this.steps.length > 1.2 * this.maxSteps) this.#trim();
+  }
+
+  #column(entry) {
+    const before = this.last;
+    const at = this.seconds(entry.started_ns);
+    return {
+      ordinal: this.end, step: entry.step, at: before ? Math.max(at, before.until) : at, until: this.seconds(entry.ended_ns),
+      numbers: entry.numbers ?? [], slots: entry.slots ?? [], starts: entry.starts ?? [], counts: entry.counts ?? [],
+      padding: entry.padding ?? [], held: entry.held ?? [], tokens: entry.tokens ?? [], admitted: entry.admitted ?? [],
+      preempted: entry.preempted ?? [], refused: entry.refused ?? [], stop: entry.stop ?? null, ended: entry.ended ?? [],
+      kinds: [], running: entry.num_running ?? 0, waiting: entry.num_waiting ?? 0, free: entry.num_free_blocks ?? 0,
+      capacity: this.segmentAt(this.end)?.capacity ?? 0, useful: 0, wanted: before?.wanted ?? 0, seats: before?.seats ?? 0,
+      sum: { decode: 0, prefill: 0, recompute: 0, held: 0, void: 0, padding: 0 },
+    };
+  }
+
+  #rows(step) {
+    const held = new Set(step.held);
+    const cached = new Map(step.admitted);
+    step.numbers.forEach((number, row) => {
+      const request = this.#known(number);
+      const count = step.counts[row], padding = step.padding[row] ?? 0;
+      const kind = held.has(row) ? "held" : request.kindOf(step.starts[row]);
+      step.kinds.push(kind);
+      step.sum[kind] += count;
+      step.sum.padding += padding;
+      if (kind !== "held" && kind !== "void") step.useful += 1;
+      request.ran(step, row, kind);
+      this.#extend(step.ordinal, step.slots[row], number, kind, { count, padding, cached: cached.get(number) ?? 0 });
+    });
+    step.wanted += step.useful;
+    step.seats += step.capacity;
+  }
+
+  #extend(ordinal, slot, number, kind, cell) {
+    const lane = this.lanes[slot] ??= [];
+    const last = lane[lane.length - 1];
+    const alike = last && last.number === number && last.kind === kind && last.end === ordinal;
+    if (alike && LASTING.has(kind) && !cell.padding && !last.padding && !cell.cached) last.end += 1;
+    else lane.push({ slot, number, kind, first: ordinal, end: ordinal + 1, ...cell });
+  }
+
+  #known(number) {
+    if (!this.requests.has(number)) this.requests.set(number, new Request({ number, id: "", num_prompt: 0 }, null));
+    return this.requests.get(number);
+  }
+
+  #ended([number, reason, numOutput, message], ordinal, seconds) {
+    const request = this.#known(number);
+    this.#unqueue(request, ordinal, seconds);
+    request.ended = { ordinal, seconds, reason, numOutput, message: message ?? "" };
+  }
+
+  #trim() {
+    this.steps.splice(0, this.steps.length - this.maxSteps);
+    this.first = this.last.ordinal + 1 - this.steps.length;
+    const from = this.first;
+    this.lanes.forEach((lane) => lane.splice(0, firstEndingAfter(lane, from)));
+    this.waits = this.waits.filter((wait) => wait.to === null || wait.to > from);
+    this.marks = this.marks.filter((mark) => mark.at >= from);
+    this.reasons.forget(from);
+    const kept = this.segments.findLastIndex((one) => one.first <= from);
+    this.segments.splice(0, Math.max(0, kept));
+    for (const [number, request] of this.requests) if (request.ended?.ordinal <= from) this.requests.delete(number);
+  }
+}
+
+// The index of the first of `spans`, which are in order, that ends after `ordinal`.
+export function firstEndingAfter(spans, ordinal) {
+  let low = 0, high = spans.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (spans[middle].end > ordinal) high = middle;
+    else low = middle + 1;
+  }
+  return low;
+}

@@ -1,0 +1,151 @@
+// Slots as lanes: what each request did in each slot, what was lost, and who takes over from whom.
+import { firstEndingAfter } from "./history.js";
+
+const CELLS = 5; // pixels of a step from which on steps are told apart
+const NAMED = 12; // pixels of a lane in which a number can be read
+const FEW = 160; // joins in view up to which each is led in from the queue
+const MORE = 4; // pixels that a span takes at least, to be given round ends
+
+export function drawLanes(scene) {
+  const { history, view, layout, pen } = scene;
+  const { left, width, lanes } = layout;
+  const [low, high] = view.shown;
+  const joins = joinsShown(scene, low, high);
+  pen.clipped(left, lanes.top, width, lanes.height, () => {
+    drawGround(scene, low, high);
+    drawLeads(scene, joins);
+    for (let slot = 0; slot < layout.slots; slot++) drawLane(scene, history.lanes[slot] ?? [], slot, low, high);
+    drawSteps(scene, low, high);
+    drawArrows(scene, joins);
+  });
+  drawNames(scene);
+}
+
+// Empty lanes, as many as there are slots to be had, and of those the ones that are empty while somebody waits.
+function drawGround({ history, view, layout, palette, pen }, low, high) {
+  history.segments.forEach((segment, index) => {
+    const end = Math.min(high, history.segments[index + 1]?.first ?? high);
+    const first = Math.max(low, segment.first);
+    if (first >= end) return;
+    const x = view.x(view.start(first)), width = view.x(view.stop(end - 1)) - x;
+    for (let slot = 0; slot < segment.capacity; slot++) lane(x, width, slot, palette.lane);
+    for (const run of history.reasons.all) {
+      const from = Math.max(first, run.first), to = Math.min(end, run.end);
+      if (from >= to) continue;
+      const start = view.x(view.start(from));
+      for (let slot = 0; slot < segment.capacity; slot++) {
+        lane(start, view.x(view.stop(to - 1)) - start, slot, palette.fill("starved"));
+      }
+    }
+  });
+
+  function lane(x, width, slot, fill) {
+    const [top, height] = rows(layout, slot);
+    pen.rect(x, top, width, height, fill);
+  }
+}
+
+export function rows(layout, slot) {
+  const gap = layout.pitch >= 12 ? 3 : layout.pitch >= 9 ? 2 : 1;
+  return [layout.lanes.top + slot * layout.pitch, layout.pitch - gap];
+}
+
+function drawLane(scene, spans, slot, low, high) {
+  const { view, layout, pen } = scene;
+  const [top, height] = rows(layout, slot);
+  let drawn = -Infinity; // pixels up to which this lane is full
+  let before = null;
+  for (let index = firstEndingAfter(spans, low); index < spans.length && spans[index].first < high; index++) {
+    const span = spans[index], next = spans[index + 1];
+    const x = view.x(view.start(span.first)), right = view.x(edge(view, span, next));
+    if (before && before.number === span.number && before.end < span.first) drawPause(scene, before, x, top, height);
+    before = span;
+    if (right - drawn < 0.4) continue; // nothing of it would be seen
+    const from = Math.max(x, drawn);
+    drawn = right;
+    const ends = right - from >= MORE && next?.number !== span.number && span.kind !== "void" && height > 6;
+    const corner = ends ? [0, 4, 4, 0] : 0;
+    const seam = next && next.number !== span.number && right - from > 3 && height > 6 ? 1 : 0;
+    drawSpan(scene, span, from, right - from - seam, top, height, corner);
+    if (height >= NAMED && span.kind === "decode") drawNumber(scene, span, from, right, top, height);
+  }
+}
+
+// In seconds a span ends where the next begins: between steps its request keeps its slot.
+function edge(view, span, next) {
+  return next && next.number === span.number && next.first === span.end ? view.start(span.end) : view.stop(span.end - 1);
+}
+
+function drawSpan({ palette, pen, lit }, span, x, width, top, height, corner) {
+  const draw = () => {
+    const { number, count = 0, padding = 0, cached = 0 } = span;
+    const padded = padding ? height * padding / (count + padding) : 0;
+    const found = cached ? Math.max(3, (height - padded) * cached / (count + cached)) : 0;
+    const computed = height - padded - found;
+    pen.rect(x, top, width, padded || found ? computed : height, palette.fill(span.kind, number), padded || found ? 0 : corner);
+    if (found) pen.rect(x, top + computed, width, found, palette.fill("cached", number));
+    if (padded) pen.rect(x, top + height - padded, width, padded, palette.fill("padding", number));
+    if (span.kind === "held") pen.rect(x, top + height - 2, width, 2, palette.of(number).line);
+  };
+  if (lit === null || lit === span.number) draw();
+  else pen.faint(0.22, draw);
+}
+
+// It has its slot and is not computed: prompts of others run alone, say.
+function drawPause({ view, palette, pen }, before, right, top, height) {
+  const x = view.x(view.stop(before.end - 1));
+  pen.rect(x, top + 0.42 * height, right - x, Math.max(1, 0.16 * height), palette.of(before.number).soft);
+}
+
+function drawNumber({ palette, pen, lit }, span, from, right, top, height) {
+  const words = String(span.number);
+  if (right - from < 8 + 7 * words.length || (lit !== null && lit !== span.number)) return;
+  pen.text(words, from + 4, top + height / 2 + 4, palette.ink, { size: Math.min(12, height - 3), weight: 600 });
+}
+
+function drawSteps({ history, view, layout, palette, pen }, low, high) {
+  if (high - low < 1 || layout.width / (high - low) < CELLS) return;
+  const { top, height } = layout.lanes;
+  for (let ordinal = low; ordinal < high; ordinal++) {
+    const x = view.x(view.start(ordinal));
+    pen.rect(x - 0.5, top, 1, height, palette.page);
+  }
+}
+
+// Who takes a slot in view, and which; nobody where they are too many to be told apart.
+function joinsShown({ history, view, layout, lit }, low, high) {
+  const found = [];
+  for (const wait of history.waits) {
+    if (wait.to === null || wait.to < low || wait.to >= high || (lit !== null && lit !== wait.number)) continue;
+    const request = history.requests.get(wait.number);
+    const slot = request?.slots[request.joins.findIndex((one) => one.ordinal === wait.to)];
+    if (slot < layout.slots) found.push({ wait, slot, x: view.x(view.start(wait.to)) });
+  }
+  return found.length <= FEW ? found : [];
+}
+
+// From the queue to the slot, behind whoever is in between.
+export function drawLeads({ layout, palette, pen, lit }, joins) {
+  for (const { wait, slot, x } of joins) {
+    const [top, height] = rows(layout, slot);
+    pen.line(x + 0.5, layout.lanes.top - 4, x + 0.5, top + height, palette.of(wait.number).line, lit === null ? 1 : 2);
+  }
+}
+
+// Where a turn begins.
+function drawArrows({ layout, palette, pen }, joins) {
+  for (const { slot, x } of joins) {
+    const [top, height] = rows(layout, slot);
+    const middle = top + height / 2, size = Math.min(5, height / 2);
+    pen.shape([[x, middle - size], [x + size, middle], [x, middle + size]], palette.page);
+  }
+}
+
+function drawNames({ layout, palette, pen }) {
+  const every = layout.pitch >= 11 ? 1 : Math.ceil(11 / layout.pitch / 2) * 4;
+  for (let slot = 0; slot < layout.slots; slot += every) {
+    const [top, height] = rows(layout, slot);
+    const words = layout.narrow ? String(slot) : `slot ${slot}`;
+    pen.text(words, layout.left - 8, top + height / 2 + 4, palette.quiet, { size: 11, align: "right" });
+  }
+}

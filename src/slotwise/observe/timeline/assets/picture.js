@@ -1,0 +1,76 @@
+// The whole picture of what is in view, by whichever pen; and what points at it.
+import { drawAxis, drawGauges, drawOverview } from "./gauges.js";
+import { drawLanes, rows } from "./lanes.js";
+import { drawHeads, drawQueue, drawReasons, rowOf } from "./queue.js";
+
+export function drawPicture(scene, height) {
+  const { layout, palette, pen } = scene;
+  pen.rect(0, 0, layout.right + 14, height, palette.page);
+  drawQueue(scene);
+  drawReasons(scene);
+  drawLanes(scene);
+  drawHeads(scene);
+  drawAxis(scene);
+  drawGauges(scene);
+  drawOverview(scene);
+}
+
+// What is at a pixel: {band, ordinal, slot, span, number}, each null where there is none.
+export function pointedAt(scene, x, y) {
+  const { history, view, layout } = scene;
+  const found = { band: null, ordinal: null, slot: null, span: null, number: null };
+  for (const name of ["queue", "reasons", "lanes", "axis", "blocks", "time", "tokens", "crowd", "overview"]) {
+    const { top, height } = layout[name];
+    if (y >= top && y < top + height) found.band = name;
+  }
+  if (x < layout.left || x > layout.right || found.band === null || found.band === "overview") return found;
+  const value = view.value(x);
+  const ordinal = view.ordinal(value);
+  if (ordinal >= history.first && ordinal < history.end) found.ordinal = ordinal;
+  if (found.band === "lanes") {
+    found.slot = Math.min(layout.slots - 1, Math.floor((y - layout.lanes.top) / layout.pitch));
+    found.span = found.ordinal === null ? null : history.spanAt(found.slot, ordinal);
+    found.number = found.span?.number ?? null;
+  } else if (found.band === "queue") {
+    const wait = history.waits.find((one) => {
+      const from = view.place(one.from ?? history.end, one.since);
+      const to = one.to === null ? Infinity : view.place(one.to, one.until);
+      const [top, height] = rowOf(scene, one);
+      return one.place !== null && value >= from && value <= to && y >= top && y <= top + height;
+    });
+    found.number = wait?.number ?? null;
+  }
+  return found;
+}
+
+// The column under the pointer, and everything of the request it is on.
+export function drawPointer({ history, view, layout, palette, pen }, pointed) {
+  const { ordinal, number } = pointed;
+  if (ordinal !== null) {
+    const x = view.x(view.start(ordinal)), width = Math.max(1, view.x(view.stop(ordinal)) - x);
+    pen.faint(0.14, () => pen.rect(x, layout.queue.top, width, layout.crowd.top + layout.crowd.height - layout.queue.top, palette.ink));
+  }
+  if (number === null) return;
+  const [low, high] = view.shown;
+  pen.clipped(layout.left - 1, layout.queue.top, layout.width + 2, layout.crowd.top - layout.queue.top, () => {
+    history.lanes.slice(0, layout.slots).forEach((lane, slot) => {
+      const [top, height] = rows(layout, slot);
+      for (const [first, end] of stays(lane, number, low, high)) {
+        const x = view.x(view.start(first)), right = view.x(view.stop(end - 1));
+        pen.curve([[x, top], [right, top], [right, top + height], [x, top + height], [x, top], [right, top]], palette.ink, 2);
+      }
+    });
+  });
+}
+
+// Where a request stayed in a lane, as [first, end) from its first span to its last.
+function stays(lane, number, low, high) {
+  const found = [];
+  lane.forEach((span, index) => {
+    if (span.number !== number || span.end <= low || span.first >= high) return;
+    const before = lane[index - 1];
+    if (before?.number === number && found.length) found[found.length - 1][1] = span.end;
+    else found.push([span.first, span.end]);
+  });
+  return found;
+}

@@ -1,0 +1,92 @@
+// Who waits, from arrival to a slot; why nobody else could join; and how the batch was made.
+const ROW = { least: 1, most: 7 }; // pixels of one who waits
+const WORDS = {
+  no_slot: "no slot free", no_blocks: "no cache blocks left", token_budget: "token budget spent", ending: "ending",
+  prompts_alone: "prompts run alone", batch_running: "the batch must end first", window_open: "collecting a batch",
+  one_at_a_time: "one at a time",
+};
+const LETTER = 6.1; // pixels of one in the smaller type
+
+export const inWords = (reason) => WORDS[reason] ?? reason.replaceAll("_", " ");
+
+// Rows from the bottom, where the slots are; the more wait, the thinner.
+export function queueRow({ history, layout }) {
+  return Math.min(ROW.most, Math.max(ROW.least, layout.queue.height / Math.max(1, history.places.length)));
+}
+
+// Top and height of a wait's row.
+export function rowOf(scene, wait) {
+  const { queue } = scene.layout;
+  const row = queueRow(scene);
+  const bottom = queue.top + queue.height - row * (wait.place ?? 0);
+  return [Math.max(queue.top, bottom - row), Math.max(1, row - (row > 3 ? 1 : 0))];
+}
+
+export function drawQueue(scene) {
+  const { history, view, layout, palette, pen, lit } = scene;
+  const { queue, left, width, lanes } = layout;
+  const [low, high] = view.shown;
+  const now = view.extent[1];
+  pen.rect(left, queue.top, width, queue.height, palette.lane);
+  pen.clipped(left, queue.top, width, lanes.top - queue.top, () => {
+    for (const wait of history.waits) {
+      if (wait.to !== null && wait.to < low || wait.from !== null && wait.from > high || wait.place === null) continue;
+      const from = view.x(wait.from === null ? now : view.place(wait.from, wait.since));
+      const to = view.x(wait.to === null ? now : view.place(wait.to, wait.until));
+      const [top, height] = rowOf(scene, wait), hue = palette.of(wait.number);
+      const draw = () => pen.rect(from, top, Math.max(1, to - from), height, hue.soft);
+      if (lit === null || lit === wait.number) draw();
+      else pen.faint(0.22, draw);
+    }
+  });
+  const waiting = history.step(high - 1)?.waiting ?? 0;
+  label(pen, palette, layout, queue, "queue", `${waiting} wait`);
+}
+
+// What stood in the way of the first in the queue.
+export function drawReasons({ history, view, layout, palette, pen }) {
+  const { reasons, left, width } = layout;
+  const [low, high] = view.shown;
+  pen.clipped(left, reasons.top, width, reasons.height, () => {
+    for (const run of history.reasons.all) {
+      const from = Math.max(low, run.first), to = Math.min(high, run.end);
+      if (from >= to) continue;
+      const x = view.x(view.start(from)), wide = view.x(view.stop(to - 1)) - x;
+      pen.rect(x, reasons.top + reasons.height - 3, Math.max(0.5, wide - 1), 2, palette.quiet);
+      const words = [inWords(run.value), run.value.replaceAll("_", " ")].find((one) => one.length * LETTER < wide - 6);
+      if (words) pen.text(words, x + 2, reasons.top + reasons.height - 7, palette.quiet, { size: 11 });
+    }
+  });
+  if (!layout.narrow) pen.text("why they wait", layout.left - 8, reasons.top + 12, palette.quiet, { size: 11, align: "right" });
+}
+
+// How the batch was made from here on, and what it was worth.
+export function drawHeads({ history, view, layout, palette, pen }) {
+  const { heads, left, right, lanes } = layout;
+  const [low, high] = view.shown;
+  history.segments.forEach((segment, index) => {
+    const from = Math.max(low, segment.first), to = Math.min(high, history.segments[index + 1]?.first ?? high);
+    if (from >= to) return;
+    const x = Math.max(left, view.x(view.start(from))), end = Math.min(right, view.x(view.stop(to - 1)));
+    if (segment.first >= low && x > left + 1) pen.rect(x - 1, heads.top, 2, lanes.top + lanes.height - heads.top, palette.ink);
+    const share = history.useful(from, to);
+    const name = segment.words, facts = share === null ? "" : `${Math.round(100 * share)}% of the slots used`;
+    pen.clipped(x, heads.top, Math.max(0, end - x), heads.height, () => {
+      pen.text(name, x + 6, heads.top + 17, palette.ink, { size: 14, weight: 700 });
+      const after = x + 18 + 8.6 * name.length;
+      if (end - after > LETTER * facts.length) pen.text(facts, after, heads.top + 17, palette.quiet, { size: 13 });
+    });
+  });
+  for (const mark of history.marks) {
+    if (mark.at < low || mark.at > high) continue;
+    const x = view.x(view.start(mark.at));
+    pen.line(x, heads.top + 20, x, lanes.top + lanes.height, palette.loss, 1.5, [4, 3]);
+    pen.text(mark.text, x + 4, lanes.top + 12, palette.loss, { size: 11 });
+  }
+}
+
+export function label(pen, palette, layout, band, name, value) {
+  const x = layout.left - 8;
+  pen.text(name, x, band.top + 13, palette.quiet, { size: 11, align: "right" });
+  if (value) pen.text(value, x, band.top + 28, palette.ink, { size: layout.narrow ? 11 : 12, align: "right", weight: 600 });
+}

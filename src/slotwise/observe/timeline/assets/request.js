@@ -1,0 +1,47 @@
+// One request: what is known of it, and what became of it.
+export class Request {
+  constructor(entry, arrived) {
+    this.number = entry.number;
+    this.id = entry.id;
+    this.numPrompt = entry.num_prompt ?? 0;
+    this.maxTokens = entry.params?.max_tokens ?? null;
+    this.arrived = arrived; // seconds; null where its beginning is no longer known
+    this.wait = null; // the one it is in
+    this.waits = [];
+    this.joins = []; // {ordinal, seconds, cached}
+    this.lost = []; // {ordinal, reason, lost}: each time it had to yield
+    this.ended = null;
+    this.high = 0; // tokens computed at most so far
+    this.steps = { prefill: 0, decode: 0, recompute: 0, held: 0, void: 0 };
+    this.computed = { prefill: 0, decode: 0, recompute: 0, held: 0, void: 0 }; // tokens
+    this.padded = 0;
+    this.numTokens = 0; // returned so far
+    this.firstToken = this.lastToken = null; // seconds
+    this.slots = []; // one for each join
+    this.flushed = null; // seconds: {first, last} byte given to the socket
+  }
+
+  // What a row that starts at the `start`th token is.  A token computed before is computed again.
+  kindOf(start) {
+    if (this.ended) return "void";
+    if (start < this.high) return "recompute";
+    return start < this.numPrompt ? "prefill" : "decode";
+  }
+
+  joined(step, cached) { this.joins.push({ ordinal: step.ordinal, seconds: step.at, cached }); }
+
+  ran(step, row, kind) {
+    const count = step.counts[row], yielded = step.tokens[row]?.length ?? 0;
+    if (this.slots.length < this.joins.length) this.slots.push(step.slots[row]);
+    this.steps[kind] += 1;
+    this.computed[kind] += count;
+    this.padded += step.padding[row] ?? 0;
+    if (kind !== "held" && kind !== "void") this.high = Math.max(this.high, step.starts[row] + count);
+    if (!yielded) return;
+    this.numTokens += yielded;
+    this.firstToken ??= step.until;
+    this.lastToken = step.until;
+  }
+
+  sent(first, last) { this.flushed = { first, last }; }
+}

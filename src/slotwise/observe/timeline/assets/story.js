@@ -1,0 +1,70 @@
+// What happened, in words: of a request, of a step.  Lists of [term, detail].
+import { inWords } from "./queue.js";
+
+const plural = (count, one, many = `${one}s`) => `${count.toLocaleString("en")} ${count === 1 ? one : many}`;
+
+export function duration(seconds) {
+  if (seconds < 0.0995) return `${(1e3 * seconds).toFixed(1)} ms`;
+  return seconds < 0.9995 ? `${Math.round(1e3 * seconds)} ms` : `${seconds.toFixed(2)} s`;
+}
+
+export function requestStory(history, request) {
+  const facts = [];
+  const add = (term, detail) => { if (detail) facts.push([term, detail]); };
+  add("asked for", request.numPrompt && `${plural(request.numPrompt, "prompt token")}, up to ${request.maxTokens ?? "any number"} more`);
+  if (request.arrived !== null) add("arrived", `at ${duration(request.arrived)}`);
+  request.waits.forEach((wait, index) => add(index ? "waited again" : "waited", waited(history, wait)));
+  request.joins.forEach((join, index) => add(
+    index ? "joined again" : "joined", `slot ${request.slots[index] ?? "?"} at step ${join.ordinal}`
+      + (join.cached ? `; ${plural(join.cached, "token")} found in the cache` : "")));
+  const { steps, computed } = request;
+  add("prompt", steps.prefill && `${plural(computed.prefill, "token")} in ${plural(steps.prefill, "step")}`);
+  add("first token", request.firstToken !== null && request.arrived !== null && `after ${duration(request.firstToken - request.arrived)}`);
+  add("answer", request.numTokens && `${plural(request.numTokens, "token")}${pace(request)}`);
+  request.lost.forEach(({ ordinal, lost, reason }) => add(
+    "yielded", `at step ${ordinal}, ${plural(lost, "token")} to compute again (${inWords(reason)})`));
+  add("computed again", steps.recompute && plural(computed.recompute, "token"));
+  add("held", steps.held && `${plural(steps.held, "step")} after its last token`);
+  add("padding", request.padded && plural(request.padded, "token"));
+  add("ended", request.ended && `${request.ended.reason} at ${duration(request.ended.seconds)} ${request.ended.message}`);
+  return facts;
+}
+
+function pace(request) {
+  const rest = request.numTokens - 1, seconds = request.lastToken - request.firstToken;
+  return rest > 0 && seconds > 0 ? `, one in ${duration(seconds / rest)}` : "";
+}
+
+// For how long, and why: the reasons of the steps that went by without it.
+function waited(history, wait) {
+  const until = wait.until ?? history.last?.until ?? wait.since;
+  const reasons = new Map();
+  for (let ordinal = Math.ceil(wait.from ?? history.end); ordinal < (wait.to ?? history.end); ordinal++) {
+    const step = history.step(ordinal);
+    if (!step) continue;
+    const reason = step.refused.find(([number]) => number === wait.number)?.[1] ?? step.stop?.[0] ?? "";
+    if (reason) reasons.set(reason, (reasons.get(reason) ?? 0) + 1);
+  }
+  const why = [...reasons].map(([reason, count]) => `${inWords(reason)} (${plural(count, "step")})`).join(", ");
+  return duration(Math.max(0, until - (wait.since ?? until))) + (why ? `: ${why}` : "") + (wait.to === null ? ", and still does" : "");
+}
+
+export function stepStory(history, step) {
+  const facts = [];
+  const { sum } = step;
+  const add = (term, detail) => { if (detail) facts.push([term, detail]); };
+  add("took", duration(step.until - step.at));
+  add("rows", `${step.numbers.length} of ${step.capacity} slots`);
+  const kinds = [["decode", sum.decode], ["prompt", sum.prefill], ["computed again", sum.recompute], ["padding", sum.padding],
+    ["held", sum.held], ["void", sum.void]].filter(([, count]) => count);
+  add("tokens", kinds.map(([name, count]) => `${count.toLocaleString("en")} ${name}`).join(", "));
+  add("joined", step.admitted.length && step.admitted.map(([number]) => number).join(", "));
+  add("ended", step.ended.length && step.ended.map(([number, reason]) => `${number} (${reason})`).join(", "));
+  add("yielded", step.preempted.length && step.preempted.map(([number]) => number).join(", "));
+  if (step.stop) {
+    const [reason, first, behind] = step.stop;
+    add("waiting", `request ${first}${behind ? ` and ${behind} behind it` : ""}: ${inWords(reason)}`);
+  }
+  add("passed over", step.refused.length && step.refused.map(([number, reason]) => `${number}: ${inWords(reason)}`).join(", "));
+  return facts;
+}

@@ -1,0 +1,127 @@
+// Which part of the history is looked at, and where on the page its steps and seconds lie.
+const LEAST = { steps: 8, seconds: 0.002 };
+const WIDTH = 160; // steps shown of a run that is followed
+
+export class View {
+  constructor(history) {
+    this.history = history;
+    this.unit = "steps";
+    this.from = 0; // in this unit
+    this.to = WIDTH;
+    this.following = true;
+    this.anchor = null; // ordinal of a step that stays in view while the end is followed
+    this.left = 0; // pixels
+    this.width = 1;
+  }
+
+  get scale() { return this.width / (this.to - this.from); } // pixels a unit
+  x(value) { return this.left + (value - this.from) * this.scale; }
+  value(x) { return this.from + (x - this.left) / this.scale; }
+
+  // Where a step begins and ends, in this unit.
+  start(ordinal) {
+    if (this.unit === "steps") return ordinal;
+    const { history } = this;
+    return history.step(ordinal)?.at ?? (ordinal < history.first ? history.steps[0]?.at : history.last?.until) ?? 0;
+  }
+
+  stop(ordinal) { return this.unit === "steps" ? ordinal + 1 : this.history.step(ordinal)?.until ?? this.start(ordinal); }
+
+  // A place given both as a fraction of a step and in seconds.
+  place(ordinal, seconds) {
+    if (this.unit === "seconds" && seconds !== null) return seconds;
+    return this.unit === "steps" ? ordinal : this.start(Math.floor(ordinal));
+  }
+
+  // The step at a place, the last one before it where it is between two.
+  ordinal(value) {
+    if (this.unit === "steps") return Math.floor(value);
+    const { steps, first } = this.history;
+    let low = 0, high = steps.length;
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (steps[middle].at <= value) low = middle + 1;
+      else high = middle;
+    }
+    return first + low - 1;
+  }
+
+  // Steps in view, [low, high).
+  get shown() {
+    const { first, end } = this.history;
+    const low = Math.max(first, this.ordinal(this.from)), high = Math.min(end, this.ordinal(this.to) + 1);
+    return [Math.min(low, end), Math.max(low, high)];
+  }
+
+  get extent() {
+    const { history } = this;
+    if (this.unit === "steps") return [history.first, Math.max(history.end, history.first + LEAST.steps)];
+    return [history.steps[0]?.at ?? 0, history.last?.until ?? 1];
+  }
+
+  measure(unit) {
+    if (unit === this.unit) return;
+    const [low, high] = this.shown;
+    this.unit = unit;
+    if (high > low) [this.from, this.to] = [this.start(low), this.stop(high - 1)];
+    this.#settle();
+  }
+
+  // To the end of what is known, as long as it is followed.
+  advance() {
+    if (!this.following) return;
+    const [low, end] = this.extent;
+    const from = this.anchor === null ? end - (this.to - this.from) : Math.min(this.start(this.anchor), end - this.#few);
+    this.to = Math.max(end, from + this.#few);
+    this.from = this.anchor === null ? Math.max(Math.min(from, end), Math.min(low, from)) : from;
+  }
+
+  follow() {
+    if (this.unit === "steps" && (this.anchor !== null || this.to - this.from > 4 * WIDTH)) this.from = this.to - WIDTH;
+    this.following = true;
+    this.anchor = null;
+    this.advance();
+  }
+
+  // Follow the end without letting go of the step that comes next.
+  keep() {
+    this.following = true;
+    this.anchor = this.history.end;
+  }
+
+  pan(pixels) {
+    this.following = false;
+    this.from -= pixels / this.scale;
+    this.to = this.from + this.width / this.scale;
+    this.#settle(this.width / this.scale);
+  }
+
+  zoom(factor, x = this.left + this.width / 2) {
+    const fixed = this.following ? this.to : this.value(x);
+    const [low, high] = this.extent;
+    const asked = (this.to - this.from) / factor;
+    const width = Math.min(Math.max(asked, LEAST[this.unit]), Math.max(1.1 * (high - low), this.#few));
+    const part = (fixed - this.from) / (this.to - this.from);
+    this.from = fixed - part * width;
+    this.to = this.from + width;
+    this.anchor = null;
+    if (!this.following) this.#settle(width);
+  }
+
+  show(from, to) {
+    this.following = false;
+    this.anchor = null;
+    [this.from, this.to] = [this.start(from), Math.max(this.stop(to - 1), this.start(from) + LEAST[this.unit])];
+  }
+
+  fit() { this.show(this.history.first, Math.max(this.history.end, this.history.first + 1)); }
+
+  get #few() { return this.unit === "steps" ? 60 : 0.25; }
+
+  // At most half of the page is beyond what is known.
+  #settle(width = this.to - this.from) {
+    const [low, high] = this.extent;
+    this.from = Math.min(Math.max(this.from, low - width / 2), high - width / 2);
+    this.to = this.from + width;
+  }
+}

@@ -1,0 +1,66 @@
+"""The timeline as one self-contained HTML document: nothing else is fetched, so it opens from a file as well.
+
+The page's ES modules are joined into one script.  Each may import only what stands before it in `MODULES`, and no two of
+them declare the same name: a browser refuses the script if they do.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import html
+import re
+from collections.abc import Iterable
+from functools import cache
+from importlib import resources
+
+MODULES = ("runs", "request", "history", "view", "layout", "palette", "pen", "lanes", "queue", "gauges", "picture", "story",
+           "service", "demo", "save", "hands", "main")
+_IMPORT = re.compile(r"^import .*;\n", re.MULTILINE)
+_EXPORT = re.compile(r"^export ", re.MULTILINE)
+
+
+@cache
+def live() -> bytes:
+    """The page that follows the server it came from."""
+    return _document("").encode()
+
+
+def saved(name: str, lines: Iterable[bytes]) -> bytes:
+    """The page with an event log in it.
+
+    Args:
+        name: what the log is called.
+        lines: its entries as JSON, one each.
+    """
+    packed = base64.b64encode(gzip.compress(b"".join(lines), 6)).decode()
+    return _document(f'<script type="application/gzip" id="log" data-name="{html.escape(name)}">{packed}</script>').encode()
+
+
+@cache
+def policy() -> bytes:
+    """The live page's Content-Security-Policy: its own script and style, and no other server than its own."""
+    script, style = (base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() for part in (_script(), _style()))
+    return (f"default-src 'none'; script-src 'sha256-{script}'; style-src 'sha256-{style}'; style-src-attr 'unsafe-inline'; "
+            "connect-src 'self'; img-src data: blob:; base-uri 'none'; form-action 'none'; "
+            "frame-ancestors 'none'").encode()
+
+
+def _document(log: str) -> str:
+    parts = {"style": _style(), "script": _script(), "log": log}
+    return re.sub(r"\{\{ (\w+) \}\}", lambda found: parts[found[1]], _asset("page.html"))
+
+
+@cache
+def _style() -> str:
+    return _asset("page.css")
+
+
+@cache
+def _script() -> str:
+    return "\n".join(_EXPORT.sub("", _IMPORT.sub("", _asset(f"{name}.js"))) for name in MODULES)
+
+
+def _asset(name: str) -> str:
+    return resources.files(__package__).joinpath("assets", name).read_text("utf-8")

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from slotwise.core.plan import Join, TokenLogprobs
-from slotwise.kernels.cpu.compiled import Compiled
+from slotwise.kernels.cpu.compiled import Compiled, compile_all
 from slotwise.kernels.cpu.openmp import Team
 from slotwise.runner import sampling_kernels as kernels
 from slotwise.runner.logit_edits import LogitEdits, has_penalties
@@ -68,8 +68,7 @@ class Sampler:
 
     def warm_up(self, kind: torch.dtype) -> None:
         """Compile everything for logits of this type, or read it from disk, before the first request needs it."""
-        for code in (kernels.GREEDY[kind], kernels.WIDEN[kind], kernels.DRAW, kernels.LOG_PROBABILITIES):
-            code.compile()
+        compile_all([kernels.DRAW, kernels.LOG_PROBABILITIES, kernels.GREEDY[kind], kernels.WIDEN[kind]])
 
     def join(self, join: Join) -> None:
         """A request takes a slot, for the first time or again."""

@@ -10,6 +10,7 @@ Columns are padded to 16, the lanes of a vector.
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass
 
 import torch
@@ -43,7 +44,8 @@ class CpuCache:
     def allocate(cls, num_blocks: int, block_size: int, shape: AttentionShape, kind: torch.dtype) -> CpuCache:
         """A zeroed cache; its pages are touched only once they are written."""
         elements = sum(head_block_elements(block_size, shape.head_dim))
-        storage = torch.zeros(num_blocks, shape.num_kv_heads, elements, dtype=kind)
+        pages = mmap.mmap(-1, num_blocks * shape.num_kv_heads * elements * kind.itemsize)  # `torch.zeros` writes them
+        storage = torch.frombuffer(pages, dtype=kind).view(num_blocks, shape.num_kv_heads, elements)
         heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim, padded(shape.head_dim))
         return cls(storage, block_size, storage.data_ptr(), (*heads, block_size, padded(block_size)))
 

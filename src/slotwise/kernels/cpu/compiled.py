@@ -9,39 +9,46 @@ import importlib
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numba
 from numba import cfunc
 
+from slotwise.kernels.cpu import disk
 
-def _keep_code_on_disk() -> None:
-    """Numba's disk cache watches one source file a function; ours inline each other, so one folder per state of all."""
-    sources = sorted(Path(__file__).parent.glob("*.py"))
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    root = Path(numba.config.CACHE_DIR or Path(home) / "slotwise" / "kernels")
-    if root.name != digest:
-        numba.config.CACHE_DIR = str(root / digest)
-
-
-_keep_code_on_disk()
+_known: dict[str, Compiled] = {}
 
 
 class Compiled:
     """A function of addresses and integers as machine code."""
 
     def __init__(self, function: Callable[..., None], signature: object) -> None:
+        self.name = f"{function.__module__}.{function.__name__}"
         self._function = function
         self._signature = signature
+        _known[self.name] = self
 
     @functools.cached_property
     def _code(self):
+        mark = self._mark
         try:
-            return cfunc(self._signature, nopython=True, cache=True)(self._function)
-        except RuntimeError:  # nowhere to keep it
+            code = cfunc(self._signature, nopython=True, cache=True)(self._function)
+            mark.touch()
+            return code
+        except (RuntimeError, OSError):  # nowhere to keep it
             return cfunc(self._signature, nopython=True)(self._function)
+
+    @functools.cached_property
+    def _mark(self) -> Path:
+        """There once the code is on disk."""
+        state = hashlib.sha256(Path(self._function.__code__.co_filename).read_bytes()).hexdigest()[:8]
+        return disk.folder() / f"{self.name}-{state}"
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether it was compiled before, so that it need only be read."""
+        return self._mark.exists()
 
     def compile(self) -> None:
         """Compile now rather than at first use."""
@@ -58,27 +65,37 @@ class Compiled:
         return self._code.ctypes
 
 
-def compile_beside(longest: Compiled, others: Sequence[Compiled]) -> None:
-    """Compile all of them; the first time on a machine, `longest` in a process of its own beside the others.
+def compile_all(codes: Sequence[Compiled]) -> None:
+    """Have all of them ready.  What is not on disk is compiled by as many processes as there are processors.
 
     Compiling is Python's work for the greater part, which threads would not share out.
+
+    Args:
+        codes: those that take longest first.
     """
-    name = f"{longest._function.__module__}.{longest._function.__name__}"
-    done = Path(numba.config.CACHE_DIR) / f"{name}.compiled"
-    helper = None if done.exists() else subprocess.Popen([sys.executable, "-W", "ignore", "-m", __name__, name])
-    for code in others:
+    missing = [code for code in codes if not code.is_on_disk]
+    with tempfile.TemporaryDirectory() as claims:
+        command = [sys.executable, "-W", "ignore", "-c", f"from {__name__} import help_out; help_out()", claims]
+        num_helpers = min(len(os.sched_getaffinity(0)), len(missing)) - 1 if disk.folder().exists() else 0
+        helpers = [subprocess.Popen([*command, *(code.name for code in missing)]) for _ in range(num_helpers)]
+        _share(Path(claims), missing)
+        for helper in helpers:
+            helper.wait()  # if it failed, what it claimed is compiled below
+    for code in codes:
         code.compile()
-    if helper is not None:
-        helper.wait()  # if it failed, the next line does its work
-    longest.compile()
-    with contextlib.suppress(OSError):
-        done.touch()
 
 
-def _compile_by_name(name: str) -> None:
-    module, _, function = name.rpartition(".")
-    Compiled(getattr(importlib.import_module(module), function), "void(int64)").compile()
+def help_out() -> None:
+    """A helper's part; its arguments are a folder of claims and the names of what is to be compiled."""
+    claims, *names = sys.argv[1:]
+    for name in names:
+        importlib.import_module(name.rpartition(".")[0])
+    _share(Path(claims), [_known[name] for name in names])
 
 
-if __name__ == "__main__":
-    _compile_by_name(sys.argv[1])
+def _share(claims: Path, codes: Sequence[Compiled]) -> None:
+    """Compile whatever no other process has claimed."""
+    for code in codes:
+        with contextlib.suppress(FileExistsError):
+            (claims / code.name).touch(exist_ok=False)
+            code.compile()

@@ -12,7 +12,7 @@ from torch import Tensor
 from slotwise.kernels.base import AttentionShape, Linear, QKNorm, RaggedBatch
 from slotwise.kernels.cpu import attention, linear, pointwise, tile
 from slotwise.kernels.cpu.cache import CpuCache, head_block_elements
-from slotwise.kernels.cpu.compiled import Compiled, compile_beside
+from slotwise.kernels.cpu.compiled import Compiled, compile_all
 from slotwise.kernels.cpu.openmp import Team
 
 LOG2_E = math.log2(math.e)
@@ -30,10 +30,9 @@ class CpuKernels:
 
     def warm_up(self, kind: torch.dtype) -> None:
         """Have all kernels of one type ready, compiled or read from disk, before the first request needs them."""
-        codes = [attention.PLAN, *(table[kind] for table in (
-            tile.MULTIPLY, linear.PRODUCT, pointwise.NORM, pointwise.SILU_MUL, pointwise.ROTARY_STORE
-        ))]
-        compile_beside(attention.ATTEND[kind], codes)
+        compile_all([*(table[kind] for table in (
+            attention.ATTEND, pointwise.ROTARY_STORE, linear.PRODUCT, tile.MULTIPLY, pointwise.NORM, pointwise.SILU_MUL
+        )), attention.PLAN])
 
     def allocate_cache(self, num_blocks: int, block_size: int, shape: AttentionShape, kind: torch.dtype) -> CpuCache:
         """One layer's zeroed cache of `num_blocks` blocks of `block_size` tokens."""

@@ -54,6 +54,7 @@ def test_without_keys_all_share_but_for_their_salts(folder: Path, tmp_path: Path
 
 
 def test_every_route_but_the_health_checks_needs_one_of_the_keys(folder: Path, tmp_path: Path) -> None:
+    """And but the page: a browser cannot send a key with an address, and the page holds nothing that a key protects."""
     with running(folder, tmp_path / "engine", "api_keys=one,two") as server:
         for method, path, _ in [*ROUTES, ("GET", "/no/such/path", None)]:
             url = server.url + path.replace("{model:path}", "toy")

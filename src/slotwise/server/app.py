@@ -25,6 +25,7 @@ from slotwise.server.keys import Keys
 from slotwise.server.openapi import document
 from slotwise.server.prompts import Prompts
 from slotwise.server.settings import ServerSettings
+from slotwise.server.timeline import timeline
 from slotwise.text.chat import ChatTemplate
 from slotwise.text.tokenizer import Tokenizer
 
@@ -53,8 +54,9 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("GET", "/load", admin.load),
     ("GET", "/admin/scheduling", admin.scheduling),
     ("PUT", "/admin/scheduling", admin.reschedule),
+    ("GET", "/timeline", timeline),
 )
-OPEN_TO_ALL = ("/health", "/ping")
+OPEN_TO_ALL = ("/health", "/ping", "/timeline")  # the last is a page without data, which asks for a key itself
 REJECTIONS = ("context_length_exceeded", "tokenizer_busy")  # codes of errors that count as refused admissions
 
 logger = logging.getLogger(__name__)

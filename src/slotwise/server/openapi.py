@@ -27,7 +27,7 @@ BODIES: dict[str, type] = {
     "/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest, "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest, "/abort_requests": AbortRequest}
 GENERATING = ("/v1/completions", "/v1/chat/completions")
-PLAIN_TEXT = ("/metrics",)
+OTHER_TEXT = {"/metrics": "text/plain", "/timeline": "text/html"}
 AT_ANY_ROUTE = (HTTPStatus.BAD_REQUEST, HTTPStatus.UNAUTHORIZED, HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED,
                 HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.SERVICE_UNAVAILABLE)
 EVENT: Json = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
@@ -84,8 +84,8 @@ def _operation(method: str, path: str, schemas: dict[type, Json]) -> Json:
 
 
 def _answer(path: str) -> Json:
-    if path in PLAIN_TEXT:
-        return {"text/plain": {"schema": {"type": "string"}}}
+    if path in OTHER_TEXT:
+        return {OTHER_TEXT[path]: {"schema": {"type": "string"}}}
     whole = {"application/json": {"schema": {"type": "object"}}}
     return whole | {"text/event-stream": {"schema": EVENT}} if path in GENERATING else whole
 

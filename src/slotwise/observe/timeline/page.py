@@ -1,7 +1,7 @@
 """The timeline as one self-contained HTML document: nothing else is fetched, so it opens from a file as well.
 
-The page's ES modules are joined into one script.  Each may import only what stands before it in `MODULES`, and no two of
-them declare the same name: a browser refuses the script if they do.
+The page's ES modules are joined into one script.  Each may import only what stands before it in `MODULES`, and no two
+of them declare the same name: a browser refuses the script if they do.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from functools import cache
 from importlib import resources
 
-MODULES = ("runs", "request", "history", "view", "layout", "palette", "pen", "lanes", "queue", "gauges", "picture", "story",
-           "service", "demo", "save", "hands", "main")
+MODULES = ("runs", "request", "history", "view", "layout", "palette", "pen", "lanes", "queue", "gauges", "picture",
+           "story", "service", "demo", "save", "hands", "main")
 _IMPORT = re.compile(r"^import .*;\n", re.MULTILINE)
 _EXPORT = re.compile(r"^export ", re.MULTILINE)
 
@@ -35,16 +35,20 @@ def saved(name: str, lines: Iterable[bytes]) -> bytes:
         lines: its entries as JSON, one each.
     """
     packed = base64.b64encode(gzip.compress(b"".join(lines), 6)).decode()
-    return _document(f'<script type="application/gzip" id="log" data-name="{html.escape(name)}">{packed}</script>').encode()
+    log = f'<script type="application/gzip" id="log" data-name="{html.escape(name)}">{packed}</script>'
+    return _document(log).encode()
 
 
 @cache
 def policy() -> bytes:
     """The live page's Content-Security-Policy: its own script and style, and no other server than its own."""
-    script, style = (base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() for part in (_script(), _style()))
-    return (f"default-src 'none'; script-src 'sha256-{script}'; style-src 'sha256-{style}'; style-src-attr 'unsafe-inline'; "
-            "connect-src 'self'; img-src data: blob:; base-uri 'none'; form-action 'none'; "
-            "frame-ancestors 'none'").encode()
+    return (f"default-src 'none'; script-src {_digest(_script())}; style-src {_digest(_style())}; "
+            "style-src-attr 'unsafe-inline'; connect-src 'self'; img-src data: blob:; base-uri 'none'; "
+            "form-action 'none'; frame-ancestors 'none'").encode()
+
+
+def _digest(part: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(part.encode()).digest()).decode()}'"
 
 
 def _document(log: str) -> str:

@@ -13,7 +13,7 @@ export function drawAxis({ history, view, layout, palette, pen }) {
     const x = view.x(tick);
     pen.line(x, axis.top, x, axis.top + 4, palette.quiet);
     const words = view.unit === "steps" ? String(Math.round(tick)) : `${tick.toFixed(digits)} s`;
-    if (x + 4 * words.length < right && x > left - 2) pen.text(words, x, axis.top + 17, palette.quiet, { size: 11, align: "center" });
+    if (x + 4 * words.length < right && x - 4 * words.length > left - 4) pen.text(words, x, axis.top + 17, palette.quiet, { size: 11, align: "center" });
   }
   pen.text(view.unit === "steps" ? "step" : "time", left - 8, axis.top + 16, palette.quiet, { size: 11, align: "right" });
 }
@@ -33,17 +33,17 @@ export function drawGauges(scene) {
   const blocks = (step) => total - step.free, milliseconds = (step) => 1e3 * (step.until - step.at);
   const tokens = (step) => Object.values(step.sum).reduce((sum, one) => sum + one, 0);
   const useful = (step) => step.sum.decode + step.sum.prefill;
-  const words = { blocks: layout.narrow ? "cache" : "cache blocks", tokens: layout.narrow ? "tokens" : "tokens a step" };
+  const words = layout.narrow ? ["cache", "time", "tokens", "run/wait", ""] : ["cache blocks", "step time", "tokens a step", "run / wait", ` of ${total}`];
   area(scene, columns, layout.blocks, blocks, palette.series, total);
   area(scene, columns, layout.time, milliseconds, palette.series);
   const most = area(scene, columns, layout.tokens, tokens, palette.loss);
   area(scene, columns, layout.tokens, useful, palette.series, most, true);
   drawCrowd(scene, columns);
   const { pen } = scene;
-  label(pen, palette, layout, layout.blocks, words.blocks, last && `${blocks(last)} of ${total}`);
-  label(pen, palette, layout, layout.time, "step time", last && `${milliseconds(last).toFixed(1)} ms`);
-  label(pen, palette, layout, layout.tokens, words.tokens, last && String(tokens(last)));
-  label(pen, palette, layout, layout.crowd, "run / wait", last && `${last.running} / ${last.waiting}`);
+  label(pen, palette, layout, layout.blocks, words[0], last && `${blocks(last)}${words[4]}`);
+  label(pen, palette, layout, layout.time, words[1], last && `${milliseconds(last).toFixed(1)} ms`);
+  label(pen, palette, layout, layout.tokens, words[2], last && String(tokens(last)));
+  label(pen, palette, layout, layout.crowd, words[3], last && `${last.running} / ${last.waiting}`);
 }
 
 // Steps by the pixels they begin at, {x, right, steps}: of many that share one, each curve shows the highest.

@@ -14,8 +14,10 @@ export function drawLanes(scene) {
   pen.clipped(left, lanes.top, width, lanes.height, () => {
     drawGround(scene, low, high);
     drawLeads(scene, joins);
-    for (let slot = 0; slot < layout.slots; slot++) drawLane(scene, history.lanes[slot] ?? [], slot, low, high);
+    const named = [];
+    for (let slot = 0; slot < layout.slots; slot++) drawLane(scene, history.lanes[slot] ?? [], slot, low, high, named);
     drawSteps(scene, low, high);
+    for (const [span, from, right] of named) drawNumber(scene, span, from, right);
     drawArrows(scene, joins);
   });
   drawNames(scene);
@@ -50,7 +52,8 @@ export function rows(layout, slot) {
   return [layout.lanes.top + slot * layout.pitch, layout.pitch - gap];
 }
 
-function drawLane(scene, spans, slot, low, high) {
+// Adds to `named` where there may be room for a request's number.
+function drawLane(scene, spans, slot, low, high, named) {
   const { view, layout, pen } = scene;
   const [top, height] = rows(layout, slot);
   let drawn = -Infinity; // pixels up to which this lane is full
@@ -67,7 +70,7 @@ function drawLane(scene, spans, slot, low, high) {
     const corner = ends ? [0, 4, 4, 0] : 0;
     const seam = next && next.number !== span.number && right - from > 3 && height > 6 ? 1 : 0;
     drawSpan(scene, span, from, right - from - seam, top, height, corner);
-    if (height >= NAMED && span.kind === "decode") drawNumber(scene, span, from, right, top, height);
+    if (height >= NAMED && span.kind === "decode") named.push([span, from, right]);
   }
 }
 
@@ -97,9 +100,10 @@ function drawPause({ view, palette, pen }, before, right, top, height) {
   pen.rect(x, top + 0.42 * height, right - x, Math.max(1, 0.16 * height), palette.of(before.number).soft);
 }
 
-function drawNumber({ palette, pen, lit }, span, from, right, top, height) {
+function drawNumber({ layout, palette, pen, lit }, span, from, right) {
   const words = String(span.number);
   if (right - from < 8 + 7 * words.length || (lit !== null && lit !== span.number)) return;
+  const [top, height] = rows(layout, span.slot);
   pen.text(words, from + 4, top + height / 2 + 4, palette.ink, { size: Math.min(12, height - 3), weight: 600 });
 }
 

@@ -12,6 +12,7 @@ from slotwise.cli.options import BUILTIN_NAME, add_command, add_engine_options, 
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.door import PATIENCE
 from slotwise.engine.pulse import ENGINE_TIMEOUT, SHORTEST_TIMEOUT
+from slotwise.model.locate import locate
 from slotwise.observe.lines import FORMATS, TEXT
 
 
@@ -79,14 +80,20 @@ def _keys(given: list[str]) -> tuple[str, ...]:
 
 
 def run(asked: argparse.Namespace) -> int:
+    from slotwise.compose.garbage import hold_off
+    from slotwise.compose.launch import launch_engine
+
+    hold_off()
+    config = EngineConfig.of(model=str(locate(asked.model or builtin.path())), **engine_settings(asked))
+    engine = launch_engine(config, asked.log_format)  # it loads while this process imports the rest
+
     from slotwise.compose.server import run_server
     from slotwise.server.settings import ServerSettings
 
-    config = EngineConfig.of(model=asked.model or str(builtin.path()), **engine_settings(asked))
     settings = ServerSettings(
         served_model_name=asked.served_model_name or asked.model or BUILTIN_NAME, api_keys=_keys(asked.api_key),
         max_num_queued_reqs=asked.max_num_queued_reqs, max_num_queued_tokens=asked.max_num_queued_tokens,
         queue_timeout=asked.queue_timeout, engine_timeout=asked.engine_timeout,
         shutdown_timeout=asked.shutdown_timeout, stream_interval=asked.stream_interval, log_format=asked.log_format,
         seed=asked.seed)
-    return run_server(config, settings, (asked.host, asked.port), asked.chat_template)
+    return run_server(config, settings, (asked.host, asked.port), asked.chat_template, engine)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 
 import msgspec
@@ -26,6 +27,7 @@ class ChildProcess:
     """
 
     def __init__(self, command: Sequence[str], **options: object) -> None:
+        self.started = time.monotonic()
         self.channel, theirs = pair()
         with theirs:
             descriptor = theirs.fileno()

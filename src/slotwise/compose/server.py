@@ -13,12 +13,11 @@ import uvloop
 from tqdm import tqdm
 
 from slotwise.compose.garbage import settle
-from slotwise.compose.launch import launch_engine
+from slotwise.compose.launch import ChildProcess, launch_engine
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import EngineInfo, Loading
 from slotwise.engine.service import EngineService
 from slotwise.engine.supervisor import Supervisor
-from slotwise.model.locate import locate
 from slotwise.observe import lines
 from slotwise.observe.load import report
 from slotwise.server.app import build_app
@@ -32,29 +31,38 @@ MB = 1e6  # bytes
 logger = logging.getLogger(__name__)
 
 
-def run_server(config: EngineConfig, settings: ServerSettings, address: tuple[str, int], template: str | None) -> int:
+def run_server(
+    config: EngineConfig, settings: ServerSettings, address: tuple[str, int], template: str | None, first: ChildProcess,
+) -> int:
     """Serve until a signal comes; the exit status.
 
     Args:
         address: host and port; port 0 takes any free one.
         template: a chat template's file; None takes the model's own.
+        first: an engine process, started with `config`; it ends with the server.
 
     Raises:
-        OSError, CheckpointError, TokenizerError, EngineError: one line that says what is wrong, before anything is
+        OSError, TokenizerError, EngineError: one line that says what is wrong, before anything is
             served.
     """
     lines.set_up(settings.log_format)
-    config = replace(config, model=str(locate(config.model)))
-    with listen(*address) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(config, settings, listener, template))
+    try:
+        with listen(*address) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_serve(config, settings, listener, template, first))
+    finally:
+        first.kill()
 
 
-async def _serve(config: EngineConfig, settings: ServerSettings, listener: socket.socket, template: str | None) -> int:
-    started = time.monotonic()
+async def _serve(
+    config: EngineConfig, settings: ServerSettings, listener: socket.socket, template: str | None, first: ChildProcess,
+) -> int:
     bar = _LoadingBar(settings.log_format)
     service = EngineService(bar)
-    supervisor = Supervisor(
-        service, lambda last: launch_engine(_like(config, last), settings.log_format), settings.engine_timeout)
+
+    def launch(last: EngineInfo | None) -> ChildProcess:
+        return launch_engine(_like(config, last), settings.log_format) if last is not None else first
+
+    supervisor = Supervisor(service, launch, settings.engine_timeout)
     try:
         supervisor.launch()
         tokenizer = Tokenizer.load(config.model)
@@ -64,16 +72,16 @@ async def _serve(config: EngineConfig, settings: ServerSettings, listener: socke
         app = build_app(service, tokenizer, chat, settings)
         settle()
         reporting = asyncio.create_task(report(app.api.metrics))
-        await serve(app, listener, lambda url: _greet(url, info, settings, time.monotonic() - started))
+        await serve(app, listener, lambda url: _greet(url, info, settings, time.monotonic() - first.started))
         reporting.cancel()
     finally:
         await supervisor.end()
     return 1 if service.hopeless.is_set() else 0
 
 
-def _like(config: EngineConfig, last: EngineInfo | None) -> EngineConfig:
-    """For an engine that may take the place of another: requests are checked against what that one could hold."""
-    return replace(config, max_model_len=last.limits.max_model_len) if last is not None else config
+def _like(config: EngineConfig, last: EngineInfo) -> EngineConfig:
+    """For an engine that takes the place of another: requests are checked against what that one could hold."""
+    return replace(config, max_model_len=last.limits.max_model_len)
 
 
 class _LoadingBar:

@@ -15,7 +15,8 @@ from typing import NoReturn
 
 import msgspec
 
-from slotwise.compose.garbage import settle
+from slotwise.compose.garbage import hold_off, settle
+from slotwise.compose.later import spare_torch
 from slotwise.engine.channel import BlockingChannel, ChannelClosed
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.loop import Engine
@@ -27,6 +28,7 @@ MAX_ARRIVALS = 64  # taken in between two steps, so that a flood of them cannot 
 
 
 def main(log_format: str, descriptor: int) -> int:
+    hold_off()
     lines.set_up(log_format)
     for number in (signal.SIGINT, signal.SIGTERM):  # they reach the whole group; the API process decides when to end
         signal.signal(number, signal.SIG_IGN)
@@ -59,7 +61,8 @@ def _load(channel: BlockingChannel) -> Engine | None:
         pass
     config = msgspec.msgpack.decode(messages[0], type=EngineConfig)
     try:
-        from slotwise.compose.engine import build_engine  # takes a second: torch
+        spare_torch()
+        from slotwise.compose.engine import build_engine  # takes two seconds: torch
 
         engine, info = build_engine(config, lambda *progress: channel.send(encode(Loading(*progress))))
     except ChannelClosed:

@@ -117,8 +117,8 @@ class End(NamedTuple):
 
 
 class Step(_Entry, tag="step"):
-    """One record of the engine.  Rows are columns: row i is request `numbers[i]` in slot `slots[i]`, of which `counts[i]`
-    tokens from `starts[i]` on are computed.  `step` -1 has no rows: something happened between steps.
+    """One record of the engine.  Rows are columns: row i is request `numbers[i]` in slot `slots[i]`, of which
+    `counts[i]` tokens from `starts[i]` on are computed.  `step` -1 has no rows: something happened between steps.
     """
 
     step: int

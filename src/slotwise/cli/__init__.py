@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Sequence
 
 import slotwise
-from slotwise.cli import bench, compare, offline, serve
 from slotwise.model.errors import CheckpointError
 
-COMMANDS = (serve, offline, bench, compare)
+MODULES = {"serve": "serve", "generate": "offline", "chat": "offline", "bench": "bench", "compare": "compare"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; a failure is one line on stderr and a status of 1."""
-    parser = build_parser()
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = build_parser(arguments[0] if arguments else "")
     asked = parser.parse_args(arguments)
     if asked.command is None:
         parser.print_help()
@@ -33,12 +34,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(command: str) -> argparse.ArgumentParser:
+    """A parser of the whole command line, of which it knows only `command` if that is one: a server needs no benchmarks."""
     parser = argparse.ArgumentParser(
         prog="slotwise", description="Serve language models with continuous batching.",
         epilog="`slotwise COMMAND --help` explains each command.")
     parser.add_argument("--version", action="version", version=f"slotwise {slotwise.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-    for module in COMMANDS:
-        module.add(commands)
+    for module in [MODULES[command]] if command in MODULES else dict.fromkeys(MODULES.values()):
+        importlib.import_module(f"{__name__}.{module}").add(commands)
     return parser

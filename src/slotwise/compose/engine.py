@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable
+
+import torch
 
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.scheduler import Scheduler
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.loop import Engine
 from slotwise.engine.messages import EngineInfo, MemoryUse
+from slotwise.kernels.base import Kernels
 from slotwise.kernels.select import choose
 from slotwise.model.decoder import Decoder, tensor_shapes
-from slotwise.model.load import load_model
+from slotwise.model.load import describe, load_model
+from slotwise.model.locate import locate
 from slotwise.policies.fcfs import FirstComeFirstServed
 from slotwise.runner import memory
 from slotwise.runner.batch import SlotTable
@@ -34,10 +39,12 @@ BLOCK_SIZE = 64  # tokens; what the figures in benchmarks/results/kernels-cpu.md
 class Loaded:
     """A model in memory, from which engines are made: one, or one after another to compare them."""
 
-    def __init__(self, name: str, device: str, decoder: Decoder) -> None:
+    def __init__(self, name: str, device: str, decoder: Decoder, warming: threading.Thread) -> None:
+        """`warming` has all kernels ready when it ends."""
         self._name = name
         self._device = device
         self._decoder = decoder
+        self._warming = warming
 
     def engine(self, config: EngineConfig, progress: Progress = silent) -> tuple[Engine, EngineInfo]:
         """An engine with a cache of its own; of `config`, the model, the device and the type are taken as loaded.
@@ -53,8 +60,7 @@ class Loaded:
             for shape in decoder.attention_shapes]
         sampler = Sampler(limits.max_num_seqs, decoder.config.vocab_size)
         progress("kernels", 0, 1)
-        decoder.kernels.warm_up(decoder.config.dtype)
-        sampler.warm_up(decoder.config.dtype)
+        self._warming.join()
         progress("kernels", 1, 1)
         slots = SlotTable(limits.max_num_seqs, limits.max_model_len, limits.block_size, null_block)
         scheduling = config.scheduling()
@@ -65,7 +71,7 @@ class Loaded:
         return engine, EngineInfo(
             model=self._name, device=self._device, dtype=str(decoder.config.dtype).removeprefix("torch."),
             vocab_size=decoder.config.vocab_size, limits=limits, scheduling=scheduling, eos_token_ids=eos_ids,
-            memory=used)
+            memory=used, depth=config.overlap)
 
 
 def load(config: EngineConfig, progress: Progress = silent) -> Loaded:
@@ -75,10 +81,19 @@ def load(config: EngineConfig, progress: Progress = silent) -> Loaded:
         CheckpointError: something is wrong with the model's files.
     """
     device = "cpu" if config.device == "auto" else config.device
+    kernels = choose(device)
+    kind = describe(locate(config.model), config.dtype).dtype
+    warming = threading.Thread(target=_warm_up, args=(kernels, kind), daemon=True)
+    warming.start()  # reading kernels is work for the interpreter, packing weights is none
     decoder = load_model(
-        config.model, kernels=choose(device), dtype=config.dtype, max_positions=config.max_model_len,
+        config.model, kernels=kernels, dtype=config.dtype, max_positions=config.max_model_len,
         progress=lambda done, total: progress("weights", done, total))
-    return Loaded(config.model, device, decoder)
+    return Loaded(config.model, device, decoder, warming)
+
+
+def _warm_up(kernels: Kernels, kind: torch.dtype) -> None:
+    kernels.warm_up(kind)
+    Sampler.warm_up(kind)
 
 
 def build_engine(config: EngineConfig, progress: Progress = silent) -> tuple[Engine, EngineInfo]:

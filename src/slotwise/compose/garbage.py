@@ -8,7 +8,7 @@ FULL_EVERY = 200  # collections of the middle generation between two of everythi
 
 
 def hold_off() -> None:
-    """No collection until `settle`: what is being loaded is no garbage, and looking for some takes a tenth of a start."""
+    """No collection until `settle`: what is being loaded is no garbage; looking for some takes a tenth of a start."""
     gc.disable()
 
 

@@ -9,6 +9,7 @@ import torch
 
 from slotwise.kernels.base import Kernels
 from slotwise.model.checkpoint import read_config
+from slotwise.model.config import ModelConfig
 from slotwise.model.decoder import Decoder, tensor_shapes
 from slotwise.model.errors import CheckpointError
 from slotwise.model.locate import locate
@@ -29,11 +30,19 @@ def load_model(
     Raises CheckpointError, with one line that says what to do, for whatever is wrong with the checkpoint.
     """
     folder = locate(model)
-    config = read_config(folder)
-    config = replace(config, dtype=_resolve(dtype, config.dtype))
+    config = describe(folder, dtype)
     read = Weights(folder).reader(tensor_shapes(config), config.dtype, progress)
     longest = config.max_position_embeddings
     return Decoder(config, read, kernels, min(max_positions or longest, longest))
+
+
+def describe(folder: Path, dtype: str) -> ModelConfig:
+    """A checkpoint's config, its `dtype` being what the weights will be loaded as.
+
+    Raises CheckpointError when the checkpoint's description is missing, malformed or of something not served.
+    """
+    config = read_config(folder)
+    return replace(config, dtype=_resolve(dtype, config.dtype))
 
 
 def _resolve(asked: str, stored: torch.dtype) -> torch.dtype:

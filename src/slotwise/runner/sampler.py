@@ -66,7 +66,8 @@ class Sampler:
         self._team = Team(torch.get_num_threads())
         self._work = torch.empty(0, vocab_size, dtype=torch.float32)
 
-    def warm_up(self, kind: torch.dtype) -> None:
+    @staticmethod
+    def warm_up(kind: torch.dtype) -> None:
         """Compile everything for logits of this type, or read it from disk, before the first request needs it."""
         compile_all([kernels.DRAW, kernels.LOG_PROBABILITIES, kernels.GREEDY[kind], kernels.WIDEN[kind]])
 

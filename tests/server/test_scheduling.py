@@ -111,3 +111,13 @@ def test_a_drawn_length_ends_the_answer(server):
     answer = server.post(COMPLETIONS, body).json()
     assert answer["usage"]["completion_tokens"] == 7 and answer["choices"][0]["finish_reason"] == "stop"
     assert server.post(COMPLETIONS, body | {"bench_output_tokens": 0}).status_code == 400
+
+
+def test_each_prompt_may_have_a_drawn_length_of_its_own(server):
+    body = {"prompt": [[40], [41, 42], [43]], "max_tokens": 50, "ignore_eos": True, "bench_output_tokens": [7, 2, 90]}
+    choices = server.post(COMPLETIONS, body | {"logprobs": 0}).json()["choices"]
+    assert [len(choice["logprobs"]["tokens"]) for choice in choices] == [7, 2, 50]
+    assert [choice["finish_reason"] for choice in choices] == ["stop", "stop", "length"]
+    for wrong in ([7, 2], [7, 2, 9, 4], [7, 0, 9], []):
+        refused = server.post(COMPLETIONS, body | {"bench_output_tokens": wrong})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "bench_output_tokens", wrong

@@ -62,19 +62,19 @@ class Api:
         prompts, params = job.prompts, job.params
         if len(prompts) * params.n > self.settings.max_choices:
             raise bad_request(f"n: at most {self.settings.max_choices} choices in one request", "n")
+        lengths = job.request.drawn_lengths(len(prompts))
         self.check_room(len(prompts) * params.n, sum(map(len, prompts)) * params.n)
         timeout = self._queue_timeout(job.request.queue_timeout)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         choices: list[Choice] = []
         try:
-            for prompt in prompts:
+            for prompt, drawn in zip(prompts, lengths, strict=True):
                 for k in range(params.n):
                     # Ids for tracing may repeat; the engine's may not.
                     unique = f"{job.heading.response_id}-{next(self._serials)}"
                     text = Continuation(self.prompts.tokenizer, prompt, params.stop, params.min_tokens)
                     generation = self.service.submit(Add(
-                        unique, prompt, params, (seed + k) % 2**64, job.request.bench_output_tokens or 0,
-                        job.salt, timeout))
+                        unique, prompt, params, (seed + k) % 2**64, drawn, job.salt, timeout))
                     choices.append(Choice(len(choices), generation, text))
         except Exception as error:
             finish(choices, "abort")

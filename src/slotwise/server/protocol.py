@@ -100,7 +100,7 @@ class Generate(Unsupported, kw_only=True):
     frequency_penalty: Penalty | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
-    bench_output_tokens: Annotated[int, msgspec.Meta(ge=1, le=INT64)] | None = None  # see engine.messages.Add
+    bench_output_tokens: OneOrMore | list[OneOrMore] | None = None  # see engine.messages.Add; a list: of each prompt
 
     def refuse_unsupported(self) -> None:
         """Raises ApiError for a field that cannot be honoured."""
@@ -109,6 +109,20 @@ class Generate(Unsupported, kw_only=True):
                 raise bad_request(f"{name} is not supported", name, "unsupported_parameter")
         if self.stream_options is not None and not self.stream:
             raise bad_request("stream_options: only allowed when stream is true", "stream_options")
+
+    def drawn_lengths(self, num_prompts: int) -> list[int]:
+        """Of each prompt, the tokens after which a benchmark wants its output to end; 0: no such wish.
+
+        Raises:
+            ApiError: there are not as many as prompts.
+        """
+        asked = self.bench_output_tokens
+        if not isinstance(asked, list):
+            return [asked or 0] * num_prompts
+        if len(asked) != num_prompts:
+            raise bad_request(f"bench_output_tokens: {len(asked)} lengths for {num_prompts} prompts",
+                              "bench_output_tokens")
+        return asked
 
     def sampling_params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """Raises ApiError for a value out of range."""

@@ -253,3 +253,41 @@ def test_a_change_while_idle_is_told_between_steps():
     record = subject.idle_record()
     assert record.step == NO_STEP and record.configured == changed
     assert subject.idle_record() is None
+
+
+def test_who_joins_ahead_is_told_with_the_step_it_joins():
+    subject = engine(depth=1)
+    for name in "abcde":
+        subject.handle(add(name, 3, ignore_eos=True))
+    for record in run(subject):
+        assert len(record.admitted) == len(record.cached)
+        assert set(record.admitted) <= set(record.request_ids)
+
+
+def test_a_record_tells_what_the_clock_showed_and_which_places_changed_hands():
+    subject = engine()
+    for name in "ab":
+        subject.handle(add(name, 3, ignore_eos=True))
+    first, *others = run(subject)
+    assert (first.taken, first.planned, first.ended_ns) == ((0, 1), (2,), 3)
+    assert [slot for slot, _ in first.grants] == [0, 1] and not any(record.taken for record in others)
+    assert [record.planned for record in others] == [(record.started_ns,) for record in others]
+
+
+def test_a_broken_step_tells_whom_it_had_let_in():
+    subject = engine(Breaking(0), depth=1)
+    subject.handle(add("a", ignore_eos=True))
+    record = subject.step()
+    assert record.failure == "ArithmeticError: step 0 broke" and len(record.planned) == 2
+    assert (record.step, record.admitted, record.cached) == (NO_STEP, ("a",), (0,))
+
+
+def test_what_is_sampled_and_not_told_yet_stands_in_the_record():
+    subject = engine(batching=Batching("static"))
+    subject.handle(add("short", 2, ignore_eos=True))
+    subject.handle(add("long", 5, ignore_eos=True))
+    records = [record for record in run(subject) if record.step != NO_STEP]
+    sampled = [[(record.sampled or record.token_ids)[row][0] for record in records if record.request_ids[row:]]
+               for row in range(2)]
+    assert sampled[1] == expected(5)
+    assert not any(any(record.token_ids) for record in records[:-1]) and records[-1].sampled

@@ -10,10 +10,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from slotwise.core.events import Admitted, Committed, Event, Finished, Preempted, Rejected
-from slotwise.core.plan import StepPlan, TokenLogprobs
+from slotwise.core.plan import StepPlan, StepResult, TokenLogprobs
 from slotwise.core.request import Request
 from slotwise.core.scheduler import Scheduler
 from slotwise.engine.drawn import DrawnLengths
@@ -45,7 +45,10 @@ class Engine:
         self._depth = depth
         self._in_flight: deque[tuple[StepPlan, int]] = deque()
         self._drawn = DrawnLengths()
-        self._configured: Scheduling | None = None  # not yet told
+        self._configured: Scheduling | None = None  # not yet told, like those below
+        self._taken: list[int] = []
+        self._planned: list[int] = []
+        self._ahead: list[Admitted | Preempted] = []  # of plans whose own records are still to come
         self._rests_until = 0.0  # seconds; before that only a command gives `step` something to do
 
     @property
@@ -54,7 +57,9 @@ class Engine:
 
     def handle(self, command: Command) -> None:
         """Take in one command; what it causes shows in the next record."""
-        now = self._clock() * 1e-9
+        taken = self._clock()
+        self._taken.append(taken)
+        now = taken * 1e-9
         self._rests_until = 0.0
         if isinstance(command, Add):
             request = Request(
@@ -79,6 +84,7 @@ class Engine:
         """Plan as far ahead as `depth` allows, then wait for the oldest step and commit it."""
         while len(self._in_flight) <= self._depth and (self._scheduler.num_living or not self._in_flight):
             started = self._clock()
+            self._planned.append(started)
             plan = self._scheduler.plan(started * 1e-9)
             self._in_flight.append((plan, started))
             self._executor.submit(plan)
@@ -86,13 +92,13 @@ class Engine:
         try:
             result = self._executor.collect()
         except Exception as error:
-            return self._failed(error, started)
+            return self._failed(error, plan, started)
         ended = self._clock()
         if self._drawn:
             result = self._drawn.applied(plan, result)
         self._scheduler.commit(plan, result, ended * 1e-9)
         self._rests_until = plan.stop.reopens_at if plan.stop and not plan.slots else 0.0
-        return self._record(plan, started, ended)
+        return self._record(plan, result, started, ended)
 
     def idle_record(self) -> StepRecord | None:
         """What happened since the last step, when there is nothing to run; None when nothing did."""
@@ -102,10 +108,11 @@ class Engine:
         now = self._clock()
         return self._stand(StepRecord(NO_STEP, now, now, ended=ends(events)))
 
-    def _failed(self, error: Exception, started: int) -> StepRecord:
+    def _failed(self, error: Exception, plan: StepPlan, started: int) -> StepRecord:
         """A step broke: forget what is in flight and end its rows; everyone else goes on from the last commit."""
+        plans = [plan]
         while self._in_flight:
-            self._in_flight.popleft()
+            plans.append(self._in_flight.popleft()[0])
             try:
                 self._executor.collect()
             except Exception:  # the successor of a failed step is void, whatever becomes of it
@@ -113,19 +120,29 @@ class Engine:
         now = self._clock()
         for request_id in self._scheduler.rollback():
             self._scheduler.finish(request_id, "error", now * 1e-9)
-        ended = ends(self._scheduler.take_events(), f"{type(error).__name__}: {error}")
-        return self._stand(StepRecord(NO_STEP, started, now, ended=ended))
+        events = self._events(plans[-1].step)
+        failure = f"{type(error).__name__}: {error}"
+        record = StepRecord(NO_STEP, started, now, ended=ends(events, failure), failure=failure)
+        return self._stand(_with_changes(record, plans, events))
 
-    def _record(self, plan: StepPlan, started: int, ended: int) -> StepRecord:
-        events = self._scheduler.take_events()
+    def _record(self, plan: StepPlan, result: StepResult, started: int, ended: int) -> StepRecord:
+        events = self._events(plan.step)
         tokens, logprobs = published(plan, events)
-        return self._stand(StepRecord(
+        record = StepRecord(
             plan.step, started, ended, plan.request_ids, plan.slots, plan.starts, plan.counts, plan.padding, plan.held,
-            tokens, logprobs,
-            tuple(join.request_id for join in plan.joins),
-            tuple(event.num_cached for event in events if isinstance(event, Admitted)),
-            plan.preempted, _lost(plan, events), plan.refused, plan.stop,
-            ends(events)))
+            tokens, logprobs, refused=plan.refused, stop=plan.stop, ended=ends(events), failed=result.failed)
+        if tokens != result.tokens:
+            record.sampled = result.tokens
+        return self._stand(_with_changes(record, [plan], events))
+
+    def _events(self, step: int) -> list[Event]:
+        """What happened and is not told yet, without who joined and who yielded in plans after `step`."""
+        events: list[Event] = [*self._ahead, *self._scheduler.take_events()]
+        if not self._in_flight:
+            self._ahead = []
+            return events
+        self._ahead = [event for event in events if isinstance(event, Admitted | Preempted) and event.step > step]
+        return [event for event in events if not (isinstance(event, Admitted | Preempted) and event.step > step)]
 
     def _stand(self, record: StepRecord) -> StepRecord:
         """`record`, with where the engine stands now."""
@@ -133,6 +150,9 @@ class Engine:
             for end in record.ended:
                 self._drawn.forget(end.request_id)
         record.configured, self._configured = self._configured, None
+        record.planned, record.taken = tuple(self._planned), tuple(self._taken)
+        self._planned.clear()
+        self._taken.clear()
         record.num_running = self._scheduler.num_running
         record.num_waiting = self._scheduler.num_waiting
         record.num_free_blocks = self._scheduler.num_free_blocks
@@ -151,12 +171,18 @@ def ends(events: list[Event], error: str = NO_PROBABILITIES) -> tuple[RowEnd, ..
     return tuple(found)
 
 
-def _lost(plan: StepPlan, events: list[Event]) -> tuple[int, ...]:
-    """Computed tokens of each who yielded in `plan`."""
-    if not plan.preempted:
-        return ()
-    lost = {event.request_id: event.num_computed for event in events if isinstance(event, Preempted)}
-    return tuple(lost.get(request_id, 0) for request_id, _ in plan.preempted)
+def _with_changes(record: StepRecord, plans: Sequence[StepPlan], events: list[Event]) -> StepRecord:
+    """`record`, with what `plans` change: who joins and who yields, slots and blocks."""
+    record.leaves = tuple([slot for plan in plans for slot in plan.leaves])
+    record.grants = tuple([grant for plan in plans for grant in plan.grants])
+    if any(plan.joins for plan in plans):
+        record.admitted = tuple([join.request_id for plan in plans for join in plan.joins])
+        record.cached = tuple([event.num_cached for event in events if isinstance(event, Admitted)])
+    if any(plan.preempted for plan in plans):
+        lost = {event.request_id: event.num_computed for event in events if isinstance(event, Preempted)}
+        record.preempted = tuple([decision for plan in plans for decision in plan.preempted])
+        record.lost = tuple([lost.get(request_id, 0) for request_id, _ in record.preempted])
+    return record
 
 
 Tokens = tuple[int, ...]

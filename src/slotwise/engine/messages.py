@@ -9,7 +9,7 @@ import msgspec
 
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
-from slotwise.core.plan import Decision, Stop, TokenLogprobs
+from slotwise.core.plan import Decision, Grant, Stop, TokenLogprobs
 from slotwise.engine.scheduling import Scheduling
 
 
@@ -26,6 +26,8 @@ class Add(msgspec.Struct, tag="add"):
     output_tokens: int = 0
     salt: str = ""  # cached beginnings are shared only with requests of the same salt
     queue_timeout: float = 0.0  # seconds it may wait for its first slot; 0: as long as it takes
+    received_ns: int = 0  # monotonic, when its request came in and when its prompt was known, for those who tell where
+    tokenised_ns: int = 0  # the time went; 0: not over HTTP
 
 
 class Finish(msgspec.Struct, tag="finish"):
@@ -71,6 +73,7 @@ class EngineInfo(msgspec.Struct, tag="ready"):
     scheduling: Scheduling
     eos_token_ids: tuple[int, ...]
     memory: MemoryUse = MemoryUse()
+    depth: int = 0  # steps that may be in flight while the next is planned
 
 
 class RowEnd(msgspec.Struct, array_like=True):
@@ -82,12 +85,15 @@ class RowEnd(msgspec.Struct, array_like=True):
     message: str = ""
 
 
-class StepRecord(msgspec.Struct, tag="step"):
+class StepRecord(msgspec.Struct, tag="step", omit_defaults=True):
     """One step: the plan without its prompt tokens, what it yielded, who ended, and where the engine stands.
+
+    With the commands sent, records tell all that an engine did not decide itself, so that it can be replayed: what its
+    clock showed whenever it looked, and what its executor gave back.
 
     Rows are columns, as in `core.plan.StepPlan`.  `token_ids[i]` belongs to `request_ids[i]`; a void row is empty, and
     so is one whose batch returns as one: all its tokens stand in the record of the step that ends the batch.
-    A record may also carry no rows (`step` -1): something that happened between steps.
+    A record may also carry no rows (`step` -1): something that happened between steps, or a step that broke.
     """
 
     step: int
@@ -108,6 +114,13 @@ class StepRecord(msgspec.Struct, tag="step"):
     refused: tuple[Decision, ...] = ()
     stop: Stop | None = None
     ended: tuple[RowEnd, ...] = ()
+    leaves: tuple[int, ...] = ()
+    grants: tuple[Grant, ...] = ()
+    planned: tuple[int, ...] = ()  # monotonic: when each plan was begun that was made meanwhile, this or the next
+    taken: tuple[int, ...] = ()  # monotonic: when each command since the record before was taken in, in their order
+    sampled: tuple[tuple[int, ...], ...] = ()  # what the executor gave for each row, where that is not `token_ids`
+    failed: tuple[int, ...] = ()  # rows that could not sample
+    failure: str = ""  # why the step broke; its rows' requests are among the `ended`
     configured: Scheduling | None = None  # since the record before
     num_running: int = 0
     num_waiting: int = 0

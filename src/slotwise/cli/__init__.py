@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import slotwise
 from slotwise.model.errors import CheckpointError
 
-MODULES = {"serve": "serve", "generate": "offline", "chat": "offline", "bench": "bench", "compare": "compare"}
+MODULES = {"serve": "serve", "generate": "offline", "chat": "offline", "bench": "bench", "compare": "compare", "top": "top"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def build_parser(command: str) -> argparse.ArgumentParser:
-    """A parser of the whole command line, of which it knows only `command` if that is one: a server needs no benchmarks."""
+    """A parser of the whole command line, knowing only `command` if that is one: a server needs no benchmarks."""
     parser = argparse.ArgumentParser(
         prog="slotwise", description="Serve language models with continuous batching.",
         epilog="`slotwise COMMAND --help` explains each command.")

@@ -42,7 +42,7 @@ export class History {
       case "request": return this.#arrive(entry);
       case "step": return this.#step(entry);
       case "sent": return this.requests.get(entry.number)?.sent(this.seconds(entry.first_ns), this.seconds(entry.last_ns));
-      case "gap": return this.#mark(`${entry.missed} entries are missing`);
+      case "gap": return this.#miss(entry);
       case "engine": return this.#mark(`engine ${entry.state}`);
     }
   }
@@ -71,7 +71,7 @@ export class History {
   }
 
   #begin(run) {
-    if (this.run) this.#mark("a new run");
+    if (this.run && this.run.started_ns !== run.started_ns) this.#mark("a new engine");
     this.run = run;
     this.#schedule(run.scheduling);
   }
@@ -88,8 +88,19 @@ export class History {
 
   #mark(text) { this.marks.push({ at: this.end, text }); }
 
+  // Those who lived may have ended unseen; whoever has not is named again.
+  #miss(gap) {
+    this.#mark(`${gap.missed} entries are missing`);
+    for (const request of this.requests.values()) {
+      if (!request.ended) this.#ended([request.number, "unknown", 0], this.end, this.last?.until ?? 0);
+    }
+  }
+
   #arrive(entry) {
-    const request = new Request(entry, this.seconds(entry.ns));
+    const known = this.requests.get(entry.number);
+    const request = known ?? new Request(entry, this.seconds(entry.ns));
+    if (known && known.ended?.reason !== "unknown") return;
+    request.ended = null;
     this.requests.set(entry.number, request);
     this.unplaced.push(this.#queue(request, null, request.arrived));
   }
@@ -111,6 +122,14 @@ export class History {
     wait.from ??= to;
     if (wait.place !== null) this.places[wait.place] = false;
     request.wait = null;
+  }
+
+  // It had left the queue before the log was read.
+  #unknown(request) {
+    const { wait } = request;
+    this.#unqueue(request, this.end, null);
+    this.waits = this.waits.filter((one) => one !== wait);
+    request.waits.pop();
   }
 
   // Whoever a step has left waiting gets a row of the queue's picture, the lowest that is free.
@@ -136,6 +155,7 @@ export class History {
 
   #step(entry) {
     if (entry.configured) this.#schedule(entry.configured);
+    if (entry.failure) this.#mark(`a step failed: ${entry.failure}`);
     if (entry.step < 0) {
       for (const end of entry.ended ?? []) this.#ended(end, this.end, this.seconds(entry.ended_ns));
       return;
@@ -180,6 +200,7 @@ export class History {
     const cached = new Map(step.admitted);
     step.numbers.forEach((number, row) => {
       const request = this.#known(number);
+      if (request.wait) this.#unknown(request);
       const count = step.counts[row], padding = step.padding[row] ?? 0;
       const kind = held.has(row) ? "held" : request.kindOf(step.starts[row]);
       step.kinds.push(kind);

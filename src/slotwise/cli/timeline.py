@@ -1,0 +1,39 @@
+"""slotwise timeline: a saved event log as a page of its own."""
+
+from __future__ import annotations
+
+import argparse
+import webbrowser
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from slotwise.cli.options import add_command
+from slotwise.observe import log
+from slotwise.observe.timeline import page
+
+
+def add(commands: Any) -> None:
+    timeline = add_command(commands, "timeline", "draw a saved event log as a page that opens in any browser", run)
+    timeline.add_argument("log", type=Path, metavar="LOG", help="what `slotwise serve --event-log LOG` has written")
+    timeline.add_argument("--output", type=Path, metavar="FILE", help="the page (default: LOG.html beside the log)")
+    timeline.add_argument("--open", action="store_true", help="show it in the browser")
+
+
+def run(asked: argparse.Namespace) -> int:
+    output: Path = asked.output or asked.log.with_name(asked.log.name + ".html")
+    output.write_bytes(page.saved(asked.log.name, _drawn(asked.log)))
+    print(f"wrote {output}")
+    if asked.open:
+        webbrowser.open(output.resolve().as_uri())
+    return 0
+
+
+def _drawn(path: Path) -> Iterator[bytes]:
+    """The entries of a log, checked, without what is not drawn."""
+    for entry in log.read_file(path):
+        if isinstance(entry, log.Request):
+            entry = msgspec.structs.replace(entry, prompt=())
+        yield log.encode(entry) + b"\n"

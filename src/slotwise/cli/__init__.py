@@ -11,7 +11,10 @@ from collections.abc import Sequence
 import slotwise
 from slotwise.model.errors import CheckpointError
 
-MODULES = {"serve": "serve", "generate": "offline", "chat": "offline", "bench": "bench", "compare": "compare", "top": "top"}
+MODULES = {
+    "serve": "serve", "generate": "offline", "chat": "offline", "bench": "bench", "compare": "compare",
+    "top": "top", "timeline": "timeline",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,0 +1,167 @@
+"""slotwise top: a server's batch in a terminal, as it is rebuilt."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import time
+from email.utils import parsedate_to_datetime
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+from slotwise.cli.options import add_command
+
+if TYPE_CHECKING:
+    import aiohttp
+
+    from slotwise.observe.board import Board
+
+MAX_LINE = 8 << 20  # bytes of an entry: the tokens of a whole static batch are told at once
+SETTLES = 0.3  # seconds without an entry after which what is known is what there is
+BACKLOG = 2.0  # seconds that the past may take to arrive
+CONNECTS = 5.0  # seconds
+AGAIN = 1.0  # seconds until a lost server is tried again
+
+
+class TopError(RuntimeError):
+    """There is nothing to look at; the message is one line that says why."""
+
+
+def add(commands: Any) -> None:
+    top = add_command(commands, "top", "watch a server's slots, queue, cache and rates in the terminal", run)
+    top.add_argument("url", nargs="?", default="http://127.0.0.1:8000", metavar="URL",
+                     help="of the server (default: http://127.0.0.1:8000)")
+    top.add_argument("--api-key", default=os.environ.get("SLOTWISE_API_KEY", "").partition(",")[0], metavar="KEY",
+                     help="sent as a bearer token (default: $SLOTWISE_API_KEY)")
+    top.add_argument("--once", action="store_true", help="print how it stands and end; so it is without a terminal")
+    top.add_argument("--interval", type=_interval, default=0.5, metavar="SECONDS",
+                     help="between two pictures (default: 0.5)")
+
+
+def _interval(text: str) -> float:
+    if not 0.05 <= (seconds := float(text)) <= 60:
+        raise argparse.ArgumentTypeError(f"must be between 0.05 and 60 seconds, not {text}")
+    return seconds
+
+
+def run(asked: argparse.Namespace) -> int:
+    if not asked.url.startswith(("http://", "https://")):
+        raise ValueError(f"a server's URL begins with http:// or https://, and {asked.url!r} does not")
+    watch = Watch(asked.url.rstrip("/"), asked.api_key)
+    asyncio.run(_once(watch) if asked.once or not sys.stdout.isatty() else _live(watch, asked.interval))
+    return 0
+
+
+class Watch:
+    """A board that follows a server's `/events`."""
+
+    def __init__(self, url: str, api_key: str) -> None:
+        from slotwise.observe.board import Board
+
+        self.url = url
+        self.board: Board = Board()
+        self.trouble = ""  # why nothing comes
+        self.heard = 0.0  # of the last entry: seconds, on this machine's clock
+        self._connected = 0.0  # likewise
+        self._date = 0.0  # seconds, on the server's calendar, when connected
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+    def now_ns(self) -> int:
+        """On the server's clock: its latest entry, or what it called now, and what has gone by since."""
+        now = time.monotonic()
+        ours = self.board.now_ns + (now - self.heard) * 1e9
+        if (run := self.board.run) is None or not self._date:
+            return int(ours)
+        return int(max(ours, run.started_ns + (self._date - run.started_unix + now - self._connected) * 1e9))
+
+    async def follow(self) -> None:
+        """Until the server ends the stream.
+
+        Raises:
+            TopError: it is not there, or shows nothing.
+        """
+        import aiohttp
+
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECTS)
+        try:
+            async with (aiohttp.ClientSession(timeout=timeout, headers=self._headers, read_bufsize=MAX_LINE) as session,
+                        session.get(f"{self.url}/events") as response):
+                await self._check(response)
+                self._date, self._connected = _date(response.headers.get("date", "")), time.monotonic()
+                await self._read(response.content)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise TopError(f"{self.url} cannot be reached: {error or type(error).__name__}") from error
+
+    async def _check(self, response: aiohttp.ClientResponse) -> None:
+        if response.status == HTTPStatus.UNAUTHORIZED:
+            raise TopError(f"{self.url} asks for a key: --api-key")
+        if response.status != HTTPStatus.OK:
+            raise TopError(f"{self.url}/events answers with {response.status} {response.reason}")
+
+    async def _read(self, lines: aiohttp.StreamReader) -> None:
+        from slotwise.observe.log import decode
+
+        async for line in lines:
+            self.trouble = ""
+            self.heard = time.monotonic()
+            if line.strip():
+                self.board.take(decode(line))
+
+
+def _date(header: str) -> float:
+    """Seconds on the calendar; 0 when there is none."""
+    try:
+        return parsedate_to_datetime(header).timestamp()
+    except ValueError:
+        return 0.0
+
+
+async def _once(watch: Watch) -> None:
+    """The past comes at once; what comes later comes step by step."""
+    from rich.console import Console
+
+    from slotwise.cli.top_frame import frame
+
+    following = asyncio.create_task(watch.follow())
+    began = time.monotonic()
+    while not following.done() and time.monotonic() - began < BACKLOG:
+        if watch.heard and time.monotonic() - watch.heard > SETTLES:
+            break
+        await asyncio.sleep(SETTLES / 10)
+    if following.done():
+        following.result()
+    following.cancel()
+    console = Console()
+    console.print(frame(watch.board, watch.now_ns(), most_rows=10_000, trouble=watch.trouble))
+
+
+async def _live(watch: Watch, interval: float) -> None:
+    from rich.live import Live
+
+    from slotwise.cli.top_frame import frame
+
+    following = asyncio.create_task(_follow_on(watch))
+    try:
+        with Live(screen=True, auto_refresh=False) as live:
+            while not following.done():
+                room = live.console.size.height
+                live.update(frame(watch.board, watch.now_ns(), most_rows=room, trouble=watch.trouble), refresh=True)
+                await asyncio.sleep(interval)
+        following.result()
+    finally:
+        following.cancel()
+
+
+async def _follow_on(watch: Watch) -> None:
+    """Through restarts of the server; to have never heard of it is the end."""
+    while True:
+        try:
+            await watch.follow()
+            watch.trouble = f"{watch.url} has ended the stream"
+        except TopError as error:
+            if not watch.heard:
+                raise
+            watch.trouble = str(error)
+        await asyncio.sleep(AGAIN)

@@ -1,0 +1,302 @@
+"""Where a request's time went: its life cut into named parts that sum to what its client waited, to the nanosecond.
+
+    received                                                                                       last byte sent
+       │ tokenising │ handing over │ queue, by reason │ prefill, decode; neighbours; ... │ siblings │ sending │
+
+Inside the engine a life is cut at the steps: the time between the end of one and the end of the next is whatever the
+later one's plan says of the request.  If it is a row, its own share is what that work takes alone, by the step-time
+model, and the rest is its neighbours'; if not, the plan has the reason.  Nothing is left over, so there is no "other".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from slotwise.engine.scheduling import Scheduling
+from slotwise.observe.facts import Facts
+from slotwise.observe.log import NO_STEP, Command, End, Engine, Entry, Preemption, Step
+from slotwise.observe.steptime import StepTimes, Work, work_of
+
+NS = 1e-9
+MS = 1e-6
+NOWHERE = -2  # a piece that no step has to do with
+STEP_UNDER_WAY = "step_under_way"  # it came in the middle of a step, which could not have known it
+
+PARTS = {
+    "tokenising": "reading the body, template, tokens",
+    "handing_over": "on its way to the engine, between two of its steps",
+    "queue": "waiting for a first slot",
+    "scheduling": "between the steps, where the next one is planned",
+    "prefill": "its prompt, at the speed it would have alone",
+    "decode": "its output, at the speed it would have alone",
+    "neighbours": "slower than alone, for others were in its steps",
+    "held": "done, and waiting for its batch to drain",
+    "paused": "has a slot, and had no turn",
+    "preempted": "gave its slot up, and waited to come back",
+    "recompute": "computing again what it had lost",
+    "failed_step": "in a step that failed, or that an engine was lost in",
+    "siblings": "waiting for the other choices of the same response",
+    "sending": "detokenising and sending",
+}
+
+
+class Piece(NamedTuple):
+    """A stretch of a request's time, or of a step's share in it."""
+
+    part: str
+    reason: str  # of the plan, where it is one; else empty
+    ns: int
+    step: int  # whose record says so; NO_STEP and NOWHERE where none does
+
+
+class Share(NamedTuple):
+    """All of a request's time that went one way."""
+
+    part: str
+    reason: str
+    ns: int
+    steps: int  # that had to do with it
+    first_step: int
+    last_step: int
+
+    def as_json(self) -> dict[str, Any]:
+        shown: dict[str, Any] = {"part": self.part, "reason": self.reason or None, "ms": round(self.ns * MS, 6)}
+        return shown | {"steps": self.steps, "first_step": self.first_step, "last_step": self.last_step} * bool(
+            self.steps)
+
+
+class Story(NamedTuple):
+    """A request's time: `pieces` in order, which sum to `total_ns`."""
+
+    facts: Facts
+    pieces: tuple[Piece, ...]
+    num_cached: int
+    num_preemptions: int
+
+    @property
+    def total_ns(self) -> int:
+        return sum(piece.ns for piece in self.pieces)
+
+    @property
+    def shares(self) -> list[Share]:
+        """Pieces of a kind together, in the order in which they first came."""
+        found: dict[tuple[str, str], list[Piece]] = {}
+        for piece in self.pieces:
+            found.setdefault((piece.part, piece.reason), []).append(piece)
+        shares = []
+        for (part, reason), pieces in found.items():
+            steps = dict.fromkeys(piece.step for piece in pieces if piece.step >= 0)
+            first, last = (min(steps), max(steps)) if steps else (NOWHERE, NOWHERE)
+            shares.append(Share(part, reason, sum(piece.ns for piece in pieces), len(steps), first, last))
+        return shares
+
+    def ns(self, part: str) -> int:
+        return sum(piece.ns for piece in self.pieces if piece.part == part)
+
+    def as_json(self) -> dict[str, Any]:
+        facts = self.facts
+        return {
+            "id": facts.request.id, "number": facts.request.number, "finish_reason": facts.end_reason or None,
+            "prompt_tokens": facts.request.num_prompt, "cached_tokens": self.num_cached,
+            "completion_tokens": facts.num_output, "preemptions": self.num_preemptions,
+            "total_ms": round(self.total_ns * MS, 6), "parts": [share.as_json() for share in self.shares]}
+
+
+def explain(facts: Facts, entries: Sequence[Entry], times: StepTimes, until_ns: int = 0) -> Story:
+    """The story of one request.
+
+    Args:
+        entries: the log, of which `facts` were gathered.
+        until_ns: when its response is complete, if the log does not say so yet; 0: as far as the log goes.
+    """
+    telling = _Telling(facts, Solo(times, facts.scheduling), until_ns)
+    telling.follow(entries[at] for at in range(facts.position + 1, len(entries)))
+    return telling.story()
+
+
+class Solo:
+    """What work takes when there is nobody else.  0 where the model knows nothing."""
+
+    def __init__(self, times: StepTimes, scheduling: Scheduling | None) -> None:
+        self._times = times
+        self.scheduled(scheduling)
+
+    def scheduled(self, scheduling: Scheduling | None) -> None:
+        """Take note of how a prompt is cut from now on."""
+        self._piece = 1 << 30  # tokens of a prompt in one step
+        if scheduling is None or scheduling.batching.kind != "continuous":
+            return
+        if scheduling.batching.prefill in (None, "chunked"):
+            longest = scheduling.batching.long_prefill_token_threshold
+            self._piece = min(longest or self._piece, scheduling.max_num_batched_tokens)
+
+    def token(self, start: int) -> int:
+        """Nanoseconds of one more token behind `start` others."""
+        return round(self._times.seconds(Work(1, 1, start + 1, 0.0)) / NS)
+
+    def piece(self, first: int, known: int, start: int, count: int) -> int:
+        """Nanoseconds of `count` tokens from `start` on, of a prompt that is computed from `first` to `known`.
+
+        Alone it would be cut into as few pieces as there can be; these tokens are a share of theirs.
+        """
+        seconds, end = 0.0, start + count
+        while start < end:
+            low = first + (start - first) // self._piece * self._piece
+            high = max(min(low + self._piece, known), start + 1)
+            part = min(high, end) - start
+            seconds += self._times.seconds(work_of([low], [high - low])) * part / (high - low)
+            start += part
+        return round(seconds / NS)
+
+
+class _Telling:
+    """Follows one request through the log, cutting its time into pieces: `_at` is how far it has come."""
+
+    def __init__(self, facts: Facts, solo: Solo, until_ns: int) -> None:
+        self._facts = facts
+        self._number = facts.request.number
+        self._solo = solo
+        self._end = facts.end_ns if facts.last_byte_ns else until_ns or facts.end_ns
+        self._pieces: list[Piece] = []
+        self._at = facts.received_ns
+        self._running = False
+        self._why: tuple[str, str, int] | None = None  # part, reason and step of the plan that it waits by
+        self._first = 0  # position it was computed from, this time
+        self._reached = 0  # as far as it was ever computed
+        self._num_output = 0
+        self._num_cached = -1
+        self._num_preemptions = 0
+        self._over = False
+        self._spend(facts.tokenised_ns, "tokenising")
+        self._spend(facts.request.ns, "handing_over")
+
+    def follow(self, entries: Iterable[Entry]) -> None:
+        for entry in entries:
+            if self._over:
+                return
+            if isinstance(entry, Step):
+                self._step(entry)
+            elif isinstance(entry, Command) and entry.number == self._number and entry.reason == "stop":
+                self._over = True  # a stop string: what it was given after that, it had no use for
+            elif isinstance(entry, Engine):
+                self._lost(entry.ns)
+
+    def story(self) -> Story:
+        facts = self._facts
+        if facts.ended:
+            if not self._over and not self._running:
+                self._waits(facts.left_ns)
+            self._over = True
+            self._spend(facts.siblings_ended_ns, "siblings")
+            self._spend(self._end, "sending")
+        return Story(facts, tuple(self._pieces), max(0, self._num_cached), self._num_preemptions)
+
+    def _spend(self, until: int, part: str, reason: str = "", step: int = NOWHERE) -> None:
+        """Everything up to `until` went to `part`."""
+        if self._end:
+            until = min(until, self._end)
+        if not self._over and self._facts.left_ns:
+            until = min(until, self._facts.left_ns)  # aborted there, whatever the engine did after that
+        if until > self._at:
+            self._pieces.append(Piece(part, reason, until - self._at, step))
+            self._at = until
+
+    # -- a step --------------------------------------------------------------------------------------------------
+
+    def _step(self, entry: Step) -> None:
+        if entry.step == NO_STEP:
+            self._between(entry)
+        else:
+            self._waits(entry.started_ns)
+            if not self._facts.taken_ns or self._facts.taken_ns > entry.started_ns:
+                self._spend(entry.ended_ns, "queue", STEP_UNDER_WAY, entry.step)
+            else:
+                self._turn(entry)
+        if entry.configured is not None:
+            self._solo.scheduled(entry.configured)
+        gone = 0 < self._facts.left_ns <= self._at
+        self._over = gone or _is_among(self._number, entry.ended)
+
+    def _turn(self, entry: Step) -> None:
+        """A step that was planned when it was there."""
+        self._places(entry)
+        if self._number in entry.numbers:
+            self._row(entry, entry.numbers.index(self._number))
+        elif reason := self._refusal(entry):
+            part = "paused" if self._running else "preempted" if self._num_preemptions else "queue"
+            self._why = (part, reason, entry.step)
+            self._spend(entry.ended_ns, *self._why)
+        else:  # only one who ended when the step was planned is neither in it nor told why not
+            self._spend(entry.ended_ns, "sending" if self._facts.ended else "scheduling")
+
+    def _places(self, entry: Step) -> None:
+        """Whether the plan gave it a slot, or took it away."""
+        for admitted in entry.admitted:
+            if admitted.number == self._number:
+                self._running, self._first = True, admitted.cached
+                if self._num_cached < 0:
+                    self._num_cached = admitted.cached
+        if _is_among(self._number, entry.preempted):
+            self._running = False
+            self._num_preemptions += 1
+
+    def _refusal(self, entry: Step) -> str:
+        """Why the plan of `entry` leaves it out; empty when that does not say."""
+        for decision in (*entry.preempted, *entry.refused):
+            if decision.number == self._number:
+                return decision.reason
+        waits = not self._running and not _is_among(self._number, entry.ended)
+        return entry.stop.reason if entry.stop is not None and waits else ""
+
+    def _row(self, entry: Step, row: int) -> None:
+        """Its own share of the step, then its neighbours'."""
+        start, count, step = entry.starts[row], entry.counts[row], entry.step
+        if row in entry.held:
+            self._spend(entry.ended_ns, "held", "", step)
+            return
+        known = self._facts.request.num_prompt + self._num_output
+        again = min(max(self._reached - start, 0), count)
+        is_decode = count == 1 and start >= self._facts.request.num_prompt and not again
+        began = self._at
+        own = entry.ended_ns - began
+        if len(entry.numbers) > 1 or entry.padding:
+            alone = self._solo.token(start) if is_decode else self._solo.piece(self._first, known, start, count)
+            own = min(own, alone or own)
+        self._spend(began + own * again // count, "recompute", "", step)
+        self._spend(began + own, "decode" if is_decode else "prefill", "", step)
+        self._spend(entry.ended_ns, "neighbours", "", step)
+        self._reached = max(self._reached, start + count)
+        self._num_output += len(entry.tokens[row]) if entry.tokens else 0
+
+    # -- between steps -------------------------------------------------------------------------------------------
+
+    def _waits(self, until: int) -> None:
+        """The time to the next step: what the last plan said of one who waits is true until there is another."""
+        taken = self._facts.taken_ns
+        self._spend(min(taken, until) if taken else until, "handing_over")
+        if not self._running and self._why is not None:
+            self._spend(until, *self._why)
+        else:
+            self._spend(until, "scheduling")
+
+    def _between(self, entry: Step) -> None:
+        """A record without a step: something ended, or a step failed."""
+        self._places(entry)
+        failed = _is_among(self._number, entry.ended) and self._facts.end_reason == "error"
+        if self._running and (failed or entry.ended_ns > entry.started_ns):
+            self._spend(entry.started_ns, "scheduling")
+            self._spend(entry.ended_ns, "failed_step", "", entry.step)
+        else:
+            self._waits(entry.ended_ns)
+
+    def _lost(self, ns: int) -> None:
+        if self._running:
+            self._spend(ns, "failed_step", "", NO_STEP)
+        else:
+            self._waits(ns)
+        self._over = True
+
+
+def _is_among(number: int, those: Iterable[End | Preemption]) -> bool:
+    return any(one.number == number for one in those)

@@ -1,0 +1,144 @@
+"""What a log says of each request, gathered in one pass: when it came, when the engine took it in, when it ended."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+import msgspec
+
+from slotwise.engine.scheduling import Scheduling
+from slotwise.observe.log import NO_STEP, Command, Engine, Entry, Gap, Request, Run, Sent, Step
+
+SHAPES = ("cmpl-", "chatcmpl-")  # what the ids of responses begin with
+
+
+class Facts(msgspec.Struct):
+    """Times are monotonic nanoseconds; 0: not yet, or not told."""
+
+    request: Request
+    position: int  # of its entry in the log
+    scheduling: Scheduling | None  # as it was when it came
+    taken_ns: int = 0  # by the engine
+    left_ns: int = 0  # its client was gone, or somebody aborted it
+    ended_ns: int = 0
+    end_reason: str = ""
+    num_output: int = 0
+    last_byte_ns: int = 0
+    siblings_ended_ns: int = 0  # the last of the choices of its response
+
+    @property
+    def received_ns(self) -> int:
+        return self.request.received_ns or self.request.ns
+
+    @property
+    def tokenised_ns(self) -> int:
+        return self.request.tokenised_ns or self.request.ns
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.end_reason)
+
+    @property
+    def end_ns(self) -> int:
+        """When nothing more was done for it; 0 while something is."""
+        return max(self.last_byte_ns, self.left_ns) or self.ended_ns
+
+    @property
+    def total_ns(self) -> int:
+        """What its client waited; 0 while it waits."""
+        return self.end_ns - self.received_ns if self.end_ns else 0
+
+    @property
+    def response_id(self) -> str:
+        """An engine's id is a response's and a serial number."""
+        return self.request.id.rpartition("-")[0] or self.request.id
+
+    def is_named(self, name: str) -> bool:
+        """By its number, the engine's id, the response's, or the client's `X-Request-Id`."""
+        names = (str(self.request.number), self.request.id, self.response_id)
+        return name in names or self.response_id in [shape + name for shape in SHAPES]
+
+
+def gather(entries: Iterable[Entry]) -> dict[int, Facts]:
+    """Facts of each request in a log, by number, in order of arrival; without those of whose steps some are missing."""
+    gathering = _Gathering()
+    for position, entry in enumerate(entries):
+        gathering.take(position, entry)
+    return gathering.finished()
+
+
+class _Gathering:
+    def __init__(self) -> None:
+        self._facts: dict[int, Facts] = {}
+        self._scheduling: Scheduling | None = None
+        self._sent: deque[tuple[int, int]] = deque()  # commands not yet taken: when, and whose arrival (-1: none)
+        self._starts_anew = True  # the next step is the first that is here
+
+    def take(self, position: int, entry: Entry) -> None:
+        match entry:
+            case Step():
+                self._step(entry)
+            case Request():
+                self._facts[entry.number] = Facts(entry, position, self._scheduling)
+                self._sent.append((entry.ns, entry.number))
+            case Command():
+                self._command(entry)
+            case Sent():
+                if facts := self._facts.get(entry.number):
+                    facts.last_byte_ns = entry.last_ns
+            case Run():
+                self._scheduling, self._starts_anew = entry.scheduling, True
+            case Engine():
+                self._sent.clear()
+                for facts in self._living():
+                    facts.end_reason, facts.ended_ns = "error", entry.ns
+            case Gap():
+                self._forget(self._living())
+
+    def finished(self) -> dict[int, Facts]:
+        choices: dict[tuple[int, str], list[Facts]] = {}
+        for facts in self._facts.values():
+            choices.setdefault((facts.received_ns, facts.response_id), []).append(facts)
+        for together in choices.values():
+            for facts in together:
+                others = [other.left_ns or other.ended_ns for other in together if other is not facts]
+                facts.siblings_ended_ns = max(others, default=0)
+        return self._facts
+
+    def _living(self) -> list[Facts]:
+        return [facts for facts in self._facts.values() if not facts.ended]
+
+    def _forget(self, those: Iterable[Facts]) -> None:
+        """Steps of their lives are missing."""
+        for facts in those:
+            del self._facts[facts.request.number]
+        self._sent.clear()
+
+    def _step(self, entry: Step) -> None:
+        if self._starts_anew and entry.step != NO_STEP:
+            self._starts_anew = False
+            if entry.step > 0:  # a ring that has lost its beginning
+                began = entry.started_ns
+                self._forget([facts for facts in self._living() if facts.request.ns < began])
+        for ns in entry.taken:
+            if self._sent and self._sent[0][0] <= ns:  # else it was sent before what is here began
+                _, number = self._sent.popleft()
+                if facts := self._facts.get(number):
+                    facts.taken_ns = ns
+        if entry.configured is not None:
+            self._scheduling = entry.configured
+        for end in entry.ended:
+            facts = self._facts.get(end.number)
+            if facts is not None:
+                facts.num_output = end.num_output
+                if not facts.ended:
+                    facts.end_reason, facts.ended_ns = end.reason, entry.ended_ns
+
+    def _command(self, entry: Command) -> None:
+        self._sent.append((entry.ns, -1))
+        facts = self._facts.get(entry.number)
+        if entry.reason and facts is not None and not facts.ended:
+            facts.end_reason, facts.ended_ns = entry.reason, entry.ns
+            if entry.reason != "stop":
+                facts.left_ns = entry.ns

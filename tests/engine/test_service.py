@@ -18,7 +18,18 @@ from slotwise.engine.channel import BlockingChannel, ChannelClosed, frame, pair
 from slotwise.engine.executor import FakeExecutor
 from slotwise.engine.generation import AT_THE_END, Chunk, Generation
 from slotwise.engine.loop import Engine
-from slotwise.engine.messages import Add, EngineFailed, EngineInfo, Finish, Loading, decode_command, encode
+from slotwise.engine.messages import (
+    Add,
+    Command,
+    Configure,
+    EngineFailed,
+    EngineInfo,
+    Finish,
+    Loading,
+    decode_command,
+    encode,
+)
+from slotwise.engine.observer import Observer
 from slotwise.engine.pulse import Pulse
 from slotwise.engine.scheduling import Scheduling
 from slotwise.engine.service import EngineError, EngineService, Refused
@@ -53,10 +64,12 @@ class Other:
             self.channel.send(encode(record))
 
 
-class Notes:
-    """An observer that keeps what it hears."""
+class Notes(Observer):
+    """Keeps what it hears."""
 
     def __init__(self) -> None:
+        self.commands: list[Command] = []
+        self.losses: list[str] = []
         self.engines: list[EngineInfo] = []
         self.arrivals: list[tuple[str, int]] = []
         self.refusals: list[str] = []
@@ -70,6 +83,12 @@ class Notes:
 
     def refused(self, kind: str) -> None:
         self.refusals.append(kind)
+
+    def commanded(self, command: Command, now_ns: int) -> None:
+        self.commands.append(command)
+
+    def lost(self, message: str, now_ns: int) -> None:
+        self.losses.append(message)
 
     def stepped(self, record: Any) -> None:
         self.ends += [(row.request_id, row.reason) for row in record.ended]
@@ -287,6 +306,18 @@ def test_an_engine_that_does_not_listen_blocks_nobody() -> None:
             if len(notes.ends) == 50:
                 return
         raise AssertionError("commands were lost")
+
+    scenario(play)
+
+
+def test_observers_hear_commands_as_the_engine_gets_them_and_of_its_loss() -> None:
+    async def play(service: EngineService, other: Other, notes: Notes) -> None:
+        request = Add("a", [1], SamplingParams(max_tokens=9), 0)
+        service.submit(request).finish("abort")
+        service.reschedule({"max_num_seqs": 1})
+        assert notes.commands == [request, Finish("a", "abort"), Configure(service.scheduling)]
+        service.give_up("enough")
+        assert notes.losses == ["enough"] and notes.ends == [("a", "abort")]
 
     scenario(play)
 

@@ -16,6 +16,7 @@ from math import ceil, exp
 
 from slotwise.core.limits import SchedulerLimits
 from slotwise.engine.messages import EngineInfo, StepRecord
+from slotwise.engine.observer import Observer
 
 PATIENCE = 60.0  # seconds: who comes last is expected to start within this time
 MEMORY = 30.0  # seconds of queueing after which a measurement counts for 1/e
@@ -57,7 +58,7 @@ class DrainRate:
         return self._tokens / self._seconds if self._seconds else 0.0
 
 
-class Door:
+class Door(Observer):
     """An observer of the engine service that knows who waits.
 
     Args:
@@ -104,9 +105,6 @@ class Door:
     def arrived(self, request_id: str, num_prompt: int, now_ns: int) -> None:
         self._waiting[request_id] = num_prompt
         self._num_tokens += num_prompt
-
-    def refused(self, kind: str) -> None:
-        pass
 
     def stepped(self, record: StepRecord) -> None:
         before = self._num_tokens

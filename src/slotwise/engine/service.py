@@ -12,7 +12,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from slotwise.engine.generation import Generation
 from slotwise.engine.link import Link, linked
@@ -27,6 +27,7 @@ from slotwise.engine.messages import (
     RowEnd,
     StepRecord,
 )
+from slotwise.engine.observer import Observer
 from slotwise.engine.pulse import Pulse
 from slotwise.engine.scheduling import Scheduling
 
@@ -53,18 +54,6 @@ DRAINING = "draining"
 ENGINE_DEAD = "engine_dead"
 QUEUE_FULL = "queue_full"
 DUPLICATE_ID = "duplicate_id"
-
-
-class Observer(Protocol):
-    """Who listens to engines, requests and steps.  Times are monotonic nanoseconds, on one clock with the engine's."""
-
-    def started(self, info: EngineInfo) -> None: ...
-
-    def arrived(self, request_id: str, num_prompt: int, now_ns: int) -> None: ...
-
-    def refused(self, kind: str) -> None: ...
-
-    def stepped(self, record: StepRecord) -> None: ...
 
 
 class EngineService:
@@ -245,7 +234,9 @@ class EngineService:
 
     def _send(self, command: Command) -> None:
         """Never waits; what may pile up unsent is bounded by `_admit`."""
-        if self._link is not None:
+        if self._link is not None and not self._link.lost:
+            now = time.monotonic_ns()
+            self._tell(lambda observer: observer.commanded(command, now))
             self._link.send(command)
 
     # -- reports -------------------------------------------------------------------------------------------------
@@ -299,6 +290,7 @@ class EngineService:
         self._leaving.clear()
         self._idle.set()
         now = time.monotonic_ns()
+        self._tell(lambda observer: observer.lost(message, now))
         ended = tuple(RowEnd(request_id, reason, 0, message) for request_id, reason in lost.items())
         free = self._info.limits.num_blocks if self._info is not None else 0
         self._tell(lambda observer: observer.stepped(StepRecord(-1, now, now, ended=ended, num_free_blocks=free)))

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from slotwise.engine.observer import Observer
 from slotwise.observe import waste
 from slotwise.observe.series import COUNTERS, HISTOGRAMS, LABELLED, Histogram, Shown, step_times
 
@@ -67,7 +68,7 @@ class Waits:
         self.seconds[reason] = self.seconds.get(reason, 0.0) + nanoseconds * NS
 
 
-class Metrics(Collector):
+class Metrics(Collector, Observer):
     """An observer of the engine service, and what `/metrics` shows.
 
     Args:

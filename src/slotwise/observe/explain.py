@@ -39,6 +39,7 @@ PARTS = {
     "siblings": "waiting for the other choices of the same response",
     "sending": "detokenising and sending",
 }
+ORDER = {part: place for place, part in enumerate(PARTS)}
 
 
 class Piece(NamedTuple):
@@ -80,12 +81,12 @@ class Story(NamedTuple):
 
     @property
     def shares(self) -> list[Share]:
-        """Pieces of a kind together, in the order in which they first came."""
+        """Pieces of a kind together, in the order of `PARTS`."""
         found: dict[tuple[str, str], list[Piece]] = {}
         for piece in self.pieces:
             found.setdefault((piece.part, piece.reason), []).append(piece)
         shares = []
-        for (part, reason), pieces in found.items():
+        for (part, reason), pieces in sorted(found.items(), key=lambda one: ORDER[one[0][0]]):
             steps = dict.fromkeys(piece.step for piece in pieces if piece.step >= 0)
             first, last = (min(steps), max(steps)) if steps else (NOWHERE, NOWHERE)
             shares.append(Share(part, reason, sum(piece.ns for piece in pieces), len(steps), first, last))

@@ -13,14 +13,13 @@ def hold_off() -> None:
 
 
 def settle() -> None:
-    """Look once through everything that was loaded, never again, and seldom through all that came since.
+    """Never look through what was loaded, and seldom through all that came since.
 
     A full collection walks all objects there are.  What was imported is hundreds of thousands that live as long as the
     process does, and a full queue is as many again: each pause would be a tenth of a second in the middle of a stream.
     Nearly everything here is freed by its reference count; cycles that outlive the young generations wait, which at
-    this rate costs tens of megabytes at most.
+    this rate costs tens of megabytes at most.  Loading itself leaves a thousand objects to collect: not worth the look.
     """
-    gc.collect()
     gc.freeze()
     young, middle, _ = gc.get_threshold()
     gc.set_threshold(young, middle, FULL_EVERY)

@@ -16,7 +16,7 @@ from functools import cache
 from importlib import resources
 
 MODULES = ("runs", "request", "history", "view", "layout", "palette", "pen", "lanes", "queue", "gauges", "picture",
-           "story", "service", "demo", "save", "hands", "main")
+           "story", "service", "demo", "save", "hands", "page", "controls", "main")
 _IMPORT = re.compile(r"^import .*;\n", re.MULTILINE)
 _EXPORT = re.compile(r"^export ", re.MULTILINE)
 

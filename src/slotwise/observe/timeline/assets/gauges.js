@@ -1,4 +1,4 @@
-// Curves below the lanes, on the same scale: cache, time, tokens, who runs and who waits; the axis; the whole at a glance.
+// Below the lanes, on the same scale: the axis; curves of cache, time, tokens, who runs and who waits; everything.
 import { label } from "./queue.js";
 
 const TICKS = [1, 2, 5];
@@ -9,13 +9,17 @@ export function drawAxis({ history, view, layout, palette, pen }) {
   const apart = nice(span / Math.max(2, width / 110), view.unit === "steps" ? 1 : 1e-4);
   const [low, high] = view.extent;
   const digits = Math.max(0, -Math.floor(Math.log10(apart)));
-  for (let tick = Math.ceil(Math.max(low, view.from) / apart) * apart; tick <= Math.min(high, view.to) + 1e-9; tick += apart) {
+  const first = Math.ceil(Math.max(low, view.from) / apart) * apart, last = Math.min(high, view.to) + 1e-9;
+  for (let tick = first; tick <= last; tick += apart) {
     const x = view.x(tick);
     pen.line(x, axis.top, x, axis.top + 4, palette.quiet);
     const words = view.unit === "steps" ? String(Math.round(tick)) : `${tick.toFixed(digits)} s`;
-    if (x + 4 * words.length < right && x - 4 * words.length > left - 4) pen.text(words, x, axis.top + 17, palette.quiet, { size: 11, align: "center" });
+    const half = 4 * words.length;
+    if (x + half > right || x - half < left - 4) continue;
+    pen.text(words, x, axis.top + 17, palette.quiet, { size: 11, align: "center" });
   }
-  pen.text(view.unit === "steps" ? "step" : "time", left - 8, axis.top + 16, palette.quiet, { size: 11, align: "right" });
+  const name = view.unit === "steps" ? "step" : "time";
+  pen.text(name, left - 8, axis.top + 16, palette.quiet, { size: 11, align: "right" });
 }
 
 // A step of the axis: 1, 2 or 5 times a power of ten.
@@ -33,7 +37,8 @@ export function drawGauges(scene) {
   const blocks = (step) => total - step.free, milliseconds = (step) => 1e3 * (step.until - step.at);
   const tokens = (step) => Object.values(step.sum).reduce((sum, one) => sum + one, 0);
   const useful = (step) => step.sum.decode + step.sum.prefill;
-  const words = layout.narrow ? ["cache", "time", "tokens", "run/wait", ""] : ["cache blocks", "step time", "tokens a step", "run / wait", ` of ${total}`];
+  const words = layout.narrow ? ["cache", "time", "tokens", "run/wait", ""]
+    : ["cache blocks", "step time", "tokens a step", "run / wait", ` of ${total}`];
   area(scene, columns, layout.blocks, blocks, palette.series, total);
   area(scene, columns, layout.time, milliseconds, palette.series);
   const most = area(scene, columns, layout.tokens, tokens, palette.loss);
@@ -80,7 +85,8 @@ function area({ layout, palette, pen }, columns, band, of, fill, most = 0, over 
 function drawCrowd({ layout, palette, pen }, columns) {
   const { crowd } = layout;
   pen.rect(layout.left, crowd.top, layout.width, crowd.height, palette.lane);
-  const scale = Math.max(1, highest(columns.flatMap((one) => one.steps), (step) => Math.max(step.running, step.waiting)));
+  const steps = columns.flatMap((one) => one.steps);
+  const scale = Math.max(1, highest(steps, (step) => Math.max(step.running, step.waiting)));
   const curve = (of) => columns.flatMap((column) => {
     const y = crowd.top + crowd.height - 1 - (crowd.height - 3) * highest(column.steps, of) / scale;
     return [[column.x, y], [column.right, y]];

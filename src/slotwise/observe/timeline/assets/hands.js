@@ -45,7 +45,6 @@ export function attach(canvas, page) {
 
   canvas.addEventListener("wheel", (event) => {
     const sideways = Math.abs(event.deltaX) > Math.abs(event.deltaY);
-    if (!sideways && !event.ctrlKey && !event.metaKey && !event.altKey && !event.shiftKey) return; // the page scrolls
     event.preventDefault();
     if (sideways || event.shiftKey) page.view.pan(-(sideways ? event.deltaX : event.deltaY));
     else page.view.zoom(Math.exp(-event.deltaY / 200), place(event)[0]);
@@ -74,6 +73,10 @@ function pinch(page, touching, moving, last) {
   page.view.pan((now[0] - last[0]) / 2);
 }
 
+const WALKS = {
+  ShiftArrowLeft: [-1, 0], ShiftArrowRight: [1, 0], ShiftArrowUp: [0, -1], ShiftArrowDown: [0, 1],
+};
+
 export const KEYS = [
   ["←  →", "earlier, later", ["ArrowLeft", "ArrowRight"], (page, key) =>
     page.view.pan((key === "ArrowLeft" ? 1 : -1) * STRIDE * page.view.width)],
@@ -81,8 +84,7 @@ export const KEYS = [
   ["0", "everything", ["0"], (page) => page.view.fit()],
   ["space", "pause, or follow what happens", [" "], (page) => page.actions.pause()],
   ["t", "steps or wall time", ["t"], (page) => page.actions.unit()],
-  ["shift + arrows", "point at another cell", ["ShiftArrowLeft", "ShiftArrowRight", "ShiftArrowUp", "ShiftArrowDown"], (page, key) =>
-    page.walk(...{ Left: [-1, 0], Right: [1, 0], Up: [0, -1], Down: [0, 1] }[key.slice(10)])],
+  ["shift + arrows", "point at another cell", Object.keys(WALKS), (page, key) => page.walk(...WALKS[key])],
   ["enter", "pin the request pointed at", ["Enter"], (page) => page.pin(page.pointed.number)],
   ["n  p", "next, previous request", ["n", "p"], (page, key) => page.actions.neighbour(key === "n" ? 1 : -1)],
   ["esc", "let go of it", ["Escape"], (page) => page.pin(null)],
@@ -95,7 +97,8 @@ export function listen(page) {
   addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     const { target } = event;
-    if (target.closest("dialog, input, select") || ([" ", "Enter"].includes(event.key) && target.closest("button, summary, a"))) return;
+    const presses = [" ", "Enter"].includes(event.key) && target.closest("button, summary");
+    if (presses || target.closest("dialog, input, select")) return;
     const name = event.shiftKey && event.key.startsWith("Arrow") ? `Shift${event.key}` : event.key;
     const found = KEYS.find(([, , names]) => names.includes(name));
     if (!found) return;

@@ -1,7 +1,7 @@
 // The batch as it was rebuilt, step by step: the entries of an event log, folded.
 //
-// Every executed step has an ordinal: its place in this history, which an engine's restart does not set back.  A lane is
-// a slot; a span is what one request did in one slot over steps that follow each other:
+// Every executed step has an ordinal: its place in this history, which an engine's restart does not set back.  A lane
+// is a slot; a span is what one request did in one slot over steps that follow each other:
 //
 //     lane 3   |prefill 7|decode 7 ............|prefill 9|decode 9 ....|held 9 .....|
 //              first                        end = first
@@ -41,7 +41,7 @@ export class History {
       case "run": return this.#begin(entry);
       case "request": return this.#arrive(entry);
       case "step": return this.#step(entry);
-      case "sent": return this.requests.get(entry.number)?.sent(this.seconds(entry.first_ns), this.seconds(entry.last_ns));
+      case "sent": return this.#sent(entry);
       case "gap": return this.#miss(entry);
       case "engine": return this.#mark(`engine ${entry.state}`);
     }
@@ -84,6 +84,11 @@ export class History {
     if (last && last.words === words && last.capacity === segment.capacity) return;
     if (last && last.first === this.end) this.segments.pop();
     this.segments.push(segment);
+  }
+
+  #sent({ number, first_ns, last_ns }) {
+    const request = this.requests.get(number);
+    if (request) request.flushed = { first: this.seconds(first_ns), last: this.seconds(last_ns) };
   }
 
   #mark(text) { this.marks.push({ at: this.end, text }); }
@@ -185,12 +190,15 @@ export class History {
     const before = this.last;
     const at = this.seconds(entry.started_ns);
     return {
-      ordinal: this.end, step: entry.step, at: before ? Math.max(at, before.until) : at, until: this.seconds(entry.ended_ns),
+      ordinal: this.end, step: entry.step,
+      at: before ? Math.max(at, before.until) : at, until: this.seconds(entry.ended_ns),
       numbers: entry.numbers ?? [], slots: entry.slots ?? [], starts: entry.starts ?? [], counts: entry.counts ?? [],
       padding: entry.padding ?? [], held: entry.held ?? [], tokens: entry.tokens ?? [], admitted: entry.admitted ?? [],
-      preempted: entry.preempted ?? [], refused: entry.refused ?? [], stop: entry.stop ?? null, ended: entry.ended ?? [],
-      kinds: [], running: entry.num_running ?? 0, waiting: entry.num_waiting ?? 0, free: entry.num_free_blocks ?? 0,
-      capacity: this.segmentAt(this.end)?.capacity ?? 0, useful: 0, wanted: before?.wanted ?? 0, seats: before?.seats ?? 0,
+      preempted: entry.preempted ?? [], refused: entry.refused ?? [], stop: entry.stop ?? null,
+      ended: entry.ended ?? [], kinds: [],
+      running: entry.num_running ?? 0, waiting: entry.num_waiting ?? 0, free: entry.num_free_blocks ?? 0,
+      capacity: this.segmentAt(this.end)?.capacity ?? 0, useful: 0,
+      wanted: before?.wanted ?? 0, seats: before?.seats ?? 0, // useful ones and all, of every step so far
       sum: { decode: 0, prefill: 0, recompute: 0, held: 0, void: 0, padding: 0 },
     };
   }

@@ -76,7 +76,8 @@ function drawLane(scene, spans, slot, low, high, named) {
 
 // In seconds a span ends where the next begins: between steps its request keeps its slot.
 function edge(view, span, next) {
-  return next && next.number === span.number && next.first === span.end ? view.start(span.end) : view.stop(span.end - 1);
+  const goesOn = next?.number === span.number && next.first === span.end;
+  return goesOn ? view.start(span.end) : view.stop(span.end - 1);
 }
 
 function drawSpan({ palette, pen, lit }, span, x, width, top, height, corner) {
@@ -85,7 +86,7 @@ function drawSpan({ palette, pen, lit }, span, x, width, top, height, corner) {
     const padded = padding ? height * padding / (count + padding) : 0;
     const found = cached ? Math.max(3, (height - padded) * cached / (count + cached)) : 0;
     const computed = height - padded - found;
-    pen.rect(x, top, width, padded || found ? computed : height, palette.fill(span.kind, number), padded || found ? 0 : corner);
+    pen.rect(x, top, width, computed, palette.fill(span.kind, number), padded || found ? 0 : corner);
     if (found) pen.rect(x, top + computed, width, found, palette.fill("cached", number));
     if (padded) pen.rect(x, top + height - padded, width, padded, palette.fill("padding", number));
     if (span.kind === "held") pen.rect(x, top + height - 2, width, 2, palette.of(number).line);

@@ -19,12 +19,15 @@ export class Palette {
     this.hues = HUES.map((hue) => Object.fromEntries(
       Object.entries(shades).map(([name, [lightness, chroma]]) => [name, hex(lightness, chroma, hue)])));
     this.patterns = {
-      hatch: { size: 7, ground: this.loss_ground, ink: this.loss, lines: [[-1, 8, 8, -1], [-1, 1, 1, -1], [6, 8, 8, 6]], width: 1.5 },
+      hatch: {
+        size: 7, ground: this.loss_ground, ink: this.loss, width: 1.5,
+        lines: [[-1, 8, 8, -1], [-1, 1, 1, -1], [6, 8, 8, 6]] },
       dots: { size: 6, ground: this.loss_ground, ink: this.loss, dots: [[1.5, 1.5, 1.1], [4.5, 4.5, 1.1]] },
     };
     this.patterns.after = { ...this.patterns.hatch, lines: [[-1, -1, 8, 8], [6, -1, 8, 1], [-1, 6, 1, 8]] };
     this.hues.forEach((hue, index) => {
-      this.patterns[`cached${index}`] = { size: 5, ground: hue.soft, ink: hue.strong, lines: [[0, 1, 5, 1], [0, 3.5, 5, 3.5]], width: 1 };
+      this.patterns[`cached${index}`] = {
+        size: 5, ground: hue.soft, ink: hue.strong, width: 1, lines: [[0, 1, 5, 1], [0, 3.5, 5, 3.5]] };
       this.patterns[`again${index}`] = {
         size: 8, ground: hue.strong, ink: this.page, width: 1.4, lines: [[-1, 9, 9, -1], [-1, -1, 9, 9]] };
     });

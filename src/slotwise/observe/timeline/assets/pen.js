@@ -153,8 +153,9 @@ export class VectorPen {
 
   document() {
     const [width, height] = this.size;
-    return `<svg xmlns="http://www.w3.org/2000/svg" width="${width}" height="${height}" viewBox="0 0 ${width} ${height}"`
-      + ` font-family="${escaped(FONT)}"><defs>${[...this.used].map((name) => this.#tile(name)).join("")}</defs>`
+    const tiles = [...this.used].map((name) => this.#tile(name)).join("");
+    return `<svg xmlns="http://www.w3.org/2000/svg" width="${width}" height="${height}"`
+      + ` viewBox="0 0 ${width} ${height}" font-family="${escaped(FONT)}"><defs>${tiles}</defs>`
       + `${this.parts.join("\n")}</svg>\n`;
   }
 

@@ -48,7 +48,8 @@ export function drawPointer({ history, view, layout, palette, pen }, pointed) {
   const { ordinal, number } = pointed;
   if (ordinal !== null) {
     const x = view.x(view.start(ordinal)), width = Math.max(1, view.x(view.stop(ordinal)) - x);
-    pen.faint(0.14, () => pen.rect(x, layout.queue.top, width, layout.crowd.top + layout.crowd.height - layout.queue.top, palette.ink));
+    const { top } = layout.queue, height = layout.crowd.top + layout.crowd.height - top;
+    pen.faint(0.14, () => pen.rect(x, top, width, height, palette.ink));
   }
   if (number === null) return;
   const [low, high] = view.shown;
@@ -57,7 +58,8 @@ export function drawPointer({ history, view, layout, palette, pen }, pointed) {
       const [top, height] = rows(layout, slot);
       for (const [first, end] of stays(lane, number, low, high)) {
         const x = view.x(view.start(first)), right = view.x(view.stop(end - 1));
-        pen.curve([[x, top], [right, top], [right, top + height], [x, top + height], [x, top], [right, top]], palette.ink, 2);
+        const low = top + height;
+        pen.curve([[x, top], [right, top], [right, low], [x, low], [x, top], [right, top]], palette.ink, 2);
       }
     });
   });

@@ -57,7 +57,8 @@ export function drawReasons({ history, view, layout, palette, pen }) {
       if (words) pen.text(words, x + 2, reasons.top + reasons.height - 7, palette.quiet, { size: 11 });
     }
   });
-  if (!layout.narrow) pen.text("why they wait", layout.left - 8, reasons.top + 12, palette.quiet, { size: 11, align: "right" });
+  if (layout.narrow) return;
+  pen.text("why they wait", layout.left - 8, reasons.top + 12, palette.quiet, { size: 11, align: "right" });
 }
 
 // How the batch was made from here on, and what it was worth.
@@ -68,7 +69,8 @@ export function drawHeads({ history, view, layout, palette, pen }) {
     const from = Math.max(low, segment.first), to = Math.min(high, history.segments[index + 1]?.first ?? high);
     if (from >= to) return;
     const x = Math.max(left, view.x(view.start(from))), end = Math.min(right, view.x(view.stop(to - 1)));
-    if (segment.first >= low && x > left + 1) pen.rect(x - 1, heads.top, 2, lanes.top + lanes.height - heads.top, palette.ink);
+    const tall = lanes.top + lanes.height - heads.top;
+    if (segment.first >= low && x > left + 1) pen.rect(x - 1, heads.top, 2, tall, palette.ink);
     const share = history.useful(from, to);
     const name = segment.words, facts = share === null ? "" : `${Math.round(100 * share)}% of the slots used`;
     pen.clipped(x, heads.top, Math.max(0, end - x), heads.height, () => {
@@ -88,5 +90,6 @@ export function drawHeads({ history, view, layout, palette, pen }) {
 export function label(pen, palette, layout, band, name, value) {
   const x = layout.left - 8;
   pen.text(name, x, band.top + 13, palette.quiet, { size: 11, align: "right" });
-  if (value) pen.text(value, x, band.top + 28, palette.ink, { size: layout.narrow ? 11 : 12, align: "right", weight: 600 });
+  const how = { size: layout.narrow ? 11 : 12, align: "right", weight: 600 };
+  if (value) pen.text(value, x, band.top + 28, palette.ink, how);
 }

@@ -42,6 +42,4 @@ export class Request {
     this.firstToken ??= step.until;
     this.lastToken = step.until;
   }
-
-  sent(first, last) { this.flushed = { first, last }; }
 }

@@ -33,7 +33,8 @@ export function trace(history) {
     { ph: "X", pid: 1, tid, name: words, ts: 1e6 * from, dur: 1e6 * (to - from), args });
   name(0, "steps");
   for (const step of history.steps) {
-    piece(0, `step ${step.step}`, step.at, step.until, { rows: step.numbers.length, ...step.sum, why: step.stop?.[0] ?? "" });
+    const facts = { rows: step.numbers.length, ...step.sum, why: step.stop?.[0] ?? "" };
+    piece(0, `step ${step.step}`, step.at, step.until, facts);
     const at = { ph: "C", pid: 1, ts: 1e6 * step.at };
     events.push({ ...at, name: "requests", args: { running: step.running, waiting: step.waiting } },
       { ...at, name: "cache blocks", args: { used: (history.run?.limits.num_blocks ?? step.free) - step.free } },
@@ -51,7 +52,8 @@ export function trace(history) {
   for (const wait of history.waits) {
     const request = { pid: 1, cat: "queue", id: wait.number, name: `${wait.number} waits` };
     const until = wait.until ?? history.last?.until ?? wait.since;
-    if (wait.since !== null) events.push({ ...request, ph: "b", ts: 1e6 * wait.since }, { ...request, ph: "e", ts: 1e6 * until });
+    if (wait.since === null) continue;
+    events.push({ ...request, ph: "b", ts: 1e6 * wait.since }, { ...request, ph: "e", ts: 1e6 * until });
   }
   return { traceEvents: events, displayTimeUnit: "ms" };
 }

@@ -11,7 +11,8 @@ export function duration(seconds) {
 export function requestStory(history, request) {
   const facts = [];
   const add = (term, detail) => { if (detail) facts.push([term, detail]); };
-  add("asked for", request.numPrompt && `${plural(request.numPrompt, "prompt token")}, up to ${request.maxTokens ?? "any number"} more`);
+  const most = request.maxTokens ?? "any number";
+  add("asked for", request.numPrompt && `${plural(request.numPrompt, "prompt token")}, up to ${most} more`);
   if (request.arrived !== null) add("arrived", `at ${duration(request.arrived)}`);
   request.waits.forEach((wait, index) => add(index ? "waited again" : "waited", waited(history, wait)));
   request.joins.forEach((join, index) => add(
@@ -19,14 +20,17 @@ export function requestStory(history, request) {
       + (join.cached ? `; ${plural(join.cached, "token")} found in the cache` : "")));
   const { steps, computed } = request;
   add("prompt", steps.prefill && `${plural(computed.prefill, "token")} in ${plural(steps.prefill, "step")}`);
-  add("first token", request.firstToken !== null && request.arrived !== null && `after ${duration(request.firstToken - request.arrived)}`);
+  const known = request.firstToken !== null && request.arrived !== null;
+  add("first token", known && `after ${duration(request.firstToken - request.arrived)}`);
   add("answer", request.numTokens && `${plural(request.numTokens, "token")}${pace(request)}`);
   request.lost.forEach(({ ordinal, lost, reason }) => add(
     "yielded", `at step ${ordinal}, ${plural(lost, "token")} to compute again (${inWords(reason)})`));
   add("computed again", steps.recompute && plural(computed.recompute, "token"));
   add("held", steps.held && `${plural(steps.held, "step")} after its last token`);
   add("padding", request.padded && plural(request.padded, "token"));
-  add("ended", request.ended && `${request.ended.reason} at ${duration(request.ended.seconds)} ${request.ended.message}`);
+  const { ended, flushed } = request;
+  add("ended", ended && `${ended.reason} at ${duration(ended.seconds)} ${ended.message}`);
+  add("sent", flushed && `its last byte at ${duration(flushed.last)}`);
   return facts;
 }
 
@@ -46,7 +50,8 @@ function waited(history, wait) {
     if (reason) reasons.set(reason, (reasons.get(reason) ?? 0) + 1);
   }
   const why = [...reasons].map(([reason, count]) => `${inWords(reason)} (${plural(count, "step")})`).join(", ");
-  return duration(Math.max(0, until - (wait.since ?? until))) + (why ? `: ${why}` : "") + (wait.to === null ? ", and still does" : "");
+  const time = duration(Math.max(0, until - (wait.since ?? until)));
+  return time + (why ? `: ${why}` : "") + (wait.to === null ? ", and still does" : "");
 }
 
 export function stepStory(history, step) {
@@ -55,8 +60,8 @@ export function stepStory(history, step) {
   const add = (term, detail) => { if (detail) facts.push([term, detail]); };
   add("took", duration(step.until - step.at));
   add("rows", `${step.numbers.length} of ${step.capacity} slots`);
-  const kinds = [["decode", sum.decode], ["prompt", sum.prefill], ["computed again", sum.recompute], ["padding", sum.padding],
-    ["held", sum.held], ["void", sum.void]].filter(([, count]) => count);
+  const kinds = [["decode", sum.decode], ["prompt", sum.prefill], ["computed again", sum.recompute],
+    ["padding", sum.padding], ["held", sum.held], ["void", sum.void]].filter(([, count]) => count);
   add("tokens", kinds.map(([name, count]) => `${count.toLocaleString("en")} ${name}`).join(", "));
   add("joined", step.admitted.length && step.admitted.map(([number]) => number).join(", "));
   add("ended", step.ended.length && step.ended.map(([number, reason]) => `${number} (${reason})`).join(", "));
@@ -65,6 +70,7 @@ export function stepStory(history, step) {
     const [reason, first, behind] = step.stop;
     add("waiting", `request ${first}${behind ? ` and ${behind} behind it` : ""}: ${inWords(reason)}`);
   }
-  add("passed over", step.refused.length && step.refused.map(([number, reason]) => `${number}: ${inWords(reason)}`).join(", "));
+  const refused = step.refused.map(([number, reason]) => `${number}: ${inWords(reason)}`);
+  add("passed over", refused.join(", "));
   return facts;
 }

@@ -25,7 +25,9 @@ export class View {
     return history.step(ordinal)?.at ?? (ordinal < history.first ? history.steps[0]?.at : history.last?.until) ?? 0;
   }
 
-  stop(ordinal) { return this.unit === "steps" ? ordinal + 1 : this.history.step(ordinal)?.until ?? this.start(ordinal); }
+  stop(ordinal) {
+    return this.unit === "steps" ? ordinal + 1 : this.history.step(ordinal)?.until ?? this.start(ordinal);
+  }
 
   // A place given both as a fraction of a step and in seconds.
   place(ordinal, seconds) {
@@ -70,10 +72,14 @@ export class View {
   // To the end of what is known, as long as it is followed.
   advance() {
     if (!this.following) return;
-    const [low, end] = this.extent;
-    const from = this.anchor === null ? end - (this.to - this.from) : Math.min(this.start(this.anchor), end - this.#few);
-    this.to = Math.max(end, from + this.#few);
-    this.from = this.anchor === null ? Math.max(Math.min(from, end), Math.min(low, from)) : from;
+    const [low, end] = this.extent, width = this.to - this.from;
+    if (this.anchor === null) {
+      this.from = Math.max(low, end - width);
+      this.to = this.from + Math.max(width, this.#few);
+    } else {
+      this.from = this.start(this.anchor);
+      this.to = Math.max(end, this.from + this.#few);
+    }
   }
 
   follow() {

@@ -1,0 +1,164 @@
+// The controls, and what they do.
+import { KEYS } from "./hands.js";
+import { $, element } from "./page.js";
+import { savePng, saveSvg, saveTrace } from "./save.js";
+import { readLines } from "./service.js";
+import { duration } from "./story.js";
+
+const WHOLE = 600; // steps of a saved log that are shown at once
+const SLOTS_OFFERED = [1, 2, 4, 8, 12, 16, 32, 64, 128, 256];
+
+// What the controls show is what the service does.
+function controls(page) {
+  const { run } = page.history;
+  if (!run) return;
+  $("model").textContent = [run.model.split("/").pop(), run.dtype, run.device].filter(Boolean).join(" · ");
+  const segment = page.history.segments[page.history.segments.length - 1];
+  $("batching").value = segment.kind;
+  const most = run.limits.max_num_seqs;
+  const choices = [...new Set(SLOTS_OFFERED.filter((one) => one < most).concat(most, segment.capacity))];
+  $("slots").replaceChildren(...choices.sort((one, other) => one - other).map((one) => new Option(one, one)));
+  $("slots").value = segment.capacity;
+}
+
+export function attachControls(page, demo) {
+  page.onScheduling = () => controls(page);
+  const click = (id, act) => $(id).addEventListener("click", (event) => { act(event); page.changed(); });
+  page.actions = actions(page, demo);
+  for (const id of ["pause", "theme", "help", "compare"]) click(id, page.actions[id]);
+  for (const id of ["steps", "seconds"]) click(id, () => measureIn(page, id));
+  click("first", page.actions.compare);
+  click("in", () => page.view.zoom(1.6));
+  click("out", () => page.view.zoom(1 / 1.6));
+  click("all", () => page.view.fit());
+  click("png", () => savePng(page.scene(null), ...page.size));
+  click("svg", () => saveSvg(page.scene(null), ...page.size));
+  click("trace", () => saveTrace(page.history));
+  click("save", (event) => { if (event.target.closest("button")) $("save").open = false; });
+  $("file").addEventListener("change", async ({ target }) => {
+    $("save").open = false;
+    if (target.files[0]) await openLog(page, target.files[0].stream(), target.files[0].name);
+  });
+  const keys = $("keys").querySelector("dl");
+  for (const [words, meaning] of KEYS) keys.append(element("dt", words), element("dd", meaning));
+}
+
+function actions(page, demo) {
+  return {
+    pause() {
+      if (page.view.following) page.view.following = false;
+      else page.view.follow();
+    },
+    unit() { measureIn(page, page.view.unit === "steps" ? "seconds" : "steps"); },
+    theme() {
+      page.dark = !page.dark;
+      localStorage.setItem("slotwise-theme", page.dark ? "dark" : "light");
+      page.paint();
+    },
+    help() { $("keys").showModal(); },
+    neighbour(by) {
+      const known = [...page.history.requests.keys()].sort((one, other) => one - other);
+      if (known.length) page.pin(known[Math.max(0, known.indexOf(page.pinned) + by) % known.length]);
+    },
+    compare() { if (!page.saved && !$("compare").disabled) compare(page, demo); },
+  };
+}
+
+function measureIn(page, unit) {
+  page.view.measure(unit);
+  for (const id of ["steps", "seconds"]) $(id).setAttribute("aria-pressed", String(id === unit));
+  page.changed();
+}
+
+function say(words) { $("said").textContent = words; }
+
+// Buttons that ask the service for something say what went wrong, and wait for its answer.
+async function asking(ids, act) {
+  for (const id of ids) $(id).disabled = true;
+  try {
+    await act();
+  } catch (error) {
+    say(`That did not work: ${error.message}`);
+  } finally {
+    for (const id of ids) $(id).disabled = false;
+  }
+}
+
+const PARTS = {
+  static: "Static: who has finished is held, and the queue waits, until the longest answer of the batch has ended.",
+  continuous: "Continuous, the same requests: a slot that is freed is taken at the very next step.",
+};
+const DEMO = ["compare", "first", "send", "batching", "slots"];
+
+function compare(page, demo) {
+  return asking(DEMO, async () => {
+    const parts = [];
+    measureIn(page, "steps");
+    page.view.keep();
+    await demo.compare((batching) => {
+      parts.push({ batching, first: page.history.end });
+      say(PARTS[batching]);
+    });
+    await settled(page);
+    const { end } = page.history;
+    const [first, second] = parts.map((part, index) => worth(page.history, part.first, parts[index + 1]?.first ?? end));
+    if (page.view.following) page.view.show(parts[0].first, end);
+    const times = (first.seconds / second.seconds).toFixed(1);
+    say(`The same requests: static ${first.words}; continuous ${second.words}: ${times}× as fast.`);
+    page.changed();
+  });
+}
+
+function worth(history, from, to) {
+  const seconds = history.step(to - 1).until - history.step(from).at;
+  const share = Math.round(100 * history.useful(from, to));
+  return { seconds, words: `took ${to - from} steps and ${duration(seconds)}, ${share}% of its slots used` };
+}
+
+// The answer may be here before the record of the step that gave it.
+async function settled(page) {
+  for (let turn = 0; turn < 40; turn++) {
+    await new Promise((done) => setTimeout(done, 50));
+    if (page.history.last?.running === 0 && page.history.last?.waiting === 0) return;
+  }
+}
+
+export async function openLog(page, stream, name) {
+  page.saved = true;
+  document.body.classList.add("saved");
+  page.begin();
+  try {
+    await readLines(stream, (entries) => page.take(entries));
+  } catch (error) {
+    return say(`${name} is not an event log: ${error.message}`);
+  }
+  const { first, end } = page.history;
+  page.view.show(first, Math.max(first + 1, Math.min(end, first + WHOLE)));
+  $("state").className = "";
+  $("state").textContent = `${name}: ${page.history.steps.length.toLocaleString("en")} steps`;
+  page.changed();
+}
+
+export function askForKey(wrong) {
+  $("wrong").hidden = !wrong;
+  $("key").value = "";
+  $("door").showModal();
+  return new Promise((done) => $("door").addEventListener("close", () => done($("key").value), { once: true }));
+}
+
+export function live(page, service, demo) {
+  $("send").addEventListener("click", () => asking(["send"], () => {
+    page.view.follow();
+    return demo.send(Math.min(192, Math.max(24, 3 * page.history.segments.at(-1).capacity)));
+  }));
+  for (const id of ["batching", "slots"]) {
+    $(id).addEventListener("change", () => asking([id], async () => {
+      await demo.schedule(id === "batching" ? { batching: $(id).value } : { max_num_seqs: Number($(id).value) });
+    }));
+  }
+  service.follow(() => page.begin(), (entries) => { if (!page.saved) page.take(entries); }, (state) => {
+    if (page.saved) return;
+    $("state").className = state;
+    $("state").textContent = state === "live" ? "live" : "no connection";
+  });
+}

@@ -1,0 +1,194 @@
+// A history, a view of it, and what is said about the place that is pointed at.
+import { attach, listen } from "./hands.js";
+import { History } from "./history.js";
+import { layOut } from "./layout.js";
+import { KINDS, Palette } from "./palette.js";
+import { ScreenPen } from "./pen.js";
+import { drawPicture, drawPointer, pointedAt } from "./picture.js";
+import { requestStory, stepStory } from "./story.js";
+import { View } from "./view.js";
+
+export const $ = (id) => document.getElementById(id);
+const SMALL = 1000; // pixels of a window whose page is scrolled rather than filled
+const BESIDE = 150; // milliseconds between two readings of what changes without being pointed at
+const SWATCH = [30, 14];
+const NOWHERE = { band: null, ordinal: null, slot: null, span: null, number: null };
+
+export class Page {
+  constructor() {
+    this.canvas = $("picture");
+    this.over = $("pointer");
+    this.pointed = NOWHERE;
+    this.pinned = null;
+    this.dirty = false;
+    this.saved = false;
+    this.told = 0; // when the words were last brought up to date
+    this.onScheduling = () => {};
+    this.actions = {}; // of keys and buttons
+    const chosen = localStorage.getItem("slotwise-theme");
+    this.dark = chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+    this.begin();
+    this.paint();
+    attach(this.canvas, this);
+    listen(this);
+    new ResizeObserver(() => this.changed()).observe($("stage"));
+    addEventListener("resize", () => this.changed());
+  }
+
+  // Nothing is known yet.
+  begin() {
+    const unit = this.view?.unit ?? "steps";
+    this.history = new History();
+    this.view = new View(this.history);
+    this.view.unit = unit;
+    [this.pointed, this.pinned] = [NOWHERE, null];
+  }
+
+  take(entries) {
+    for (const entry of entries) this.history.take(entry);
+    if (entries.some((entry) => entry.kind === "run" || entry.configured)) this.onScheduling();
+    this.view.advance();
+    this.changed();
+  }
+
+  changed() {
+    if (this.dirty) return;
+    this.dirty = true;
+    requestAnimationFrame(() => this.draw());
+  }
+
+  paint() {
+    document.documentElement.classList.toggle("dark", this.dark);
+    this.palette = new Palette(this.dark);
+    this.pens = null;
+    legend(this.palette);
+    this.changed();
+  }
+
+  // The picture is as wide as its place; it fills the window, unless the page has to be scrolled anyway.
+  measure() {
+    const { clientWidth: width, clientHeight: height } = $("stage");
+    const tall = innerWidth <= SMALL ? Math.max(560, innerHeight * 0.8) : height;
+    const [low, high] = this.view.shown;
+    const slots = Math.max(this.history.capacity(low, Math.max(high, low + 1)), this.#used(low, high), 1);
+    const layout = layOut(width, tall, slots);
+    this.view.left = layout.left;
+    this.view.width = layout.width;
+    const density = devicePixelRatio || 1;
+    for (const canvas of [this.canvas, this.over]) {
+      const size = [Math.round(width * density), Math.round(layout.height * density)];
+      if (canvas.width === size[0] && canvas.height === size[1] && this.pens) continue;
+      [canvas.width, canvas.height] = size;
+      [canvas.style.width, canvas.style.height] = [`${width}px`, `${layout.height}px`];
+      canvas.getContext("2d").setTransform(density, 0, 0, density, 0, 0);
+    }
+    const pen = (canvas) => new ScreenPen(canvas.getContext("2d"), this.palette, density);
+    this.pens ??= [pen(this.canvas), pen(this.over)];
+    return layout;
+  }
+
+  #used(low, high) {
+    let used = this.history.lanes.length;
+    while (used && !this.history.lanes[used - 1].some((span) => span.end > low && span.first < high)) used -= 1;
+    return used;
+  }
+
+  get size() { return [this.layout.right + 14, this.layout.height]; }
+
+  scene(pen) {
+    const { history, view, layout, palette, pinned: lit } = this;
+    return { history, view, layout, palette, pen, lit };
+  }
+
+  draw() {
+    this.dirty = false;
+    this.layout = this.measure();
+    drawPicture(this.scene(this.pens[0]), this.layout.height);
+    this.drawPointer();
+    $("empty").hidden = this.history.steps.length > 0 || this.history.run === null;
+    $("pause").setAttribute("aria-pressed", String(!this.view.following));
+    const now = performance.now();
+    if (now - this.told > BESIDE) {
+      this.told = now;
+      this.tell();
+    }
+  }
+
+  drawPointer() {
+    const [, pen] = this.pens;
+    pen.context.clearRect(0, 0, this.canvas.width, this.canvas.height);
+    drawPointer(this.scene(pen), { ...this.pointed, number: this.pointed.number ?? this.pinned });
+  }
+
+  pointedAt(x, y) { return this.layout ? pointedAt(this.scene(null), x, y) : NOWHERE; }
+
+  point(pointed) {
+    this.pointed = pointed ?? NOWHERE;
+    if (this.layout) this.drawPointer();
+    this.tell();
+  }
+
+  pin(number) {
+    this.pinned = number === this.pinned ? null : number;
+    this.tell();
+    this.changed();
+  }
+
+  // Point at the cell beside the one that is pointed at.
+  walk(across, down) {
+    const [low, high] = this.view.shown;
+    const ordinal = Math.min(high - 1, Math.max(low, (this.pointed.ordinal ?? low) + across));
+    const slot = Math.min(this.layout.slots - 1, Math.max(0, (this.pointed.slot ?? 0) + down));
+    const span = this.history.spanAt(slot, ordinal);
+    this.point({ band: "lanes", ordinal, slot, span, number: span?.number ?? null });
+  }
+
+  tell() {
+    const { history } = this;
+    const request = history.requests.get(this.pointed.number ?? this.pinned);
+    const step = this.pointed.ordinal === null ? null : history.step(this.pointed.ordinal);
+    const parts = [];
+    if (request) {
+      const colour = this.palette.of(request.number).soft;
+      parts.push(...told(`request ${request.number}`, requestStory(history, request), request.id, colour));
+    }
+    if (step) {
+      const where = this.pointed.slot === null ? "" : `slot ${this.pointed.slot}`;
+      parts.push(...told(`step ${step.ordinal}`, stepStory(history, step), where));
+    }
+    if (!parts.length && history.steps.length) {
+      parts.push(element("p", "Point at a request for its story; click to keep it."));
+    }
+    $("story").replaceChildren(...parts);
+  }
+}
+
+export function element(kind, words, properties = {}) {
+  return Object.assign(document.createElement(kind), { textContent: words, ...properties });
+}
+
+function told(title, facts, aside, colour) {
+  const head = element("h2", ""), list = element("dl", "");
+  if (colour) {
+    const swatch = element("i", "");
+    swatch.style.background = colour;
+    head.append(swatch);
+  }
+  head.append(title, element("small", aside, { title: aside }));
+  for (const [term, detail] of facts) list.append(element("dt", term), element("dd", detail));
+  return [head, list];
+}
+
+function legend(palette) {
+  $("legend").replaceChildren(...KINDS.map(([kind, words], index) => {
+    const density = devicePixelRatio || 1, [width, height] = SWATCH;
+    const swatch = element("canvas", "", { width: width * density, height: height * density });
+    [swatch.style.width, swatch.style.height] = [`${width}px`, `${height}px`];
+    const context = swatch.getContext("2d");
+    context.scale(density, density);
+    new ScreenPen(context, palette, density).rect(0, 0, width, height, palette.fill(kind, index % 2));
+    const item = element("li", "");
+    item.append(swatch, words);
+    return item;
+  }));
+}

@@ -1,0 +1,133 @@
+"""OpenTelemetry: one trace a request, with a span for each of its stages, sent over OTLP and HTTP.
+
+Names of attributes are those of OpenTelemetry's conventions for generative AI, and vLLM's where these have none.  A
+request that came with a `traceparent` (W3C Trace Context) becomes part of its caller's trace.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit, urlunsplit
+
+from slotwise.observe.log import Entry, Run
+from slotwise.observe.spans import Life, Spans
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+
+SPAN = "llm_request"
+PATH = "/v1/traces"
+NS = 1e-9
+MAX_QUEUE = 8192  # spans that wait to be sent; more are dropped
+BATCH = 512
+EVERY = 1000  # milliseconds between two batches
+TIMEOUT = 5.0  # seconds that a collector gets for one
+MAX_CALLERS = 4096  # callers' contexts kept for requests that have not ended
+
+
+class TracesError(RuntimeError):
+    """Traces cannot be sent; the message is one line for a person."""
+
+
+class Traces:
+    """A consumer of log entries, which sends what is complete from a thread of its own and never waits.
+
+    Args:
+        endpoint: the collector's URL for OTLP over HTTP; without a path it is `/v1/traces`.
+
+    Raises:
+        TracesError: OpenTelemetry is not installed, or that is no URL.
+    """
+
+    def __init__(self, endpoint: str, model_name: str) -> None:
+        self._provider = _provider(_complete(endpoint))
+        self._tracer = self._provider.get_tracer("slotwise")
+        self._model_name = model_name
+        self._spans = Spans()
+        self._callers: OrderedDict[str, str] = OrderedDict()  # `traceparent` by the engine's id of a request
+        self._offset_ns = 0  # from the monotonic clock to the calendar
+
+    def caller(self, request_id: str, traceparent: str) -> None:
+        """`request_id`, the engine's, is about to be submitted on behalf of a traced caller."""
+        self._callers[request_id] = traceparent
+        if len(self._callers) > MAX_CALLERS:
+            self._callers.popitem(last=False)
+
+    def take(self, entry: Entry) -> None:
+        """Take note of an entry of the event log, in its order."""
+        if isinstance(entry, Run):
+            self._offset_ns = round(entry.started_unix / NS) - entry.started_ns
+        for life in self._spans.take(entry):
+            self._tell(life)
+
+    def close(self) -> None:
+        """Send what is left; takes a few seconds when nobody listens."""
+        self._provider.shutdown()
+
+    def _tell(self, life: Life) -> None:
+        from opentelemetry import trace
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        caller = self._callers.pop(life.request.id, "")
+        above = TraceContextTextMapPropagator().extract({"traceparent": caller}) if caller else None
+        offset = self._offset_ns
+        root = self._tracer.start_span(
+            SPAN, above, trace.SpanKind.SERVER, _attributes(life, self._model_name), start_time=life.start_ns + offset)
+        inside = trace.set_span_in_context(root)
+        for span in life.spans:
+            waited = {f"slotwise.waited.{reason}_s": seconds for reason, seconds in span.waited.items()}
+            child = self._tracer.start_span(span.name, inside, attributes=waited, start_time=span.start_ns + offset)
+            child.end(span.end_ns + offset)
+        if life.end_reason in ("error", "timeout", "rejected"):
+            root.set_status(trace.StatusCode.ERROR, life.message or life.end_reason)
+        root.end(life.end_ns + offset)
+
+
+def _attributes(life: Life, model_name: str) -> dict[str, Any]:
+    request, params = life.request, life.request.params
+    known: dict[str, Any] = {
+        "gen_ai.operation.name": "chat" if request.id.startswith("chatcmpl-") else "text_completion",
+        "gen_ai.response.model": model_name,
+        "gen_ai.response.id": request.id.rpartition("-")[0] or request.id,
+        "gen_ai.response.finish_reasons": (life.end_reason,),
+        "gen_ai.request.temperature": params.temperature,
+        "gen_ai.request.top_p": params.top_p,
+        "gen_ai.usage.input_tokens": request.num_prompt,
+        "gen_ai.usage.output_tokens": life.num_output,
+        "gen_ai.usage.cached_tokens": life.num_cached,
+        "gen_ai.latency.e2e": (life.end_ns - life.start_ns) * NS,
+        "gen_ai.latency.time_in_queue": sum(span.end_ns - span.start_ns for span in life.spans if span.waited) * NS,
+        "slotwise.request.number": request.number,
+        "slotwise.preemptions": life.num_preemptions,
+    }
+    if params.max_tokens is not None:
+        known["gen_ai.request.max_tokens"] = params.max_tokens
+    if life.first_token_ns:
+        known["gen_ai.latency.time_to_first_token"] = (life.first_token_ns - life.start_ns) * NS
+    return known
+
+
+def _complete(endpoint: str) -> str:
+    parts = urlsplit(endpoint)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise TracesError(f"an OTLP endpoint is a URL as http://127.0.0.1:4318{PATH}, and {endpoint!r} is not")
+    return urlunsplit(parts._replace(path=PATH)) if parts.path in ("", "/") else endpoint
+
+
+def _provider(endpoint: str) -> TracerProvider:
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise TracesError(
+            f"traces need OpenTelemetry ({error}): pip install 'slotwise[otel]'") from error
+    named = {"service.name": os.environ.get("OTEL_SERVICE_NAME", "slotwise")}
+    provider = TracerProvider(resource=Resource.create(named), shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(
+        OTLPSpanExporter(endpoint, timeout=TIMEOUT), max_queue_size=MAX_QUEUE, max_export_batch_size=BATCH,
+        schedule_delay_millis=EVERY))
+    return provider

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+import time
+
+import pytest
+from otlp import attributes, collecting
+from toy_engine import MS, engine
+
+from slotwise.core.params import SamplingParams
+from slotwise.observe.log import Admission, End, Request, Run, Sent, Step
+from slotwise.observe.traces import Traces, TracesError
+
+UNIX = 1_800_000_000.5
+CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def live_through(traces: Traces, *, reason: str = "stop", message: str = "") -> None:
+    info = engine()
+    params = SamplingParams(temperature=0.5, max_tokens=9)
+    for entry in (
+            Run("1", "toy", "float32", "cpu", UNIX, 1000 * MS, info.limits, info.scheduling),
+            Request(0, "chatcmpl-x-0", 1005 * MS, 4, params, 0, received_ns=1001 * MS),
+            Step(0, 1010 * MS, 1020 * MS, numbers=(0,), tokens=((7,),), admitted=(Admission(0, 3),)),
+            Step(1, 1020 * MS, 1030 * MS, numbers=(0,), tokens=((7,),), ended=(End(0, reason, 2, message),)),
+            Sent(0, 1021 * MS, 1031 * MS, 2)):
+        traces.take(entry)
+
+
+@pytest.mark.parametrize("caller", ["", CALLER, "what is this"])
+def test_a_request_is_one_trace_with_a_span_for_each_stage(caller: str) -> None:
+    with collecting() as collector:
+        traces = Traces(collector.url, "toy")
+        if caller:
+            traces.caller("chatcmpl-x-0", caller)
+        live_through(traces)
+        traces.close()
+    (root,) = collector.roots()
+    children = collector.children(root)
+    start = round(UNIX * 1e9)
+    assert [(span.name, (span.start_time_unix_nano - start) / MS, (span.end_time_unix_nano - start) / MS)
+            for span in (root, *children)] == [
+        ("llm_request", 1, 31), ("tokenising", 1, 5), ("queue", 5, 10), ("prefill", 10, 20), ("decode", 20, 30),
+        ("sending", 30, 31)]
+    told = attributes(root)
+    assert (told["gen_ai.response.id"], told["gen_ai.operation.name"]) == ("chatcmpl-x", "chat")
+    assert told["gen_ai.response.finish_reasons"] == ["stop"] and told["gen_ai.request.max_tokens"] == 9
+    assert (told["gen_ai.usage.input_tokens"], told["gen_ai.usage.output_tokens"]) == (4, 2)
+    assert told["gen_ai.usage.cached_tokens"] == 3 and told["gen_ai.latency.time_to_first_token"] == 0.019
+    assert attributes(children[1]) == {"slotwise.waited.step_under_way_s": 0.005}
+    assert collector.services == {"slotwise"} and collector.paths == {"/v1/traces"}
+    assert root.trace_id.hex() == CALLER.split("-")[1] if caller == CALLER else not root.parent_span_id
+    assert all(span.trace_id == root.trace_id for span in children)
+
+
+def test_an_error_says_what_it_was() -> None:
+    with collecting() as collector:
+        traces = Traces(collector.url + "/elsewhere", "toy")
+        live_through(traces, reason="error", message="the engine fell")
+        traces.close()
+    (root,) = collector.roots()
+    assert root.status.code == root.status.STATUS_CODE_ERROR and root.status.message == "the engine fell"
+    assert collector.paths == {"/elsewhere"}
+
+
+def test_nobody_waits_for_a_collector_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("slotwise.observe.traces")
+    monkeypatch.setattr(module, "MAX_QUEUE", 600)
+    monkeypatch.setattr(module, "TIMEOUT", 0.5)
+    with collecting() as collector:
+        pass
+    traces = Traces(collector.url, "toy")
+    began = time.monotonic()
+    for _ in range(300):
+        live_through(traces)
+    assert time.monotonic() - began < 10, "1,800 spans for a queue of 600"
+    traces.close()
+
+
+@pytest.mark.parametrize("endpoint", ["", "localhost:4318", "ftp://there", "http://"])
+def test_an_endpoint_is_a_url(endpoint: str) -> None:
+    with pytest.raises(TracesError, match="an OTLP endpoint is a URL"):
+        Traces(endpoint, "toy")
+
+
+def test_without_opentelemetry_it_is_said_what_to_install() -> None:
+    script = ("import sys; sys.modules['opentelemetry.sdk'] = None\n"
+              "from slotwise.observe.traces import Traces\nTraces('http://127.0.0.1:1', 'toy')")
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert run.returncode == 1 and "pip install 'slotwise[otel]'" in run.stderr.splitlines()[-1]

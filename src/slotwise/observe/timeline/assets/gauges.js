@@ -35,14 +35,13 @@ export function drawGauges(scene) {
   const total = history.run?.limits.num_blocks ?? 0;
   const columns = gather(view, history, low, high);
   const blocks = (step) => total - step.free, milliseconds = (step) => 1e3 * (step.until - step.at);
-  const tokens = (step) => Object.values(step.sum).reduce((sum, one) => sum + one, 0);
-  const useful = (step) => step.sum.decode + step.sum.prefill;
+  const tokens = (step) => step.tokensComputed;
   const words = layout.narrow ? ["cache", "time", "tokens", "run/wait", ""]
     : ["cache blocks", "step time", "tokens a step", "run / wait", ` of ${total}`];
   area(scene, columns, layout.blocks, blocks, palette.series, total);
   area(scene, columns, layout.time, milliseconds, palette.series);
   const most = area(scene, columns, layout.tokens, tokens, palette.loss);
-  area(scene, columns, layout.tokens, useful, palette.series, most, true);
+  area(scene, columns, layout.tokens, (step) => step.worked, palette.series, most, true);
   drawCrowd(scene, columns);
   const { pen } = scene;
   label(pen, palette, layout, layout.blocks, words[0], last && `${blocks(last)}${words[4]}`);

@@ -197,7 +197,7 @@ export class History {
       preempted: entry.preempted ?? [], refused: entry.refused ?? [], stop: entry.stop ?? null,
       ended: entry.ended ?? [], kinds: [],
       running: entry.num_running ?? 0, waiting: entry.num_waiting ?? 0, free: entry.num_free_blocks ?? 0,
-      capacity: this.segmentAt(this.end)?.capacity ?? 0, useful: 0,
+      capacity: this.segmentAt(this.end)?.capacity ?? 0, useful: 0, worked: 0, tokensComputed: 0,
       wanted: before?.wanted ?? 0, seats: before?.seats ?? 0, // useful ones and all, of every step so far
       sum: { decode: 0, prefill: 0, recompute: 0, held: 0, void: 0, padding: 0 },
     };
@@ -218,6 +218,8 @@ export class History {
       request.ran(step, row, kind);
       this.#extend(step.ordinal, step.slots[row], number, kind, { count, padding, cached: cached.get(number) ?? 0 });
     });
+    step.worked = step.sum.decode + step.sum.prefill;
+    step.tokensComputed = Object.values(step.sum).reduce((sum, one) => sum + one, 0);
     step.wanted += step.useful;
     step.seats += step.capacity;
   }

@@ -120,13 +120,15 @@ function drawSteps({ history, view, layout, palette, pen }, low, high) {
 // Who takes a slot in view, and which; nobody where they are too many to be told apart.
 function joinsShown({ history, view, layout, lit }, low, high) {
   const found = [];
-  for (const wait of history.waits) {
-    if (wait.to === null || wait.to < low || wait.to >= high || (lit !== null && lit !== wait.number)) continue;
+  const joining = history.waits.filter((wait) => wait.to !== null && wait.to >= low && wait.to < high
+    && (lit === null || lit === wait.number));
+  if (joining.length > FEW) return found;
+  for (const wait of joining) {
     const request = history.requests.get(wait.number);
     const slot = request?.slots[request.joins.findIndex((one) => one.ordinal === wait.to)];
     if (slot < layout.slots) found.push({ wait, slot, x: view.x(view.start(wait.to)) });
   }
-  return found.length <= FEW ? found : [];
+  return found;
 }
 
 // From the queue to the slot, behind whoever is in between.

@@ -1,7 +1,7 @@
 // The whole picture of what is in view, by whichever pen; and what points at it.
 import { drawAxis, drawGauges, drawOverview } from "./gauges.js";
 import { drawLanes, rows } from "./lanes.js";
-import { drawHeads, drawQueue, drawReasons, rowOf } from "./queue.js";
+import { drawHeads, drawQueue, drawReasons, waitsShown } from "./queue.js";
 
 export function drawPicture(scene, height) {
   const { layout, palette, pen } = scene;
@@ -32,13 +32,12 @@ export function pointedAt(scene, x, y) {
     found.span = found.ordinal === null ? null : history.spanAt(found.slot, ordinal);
     found.number = found.span?.number ?? null;
   } else if (found.band === "queue") {
-    const wait = history.waits.find((one) => {
-      const from = view.place(one.from ?? history.end, one.since);
-      const to = one.to === null ? Infinity : view.place(one.to, one.until);
-      const [top, height] = rowOf(scene, one);
-      return one.place !== null && value >= from && value <= to && y >= top && y <= top + height;
+    const shown = waitsShown(scene).find(({ wait, top, height }) => {
+      const from = view.place(wait.from ?? history.end, wait.since);
+      const to = wait.to === null ? Infinity : view.place(wait.to, wait.until);
+      return value >= from && value <= to && y >= top && y <= top + height;
     });
-    found.number = wait?.number ?? null;
+    found.number = shown?.wait.number ?? null;
   }
   return found;
 }

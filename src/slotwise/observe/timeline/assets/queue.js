@@ -1,5 +1,5 @@
 // Who waits, from arrival to a slot; why nobody else could join; and how the batch was made.
-const ROW = { least: 1, most: 7 }; // pixels of one who waits
+const ROW = 7; // pixels of one who waits, at most
 const WORDS = {
   no_slot: "no slot free", no_blocks: "no cache blocks left", token_budget: "token budget spent", ending: "ending",
   prompts_alone: "prompts run alone", batch_running: "the batch must end first", window_open: "collecting a batch",
@@ -9,37 +9,34 @@ const LETTER = 6.1; // pixels of one in the smaller type
 
 export const inWords = (reason) => WORDS[reason] ?? reason.replaceAll("_", " ");
 
-// Rows from the bottom, where the slots are; the more wait, the thinner.
-export function queueRow({ history, layout }) {
-  return Math.min(ROW.most, Math.max(ROW.least, layout.queue.height / Math.max(1, history.places.length)));
-}
-
-// Top and height of a wait's row.
-export function rowOf(scene, wait) {
-  const { queue } = scene.layout;
-  const row = queueRow(scene);
-  const bottom = queue.top + queue.height - row * (wait.place ?? 0);
-  return [Math.max(queue.top, bottom - row), Math.max(1, row - (row > 3 ? 1 : 0))];
+// Those who wait within the steps in view, in rows from the bottom, where the slots are; the more wait, the thinner:
+// {wait, top, height}.
+export function waitsShown({ history, view, layout }) {
+  const [low, high] = view.shown;
+  const shown = history.waits.filter((wait) => wait.place !== null && (wait.to === null || wait.to >= low)
+    && (wait.from === null || wait.from <= high));
+  const rows = shown.reduce((most, wait) => Math.max(most, wait.place + 1), 1);
+  const { top, height } = layout.queue, row = Math.min(ROW, height / rows);
+  const apart = ({ place }) => row >= 1 || Math.floor(place * row) !== Math.floor((place - 1) * row);
+  return shown.filter(apart).map((wait) => ({
+    wait, top: top + height - row * (wait.place + 1), height: Math.max(1, row - (row > 3 ? 1 : 0)) }));
 }
 
 export function drawQueue(scene) {
   const { history, view, layout, palette, pen, lit } = scene;
   const { queue, left, width, lanes } = layout;
-  const [low, high] = view.shown;
   const now = view.extent[1];
   pen.rect(left, queue.top, width, queue.height, palette.lane);
   pen.clipped(left, queue.top, width, lanes.top - queue.top, () => {
-    for (const wait of history.waits) {
-      if (wait.to !== null && wait.to < low || wait.from !== null && wait.from > high || wait.place === null) continue;
+    for (const { wait, top, height } of waitsShown(scene)) {
       const from = view.x(wait.from === null ? now : view.place(wait.from, wait.since));
       const to = view.x(wait.to === null ? now : view.place(wait.to, wait.until));
-      const [top, height] = rowOf(scene, wait), hue = palette.of(wait.number);
-      const draw = () => pen.rect(from, top, Math.max(1, to - from), height, hue.soft);
+      const draw = () => pen.rect(from, top, Math.max(1, to - from), height, palette.of(wait.number).soft);
       if (lit === null || lit === wait.number) draw();
       else pen.faint(0.22, draw);
     }
   });
-  const waiting = history.step(high - 1)?.waiting ?? 0;
+  const waiting = history.step(view.shown[1] - 1)?.waiting ?? 0;
   label(pen, palette, layout, queue, "queue", `${waiting} wait`);
 }
 
@@ -89,7 +86,7 @@ export function drawHeads({ history, view, layout, palette, pen }) {
 
 export function label(pen, palette, layout, band, name, value) {
   const x = layout.left - 8;
-  pen.text(name, x, band.top + 13, palette.quiet, { size: 11, align: "right" });
+  pen.text(name, x, band.top + 12, palette.quiet, { size: 11, align: "right" });
   const how = { size: layout.narrow ? 11 : 12, align: "right", weight: 600 };
-  if (value) pen.text(value, x, band.top + 28, palette.ink, how);
+  if (value) pen.text(value, x, band.top + 26, palette.ink, how);
 }

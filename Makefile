@@ -6,20 +6,25 @@ BIN := $(VENV)/bin
 # other at every kernel.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 4 --dist loadfile
 
-.PHONY: help install serve test quick lint clean
+# Python keeps what it has compiled, whatever the shell says: else every process of the tests would compile torch anew.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: help install serve test suite quick lint clean
 
 help:            ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 
-install: $(VENV)/test.ready   ## set everything up and run nothing
+install: $(VENV)/test.ready $(VENV)/kernels.ready   ## set everything up and run nothing
 
 serve: $(VENV)/serve.ready   ## set up and serve the built-in model on http://127.0.0.1:8000
 	$(BIN)/slotwise serve $(ARGS)
 
-test: $(VENV)/test.ready lint   ## set up and run every check and every test
+test: lint suite   ## set up and run every check and every test
+
+suite: $(VENV)/test.ready $(VENV)/kernels.ready   ## every test
 	$(PYTEST) $(ARGS)
 
-quick: $(VENV)/test.ready   ## the tests that take seconds
+quick: $(VENV)/test.ready $(VENV)/kernels.ready   ## the tests that take seconds
 	$(PYTEST) -m "not slow" $(ARGS)
 
 lint: $(VENV)/test.ready   ## style, types, and the arrows between packages
@@ -33,8 +38,13 @@ $(VENV)/serve.ready: pyproject.toml
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -e .
 	touch $@
 
-$(VENV)/test.ready: $(VENV)/serve.ready
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -e ".[dev]"
+$(VENV)/test.ready: $(VENV)/serve.ready   # by name: Slotwise is there already, and need not be built again
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check "slotwise[dev]"
+	touch $@
+
+# Compiled once, before four processes that need them do so at the same time.
+$(VENV)/kernels.ready: $(VENV)/serve.ready $(wildcard src/slotwise/kernels/cpu/*.py src/slotwise/runner/sampling*.py)
+	for dtype in float32 bfloat16; do $(BIN)/slotwise generate --dtype $$dtype --max-tokens 1 x >/dev/null || exit; done
 	touch $@
 
 clean:           ## remove the virtual environment and caches

@@ -23,8 +23,8 @@ def test_the_core_needs_nothing_but_the_standard_library():
     assert run.returncode == 0, run.stderr
 
 
-@pytest.mark.parametrize("module", ["slotwise.compose.server", "slotwise.cli", "slotwise"])
-def test_the_api_process_never_sees_torch(module):
+@pytest.mark.parametrize("module", ["slotwise.compose.server", "slotwise.cli", "slotwise", "slotwise.simulate.replay"])
+def test_neither_the_api_process_nor_a_replay_sees_torch(module):
     run = run_without(("torch", "numpy", "numba"), (module,))
     assert run.returncode == 0, run.stderr
 

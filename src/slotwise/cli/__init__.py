@@ -13,7 +13,7 @@ from slotwise.model.errors import CheckpointError
 
 MODULES = {
     "serve": "serve", "generate": "offline", "chat": "offline", "bench": "bench", "compare": "compare",
-    "top": "top", "timeline": "timeline", "explain": "explain",
+    "top": "top", "timeline": "timeline", "explain": "explain", "replay": "replay",
 }
 
 

@@ -11,8 +11,8 @@ order of their arrival in a log, so that a step's columns are small integers.  T
 clock, those called `seconds` apart; `Run.started_unix` ties them to the calendar.  Whoever draws, explains, counts or
 replays folds over these entries, live or from a file.
 
-A file tells everything, and can be replayed.  A stream leaves the prompts out; it begins with the last `Run` and the
-`Request`s that are still of interest, and after a `Gap` it begins like that again: forget who was alive.
+A file tells everything, and can be replayed.  A stream leaves prompts and salts out; it begins with the last `Run` and
+the `Request`s that are still of interest, and after a `Gap` it begins like that again: forget who was alive.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from slotwise.core.plan import Grant
 from slotwise.engine.scheduling import Scheduling
 
 NO_STEP = -1
-LOST = "lost"  # states of an engine
-FAILED = "failed"
+LOST = "lost"  # the state of an engine
 
 
 class _Entry(msgspec.Struct, tag_field="kind", omit_defaults=True, gc=False):
@@ -65,7 +64,7 @@ class Request(_Entry, tag="request"):
     tokenised_ns: int = 0  # its prompt was known
     output_tokens: int = 0  # a benchmark drew its length; 0: none did
     queue_timeout: float = 0.0  # seconds; 0: none
-    salt: str = ""  # of its tenant; in a file only
+    salt: str = ""  # what it shares cached beginnings under, in a stream empty
     prompt: tuple[int, ...] = ()  # in a file only
 
 
@@ -166,7 +165,7 @@ class Refusal(_Entry, tag="refusal"):
 
 
 class Engine(_Entry, tag="engine"):
-    """The engine is gone: whoever lived in it has ended with the `Step` before.  The next one begins with a `Run`."""
+    """The engine is gone.  A `Step` that ends whoever lived in it follows; the next engine begins with a `Run`."""
 
     ns: int
     state: str

@@ -1,0 +1,149 @@
+"""Writes the event log of an engine service: into a ring for those who look on, and into a file if there is one."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+import slotwise
+from slotwise.engine.messages import Add, Command, EngineInfo, Finish, StepRecord
+from slotwise.engine.observer import Observer
+from slotwise.observe import log
+from slotwise.observe.log import Entry
+from slotwise.observe.ring import Ring
+
+REMEMBERED = 8192  # numbers of requests that have ended: a response may still be sent, a step under way names them
+
+
+class Sink(Protocol):
+    def write(self, entry: Entry) -> None:
+        """Never waits."""
+        ...
+
+
+class Recorder(Observer):
+    """An observer of the engine service.
+
+    Args:
+        clock: monotonic nanoseconds.
+        calendar: seconds since 1970.
+    """
+
+    def __init__(self, ring: Ring | None = None, clock: Callable[[], int] = time.monotonic_ns,
+                 calendar: Callable[[], float] = time.time) -> None:
+        self.ring = ring if ring is not None else Ring()
+        self._clock = clock
+        self._calendar = calendar
+        self._file: Sink | None = None
+        self._run: log.Run | None = None
+        self._arrivals = 0
+        self._numbers: dict[str, int] = {}
+        self._ended: deque[tuple[str, int]] = deque()  # of those, the oldest first
+
+    def write_to(self, file: Sink) -> None:
+        """From here on to `file` as well, prompts included."""
+        self._file = file
+        if self._run is not None:
+            file.write(self._run)
+
+    def number_of(self, request_id: str) -> int:
+        """Of a request that lives, or ended not long ago; else -1."""
+        return self._numbers.get(request_id, -1)
+
+    # -- listening -----------------------------------------------------------------------------------------------
+
+    def started(self, info: EngineInfo) -> None:
+        self._run = log.Run(
+            slotwise.__version__, info.model, info.dtype, info.device, self._calendar(), self._clock(), info.limits,
+            info.scheduling, info.eos_token_ids, info.depth)
+        self._write(self._run)
+
+    def refused(self, kind: str) -> None:
+        self._write(log.Refusal(self._clock(), kind))
+
+    def commanded(self, command: Command, now_ns: int) -> None:
+        if isinstance(command, Add):
+            self._asked(command, now_ns)
+        elif isinstance(command, Finish):
+            self._write(log.Command(now_ns, self.number_of(command.request_id), command.reason))
+        else:
+            self._write(log.Command(now_ns, scheduling=command.scheduling))
+
+    def stepped(self, record: StepRecord) -> None:
+        self._write(step_entry(record, self._numbers))
+        for end in record.ended:
+            self._forget_later(end.request_id)
+
+    def lost(self, message: str, now_ns: int) -> None:
+        self._write(log.Engine(now_ns, log.LOST, message))
+
+    def sent(self, request_id: str, first_ns: int, last_ns: int, num_events: int) -> None:
+        """A response to it was given to the socket, complete."""
+        if (number := self.number_of(request_id)) >= 0:
+            self._write(log.Sent(number, first_ns, last_ns, num_events))
+
+    # -- writing -------------------------------------------------------------------------------------------------
+
+    def _asked(self, request: Add, now_ns: int) -> None:
+        number = self._numbers[request.request_id] = self._arrivals
+        self._arrivals += 1
+        entry = log.Request(
+            number, request.request_id, now_ns, len(request.prompt), request.params, request.seed, request.received_ns,
+            request.tokenised_ns, request.output_tokens, request.queue_timeout, request.salt)
+        self.ring.append(entry)
+        if self._file is not None:
+            self._file.write(msgspec.structs.replace(entry, prompt=tuple(request.prompt)))
+
+    def _write(self, entry: Entry) -> None:
+        self.ring.append(entry)
+        if self._file is not None:
+            self._file.write(entry)
+
+    def _forget_later(self, request_id: str) -> None:
+        self._ended.append((request_id, self.number_of(request_id)))
+        if len(self._ended) > REMEMBERED:
+            oldest, number = self._ended.popleft()
+            if self.number_of(oldest) == number:  # the name is not another's by now
+                del self._numbers[oldest]
+
+
+def step_entry(record: StepRecord, numbers: dict[str, int]) -> log.Step:
+    """The entry that tells of `record`, by the `numbers` of its requests.
+
+    Raises:
+        KeyError: it names a request that has none.
+    """
+    entry = log.Step(
+        record.step, record.started_ns, record.ended_ns, record.planned, record.taken,
+        tuple([numbers[name] for name in record.request_ids]), record.slots, record.starts, record.counts,
+        record.padding, record.held, record.token_ids, record.sampled, record.failed)
+    _who_came_and_went(entry, record, numbers)
+    entry.leaves, entry.grants = record.leaves, record.grants
+    entry.configured, entry.failure = record.configured, record.failure
+    entry.num_running, entry.num_waiting = record.num_running, record.num_waiting
+    entry.num_free_blocks = record.num_free_blocks
+    return entry
+
+
+def _who_came_and_went(entry: log.Step, record: StepRecord, numbers: dict[str, int]) -> None:
+    """Fill in what most steps have none of."""
+    if record.admitted:
+        entry.admitted = tuple([
+            log.Admission(numbers[name], cached)
+            for name, cached in zip(record.admitted, record.cached, strict=True)])
+    if record.preempted:
+        entry.preempted = tuple([
+            log.Preemption(numbers[name], reason, lost)
+            for (name, reason), lost in zip(record.preempted, record.lost, strict=True)])
+    if record.refused:
+        entry.refused = tuple([log.Refused(numbers[name], reason) for name, reason in record.refused])
+    if (stop := record.stop) is not None:
+        reopens_at = None if stop.reopens_at == float("inf") else stop.reopens_at
+        entry.stop = log.Stop(stop.reason, numbers[stop.first_blocked], stop.num_behind, reopens_at)
+    if record.ended:
+        entry.ended = tuple([
+            log.End(numbers[end.request_id], end.reason, end.num_output, end.message) for end in record.ended])

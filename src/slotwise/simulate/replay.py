@@ -1,0 +1,183 @@
+"""Plays a recorded log again: the very engine that serves, with what it did not decide itself taken from the log.
+
+    the log                 Request, Command, taken      planned, ended_ns       sampled, failed, failure
+                                       │                        │                         │
+                                       ▼                        ▼                         ▼
+    the engine             handle(command)  ─►  plan(now)  ─►  the clock  ─►  the executor  ─►  commit  ─►  record
+
+Each record must come out as the log has it, to the byte: the plan with its slots and blocks, who was refused and why,
+what was told, who ended.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from slotwise.core.plan import StepPlan, StepResult
+from slotwise.core.scheduler import Scheduler
+from slotwise.engine.loop import NO_STEP, Engine
+from slotwise.engine.messages import Add, Command, Configure, Finish
+from slotwise.observe import log
+from slotwise.observe.recorder import step_entry
+from slotwise.policies.fcfs import FirstComeFirstServed
+
+
+class ReplayError(ValueError):
+    """The log does not have what a replay needs; the message is one line for a person."""
+
+
+class Difference(NamedTuple):
+    """The first thing that did not come out as logged."""
+
+    record: int  # which Step entry of the log, counted from 0
+    step: int
+    field: str
+    logged: str
+    replayed: str
+
+
+class Outcome(NamedTuple):
+    engines: int
+    requests: int
+    records: int  # that came out as logged
+    steps: int  # of those, with rows
+    tokens: int  # that they computed
+    difference: Difference | None
+
+
+def replay(entries: Iterable[log.Entry]) -> Outcome:
+    """Play a log to its end, or to the first difference.
+
+    Raises:
+        ReplayError: entries are missing.
+    """
+    player = _Player()
+    for entry in entries:
+        player.take(entry)
+        if player.difference is not None:
+            break
+    return player.outcome()
+
+
+class _Player:
+    def __init__(self) -> None:
+        self.difference: Difference | None = None
+        self._life: _Life | None = None  # of the engine that lives
+        self._engines = self._records = self._steps = self._tokens = 0
+        self._numbers: dict[str, int] = {}
+        self._names: dict[int, str] = {}
+
+    def outcome(self) -> Outcome:
+        return Outcome(
+            self._engines, len(self._names), self._records, self._steps, self._tokens, self.difference)
+
+    def take(self, entry: log.Entry) -> None:
+        match entry:
+            case log.Run():
+                self._engines += 1
+                self._life = _Life(entry, self._numbers)
+            case log.Gap():
+                raise ReplayError(f"{entry.missed} entries are missing behind record {self._records}")
+            case log.Engine():
+                self._life = None  # what follows was told in its name
+            case log.Request():
+                self._numbers[entry.id], self._names[entry.number] = entry.number, entry.id
+                self._lives().commands.append(_arrival(entry))
+            case log.Command():
+                self._lives().commands.append(self._command(entry))
+            case log.Step() if self._life is not None:
+                self._compare(entry, self._life.play(entry))
+
+    def _lives(self) -> _Life:
+        if self._life is None:
+            raise ReplayError("the log does not begin with an engine's start: was it saved from a stream?")
+        return self._life
+
+    def _command(self, entry: log.Command) -> Command:
+        if entry.scheduling is not None:
+            return Configure(entry.scheduling)
+        return Finish(self._names.get(entry.number, ""), entry.reason)
+
+    def _compare(self, logged: log.Step, replayed: log.Step | None) -> None:
+        if replayed is None:
+            self.difference = Difference(self._records, logged.step, "record", "something happened", "nothing did")
+        elif log.encode(logged) != log.encode(replayed):
+            name = next(name for name in logged.__struct_fields__ if getattr(logged, name) != getattr(replayed, name))
+            self.difference = Difference(
+                self._records, logged.step, name, str(getattr(logged, name)), str(getattr(replayed, name)))
+        else:
+            self._records += 1
+            self._steps += bool(logged.counts)
+            self._tokens += sum(logged.counts)
+
+
+def _arrival(entry: log.Request) -> Add:
+    if len(entry.prompt) != entry.num_prompt:
+        raise ReplayError("the log has no prompts: only one that was written to a file can be replayed")
+    return Add(entry.id, list(entry.prompt), entry.params, entry.seed, entry.output_tokens, entry.salt,
+               entry.queue_timeout)
+
+
+class _Life:
+    """One engine, from its start on."""
+
+    def __init__(self, run: log.Run, numbers: dict[str, int]) -> None:
+        self.commands: deque[Command] = deque()  # sent, not yet taken in
+        self._numbers = numbers
+        self._executor = _Recorded(numbers)
+        scheduler = Scheduler(run.limits, run.scheduling.discipline(), FirstComeFirstServed())
+        self._engine = Engine(scheduler, self._executor, self._executor.clock, run.eos_token_ids, depth=run.depth)
+
+    def play(self, logged: log.Step) -> log.Step | None:
+        """What the engine tells where it told `logged`.
+
+        Raises:
+            ReplayError: it took in commands that are not in the log.
+        """
+        for taken in logged.taken:
+            if not self.commands:
+                raise ReplayError(f"step {logged.step} took in a command that is not in the log")
+            self._executor.now = taken
+            self._engine.handle(self.commands.popleft())
+        self._executor.expect(logged)
+        has_step = logged.step != NO_STEP or bool(logged.planned)
+        record = self._engine.step() if has_step else self._engine.idle_record()
+        return step_entry(record, self._numbers) if record is not None else None
+
+
+class _Recorded:
+    """An executor that gives back what the log says, and the clock of whoever asks it."""
+
+    def __init__(self, numbers: dict[str, int]) -> None:
+        self.now = 0  # nanoseconds
+        self._numbers = numbers
+        self._logged = log.Step(NO_STEP, 0, 0)
+        self._readings: deque[int] = deque()  # of the clock, still to come
+        self._plans: deque[StepPlan] = deque()
+
+    def clock(self) -> int:
+        return self.now
+
+    def expect(self, logged: log.Step) -> None:
+        """The next record should be `logged`."""
+        self._logged = logged
+        self._readings = deque([*logged.planned, logged.ended_ns])
+        self.now = self._readings.popleft()
+
+    def submit(self, plan: StepPlan) -> None:
+        self._plans.append(plan)
+        if self._readings:
+            self.now = self._readings.popleft()
+
+    def collect(self) -> StepResult:
+        plan, logged = self._plans.popleft(), self._logged
+        self.now = logged.ended_ns
+        if logged.failure:
+            name, _, message = logged.failure.partition(": ")
+            raise type(name, (Exception,), {})(message)
+        tokens = logged.sampled or logged.tokens
+        if tuple([self._numbers[name] for name in plan.request_ids]) != logged.numbers or len(tokens) != plan.num_rows:
+            return StepResult(plan.step, tuple([(0,) if samples else () for samples in plan.samples]))  # gone astray
+        return StepResult(plan.step, tokens, failed=logged.failed)

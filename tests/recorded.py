@@ -1,0 +1,118 @@
+"""Runs of a real engine over a toy model that leave a log behind: arrivals, aborts, changes, failures, at random."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from typing import Any
+
+from toy import EOS, VOCAB, next_token, scheduler
+
+from slotwise.batching.settings import Batching
+from slotwise.core.limits import SchedulerLimits
+from slotwise.core.params import SamplingParams
+from slotwise.core.plan import StepResult
+from slotwise.engine.executor import FakeExecutor
+from slotwise.engine.loop import Engine
+from slotwise.engine.messages import Add, Command, Configure, EngineInfo, Finish
+from slotwise.engine.scheduling import Scheduling
+from slotwise.observe.log import Entry
+from slotwise.observe.recorder import Recorder
+
+MS = 1_000_000
+TIGHT = SchedulerLimits(  # somebody has to yield again and again
+    max_model_len=48, num_blocks=16, block_size=4, max_num_seqs=5, max_num_batched_tokens=12,
+    enable_prefix_caching=True, watermark_blocks=1, max_passes=2)
+
+
+class Shelf:
+    """In place of a file."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+
+    def write(self, entry: Entry) -> None:
+        self.entries.append(entry)
+
+
+class Whimsical(FakeExecutor):
+    """Breaks a step now and then, and now and then cannot sample a row."""
+
+    def __init__(self, block_size: int, whims: random.Random) -> None:
+        super().__init__(block_size, next_token)
+        self._whims = whims
+
+    def collect(self) -> StepResult:
+        result = super().collect()
+        if self._whims.random() < 0.01:
+            raise ArithmeticError(f"step {result.step}: broke")
+        if result.tokens and result.tokens[0] and self._whims.random() < 0.02:
+            return result._replace(tokens=((), *result.tokens[1:]), failed=(0,))
+        return result
+
+
+class Recorded:
+    """An engine, what is sent to it, and the log of that; a clock that jumps a few milliseconds whenever it is read."""
+
+    def __init__(self, seed: int, batching: Batching, *, depth: int = 0, limits: SchedulerLimits = TIGHT) -> None:
+        self.whims = random.Random(seed)
+        self.file = Shelf()
+        self.recorder = Recorder(clock=self.clock)
+        self._now = 1000 * MS
+        self._limits = limits
+        self._depth = depth
+        self._sent: deque[Command] = deque()
+        self._scheduling = Scheduling(batching, limits.max_num_seqs, limits.max_num_batched_tokens)
+        self.start()
+        self.recorder.write_to(self.file)
+
+    def clock(self) -> int:
+        self._now += self.whims.randint(1, 3 * MS)
+        return self._now
+
+    def start(self) -> None:
+        """An engine, the first or the next."""
+        self._sent.clear()
+        executor = Whimsical(self._limits.block_size, self.whims)
+        self._engine = Engine(
+            scheduler(self._limits, self._scheduling.discipline()), executor, self.clock, (EOS,), depth=self._depth)
+        self.recorder.started(EngineInfo(
+            "toy", "cpu", "float32", VOCAB, self._limits, self._scheduling, (EOS,), depth=self._depth))
+
+    def send(self, command: Command) -> None:
+        self.recorder.commanded(command, self.clock())
+        self._sent.append(command)
+
+    def ask(self, number: int) -> None:
+        """A random request; some share their beginning, some can never run, some do not wait for long."""
+        whims = self.whims
+        prompt = [3] * whims.choice((0, 8)) + [whims.randrange(1, VOCAB) for _ in range(whims.randint(1, 14))]
+        params: dict[str, Any] = {"max_tokens": whims.randint(1, 20), "ignore_eos": whims.random() < 0.7}
+        self.send(Add(
+            f"r{number}", prompt * whims.choice((1, 1, 1, 1, 4)), SamplingParams(**params), whims.getrandbits(64),
+            output_tokens=whims.choice((0, 0, 5)), salt=whims.choice(("", "other")),
+            queue_timeout=whims.choice((0.0, 0.0, 0.05))))
+
+    def turn(self) -> None:
+        """What the engine does between two looks at its channel."""
+        for _ in range(self.whims.randint(0, len(self._sent))):
+            self._engine.handle(self._sent.popleft())
+        record = self._engine.step() if self._engine.has_work else self._engine.idle_record()
+        if record is not None:
+            self.recorder.stepped(record)
+
+    def play(self, num_requests: int) -> list[Entry]:
+        """`num_requests` at random times, a tenth of them aborted, and other limits now and then; until all is done."""
+        whims, asked = self.whims, 0
+        while asked < num_requests or self._sent or self._engine.has_work:
+            if asked < num_requests and whims.random() < 0.5:
+                self.ask(asked)
+                asked += 1
+            if asked and whims.random() < 0.04:
+                self.send(Finish(f"r{whims.randrange(asked)}", whims.choice(("abort", "stop"))))
+            if whims.random() < 0.02:
+                slots = whims.randint(2, self._limits.max_num_seqs)
+                self._scheduling = Scheduling(self._scheduling.batching, slots, whims.randint(slots, 12))
+                self.send(Configure(self._scheduling))
+            self.turn()
+        return self.file.entries

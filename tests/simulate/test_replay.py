@@ -1,0 +1,107 @@
+"""A log that is played again gives the same records, and one that was changed does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from recorded import Recorded
+
+from slotwise.batching.settings import KINDS, Batching
+from slotwise.engine.loop import NO_STEP
+from slotwise.engine.messages import RowEnd, StepRecord
+from slotwise.observe import log
+from slotwise.observe.log_file import LogFile
+from slotwise.simulate.replay import ReplayError, replay
+
+BATCHINGS = [*(Batching(kind) for kind in KINDS), Batching(prefill="inline"), Batching(prefill="alone"),
+             Batching("dynamic", batch_size=2, max_wait_ms=7.0), Batching(long_prefill_token_threshold=3)]
+
+
+def steps(entries: list[log.Entry]) -> list[log.Step]:
+    return [entry for entry in entries if isinstance(entry, log.Step)]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("batching", BATCHINGS, ids=str)
+def test_every_record_comes_out_again(batching: Batching, depth: int) -> None:
+    for seed in range(2):
+        entries = Recorded(seed, batching, depth=depth).play(60)
+        outcome = replay(log.decode(log.encode(entry)) for entry in entries)
+        assert outcome.difference is None
+        assert (outcome.requests, outcome.records) == (60, len(steps(entries)))
+
+
+def test_what_was_played_had_everything_in_it() -> None:
+    """So that the test above means something."""
+    entries = [entry for seed in range(4) for depth in (0, 1) for entry in Recorded(
+        seed, Batching(), depth=depth).play(60)]
+    records = steps(entries)
+    reasons = {end.reason for record in records for end in record.ended}
+    assert reasons == {"stop", "length", "abort", "timeout", "error", "rejected"}
+    assert any(record.preempted for record in records) and any(record.configured for record in records)
+    assert any(join.cached for record in records for join in record.admitted)
+    assert any(record.failure for record in records) and any(record.failed for record in records)
+    assert any(record.sampled for record in records)  # rows of whom had ended meanwhile
+    held = steps(Recorded(0, Batching("static")).play(60))
+    assert any(record.held for record in held) and any(any(record.padding) for record in held)
+
+
+def test_a_log_goes_through_a_file_and_through_the_loss_of_an_engine(tmp_path: Path) -> None:
+    run = Recorded(1, Batching(), depth=1)
+    run.play(20)
+    run.ask(20)
+    run.turn()
+    run.recorder.lost("it was killed", run.clock())
+    run.recorder.stepped(StepRecord(NO_STEP, 5, 5, ended=(RowEnd("r20", "error", 0, "it was killed"),)))
+    run.start()
+    for number in range(21, 40):
+        run.ask(number)
+        run.turn()
+    with LogFile(tmp_path / "log") as file:
+        for entry in run.file.entries:
+            file.write(entry)
+    outcome = replay(log.read_file(tmp_path / "log"))
+    assert outcome.difference is None and (outcome.engines, outcome.requests) == (2, 40)
+
+
+CHANGES: dict[str, Callable[[log.Step], log.Step]] = {
+    "tokens": lambda step: msgspec.structs.replace(
+        step, tokens=tuple((row[0] + 1,) if row else () for row in step.tokens), sampled=step.tokens),
+    "slots": lambda step: msgspec.structs.replace(step, slots=tuple(slot + 1 for slot in step.slots)),
+    "numbers": lambda step: msgspec.structs.replace(step, numbers=tuple(number + 1 for number in step.numbers)),
+    "grants": lambda step: msgspec.structs.replace(step, grants=(*step.grants, log.Grant(0, (1,)))),
+    "num_waiting": lambda step: msgspec.structs.replace(step, num_waiting=step.num_waiting + 1),
+    "stop": lambda step: msgspec.structs.replace(step, stop=log.Stop("no_slot", 0, 7)),
+}
+
+
+@pytest.mark.parametrize("field", CHANGES)
+def test_whatever_is_changed_is_found(field: str) -> None:
+    entries = Recorded(0, Batching()).play(20)
+    records = steps(entries)
+    index = next(i for i, record in enumerate(records) if i > 10 and any(record.tokens))
+    changed = CHANGES[field](records[index])
+    outcome = replay(changed if entry is records[index] else entry for entry in entries)
+    assert outcome.difference is not None
+    assert (outcome.records, outcome.difference.record, outcome.difference.field) == (index, index, field)
+
+
+def test_a_request_that_is_not_there_is_missed() -> None:
+    entries = Recorded(0, Batching()).play(20)
+    gone = next(entry for entry in entries if isinstance(entry, log.Request) and entry.number == 7)
+    with pytest.raises(ReplayError, match="not in the log"):
+        replay(entry for entry in entries if entry is not gone)
+
+
+def test_what_cannot_be_replayed_says_why() -> None:
+    run = Recorded(0, Batching())
+    run.play(5)
+    with pytest.raises(ReplayError, match="no prompts"):
+        replay(run.recorder.ring.entries())
+    with pytest.raises(ReplayError, match="engine's start"):
+        replay(run.file.entries[1:])
+    with pytest.raises(ReplayError, match="3 entries are missing"):
+        replay([*run.file.entries, log.Gap(3)])

@@ -6,12 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
-from toy_engine import MS, engine
+from toy_engine import MS, Rehearsal, engine
 
 from slotwise.batching.settings import Batching
+from slotwise.core.limits import SchedulerLimits
+from slotwise.core.params import SamplingParams
 from slotwise.core.plan import Decision, Stop
-from slotwise.engine.messages import RowEnd, StepRecord
+from slotwise.engine.messages import Add, Configure, RowEnd, StepRecord
 from slotwise.engine.scheduling import Scheduling
+from slotwise.observe import waste
 from slotwise.observe.metrics import Metrics
 from slotwise.observe.series import ITL, Histogram
 
@@ -30,7 +33,7 @@ def samples(metrics: Metrics) -> dict[str, float]:
 def step(at_ms: int, ids: str, sampled: str = "", **rest: object) -> StepRecord:
     """A step of ten milliseconds that computes two tokens for each of `ids`."""
     return StepRecord(
-        0, at_ms * MS, (at_ms + 10) * MS, request_ids=tuple(ids), counts=(2,) * len(ids),
+        0, at_ms * MS, (at_ms + 10) * MS, request_ids=tuple(ids), starts=(0,) * len(ids), counts=(2,) * len(ids),
         token_ids=tuple((7,) if name in sampled else () for name in ids), num_running=len(ids), **rest)
 
 
@@ -105,11 +108,13 @@ def test_the_time_of_a_step_begins_when_the_one_before_has_ended(counts: tuple[i
 
 def test_waiting_is_told_by_reason_until_the_plan_that_ends_it() -> None:
     metrics = Metrics("toy", engine())
+    metrics.commanded(Configure(engine().scheduling), 94 * MS)
     for name, at in (("a", 95), ("b", 96), ("c", 97)):
         metrics.arrived(name, 3, at * MS)
+        metrics.commanded(Add(name, [1, 2, 3], SamplingParams(), 0), at * MS)
     behind = Stop("no_slot", "b", 1)
     metrics.stepped(step(100, "a", admitted=("a",), cached=(0,), refused=(Decision("b", "no_slot"),), stop=behind,
-                         num_waiting=2))
+                         num_waiting=2, taken=(98 * MS, 98 * MS, 99 * MS, 104 * MS)))
     now = samples(metrics)
     assert now["num_requests_waiting_by_reason[reason=no_slot]"] == 2 == now["num_requests_waiting"]
     passed = (Decision("b", "no_blocks"), Decision("c", "no_slot"))
@@ -121,10 +126,64 @@ def test_waiting_is_told_by_reason_until_the_plan_that_ends_it() -> None:
     shown = samples(metrics).items()
     waited = {key: round(value, 9) for key, value in shown if value and key.startswith("request_wait_seconds")}
     assert waited == {
-        "request_wait_seconds_total[reason=step_under_way]": 0.012,
+        "request_wait_seconds_total[reason=step_under_way]": 0.005 + 0.004 + 0.013,  # the last was taken in too late
         "request_wait_seconds_total[reason=no_slot]": 0.02 + 0.04,
         "request_wait_seconds_total[reason=no_blocks]": 0.04 + 0.02}
     assert samples(metrics)["num_requests_waiting_by_reason[reason=no_blocks]"] == 0
+
+
+ROOMY = SchedulerLimits(max_model_len=100, num_blocks=200, block_size=4, max_num_seqs=4, max_num_batched_tokens=64)
+TIGHT = SchedulerLimits(max_model_len=100, num_blocks=12, block_size=4, max_num_seqs=4, max_num_batched_tokens=64,
+                        enable_prefix_caching=True)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("batching", [
+    Batching(), Batching(prefill="alone"), Batching("static", batch_size=3), Batching("one_at_a_time"),
+    Batching("dynamic", batch_size=3, max_wait_ms=40.0)], ids=lambda batching: f"{batching.kind}-{batching.prefill}")
+def test_reasons_and_queue_times_are_two_views_of_the_same(batching: Batching, depth: int) -> None:
+    info = engine(limits=ROOMY, batching=batching)
+    metrics = Metrics("toy", info)
+    rehearsal = Rehearsal(info, [metrics], depth=depth, seed=5)
+    rehearsal.play(60)
+    seen = samples(metrics)
+    waited = {key: value for key, value in seen.items() if key.startswith("request_wait_seconds_total")}
+    assert seen["request_queue_time_seconds_count"] == 60 and sum(value > 0 for value in waited.values()) >= 2
+    assert sum(waited.values()) == pytest.approx(seen["request_queue_time_seconds_sum"], abs=1e-9)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_every_token_of_a_rehearsal_is_counted(depth: int) -> None:
+    """Under pressure, so that some are computed again."""
+    info = engine(limits=TIGHT)
+    metrics = Metrics("toy", info)
+    rehearsal = Rehearsal(info, [metrics], depth=depth, seed=6)
+    records = rehearsal.play(60)
+    seen = samples(metrics)
+    steps = [record for record in records if record.counts]
+    assert seen["num_preemptions_total"] > 0 and seen["prefix_cache_hits_total"] > 0
+    assert seen["generation_tokens_total"] == sum(rehearsal.num_outputs.values())
+    assert seen["generation_tokens_total"] == seen["request_generation_tokens_sum"]
+    # Whatever is known but for the last token is computed once, found, or computed again.
+    known = seen["request_prompt_tokens_sum"] + seen["request_generation_tokens_sum"] - 60
+    again = seen["recomputed_tokens_total"]
+    assert seen["iteration_tokens_total_sum"] == known + again - seen["prompt_tokens_cached_total"]
+    assert sum(seen[f"iteration_time_seconds_count[kind={kind}]"] for kind in waste.KINDS) == len(steps)
+    assert seen["slot_steps_total"] - seen["empty_slot_steps_total"] == sum(len(record.counts) for record in steps)
+    assert seen["kv_cache_usage_perc"] == 0 == seen["num_requests_running"]
+
+
+def test_with_the_engine_goes_what_waited_for_it() -> None:
+    metrics = Metrics("toy", engine(), lambda: False)
+    metrics.arrived("a", 3, 0)
+    metrics.commanded(Add("a", [1, 2, 3], SamplingParams(), 0), 0)
+    metrics.lost("it fell", 5 * MS)
+    metrics.stepped(StepRecord(-1, 5 * MS, 5 * MS, ended=(RowEnd("a", "error", 0),), num_free_blocks=10))
+    metrics.started(engine())
+    metrics.stepped(step(100, "b"))
+    seen = samples(metrics)
+    assert not any(seen[key] for key in seen if key.startswith("request_wait_seconds"))
+    assert seen["engine_healthy"] == 0 and seen["engine_starts_total"] == 2
 
 
 @given(st.lists(st.floats(0, 100), max_size=50))

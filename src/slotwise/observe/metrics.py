@@ -13,12 +13,13 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from slotwise.engine.messages import Add
 from slotwise.engine.observer import Observer
 from slotwise.observe import waste
 from slotwise.observe.series import COUNTERS, HISTOGRAMS, LABELLED, Histogram, Shown, step_times
 
 if TYPE_CHECKING:
-    from slotwise.engine.messages import EngineInfo, StepRecord
+    from slotwise.engine.messages import Command, EngineInfo, StepRecord
 
 NS = 1e-9
 
@@ -34,40 +35,6 @@ class _Life:
         self.lost = 0  # computed tokens it gave up when it last yielded
 
 
-class Waits:
-    """Seconds that requests wait for a slot, by why: from their arrival to the plan that admits them, plan by plan."""
-
-    def __init__(self) -> None:
-        self.seconds = dict.fromkeys(waste.WAITS, 0.0)
-        self.now: dict[str, int] = {}  # requests that the last plan left waiting
-        self._since = 0
-        self._unseen: list[int] = []  # arrivals that no plan has seen yet
-
-    def arrived(self, now_ns: int) -> None:
-        self._unseen.append(now_ns)
-
-    def stepped(self, record: StepRecord) -> None:
-        now = record.started_ns
-        for reason, count in self.now.items():
-            self._wait(reason, count * max(0, now - self._since))
-        self._since = now
-        if record.step >= 0:
-            self._seen(now)
-            self.now = waste.why_waiting(record)
-        elif not record.num_waiting:
-            self._seen(now)
-            self.now = {}
-
-    def _seen(self, now: int) -> None:
-        if self._unseen:
-            came = [arrived for arrived in self._unseen if arrived <= now]
-            self._wait(waste.STEP_UNDER_WAY, sum([now - arrived for arrived in came]))
-            del self._unseen[:len(came)]
-
-    def _wait(self, reason: str, nanoseconds: int) -> None:
-        self.seconds[reason] = self.seconds.get(reason, 0.0) + nanoseconds * NS
-
-
 class Metrics(Collector, Observer):
     """An observer of the engine service, and what `/metrics` shows.
 
@@ -81,14 +48,13 @@ class Metrics(Collector, Observer):
         self._shown = Shown(model_name)
         self._healthy = healthy
         self._lives: dict[str, _Life] = {}
-        self.waits = Waits()
+        self.waits = waste.Waits()
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.labelled: dict[str, dict[str, float]] = {
             name: dict.fromkeys(labelled.values, 0) for name, labelled in LABELLED.items()}
         self.labelled["request_wait_seconds_total"] = self.waits.seconds
         self._histograms = {name: Histogram(bounds) for name, (bounds, _) in HISTOGRAMS.items()}
         self._step_times = step_times()
-        self._last_end = 0
         self.started(info)
 
     @property
@@ -102,13 +68,19 @@ class Metrics(Collector, Observer):
         """Another engine, perhaps with another cache; those who lived in the last one were told to have ended."""
         self._info = info
         self._slots = info.scheduling.max_num_seqs
+        self._before: StepRecord | None = None  # the last one with rows
         self.num_running = self.num_waiting = 0
         self._num_free_blocks = info.limits.num_blocks
         self.counters["engine_starts_total"] += 1
 
     def arrived(self, request_id: str, num_prompt: int, now_ns: int) -> None:
         self._lives[request_id] = _Life(now_ns, num_prompt)
-        self.waits.arrived(now_ns)
+
+    def commanded(self, command: Command, now_ns: int) -> None:
+        self.waits.commanded(now_ns, is_arrival=isinstance(command, Add))
+
+    def lost(self, message: str, now_ns: int) -> None:
+        self.waits.lost(now_ns)
 
     def refused(self, kind: str) -> None:
         self._count("admission_rejections_total", kind)
@@ -116,7 +88,7 @@ class Metrics(Collector, Observer):
     def stepped(self, record: StepRecord) -> None:
         for (request_id, _), lost in zip(record.preempted, record.lost, strict=True):
             if (life := self._lives.get(request_id)) is not None:
-                life.lost = lost
+                life.lost = max(lost, self._in_flight(request_id))
         for request_id, num_cached in zip(record.admitted, record.cached, strict=True):
             if (life := self._lives.get(request_id)) is not None:
                 self._admitted(life, num_cached, record.started_ns)
@@ -132,12 +104,20 @@ class Metrics(Collector, Observer):
         self.num_running, self.num_waiting = record.num_running, record.num_waiting
         self._num_free_blocks = record.num_free_blocks
 
+    def _in_flight(self, request_id: str) -> int:
+        """Tokens that were computed by the end of the step before, which may have been under way when it yielded."""
+        before = self._before
+        if before is None or request_id not in before.request_ids:
+            return 0
+        row = before.request_ids.index(request_id)
+        return before.starts[row] + before.counts[row]
+
     def _step(self, record: StepRecord) -> None:
         """What it took, and what of it was for nothing.  The executor takes up a step when the one before has ended."""
         counters = self.counters
-        began = max(record.started_ns, self._last_end)
+        before, self._before = self._before, record
+        began = max(record.started_ns, before.ended_ns) if before is not None else record.started_ns
         self._step_times[waste.kind(record)].observe((record.ended_ns - began) * NS)
-        self._last_end = record.ended_ns
         self._histograms["iteration_tokens_total"].observe(sum(record.counts))
         counters["padded_tokens_total"] += sum(record.padding)
         counters["held_tokens_total"] += waste.held_tokens(record)

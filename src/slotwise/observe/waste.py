@@ -5,11 +5,13 @@ Folds over steps alike, whether the engine tells of them (`engine.messages.StepR
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 from slotwise.core import reasons
 
+NS = 1e-9
 DECODE, MIXED, PREFILL = KINDS = ("decode", "mixed", "prefill")
 STEP_UNDER_WAY = "step_under_way"  # it came while a step ran, and no plan has seen it yet
 WAITS = (
@@ -26,6 +28,13 @@ class Columns(Protocol):
     held: Sequence[int]
     refused: Sequence[tuple[Any, str]]
     stop: Any  # (reason, first_blocked, num_behind, ...) or None
+
+
+class Times(Columns, Protocol):
+    step: int
+    started_ns: int
+    taken: Sequence[int]
+    num_waiting: int
 
 
 def kind(step: Columns) -> str:
@@ -69,3 +78,50 @@ def _refused_from(step: Columns, first: Any) -> list[tuple[Any, str]]:
     """Those examined who wait, in their order; who runs is refused before them, or afterwards for prompts alone."""
     names = [name for name, _ in step.refused]
     return [entry for entry in step.refused[names.index(first):] if entry[1] != reasons.PROMPTS_ALONE]
+
+
+class Waits:
+    """Seconds that requests wait for a slot, by why: from their arrival to the plan that admits them, plan by plan."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(WAITS, 0.0)
+        self.now: dict[str, int] = {}  # requests that the last plan left waiting
+        self._since = 0
+        self._sent: deque[tuple[int, bool]] = deque()  # commands that the engine has not taken in: when, an arrival?
+        self._unseen: list[tuple[int, int]] = []  # arrivals that no plan has seen yet: sent, taken
+
+    def commanded(self, now_ns: int, *, is_arrival: bool) -> None:
+        self._sent.append((now_ns, is_arrival))
+
+    def stepped(self, step: Times) -> None:
+        now = step.started_ns
+        for reason, count in self.now.items():
+            self._wait(reason, count * max(0, now - self._since))
+        self._since = now
+        for taken in step.taken:
+            sent, is_arrival = self._sent.popleft()
+            if is_arrival:
+                self._unseen.append((sent, taken))
+        if step.step >= 0:
+            self._see(now)
+            self.now = why_waiting(step)
+        elif not step.num_waiting:
+            self._see(now)
+            self.now = {}
+
+    def lost(self, now_ns: int) -> None:
+        """There is no engine any more, and nobody waits for it."""
+        self._sent.clear()
+        self._unseen.clear()
+        self.now = {}
+        self._since = now_ns
+
+    def _see(self, now: int) -> None:
+        """The plan begun at `now` knows of whoever was taken in before it."""
+        if self._unseen:
+            seen = [sent for sent, taken in self._unseen if taken <= now]
+            self._wait(STEP_UNDER_WAY, sum([now - sent for sent in seen]))
+            del self._unseen[:len(seen)]
+
+    def _wait(self, reason: str, nanoseconds: int) -> None:
+        self.seconds[reason] = self.seconds.get(reason, 0.0) + nanoseconds * NS

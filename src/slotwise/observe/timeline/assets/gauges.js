@@ -74,10 +74,15 @@ function area({ layout, palette, pen }, columns, band, of, fill, most = 0, over 
   const values = columns.map((column) => highest(column.steps, of));
   const scale = most || values.reduce((one, other) => Math.max(one, other), 0) || 1;
   if (!over) pen.rect(layout.left, band.top, layout.width, band.height, palette.lane);
-  pen.clipped(layout.left, band.top, layout.width, band.height, () => columns.forEach((column, index) => {
-    const tall = band.height * Math.min(1, values[index] / scale);
-    pen.rect(column.x, band.top + band.height - tall, column.right - column.x, tall, fill);
-  }));
+  const bottom = band.top + band.height;
+  const outline = columns.flatMap((column, index) => {
+    const y = bottom - band.height * Math.min(1, values[index] / scale), next = columns[index + 1];
+    const idle = next && next.x > column.right + 1 ? [[column.right, bottom], [next.x, bottom]] : [];
+    return [[column.x, y], [column.right, y], ...idle];
+  });
+  if (!outline.length) return scale;
+  outline.push([outline[outline.length - 1][0], bottom], [outline[0][0], bottom]);
+  pen.clipped(layout.left, band.top, layout.width, band.height, () => pen.shape(outline, fill));
   return scale;
 }
 
@@ -102,17 +107,17 @@ export function drawOverview({ history, view, layout, palette, pen }) {
   const { overview, left, width } = layout;
   const [low, high] = view.extent;
   pen.rect(left, overview.top, width, overview.height, palette.lane);
+  const place = (value) => left + width * (value - low) / (high - low), bottom = overview.top + overview.height;
   const bars = Math.min(Math.floor(width / 2), history.steps.length);
+  const outline = [];
   for (let bar = 0; bar < bars; bar++) {
     const from = history.first + Math.floor(bar * history.steps.length / bars);
-    const to = history.first + Math.max(Math.floor((bar + 1) * history.steps.length / bars), from - history.first + 1);
-    const x = left + width * (view.start(from) - low) / (high - low);
-    const right = left + width * (view.stop(to - 1) - low) / (high - low);
-    const tall = (overview.height - 2) * (history.useful(from, to) ?? 0);
-    pen.rect(x, overview.top + overview.height - tall, Math.max(1, right - x), tall, palette.series);
+    const to = Math.max(from + 1, history.first + Math.floor((bar + 1) * history.steps.length / bars));
+    const y = bottom - (overview.height - 2) * (history.useful(from, to) ?? 0);
+    outline.push([place(view.start(from)), y], [place(view.stop(to - 1)), y]);
   }
-  const x = left + width * Math.max(0, (view.from - low) / (high - low));
-  const right = left + width * Math.min(1, (view.to - low) / (high - low));
+  if (bars) pen.shape([[outline[0][0], bottom], ...outline, [outline[outline.length - 1][0], bottom]], palette.series);
+  const x = place(Math.max(low, view.from)), right = place(Math.min(high, view.to));
   pen.faint(0.16, () => pen.rect(x, overview.top, Math.max(3, right - x), overview.height, palette.ink));
   pen.curve([[x, overview.top], [right, overview.top], [right, overview.top + overview.height],
     [x, overview.top + overview.height], [x, overview.top]], palette.ink, 1.5);

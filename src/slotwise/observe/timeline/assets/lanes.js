@@ -25,26 +25,32 @@ export function drawLanes(scene) {
 
 // Empty lanes, as many as there are slots to be had, and of those the ones that are empty while somebody waits.
 function drawGround({ history, view, layout, palette, pen }, low, high) {
+  const hungry = joined(history.reasons.all);
   history.segments.forEach((segment, index) => {
     const end = Math.min(high, history.segments[index + 1]?.first ?? high);
     const first = Math.max(low, segment.first);
-    if (first >= end) return;
-    const x = view.x(view.start(first)), width = view.x(view.stop(end - 1)) - x;
-    for (let slot = 0; slot < segment.capacity; slot++) lane(x, width, slot, palette.lane);
-    for (const run of history.reasons.all) {
-      const from = Math.max(first, run.first), to = Math.min(end, run.end);
-      if (from >= to) continue;
-      const start = view.x(view.start(from));
+    const fill = (from, to, colour) => {
+      if (from >= to) return;
+      const x = view.x(view.start(from)), width = view.x(view.stop(to - 1)) - x;
       for (let slot = 0; slot < segment.capacity; slot++) {
-        lane(start, view.x(view.stop(to - 1)) - start, slot, palette.fill("starved"));
+        const [top, height] = rows(layout, slot);
+        pen.rect(x, top, width, height, colour);
       }
-    }
+    };
+    fill(first, end, palette.lane);
+    for (const run of hungry) fill(Math.max(first, run.first), Math.min(end, run.end), palette.fill("starved"));
   });
+}
 
-  function lane(x, width, slot, fill) {
-    const [top, height] = rows(layout, slot);
-    pen.rect(x, top, width, height, fill);
+// Runs that follow each other as one, whatever their values.
+function joined(runs) {
+  const found = [];
+  for (const { first, end } of runs) {
+    const last = found[found.length - 1];
+    if (last?.end === first) last.end = end;
+    else found.push({ first, end });
   }
+  return found;
 }
 
 export function rows(layout, slot) {

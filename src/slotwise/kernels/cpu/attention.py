@@ -35,8 +35,10 @@ from slotwise.kernels.cpu.simd import (
     load,
     store,
 )
+from slotwise.kernels.cpu.strip import strip_weights
 from slotwise.kernels.cpu.tile import STRIP, STRIP_ROW_BYTES, call_multiply
 
+PAIR = 2 * LANES  # columns are read by two vectors, but for an odd last one
 TILE_ROWS = 48  # as many queries (tokens x heads) as a tile may hold: its scores stay in the nearest processor cache
 SEGMENT = 256  # tokens of context one thread takes of a decode row
 NO_SCORE = np.float32(-1e20)  # below every score
@@ -135,38 +137,35 @@ def _load_queries(words, tile, head, queries, kind):
 def _softmax(words, tile, scores, sums, state, low, high, base):
     """Scores of places `base + low ... base + high` to weights; what the sums held so far is scaled to match."""
     group, width = load(words, HEADS, INT64) // load(words, KV_HEADS, INT64), load(words, DIM_PADDED, INT64)
-    rows, window, row_in_step = load(tile, TOKENS, INT32) * group, load(words, WINDOW, INT64), load(tile, ROW, INT32)
+    tokens, window, row_in_step = load(tile, TOKENS, INT32), load(words, WINDOW, INT64), load(tile, ROW, INT32)
     end_token = load(load(words, QUERY_STARTS, INT64), row_in_step + 1, INT32)
-    position = load(load(words, CONTEXT_LENS, INT64), row_in_step, INT32) - end_token + load(tile, TOKEN, INT32) - base
-    for row in range(rows):
-        here = position + row // group  # the query's own place, as a column
-        end = max(low, min(high, here + 1))
-        start = min(end, max(low, here - window + 1)) if window > 0 else low
-        fill(scores + low * 4, start - low, ZERO)
-        fill(scores + end * 4, high - end, ZERO)
-        if start < end:
+    here = load(load(words, CONTEXT_LENS, INT64), row_in_step, INT32) - end_token + load(tile, TOKEN, INT32) - base
+    row = 0
+    for _ in range(tokens):
+        end = min(high, here + 1)  # the query's own place, as a column, is the last it sees
+        start = max(low, here - window + 1) if window > 0 else low
+        for _ in range(group):
             before = load(state, row, FLOAT32)
-            top = before
-            for i in range(start, end):
-                top = larger(top, load(scores, i, FLOAT32))
-            added = np.float32(0)
-            for i in range(start, end):
-                weight = exp2(load(scores, i, FLOAT32) - top)
-                store(scores, i, weight, FLOAT32)
-                added += weight
+            top, added = strip_weights(scores, start, end, before)
             keep = exp2(before - top)
             store(state, row, top, FLOAT32)
-            store(state, rows + row, load(state, rows + row, FLOAT32) * keep + added, FLOAT32)
+            store(state, tokens * group + row, load(state, tokens * group + row, FLOAT32) * keep + added, FLOAT32)
             if keep != np.float32(1):
                 for i in range(width):
                     store(sums, i, load(sums, i, FLOAT32) * keep, FLOAT32)
-        scores += STRIP_ROW_BYTES
-        sums += width * 4
+            row += 1
+            scores += STRIP_ROW_BYTES
+            sums += width * 4
+        here += 1
 
 
 @kernel
 def _walk(words, tile, head, queries, scores, sums, state, kind):
-    """Add the values of all places of a tile, weighted, block by block."""
+    """Add the values of all places of a tile, weighted, block by block.
+
+    While keys are read the values after them are asked for, and then the next block's keys: blocks lie anywhere, so the
+    processor cannot know.
+    """
     block, block_padded = load(words, BLOCK, INT64), load(words, BLOCK_PADDED, INT64)
     dim, width, size = load(words, DIM, INT64), load(words, DIM_PADDED, INT64), bytes_of(kind)
     kv_heads, multiply = load(words, KV_HEADS, INT64), load(words, MULTIPLY_ADDRESS, INT64)
@@ -174,21 +173,28 @@ def _walk(words, tile, head, queries, scores, sums, state, kind):
     table = load(words, TABLES, INT64) + load(tile, ROW, INT32) * load(words, TABLE_WIDTH, INT64) * 4
     head_block = (dim * block_padded + block * width) * size
     place, last = load(tile, FIRST, INT32), load(tile, LAST, INT32)
+    entry, offset = place // block, place % block
+    keys = load(words, CACHE, INT64) + (load(table, entry, INT32) * kv_heads + head) * head_block
     while place < last:
-        offset = place % block
         start = offset // STRIP * STRIP
         low = offset - start
         high = min(min(block - start, STRIP), low + last - place)
-        keys = load(words, CACHE, INT64) + (load(table, place // block, INT32) * kv_heads + head) * head_block
+        following = keys
+        offset += high - low
+        if offset == block and place + high - low < last:
+            entry, offset = entry + 1, 0
+            following = load(words, CACHE, INT64) + (load(table, entry, INT32) * kv_heads + head) * head_block
         values = keys + (dim * block_padded + (start + low) * width) * size
-        column = low // LANES * LANES
-        columns = (high - column + LANES - 1) // LANES * LANES
+        column = low // PAIR * PAIR
+        columns = min(block_padded - start, (high + PAIR - 1) // PAIR * PAIR) - column
+        read = keys + (start + column) * size
         fill(scores, rows * STRIP, ZERO)
-        call_multiply(multiply, rows, columns, queries, rows * STRIP_ROW_BYTES,
-                      keys + (start + column) * size, block_padded * size, dim, scores + column * 4, STRIP_ROW_BYTES,
-                      0)
+        call_multiply(multiply, rows, columns, queries, rows * STRIP_ROW_BYTES, read, block_padded * size, dim,
+                      scores + column * 4, STRIP_ROW_BYTES, values - read)
         _softmax(words, tile, scores, sums, state, low, high, place - low)
-        call_multiply(multiply, rows, width, scores + low * 4, 0, values, width * size, high - low, sums, width * 4, 0)
+        call_multiply(multiply, rows, width, scores + low * 4, 0, values, width * size, high - low, sums, width * 4,
+                      following - values)
+        keys = following
         place += high - low
 
 

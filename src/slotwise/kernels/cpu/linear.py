@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slotwise.kernels.base import Linear
+from slotwise.kernels.cpu.cache import stored_order
 from slotwise.kernels.cpu.compiled import Compiled
 from slotwise.kernels.cpu.openmp import HEADER, THREAD_COUNTER, Team
 from slotwise.kernels.cpu.simd import BFLOAT16, FLOAT32, INT64, ZERO, bytes_of, fetch_add, fill, kernel, load, store
@@ -99,10 +100,10 @@ PRODUCT = {
 
 
 def pack_panels(weight: Tensor) -> Tensor:
-    """`weight [out, in]` as panels `[out / 32, in, 32]`, padded with zeros."""
+    """`weight [out, in]` as panels `[out / 32, in, 32]`, padded with zeros, columns in the order they are read."""
     outputs, depth = weight.shape
-    filled = F.pad(weight, (0, 0, 0, -outputs % PANEL))
-    return filled.view(-1, PANEL, depth).transpose(1, 2).contiguous()
+    filled = F.pad(weight, (0, 0, 0, -outputs % PANEL)).view(-1, PANEL, depth)
+    return filled[:, stored_order(PANEL, weight.dtype)].transpose(1, 2).contiguous()
 
 
 def tiled_linear(weight: Tensor, bias: Tensor | None, team: Team) -> Linear:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from slotwise.kernels.cpu.cache import LANES
 from slotwise.kernels.cpu.compiled import Compiled
 from slotwise.kernels.cpu.openmp import HEADER
 from slotwise.kernels.cpu.simd import (
@@ -100,14 +101,23 @@ def _rotate(words, token, head, norm, target, stride, kind):
 
 
 @kernel
+def stored_at(column, columns, kind):
+    """Where `column` of so many stands, as in `cache.stored_order`."""
+    if bytes_of(kind) == 4 or column >= columns // (2 * LANES) * 2 * LANES:
+        return column
+    return column // (2 * LANES) * 2 * LANES + column % LANES * 2 + column // LANES % 2
+
+
+@kernel
 def _rotary_store_token(words, token, kind):
     heads, kv_heads, dim = load(words, HEADS, INT64), load(words, KV_HEADS, INT64), load(words, DIM, INT64)
     block, block_padded = load(words, BLOCK, INT64), load(words, BLOCK_PADDED, INT64)
     width, size = load(words, DIM_PADDED, INT64), bytes_of(kind)
     slot = load(load(words, SLOTS, INT64), token, INT64)
     offset, head_block = slot % block, (dim * block_padded + block * width) * size
-    keys = load(words, CACHE, INT64) + slot // block * kv_heads * head_block + offset * size
-    values = keys + (dim * block_padded + offset * (width - 1)) * size
+    start = load(words, CACHE, INT64) + slot // block * kv_heads * head_block
+    keys = start + stored_at(offset, block_padded, kind) * size
+    values = start + (dim * block_padded + offset * width) * size
     new_values = load(words, QKV, INT64) + (token * (heads + 2 * kv_heads) + heads + kv_heads) * dim * size
     for head in range(heads + kv_heads):
         if head < heads:
@@ -118,7 +128,8 @@ def _rotary_store_token(words, token, kind):
             _rotate(words, token, head, load(words, KEY_NORM, INT64), target, block_padded, kind)
     for head in range(kv_heads):
         for i in range(dim):
-            store(values + head * head_block, i, load(new_values, head * dim + i, kind), kind)
+            place = stored_at(i, width, kind)
+            store(values + head * head_block, place, load(new_values, head * dim + i, kind), kind)
 
 
 @kernel

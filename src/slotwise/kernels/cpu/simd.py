@@ -111,6 +111,17 @@ def float_of(typingctx, bits):
 
 
 @intrinsic
+def power_of_two(typingctx, whole):
+    """2**whole for a whole float32 from -126 to 127; its exponent's bits are all there is to it."""
+
+    def codegen(context, builder, signature, args):
+        exponent = builder.add(builder.fptosi(args[0], _INT32), ir.Constant(_INT32, 127))
+        return builder.bitcast(builder.shl(exponent, ir.Constant(_INT32, 23)), _FLOAT)
+
+    return types.float32(types.float32), codegen
+
+
+@intrinsic
 def fetch_add(typingctx, address, amount):
     """Atomically add to the int64 at `address`; what stood there before.  Sequentially consistent."""
 
@@ -141,10 +152,9 @@ smaller = _of_two("minnum")
 
 
 # (2**x - 1) / x on [-0.5, 0.5], Chebyshev interpolation of degree 5: 2**x within 5e-9, and 2**0 is exactly 1.
-_C0, _C1, _C2, _C3, _C4, _C5 = (
-    np.float32(c) for c in (0.6931471880262282, 0.24022650760567874, 0.055503571142205096, 0.009618082557306342,
-                            0.001339086336403265, 0.00015453162937243783)
-)
+EXP2 = (0.6931471880262282, 0.24022650760567874, 0.055503571142205096, 0.009618082557306342, 0.001339086336403265,
+        0.00015453162937243783)
+_C0, _C1, _C2, _C3, _C4, _C5 = map(np.float32, EXP2)
 
 
 @kernel
@@ -154,5 +164,4 @@ def exp2(x):
     whole = np.float32(math.floor(clamped + np.float32(0.5)))
     part = clamped - whole
     slope = ((((_C5 * part + _C4) * part + _C3) * part + _C2) * part + _C1) * part + _C0
-    scale = float_of((np.int64(whole) + 127) << 23)
-    return (slope * part + np.float32(1)) * scale if x >= np.float32(-126) else np.float32(0)
+    return (slope * part + np.float32(1)) * power_of_two(whole) if x >= np.float32(-126) else np.float32(0)

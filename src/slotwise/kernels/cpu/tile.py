@@ -12,8 +12,6 @@ address mode can hold.  A row's result does not depend on the rows beside it, bi
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 from llvmlite import ir
 from numba import types
@@ -26,8 +24,14 @@ from slotwise.kernels.cpu.simd import BFLOAT16, FLOAT32, bytes_of, kernel
 
 STRIP = 64  # columns of A that lie side by side
 STRIP_ROW_BYTES = 4 * STRIP
-# Heights of a tile: what keeps 2 * rows accumulators within 32 registers of 16 lanes, or fewer and narrower ones.
-ROWS = (1, 2, 3, 4, 6, 8, 12) if torch.backends.cpu.get_cpu_capability() == "AVX512" else (1, 2, 3)
+# The tallest tile of each width in vectors: what keeps the accumulators, and the columns they are made of, within 32
+# registers of 16 lanes, or 16 of 8.
+TALLEST = {1: 8, 2: 14, 4: 6} if torch.backends.cpu.get_cpu_capability() == "AVX512" else {1: 4, 2: 3}
+WIDEST = max(TALLEST)
+TALLEST_1, TALLEST_2, TALLEST_4 = (TALLEST.get(width, 0) for width in (1, 2, 4))
+MASKED_LOADS = torch.backends.cpu.get_cpu_capability() == "AVX512"
+PAIR_BYTES = 4 * LANES  # of two vectors of bfloat16
+LINE = 64  # bytes of a cache line
 
 _FLOAT, _INT32, _INT64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _VECTOR = ir.VectorType(_FLOAT, LANES)
@@ -39,6 +43,7 @@ def _constant(value):
 
 
 def _load(builder, address, kind):
+    """A vector of floats as they are, or of bfloat16 by widening: two instructions that multiply nothing."""
     stored = _NARROW if kind == types.uint16 else _VECTOR
     value = builder.load(builder.inttoptr(address, stored.as_pointer()))
     value.align = 2 if kind == types.uint16 else 4
@@ -53,46 +58,105 @@ def _broadcast(builder, address):
     return builder.shuffle_vector(lone, ir.Constant(_VECTOR, ir.Undefined), ir.Constant(_WIDE, [0] * LANES))
 
 
-def _prefetch(builder, address):
-    """Ask for the cache line at `address`: the processor's own prefetching stops at the end of every page."""
+def _upper_halves(builder):
+    """A mask of every second of 32 elements, for `_load_pair`; None where loads cannot be masked.
+
+    It passes through an empty piece of assembly, or LLVM would make the constant anew at every turn of a loop.
+    """
+    if not MASKED_LOADS:
+        return None
+    bits = builder.asm(ir.FunctionType(_INT32, [_INT32]), "", "=r,0", [ir.Constant(_INT32, 0xAAAAAAAA)], False)
+    return builder.bitcast(bits, ir.VectorType(ir.IntType(1), 2 * LANES))
+
+
+def _load_pair(builder, address, upper):
+    """Two vectors of floats from the pairs of bfloat16 at `address` (see `cache.py`).
+
+    A bfloat16 is the upper half of its float.  So the second of each pair is in place once the first is masked out,
+    which the processor may do while it loads, and the first is one shift away.
+    """
+    pairs = builder.load(builder.inttoptr(address, _WIDE.as_pointer()))
+    pairs.align = 2
+    low = builder.shl(pairs, ir.Constant(_WIDE, [16] * LANES))
+    if upper is None:
+        high = builder.and_(pairs, ir.Constant(_WIDE, [0xFFFF0000] * LANES))
+    else:
+        halves, place = ir.VectorType(ir.IntType(16), 2 * LANES), ir.IntType(16).as_pointer()
+        masked = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(halves, [place, _INT32, upper.type, halves]), "llvm.masked.load.v32i16.p0")
+        nothing = ir.Constant(halves, [0] * 2 * LANES)
+        high = builder.call(masked, [builder.inttoptr(address, place), ir.Constant(_INT32, 2), upper, nothing])
+    return [builder.bitcast(half, _VECTOR) for half in (low, high)]
+
+
+def _load_columns(builder, address, vectors, kind, upper):
+    """`vectors` of one row of B."""
+    if kind == types.float32 or vectors == 1:
+        return [_load(builder, builder.add(address, _constant(v * LANES * 4)), kind) for v in range(vectors)]
+    pairs = range(0, vectors * LANES * 2, PAIR_BYTES)
+    return [half for start in pairs for half in _load_pair(builder, builder.add(address, _constant(start)), upper)]
+
+
+def _prefetch(builder, address, size):
+    """Ask for `size` bytes from `address` on: the processor's own prefetching stops at the end of every page."""
     byte = ir.IntType(8).as_pointer()
     function = cgutils.get_or_insert_function(
         builder.module, ir.FunctionType(ir.VoidType(), [byte, _INT32, _INT32, _INT32]), "llvm.prefetch.p0"
     )
     for_reading, keep, data = (ir.Constant(_INT32, number) for number in (0, 2, 1))
-    builder.call(function, [builder.inttoptr(address, byte), for_reading, keep, data])
+    for line in range(0, size, LINE):
+        place = builder.inttoptr(builder.add(address, _constant(line)), byte)
+        builder.call(function, [place, for_reading, keep, data])
+
+
+class _Loop:
+    """Turns from 0 to `end` by `step`, with values that each turn hands to the next; `end` is at least 1."""
+
+    def __init__(self, builder, end, step, start):
+        self._builder, self._end, self._step = builder, end, _constant(step)
+        before, self._body = builder.block, builder.append_basic_block("turn")
+        builder.branch(self._body)
+        builder.position_at_end(self._body)
+        self.index = builder.phi(_INT64)
+        self.index.add_incoming(_constant(0), before)
+        self.values = [builder.phi(value.type) for value in start]
+        for phi, value in zip(self.values, start, strict=True):
+            phi.add_incoming(value, before)
+
+    def close(self, results):
+        """The end of a turn, which made `results` of the values; they are also what the loop leaves."""
+        builder, last = self._builder, self._builder.block
+        following = builder.add(self.index, self._step)
+        for phi, result in zip((self.index, *self.values), (following, *results), strict=True):
+            phi.add_incoming(result, last)
+        after = builder.append_basic_block("after")
+        builder.cbranch(builder.icmp_signed("<", following, self._end), self._body, after)
+        builder.position_at_end(after)
+        return results
 
 
 def _accumulate(builder, rows, vectors, operands, start):
-    """The loop over depth, from the vectors in `start`: the accumulators at its end."""
+    """The loop over depth, strip by strip, from the vectors in `start`: the accumulators at its end."""
     a, strip_bytes, b, row_bytes, depth, ahead, kind = operands
     fma = cgutils.get_or_insert_function(
         builder.module, ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fma.v{LANES}f32"
     )
-    before, loop, after = builder.block, builder.append_basic_block("depth"), builder.append_basic_block("done")
-    builder.branch(loop)
-    builder.position_at_end(loop)
-    k = builder.phi(_INT64)
-    k.add_incoming(_constant(0), before)
-    sums = [builder.phi(_VECTOR) for _ in start]
-    strip = builder.mul(builder.lshr(k, _constant(6)), strip_bytes)
-    column = builder.add(builder.add(a, strip), builder.shl(builder.and_(k, _constant(STRIP - 1)), _constant(2)))
-    line = builder.add(b, builder.mul(k, row_bytes))
-    _prefetch(builder, builder.add(line, ahead))
-    width = LANES * (2 if kind == types.uint16 else 4)
-    panel = [_load(builder, builder.add(line, _constant(v * width)), kind) for v in range(vectors)]
+    size = vectors * LANES * (2 if kind == types.uint16 else 4)
+    upper = _upper_halves(builder) if kind == types.uint16 else None
+    strips = _Loop(builder, depth, STRIP, [a, b, *start])
+    strip, line, *sums = strips.values
+    left = builder.sub(depth, strips.index)
+    length = builder.select(builder.icmp_signed("<", left, _constant(STRIP)), left, _constant(STRIP))
+    turns = _Loop(builder, length, 1, [strip, line, *sums])
+    column, line, *sums = turns.values
+    _prefetch(builder, builder.add(line, ahead), size)
+    panel = _load_columns(builder, line, vectors, kind, upper)
     results = []
     for row in range(rows):
         factor = _broadcast(builder, builder.add(column, _constant(row * STRIP_ROW_BYTES)))
         results += [builder.call(fma, [factor, panel[v], sums[row * vectors + v]]) for v in range(vectors)]
-    following = builder.add(k, _constant(1))
-    k.add_incoming(following, loop)
-    for phi, first, result in zip(sums, start, results, strict=True):
-        phi.add_incoming(first, before)
-        phi.add_incoming(result, loop)
-    builder.cbranch(builder.icmp_signed("<", following, depth), loop, after)
-    builder.position_at_end(after)
-    return results
+    _, line, *sums = turns.close([builder.add(column, _constant(4)), builder.add(line, row_bytes), *results])
+    return strips.close([builder.add(strip, strip_bytes), line, *sums])[2:]
 
 
 def _emit(builder, rows, vectors, operands, c, c_row_bytes):
@@ -108,16 +172,16 @@ def _emit(builder, rows, vectors, operands, c, c_row_bytes):
 
 @intrinsic
 def _tile(typingctx, rows, vectors, a, strip_bytes, b, row_bytes, depth, c, c_row_bytes, ahead, kind):
-    """`C += A @ B` for `rows` of `ROWS` and one or two `vectors`; all strides in bytes, `depth` at least 1."""
+    """`C += A @ B` for `rows` and `vectors` as in `TALLEST`; all strides in bytes, `depth` at least 1."""
 
     def codegen(context, builder, signature, args):
         rows, vectors, a, strip_bytes, b, row_bytes, depth, c, c_row_bytes, ahead, _ = args
         operands = (a, strip_bytes, b, row_bytes, depth, ahead, kind)
         end = builder.append_basic_block("end")
-        choice = builder.switch(builder.add(builder.shl(rows, _constant(1)), vectors), end)
-        for count, width in itertools.product(ROWS, (1, 2)):
+        choice = builder.switch(builder.add(builder.shl(rows, _constant(3)), vectors), end)
+        for count, width in [(count, width) for width, most in TALLEST.items() for count in range(1, most + 1)]:
             block = builder.append_basic_block(f"tile{count}x{width}")
-            choice.add_case(_constant(2 * count + width), block)
+            choice.add_case(_constant(8 * count + width), block)
             builder.position_at_end(block)
             _emit(builder, count, width, operands, c, c_row_bytes)
             builder.branch(end)
@@ -131,13 +195,15 @@ def _tile(typingctx, rows, vectors, a, strip_bytes, b, row_bytes, depth, c, c_ro
 def _multiply(rows, columns, a, strip_bytes, b, row_bytes, depth, c, c_row_bytes, ahead, kind):
     column = 0
     while column < columns:
-        vectors = min(2, (columns - column) // LANES)
+        vectors, most = 1, TALLEST_1
+        if WIDEST == 4 and rows <= TALLEST_4 and columns - column >= 4 * LANES:
+            vectors, most = 4, TALLEST_4
+        elif columns - column >= 2 * LANES:
+            vectors, most = 2, TALLEST_2
         row = 0
         while row < rows:
-            count = 1
-            for size in ROWS:
-                if size <= rows - row:
-                    count = size
+            tiles = (rows - row + most - 1) // most
+            count = (rows - row + tiles - 1) // tiles  # of equal height: a low tile costs nearly what a tall one does
             _tile(count, vectors, a + row * STRIP_ROW_BYTES, strip_bytes, b + column * bytes_of(kind), row_bytes, depth,
                   c + row * c_row_bytes + column * 4, c_row_bytes, ahead, kind)
             row += count

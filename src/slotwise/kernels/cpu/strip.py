@@ -1,0 +1,94 @@
+"""The softmax over one strip of scores, in registers.
+
+Loops over a part of a strip would be cut into whole vectors and what is left, twice for every row of every block.  Here
+a strip is always four vectors, and a mask says which columns count.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from slotwise.kernels.cpu.cache import LANES
+from slotwise.kernels.cpu.simd import EXP2
+from slotwise.kernels.cpu.tile import STRIP
+
+_FLOAT, _INT32 = ir.FloatType(), ir.IntType(32)
+_VECTOR, _WIDE = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT32, LANES)
+LOWEST = -126.0  # 2**x counts as 0 below
+FAST = ("nnan", "nsz", "contract", "reassoc")
+
+
+def _floats(value):
+    return ir.Constant(_VECTOR, [value] * LANES)
+
+
+def _splat(builder, scalar, vector):
+    lone = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(_INT32, 0))
+    return builder.shuffle_vector(lone, ir.Constant(vector, ir.Undefined), ir.Constant(_WIDE, [0] * LANES))
+
+
+def _call(builder, name, result, *arguments):
+    kind = ir.FunctionType(result, [argument.type for argument in arguments])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments, fastmath=FAST)
+
+
+def _exp2(builder, x):
+    """2**x for a vector from `LOWEST` to 0: `simd.exp2`, sixteen at a time."""
+    whole = _call(builder, f"llvm.floor.v{LANES}f32", _VECTOR, builder.fadd(x, _floats(0.5)))
+    part = builder.fsub(x, whole)
+    value = _floats(EXP2[-1])
+    for coefficient in (*EXP2[-2::-1], 1.0):
+        value = _call(builder, f"llvm.fma.v{LANES}f32", _VECTOR, value, part, _floats(coefficient))
+    exponent = builder.add(builder.fptosi(whole, _WIDE), ir.Constant(_WIDE, [127] * LANES))
+    return builder.fmul(value, builder.bitcast(builder.shl(exponent, ir.Constant(_WIDE, [23] * LANES)), _VECTOR))
+
+
+def _reduced(builder, name, vectors, pairwise):
+    """One number from four vectors."""
+    first, second = pairwise(vectors[0], vectors[1]), pairwise(vectors[2], vectors[3])
+    arguments = (pairwise(first, second),)
+    if name == "fadd":
+        arguments = (ir.Constant(_FLOAT, 0.0), *arguments)
+    return _call(builder, f"llvm.vector.reduce.{name}.v{LANES}f32", _FLOAT, *arguments)
+
+
+@intrinsic
+def strip_weights(typingctx, scores, start, end, top):
+    """Scores of a strip's columns `start ... end` to weights `2**(score - new top)`, those of all others to 0.
+
+    `top` is the largest score so far; the new one and the sum of the weights are returned.
+    """
+
+    def codegen(context, builder, signature, args):
+        scores, start, end, top = args
+        offsets = [ir.Constant(ir.IntType(64), 4 * LANES * v) for v in range(STRIP // LANES)]
+        places = [builder.inttoptr(builder.add(scores, offset), _VECTOR.as_pointer()) for offset in offsets]
+        first, last = (_splat(builder, builder.trunc(bound, _INT32), _WIDE) for bound in (start, end))
+        top_vector = _splat(builder, top, _VECTOR)
+        larger = lambda left, right: _call(builder, f"llvm.maxnum.v{LANES}f32", _VECTOR, left, right)
+        counted, values = [], []
+        for v, place in enumerate(places):
+            columns = ir.Constant(_WIDE, list(range(v * LANES, (v + 1) * LANES)))
+            counts = builder.and_(
+                builder.icmp_signed(">=", columns, first), builder.icmp_signed("<", columns, last))
+            value = builder.load(place)
+            value.align = 4
+            counted.append(counts)
+            values.append(builder.select(counts, value, top_vector))
+        top = _reduced(builder, "fmax", values, larger)
+        top = _call(builder, "llvm.maxnum.f32", _FLOAT, top, args[3])
+        top_vector, weights = _splat(builder, top, _VECTOR), []
+        for place, counts, value in zip(places, counted, values, strict=True):
+            below = builder.fsub(value, top_vector)
+            weight = _exp2(builder, larger(below, _floats(LOWEST)))
+            counts = builder.and_(counts, builder.fcmp_ordered(">=", below, _floats(LOWEST)))
+            weights.append(builder.select(counts, weight, _floats(0.0)))
+            builder.store(weights[-1], place).align = 4
+        total = _reduced(builder, "fadd", weights, builder.fadd)
+        return context.make_tuple(builder, signature.return_type, [top, total])
+
+    pair = types.UniTuple(types.float32, 2)
+    return pair(types.int64, types.int64, types.int64, types.float32), codegen

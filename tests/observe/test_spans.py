@@ -1,11 +1,16 @@
 from __future__ import annotations
 
-import pytest
-from toy_engine import MS, engine
+from itertools import pairwise
 
+import pytest
+from toy_engine import MS, Rehearsal, engine
+
+from slotwise.batching.settings import Batching
+from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.observe import spans
 from slotwise.observe.log import Admission, Command, End, Entry, Preemption, Refused, Request, Run, Sent, Step, Stop
+from slotwise.observe.recorder import Recorder
 from slotwise.observe.spans import Life, Spans
 
 
@@ -25,6 +30,41 @@ def told(entries: list[Entry]) -> list[Life]:
 
 def stages(life: Life) -> list[tuple[str, float, float]]:
     return [(span.name, span.start_ns / MS, span.end_ns / MS) for span in life.spans]
+
+
+class Told:
+    """Those whose way is complete."""
+
+    def __init__(self) -> None:
+        self.lives: list[Life] = []
+        self._spans = Spans()
+
+    def write(self, entry: Entry) -> None:
+        self.lives += self._spans.take(entry)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("batching", [Batching(), Batching("static", batch_size=3)], ids=lambda batching: batching.kind)
+def test_ways_through_a_real_engine_have_no_holes(batching: Batching, depth: int) -> None:
+    told = Told()
+    recorder = Recorder()
+    recorder.tell(told)
+    tight = SchedulerLimits(max_model_len=40, num_blocks=12, block_size=4, max_num_seqs=4, max_num_batched_tokens=64)
+    rehearsal = Rehearsal(engine(limits=tight, batching=batching), [recorder], depth=depth, seed=2)
+    rehearsal.play(40)
+    for name in rehearsal.num_outputs:
+        recorder.sent(name, 0, rehearsal.clock(), 1)
+    assert sorted(life.request.id for life in told.lives) == sorted(rehearsal.num_outputs)
+    assert batching.kind == "static" or any(life.num_preemptions for life in told.lives)
+    for life in told.lives:
+        for span, following in pairwise(life.spans):
+            assert span.end_ns == following.start_ns, life.spans
+        assert life.spans[0].start_ns == life.request.received_ns
+        assert [span.name for span in life.spans[:3]] == ["tokenising", "queue", "prefill"]
+        assert life.spans[-1].name == "sending" and life.num_output == rehearsal.num_outputs[life.request.id]
+        for span in life.spans:
+            waits = span.name in ("queue", "preempted")
+            assert sum(span.waited.values()) == pytest.approx((span.end_ns - span.start_ns) * 1e-9 * waits)
 
 
 def test_a_way_with_everything_in_it() -> None:

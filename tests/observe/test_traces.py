@@ -26,7 +26,7 @@ def live_through(traces: Traces, *, reason: str = "stop", message: str = "") -> 
             Step(0, 1010 * MS, 1020 * MS, numbers=(0,), tokens=((7,),), admitted=(Admission(0, 3),)),
             Step(1, 1020 * MS, 1030 * MS, numbers=(0,), tokens=((7,),), ended=(End(0, reason, 2, message),)),
             Sent(0, 1021 * MS, 1031 * MS, 2)):
-        traces.take(entry)
+        traces.write(entry)
 
 
 @pytest.mark.parametrize("caller", ["", CALLER, "what is this"])

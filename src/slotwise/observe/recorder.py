@@ -39,6 +39,7 @@ class Recorder(Observer):
         self._clock = clock
         self._calendar = calendar
         self._file: Sink | None = None
+        self._sinks: list[Sink] = []
         self._run: log.Run | None = None
         self._arrivals = 0
         self._numbers: dict[str, int] = {}
@@ -49,6 +50,12 @@ class Recorder(Observer):
         self._file = file
         if self._run is not None:
             file.write(self._run)
+
+    def tell(self, sink: Sink) -> None:
+        """From here on `sink` as well, which is told what the ring is: no prompts."""
+        self._sinks.append(sink)
+        if self._run is not None:
+            sink.write(self._run)
 
     def number_of(self, request_id: str) -> int:
         """Of a request that lives, or ended not long ago; else -1."""
@@ -94,14 +101,19 @@ class Recorder(Observer):
         entry = log.Request(
             number, request.request_id, now_ns, len(request.prompt), request.params, request.seed, request.received_ns,
             request.tokenised_ns, request.output_tokens, request.queue_timeout, request.salt)
-        self.ring.append(entry)
         if self._file is not None:
             self._file.write(msgspec.structs.replace(entry, prompt=tuple(request.prompt)))
+        self._show(entry)
 
     def _write(self, entry: Entry) -> None:
-        self.ring.append(entry)
         if self._file is not None:
             self._file.write(entry)
+        self._show(entry)
+
+    def _show(self, entry: Entry) -> None:
+        self.ring.append(entry)
+        for sink in self._sinks:
+            sink.write(entry)
 
     def _forget_later(self, request_id: str) -> None:
         self._ended.append((request_id, self.number_of(request_id)))

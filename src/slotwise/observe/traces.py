@@ -32,7 +32,7 @@ class TracesError(RuntimeError):
 
 
 class Traces:
-    """A consumer of log entries, which sends what is complete from a thread of its own and never waits.
+    """A sink of the recorder, which sends what is complete from a thread of its own and never waits.
 
     Args:
         endpoint: the collector's URL for OTLP over HTTP; without a path it is `/v1/traces`.
@@ -55,8 +55,8 @@ class Traces:
         if len(self._callers) > MAX_CALLERS:
             self._callers.popitem(last=False)
 
-    def take(self, entry: Entry) -> None:
-        """Take note of an entry of the event log, in its order."""
+    def write(self, entry: Entry) -> None:
+        """Take note of an entry of the event log, in its order.  Never waits."""
         if isinstance(entry, Run):
             self._offset_ns = round(entry.started_unix / NS) - entry.started_ns
         for life in self._spans.take(entry):

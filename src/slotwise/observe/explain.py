@@ -63,8 +63,9 @@ class Share(NamedTuple):
 
     def as_json(self) -> dict[str, Any]:
         shown: dict[str, Any] = {"part": self.part, "reason": self.reason or None, "ms": round(self.ns * MS, 6)}
-        return shown | {"steps": self.steps, "first_step": self.first_step, "last_step": self.last_step} * bool(
-            self.steps)
+        if self.steps:
+            shown |= {"steps": self.steps, "first_step": self.first_step, "last_step": self.last_step}
+        return shown
 
 
 class Story(NamedTuple):

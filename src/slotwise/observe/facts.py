@@ -59,6 +59,10 @@ class Facts(msgspec.Struct):
         names = (str(self.request.number), self.request.id, self.response_id)
         return name in names or self.response_id in [shape + name for shape in SHAPES]
 
+    def belongs_to(self, tenant: str) -> bool:
+        """What it shares cached beginnings under begins with whose it is."""
+        return not tenant or self.request.salt == tenant or self.request.salt.startswith(tenant + ":")
+
 
 def gather(entries: Iterable[Entry]) -> dict[int, Facts]:
     """Facts of each request in a log, by number, in order of arrival; without those of whose steps some are missing."""
@@ -89,7 +93,7 @@ class _Gathering:
                     facts.last_byte_ns = entry.last_ns
             case Run():
                 self._scheduling, self._starts_anew = entry.scheduling, True
-            case Engine():
+            case Engine():  # lost
                 self._sent.clear()
                 for facts in self._living():
                     facts.end_reason, facts.ended_ns = "error", entry.ns

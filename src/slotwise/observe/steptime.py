@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from slotwise.engine.observer import Observer
+
 if TYPE_CHECKING:
     from slotwise.engine.messages import StepRecord
 
@@ -39,6 +41,7 @@ SELDOM = 2
 # cheapest, for eight streams that never change tell nothing about one of them, and most of a step is reading weights.
 RIDGE = (1e-6, 1e-3, 1e-2, 1e-3, 1e-3)
 JUDGED = 256  # steps that the error is told of
+DONE_BEFORE = 0.25  # of what was predicted: a step in flight that took less was computed in the time of the one before
 ANOTHER = 0.25  # error, to one side, of half of REFIT steps after which this must be another machine, or a busier one
 NUM_TERMS = 5
 PAIRS = [(i, j) for i in range(NUM_TERMS) for j in range(i + 1)]  # of a symmetric matrix, the lower half
@@ -112,8 +115,8 @@ class Learned(msgspec.Struct):
                 raise ValueError(f"not sums over {NUM_TERMS} terms")
 
 
-class StepTimes:
-    """An on-line model of step times.  An observer: tell it of every step with `stepped`, or of any with `learn`."""
+class StepTimes(Observer):
+    """An on-line model of step times.  An observer of an engine service; `step` and `learn` are for others."""
 
     def __init__(self, learned: Learned | None = None) -> None:
         self._sizes = {size: sums.faded(REMEMBERED) for size, sums in learned.sizes.items()} if learned else {}
@@ -163,8 +166,11 @@ class StepTimes:
 
     def step(self, work: Work, started_ns: int, ended_ns: int) -> None:
         """Learn from a step; they are told in order."""
+        overlapped = started_ns < self._last_end
         began, self._last_end = max(started_ns, self._last_end), ended_ns
         if not work.rows or ended_ns <= began:
+            return
+        if overlapped and (ended_ns - began) * NS < self.seconds(work) * DONE_BEFORE:
             return
         self._seen += 1
         known = self._sizes.get(work.size)

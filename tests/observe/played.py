@@ -1,0 +1,149 @@
+"""Event logs of a real engine over a toy model, on a clock whose every tick is known."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from toy import EOS, VOCAB, next_token, scheduler
+
+from slotwise.batching.settings import Batching
+from slotwise.core.limits import SchedulerLimits
+from slotwise.core.params import SamplingParams
+from slotwise.core.plan import StepPlan
+from slotwise.engine.executor import FakeExecutor
+from slotwise.engine.loop import Engine
+from slotwise.engine.messages import Add, Command, EngineInfo, Finish, StepRecord
+from slotwise.engine.scheduling import Scheduling
+from slotwise.observe.log import Entry
+from slotwise.observe.recorder import Recorder
+from slotwise.observe.ring import Ring
+from slotwise.observe.steptime import Work, work_of
+
+LIMITS = SchedulerLimits(max_model_len=64, num_blocks=40, block_size=4, max_num_seqs=6, max_num_batched_tokens=16,
+                         enable_prefix_caching=True, max_passes=2)
+MS = 1_000_000  # nanoseconds
+BEGINNING = list(range(1, 13))  # that half of the prompts share
+PATIENCE = 0.03  # seconds that one in eight waits for a slot
+
+
+def cost(work: Work) -> int:
+    """Nanoseconds of a step."""
+    return round(1.5 * MS + 60_000 * work.tokens + 40_000 * work.rows + 900 * work.context + 500 * work.pairs)
+
+
+class Clock:
+    """Time passes with what is computed, and a little whenever somebody looks."""
+
+    def __init__(self) -> None:
+        self.ns = 5 * MS
+
+    def __call__(self) -> int:
+        self.ns += 500
+        return self.ns
+
+
+class Timed(FakeExecutor):
+    """Steps take what they cost."""
+
+    def __init__(self, clock: Clock, block_size: int) -> None:
+        super().__init__(block_size, next_token)
+        self._clock = clock
+
+    def submit(self, plan: StepPlan) -> None:
+        super().submit(plan)
+        if plan.slots:
+            self._clock.ns += cost(work_of(plan.starts, plan.counts, plan.padding))
+
+
+class Play:
+    """Clients that come, go and read in the middle of steps.
+
+    Afterwards `entries` are the log and `waited` is what each client waited, in nanoseconds, by its own clock.
+    """
+
+    def __init__(self, seed: int, *, depth: int = 0, batching: Batching | None = None,
+                 limits: SchedulerLimits = LIMITS) -> None:
+        self.random = random.Random(seed)
+        self.clock = Clock()
+        scheduling = Scheduling(batching or Batching(), limits.max_num_seqs, limits.max_num_batched_tokens)
+        self.engine = Engine(scheduler(limits, scheduling.discipline()), Timed(self.clock, limits.block_size),
+                             self.clock, (EOS,), depth=depth)
+        self.recorder = Recorder(Ring(1 << 40), self.clock)
+        self.recorder.started(EngineInfo("toy", "cpu", "float32", VOCAB, limits, scheduling, (EOS,), depth=depth))
+        self.waited: dict[str, int] = {}
+        self._received: dict[str, int] = {}
+        self._living: dict[str, None] = {}  # as the service sees it, in order of arrival
+        self._unsent: list[Command] = []  # on their way to the engine
+        self._now = self.clock.ns  # of the API process
+
+    @property
+    def entries(self) -> list[Entry]:
+        return self.recorder.ring.entries()
+
+    def run(self, num_requests: int, arriving: Sequence[int] = (0, 0, 1, 1, 2), leaving: float = 0.04) -> Play:
+        """Until all have ended.
+
+        Args:
+            arriving: how many arrive while a step is under way, one of these.
+            leaving: how many clients leave, or find a stop string, for each step.
+        """
+        while len(self._received) < num_requests or self.engine.has_work or self._unsent:
+            for command in self._unsent:
+                self.engine.handle(command)
+            self._unsent.clear()
+            record = self.engine.step() if self.engine.has_work else self.engine.idle_record()
+            for _ in range(min(self.random.choice(arriving), num_requests - len(self._received))):
+                self.arrive()
+            if self._living and self.random.random() < leaving:
+                self._leave(self.random.choice(list(self._living)))
+            if record is not None:
+                self._told(record)
+        return self
+
+    def arrive(self, num_prompt: int = 0, max_tokens: int = 0) -> str:
+        """A request of given or random size."""
+        draw, number = self.random, len(self._received)
+        tokens = [draw.randrange(1, VOCAB) for _ in range(num_prompt or draw.randint(1, 24))]
+        if draw.random() < 0.5:
+            tokens = (BEGINNING + tokens)[: len(tokens)]
+        params = SamplingParams(max_tokens=max_tokens or draw.randint(1, 30), ignore_eos=True)
+        name = f"cmpl-r{number}-{number}"
+        received = self._tick()
+        command = Add(name, tokens, params, seed=0, queue_timeout=PATIENCE if draw.random() < 0.125 else 0.0,
+                      received_ns=received, tokenised_ns=self._tick())
+        self._received[name] = received
+        self._living[name] = None
+        self._send(command)
+        return name
+
+    def _tick(self) -> int:
+        """A moment of the API process, between the last and the engine's now."""
+        self._now += self.random.randint(0, max(0, self.clock.ns - self._now) // 4)
+        return self._now
+
+    def _send(self, command: Command) -> None:
+        self.recorder.commanded(command, self._tick())
+        self._unsent.append(command)
+
+    def _leave(self, name: str) -> None:
+        reason = self.random.choice(("abort", "stop"))
+        del self._living[name]
+        self._send(Finish(name, reason))
+        if reason == "stop":
+            self._answer(name)
+        else:
+            self.waited[name] = self._now - self._received[name]
+
+    def _answer(self, name: str) -> None:
+        last = self._now + self.random.randint(0, MS)
+        self.recorder.sent(name, self._received[name], last, 1)
+        self.waited[name] = last - self._received[name]
+
+    def _told(self, record: StepRecord) -> None:
+        self.recorder.stepped(record)
+        self._now = self.clock.ns
+        for end in record.ended:
+            if end.request_id in self._living:
+                del self._living[end.request_id]
+                self._answer(end.request_id)

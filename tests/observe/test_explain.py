@@ -1,0 +1,267 @@
+"""Where requests' time went: against what their clients waited, what the log says, and what they would take alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+
+import msgspec
+import pytest
+from observe.played import LIMITS, MS, Play
+
+from slotwise.batching.settings import Batching
+from slotwise.core.params import SamplingParams
+from slotwise.engine.scheduling import Scheduling
+from slotwise.observe import log
+from slotwise.observe.explain import PARTS, STEP_UNDER_WAY, Solo, Story, explain
+from slotwise.observe.facts import Facts, gather
+from slotwise.observe.log import Entry
+from slotwise.observe.moment import times_of
+from slotwise.observe.steptime import StepTimes, Work, work_of
+
+DISCIPLINES = (Batching("static", batch_size=4), Batching("orca"), Batching(prefill="alone"),
+               Batching("dynamic", batch_size=3, max_wait_ms=5), Batching("one_at_a_time"))
+
+
+@cache
+def crowd(depth: int = 0) -> tuple[Play, list[Entry], dict[str, Story]]:
+    """Five hundred requests in a cache that is too small, some of which leave: the stories of them all, by id."""
+    play = Play(7, depth=depth).run(500, arriving=(0, 0, 0, 1, 1))
+    entries = play.entries
+    return play, entries, stories(entries)
+
+
+def stories(entries: list[Entry]) -> dict[str, Story]:
+    times = times_of(entries)
+    return {facts.request.id: explain(facts, entries, times) for facts in gather(entries).values()}
+
+
+def steps(entries: list[Entry]) -> dict[int, log.Step]:
+    return {entry.step: entry for entry in entries if isinstance(entry, log.Step)}
+
+
+def check_sums(play: Play, told: dict[str, Story]) -> None:
+    assert told.keys() == play.waited.keys()
+    for name, story in told.items():
+        assert story.total_ns == play.waited[name] == sum(share.ns for share in story.shares), story.facts
+        assert all(piece.ns > 0 and piece.part in PARTS for piece in story.pieces)
+
+
+def check_reasons(entries: list[Entry], told: dict[str, Story]) -> None:
+    """Each wait for a reason names a step, and that step's plan names the request and the reason."""
+    by_number = steps(entries)
+    for story in told.values():
+        number = story.facts.request.number
+        for piece in story.pieces:
+            if piece.part not in ("queue", "preempted", "paused"):
+                assert not piece.reason
+                continue
+            step = by_number[piece.step]
+            if piece.reason == STEP_UNDER_WAY:
+                assert step.started_ns < story.facts.taken_ns or not story.facts.taken_ns
+                continue
+            assert number not in step.numbers
+            given = [one.reason for one in (*step.refused, *step.preempted) if one.number == number]
+            assert piece.reason in given or (not given and step.stop.reason == piece.reason), (piece, step)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_the_parts_of_five_hundred_requests_are_what_their_clients_waited(depth: int) -> None:
+    play, _, told = crowd(depth)
+    assert len(told) == 500
+    check_sums(play, told)
+    ends = Counter(story.facts.end_reason for story in told.values())
+    assert set(ends) == {"length", "stop", "abort", "timeout"}
+    parts = {(share.part, share.reason) for story in told.values() for share in story.shares}
+    assert {"tokenising", "handing_over", "prefill", "decode", "neighbours", "recompute", "sending"} <= {
+        part for part, _ in parts}
+    assert {("queue", "no_slot"), ("queue", "no_blocks"), ("queue", "token_budget"), ("queue", STEP_UNDER_WAY),
+            ("preempted", "no_blocks")} <= parts
+    assert any(story.num_cached for story in told.values()) and any(story.num_preemptions for story in told.values())
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_each_reason_stands_in_the_plan_of_the_step_it_names(depth: int) -> None:
+    _, entries, told = crowd(depth)
+    check_reasons(entries, told)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("batching", DISCIPLINES, ids=lambda batching: f"{batching.kind}-{batching.prefill}")
+def test_every_discipline_is_explained(batching: Batching, depth: int) -> None:
+    play = Play(3, depth=depth, batching=batching).run(80)
+    told = stories(play.entries)
+    check_sums(play, told)
+    check_reasons(play.entries, told)
+    if batching.kind in ("static", "dynamic"):
+        assert sum(story.ns("held") for story in told.values()) > 0
+    if batching.prefill == "alone":
+        assert any(share[:2] == ("paused", "prompts_alone") for story in told.values() for share in story.shares)
+
+
+def test_what_decode_would_take_alone_is_what_it_takes_alone() -> None:
+    """Of those who were never alone, against a run of the same request with nobody else."""
+    _, entries, told = crowd()
+    times = times_of(entries)
+    checked = 0
+    for story in told.values():
+        facts = story.facts
+        if facts.end_reason != "length" or facts.num_output < 10 or not story.ns("neighbours"):
+            continue
+        alone = Play(1)
+        name = alone.arrive(facts.request.num_prompt, facts.num_output)
+        alone.run(1, leaving=0.0)
+        (facts,) = gather(alone.entries).values()
+        measured = explain(facts, alone.entries, times)
+        assert measured.facts.request.id == name and not measured.ns("neighbours")
+        assert story.ns("decode") == pytest.approx(measured.ns("decode"), rel=0.15)
+        checked += 1
+        if checked == 50:
+            return
+    raise AssertionError(f"only {checked} requests had neighbours")
+
+
+def test_a_request_alone_has_no_neighbours_and_nothing_is_guessed_about_it() -> None:
+    play = Play(5)
+    play.arrive(20, 8)
+    play.run(1, leaving=0.0)
+    (facts,) = gather(play.entries).values()
+    known, unknown = (explain(facts, play.entries, times) for times in (times_of(play.entries), StepTimes()))
+    assert known.shares == unknown.shares
+    computed = [entry for entry in play.entries if isinstance(entry, log.Step) and entry.numbers]
+    assert known.ns("prefill") + known.ns("decode") == sum(step.ended_ns - step.started_ns for step in computed)
+    assert {share.part for share in known.shares} <= {
+        "tokenising", "handing_over", "scheduling", "prefill", "decode", "sending"}
+
+
+def test_pieces_of_a_prompt_are_shares_of_what_it_would_take_alone() -> None:
+    times = StepTimes()
+    for tokens in range(1, 200):
+        times.learn(work_of([0], [tokens]), 0.002 + 1e-5 * tokens)
+    solo = Solo(times, Scheduling(Batching(), 4, 64))
+    whole = solo.piece(first=0, known=100, start=0, count=100)
+    assert whole == pytest.approx((0.002 + 0.002 + 1e-3) * 1e9, rel=0.02), "alone, it runs in two steps"
+    assert sum(solo.piece(0, 100, start, 10) for start in range(0, 100, 10)) == pytest.approx(whole, abs=10)
+    solo.scheduled(Scheduling(Batching(prefill="inline"), 4, 64))
+    assert solo.piece(0, 100, 0, 100) == pytest.approx(0.003 * 1e9, rel=0.02), "in one, where it is not cut"
+    assert Solo(StepTimes(), None).token(5) == 0
+
+
+def test_a_living_request_is_explained_as_far_as_the_log_goes() -> None:
+    play = Play(2)
+    play.arrive(20, 30)
+    entries = play.run(1, leaving=0.0).entries
+    last = max(at for at, entry in enumerate(entries) if isinstance(entry, log.Step) and not entry.ended)
+    (facts,) = gather(entries[: last + 1]).values()
+    story = explain(facts, entries[: last + 1], times_of(entries))
+    assert not facts.ended and facts.total_ns == 0
+    assert story.total_ns == entries[last].ended_ns - facts.received_ns and not story.ns("sending")
+    assert story.as_json()["finish_reason"] is None
+
+
+def test_one_whose_first_steps_are_forgotten_is_not_explained() -> None:
+    """The ring keeps the request, for who draws must know it; its steps are gone."""
+    play = Play(2)
+    play.run(30, leaving=0.0)
+    whole = play.entries
+    first = next(at for at, entry in enumerate(whole) if isinstance(entry, log.Step) and entry.step == 20)
+    there = [entry for entry in whole[:first] if isinstance(entry, log.Run | log.Request)]
+    cut = gather([*there, *whole[first:]])
+    began = whole[first].started_ns
+    assert cut and all(facts.request.ns >= began for facts in cut.values())
+    complete = gather(whole)
+    assert {number: facts.ended_ns for number, facts in cut.items()} == {
+        number: facts.ended_ns for number, facts in complete.items() if facts.request.ns >= began}
+
+
+def request(number: int, name: str, ns: int, **more: object) -> log.Request:
+    return log.Request(number, name, ns, 4, SamplingParams(), 0, **more)
+
+
+def row(step: int, numbers: tuple[int, ...], start: int, **more: object) -> log.Step:
+    """A step of ten milliseconds that begins a millisecond after the last."""
+    began = (step * 11 + 1) * MS
+    return log.Step(step, began, began + 10 * MS, numbers=numbers, slots=numbers, starts=(start,) * len(numbers),
+                    counts=(4 if start == 0 else 1,) * len(numbers), tokens=((7,),) * len(numbers), **more)
+
+
+def joined(*numbers: int) -> dict[str, object]:
+    return {"admitted": tuple(log.Admission(number, 0) for number in numbers), "taken": (MS,) * len(numbers)}
+
+
+def told(facts: Facts, entries: list[Entry], until_ns: int = 0) -> dict[str, float]:
+    times = StepTimes()
+    for _ in range(9):
+        times.learn(work_of([0], [4]), 0.004)
+        times.learn(Work(1, 1, 5, 0), 0.002)
+    return {share.part: round(share.ns / MS, 2) for share in explain(facts, entries, times, until_ns).shares}
+
+
+def test_choices_of_a_response_wait_for_each_other() -> None:
+    entries = [
+        request(0, "cmpl-x-0", MS, received_ns=MS // 2), request(1, "cmpl-x-1", MS, received_ns=MS // 2),
+        row(0, (0, 1), 0, **joined(0, 1), ended=(log.End(0, "length", 1),)),
+        row(1, (1,), 4, ended=(log.End(1, "length", 2),)),
+        log.Sent(0, 23 * MS, 24 * MS, 1), log.Sent(1, 23 * MS, 24 * MS, 1)]
+    first, second = gather(entries).values()
+    assert told(first, entries) == {"tokenising": 0.5, "prefill": 4, "neighbours": 6, "siblings": 11, "sending": 2}
+    assert told(second, entries) == {
+        "tokenising": 0.5, "scheduling": 1, "prefill": 4, "neighbours": 6, "decode": 10, "sending": 2}
+    assert first.is_named("cmpl-x") and first.is_named("x") and first.is_named("0") and not first.is_named("cmpl-x-1")
+
+
+def test_after_a_stop_string_everything_is_sending() -> None:
+    """The engine hears of it in the middle of a step that computes one token too many."""
+    entries = [request(0, "cmpl-x-0", MS), row(0, (0,), 0, **joined(0)), log.Command(12 * MS, 0, "stop"),
+               row(1, (0,), 4), row(2, (), 0, taken=(22 * MS,), ended=(log.End(0, "stop", 2),))]
+    (facts,) = gather(entries[:3]).values()
+    assert told(facts, entries[:3], until_ns=13 * MS) == {"prefill": 10, "sending": 2}
+    entries.append(log.Sent(0, 13 * MS, 13 * MS, 1))
+    (facts,) = gather(entries).values()
+    assert told(facts, entries) == {"prefill": 10, "sending": 2} and facts.end_reason == "stop"
+
+
+def test_an_abort_in_the_middle_of_a_step_ends_the_story_there() -> None:
+    entries = [request(0, "cmpl-x-0", MS), row(0, (0,), 0, **joined(0)), log.Command(15 * MS, 0, "abort"),
+               row(1, (0,), 4), row(2, (), 0, taken=(22 * MS,), ended=(log.End(0, "abort", 2),))]
+    (facts,) = gather(entries).values()
+    assert told(facts, entries) == {"prefill": 10, "scheduling": 1, "decode": 3}
+
+
+def test_an_engine_that_is_lost_takes_the_rest() -> None:
+    entries = [request(0, "cmpl-x-0", MS), request(1, "cmpl-y-1", 2 * MS), row(0, (0,), 0, **joined(0)),
+               log.Engine(50 * MS, log.LOST, "killed"), log.Step(
+                   log.NO_STEP, 50 * MS, 50 * MS, ended=(log.End(0, "error", 0), log.End(1, "error", 0)))]
+    running, waiting = gather(entries).values()
+    assert told(running, entries) == {"prefill": 10, "failed_step": 39}
+    assert told(waiting, entries) == {"queue": 9, "handing_over": 39}
+
+
+def test_a_failed_step_is_named() -> None:
+    entries = [request(0, "cmpl-x-0", MS), row(0, (0,), 0, **joined(0)), log.Step(
+        log.NO_STEP, 12 * MS, 15 * MS, ended=(log.End(0, "error", 1, "it broke"),), failure="it broke")]
+    (facts,) = gather(entries).values()
+    assert told(facts, entries) == {"prefill": 10, "scheduling": 1, "failed_step": 3}
+
+
+def test_a_gap_takes_those_who_lived_with_it() -> None:
+    entries = [request(0, "cmpl-x-0", MS), row(0, (0,), 0, **joined(0)), log.Gap(3), request(1, "cmpl-y-1", 40 * MS),
+               row(9, (1,), 0, admitted=(log.Admission(1, 0),), taken=(41 * MS,))]
+    assert list(gather(entries)) == [1]
+
+
+def test_a_tenant_sees_its_own_and_no_more() -> None:
+    entries = [request(0, "cmpl-x-0", MS, salt="one"), request(1, "cmpl-x-1", MS, salt="one:extra"),
+               request(2, "cmpl-x-2", MS, salt="two")]
+    assert [facts.belongs_to("one") for facts in gather(entries).values()] == [True, True, False]
+    assert all(facts.belongs_to("") for facts in gather(entries).values())
+
+
+def test_a_log_read_from_a_file_tells_the_same(tmp_path) -> None:
+    _, entries, told = crowd()
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(log.encode_lines(entries))
+    again = stories(list(log.read_file(path)))
+    assert {name: story.pieces for name, story in again.items()} == {name: story.pieces for name, story in told.items()}
+    assert next(entry for entry in log.read_file(path) if isinstance(entry, log.Run)).limits == LIMITS
+    assert msgspec.json.encode([story.as_json() for story in again.values()])

@@ -6,9 +6,11 @@ import argparse
 import sys
 from typing import Any
 
+from slotwise import builtin
 from slotwise.cli.options import add_command, add_engine_options, engine_settings
 from slotwise.core.params import SamplingParams
-from slotwise.engine.config import ConfigError
+from slotwise.engine.config import ConfigError, EngineConfig
+from slotwise.model.locate import locate
 
 
 def add(commands: Any) -> None:
@@ -38,11 +40,13 @@ def _sampling_params(asked: argparse.Namespace) -> SamplingParams:
 
 def _load(asked: argparse.Namespace) -> Any:
     """An engine in this process, with a word to whoever waits for it."""
+    folder, settings = str(locate(asked.model or builtin.path())), engine_settings(asked)
+    EngineConfig.of(model=folder, **settings)  # what cannot work is told without the seconds that torch takes to load
     if sys.stderr.isatty():
         print("Loading the model ...", end="\r", file=sys.stderr, flush=True)
     from slotwise.llm import LLM
 
-    llm = LLM(asked.model, **engine_settings(asked))
+    llm = LLM(folder, **settings)
     if sys.stderr.isatty():
         print(" " * 24, end="\r", file=sys.stderr, flush=True)
     return llm

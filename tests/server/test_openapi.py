@@ -89,8 +89,8 @@ def test_whatever_is_sent_is_answered_and_a_stream_goes_on(
     with running(folder, tmp_path / "engine") as server, \
             singing(server, tokenizer.decode(counted(40, 200))) as canary:
         for operation in operations(server):
-            if operation.method == "put":  # changes how the canary is batched; see below
-                continue
+            if operation.method == "put" or operation.path == "/events":  # one changes how the canary is batched, see
+                continue  # below; the other never ends
             examples = EXAMPLES if operation.body else 10
             fuzz(operation, GenerationMode.POSITIVE, examples)
             if operation.body:

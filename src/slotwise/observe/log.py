@@ -12,7 +12,8 @@ clock, those called `seconds` apart; `Run.started_unix` ties them to the calenda
 replays folds over these entries, live or from a file.
 
 A file tells everything, and can be replayed.  A stream leaves prompts and salts out; it begins with the last `Run` and
-the `Request`s that are still of interest, and after a `Gap` it begins like that again: forget who was alive.
+the `Request`s that are still of interest, and after a `Gap` it begins like that again: forget who was alive.  In a file
+what a `Gap` stands for is lost.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class LogFile:
         """Never waits."""
         size = weight(entry) + (len(entry.prompt) if isinstance(entry, Request) else 0)
         with self._lock:
-            if self._waiting and self._weight + size > self._max_waiting:
+            if self._waiting and (self._missed or self._weight + size > self._max_waiting):
                 self._missed += 1
                 return
             if self._missed:

@@ -65,6 +65,11 @@ class Ring:
         """The position of the entry that comes next."""
         return self._end
 
+    @property
+    def first(self) -> int:
+        """The position of the oldest entry held."""
+        return self._end - len(self._entries)
+
     def append(self, entry: Entry) -> None:
         self._entries.append(entry)
         self._weight += weight(entry)
@@ -91,7 +96,7 @@ class Ring:
 
     def since(self, position: int, most: int) -> Batch:
         """Up to `most` entries from `position` on, as far as they are still there."""
-        first = max(position, self._end - len(self._entries))
+        first = max(position, self.first)
         latest = list(islice(reversed(self._entries), self._end - first))
         latest.reverse()
         entries = latest[:most]

@@ -19,6 +19,7 @@ from slotwise.engine.service import EngineService
 from slotwise.server import admin
 from slotwise.server.completions import chat_completions, completions
 from slotwise.server.errors import ApiError, ClientGone
+from slotwise.server.events import events
 from slotwise.server.exchange import Exchange, Message, checked_request_id
 from slotwise.server.generate import Api
 from slotwise.server.keys import Keys
@@ -55,6 +56,7 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("GET", "/admin/scheduling", admin.scheduling),
     ("PUT", "/admin/scheduling", admin.reschedule),
     ("GET", "/timeline", timeline),
+    ("GET", "/events", events),
 )
 OPEN_TO_ALL = ("/health", "/ping", "/timeline")  # the last is a page without data, which asks for a key itself
 REJECTIONS = ("context_length_exceeded", "tokenizer_busy")  # codes of errors that count as refused admissions
@@ -99,7 +101,7 @@ class App:
         except BaseException as error:  # the tokenizer is not written in Python: its panics are no Exceptions
             answer = _as_api_error(error)
             if answer.code in REJECTIONS:
-                self.api.metrics.refused(answer.code)
+                self.api.refused(answer.code)
             await exchange.respond_error(answer)
         finally:
             self.api.num_exchanges -= 1

@@ -47,7 +47,9 @@ async def _answer(api: Api, exchange: Exchange, shape: Shape,
     request, prompts, params = asked
     _check_ids(api, params)
     heading = Heading.now(shape, exchange.request_id, api.settings.served_model_name)
-    await answer(api, exchange, Job(request, prompts, params, heading, _salt(exchange.tenant, request.cache_salt)))
+    salt = _salt(exchange.tenant, request.cache_salt)
+    job = Job(request, prompts, params, heading, salt, exchange.received_ns, exchange.traceparent)
+    await answer(api, exchange, job)
 
 
 def _salt(tenant: str, cache_salt: str | None) -> str:

@@ -6,6 +6,7 @@ Streams write straight to `send`: a layer between would cost as much as everythi
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from http import HTTPStatus
@@ -33,6 +34,8 @@ class Exchange:
         self.scope = scope
         self.request_id = request_id
         self.tenant = ""  # whose key it came with
+        self.traceparent = dict(scope["headers"]).get(b"traceparent", b"").decode("latin-1")
+        self.received_ns = time.monotonic_ns()
         self.started = False
         self._receive = receive
         self._send = send
@@ -96,16 +99,19 @@ class Exchange:
         else:
             await self.respond(error.body(), error.status, headers=error.headers())
 
-    async def event(self, data: bytes) -> None:
-        """One or more whole events.  The first starts the response, so that errors before it have a status."""
+    async def event(self, data: bytes, content_type: bytes = b"text/event-stream; charset=utf-8") -> None:
+        """A piece of a stream: whole events.  The first starts the response, so that errors before it have a status."""
         if not self.started:
-            await self._start(HTTPStatus.OK, [(b"content-type", b"text/event-stream; charset=utf-8"),
-                                              (b"cache-control", b"no-cache")])
+            await self._start(HTTPStatus.OK, [(b"content-type", content_type), (b"cache-control", b"no-cache")])
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self, events: bytes = b"") -> None:
-        """The last events of a stream."""
-        await self._send({"type": "http.response.body", "body": events + DONE})
+        """The last events of a stream of OpenAI's kind."""
+        await self.close(events + DONE)
+
+    async def close(self, rest: bytes = b"") -> None:
+        """The rest of a stream."""
+        await self._send({"type": "http.response.body", "body": rest})
 
     async def _start(self, status: int, headers: Headers) -> None:
         self.started = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import time
 from collections.abc import Coroutine
 from http import HTTPStatus
 from typing import Any, NamedTuple
@@ -14,6 +15,8 @@ from slotwise.engine.door import Door
 from slotwise.engine.messages import Add
 from slotwise.engine.service import QUEUE_FULL, EngineService, Refused
 from slotwise.observe.metrics import Metrics
+from slotwise.observe.recorder import Recorder
+from slotwise.observe.traces import Traces
 from slotwise.server.choice import Choice, Piece
 from slotwise.server.errors import ApiError, bad_request, from_refusal
 from slotwise.server.exchange import Exchange
@@ -22,6 +25,7 @@ from slotwise.server.protocol import Generate
 from slotwise.server.settings import ServerSettings
 from slotwise.server.shapes import Events, Heading, Shape, usage, whole_choice, whole_response
 from slotwise.server.underway import Underway
+from slotwise.server.viewers import Viewers
 from slotwise.text.continuation import Continuation
 
 
@@ -35,7 +39,11 @@ class Api:
         self.settings = settings
         self.metrics = Metrics(settings.served_model_name, service.info, lambda: service.healthy)
         self.door = Door(limits, settings.max_num_queued_reqs, settings.max_num_queued_tokens)
-        service.observers += [self.metrics, self.door]
+        self.recorder = Recorder()
+        self.recorder.started(service.info)
+        self.viewers = Viewers()
+        self._traces: Traces | None = None
+        service.observers += [self.metrics, self.door, self.recorder]
         self.underway = Underway()
         self.num_exchanges = 0  # under way, of any kind
         self._seeds = random.Random(settings.seed)
@@ -49,9 +57,19 @@ class Api:
             raise from_refusal(refused, self.door.retry_after) from refused
         objection = self.door.objection(num_requests, num_tokens)
         if objection:
-            self.metrics.refused(QUEUE_FULL)
+            self.refused(QUEUE_FULL)
             raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, objection, code=QUEUE_FULL,
                            retry_after=self.door.retry_after)
+
+    def trace(self, traces: Traces) -> None:
+        """Have every request traced from here on."""
+        self._traces = traces
+        self.recorder.tell(traces)
+
+    def refused(self, kind: str) -> None:
+        """Somebody was turned away before the engine service heard of it."""
+        self.metrics.refused(kind)
+        self.recorder.refused(kind)
 
     def start(self, job: Job) -> list[Choice]:
         """`n` continuations of every prompt, in OpenAI's order: all or none.
@@ -59,6 +77,7 @@ class Api:
         Raises:
             ApiError: the engine takes no more, or these are too many.
         """
+        tokenised_ns = time.monotonic_ns()
         prompts, params = job.prompts, job.params
         if len(prompts) * params.n > self.settings.max_choices:
             raise bad_request(f"n: at most {self.settings.max_choices} choices in one request", "n")
@@ -73,8 +92,11 @@ class Api:
                     # Ids for tracing may repeat; the engine's may not.
                     unique = f"{job.heading.response_id}-{next(self._serials)}"
                     text = Continuation(self.prompts.tokenizer, prompt, params.stop, params.min_tokens)
+                    if self._traces is not None and job.traceparent:
+                        self._traces.caller(unique, job.traceparent)
                     generation = self.service.submit(Add(
-                        unique, prompt, params, (seed + k) % 2**64, drawn, job.salt, timeout))
+                        unique, prompt, params, (seed + k) % 2**64, drawn, job.salt, timeout,
+                        job.received_ns, tokenised_ns))
                     choices.append(Choice(len(choices), generation, text))
         except Exception as error:
             finish(choices, "abort")
@@ -97,6 +119,8 @@ class Job(NamedTuple):
     params: SamplingParams
     heading: Heading
     salt: str
+    received_ns: int  # monotonic
+    traceparent: str  # W3C's header; empty when its caller is not traced
 
     @property
     def shape(self) -> Shape:
@@ -140,15 +164,23 @@ async def _whole(api: Api, exchange: Exchange, job: Job, choices: list[Choice]) 
     for choice, piece in zip(choices, pieces, strict=True):
         logprobs = job.shape.logprobs(api.prompts.tokenizer).of(piece) if job.params.logprobs is not None else None
         answers.append(whole_choice(job.shape, choice.index, piece, logprobs))
+    first_ns = time.monotonic_ns()
     await exchange.respond(whole_response(job.heading, answers, _usage(job, choices)))
+    last_ns = time.monotonic_ns()
+    for choice in choices:
+        api.recorder.sent(choice.generation.request_id, first_ns, last_ns, 1)
 
 
 async def _stream(api: Api, exchange: Exchange, job: Job, choices: list[Choice]) -> None:
     options = job.request.stream_options
     has_usage = options is not None and bool(options.include_usage)
     events = Events(job.heading, has_usage=has_usage)
-    await _together([_Streamed(api, exchange, job, events).run(choice) for choice in choices])
+    streams = [_Streamed(api, exchange, job, events) for _ in choices]
+    await _together([stream.run(choice) for stream, choice in zip(streams, choices, strict=True)])
     await exchange.end(events.last(_usage(job, choices)) if has_usage else b"")
+    last_ns = time.monotonic_ns()
+    for stream, choice in zip(streams, choices, strict=True):
+        api.recorder.sent(choice.generation.request_id, stream.first_ns, last_ns, stream.num_events)
 
 
 class _Streamed:
@@ -161,6 +193,8 @@ class _Streamed:
         self._logprobs = job.shape.logprobs(api.prompts.tokenizer) if job.params.logprobs is not None else None
         self._counts = options is not None and bool(options.continuous_usage_stats)
         self._is_plain = self._logprobs is None and not self._counts
+        self.first_ns = 0  # monotonic, when the first event was given to the socket
+        self.num_events = 0
 
     async def run(self, choice: Choice) -> None:
         """The first event as soon as there is a token, then one for each interval."""
@@ -173,6 +207,9 @@ class _Streamed:
                 await self._exchange.event(opening + self._events.plain(choice.index, piece.text))
             else:
                 continue  # half a character, or what may begin a stop string
+            if not self.num_events:
+                self.first_ns = time.monotonic_ns()
+            self.num_events += 1
             if piece.finish_reason is not None:
                 return
             opening = b""

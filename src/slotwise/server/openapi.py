@@ -12,6 +12,7 @@ import msgspec
 from slotwise import __version__
 from slotwise.engine.scheduling import changes_schema
 from slotwise.server.errors import ErrorBody
+from slotwise.server.events import SWITCHES
 from slotwise.server.outline import MAX_MESSAGES, Message
 from slotwise.server.protocol import (
     ChatRequest,
@@ -27,7 +28,7 @@ BODIES: dict[str, type] = {
     "/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest, "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest, "/abort_requests": AbortRequest}
 GENERATING = ("/v1/completions", "/v1/chat/completions")
-OTHER_TEXT = {"/metrics": "text/plain", "/timeline": "text/html"}
+OTHER_TEXT = {"/metrics": "text/plain", "/timeline": "text/html", "/events": "application/x-ndjson"}
 AT_ANY_ROUTE = (HTTPStatus.BAD_REQUEST, HTTPStatus.UNAUTHORIZED, HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED,
                 HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.SERVICE_UNAVAILABLE)
 EVENT: Json = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
@@ -78,6 +79,9 @@ def _operation(method: str, path: str, schemas: dict[type, Json]) -> Json:
     if takes_body:
         schema = schemas[BODIES[path]] if path in BODIES else changes_schema()
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    if path == "/events":
+        operation["parameters"] = [
+            {"name": name, "in": "query", "schema": {"enum": ["0", "1"], "default": "1"}} for name in SWITCHES]
     if "{model" in path:
         operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
     return operation

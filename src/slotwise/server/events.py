@@ -1,0 +1,83 @@
+"""`GET /events`: the event log of this server, as it is written."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from urllib.parse import parse_qsl
+
+from slotwise.observe.log import Entry, Gap, encode_lines
+from slotwise.observe.ring import Ring
+from slotwise.server.errors import bad_request
+from slotwise.server.exchange import Exchange
+from slotwise.server.generate import Api
+from slotwise.server.viewers import Curtain
+
+SWITCHES = ("backlog", "follow")  # 0 or 1, both 1 where they are not given
+EVERY = 0.1  # seconds between two looks at what is new
+MOST = 64  # entries encoded at a time: a millisecond in which no other stream is served
+NDJSON = b"application/x-ndjson"
+
+
+async def events(api: Api, exchange: Exchange) -> None:
+    """The event log, live: a JSON object a line (see observe.log).
+
+    It begins with what is still remembered, or with `backlog=0` with those who live; it ends with the server, or with
+    `follow=0` with what has been written.
+    """
+    switches = _switches(exchange)
+    several = len(api.settings.api_keys) > 1
+    view = _View(api.recorder.ring, Curtain(exchange.tenant if several else ""))
+    gone = asyncio.Event()
+    with api.viewers.entering():
+        async with exchange.watched(gone.set):
+            await exchange.event(view.opening() if switches["backlog"] else view.opening_now(), NDJSON)
+            while not gone.is_set():
+                if lines := view.more():
+                    await exchange.event(lines)
+                    await asyncio.sleep(0)  # a socket that takes all at once would let nobody else have a turn
+                elif not switches["follow"] or (api.service.draining and not api.service.num_live):
+                    break
+                else:
+                    await asyncio.sleep(EVERY)
+            await exchange.close()
+
+
+def _switches(exchange: Exchange) -> dict[str, bool]:
+    found = dict.fromkeys(SWITCHES, True)
+    for name, value in parse_qsl(exchange.scope["query_string"].decode("latin-1"), keep_blank_values=True):
+        if name in found:
+            if value not in ("0", "1"):
+                raise bad_request(f"{name} is 0 or 1", name)
+            found[name] = value == "1"
+    return found
+
+
+class _View:
+    """What one viewer has seen of a ring, which waits for nobody."""
+
+    def __init__(self, ring: Ring, curtain: Curtain) -> None:
+        self._ring = ring
+        self._curtain = curtain
+        self._position = 0
+
+    def opening(self) -> bytes:
+        """What to know of those who come before all that is remembered."""
+        self._position = self._ring.first
+        return self._lines(self._ring.preface())
+
+    def opening_now(self) -> bytes:
+        """What to know of those who live."""
+        self._position = self._ring.end
+        return self._lines(self._ring.living())
+
+    def more(self) -> bytes:
+        """A few lines that have not been seen yet; empty when there are none."""
+        batch = self._ring.since(self._position, MOST)
+        self._position = batch.position
+        if batch.missed:
+            return self._lines([Gap(batch.missed), *self._ring.preface(), *batch.entries])
+        return self._lines(batch.entries)
+
+    def _lines(self, entries: Iterable[Entry]) -> bytes:
+        return encode_lines([self._curtain.before(entry) for entry in entries])

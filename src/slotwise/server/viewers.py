@@ -1,0 +1,74 @@
+"""Who watches the event log: a bounded number, each of whom sees only what its tenant may."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http import HTTPStatus
+
+import msgspec
+
+from slotwise.core.params import SamplingParams
+from slotwise.observe import log
+from slotwise.server.errors import ApiError
+
+MAX_VIEWERS = 16
+
+
+class Viewers:
+    def __init__(self, most: int = MAX_VIEWERS) -> None:
+        self._most = most
+        self._num = 0
+
+    @contextmanager
+    def entering(self) -> Iterator[None]:
+        """Raises ApiError when there are as many as there may be."""
+        if self._num >= self._most:
+            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, f"{self._num} viewers watch the events already",
+                           code="too_many_viewers")
+        self._num += 1
+        try:
+            yield
+        finally:
+            self._num -= 1
+
+
+class Curtain:
+    """Shows that others' requests are there, how long they are and where they run; not their names, nor their tokens.
+
+    Args:
+        tenant: who looks.  Empty where all are one; nothing but the salts is hidden then.
+    """
+
+    def __init__(self, tenant: str) -> None:
+        self._tenant = tenant
+        self._own: set[int] = set()  # of those who live
+
+    def before(self, entry: log.Entry) -> log.Entry:
+        """`entry` as it may be seen.  Entries come in the order of the log."""
+        if isinstance(entry, log.Request):
+            return self._request(entry)
+        if isinstance(entry, log.Step) and self._tenant:
+            return self._step(entry)
+        return entry
+
+    def _request(self, entry: log.Request) -> log.Request:
+        if not self._tenant or entry.salt.partition(":")[0] == self._tenant:
+            self._own.add(entry.number)
+            return msgspec.structs.replace(entry, salt="") if entry.salt else entry
+        hidden = SamplingParams(max_tokens=entry.params.max_tokens)
+        return msgspec.structs.replace(entry, salt="", id="", seed=0, params=hidden)
+
+    def _step(self, entry: log.Step) -> log.Step:
+        own = self._own
+        seen = msgspec.structs.replace(
+            entry, tokens=self._covered(entry, entry.tokens), sampled=self._covered(entry, entry.sampled))
+        if entry.ended:
+            seen.ended = tuple([end if end.number in own else end._replace(message="") for end in entry.ended])
+            own.difference_update([end.number for end in entry.ended])
+        return seen
+
+    def _covered(self, entry: log.Step, tokens: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+        own = self._own
+        return tuple([row if number in own else (0,) * len(row)
+                      for number, row in zip(entry.numbers, tokens, strict=False)])

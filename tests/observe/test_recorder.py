@@ -1,0 +1,137 @@
+"""The ring and the file of an event log: bounded, and a reader who comes late, or is slow, knows what is missing."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from recorded import Recorded
+
+from slotwise.batching.settings import Batching
+from slotwise.core.params import SamplingParams
+from slotwise.engine.messages import Add, Finish, RowEnd, StepRecord
+from slotwise.observe import log, log_file, recorder
+from slotwise.observe.log_file import LogFile
+from slotwise.observe.recorder import Recorder
+from slotwise.observe.ring import Known, Ring, weight
+
+ENTRIES = Recorded(0, Batching(), depth=1).play(60)
+
+
+def known(entries: list[log.Entry]) -> list[log.Entry]:
+    state = Known()
+    for entry in entries:
+        state.take(entry)
+    return state.entries()
+
+
+def test_lines_are_read_as_they_were_written() -> None:
+    lines = log.encode_lines(ENTRIES).splitlines(keepends=True)
+    assert list(log.read(lines)) == ENTRIES
+    assert list(log.read([*lines, b'{"kind":"st'])) == ENTRIES  # whoever wrote it was killed
+    with pytest.raises(log.LogError, match="line 3"):
+        list(log.read([*lines[:2], b"{}\n"]))
+    with pytest.raises(log.LogError, match="No such file"):
+        list(log.read_file("/no/such/log"))
+
+
+@given(capacity=st.integers(1, 2000))
+def test_a_ring_is_bounded_and_tells_what_comes_before_it(capacity: int) -> None:
+    ring = Ring(capacity)
+    for position, entry in enumerate(ENTRIES):
+        ring.append(entry)
+        assert ring.end == position + 1
+    held = ring.since(ring.first, 1 << 30).entries
+    assert held == ENTRIES[ring.first :]
+    assert len(held) == 1 or sum(map(weight, held)) <= capacity
+    assert ring.preface() == known(ENTRIES[: ring.first])
+    assert ring.living() == known(ENTRIES) == known(ring.entries())
+
+
+@given(capacity=st.integers(50, 400), turns=st.lists(st.integers(0, 40), min_size=1), most=st.integers(1, 20))
+def test_a_reader_misses_nothing_without_being_told(capacity: int, turns: list[int], most: int) -> None:
+    ring, position, seen = Ring(capacity), 0, 0
+    coming = iter(ENTRIES)
+    for turn in turns:
+        for _, entry in zip(range(turn), coming, strict=False):
+            ring.append(entry)
+        batch = ring.since(position, most)
+        start = seen + batch.missed
+        assert batch.entries == ENTRIES[start : start + len(batch.entries)] and len(batch.entries) <= most
+        position, seen = batch.position, start + len(batch.entries)
+    assert seen == position <= ring.end
+
+
+def test_a_stream_tells_neither_prompts_nor_whatever_else_is_only_in_the_file() -> None:
+    run = Recorded(0, Batching())
+    run.play(20)
+    assert not any(entry.prompt for entry in run.recorder.ring.entries() if isinstance(entry, log.Request))
+    assert all(entry.prompt for entry in run.file.entries if isinstance(entry, log.Request))
+
+
+def test_numbers_count_arrivals_and_names_may_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "REMEMBERED", 2)
+    subject = Recorder()
+    for turn in range(3):
+        subject.commanded(Add("same", [1, 2], SamplingParams(), 0, received_ns=5, tokenised_ns=6), 7)
+        subject.commanded(Finish("same", "abort"), 8)
+        subject.stepped(StepRecord(-1, 9, 9, ended=(RowEnd("same", "abort", 0),)))
+        assert subject.number_of("same") == turn
+    subject.sent("same", 10, 11, 4)
+    subject.sent("another", 10, 11, 4)
+    requests = [entry for entry in subject.ring.entries() if isinstance(entry, log.Request)]
+    assert [(entry.number, entry.received_ns, entry.tokenised_ns, entry.ns) for entry in requests] == [
+        (turn, 5, 6, 7) for turn in range(3)]
+    assert subject.ring.entries()[-1] == log.Sent(2, 10, 11, 4)
+    for name in "abc":
+        subject.commanded(Add(name, [1], SamplingParams(), 0), 12)
+        subject.stepped(StepRecord(-1, 13, 13, ended=(RowEnd(name, "length", 1),)))
+    assert subject.number_of("same") == subject.number_of("a") == -1 and subject.number_of("c") == 5
+
+
+def test_a_file_has_everything_in_its_order(tmp_path: Path) -> None:
+    with LogFile(tmp_path / "log") as file:
+        for entry in ENTRIES:
+            file.write(entry)
+    assert list(log.read_file(tmp_path / "log")) == ENTRIES
+
+
+def test_a_file_that_cannot_keep_up_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stuck, written = threading.Event(), threading.Event()
+
+    def put(self: LogFile, data: bytes) -> None:
+        written.set()
+        stuck.wait()
+        whole(self, data)
+
+    whole = LogFile._put
+    monkeypatch.setattr(LogFile, "_put", put)
+    monkeypatch.setattr(log_file, "GATHER", 0.0)
+    file = LogFile(tmp_path / "log", max_waiting=100)
+    file.write(ENTRIES[0])
+    assert written.wait(10)
+    for entry in ENTRIES[1:]:
+        file.write(entry)  # by this very thread: were it kept waiting, the test would not end
+    stuck.set()
+    file.close()
+    found = list(log.read_file(tmp_path / "log"))
+    missed = found[-1]
+    assert isinstance(missed, log.Gap) and found[:-1] == ENTRIES[: len(found) - 1]
+    assert missed.missed == len(ENTRIES) - len(found) + 1
+    assert sum(map(weight, found[1:-1])) <= 100
+
+
+def test_a_full_disk_is_told_once_and_harms_nobody(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def put(self: LogFile, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(LogFile, "_put", put)
+    monkeypatch.setattr(log_file, "GATHER", 0.0)
+    with LogFile(tmp_path / "log") as file:
+        for entry in ENTRIES:
+            file.write(entry)
+    assert [record.levelname for record in caplog.records] == ["ERROR"] and "No space left" in caplog.text

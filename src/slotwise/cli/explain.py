@@ -45,7 +45,8 @@ def run(asked: argparse.Namespace) -> int:
     if asked.step is not None:
         _show_moment(console, moment(entries, facts, asked.step, times), facts)
     elif asked.request is not None:
-        found = [one for one in facts.values() if one.is_named(asked.request)]
+        name = asked.request
+        found = [one for one in facts.values() if name == str(one.request.number) or one.is_named(name)]
         if not found:
             raise LogError(f"no request in {asked.log} is called {asked.request!r}")
         for one in found:

@@ -55,9 +55,8 @@ class Facts(msgspec.Struct):
         return self.request.id.rpartition("-")[0] or self.request.id
 
     def is_named(self, name: str) -> bool:
-        """By its number, the engine's id, the response's, or the client's `X-Request-Id`."""
-        names = (str(self.request.number), self.request.id, self.response_id)
-        return name in names or self.response_id in [shape + name for shape in SHAPES]
+        """By the engine's id, the response's, or the client's `X-Request-Id`."""
+        return name in (self.request.id, self.response_id) or self.response_id in [shape + name for shape in SHAPES]
 
     def belongs_to(self, tenant: str) -> bool:
         """What it shares cached beginnings under begins with whose it is."""

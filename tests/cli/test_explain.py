@@ -1,0 +1,76 @@
+"""`slotwise explain` on a log of a real engine."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from observe.played import Play
+
+from slotwise.cli import main
+from slotwise.observe.facts import gather
+from slotwise.observe.log import encode_lines
+
+
+@pytest.fixture(scope="module")
+def play() -> Play:
+    return Play(4).run(60)
+
+
+@pytest.fixture(scope="module")
+def path(play: Play, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("log") / "events.jsonl"
+    path.write_bytes(encode_lines(play.entries))
+    return path
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    assert main(["explain", *map(str, arguments)]) == 0
+    return capsys.readouterr().out
+
+
+def figures(line: str) -> list[float]:
+    return [float(found.replace(",", "")) for found in re.findall(r"[\d,]+\.\d\d(?= )", line)]
+
+
+def test_a_request_by_any_of_its_names(play: Play, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = told(capsys, path, "r7")
+    assert told(capsys, path, "cmpl-r7") == shown == told(capsys, path, "cmpl-r7-7") == told(capsys, path, 7)
+    lines = [line for line in shown.splitlines() if line.startswith("│")]
+    *parts, (total,) = [figures(line) for line in lines]
+    assert total == pytest.approx(play.waited["cmpl-r7-7"] / 1e6, abs=0.01)
+    assert sum(part for (part,) in parts) == pytest.approx(total, abs=0.01 * len(parts))
+    assert "request 7 (cmpl-r7-7)" in shown and "other" not in shown.replace("others were in its steps", "")
+
+
+def test_the_slowest_first(play: Play, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = told(capsys, path, "--slowest", 5)
+    slowest = sorted(play.waited, key=play.waited.__getitem__, reverse=True)[:5]
+    assert re.findall(r"cmpl-r\d+-\d+", shown) == slowest
+    assert "The 5 slowest of 60 requests" in shown
+    for line in shown.splitlines():
+        if "cmpl-" in line:
+            total, *parts = figures(line)
+            assert sum(parts) == pytest.approx(total, rel=0.01)
+
+
+def test_a_step(play: Play, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = told(capsys, path, "--step", 12)
+    assert shown.startswith("Step 12: ") and "Who ran" in shown and "Who did not" in shown
+    assert "step under way" in shown or "no slot" in shown or "no blocks" in shown or "token budget" in shown
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["nobody"], "no request in .* is called 'nobody'"), (["--step", "99999"], "there is no step 99999"),
+    (["r7", "--step", "1"], "give a request, --slowest or --step")])
+def test_what_is_not_there(path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    assert main(["explain", str(path), *arguments]) == 1
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_file_that_is_no_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x").write_text("hello\n")
+    assert main(["explain", str(tmp_path / "x")]) == 1 and "is not an entry" in capsys.readouterr().err
+    assert main(["explain", str(tmp_path / "y")]) == 1
+    assert len(gather([])) == 0

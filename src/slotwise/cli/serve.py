@@ -46,6 +46,12 @@ def _server_options(serve: argparse.ArgumentParser) -> None:
                        help="how long running requests may take to end after SIGTERM (default: 30)")
     group.add_argument("--stream-interval", type=int, default=1, metavar="TOKENS",
                        help="tokens gathered before a stream sends them (default: 1)")
+    group.add_argument("--event-log", default="", metavar="FILE",
+                       help="write all that happens here, prompts included: up to 1 kB for a step of 16 rows; it can be "
+                       "replayed, explained, drawn (default: only the latest is kept, in memory)")
+    group.add_argument("--otlp-traces-endpoint", default="", metavar="URL",
+                       help="send a span for each request and its stages to this collector, by OTLP over HTTP "
+                       "(http://127.0.0.1:4318/v1/traces; needs slotwise[otel])")
     group.add_argument("--log-format", choices=FORMATS, default=TEXT,
                        help="of what is written to stderr: lines for people, or a JSON object each (default: text)")
 
@@ -94,6 +100,7 @@ def run(asked: argparse.Namespace) -> int:
         served_model_name=asked.served_model_name or asked.model or BUILTIN_NAME, api_keys=_keys(asked.api_key),
         max_num_queued_reqs=asked.max_num_queued_reqs, max_num_queued_tokens=asked.max_num_queued_tokens,
         queue_timeout=asked.queue_timeout, engine_timeout=asked.engine_timeout,
-        shutdown_timeout=asked.shutdown_timeout, stream_interval=asked.stream_interval, log_format=asked.log_format,
+        shutdown_timeout=asked.shutdown_timeout, stream_interval=asked.stream_interval,
+        event_log=asked.event_log, otlp_traces_endpoint=asked.otlp_traces_endpoint, log_format=asked.log_format,
         seed=asked.seed)
     return run_server(config, settings, (asked.host, asked.port), asked.chat_template, engine)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import sys
 import time
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import uvloop
@@ -20,7 +22,10 @@ from slotwise.engine.service import EngineService
 from slotwise.engine.supervisor import Supervisor
 from slotwise.observe import lines
 from slotwise.observe.load import report
+from slotwise.observe.log_file import LogFile
+from slotwise.observe.traces import Traces
 from slotwise.server.app import build_app
+from slotwise.server.generate import Api
 from slotwise.server.serve import listen, serve
 from slotwise.server.settings import ServerSettings
 from slotwise.text.chat import load_chat_template
@@ -42,7 +47,7 @@ def run_server(
         first: an engine process, started with `config`; it ends with the server.
 
     Raises:
-        OSError, TokenizerError, EngineError: one line that says what is wrong, before anything is
+        OSError, TokenizerError, EngineError, TracesError: one line that says what is wrong, before anything is
             served.
     """
     lines.set_up(settings.log_format)
@@ -57,6 +62,7 @@ async def _serve(
     config: EngineConfig, settings: ServerSettings, listener: socket.socket, template: str | None, first: ChildProcess,
 ) -> int:
     bar = _LoadingBar(settings.log_format)
+    traces = Traces(endpoint, settings.served_model_name) if (endpoint := settings.otlp_traces_endpoint) else None
     service = EngineService(bar)
 
     def launch(last: EngineInfo | None) -> ChildProcess:
@@ -71,12 +77,28 @@ async def _serve(
             info = await supervisor.ready()
         app = build_app(service, tokenizer, chat, settings)
         settle()
-        reporting = asyncio.create_task(report(app.api.metrics))
-        await serve(app, listener, lambda url: _greet(url, info, settings, time.monotonic() - first.started))
-        reporting.cancel()
+        async with _observed(app.api, traces, settings.event_log):
+            await serve(app, listener, lambda url: _greet(url, info, settings, time.monotonic() - first.started))
     finally:
         await supervisor.end()
     return 1 if service.hopeless.is_set() else 0
+
+
+@contextlib.asynccontextmanager
+async def _observed(api: Api, traces: Traces | None, event_log: str) -> AsyncIterator[None]:
+    """What is told beside the answers, for as long as they are given."""
+    if traces is not None:
+        api.trace(traces)
+    reporting = asyncio.create_task(report(api.metrics))
+    try:
+        with LogFile(event_log) if event_log else contextlib.nullcontext() as file:
+            if file is not None:
+                api.recorder.write_to(file)
+            yield
+    finally:
+        reporting.cancel()
+        if traces is not None:
+            await asyncio.to_thread(traces.close)
 
 
 def _like(config: EngineConfig, last: EngineInfo) -> EngineConfig:

@@ -47,8 +47,8 @@ def _server_options(serve: argparse.ArgumentParser) -> None:
     group.add_argument("--stream-interval", type=int, default=1, metavar="TOKENS",
                        help="tokens gathered before a stream sends them (default: 1)")
     group.add_argument("--event-log", default="", metavar="FILE",
-                       help="write all that happens here, prompts included: up to 1 kB for a step of 16 rows; it can be "
-                       "replayed, explained, drawn (default: only the latest is kept, in memory)")
+                       help="write all that happens here, prompts included: up to 1 kB for a step of 16 rows; it can "
+                       "be replayed, explained, drawn (default: only the latest is kept, in memory)")
     group.add_argument("--otlp-traces-endpoint", default="", metavar="URL",
                        help="send a span for each request and its stages to this collector, by OTLP over HTTP "
                        "(http://127.0.0.1:4318/v1/traces; needs slotwise[otel])")

@@ -78,7 +78,8 @@ def test_whoever_yields_waits_again_and_whoever_ends_is_gone() -> None:
                            stop=Stop("no_blocks", 0, 1), numbers=(1,), slots=(0,), starts=(5,), counts=(4,),
                            tokens=((3,),), num_running=1, num_waiting=2))
     now = board(*yielded)
-    assert [life.request.number for life in now.queue()] == [0, 2] and now.waiting == {"no_blocks": 2}
+    assert [(life.request.number, life.reason) for life in now.queue()] == [(0, "no_blocks"), (2, "no_blocks")]
+    assert now.waiting == {"no_blocks": 2}
     (life,) = now.seated()
     assert life.phase == "prefill" and life.num_output == 1
     again = step(300, numbers=(1, 0), slots=(0, 1), starts=(9, 0), counts=(1, 8), held=(0,), tokens=((), ()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
@@ -24,7 +25,8 @@ def frame(board: Board, now_ns: int, most_rows: int, trouble: str = "") -> Rende
     parts: list[RenderableType] = [_title(board, trouble), _gauges(board), _rates(board, now_ns)]
     seated = board.seated()
     room = max(3, most_rows - HEADER_ROWS)
-    parts.append(_slots(seated[:room], now_ns))
+    if seated:
+        parts.append(_slots(seated[:room], now_ns))
     if len(seated) > room:
         parts.append(Text(f"  and {len(seated) - room} more", style="dim"))
     parts.append(_queue(board.queue(), now_ns))
@@ -32,12 +34,13 @@ def frame(board: Board, now_ns: int, most_rows: int, trouble: str = "") -> Rende
 
 
 def _title(board: Board, trouble: str) -> Text:
-    assert board.run is not None and board.scheduling is not None
+    run = board.run
+    assert run is not None and board.scheduling is not None
     batching = board.scheduling.batching
     kind = f"{batching.kind} ({batching.prefill})" if batching.prefill else batching.kind
     step = f"step {board.last.step}" if board.last is not None else "no step yet"
-    title = Text.assemble(("slotwise ", "bold"), f"{board.run.version}  {board.run.model} on {board.run.device} "
-                          f"({board.run.dtype})  {kind} batching  {step}")
+    title = Text.assemble(("slotwise ", "bold"), f"{run.version}  {Path(run.model).name} on {run.device} ({run.dtype})  "
+                          f"{kind} batching  {step}")
     if why := trouble or board.down:
         title.append(f"\n{why}", style="bold red")
     return title

@@ -157,10 +157,7 @@ class Board:
             if (life := self.lives.get(number)) is not None:
                 life.cached, life.admitted_ns = cached, step.started_ns
         prompt = self._rows(step)
-        for number, reason in step.refused:
-            if (life := self.lives.get(number)) is not None:
-                life.reason = reason
-                life.phase = WAITS if life.slot == NOT_SEATED else STALLED
+        self._reasons(step)
         self._note(step, prompt)
         for number, _, _, _ in step.ended:
             self.lives.pop(number, None)
@@ -170,6 +167,17 @@ class Board:
             self.waiting = waste.why_waiting(step)
         self.num_running, self.num_waiting = step.num_running, step.num_waiting
         self.num_free_blocks = step.num_free_blocks
+
+    def _reasons(self, step: Step) -> None:
+        """Whoever was not examined waits for what stopped the first, if the plan knew of it."""
+        if step.stop is not None:
+            for life in self.lives.values():
+                if life.slot == NOT_SEATED and life.request.ns <= step.started_ns:
+                    life.reason = step.stop.reason
+        for number, reason in step.refused:
+            if (life := self.lives.get(number)) is not None:
+                life.reason = reason
+                life.phase = WAITS if life.slot == NOT_SEATED else STALLED
 
     def _rows(self, step: Step) -> int:
         """Where each of them stands now; tokens of prompts among those computed."""

@@ -39,8 +39,8 @@ def _title(board: Board, trouble: str) -> Text:
     batching = board.scheduling.batching
     kind = f"{batching.kind} ({batching.prefill})" if batching.prefill else batching.kind
     step = f"step {board.last.step}" if board.last is not None else "no step yet"
-    title = Text.assemble(("slotwise ", "bold"), f"{run.version}  {Path(run.model).name} on {run.device} ({run.dtype})  "
-                          f"{kind} batching  {step}")
+    title = Text.assemble(("slotwise ", "bold"), f"{run.version}  {Path(run.model).name} on {run.device} "
+                          f"({run.dtype})  {kind} batching  {step}")
     if why := trouble or board.down:
         title.append(f"\n{why}", style="bold red")
     return title

@@ -57,7 +57,7 @@ def test_every_route_but_the_health_checks_needs_one_of_the_keys(folder: Path, t
     """And but the page: a browser cannot send a key with an address, and the page holds nothing that a key protects."""
     with running(folder, tmp_path / "engine", "api_keys=one,two") as server:
         for method, path, _ in [*ROUTES, ("GET", "/no/such/path", None)]:
-            url = server.url + path.replace("{model:path}", "toy")
+            url = server.url + path.replace("{model:path}", "toy").replace("{request_id:path}", "nobody")
             for header in ("", "Bearer", "Bearer three", "Bearer on", "Bearer one,two", "one", "Basic one"):
                 answer = server.client.request(method, url, headers={"Authorization": header} if header else {})
                 assert answer.status_code == (200 if path in OPEN_TO_ALL else 401), (method, path, header)

@@ -108,11 +108,12 @@ def _rows(step: Step, facts: dict[int, Facts], stands: _Stands) -> Iterable[Ran]
 
 def _left_out(step: Step, facts: dict[int, Facts], stands: _Stands) -> Iterable[LeftOut]:
     given = {decision.number: decision.reason for decision in (*step.refused, *step.preempted)}
+    yielded = {preemption.number for preemption in step.preempted}
     behind = step.stop.reason if step.stop is not None else ""
     for number, one in facts.items():
         if number in step.numbers or number in stands.ended or one.request.ns >= step.ended_ns:
             continue
-        state = stands.state(number)
+        state = "preempted" if number in yielded else stands.state(number)
         if not one.taken_ns or one.taken_ns > step.started_ns:
             yield LeftOut(number, "arriving", STEP_UNDER_WAY)
         elif reason := given.get(number) or (behind if state != "running" else ""):

@@ -16,7 +16,8 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 
 from slotwise.engine.service import EngineService
-from slotwise.server import admin
+from slotwise.observe.steptime import StepTimes
+from slotwise.server import admin, explain
 from slotwise.server.completions import chat_completions, completions
 from slotwise.server.errors import ApiError, ClientGone
 from slotwise.server.events import events
@@ -57,6 +58,7 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("PUT", "/admin/scheduling", admin.reschedule),
     ("GET", "/timeline", timeline),
     ("GET", "/events", events),
+    ("GET", "/explain/{request_id:path}", explain.of_request),
 )
 OPEN_TO_ALL = ("/health", "/ping", "/timeline")  # the last is a page without data, which asks for a key itself
 REJECTIONS = ("context_length_exceeded", "tokenizer_busy")  # codes of errors that count as refused admissions
@@ -65,9 +67,14 @@ logger = logging.getLogger(__name__)
 
 
 def build_app(service: EngineService, tokenizer: Tokenizer, chat_template: ChatTemplate | None,
-              settings: ServerSettings) -> App:
-    """The application over an engine that is ready."""
-    return App(Api(service, Prompts(tokenizer, chat_template, service.info), settings))
+              settings: ServerSettings, step_times: StepTimes | None = None) -> App:
+    """The application over an engine that is ready.
+
+    Args:
+        step_times: what is known of them already; None: nothing.
+    """
+    prompts = Prompts(tokenizer, chat_template, service.info)
+    return App(Api(service, prompts, settings, step_times or StepTimes()))
 
 
 class App:

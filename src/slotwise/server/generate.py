@@ -16,7 +16,9 @@ from slotwise.engine.messages import Add
 from slotwise.engine.service import QUEUE_FULL, EngineService, Refused
 from slotwise.observe.metrics import Metrics
 from slotwise.observe.recorder import Recorder
+from slotwise.observe.steptime import StepTimes
 from slotwise.observe.traces import Traces
+from slotwise.server import explain
 from slotwise.server.choice import Choice, Piece
 from slotwise.server.errors import ApiError, bad_request, from_refusal
 from slotwise.server.exchange import Exchange
@@ -30,9 +32,14 @@ from slotwise.text.continuation import Continuation
 
 
 class Api:
-    """What the endpoints work with."""
+    """What the endpoints work with.
 
-    def __init__(self, service: EngineService, prompts: Prompts, settings: ServerSettings) -> None:
+    Args:
+        step_times: what is known of them already.
+    """
+
+    def __init__(self, service: EngineService, prompts: Prompts, settings: ServerSettings,
+                 step_times: StepTimes) -> None:
         limits = service.info.limits
         self.service = service
         self.prompts = prompts
@@ -42,8 +49,10 @@ class Api:
         self.recorder = Recorder()
         self.recorder.started(service.info)
         self.viewers = Viewers()
+        self.step_times = step_times
+        self.explainer = explain.Explainer()
         self._traces: Traces | None = None
-        service.observers += [self.metrics, self.door, self.recorder]
+        service.observers += [self.metrics, self.door, self.recorder, self.step_times]
         self.underway = Underway()
         self.num_exchanges = 0  # under way, of any kind
         self._seeds = random.Random(settings.seed)
@@ -164,8 +173,9 @@ async def _whole(api: Api, exchange: Exchange, job: Job, choices: list[Choice]) 
     for choice, piece in zip(choices, pieces, strict=True):
         logprobs = job.shape.logprobs(api.prompts.tokenizer).of(piece) if job.params.logprobs is not None else None
         answers.append(whole_choice(job.shape, choice.index, piece, logprobs))
+    told = await _told(api, job, choices)
     first_ns = time.monotonic_ns()
-    await exchange.respond(whole_response(job.heading, answers, _usage(job, choices)))
+    await exchange.respond(whole_response(job.heading, answers, _usage(job, choices), told))
     last_ns = time.monotonic_ns()
     for choice in choices:
         api.recorder.sent(choice.generation.request_id, first_ns, last_ns, 1)
@@ -177,10 +187,18 @@ async def _stream(api: Api, exchange: Exchange, job: Job, choices: list[Choice])
     events = Events(job.heading, has_usage=has_usage)
     streams = [_Streamed(api, exchange, job, events) for _ in choices]
     await _together([stream.run(choice) for stream, choice in zip(streams, choices, strict=True)])
-    await exchange.end(events.last(_usage(job, choices)) if has_usage else b"")
+    told = await _told(api, job, choices)
+    await exchange.end(events.last(_usage(job, choices), told) if has_usage or told else b"")
     last_ns = time.monotonic_ns()
     for stream, choice in zip(streams, choices, strict=True):
         api.recorder.sent(choice.generation.request_id, stream.first_ns, last_ns, stream.num_events)
+
+
+async def _told(api: Api, job: Job, choices: list[Choice]) -> dict[str, Any]:
+    """Of the response itself, where that was asked for: fields of our own."""
+    if not job.request.explain:
+        return {}
+    return {"slotwise": await explain.of_response(api, [choice.generation.request_id for choice in choices])}
 
 
 class _Streamed:

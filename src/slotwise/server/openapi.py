@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Any
@@ -68,6 +69,7 @@ def document(routes: Sequence[tuple[str, str, Callable[..., Any]]], open_to_all:
 
 
 _WORD = str.maketrans("/{}:", "____")
+_IN_PATH = re.compile(r"{(\w+):path}")
 
 
 def _operation(method: str, path: str, schemas: dict[type, Json]) -> Json:
@@ -82,8 +84,8 @@ def _operation(method: str, path: str, schemas: dict[type, Json]) -> Json:
     if path == "/events":
         operation["parameters"] = [
             {"name": name, "in": "query", "schema": {"enum": ["0", "1"], "default": "1"}} for name in SWITCHES]
-    if "{model" in path:
-        operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+    if named := _IN_PATH.search(path):
+        operation["parameters"] = [{"name": named[1], "in": "path", "required": True, "schema": {"type": "string"}}]
     return operation
 
 

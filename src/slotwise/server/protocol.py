@@ -100,6 +100,7 @@ class Generate(Unsupported, kw_only=True):
     frequency_penalty: Penalty | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
+    explain: bool | None = None  # tell in the response where the time went
     bench_output_tokens: OneOrMore | list[OneOrMore] | None = None  # see engine.messages.Add; a list: of each prompt
 
     def refuse_unsupported(self) -> None:

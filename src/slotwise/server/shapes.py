@@ -64,8 +64,10 @@ class Heading:
         return {"id": self.response_id, "object": kind, "created": self.created, "model": self.model}
 
 
-def whole_response(heading: Heading, choices: list[dict[str, Any]], used: dict[str, Any]) -> bytes:
-    return to_json(heading.of(heading.shape.whole_object) | {"choices": choices, "usage": used})
+def whole_response(heading: Heading, choices: list[dict[str, Any]], used: dict[str, Any],
+                   extras: dict[str, Any]) -> bytes:
+    """Args: extras: fields that OpenAI's responses do not have."""
+    return to_json(heading.of(heading.shape.whole_object) | {"choices": choices, "usage": used} | extras)
 
 
 def whole_choice(shape: Shape, index: int, piece: Piece, logprobs: dict[str, Any] | None) -> dict[str, Any]:
@@ -104,6 +106,6 @@ class Events:
             self._head, index, self._before, to_json(piece.text), self._after, to_json(logprobs),
             to_json(piece.finish_reason), usage_field)
 
-    def last(self, used: dict[str, Any]) -> bytes:
-        """Usage of the whole request."""
-        return self._head + b'],"usage":' + to_json(used) + b"}\n\n"
+    def last(self, used: dict[str, Any], extras: dict[str, Any]) -> bytes:
+        """Usage of the whole request, and what `whole_response` would say beside it."""
+        return self._head + b"]," + to_json({"usage": used} | extras)[1:] + b"\n\n"

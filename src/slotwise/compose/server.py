@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from slotwise.compose.garbage import settle
 from slotwise.compose.launch import ChildProcess, launch_engine
+from slotwise.compose.step_times import remembered
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import EngineInfo, Loading
 from slotwise.engine.service import EngineService
@@ -75,10 +76,11 @@ async def _serve(
         chat = load_chat_template(config.model, tokenizer.special_tokens, template)
         with bar:
             info = await supervisor.ready()
-        app = build_app(service, tokenizer, chat, settings)
-        settle()
-        async with _observed(app.api, traces, settings.event_log):
-            await serve(app, listener, lambda url: _greet(url, info, settings, time.monotonic() - first.started))
+        with remembered(config, info) as step_times:
+            app = build_app(service, tokenizer, chat, settings, step_times)
+            settle()
+            async with _observed(app.api, traces, settings.event_log):
+                await serve(app, listener, lambda url: _greet(url, info, settings, time.monotonic() - first.started))
     finally:
         await supervisor.end()
     return 1 if service.hopeless.is_set() else 0

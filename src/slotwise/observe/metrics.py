@@ -46,6 +46,7 @@ class Metrics(Collector, Observer):
 
     def __init__(self, model_name: str, info: EngineInfo, healthy: Callable[[], bool] = lambda: True) -> None:
         self._shown = Shown(model_name)
+        self.told: dict[str, Callable[[], float]] = {}  # gauges that somebody else keeps
         self._healthy = healthy
         self._lives: dict[str, _Life] = {}
         self.waits = waste.Waits()
@@ -209,6 +210,8 @@ class Metrics(Collector, Observer):
         yield shown.waiting(self.waits.now if self.num_waiting else {})
         yield shown.gauge("kv_cache_usage_perc", self.usage)
         yield shown.gauge("max_num_seqs", self._slots)
+        for name, value in self.told.items():
+            yield shown.gauge(name, value())
         for name, count in self.counters.items():
             yield shown.counter(name, count)
         for name, counts in self.labelled.items():

@@ -75,6 +75,7 @@ GAUGES = {
     "num_requests_waiting": "Requests that wait for a slot.",
     "kv_cache_usage_perc": "Share of cache blocks that somebody refers to; 1 is all.",
     "max_num_seqs": "Slots in use.",
+    "step_time_model_error": "Median of |predicted - taken| / taken over the latest steps that were learned from.",
     "engine_healthy": "1 while there is an engine that shows signs of life, else 0.",
 }
 WAITING = Labelled("reason", WAITS[1:], "Requests that wait for a slot, by why, in the last step planned.")

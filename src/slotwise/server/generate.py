@@ -50,6 +50,7 @@ class Api:
         self.recorder.started(service.info)
         self.viewers = Viewers()
         self.step_times = step_times
+        self.metrics.told["step_time_model_error"] = lambda: step_times.error
         self.explainer = explain.Explainer()
         self._traces: Traces | None = None
         service.observers += [self.metrics, self.door, self.recorder, self.step_times]

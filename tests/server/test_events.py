@@ -1,0 +1,184 @@
+"""The event log as a stream: whole, in order, through the loss of an engine, and to each tenant what is its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+from live_server import Server, running
+from recorded import Recorded
+from server.test_lifecycle import COMPLETIONS, LONG, SLOW, eventually
+
+from slotwise.batching.settings import Batching
+from slotwise.core.params import SamplingParams
+from slotwise.observe import log
+from slotwise.observe.ring import Ring
+from slotwise.server.events import _View
+from slotwise.server.viewers import MAX_VIEWERS, Curtain
+
+
+class Watching:
+    """Reads `/events` in a thread of its own."""
+
+    def __init__(self, server: Server, query: str = "", key: str = "") -> None:
+        self.entries: list[log.Entry] = []
+        self._opened = threading.Event()
+        self._thread = threading.Thread(target=self._read, args=(server, "/events" + query, key))
+        self._thread.start()
+        assert self._opened.wait(30)
+
+    def _read(self, server: Server, path: str, key: str) -> None:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        with server.client.stream("GET", server.url + path, headers=headers) as response:
+            assert response.headers["content-type"] == "application/x-ndjson"
+            for line in response.iter_lines():
+                self.entries.append(log.decode(line))
+                self._opened.set()
+
+    def of(self, kind: type) -> list[Any]:
+        return [entry for entry in self.entries if isinstance(entry, kind)]
+
+    def ended(self) -> list[log.Entry]:
+        """All there was, once the stream has ended."""
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+        return self.entries
+
+
+def written(server: Server, query: str = "", key: str = "") -> Watching:
+    """What has been written so far."""
+    watching = Watching(server, f"?follow=0{query}", key)
+    watching.ended()
+    return watching
+
+
+@contextlib.contextmanager
+def long_request(server: Server) -> Iterator[None]:
+    with server.client.stream("POST", server.url + COMPLETIONS, json=LONG | {"stream": True}) as response:
+        lines = response.iter_lines()  # kept: without it the response is closed
+        next(lines)
+        yield
+
+
+def test_a_stream_tells_of_each_request_from_its_first_byte_to_its_last(folder: Path, tmp_path: Path) -> None:
+    with running(folder, tmp_path / "engine") as server:
+        watching = Watching(server)
+        server.events(COMPLETIONS, {"prompt": [40, 41, 42], "max_tokens": 5, "n": 2})
+        server.post(COMPLETIONS, {"prompt": [50], "max_tokens": 3})
+        assert server.client.put(server.url + "/admin/scheduling", json={"max_num_seqs": 2}).status_code == 200
+        eventually(lambda: len(watching.of(log.Sent)) == 3 and any(step.configured for step in watching.of(log.Step)))
+        again = written(server)
+        server.process.send_signal(signal.SIGTERM)
+        entries = watching.ended()
+    assert isinstance(entries[0], log.Run) and again.entries == entries[: len(again.entries)]
+    requests, steps = watching.of(log.Request), watching.of(log.Step)
+    assert [(request.number, request.num_prompt, request.prompt) for request in requests] == [
+        (0, 3, ()), (1, 3, ()), (2, 1, ())]
+    assert sum(len(step.taken) for step in steps) == len(requests) + 1
+    for request, length, most_events in zip(requests, (5, 5, 3), (5, 5, 1), strict=True):
+        rows = [(step, step.numbers.index(request.number)) for step in steps if request.number in step.numbers]
+        assert sum(len(step.tokens[row]) for step, row in rows) == length
+        (sent,) = [sent for sent in watching.of(log.Sent) if sent.number == request.number]
+        times = [request.received_ns, request.tokenised_ns, request.ns, rows[0][0].started_ns, rows[-1][0].ended_ns]
+        assert times == sorted(times) and request.ns <= sent.first_ns <= sent.last_ns >= times[-1]
+        assert 1 <= sent.num_events <= most_events
+
+
+def test_it_goes_on_with_the_next_engine_and_names_nobody_twice(folder: Path, tmp_path: Path) -> None:
+    with running(folder, tmp_path / "engine", SLOW) as server:
+        watching = Watching(server)
+        with contextlib.suppress(httpx.HTTPError), long_request(server):
+            os.kill(server.engine_pid, signal.SIGKILL)
+            eventually(lambda: len(watching.of(log.Run)) == 2)
+        assert server.post(COMPLETIONS, {"prompt": [50], "max_tokens": 3}).status_code == 200
+        eventually(lambda: bool(watching.of(log.Sent)))
+    first, second = [index for index, entry in enumerate(watching.entries) if isinstance(entry, log.Run)]
+    (lost,) = watching.of(log.Engine)
+    ending = watching.entries[watching.entries.index(lost) + 1]
+    assert lost.state == log.LOST and first < watching.entries.index(lost) < second
+    assert [(end.number, end.reason) for end in ending.ended] == [(0, "error")]
+    assert [request.number for request in watching.of(log.Request)] == [0, 1]
+
+
+def test_without_the_backlog_it_begins_with_who_lives(folder: Path, tmp_path: Path) -> None:
+    with running(folder, tmp_path / "engine", SLOW) as server:
+        assert server.post(COMPLETIONS, {"prompt": [50], "max_tokens": 3}).status_code == 200
+        with long_request(server):
+            seen = written(server, "&backlog=0").entries
+    assert [type(entry) for entry in seen[:2]] == [log.Run, log.Request] and seen[1].number == 1
+    assert not any(isinstance(entry, log.Step) and entry.numbers == (0,) for entry in seen)
+
+
+def test_viewers_are_counted_and_who_leaves_makes_room(folder: Path, tmp_path: Path) -> None:
+    with running(folder, tmp_path / "engine") as server:
+        for query in ("?backlog=2", "?follow=", "?backlog=1&follow=no"):
+            answer = server.get("/events" + query)
+            assert answer.status_code == 400 and answer.json()["error"]["param"] in ("backlog", "follow")
+        for _ in range(2):
+            with server.client.stream("GET", server.url + "/events") as response:
+                next(response.iter_lines())
+        eventually(lambda: server.get("/load").json() == {"server_load": 0})
+        watching = [Watching(server) for _ in range(MAX_VIEWERS)]
+        refused = server.get("/events")
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "too_many_viewers"
+        assert server.post(COMPLETIONS, {"prompt": [50], "max_tokens": 3}).status_code == 200
+        server.process.send_signal(signal.SIGTERM)
+        assert all(len(viewer.ended()) > 3 for viewer in watching)
+
+
+def test_others_requests_are_seen_and_not_read(folder: Path, tmp_path: Path) -> None:
+    with running(folder, tmp_path / "engine", "api_keys=one,two") as server:
+        for key, token in (("one", 40), ("two", 50)):
+            answer = server.post(
+                COMPLETIONS, {"prompt": [token], "max_tokens": 3, "stop": f"secret of {key}", "cache_salt": key},
+                Authorization=f"Bearer {key}", **{"X-Request-Id": f"name-of-{key}"})
+            assert answer.status_code == 200
+        for key, other, tokens in (("one", "two", {41, 42, 43, 0}), ("two", "one", {51, 52, 53, 0})):
+            watching = written(server, key=key)
+            text = log.encode_lines(watching.entries).decode()
+            assert f"secret of {key}" in text and f"name-of-{key}" in text
+            assert f"secret of {other}" not in text and f"name-of-{other}" not in text
+            assert not any(request.salt for request in watching.of(log.Request))
+            told = [row for step in watching.of(log.Step) for row in step.tokens]
+            assert {token for row in told for token in row} == tokens and sum(map(len, told)) == 6
+
+
+def test_a_curtain_hides_what_is_said_of_others_ends() -> None:
+    curtain = Curtain("mine")
+    seen = [curtain.before(entry) for entry in (
+        log.Request(0, "a", 1, 1, SamplingParams(), 0, salt="mine:x"), log.Request(1, "b", 1, 1, SamplingParams(), 0),
+        log.Request(2, "c", 1, 1, SamplingParams(max_tokens=4, stop=("x",)), 7, salt="mineral"),
+        log.Step(0, 1, 2, numbers=(0, 1, 2), tokens=((5,), (6, 7), ()), sampled=((5,), (6, 7), (8,)),
+                 ended=(log.End(0, "error", 1, "own"), log.End(1, "error", 1, "another's"))))]
+    assert [entry.id for entry in seen[:3]] == ["a", "", ""] and seen[2].params == SamplingParams(max_tokens=4)
+    assert (seen[3].tokens, seen[3].sampled) == (((5,), (0, 0), ()), ((5,), (0, 0), (0,)))
+    assert [end.message for end in seen[3].ended] == ["own", ""]
+
+
+def test_who_is_too_slow_is_told_how_much_is_missing_and_begins_anew() -> None:
+    entries = Recorded(0, Batching()).play(40)
+    ring = Ring(200)
+    view = _View(ring, Curtain(""))
+    view.opening()
+    seen: list[log.Entry] = []
+    for position, entry in enumerate(entries):
+        ring.append(entry)
+        if position % 50 == 49:
+            seen += log.read(view.more().splitlines(keepends=True))
+    gaps = [index for index, entry in enumerate(seen) if isinstance(entry, log.Gap)]
+    assert gaps and all(isinstance(seen[index + 1], log.Run) for index in gaps)
+
+
+def test_it_ends_with_the_server_whoever_still_runs(folder: Path, tmp_path: Path) -> None:
+    with running(folder, tmp_path / "engine", SLOW, "shutdown_timeout=0.2") as server:
+        watching = Watching(server)
+        with long_request(server):
+            server.process.send_signal(signal.SIGTERM)
+            entries = watching.ended()
+    assert [end.reason for entry in entries if isinstance(entry, log.Step) for end in entry.ended] == ["abort"]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -140,6 +143,25 @@ def test_the_terminal_view_shows_who_runs_and_who_waits(seen: Seen) -> None:
     assert "continuous batching" in seen.busy and re.search(rf"slots .* \d of {SLOTS}", seen.busy), seen.busy
     idle = top(seen.url, "--api-key", KEY).stdout
     assert f"0 of {SLOTS}" in idle and "nobody waits" in idle, idle
+
+
+def test_the_terminal_view_is_refreshed_in_place_until_it_is_left(seen: Seen) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "slotwise.cli", "top", seen.url, "--api-key", KEY, "--interval", "0.1"]
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=os.environ | {
+            "TERM": "xterm", "COLUMNS": "120", "LINES": "30"}) as process:
+        os.close(theirs)
+        drawn = b""
+        while drawn.count(b"nobody waits") < 3:
+            drawn += os.read(ours, 65536)
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(OSError):  # how a terminal says that nobody writes to it any more
+            while more := os.read(ours, 65536):
+                drawn += more
+    os.close(ours)
+    assert process.returncode == 130
+    enters, leaves = drawn.index(b"\x1b[?1049h"), drawn.rindex(b"\x1b[?1049l")
+    assert enters < drawn.index(b"nobody waits") < leaves, "on a screen of its own"
 
 
 def test_the_terminal_view_says_why_it_shows_nothing(seen: Seen) -> None:

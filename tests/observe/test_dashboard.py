@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -25,6 +26,14 @@ def test_what_is_named_is_shown_from_the_start_with_its_labels() -> None:
         named = dashboards.names(expr)
         assert named and named <= shown.keys(), expr
         assert dashboards.labels(expr) <= {"le"}.union(*(shown[name] for name in named)), expr
+
+
+def test_everything_shown_is_described() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "observability.md").read_text()
+    families = text_string_to_metric_families(Metrics("toy", engine()).exposition().decode())
+    names = {family.name + "_total" * (family.type == "counter") for family in families}
+    described = set(re.findall(r"`(?:slotwise:)?([a-z0-9_]+)(?:\{[a-z_]+\})?`", page))
+    assert {name.removeprefix("slotwise:") for name in names} <= described
 
 
 def test_panels_have_a_place_of_their_own_and_say_what_they_show() -> None:

@@ -6,8 +6,11 @@ request that came with a `traceparent` (W3C Trace Context) becomes part of its c
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 from collections import OrderedDict
+from queue import Full, Queue
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit, urlunsplit
 
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 SPAN = "llm_request"
 PATH = "/v1/traces"
 NS = 1e-9
+MAX_COMPLETE = 4096  # requests that wait to become spans; more are dropped
 MAX_QUEUE = 8192  # spans that wait to be sent; more are dropped
 BATCH = 512
 EVERY = 1000  # milliseconds between two batches
@@ -48,6 +52,9 @@ class Traces:
         self._spans = Spans()
         self._callers: OrderedDict[str, str] = OrderedDict()  # `traceparent` by the engine's id of a request
         self._offset_ns = 0  # from the monotonic clock to the calendar
+        self._complete: Queue[tuple[Life, str, int] | None] = Queue(MAX_COMPLETE)
+        self._teller = threading.Thread(target=self._tell_all, name="traces", daemon=True)
+        self._teller.start()
 
     def caller(self, request_id: str, traceparent: str) -> None:
         """`request_id`, the engine's, is about to be submitted on behalf of a traced caller."""
@@ -60,19 +67,25 @@ class Traces:
         if isinstance(entry, Run):
             self._offset_ns = round(entry.started_unix / NS) - entry.started_ns
         for life in self._spans.take(entry):
-            self._tell(life)
+            with contextlib.suppress(Full):
+                self._complete.put_nowait((life, self._callers.pop(life.request.id, ""), self._offset_ns))
 
     def close(self) -> None:
         """Send what is left; takes a few seconds when nobody listens."""
+        self._complete.put(None)
+        self._teller.join()
         self._provider.shutdown()
 
-    def _tell(self, life: Life) -> None:
+    def _tell_all(self) -> None:
+        """A request's spans take a good part of a millisecond to make: streams do not wait for it."""
+        while (complete := self._complete.get()) is not None:
+            self._tell(*complete)
+
+    def _tell(self, life: Life, caller: str, offset: int) -> None:
         from opentelemetry import trace
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        caller = self._callers.pop(life.request.id, "")
         above = TraceContextTextMapPropagator().extract({"traceparent": caller}) if caller else None
-        offset = self._offset_ns
         root = self._tracer.start_span(
             SPAN, above, trace.SpanKind.SERVER, _attributes(life, self._model_name), start_time=life.start_ns + offset)
         inside = trace.set_span_in_context(root)

@@ -92,35 +92,27 @@ const DEMO = ["compare", "first", "send", "batching", "slots"];
 
 function compare(page, demo) {
   return asking(DEMO, async () => {
-    const parts = [];
     measureIn(page, "steps");
-    page.view.keep();
     await demo.compare((batching) => {
-      parts.push({ batching, first: page.history.end });
       say(PARTS[batching]);
+      if (batching === "static") page.view.keep();
     });
-    await settled(page);
-    const { end } = page.history;
-    const [first, second] = parts.map((part, index) => worth(page.history, part.first, parts[index + 1]?.first ?? end));
-    if (page.view.following) page.view.show(parts[0].first, end);
-    const times = (first.seconds / second.seconds).toFixed(1);
-    say(`The same requests: static ${first.words}; continuous ${second.words}: ${times}× as fast.`);
+    const { history } = page;
+    const [first, second] = ["static", "continuous"].map((kind) => worth(history, kind));
+    if (page.view.following) page.view.show(first.from, second.to);
+    say(`The same requests: static ${first.words}; continuous ${second.words}.`
+      + ` ${(first.seconds / second.seconds).toFixed(1)}× as fast.`);
     page.changed();
   });
 }
 
-function worth(history, from, to) {
+// Of the last segment of a kind, what it took.
+function worth(history, kind) {
+  const index = history.segments.findLastIndex((one) => one.kind === kind && one.capacity > 1);
+  const from = history.segments[index].first, to = history.segments[index + 1]?.first ?? history.end;
   const seconds = history.step(to - 1).until - history.step(from).at;
   const share = Math.round(100 * history.useful(from, to));
-  return { seconds, words: `took ${to - from} steps and ${duration(seconds)}, ${share}% of its slots used` };
-}
-
-// The answer may be here before the record of the step that gave it.
-async function settled(page) {
-  for (let turn = 0; turn < 40; turn++) {
-    await new Promise((done) => setTimeout(done, 50));
-    if (page.history.last?.running === 0 && page.history.last?.waiting === 0) return;
-  }
+  return { from, to, seconds, words: `${to - from} steps, ${duration(seconds)}, ${share}% of the slots used` };
 }
 
 export async function openLog(page, stream, name) {

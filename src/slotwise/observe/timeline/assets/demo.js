@@ -3,6 +3,7 @@ const SLOTS = 12;
 const REQUESTS = 48; // of the comparison: four batches
 const OUTPUT = { middle: 18, spread: 0.85, least: 3, most: 56 }; // tokens, log-normal
 const PROMPT = { middle: 20, spread: 0.9, least: 4, most: 160 };
+const TURNS = 120; // of 25 milliseconds, that the records are waited for
 const SHARED = 48; // tokens that a quarter of the prompts begin with
 const FIRST_ID = 64, IDS = 180; // plain tokens of any vocabulary
 
@@ -44,29 +45,63 @@ export class Demo {
 
   get limits() { return this.history().run.limits; }
 
-  // All at once, as they would stand in a queue; resolves when the last has been answered.
-  async send(count) {
-    const { prompts, outputs } = workload(count, this.limits.max_model_len);
-    await this.service.json("/v1/completions", { method: "POST", body: {
-      prompt: prompts, max_tokens: Math.max(...outputs), bench_output_tokens: outputs, ignore_eos: true, seed: 7,
-      cache_salt: `demo ${crypto.getRandomValues(new Uint32Array(2)).join("")}`, // nothing of an earlier run is cached
-    } });
-  }
+  // All at once; resolves when the last has been answered.
+  send(count) { return this.#complete(workload(count, this.limits.max_model_len)); }
 
   schedule(changes) { return this.service.json("/admin/scheduling", { method: "PUT", body: changes }); }
 
   // The same requests twice, and then everything as it was.  `onPart` is told which of the two begins.
   async compare(onPart) {
     const before = await this.service.json("/admin/scheduling");
-    const slots = Math.min(SLOTS, this.limits.max_num_seqs);
+    const restore = () => this.schedule(Object.fromEntries(Object.entries(before).filter(([, value]) => value !== null)));
+    addEventListener("pagehide", restore);
     try {
-      for (const batching of ["static", "continuous"]) {
-        await this.schedule({ batching, max_num_seqs: slots });
-        onPart(batching);
-        await this.send(Math.max(2 * slots, Math.min(REQUESTS, 4 * slots)));
-      }
+      const slots = Math.min(SLOTS, this.limits.max_num_seqs);
+      for (const batching of ["static", "continuous"]) await this.#part(batching, slots, onPart);
     } finally {
-      await this.schedule(Object.fromEntries(Object.entries(before).filter(([, value]) => value !== null)));
+      removeEventListener("pagehide", restore);
+      await restore();
     }
+  }
+
+  async #part(batching, slots, onPart) {
+    const count = Math.floor(REQUESTS * slots / SLOTS);
+    const answered = batching === "static" ? await this.#queued(count) : null;
+    await this.schedule({ batching, max_num_seqs: slots });
+    onPart(batching);
+    await (answered ? answered() : this.send(count));
+    await this.#until((last) => last.running === 0 && last.waiting === 0);
+  }
+
+  // So many in the queue, behind one who has the only slot: a static batch takes whoever is there when it begins.
+  // Let go of that one, by calling what this resolves to, and they may start.
+  async #queued(count) {
+    await this.schedule({ batching: "continuous", max_num_seqs: 1 });
+    const guard = new AbortController();
+    const longest = Math.floor(this.limits.max_model_len / 2);
+    const guarding = this.#complete({ prompts: [[FIRST_ID]], outputs: [longest] }, guard.signal).catch(() => {});
+    await this.#until((last) => last.running === 1);
+    const answered = this.send(count);
+    await this.#until((last) => last.waiting >= count);
+    return () => {
+      guard.abort();
+      return Promise.all([answered, guarding]);
+    };
+  }
+
+  // What the records say comes a little after what was asked.
+  async #until(holds) {
+    for (let turn = 0; turn < TURNS; turn++) {
+      const { last } = this.history();
+      if (last && holds(last)) return;
+      await new Promise((done) => setTimeout(done, 25));
+    }
+  }
+
+  #complete({ prompts, outputs }, signal) {
+    const salt = `demo ${crypto.getRandomValues(new Uint32Array(2)).join("")}`; // nothing of an earlier run is cached
+    return this.service.json("/v1/completions", { method: "POST", signal, body: {
+      prompt: prompts, max_tokens: Math.max(...outputs), bench_output_tokens: outputs, ignore_eos: true, seed: 7,
+      cache_salt: salt } });
   }
 }

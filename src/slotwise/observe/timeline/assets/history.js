@@ -216,7 +216,8 @@ export class History {
       step.sum.padding += padding;
       if (kind !== "held" && kind !== "void") step.useful += 1;
       request.ran(step, row, kind);
-      this.#extend(step.ordinal, step.slots[row], number, kind, { count, padding, cached: cached.get(number) ?? 0 });
+      const cell = { count, padding, cached: cached.get(number) ?? 0, joins: cached.has(number) };
+      this.#extend(step.ordinal, step.slots[row], number, kind, cell);
     });
     step.worked = step.sum.decode + step.sum.prefill;
     step.tokensComputed = Object.values(step.sum).reduce((sum, one) => sum + one, 0);
@@ -228,8 +229,9 @@ export class History {
     const lane = this.lanes[slot] ??= [];
     const last = lane[lane.length - 1];
     const alike = last && last.number === number && last.kind === kind && last.end === ordinal;
-    if (alike && LASTING.has(kind) && !cell.padding && !last.padding && !cell.cached) last.end += 1;
-    else lane.push({ slot, number, kind, first: ordinal, end: ordinal + 1, ...cell });
+    if (alike && LASTING.has(kind) && !cell.padding && !last.padding && !cell.joins && !last.joins) {
+      last.end += 1;
+    } else lane.push({ slot, number, kind, first: ordinal, end: ordinal + 1, ...cell });
   }
 
   #known(number) {

@@ -67,7 +67,8 @@ function drawLane(scene, spans, slot, low, high, named) {
   for (let index = firstEndingAfter(spans, low); index < spans.length && spans[index].first < high; index++) {
     const span = spans[index], next = spans[index + 1];
     const x = view.x(view.start(span.first)), right = view.x(edge(view, span, next));
-    if (before && before.number === span.number && before.end < span.first) drawPause(scene, before, x, top, height);
+    const pauses = before?.number === span.number && before.end < span.first && !span.joins;
+    if (pauses) drawPause(scene, before, x, top, height);
     before = span;
     if (right - drawn < 0.4) continue; // nothing of it would be seen
     const from = Math.max(x, drawn);

@@ -71,8 +71,8 @@ export function drawHeads({ history, view, layout, palette, pen }) {
     const share = history.useful(from, to);
     const name = segment.words, facts = share === null ? "" : `${Math.round(100 * share)}% of the slots used`;
     pen.clipped(x, heads.top, Math.max(0, end - x), heads.height, () => {
-      pen.text(name, x + 6, heads.top + 17, palette.ink, { size: 14, weight: 700 });
       const after = x + 18 + 8.6 * name.length;
+      if (after - 12 < end) pen.text(name, x + 6, heads.top + 17, palette.ink, { size: 14, weight: 700 });
       if (end - after > LETTER * facts.length) pen.text(facts, after, heads.top + 17, palette.quiet, { size: 13 });
     });
   });

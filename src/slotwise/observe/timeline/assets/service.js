@@ -9,11 +9,13 @@ export class Service {
     this.key = sessionStorage.getItem(KEY) ?? "";
   }
 
-  async fetch(path, { method = "GET", body } = {}) {
+  async fetch(path, { method = "GET", body, signal } = {}) {
     for (;;) {
       const headers = this.key ? { Authorization: `Bearer ${this.key}` } : {};
       if (body !== undefined) headers["Content-Type"] = "application/json";
-      const response = await fetch(path, { method, headers, body: body && JSON.stringify(body), cache: "no-store" });
+      const keepalive = method === "PUT"; // it is sent even if the page is left
+      const sent = { method, headers, body: body && JSON.stringify(body), cache: "no-store", signal, keepalive };
+      const response = await fetch(path, sent);
       if (response.status !== 401) return response;
       this.key = await this.onKey(this.key !== "");
       sessionStorage.setItem(KEY, this.key);

@@ -1,0 +1,216 @@
+"""The timeline with a saved log, in a real browser."""
+
+from __future__ import annotations
+
+import json
+from xml.etree import ElementTree
+
+import pytest
+from browser import browser
+from observe.timeline.logs import cells, everything
+from observe.timeline.looking import compare, frame, looked_at
+
+from slotwise.observe import log
+from slotwise.observe.timeline import page as timeline
+
+EVIL = "</script><script>window.hacked = 1</script>"
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    with browser() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def entries():
+    return everything()
+
+
+@pytest.fixture(scope="module")
+def url(entries, tmp_path_factory):
+    path = tmp_path_factory.mktemp("timeline") / "page.html"
+    path.write_bytes(timeline.saved(EVIL, [log.encode(entry) + b"\n" for entry in entries]))
+    return path.as_uri()
+
+
+@pytest.fixture
+def opened(chromium, url):
+    with looked_at(chromium, url) as (page, complaints):
+        page.wait_for_function("slotwise.history.steps.length > 0")
+        frame(page)
+        yield page
+        assert complaints == [] and page.evaluate("window.hacked") is None
+
+
+def steps_of(entries):
+    return [entry for entry in entries if isinstance(entry, log.Step) and entry.step != log.NO_STEP]
+
+
+@pytest.mark.parametrize("unit", ["steps", "seconds"])
+def test_every_cell_drawn_is_what_the_plan_says(opened, entries, unit):
+    opened.click(f"#{unit}")
+    seen = compare(opened, cells(entries))
+    assert {"prefill", "decode", "held", "recompute", "empty"} <= seen.keys(), seen
+
+
+def test_a_row_computed_after_its_request_has_ended_is_told_apart(chromium, tmp_path):
+    entries = everything(seed=2, depth=1)
+    path = tmp_path / "page.html"
+    path.write_bytes(timeline.saved("depth 1", [log.encode(entry) + b"\n" for entry in entries]))
+    with looked_at(chromium, path.as_uri()) as (page, complaints):
+        page.wait_for_function("slotwise.history.steps.length > 0")
+        assert compare(page, cells(entries)).keys() >= {"void", "held"}
+        assert complaints == []
+
+
+def test_the_story_of_a_request_is_told_and_kept(opened, entries):
+    step = next(index for index, step in enumerate(steps_of(entries)) if any(cached for _, cached in step.admitted))
+    number, cached = next(one for one in steps_of(entries)[step].admitted if one.cached)
+    slot = steps_of(entries)[step].slots[steps_of(entries)[step].numbers.index(number)]
+    opened.evaluate("(step) => slotwise.view.show(step, step + 20)", step)
+    frame(opened)
+    x, y = opened.evaluate("""([step, slot]) => {
+      const box = slotwise.canvas.getBoundingClientRect(), { layout, view } = slotwise;
+      return [box.left + view.x(step + 0.5), box.top + layout.lanes.top + (slot + 0.5) * layout.pitch];
+    }""", [step, slot])
+    opened.mouse.move(x, y)
+    story = opened.inner_text("#story")
+    assert f"request {number}" in story and f"{cached} tokens found in the cache" in story
+    opened.mouse.click(x, y)
+    opened.mouse.move(5, 5)
+    assert f"request {number}" in opened.inner_text("#story")
+    opened.keyboard.press("Escape")
+    assert f"request {number}" not in opened.inner_text("#story")
+
+
+def test_why_somebody_waits_is_what_the_log_says(opened, entries):
+    waited = {}
+    for step in steps_of(entries):
+        for number, reason in step.refused:
+            waited.setdefault(number, set()).add(reason)
+    number, reasons = max(waited.items(), key=lambda item: len(item[1]))
+    opened.evaluate("(number) => slotwise.pin(number)", number)
+    story = opened.inner_text("#story")
+    words = {"no_slot": "no slot free", "no_blocks": "no cache blocks left", "token_budget": "token budget spent",
+             "batch_running": "the batch must end first"}
+    assert all(words.get(reason, reason.replace("_", " ")) in story for reason in reasons), (reasons, story)
+
+
+def test_the_keys_move_the_view(opened):
+    view = "[slotwise.view.from, slotwise.view.to]"
+    opened.keyboard.press("0")
+    low, high = opened.evaluate(view)
+    opened.keyboard.press("+")
+    closer = opened.evaluate(view)
+    assert closer[1] - closer[0] < high - low
+    opened.keyboard.press("ArrowLeft")
+    assert opened.evaluate(view)[0] < closer[0]
+    opened.keyboard.press("t")
+    assert opened.evaluate("slotwise.view.unit") == "seconds"
+    opened.keyboard.press("Shift+ArrowRight")
+    opened.keyboard.press("Shift+ArrowDown")
+    assert "slot 1" in opened.inner_text("#story")
+    opened.keyboard.press("?")
+    assert opened.is_visible("#keys") and "earlier, later" in opened.inner_text("#keys")
+    opened.keyboard.press("Escape")
+    before = opened.evaluate("getComputedStyle(document.body).backgroundColor")
+    opened.keyboard.press("d")
+    assert opened.evaluate("getComputedStyle(document.body).backgroundColor") != before
+
+
+def saved(opened, button):
+    opened.click("#save summary")
+    with opened.expect_download() as download:
+        opened.click(f"#{button}")
+    return download.value.path().read_bytes()
+
+
+def test_pictures_are_saved(opened):
+    opened.keyboard.press("0")
+    frame(opened)
+    drawing = ElementTree.fromstring(saved(opened, "svg"))
+    fills = [shape.get("fill") for shape in drawing.iter("{http://www.w3.org/2000/svg}rect")]
+    soft = opened.evaluate("slotwise.palette.hues.map((hue) => hue.soft)")
+    assert len([fill for fill in fills if fill in soft]) > 40
+    assert "url(#hatch)" in fills and drawing.find(".//*[@id='hatch']") is not None
+    picture = saved(opened, "png")
+    width, height = (int.from_bytes(picture[start:start + 4]) for start in (16, 20))
+    assert picture.startswith(b"\x89PNG") and [width, height] == opened.evaluate("slotwise.size.map((one) => 2 * one)")
+
+
+def test_the_trace_has_every_row_of_every_step(opened, entries):
+    trace = json.loads(saved(opened, "trace"))["traceEvents"]
+    steps = steps_of(entries)
+    pieces = [event for event in trace if event["ph"] == "X"]
+    assert all(event["dur"] >= 0 and event["pid"] == 1 for event in pieces)
+    assert len([event for event in pieces if event["tid"] == 0]) == len(steps)
+    rows = sum(event["args"]["steps"] for event in pieces if event["tid"] > 0)
+    assert rows == sum(len(step.numbers) for step in steps)
+    names = {event["args"]["name"] for event in trace if event["name"] == "thread_name"}
+    assert names == {"steps", *(f"slot {slot}" for slot in range(6))}
+    waits = [event for event in trace if event.get("cat") == "queue"]
+    assert len(waits) % 2 == 0 and {event["ph"] for event in waits} == {"b", "e"}
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 800, 390])
+def test_the_page_fits_and_fetches_nothing(chromium, url, width, dark):
+    with looked_at(chromium, url, width=width, dark=dark) as (page, complaints):
+        fetched = []
+        page.on("request", lambda request: fetched.append(request.url))
+        page.wait_for_function("slotwise.history.steps.length > 0")
+        frame(page)
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+        lightness = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
+        assert (sum(lightness) < 3 * 40) == dark
+        assert not page.is_visible("#send") and not page.is_visible("#compare")
+        assert complaints == [] and fetched == []
+
+
+FOLD = """([lines, most]) => {
+  const history = new slotwise.history.constructor(most);
+  for (const line of lines) history.take(JSON.parse(line));
+  const { first, end } = history;
+  const cells = [];
+  for (let ordinal = first; ordinal < end; ordinal++) {
+    cells.push(Object.fromEntries(history.lanes.map((lane, slot) => [slot, history.spanAt(slot, ordinal)])
+      .filter(([, span]) => span).map(([slot, span]) => [slot, [span.number, span.kind]])));
+  }
+  return { first, end, cells, requests: history.requests.size, waits: history.waits.length,
+    spans: history.lanes.reduce((sum, lane) => sum + lane.length, 0),
+    queued: history.waits.filter((wait) => wait.to === null).length };
+}"""
+
+
+def fold(opened, entries, most=10**6):
+    return opened.evaluate(FOLD, [[log.encode(entry).decode() for entry in entries], most])
+
+
+def as_told(steps):
+    return [{str(slot): [cell.number, cell.kind] for slot, cell in step.items()} for step in steps]
+
+
+def test_only_so_many_steps_are_remembered(opened, entries):
+    whole, bounded = fold(opened, entries), fold(opened, entries, 100)
+    assert bounded["end"] == whole["end"] == len(steps_of(entries)) and 100 <= bounded["end"] - bounded["first"] <= 120
+    assert bounded["cells"] == as_told(cells(entries))[bounded["first"]:]
+    for what in ("requests", "waits", "spans"):
+        assert 0 < bounded[what] < whole[what], what
+
+
+def test_after_a_gap_nobody_waits_who_was_not_named_again(opened, entries):
+    """The stream leaves out a part and then names who lives, as `/events` does for a viewer who was too slow."""
+    places = [place for place, entry in enumerate(entries) if isinstance(entry, log.Step) and entry.num_waiting > 2]
+    cut = places[len(places) // 2]
+    rest = entries[cut + 12:]
+    asked = {entry.number: entry for entry in entries[:cut + 12] if isinstance(entry, log.Request)}
+    for entry in entries[:cut + 12]:
+        for end in getattr(entry, "ended", ()):
+            asked.pop(end.number, None)
+    found = fold(opened, [*entries[:cut], log.Gap(12), entries[0], *asked.values(), *rest])
+    assert found["queued"] == 0
+    after = cells(entries)[-len(steps_of(rest)):]
+    drawn = found["cells"][-len(after):]
+    assert [{slot: cell[0] for slot, cell in step.items()} for step in drawn] == [
+        {str(slot): cell.number for slot, cell in step.items()} for step in after]

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+from pathlib import Path
+
 import pytest
 
 from slotwise import LLM, SamplingParams
 from slotwise.engine.config import ConfigError
+from slotwise.observe import log
+from slotwise.simulate.replay import replay
 
 pytestmark = pytest.mark.slow
 
@@ -109,3 +114,12 @@ def test_parameters_must_match_the_prompts(llm: LLM):
 def test_an_unknown_setting_is_named():
     with pytest.raises(ConfigError, match="max_seqs"):
         LLM(max_seqs=3)
+
+
+def test_what_it_does_can_be_logged_and_replayed(tmp_path: Path):
+    llm = LLM(event_log=tmp_path / "log", max_num_seqs=2)
+    generate(llm, PROMPTS, SamplingParams(temperature=1.0, max_tokens=20, n=2, stop=("e",)))
+    del llm  # so that the rest is written
+    gc.collect()
+    outcome = replay(log.read_file(tmp_path / "log"))
+    assert outcome.difference is None and outcome.requests == 2 * len(PROMPTS) and outcome.steps > 5

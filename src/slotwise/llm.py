@@ -9,7 +9,9 @@ from __future__ import annotations
 import itertools
 import random
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -19,8 +21,11 @@ from slotwise.compose.engine import build_engine
 from slotwise.core.params import SamplingParams
 from slotwise.core.plan import TokenLogprobs
 from slotwise.engine.config import EngineConfig
+from slotwise.engine.loop import Engine
 from slotwise.engine.messages import Add, Finish, RowEnd, StepRecord
 from slotwise.model.locate import locate
+from slotwise.observe.log_file import LogFile
+from slotwise.observe.offline import Logged
 from slotwise.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from slotwise.text.chat import load_chat_template
 from slotwise.text.continuation import Continuation
@@ -35,15 +40,21 @@ class LLM:
 
     Args:
         model: a checkpoint's folder or a hub id; by default the built-in model.
+        event_log: a file that is written anew, with all that happens (see observe.log); empty: none.
         settings: any field of `engine.config.EngineConfig`.
 
     Raises:
         CheckpointError, TokenizerError, ConfigError: one line that says what is wrong and what to do.
     """
 
-    def __init__(self, model: str | None = None, **settings: Any) -> None:
+    def __init__(self, model: str | None = None, *, event_log: str | Path = "", **settings: Any) -> None:
         self._config = EngineConfig.of(model=str(locate(model or builtin.path())), **settings)
-        self._engine, self.info = build_engine(self._config)
+        engine, self.info = build_engine(self._config)
+        self._engine: Engine | Logged = engine
+        if event_log:
+            file = LogFile(event_log)
+            weakref.finalize(self, file.close)
+            self._engine = Logged(engine, self.info, file)
         self.tokenizer = Tokenizer.load(self._config.model)
         self._seeds = random.Random(self._config.seed)
         self._names = itertools.count()

@@ -13,6 +13,7 @@ from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.engine.loop import Engine
 from slotwise.engine.messages import Add
+from slotwise.observe.offline import Logged
 from slotwise.workload.requests import Workload, WorkRequest
 
 WARM_UP_OUTPUT = 3  # tokens: the first of a prompt's step, then of steps without one
@@ -32,7 +33,7 @@ class Clock(NamedTuple):
 class Stand(NamedTuple):
     """An engine ready to be loaded, and what its requests must fit."""
 
-    engine: Engine
+    engine: Engine | Logged
     limits: SchedulerLimits
     vocab_size: int
     clock: Clock = Clock()

@@ -6,6 +6,7 @@ import argparse
 import math
 import os
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from slotwise.bench.offline_run import Stand
+    from slotwise.observe.log_file import LogFile
 
 INTERRUPTED = 130  # exit status
 OFFLINE = Defaults(num_prompts=128)
@@ -74,6 +76,8 @@ def _add_phrasing(group: Any) -> None:
 def _add_throughput(kinds: Any) -> None:
     command = add_command(kinds, "throughput", "run a workload in this process as fast as it goes", run_throughput)
     _add_offline(command)
+    command.add_argument("--event-log", default="", metavar="FILE",
+                         help="write all that the engine is asked and does, to be replayed, explained or drawn")
     add_workload_options(command, OFFLINE)
     add_engine_options(command)
 
@@ -139,12 +143,14 @@ def _close_loop(asked: argparse.Namespace) -> None:
 def run_throughput(asked: argparse.Namespace) -> int:
     from slotwise.bench.offline import throughput
     from slotwise.bench.tables import throughput_table
+    from slotwise.observe.log_file import LogFile
 
     _check_writable(asked.output_json)
     workload = workload_of(asked, OFFLINE)
-    stand, about = _stand(asked)
-    with _bar(len(workload.requests), "request") as bar:
-        result = about | throughput(stand, workload, lambda done: _advance(bar, done))
+    with LogFile(asked.event_log) if asked.event_log else nullcontext() as file:
+        stand, about = _stand(asked, file)
+        with _bar(len(workload.requests), "request") as bar:
+            result = about | throughput(stand, workload, lambda done: _advance(bar, done))
     return _show(throughput_table(result), result, asked.output_json)
 
 
@@ -162,19 +168,20 @@ def run_latency(asked: argparse.Namespace) -> int:
     return _show(latency_table(result), result, asked.output_json)
 
 
-def _stand(asked: argparse.Namespace) -> tuple[Stand, dict[str, Any]]:
-    """An engine in this process, and what a result says of it."""
+def _stand(asked: argparse.Namespace, file: LogFile | None = None) -> tuple[Stand, dict[str, Any]]:
+    """An engine in this process, which tells `file` what it does, and what a result says of it."""
     from slotwise import builtin
     from slotwise.bench.offline_run import Stand
     from slotwise.compose.engine import build_engine
     from slotwise.engine.config import EngineConfig
     from slotwise.model.locate import locate
+    from slotwise.observe.offline import Logged
 
     settings = engine_settings(asked)
     config = EngineConfig.of(model=str(locate(asked.model or builtin.path())), **settings)
     engine, info = build_engine(config)
     about = {"model": asked.model or BUILTIN_NAME, "device": info.device, "dtype": info.dtype, "settings": settings}
-    return Stand(engine, info.limits, info.vocab_size), about
+    return Stand(Logged(engine, info, file) if file else engine, info.limits, info.vocab_size), about
 
 
 def _check_writable(path: str | None) -> None:

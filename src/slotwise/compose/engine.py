@@ -16,6 +16,7 @@ from slotwise.engine.loop import Engine
 from slotwise.engine.messages import EngineInfo, MemoryUse
 from slotwise.kernels.base import Kernels
 from slotwise.kernels.select import choose
+from slotwise.model.config import ModelConfig
 from slotwise.model.decoder import Decoder, tensor_shapes
 from slotwise.model.load import describe, load_model
 from slotwise.model.locate import locate
@@ -45,6 +46,11 @@ class Loaded:
         self._device = device
         self._decoder = decoder
         self._warming = warming
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """The model's description."""
+        return self._decoder.config
 
     def engine(self, config: EngineConfig, progress: Progress = silent) -> tuple[Engine, EngineInfo]:
         """An engine with a cache of its own; of `config`, the model, the device and the type are taken as loaded.

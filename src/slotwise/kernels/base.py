@@ -64,6 +64,19 @@ class QKNorm:
     eps: float
 
 
+class Recording(Protocol):
+    """Work that can be done again on what then stands in the same memory."""
+
+    @property
+    def result(self) -> Tensor:
+        """What it yielded; it holds until any recording is run."""
+        ...
+
+    def run(self) -> Tensor:
+        """Do it again, and return its result."""
+        ...
+
+
 class Kernels(Protocol):
     """Everything a decoder layer computes.  Implementations hold no request state."""
 
@@ -83,6 +96,17 @@ class Kernels(Protocol):
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Pack `weight [out, in]` once, for many products."""
+        ...
+
+    def record(self, work: Callable[[], Tensor]) -> Recording | None:
+        """Do `work`, which starts these kernels and nothing else, so that it can be run again without being called.
+
+        None, and `work` was not done, where that is not possible.
+        """
+        ...
+
+    def embed(self, table: Tensor, token_ids: Tensor) -> Tensor:
+        """Rows of `table [vocabulary, hidden]` by `token_ids [tokens]` int64: `[tokens, hidden]`."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -6,6 +6,7 @@ cache places a query may see, so what stands in the others never matters.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -45,6 +46,13 @@ class ReferenceKernels:
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """`weight [out, in]` as a product over the last dimension."""
         return lambda x: F.linear(x, weight, bias)
+
+    def record(self, work: Callable[[], Tensor]) -> None:
+        """Never: plain torch is not run twice alike."""
+
+    def embed(self, table: Tensor, token_ids: Tensor) -> Tensor:
+        """Rows of `table [vocabulary, hidden]`: `[tokens, hidden]`."""
+        return table.index_select(0, token_ids)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMSNorm (Zhang and Sennrich, 2019) over the last dimension of `x [tokens, hidden]`."""

@@ -69,14 +69,15 @@ class Decoder:
         """
         kernels, eps, rotary = self.kernels, self.config.rms_norm_eps, self._rotary
         last = self._layers[-1]
-        residual = self._embedding.index_select(0, batch.token_ids)
+        residual = kernels.embed(self._embedding, batch.token_ids)
+        all_sample = len(batch.sample_at) == len(batch.token_ids)
         x = kernels.rms_norm(residual, self._first_norm, eps)
         for layer, cache in zip(self._layers, caches, strict=True):
             query = kernels.rotary_store(layer.qkv(x), rotary, batch, cache, layer.attention, layer.qk_norm)
             if layer is last and not len(batch.sample_at):
                 return x[:0]  # a chunk in mid-prompt: its last keys and values are stored, and nothing else is wanted
             x = kernels.attention(query, cache, batch, layer.attention)
-            if layer is last:
+            if layer is last and not all_sample:
                 x, residual = x.index_select(0, batch.sample_at), residual.index_select(0, batch.sample_at)
             x = kernels.add_rms_norm(layer.project(x), residual, layer.norm_after_attention, eps)
             x = layer.down(kernels.silu_mul(layer.gate_up(x)))

@@ -38,6 +38,15 @@ class SlotTable:
         self._tables = np.zeros((num_slots, -(-max_tokens // block_size)), np.int32)
         self._num_blocks = [0] * num_slots
 
+    @property
+    def num_slots(self) -> int:
+        return len(self._tables)
+
+    @property
+    def table_width(self) -> int:
+        """Blocks of the longest sequence."""
+        return self._tables.shape[1]
+
     def apply(self, plan: StepPlan) -> None:
         """Take in who left, who joined and which blocks were granted.  In the order of the plans, each exactly once."""
         for slot in plan.leaves:

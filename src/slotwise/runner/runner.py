@@ -11,6 +11,7 @@ from slotwise.core.plan import StepPlan, StepResult
 from slotwise.kernels.base import LayerCache
 from slotwise.model.decoder import Decoder
 from slotwise.runner.batch import SlotTable
+from slotwise.runner.decode import DecodeSteps
 from slotwise.runner.sampler import Sampler
 
 
@@ -28,6 +29,7 @@ class Runner:
         self._caches = caches
         self._slots = slots
         self._sampler = sampler
+        self._decode_steps = DecodeSteps(decoder, caches, slots.num_slots, slots.table_width)
         self._outcomes: deque[StepResult | Exception] = deque()
 
     def submit(self, plan: StepPlan) -> None:
@@ -52,10 +54,12 @@ class Runner:
         if not plan.slots:
             return StepResult(plan.step, ())
         batch = self._slots.gather(plan)
-        hidden = self._decoder.hidden(batch, self._caches)
-        if not len(hidden):
+        logits = self._decode_steps.logits(batch)
+        if logits is None:
+            logits = self._decoder.logits(self._decoder.hidden(batch, self._caches))
+        if not len(logits):
             return StepResult(plan.step, ((),) * plan.num_rows)
-        return self._sample(plan, self._decoder.logits(hidden))
+        return self._sample(plan, logits)
 
     def _sample(self, plan: StepPlan, logits: torch.Tensor) -> StepResult:
         rows = [row for row, samples in enumerate(plan.samples) if samples]

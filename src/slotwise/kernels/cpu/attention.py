@@ -46,16 +46,20 @@ NO_SCORE = np.float32(-1e20)  # below every score
 # What a tile is: `TILE_WORDS` int32 in a table.
 ROW, TOKEN, TOKENS, FIRST, LAST, SEGMENT_INDEX, SEGMENTS, PART = range(8)
 TILE_WORDS = 8
+TABLE = 64  # bytes before the table: a cache line for the number of tiles
 
 # Arguments of `plan` and of `attend`, in words after the header.
 (
     MULTIPLY_ADDRESS, QUERY, OUT, CACHE, TABLES, TABLE_WIDTH, QUERY_STARTS, CONTEXT_LENS, ROWS, TILES, ARRIVALS, PARTS,
-    SCRATCH, SCRATCH_BYTES, HEADS, KV_HEADS, DIM, DIM_PADDED, BLOCK, BLOCK_PADDED, WINDOW, SCALE_BITS, NUM_TILES,
-) = range(HEADER, HEADER + 23)
+    SCRATCH, SCRATCH_BYTES, HEADS, KV_HEADS, DIM, DIM_PADDED, BLOCK, BLOCK_PADDED, WINDOW, SCALE_BITS,
+) = range(HEADER, HEADER + 22)
 
 
 class Room(NamedTuple):
-    """Where things lie in the memory a step's attention works in, in bytes from its start; tiles come first."""
+    """Where things lie in the memory a step's attention works in, in bytes from its start.
+
+    First comes the number of tiles, then their table.
+    """
 
     arrivals: int
     parts: int
@@ -73,7 +77,7 @@ def room(shape: AttentionShape, rows: int, tokens: int, max_context_len: int) ->
     group, width = shape.num_heads // shape.num_kv_heads, padded(shape.head_dim)
     per_tile = max(1, TILE_ROWS // group)
     segments = rows * (max_context_len // SEGMENT + 1)
-    arrivals = 4 * TILE_WORDS * (segments + rows + tokens // per_tile)
+    arrivals = TABLE + 4 * TILE_WORDS * (segments + rows + tokens // per_tile)
     parts = arrivals + 8 * segments * shape.num_kv_heads
     threads = parts + 4 * segments * shape.num_heads * (width + 2)
     strips = -(-width // STRIP)
@@ -82,9 +86,9 @@ def room(shape: AttentionShape, rows: int, tokens: int, max_context_len: int) ->
 
 @kernel
 def _cut(words):
-    """Cut the step's rows into tiles; their number goes to `NUM_TILES`."""
+    """Cut the step's rows into tiles."""
     starts, contexts = load(words, QUERY_STARTS, INT64), load(words, CONTEXT_LENS, INT64)
-    tile, arrivals = load(words, TILES, INT64), load(words, ARRIVALS, INT64)
+    tile, arrivals = load(words, TILES, INT64) + TABLE, load(words, ARRIVALS, INT64)
     kv_heads, window = load(words, KV_HEADS, INT64), load(words, WINDOW, INT64)
     per_tile = max(1, TILE_ROWS // (load(words, HEADS, INT64) // kv_heads))
     count, parts = 0, 0
@@ -114,7 +118,7 @@ def _cut(words):
                     store(arrivals, parts * kv_heads + head, 0, INT64)
                 parts += segments
             token += tokens
-    store(words, NUM_TILES, count, INT64)
+    store(load(words, TILES, INT64), 0, count, INT64)
 
 
 @kernel
@@ -254,9 +258,10 @@ def _attend(words, kind):
     queries = load(words, SCRATCH, INT64) + fetch_add(words + THREAD_COUNTER, 1) * load(words, SCRATCH_BYTES, INT64)
     scores = queries + most * ((width + STRIP - 1) // STRIP) * STRIP_ROW_BYTES
     sums = scores + most * STRIP_ROW_BYTES
+    num_tiles = load(load(words, TILES, INT64), 0, INT64)
     item = fetch_add(words, 1)
-    while item < load(words, NUM_TILES, INT64) * kv_heads:
-        tile, head = load(words, TILES, INT64) + item // kv_heads * TILE_WORDS * 4, item % kv_heads
+    while item < num_tiles * kv_heads:
+        tile, head = load(words, TILES, INT64) + TABLE + item // kv_heads * TILE_WORDS * 4, item % kv_heads
         rows = load(tile, TOKENS, INT32) * group
         maxima = sums + rows * width * 4
         totals = maxima + rows * 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import struct
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from slotwise.kernels.cpu import attention, linear, pointwise, tile
 from slotwise.kernels.cpu.cache import CpuCache, head_block_elements
 from slotwise.kernels.cpu.compiled import Compiled, compile_all
 from slotwise.kernels.cpu.openmp import Team
+from slotwise.kernels.cpu.recording import PROGRAM, Arena, Recorder, Recording
 
 LOG2_E = math.log2(math.e)
 SMALL = 1 << 14  # elements one thread is through with sooner than two have met
@@ -27,12 +29,14 @@ class CpuKernels:
     def __init__(self, threads: int | None = None) -> None:
         """`threads` compute; None: as many as torch uses."""
         self._team = Team(threads or torch.get_num_threads())
+        self._arena = Arena()
+        self._can_record = True
 
     def warm_up(self, kind: torch.dtype) -> None:
         """Have all kernels of one type ready, compiled or read from disk, before the first request needs them."""
         compile_all([*(table[kind] for table in (
             attention.ATTEND, pointwise.ROTARY_STORE, linear.PRODUCT, tile.MULTIPLY, pointwise.NORM, pointwise.SILU_MUL
-        )), attention.PLAN])
+        )), attention.PLAN, pointwise.EMBED, PROGRAM])
 
     def allocate_cache(self, num_blocks: int, block_size: int, shape: AttentionShape, kind: torch.dtype) -> CpuCache:
         """One layer's zeroed cache of `num_blocks` blocks of `block_size` tokens."""
@@ -45,8 +49,21 @@ class CpuKernels:
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """`weight [out, in]`, packed once for many products."""
         if weight.dtype == torch.bfloat16 and linear.processor_multiplies_bfloat16():
+            self._can_record = False
             return linear.onednn_linear(weight, bias)
         return linear.tiled_linear(weight, bias, self._team)
+
+    def record(self, work: Callable[[], Tensor]) -> Recording | None:
+        """Do `work`, which starts these kernels and nothing else, so that it can be run again; None when it cannot."""
+        return Recorder(self._team, self._arena).record(work) if self._can_record else None
+
+    def embed(self, table: Tensor, token_ids: Tensor) -> Tensor:
+        """Rows of `table [vocabulary, hidden]`: `[tokens, hidden]`."""
+        tokens, size = len(token_ids), table.shape[1]
+        out = self._team.empty((tokens, size), table.dtype)
+        self._team.give(table.data_ptr(), token_ids.data_ptr(), out.data_ptr(), tokens, size * table.itemsize)
+        self._run(pointwise.EMBED, tokens * size)
+        return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMSNorm over the last dimension of `x [tokens, hidden]`."""
@@ -59,7 +76,7 @@ class CpuKernels:
     def _norm(self, x: Tensor, residual_at: int, weight: Tensor, eps: float) -> Tensor:
         x = x.contiguous()
         tokens, size = x.shape
-        out = torch.empty((tokens, size), dtype=x.dtype)
+        out = self._team.empty((tokens, size), x.dtype)
         self._team.give(x.data_ptr(), residual_at, weight.data_ptr(), out.data_ptr(), tokens, size, _bits(eps))
         self._run(pointwise.NORM[x.dtype], x.numel())
         return out
@@ -68,7 +85,7 @@ class CpuKernels:
         """`silu(gate) * up` for `gate_up [tokens, 2 * intermediate]`."""
         gate_up = gate_up.contiguous()
         tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
-        out = torch.empty((tokens, size), dtype=gate_up.dtype)
+        out = self._team.empty((tokens, size), gate_up.dtype)
         self._team.give(gate_up.data_ptr(), 0, 0, out.data_ptr(), tokens, size)
         self._run(pointwise.SILU_MUL[gate_up.dtype], gate_up.numel())
         return out
@@ -80,7 +97,7 @@ class CpuKernels:
         """Split, norm and rotate; keys and values go to `batch.slot_mapping`; queries `[tokens, heads, head_dim]`."""
         qkv = qkv.contiguous()
         tokens = qkv.shape[0]
-        query = torch.empty((tokens, shape.num_heads, shape.head_dim), dtype=qkv.dtype)
+        query = self._team.empty((tokens, shape.num_heads, shape.head_dim), qkv.dtype)
         norms = (0, 0, 0) if norm is None else (norm.query.data_ptr(), norm.key.data_ptr(), _bits(norm.eps))
         self._team.give(
             qkv.data_ptr(), query.data_ptr(), cache.address, rotary.data_ptr(), batch.positions.data_ptr(),
@@ -92,14 +109,14 @@ class CpuKernels:
     def attention(self, query: Tensor, cache: CpuCache, batch: RaggedBatch, shape: AttentionShape) -> Tensor:
         """Causal attention of every row over its own cached context: `[tokens, heads * head_dim]`."""
         tokens, rows, tables = query.shape[0], batch.context_lens.shape[0], batch.block_tables
-        team, out = self._team, torch.empty((tokens, shape.num_heads * shape.head_dim), dtype=query.dtype)
+        team, out = self._team, self._team.empty((tokens, shape.num_heads * shape.head_dim), query.dtype)
         room = attention.room(shape, rows, tokens, batch.max_context_len)
         base = team.scratch(room.floats(team.threads))
         team.give(
             tile.MULTIPLY[query.dtype].address, query.data_ptr(), out.data_ptr(), cache.address, tables.data_ptr(),
             tables.stride(0), batch.query_starts.data_ptr(), batch.context_lens.data_ptr(), rows,
             base, base + room.arrivals, base + room.parts, base + room.threads, room.thread_bytes, *cache.geometry,
-            shape.window, _bits(shape.scale * LOG2_E), 0,
+            shape.window, _bits(shape.scale * LOG2_E),
         )
         team.alone(attention.PLAN)
         team.together(attention.ATTEND[query.dtype])

@@ -116,7 +116,7 @@ def tiled_linear(weight: Tensor, bias: Tensor | None, team: Team) -> Linear:
 
     def product(x: Tensor) -> Tensor:
         x = x.contiguous()
-        out = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype)
+        out = team.empty((*x.shape[:-1], outputs), x.dtype)
         team.give(
             multiply.address, x.data_ptr(), panels.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(),
             x.numel() // depth, depth, outputs, block, team.scratch(team.threads * floats), floats * 4,

@@ -16,11 +16,16 @@ import functools
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from slotwise.kernels.cpu.compiled import Compiled
+
+if TYPE_CHECKING:
+    from slotwise.kernels.cpu.recording import Recorder
 
 HEADER = 16  # int64 words: work is counted in word 0, threads in word 8, each on a cache line of its own
 THREAD_COUNTER = 64  # bytes from the start of the block
@@ -51,16 +56,20 @@ class Team:
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
-        self._block, self._address = _aligned(HEADER + MAX_ARGUMENTS, np.int64)
-        self._scratch, self._scratch_address = _aligned(0, np.float32)
+        self.recorder: Recorder | None = None
+        self._block, self._address = aligned(HEADER + MAX_ARGUMENTS, np.int64)
+        self._scratch, self._scratch_address = aligned(0, np.float32)
 
     def give(self, *arguments: int) -> None:
         """Set the arguments of what runs next, and the counters to zero."""
         _COUNTERS.pack_into(self._block, 0)
         _ARGUMENTS[len(arguments)].pack_into(self._block, 8 * HEADER, *arguments)
+        self._given = len(arguments)
 
     def together(self, code: Compiled) -> None:
         """Run on all threads and wait for them."""
+        if self.recorder is not None:
+            self._note(code, is_alone=False)
         start = _gomp_parallel()
         if self.threads == 1 or start is None:
             code.call(self._address)
@@ -69,16 +78,27 @@ class Team:
 
     def alone(self, code: Compiled) -> None:
         """Run on the calling thread."""
+        if self.recorder is not None:
+            self._note(code, is_alone=True)
         code.call(self._address)
+
+    def empty(self, size: tuple[int, ...], kind: torch.dtype) -> Tensor:
+        """An uninitialised tensor for what a kernel yields."""
+        return torch.empty(size, dtype=kind) if self.recorder is None else self.recorder.empty(size, kind)
 
     def scratch(self, floats: int) -> int:
         """Address of at least so many float32 words, until the next call."""
         if len(self._scratch) < floats:
-            self._scratch, self._scratch_address = _aligned(floats, np.float32)
+            self._scratch, self._scratch_address = aligned(floats, np.float32)
         return self._scratch_address
 
+    def _note(self, code: Compiled, *, is_alone: bool) -> None:
+        assert self.recorder is not None
+        words = self._block[HEADER : HEADER + self._given].tobytes()
+        self.recorder.note(code, words, self._scratch, is_alone=is_alone)
 
-def _aligned(size: int, kind: type) -> tuple[np.ndarray, int]:
+
+def aligned(size: int, kind: type) -> tuple[np.ndarray, int]:
     """An array of `size` zeros that starts on a cache line, and where it starts."""
     width = np.dtype(kind).itemsize
     room = np.zeros(size + 64 // width, kind)

@@ -27,12 +27,26 @@ from slotwise.kernels.cpu.simd import (
 
 LOG2_E = np.float32(1.4426950408889634)
 
-# Arguments in words after the header: those of norms and activation, then those of the rotary embedding.
+# Arguments in words after the header: of the embedding, of norms and activation, of the rotary embedding.
+TABLE, TOKEN_IDS, EMBEDDING, EMBEDDED, ROW_BYTES = range(HEADER, HEADER + 5)
 X, RESIDUAL, WEIGHT, OUT, TOKENS, SIZE, EPS_BITS = range(HEADER, HEADER + 7)
 (
     QKV, QUERY, CACHE, ROTARY, POSITIONS, SLOTS, NUM_TOKENS, HEADS, KV_HEADS, DIM, DIM_PADDED, BLOCK, BLOCK_PADDED,
     QUERY_NORM, KEY_NORM, NORM_EPS_BITS,
 ) = range(HEADER, HEADER + 16)
+
+
+@kernel
+def _embed(words):
+    """Rows of the table, copied by 32 bits."""
+    tokens, row = load(words, EMBEDDED, INT64), load(words, ROW_BYTES, INT64)
+    token = fetch_add(words, 1)
+    while token < tokens:
+        source = load(words, TABLE, INT64) + load(load(words, TOKEN_IDS, INT64), token, INT64) * row
+        target = load(words, EMBEDDING, INT64) + token * row
+        for i in range(row // 4):
+            store(target, i, load(source, i, FLOAT32), FLOAT32)
+        token = fetch_add(words, 1)
 
 
 @kernel
@@ -141,6 +155,10 @@ def _rotary_store(words, kind):
         token = fetch_add(words, 1)
 
 
+def _embed_rows(words):
+    _embed(words)
+
+
 def _norm_bfloat16(words):
     _norm(words, BFLOAT16)
 
@@ -165,6 +183,7 @@ def _rotary_store_float32(words):
     _rotary_store(words, FLOAT32)
 
 
+EMBED = Compiled(_embed_rows, "void(int64)")
 NORM = {
     torch.bfloat16: Compiled(_norm_bfloat16, "void(int64)"),
     torch.float32: Compiled(_norm_float32, "void(int64)"),

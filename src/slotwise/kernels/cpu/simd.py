@@ -8,6 +8,7 @@ written as float32, `INT32` and `INT64` as int64.
 from __future__ import annotations
 
 import math
+import platform
 
 import numpy as np
 from llvmlite import ir
@@ -129,6 +130,50 @@ def fetch_add(typingctx, address, amount):
         return builder.atomic_rmw("add", builder.inttoptr(args[0], _INT64.as_pointer()), args[1], "seq_cst")
 
     return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def call(typingctx, address, words):
+    """Call the kernel at `address`."""
+
+    def codegen(context, builder, signature, args):
+        function = ir.FunctionType(ir.VoidType(), [_INT64])
+        builder.call(builder.inttoptr(args[0], function.as_pointer()), args[1:])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+PATIENCE = 1 << 12  # looks at a counter before the processor is offered to others: some tens of microseconds
+
+
+@intrinsic
+def wait_for(typingctx, address, value):
+    """Return once the int64 at `address` has reached `value`, which other threads are about to see to."""
+
+    def codegen(context, builder, signature, args):
+        place = builder.inttoptr(args[0], _INT64.as_pointer())
+        before, look, rest, done = builder.block, *(
+            builder.append_basic_block(name) for name in ("look", "rest", "done"))
+        builder.branch(look)
+        builder.position_at_end(look)
+        looks = builder.phi(_INT64)
+        looks.add_incoming(ir.Constant(_INT64, 0), before)
+        now = builder.load_atomic(place, "acquire", 8)
+        again = builder.add(looks, ir.Constant(_INT64, 1))
+        builder.cbranch(builder.icmp_signed(">=", now, args[1]), done, rest)
+        builder.position_at_end(rest)
+        if platform.machine() in ("x86_64", "AMD64"):
+            pause = ir.FunctionType(ir.VoidType(), [])
+            builder.call(cgutils.get_or_insert_function(builder.module, pause, "llvm.x86.sse2.pause"), [])
+        with builder.if_then(builder.icmp_signed(">", again, ir.Constant(_INT64, PATIENCE))):
+            builder.call(cgutils.get_or_insert_function(builder.module, ir.FunctionType(_INT32, []), "sched_yield"), [])
+        looks.add_incoming(again, builder.block)
+        builder.branch(look)
+        builder.position_at_end(done)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
 
 
 def _of_two(name):

@@ -1,0 +1,141 @@
+"""Kernels recorded once and run again as one program.
+
+A decode step of a small model starts hundreds of kernels, each of which costs Python and the threads' meeting more than
+it computes.  A recording keeps what every kernel was given, and does it all again inside one parallel region: threads
+meet at a barrier of their own between kernels, and Python is not asked.  The same idea as a CUDA graph's, and the same
+condition: inputs and outputs stay where they are.
+
+    recording   embed(...)  norm(...)  product(...)  ...       as ever, noted on the way
+    run         ▶ embed │ norm │ product │ ...                  │ a barrier
+
+Memory between kernels comes from an arena that all recordings share, for only one runs at a time.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slotwise.kernels.cpu.compiled import Compiled
+from slotwise.kernels.cpu.openmp import HEADER, MAX_ARGUMENTS, THREAD_COUNTER, Team, aligned
+from slotwise.kernels.cpu.simd import INT64, call, fetch_add, kernel, load, wait_for
+
+WORDS = HEADER + MAX_ARGUMENTS  # int64 of a kernel's block
+CODES, BLOCKS, COUNT, THREADS = range(HEADER, HEADER + 4)  # arguments of `_program`
+
+
+class Recording:
+    """What a piece of work started, and what it returned.
+
+    Args:
+        result: lies in the arena; it holds until any recording runs again.
+    """
+
+    def __init__(self, team: Team, kernels: Sequence[tuple[Compiled, bool, bytes]], result: Tensor,
+                 held: Sequence[object]) -> None:
+        self._team = team
+        self._held = (kernels, held)  # memory the kernels were given
+        place = (result.untyped_storage(), result.storage_offset(), result.shape)
+        self.result = result.new_empty(0).set_(*place)  # a tensor of its own: the arena may give away the memory
+        self._codes = np.array([[code.address, is_alone] for code, is_alone, _ in kernels], np.int64)
+        self._blocks, self._address = aligned(len(kernels) * WORDS, np.int64)
+        self._blocks = self._blocks.reshape(len(kernels), WORDS)
+        for block, (_, _, words) in zip(self._blocks, kernels, strict=True):
+            block[HEADER : HEADER + len(words) // 8] = np.frombuffer(words, np.int64)
+
+    def run(self) -> Tensor:
+        """Do it again; what it yields."""
+        self._blocks[:, :HEADER] = 0
+        self._team.give(self._codes.ctypes.data, self._address, len(self._blocks), self._team.threads)
+        self._team.together(PROGRAM)
+        return self.result
+
+
+class _Place:
+    """Bytes in the arena, and who has them."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.user: Callable[[], Tensor | None] = lambda: None
+
+    def holds(self, needed: int) -> bool:
+        """Whether so many bytes may be had here."""
+        return len(self.memory) >= needed and self.user() is None
+
+
+class Arena:
+    """Memory for tensors that live as long as somebody holds them, kept and given out again.
+
+    A tensor is known to be dropped when its Python object is: holding on to a view of it alone does not count.
+    Kernels run in the order in which they are recorded, so memory is free once the last one that needs it is known.
+    """
+
+    def __init__(self) -> None:
+        self._places: list[_Place] = []
+
+    def empty(self, size: tuple[int, ...], kind: torch.dtype) -> Tensor:
+        """An uninitialised tensor."""
+        needed = torch.Size(size).numel() * kind.itemsize
+        place = next((place for place in self._places if place.holds(needed)), None)
+        if place is None:
+            place = _Place(torch.empty(1 << (needed - 1).bit_length(), dtype=torch.uint8))
+            self._places.append(place)
+        tensor = place.memory[:needed].view(kind).view(size)
+        place.user = weakref.ref(tensor)
+        return tensor
+
+
+class Recorder:
+    """What a team's kernels are noted in while some work is recorded."""
+
+    def __init__(self, team: Team, arena: Arena) -> None:
+        self._team = team
+        self._arena = arena
+        self._kernels: list[tuple[Compiled, bool, bytes]] = []
+        self._held: list[object] = []
+
+    def record(self, work: Callable[[], Tensor]) -> Recording:
+        """Do `work`, which must start kernels of this team and nothing else."""
+        self._team.recorder = self
+        try:
+            result = work()
+        finally:
+            self._team.recorder = None
+        return Recording(self._team, self._kernels, result, self._held)
+
+    def note(self, code: Compiled, words: bytes, scratch: object, *, is_alone: bool) -> None:
+        """A kernel is being started on `words`, and works in `scratch`."""
+        self._kernels.append((code, is_alone, words))
+        if not self._held or self._held[-1] is not scratch:
+            self._held.append(scratch)
+
+    def empty(self, size: tuple[int, ...], kind: torch.dtype) -> Tensor:
+        """Memory for what a kernel yields."""
+        return self._arena.empty(size, kind)
+
+
+@kernel
+def _run(words):
+    """On every thread: each kernel in turn, and a barrier."""
+    thread = fetch_add(words + THREAD_COUNTER, 1)
+    threads, count = load(words, THREADS, INT64), load(words, COUNT, INT64)
+    codes, block = load(words, CODES, INT64), load(words, BLOCKS, INT64)
+    met = 0
+    for index in range(count):
+        if load(codes, 2 * index + 1, INT64) == 0 or thread == 0:
+            call(load(codes, 2 * index, INT64), block)
+        block += 8 * WORDS
+        met += threads
+        fetch_add(words, 1)
+        wait_for(words, met)
+
+
+def _program(words):
+    _run(words)
+
+
+PROGRAM = Compiled(_program, "void(int64)")

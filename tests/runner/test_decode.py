@@ -1,0 +1,67 @@
+"""Decode steps run from a recording, against the same steps kernel by kernel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import FAMILIES, make
+
+from slotwise.kernels.base import RaggedBatch
+from slotwise.kernels.select import choose
+from slotwise.model.decoder import Decoder
+from slotwise.model.load import load_model
+from slotwise.runner.decode import DecodeSteps
+
+BLOCK, BLOCKS, WIDTH = 16, 700, 40
+
+
+def decode_batch(contexts: list[int], vocabulary: int) -> RaggedBatch:
+    """A row for each context, its blocks anywhere."""
+    rows, width = len(contexts), -(-max(contexts) // BLOCK)
+    tables = torch.randperm(BLOCKS).int()[: rows * width].view(rows, width)
+    positions = torch.tensor(contexts) - 1
+    places = tables[torch.arange(rows), positions // BLOCK].long() * BLOCK + positions % BLOCK
+    return RaggedBatch(
+        torch.randint(3, vocabulary, (rows,)), positions, places, torch.arange(rows + 1, dtype=torch.int32),
+        torch.tensor(contexts, dtype=torch.int32), tables, torch.arange(rows), 1, max(contexts))
+
+
+class Pair:
+    """The same decoder and caches, recorded and not."""
+
+    def __init__(self, folder: Path, kind: str, num_slots: int = 16) -> None:
+        self.decoder: Decoder = load_model(folder, kernels=choose("cpu"), dtype=kind)
+        make_cache = self.decoder.kernels.allocate_cache
+        self.caches = [make_cache(BLOCKS, BLOCK, shape, self.decoder.config.dtype)
+                       for shape in self.decoder.attention_shapes]
+        for cache in self.caches:
+            cache.storage.normal_()
+        self.steps = DecodeSteps(self.decoder, self.caches, num_slots, WIDTH)
+
+    def check(self, contexts: list[int]) -> None:
+        batch = decode_batch(contexts, self.decoder.config.vocab_size)
+        actual = self.steps.logits(batch)
+        assert actual is not None
+        assert torch.equal(actual, self.decoder.logits(self.decoder.hidden(batch, self.caches))), contexts
+
+
+@pytest.mark.parametrize(("family", "kind"), [*((family, "float32") for family in FAMILIES), ("qwen3", "bfloat16")])
+def test_a_recorded_step_is_the_step(family: str, kind: str, tmp_path: Path) -> None:
+    pair = Pair(make(family, tmp_path), kind)
+    torch.manual_seed(0)
+    for rows in (3, 1, 16, 3):
+        for longest in (20, 300, 600, 40):  # short ones run from recordings made for longer ones, and before them
+            pair.check(torch.randint(1, longest, (rows,)).tolist())
+
+
+def test_other_steps_are_left_to_others(tmp_path: Path) -> None:
+    pair = Pair(make("llama3", tmp_path), "float32", num_slots=4)
+    batch = decode_batch([5, 9, 30], 1000)
+    chunk = RaggedBatch(
+        torch.zeros(3, dtype=torch.int64), torch.arange(3), torch.arange(3), torch.tensor([0, 3], dtype=torch.int32),
+        torch.tensor([3], dtype=torch.int32), batch.block_tables[:1], torch.tensor([2]), 3, 3)
+    assert pair.steps.logits(chunk) is None
+    assert pair.steps.logits(decode_batch([5] * 5, 1000)) is None  # more rows than there are slots
+    assert pair.steps.logits(batch) is not None

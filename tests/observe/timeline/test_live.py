@@ -1,0 +1,139 @@
+"""The timeline of a live server, in a real browser: its key, its buttons, and that it draws what the server does."""
+
+from __future__ import annotations
+
+import time
+
+import httpx
+import pytest
+from browser import browser
+from live import serving
+from observe.timeline.logs import cells
+from observe.timeline.looking import compare, frame, looked_at
+
+from slotwise.observe import log
+
+KEY = "a key of ours"
+SLOTS = 12
+UNAUTHORISED = "401 (Unauthorized)"  # what the browser itself says of such an answer
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    with browser() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory, chromium):
+    folder = tmp_path_factory.mktemp("timeline")
+    with serving("--max-num-seqs", "16", "--api-key", KEY, log=folder / "stderr") as running:
+        yield running
+
+
+@pytest.fixture
+def opened(chromium, server):
+    """The page behind its key."""
+    with looked_at(chromium, server.url + "/timeline") as (page, complaints):
+        page.wait_for_selector("#door[open]")
+        page.fill("#key", KEY)
+        page.keyboard.press("Enter")
+        until(page, "slotwise.history.run !== null")
+        yield page
+        assert [one for one in complaints if UNAUTHORISED not in one] == []
+
+
+def until(page, holds):
+    """The page's policy lets nobody evaluate strings within it, so they are asked for from here."""
+    for _ in range(1200):
+        if page.evaluate(holds):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"never: {holds}")
+
+
+def get(server, path):
+    return httpx.get(server.url + path, headers={"Authorization": f"Bearer {KEY}"}, timeout=30)
+
+
+def log_of(server):
+    return list(log.read(line + b"\n" for line in get(server, "/events?follow=0").content.splitlines()))
+
+
+def test_a_key_is_asked_for_and_a_wrong_one_again(chromium, server):
+    with looked_at(chromium, server.url + "/timeline") as (page, complaints):
+        page.wait_for_selector("#door[open]")
+        assert not page.is_visible("#wrong")
+        page.fill("#key", "not a key")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#wrong", state="visible")
+        page.fill("#key", KEY)
+        page.keyboard.press("Enter")
+        until(page, "slotwise.history.run !== null")
+        assert not page.is_visible("#door") and page.inner_text("#state") == "live"
+        assert KEY not in page.url and KEY.replace(" ", "%20") not in page.url
+        assert complaints and all(UNAUTHORISED in one for one in complaints), complaints
+
+
+def test_a_newcomer_sees_both_ways_to_batch_and_every_cell_is_what_was_planned(server, opened):
+    assert opened.is_visible("#empty")
+    before = get(server, "/admin/scheduling").json()
+    opened.click("#first")
+    until(opened, "!document.getElementById('compare').disabled")
+    assert get(server, "/admin/scheduling").json() == before
+    said = opened.inner_text("#said")
+    assert "static" in said and "continuous" in said and "× as fast" in said
+    assert not opened.is_visible("#empty") and opened.evaluate("slotwise.layout.slots") == SLOTS
+
+    segments = opened.evaluate("slotwise.history.segments.map((one) => [one.kind, one.capacity])")
+    assert segments[-3:] == [["static", SLOTS], ["continuous", SLOTS], ["continuous", 16]]
+    first, last = opened.evaluate("[slotwise.history.segments.at(-3).first, slotwise.history.end]")
+    told = cells(log_of(server))
+    assert last == len(told)
+    seen = compare(opened, told[first:], first)
+    assert {"prefill", "decode", "held", "empty"} <= seen.keys(), seen
+    words = opened.evaluate("slotwise.history.useful(...slotwise.history.segments.slice(-3, -1).map((one) => one.first))")
+    kept = [cell.kind != "held" for step in told[first:] for cell in step.values()]
+    assert 0 < words < 0.7 and sum(kept) == opened.evaluate(
+        "(first) => slotwise.history.last.wanted - slotwise.history.step(first).wanted + slotwise.history.step(first).useful",
+        first)
+
+
+def test_a_freed_slot_is_taken_at_the_very_next_step(server):
+    """What the picture is there to show, of the run that it has just shown."""
+    entries = [entry for entry in log_of(server) if isinstance(entry, log.Step)]
+    kind, refilled, freed = "", {"static": 0, "continuous": 0}, {"static": 0, "continuous": 0}
+    for entry, after in zip(entries, entries[1:], strict=False):
+        if entry.configured is not None:
+            kind = entry.configured.batching.kind
+        if kind in freed and entry.num_waiting:
+            slots = {slot for number, slot in zip(entry.numbers, entry.slots, strict=True)
+                     if number in {end.number for end in entry.ended}}
+            freed[kind] += len(slots)
+            refilled[kind] += len(slots & {slot for number, slot in zip(after.numbers, after.slots, strict=True)
+                                           if number in dict(after.admitted)})
+    assert freed["continuous"] > 20 and refilled["continuous"] == freed["continuous"]
+
+
+def test_requests_are_sent_batched_as_chosen_and_followed(server, opened):
+    opened.select_option("#slots", "4")
+    until(opened, "slotwise.history.segments.at(-1).capacity === 4")
+    opened.select_option("#batching", "orca")
+    until(opened, "slotwise.history.segments.at(-1).kind === 'orca'")
+    asked = get(server, "/admin/scheduling").json()
+    assert asked["batching"] == "orca" and asked["max_num_seqs"] == 4
+    opened.click("#pause")
+    frame(opened)
+    before = opened.evaluate("[slotwise.view.to, slotwise.history.end]")
+    opened.click("#send")
+    until(opened, "!document.getElementById('send').disabled")
+    until(opened, "slotwise.history.last.running === 0 && slotwise.history.last.waiting === 0")
+    to, end = opened.evaluate("[slotwise.view.to, slotwise.history.end]")
+    assert end > before[1] + 24 and to >= end  # sending follows again what happens
+    opened.keyboard.press(" ")
+    paused = opened.evaluate("slotwise.view.to")
+    opened.click("#send")
+    until(opened, "!document.getElementById('send').disabled")
+    assert opened.evaluate("slotwise.view.to") != paused
+    opened.select_option("#slots", "16")
+    opened.select_option("#batching", "continuous")

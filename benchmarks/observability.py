@@ -1,0 +1,157 @@
+"""What observing costs: throughput with the event log, metrics and an open viewer, against a server without any.
+
+usage: python benchmarks/observability.py [--model FOLDER] [--slots 16] [--pairs 7] [--json FILE]
+
+Both servers run at once, and one of them idles while the other is loaded: first one, then the other, then the other
+way round, so that a machine that becomes slower does so for both.  The observed one writes its log to a file, streams
+it to a viewer in a process of its own, and is asked for its metrics every second by the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from slotwise.bench.client import Phrasing, Target
+from slotwise.bench.measures import Objectives
+from slotwise.bench.results import environment, workload_facts, write_json
+from slotwise.bench.server_run import NO_QUEUE_BOUND
+from slotwise.bench.serving import measure, resolve, serving_result
+from slotwise.workload import arrivals, lengths
+from slotwise.workload.requests import Recipe, Workload, generate
+
+READY = re.compile(r"Ready after .* on (http://\S+)")
+BARE, VIEW = "bare", "view"  # what this program does in processes of its own
+SCRAPED_EVERY = 1.0  # seconds
+Figures = dict[str, list[float]]
+
+
+def serve_bare(arguments: list[str]) -> int:
+    """`slotwise serve`, whose engine nobody observes but the door."""
+    from slotwise.cli import main
+    from slotwise.compose import server
+
+    observed = server.build_app
+
+    def build_app(*given: Any) -> Any:
+        app = observed(*given)
+        app.api.service.observers[:] = [app.api.door]
+        return app
+
+    server.build_app = build_app
+    return main(["serve", *arguments])
+
+
+def view(url: str) -> None:
+    """Read all events, and now and then the metrics, until the server ends."""
+
+    def scrape() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                urllib.request.urlopen(f"{url}/metrics", timeout=30).read()
+                time.sleep(SCRAPED_EVERY)
+
+    threading.Thread(target=scrape, daemon=True).start()
+    with urllib.request.urlopen(f"{url}/events", timeout=3600) as response:
+        while response.read1(1 << 20):
+            pass
+
+
+@contextlib.contextmanager
+def serving(command: list[str], arguments: list[str]) -> Iterator[str]:
+    """The address of a server, once it is ready."""
+    with subprocess.Popen(
+            [sys.executable, *command, "--port", "0", *NO_QUEUE_BOUND, *arguments], stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                if found := READY.search(line):
+                    yield found[1]
+                    return
+            raise RuntimeError("the server ended before it was ready")
+        finally:
+            process.terminate()
+
+
+@contextlib.contextmanager
+def viewing(url: str) -> Iterator[None]:
+    with subprocess.Popen([sys.executable, __file__, VIEW, url]) as process:
+        try:
+            yield
+        finally:
+            process.terminate()
+
+
+def throughput(url: str, workload: Workload) -> float:
+    """Output tokens per second, as clients see them."""
+    target, vocab_size = resolve(Target(url))
+    measured = measure(target, workload, Phrasing(vocab_size=vocab_size), num_warmups=4)
+    return float(serving_result(target, workload, measured, Objectives({}))["output_throughput"])
+
+
+def compare(arguments: list[str], workload: Workload, pairs: int) -> tuple[Figures, int]:
+    """Tokens per second of each run, and the bytes of the log they left."""
+    figures: Figures = {"bare": [], "observed": []}
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        with (serving([__file__, BARE], arguments) as bare,
+              serving(["-m", "slotwise.cli", "serve", "--event-log", str(log)], arguments) as observed,
+              viewing(observed)):
+            servers = {"bare": bare, "observed": observed}
+            for url in servers.values():
+                throughput(url, workload)
+            for pair in range(pairs):
+                for name in list(servers)[:: 1 if pair % 2 else -1]:
+                    figures[name].append(throughput(servers[name], workload))
+        return figures, log.stat().st_size
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help="a checkpoint's folder (default: the built-in model)")
+    parser.add_argument("--slots", type=int, default=16, help="of each server; as many users (default: 16)")
+    parser.add_argument("--num-prompts", type=int, default=96, help="requests of a run (default: 96)")
+    parser.add_argument("--pairs", type=int, default=7, help="runs of each (default: 7)")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    asked = parser.parse_args()
+    workload = generate(Recipe(
+        asked.num_prompts, lengths.parse("lognormal:64:0.8:256"), lengths.parse("lognormal:64:0.8:256"),
+        arrivals.parse(f"closed:{asked.slots}")), seed=1)
+    model = [asked.model] if asked.model else []
+    figures, size = compare([*model, "--max-num-seqs", str(asked.slots)], workload, asked.pairs)
+    ratios = [observed / bare for bare, observed in zip(figures["bare"], figures["observed"], strict=True)]
+    table = Table("", "median", "least", "most")
+    for name, values in (*figures.items(), ("observed / bare", ratios)):
+        digits = 3 if values is ratios else 1
+        table.add_row(name, *(f"{value:,.{digits}f}" for value in (
+            statistics.median(values), min(values), max(values))))
+    Console().print(table)
+    if asked.json:
+        write_json(asked.json, {
+            "environment": environment(), "workload": workload_facts(workload), "slots": asked.slots,
+            "output_tokens_per_second": figures, "ratios": ratios, "median_ratio": statistics.median(ratios),
+            "log_bytes": size})
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == [BARE]:
+        sys.exit(serve_bare(sys.argv[2:]))
+    if sys.argv[1:2] == [VIEW]:
+        view(sys.argv[2])
+    else:
+        main()

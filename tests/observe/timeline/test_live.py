@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 
 import httpx
 import pytest
@@ -92,18 +93,16 @@ def test_a_newcomer_sees_both_ways_to_batch_and_every_cell_is_what_was_planned(s
     assert last == len(told)
     seen = compare(opened, told[first:], first)
     assert {"prefill", "decode", "held", "empty"} <= seen.keys(), seen
-    words = opened.evaluate("slotwise.history.useful(...slotwise.history.segments.slice(-3, -1).map((one) => one.first))")
-    kept = [cell.kind != "held" for step in told[first:] for cell in step.values()]
-    assert 0 < words < 0.7 and sum(kept) == opened.evaluate(
-        "(first) => slotwise.history.last.wanted - slotwise.history.step(first).wanted + slotwise.history.step(first).useful",
-        first)
+    wanted = sum(cell.kind != "held" for step in told[first:] for cell in step.values())
+    share = opened.evaluate("([first, last]) => slotwise.history.useful(first, last)", [first, last])
+    assert share == pytest.approx(wanted / (SLOTS * (last - first)))
 
 
 def test_a_freed_slot_is_taken_at_the_very_next_step(server):
     """What the picture is there to show, of the run that it has just shown."""
     entries = [entry for entry in log_of(server) if isinstance(entry, log.Step)]
     kind, refilled, freed = "", {"static": 0, "continuous": 0}, {"static": 0, "continuous": 0}
-    for entry, after in zip(entries, entries[1:], strict=False):
+    for entry, after in pairwise(entries):
         if entry.configured is not None:
             kind = entry.configured.batching.kind
         if kind in freed and entry.num_waiting:

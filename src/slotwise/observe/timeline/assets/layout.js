@@ -1,5 +1,5 @@
 // Where everything is: bands from top to bottom, each {top, height}.
-const GUTTER = { wide: 92, narrow: 54 };
+const GUTTER = { wide: 92, narrow: 62 };
 const NARROW = 640; // pixels
 const BANDS = ["heads", "queue", "reasons", "lanes", "axis", "blocks", "time", "tokens", "crowd", "overview"];
 const ROOMY = { heads: 26, queue: 78, reasons: 18, axis: 22, blocks: 38, time: 38, tokens: 38, crowd: 38, overview: 30 };

@@ -106,7 +106,8 @@ export class Page {
     drawPicture(this.scene(this.pens[0]), this.layout.height);
     this.drawPointer();
     $("empty").hidden = this.history.steps.length > 0 || this.history.run === null;
-    $("pause").setAttribute("aria-pressed", String(!this.view.following));
+    const words = this.view.following ? "❚❚ pause" : "▶ follow";
+    if ($("pause").textContent !== words) $("pause").textContent = words;
     const now = performance.now();
     if (now - this.told > BESIDE) {
       this.told = now;

@@ -34,15 +34,20 @@ def compared(workload: Workload, *disciplines: str, price_per_hour: float | None
     return comparison
 
 
+@pytest.fixture(scope="module")
+def all_compared() -> Comparison:
+    """Every discipline on one workload.  Shared: look, and change nothing."""
+    return compared(queued(OUTPUTS, PROMPTS), price_per_hour=1.0)
+
+
 def printed(result: Mapping[str, Any]) -> str:
     written = io.StringIO()
     Console(file=written, width=200).print(comparison_tables(result))
     return written.getvalue()
 
 
-def test_all_disciplines_on_one_workload() -> None:
-    comparison = compared(queued(OUTPUTS, PROMPTS))
-    result = comparison.result()
+def test_all_disciplines_on_one_workload(all_compared: Comparison) -> None:
+    result = all_compared.result()
     runs = {run["name"]: run for run in result["runs"]}
     assert tuple(runs) == DISCIPLINES
     assert DISCIPLINES[-1] == "continuous"
@@ -62,9 +67,9 @@ def test_decode_steps_stand_beside_theory() -> None:
     assert late[0]["theory_steps"] is None
 
 
-def test_step_times_lie_on_one_line() -> None:
+def test_step_times_lie_on_one_line(all_compared: Comparison) -> None:
     """Decode steps of the virtual engine take exactly a + b rows, under every discipline."""
-    for run in compared(queued(OUTPUTS, PROMPTS)).result()["runs"]:
+    for run in all_compared.result()["runs"]:
         fit = run["step_time"]
         assert fit["a"] == pytest.approx(STEP_NS * 1e-9)
         assert fit["b"] == pytest.approx(ROW_NS * 1e-9)
@@ -130,8 +135,8 @@ def test_an_interrupted_comparison_keeps_what_it_has() -> None:
     assert "static" in render(result)
 
 
-def test_the_result_is_json_and_draws_a_report_and_tables() -> None:
-    result = compared(queued(OUTPUTS, PROMPTS), price_per_hour=1.0).result()
+def test_the_result_is_json_and_draws_a_report_and_tables(all_compared: Comparison) -> None:
+    result = all_compared.result()
     json.dumps(result, allow_nan=False)
     page, text = render(result), printed(result)
     for run in result["runs"]:

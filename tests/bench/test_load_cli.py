@@ -9,7 +9,6 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
-from typing import Any
 
 import pytest
 from bench.fake_server import Behaviour, fake_server
@@ -120,18 +119,14 @@ def test_help_reads_well(capsys: pytest.CaptureFixture[str], command: tuple[str,
     assert f"usage: slotwise {' '.join(command)}" in capsys.readouterr().out
 
 
-def offline(tmp_path: Path, *words: str) -> dict[str, Any]:
-    path = tmp_path / "result.json"
-    run = cli("bench", *words, "--output-json", str(path))
-    assert run.returncode == 0, run.stderr
-    return json.loads(path.read_text())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("batching", ["continuous", "static"])
 def test_throughput_of_the_built_in_model(tmp_path: Path, batching: str) -> None:
-    result = offline(tmp_path, "throughput", "--num-prompts", "10", "--output-lengths", "uniform:2:20",
-                     "--max-num-seqs", "4", "--batching", batching, "--device", "reference")
+    path = tmp_path / "result.json"
+    words = ("--num-prompts", "10", "--output-lengths", "uniform:2:20", "--max-num-seqs", "4", "--batching", batching,
+             "--device", "reference", "--output-json", str(path))
+    assert main(["bench", "throughput", *words]) == 0
+    result = json.loads(path.read_text())
     assert (result["status"], result["completed"]) == ("completed", 10)
     assert result["total_output_tokens"] == result["workload"]["output_tokens"]
     assert result["settings"]["batching"] == batching
@@ -140,8 +135,11 @@ def test_throughput_of_the_built_in_model(tmp_path: Path, batching: str) -> None
 
 @pytest.mark.slow
 def test_latency_of_the_built_in_model(tmp_path: Path) -> None:
-    result = offline(tmp_path, "latency", "--batch-size", "2", "--output-len", "5", "--num-iters", "3",
-                     "--num-iters-warmup", "1")
+    path = tmp_path / "result.json"
+    words = ("--batch-size", "2", "--output-len", "5", "--num-iters", "3", "--num-iters-warmup", "1")
+    run = cli("bench", "latency", *words, "--output-json", str(path))
+    assert run.returncode == 0, run.stderr
+    result = json.loads(path.read_text())
     assert len(result["latencies"]) == 3 and min(result["latencies"]) > 0
 
 

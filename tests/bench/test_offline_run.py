@@ -13,7 +13,7 @@ from slotwise.bench.compare import DISCIPLINES
 from slotwise.bench.offline_run import objection, run_offline, warm_up
 from slotwise.workload.requests import Workload, WorkRequest
 
-REQUESTS = 66  # of a draw: the last groups are not full, at 32 slots
+REQUESTS = 42  # of a draw: the last groups are not full, at 32 slots
 
 
 def decode_steps(lengths: list[int], discipline: str, slots: int, *, counting: bool = False) -> int:

@@ -6,6 +6,7 @@ import ast
 import json
 import textwrap
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -13,9 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from slotwise import builtin
+
+if TYPE_CHECKING:  # imported where it is used, not by every process that looks for tests
+    from transformers import PreTrainedTokenizerBase
 
 SHIPPED = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 HELD_OUT = Path(__file__).parents[2] / "training" / "heldout.json"
@@ -26,12 +29,16 @@ BARE = Tokenizer.from_file(str(builtin.path() / "tokenizer.json"))
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
     return AutoTokenizer.from_pretrained(builtin.path())
 
 
 @pytest.fixture(scope="module")
 def completions(tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, list[int]]]:
     """Twelve held-out signatures and the new token ids written after each, at temperature 0.2."""
+    from transformers import AutoModelForCausalLM
+
     entries = json.loads(HELD_OUT.read_text())["signatures"][:12]
     signatures = [entry["signature"] for entry in entries]
     model = AutoModelForCausalLM.from_pretrained(builtin.path(), dtype=torch.float32)

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from slotwise.model.fields import Fields
 from slotwise.model.rope import Rope, read_rope, rotary_table
@@ -28,6 +26,10 @@ SCALINGS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("scaling", SCALINGS, ids=str)
 @pytest.mark.parametrize("head_dim", [32, 128])
 def test_table_is_that_of_transformers(scaling: object, head_dim: int) -> None:
+    # Imported here, not by every process that looks for tests.
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
     config = LlamaConfig(head_dim=head_dim, max_position_embeddings=2048, rope_parameters=dict(scaling))
     cosines, sines = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(2048)[None])
     half = head_dim // 2

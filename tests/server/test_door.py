@@ -65,28 +65,35 @@ def crowded(server: Server, count: int) -> Iterator[None]:
             stop.set()
 
 
+@pytest.fixture(scope="module")
+def cramped(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with room for 64 tokens of a model that would take 512."""
+    with running(folder, tmp_path_factory.mktemp("log") / "engine", "num_blocks=4") as server:
+        yield server
+
+
 @pytest.mark.parametrize(("path", "prompt"), [
     (COMPLETIONS, {"prompt": [2] * 10}), (CHAT, {"messages": [{"role": "user", "content": "x"}]})])
 def test_what_the_whole_cache_cannot_hold_never_reaches_the_engine(
-        folder: Path, tmp_path: Path, path: str, prompt: dict[str, Any]) -> None:
-    with running(folder, tmp_path / "engine", "num_blocks=4") as server:  # 64 tokens; the model would take 512
-        refused = server.post(path, prompt | {"max_tokens": 100})
-        error = refused.json()["error"]
-        assert refused.status_code == 400 and error["param"] == "max_tokens", error
-        assert error["code"] == "context_length_exceeded"
-        assert "64" in error["message"] and "100 output tokens" in error["message"]
-        assert 'rejections_total{model_name="toy",reason="context_length_exceeded"} 1.0' in server.get("/metrics").text
-        assert metric(server, "request_success_total") == 0
-        whole = server.post(path, prompt | {"ignore_eos": True} | ({} if path == CHAT else {"max_tokens": 55}))
-        assert whole.status_code == 200, whole.text  # an absent max_tokens is what fits
-        assert whole.json()["usage"]["total_tokens"] == 65  # the last token needs no place
+        cramped: Server, path: str, prompt: dict[str, Any]) -> None:
+    rejections = 'admission_rejections_total{model_name="toy",reason="context_length_exceeded"}'
+    rejected, served = metric(cramped, rejections), metric(cramped, "request_success_total")
+    refused = cramped.post(path, prompt | {"max_tokens": 100})
+    error = refused.json()["error"]
+    assert refused.status_code == 400 and error["param"] == "max_tokens", error
+    assert error["code"] == "context_length_exceeded"
+    assert "64" in error["message"] and "100 output tokens" in error["message"]
+    assert metric(cramped, rejections) == rejected + 1
+    assert metric(cramped, "request_success_total") == served
+    whole = cramped.post(path, prompt | {"ignore_eos": True} | ({} if path == CHAT else {"max_tokens": 55}))
+    assert whole.status_code == 200, whole.text  # an absent max_tokens is what fits
+    assert whole.json()["usage"]["total_tokens"] == 65  # the last token needs no place
 
 
-def test_a_prompt_that_the_whole_cache_cannot_hold(folder: Path, tmp_path: Path) -> None:
-    with running(folder, tmp_path / "engine", "num_blocks=4") as server:
-        for body in ({"prompt": [2] * 70}, {"prompt": [[2], [2] * 70]}, {"prompt": [2] * 70, "stream": True}):
-            refused = server.post(COMPLETIONS, body)
-            assert refused.status_code == 400 and "64" in refused.json()["error"]["message"]
+def test_a_prompt_that_the_whole_cache_cannot_hold(cramped: Server) -> None:
+    for body in ({"prompt": [2] * 70}, {"prompt": [[2], [2] * 70]}, {"prompt": [2] * 70, "stream": True}):
+        refused = cramped.post(COMPLETIONS, body)
+        assert refused.status_code == 400 and "64" in refused.json()["error"]["message"]
 
 
 def test_a_full_queue_refuses_before_it_reads(folder: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,19 @@ ROUTE = "/admin/scheduling"
 COMPLETIONS = "/v1/completions"
 
 
-@pytest.fixture()
-def server(folder: Path, tmp_path: Path):
-    with running(folder, tmp_path / "engine", "seconds_per_step=0.01") as started:
+@pytest.fixture(scope="module")
+def running_server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running(folder, tmp_path_factory.mktemp("log") / "engine", "seconds_per_step=0.01") as started:
         yield started
+
+
+@pytest.fixture
+def server(running_server: Server) -> Iterator[Server]:
+    """Scheduled as at its start, before each test and after the last."""
+    before = running_server.get(ROUTE).json()
+    yield running_server
+    asked = {name: value for name, value in before.items() if value is not None}
+    assert put(running_server, asked).json() == before
 
 
 def put(server: Server, body: Any) -> httpx.Response:

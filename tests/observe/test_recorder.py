@@ -51,6 +51,14 @@ def test_a_ring_is_bounded_and_tells_what_comes_before_it(capacity: int) -> None
     assert ring.living() == known(ENTRIES) == known(ring.entries())
 
 
+def test_what_is_large_weighs_more() -> None:
+    plain = log.Request(0, "a", 1, 1, SamplingParams(), 0)
+    biased = log.Request(0, "a", 1, 1, SamplingParams(logit_bias=dict.fromkeys(range(1000), 1.0)), 0)
+    assert weight(biased) == weight(plain) + 1000
+    assert weight(log.Step(0, 1, 2, counts=(1, 1))) == weight(log.Step(0, 1, 2)) + 2
+    assert weight(log.Step(0, 1, 2, tokens=((1,) * 500,), sampled=((1,),))) == weight(log.Step(0, 1, 2)) + 500
+
+
 @given(capacity=st.integers(50, 400), turns=st.lists(st.integers(0, 40), min_size=1), most=st.integers(1, 20))
 def test_a_reader_misses_nothing_without_being_told(capacity: int, turns: list[int], most: int) -> None:
     ring, position, seen = Ring(capacity), 0, 0

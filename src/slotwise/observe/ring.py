@@ -105,4 +105,10 @@ class Ring:
 
 def weight(entry: Entry) -> int:
     """Roughly what an entry takes, in rows of a step."""
-    return STEP + len(entry.counts) if isinstance(entry, Step) else OTHER
+    if isinstance(entry, Step):
+        drained = sum(map(len, entry.tokens)) if entry.sampled else 0  # a batch that returns as one tells all at once
+        return STEP + len(entry.counts) + len(entry.refused) + drained
+    if isinstance(entry, Request):
+        params = entry.params
+        return OTHER + len(params.logit_bias) + len(params.stop_token_ids) + len(params.stop)
+    return OTHER

@@ -8,13 +8,15 @@ from typing import Any
 
 from slotwise.batching.settings import KINDS, MAX_WAIT_MS, PREFILLS
 from slotwise.core.limits import PRESSURES, RECOMPUTE
-from slotwise.engine.config import DEVICES, DTYPES
+from slotwise.engine.config import DEVICES, DTYPES, QUANTIZATIONS
 
 BUILTIN_NAME = "slotwise-builtin"  # what clients call the model that ships with the package
 
 ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--device", {"choices": DEVICES, "default": "auto", "help": "what computes (default: the best there is)"}),
     ("--dtype", {"choices": DTYPES, "default": "auto", "help": "type of the weights (default: the checkpoint's)"}),
+    ("--quantization", {"choices": QUANTIZATIONS, "default": "none", "help": "bits of the weights, quantised as they "
+                        "are loaded; activations become int8 as they come (default: none)"}),
     ("--max-model-len", {"type": int, "metavar": "TOKENS", "help": "longest sequence, prompt and output together"}),
     ("--max-num-seqs", {"type": int, "default": 64, "metavar": "N", "help": "slots of the batch (default: 64)"}),
     ("--max-num-batched-tokens", {"type": int, "metavar": "TOKENS", "help": "tokens of one step (default: 512)"}),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from slotwise.engine.messages import EngineInfo, MemoryUse
 from slotwise.kernels.base import Kernels
 from slotwise.kernels.select import choose
 from slotwise.model.config import ModelConfig
-from slotwise.model.decoder import Decoder, tensor_shapes
+from slotwise.model.decoder import Decoder
 from slotwise.model.load import describe, load_model
 from slotwise.model.locate import locate
 from slotwise.policies.fcfs import FirstComeFirstServed
@@ -77,17 +76,17 @@ class Loaded:
         return engine, EngineInfo(
             model=self._name, device=self._device, dtype=str(decoder.config.dtype).removeprefix("torch."),
             vocab_size=decoder.config.vocab_size, limits=limits, scheduling=scheduling, eos_token_ids=eos_ids,
-            memory=used, depth=config.overlap)
+            memory=used, depth=config.overlap, quantization=config.quantization)
 
 
-def load(config: EngineConfig, progress: Progress = silent) -> Loaded:
-    """Read the model's weights and pack them for the device.
+def load(config: EngineConfig, progress: Progress = silent, wrap: Callable[[Kernels], Kernels] = lambda k: k) -> Loaded:
+    """Read the model's weights and pack them for the device, whose kernels may be wrapped in others.
 
     Raises:
         CheckpointError: something is wrong with the model's files.
     """
     device = "cpu" if config.device == "auto" else config.device
-    kernels = choose(device)
+    kernels = wrap(choose(device, config.quantization))
     kind = describe(locate(config.model), config.dtype).dtype
     warming = threading.Thread(target=_warm_up, args=(kernels, kind), daemon=True)
     warming.start()  # reading kernels is work for the interpreter, packing weights is none
@@ -121,7 +120,7 @@ def _size(config: EngineConfig, decoder: Decoder) -> tuple[SchedulerLimits, Memo
         for shape in decoder.attention_shapes)
     longest = min(config.max_model_len or model_tokens, model_tokens)
     useful = config.max_num_seqs * -(-longest // block_size)
-    weights = sum(math.prod(shape) for shape in tensor_shapes(decoder.config).values()) * decoder.config.dtype.itemsize
+    weights = decoder.weight_bytes
     workspace = decoder.workspace_bytes(config.largest_step(longest), config.max_num_seqs)
     budget = memory.cache_budget(weights, workspace, config.kv_cache_memory, config.gpu_memory_utilization)
     limits = config.limits(model_tokens, memory.num_blocks(per_block, useful, budget), block_size)

@@ -12,6 +12,7 @@ from slotwise.core.limits import PRESSURES, RECOMPUTE, SchedulerLimits
 from slotwise.engine.scheduling import Scheduling
 
 DTYPES = ("auto", "bfloat16", "float32")
+QUANTIZATIONS = ("none", "int8", "int4")
 DEVICES = ("auto", "cpu", "reference")
 STEP_TOKENS = 512  # a chunk this long reaches most of the product rate and keeps a step near a tenth of a second
 
@@ -35,6 +36,7 @@ class EngineConfig:
     model: str  # a checkpoint's folder, or a hub id
     device: str = "auto"
     dtype: str = "auto"  # the checkpoint's
+    quantization: str = "none"  # what the weights of products become as they are loaded
     max_model_len: int | None = None  # tokens of a sequence; None: as the model was trained, if the cache holds it
     max_num_seqs: int = 64  # slots
     max_num_batched_tokens: int | None = None  # tokens of a step; None: 512, or a token for each slot
@@ -56,6 +58,10 @@ class EngineConfig:
             raise ConfigError(f"device must be one of {', '.join(DEVICES)}, not {self.device!r}")
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        if self.quantization not in QUANTIZATIONS:
+            raise ConfigError(f"quantization must be one of {', '.join(QUANTIZATIONS)}, not {self.quantization!r}")
+        if self.quantization != "none" and self.device == "reference":
+            raise ConfigError(f"quantization {self.quantization} needs device cpu: the reference computes exactly")
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory"):
             value = getattr(self, name)
             if value is not None and value < 1:

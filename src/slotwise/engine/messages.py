@@ -74,6 +74,12 @@ class EngineInfo(msgspec.Struct, tag="ready"):
     eos_token_ids: tuple[int, ...]
     memory: MemoryUse = MemoryUse()
     depth: int = 0  # steps that may be in flight while the next is planned
+    quantization: str = "none"
+
+    @property
+    def weights(self) -> str:
+        """What the weights are held as, in words."""
+        return self.dtype if self.quantization == "none" else f"{self.quantization}, {self.dtype}"
 
 
 class RowEnd(msgspec.Struct, array_like=True):

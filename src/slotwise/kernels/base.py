@@ -98,6 +98,18 @@ class Kernels(Protocol):
         """Pack `weight [out, in]` once, for many products."""
         ...
 
+    def head(self, weight: Tensor) -> Linear:
+        """Pack `weight [vocab, hidden]` for logits."""
+        ...
+
+    def linear_bytes(self, outputs: int, depth: int, kind: dtype) -> int:
+        """Bytes that a packed `linear` takes."""
+        ...
+
+    def head_bytes(self, outputs: int, depth: int, kind: dtype) -> int:
+        """Bytes that a packed `head` takes."""
+        ...
+
     def record(self, work: Callable[[], Tensor]) -> Recording | None:
         """Do `work`, which starts these kernels and nothing else, so that it can be run again without being called.
 

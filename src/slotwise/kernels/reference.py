@@ -47,6 +47,16 @@ class ReferenceKernels:
         """`weight [out, in]` as a product over the last dimension."""
         return lambda x: F.linear(x, weight, bias)
 
+    def head(self, weight: Tensor) -> Linear:
+        """A product like any other."""
+        return self.linear(weight)
+
+    def linear_bytes(self, outputs: int, depth: int, kind: torch.dtype) -> int:
+        """As many as before."""
+        return outputs * depth * kind.itemsize
+
+    head_bytes = linear_bytes
+
     def record(self, work: Callable[[], Tensor]) -> None:
         """Never: plain torch is not run twice alike."""
 

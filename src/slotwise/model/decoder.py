@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 from torch import Tensor
 
@@ -45,13 +46,25 @@ class Decoder:
         self._embedding = read("model.embed_tokens.weight")
         self._first_norm = read("model.layers.0.input_layernorm.weight")
         self._layers = [_read_layer(index, config, read, kernels) for index in range(config.num_layers)]
-        self._head = kernels.linear(self._embedding if config.tie_word_embeddings else read("lm_head.weight"))
+        self._head = kernels.head(self._embedding if config.tie_word_embeddings else read("lm_head.weight"))
         self._rotary = rotary_table(config.rope, config.head_dim, max_positions)
 
     @property
     def attention_shapes(self) -> list[AttentionShape]:
         """What each layer's cache must be allocated for."""
         return [layer.attention for layer in self._layers]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights, as they are held."""
+        config, kernels = self.config, self.kernels
+        kind, total = config.dtype, 0
+        for name, shape in tensor_shapes(config).items():
+            is_product = len(shape) == 2 and name.startswith("model.layers.")
+            total += kernels.linear_bytes(*shape, kind) if is_product else prod(shape) * kind.itemsize
+        head = (config.vocab_size, config.hidden_size)
+        own_head = 0 if config.tie_word_embeddings else prod(head) * kind.itemsize  # counted above as it was read
+        return total + kernels.head_bytes(*head, kind) - own_head
 
     def workspace_bytes(self, num_tokens: int, num_samples: int) -> int:
         """Most bytes of activations that a step of so many tokens and sampling rows holds at a time."""

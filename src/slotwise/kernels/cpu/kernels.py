@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slotwise.kernels.base import AttentionShape, Linear, QKNorm, RaggedBatch
-from slotwise.kernels.cpu import attention, linear, pointwise, tile
+from slotwise.kernels.cpu import attention, linear, pointwise, quantised, tile
 from slotwise.kernels.cpu.cache import CpuCache, head_block_elements
 from slotwise.kernels.cpu.compiled import Compiled, compile_all
 from slotwise.kernels.cpu.openmp import Team
@@ -26,15 +26,24 @@ class CpuKernels:
 
     name = "cpu"
 
-    def __init__(self, threads: int | None = None) -> None:
-        """`threads` compute; None: as many as torch uses."""
+    def __init__(self, threads: int | None = None, quantization: str = "none") -> None:
+        """`threads` compute; None: as many as torch uses.
+
+        Raises:
+            ValueError: `quantization` is neither "none" nor one of `quantised.BITS`.
+        """
+        if quantization != "none" and quantization not in quantised.BITS:
+            raise ValueError(f"quantization must be none, {' or '.join(quantised.BITS)}, not {quantization!r}")
         self._team = Team(threads or torch.get_num_threads())
+        self._bits = quantised.BITS.get(quantization, 0)  # of a weight; 0: as it comes
+        self._head_bits = 8 if self._bits else 0  # a head of 4 bits costs more perplexity than it saves time
         self._arena = Arena()
         self._can_record = True
 
     def warm_up(self, kind: torch.dtype) -> None:
         """Have all kernels of one type ready, compiled or read from disk, before the first request needs them."""
-        compile_all([*(table[kind] for table in (
+        products = [quantised.PRODUCT[bits, kind] for bits in {self._bits, self._head_bits} if bits]
+        compile_all([*products, *(table[kind] for table in (
             attention.ATTEND, pointwise.ROTARY_STORE, linear.PRODUCT, tile.MULTIPLY, pointwise.NORM, pointwise.SILU_MUL
         )), attention.PLAN, pointwise.EMBED, PROGRAM])
 
@@ -48,10 +57,28 @@ class CpuKernels:
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """`weight [out, in]`, packed once for many products."""
+        return self._packed(weight, bias, self._bits)
+
+    def head(self, weight: Tensor) -> Linear:
+        """`weight [vocab, hidden]`, packed for logits."""
+        return self._packed(weight, None, self._head_bits)
+
+    def _packed(self, weight: Tensor, bias: Tensor | None, bits: int) -> Linear:
+        if bits:
+            return quantised.quantised_linear(weight, bias, bits, self._team)
         if weight.dtype == torch.bfloat16 and linear.processor_multiplies_bfloat16():
             self._can_record = False
             return linear.onednn_linear(weight, bias)
         return linear.tiled_linear(weight, bias, self._team)
+
+    def linear_bytes(self, outputs: int, depth: int, kind: torch.dtype) -> int:
+        """Bytes of a packed `linear`."""
+        return quantised.weight_bytes(outputs, depth, self._bits) if self._bits else outputs * depth * kind.itemsize
+
+    def head_bytes(self, outputs: int, depth: int, kind: torch.dtype) -> int:
+        """Bytes of a packed `head`."""
+        bits = self._head_bits
+        return quantised.weight_bytes(outputs, depth, bits) if bits else outputs * depth * kind.itemsize
 
     def record(self, work: Callable[[], Tensor]) -> Recording | None:
         """Do `work`, which starts these kernels and nothing else, so that it can be run again; None when it cannot."""

@@ -1,0 +1,211 @@
+"""The product of small integers: a few rows of quantised activations times 32 columns of quantised weights.
+
+    sums[rows, 32]  +=  for each group of 64 along depth:  scale(row, group) * scale(group, column) * (q . (w - zero))
+
+Weights are unsigned bytes of 7 bits (`zero` 64) or nibbles (`zero` 8), activations signed bytes up to `LIMIT`.  Bytes
+are multiplied and added in pairs to 16 bits (`pmaddubsw`), a few pairs are added there, and only then widened: with 7
+bits two pairs fit, with nibbles eight.  That takes 2.5 and 2.2 instructions for 64 products where one after the other,
+in 32 bits, takes 3, and bfloat16 widened to float32 4 and more.  Nothing can overflow, so every processor computes the
+same integers; they meet floats once a group, always in the same order, so a row does not depend on the rows beside it.
+
+    weights       panels of 32 columns x groups x [ bytes | scales float32[32] ]
+        bytes     7 bits: 16 quads of depth x 32 columns x 4; nibbles: quads 2i and 2i + 1 share a byte, the first low
+    activations   groups x rows x int8[64], groups x rows x (scale float32, -sum int32)
+"""
+
+from __future__ import annotations
+
+import torch
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+GROUP = 64  # of depth; shares a scale
+COLUMNS = 32
+LIMIT = {8: 63, 4: 127}  # of a quantised activation, by the bits of a weight
+ZERO = {8: 64, 4: 8}  # stands for a weight of nothing
+BYTES = {8: COLUMNS * GROUP, 4: COLUMNS * GROUP // 2}  # of a group's weights
+RECORD = {bits: size + 4 * COLUMNS for bits, size in BYTES.items()}  # of a group, its scales included
+RUN = {8: 2, 4: 8}  # quads whose pairs are added in 16 bits
+_CAPABILITY = torch.backends.cpu.get_cpu_capability()
+HEIGHTS = (1, 2, 3, 4, 6) if _CAPABILITY == "AVX512" else (1, 2)  # of a tile, as registers allow
+
+_I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+_B64, _W32, _D16, _F16 = (
+    ir.VectorType(kind, lanes) for kind, lanes in ((_I8, 64), (_I16, 32), (_I32, 16), (ir.FloatType(), 16)))
+
+
+def _number(value):
+    return ir.Constant(_I64, value)
+
+
+def _read(builder, address, offset, kind):
+    place = builder.inttoptr(builder.add(address, _number(offset)), kind.as_pointer())
+    value = builder.load(place)
+    value.align = 1
+    return value
+
+
+def spread(builder, scalar, vector):
+    """`scalar` in every lane."""
+    lone = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(_I32, 0))
+    zeros = ir.Constant(ir.VectorType(_I32, vector.count), [0] * vector.count)
+    return builder.shuffle_vector(lone, ir.Constant(vector, ir.Undefined), zeros)
+
+
+def _pick(builder, vector, lanes):
+    lanes = list(lanes)
+    return builder.shuffle_vector(
+        vector, ir.Constant(vector.type, ir.Undefined), ir.Constant(ir.VectorType(_I32, len(lanes)), lanes))
+
+
+def _call(builder, name, result, left, right):
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(result, [left.type, right.type]), f"llvm.x86.{name}")
+    return builder.call(function, [left, right])
+
+
+def _in_halves(builder, name, result, left, right):
+    """An AVX2 instruction on both halves of two vectors."""
+    count = left.type.count
+    parts = [_call(builder, name, ir.VectorType(result.element, result.count // 2),
+                   *(_pick(builder, vector, half) for vector in (left, right)))
+             for half in (range(count // 2), range(count // 2, count))]
+    lanes = ir.Constant(ir.VectorType(_I32, result.count), list(range(result.count)))
+    return builder.shuffle_vector(*parts, lanes)
+
+
+def _add_pairs(builder, unsigned, signed):
+    """64 products of bytes, added in pairs: int16 x 32."""
+    if _CAPABILITY == "AVX512":
+        return _call(builder, "avx512.pmaddubs.w.512", _W32, unsigned, signed)
+    if _CAPABILITY == "AVX2":
+        return _in_halves(builder, "avx2.pmadd.ub.sw", _W32, unsigned, signed)
+    products = [builder.mul(builder.zext(_pick(builder, unsigned, range(odd, 64, 2)), _W32),
+                            builder.sext(_pick(builder, signed, range(odd, 64, 2)), _W32)) for odd in (0, 1)]
+    return builder.add(*products)
+
+
+def _widen_pairs(builder, words):
+    """Pairs of int16 added: int32 x 16."""
+    ones = ir.Constant(_W32, [1] * 32)
+    if _CAPABILITY == "AVX512":
+        return _call(builder, "avx512.pmaddw.d.512", _D16, words, ones)
+    if _CAPABILITY == "AVX2":
+        return _in_halves(builder, "avx2.pmadd.wd", _D16, words, ones)
+    return builder.add(*(builder.sext(_pick(builder, words, range(odd, 32, 2)), _D16) for odd in (0, 1)))
+
+
+def _repeat(builder, count, start, body):
+    """`body(index, values)` for each index below `count`, given what it last returned: what it returns at the end.
+
+    A loop and not `count` copies: with all loads in sight LLVM would move them up and run out of registers.
+    """
+    before, loop, after = builder.block, builder.append_basic_block("loop"), builder.append_basic_block("done")
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    index = builder.phi(_I64)
+    index.add_incoming(_number(0), before)
+    values = [builder.phi(value.type) for value in start]
+    results = body(index, values)
+    following = builder.add(index, _number(1))
+    index.add_incoming(following, builder.block)
+    for phi, first, result in zip(values, start, results, strict=True):
+        phi.add_incoming(first, before)
+        phi.add_incoming(result, builder.block)
+    builder.cbranch(builder.icmp_signed("<", following, count), loop, after)
+    builder.position_at_end(after)
+    return results
+
+
+def _two_quads(builder, address, bits):
+    """Weights of two quads: for each, 16 columns of either half, as unsigned bytes."""
+    stored = [_read(builder, address, place * 64, _B64) for place in range(4 if bits == 8 else 2)]
+    if bits == 8:
+        return stored[:2], stored[2:]
+    low, four = ir.Constant(_B64, [15] * 64), ir.Constant(_B64, [4] * 64)
+    return [builder.and_(pair, low) for pair in stored], [builder.lshr(pair, four) for pair in stored]
+
+
+def _add_two_quads(builder, rows, bits, weights, x, sums):
+    """`sums` (int16 x 32, two a row; None: nothing yet) and the products of two quads."""
+    sums = list(sums)
+    for quad, halves in enumerate(_two_quads(builder, weights, bits)):
+        for row in range(rows):
+            four = spread(builder, _read(builder, x, row * GROUP + quad * 4, _I32), _D16)
+            for half in (0, 1):
+                pairs = _add_pairs(builder, halves[half], builder.bitcast(four, _B64))
+                so_far = sums[2 * row + half]
+                sums[2 * row + half] = pairs if so_far is None else builder.add(so_far, pairs)
+    return sums
+
+
+def _group(builder, rows, bits, weights, x, told):
+    """One group's integers, two vectors of int32 a row: corrections first, then all quads."""
+    start = [spread(builder, _read(builder, told, row * 8 + 4, _I32), _D16) for row in range(rows) for _ in (0, 1)]
+    size = 128 * bits // 4  # bytes of two quads' weights
+
+    def run(index, totals):
+        first = builder.mul(index, _number(RUN[bits] // 2))
+
+        def two(step, sums):
+            place = builder.add(first, step)
+            return _add_two_quads(builder, rows, bits, builder.add(weights, builder.mul(place, _number(size))),
+                                  builder.add(x, builder.mul(place, _number(8))), sums)
+
+        if RUN[bits] == 2:
+            sums = two(_number(0), [None] * len(totals))
+        else:
+            sums = _repeat(builder, _number(RUN[bits] // 2), [ir.Constant(_W32, [0] * 32)] * len(totals), two)
+        return [builder.add(total, _widen_pairs(builder, words)) for total, words in zip(totals, sums, strict=True)]
+
+    return _repeat(builder, _number(GROUP // 4 // RUN[bits]), start, run)
+
+
+def _emit(builder, rows, bits, operands):
+    """All groups for one height of a tile."""
+    weights, x, told, group_rows, groups, out = operands
+    fma = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_F16, [_F16] * 3), "llvm.fma.v16f32")
+
+    def group(index, sums):
+        record = builder.add(weights, builder.mul(index, _number(RECORD[bits])))
+        passed = builder.mul(index, group_rows)
+        line = builder.add(x, builder.mul(passed, _number(GROUP)))
+        scales = builder.add(told, builder.mul(passed, _number(8)))
+        totals = _group(builder, rows, bits, record, line, scales)
+        results = []
+        for place, (total, so_far) in enumerate(zip(totals, sums, strict=True)):
+            own = spread(builder, _read(builder, scales, place // 2 * 8, ir.FloatType()), _F16)
+            both = builder.fmul(own, _read(builder, record, BYTES[bits] + place % 2 * 64, _F16))
+            results.append(builder.call(fma, [builder.sitofp(total, _F16), both, so_far]))
+        return results
+
+    sums = _repeat(builder, groups, [ir.Constant(_F16, [0.0] * 16)] * (2 * rows), group)
+    for place, value in enumerate(sums):
+        address = builder.add(out, _number(place * 64))
+        builder.store(value, builder.inttoptr(address, _F16.as_pointer())).align = 4
+
+
+@intrinsic
+def dot_tile(typingctx, height, weights, x, told, group_rows, groups, out, kind):
+    """`out[height, 32] = ` the product of a panel's `weights` and `height` (of `HEIGHTS`) rows from `x` and `told` on.
+
+    A group has `group_rows` rows of activations in all.  `kind` is a value whose type names the weights: uint8 those of
+    7 bits, int8 nibbles.
+    """
+
+    def codegen(context, builder, signature, args):
+        bits = 8 if kind == types.uint8 else 4
+        end = builder.append_basic_block("end")
+        choice = builder.switch(args[0], end)
+        for rows in HEIGHTS:
+            block = builder.append_basic_block(f"rows{rows}")
+            choice.add_case(_number(rows), block)
+            builder.position_at_end(block)
+            _emit(builder, rows, bits, args[1:7])
+            builder.branch(end)
+        builder.position_at_end(end)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 7, kind), codegen

@@ -1,0 +1,258 @@
+"""Products with quantised weights: 7 bits (`int8`) or 4 (`int4`) and a scale for each 64 of an output's inputs.
+
+Activations are quantised as they come, each token by itself and each 64 of its numbers with a scale of their own
+("group-wise", as in ZeroQuant, Yao et al., 2022), so an outlier spoils its neighbours and nobody else, and a token's
+result does not depend on its batch-mates, bit for bit.  `dot.py` multiplies the integers.
+
+A group's scale is the one of a few that leaves the least squared error: clipping the largest weight a little pays
+where there are 15 steps, as in Banner et al., "Post training 4-bit quantization", 2019.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from torch import Tensor
+
+from slotwise.kernels.base import Linear
+from slotwise.kernels.cpu.compiled import Compiled
+from slotwise.kernels.cpu.dot import COLUMNS, GROUP, HEIGHTS, LIMIT, RECORD, ZERO, dot_tile, spread
+from slotwise.kernels.cpu.openmp import HEADER, THREAD_COUNTER, Team
+from slotwise.kernels.cpu.simd import (
+    BFLOAT16,
+    FLOAT32,
+    INT64,
+    bytes_of,
+    fetch_add,
+    fill,
+    kernel,
+    load,
+    store,
+)
+
+BITS = {"int8": 8, "int4": 4}  # what a weight takes
+STEPS = {8: 63, 4: 7}  # on either side of zero
+CLIPS = {8: (1.0,), 4: (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)}  # of a group's largest weight
+BLOCK_BYTES = 1 << 18  # of activations quantised at once: a part of a typical second-level cache
+TALLEST = HEIGHTS[-1]
+WEIGHT_8, WEIGHT_4 = np.uint8(0), np.int8(0)  # kinds of `dot_tile`
+NUMBERS_8, NUMBERS_4 = ((np.float32(LIMIT[bits]), ZERO[bits], RECORD[bits]) for bits in (8, 4))
+
+_INT, _FLOAT = ir.IntType(32), ir.FloatType()
+_WHOLES, _FLOATS = ir.VectorType(_INT, GROUP), ir.VectorType(_FLOAT, GROUP)
+
+X, WEIGHT, BIAS, OUT, TOKENS, DEPTH, OUTPUTS, BLOCK, SCRATCH, SCRATCH_BYTES = range(HEADER, HEADER + 10)
+
+
+@intrinsic
+def _quantise_group(typingctx, x, target, told, limit, zero, kind):
+    """64 numbers from `x` on to bytes at `target`, up to `limit`; to `told` their scale and correction.
+
+    The scale of what holds a NaN is NaN, and of what holds an infinity infinite.
+    """
+
+    def codegen(context, builder, signature, args):
+        x, target, told, limit, zero, _ = args
+        call = functools.partial(_call, builder)
+        values = _wide(builder, x, kind)
+        sizes = call("fabs.v64f32", _FLOATS, [values])
+        largest = call("vector.reduce.fmax.v64f32", _FLOAT, [sizes], fastmath=("nnan",))
+        tiny = ir.Constant(_FLOAT, 1e-30)
+        factor = builder.fdiv(limit, builder.select(builder.fcmp_ordered(">", largest, tiny), largest, tiny))
+        nearest = call("rint.v64f32", _FLOATS, [builder.fmul(values, spread(builder, factor, _FLOATS))])
+        whole = builder.fptosi(nearest, _WHOLES)
+        scale = builder.select(_holds_nan(builder, values), ir.Constant(_INT, 0x7FC00000), builder.bitcast(
+            builder.fdiv(largest, limit), _INT))
+        total = call("vector.reduce.add.v64i32", _INT, [whole])
+        correction = builder.mul(total, builder.neg(builder.trunc(zero, _INT)))
+        for value, address, offset in (
+                (builder.trunc(whole, ir.VectorType(ir.IntType(8), GROUP)), target, 0), (scale, told, 0),
+                (correction, told, 4)):
+            place = builder.add(address, ir.Constant(ir.IntType(64), offset))
+            builder.store(value, builder.inttoptr(place, value.type.as_pointer())).align = 4
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, types.float32, types.int64, kind), codegen
+
+
+def _holds_nan(builder, values):
+    """Whether any of 64 float32 is NaN, told by its bits: kernels are compiled as if floats never were."""
+    sizes = builder.and_(builder.bitcast(values, _WHOLES), ir.Constant(_WHOLES, [0x7FFFFFFF] * GROUP))
+    found = builder.icmp_unsigned(">", sizes, ir.Constant(_WHOLES, [0x7F800000] * GROUP))
+    return _call(builder, "vector.reduce.or.v64i1", ir.IntType(1), [found])
+
+
+def _call(builder, name, result, arguments, fastmath=()):
+    kind = ir.FunctionType(result, [argument.type for argument in arguments])
+    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.{name}")
+    return builder.call(function, arguments, fastmath=fastmath)
+
+
+def _wide(builder, address, kind):
+    """64 numbers of a kind as float32."""
+    stored = ir.VectorType(ir.IntType(16), GROUP) if kind == types.uint16 else _FLOATS
+    value = builder.load(builder.inttoptr(address, stored.as_pointer()))
+    value.align = 2
+    if kind == types.uint16:
+        sixteen = ir.Constant(_WHOLES, [16] * GROUP)
+        value = builder.bitcast(builder.shl(builder.zext(value, _WHOLES), sixteen), _FLOATS)
+    return value
+
+
+@kernel
+def _quantise_rest(x, count, room, target, told, limit, zero, kind):
+    """A group of fewer than 64 numbers, with zeros behind them, by way of `room`."""
+    for i in range(count):
+        store(room, i, load(x, i, kind), FLOAT32)
+    fill(room + count * 4, GROUP - count, np.float32(0))
+    _quantise_group(room, target, told, limit, zero, FLOAT32)
+
+
+@kernel
+def _quantise_block(words, first, rows, target, room, limit, zero, kind):
+    """Rows `first ... first + rows` of x as groups of bytes, then as groups of scales and corrections."""
+    depth = load(words, DEPTH, INT64)
+    groups = (depth + GROUP - 1) // GROUP
+    told = target + groups * rows * GROUP
+    for row in range(rows):
+        x = load(words, X, INT64) + (first + row) * depth * bytes_of(kind)
+        for group in range(depth // GROUP):
+            place = group * rows + row
+            _quantise_group(
+                x + group * GROUP * bytes_of(kind), target + place * GROUP, told + place * 8, limit, zero, kind)
+        if depth % GROUP:
+            place, done = (groups - 1) * rows + row, depth // GROUP * GROUP
+            _quantise_rest(x + done * bytes_of(kind), depth - done, room, target + place * GROUP, told + place * 8,
+                           limit, zero, kind)
+
+
+@kernel
+def _store_sums(words, sums, first, rows, panel, kind):
+    """Sums of one tile plus bias, to the output."""
+    outputs, bias, column = load(words, OUTPUTS, INT64), load(words, BIAS, INT64), panel * COLUMNS
+    columns = min(COLUMNS, outputs - column)
+    for row in range(rows):
+        source = sums + row * COLUMNS * 4
+        target = load(words, OUT, INT64) + ((first + row) * outputs + column) * bytes_of(kind)
+        if bias != 0:
+            for i in range(columns):
+                store(target, i, load(source, i, FLOAT32) + load(bias, column + i, kind), kind)
+        else:
+            for i in range(columns):
+                store(target, i, load(source, i, FLOAT32), kind)
+
+
+@kernel
+def _product(words, kind, weight_kind, numbers):
+    limit, zero, record = numbers
+    tokens, depth, block = load(words, TOKENS, INT64), load(words, DEPTH, INT64), load(words, BLOCK, INT64)
+    panels, groups = (load(words, OUTPUTS, INT64) + COLUMNS - 1) // COLUMNS, (depth + GROUP - 1) // GROUP
+    sums = load(words, SCRATCH, INT64) + fetch_add(words + THREAD_COUNTER, 1) * load(words, SCRATCH_BYTES, INT64)
+    bytes_held = sums + TALLEST * COLUMNS * 4
+    held = -1
+    item = fetch_add(words, 1)
+    while item < (tokens + block - 1) // block * panels:
+        first, panel = item // panels * block, item % panels
+        rows = min(block, tokens - first)
+        told = bytes_held + groups * rows * GROUP
+        if first != held:
+            _quantise_block(words, first, rows, bytes_held, sums, limit, zero, kind)
+            held = first
+        weight = load(words, WEIGHT, INT64) + panel * groups * record
+        row = 0
+        while row < rows:
+            height = 1
+            for size in HEIGHTS:
+                if size <= rows - row:
+                    height = size
+            dot_tile(height, weight, bytes_held + row * GROUP, told + row * 8, rows, groups, sums, weight_kind)
+            _store_sums(words, sums, first + row, height, panel, kind)
+            row += height
+        item = fetch_add(words, 1)
+
+
+def _product_8_bfloat16(words):
+    _product(words, BFLOAT16, WEIGHT_8, NUMBERS_8)
+
+
+def _product_8_float32(words):
+    _product(words, FLOAT32, WEIGHT_8, NUMBERS_8)
+
+
+def _product_4_bfloat16(words):
+    _product(words, BFLOAT16, WEIGHT_4, NUMBERS_4)
+
+
+def _product_4_float32(words):
+    _product(words, FLOAT32, WEIGHT_4, NUMBERS_4)
+
+
+PRODUCT = {  # by bits and type of the activations
+    (8, torch.bfloat16): Compiled(_product_8_bfloat16, "void(int64)"),
+    (8, torch.float32): Compiled(_product_8_float32, "void(int64)"),
+    (4, torch.bfloat16): Compiled(_product_4_bfloat16, "void(int64)"),
+    (4, torch.float32): Compiled(_product_4_float32, "void(int64)"),
+}
+
+
+def quantise(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """`weight [out, in]` as whole numbers `[out, groups, 64]` (int8) and their scales `[out, groups]` (float32)."""
+    padded = F.pad(weight, (0, -weight.shape[1] % GROUP)).float().unflatten(1, (-1, GROUP))
+    largest = padded.abs().amax(dim=2, keepdim=True).clamp_min(1e-30)
+    best, least = None, torch.full_like(largest, torch.inf)
+    for clip in CLIPS[bits]:
+        scale = largest * (clip / STEPS[bits])
+        steps = (padded / scale).round_().clamp_(-STEPS[bits] - (bits == 4), STEPS[bits])
+        error = (steps * scale - padded).square_().sum(dim=2, keepdim=True)
+        better = error < least
+        least = torch.where(better, error, least)
+        best = (steps, scale) if best is None else tuple(
+            torch.where(better, new, old) for new, old in zip((steps, scale), best, strict=True))
+    steps, scale = best
+    return steps.to(torch.int8), scale.squeeze(2)
+
+
+def pack(steps: Tensor, scales: Tensor, bits: int) -> Tensor:
+    """What `quantise` made, as the panels that `dot.py` reads: `[panels, groups, bytes]`."""
+    outputs, groups = scales.shape
+    more = -outputs % COLUMNS
+    unsigned = F.pad(steps + ZERO[bits], (0, 0, 0, 0, 0, more), value=ZERO[bits]).to(torch.uint8)
+    quads = unsigned.view(-1, COLUMNS, groups, GROUP // 4, 4).permute(0, 2, 3, 1, 4)
+    if bits == 4:
+        quads = quads[:, :, 0::2] | quads[:, :, 1::2] << 4
+    told = F.pad(scales, (0, 0, 0, more)).view(-1, COLUMNS, groups).transpose(1, 2).contiguous()
+    return torch.cat((quads.flatten(2), told.view(torch.uint8)), dim=2)
+
+
+def weight_bytes(outputs: int, depth: int, bits: int) -> int:
+    """What `weight [outputs, depth]` takes once packed."""
+    return -(-outputs // COLUMNS) * -(-depth // GROUP) * RECORD[bits]
+
+
+def quantised_linear(weight: Tensor, bias: Tensor | None, bits: int, team: Team) -> Linear:
+    """`weight [out, in]`, quantised to `bits` and packed for many products."""
+    outputs, depth = weight.shape
+    panels = pack(*quantise(weight, bits), bits)
+    code, groups = PRODUCT[bits, weight.dtype], panels.shape[1]
+    row_bytes = groups * (GROUP + 8)
+    block = max(TALLEST, BLOCK_BYTES // row_bytes // TALLEST * TALLEST)
+    floats = (4 * TALLEST * COLUMNS + block * row_bytes + 63) // 64 * 16
+
+    def product(x: Tensor) -> Tensor:
+        x = x.contiguous()
+        out = team.empty((*x.shape[:-1], outputs), x.dtype)
+        team.give(
+            x.data_ptr(), panels.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(),
+            x.numel() // depth, depth, outputs, block, team.scratch(team.threads * floats), floats * 4,
+        )
+        team.together(code)
+        return out
+
+    return product

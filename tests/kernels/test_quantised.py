@@ -1,0 +1,121 @@
+"""Quantised products against plain torch doing the same arithmetic, and against what they stand for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernels.paged import distance
+from torch import Tensor
+
+from slotwise.kernels.cpu import CpuKernels
+from slotwise.kernels.cpu.dot import GROUP, LIMIT, RECORD
+from slotwise.kernels.cpu.openmp import Team
+from slotwise.kernels.cpu.quantised import STEPS, pack, quantise, quantised_linear, weight_bytes
+
+BITS = pytest.mark.parametrize("bits", [8, 4])
+# Of the whole product, for normally distributed numbers.
+CLOSE = {8: 0.025, 4: 0.13}
+ROUNDED = {torch.float32: 2e-6, torch.bfloat16: 2**-8 * 1.01}
+
+
+def numbers(*size: int) -> Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(sum(size)))
+
+
+def grouped(x: Tensor) -> Tensor:
+    """`[rows, groups, 64]`, padded with zeros."""
+    return F.pad(x, (0, -x.shape[1] % GROUP)).float().unflatten(1, (-1, GROUP))
+
+
+def reference(x: Tensor, weight: Tensor, bits: int) -> Tensor:
+    """The same arithmetic in plain torch: whole numbers in groups, then their scales."""
+    steps, scales = quantise(weight, bits)
+    groups = grouped(x)
+    largest = groups.abs().amax(2, keepdim=True)
+    activations = (groups * (LIMIT[bits] / largest.clamp_min(1e-30))).round()
+    whole = torch.einsum("tgk,ogk->tog", activations.double(), steps.double())
+    return (whole * (largest / LIMIT[bits]).double().transpose(1, 2) * scales.double()).sum(2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from([8, 4]), st.sampled_from([torch.float32, torch.bfloat16]), st.integers(1, 70),
+       st.integers(1, 300), st.integers(1, 110), st.booleans())
+def test_products(bits, kind, tokens, depth, outputs, with_bias):
+    weight, x = numbers(outputs, depth).to(kind), numbers(tokens, depth).to(kind)
+    bias = numbers(outputs).to(kind) if with_bias else None
+    expected = reference(x, weight, bits) + (bias.double() if with_bias else 0)
+    actual = quantised_linear(weight, bias, bits, Team(2))(x)
+    # A number half way between two steps may go either way where factors are rounded differently: one step of one.
+    assert distance(actual, expected) < ROUNDED[kind] + 0.6 / LIMIT[bits] / (tokens * depth) ** 0.5
+
+
+@BITS
+def test_a_product_is_close_to_what_it_stands_for(bits):
+    weight, x = numbers(96, 576), numbers(50, 576)
+    assert distance(quantised_linear(weight, None, bits, Team(2))(x), x @ weight.T) < CLOSE[bits]
+
+
+@BITS
+def test_the_largest_sums_do_not_overflow(bits):
+    weight, x = torch.ones(32, 640), torch.ones(7, 640)
+    for signs in (1, -1):
+        product = quantised_linear(weight * signs, None, bits, Team(1))(x)
+        torch.testing.assert_close(product, torch.full((7, 32), 640.0 * signs), rtol=1e-5, atol=0)
+        assert torch.equal(quantised_linear(weight * -signs, None, bits, Team(1))(-x), product)
+
+
+@BITS
+def test_a_product_does_not_depend_on_the_rows_beside_it(bits):
+    x = numbers(41, 200)
+    x[7] *= 1000
+    product = quantised_linear(numbers(100, 200), None, bits, Team(2))
+    together = product(x)
+    assert all(torch.equal(product(x[i : i + 1])[0], together[i]) for i in range(41))
+
+
+@BITS
+def test_an_outlier_spoils_its_own_group_alone(bits):
+    weight, x = numbers(32, 256), numbers(1, 256)
+    spoilt = x.clone()
+    spoilt[0, 0] = 1e4
+    rest = x[:, GROUP:] @ weight[:, GROUP:].T
+    weight[:, :GROUP] = 0
+    product = quantised_linear(weight, None, bits, Team(1))
+    assert distance(product(spoilt), rest) < 2 * CLOSE[bits]
+
+
+@BITS
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_no_number_stays_none(bits, bad):
+    x = numbers(3, 130)
+    x[1, 129] = bad
+    finite = quantised_linear(numbers(40, 130), None, bits, Team(1))(x).isfinite()
+    assert finite[0].all() and finite[2].all() and not finite[1].any()
+
+
+@BITS
+def test_zeros_stay_zeros(bits):
+    assert not quantised_linear(torch.zeros(33, 70), None, bits, Team(1))(numbers(2, 70)).any()
+    assert not quantised_linear(numbers(33, 70), None, bits, Team(1))(torch.zeros(2, 70)).any()
+
+
+@BITS
+def test_weights_take_what_is_told_and_keep_within_their_steps(bits):
+    weight = numbers(100, 200)
+    steps, scales = quantise(weight, bits)
+    assert int(steps.abs().max()) <= STEPS[bits] + (bits == 4) and pack(steps, scales, bits).nbytes == weight_bytes(
+        100, 200, bits)
+    assert RECORD[bits] * 8 / (32 * GROUP) <= bits + 1  # bits a weight, its part of a scale included
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_kernels_quantise_what_they_are_asked_to(quantization):
+    weight, x = numbers(64, 128), numbers(3, 128)
+    kernels, exact = CpuKernels(2, quantization), CpuKernels(2)
+    assert not torch.equal(kernels.linear(weight)(x), exact.linear(weight)(x))
+    assert kernels.linear_bytes(64, 128, torch.bfloat16) < exact.linear_bytes(64, 128, torch.bfloat16)
+    with pytest.raises(ValueError, match="quantization must be"):
+        CpuKernels(2, "int3")

@@ -148,11 +148,18 @@ def _rotary_store_token(words, token, kind):
 
 @kernel
 def _rotary_store(words, kind):
-    """Queries normed and rotated, keys and values to the cache."""
-    token = fetch_add(words, 1)
-    while token < load(words, NUM_TOKENS, INT64):
-        _rotary_store_token(words, token, kind)
-        token = fetch_add(words, 1)
+    """Queries normed and rotated, keys and values to the cache.
+
+    Neighbours in a prompt are neighbours in a block, where keys of 32 tokens share every cache line: threads that took
+    turns at them would take the lines from each other at every token.
+    """
+    tokens = load(words, NUM_TOKENS, INT64)
+    grain = min(32, max(1, tokens // 8))
+    first = fetch_add(words, grain)
+    while first < tokens:
+        for token in range(first, min(first + grain, tokens)):
+            _rotary_store_token(words, token, kind)
+        first = fetch_add(words, grain)
 
 
 def _embed_rows(words):

@@ -13,58 +13,26 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from slotwise.bench.results import environment
+from slotwise.bench.roofline import Cost, Roofline, measure_machine
 from slotwise.compose.engine import Loaded, load
 from slotwise.core.params import SamplingParams
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import Add
-from slotwise.model.config import ModelConfig
-
-BLOCK = 64
 
 
-class Machine(NamedTuple):
-    """What was measured in this sitting."""
+def median_step(loaded: Loaded, config: EngineConfig, shape: tuple[int, int], steps: int, roofline: Roofline
+                ) -> tuple[float, Cost]:
+    """Seconds of a step in which all rows decode, each with about `context` tokens, and what it must cost.
 
-    bytes_per_second: float
-    operations_per_second: float
-
-
-def best(call, repeats: int = 8) -> float:
-    """Seconds."""
-    call()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return min(times)
-
-
-def measure_machine() -> Machine:
-    """Memory reads over 256 MiB, and a product of two 2048 x 2048 matrices."""
-    data, square = torch.ones(1 << 26), torch.randn(2048, 2048)
-    return Machine(data.numel() * 4 / best(data.sum), 2 * 2048**3 / best(lambda: square @ square))
-
-
-def cost(config: ModelConfig, rows: int, context: int) -> tuple[int, int]:
-    """Bytes a decode step must read and operations it must do."""
-    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    layer = config.hidden_size * (heads + config.num_heads * config.head_dim + 3 * config.intermediate_size)
-    weights = config.num_layers * layer + config.hidden_size * config.vocab_size
-    cached = 2 * config.num_layers * config.num_kv_heads * config.head_dim * context
-    pairs = 4 * config.num_layers * config.num_heads * config.head_dim * context
-    return (weights + rows * cached) * config.dtype.itemsize, rows * (2 * weights + pairs)
-
-
-def median_step(loaded: Loaded, config: EngineConfig, rows: int, context: int, steps: int) -> float:
-    """Seconds of a step in which all rows decode, each with about `context` tokens."""
+    Args:
+        shape: rows and context.
+    """
+    rows, context = shape
     engine, info = loaded.engine(config)
     generator = torch.Generator().manual_seed(0)
     for row in range(rows):
@@ -75,8 +43,10 @@ def median_step(loaded: Loaded, config: EngineConfig, rows: int, context: int, s
     while engine.has_work:
         record = engine.step()
         if len(record.counts) == rows and max(record.counts) == 1:
-            records.append((record.ended_ns - record.started_ns) * 1e-9)
-    return statistics.median(records[len(records) // 4 :])
+            records.append(record)
+    middle = records[len(records) // 2]
+    settled = records[len(records) // 4 :]
+    return statistics.median((r.ended_ns - r.started_ns) * 1e-9 for r in settled), roofline.cost(middle)
 
 
 def main() -> None:
@@ -91,20 +61,19 @@ def main() -> None:
     config = EngineConfig.of(model=args.model, max_num_seqs=max(args.rows), max_model_len=max(args.context) + 256,
                              enable_prefix_caching=False)
     loaded = load(config)
-    model = loaded.model_config
     machine = measure_machine()
+    roofline = Roofline(loaded.model_config, machine)
     print(f"{machine.bytes_per_second / 1e9:.1f} GB/s of reads, {machine.operations_per_second / 1e9:.0f} GFLOP/s of "
           f"float32 products\n\n{'rows':>5} {'context':>8} {'step':>9} {'of bytes':>9} {'of both bounds':>15}")
     figures = []
     for context in args.context:
         for rows in args.rows:
-            seconds = median_step(loaded, config, rows, context, args.steps)
-            read, operations = cost(model, rows, context)
-            by_bytes, by_operations = read / machine.bytes_per_second, operations / machine.operations_per_second
+            seconds, cost = median_step(loaded, config, (rows, context), args.steps, roofline)
+            by_bytes = cost.bytes / machine.bytes_per_second
+            by_operations = cost.operations / machine.operations_per_second
             print(f"{rows:5} {context:8} {seconds * 1e3:6.1f} ms {by_bytes / seconds:9.0%} "
                   f"{max(by_bytes, by_operations) / seconds:15.0%}", flush=True)
-            figures.append({"rows": rows, "context": context, "seconds": seconds, "bytes": read,
-                            "operations": operations})
+            figures.append({"rows": rows, "context": context, "seconds": seconds, **cost._asdict()})
     if args.output:
         args.output.write_text(json.dumps(
             {"environment": environment(), "machine": machine._asdict(), "steps": figures}, indent=1) + "\n")

@@ -6,14 +6,12 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from slotwise.bench.accounting import NANO, Accounts
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
-from slotwise.engine.loop import Engine
-from slotwise.engine.messages import Add
-from slotwise.observe.offline import Logged
+from slotwise.engine.messages import Add, Command, StepRecord
 from slotwise.workload.requests import Workload, WorkRequest
 
 WARM_UP_OUTPUT = 3  # tokens: the first of a prompt's step, then of steps without one
@@ -30,10 +28,23 @@ class Clock(NamedTuple):
     sleep: Callable[[float], None] = time.sleep
 
 
+class Stepped(Protocol):
+    """An engine, or what stands before one."""
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def handle(self, command: Command) -> None: ...
+
+    def wait(self) -> float: ...
+
+    def step(self) -> StepRecord: ...
+
+
 class Stand(NamedTuple):
     """An engine ready to be loaded, and what its requests must fit."""
 
-    engine: Engine | Logged
+    engine: Stepped
     limits: SchedulerLimits
     vocab_size: int
     clock: Clock = Clock()

@@ -57,6 +57,31 @@ def latency_table(result: Mapping[str, Any]) -> RenderableType:
     return _facts(_title(result, "bench latency"), facts)
 
 
+def roofline_table(result: Mapping[str, Any]) -> RenderableType:
+    """How near to the machine's limits each kind of step came, and where a run's time goes."""
+    machine = result["machine"]
+    title = (f"bench throughput --roofline: {result.get('model', '')}, {result['seconds']:.1f} s; reads at "
+             f"{machine['bytes_per_second'] / 1e9:.1f} GB/s, products at "
+             f"{machine['operations_per_second'] / 1e9:,.0f} GFLOP/s")
+    steps = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    steps.add_column("steps", style="dim")
+    for name in ("number", "tokens", "seconds", "bytes alone", "operations alone", "achieved"):
+        steps.add_column(name, justify="right")
+    for kind, tally in result["kinds"].items():
+        if tally["steps"]:
+            steps.add_row(kind, f"{tally['steps']:,}", f"{tally['tokens']:,}", f"{tally['seconds']:.2f}",
+                          f"{tally['bytes_seconds']:.2f}", f"{tally['operations_seconds']:.2f}",
+                          f"{tally['achieved']:.0%}")
+    parts = Table(title=f"\nwhere it goes, kernel by kernel ({result['timed_seconds']:.1f} s)", title_justify="left",
+                  box=None, pad_edge=False, show_header=False)
+    parts.add_column(style="dim")
+    parts.add_column(justify="right")
+    parts.add_column(justify="right")
+    for name, seconds in result["parts"].items():
+        parts.add_row(name, f"{seconds:.2f} s", f"{seconds / sum(result['parts'].values()):.0%}")
+    return Group(steps, parts)
+
+
 def _title(result: Mapping[str, Any], command: str) -> str:
     model = result.get("model_id") or result.get("model", "")
     return f"{command}: {model}" + (" (interrupted)" if result["status"] == "interrupted" else "")

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from slotwise.bench.offline_run import Stand
+    from slotwise.engine.config import EngineConfig
     from slotwise.observe.log_file import LogFile
+    from slotwise.workload.requests import Workload
 
 INTERRUPTED = 130  # exit status
 OFFLINE = Defaults(num_prompts=128)
@@ -78,6 +80,8 @@ def _add_throughput(kinds: Any) -> None:
     _add_offline(command)
     command.add_argument("--event-log", default="", metavar="FILE",
                          help="write all that the engine is asked and does, to be replayed, explained or drawn")
+    command.add_argument("--roofline", action="store_true", help="run it twice, and tell how near the machine's limits "
+                         "each kind of step came and where the rest went")
     add_workload_options(command, OFFLINE)
     add_engine_options(command)
 
@@ -147,11 +151,40 @@ def run_throughput(asked: argparse.Namespace) -> int:
 
     _check_writable(asked.output_json)
     workload = workload_of(asked, OFFLINE)
+    if asked.roofline:
+        return _run_roofline(asked, workload)
     with LogFile(asked.event_log) if asked.event_log else nullcontext() as file:
         stand, about = _stand(asked, file)
         with _bar(len(workload.requests), "request") as bar:
             result = about | throughput(stand, workload, lambda done: _advance(bar, done))
     return _show(throughput_table(result), result, asked.output_json)
+
+
+def _run_roofline(asked: argparse.Namespace, workload: Workload) -> int:
+    from slotwise.bench.profile import Profiler
+    from slotwise.bench.results import environment, workload_facts
+    from slotwise.bench.tables import roofline_table
+
+    profiler = Profiler(_config(asked))
+    with _bar(2 * len(workload.requests), "request") as bar:
+        seen = _Steady(bar)
+        result = profiler.run(workload, lambda accounts: seen(len(accounts.outputs)))
+    result = {
+        "version": 1, "kind": "roofline", "status": "completed", "model": asked.model or BUILTIN_NAME,
+        "environment": environment(), "settings": engine_settings(asked), "workload": workload_facts(workload)} | result
+    return _show(roofline_table(result), result, asked.output_json)
+
+
+class _Steady:
+    """Moves a bar over several runs, each of which counts from nothing."""
+
+    def __init__(self, bar: tqdm) -> None:
+        self._bar = bar
+        self._last = 0
+
+    def __call__(self, done: int) -> None:
+        self._bar.update(max(0, done - self._last))
+        self._last = done
 
 
 def run_latency(asked: argparse.Namespace) -> int:
@@ -170,18 +203,22 @@ def run_latency(asked: argparse.Namespace) -> int:
 
 def _stand(asked: argparse.Namespace, file: LogFile | None = None) -> tuple[Stand, dict[str, Any]]:
     """An engine in this process, which tells `file` what it does, and what a result says of it."""
-    from slotwise import builtin
     from slotwise.bench.offline_run import Stand
     from slotwise.compose.engine import build_engine
-    from slotwise.engine.config import EngineConfig
-    from slotwise.model.locate import locate
     from slotwise.observe.offline import Logged
 
     settings = engine_settings(asked)
-    config = EngineConfig.of(model=str(locate(asked.model or builtin.path())), **settings)
-    engine, info = build_engine(config)
+    engine, info = build_engine(_config(asked))
     about = {"model": asked.model or BUILTIN_NAME, "device": info.device, "dtype": info.dtype, "settings": settings}
     return Stand(Logged(engine, info, file) if file else engine, info.limits, info.vocab_size), about
+
+
+def _config(asked: argparse.Namespace) -> EngineConfig:
+    from slotwise import builtin
+    from slotwise.engine.config import EngineConfig
+    from slotwise.model.locate import locate
+
+    return EngineConfig.of(model=str(locate(asked.model or builtin.path())), **engine_settings(asked))
 
 
 def _check_writable(path: str | None) -> None:

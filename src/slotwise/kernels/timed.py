@@ -1,0 +1,77 @@
+"""Kernels that can keep time: the same results, started one by one, and how long each kind of work took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, dtype
+
+from slotwise.kernels.base import AttentionShape, Kernels, LayerCache, Linear, QKNorm, RaggedBatch, Recording
+
+PRODUCTS, ATTENTION, SMALL = "products", "attention", "small operators"
+
+
+class TimedKernels:
+    """Wraps any kernels; keeps time once `start` was called.  Nothing is recorded then: a recording runs as a whole."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self.name = kernels.name
+        self.seconds = {PRODUCTS: 0.0, ATTENTION: 0.0, SMALL: 0.0}  # that each kind of work has taken
+        self._kernels = kernels
+        self._keeps_time = False
+
+    def start(self) -> None:
+        """Keep time from here on."""
+        self._keeps_time = True
+        self.seconds = dict.fromkeys(self.seconds, 0.0)
+
+    def __getattr__(self, name: str) -> Any:
+        """What computes nothing."""
+        return getattr(self._kernels, name)
+
+    def record(self, work: Callable[[], Tensor]) -> Recording | None:
+        """As long as nobody keeps time."""
+        return None if self._keeps_time else self._kernels.record(work)
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """A product that keeps time."""
+        return self._timed_product(self._kernels.linear(weight, bias))
+
+    def head(self, weight: Tensor) -> Linear:
+        """A product that keeps time."""
+        return self._timed_product(self._kernels.head(weight))
+
+    def embed(self, table: Tensor, token_ids: Tensor) -> Tensor:
+        return self._timed(SMALL, lambda: self._kernels.embed(table, token_ids))
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self._timed(SMALL, lambda: self._kernels.rms_norm(x, weight, eps))
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self._timed(SMALL, lambda: self._kernels.add_rms_norm(x, residual, weight, eps))
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return self._timed(SMALL, lambda: self._kernels.silu_mul(gate_up))
+
+    def rotary_store(
+        self, qkv: Tensor, rotary: Tensor, batch: RaggedBatch, cache: LayerCache, shape: AttentionShape,
+        norm: QKNorm | None,
+    ) -> Tensor:
+        return self._timed(SMALL, lambda: self._kernels.rotary_store(qkv, rotary, batch, cache, shape, norm))
+
+    def attention(self, query: Tensor, cache: LayerCache, batch: RaggedBatch, shape: AttentionShape) -> Tensor:
+        return self._timed(ATTENTION, lambda: self._kernels.attention(query, cache, batch, shape))
+
+    def warm_up(self, kind: dtype) -> None:
+        self._kernels.warm_up(kind)
+
+    def _timed_product(self, product: Linear) -> Linear:
+        return lambda x: self._timed(PRODUCTS, lambda: product(x))
+
+    def _timed(self, part: str, work: Callable[[], Tensor]) -> Tensor:
+        started = time.perf_counter()
+        result = work()
+        self.seconds[part] += time.perf_counter() - started
+        return result

@@ -80,9 +80,7 @@ class Roofline:
     """
 
     def __init__(self, config: ModelConfig, machine: Machine, weight_bytes: int | None = None) -> None:
-        heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-        layer = config.hidden_size * (heads + config.num_heads * config.head_dim + 3 * config.intermediate_size)
-        self._inner, self._head = config.num_layers * layer, config.hidden_size * config.vocab_size
+        self._inner, self._head = config.layer_weights, config.hidden_size * config.vocab_size
         self._weights = weight_bytes or (self._inner + self._head) * config.dtype.itemsize
         self._cached = 2 * config.num_layers * config.num_kv_heads * config.head_dim * config.dtype.itemsize
         self._pair = 4 * config.num_layers * config.num_heads * config.head_dim

@@ -33,6 +33,8 @@ def silent(stage: str, done: int, total: int) -> None:
     """The progress of someone who does not want to hear of it."""
 
 
+STEP_SECONDS = 0.1
+STEP_SIZES = (512, 256, 128)  # tokens; fewer would read the weights too often for what they compute
 BLOCK_SIZE = 64  # tokens; what the figures in benchmarks/results/kernels-cpu.md were measured with
 
 
@@ -58,6 +60,7 @@ class Loaded:
             ConfigError: the settings contradict each other or the model.
         """
         decoder = self._decoder
+        config = config.sized(_step_tokens(decoder))
         limits, used = _size(config, decoder)
         null_block = limits.num_blocks  # one more than the scheduler knows of
         caches = [
@@ -109,6 +112,13 @@ def build_engine(config: EngineConfig, progress: Progress = silent) -> tuple[Eng
         ConfigError: the settings contradict each other or the model.
     """
     return load(config, progress).engine(config, progress)
+
+
+def _step_tokens(decoder: Decoder) -> int:
+    """Tokens that a step has room for if it is to take `STEP_SECONDS`: streams wait for it to end."""
+    rate = decoder.kernels.operations_per_second(decoder.config.dtype)
+    tokens = STEP_SECONDS * rate / (2 * decoder.config.layer_weights)
+    return next(size for size in STEP_SIZES if size <= tokens or size == STEP_SIZES[-1])
 
 
 def _size(config: EngineConfig, decoder: Decoder) -> tuple[SchedulerLimits, MemoryUse]:

@@ -5,7 +5,7 @@ Names are vLLM's where vLLM has them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from slotwise.batching.settings import Batching
 from slotwise.core.limits import PRESSURES, RECOMPUTE, SchedulerLimits
@@ -14,7 +14,7 @@ from slotwise.engine.scheduling import Scheduling
 DTYPES = ("auto", "bfloat16", "float32")
 QUANTIZATIONS = ("none", "int8", "int4")
 DEVICES = ("auto", "cpu", "reference")
-STEP_TOKENS = 512  # a chunk this long reaches most of the product rate and keeps a step near a tenth of a second
+STEP_TOKENS = 512  # a chunk this long reaches most of the product rate on any device
 
 
 WATERMARK = 100  # one block in so many is left to those who run, when somebody joins them
@@ -39,7 +39,7 @@ class EngineConfig:
     quantization: str = "none"  # what the weights of products become as they are loaded
     max_model_len: int | None = None  # tokens of a sequence; None: as the model was trained, if the cache holds it
     max_num_seqs: int = 64  # slots
-    max_num_batched_tokens: int | None = None  # tokens of a step; None: 512, or a token for each slot
+    max_num_batched_tokens: int | None = None  # of a step; None: what keeps it near 0.1 s, at least one for each slot
     batching: str = "continuous"  # how a batch is made: see batching.settings, as for the next four
     prefill: str | None = None
     batch_size: int | None = None
@@ -89,6 +89,11 @@ class EngineConfig:
             if name not in known:
                 raise ConfigError(f"there is no setting {name!r}; there are {', '.join(known)}")
         return cls(**settings)  # type: ignore[arg-type]
+
+    def sized(self, step_tokens: int) -> EngineConfig:
+        """With steps of `step_tokens`, where nobody asked for others and slots do not ask for more."""
+        return self if self.max_num_batched_tokens else replace(
+            self, max_num_batched_tokens=max(step_tokens, self.max_num_seqs))
 
     @property
     def step_tokens(self) -> int:

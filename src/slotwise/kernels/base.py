@@ -86,6 +86,10 @@ class Kernels(Protocol):
         """Have everything for weights of one type ready before the first request needs it."""
         ...
 
+    def operations_per_second(self, kind: dtype) -> float:
+        """Roughly, in large products: what the size of a step is chosen by where nobody says."""
+        ...
+
     def allocate_cache(self, num_blocks: int, block_size: int, shape: AttentionShape, kind: dtype) -> LayerCache:
         """One layer's zeroed cache of `num_blocks` blocks of `block_size` tokens."""
         ...

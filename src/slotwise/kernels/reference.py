@@ -34,6 +34,10 @@ class ReferenceKernels:
     def warm_up(self, kind: torch.dtype) -> None:
         """Plain torch is always ready."""
 
+    def operations_per_second(self, kind: torch.dtype) -> float:
+        """Nobody waits for the reference."""
+        return float("inf")
+
     def allocate_cache(self, num_blocks: int, block_size: int, shape: AttentionShape, kind: torch.dtype) -> PagedCache:
         """One layer's zeroed cache of `num_blocks` blocks of `block_size` tokens."""
         size = (num_blocks, block_size, shape.num_kv_heads, shape.head_dim)

@@ -56,6 +56,12 @@ class ModelConfig:
                 f"config.json: layer_types names {len(self.windows)} layers, num_hidden_layers {self.num_layers}"
             )
 
+    @property
+    def layer_weights(self) -> int:
+        """Weights of all layers' products: each token is multiplied by all of them."""
+        heads = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        return self.num_layers * self.hidden_size * (heads + 3 * self.intermediate_size)
+
 
 def read_common(fields: Fields) -> ModelConfig:
     """What every family writes alike; a family's file replaces what it does differently.

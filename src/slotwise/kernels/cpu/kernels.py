@@ -47,6 +47,12 @@ class CpuKernels:
             attention.ATTEND, pointwise.ROTARY_STORE, linear.PRODUCT, tile.MULTIPLY, pointwise.NORM, pointwise.SILU_MUL
         )), attention.PLAN, pointwise.EMBED, PROGRAM])
 
+    def operations_per_second(self, kind: torch.dtype) -> float:
+        """By what the processor multiplies, for each thread."""
+        if kind == torch.bfloat16 and linear.processor_multiplies_bfloat16():
+            return 7e11 * self._team.threads
+        return (1e11 if tile.MASKED_LOADS else 4e10) * self._team.threads
+
     def allocate_cache(self, num_blocks: int, block_size: int, shape: AttentionShape, kind: torch.dtype) -> CpuCache:
         """One layer's zeroed cache of `num_blocks` blocks of `block_size` tokens."""
         return CpuCache.allocate(num_blocks, block_size, shape, kind)

@@ -1,10 +1,10 @@
-"""What observing costs: throughput with the event log, metrics and an open viewer, against a server without any.
+"""What observing costs: throughput with the event log, metrics and an open viewer, against the same server without any.
 
 usage: python benchmarks/observability.py [--model FOLDER] [--slots 16] [--pairs 7] [--json FILE]
 
-Both servers run at once, and one of them idles while the other is loaded: first one, then the other, then the other
-way round, so that a machine that becomes slower does so for both.  The observed one writes its log to a file, streams
-it to a viewer in a process of its own, and is asked for its metrics every five seconds by the same.
+One server is loaded again and again, in turn with its observers and without them: two servers differ by more than what
+is measured here.  Where it is observed, it writes its log to a file, streams it to a viewer in a process of its own,
+and is asked for its metrics every five seconds by the same.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -35,21 +36,30 @@ from slotwise.workload import arrivals, lengths
 from slotwise.workload.requests import Recipe, Workload, generate
 
 READY = re.compile(r"Ready after .* on (http://\S+)")
-BARE, VIEW = "bare", "view"  # what this program does in processes of its own
-SCRAPED_EVERY = 5.0  # seconds; Prometheus' own default is 60, and 15 is common
+SERVE, VIEW = "serve", "view"  # what this program does in processes of its own
+SCRAPED_EVERY = 5.0  # seconds; 15 and 60 are common
+BARE, OBSERVED = signal.SIGUSR1, signal.SIGUSR2
+SETTLED = 1.0  # seconds after a signal, by which time whoever ended has been told of
 Figures = dict[str, list[float]]
 
 
-def serve_bare(arguments: list[str]) -> int:
-    """`slotwise serve`, whose engine nobody observes but the door."""
+def serve(arguments: list[str]) -> int:
+    """`slotwise serve`, whose engine at a signal is observed by nobody but the door, and at another by all again."""
     from slotwise.cli import main
     from slotwise.compose import server
 
-    observed = server.build_app
+    whole = server.build_app
 
     def build_app(*given: Any) -> Any:
-        app = observed(*given)
-        app.api.service.observers[:] = [app.api.door]
+        app = whole(*given)
+        service, door = app.api.service, app.api.door
+        everyone = list(service.observers)
+
+        def observe(number: int, _: object) -> None:
+            service.observers[:] = everyone if number == OBSERVED else [door]
+
+        for number in (BARE, OBSERVED):
+            signal.signal(number, observe)
         return app
 
     server.build_app = build_app
@@ -67,21 +77,22 @@ def view(url: str) -> None:
 
     threading.Thread(target=scrape, daemon=True).start()
     with urllib.request.urlopen(f"{url}/events", timeout=3600) as response:
+        print(len(response.read1(1 << 20)), flush=True)
         while response.read1(1 << 20):
             pass
 
 
 @contextlib.contextmanager
-def serving(command: list[str], arguments: list[str]) -> Iterator[str]:
-    """The address of a server, once it is ready."""
+def serving(arguments: list[str]) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server, once it is ready, and its address."""
     with subprocess.Popen(
-            [sys.executable, *command, "--port", "0", *NO_QUEUE_BOUND, *arguments], stdout=subprocess.PIPE,
+            [sys.executable, __file__, SERVE, "--port", "0", *NO_QUEUE_BOUND, *arguments], stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
         try:
             for line in process.stdout:
                 if found := READY.search(line):
-                    yield found[1]
+                    yield process, found[1]
                     return
             raise RuntimeError("the server ended before it was ready")
         finally:
@@ -90,8 +101,12 @@ def serving(command: list[str], arguments: list[str]) -> Iterator[str]:
 
 @contextlib.contextmanager
 def viewing(url: str) -> Iterator[None]:
-    with subprocess.Popen([sys.executable, __file__, VIEW, url]) as process:
+    """A viewer that has seen the first of it: starting a process takes more than watching."""
+    with subprocess.Popen([sys.executable, __file__, VIEW, url], stdout=subprocess.PIPE, text=True) as process:
         try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            time.sleep(SETTLED)
             yield
         finally:
             process.terminate()
@@ -109,22 +124,22 @@ def compare(arguments: list[str], workload: Workload, pairs: int) -> tuple[Figur
     figures: Figures = {"bare": [], "observed": []}
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        with (serving([__file__, BARE], arguments) as bare,
-              serving(["-m", "slotwise.cli", "serve", "--event-log", str(log)], arguments) as observed,
-              viewing(observed)):
-            servers = {"bare": bare, "observed": observed}
-            for url in servers.values():
-                throughput(url, workload)
+        with serving(["--event-log", str(log), *arguments]) as (process, url):
+            throughput(url, workload)
             for pair in range(pairs):
-                for name in list(servers)[:: 1 if pair % 2 else -1]:
-                    figures[name].append(throughput(servers[name], workload))
+                for name in ("bare", "observed")[:: 1 if pair % 2 else -1]:
+                    process.send_signal(OBSERVED if name == "observed" else BARE)
+                    time.sleep(SETTLED)
+                    with viewing(url) if name == "observed" else contextlib.nullcontext():
+                        figures[name].append(throughput(url, workload))
+                    time.sleep(SETTLED)
         return figures, log.stat().st_size
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="a checkpoint's folder (default: the built-in model)")
-    parser.add_argument("--slots", type=int, default=16, help="of each server; as many users (default: 16)")
+    parser.add_argument("--slots", type=int, default=16, help="and as many users (default: 16)")
     parser.add_argument("--num-prompts", type=int, default=384, help="requests of a run (default: 384)")
     parser.add_argument("--pairs", type=int, default=7, help="runs of each (default: 7)")
     parser.add_argument("--json", type=Path, help="write the figures here")
@@ -149,8 +164,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == [BARE]:
-        sys.exit(serve_bare(sys.argv[2:]))
+    if sys.argv[1:2] == [SERVE]:
+        sys.exit(serve(sys.argv[2:]))
     if sys.argv[1:2] == [VIEW]:
         view(sys.argv[2])
     else:

@@ -124,6 +124,7 @@ def test_sigterm_lets_those_inside_finish(folder: Path, tmp_path: Path, tokenize
         eventually(lambda: httpx.get(server.url + "/health").status_code == 503)
         refused = httpx.post(server.url + COMPLETIONS, json={"prompt": [2]})
         assert refused.status_code == 503 and refused.json()["error"]["code"] == "draining"
+        assert refused.headers["connection"] == "close"  # the next one must not be sent to a server that is gone
         assert refused.headers["retry-after"]
         listener.join()
         assert "".join(event["choices"][0]["text"] for event in events) == tokenizer.decode(counted(40, 150))

@@ -8,7 +8,7 @@ from http import HTTPStatus
 import msgspec
 
 from slotwise.core.params import InvalidParams
-from slotwise.engine.service import DUPLICATE_ID, Refused
+from slotwise.engine.service import DRAINING, DUPLICATE_ID, Refused
 from slotwise.text.chat import ChatTemplateError
 from slotwise.text.tokenizer import TextTooLong, TokenizerError
 
@@ -72,7 +72,8 @@ class ApiError(Exception):
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         if self.status == HTTPStatus.SERVICE_UNAVAILABLE:
-            return [(b"retry-after", str(self.retry_after).encode())]
+            last = [(b"connection", b"close")] if self.code == DRAINING else []  # what comes after may find nobody
+            return [(b"retry-after", str(self.retry_after).encode()), *last]
         if self.status == HTTPStatus.UNAUTHORIZED:
             return [(b"www-authenticate", b"Bearer")]
         return []

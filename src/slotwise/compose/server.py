@@ -97,6 +97,7 @@ async def _observed(api: Api, traces: Traces | None, event_log: str) -> AsyncIte
             if file is not None:
                 api.recorder.write_to(file)
             yield
+            api.later.flush()
     finally:
         reporting.cancel()
         if traces is not None:

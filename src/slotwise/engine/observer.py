@@ -29,5 +29,8 @@ class Observer:
     def stepped(self, record: StepRecord) -> None:
         """The engine tells what it did."""
 
+    def sent(self, request_id: str, first_ns: int, last_ns: int, num_events: int) -> None:
+        """A response to it was given to the socket whole, in so many pieces."""
+
     def lost(self, message: str, now_ns: int) -> None:
         """The engine is gone, why.  A record of everybody's end follows."""

@@ -89,7 +89,6 @@ class Recorder(Observer):
         self._write(log.Engine(now_ns, log.LOST, message))
 
     def sent(self, request_id: str, first_ns: int, last_ns: int, num_events: int) -> None:
-        """A response to it was given to the socket, complete."""
         if (number := self.number_of(request_id)) >= 0:
             self._write(log.Sent(number, first_ns, last_ns, num_events))
 

@@ -49,6 +49,7 @@ async def load(api: Api, exchange: Exchange) -> None:
 
 
 async def metrics(api: Api, exchange: Exchange) -> None:
+    api.later.flush()
     await exchange.respond(api.metrics.exposition(), content_type=PROMETHEUS)
 
 

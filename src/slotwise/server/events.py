@@ -27,16 +27,20 @@ async def events(api: Api, exchange: Exchange) -> None:
     """
     switches = _switches(exchange)
     several = len(api.settings.api_keys) > 1
+    api.later.flush()
     view = _View(api.recorder.ring, Curtain(exchange.tenant if several else ""))
     gone = asyncio.Event()
     with api.viewers.entering():
         async with exchange.watched(gone.set):
             await exchange.event(view.opening() if switches["backlog"] else view.opening_now(), NDJSON)
             while not gone.is_set():
+                is_ending = not switches["follow"] or (api.service.draining and api.service.state != "busy")
+                if is_ending:
+                    api.later.flush()
                 if lines := view.more():
                     await exchange.event(lines)
                     await asyncio.sleep(0)  # a socket that takes all at once would let nobody else have a turn
-                elif not switches["follow"] or (api.service.draining and not api.service.num_live):
+                elif is_ending:
                     break
                 else:
                     await asyncio.sleep(EVERY)

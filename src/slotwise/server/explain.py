@@ -41,6 +41,7 @@ class Explainer:
         self._waiting += 1
         try:
             async with self._turn:
+                api.later.flush()
                 entries = api.recorder.ring.entries()
                 return await asyncio.to_thread(_explained, entries, api.step_times, which, until_ns)
         finally:

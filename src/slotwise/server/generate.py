@@ -14,6 +14,7 @@ from slotwise.core.params import SamplingParams
 from slotwise.engine.door import Door
 from slotwise.engine.messages import Add
 from slotwise.engine.service import QUEUE_FULL, EngineService, Refused
+from slotwise.observe.later import Later
 from slotwise.observe.metrics import Metrics
 from slotwise.observe.recorder import Recorder
 from slotwise.observe.steptime import StepTimes
@@ -53,7 +54,8 @@ class Api:
         self.metrics.told["step_time_model_error"] = lambda: step_times.error
         self.explainer = explain.Explainer()
         self._traces: Traces | None = None
-        service.observers += [self.metrics, self.door, self.recorder, self.step_times]
+        self.later = Later([self.metrics, self.recorder, self.step_times])
+        service.observers += [self.door, self.later]
         self.underway = Underway()
         self.num_exchanges = 0  # under way, of any kind
         self._seeds = random.Random(settings.seed)
@@ -78,8 +80,7 @@ class Api:
 
     def refused(self, kind: str) -> None:
         """Somebody was turned away before the engine service heard of it."""
-        self.metrics.refused(kind)
-        self.recorder.refused(kind)
+        self.later.refused(kind)
 
     def start(self, job: Job) -> list[Choice]:
         """`n` continuations of every prompt, in OpenAI's order: all or none.
@@ -179,7 +180,7 @@ async def _whole(api: Api, exchange: Exchange, job: Job, choices: list[Choice]) 
     await exchange.respond(whole_response(job.heading, answers, _usage(job, choices), told))
     last_ns = time.monotonic_ns()
     for choice in choices:
-        api.recorder.sent(choice.generation.request_id, first_ns, last_ns, 1)
+        api.later.sent(choice.generation.request_id, first_ns, last_ns, 1)
 
 
 async def _stream(api: Api, exchange: Exchange, job: Job, choices: list[Choice]) -> None:
@@ -192,7 +193,7 @@ async def _stream(api: Api, exchange: Exchange, job: Job, choices: list[Choice])
     await exchange.end(events.last(_usage(job, choices), told) if has_usage or told else b"")
     last_ns = time.monotonic_ns()
     for stream, choice in zip(streams, choices, strict=True):
-        api.recorder.sent(choice.generation.request_id, stream.first_ns, last_ns, stream.num_events)
+        api.later.sent(choice.generation.request_id, stream.first_ns, last_ns, stream.num_events)
 
 
 async def _told(api: Api, job: Job, choices: list[Choice]) -> dict[str, Any]:

@@ -193,9 +193,7 @@ def test_a_sigterm_to_the_whole_group_lets_running_streams_finish(tmp_path):
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as reply:
             lines = reply.iter_lines()
             next(lines)
-            (engine,) = subprocess.run(
-                ["pgrep", "-P", str(server.process.pid)], capture_output=True, text=True, check=True).stdout.split()
-            subprocess.run(["kill", "-TERM", engine, str(server.process.pid)], check=True)
+            subprocess.run(["kill", "-TERM", str(engine_of(server)), str(server.process.pid)], check=True)
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]" and not any('"error"' in line for line in rest)
         assert server.process.wait(20) == 0
@@ -215,25 +213,33 @@ def test_sigterm_lets_running_streams_finish(tmp_path):
         assert server.process.wait(20) == 0
 
 
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_lost_engine_ends_its_streams_and_the_next_one_says_the_same(sent: signal.Signals, tmp_path):
-    def engine_of(server: Live) -> int:
-        return int(subprocess.run(
-            ["pgrep", "-P", str(server.process.pid)], capture_output=True, text=True, check=True).stdout)
+@pytest.fixture(scope="module")
+def watchful(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A server that soon misses its engine."""
+    log = tmp_path_factory.mktemp("watchful") / "log"
+    with serving("--dtype", "float32", "--engine-timeout", "4", log=log) as server:
+        yield server
 
-    with serving("--dtype", "float32", "--engine-timeout", "4", log=tmp_path / "log") as server:
-        body = {"model": MODEL, "prompt": "def main():", "max_tokens": 32, "temperature": 0}
-        before = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()["choices"]
-        engine = engine_of(server)
-        long = body | {"max_tokens": 900, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=long, timeout=60) as reply:
-            lines = reply.iter_lines()
-            next(lines)
-            os.kill(engine, sent)
-            rest = [line for line in lines if line]
-        assert rest[-1] == "data: [DONE]" and sum('"error"' in line for line in rest) == 1
-        health = httpx.get(f"{server.url}/health")
-        assert health.status_code == 503 and health.headers["retry-after"]
-        until(lambda: httpx.get(f"{server.url}/health").status_code == 200, 60)
-        assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()["choices"] == before
-        assert engine_of(server) != engine
+
+def engine_of(server: Live) -> int:
+    return int(subprocess.run(
+        ["pgrep", "-P", str(server.process.pid)], capture_output=True, text=True, check=True).stdout)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_engine_ends_its_streams_and_the_next_one_says_the_same(watchful: Live, sent: signal.Signals):
+    body = {"model": MODEL, "prompt": "def main():", "max_tokens": 32, "temperature": 0}
+    before = httpx.post(f"{watchful.url}/v1/completions", json=body, timeout=60).json()["choices"]
+    engine = engine_of(watchful)
+    long = body | {"max_tokens": 900, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{watchful.url}/v1/completions", json=long, timeout=60) as reply:
+        lines = reply.iter_lines()
+        next(lines)
+        os.kill(engine, sent)
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]" and sum('"error"' in line for line in rest) == 1
+    health = httpx.get(f"{watchful.url}/health")
+    assert health.status_code == 503 and health.headers["retry-after"]
+    until(lambda: httpx.get(f"{watchful.url}/health").status_code == 200, 60)
+    assert httpx.post(f"{watchful.url}/v1/completions", json=body, timeout=60).json()["choices"] == before
+    assert engine_of(watchful) != engine

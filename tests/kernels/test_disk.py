@@ -10,6 +10,8 @@ import pytest
 
 from slotwise.kernels.cpu import disk
 
+KEY = "from slotwise.kernels.cpu import disk; print(disk.key())"
+HERE = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": "", "ATEN_CPU_CAPABILITY": "default"}
 COMPILE = """
 import torch
 from slotwise.kernels.cpu import compiled, pointwise
@@ -27,13 +29,16 @@ def run(script: str, **environment: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.fixture(scope="module")
+def key_here() -> list[str]:
+    return run(KEY, **HERE)
+
+
 @pytest.mark.parametrize("change", [
     {}, {"NUMBA_CPU_NAME": "haswell"}, {"NUMBA_CPU_FEATURES": "+avx2"}, {"ATEN_CPU_CAPABILITY": "avx2"}],
     ids=["nothing", "processor", "features", "torch's capability"])
-def test_code_for_another_processor_has_a_folder_of_its_own(change):
-    here = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": "", "ATEN_CPU_CAPABILITY": "default"}
-    script = "from slotwise.kernels.cpu import disk; print(disk.key())"
-    assert (run(script, **here) == run(script, **here | change)) == (not change)
+def test_code_for_another_processor_has_a_folder_of_its_own(key_here, change):
+    assert (run(KEY, **HERE | change) == key_here) == (not change)
 
 
 @pytest.mark.slow

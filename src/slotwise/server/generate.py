@@ -217,16 +217,18 @@ class _Streamed:
         self.num_events = 0
 
     async def run(self, choice: Choice) -> None:
-        """The first event as soon as there is a token, then one for each interval."""
+        """The first event as soon as there is a token, then one for each interval.
+
+        Also where no text comes of it yet, half a character or what may begin a stop string: clients that time a stream
+        count its events.
+        """
         opening = self._events.opening(choice.index)
         async for chunk in choice.generation:
             piece = choice.read(chunk)
             if not self._is_plain or piece.finish_reason is not None:
                 await self._exchange.event(opening + self._full(choice, piece))
-            elif piece.text:
-                await self._exchange.event(opening + self._events.plain(choice.index, piece.text))
             else:
-                continue  # half a character, or what may begin a stop string
+                await self._exchange.event(opening + self._events.plain(choice.index, piece.text))
             if not self.num_events:
                 self.first_ns = time.monotonic_ns()
             self.num_events += 1

@@ -62,7 +62,7 @@ def main() -> None:
                              enable_prefix_caching=False)
     loaded = load(config)
     machine = measure_machine()
-    roofline = Roofline(loaded.model_config, machine)
+    roofline = Roofline(loaded.model_config, machine, loaded.step_weight_bytes)
     print(f"{machine.bytes_per_second / 1e9:.1f} GB/s of reads, {machine.operations_per_second / 1e9:.0f} GFLOP/s of "
           f"float32 products\n\n{'rows':>5} {'context':>8} {'step':>9} {'of bytes':>9} {'of both bounds':>15}")
     figures = []

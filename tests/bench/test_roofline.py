@@ -23,18 +23,18 @@ def record(starts: tuple[int, ...], counts: tuple[int, ...], sampled: tuple[bool
 
 
 def test_the_cost_of_a_step_is_what_its_rows_ask_for() -> None:
-    roofline = Roofline(CONFIG, Machine(1.0, 1.0))
+    roofline = Roofline(CONFIG, Machine(1.0, 1.0), 1000)
     heads, kv_heads, dim, layers = CONFIG.num_heads, CONFIG.num_kv_heads, CONFIG.head_dim, CONFIG.num_layers
     inner = layers * CONFIG.hidden_size * ((2 * heads + 2 * kv_heads) * dim + 3 * CONFIG.intermediate_size)
     head = CONFIG.hidden_size * CONFIG.vocab_size
     cost = roofline.cost(record((10, 0, 4), (1, 3, 2), (True, True, False)))
     contexts, pairs = 11 + 3 + 6, 11 + (1 + 2 + 3) + (5 + 6)
-    assert cost.bytes == 4 * (inner + head) + 4 * 2 * layers * kv_heads * dim * contexts
+    assert cost.bytes == 1000 + 4 * 2 * layers * kv_heads * dim * contexts
     assert cost.operations == 2 * (6 * inner + 2 * head) + 4 * layers * heads * dim * pairs
 
 
 def test_steps_are_told_apart_and_the_larger_bound_counts() -> None:
-    roofline = Roofline(CONFIG, Machine(1e9, 1e12))
+    roofline = Roofline(CONFIG, Machine(1e9, 1e12), 1 << 20)
     for starts, counts in (((9, 9), (1, 1)), ((9, 0), (1, 7)), ((0, 0), (4, 7))):
         roofline.step(record(starts, counts, (True, True)))
     roofline.step(StepRecord(-1, 0, 5 * MS))  # nothing ran

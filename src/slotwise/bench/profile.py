@@ -65,7 +65,8 @@ class Profiler:
         Raises:
             ValueError: a request that could never run.
         """
-        roofline = Roofline(self._loaded.model_config, measure_machine())
+        loaded = self._loaded
+        roofline = Roofline(loaded.model_config, measure_machine(), loaded.step_weight_bytes)
         seconds = self._once(workload, roofline.step, on_step)
         kernels, in_steps = self._kernels[0], [0.0]
         kernels.start()

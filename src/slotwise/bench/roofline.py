@@ -76,12 +76,12 @@ class Roofline:
     """Folds step records into what they had to cost.
 
     Args:
-        weight_bytes: of all weights a step reads; less than `config.dtype` makes of them where they are quantised.
+        weight_bytes: of all weights that a step reads, quantised or not.
     """
 
-    def __init__(self, config: ModelConfig, machine: Machine, weight_bytes: int | None = None) -> None:
+    def __init__(self, config: ModelConfig, machine: Machine, weight_bytes: int) -> None:
         self._inner, self._head = config.layer_weights, config.hidden_size * config.vocab_size
-        self._weights = weight_bytes or (self._inner + self._head) * config.dtype.itemsize
+        self._weights = weight_bytes
         self._cached = 2 * config.num_layers * config.num_kv_heads * config.head_dim * config.dtype.itemsize
         self._pair = 4 * config.num_layers * config.num_heads * config.head_dim
         self.machine = machine

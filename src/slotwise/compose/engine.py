@@ -53,6 +53,11 @@ class Loaded:
         """The model's description."""
         return self._decoder.config
 
+    @property
+    def step_weight_bytes(self) -> int:
+        """Bytes of weights that every step reads, as they are held."""
+        return self._decoder.step_weight_bytes
+
     def engine(self, config: EngineConfig, progress: Progress = silent) -> tuple[Engine, EngineInfo]:
         """An engine with a cache of its own; of `config`, the model, the device and the type are taken as loaded.
 

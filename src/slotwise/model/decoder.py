@@ -66,6 +66,12 @@ class Decoder:
         own_head = 0 if config.tie_word_embeddings else prod(head) * kind.itemsize  # counted above as it was read
         return total + kernels.head_bytes(*head, kind) - own_head
 
+    @property
+    def step_weight_bytes(self) -> int:
+        """Bytes of weights that every step reads: all but the embedding's table."""
+        config = self.config
+        return self.weight_bytes - config.vocab_size * config.hidden_size * config.dtype.itemsize
+
     def workspace_bytes(self, num_tokens: int, num_samples: int) -> int:
         """Most bytes of activations that a step of so many tokens and sampling rows holds at a time."""
         config = self.config

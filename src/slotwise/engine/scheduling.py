@@ -17,6 +17,7 @@ from slotwise.core.limits import SchedulerLimits
 from slotwise.core.seams import Discipline
 
 LIMITS = ("max_num_seqs", "max_num_batched_tokens")
+LARGEST = 1 << 31  # of integers: larger ones mean nothing, and could not be sent to an engine
 NEVER_NONE = (*LIMITS, "long_prefill_token_threshold")
 
 
@@ -86,3 +87,5 @@ def _check_type(name: str, value: object) -> None:
         kinds, wanted = (int,), "an integer"
     if isinstance(value, bool) or not isinstance(value, (*kinds, type(None))) or (value is None and name in NEVER_NONE):
         raise ValueError(f"{name} must be {wanted}, not {value!r}")
+    if isinstance(value, int) and abs(value) > LARGEST:
+        raise ValueError(f"{name} must be at most {LARGEST}, not {value!r:.40}")

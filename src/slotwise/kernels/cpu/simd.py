@@ -144,7 +144,7 @@ def call(typingctx, address, words):
     return types.void(types.int64, types.int64), codegen
 
 
-PATIENCE = 1 << 12  # looks at a counter before the processor is offered to others: some tens of microseconds
+PATIENCE = 1 << 6  # looks at a counter before the processor is offered to others: about a microsecond
 
 
 @intrinsic

@@ -37,6 +37,19 @@ _ARGUMENTS = [struct.Struct(f"{count}q") for count in range(MAX_ARGUMENTS + 1)]
 
 
 @functools.cache
+def team_size_address() -> int:
+    """Of the function that says how many threads run beside the caller, itself included; 0 where none ever do.
+
+    OpenMP may start fewer than it was asked for.
+    """
+    start = _gomp_parallel()
+    if start is None:
+        return 0
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / start.library))
+    return ctypes.cast(library.omp_get_num_threads, ctypes.c_void_p).value or 0
+
+
+@functools.cache
 def _gomp_parallel() -> Callable[..., None] | None:
     for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
         path = Path(torch.__file__).parent / "lib" / name
@@ -47,6 +60,7 @@ def _gomp_parallel() -> Callable[..., None] | None:
                 return None
             start.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
             start.restype = None
+            start.library = name
             return start
     return None
 

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from slotwise.kernels.cpu.compiled import Compiled
-from slotwise.kernels.cpu.openmp import HEADER, MAX_ARGUMENTS, THREAD_COUNTER, Team, aligned
-from slotwise.kernels.cpu.simd import INT64, call, fetch_add, kernel, load, wait_for
+from slotwise.kernels.cpu.openmp import HEADER, MAX_ARGUMENTS, THREAD_COUNTER, Team, aligned, team_size_address
+from slotwise.kernels.cpu.simd import INT64, ask, call, fetch_add, kernel, load, wait_for
 
 WORDS = HEADER + MAX_ARGUMENTS  # int64 of a kernel's block
-CODES, BLOCKS, COUNT, THREADS = range(HEADER, HEADER + 4)  # arguments of `_program`
+CODES, BLOCKS, COUNT, TEAM_SIZE = range(HEADER, HEADER + 4)  # arguments of `_program`
 
 
 class Recording:
@@ -50,7 +50,7 @@ class Recording:
     def run(self) -> Tensor:
         """Do it again; what it yields."""
         self._blocks[:, :HEADER] = 0
-        self._team.give(self._codes.ctypes.data, self._address, len(self._blocks), self._team.threads)
+        self._team.give(self._codes.ctypes.data, self._address, len(self._blocks), team_size_address())
         self._team.together(PROGRAM)
         return self.result
 
@@ -122,7 +122,9 @@ class Recorder:
 def _run(words):
     """On every thread: each kernel in turn, and a barrier."""
     thread = fetch_add(words + THREAD_COUNTER, 1)
-    threads, count = load(words, THREADS, INT64), load(words, COUNT, INT64)
+    count, threads = load(words, COUNT, INT64), 1
+    if load(words, TEAM_SIZE, INT64) != 0:
+        threads = ask(load(words, TEAM_SIZE, INT64))
     codes, block = load(words, CODES, INT64), load(words, BLOCKS, INT64)
     met = 0
     for index in range(count):

@@ -144,6 +144,17 @@ def call(typingctx, address, words):
     return types.void(types.int64, types.int64), codegen
 
 
+@intrinsic
+def ask(typingctx, address):
+    """What the function of nothing at `address` says, a C int."""
+
+    def codegen(context, builder, signature, args):
+        function = ir.FunctionType(_INT32, [])
+        return builder.sext(builder.call(builder.inttoptr(args[0], function.as_pointer()), []), _INT64)
+
+    return types.int64(types.int64), codegen
+
+
 PATIENCE = 1 << 6  # looks at a counter before the processor is offered to others: about a microsecond
 
 

@@ -11,6 +11,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import uvloop
+
 from slotwise.bench.client import Client, Phrasing, Reply, Target, open_session
 from slotwise.bench.load import Load
 from slotwise.bench.measures import COMPLETED, REJECTED, Outcome, percentile
@@ -56,7 +58,8 @@ def drive(target: Target, workload: Workload, phrasing: Phrasing, limit: float) 
             except TimeoutError:
                 return
 
-    asyncio.run(run())
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # the cores are the server's
+        runner.run(run())
     return [reply.outcome() for reply in replies]
 
 

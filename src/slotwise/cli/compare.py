@@ -192,7 +192,7 @@ def _maker(loaded: Loaded, plan: Plan, comparison: Comparison) -> Make:
 
 def _orca_bytes(plan: Plan) -> int:
     """Cache in which Orca's reservations for this workload fill the slots: keys and values in every layer."""
-    from slotwise.compose.engine import BLOCK_SIZE
+    from slotwise.compose.sizes import BLOCK_SIZE
     from slotwise.model.checkpoint import read_config
     from slotwise.model.load import DTYPES
 

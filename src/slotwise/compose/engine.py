@@ -8,22 +8,24 @@ from collections.abc import Callable
 
 import torch
 
+from slotwise.compose.sizes import sized, step_tokens
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.scheduler import Scheduler
-from slotwise.engine.config import EngineConfig
+from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.loop import Engine
-from slotwise.engine.messages import EngineInfo, MemoryUse
+from slotwise.engine.messages import EngineInfo
 from slotwise.kernels.base import Kernels
-from slotwise.kernels.select import choose
+from slotwise.kernels.select import choose, draw_for, resolve
 from slotwise.model.config import ModelConfig
 from slotwise.model.decoder import Decoder
 from slotwise.model.load import describe, load_model
 from slotwise.model.locate import locate
 from slotwise.policies.fcfs import FirstComeFirstServed
-from slotwise.runner import memory
 from slotwise.runner.batch import SlotTable
+from slotwise.runner.device_sampler import DeviceSampler
 from slotwise.runner.runner import Runner
 from slotwise.runner.sampler import Sampler
+from slotwise.runner.sampling import Sampling
 
 Progress = Callable[[str, int, int], None]
 """Told `(stage, done, total)` while an engine is being built."""
@@ -31,11 +33,6 @@ Progress = Callable[[str, int, int], None]
 
 def silent(stage: str, done: int, total: int) -> None:
     """The progress of someone who does not want to hear of it."""
-
-
-STEP_SECONDS = 0.1
-STEP_SIZES = (512, 256, 128)  # tokens; fewer would read the weights too often for what they compute
-BLOCK_SIZE = 64  # tokens; what the figures in benchmarks/results/kernels-cpu.md were measured with
 
 
 class Loaded:
@@ -65,26 +62,21 @@ class Loaded:
             ConfigError: the settings contradict each other or the model.
         """
         decoder = self._decoder
-        config = config.sized(_step_tokens(decoder))
-        limits, used = _size(config, decoder)
-        null_block = limits.num_blocks  # one more than the scheduler knows of
-        caches = [
-            decoder.kernels.allocate_cache(limits.num_blocks + 1, limits.block_size, shape, decoder.config.dtype)
-            for shape in decoder.attention_shapes]
-        sampler = Sampler(limits.max_num_seqs, decoder.config.vocab_size)
+        kernels = decoder.kernels
+        config = config.sized(step_tokens(decoder))
+        limits, used = sized(config, decoder)
         progress("kernels", 0, 1)
         self._warming.join()
         progress("kernels", 1, 1)
-        slots = SlotTable(limits.max_num_seqs, limits.max_model_len, limits.block_size, null_block)
         scheduling = config.scheduling()
         scheduler = Scheduler(limits, scheduling.discipline(), FirstComeFirstServed())
         eos_ids = decoder.config.eos_token_ids
-        engine = Engine(
-            scheduler, Runner(decoder, caches, slots, sampler), time.monotonic_ns, eos_ids, depth=config.overlap)
+        depth = int(kernels.device.type == "cuda") if config.overlap is None else config.overlap
+        engine = Engine(scheduler, _runner(decoder, limits), time.monotonic_ns, eos_ids, depth=depth)
         return engine, EngineInfo(
             model=self._name, device=self._device, dtype=str(decoder.config.dtype).removeprefix("torch."),
             vocab_size=decoder.config.vocab_size, limits=limits, scheduling=scheduling, eos_token_ids=eos_ids,
-            memory=used, depth=config.overlap, quantization=config.quantization)
+            memory=used, depth=depth, quantization=config.quantization)
 
 
 def load(config: EngineConfig, progress: Progress = silent, wrap: Callable[[Kernels], Kernels] = lambda k: k) -> Loaded:
@@ -92,9 +84,13 @@ def load(config: EngineConfig, progress: Progress = silent, wrap: Callable[[Kern
 
     Raises:
         CheckpointError: something is wrong with the model's files.
+        ConfigError: the device is not there, or cannot do what is asked.
     """
-    device = "cpu" if config.device == "auto" else config.device
-    kernels = wrap(choose(device, config.quantization))
+    try:
+        device = resolve(config.device)
+        kernels = wrap(choose(device, config.quantization))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     kind = describe(locate(config.model), config.dtype).dtype
     warming = threading.Thread(target=_warm_up, args=(kernels, kind), daemon=True)
     warming.start()  # reading kernels is work for the interpreter, packing weights is none
@@ -106,7 +102,22 @@ def load(config: EngineConfig, progress: Progress = silent, wrap: Callable[[Kern
 
 def _warm_up(kernels: Kernels, kind: torch.dtype) -> None:
     kernels.warm_up(kind)
-    Sampler.warm_up(kind)
+    if kernels.name == "cpu":
+        Sampler.warm_up(kind)
+
+
+def _runner(decoder: Decoder, limits: SchedulerLimits) -> Runner:
+    """The executor, with a cache of its own."""
+    kernels, vocab_size = decoder.kernels, decoder.config.vocab_size
+    null_block = limits.num_blocks  # one more than the scheduler knows of
+    caches = [
+        kernels.allocate_cache(limits.num_blocks + 1, limits.block_size, shape, decoder.config.dtype)
+        for shape in decoder.attention_shapes]
+    slots = SlotTable(limits.max_num_seqs, limits.max_model_len, limits.block_size, null_block, kernels.device)
+    sampler: Sampling = (
+        Sampler(limits.max_num_seqs, vocab_size) if kernels.name == "cpu"
+        else DeviceSampler(slots, vocab_size, draw_for(kernels), kernels.device))
+    return Runner(decoder, caches, slots, sampler)
 
 
 def build_engine(config: EngineConfig, progress: Progress = silent) -> tuple[Engine, EngineInfo]:
@@ -117,26 +128,3 @@ def build_engine(config: EngineConfig, progress: Progress = silent) -> tuple[Eng
         ConfigError: the settings contradict each other or the model.
     """
     return load(config, progress).engine(config, progress)
-
-
-def _step_tokens(decoder: Decoder) -> int:
-    """Tokens that a step has room for if it is to take `STEP_SECONDS`: streams wait for it to end."""
-    rate = decoder.kernels.operations_per_second(decoder.config.dtype)
-    tokens = STEP_SECONDS * rate / (2 * decoder.config.layer_weights)
-    return next(size for size in STEP_SIZES if size <= tokens or size == STEP_SIZES[-1])
-
-
-def _size(config: EngineConfig, decoder: Decoder) -> tuple[SchedulerLimits, MemoryUse]:
-    """The scheduler's limits, from the model, the memory and what was asked."""
-    block_size = config.block_size or BLOCK_SIZE
-    model_tokens = decoder.config.max_position_embeddings
-    per_block = sum(
-        decoder.kernels.cache_bytes_per_block(block_size, shape, decoder.config.dtype)
-        for shape in decoder.attention_shapes)
-    longest = min(config.max_model_len or model_tokens, model_tokens)
-    useful = config.max_num_seqs * -(-longest // block_size)
-    weights = decoder.weight_bytes
-    workspace = decoder.workspace_bytes(config.largest_step(longest), config.max_num_seqs)
-    budget = memory.cache_budget(weights, workspace, config.kv_cache_memory, config.gpu_memory_utilization)
-    limits = config.limits(model_tokens, memory.num_blocks(per_block, useful, budget), block_size)
-    return limits, MemoryUse(weights, workspace, (limits.num_blocks + 1) * per_block)

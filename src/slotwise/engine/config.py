@@ -13,7 +13,7 @@ from slotwise.engine.scheduling import Scheduling
 
 DTYPES = ("auto", "bfloat16", "float32")
 QUANTIZATIONS = ("none", "int8", "int4")
-DEVICES = ("auto", "cpu", "reference")
+DEVICES = ("auto", "cpu", "cuda", "reference")
 STEP_TOKENS = 512  # a chunk this long reaches most of the product rate on any device
 
 
@@ -51,7 +51,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True  # equal beginnings of requests are computed once
     on_pressure: str = RECOMPUTE  # who must yield when blocks run out waits and is computed again, or ends in "error"
     seed: int = 0  # of the requests that bring none
-    overlap: int = 0  # steps in flight while the next is planned, 0 or 1; 1 pays once an executor computes beside us
+    overlap: int | None = None  # steps in flight while the next is planned, 0 or 1; None: 1 where a GPU computes
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
@@ -62,6 +62,8 @@ class EngineConfig:
             raise ConfigError(f"quantization must be one of {', '.join(QUANTIZATIONS)}, not {self.quantization!r}")
         if self.quantization != "none" and self.device == "reference":
             raise ConfigError(f"quantization {self.quantization} needs device cpu: the reference computes exactly")
+        if self.quantization != "none" and self.device == "cuda":
+            raise ConfigError(f"quantization {self.quantization} needs device cpu, not cuda")
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -78,7 +80,7 @@ class EngineConfig:
                 raise ConfigError("kv_cache_memory and gpu_memory_utilization both size the cache: give one of them")
         if self.on_pressure not in PRESSURES:
             raise ConfigError(f"on_pressure must be one of {', '.join(PRESSURES)}, not {self.on_pressure!r}")
-        if self.overlap not in (0, 1):
+        if self.overlap not in (None, 0, 1):
             raise ConfigError(f"overlap must be 0 or 1, not {self.overlap}")
 
     @classmethod

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import torch
+
+from slotwise.kernels import sampling
 from slotwise.kernels.base import Kernels
 
 
-def choose(device: str, quantization: str = "none") -> Kernels:
-    """The kernels of `device`: `cpu`, or `reference` for plain torch, which quantises nothing.
+def resolve(device: str) -> str:
+    """What `auto` stands for on this machine: `cuda` where torch sees a GPU, else `cpu`.
 
     Raises:
-        ValueError: any other name, or a quantization that the device does not offer.
+        ValueError: `device` is `cuda`, and there is none.
+    """
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        built = "sees no GPU" if torch.version.cuda else "was built for the CPU alone"
+        raise ValueError(f"device cuda needs an NVIDIA GPU, and torch {torch.__version__} {built}: choose cpu or auto")
+    return device
+
+
+def choose(device: str, quantization: str = "none") -> Kernels:
+    """The kernels of `device`: `cpu`, `cuda`, or `reference` for plain torch; only the CPU's quantise.
+
+    Raises:
+        ValueError: any other name, a device that is not there, or a quantization that it does not offer.
     """
     if device == "cpu":
         from slotwise.kernels.cpu import CpuKernels
@@ -21,4 +38,24 @@ def choose(device: str, quantization: str = "none") -> Kernels:
         from slotwise.kernels.reference import ReferenceKernels
 
         return ReferenceKernels()
-    raise ValueError(f"no kernels for device {device!r}: choose 'cpu' or 'reference'")
+    if device == "cuda":
+        resolve(device)
+        return _cuda_kernels()
+    raise ValueError(f"no kernels for device {device!r}: choose 'cpu', 'cuda' or 'reference'")
+
+
+def draw_for(kernels: Kernels) -> sampling.Draw:
+    """How tokens are drawn beside kernels other than the CPU's, whose sampler brings its own."""
+    if kernels.name == "cuda":
+        from slotwise.kernels.cuda.sampling import sample
+
+        return sample
+    return sampling.draw
+
+
+def _cuda_kernels() -> Kernels:
+    try:
+        from slotwise.kernels.cuda import CudaKernels
+    except ImportError as error:
+        raise ValueError(f"device cuda needs Triton, which cannot be imported ({error}): install triton") from error
+    return CudaKernels()

@@ -47,7 +47,7 @@ class Decoder:
         self._first_norm = read("model.layers.0.input_layernorm.weight")
         self._layers = [_read_layer(index, config, read, kernels) for index in range(config.num_layers)]
         self._head = kernels.head(self._embedding if config.tie_word_embeddings else read("lm_head.weight"))
-        self._rotary = rotary_table(config.rope, config.head_dim, max_positions)
+        self._rotary = rotary_table(config.rope, config.head_dim, max_positions).to(kernels.device)
 
     @property
     def attention_shapes(self) -> list[AttentionShape]:

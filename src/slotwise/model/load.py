@@ -32,8 +32,9 @@ def load_model(
     folder = locate(model)
     config = describe(folder, dtype)
     read = Weights(folder).reader(tensor_shapes(config), config.dtype, progress)
+    device = kernels.device
     longest = config.max_position_embeddings
-    return Decoder(config, read, kernels, min(max_positions or longest, longest))
+    return Decoder(config, lambda *names: read(*names).to(device), kernels, min(max_positions or longest, longest))
 
 
 def describe(folder: Path, dtype: str) -> ModelConfig:

@@ -57,8 +57,7 @@ class SlotTable:
         self._tokens = torch.zeros(self._nothing + 1, dtype=torch.int32, device=device)
         self._tables = np.zeros((num_slots, -(-max_tokens // block_size)), np.int32)
         self._num_blocks = [0] * num_slots
-        self._send_tokens = sender(device)
-        self._send_step = sender(device)
+        self._send = sender(device)
 
     @property
     def num_slots(self) -> int:
@@ -74,7 +73,7 @@ class SlotTable:
         for slot in plan.leaves:
             self._num_blocks[slot] = 0
         if plan.joins:
-            known = self._send_tokens((), [np.array(join.tokens, np.int32) for join in plan.joins])
+            known = self._send((), [np.array(join.tokens, np.int32) for join in plan.joins])
             for join, tokens in zip(plan.joins, known, strict=True):
                 first = join.slot * self._stride
                 self._tokens[first : first + len(tokens)] = tokens
@@ -86,6 +85,11 @@ class SlotTable:
     def append(self, targets: Tensor, tokens: Tensor) -> None:
         """Sampled tokens become known; a row that failed has -1, and is given some token that nobody will be told."""
         self._tokens[targets] = tokens.clamp(min=0).to(torch.int32)
+
+    def known(self, slot: int, start: int, end: int) -> Tensor:
+        """The slot's tokens at positions from `start` until `end`, int64, on the device."""
+        first = slot * self._stride
+        return self._tokens[first + start : first + end].long()
 
     def gather(self, plan: StepPlan) -> Step:
         """The plan's rows laid end to end, then their padding.  `plan` has at least one row."""
@@ -108,7 +112,7 @@ class SlotTable:
     def _sent(self, rows: _Rows, sample_at: np.ndarray, targets: np.ndarray) -> Step:
         query_starts = np.zeros(len(rows.counts) + 1, np.int32)
         np.cumsum(rows.counts, out=query_starts[1:])
-        sources, positions, slot_mapping, sampled, places, starts, context_lens, tables = self._send_step(
+        sources, positions, slot_mapping, sampled, places, starts, context_lens, tables = self._send(
             (rows.sources, rows.positions, rows.places, sample_at, targets),
             (query_starts, rows.contexts.astype(np.int32), rows.tables))
         return Step(RaggedBatch(

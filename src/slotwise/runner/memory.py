@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+GPU_SHARE = 0.9  # of a GPU's memory is ours where nobody says how much
 SHARE = 0.4  # of what is free once the weights are loaded goes to the cache, where nobody asked for more or less
 
 UNLIMITED = 1 << 62  # bytes
@@ -44,6 +45,29 @@ def cache_budget(weights: int, workspace: int, asked: int | None, share: float |
             f"a cache of {gib(budget)} beside {gib(workspace)} of workspace for a step does not fit the {gib(free)} "
             f"that are free ({gib(weights)} of weights are loaded): change kv_cache_memory or gpu_memory_utilization, "
             "or make steps smaller with max_num_batched_tokens (static batches: batch_size, max_model_len)")
+    return budget
+
+
+def gpu_cache_budget(free: int, total: int, workspace: int, asked: int | None, share: float | None) -> int:
+    """Bytes of a GPU that the cache may take, the weights being there already.
+
+    Args:
+        free, total: bytes of the device.
+        workspace: bytes that steps take.
+        asked: bytes of cache; None: what is left of `share`.
+        share: of the device, for all that is on it; None: GPU_SHARE.
+
+    Raises:
+        MemoryError: what is asked for is not there.
+    """
+    share = GPU_SHARE if share is None else share
+    budget = asked if asked is not None else int(total * share) - (total - free) - workspace
+    if budget < 1 or budget + workspace > free:
+        raise MemoryError(
+            f"a cache of {gib(max(budget, 0))} beside {gib(workspace)} of workspace for a step does not fit the GPU: "
+            f"{gib(free)} of its {gib(total)} are free once the weights are loaded, and gpu_memory_utilization is "
+            f"{share:g}: change it or kv_cache_memory, make steps smaller with max_num_batched_tokens or max_num_seqs, "
+            "or end what else uses the GPU")
     return budget
 
 

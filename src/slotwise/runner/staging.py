@@ -1,11 +1,13 @@
-"""From the host to the device: the columns of a step packed into one buffer and sent by one asynchronous copy.
+"""Between host and device: the columns of a step go there by one asynchronous copy, its tokens come back by another.
 
-    host     |■■ int64 ■■|■ int32 ■|      one of two buffers, page-locked where the device is a GPU
+    host     |■■ int64 ■■|■ int32 ■|      page-locked
                   │ copied while the host goes on
     device   |■■ int64 ■■|■ int32 ■|      columns are views of it
 
-A buffer is filled again only when its last copy has ended.  With two, the host fills one while the other may still be
-read.  Where the device is the CPU nothing is copied: tensors are views of the columns themselves.
+With a step in flight the host prepares the next one while copies for the last may still wait behind the device's work,
+so memory of the host must not be written again before they have ended.  Torch's allocator of page-locked memory sees to
+that: it notes every copy that does not block, and gives memory out again only once all of them have been done.  Where
+the device is the CPU nothing is copied: tensors are views of the columns themselves.
 """
 
 from __future__ import annotations
@@ -17,6 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+Columns = Sequence[np.ndarray]
+Send = Callable[[Columns, Columns], list[Tensor]]
+"""Sends columns of int64, then of int32: tensors of the same shapes on the device."""
+
 
 class Event(Protocol):
     """A point in the device's work."""
@@ -26,7 +32,7 @@ class Event(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Wait until the device has passed it; at once when it was never recorded."""
+        """Wait until the device has passed it."""
         ...
 
 
@@ -43,67 +49,35 @@ def event_of(device: torch.device) -> Event:
     return torch.cuda.Event() if device.type == "cuda" else _Now()
 
 
-class _Buffer:
-    """Memory of the host that copies are made from, and the last of them."""
-
-    def __init__(self, copied: Event, *, pinned: bool) -> None:
-        self.copied = copied
-        self._pinned = pinned
-        self._memory = torch.empty(0, dtype=torch.uint8)
-
-    def take(self, size: int) -> Tensor:
-        """`size` bytes that no copy reads any more."""
-        self.copied.synchronize()
-        if len(self._memory) < size:
-            self._memory = torch.empty(1 << (size - 1).bit_length(), dtype=torch.uint8, pin_memory=self._pinned)
-        return self._memory[:size]
-
-
-Columns = Sequence[np.ndarray]
-Send = Callable[[Columns, Columns], list[Tensor]]
-"""Sends columns of int64, then of int32: tensors of the same shapes on the device."""
-
-
 def sender(device: torch.device) -> Send:
     """How columns get to `device`."""
-    return view if device.type == "cpu" else Staging(device).send
+    if device.type == "cpu":
+        return lambda longs, ints: [torch.from_numpy(column) for column in (*longs, *ints)]
+    return lambda longs, ints: send(device, longs, ints)
 
 
-def view(longs: Columns, ints: Columns) -> list[Tensor]:
-    """The columns as they are."""
-    return [torch.from_numpy(column) for column in (*longs, *ints)]
+def send(device: torch.device, longs: Columns, ints: Columns) -> list[Tensor]:
+    """Columns of int64, then of int32, packed and copied at once: tensors of the same shapes on `device`."""
+    split = 8 * sum(column.size for column in longs)
+    size = split + 4 * sum(column.size for column in ints)
+    packed = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    _pack(packed[:split].view(torch.int64).numpy(), longs)
+    _pack(packed[split:].view(torch.int32).numpy(), ints)
+    sent = packed.to(device, non_blocking=True)
+    return [*_unpacked(sent[:split].view(torch.int64), longs), *_unpacked(sent[split:].view(torch.int32), ints)]
 
 
-class Staging:
-    """Sends columns to a device.  One caller at a time.
-
-    Args:
-        new_event: makes the events by which copies are known to have ended.
-    """
-
-    def __init__(self, device: torch.device, new_event: Callable[[torch.device], Event] = event_of) -> None:
-        self._device = device
-        pinned = device.type == "cuda"
-        self._buffers = [_Buffer(new_event(device), pinned=pinned) for _ in range(2)]
-
-    def send(self, longs: Columns, ints: Columns) -> list[Tensor]:
-        """Columns of int64, then of int32, as tensors of the same shapes on the device."""
-        self._buffers.reverse()
-        buffer = self._buffers[0]
-        num_longs = sum(column.size for column in longs)
-        packed = buffer.take(8 * num_longs + 4 * sum(column.size for column in ints))
-        _pack(packed[: 8 * num_longs].view(torch.int64).numpy(), longs)
-        _pack(packed[8 * num_longs :].view(torch.int32).numpy(), ints)
-        sent = packed.to(self._device, non_blocking=True)
-        buffer.copied.record()
-        return [
-            *_unpacked(sent[: 8 * num_longs].view(torch.int64), longs),
-            *_unpacked(sent[8 * num_longs :].view(torch.int32), ints)]
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy of `tensor` on the host, there once the device is done with what was enqueued before."""
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
 
 
 def _pack(target: np.ndarray, columns: Columns) -> None:
     if columns:
-        np.concatenate([column.reshape(-1) for column in columns], out=target, casting="same_kind")
+        np.concatenate([column.reshape(-1) for column in columns], out=target)
 
 
 def _unpacked(packed: Tensor, columns: Columns) -> list[Tensor]:

@@ -4,8 +4,8 @@ A step is captured at a few numbers of rows, and rows of nothing fill it up to t
 long context serves shorter ones.  Capturing only takes down what would be started, so the step at hand is computed
 first, kernel by kernel.  That also compiles what it needs, which is not allowed in a capture.
 
-All graphs share one pool of memory: only one runs at a time, and what one yields is used before the next is run.  So the
-pool gets back what a capture allocated, its result included, and a recording knows its result by address alone.
+All graphs share one pool of memory: only one runs at a time, and what one yields is used before the next is run.  So
+the pool gets back what a capture allocated, its result included, and a recording knows its result by address alone.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 def capture_size(rows: int, context: int) -> tuple[int, int]:
-    """Rows and tokens of context of the graph for a step; no rows where starting kernels is nothing beside running them.
-    """
+    """Rows and tokens of context of a step's graph; no rows where starting kernels is nothing beside running them."""
     longest = SHORTEST
     while longest < context:
         longest *= 4

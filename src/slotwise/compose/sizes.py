@@ -1,0 +1,64 @@
+"""How large an engine is made: tokens of a step, blocks of its cache, from the model, the device and what was asked."""
+
+from __future__ import annotations
+
+import torch
+
+from slotwise.core.limits import SchedulerLimits
+from slotwise.engine.config import EngineConfig
+from slotwise.engine.messages import MemoryUse
+from slotwise.kernels.select import draw_for
+from slotwise.model.decoder import Decoder
+from slotwise.runner import memory
+from slotwise.runner.profile import measured_workspace
+
+STEP_SECONDS = 0.1
+STEP_SIZES = (512, 256, 128)  # tokens; fewer would read the weights too often for what they compute
+GPU_STEP_SIZES = (8192, 4096, 2048)  # products reach their rate at a few thousand tokens
+BLOCK_SIZE = 64  # tokens; what the figures in benchmarks/results/kernels-cpu.md were measured with
+
+
+def step_tokens(decoder: Decoder) -> int:
+    """Tokens that a step has room for if it is to take `STEP_SECONDS`: streams wait for it to end."""
+    sizes = GPU_STEP_SIZES if decoder.kernels.device.type == "cuda" else STEP_SIZES
+    rate = decoder.kernels.operations_per_second(decoder.config.dtype)
+    tokens = STEP_SECONDS * rate / (2 * decoder.config.layer_weights)
+    return next(size for size in sizes if size <= tokens or size == sizes[-1])
+
+
+def sized(config: EngineConfig, decoder: Decoder) -> tuple[SchedulerLimits, MemoryUse]:
+    """The scheduler's limits, and what is taken for them.
+
+    Raises:
+        ConfigError: the settings contradict each other or the model.
+        MemoryError: they ask for more memory than there is.
+    """
+    block_size = config.block_size or BLOCK_SIZE
+    model_tokens = decoder.config.max_position_embeddings
+    per_block = sum(
+        decoder.kernels.cache_bytes_per_block(block_size, shape, decoder.config.dtype)
+        for shape in decoder.attention_shapes)
+    longest = min(config.max_model_len or model_tokens, model_tokens)
+    useful = config.max_num_seqs * -(-longest // block_size)
+    measure = _on_gpu if decoder.kernels.device.type == "cuda" else _on_host
+    workspace, budget = measure(config, decoder, longest, block_size)
+    limits = config.limits(model_tokens, memory.num_blocks(per_block, useful, budget), block_size)
+    return limits, MemoryUse(decoder.weight_bytes, workspace, (limits.num_blocks + 1) * per_block)
+
+
+def _on_host(config: EngineConfig, decoder: Decoder, longest: int, block_size: int) -> tuple[int, int]:
+    """Bytes of workspace and cache, by what steps are known to hold."""
+    workspace = decoder.workspace_bytes(config.largest_step(longest), config.max_num_seqs)
+    asked, share = config.kv_cache_memory, config.gpu_memory_utilization
+    return workspace, memory.cache_budget(decoder.weight_bytes, workspace, asked, share)
+
+
+def _on_gpu(config: EngineConfig, decoder: Decoder, longest: int, block_size: int) -> tuple[int, int]:
+    """Bytes of workspace and cache, by what the largest steps were seen to take."""
+    kernels, rows, tokens = decoder.kernels, config.max_num_seqs, config.largest_step(longest)
+    recorded = max(rows, kernels.recording_size(rows, longest)[0])
+    shapes = [(tokens, min(rows, tokens), longest), (recorded, recorded, longest)]
+    workspace = measured_workspace(decoder, draw_for(kernels), block_size, shapes)
+    free, total = torch.cuda.mem_get_info(kernels.device)
+    asked, share = config.kv_cache_memory, config.gpu_memory_utilization
+    return workspace, memory.gpu_cache_budget(free, total, workspace, asked, share)

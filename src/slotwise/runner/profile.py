@@ -1,0 +1,64 @@
+"""The memory that steps take beside weights and cache, found by running the largest ones before the cache is made."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from slotwise.kernels.base import RaggedBatch
+from slotwise.kernels.sampling import Draw
+from slotwise.model.decoder import Decoder
+from slotwise.runner.staging import sender
+
+
+@torch.inference_mode()
+def measured_workspace(decoder: Decoder, draw: Draw, block_size: int, shapes: list[tuple[int, int, int]]) -> int:
+    """Bytes of the device that steps of these shapes take at most, together.
+
+    Each is run twice over a cache of one block.  That also compiles what they need.  They are added up, for recorded
+    steps keep a workspace of their own.
+
+    Args:
+        shapes: tokens, rows and the longest context of each.
+    """
+    device = decoder.kernels.device
+    caches = [decoder.kernels.allocate_cache(1, block_size, shape, decoder.config.dtype)
+              for shape in decoder.attention_shapes]
+    total = 0
+    for num_tokens, num_rows, context in shapes:
+        batch = batch_of_nothing(num_tokens, num_rows, context, block_size, device)
+        for _ in range(2):  # the first may need more, to compile and to choose
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+            logits = decoder.logits(decoder.hidden(batch, caches)).float()  # the sampler edits copies
+            controls = torch.ones(num_rows, 4, device=device)
+            draw(logits, controls, *torch.zeros(2, num_rows, dtype=torch.int64, device=device))
+            torch.cuda.synchronize(device)
+            largest = torch.cuda.max_memory_allocated(device) - before
+            del logits
+        total += largest
+    torch.cuda.empty_cache()
+    return total
+
+
+def batch_of_nothing(
+    num_tokens: int, num_rows: int, longest: int, block_size: int, device: torch.device
+) -> RaggedBatch:
+    """A step whose tokens all lie in block 0, spread over rows that all sample.
+
+    Args:
+        longest: tokens of context that kernels are to make room for.
+    """
+    counts = np.full(num_rows, num_tokens // num_rows)
+    counts[: num_tokens % num_rows] += 1
+    starts = np.zeros(num_rows + 1, np.int32)
+    np.cumsum(counts, out=starts[1:])
+    positions = np.arange(num_tokens) - np.repeat(starts[:-1], counts)
+    longest = max(longest, int(counts.max()))
+    tables = np.zeros((num_rows, -(-longest // block_size)), np.int32)
+    zeros, contexts = np.zeros(num_tokens, np.int64), counts.astype(np.int32)
+    ids, positions_, places, sample_at, query_starts, context_lens, block_tables = sender(device)(
+        (zeros, positions, positions % block_size, starts[1:].astype(np.int64) - 1), (starts, contexts, tables))
+    return RaggedBatch(ids, positions_, places, query_starts, context_lens, block_tables, sample_at,
+                       max_query_len=int(counts.max()), max_context_len=longest)

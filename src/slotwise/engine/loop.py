@@ -74,7 +74,8 @@ class Engine:
         else:
             self._configured = command.scheduling
             self._scheduler.configure(
-                command.scheduling.limits(self._scheduler.limits), command.scheduling.discipline())
+                command.scheduling.limits(self._scheduler.limits), command.scheduling.discipline(),
+                self._scheduler.policy, now)
 
     def wait(self) -> float:
         """Seconds until `step` may have something to do, when only the clock keeps it from that; else 0."""

@@ -31,3 +31,20 @@ def test_neither_the_api_process_nor_a_replay_sees_torch(module):
 
 def test_what_is_forbidden_would_show():
     assert "torch" in run_without(("torch",), ("slotwise.llm",)).stderr
+
+
+SERVER = ("msgspec", "starlette", "uvicorn", "uvloop", "httptools", "prometheus_client", "rich", "aiohttp")
+
+GENERATE = """
+import sys
+sys.modules.update(dict.fromkeys({without!r}))
+from slotwise import LLM, SamplingParams
+(output,) = LLM(max_model_len=64, kv_cache_memory=1 << 22).generate("a", SamplingParams(max_tokens=3, ignore_eos=True))
+assert len(output.outputs[0].token_ids) == 3
+"""
+
+
+def test_an_engine_runs_without_what_the_server_needs():
+    script = GENERATE.format(without=SERVER)
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr

@@ -21,7 +21,7 @@ from slotwise.workload import arrivals, lengths
 from slotwise.workload.requests import Recipe, Workload, generate
 
 from . import clients, ledger
-from .server import MIB, Memory, Server, serving
+from .server import MIB, Server, serving
 
 FACTOR = 5
 TRIAL = 7.0  # seconds of each closed loop that looks for the best
@@ -92,7 +92,7 @@ class MemoryWatch:
 
     def __init__(self, server: Server, seconds: float) -> None:
         self._server = server
-        self._readings: list[Memory] = []
+        self._readings: list[int] = []
         self._thread = threading.Thread(target=self._read, args=(seconds,), daemon=True)
         self._thread.start()
 
@@ -102,7 +102,7 @@ class MemoryWatch:
             time.sleep(max(0.0, began + share * seconds - time.perf_counter()))
             self._readings.append(self._server.memory())
 
-    def readings(self) -> list[Memory]:
+    def readings(self) -> list[int]:
         self._thread.join()
         return self._readings
 
@@ -143,7 +143,7 @@ def overload(seconds: float) -> ledger.Row:
 
 
 async def _account(server: Server, most: float, seconds: float, outcomes: list[Outcome],
-                   probed: dict[str, Any], memory: list[Memory]) -> ledger.Row:
+                   probed: dict[str, Any], memory: list[int]) -> ledger.Row:
     async with clients.session() as http:
         await clients.quiet(http, server)
         leaked = await clients.leaked(http, server)
@@ -155,17 +155,17 @@ async def _account(server: Server, most: float, seconds: float, outcomes: list[O
     return ledger.Row(
         f"{offered:.1f}-fold overload, {seconds:g} s", ledger.tally([*map(fate, outcomes), *probed["fates"]]), leaked,
         {"goodput within 10% of the best": share >= GOOD,
-         "memory flat once the queue is full": ledger.drift(memory[1].pss, memory[-1].pss) <= FLAT,
+         "memory flat once queue and log are full": ledger.drift(memory[1], memory[-1]) <= FLAT,
          "each refusal costs under 20 ms of computing": 0 < computing["max"] < AT_ONCE,
          "each refusal reaches its client within 20 ms": 0 < alone["max"] < AT_ONCE},
         [f"{len(outcomes) / seconds:.0f} requests/s; goodput {share:.0%} of the best ({most:,.0f} output tokens/s)",
-         "memory " + ", ".join(f"{reading.pss / MIB:.0f}" for reading in memory) + " MiB at the start and after each "
-         "quarter (a queue that fills holds its requests)",
+         "memory " + ", ".join(f"{reading / MIB:.0f}" for reading in memory) + " MiB at the start and after each "
+         "quarter (a queue that fills holds its requests, and the log its latest steps)",
          f"refusals, p50 / p99 / max: {_written(computing)} of the API process' computing, {_written(alone)} until a "
          f"client of its own has one ({alone['count']:,}), {_written(crowd)} until the load generator has "
          f"({crowd['count']:,})"],
         {"best_tokens_per_second": most, "offered": offered, "goodput_share": share,
-         "memory_pss": [size.pss for size in memory], "memory_rss": [size.rss for size in memory],
+         "memory_rss": memory,
          "refusal_ms": alone, "refusal_computing_ms": computing, "refusal_ms_load_generator": crowd,
          "load_generator_late_ms": late})
 

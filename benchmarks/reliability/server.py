@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import resource
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,7 @@ READY = re.compile(r"Ready after .* on (http://\S+)")
 BLOCKS = re.compile(r"(\d+) blocks of (\d+) tokens")
 EXIT_SECONDS = 60.0
 MIB = 1 << 20
+PAGE = resource.getpagesize()
 
 
 @dataclass
@@ -43,22 +45,13 @@ class Server:
         self.log.seek(0)
         return self.log.read()[-3000:]
 
-    def memory(self) -> Memory:
-        """Of all its processes."""
+    def memory(self) -> int:
+        """Bytes resident in all its processes, pages they share counted twice.
+
+        The kernel has the figure at hand; dividing shared pages would make it walk all pages, and the server wait.
+        """
         pids = [self.process.pid, *children(self.process.pid)]
-        sizes = [_rollup(pid) for pid in pids]
-        return Memory(sum(size.rss for size in sizes), sum(size.pss for size in sizes))
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes: resident, and resident with shared pages divided among those who share them."""
-
-    rss: int
-    pss: int
-
-    def __str__(self) -> str:
-        return f"{self.pss / MIB:.0f}"
+        return sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids) * PAGE
 
 
 @contextlib.contextmanager
@@ -107,16 +100,6 @@ def _command(pid: int) -> bytes:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return b""
-
-
-def _rollup(pid: int) -> Memory:
-    sizes = {"Rss": 0, "Pss": 0}
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name in sizes:
-                sizes[name] = int(value.split()[0]) * 1024
-    return Memory(sizes["Rss"], sizes["Pss"])
 
 
 class Metrics:

@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
@@ -24,12 +24,13 @@ from slotwise.engine.config import EngineConfig
 from slotwise.engine.loop import Engine
 from slotwise.engine.messages import Add, Finish, RowEnd, StepRecord
 from slotwise.model.locate import locate
-from slotwise.observe.log_file import LogFile
-from slotwise.observe.offline import Logged
 from slotwise.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from slotwise.text.chat import load_chat_template
 from slotwise.text.continuation import Continuation
 from slotwise.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from slotwise.observe.offline import Logged
 
 Prompt = str | Mapping[str, Sequence[int]] | Sequence[int]
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -52,6 +53,9 @@ class LLM:
         engine, self.info = build_engine(self._config)
         self._engine: Engine | Logged = engine
         if event_log:
+            from slotwise.observe.log_file import LogFile  # brings msgspec, which a machine may be without
+            from slotwise.observe.offline import Logged
+
             file = LogFile(event_log)
             weakref.finalize(self, file.close)
             self._engine = Logged(engine, self.info, file)

@@ -8,8 +8,9 @@ import time
 import pytest
 
 from slotwise.engine.channel import BlockingChannel, ChannelClosed, pair
-from slotwise.engine.messages import Beat, decode_report
+from slotwise.engine.messages import Beat
 from slotwise.engine.pulse import BEAT, STUCK, Heart, Pulse
+from slotwise.engine.wire import decode_report
 
 TIMEOUT = 60.0
 

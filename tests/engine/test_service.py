@@ -26,13 +26,12 @@ from slotwise.engine.messages import (
     EngineInfo,
     Finish,
     Loading,
-    decode_command,
-    encode,
 )
 from slotwise.engine.observer import Observer
 from slotwise.engine.pulse import Pulse
 from slotwise.engine.scheduling import Scheduling
 from slotwise.engine.service import EngineError, EngineService, Refused
+from slotwise.engine.wire import decode_command, encode
 
 LIMITS = SchedulerLimits(max_model_len=64, num_blocks=64, block_size=4, max_num_seqs=8, max_num_batched_tokens=32)
 SCHEDULING = Scheduling(Batching(), LIMITS.max_num_seqs, LIMITS.max_num_batched_tokens)

@@ -18,12 +18,11 @@ from slotwise.engine.messages import (
     EngineFailed,
     EngineInfo,
     StepRecord,
-    decode_command,
-    encode,
 )
 from slotwise.engine.pulse import BEAT
 from slotwise.engine.service import EngineError, EngineService, Refused
 from slotwise.engine.supervisor import EXIT, REAP, Backoff, Supervisor
+from slotwise.engine.wire import decode_command, encode
 
 TIMEOUT = 60.0
 

@@ -27,9 +27,10 @@ from slotwise.core.plan import Join, StepPlan, StepResult, TokenLogprobs
 from slotwise.core.scheduler import Scheduler
 from slotwise.engine.channel import BlockingChannel, ChannelClosed
 from slotwise.engine.loop import Engine
-from slotwise.engine.messages import Command, EngineFailed, EngineInfo, Finish, Loading, encode
+from slotwise.engine.messages import Command, EngineFailed, EngineInfo, Finish, Loading
 from slotwise.engine.pulse import Heart
 from slotwise.engine.scheduling import Scheduling
+from slotwise.engine.wire import encode
 from slotwise.policies.fcfs import FirstComeFirstServed
 
 VOCAB = 400

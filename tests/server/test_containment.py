@@ -23,9 +23,9 @@ from slotwise.core.plan import StepResult
 from slotwise.engine.channel import BlockingChannel, ChannelClosed, pair
 from slotwise.engine.executor import FakeExecutor
 from slotwise.engine.loop import Engine
-from slotwise.engine.messages import encode
 from slotwise.engine.pulse import Heart, Pulse
 from slotwise.engine.service import EngineService
+from slotwise.engine.wire import encode
 from slotwise.server.app import App, build_app
 from slotwise.server.settings import ServerSettings
 from slotwise.text.chat import load_chat_template

@@ -20,8 +20,9 @@ from slotwise.compose.later import spare_torch
 from slotwise.engine.channel import BlockingChannel, ChannelClosed
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.loop import Engine
-from slotwise.engine.messages import Add, EngineFailed, Loading, decode_command, encode
+from slotwise.engine.messages import Add, EngineFailed, Loading
 from slotwise.engine.pulse import Heart
+from slotwise.engine.wire import decode_command, encode
 from slotwise.observe import lines
 
 MAX_ARRIVALS = 64  # taken in between two steps, so that a flood of them cannot hold up who runs

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import cast
 
 from slotwise.engine.channel import ChannelClosed, Unframer, frame
-from slotwise.engine.messages import Beat, Command, EngineFailed, Report, StepRecord, decode_report, encode
+from slotwise.engine.messages import Beat, Command, EngineFailed, Report, StepRecord
 from slotwise.engine.pulse import Pulse
+from slotwise.engine.wire import decode_report, encode
 
 
 class Link(asyncio.Protocol):

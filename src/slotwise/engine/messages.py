@@ -1,19 +1,18 @@
 """What passes between the API process and the engine process: commands in, one record per step out.
 
-Encoded as MessagePack by msgspec, so that nothing received can run code.
+Encoded as MessagePack by msgspec (see `engine.wire`), so that nothing received can run code.
 """
 
 from __future__ import annotations
-
-import msgspec
 
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.core.plan import Decision, Grant, Stop, TokenLogprobs
 from slotwise.engine.scheduling import Scheduling
+from slotwise.engine.struct import Struct
 
 
-class Add(msgspec.Struct, tag="add"):
+class Add(Struct, tag="add"):
     """Start a generation.  `prompt` are token ids; `seed` is what the sampler draws from.
 
     `output_tokens` is for benchmarks: the output ends there as if the model had said so (see `engine.drawn`); 0: never.
@@ -30,14 +29,14 @@ class Add(msgspec.Struct, tag="add"):
     tokenised_ns: int = 0  # the time went; 0: not over HTTP
 
 
-class Finish(msgspec.Struct, tag="finish"):
+class Finish(Struct, tag="finish"):
     """End a generation: `abort` when its client went away, `stop` when a stop string showed up."""
 
     request_id: str
     reason: str
 
 
-class Configure(msgspec.Struct, tag="configure"):
+class Configure(Struct, tag="configure"):
     """Schedule differently from the next plan on.  Checked by whoever sends it."""
 
     scheduling: Scheduling
@@ -46,7 +45,7 @@ class Configure(msgspec.Struct, tag="configure"):
 Command = Add | Finish | Configure
 
 
-class Loading(msgspec.Struct, tag="loading"):
+class Loading(Struct, tag="loading"):
     """Progress before the engine is ready."""
 
     stage: str
@@ -54,7 +53,7 @@ class Loading(msgspec.Struct, tag="loading"):
     total: int
 
 
-class MemoryUse(msgspec.Struct, frozen=True):
+class MemoryUse(Struct, frozen=True):
     """Bytes an engine takes at most."""
 
     weights: int = 0
@@ -62,7 +61,7 @@ class MemoryUse(msgspec.Struct, frozen=True):
     cache: int = 0
 
 
-class EngineInfo(msgspec.Struct, tag="ready"):
+class EngineInfo(Struct, tag="ready"):
     """Sent once, when the engine can take requests."""
 
     model: str
@@ -82,7 +81,7 @@ class EngineInfo(msgspec.Struct, tag="ready"):
         return self.dtype if self.quantization == "none" else f"{self.quantization}, {self.dtype}"
 
 
-class RowEnd(msgspec.Struct, array_like=True):
+class RowEnd(Struct, array_like=True):
     """A request's end: `message` explains `rejected`, `timeout` and `error`, else it is empty."""
 
     request_id: str
@@ -91,7 +90,7 @@ class RowEnd(msgspec.Struct, array_like=True):
     message: str = ""
 
 
-class StepRecord(msgspec.Struct, tag="step", omit_defaults=True):
+class StepRecord(Struct, tag="step", omit_defaults=True):
     """One step: the plan without its prompt tokens, what it yielded, who ended, and where the engine stands.
 
     With the commands sent, records tell all that an engine did not decide itself, so that it can be replayed: what its
@@ -133,20 +132,16 @@ class StepRecord(msgspec.Struct, tag="step", omit_defaults=True):
     num_free_blocks: int = 0
 
 
-class Beat(msgspec.Struct, tag="beat"):
+class Beat(Struct, tag="beat"):
     """A sign of life, sent twice a second by a thread of its own (see `engine.pulse`)."""
 
     step_ns: int  # nanoseconds that the step under way has taken so far; 0: none is
 
 
-class EngineFailed(msgspec.Struct, tag="failed"):
+class EngineFailed(Struct, tag="failed"):
     """The engine cannot go on (or could not start); `message` is one line for a person."""
 
     message: str
 
 
 Report = Loading | EngineInfo | Beat | StepRecord | EngineFailed
-
-encode = msgspec.msgpack.Encoder().encode
-decode_command = msgspec.msgpack.Decoder(Command).decode
-decode_report = msgspec.msgpack.Decoder(Report).decode

@@ -19,7 +19,8 @@ import time
 from collections.abc import Callable
 
 from slotwise.engine.channel import BlockingChannel, ChannelClosed
-from slotwise.engine.messages import Beat, encode
+from slotwise.engine.messages import Beat
+from slotwise.engine.wire import encode
 
 BEAT = 0.5  # seconds
 ENGINE_TIMEOUT = 60.0  # seconds of silence after which an engine is given up

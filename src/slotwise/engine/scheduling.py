@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-import msgspec
-
 from slotwise.batching.settings import KINDS, PREFILLS, Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.seams import Discipline
@@ -71,6 +69,8 @@ class Scheduling:
 
 def changes_schema() -> dict[str, Any]:
     """What `changed` takes, as JSON schema."""
+    import msgspec  # of those who serve: an engine that is called does not need it
+
     properties = dict(msgspec.json.schema(Batching)["$defs"]["Batching"]["properties"])
     properties["batching"] = properties.pop("kind") | {"enum": KINDS}
     properties["prefill"] = {"enum": [*PREFILLS, None]}

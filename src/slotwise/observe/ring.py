@@ -15,7 +15,7 @@ import msgspec
 
 from slotwise.observe.log import Entry, Request, Run, Step
 
-CAPACITY = 300_000  # about 4,000 steps of 64 rows; some 50 MB
+CAPACITY = 150_000  # about 2,000 steps of 64 rows, as many as a page shows smoothly; some 25 MB
 STEP, OTHER = 8, 4  # what an entry weighs, in rows
 
 

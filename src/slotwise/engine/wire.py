@@ -1,0 +1,11 @@
+"""Messages as MessagePack, for the channel between two processes.  An engine alone in its process never comes here."""
+
+from __future__ import annotations
+
+import msgspec
+
+from slotwise.engine.messages import Command, Report
+
+encode = msgspec.msgpack.Encoder().encode
+decode_command = msgspec.msgpack.Decoder(Command).decode
+decode_report = msgspec.msgpack.Decoder(Report).decode

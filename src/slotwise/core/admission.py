@@ -1,4 +1,4 @@
-"""Who of those that wait joins a step: in the order of the policy, through the discipline's gate, where there is room."""
+"""Who of those that wait joins a step: in the policy's order, through the discipline's gate, where there is room."""
 
 from __future__ import annotations
 

@@ -30,14 +30,16 @@ class Flight(NamedTuple):
 class Draft:
     """Filled by one `Scheduler.plan`, then closed into a StepPlan."""
 
-    __slots__ = ("budget", "grants", "has_piece", "held", "is_pressed", "joins", "now", "padding", "preempted", "refused", "rows", "step",
-                 "stop", "time")
+    __slots__ = (
+        "budget", "grants", "has_piece", "held", "is_pressed", "joins", "now", "padding", "preempted", "refused", "rows",
+        "step", "stop", "time",
+    )
 
     def __init__(self, step: int, now: float, budget: int, time: StepTime | None = None) -> None:
         self.step = step
         self.now = now  # seconds
         self.budget = budget  # tokens this step may still take; a prompt that is not cut may take it below zero
-        self.time = time  # that the step may take; None: as long as it takes
+        self.time = time  # what it may still compute in the time it has; None: as long as it takes
         self.has_piece = False  # of a prompt, and there is a limit to its time
         self.rows: list[tuple[Request, int, int, bool]] = []  # request, start, count, samples
         self.padding: tuple[int, ...] = ()

@@ -3,8 +3,8 @@
     |■ decode rows ■|■■ a piece of a prompt ■■|              |      predicted seconds
     0                                          ...            `seconds`
 
-A budget in tokens cannot keep streams flowing: 256 tokens behind a context of 8,000 take several times as long as 256 at
-the beginning, and sixty-four decoding rows take longer than four.  After Sarathi-Serve's observation (Agrawal et al.,
+A budget in tokens cannot keep streams flowing: 256 tokens behind a context of 8,000 take several times as long as 256
+at the beginning, and sixty-four decoding rows take longer than four.  After Sarathi-Serve's observation (Agrawal et al.,
 OSDI 2024) that a step's time, not its tokens, is what decoding requests wait for.
 """
 

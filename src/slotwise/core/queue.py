@@ -3,8 +3,8 @@
     lane "a"   ■ ■ ■ ■ ■        a lane's requests are sorted once, when they come: by key, then by arrival
     lane "b"   ■ ■              which lane is next is asked again whenever somebody was taken from one
 
-Most policies need one lane.  One that shares between tenants gives each a lane of its own, so that what changes at every
-step is a number for each tenant, and never the order of ten thousand who wait.
+Most policies need one lane.  One that shares between tenants gives each a lane of its own, so that what changes at
+every step is a number for each tenant, and never the order of ten thousand who wait.
 """
 
 from __future__ import annotations

@@ -108,6 +108,7 @@ class Roster:
         self._wait(request, now)
 
     def end(self, request: Request, reason: str, now: float, message: str = "") -> None:
+        self.policy.finished(request, reason, now)
         if request.state is State.RUNNING:
             self._vacate(request)
         else:
@@ -118,7 +119,6 @@ class Roster:
         request.epoch += 1
         del self.living[request.request_id]
         self.num_paced -= request.terms.tpot is not None
-        self.policy.finished(request, now)
         self.events.append(Finished(now, request.request_id, reason, request.num_output, message))
 
     def _vacate(self, request: Request) -> None:

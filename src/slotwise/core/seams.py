@@ -139,6 +139,6 @@ class Policy(Protocol):
         """A step was committed: of each row, the tokens computed and those sampled."""
         ...
 
-    def finished(self, request: Request, now: float) -> None:
-        """It ended, in whatever state it was, for the reason it now has."""
+    def finished(self, request: Request, reason: str, now: float) -> None:
+        """It ends; its state is the one in which that happens."""
         ...

@@ -1,7 +1,7 @@
 """Taking turns: which decoding rows rest where a step may attend to only so many positions.
 
-Attention reads the whole context of every row, so a few long sequences make every step long, for everyone.  With a cap on
-the summed context of a step the long ones take turns, and the short ones, which cost next to nothing, run always:
+Attention reads the whole context of every row, so a few long sequences make every step long, for everyone.  With a cap
+on the summed context of a step the long ones take turns, and the short ones, which cost next to nothing, run always:
 
     cap 10,000      long a (6,000)  ■   ■   ■        whoever rested longest goes first
                     long b (6,000)    ■   ■   ■

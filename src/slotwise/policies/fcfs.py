@@ -56,5 +56,5 @@ class FirstComeFirstServed:
     def served(self, requests: Sequence[Request], counts: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
         pass
 
-    def finished(self, request: Request, now: float) -> None:
+    def finished(self, request: Request, reason: str, now: float) -> None:
         pass

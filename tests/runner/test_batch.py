@@ -26,7 +26,7 @@ def plan(rows: list[tuple[int, int, int, bool]], padding: tuple[int, ...] = ()) 
 def gathered(step: StepPlan):
     table = SlotTable(num_slots=8, max_tokens=32, block_size=BLOCK, null_block=NULL)
     table.apply(step)
-    return table.gather(step)
+    return table.gather(step).batch
 
 
 ROW = st.tuples(st.integers(0, 10), st.integers(1, 12), st.booleans())

@@ -12,6 +12,7 @@ from slotwise.kernels.base import RaggedBatch
 from slotwise.kernels.select import choose
 from slotwise.model.decoder import Decoder
 from slotwise.model.load import load_model
+from slotwise.runner.batch import SlotTable
 from slotwise.runner.decode import DecodeSteps
 
 BLOCK, BLOCKS, WIDTH = 16, 700, 40
@@ -38,7 +39,7 @@ class Pair:
                        for shape in self.decoder.attention_shapes]
         for cache in self.caches:
             cache.storage.normal_()
-        self.steps = DecodeSteps(self.decoder, self.caches, num_slots, WIDTH)
+        self.steps = DecodeSteps(self.decoder, self.caches, SlotTable(num_slots, WIDTH * BLOCK, BLOCK, BLOCKS - 1))
 
     def check(self, contexts: list[int]) -> None:
         batch = decode_batch(contexts, self.decoder.config.vocab_size)

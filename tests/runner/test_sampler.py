@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from slotwise.core.params import SamplingParams
 from slotwise.core.plan import Join
-from slotwise.runner.sampler import Sampled, Sampler
-from slotwise.runner.sampling_kernels import FAILED
+from slotwise.runner.sampler import Sampler
+from slotwise.runner.sampling import FAILED, Sampled
 
 DTYPES = [torch.bfloat16, torch.float32]
 quick = settings(deadline=None, max_examples=40, derandomize=True)

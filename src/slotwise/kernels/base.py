@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import Tensor, dtype
+from torch import Tensor, device, dtype
 
 Linear = Callable[[Tensor], Tensor]
 """A packed product: `[tokens, in] -> [tokens, out]`, bias included."""
@@ -81,6 +81,7 @@ class Kernels(Protocol):
     """Everything a decoder layer computes.  Implementations hold no request state."""
 
     name: str
+    device: device  # where all tensors live
 
     def warm_up(self, kind: dtype) -> None:
         """Have everything for weights of one type ready before the first request needs it."""
@@ -112,6 +113,13 @@ class Kernels(Protocol):
 
     def head_bytes(self, outputs: int, depth: int, kind: dtype) -> int:
         """Bytes that a packed `head` takes."""
+        ...
+
+    def recording_size(self, rows: int, context: int) -> tuple[int, int]:
+        """Rows and tokens of context for which a decode step is recorded that is to serve so many.
+
+        No rows where running a step again gains nothing.  Never fewer for more rows, nor for more context.
+        """
         ...
 
     def record(self, work: Callable[[], Tensor]) -> Recording | None:

@@ -29,7 +29,7 @@ class ReferenceKernels:
     name = "reference"
 
     def __init__(self, device: str = "cpu") -> None:
-        self._device = device
+        self.device = torch.device(device)
 
     def warm_up(self, kind: torch.dtype) -> None:
         """Plain torch is always ready."""
@@ -41,7 +41,7 @@ class ReferenceKernels:
     def allocate_cache(self, num_blocks: int, block_size: int, shape: AttentionShape, kind: torch.dtype) -> PagedCache:
         """One layer's zeroed cache of `num_blocks` blocks of `block_size` tokens."""
         size = (num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
-        return PagedCache(*(torch.zeros(size, dtype=kind, device=self._device) for _ in range(2)))
+        return PagedCache(*(torch.zeros(size, dtype=kind, device=self.device) for _ in range(2)))
 
     def cache_bytes_per_block(self, block_size: int, shape: AttentionShape, kind: torch.dtype) -> int:
         """Bytes one block takes in one layer, keys and values together."""
@@ -60,6 +60,10 @@ class ReferenceKernels:
         return outputs * depth * kind.itemsize
 
     head_bytes = linear_bytes
+
+    def recording_size(self, rows: int, context: int) -> tuple[int, int]:
+        """None."""
+        return 0, context
 
     def record(self, work: Callable[[], Tensor]) -> None:
         """Never: plain torch is not run twice alike."""

@@ -3,6 +3,10 @@
 The slot table mirrors on the runner's side what the scheduler keeps per slot: known tokens and block table.  It is
 brought up to date by a plan's `leaves`, `joins` and `grants` alone, so a plan never carries what the runner has.
 
+Block tables are the host's; tokens live on the device.  A sampled token is written there and read by the next step in
+the order in which work is enqueued, so a step can be built while the tokens it continues are still being computed, and
+what a plan made ahead refers to is what stands there when its turn comes.
+
 Padding becomes rows of its own behind the real ones.  They continue the row they pad, so they cost what a longer prompt
 would, but they write to the null block and read from it, and nobody asks for what they yield:
 
@@ -16,9 +20,20 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from slotwise.core.plan import StepPlan
 from slotwise.kernels.base import RaggedBatch
+from slotwise.runner.staging import sender
+
+CPU = torch.device("cpu")
+
+
+class Step(NamedTuple):
+    """A plan on the device."""
+
+    batch: RaggedBatch
+    targets: Tensor  # [samples] int64, where the token table takes the tokens sampled in this step
 
 
 class SlotTable:
@@ -29,14 +44,21 @@ class SlotTable:
         max_tokens: `max_model_len`.
         block_size: tokens a block holds.
         null_block: a block that holds nobody's tokens.
+        device: where batches are wanted.
     """
 
-    def __init__(self, num_slots: int, max_tokens: int, block_size: int, null_block: int) -> None:
+    def __init__(
+        self, num_slots: int, max_tokens: int, block_size: int, null_block: int, device: torch.device = CPU,
+    ) -> None:
         self.block_size = block_size
-        self._null_block = null_block
-        self._tokens = np.zeros((num_slots, max_tokens), np.int64)
+        self.null_block = null_block
+        self._stride = max_tokens + 1  # the last token a sequence may have is written and never computed
+        self._nothing = num_slots * self._stride  # the place of the token that padding is made of
+        self._tokens = torch.zeros(self._nothing + 1, dtype=torch.int32, device=device)
         self._tables = np.zeros((num_slots, -(-max_tokens // block_size)), np.int32)
         self._num_blocks = [0] * num_slots
+        self._send_tokens = sender(device)
+        self._send_step = sender(device)
 
     @property
     def num_slots(self) -> int:
@@ -51,19 +73,21 @@ class SlotTable:
         """Take in who left, who joined and which blocks were granted.  In the order of the plans, each exactly once."""
         for slot in plan.leaves:
             self._num_blocks[slot] = 0
-        for join in plan.joins:
-            self._tokens[join.slot, : len(join.tokens)] = join.tokens
+        if plan.joins:
+            known = self._send_tokens((), [np.array(join.tokens, np.int32) for join in plan.joins])
+            for join, tokens in zip(plan.joins, known, strict=True):
+                first = join.slot * self._stride
+                self._tokens[first : first + len(tokens)] = tokens
         for slot, blocks in plan.grants:
             held = self._num_blocks[slot]
             self._tables[slot, held : held + len(blocks)] = blocks
             self._num_blocks[slot] = held + len(blocks)
 
-    def append(self, slot: int, position: int, token: int) -> None:
-        """A sampled token becomes the slot's known token at `position`."""
-        if position < self._tokens.shape[1]:  # the last one a sequence may have is never computed
-            self._tokens[slot, position] = token
+    def append(self, targets: Tensor, tokens: Tensor) -> None:
+        """Sampled tokens become known; a row that failed has -1, and is given some token that nobody will be told."""
+        self._tokens[targets] = tokens.clamp(min=0).to(torch.int32)
 
-    def gather(self, plan: StepPlan) -> RaggedBatch:
+    def gather(self, plan: StepPlan) -> Step:
         """The plan's rows laid end to end, then their padding.  `plan` has at least one row."""
         slots = np.array(plan.slots, np.int64)
         starts = np.array(plan.starts, np.int64)
@@ -72,12 +96,25 @@ class SlotTable:
         blocks, offsets = np.divmod(positions, self.block_size)
         width = -(-int((starts + counts).max()) // self.block_size)
         rows = _Rows(
-            self._tokens[slot_of, positions], positions, self._tables[slot_of, blocks] * np.int64(self.block_size)
+            slot_of * self._stride + positions, positions, self._tables[slot_of, blocks] * np.int64(self.block_size)
             + offsets, counts, starts + counts, self._tables[slots, :width])
-        sample_at = np.cumsum(counts)[list(plan.samples)] - 1
+        samples = np.array(plan.samples, np.bool_)
+        sample_at = np.cumsum(counts)[samples] - 1
+        targets = (slots * self._stride + starts + counts)[samples]
         if any(plan.padding):
             rows = rows.followed_by(self._padding(starts + counts, np.array(plan.padding, np.int64)))
-        return rows.as_batch(sample_at)
+        return self._sent(rows, sample_at, targets)
+
+    def _sent(self, rows: _Rows, sample_at: np.ndarray, targets: np.ndarray) -> Step:
+        query_starts = np.zeros(len(rows.counts) + 1, np.int32)
+        np.cumsum(rows.counts, out=query_starts[1:])
+        sources, positions, slot_mapping, sampled, places, starts, context_lens, tables = self._send_step(
+            (rows.sources, rows.positions, rows.places, sample_at, targets),
+            (query_starts, rows.contexts.astype(np.int32), rows.tables))
+        return Step(RaggedBatch(
+            token_ids=self._tokens.take(sources).long(), positions=positions, slot_mapping=slot_mapping,
+            query_starts=starts, context_lens=context_lens, block_tables=tables, sample_at=sampled,
+            max_query_len=int(rows.counts.max()), max_context_len=int(rows.contexts.max())), places)
 
     def _padding(self, starts: np.ndarray, counts: np.ndarray) -> _Rows:
         """Rows of `counts` tokens of nothing from positions `starts` on; rows without any are left out."""
@@ -85,15 +122,15 @@ class SlotTable:
         _, positions = _laid_out(starts, starts, counts)
         width = -(-int((starts + counts).max()) // self.block_size)
         return _Rows(
-            np.zeros(len(positions), np.int64), positions,
-            self._null_block * np.int64(self.block_size) + positions % self.block_size, counts, starts + counts,
-            np.full((len(counts), width), self._null_block, np.int32))
+            np.full(len(positions), self._nothing), positions,
+            self.null_block * np.int64(self.block_size) + positions % self.block_size, counts, starts + counts,
+            np.full((len(counts), width), self.null_block, np.int32))
 
 
 class _Rows(NamedTuple):
     """Columns of a ragged batch in the making: three of `[tokens]`, then three of `[rows]`."""
 
-    token_ids: np.ndarray
+    sources: np.ndarray  # in the token table
     positions: np.ndarray
     places: np.ndarray
     counts: np.ndarray
@@ -105,21 +142,6 @@ class _Rows(NamedTuple):
         tables = [np.pad(rows.tables, ((0, 0), (0, width - rows.tables.shape[1]))) for rows in (self, other)]
         columns = [np.concatenate(pair) for pair in zip(self[:-1], other[:-1], strict=True)]
         return _Rows(*columns, np.concatenate(tables))
-
-    def as_batch(self, sample_at: np.ndarray) -> RaggedBatch:
-        query_starts = np.zeros(len(self.counts) + 1, np.int32)
-        np.cumsum(self.counts, out=query_starts[1:])
-        return RaggedBatch(
-            token_ids=torch.from_numpy(self.token_ids),
-            positions=torch.from_numpy(self.positions),
-            slot_mapping=torch.from_numpy(self.places),
-            query_starts=torch.from_numpy(query_starts),
-            context_lens=torch.from_numpy(self.contexts.astype(np.int32)),
-            block_tables=torch.from_numpy(self.tables),
-            sample_at=torch.from_numpy(sample_at),
-            max_query_len=int(self.counts.max()),
-            max_context_len=int(self.contexts.max()),
-        )
 
 
 def _laid_out(slots: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

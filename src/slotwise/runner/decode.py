@@ -2,7 +2,12 @@
 
 Most steps are alike: every row computes one token and samples the next.  All that differs from one to another is what
 stands in the batch.  So the batch has a place of its own in memory, and the kernels of a step are recorded for each
-number of rows; Python then starts a step of the model once instead of once for every kernel.
+number of rows, or for some numbers that rows of nothing fill up to; Python then starts a step of the model once instead
+of once for every kernel.  Nothing is recorded before the first step that needs it, and that step is computed as it is
+recorded: nobody waits for the others.
+
+    rows              [ a  b  c ]
+    recorded for 4    [ a  b  c  · ]     · one token of context, in a block that is nobody's
 """
 
 from __future__ import annotations
@@ -15,10 +20,9 @@ from torch import Tensor
 
 from slotwise.kernels.base import LayerCache, RaggedBatch, Recording
 from slotwise.model.decoder import Decoder
+from slotwise.runner.batch import SlotTable
 
-MAX_ROWS = 128  # in larger steps starting the kernels is nothing beside running them
 MAX_RECORDINGS = 512  # at about 100 kB
-SHORTEST = 256  # tokens of context that recordings make room for, then twice as many, and so on
 
 
 class DecodeSteps:
@@ -26,43 +30,61 @@ class DecodeSteps:
 
     Args:
         caches: one a layer, made by the decoder's kernels.
-        num_slots: most rows of a step.
-        table_width: blocks of the longest sequence.
+        slots: says how many rows a step may have, and which block is nobody's.
     """
 
-    def __init__(self, decoder: Decoder, caches: Sequence[LayerCache], num_slots: int, table_width: int) -> None:
-        rows = min(num_slots, MAX_ROWS)
+    def __init__(self, decoder: Decoder, caches: Sequence[LayerCache], slots: SlotTable) -> None:
+        kernels = decoder.kernels
+        rows = max(kernels.recording_size(rows, 1)[0] for rows in range(1, slots.num_slots + 1))
+        device = kernels.device
         self._decoder = decoder
         self._caches = caches
         self._recordings: OrderedDict[tuple[int, int], Recording] = OrderedDict()
-        self._max_rows = rows
-        self._longs = torch.zeros(3, rows, dtype=torch.int64)  # token ids, positions, places in the cache
-        self._contexts = torch.zeros(rows, dtype=torch.int32)
-        self._tables = torch.zeros(rows, table_width, dtype=torch.int32)
-        self._starts = torch.arange(rows + 1, dtype=torch.int32)
-        self._places = torch.arange(rows)
+        self._can_record = True
+        self._null_block = slots.null_block
+        self._null_place = slots.null_block * slots.block_size
+        self._max_rows = slots.num_slots
+        self._longs = torch.zeros(3, rows, dtype=torch.int64, device=device)  # token ids, positions, cache places
+        self._contexts = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._tables = torch.zeros(rows, slots.table_width, dtype=torch.int32, device=device)
+        self._starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        self._places = torch.arange(rows, device=device)
+
+    @property
+    def num_recordings(self) -> int:
+        """Steps of different sizes that are recorded."""
+        return len(self._recordings)
 
     def logits(self, batch: RaggedBatch) -> Tensor | None:
         """Logits of a decode step, `[rows, vocab]`, good until the next; None for any other step."""
         rows = len(batch.context_lens)
-        if batch.max_query_len > 1 or len(batch.sample_at) != rows or rows > self._max_rows:
+        if not self._can_record or batch.max_query_len > 1 or len(batch.sample_at) != rows or rows > self._max_rows:
             return None
-        self._take_in(batch)
-        longest = max(SHORTEST, 1 << (batch.max_context_len - 1).bit_length())
-        recording = self._recordings.get((rows, longest))
+        size = self._decoder.kernels.recording_size(rows, batch.max_context_len)
+        if not size[0]:
+            return None
+        self._take_in(batch, size[0])
+        recording = self._recordings.get(size)
         if recording is not None:
-            self._recordings.move_to_end((rows, longest))
-            return recording.run()
-        return self._record(rows, longest)
+            self._recordings.move_to_end(size)
+            return recording.run()[:rows]
+        logits = self._record(size)
+        return None if logits is None else logits[:rows]
 
-    def _take_in(self, batch: RaggedBatch) -> None:
+    def _take_in(self, batch: RaggedBatch, padded: int) -> None:
         rows, width = batch.block_tables.shape
         for place, column in zip(self._longs, (batch.token_ids, batch.positions, batch.slot_mapping), strict=True):
             place[:rows] = column
         self._contexts[:rows] = batch.context_lens
         self._tables[:rows, :width] = batch.block_tables
+        if padded > rows:  # what an earlier step left there belongs to somebody
+            self._longs[:2, rows:padded] = 0
+            self._longs[2, rows:padded] = self._null_place
+            self._contexts[rows:padded] = 1
+            self._tables[rows:padded, 0] = self._null_block
 
-    def _record(self, rows: int, longest: int) -> Tensor | None:
+    def _record(self, size: tuple[int, int]) -> Tensor | None:
+        rows, longest = size
         token_ids, positions, slot_mapping = self._longs[:, :rows]
         batch = RaggedBatch(
             token_ids, positions, slot_mapping, self._starts[: rows + 1], self._contexts[:rows], self._tables[:rows],
@@ -70,9 +92,9 @@ class DecodeSteps:
         decoder = self._decoder
         recording = decoder.kernels.record(lambda: decoder.logits(decoder.hidden(batch, self._caches)))
         if recording is None:
-            self._max_rows = 0
+            self._can_record = False
             return None
-        self._recordings[rows, longest] = recording
+        self._recordings[size] = recording
         if len(self._recordings) > MAX_RECORDINGS:
             self._recordings.popitem(last=False)
         return recording.result

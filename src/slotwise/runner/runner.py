@@ -1,9 +1,17 @@
-"""The executor on a real model: slots brought up to date, one forward pass over the ragged batch, one sampling."""
+"""The executor on a real model: slots brought up to date, one forward pass over the ragged batch, one sampling.
+
+`submit` only enqueues where the device works by itself, and `collect` waits for the oldest step.  Nothing between them
+looks at what the device computes: sampled tokens go to the token table there, and to the host on the side.
+
+    host     submit n+1 │ collect n │ commit n, plan n+2 │ submit n+2 │ ...
+    device   ... step n ──────────────► step n+1 ─────────────────────────► step n+2
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -12,11 +20,45 @@ from slotwise.kernels.base import LayerCache
 from slotwise.model.decoder import Decoder
 from slotwise.runner.batch import SlotTable
 from slotwise.runner.decode import DecodeSteps
-from slotwise.runner.sampler import Sampler
+from slotwise.runner.sampling import Drawn, Sampling
+from slotwise.runner.staging import Event, event_of
+
+
+class _Enqueued(NamedTuple):
+    """A step that the device has been given."""
+
+    plan: StepPlan
+    drawn: Drawn | None  # None: no row samples
+    done: Event
+
+    def result(self) -> StepResult:
+        """What the step yielded, once it has."""
+        self.done.synchronize()
+        plan = self.plan
+        if self.drawn is None:
+            return StepResult(plan.step, ((),) * plan.num_rows)
+        sampled = self.drawn.read()
+        rows = [row for row, samples in enumerate(plan.samples) if samples]
+        tokens: list[tuple[int, ...]] = [()] * plan.num_rows
+        for row, token in zip(rows, sampled.tokens, strict=True):
+            tokens[row] = (token,)
+        failed = tuple([rows[index] for index in sampled.failed])
+        for row in failed:
+            tokens[row] = ()
+        return StepResult(plan.step, tuple(tokens), self._align(rows, sampled.logprobs), failed)
+
+    def _align(self, rows: list[int], logprobs: Sequence) -> tuple:
+        """Log-probabilities by row of the plan; () when nobody asked for any."""
+        if not any(logprobs):
+            return ()
+        aligned: list[tuple] = [()] * self.plan.num_rows
+        for row, found in zip(rows, logprobs, strict=True):
+            aligned[row] = (found,) if found else ()
+        return tuple(aligned)
 
 
 class Runner:
-    """Obeys plans in order, computing each when it is submitted (see `engine.executor.Executor`).
+    """Obeys plans in order, starting each when it is submitted (see `engine.executor.Executor`).
 
     Args:
         caches: one a layer, made by the decoder's kernels.
@@ -24,14 +66,20 @@ class Runner:
         sampler: per-slot sampling state.
     """
 
-    def __init__(self, decoder: Decoder, caches: Sequence[LayerCache], slots: SlotTable, sampler: Sampler) -> None:
+    def __init__(self, decoder: Decoder, caches: Sequence[LayerCache], slots: SlotTable, sampler: Sampling) -> None:
         self._decoder = decoder
         self._caches = caches
         self._slots = slots
         self._sampler = sampler
-        self._decode_steps = DecodeSteps(decoder, caches, slots.num_slots, slots.table_width)
-        self._outcomes: deque[StepResult | Exception] = deque()
+        self._decode_steps = DecodeSteps(decoder, caches, slots)
+        self._outcomes: deque[_Enqueued | Exception] = deque()
 
+    @property
+    def num_recordings(self) -> int:
+        """Decode steps of different sizes that are recorded."""
+        return self._decode_steps.num_recordings
+
+    @torch.inference_mode()
     def submit(self, plan: StepPlan) -> None:
         self._slots.apply(plan)
         for slot in plan.leaves:
@@ -39,47 +87,33 @@ class Runner:
         try:
             for join in plan.joins:
                 self._sampler.join(join)
-            self._outcomes.append(self._compute(plan))
+            self._outcomes.append(self._enqueue(plan))
         except Exception as error:  # told to whoever collects this step; the next one must still find its slots
             self._outcomes.append(error)
 
+    @torch.inference_mode()
     def collect(self) -> StepResult:
         outcome = self._outcomes.popleft()
         if isinstance(outcome, Exception):
             raise outcome
-        return outcome
+        return outcome.result()
 
-    @torch.inference_mode()
-    def _compute(self, plan: StepPlan) -> StepResult:
-        if not plan.slots:
-            return StepResult(plan.step, ())
-        batch = self._slots.gather(plan)
+    def _enqueue(self, plan: StepPlan) -> _Enqueued:
+        drawn = self._compute(plan) if plan.slots else None
+        done = event_of(self._decoder.kernels.device)
+        done.record()
+        return _Enqueued(plan, drawn, done)
+
+    def _compute(self, plan: StepPlan) -> Drawn | None:
+        batch, targets = self._slots.gather(plan)
         logits = self._decode_steps.logits(batch)
         if logits is None:
             logits = self._decoder.logits(self._decoder.hidden(batch, self._caches))
         if not len(logits):
-            return StepResult(plan.step, ((),) * plan.num_rows)
-        return self._sample(plan, logits)
-
-    def _sample(self, plan: StepPlan, logits: torch.Tensor) -> StepResult:
+            return None
         rows = [row for row, samples in enumerate(plan.samples) if samples]
         slots = [plan.slots[row] for row in rows]
         ends = [plan.starts[row] + plan.counts[row] for row in rows]
-        sampled = self._sampler.sample(logits, slots, ends)
-        tokens: list[tuple[int, ...]] = [()] * plan.num_rows
-        for index, (row, slot, end, token) in enumerate(zip(rows, slots, ends, sampled.tokens, strict=True)):
-            if index not in sampled.failed:
-                tokens[row] = (token,)
-                self._slots.append(slot, end, token)
-        failed = tuple(rows[index] for index in sampled.failed)
-        return StepResult(plan.step, tuple(tokens), self._align(plan, rows, sampled.logprobs), failed)
-
-    @staticmethod
-    def _align(plan: StepPlan, rows: list[int], logprobs: Sequence) -> tuple:
-        """Log-probabilities by row of the plan; () when nobody asked for any."""
-        if not any(logprobs):
-            return ()
-        aligned: list[tuple] = [()] * plan.num_rows
-        for row, found in zip(rows, logprobs, strict=True):
-            aligned[row] = (found,) if found else ()
-        return tuple(aligned)
+        drawn = self._sampler.sample(logits, slots, ends)
+        self._slots.append(targets, drawn.column)
+        return drawn

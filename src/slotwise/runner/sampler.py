@@ -1,4 +1,4 @@
-"""From logits to tokens.
+"""From logits to tokens, on the CPU.
 
 What a request is given depends on its own logits, parameters, seed and history alone, bit for bit: never on its
 batch-mates, its row or its slot, nor on whether it was preempted and computed again.  The random number of output i is
@@ -14,7 +14,6 @@ import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,19 +24,11 @@ from slotwise.kernels.cpu.compiled import Compiled, compile_all
 from slotwise.kernels.cpu.openmp import Team
 from slotwise.runner import sampling_kernels as kernels
 from slotwise.runner.logit_edits import LogitEdits, has_penalties
+from slotwise.runner.sampling import GREEDY_BELOW, Sampled
 
-GREEDY_BELOW = 1e-5  # temperature; the same threshold as vLLM's
 _64_BITS = 2**64 - 1
 
 logger = logging.getLogger(__name__)
-
-
-class Sampled(NamedTuple):
-    """One token per row."""
-
-    tokens: list[int]  # FAILED (-1) in rows that failed
-    logprobs: list[TokenLogprobs | None]  # [] when no row asked, else by row
-    failed: tuple[int, ...]  # rows with NaN, +inf or nothing but -inf, or whose edits failed; the others are sound
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,9 +39,7 @@ from slotwise.kernels.cpu.simd import (
     load,
     store,
 )
-
-FAILED = -1
-"""In place of a token: the row held NaN or +inf, or nothing but -inf."""
+from slotwise.runner.sampling import FAILED
 
 # Arguments in words after the header: addresses, but for VOCAB, NUM_ROWS and NUM_TOP, which are sizes.
 LOGITS, VOCAB, ROWS, NUM_ROWS, TOKENS, SCRATCH = range(HEADER, HEADER + 6)  # rows and tokens int64

@@ -19,12 +19,15 @@ from slotwise.kernels.cpu.recording import PROGRAM, Arena, Recorder, Recording
 
 LOG2_E = math.log2(math.e)
 SMALL = 1 << 14  # elements one thread is through with sooner than two have met
+MAX_RECORDED = 128  # rows; in larger steps starting the kernels is nothing beside running them
+SHORTEST = 256  # tokens of context that recordings make room for, then twice as many, and so on
 
 
 class CpuKernels:
     """Numba kernels and packed products on torch's OpenMP threads.  One caller at a time."""
 
     name = "cpu"
+    device = torch.device("cpu")
 
     def __init__(self, threads: int | None = None, quantization: str = "none") -> None:
         """`threads` compute; None: as many as torch uses.
@@ -85,6 +88,10 @@ class CpuKernels:
         """Bytes of a packed `head`."""
         bits = self._head_bits
         return quantised.weight_bytes(outputs, depth, bits) if bits else outputs * depth * kind.itemsize
+
+    def recording_size(self, rows: int, context: int) -> tuple[int, int]:
+        """So many rows exactly: computing others for nothing costs more than recording them."""
+        return rows if rows <= MAX_RECORDED else 0, max(SHORTEST, 1 << (context - 1).bit_length())
 
     def record(self, work: Callable[[], Tensor]) -> Recording | None:
         """Do `work`, which starts these kernels and nothing else, so that it can be run again; None when it cannot."""

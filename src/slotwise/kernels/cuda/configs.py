@@ -1,0 +1,91 @@
+"""Sizes that make attention fast on a device: tiles, warps, stages, splits.
+
+Found by `benchmarks/tune_gpu.py` on the device itself and kept beside this file, `configs/<device name>.json`, never
+searched at start.  The repository holds none so far: no device has been tuned.  Until one is, the defaults below stand,
+chosen by what fits the shared memory of Ampere and later.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FOLDER = Path(__file__).parent / "configs"
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillConfig:
+    """Tiles of `prefill.py`: packed queries by cached positions."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """Splits of `decode.py`.  `min_split` is a multiple of `block_n`; `max_splits` is a power of two."""
+
+    block_n: int
+    min_split: int
+    max_splits: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """What attention over heads of one size and type is started with."""
+
+    prefill: PrefillConfig
+    decode: DecodeConfig
+
+
+def file_of(device_name: str) -> Path:
+    """Where a device's configurations are kept, whether there are any or not."""
+    return FOLDER / f"{device_name.replace(' ', '_').replace('/', '_')}.json"
+
+
+def key_of(head_dim: int, kind: torch.dtype) -> str:
+    """The name of a configuration in such a file, such as `128-bfloat16`."""
+    return f"{head_dim}-{str(kind).removeprefix('torch.')}"
+
+
+@functools.lru_cache(maxsize=64)
+def tuning_for(device_name: str, head_dim: int, kind: torch.dtype) -> Tuning:
+    """A device's own configuration for heads of this size and type, or the default.
+
+    Raises:
+        ValueError: the device's file holds one that is not complete.
+    """
+    path = file_of(device_name)
+    found = json.loads(path.read_text()).get(key_of(head_dim, kind)) if path.exists() else None
+    return default_tuning(head_dim, kind) if found is None else parse(found, str(path))
+
+
+def parse(found: dict[str, Any], source: str) -> Tuning:
+    """One entry of a file.
+
+    Raises:
+        ValueError: fields are missing or unknown; `source` is named.
+    """
+    try:
+        return Tuning(PrefillConfig(**found["prefill"]), DecodeConfig(**found["decode"]))
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{source}: not a configuration of attention: {error}") from error
+
+
+def default_tuning(head_dim: int, kind: torch.dtype) -> Tuning:
+    """For a device nobody has tuned: a stage of keys and values takes at most 32 KiB."""
+    wide = kind.itemsize * (1 if head_dim <= 64 else 2 if head_dim <= 128 else 4)  # 2 ... 16
+    if kind == torch.float32:
+        return Tuning(PrefillConfig(32, 32, 4, 2), DecodeConfig(32, 256, 32, 4, 2))
+    if wide <= 4:
+        return Tuning(PrefillConfig(128, 64, 8 if head_dim > 64 else 4, 3), DecodeConfig(64, 256, 32, 4, 3))
+    return Tuning(PrefillConfig(64, 32, 4, 2), DecodeConfig(32, 256, 32, 4, 3))

@@ -1,0 +1,110 @@
+"""Attention of rows with few new tokens: a long context is split among programs, then put together.
+
+That is flash-decoding (Dao, Haziza, Massa and Sizov, 2023), with the query heads of a key head packed into one tile.
+Where a row's context is cut depends on that row alone, so its result is the same bit for bit in any company:
+
+    a split     the smallest multiple of MIN_SPLIT positions of which MAX_SPLITS cover what the row may see
+    programs    as many a row as the grid has; each takes every so-manieth split, and those too many find none
+
+The grid depends on the number of rows and the longest context only, so a recorded launch serves every shorter one.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from slotwise.kernels.cuda.tile import attend, load_query, query_offset
+
+ENOUGH_PROGRAMS = 8192  # in a grid: a row far longer than its batch-mates is then still spread over many
+
+
+def num_programs(rows: int, kv_heads: int, splits: int) -> int:
+    """Programs a row and key head, for rows of at most `splits` splits."""
+    return max(1, min(splits, ENOUGH_PROGRAMS // (rows * kv_heads)))
+
+
+def num_splits(max_context_len: int, min_split: int, max_splits: int) -> int:
+    """Splits that a row of `max_context_len` tokens has at most."""
+    return min(max_splits, triton.cdiv(max_context_len, min_split))
+
+
+@triton.jit
+def row_splits(context_len, length, WINDOW: tl.constexpr, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
+    """First position a row may see, where its first split begins, positions of a split, number of splits."""
+    first = tl.maximum(context_len - length - WINDOW + 1, 0) if WINDOW else 0
+    begin = first // MIN_SPLIT * MIN_SPLIT
+    size = (context_len - begin + MIN_SPLIT * MAX_SPLITS - 1) // (MIN_SPLIT * MAX_SPLITS) * MIN_SPLIT
+    return first, begin, size, (context_len - begin + size - 1) // size
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "room", "tokens"],
+    do_not_specialize_on_alignment=["tables", "query_starts", "context_lens"])
+def attend_splits(
+    partials, logs, query, storage, tables, table_stride, query_starts, context_lens, scale, room, tokens,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, OPERAND: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
+):
+    """Each split's own attention, for every row of at most BLOCK_M packed queries.
+
+    Args:
+        partials: `[rows, tokens, heads, room, head_dim]` float32, normalised.
+        logs: `[rows, tokens, heads, room]` float32, log2 of the sum of the weights.
+        room: splits that a row has at most.
+        tokens: new tokens that such a row has at most.
+    """
+    row, kv_head = tl.program_id(0), tl.program_id(1)
+    start = tl.load(query_starts + row)
+    length = tl.load(query_starts + row + 1) - start
+    if length * GROUP > BLOCK_M:
+        return
+    context_len = tl.load(context_lens + row)
+    first, begin, size, splits = row_splits(context_len, length, WINDOW, MIN_SPLIT, MAX_SPLITS)
+    packed = tl.arange(0, BLOCK_M)
+    positions = context_len - length + packed // GROUP
+    tensor = load_query(query, packed, start, length, kv_head, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, OPERAND)
+    table = tables + row.to(tl.int64) * table_stride
+    column = tl.arange(0, BLOCK_D)
+    present = packed < length * GROUP
+    inside = present[:, None] & (column < HEAD_DIM)[None, :]
+    unsplit = query_offset(packed, row * tokens, kv_head, KV_HEADS, GROUP, 1)
+    for split in range(tl.program_id(2), splits, tl.num_programs(2)):
+        left = begin + split * size
+        total, weight, largest = attend(
+            tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32), tl.full([BLOCK_M], 0.0, tl.float32),
+            tl.full([BLOCK_M], float("-inf"), tl.float32), tensor, positions, storage, table, kv_head, left,
+            tl.minimum(left + size, context_len), first, context_len - 1, scale, KV_HEADS, HEAD_DIM, BLOCK_D,
+            BLOCK_SIZE, WINDOW, BLOCK_N, True)
+        place = unsplit * room + split
+        nothing = weight == 0  # a query whose window ends behind this split
+        tl.store(logs + place, tl.where(nothing, float("-inf"), largest + tl.log2(weight)), present)
+        result = total / tl.where(nothing, 1.0, weight)[:, None]
+        tl.store(partials + place[:, None] * HEAD_DIM + column[None, :], result, inside)
+
+
+@triton.jit(
+    do_not_specialize=["room", "tokens"], do_not_specialize_on_alignment=["query_starts", "context_lens"])
+def combine_splits(
+    out, partials, logs, query_starts, context_lens, room, tokens, HEADS: tl.constexpr, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
+    MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
+):
+    """`out [tokens, heads, head_dim]` of every row of at most BLOCK_M packed queries; one program a query."""
+    row, head, token = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start = tl.load(query_starts + row)
+    length = tl.load(query_starts + row + 1) - start
+    if (length * GROUP > BLOCK_M) | (token >= length):
+        return
+    _, _, _, splits = row_splits(tl.load(context_lens + row), length, WINDOW, MIN_SPLIT, MAX_SPLITS)
+    split, column = tl.arange(0, MAX_SPLITS), tl.arange(0, BLOCK_D)
+    present, in_head = split < splits, column < HEAD_DIM
+    place = ((row * tokens + token).to(tl.int64) * HEADS + head) * room + split
+    log = tl.load(logs + place, present, float("-inf"))
+    shares = tl.exp2(log - tl.max(log, 0))
+    parts = tl.load(
+        partials + place[:, None] * HEAD_DIM + column[None, :], present[:, None] & in_head[None, :], 0.0)
+    result = tl.sum(shares[:, None] * parts, 0) / tl.sum(shares, 0)
+    to = out + ((start + token).to(tl.int64) * HEADS + head) * HEAD_DIM + column
+    tl.store(to, result.to(out.dtype.element_ty), in_head)

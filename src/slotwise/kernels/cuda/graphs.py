@@ -1,0 +1,122 @@
+"""Decode steps as CUDA graphs: kernels captured once, started again by one call.
+
+A step is captured at a few numbers of rows, and rows of nothing fill it up to the next (as in vLLM); one captured for a
+long context serves shorter ones.  Capturing only takes down what would be started, so the step at hand is computed
+first, kernel by kernel.  That also compiles what it needs, which is not allowed in a capture.
+
+All graphs share one pool of memory: only one runs at a time, and what one yields is used before the next is run.  So the
+pool gets back what a capture allocated, its result included, and a recording knows its result by address alone.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MAX_ROWS = 512
+FEW_ROWS = 8  # up to here sizes double, from here on they are its multiples
+SHORTEST = 2048  # tokens of context that graphs have room for, then four times as many, and so on
+
+logger = logging.getLogger(__name__)
+
+
+def capture_size(rows: int, context: int) -> tuple[int, int]:
+    """Rows and tokens of context of the graph for a step; no rows where starting kernels is nothing beside running them.
+    """
+    longest = SHORTEST
+    while longest < context:
+        longest *= 4
+    if rows > MAX_ROWS:
+        return 0, longest
+    return 1 << (rows - 1).bit_length() if rows <= FEW_ROWS else -(-rows // FEW_ROWS) * FEW_ROWS, longest
+
+
+class GraphRecording:
+    """A captured piece of work.
+
+    Args:
+        result: memory of the graphs' pool; it holds until any graph is run.
+    """
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, result: Tensor) -> None:
+        self._graph = graph
+        self.result = result
+
+    def run(self) -> Tensor:
+        """Enqueue it; what it yields."""
+        self._graph.replay()
+        return self.result
+
+
+class Graphs:
+    """Captures the work of one device.  One caller at a time, always on the same stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None  # captures need one of their own
+        self._pool: Any = None
+        self._works = True
+
+    def record(self, work: Callable[[], Tensor]) -> GraphRecording | None:
+        """Do `work`, then capture it; None once something could not be captured."""
+        if not self._works:
+            return None
+        result = work()
+        try:
+            graph, held = self._capture(work)
+            alias = _alias(held)
+        except RuntimeError:
+            logger.exception("a decode step cannot be captured: kernels are started one by one from here on")
+            self._works = False
+            return None
+        del held
+        alias.copy_(result)
+        return GraphRecording(graph, alias)
+
+    def _capture(self, work: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """A graph, and its result as long as the pool is to keep it.
+
+        `torch.cuda.graph` would wait for the device and collect garbage first, which a server has no time for.
+        """
+        if self._stream is None:
+            self._stream, self._pool = torch.cuda.Stream(self._device), torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        collects = gc.isenabled()
+        gc.disable()  # what it would free must not be freed in a capture
+        try:
+            with torch.cuda.stream(self._stream):
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    result = work()
+                finally:
+                    graph.capture_end()
+        finally:
+            if collects:
+                gc.enable()
+        return graph, result
+
+
+class _Memory:
+    """Memory by its address, as `torch.as_tensor` takes it; whoever has it is not kept alive."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        size = (tensor.numel() * tensor.itemsize,)
+        self.__cuda_array_interface__ = {
+            "shape": size, "typestr": "|u1", "data": (tensor.data_ptr(), False), "version": 3}
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """Another tensor over the memory of a contiguous one.
+
+    Raises:
+        RuntimeError: the memory was copied instead.
+    """
+    alias = torch.as_tensor(_Memory(tensor), device=tensor.device)
+    if alias.data_ptr() != tensor.data_ptr():
+        raise RuntimeError("the result of a captured step cannot be found by its address")
+    return alias.view(tensor.dtype).view(tensor.shape)

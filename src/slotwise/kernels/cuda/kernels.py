@@ -1,0 +1,105 @@
+"""The contract of `kernels/base.py` for NVIDIA GPUs: bfloat16, float16 and float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from slotwise.kernels.base import AttentionShape, Linear, QKNorm, RaggedBatch, Recording
+from slotwise.kernels.cuda import attention, configs, graphs, pointwise
+from slotwise.kernels.cuda.cache import CudaCache, bytes_per_block
+from slotwise.kernels.cuda.rotary import rotary_store
+
+_DENSE_RATES = {8: 2.5e14, 9: 8e14, 10: 1.8e15}  # of 16-bit products a second, by major compute capability
+_FLOAT32_SHARE = 1 / 16  # of that rate, without tensor cores
+
+
+class CudaKernels:
+    """Triton kernels and cuBLAS products.  Calls only enqueue work; none waits for the device."""
+
+    name = "cuda"
+
+    def __init__(self, device: str = "cuda") -> None:
+        """`device` is a CUDA device, or "cpu" under Triton's interpreter.
+
+        Raises:
+            ValueError: `device` is "cpu" and Triton was imported without its interpreter.
+        """
+        self.device = torch.device(device)
+        if self.device.type == "cpu" and isinstance(pointwise._rms_norm, triton.JITFunction):
+            raise ValueError("these kernels run on the CPU only with TRITON_INTERPRET=1, set before Triton is imported")
+        on_gpu = self.device.type == "cuda"
+        self._device_name = torch.cuda.get_device_name(self.device) if on_gpu else "interpreter"
+        self._graphs = graphs.Graphs(self.device) if on_gpu else None
+
+    def warm_up(self, kind: torch.dtype) -> None:
+        """Nothing: kernels are compiled, or read from Triton's cache on disk, when a layer's shape is first seen."""
+
+    def operations_per_second(self, kind: torch.dtype) -> float:
+        """By the generation of the device."""
+        if self.device.type != "cuda":
+            return float("inf")
+        rate = _DENSE_RATES.get(torch.cuda.get_device_capability(self.device)[0], 1e14)
+        return rate * _FLOAT32_SHARE if kind == torch.float32 else rate
+
+    def allocate_cache(self, num_blocks: int, block_size: int, shape: AttentionShape, kind: torch.dtype) -> CudaCache:
+        """One layer's zeroed cache of `num_blocks` blocks of `block_size` tokens."""
+        return CudaCache.allocate(num_blocks, block_size, shape, kind, self.device)
+
+    def cache_bytes_per_block(self, block_size: int, shape: AttentionShape, kind: torch.dtype) -> int:
+        """Bytes one block takes in one layer, keys and values together."""
+        return bytes_per_block(block_size, shape, kind)
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """`weight [out, in]` as a product over the last dimension, by cuBLAS."""
+        return lambda x: F.linear(x, weight, bias)
+
+    def head(self, weight: Tensor) -> Linear:
+        """A product like any other."""
+        return self.linear(weight)
+
+    def linear_bytes(self, outputs: int, depth: int, kind: torch.dtype) -> int:
+        """As many as before."""
+        return outputs * depth * kind.itemsize
+
+    head_bytes = linear_bytes
+
+    def recording_size(self, rows: int, context: int) -> tuple[int, int]:
+        """Few sizes, which rows of nothing fill up."""
+        return graphs.capture_size(rows, context)
+
+    def record(self, work: Callable[[], Tensor]) -> Recording | None:
+        """Do `work`, then capture it; None where that is not possible."""
+        return self._graphs.record(work) if self._graphs else None
+
+    def embed(self, table: Tensor, token_ids: Tensor) -> Tensor:
+        """Rows of `table [vocabulary, hidden]`: `[tokens, hidden]`."""
+        return table.index_select(0, token_ids)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMSNorm over the last dimension of `x [tokens, hidden]`."""
+        return pointwise.rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`residual += x` in place, then RMSNorm of the sum as stored: `[tokens, hidden]`."""
+        return pointwise.add_rms_norm(x, residual, weight, eps)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """`silu(gate) * up` for `gate_up [tokens, 2 * intermediate]`."""
+        return pointwise.silu_mul(gate_up)
+
+    def rotary_store(
+        self, qkv: Tensor, rotary: Tensor, batch: RaggedBatch, cache: CudaCache, shape: AttentionShape,
+        norm: QKNorm | None,
+    ) -> Tensor:
+        """Split, norm and rotate; keys and values go to `batch.slot_mapping`; queries `[tokens, heads, head_dim]`."""
+        return rotary_store(qkv, rotary, batch, cache, shape, norm)
+
+    def attention(self, query: Tensor, cache: CudaCache, batch: RaggedBatch, shape: AttentionShape) -> Tensor:
+        """Causal attention of every row over its own cached context: `[tokens, heads * head_dim]`."""
+        tuning = configs.tuning_for(self._device_name, shape.head_dim, query.dtype)
+        return attention.attend(query, cache, batch, shape, tuning)

@@ -1,0 +1,92 @@
+"""Attention of rows with many new tokens: one program a tile of packed queries and key head.
+
+The tiles of a step are numbered without asking the device how long its rows are.  Row r, whose packed queries are
+`GROUP * query_starts[r] ... GROUP * query_starts[r + 1] - 1`, owns the tiles from
+
+    first_tile(r) = GROUP * query_starts[r] // BLOCK_M + r
+
+on, which are always enough and at most one too many; a program finds its row by bisection (as vLLM's unified Triton
+attention does).  Programs start from the last tile, since under a causal mask a row's last tiles take longest.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from slotwise.kernels.cuda.tile import attend, load_query, query_offset
+
+
+def num_tiles(tokens: int, rows: int, group: int, block_m: int) -> int:
+    """Tiles that `tokens` tokens in `rows` rows have at most."""
+    return tokens * group // block_m + rows
+
+
+@triton.jit
+def first_tile(query_starts, row, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The tile that a row's queries begin with."""
+    return tl.load(query_starts + row) * GROUP // BLOCK_M + row
+
+
+@triton.jit
+def find_row(query_starts, tile, num_rows, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The last row whose first tile is not behind `tile`."""
+    low, high = 0, num_rows
+    while high - low > 1:
+        middle = (low + high) // 2
+        if first_tile(query_starts, middle, GROUP, BLOCK_M) <= tile:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "num_rows"],
+    do_not_specialize_on_alignment=["tables", "query_starts", "context_lens"])
+def attend_tiles(
+    out, query, storage, tables, table_stride, query_starts, context_lens, num_rows, scale, SHORT: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, OPERAND: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """`out [tokens, heads, head_dim]` of every row of more than SHORT packed queries."""
+    kv_head = tl.program_id(0) % KV_HEADS
+    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS
+    row = find_row(query_starts, tile, num_rows, GROUP, BLOCK_M)
+    start = tl.load(query_starts + row)
+    length = tl.load(query_starts + row + 1) - start
+    begin = (tile - first_tile(query_starts, row, GROUP, BLOCK_M)) * BLOCK_M
+    if (begin >= length * GROUP) | (length * GROUP <= SHORT):
+        return
+    packed = begin + tl.arange(0, BLOCK_M)
+    before = tl.load(context_lens + row) - length
+    nearest = before + begin // GROUP  # position of the tile's first query, then of its last
+    last = before + (tl.minimum(begin + BLOCK_M, length * GROUP) - 1) // GROUP
+    first = tl.maximum(nearest - WINDOW + 1, 0) if WINDOW else 0
+    first_for_all = tl.maximum(last - WINDOW + 1, 0) if WINDOW else 0
+    # Whole tiles that every query sees need no masks; those before (a window's edge) and behind (causal) do.
+    whole = (first_for_all + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+    edge = tl.maximum((nearest + 1) // BLOCK_N * BLOCK_N, whole)
+
+    positions = before + packed // GROUP
+    tensor = load_query(query, packed, start, length, kv_head, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, OPERAND)
+    table = tables + row.to(tl.int64) * table_stride
+    total = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)
+    weight = tl.full([BLOCK_M], 0.0, tl.float32)
+    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    if WINDOW:
+        total, weight, largest = attend(
+            total, weight, largest, tensor, positions, storage, table, kv_head, first // BLOCK_N * BLOCK_N,
+            tl.minimum(whole, last + 1), first, last, scale, KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW, BLOCK_N,
+            True)
+    total, weight, largest = attend(
+        total, weight, largest, tensor, positions, storage, table, kv_head, whole, edge, first, last, scale, KV_HEADS,
+        HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW, BLOCK_N, False)
+    total, weight, largest = attend(
+        total, weight, largest, tensor, positions, storage, table, kv_head, edge, last + 1, first, last, scale,
+        KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW, BLOCK_N, True)
+    column = tl.arange(0, BLOCK_D)
+    to = out + query_offset(packed, start, kv_head, KV_HEADS, GROUP, HEAD_DIM)[:, None] + column[None, :]
+    inside = (packed < length * GROUP)[:, None] & (column < HEAD_DIM)[None, :]
+    tl.store(to, (total / weight[:, None]).to(out.dtype.element_ty), inside)

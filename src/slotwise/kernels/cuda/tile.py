@@ -1,0 +1,84 @@
+"""The inner loop of attention: one tile of queries over a range of cached positions.
+
+Online softmax in base 2 (Milakov and Gimelshein, 2018; FlashAttention-2, Dao, 2023).  The query heads that share a key
+head (GQA) are packed into one tile, so each key and value is read once for all of them:
+
+    packed row i of a sequence     token i // GROUP, head kv_head * GROUP + i % GROUP
+
+Positions are looked up in the block table one by one, so any tile of them works over any block size.  No place is read
+that the tile's queries may not see: what stands there (nobody's, or a freed block's) may be anything, NaN too.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_query(query, packed, start, length, kv_head, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+               HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, OPERAND: tl.constexpr):
+    """Packed rows `packed [BLOCK_M]` of the sequence whose tokens are `start ... start + length - 1`; zero past it."""
+    column = tl.arange(0, BLOCK_D)
+    inside = (packed < length * GROUP)[:, None] & (column < HEAD_DIM)[None, :]
+    at = query_offset(packed, start, kv_head, KV_HEADS, GROUP, HEAD_DIM)[:, None] + column[None, :]
+    return tl.load(query + at, inside, 0.0).to(OPERAND)
+
+
+@triton.jit
+def query_offset(packed, start, kv_head, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Where packed rows begin in `[tokens, heads, head_dim]`, int64."""
+    token = (start + packed // GROUP).to(tl.int64)
+    return (token * (KV_HEADS * GROUP) + kv_head * GROUP + packed % GROUP) * HEAD_DIM
+
+
+@triton.jit
+def attend(
+    total, weight, largest, query, positions, storage, table, kv_head, start, stop, first, last, scale,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+):
+    """Take the cached positions `start ... stop - 1` into the running softmax, in tiles of BLOCK_N.
+
+    Args:
+        total: weighted sum of values so far, `[BLOCK_M, BLOCK_D]` float32.
+        weight: sum of weights so far, `[BLOCK_M]` float32.
+        largest: largest score so far, `[BLOCK_M]` float32, in units of log 2.
+        query: `[BLOCK_M, BLOCK_D]`, in the type that products take.
+        positions: of the queries, `[BLOCK_M]`.
+        first, last: positions outside of `first ... last` are seen by no query of the tile.  Used where MASKED; else
+            every query sees all of `start ... stop - 1`, a whole number of tiles.
+        scale: of scores, log2(e) included.
+
+    Returns `total, weight, largest`.
+    """
+    column = tl.arange(0, BLOCK_D)
+    in_head = (column < HEAD_DIM)[None, :]
+    for tile in range(start, stop, BLOCK_N):
+        place = tile + tl.arange(0, BLOCK_N)
+        if MASKED:
+            readable = (place >= first) & (place <= last)
+            block = tl.load(table + place // BLOCK_SIZE, readable, 0).to(tl.int64)
+            inside = readable[:, None] & in_head
+        else:
+            block = tl.load(table + place // BLOCK_SIZE).to(tl.int64)
+            inside = in_head
+        at = ((block * (2 * KV_HEADS) + kv_head) * BLOCK_SIZE + place % BLOCK_SIZE) * HEAD_DIM
+        pointers = storage + at[:, None] + column[None, :]
+        keys = tl.load(pointers, inside, 0.0).to(query.dtype)
+        scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
+        if MASKED:
+            visible = (place[None, :] <= positions[:, None]) & readable[None, :]
+            if WINDOW:
+                visible &= place[None, :] > positions[:, None] - WINDOW
+            scores = tl.where(visible, scores, float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(scores, 1))
+        # A query that has seen nothing yet has -inf for its largest score, and -inf - -inf is no number.
+        base = tl.where(new_largest == float("-inf"), 0.0, new_largest) if MASKED else new_largest
+        shares = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(largest - base)
+        weight = weight * shrink + tl.sum(shares, 1)
+        values = tl.load(pointers + KV_HEADS * BLOCK_SIZE * HEAD_DIM, inside, 0.0).to(query.dtype)
+        total = tl.dot(shares.to(query.dtype), values, total * shrink[:, None], input_precision="ieee")
+        largest = new_largest
+    return total, weight, largest

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 
+from slotwise.compose.step_times import recalled
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.scheduler import Scheduler
 from slotwise.engine.config import EngineConfig
@@ -19,7 +20,6 @@ from slotwise.model.config import ModelConfig
 from slotwise.model.decoder import Decoder
 from slotwise.model.load import describe, load_model
 from slotwise.model.locate import locate
-from slotwise.policies.fcfs import FirstComeFirstServed
 from slotwise.runner import memory
 from slotwise.runner.batch import SlotTable
 from slotwise.runner.runner import Runner
@@ -77,14 +77,18 @@ class Loaded:
         progress("kernels", 1, 1)
         slots = SlotTable(limits.max_num_seqs, limits.max_model_len, limits.block_size, null_block)
         scheduling = config.scheduling()
-        scheduler = Scheduler(limits, scheduling.discipline(), FirstComeFirstServed())
         eos_ids = decoder.config.eos_token_ids
-        engine = Engine(
-            scheduler, Runner(decoder, caches, slots, sampler), time.monotonic_ns, eos_ids, depth=config.overlap)
-        return engine, EngineInfo(
+        info = EngineInfo(
             model=self._name, device=self._device, dtype=str(decoder.config.dtype).removeprefix("torch."),
             vocab_size=decoder.config.vocab_size, limits=limits, scheduling=scheduling, eos_token_ids=eos_ids,
             memory=used, depth=config.overlap, quantization=config.quantization)
+        times = recalled(config, info)
+        scheduler = Scheduler(limits, scheduling.discipline(), scheduling.policy(times), times)
+        engine = Engine(
+            scheduler, Runner(decoder, caches, slots, sampler), time.monotonic_ns, eos_ids, depth=config.overlap,
+            scheduling=scheduling)
+        info.learned = times.learned() if times.knows else None
+        return engine, info
 
 
 def load(config: EngineConfig, progress: Progress = silent, wrap: Callable[[Kernels], Kernels] = lambda k: k) -> Loaded:

@@ -31,8 +31,8 @@ class Draft:
     """Filled by one `Scheduler.plan`, then closed into a StepPlan."""
 
     __slots__ = (
-        "budget", "grants", "has_piece", "held", "is_pressed", "joins", "now", "padding", "preempted", "refused", "rows",
-        "step", "stop", "time",
+        "budget", "grants", "has_piece", "held", "is_pressed", "joins", "now", "padding", "preempted", "refused",
+        "rows", "step", "stop", "time",
     )
 
     def __init__(self, step: int, now: float, budget: int, time: StepTime | None = None) -> None:

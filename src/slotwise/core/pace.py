@@ -4,8 +4,8 @@
     0                                          ...            `seconds`
 
 A budget in tokens cannot keep streams flowing: 256 tokens behind a context of 8,000 take several times as long as 256
-at the beginning, and sixty-four decoding rows take longer than four.  After Sarathi-Serve's observation (Agrawal et al.,
-OSDI 2024) that a step's time, not its tokens, is what decoding requests wait for.
+at the beginning, and sixty-four decoding rows take longer than four.  After Sarathi-Serve's observation (Agrawal et
+al., OSDI 2024) that a step's time, not its tokens, is what decoding requests wait for.
 """
 
 from __future__ import annotations

@@ -53,6 +53,11 @@ class Scheduler:
         return self._roster.policy
 
     @property
+    def times(self) -> StepTimes:
+        """What prices steps."""
+        return self._times
+
+    @property
     def num_running(self) -> int:
         return len(self._roster.running)
 

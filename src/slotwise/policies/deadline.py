@@ -1,15 +1,15 @@
 """Deadlines: who has the least slack goes first, and who can no longer be served in time does not make others late.
 
-A request's first token is promised within an objective of its arrival, its own or its tier's.  It must have been started
-by that moment less the time its prompt takes, as the model of step times predicts:
+A request's first token is promised within an objective of its arrival, its own or its tier's.  It must have been
+started by that moment less the time its prompt takes, as the model of step times predicts:
 
     arrival ──────────── latest start ▒▒▒ its prompt ▒▒▒ objective
                 slack
 
-The smallest latest start goes first: earliest deadline first, by slack (Liu and Layland, 1973, for one processor).  When
-load is more than the machine, pure deadline order makes everyone late, one after the other.  So whoever can no longer be
-in time steps back behind all who can, or, where the server sheds, ends at once with a reason.  Those who stepped back and
-have waited `ageing` seconds go before everybody: nobody waits for ever.
+The smallest latest start goes first: earliest deadline first, by slack (Liu and Layland, 1973, for one processor).
+When load is more than the machine, pure deadline order makes everyone late, one after the other.  So whoever can no
+longer be in time steps back behind all who can, or, where the server sheds, ends at once with a reason.  Those who
+stepped back and have waited `ageing` seconds go before everybody: nobody waits for ever.
 """
 
 from __future__ import annotations

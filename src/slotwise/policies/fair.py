@@ -1,8 +1,8 @@
 """Fair shares between tenants: whoever was served least goes next.  Virtual token counters (Sheng et al., OSDI 2024).
 
 Every tenant has a counter of the service it got, in tokens of work over its weight: its prompts' when they start, its
-outputs' as they come.  Whoever waits in the lane of the smallest counter is next.  A tenant that comes back after it had
-nothing to ask is lifted to the smallest counter of those who wait: being away earns no credit.
+outputs' as they come.  Whoever waits in the lane of the smallest counter is next.  A tenant that comes back after it
+had nothing to ask is lifted to the smallest counter of those who wait: being away earns no credit.
 
     two tenants that always have something waiting differ in service by at most
         2 * max(PROMPT * longest prompt, OUTPUT * tokens that fit the cache)          (their theorem 4.4)

@@ -1,12 +1,12 @@
 """Priority: lower numbers go first, and may take the places of those who run; waiting makes up for any difference.
 
-A request's rank is its priority plus the moment of its arrival, measured in `ageing`s.  Ranks never change, and yet they
-age: between two requests the one that came earlier gains as much as it has waited longer.  So
+A request's rank is its priority plus the moment of its arrival, measured in `ageing`s.  Ranks never change, and yet
+they age: between two requests the one that came earlier gains as much as it has waited longer.  So
 
     nobody who comes more than `ageing` * (p - q) seconds after a request of priority p goes before it with priority q,
 
-and since the scheduler admits in this order, nobody of a lower rank keeps one of a higher rank waiting for a slot: there
-is no inversion to cure.
+and since the scheduler admits in this order, nobody of a lower rank keeps one of a higher rank waiting for a slot:
+there is no inversion to cure.
 """
 
 from __future__ import annotations

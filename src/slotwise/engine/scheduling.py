@@ -156,7 +156,7 @@ def _check(name: str, value: object, kind: str) -> None:
         return
     if not isinstance(value, fits) or (isinstance(value, bool) and wanted != "bool"):
         raise ValueError(f"{name} must be {WORDS[wanted]}, not {value!r:.40}")
-    if isinstance(value, (int, float)) and not abs(value) <= LARGEST:
+    if isinstance(value, (int, float)) and abs(value) > LARGEST:
         raise ValueError(f"{name} must be at most {LARGEST}, not {value!r:.40}")
 
 

@@ -92,7 +92,7 @@ def judge(lab: Lab, name: str, workload: Workload, num_solo: int) -> Outcome:
         end = step.ended_ns
         if count >= LEARNING and work.rows:
             errors.append(again.seconds(work) / ((end - began) * NS) - 1)
-        again.step(work, step.started_ns, step.ended_ns)
+        again.step(work, step.started_ns * 1e-9, step.ended_ns * 1e-9)
     crowded = [
         request for request in workload.requests
         if stories[request.number].ns("neighbours") and request.num_output >= FEWEST_DECODED]

@@ -11,9 +11,11 @@ from slotwise.core.events import Admitted, Committed, Finished, Preempted, Rejec
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.core.plan import StepPlan
-from slotwise.core.request import Request
+from slotwise.core.request import NO_TERMS, Request
 from slotwise.core.scheduler import Scheduler
-from slotwise.core.seams import Discipline
+from slotwise.core.seams import Discipline, Policy
+from slotwise.core.steptime import StepTimes
+from slotwise.core.terms import Terms
 from slotwise.engine.executor import FakeExecutor
 from slotwise.policies.fcfs import FirstComeFirstServed
 
@@ -37,23 +39,31 @@ def alone(request: Request, limits: SchedulerLimits) -> list[int]:
     return tokens[request.num_prompt:]
 
 
-def scheduler(limits: SchedulerLimits, discipline: Discipline | None = None) -> Scheduler:
-    return Scheduler(limits, discipline or Chunked(), FirstComeFirstServed())
+def scheduler(
+    limits: SchedulerLimits, discipline: Discipline | None = None, policy: Policy | None = None,
+    times: StepTimes | None = None,
+) -> Scheduler:
+    return Scheduler(limits, discipline or Chunked(), policy or FirstComeFirstServed(), times)
 
 
 def request(
-    name: str, prompt: Sequence[int], max_tokens: int | None = 8, salt: str = "", **params: object,
+    name: str, prompt: Sequence[int], max_tokens: int | None = 8, salt: str = "", terms: Terms = NO_TERMS,
+    **params: object,
 ) -> Request:
-    return Request(name, prompt, SamplingParams(max_tokens=max_tokens, **params), eos_ids=(EOS,), salt=salt)
+    asked = SamplingParams(max_tokens=max_tokens, **params)
+    return Request(name, prompt, asked, eos_ids=(EOS,), salt=salt, terms=terms)
 
 
 class Driver:
     """A scheduler and a fake executor, stepped by hand; remembers what was published and how everyone ended."""
 
-    def __init__(self, limits: SchedulerLimits, discipline: Discipline | None = None) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, discipline: Discipline | None = None, policy: Policy | None = None,
+        times: StepTimes | None = None,
+    ) -> None:
         self.limits = limits
         self.discipline = discipline or Chunked()
-        self.scheduler = scheduler(limits, self.discipline)
+        self.scheduler = scheduler(limits, self.discipline, policy, times)
         self.executor = FakeExecutor(limits.block_size, next_token)
         self.plans: list[StepPlan] = []
         self.flying: list[StepPlan] = []
@@ -71,12 +81,15 @@ class Driver:
         self.scheduler.finish(name, reason, self.now)
         self._fold()
 
-    def configure(self, discipline: Discipline, max_num_seqs: int, spare_tokens: int) -> None:
-        """Another discipline and other limits, from the next plan on."""
+    def configure(
+        self, discipline: Discipline, max_num_seqs: int, spare_tokens: int, policy: Policy | None = None,
+    ) -> None:
+        """Another discipline, other limits and perhaps another policy, from the next plan on."""
         self.limits = replace(
             self.limits, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_seqs + spare_tokens)
         self.discipline = discipline
-        self.scheduler.configure(self.limits, discipline)
+        self.scheduler.configure(self.limits, discipline, policy or self.scheduler.policy, self.now)
+        self._fold()
 
     def plan(self) -> StepPlan:
         plan = self.scheduler.plan(self.now)

@@ -33,7 +33,7 @@ def test_another_batching_lets_go_of_what_belonged_to_the_last():
     ({"max_num_seqs": None}, "max_num_seqs must be an integer"),
     ({"long_prefill_token_threshold": 2**70}, "long_prefill_token_threshold must be at most"),
     ({"batching": 3}, "batching must be a string"),
-    ({"batching": None}, "batching must be one of"),
+    ({"batching": None}, "batching must be a string"),
     ({"batching": "dynamic", "max_wait_ms": "soon"}, "max_wait_ms must be a number"),
     ({"batching": "dynamic", "max_wait_ms": float("nan")}, "max_wait_ms must be between"),
 ])

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slotwise.core.steptime import StepTimes, Work, non_negative, work_of
 from slotwise.observe import kept
-from slotwise.observe.steptime import StepTimes, Work, non_negative, work_of
 
 ALONE = Work(tokens=1, rows=1, context=200, pairs=0.0)
 
@@ -94,8 +94,8 @@ def test_steps_that_overlap_begin_when_the_one_before_has_ended() -> None:
     one, other = StepTimes(), StepTimes()
     work = work_of([10, 20], [1, 1])
     for step in range(30):
-        one.step(work, step * 10_000_000, step * 10_000_000 + 10_000_000)
-        other.step(work, step * 10_000_000 - 9_000_000, step * 10_000_000 + 10_000_000)
+        one.step(work, step * 0.01, step * 0.01 + 0.01)
+        other.step(work, step * 0.01 - 0.009, step * 0.01 + 0.01)
     assert one.seconds(work) == pytest.approx(0.01, rel=0.01) == other.seconds(work)
 
 

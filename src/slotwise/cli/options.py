@@ -9,6 +9,7 @@ from typing import Any
 from slotwise.batching.settings import KINDS, MAX_WAIT_MS, PREFILLS
 from slotwise.core.limits import PRESSURES, RECOMPUTE
 from slotwise.engine.config import DEVICES, DTYPES, QUANTIZATIONS
+from slotwise.policies.settings import GAP, POLICIES, QUANTILE, TTFT_MS
 
 BUILTIN_NAME = "slotwise-builtin"  # what clients call the model that ships with the package
 
@@ -34,6 +35,32 @@ ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--long-prefill-token-threshold", {
         "type": int, "default": 0, "metavar": "TOKENS",
         "help": "chunked: most tokens one prompt gets in a step (default: what the budget leaves)"}),
+    ("--scheduling-policy", {
+        "choices": POLICIES, "default": "fcfs",
+        "help": "who goes next: docs/policies.md tells what each promises (default: fcfs)"}),
+    ("--ageing", {
+        "type": float, "metavar": "SECONDS",
+        "help": "priority: waiting that makes up for one step of priority; shortest: for 100 tokens of work; deadline: "
+        "after which one that is late goes first (default: 60)"}),
+    ("--preemption-gap", {
+        "type": int, "metavar": "STEPS", "help": "priority: how far ahead of one that runs a waiting request must be "
+        f"to take its place (default: {GAP})"}),
+    ("--length-quantile", {
+        "type": float, "metavar": "SHARE", "help": "shortest: which of the lengths of answers like it a request is "
+        f"taken for (default: {QUANTILE:g}, their median)"}),
+    ("--length-oracle", {
+        "action": "store_true", "help": "shortest: know the lengths that a benchmark draws, to see what guessing costs"}),
+    ("--default-ttft-ms", {
+        "type": float, "metavar": "MS",
+        "help": f"deadline: objective of requests that bring none (default: {TTFT_MS:g})"}),
+    ("--shed-late", {
+        "action": "store_true", "help": "deadline: end at once who can no longer be served in time"}),
+    ("--max-step-ms", {
+        "type": float, "metavar": "MS", "help": "time a step may take, as learned from those before: prompts are cut "
+        "to fit (default: only --max-num-batched-tokens counts)"}),
+    ("--max-step-context", {
+        "type": int, "default": 0, "metavar": "TOKENS", "help": "context that the decoding rows of a step attend to "
+        "together; long ones take turns (default: no limit)"}),
     ("--block-size", {"type": int, "metavar": "TOKENS", "help": "tokens of a cache block (default: the best)"}),
     ("--kv-cache-memory", {"type": int, "metavar": "BYTES", "help": "memory of the cache (default: what the slots "
                            "can use, within 40%% of what is free)"}),

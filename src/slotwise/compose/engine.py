@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 
 from slotwise.compose.sizes import sized, step_tokens
+from slotwise.compose.step_times import recalled
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.scheduler import Scheduler
 from slotwise.engine.config import ConfigError, EngineConfig
@@ -20,7 +21,6 @@ from slotwise.model.config import ModelConfig
 from slotwise.model.decoder import Decoder
 from slotwise.model.load import describe, load_model
 from slotwise.model.locate import locate
-from slotwise.policies.fcfs import FirstComeFirstServed
 from slotwise.runner.batch import SlotTable
 from slotwise.runner.device_sampler import DeviceSampler
 from slotwise.runner.runner import Runner
@@ -69,14 +69,18 @@ class Loaded:
         self._warming.join()
         progress("kernels", 1, 1)
         scheduling = config.scheduling()
-        scheduler = Scheduler(limits, scheduling.discipline(), FirstComeFirstServed())
         eos_ids = decoder.config.eos_token_ids
         depth = int(kernels.device.type == "cuda") if config.overlap is None else config.overlap
-        engine = Engine(scheduler, _runner(decoder, limits), time.monotonic_ns, eos_ids, depth=depth)
-        return engine, EngineInfo(
+        info = EngineInfo(
             model=self._name, device=self._device, dtype=str(decoder.config.dtype).removeprefix("torch."),
             vocab_size=decoder.config.vocab_size, limits=limits, scheduling=scheduling, eos_token_ids=eos_ids,
             memory=used, depth=depth, quantization=config.quantization)
+        times = recalled(config, info)
+        scheduler = Scheduler(limits, scheduling.discipline(), scheduling.policy(times), times)
+        engine = Engine(
+            scheduler, _runner(decoder, limits), time.monotonic_ns, eos_ids, depth=depth, scheduling=scheduling)
+        info.learned = times.learned() if times.knows else None
+        return engine, info
 
 
 def load(config: EngineConfig, progress: Progress = silent, wrap: Callable[[Kernels], Kernels] = lambda k: k) -> Loaded:

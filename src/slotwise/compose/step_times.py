@@ -7,17 +7,31 @@ import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from slotwise import __version__
+from slotwise.core import steptime
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import EngineInfo
-from slotwise.observe import kept
-from slotwise.observe.steptime import StepTimes
+
+if TYPE_CHECKING:
+    from slotwise.observe.steptime import StepTimes
+
+
+def recalled(config: EngineConfig, info: EngineInfo) -> steptime.StepTimes:
+    """What the last run of such a model learned, for an engine; nothing where what reads it is not installed."""
+    try:
+        from slotwise.observe import kept
+    except ImportError:
+        return steptime.StepTimes()
+    return kept.load(kept.place(traits(config, info)))
 
 
 @contextmanager
 def remembered(config: EngineConfig, info: EngineInfo) -> Iterator[StepTimes]:
     """What the last run of such a model learned; what this one has learned is kept in the end."""
+    from slotwise.observe import kept
+
     path = kept.place(traits(config, info))
     times = kept.load(path)
     try:

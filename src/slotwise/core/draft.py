@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from slotwise.core.pace import StepTime
 from slotwise.core.plan import Decision, Grant, Join, StepPlan, StepResult, Stop
 from slotwise.core.reasons import NO_BLOCKS
 from slotwise.core.request import Request
@@ -29,18 +30,24 @@ class Flight(NamedTuple):
 class Draft:
     """Filled by one `Scheduler.plan`, then closed into a StepPlan."""
 
-    __slots__ = ("budget", "grants", "held", "joins", "now", "padding", "preempted", "refused", "rows", "step", "stop")
+    __slots__ = (
+        "budget", "grants", "has_piece", "held", "is_pressed", "joins", "now", "padding", "preempted", "refused",
+        "rows", "step", "stop", "time",
+    )
 
-    def __init__(self, step: int, now: float, budget: int) -> None:
+    def __init__(self, step: int, now: float, budget: int, time: StepTime | None = None) -> None:
         self.step = step
         self.now = now  # seconds
         self.budget = budget  # tokens this step may still take; a prompt that is not cut may take it below zero
+        self.time = time  # what it may still compute in the time it has; None: as long as it takes
+        self.has_piece = False  # of a prompt, and there is a limit to its time
         self.rows: list[tuple[Request, int, int, bool]] = []  # request, start, count, samples
         self.padding: tuple[int, ...] = ()
         self.held: list[int] = []
         self.joins: list[Join] = []
         self.grants: list[Grant] = []
         self.preempted: list[Decision] = []
+        self.is_pressed = False  # somebody had to yield for want of blocks
         self.refused: list[Decision] = []
         self.stop: Stop | None = None
 
@@ -73,8 +80,9 @@ class Draft:
     def refuse(self, request: Request, reason: str) -> None:
         self.refused.append(Decision(request.request_id, reason))
 
-    def preempt(self, request: Request) -> None:
-        self.preempted.append(Decision(request.request_id, NO_BLOCKS))
+    def preempt(self, request: Request, reason: str) -> None:
+        self.is_pressed |= reason == NO_BLOCKS
+        self.preempted.append(Decision(request.request_id, reason))
 
     def close(self, leaves: tuple[int, ...]) -> Flight:
         """The finished plan, with the requests its rows belong to.  Columns are cut here, all at once."""

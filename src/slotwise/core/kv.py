@@ -43,11 +43,17 @@ class BlockTables:
         Of the known tokens at least one is left to compute, for somebody must yield the next one.
         """
         found = self._found(request)
-        num_missing = -(-num_tokens // self.block_size) - len(found)
-        idle = sum(self.pool.is_cached(entry.block) for entry in found)
-        if num_missing + spare > self.pool.num_available - idle:
+        if self._lacking(found, num_tokens) + spare > 0:
             return None
-        return Seat(found, num_missing)
+        return Seat(found, -(-num_tokens // self.block_size) - len(found))
+
+    def missing(self, request: Request, num_tokens: int) -> int:
+        """Blocks that would have to come free for `num_tokens` tokens of one that holds none; less than 1: none."""
+        return self._lacking(self._found(request), num_tokens)
+
+    def _lacking(self, found: list[Entry], num_tokens: int) -> int:
+        idle = sum(self.pool.is_cached(entry.block) for entry in found)
+        return -(-num_tokens // self.block_size) - len(found) - (self.pool.num_available - idle)
 
     def _found(self, request: Request) -> list[Entry]:
         if not self._shares:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from slotwise.core.terms import Tier
+
 RECOMPUTE = "recompute"  # it waits, and is computed again
 ERROR = "error"  # it ends, and is told why
 PRESSURES = (RECOMPUTE, ERROR)
@@ -22,19 +24,32 @@ class SchedulerLimits:
     watermark_blocks: int = 0  # left free when somebody joins those who run
     max_passes: int = 0  # later arrivals that may take a slot before one that waits for blocks
     on_pressure: str = RECOMPUTE  # what becomes of who must yield
+    max_step_ms: float | None = None  # milliseconds a step may take, as predicted; None: only a promised pace counts
+    max_step_context: int = 0  # positions the decoding rows of a step attend to, summed; 0: no limit
+    tiers: tuple[Tier, ...] = ()  # classes of service; requests may belong to none of them
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("watermark_blocks", "max_passes"):
+        for name in ("watermark_blocks", "max_passes", "max_step_context"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, and is {getattr(self, name)}")
         if self.on_pressure not in PRESSURES:
             raise ValueError(f"on_pressure must be one of {', '.join(PRESSURES)}, not {self.on_pressure!r}")
+        if self.max_step_ms is not None and not 0 < self.max_step_ms <= 3_600_000:
+            raise ValueError(f"max_step_ms must be positive and at most an hour, not {self.max_step_ms}")
+        self._check_tiers()
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
                              f"({self.max_num_seqs}), so that every running request gets a token at every step")
+
+    def _check_tiers(self) -> None:
+        names = [tier.name for tier in self.tiers]
+        if len(set(names)) < len(names):
+            raise ValueError(f"two tiers have the same name: {', '.join(names)}")
+        if sum(tier.slots for tier in self.tiers) > self.max_num_seqs:
+            raise ValueError(f"tiers keep more slots than the {self.max_num_seqs} there are")
 
     @property
     def fixed(self) -> tuple[int, ...]:

@@ -1,39 +1,59 @@
-"""Who runs in the next step, with how many tokens: running rows first, in the order they joined, then those who wait.
+"""Who runs in the next step, with how many tokens: running rows first, then those who wait (see `core/admission.py`).
 
     running rows     a token each, or a piece of a prompt; blocks for them, if need be from those last in line
-    those who wait   while the discipline's gate is open and there are slots, tokens and blocks
+    those who wait   while the discipline's gate is open and there are slots, tokens, time and blocks
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from slotwise.core.admission import Admission
 from slotwise.core.draft import Draft
-from slotwise.core.kv import Seat
 from slotwise.core.limits import ERROR, SchedulerLimits
-from slotwise.core.plan import Join, Stop
-from slotwise.core.reasons import ENDING, NO_BLOCKS, NO_SLOT, PROMPTS_ALONE, TOKEN_BUDGET
+from slotwise.core.pace import StepTime
+from slotwise.core.pieces import Pieces
+from slotwise.core.reasons import ENDING, NO_BLOCKS, PROMPTS_ALONE, STEP_CONTEXT, TIME_BUDGET, TOKEN_BUDGET
 from slotwise.core.request import Request, State
 from slotwise.core.roster import Roster
-from slotwise.core.seams import Discipline, Gate, View
-
-MAX_LOOK = 8  # who wait behind one that waits for blocks, and may be examined in a step
+from slotwise.core.seams import Discipline
+from slotwise.core.steptime import StepTimes
+from slotwise.core.turns import ALL, resting
 
 
 class Planner:
     """Fills a draft from a roster.  Limits and discipline may be changed between two plans."""
 
-    def __init__(self, roster: Roster, limits: SchedulerLimits, discipline: Discipline) -> None:
+    def __init__(self, roster: Roster, limits: SchedulerLimits, discipline: Discipline, times: StepTimes) -> None:
+        self._roster = roster
+        self._times = times
+        self._last_victim = ""
+        self.obey(limits, discipline)
+
+    def obey(self, limits: SchedulerLimits, discipline: Discipline) -> None:
+        """From the next draft on."""
         self.limits = limits
         self.discipline = discipline
-        self._roster = roster
-        self._last_victim = ""
+        self._pieces = Pieces(self._roster, discipline)
+        self._admission = Admission(self._roster, limits, discipline, self._pieces)
+        self._caps = {tier.name: tier.max_step_context for tier in limits.tiers if tier.max_step_context}
+        if limits.max_step_context:
+            self._caps[ALL] = limits.max_step_context
+
+    @property
+    def is_priced(self) -> bool:
+        """Somebody asks what a step will take."""
+        return self.limits.max_step_ms is not None or self._roster.num_paced > 0 or self._roster.policy.needs_prices
 
     def draft(self, step: int, now: float) -> Draft:
         """Step number `step`, made at `now` seconds."""
         self._expire(now)
-        draft = Draft(step, now, self.discipline.budget(self.limits))
+        draft = Draft(step, now, self.discipline.budget(self.limits), self._step_time())
+        if self._roster.policy.may_preempt:
+            self._admission.make_room(draft)
         if not self.discipline.prompts_alone:
             self._plan_running(draft)
-            self._plan_waiting(draft)
+            self._admission.plan(draft)
         elif not self._plan_prompts(draft):
             self._plan_running(draft)
         if draft.joins:
@@ -42,19 +62,45 @@ class Planner:
 
     def _expire(self, now: float) -> None:
         """End those who waited longer than they were to, before they cost a forward pass."""
-        for request in self._roster.waiting.expired(now):
-            waited = f"no slot came free in {now - request.arrived_at:.1f} s, and it was to wait no longer"
-            self._roster.end(request, "timeout", now, waited)
+        policy = self._roster.policy
+        for request in list(self._roster.waiting.due(now)):
+            if request.state is State.WAITING and request.deadline <= now:
+                waited = f"no slot came free in {now - request.arrived_at:.1f} s, and it was to wait no longer"
+                self._roster.end(request, "timeout", now, waited)
+            elif why := policy.overdue(request, now):
+                self._roster.end(request, "shed", now, why)
+            else:
+                self._roster.look_again(request, now)
+
+    def _step_time(self) -> StepTime | None:
+        """The time a step may take: what is asked for, or the closest pace that was promised to one who runs."""
+        limit = self.limits.max_step_ms
+        paces = [] if limit is None else [limit / 1000]
+        if self._roster.num_paced:
+            running = self._roster.running.values()
+            paces += [request.terms.tpot for request in running if request.terms.tpot is not None]
+        return StepTime(self._times, min(paces)) if paces else None
+
+    def _plan_prompts(self, draft: Draft) -> bool:
+        """A step of newcomers alone; False when nobody can join."""
+        running = tuple(self._roster.running.values())
+        self._admission.plan(draft)
+        if draft.joins:
+            for request in running:
+                draft.refuse(request, PROMPTS_ALONE)
+        return bool(draft.joins)
 
     # -- those who run -------------------------------------------------------------------------------------------
 
     def _plan_running(self, draft: Draft) -> None:
         """Every running row gets at least a token, so a long prompt never stalls those behind it.
 
-        Only when the budget was lowered below the number who run do the last of them wait until others have ended.
+        Only when the budget was lowered below the number who run do the last of them wait until others have ended, and
+        only under a budget in time, or one of context, do rows wait for their turn.
         """
         block_size = self.limits.block_size
-        running = tuple(self._roster.running.values())
+        running = self._in_order(draft.now)
+        rest = self._set_apart(running, draft)
         behind = len(running)
         for request in running:
             behind -= 1
@@ -68,13 +114,41 @@ class Planner:
             if draft.budget < 1:
                 draft.refuse(request, TOKEN_BUDGET)
                 continue
+            if request.request_id in rest:
+                draft.refuse(request, STEP_CONTEXT)
+                continue
             count = known - start
-            if count > 1:
-                count = self.discipline.chunk(count, draft.budget - behind)
+            if count > 1 and not (count := self._pieces.of(request, count, draft, behind)):
+                draft.refuse(request, TIME_BUDGET)
+                continue
             target = start + count
             if target > len(request.blocks) * block_size and not self._extend(request, target, draft):
                 continue
             draft.row(request, start, count, known)
+
+    def _in_order(self, now: float) -> Sequence[Request]:
+        policy = self._roster.policy
+        running = tuple(self._roster.running.values())
+        if not policy.orders_running:
+            return running
+        return sorted(running, key=lambda request: (policy.running_key(request, now), request.arrival))
+
+    def _set_apart(self, running: Sequence[Request], draft: Draft) -> frozenset[str]:
+        """Those who rest in this step; the time that the other decoding rows take is spent already."""
+        if draft.time is None and not self._caps:
+            return frozenset()
+        decoding = [request for request in running if self._decodes(request)]
+        rest = resting(decoding, self._caps, draft.step) if self._caps else frozenset()
+        if draft.time is not None:
+            for request in decoding:
+                if request.request_id not in rest:
+                    draft.time.take(request.num_scheduled, 1)
+        return rest
+
+    @staticmethod
+    def _decodes(request: Request) -> bool:
+        known = len(request.tokens) + request.pending
+        return known - request.num_scheduled == 1 and known < request.end and not request.reason
 
     def _plan_ended(self, request: Request, draft: Draft) -> None:
         """Its last token is known or in flight."""
@@ -87,7 +161,7 @@ class Planner:
         """Find blocks for a running row, taking them from those last in line; False when it had to yield itself."""
         while (blocks := self._roster.kv.extend(request, num_tokens)) is None:
             victim = self._victim(draft)
-            draft.preempt(victim)
+            draft.preempt(victim, NO_BLOCKS)
             if self.limits.on_pressure == ERROR:
                 message = "the cache is full, and this server ends whoever must yield; try again later"
                 self._roster.end(victim, "error", draft.now, message)
@@ -101,82 +175,11 @@ class Planner:
     def _victim(self, draft: Draft) -> Request:
         """Of those last in line the one with the least to compute again, and nobody twice while others can yield."""
         key = self._roster.policy.victim_key
-        candidates = [r for r in self._roster.running.values() if not r.reason and not draft.has(r)]
-        candidates.sort(key=lambda r: (key(r, draft.now), r.arrival))
-        last = candidates[len(candidates) // 2 :]
+        ranked = [(key(r, draft.now), r.arrival, r)
+                  for r in self._roster.running.values() if not r.reason and not draft.has(r)]
+        ranked.sort(key=lambda entry: entry[:2])
+        lowest = ranked[-1][0][0]
+        last = [request for rank, _, request in ranked[len(ranked) // 2 :] if rank[0] == lowest]
         victim = min(last, key=lambda r: (r.request_id == self._last_victim, r.num_computed, -r.arrival))
         self._last_victim = victim.request_id
         return victim
-
-    # -- those who wait ------------------------------------------------------------------------------------------
-
-    def _plan_prompts(self, draft: Draft) -> bool:
-        """A step of newcomers alone; False when nobody can join."""
-        running = tuple(self._roster.running.values())
-        self._plan_waiting(draft)
-        if draft.joins:
-            for request in running:
-                draft.refuse(request, PROMPTS_ALONE)
-        return bool(draft.joins)
-
-    def _plan_waiting(self, draft: Draft) -> None:
-        """Admit from the head of the queue.  One that waits for blocks may be passed by a few who need fewer."""
-        waiting = self._roster.waiting
-        if not waiting:
-            return
-        gate = self._gate(draft.now)
-        blocked: list[tuple[Request, str]] = []
-        for request in waiting.head(max(0, gate.max_new) + 1 + MAX_LOOK):
-            if not all(self._may_be_passed(before) for before, _ in blocked):
-                break
-            seat = None
-            reason = self._why_not(draft) if len(draft.joins) < gate.max_new else gate.reason
-            if not reason:
-                seat = self._seat(request, draft)
-                reason = "" if seat else NO_BLOCKS
-            if seat:
-                self._admit(request, seat, draft)
-                for passed, _ in blocked:
-                    passed.num_passed += 1
-                continue
-            draft.refuse(request, reason)
-            blocked.append((request, reason))
-            if reason != NO_BLOCKS or draft.preempted or len(blocked) > MAX_LOOK:
-                break
-        if blocked:
-            first, reason = blocked[0]
-            draft.stop = Stop(
-                reason, first.request_id, len(waiting) - 1, min(gate.reopens_at, waiting.next_deadline))
-
-    def _gate(self, now: float) -> Gate:
-        roster = self._roster
-        oldest = next(iter(roster.living.values())).arrived_at
-        return self.discipline.gate(
-            View(len(roster.running), len(roster.waiting), self.limits.max_num_seqs, oldest), now)
-
-    def _why_not(self, draft: Draft) -> str:
-        if not self._roster.slots.num_free:
-            return NO_SLOT
-        return TOKEN_BUDGET if draft.budget < 1 else ""
-
-    def _seat(self, request: Request, draft: Draft) -> Seat | None:
-        """Room for one who waits; who just yielded must not come straight back, nor anyone in its place."""
-        if draft.preempted:
-            return None
-        reserved = self.discipline.reserve(request)
-        grows = reserved < request.end - 1  # else all are given what they can ever need, and nothing need be spared
-        spare = self.limits.watermark_blocks if self._roster.running and grows else 0
-        return self._roster.kv.find(request, reserved, spare)
-
-    def _may_be_passed(self, request: Request) -> bool:
-        most = 0 if self.discipline.in_strict_order else self.limits.max_passes
-        return request.state is State.WAITING and request.num_passed < most
-
-    def _admit(self, request: Request, seat: Seat, draft: Draft) -> None:
-        self._roster.admit(request, seat, draft.step, draft.now)
-        draft.joins.append(Join(
-            request.request_id, request.slot, tuple(request.tokens), request.num_prompt, request.params, request.seed,
-            tuple(sorted(request.stop_ids))))
-        draft.grant(request, tuple(request.blocks))
-        start, known = request.num_scheduled, len(request.tokens)
-        draft.row(request, start, self.discipline.chunk(known - start, draft.budget), known)

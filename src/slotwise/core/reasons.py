@@ -3,6 +3,10 @@
 NO_SLOT = "no_slot"  # every slot is taken
 NO_BLOCKS = "no_blocks"  # the cache has no room for it
 TOKEN_BUDGET = "token_budget"  # the step's tokens are spent
+TIME_BUDGET = "time_budget"  # the step would take longer than it may
+STEP_CONTEXT = "step_context"  # the step attends to as many positions as it may: long rows take turns
+TIER_CAP = "tier_cap"  # the slots that are free are kept for another tier
+OUTRANKED = "outranked"  # it gave its slot to one that goes before it
 ENDING = "ending"  # its last token is already in flight
 PROMPTS_ALONE = "prompts_alone"  # the step belongs to prompts
 BATCH_RUNNING = "batch_running"  # nobody joins a batch of whole requests once it runs

@@ -20,6 +20,7 @@ from enum import Enum
 
 from slotwise.core.params import SamplingParams
 from slotwise.core.prefix import Trail
+from slotwise.core.terms import Terms
 
 
 class State(Enum):
@@ -39,6 +40,7 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 }
 
 NO_SLOT_HELD = -1
+NO_TERMS = Terms()
 
 
 class IllegalTransition(AssertionError):
@@ -55,29 +57,32 @@ class Request:
         seed: 64 bits for the sampler.
         eos_ids: the model's end tokens; they end this request unless it ignores them.
         salt: requests share cached beginnings only with those of the same salt: a tenant, an adapter.
+        terms: who asks, and what they were promised.
     """
 
     __slots__ = (
-        "arrival", "arrived_at", "blocks", "deadline", "end", "epoch", "num_computed", "num_passed", "num_prompt",
-        "num_scheduled", "params", "pending", "publish_at", "reason", "request_id", "seed", "slot", "state", "stop_ids",
-        "tokens", "trail",
+        "arrival", "arrived_at", "blocks", "deadline", "end", "epoch", "expected_tokens", "num_computed", "num_passed",
+        "num_prompt", "num_scheduled", "params", "pending", "publish_at", "reason", "request_id", "seed", "slot",
+        "state", "stop_ids", "terms", "tokens", "trail", "turn",
     )
 
     def __init__(
         self, request_id: str, prompt: Sequence[int], params: SamplingParams, seed: int = 0,
-        eos_ids: Sequence[int] = (), salt: str = "",
+        eos_ids: Sequence[int] = (), salt: str = "", terms: Terms = NO_TERMS,
     ) -> None:
         self.request_id = request_id
         self.tokens = list(prompt)  # known tokens
         self.num_prompt = len(self.tokens)
         self.params = params
         self.seed = seed
+        self.terms = terms
         self.stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else eos_ids)
         self.state = State.WAITING
         self.reason = ""  # why it ended; one still RUNNING is held: it has all its tokens and waits for its batch
         self.arrival = -1  # its number at the door: the tie-breaker of every order
         self.arrived_at = 0.0  # seconds
         self.deadline = float("inf")  # seconds; of the wait for its first slot
+        self.expected_tokens = 0  # of output, where a benchmark drew them; 0: nobody knows
         self.num_passed = 0  # later arrivals that took a slot while it waited for blocks
         self.end = 0  # as many tokens as it may ever have
         self.slot = NO_SLOT_HELD
@@ -88,6 +93,7 @@ class Request:
         self.num_scheduled = 0
         self.num_computed = 0
         self.pending = 0  # sampled by steps in flight
+        self.turn = -1  # the last step that it was given while rows took turns
 
     @property
     def num_output(self) -> int:

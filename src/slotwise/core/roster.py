@@ -12,7 +12,7 @@ from __future__ import annotations
 from slotwise.core.events import Admitted, Arrived, Event, Finished, Preempted, Rejected
 from slotwise.core.kv import BlockTables, Seat
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.queue import WaitingQueue
+from slotwise.core.queue import Lane, WaitingQueue
 from slotwise.core.request import NO_SLOT_HELD, Request, State
 from slotwise.core.seams import Policy
 from slotwise.core.slots import Slots
@@ -27,10 +27,11 @@ class Roster:
         self.kv = BlockTables(limits.num_blocks, limits.block_size, shares=limits.enable_prefix_caching)
         self.slots = Slots(limits.max_num_seqs)
         self.living: dict[str, Request] = {}  # in order of arrival
-        self.waiting = WaitingQueue()
+        self.waiting = WaitingQueue(policy.lane_key)
         self.running: dict[str, Request] = {}  # in the order they took their slots
         self.withheld = Withheld()
         self.events: list[Event] = []
+        self.num_paced = 0  # of those alive, to whom a pace was promised
         self._arrivals = 0
 
     def check(self) -> None:
@@ -57,7 +58,9 @@ class Roster:
             self.events.append(Rejected(now, request.request_id, objection))
             return
         self.living[request.request_id] = request
-        self.waiting.add(request, self.policy.waiting_key(request, now))
+        self.num_paced += request.terms.tpot is not None
+        self.policy.arrived(request, now)
+        self._wait(request, now)
         self.events.append(Arrived(now, request.request_id, request.num_prompt))
 
     def admit(self, request: Request, seat: Seat, step: int, now: float) -> None:
@@ -67,7 +70,32 @@ class Roster:
         request.slot = self.slots.take()
         self.running[request.request_id] = request
         request.num_scheduled = request.num_computed = self.kv.seat(request, seat)
+        self.policy.admitted(request, now)
         self.events.append(Admitted(now, request.request_id, request.slot, step, request.num_computed))
+
+    def follow(self, policy: Policy, now: float) -> None:
+        """Obey another policy from now on: everyone who waits is given a place by it."""
+        self.policy = policy
+        self.waiting = WaitingQueue(policy.lane_key)
+        for request in self.living.values():
+            policy.arrived(request, now)
+            if request.state is State.RUNNING:
+                policy.admitted(request, now)
+            else:
+                self._wait(request, now)
+
+    def look_again(self, request: Request, now: float) -> None:
+        """Give one that waits the place it has by now."""
+        self.waiting.remove(request)
+        self._wait(request, now)
+
+    def _wait(self, request: Request, now: float) -> None:
+        policy = self.policy
+        moment = policy.patience(request, now)
+        if request.state is State.WAITING:
+            moment = min(moment, request.deadline)
+        lane = Lane(request.terms.tier, policy.lane(request))
+        self.waiting.add(request, lane, policy.waiting_key(request, now), moment)
 
     def yield_place(self, request: Request, step: int, now: float) -> None:
         """Drop what was computed; the tokens stay, and so does one that a step in flight is about to sample."""
@@ -76,9 +104,11 @@ class Roster:
         request.become(State.PREEMPTED)
         request.epoch += 1
         request.num_scheduled = request.num_computed = 0
-        self.waiting.add(request, self.policy.waiting_key(request, now))
+        self.policy.preempted(request, now)
+        self._wait(request, now)
 
     def end(self, request: Request, reason: str, now: float, message: str = "") -> None:
+        self.policy.finished(request, reason, now)
         if request.state is State.RUNNING:
             self._vacate(request)
         else:
@@ -88,6 +118,7 @@ class Roster:
         request.reason = reason
         request.epoch += 1
         del self.living[request.request_id]
+        self.num_paced -= request.terms.tpot is not None
         self.events.append(Finished(now, request.request_id, reason, request.num_output, message))
 
     def _vacate(self, request: Request) -> None:

@@ -23,6 +23,7 @@ from slotwise.core.planner import Planner
 from slotwise.core.request import Request, State
 from slotwise.core.roster import Roster
 from slotwise.core.seams import Discipline, Policy
+from slotwise.core.steptime import StepTimes, work_of
 from slotwise.core.withheld import Told
 
 MAX_IN_FLIGHT = 1  # uncommitted steps that plan() may look past
@@ -31,9 +32,13 @@ MAX_IN_FLIGHT = 1  # uncommitted steps that plan() may look past
 class Scheduler:
     """The one owner of every request's state, through its roster."""
 
-    def __init__(self, limits: SchedulerLimits, discipline: Discipline, policy: Policy) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, discipline: Discipline, policy: Policy, times: StepTimes | None = None,
+    ) -> None:
+        """`times` prices steps, and learns from those that are committed while somebody asks for prices."""
         self._roster = Roster(limits, policy)
-        self._planner = Planner(self._roster, limits, discipline)
+        self._times = times or StepTimes()
+        self._planner = Planner(self._roster, limits, discipline, self._times)
         self._flights: deque[Flight] = deque()
         self._steps = 0
 
@@ -42,6 +47,15 @@ class Scheduler:
     @property
     def limits(self) -> SchedulerLimits:
         return self._planner.limits
+
+    @property
+    def policy(self) -> Policy:
+        return self._roster.policy
+
+    @property
+    def times(self) -> StepTimes:
+        """What prices steps."""
+        return self._times
 
     @property
     def num_running(self) -> int:
@@ -68,6 +82,17 @@ class Scheduler:
         """All who live, in order of arrival."""
         return tuple(self._roster.living.values())
 
+    def place(self, request_id: str, now: float) -> int | None:
+        """How many are to start before it, by the order of this moment; None: it does not wait."""
+        request = self._roster.living.get(request_id)
+        if request is None or request.state is State.RUNNING:
+            return None
+        walk = self._roster.waiting.walk(now)
+        before = 0
+        while walk.next() is not request:
+            before += 1
+        return before
+
     def take_events(self) -> list[Event]:
         """What happened since the last call."""
         events, self._roster.events = self._roster.events, []
@@ -79,8 +104,8 @@ class Scheduler:
 
     # -- what is asked of it -------------------------------------------------------------------------------------
 
-    def configure(self, limits: SchedulerLimits, discipline: Discipline) -> None:
-        """Other limits and another discipline, from the next plan on.  Whoever runs goes on.
+    def configure(self, limits: SchedulerLimits, discipline: Discipline, policy: Policy, now: float) -> None:
+        """Other limits, another discipline and perhaps another policy, from the next plan on.  Whoever runs goes on.
 
         Raises:
             ValueError: the limits ask for what was fixed at the start: the cache, the longest sequence, more slots.
@@ -89,8 +114,9 @@ class Scheduler:
             raise ValueError("the cache and the longest sequence are fixed at the start")
         if limits.max_num_seqs > self._roster.slots.total:
             raise ValueError(f"max_num_seqs is at most the {self._roster.slots.total} slots made at the start")
-        self._planner.limits = limits
-        self._planner.discipline = discipline
+        self._planner.obey(limits, discipline)
+        if policy is not self._roster.policy:
+            self._roster.follow(policy, now)
 
     def add(self, request: Request, now: float) -> None:
         """Let a request in, or refuse it for good when it could never run."""
@@ -151,6 +177,9 @@ class Scheduler:
                     ended.append((request, reason))
         if result.complete or result.failed:
             ended += flight.declared(result, {request.request_id for request, _ in ended})
+        if self._planner.is_priced:
+            self._times.step(work_of(plan.starts, plan.counts, plan.padding), plan.now, now)
+        self._roster.policy.served(flight.requests, plan.counts, result.tokens)
         told = self._release(Told(request_ids, published, published_logprobs), ended)
         overrun -= sum(len(result.tokens[row]) for row in plan.held)
         self._roster.events.append(Committed(

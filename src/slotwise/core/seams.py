@@ -65,10 +65,80 @@ class Discipline(Protocol):
 
 
 class Policy(Protocol):
-    """Who goes next, who yields.  Smaller keys go first; ties fall to the arrival number."""
+    """Who goes next, who yields, how much a prompt gets.  Smaller keys go first; ties fall to the arrival number.
 
-    def waiting_key(self, request: Request, now: float) -> Key: ...
+    A policy reads requests and is told what becomes of them; it changes none, and it knows no time but the one it is
+    given.  Orders must be total, and the same for the same history: a recorded run is planned again to the byte.
+    """
+
+    orders_running: bool
+    """Running rows are planned in the order of `running_key`; else in the order in which they took their slots."""
+
+    may_preempt: bool
+    """Somebody who waits may take the place of somebody who runs: `preempts` is asked."""
+
+    needs_prices: bool
+    """It asks the model of step times, which then learns from every step."""
+
+    # -- orders --------------------------------------------------------------------------------------------------
+
+    def lane(self, request: Request) -> str:
+        """The lane it waits in.  Within a lane the order is that of `waiting_key`."""
+        ...
+
+    def lane_key(self, lane: str, now: float) -> Key:
+        """Of lanes in which somebody waits; asked again whenever somebody was admitted from one."""
+        ...
+
+    def waiting_key(self, request: Request, now: float) -> Key:
+        """Its place in its lane, asked when it comes, when it comes back, and when its `patience` is at an end."""
+        ...
+
+    def running_key(self, request: Request, now: float) -> Key: ...
 
     def victim_key(self, request: Request, now: float) -> Key:
-        """The running request with the largest key yields first when blocks run out."""
+        """Its rank, and its place within the rank.
+
+        When blocks run out, somebody of the largest rank yields: of the last in line the one with the least to lose.
+        """
+        ...
+
+    # -- decisions -----------------------------------------------------------------------------------------------
+
+    def preempts(self, waiting: Request, running: Request, now: float) -> bool:
+        """Whether one that waits may take the place of one that runs."""
+        ...
+
+    def cap(self, request: Request, wanted: int, now: float) -> int:
+        """Of the `wanted` tokens of a prompt, at least one: most that it may have in a step."""
+        ...
+
+    def patience(self, request: Request, now: float) -> float:
+        """The moment, in seconds, at which one that waits is to be looked at again; NEVER."""
+        ...
+
+    def overdue(self, request: Request, now: float) -> str:
+        """Its patience is at an end: why it is given up, in words for its client; "" to give it another place."""
+        ...
+
+    # -- what it is told -----------------------------------------------------------------------------------------
+
+    def arrived(self, request: Request, now: float) -> None:
+        """It waits, for the first time or because this policy took over from another."""
+        ...
+
+    def admitted(self, request: Request, now: float) -> None:
+        """It has a slot; `num_computed` of its tokens need not be computed."""
+        ...
+
+    def preempted(self, request: Request, now: float) -> None:
+        """It gave its slot back, and waits again."""
+        ...
+
+    def served(self, requests: Sequence[Request], counts: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
+        """A step was committed: of each row, the tokens computed and those sampled."""
+        ...
+
+    def finished(self, request: Request, reason: str, now: float) -> None:
+        """It ends; its state is the one in which that happens."""
         ...

@@ -9,7 +9,9 @@ from dataclasses import dataclass, fields, replace
 
 from slotwise.batching.settings import Batching
 from slotwise.core.limits import PRESSURES, RECOMPUTE, SchedulerLimits
+from slotwise.core.terms import Tier
 from slotwise.engine.scheduling import Scheduling
+from slotwise.policies.settings import Ordering
 
 DTYPES = ("auto", "bfloat16", "float32")
 QUANTIZATIONS = ("none", "int8", "int4")
@@ -45,6 +47,16 @@ class EngineConfig:
     batch_size: int | None = None
     max_wait_ms: float | None = None
     long_prefill_token_threshold: int = 0
+    scheduling_policy: str = "fcfs"  # who goes next: see policies.settings, as for the next six
+    ageing: float | None = None
+    preemption_gap: int | None = None
+    length_quantile: float | None = None
+    length_oracle: bool = False
+    default_ttft_ms: float | None = None
+    shed_late: bool = False
+    max_step_ms: float | None = None  # milliseconds a step may take, as predicted; None: as long as its tokens take
+    max_step_context: int = 0  # positions the decoding rows of a step attend to, summed; 0: no limit
+    tiers: tuple[Tier, ...] = ()  # classes of service
     block_size: int | None = None  # tokens of a cache block; None: what the device's kernels like best
     kv_cache_memory: int | None = None  # bytes; None: what the slots can use, within a share of free memory
     gpu_memory_utilization: float | None = None  # share of all memory for weights, workspace and cache; None: decide
@@ -114,7 +126,12 @@ class EngineConfig:
         """What may change later, as it is at the start."""
         batching = Batching(
             self.batching, self.prefill, self.batch_size, self.max_wait_ms, self.long_prefill_token_threshold)
-        return Scheduling(batching, self.max_num_seqs, self.step_tokens)
+        ordering = Ordering(
+            self.scheduling_policy, self.ageing, self.preemption_gap, self.length_quantile, self.length_oracle,
+            self.default_ttft_ms, self.shed_late)
+        return Scheduling(
+            batching, self.max_num_seqs, self.step_tokens, ordering, self.max_step_ms, self.max_step_context,
+            self.tiers)
 
     def limits(self, model_tokens: int, num_blocks: int, block_size: int) -> SchedulerLimits:
         """The scheduler's numbers, once the model and the size of its cache are known.
@@ -136,6 +153,7 @@ class EngineConfig:
             return SchedulerLimits(
                 max_model_len=longest, num_blocks=num_blocks, block_size=block_size, max_num_seqs=self.max_num_seqs,
                 max_num_batched_tokens=self.step_tokens, enable_prefix_caching=self.enable_prefix_caching,
-                watermark_blocks=num_blocks // WATERMARK, max_passes=MAX_PASSES, on_pressure=self.on_pressure)
+                watermark_blocks=num_blocks // WATERMARK, max_passes=MAX_PASSES, on_pressure=self.on_pressure,
+                max_step_ms=self.max_step_ms, max_step_context=self.max_step_context, tiers=self.tiers)
         except ValueError as error:
             raise ConfigError(str(error)) from error

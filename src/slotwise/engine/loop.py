@@ -19,7 +19,7 @@ from slotwise.core.scheduler import Scheduler
 from slotwise.engine.drawn import DrawnLengths
 from slotwise.engine.executor import Executor
 from slotwise.engine.messages import Add, Command, Finish, RowEnd, StepRecord
-from slotwise.engine.scheduling import Scheduling
+from slotwise.engine.scheduling import DEFAULT_ORDER, Scheduling
 
 NO_STEP = -1  # a record of what happened between steps
 NO_PROBABILITIES = "the model gave no valid probabilities for the next token"  # of a row that failed alone
@@ -33,10 +33,12 @@ class Engine:
 
     Args:
         depth: steps that may be in flight while the next is planned, 0 or 1.
+        scheduling: what `scheduler` obeys; None: an order of first come, first served.
     """
 
     def __init__(
         self, scheduler: Scheduler, executor: Executor, clock: Clock, eos_ids: tuple[int, ...] = (), *, depth: int = 0,
+        scheduling: Scheduling | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
@@ -45,6 +47,7 @@ class Engine:
         self._depth = depth
         self._in_flight: deque[tuple[StepPlan, int]] = deque()
         self._drawn = DrawnLengths()
+        self._order = scheduling.order if scheduling else DEFAULT_ORDER
         self._configured: Scheduling | None = None  # not yet told, like those below
         self._taken: list[int] = []
         self._planned: list[int] = []
@@ -63,7 +66,9 @@ class Engine:
         self._rests_until = 0.0
         if isinstance(command, Add):
             request = Request(
-                command.request_id, command.prompt, command.params, command.seed, self._eos_ids, command.salt)
+                command.request_id, command.prompt, command.params, command.seed, self._eos_ids, command.salt,
+                command.terms)
+            request.expected_tokens = command.output_tokens
             if command.queue_timeout:
                 request.deadline = now + command.queue_timeout
             self._scheduler.add(request, now)
@@ -73,8 +78,15 @@ class Engine:
             self._scheduler.finish(command.request_id, command.reason, now)
         else:
             self._configured = command.scheduling
-            self._scheduler.configure(
-                command.scheduling.limits(self._scheduler.limits), command.scheduling.discipline())
+            self._configure(command.scheduling, now)
+
+    def _configure(self, scheduling: Scheduling, now: float) -> None:
+        """A policy whose settings stay as they were goes on with all that it knows."""
+        policy = self._scheduler.policy
+        if scheduling.order != self._order:
+            policy = scheduling.policy(self._scheduler.times)
+        self._order = scheduling.order
+        self._scheduler.configure(scheduling.limits(self._scheduler.limits), scheduling.discipline(), policy, now)
 
     def wait(self) -> float:
         """Seconds until `step` may have something to do, when only the clock keeps it from that; else 0."""

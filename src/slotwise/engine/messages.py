@@ -8,6 +8,9 @@ from __future__ import annotations
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.core.plan import Decision, Grant, Stop, TokenLogprobs
+from slotwise.core.request import NO_TERMS
+from slotwise.core.steptime import Learned
+from slotwise.core.terms import Terms
 from slotwise.engine.scheduling import Scheduling
 from slotwise.engine.struct import Struct
 
@@ -27,6 +30,7 @@ class Add(Struct, tag="add"):
     queue_timeout: float = 0.0  # seconds it may wait for its first slot; 0: as long as it takes
     received_ns: int = 0  # monotonic, when its request came in and when its prompt was known, for those who tell where
     tokenised_ns: int = 0  # the time went; 0: not over HTTP
+    terms: Terms = NO_TERMS  # who asks, and what they were promised
 
 
 class Finish(Struct, tag="finish"):
@@ -74,6 +78,7 @@ class EngineInfo(Struct, tag="ready"):
     memory: MemoryUse = MemoryUse()
     depth: int = 0  # steps that may be in flight while the next is planned
     quantization: str = "none"
+    learned: Learned | None = None  # what it knew of step times at the start
 
     @property
     def weights(self) -> str:

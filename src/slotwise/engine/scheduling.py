@@ -1,4 +1,4 @@
-"""What may be changed while an engine runs: how batches are made, and the limits of a step.
+"""What may be changed while an engine runs: how batches are made, who goes next, and the limits of a step.
 
 `PUT /admin/scheduling` is answered from here: a change is checked whole, by the process that asks for it, and is either
 in force from the next plan on or refused with one line.
@@ -7,16 +7,24 @@ in force from the next plan on or refused with one line.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, TypeVar
 
 from slotwise.batching.settings import KINDS, PREFILLS, Batching
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.seams import Discipline
+from slotwise.core.seams import Discipline, Policy
+from slotwise.core.steptime import StepTimes
+from slotwise.core.terms import Tier
+from slotwise.policies.settings import POLICIES, Ordering
 
-LIMITS = ("max_num_seqs", "max_num_batched_tokens")
+LIMITS = ("max_num_seqs", "max_num_batched_tokens", "max_step_ms", "max_step_context")
 LARGEST = 1 << 31  # of integers: larger ones mean nothing, and could not be sent to an engine
-NEVER_NONE = (*LIMITS, "long_prefill_token_threshold")
+
+MAX_TIERS = 64
+
+Settings = TypeVar("Settings", Batching, Ordering)
+Order = tuple[Ordering, tuple[Tier, ...]]
+DEFAULT_ORDER: Order = (Ordering(), ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,24 +34,41 @@ class Scheduling:
     batching: Batching
     max_num_seqs: int  # slots in use, at most those made at the start
     max_num_batched_tokens: int  # tokens of one step
+    ordering: Ordering = field(default_factory=Ordering)
+    max_step_ms: float | None = None  # as in SchedulerLimits, like the next two
+    max_step_context: int = 0
+    tiers: tuple[Tier, ...] = ()
 
     def __post_init__(self) -> None:
         self.discipline()
 
+    @property
+    def order(self) -> Order:
+        """All that makes a policy."""
+        return self.ordering, self.tiers
+
     def discipline(self) -> Discipline:
         return self.batching.discipline(self.max_num_seqs)
 
+    def policy(self, times: StepTimes) -> Policy:
+        """Args: times: predicts, where the policy must know how long something takes."""
+        return self.ordering.policy(self.tiers, times)
+
     def limits(self, now: SchedulerLimits) -> SchedulerLimits:
         """Raises ValueError for numbers that nothing can run under."""
-        return replace(now, max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_num_batched_tokens)
+        return replace(now, tiers=self.tiers, **{name: getattr(self, name) for name in LIMITS})
 
     def as_settings(self) -> dict[str, Any]:
-        """Flat, by the names of the command line."""
-        batching = asdict(self.batching)
-        return {"batching": batching.pop("kind"), **batching, **{name: getattr(self, name) for name in LIMITS}}
+        """Flat, by the names of the command line; tiers as they are."""
+        batching, ordering = asdict(self.batching), asdict(self.ordering)
+        return {
+            "batching": batching.pop("kind"), **batching, "scheduling_policy": ordering.pop("kind"), **ordering,
+            **{name: getattr(self, name) for name in LIMITS}, "tiers": [asdict(tier) for tier in self.tiers]}
 
     def changed(self, changes: Mapping[str, Any], slots: SchedulerLimits) -> Scheduling:
-        """With `changes`, named as on the command line.  Another `batching` lets go of what belonged to the last one.
+        """With `changes`, named as on the command line.
+
+        Another `batching`, or another `scheduling_policy`, lets go of what belonged to the last one.
 
         Args:
             slots: as the engine was started.
@@ -51,41 +76,98 @@ class Scheduling:
         Raises:
             ValueError: one line that says why nothing was changed.
         """
-        names = ["batching", *(field.name for field in fields(Batching) if field.name != "kind"), *LIMITS]
         for name, value in changes.items():
-            if name not in names:
-                raise ValueError(f"there is no scheduling setting {name!r}; there are {', '.join(names)}")
-            _check_type(name, value)
-        given = dict(changes)
-        limits = {name: given.pop(name) for name in LIMITS if name in given}
-        start = Batching() if "batching" in given else self.batching
-        batching = replace(start, **{"kind" if name == "batching" else name: value for name, value in given.items()})
-        changed = replace(self, batching=batching, **limits)
+            if name not in SETTINGS:
+                raise ValueError(f"there is no scheduling setting {name!r}; there are {', '.join(SETTINGS)}")
+            if name != "tiers":
+                _check(name, value, SETTING_KINDS[name])
+        limits: dict[str, Any] = {name: changes[name] for name in LIMITS if name in changes}
+        if "tiers" in changes:
+            limits["tiers"] = tiers(changes["tiers"])
+        changed = replace(
+            self, batching=_changed(self.batching, "batching", changes),
+            ordering=_changed(self.ordering, "scheduling_policy", changes), **limits)
         changed.limits(slots)
         if changed.max_num_seqs > slots.max_num_seqs:
             raise ValueError(f"max_num_seqs is at most the {slots.max_num_seqs} slots this engine was started with")
         return changed
 
 
+def _names(settings: type[Batching | Ordering]) -> list[str]:
+    return [known.name for known in fields(settings) if known.name != "kind"]
+
+
+SETTINGS = ("batching", *_names(Batching), "scheduling_policy", *_names(Ordering), *LIMITS, "tiers")
+
+
+def _changed(now: Settings, kind: str, changes: Mapping[str, Any]) -> Settings:
+    start = type(now)() if kind in changes else now
+    given = {name: changes[name] for name in _names(type(now)) if name in changes}
+    return replace(start, **given, **({"kind": changes[kind]} if kind in changes else {}))
+
+
+def tiers(given: object) -> tuple[Tier, ...]:
+    """Tiers from a list of objects.
+
+    Raises:
+        ValueError: one line that says what is wrong with them.
+    """
+    if not isinstance(given, (list, tuple)) or len(given) > MAX_TIERS:
+        raise ValueError(f"tiers must be a list of at most {MAX_TIERS} objects")
+    made = []
+    for entry in given:
+        if not isinstance(entry, dict):
+            raise ValueError(f"a tier must be an object, not {entry!r:.40}")
+        for name, value in entry.items():
+            if name not in TIER_KINDS:
+                raise ValueError(f"a tier has no {name!r:.40}; it has {', '.join(TIER_KINDS)}")
+            _check(f"tiers: {name}", value, TIER_KINDS[name])
+        if "name" not in entry:
+            raise ValueError("a tier needs a name")
+        made.append(Tier(**entry))
+    return tuple(made)
+
+
 def changes_schema() -> dict[str, Any]:
     """What `changed` takes, as JSON schema."""
     import msgspec  # of those who serve: an engine that is called does not need it
 
-    properties = dict(msgspec.json.schema(Batching)["$defs"]["Batching"]["properties"])
-    properties["batching"] = properties.pop("kind") | {"enum": KINDS}
+    def of(settings: type) -> dict[str, Any]:
+        return dict(msgspec.json.schema(settings)["$defs"][settings.__name__]["properties"])
+
+    properties: dict[str, Any] = {}
+    for kind, settings, values in (("batching", Batching, KINDS), ("scheduling_policy", Ordering, POLICIES)):
+        properties |= of(settings)
+        properties[kind] = properties.pop("kind") | {"enum": values}
     properties["prefill"] = {"enum": [*PREFILLS, None]}
-    limits = {name: {"type": "integer", "minimum": 1} for name in LIMITS}
-    return {"type": "object", "properties": properties | limits, "additionalProperties": False}
+    counts = {name: {"type": "integer", "minimum": 1} for name in ("max_num_seqs", "max_num_batched_tokens")}
+    times = {"max_step_ms": {"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "null"}]},
+             "max_step_context": {"type": "integer", "minimum": 0}}
+    tier = {"type": "object", "properties": of(Tier), "required": ["name"], "additionalProperties": False}
+    listed = {"tiers": {"type": "array", "items": tier, "maxItems": MAX_TIERS}}
+    return {"type": "object", "properties": properties | counts | times | listed, "additionalProperties": False}
 
 
-def _check_type(name: str, value: object) -> None:
-    if name in ("batching", "prefill"):
-        kinds, wanted = (str,), "a string"
-    elif name == "max_wait_ms":
-        kinds, wanted = (int, float), "a number"
-    else:
-        kinds, wanted = (int,), "an integer"
-    if isinstance(value, bool) or not isinstance(value, (*kinds, type(None))) or (value is None and name in NEVER_NONE):
-        raise ValueError(f"{name} must be {wanted}, not {value!r}")
-    if isinstance(value, int) and abs(value) > LARGEST:
+def _check(name: str, value: object, kind: str) -> None:
+    """Raises ValueError where `value` is not of `kind`, a field's annotation."""
+    wanted = kind.removesuffix(" | None")
+    fits = KINDS_OF[wanted]
+    if value is None and kind.endswith("None"):
+        return
+    if not isinstance(value, fits) or (isinstance(value, bool) and wanted != "bool"):
+        raise ValueError(f"{name} must be {WORDS[wanted]}, not {value!r:.40}")
+    if isinstance(value, (int, float)) and abs(value) > LARGEST:
         raise ValueError(f"{name} must be at most {LARGEST}, not {value!r:.40}")
+
+
+def _kinds(settings: type) -> dict[str, str]:
+    return {known.name: str(known.type) for known in fields(settings)}
+
+
+KINDS_OF: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
+WORDS = {"int": "an integer", "float": "a number", "str": "a string", "bool": "true or false"}
+SETTING_KINDS = {
+    "batching": "str", "scheduling_policy": "str",
+    **{name: kind for settings in (Batching, Ordering, Scheduling) for name, kind in _kinds(settings).items()
+       if name in SETTINGS and name not in ("batching", "tiers")}}
+TIER_KINDS = _kinds(Tier)

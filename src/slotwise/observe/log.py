@@ -27,6 +27,9 @@ import msgspec
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.core.plan import Grant
+from slotwise.core.request import NO_TERMS
+from slotwise.core.steptime import Learned
+from slotwise.core.terms import Terms
 from slotwise.engine.scheduling import Scheduling
 
 NO_STEP = -1
@@ -50,6 +53,7 @@ class Run(_Entry, tag="run"):
     scheduling: Scheduling
     eos_token_ids: tuple[int, ...] = ()
     depth: int = 0  # steps that may be in flight while the next is planned
+    learned: Learned | None = None  # what the engine knew of step times
 
 
 class Request(_Entry, tag="request"):
@@ -65,6 +69,7 @@ class Request(_Entry, tag="request"):
     tokenised_ns: int = 0  # its prompt was known
     output_tokens: int = 0  # a benchmark drew its length; 0: none did
     queue_timeout: float = 0.0  # seconds; 0: none
+    terms: Terms = NO_TERMS  # what it was promised; whose it is, in a file only
     salt: str = ""  # what it shares cached beginnings under, in a stream empty
     prompt: tuple[int, ...] = ()  # in a file only
 

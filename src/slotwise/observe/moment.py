@@ -8,7 +8,7 @@ from typing import NamedTuple
 from slotwise.observe.explain import STEP_UNDER_WAY
 from slotwise.observe.facts import Facts
 from slotwise.observe.log import NO_STEP, Entry, LogError, Run, Step
-from slotwise.observe.steptime import StepTimes, work_of
+from slotwise.observe.steptime import NS, StepTimes, work_of
 
 
 class Ran(NamedTuple):
@@ -42,7 +42,7 @@ def times_of(entries: Iterable[Entry]) -> StepTimes:
     times = StepTimes()
     for entry in entries:
         if isinstance(entry, Step):
-            times.step(work_of(entry.starts, entry.counts, entry.padding), entry.started_ns, entry.ended_ns)
+            times.step(work_of(entry.starts, entry.counts, entry.padding), entry.started_ns * NS, entry.ended_ns * NS)
     return times
 
 

@@ -66,7 +66,7 @@ class Recorder(Observer):
     def started(self, info: EngineInfo) -> None:
         self._run = log.Run(
             slotwise.__version__, info.model, info.dtype, info.device, self._calendar(), self._clock(), info.limits,
-            info.scheduling, info.eos_token_ids, info.depth)
+            info.scheduling, info.eos_token_ids, info.depth, info.learned)
         self._write(self._run)
 
     def refused(self, kind: str) -> None:
@@ -99,7 +99,7 @@ class Recorder(Observer):
         self._arrivals += 1
         entry = log.Request(
             number, request.request_id, now_ns, len(request.prompt), request.params, request.seed, request.received_ns,
-            request.tokenised_ns, request.output_tokens, request.queue_timeout, request.salt)
+            request.tokenised_ns, request.output_tokens, request.queue_timeout, request.terms, request.salt)
         if self._file is not None:
             self._file.write(msgspec.structs.replace(entry, prompt=tuple(request.prompt)))
         self._show(entry)

@@ -1,17 +1,60 @@
 """First come, first served: the order of arrival, and the last to arrive yields first.
 
-A preempted request keeps its arrival number, so it stands before everyone who came after it.
+A preempted request keeps its arrival number, so it stands before everyone who came after it.  This is also what every
+other policy does where it has nothing else to say.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from slotwise.core.request import Request
-from slotwise.core.seams import Key
+from slotwise.core.seams import NEVER, Key
 
 
 class FirstComeFirstServed:
+    orders_running = False
+    may_preempt = False
+    needs_prices = False
+
+    def lane(self, request: Request) -> str:
+        return ""
+
+    def lane_key(self, lane: str, now: float) -> Key:
+        return ()
+
     def waiting_key(self, request: Request, now: float) -> Key:
         return (request.arrival,)
 
-    def victim_key(self, request: Request, now: float) -> Key:
+    def running_key(self, request: Request, now: float) -> Key:
         return (request.arrival,)
+
+    def victim_key(self, request: Request, now: float) -> Key:
+        return (0, request.arrival)
+
+    def preempts(self, waiting: Request, running: Request, now: float) -> bool:
+        return False
+
+    def cap(self, request: Request, wanted: int, now: float) -> int:
+        return wanted
+
+    def patience(self, request: Request, now: float) -> float:
+        return NEVER
+
+    def overdue(self, request: Request, now: float) -> str:
+        return ""
+
+    def arrived(self, request: Request, now: float) -> None:
+        pass
+
+    def admitted(self, request: Request, now: float) -> None:
+        pass
+
+    def preempted(self, request: Request, now: float) -> None:
+        pass
+
+    def served(self, requests: Sequence[Request], counts: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
+        pass
+
+    def finished(self, request: Request, reason: str, now: float) -> None:
+        pass

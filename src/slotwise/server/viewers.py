@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http import HTTPStatus
 
 import msgspec
 
 from slotwise.core.params import SamplingParams
+from slotwise.core.request import NO_TERMS
 from slotwise.observe import log
 from slotwise.server.errors import ApiError
 
@@ -55,9 +57,11 @@ class Curtain:
     def _request(self, entry: log.Request) -> log.Request:
         if not self._tenant or entry.salt.partition(":")[0] == self._tenant:
             self._own.add(entry.number)
-            return msgspec.structs.replace(entry, salt="") if entry.salt else entry
+            if not entry.salt and not entry.terms.tenant:
+                return entry
+            return msgspec.structs.replace(entry, salt="", terms=replace(entry.terms, tenant=""))
         hidden = SamplingParams(max_tokens=entry.params.max_tokens)
-        return msgspec.structs.replace(entry, salt="", id="", seed=0, params=hidden)
+        return msgspec.structs.replace(entry, salt="", id="", seed=0, params=hidden, terms=NO_TERMS)
 
     def _step(self, entry: log.Step) -> log.Step:
         own = self._own

@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 from slotwise.core.plan import StepPlan, StepResult
 from slotwise.core.scheduler import Scheduler
+from slotwise.core.steptime import StepTimes
 from slotwise.engine.loop import NO_STEP, Engine
 from slotwise.engine.messages import Add, Command, Configure, Finish
 from slotwise.observe import log
 from slotwise.observe.recorder import step_entry
-from slotwise.policies.fcfs import FirstComeFirstServed
 
 
 class ReplayError(ValueError):
@@ -117,7 +117,7 @@ def _arrival(entry: log.Request) -> Add:
     if len(entry.prompt) != entry.num_prompt:
         raise ReplayError("the log has no prompts: only one that was written to a file can be replayed")
     return Add(entry.id, list(entry.prompt), entry.params, entry.seed, entry.output_tokens, entry.salt,
-               entry.queue_timeout)
+               entry.queue_timeout, terms=entry.terms)
 
 
 class _Life:
@@ -127,8 +127,11 @@ class _Life:
         self.commands: deque[Command] = deque()  # sent, not yet taken in
         self._numbers = numbers
         self._executor = _Recorded(numbers)
-        scheduler = Scheduler(run.limits, run.scheduling.discipline(), FirstComeFirstServed())
-        self._engine = Engine(scheduler, self._executor, self._executor.clock, run.eos_token_ids, depth=run.depth)
+        times = StepTimes(run.learned)
+        scheduler = Scheduler(run.limits, run.scheduling.discipline(), run.scheduling.policy(times), times)
+        self._engine = Engine(
+            scheduler, self._executor, self._executor.clock, run.eos_token_ids, depth=run.depth,
+            scheduling=run.scheduling)
 
     def play(self, logged: log.Step) -> log.Step | None:
         """What the engine tells where it told `logged`.

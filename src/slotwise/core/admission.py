@@ -1,0 +1,171 @@
+"""Who of those that wait joins a step: in the policy's order, through the discipline's gate, where there is room."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from slotwise.core.draft import Draft
+from slotwise.core.kv import Seat
+from slotwise.core.limits import SchedulerLimits
+from slotwise.core.pieces import Pieces
+from slotwise.core.plan import Join, Stop
+from slotwise.core.reasons import NO_BLOCKS, NO_SLOT, OUTRANKED, TIER_CAP, TIME_BUDGET, TOKEN_BUDGET
+from slotwise.core.request import Request, State
+from slotwise.core.roster import Roster
+from slotwise.core.seams import Discipline, Gate, View
+
+MAX_LOOK = 8  # who wait behind one that waits for blocks, and may be examined in a step
+MAX_OUTRANKED = 4  # who run and may have to give way in a step
+
+
+class Admission:
+    """Seats those who wait, one draft after another, under limits and a discipline that stay as they are."""
+
+    def __init__(self, roster: Roster, limits: SchedulerLimits, discipline: Discipline, pieces: Pieces) -> None:
+        self._roster = roster
+        self._limits = limits
+        self._discipline = discipline
+        self._pieces = pieces
+        self._kept = {tier.name: tier.slots for tier in limits.tiers if tier.slots}
+
+    # -- joining -------------------------------------------------------------------------------------------------
+
+    def plan(self, draft: Draft) -> None:
+        """Admit from the head of the queue.  One that waits for blocks may be passed by a few who need fewer."""
+        waiting = self._roster.waiting
+        if not waiting:
+            return
+        gate = self._gate(draft.now)
+        walk = waiting.walk(draft.now)
+        passed: list[Request] = []  # examined, and left waiting for blocks or for a slot of their tier
+        while (request := walk.next()) is not None:
+            if not all(self._may_be_passed(before) for before in passed):
+                break
+            reason = gate.reason if len(draft.joins) >= gate.max_new else self._try(request, draft)
+            if not reason:
+                for before in passed:
+                    before.num_passed += 1
+                continue
+            draft.refuse(request, reason)
+            draft.stop = draft.stop or Stop(reason, request.request_id, 0, min(gate.reopens_at, waiting.next_moment))
+            if reason == TIER_CAP:
+                walk.close_tier(request.terms.tier)
+                continue
+            passed.append(request)
+            if reason != NO_BLOCKS or draft.is_pressed or len(passed) > MAX_LOOK:
+                break
+        if draft.stop:
+            draft.stop = draft.stop._replace(num_behind=len(waiting) - 1)
+
+    def _try(self, request: Request, draft: Draft) -> str:
+        """Admit it; or why it cannot be."""
+        if not self._roster.slots.num_free:
+            return NO_SLOT
+        if self._free_for(request) < 1:
+            return TIER_CAP
+        if draft.budget < 1:
+            return TOKEN_BUDGET
+        seat = self._seat(request, draft)
+        if seat is None:
+            return NO_BLOCKS
+        start = len(seat.found) * self._limits.block_size
+        if not self._pieces.fits(start, len(request.tokens) - start, draft):
+            return TIME_BUDGET
+        self._admit(request, seat, draft)
+        return ""
+
+    def _gate(self, now: float) -> Gate:
+        roster = self._roster
+        oldest = next(iter(roster.living.values())).arrived_at
+        return self._discipline.gate(
+            View(len(roster.running), len(roster.waiting), self._limits.max_num_seqs, oldest), now)
+
+    def _free_for(self, request: Request) -> int:
+        """Free slots that are not kept for other tiers than its own."""
+        free = self._roster.slots.num_free
+        if not self._kept:
+            return free
+        spare = self._spare()
+        return free - sum(max(0, -spare[tier]) for tier in self._kept if tier != request.terms.tier)
+
+    def _spare(self) -> Counter[str]:
+        """Of each tier, the slots it uses beyond those kept for it; below zero: what it does not use of them."""
+        used = Counter(request.terms.tier for request in self._roster.running.values())
+        used.subtract(self._kept)
+        return used
+
+    def _seat(self, request: Request, draft: Draft) -> Seat | None:
+        """Room for one who waits; who just yielded must not come straight back, nor anyone in its place."""
+        if draft.is_pressed:
+            return None
+        reserved = self._discipline.reserve(request)
+        grows = reserved < request.end - 1  # else all are given what they can ever need, and nothing need be spared
+        spare = self._limits.watermark_blocks if self._roster.running and grows else 0
+        return self._roster.kv.find(request, reserved, spare)
+
+    def _may_be_passed(self, request: Request) -> bool:
+        most = 0 if self._discipline.in_strict_order else self._limits.max_passes
+        return request.state is State.WAITING and request.num_passed < most
+
+    def _admit(self, request: Request, seat: Seat, draft: Draft) -> None:
+        self._roster.admit(request, seat, draft.step, draft.now)
+        draft.joins.append(Join(
+            request.request_id, request.slot, tuple(request.tokens), request.num_prompt, request.params, request.seed,
+            tuple(sorted(request.stop_ids))))
+        draft.grant(request, tuple(request.blocks))
+        start, known = request.num_scheduled, len(request.tokens)
+        draft.row(request, start, self._pieces.of(request, known - start, draft), known)
+
+    # -- outranking ----------------------------------------------------------------------------------------------
+
+    def make_room(self, draft: Draft) -> None:
+        """Let the first of those for whom there is no room take the places of some who run, where the policy says so.
+
+        Those who wait are asked about in their order, and all that one needs is taken or nothing is.
+        """
+        if self._discipline.leaves_together:
+            return
+        for _ in range(MAX_OUTRANKED):
+            request = self._first_without_room(draft)
+            victims = self._victims(request, draft) if request is not None else []
+            if not victims:
+                return
+            for victim in victims:
+                draft.preempt(victim, OUTRANKED)
+                self._roster.yield_place(victim, draft.step, draft.now)
+
+    def _first_without_room(self, draft: Draft) -> Request | None:
+        """The first of those who wait who would find no slot, or, at the head, no blocks; None: all find room."""
+        if not self._roster.waiting:
+            return None
+        walk = self._roster.waiting.walk(draft.now)
+        free = min(self._roster.slots.num_free, max(0, self._gate(draft.now).max_new))
+        first = request = walk.next()
+        if request is not None and free and self._free_for(request) > 0 and self._seat(request, draft) is None:
+            return first
+        for _ in range(free):
+            request = walk.next()
+        return request
+
+    def _victims(self, request: Request, draft: Draft) -> list[Request]:
+        """Who must yield so that `request` finds a slot and blocks; nobody, where those who would are not enough."""
+        policy, spare = self._roster.policy, self._spare()
+        ranked = sorted(
+            (running for running in self._roster.running.values() if not running.reason),
+            key=lambda running: (policy.victim_key(running, draft.now), running.arrival), reverse=True)
+        missing = self._roster.kv.missing(request, self._discipline.reserve(request))
+        slots = min(self._free_for(request), self._gate(draft.now).max_new)
+        victims: list[Request] = []
+        for running in ranked:
+            if (slots >= 1 and missing <= 0) or len(victims) == MAX_OUTRANKED:
+                break
+            tier = running.terms.tier
+            if tier in self._kept and spare[tier] <= 0 and tier != request.terms.tier:
+                continue  # its slot is kept for its tier
+            if not policy.preempts(request, running, draft.now):
+                break
+            victims.append(running)
+            spare[tier] -= 1
+            slots += 1
+            missing -= len(running.blocks)
+        return victims if slots >= 1 and missing <= 0 else []

@@ -1,0 +1,57 @@
+"""A step budgeted in time: what it may still compute, by the model of step times.
+
+    |■ decode rows ■|■■ a piece of a prompt ■■|              |      predicted seconds
+    0                                          ...            `seconds`
+
+A budget in tokens cannot keep streams flowing: 256 tokens behind a context of 8,000 take several times as long as 256
+at the beginning, and sixty-four decoding rows take longer than four.  After Sarathi-Serve's observation (Agrawal et
+al., OSDI 2024) that a step's time, not its tokens, is what decoding requests wait for.
+"""
+
+from __future__ import annotations
+
+from slotwise.core.steptime import StepTimes, Work
+
+FLOOR = 16  # tokens that one prompt gets at every step, whatever they cost: a long prompt must get on
+
+
+class StepTime:
+    """What a step computes so far, and how much of a prompt it may take in.
+
+    Args:
+        times: nothing is held back while it knows nothing.
+        seconds: that the step may take.
+    """
+
+    def __init__(self, times: StepTimes, seconds: float) -> None:
+        self._times = times
+        self._seconds = seconds
+        self._work = Work(0, 0, 0, 0.0)
+
+    def take(self, start: int, count: int) -> None:
+        """A row computes `count` tokens from position `start` on."""
+        self._work = self._with(start, count)
+
+    def fitting(self, start: int, wanted: int) -> int:
+        """Of `wanted` tokens from position `start` on, as many as the time that is left allows; 0: none."""
+        if not self._times.knows or self._fits(start, wanted):
+            return wanted
+        fits, too_many = 0, wanted
+        while too_many - fits > 1:
+            count = (fits + too_many) // 2
+            if self._fits(start, count):
+                fits = count
+            else:
+                too_many = count
+        return fits
+
+    def _fits(self, start: int, count: int) -> bool:
+        return self._times.seconds(self._with(start, count)) <= self._seconds
+
+    def _with(self, start: int, count: int) -> Work:
+        tokens, rows, context, pairs = self._work
+        if count == 1:
+            context += start + 1
+        else:
+            pairs += count * (start + (count + 1) / 2)
+        return Work(tokens + count, rows + 1, context, pairs)

@@ -1,0 +1,51 @@
+"""On what terms a request is served: who asks, and what they were promised.
+
+Fixed when it came in.  Policies read it; nothing else in the core does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PRIORITIES = range(-1000, 1001)
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Raises ValueError for promises that mean nothing."""
+
+    tenant: str = ""  # whose service is counted together: a key's holder, or the `user` of a request
+    tier: str = ""  # the name of one of the limits' tiers; "": of none
+    priority: int = 0  # lower is earlier
+    ttft: float | None = None  # seconds from its arrival in which its first token is promised
+    tpot: float | None = None  # seconds between two tokens that it is promised
+
+    def __post_init__(self) -> None:
+        if self.priority not in PRIORITIES:
+            raise ValueError(f"priority must be between {PRIORITIES[0]} and {PRIORITIES[-1]}, not {self.priority}")
+        for name in ("ttft", "tpot"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < 86_400:
+                raise ValueError(f"{name} must be positive and less than a day, not {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """A class of service.  Raises ValueError for numbers that mean nothing."""
+
+    name: str
+    ttft: float | None = None  # seconds, as in Terms, of requests that bring no objective of their own
+    tpot: float | None = None
+    priority: int = 0  # of requests that bring none
+    weight: float = 1.0  # of its service beside that of others, where a policy shares
+    slots: int = 0  # kept for it: others may not take them, even while they are free
+    max_step_context: int = 0  # positions its decoding rows attend to in one step, summed; 0: no limit
+
+    def __post_init__(self) -> None:
+        Terms("", self.name, self.priority, self.ttft, self.tpot)
+        if not self.name:
+            raise ValueError("a tier needs a name")
+        if not 0 < self.weight <= 1e6:
+            raise ValueError(f"tier {self.name}: weight must be positive, not {self.weight}")
+        if self.slots < 0 or self.max_step_context < 0:
+            raise ValueError(f"tier {self.name}: slots and max_step_context must not be negative")

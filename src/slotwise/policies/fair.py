@@ -1,0 +1,103 @@
+"""Fair shares between tenants: whoever was served least goes next.  Virtual token counters (Sheng et al., OSDI 2024).
+
+Every tenant has a counter of the service it got, in tokens of work over its weight: its prompts' when they start, its
+outputs' as they come.  Whoever waits in the lane of the smallest counter is next.  A tenant that comes back after it
+had nothing to ask is lifted to the smallest counter of those who wait: being away earns no credit.
+
+    two tenants that always have something waiting differ in service by at most
+        2 * max(PROMPT * longest prompt, OUTPUT * tokens that fit the cache)          (their theorem 4.4)
+
+and nobody is held back while there is room: the counters order those who wait and keep no slot empty.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from slotwise.core.request import Request, State
+from slotwise.core.seams import Key
+from slotwise.policies.fcfs import FirstComeFirstServed
+
+PROMPT = 1.0  # work of a prompt's token, as in the paper
+OUTPUT = 2.0
+MAX_AWAY = 4096  # tenants without a request whose counters are kept
+
+
+class Fair(FirstComeFirstServed):
+    """
+    Args:
+        weights: of tiers, 1 where none is given: a request's work counts for its tenant divided by its tier's.
+    """
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        self._weights = dict(weights)
+        self.counters: dict[str, float] = {}  # of tenants, work over weight; those away longest come first
+        self._waiting: Counter[str] = Counter()  # requests of each tenant
+        self._living: Counter[str] = Counter()
+        self._charged: set[str] = set()  # names of the living whose prompts are paid for; never iterated
+        self._level = 0.0  # the counter of the tenant that was admitted last
+
+    def lane(self, request: Request) -> str:
+        return request.terms.tenant
+
+    def lane_key(self, lane: str, now: float) -> Key:
+        return (self.counters.get(lane, 0.0),)
+
+    def victim_key(self, request: Request, now: float) -> Key:
+        return (self.counters.get(request.terms.tenant, 0.0), request.arrival)
+
+    def arrived(self, request: Request, now: float) -> None:
+        tenant = request.terms.tenant
+        self._living[tenant] += 1
+        if not self._waiting[tenant]:
+            self._lift(tenant)
+        self._waiting[tenant] += 1
+
+    def _lift(self, tenant: str) -> None:
+        others = [self.counters[other] for other, count in self._waiting.items() if count]
+        least = min(others, default=self._level)
+        counter = max(self.counters.pop(tenant, 0.0), least)
+        self.counters[tenant] = counter
+
+    def admitted(self, request: Request, now: float) -> None:
+        tenant = request.terms.tenant
+        self._leave_queue(tenant)
+        if request.request_id not in self._charged:
+            self._charged.add(request.request_id)
+            self._charge(request, PROMPT * (request.num_prompt - request.num_computed))
+        self._level = self.counters[tenant]
+
+    def preempted(self, request: Request, now: float) -> None:
+        self._waiting[request.terms.tenant] += 1
+
+    def served(self, requests: Sequence[Request], counts: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
+        for request, sampled in zip(requests, tokens, strict=True):
+            if sampled and request.request_id in self._charged:
+                self._charge(request, OUTPUT * len(sampled))
+
+    def finished(self, request: Request, reason: str, now: float) -> None:
+        tenant = request.terms.tenant
+        if request.state is not State.RUNNING:
+            self._leave_queue(tenant)
+        self._charged.discard(request.request_id)
+        self._living[tenant] -= 1
+        if not self._living[tenant]:
+            del self._living[tenant]
+            self._forget()
+
+    def _charge(self, request: Request, work: float) -> None:
+        self.counters[request.terms.tenant] += work / self._weights.get(request.terms.tier, 1.0)
+
+    def _leave_queue(self, tenant: str) -> None:
+        self._waiting[tenant] -= 1
+        if not self._waiting[tenant]:
+            del self._waiting[tenant]
+
+    def _forget(self) -> None:
+        """Bound what is kept of tenants who ask for nothing: they come back as newcomers."""
+        if len(self.counters) <= len(self._living) + 2 * MAX_AWAY:
+            return
+        away = [tenant for tenant in self.counters if tenant not in self._living]
+        for tenant in away[:-MAX_AWAY]:
+            del self.counters[tenant]

@@ -1,0 +1,76 @@
+"""Who goes next, as asked for: checked whole, then turned into a policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slotwise.core.seams import Policy
+from slotwise.core.steptime import StepTimes
+from slotwise.core.terms import Tier
+from slotwise.policies.deadline import Deadline
+from slotwise.policies.fair import Fair
+from slotwise.policies.fcfs import FirstComeFirstServed
+from slotwise.policies.priority import Priority
+from slotwise.policies.shortest import Shortest
+
+POLICIES = ("fcfs", "priority", "shortest", "fair", "deadline")
+AGEING = {"priority": 60.0, "shortest": 60.0, "deadline": 60.0}  # seconds, where nobody says
+AGED_TOKENS = 100.0  # of work that `ageing` makes up for under `shortest`
+GAP = 1
+QUANTILE = 0.5
+TTFT_MS = 10_000.0
+MAX_MS = 86_400_000.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ordering:
+    """None stands for a setting's default, so that one which does not belong to `kind` can be refused.
+
+    Raises:
+        ValueError: one line that says which settings contradict each other.
+    """
+
+    kind: str = "fcfs"
+    ageing: float | None = None  # seconds of waiting that make up for a priority, or 100 tokens of work, or lateness
+    preemption_gap: int | None = None  # priority: how far ahead one that waits must be to take a running one's place
+    length_quantile: float | None = None  # shortest: which of the lengths of answers like it a request is taken for
+    length_oracle: bool = False  # shortest: lengths that a benchmark drew are known beforehand
+    default_ttft_ms: float | None = None  # deadline: milliseconds, the objective of requests that bring none
+    shed_late: bool = False  # deadline: who can no longer be in time ends at once
+
+    def __post_init__(self) -> None:
+        if self.kind not in POLICIES:
+            raise ValueError(f"scheduling_policy must be one of {', '.join(POLICIES)}, not {self.kind!r}")
+        self._belongs("ageing", given=self.ageing is not None, kinds=tuple(AGEING))
+        self._belongs("preemption_gap", given=self.preemption_gap is not None, kinds=("priority",))
+        self._belongs("length_quantile", given=self.length_quantile is not None, kinds=("shortest",))
+        self._belongs("length_oracle", given=self.length_oracle, kinds=("shortest",))
+        self._belongs("default_ttft_ms", given=self.default_ttft_ms is not None, kinds=("deadline",))
+        self._belongs("shed_late", given=self.shed_late, kinds=("deadline",))
+        if self.ageing is not None and not 0.001 <= self.ageing <= 86_400:
+            raise ValueError(f"ageing must be between a millisecond and a day, in seconds, not {self.ageing}")
+        if self.preemption_gap is not None and not 1 <= self.preemption_gap <= 10_000:
+            raise ValueError(f"preemption_gap must be at least 1, not {self.preemption_gap}")
+        if self.length_quantile is not None and not 0 <= self.length_quantile <= 1:
+            raise ValueError(f"length_quantile must be between 0 and 1, not {self.length_quantile}")
+        if self.default_ttft_ms is not None and not 0 < self.default_ttft_ms < MAX_MS:
+            raise ValueError(f"default_ttft_ms must be positive and less than a day, not {self.default_ttft_ms}")
+
+    def _belongs(self, name: str, *, given: bool, kinds: tuple[str, ...]) -> None:
+        if given and self.kind not in kinds:
+            raise ValueError(f"{name} belongs to scheduling_policy {' and '.join(kinds)}, not to {self.kind}")
+
+    def policy(self, tiers: tuple[Tier, ...], times: StepTimes) -> Policy:
+        """The policy, which predicts by `times` where it has to predict."""
+        ageing = AGEING.get(self.kind, 0.0) if self.ageing is None else self.ageing
+        if self.kind == "priority":
+            return Priority(ageing, self.preemption_gap or GAP)
+        if self.kind == "shortest":
+            quantile = QUANTILE if self.length_quantile is None else self.length_quantile
+            return Shortest(AGED_TOKENS / ageing, quantile, oracle=self.length_oracle)
+        if self.kind == "fair":
+            return Fair({tier.name: tier.weight for tier in tiers})
+        if self.kind == "deadline":
+            ttft = TTFT_MS if self.default_ttft_ms is None else self.default_ttft_ms
+            return Deadline(times, ttft / 1000, ageing, sheds=self.shed_late)
+        return FirstComeFirstServed()

@@ -49,7 +49,8 @@ ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
         "type": float, "metavar": "SHARE", "help": "shortest: which of the lengths of answers like it a request is "
         f"taken for (default: {QUANTILE:g}, their median)"}),
     ("--length-oracle", {
-        "action": "store_true", "help": "shortest: know the lengths that a benchmark draws, to see what guessing costs"}),
+        "action": "store_true",
+        "help": "shortest: know the lengths that a benchmark draws, to see what guessing costs"}),
     ("--default-ttft-ms", {
         "type": float, "metavar": "MS",
         "help": f"deadline: objective of requests that bring none (default: {TTFT_MS:g})"}),

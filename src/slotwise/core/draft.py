@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import NamedTuple
 
 from slotwise.core.pace import StepTime
 from slotwise.core.plan import Decision, Grant, Join, StepPlan, StepResult, Stop
 from slotwise.core.reasons import NO_BLOCKS
 from slotwise.core.request import Request
+
+ID, SLOT, EPOCH = attrgetter("request_id"), attrgetter("slot"), attrgetter("epoch")
 
 
 class Flight(NamedTuple):
@@ -89,7 +92,7 @@ class Draft:
         requests, starts, counts, samples = zip(*self.rows, strict=True) if self.rows else ((), (), (), ())
         plan = StepPlan(
             self.step, self.now, leaves, tuple(self.joins), tuple(self.grants),
-            tuple([request.request_id for request in requests]), tuple([request.slot for request in requests]),
+            tuple(map(ID, requests)), tuple(map(SLOT, requests)),
             starts, counts, samples, self.padding, tuple(self.held),
             tuple(self.preempted), tuple(self.refused), self.stop)
-        return Flight(plan, requests, tuple([request.epoch for request in requests]))
+        return Flight(plan, requests, tuple(map(EPOCH, requests)))

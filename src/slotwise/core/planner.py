@@ -98,16 +98,22 @@ class Planner:
         Only when the budget was lowered below the number who run do the last of them wait until others have ended, and
         only under a budget in time, or one of context, do rows wait for their turn.
         """
-        block_size = self.limits.block_size
         running = self._in_order(draft.now)
         rest = self._set_apart(running, draft)
         behind = len(running)
         for request in running:
             behind -= 1
-            if draft.preempted and request.state is not State.RUNNING:
-                continue  # preempted a moment ago, for one before it
             start = request.num_scheduled
             known = len(request.tokens) + request.pending
+            if start + 1 == known < request.end and start < request.room and draft.budget > 0 and not (
+                    request.reason or rest):
+                request.num_scheduled = known  # `draft.row` in short, for nearly every row of nearly every step
+                request.pending += 1
+                draft.budget -= 1
+                draft.rows.append((request, start, 1, True))
+                continue
+            if draft.preempted and request.state is not State.RUNNING:
+                continue  # preempted a moment ago, for one before it
             if request.reason or known >= request.end:
                 self._plan_ended(request, draft)
                 continue
@@ -122,7 +128,7 @@ class Planner:
                 draft.refuse(request, TIME_BUDGET)
                 continue
             target = start + count
-            if target > len(request.blocks) * block_size and not self._extend(request, target, draft):
+            if target > request.room and not self._extend(request, target, draft):
                 continue
             draft.row(request, start, count, known)
 

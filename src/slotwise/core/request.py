@@ -62,8 +62,8 @@ class Request:
 
     __slots__ = (
         "arrival", "arrived_at", "blocks", "deadline", "end", "epoch", "expected_tokens", "num_computed", "num_passed",
-        "num_prompt", "num_scheduled", "params", "pending", "publish_at", "reason", "request_id", "seed", "slot",
-        "state", "stop_ids", "terms", "tokens", "trail", "turn",
+        "num_prompt", "num_scheduled", "params", "pending", "publish_at", "reason", "request_id", "room", "seed",
+        "slot", "state", "stop_ids", "terms", "tokens", "trail", "turn",
     )
 
     def __init__(
@@ -87,6 +87,7 @@ class Request:
         self.end = 0  # as many tokens as it may ever have
         self.slot = NO_SLOT_HELD
         self.blocks: list[int] = []  # its block table
+        self.room = 0  # tokens that its blocks hold
         self.trail = Trail(salt)
         self.publish_at = 0  # computed tokens at which its next block is full
         self.epoch = 0
@@ -112,6 +113,9 @@ class Request:
     def append(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
         """Add sampled tokens up to the one that ends the request: those kept, and why it ends ("" when it goes on)."""
         known = self.tokens
+        if len(tokens) == 1 and tokens[0] not in self.stop_ids:
+            known.append(tokens[0])
+            return tokens, "length" if len(known) >= self.end else ""
         for index, token in enumerate(tokens):
             known.append(token)
             if token in self.stop_ids and self.num_output >= self.params.min_tokens:

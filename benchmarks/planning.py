@@ -1,0 +1,95 @@
+"""What a step costs before and after it is computed: `plan`, `commit` and the events of both, in steady decode.
+
+    python -m benchmarks.planning [--policy NAME ...] [--steps N]
+
+Prefix caching, reasons and events are on, and nobody computes: what is timed is the scheduler alone, on one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+
+from rich.console import Console
+from rich.table import Table
+
+from slotwise.batching.settings import Batching
+from slotwise.compose.garbage import hold_off
+from slotwise.core.limits import SchedulerLimits
+from slotwise.core.params import SamplingParams
+from slotwise.core.plan import StepPlan, StepResult
+from slotwise.core.request import Request
+from slotwise.core.scheduler import Scheduler
+from slotwise.core.steptime import StepTimes
+from slotwise.core.terms import Terms
+from slotwise.policies.settings import POLICIES, Ordering
+
+CROWDS = ((64, 0, 75.0), (256, 0, 300.0), (1024, 10_000, 1200.0))  # running, waiting, microseconds aimed at
+PROMPT, OUTPUT, BLOCK = 64, 4000, 64  # tokens
+TENANTS = 16
+
+
+def crowd(policy: str, running: int, waiting: int) -> Scheduler:
+    """Everyone who can runs, and is past its prompt."""
+    blocks = running * ((PROMPT + OUTPUT) // BLOCK + 1)
+    limits = SchedulerLimits(
+        PROMPT + OUTPUT, blocks, BLOCK, running, max(running, 8192), enable_prefix_caching=True, max_passes=16)
+    times = StepTimes()
+    scheduler = Scheduler(limits, Batching().discipline(running), Ordering(policy).policy((), times), times)
+    asked = SamplingParams(max_tokens=OUTPUT, ignore_eos=True)
+    for number in range(running + waiting):
+        prompt = [number % 251, *range(PROMPT - 1)]
+        terms = Terms(f"tenant {number % TENANTS}", priority=number % 5)
+        scheduler.add(Request(f"cmpl-{number:08d}", prompt, asked, number, terms=terms), number * 1e-3)
+    now = 100.0
+    while True:
+        plan = scheduler.plan(now)
+        scheduler.commit(plan, result(plan), now + 0.01)
+        scheduler.take_events()
+        now += 0.02
+        if plan.num_rows == running and max(plan.counts) == 1:
+            return scheduler
+
+
+def result(plan: StepPlan) -> StepResult:
+    return StepResult(plan.step, tuple([(7,) if samples else () for samples in plan.samples]))
+
+
+def microseconds(policy: str, running: int, waiting: int, steps: int) -> float:
+    """Median of `plan`, `commit` and taking the events of a step."""
+    scheduler = crowd(policy, running, waiting)
+    gc.collect()
+    took = []
+    for step in range(steps):
+        now = 1000 + step * 0.02
+        began = time.perf_counter()
+        plan = scheduler.plan(now)
+        planned = time.perf_counter()
+        outcome = result(plan)
+        computed = time.perf_counter()
+        scheduler.commit(plan, outcome, now + 0.01)
+        scheduler.take_events()
+        took.append((planned - began) + (time.perf_counter() - computed))
+    return statistics.median(took) * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policy", nargs="*", choices=POLICIES, default=["fcfs"])
+    parser.add_argument("--steps", type=int, default=400)
+    asked = parser.parse_args()
+    hold_off()
+    table = Table(title="plan + commit, microseconds a step", caption="aimed at: as many as the last row says")
+    for name in ("policy", *(f"{running:,} run, {waiting:,} wait" for running, waiting, _ in CROWDS)):
+        table.add_column(name, justify="left" if name == "policy" else "right")
+    for policy in asked.policy:
+        table.add_row(policy, *(
+            f"{microseconds(policy, running, waiting, asked.steps):,.0f}" for running, waiting, _ in CROWDS))
+    table.add_row("at most", *(f"{most:,.0f}" for _, _, most in CROWDS))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

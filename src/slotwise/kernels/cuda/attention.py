@@ -14,6 +14,7 @@ from slotwise.kernels.base import AttentionShape, RaggedBatch
 from slotwise.kernels.cuda import decode, prefill
 from slotwise.kernels.cuda.cache import CudaCache
 from slotwise.kernels.cuda.configs import Tuning
+from slotwise.kernels.cuda.tile import INTERPRETED
 
 LOG2_E = math.log2(math.e)
 SMALLEST_TILE = 16  # rows of the smallest product
@@ -77,7 +78,7 @@ def _attend_short(
 def _geometry(query: Tensor, cache: CudaCache, shape: AttentionShape) -> dict[str, Any]:
     """What a layer's kernels are compiled for."""
     # The interpreter multiplies the bits of bfloat16 instead of its values.
-    operand = _OPERANDS[query.dtype] if query.is_cuda else tl.float32
+    operand = tl.float32 if INTERPRETED else _OPERANDS[query.dtype]
     return {
         "KV_HEADS": shape.num_kv_heads, "GROUP": shape.num_heads // shape.num_kv_heads, "HEAD_DIM": shape.head_dim,
         "BLOCK_D": max(SMALLEST_TILE, triton.next_power_of_2(shape.head_dim)), "BLOCK_SIZE": cache.block_size,

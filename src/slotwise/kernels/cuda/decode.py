@@ -78,9 +78,9 @@ def attend_splits(
             tl.minimum(left + size, context_len), first, context_len - 1, scale, KV_HEADS, HEAD_DIM, BLOCK_D,
             BLOCK_SIZE, WINDOW, BLOCK_N, True)
         place = unsplit * room + split
-        nothing = weight == 0  # a query whose window ends behind this split
-        tl.store(logs + place, tl.where(nothing, float("-inf"), largest + tl.log2(weight)), present)
-        result = total / tl.where(nothing, 1.0, weight)[:, None]
+        divisor = tl.where(weight == 0, 1.0, weight)  # where a query's window begins behind this split
+        tl.store(logs + place, largest + tl.log2(divisor), present)
+        result = total / divisor[:, None]
         tl.store(partials + place[:, None] * HEAD_DIM + column[None, :], result, inside)
 
 

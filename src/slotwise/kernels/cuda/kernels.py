@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 
 from slotwise.kernels.base import AttentionShape, Linear, QKNorm, RaggedBatch, Recording
 from slotwise.kernels.cuda import attention, configs, graphs, pointwise
 from slotwise.kernels.cuda.cache import CudaCache, bytes_per_block
 from slotwise.kernels.cuda.rotary import rotary_store
+from slotwise.kernels.cuda.tile import INTERPRETED
 
 _DENSE_RATES = {8: 2.5e14, 9: 8e14, 10: 1.8e15}  # of 16-bit products a second, by major compute capability
 _FLOAT32_SHARE = 1 / 16  # of that rate, without tensor cores
@@ -30,7 +30,7 @@ class CudaKernels:
             ValueError: `device` is "cpu" and Triton was imported without its interpreter.
         """
         self.device = torch.device(device)
-        if self.device.type == "cpu" and isinstance(pointwise._rms_norm, triton.JITFunction):
+        if self.device.type == "cpu" and not INTERPRETED:
             raise ValueError("these kernels run on the CPU only with TRITON_INTERPRET=1, set before Triton is imported")
         on_gpu = self.device.type == "cuda"
         self._device_name = torch.cuda.get_device_name(self.device) if on_gpu else "interpreter"

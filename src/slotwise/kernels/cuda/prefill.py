@@ -86,7 +86,8 @@ def attend_tiles(
     total, weight, largest = attend(
         total, weight, largest, tensor, positions, storage, table, kv_head, edge, last + 1, first, last, scale,
         KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW, BLOCK_N, True)
+    divisor = tl.where(weight == 0, 1.0, weight)[:, None]  # in places past the row's end
     column = tl.arange(0, BLOCK_D)
     to = out + query_offset(packed, start, kv_head, KV_HEADS, GROUP, HEAD_DIM)[:, None] + column[None, :]
     inside = (packed < length * GROUP)[:, None] & (column < HEAD_DIM)[None, :]
-    tl.store(to, (total / weight[:, None]).to(out.dtype.element_ty), inside)
+    tl.store(to, (total / divisor).to(out.dtype.element_ty), inside)

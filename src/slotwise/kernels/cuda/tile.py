@@ -82,3 +82,7 @@ def attend(
         total = tl.dot(shares.to(query.dtype), values, total * shrink[:, None], input_precision="ieee")
         largest = new_largest
     return total, weight, largest
+
+
+INTERPRETED = not isinstance(attend, triton.JITFunction)
+"""Whether these kernels were defined under Triton's interpreter, and run on the CPU."""

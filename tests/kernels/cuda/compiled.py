@@ -1,0 +1,77 @@
+"""Compiles every kernel for a GPU that need not be there, through the code that launches it, and starts none.
+
+    python compiled.py 90        JSON lines: kernel, bytes of shared memory, instructions of note
+
+Run as a process of its own: one in which Triton was imported for its interpreter compiles nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from slotwise.kernels.base import AttentionShape, QKNorm, RaggedBatch
+from slotwise.kernels.cuda import attention, pointwise, rotary, sampling
+from slotwise.kernels.cuda.cache import CudaCache
+from slotwise.kernels.cuda.configs import default_tuning
+
+
+class Absent:
+    """A driver of a GPU that is not there."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_only(capability: int) -> None:
+    """From here on a launch compiles and prints what came of it."""
+    triton.runtime.driver.set_active(Absent(capability))
+    run = JITFunction.run
+
+    def compiled(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        ptx = kernel.asm["ptx"]
+        assert kernel.asm["cubin"], "no machine code"
+        print(json.dumps({
+            "kernel": self.__name__, "shared": kernel.metadata.shared, "wgmma": ptx.count("wgmma.mma_async"),
+            "mma": ptx.count("mma.sync"), "copies": ptx.count("cp.async.c"), "tf32": ptx.count(".tf32")}), flush=True)
+
+    JITFunction.run = compiled
+
+
+def launch(kind: torch.dtype, head_dim: int, window: int) -> None:
+    """One step of a chunk and a decode row through one layer, and its sampling."""
+    shape = AttentionShape(8, 2, head_dim, 0.1, window)
+    cache = CudaCache.allocate(4, 16, shape, kind, torch.device("cpu"))
+    longs, ints = torch.zeros(40, dtype=torch.int64), torch.zeros(3, dtype=torch.int32)
+    batch = RaggedBatch(longs, longs, longs, ints, ints[:2], torch.zeros(2, 3, dtype=torch.int32), longs[:2], 39, 40)
+    norm = QKNorm(torch.ones(head_dim, dtype=kind), torch.ones(head_dim, dtype=kind), 1e-6)
+    qkv = torch.zeros(40, 12 * head_dim, dtype=kind)
+    query = rotary.rotary_store(qkv, torch.zeros(64, head_dim), batch, cache, shape, norm)
+    attention.attend(query, cache, batch, shape, default_tuning(head_dim, kind))
+    x, weight = torch.zeros(40, 576, dtype=kind), torch.ones(576, dtype=kind)
+    pointwise.rms_norm(x, weight, 1e-5)
+    pointwise.add_rms_norm(x, x.clone(), weight, 1e-5)
+    pointwise.silu_mul(x)
+    sampling.sample(torch.zeros(2, 50_000, dtype=kind), torch.zeros(2, 4), longs[:2], longs[:2])
+
+
+if __name__ == "__main__":
+    compile_only(int(sys.argv[1]))
+    for arguments in json.loads(sys.argv[2]):
+        launch(getattr(torch, arguments[0]), *arguments[1:])

@@ -1,0 +1,45 @@
+"""Where the Triton kernels are tested: on a GPU where there is one, else on the CPU under Triton's interpreter.
+
+Whether it interprets, Triton decides when a kernel is defined, its own library's included.  So the environment says so
+while Triton and the kernels are imported, here, before any test runs; `conftest.py` says it again while they run.  The
+interpreter knows no rounding of bfloat16 but cutting off, which the distances allowed for it take into account.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed: no kernel of slotwise.kernels.cuda is tested", allow_module_level=True)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """TRITON_INTERPRET=1 where there is no GPU."""
+    before = os.environ.get("TRITON_INTERPRET")
+    if DEVICE == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop("TRITON_INTERPRET", None)
+        else:
+            os.environ["TRITON_INTERPRET"] = before
+
+
+with interpreted():
+    from slotwise.kernels.cuda import CudaKernels
+
+    KERNELS = CudaKernels(DEVICE)
+
+EXAMPLES = 200 if DEVICE == "cuda" else 1
+"""Hypothesis draws so many times more examples where they cost nothing."""

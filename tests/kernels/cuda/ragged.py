@@ -1,0 +1,46 @@
+"""Ragged steps on the tested device, beside the reference on the CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from kernels.cuda.device import DEVICE, KERNELS
+from kernels.paged import Layer, distance
+from torch import Tensor
+
+from slotwise.kernels.base import RaggedBatch
+from slotwise.kernels.cuda import attention
+from slotwise.kernels.cuda.cache import CudaCache
+from slotwise.kernels.cuda.configs import DecodeConfig, PrefillConfig, Tuning
+from slotwise.kernels.reference import PagedCache, ReferenceKernels
+
+REFERENCE = ReferenceKernels()
+SMALL = Tuning(PrefillConfig(16, 16, 4, 2), DecodeConfig(16, 32, 4, 4, 2))
+"""Tiles and splits so small that short contexts have many."""
+
+
+def moved(batch: RaggedBatch) -> RaggedBatch:
+    """The same step on the device."""
+    values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    return RaggedBatch(**{k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in values.items()})
+
+
+def caches(layer: Layer, poison: float = float("nan")) -> tuple[CudaCache, PagedCache]:
+    """Both hold every row's context, rounded alike, and `poison` in every place that belongs to nobody."""
+    theirs = layer.filled_cache(REFERENCE, poison)
+    ours = KERNELS.allocate_cache(layer.num_blocks, layer.block_size, layer.shape, layer.kind)
+    ours.storage.copy_(torch.stack((theirs.keys, theirs.values), 1).transpose(2, 3))
+    return ours, theirs
+
+
+def attend(layer: Layer, batch: RaggedBatch, query: Tensor, cache: CudaCache, tuning: Tuning = SMALL) -> Tensor:
+    """Attention on the device, back on the CPU."""
+    return attention.attend(query.to(DEVICE), cache, moved(batch), layer.shape, tuning).cpu()
+
+
+def apart(layer: Layer, tuning: Tuning = SMALL) -> float:
+    """Distance from the reference."""
+    batch = layer.batch()
+    query, (ours, theirs) = layer.query(batch), caches(layer)
+    return distance(attend(layer, batch, query, ours, tuning), REFERENCE.attention(query, theirs, batch, layer.shape))

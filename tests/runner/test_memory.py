@@ -64,3 +64,17 @@ def test_what_is_not_there_is_refused_with_the_numbers(group: Path, workspace: i
 
 def test_this_machine_has_some():
     assert memory.available_bytes() > 100 << 20
+
+
+def test_a_gpu_is_shared_by_weights_workspace_cache_and_others():
+    asked = {"workspace": 2 * GIB, "asked": None}
+    assert memory.gpu_cache_budget(60 * GIB, 80 * GIB, share=0.5, **asked) == 18 * GIB  # 40, less 20 in use, less 2
+    assert memory.gpu_cache_budget(60 * GIB, 80 * GIB, share=None, **asked) == int(80 * GIB * 0.9) - 22 * GIB
+    assert memory.gpu_cache_budget(60 * GIB, 80 * GIB, 2 * GIB, asked=5 * GIB, share=None) == 5 * GIB
+
+
+@pytest.mark.parametrize(("free", "workspace", "asked", "share"), [
+    (10 * GIB, GIB, 10 * GIB, None), (10 * GIB, GIB, None, 0.5), (10 * GIB, 11 * GIB, None, 1.0), (0, 0, None, None)])
+def test_what_a_gpu_has_not_is_refused_with_the_numbers(free, workspace, asked, share):
+    with pytest.raises(MemoryError, match=rf"{memory.gib(free)} of its 80.00 GiB are free".replace(".", r"\.")):
+        memory.gpu_cache_budget(free, 80 * GIB, workspace, asked, share)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.loop import Engine
 from slotwise.engine.messages import EngineInfo
 from slotwise.kernels.base import Kernels
+from slotwise.kernels.checked import CheckedKernels
 from slotwise.kernels.select import choose, draw_for, resolve
 from slotwise.model.config import ModelConfig
 from slotwise.model.decoder import Decoder
@@ -86,15 +88,18 @@ class Loaded:
 def load(config: EngineConfig, progress: Progress = silent, wrap: Callable[[Kernels], Kernels] = lambda k: k) -> Loaded:
     """Read the model's weights and pack them for the device, whose kernels may be wrapped in others.
 
+    With SLOTWISE_DEBUG=1 in the environment they check all that they are given.
+
     Raises:
         CheckpointError: something is wrong with the model's files.
         ConfigError: the device is not there, or cannot do what is asked.
     """
     try:
         device = resolve(config.device)
-        kernels = wrap(choose(device, config.quantization))
+        kernels = choose(device, config.quantization)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    kernels = wrap(CheckedKernels(kernels) if os.environ.get("SLOTWISE_DEBUG") == "1" else kernels)
     kind = describe(locate(config.model), config.dtype).dtype
     warming = threading.Thread(target=_warm_up, args=(kernels, kind), daemon=True)
     warming.start()  # reading kernels is work for the interpreter, packing weights is none

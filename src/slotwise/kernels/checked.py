@@ -1,0 +1,127 @@
+"""Kernels that look at what they are given: shapes, types, devices, before a single pointer is read.
+
+For whoever changes the runner, the model or kernels: what would be a wrong token or a broken device elsewhere is an
+error here that names the tensor.  Only descriptions are looked at, so nothing waits for the device, and a step can be
+recorded as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slotwise.kernels.base import AttentionShape, Kernels, LayerCache, Linear, QKNorm, RaggedBatch
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class KernelArgumentError(ValueError):
+    """A kernel was given what the contract of `kernels/base.py` does not allow."""
+
+
+class CheckedKernels:
+    """Wraps any kernels; results are theirs, and are checked as well."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self.name = kernels.name
+        self.device = kernels.device
+        self._kernels = kernels
+
+    def __getattr__(self, name: str) -> Any:
+        """What takes no tensors."""
+        return getattr(self._kernels, name)
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """A product that checks its argument."""
+        return self._product(self._kernels.linear, "linear", weight, bias)
+
+    def head(self, weight: Tensor) -> Linear:
+        """A product that checks its argument."""
+        return self._product(lambda packed, _: self._kernels.head(packed), "head", weight, None)
+
+    def _product(
+        self, pack: Callable[[Tensor, Tensor | None], Linear], name: str, weight: Tensor, bias: Tensor | None
+    ) -> Linear:
+        outputs, depth = weight.shape
+        kind = weight.dtype
+        self._check(f"{name} weight", weight, (outputs, depth), FLOATS)
+        if bias is not None:
+            self._check(f"{name} bias", bias, (outputs,), (kind,))
+        product = pack(weight, bias)
+
+        def checked(x: Tensor) -> Tensor:
+            self._check(f"{name} of {outputs} x {depth}: x", x, (len(x), depth), (kind,))
+            return self._check(f"{name}: result", product(x), (len(x), outputs), (kind,))
+
+        return checked
+
+    def embed(self, table: Tensor, token_ids: Tensor) -> Tensor:
+        self._check("embed: table", table, tuple(table.shape[:2]), FLOATS)
+        self._check("embed: token_ids", token_ids, (len(token_ids),), (torch.int64,))
+        size = (len(token_ids), table.shape[1])
+        return self._check("embed: result", self._kernels.embed(table, token_ids), size, (table.dtype,))
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        self._check_norm("rms_norm", x, weight)
+        return self._check("rms_norm: result", self._kernels.rms_norm(x, weight, eps), x.shape, (x.dtype,))
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        self._check_norm("add_rms_norm", x, weight)
+        self._check("add_rms_norm: residual", residual, x.shape, (x.dtype,))
+        result = self._kernels.add_rms_norm(x, residual, weight, eps)
+        return self._check("add_rms_norm: result", result, x.shape, (x.dtype,))
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        tokens, both = gate_up.shape
+        self._check("silu_mul: gate_up", gate_up, (tokens, both // 2 * 2), FLOATS)
+        return self._check("silu_mul: result", self._kernels.silu_mul(gate_up), (tokens, both // 2), (gate_up.dtype,))
+
+    def rotary_store(
+        self, qkv: Tensor, rotary: Tensor, batch: RaggedBatch, cache: LayerCache, shape: AttentionShape,
+        norm: QKNorm | None,
+    ) -> Tensor:
+        self.check_batch(batch)
+        tokens, head_dim = len(batch.token_ids), shape.head_dim
+        heads = shape.num_heads + 2 * shape.num_kv_heads
+        self._check("rotary_store: qkv", qkv, (tokens, heads * head_dim), FLOATS)
+        self._check("rotary_store: rotary", rotary, (len(rotary), head_dim), (torch.float32,))
+        for name, weight in (("query", norm.query), ("key", norm.key)) if norm else ():
+            self._check(f"rotary_store: norm of the {name}", weight, (head_dim,), (qkv.dtype,))
+        query = self._kernels.rotary_store(qkv, rotary, batch, cache, shape, norm)
+        return self._check("rotary_store: result", query, (tokens, shape.num_heads, head_dim), (qkv.dtype,))
+
+    def attention(self, query: Tensor, cache: LayerCache, batch: RaggedBatch, shape: AttentionShape) -> Tensor:
+        size = (len(batch.token_ids), shape.num_heads, shape.head_dim)
+        self._check("attention: query", query, size, FLOATS)
+        result = self._kernels.attention(query, cache, batch, shape)
+        return self._check("attention: result", result, (size[0], size[1] * size[2]), (query.dtype,))
+
+    def check_batch(self, batch: RaggedBatch) -> None:
+        """Raises KernelArgumentError where the columns of a step do not belong together."""
+        tokens, rows = len(batch.token_ids), len(batch.context_lens)
+        for name in ("token_ids", "positions", "slot_mapping"):
+            self._check(f"batch.{name}", getattr(batch, name), (tokens,), (torch.int64,))
+        self._check("batch.query_starts", batch.query_starts, (rows + 1,), (torch.int32,))
+        self._check("batch.context_lens", batch.context_lens, (rows,), (torch.int32,))
+        self._check("batch.block_tables", batch.block_tables, (rows, batch.block_tables.shape[1]), (torch.int32,))
+        self._check("batch.sample_at", batch.sample_at, (len(batch.sample_at),), (torch.int64,))
+        if not 0 < batch.max_query_len <= tokens or batch.max_query_len > batch.max_context_len:
+            raise KernelArgumentError(
+                f"a batch of {tokens} tokens has a row of {batch.max_query_len} and a context of "
+                f"{batch.max_context_len}")
+
+    def _check_norm(self, name: str, x: Tensor, weight: Tensor) -> None:
+        self._check(f"{name}: x", x, tuple(x.shape[:2]), FLOATS)
+        self._check(f"{name}: weight", weight, (x.shape[-1],), (x.dtype,))
+
+    def _check(self, name: str, tensor: Tensor, shape: tuple[int, ...], kinds: tuple[torch.dtype, ...]) -> Tensor:
+        if tuple(tensor.shape) != tuple(shape):
+            raise KernelArgumentError(f"{name} has shape {list(tensor.shape)}, not {list(shape)}")
+        if tensor.dtype not in kinds:
+            raise KernelArgumentError(f"{name} is {tensor.dtype}, not {' or '.join(map(str, kinds))}")
+        if tensor.device.type != self.device.type:
+            raise KernelArgumentError(f"{name} is on {tensor.device}, not on {self.device}")
+        return tensor

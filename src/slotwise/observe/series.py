@@ -22,7 +22,7 @@ STEP = (.001, .0025, .005, .01, .015, .02, .03, .04, .06, .08, .1, .15, .2, .3, 
 TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 STEP_TOKENS = tuple(2**power for power in range(15))
 
-FINISHED = ("stop", "length", "abort", "timeout", "error")
+FINISHED = ("stop", "length", "abort", "timeout", "shed", "error")
 
 HISTOGRAMS = {
     "time_to_first_token_seconds": (TTFT, "From arrival to the first token."),

@@ -93,7 +93,7 @@ class Traces:
             waited = {f"slotwise.waited.{reason}_s": seconds for reason, seconds in span.waited.items()}
             child = self._tracer.start_span(span.name, inside, attributes=waited, start_time=span.start_ns + offset)
             child.end(span.end_ns + offset)
-        if life.end_reason in ("error", "timeout", "rejected"):
+        if life.end_reason in ("error", "timeout", "shed", "rejected"):
             root.set_status(trace.StatusCode.ERROR, life.message or life.end_reason)
         root.end(life.end_ns + offset)
 

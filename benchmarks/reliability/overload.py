@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 
 import uvloop
 
-from slotwise.bench.client import Client, Phrasing, Reply, Target, open_session
+from slotwise.bench.client import Phrasing, Reply, Target
 from slotwise.bench.load import Load
 from slotwise.bench.measures import COMPLETED, REJECTED, Outcome, percentile
 from slotwise.bench.serving import resolve
@@ -21,6 +22,7 @@ from slotwise.workload import arrivals, lengths
 from slotwise.workload.requests import Recipe, Workload, generate
 
 from . import clients, ledger
+from .lean import LeanClient
 from .server import MIB, Server, serving
 
 FACTOR = 5
@@ -46,17 +48,14 @@ def drive(target: Target, workload: Workload, phrasing: Phrasing, limit: float) 
     replies: list[Reply] = []
 
     async def run() -> None:
-        async with open_session() as session:
-            client = Client(session, target, load.clock)
+        client = LeanClient(target, load.clock)
 
-            async def send(body: bytes, reply: Reply) -> None:
-                replies.append(reply)
-                await client.complete(body, reply)
+        async def send(body: bytes, reply: Reply) -> None:
+            replies.append(reply)
+            await client.complete(body, reply)
 
-            try:
-                await asyncio.wait_for(load.run(send), limit)
-            except TimeoutError:
-                return
+        with contextlib.closing(client), contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(load.run(send), limit)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # the cores are the server's
         runner.run(run())

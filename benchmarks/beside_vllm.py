@@ -1,0 +1,90 @@
+"""The same requests through the same offline API, on Slotwise or on vLLM: output tokens a second.
+
+    python benchmarks/checkpoint.py CHECKPOINT                                     # a shape with random weights
+    python benchmarks/beside_vllm.py slotwise CHECKPOINT --workload mixed:0 mixed:1 azure:0
+    VLLM_ENVIRONMENT/bin/python benchmarks/beside_vllm.py vllm CHECKPOINT --workload mixed:0 mixed:1 azure:0
+
+Each engine in an environment of its own, one after the other, never side by side; quote ratios of one sitting.  A
+workload is a name and a seed; one request of each length class is computed first and not counted.
+
+    mixed    log-normal prompts (median 128, sigma 0.9, at most 1,024) and outputs (median 64, sigma 0.9, at most 512)
+    azure    lengths of the Azure conversation trace of 2023, an eighth of them
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "src"))  # of Slotwise vLLM's environment sees the workload alone
+
+from slotwise.workload import arrivals, lengths
+from slotwise.workload.requests import Recipe, Workload, generate
+
+SHAPES = {
+    "mixed": ("lognormal:128:0.9:1024", "lognormal:64:0.9:512"),
+    "azure": ("azure-prompt:0.125", "azure-output:0.125"),
+}
+VOCABULARY = 4000  # prompts are random ids below it
+VLLM = {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_CPU_OMP_THREADS_BIND": "0-1", "VLLM_LOGGING_LEVEL": "WARNING"}
+
+
+def workload(name: str, count: int) -> Workload:
+    """Raises ValueError for a name that is none."""
+    kind, _, seed = name.partition(":")
+    if kind not in SHAPES or not seed.isdigit():
+        raise ValueError(f"a workload is {' or '.join(SHAPES)}, a colon and a seed, not {name!r}")
+    inputs, outputs = SHAPES[kind]
+    return generate(Recipe(count, lengths.parse(inputs), lengths.parse(outputs), arrivals.parse("at-once")), int(seed))
+
+
+def engine(name: str) -> tuple[type, type]:
+    """Its `LLM` and its `SamplingParams`."""
+    if name == "vllm":
+        os.environ.update({key: os.environ.get(key, value) for key, value in VLLM.items()})
+        import vllm
+
+        return vllm.LLM, vllm.SamplingParams
+    import slotwise
+
+    return slotwise.LLM, slotwise.SamplingParams
+
+
+def measure(llm: Any, params: type, work: Workload) -> dict[str, float]:
+    prompts = [{"prompt_token_ids": work.prompt_ids(request, VOCABULARY)} for request in work.requests]
+    asked = [params(temperature=0, ignore_eos=True, max_tokens=request.num_output) for request in work.requests]
+    began = time.perf_counter()
+    answers = llm.generate(prompts, asked, use_tqdm=False)
+    seconds = time.perf_counter() - began
+    tokens = sum(len(answer.outputs[0].token_ids) for answer in answers)
+    return {"seconds": seconds, "prompt_tokens": work.prompt_tokens, "output_tokens": tokens,
+            "output_tokens_per_second": tokens / seconds}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("engine", choices=("slotwise", "vllm"))
+    parser.add_argument("model", help="a checkpoint's folder")
+    parser.add_argument("--workload", nargs="+", default=["mixed:0"], metavar="NAME:SEED")
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="of the engine")
+    asked = parser.parse_args()
+    llm_type, params = engine(asked.engine)
+    began = time.perf_counter()
+    settings = dict(setting.split("=", 1) for setting in asked.set)
+    llm = llm_type(model=asked.model, dtype="bfloat16", max_num_seqs=64, max_model_len=2048,
+                   enable_prefix_caching=False, **settings)
+    measure(llm, params, workload("mixed:999", 2))
+    print(f"ready after {time.perf_counter() - began:.1f} s", flush=True)
+    for name in asked.workload:
+        figures = measure(llm, params, workload(name, asked.requests))
+        print(json.dumps({"engine": asked.engine, "workload": name} | figures), flush=True)
+
+
+if __name__ == "__main__":
+    main()

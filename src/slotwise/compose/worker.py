@@ -20,7 +20,7 @@ from slotwise.compose.later import spare_torch
 from slotwise.engine.channel import BlockingChannel, ChannelClosed
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.loop import Engine
-from slotwise.engine.messages import Add, EngineFailed, Loading
+from slotwise.engine.messages import Add, EngineFailed, Loading, Locate
 from slotwise.engine.pulse import Heart
 from slotwise.engine.wire import decode_command, encode
 from slotwise.observe import lines
@@ -82,7 +82,7 @@ def serve(engine: Engine, channel: BlockingChannel, heart: Heart) -> NoReturn:
     while True:
         if len(waiting) < MAX_ARRIVALS:
             waiting += channel.receive(engine.wait() if engine.has_work or waiting else None)
-        _take_in(engine, waiting)
+        _take_in(engine, waiting, channel)
         heart.step_began = time.monotonic_ns()
         record = engine.step() if engine.has_work else engine.idle_record()
         heart.step_began = 0
@@ -90,13 +90,16 @@ def serve(engine: Engine, channel: BlockingChannel, heart: Heart) -> NoReturn:
             channel.send(encode(record))
 
 
-def _take_in(engine: Engine, waiting: deque[bytes]) -> None:
+def _take_in(engine: Engine, waiting: deque[bytes], channel: BlockingChannel) -> None:
     """Hand over commands in their order, as many as one step may bring: who leaves costs nothing and is not counted."""
     num_arrived = 0
     while waiting and num_arrived < MAX_ARRIVALS:
         command = decode_command(waiting.popleft())
         num_arrived += isinstance(command, Add)
-        engine.handle(command)
+        if isinstance(command, Locate):
+            channel.send(encode(engine.locate(command)))
+        else:
+            engine.handle(command)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,14 @@ bound of `r` times what a client may sensibly be kept is found by measuring, and
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import ceil, exp
+from typing import NamedTuple
 
 from slotwise.core.limits import SchedulerLimits
-from slotwise.engine.messages import EngineInfo, StepRecord
+from slotwise.engine.messages import Add, Command, EngineInfo, StepRecord
 from slotwise.engine.observer import Observer
 
 PATIENCE = 60.0  # seconds: who comes last is expected to start within this time
@@ -58,6 +60,13 @@ class DrainRate:
         return self._tokens / self._seconds if self._seconds else 0.0
 
 
+class Outlook(NamedTuple):
+    """What somebody who comes now may expect, where everybody is served in the order of arrival."""
+
+    position: int  # how many wait for a slot before it
+    start: float | None  # seconds until it has one; None: nothing was measured yet
+
+
 class Door(Observer):
     """An observer of the engine service that knows who waits.
 
@@ -73,6 +82,8 @@ class Door(Observer):
         self._waiting: dict[str, int] = {}  # tokens of each prompt
         self._num_tokens = 0
         self._num_entering = 0
+        self._tiers: dict[str, str] = {}  # of those who wait, where they have one
+        self._in_tier: Counter[str] = Counter()  # who waits, and who enters
         self._slots = limits.max_num_seqs
         self._free = (self._slots, limits.cache_tokens)  # slots and tokens that nobody needs to wait for
         self._queueing_since = 0  # nanoseconds; 0: nobody was left waiting by the last step
@@ -88,13 +99,15 @@ class Door(Observer):
         return self._num_tokens
 
     @contextmanager
-    def entering(self) -> Iterator[None]:
+    def entering(self, tier: str = "") -> Iterator[None]:
         """Holds a place for who is about to be submitted, so that a crowd is not tokenised only to be refused."""
         self._num_entering += 1
+        self._in_tier[tier] += 1
         try:
             yield
         finally:
             self._num_entering -= 1
+            self._in_tier[tier] -= 1
 
     def started(self, info: EngineInfo) -> None:
         """An engine without anybody in it."""
@@ -105,6 +118,11 @@ class Door(Observer):
     def arrived(self, request_id: str, num_prompt: int, now_ns: int) -> None:
         self._waiting[request_id] = num_prompt
         self._num_tokens += num_prompt
+
+    def commanded(self, command: Command, now_ns: int) -> None:
+        if isinstance(command, Add) and command.terms.tier and command.request_id in self._waiting:
+            self._tiers[command.request_id] = command.terms.tier
+            self._in_tier[command.terms.tier] += 1
 
     def stepped(self, record: StepRecord) -> None:
         before = self._num_tokens
@@ -126,6 +144,8 @@ class Door(Observer):
         """Whether it was here: a request that had to yield takes a slot more than once."""
         num_tokens = self._waiting.pop(request_id, None)
         self._num_tokens -= num_tokens or 0
+        if tier := self._tiers.pop(request_id, ""):
+            self._in_tier[tier] -= 1
         return num_tokens is not None
 
     # -- who may come in -----------------------------------------------------------------------------------------
@@ -157,6 +177,32 @@ class Door(Observer):
         pace = f", and about {self.rate.requests:.2g} start a second" if self.rate.measured else ""
         return (f"the queue is full: {waiting} requests wait ({self._num_tokens} prompt tokens), at most "
                 f"{max_requests} ({max_tokens} tokens) may{pace}; this one adds {num_requests} ({num_tokens} tokens)")
+
+    def tier_objection(self, tier: str, bound: int, num_requests: int = 1) -> str:
+        """Why so many of a tier cannot wait as well, of which at most `bound` may; empty when they can."""
+        waiting = self._in_tier[tier]
+        if not waiting or waiting + num_requests <= bound + self._free[0]:
+            return ""
+        return (f"the queue of the tier {tier} is full: {waiting} requests wait, at most {bound} may; "
+                f"this one adds {num_requests}")
+
+    def outlook(self) -> Outlook:
+        """Of one more."""
+        ahead = len(self._waiting) + self._num_entering
+        if ahead < self._free[0]:
+            return Outlook(0, 0.0)
+        position = ahead - self._free[0]
+        return Outlook(position, self.start_of(position))
+
+    def start_of(self, position: int) -> float | None:
+        """Seconds until somebody has a slot before whom `position` others are to start; None: nobody knows."""
+        return (position + 1) / self.rate.requests if self.rate.measured and self.rate.requests else None
+
+    def tier_retry_after(self, tier: str, bound: int) -> int:
+        """Seconds until half of a tier's full queue has drained, were all slots its own."""
+        surplus = self._in_tier[tier] - bound / 2
+        return max(1, min(LONGEST_RETRY, ceil(surplus / self.rate.requests))) if (
+            self.rate.measured and self.rate.requests) else 1
 
     @property
     def retry_after(self) -> int:

@@ -6,6 +6,7 @@ A consumer that is behind finds several steps' tokens in one chunk, so that it c
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -27,13 +28,14 @@ class Generation:
     """One request's tokens as an asynchronous iterator of chunks, for one consumer."""
 
     __slots__ = (
-        "_delivered", "_end", "_finish", "_logprobs", "_loop", "_tokens", "_waiter", "interval", "num_cached",
-        "request_id")
+        "_delivered", "_end", "_finish", "_logprobs", "_loop", "_tokens", "_waiter", "interval", "moved_ns",
+        "num_cached", "request_id")
 
     def __init__(self, request_id: str, finish: Callable[[Generation, str], None]) -> None:
         self.request_id = request_id
         self.interval = 1  # tokens to wait for before the consumer is woken
         self.num_cached = -1  # prompt tokens found in the cache when it first took a slot; -1: it has not
+        self.moved_ns = time.monotonic_ns()  # when it came, or the engine last gave it a slot or took one from it
         self._finish = finish
         self._loop = asyncio.get_running_loop()
         self._tokens: list[int] = []

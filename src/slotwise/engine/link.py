@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import cast
 
 from slotwise.engine.channel import ChannelClosed, Unframer, frame
-from slotwise.engine.messages import Beat, Command, EngineFailed, Report, StepRecord
+from slotwise.engine.messages import Beat, Command, EngineFailed, Locate, Report, StepRecord
 from slotwise.engine.pulse import Pulse
 from slotwise.engine.wire import decode_report, encode
 
@@ -35,7 +35,7 @@ class Link(asyncio.Protocol):
         """Bytes of commands that the engine has not taken yet."""
         return self._transport.get_write_buffer_size() if self._transport is not None else 0
 
-    def send(self, command: Command) -> None:
+    def send(self, command: Command | Locate) -> None:
         """Never waits: what the engine has not read yet stays in the transport's buffer."""
         if self._transport is not None and not self.lost:
             self._transport.write(frame(encode(command)))

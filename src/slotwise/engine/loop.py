@@ -18,7 +18,7 @@ from slotwise.core.request import Request
 from slotwise.core.scheduler import Scheduler
 from slotwise.engine.drawn import DrawnLengths
 from slotwise.engine.executor import Executor
-from slotwise.engine.messages import Add, Command, Finish, RowEnd, StepRecord
+from slotwise.engine.messages import Add, Command, Finish, Locate, Located, RowEnd, Standing, StepRecord
 from slotwise.engine.scheduling import DEFAULT_ORDER, Scheduling
 
 NO_STEP = -1  # a record of what happened between steps
@@ -79,6 +79,13 @@ class Engine:
         else:
             self._configured = command.scheduling
             self._configure(command.scheduling, now)
+
+    def locate(self, question: Locate) -> Located:
+        """Where those stand who live.  Asking leaves no trace in what follows."""
+        now, asked = self._clock() * 1e-9, frozenset(question.request_ids)
+        return Located(question.number, tuple([
+            Standing(name, request.state.value, request.num_output, self._scheduler.place(name, now))
+            for request in self._scheduler.requests() if (name := request.request_id) in asked]))
 
     def _configure(self, scheduling: Scheduling, now: float) -> None:
         """A policy whose settings stay as they were goes on with all that it knows."""

@@ -49,6 +49,13 @@ class Configure(Struct, tag="configure"):
 Command = Add | Finish | Configure
 
 
+class Locate(Struct, tag="locate"):
+    """Ask where requests stand: no command, for it changes nothing and is no part of what is replayed."""
+
+    number: int  # told back in the answer
+    request_ids: tuple[str, ...]
+
+
 class Loading(Struct, tag="loading"):
     """Progress before the engine is ready."""
 
@@ -137,6 +144,22 @@ class StepRecord(Struct, tag="step", omit_defaults=True):
     num_free_blocks: int = 0
 
 
+class Standing(Struct, array_like=True):
+    """Where a living request stands."""
+
+    request_id: str
+    state: str
+    num_output: int
+    place: int | None = None  # how many are to start before it, by the policy in force; None: it has a slot
+
+
+class Located(Struct, tag="located"):
+    """Answers a `Locate` between two steps; who has ended is not in it."""
+
+    number: int
+    standings: tuple[Standing, ...]
+
+
 class Beat(Struct, tag="beat"):
     """A sign of life, sent twice a second by a thread of its own (see `engine.pulse`)."""
 
@@ -149,4 +172,4 @@ class EngineFailed(Struct, tag="failed"):
     message: str
 
 
-Report = Loading | EngineInfo | Beat | StepRecord | EngineFailed
+Report = Loading | EngineInfo | Beat | StepRecord | Located | EngineFailed

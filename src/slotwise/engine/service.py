@@ -11,7 +11,7 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from slotwise.engine.generation import Generation
@@ -23,12 +23,16 @@ from slotwise.engine.messages import (
     EngineInfo,
     Finish,
     Loading,
+    Locate,
+    Located,
     Report,
     RowEnd,
+    Standing,
     StepRecord,
 )
 from slotwise.engine.observer import Observer
 from slotwise.engine.pulse import Pulse
+from slotwise.engine.questions import Questions, TooManyQuestions
 from slotwise.engine.scheduling import Scheduling
 
 MAX_LIVE = 4096  # generations submitted and not yet ended by the engine
@@ -53,6 +57,7 @@ class Refused(Exception):
 DRAINING = "draining"
 ENGINE_DEAD = "engine_dead"
 QUEUE_FULL = "queue_full"
+TOO_MANY_QUESTIONS = "too_many_questions"
 DUPLICATE_ID = "duplicate_id"
 
 
@@ -80,6 +85,7 @@ class EngineService:
         self._idle = asyncio.Event()
         self._idle.set()
         self._lost = asyncio.Event()
+        self._questions = Questions()
 
     # -- engines come and go -------------------------------------------------------------------------------------
 
@@ -200,6 +206,22 @@ class EngineService:
         self._send(request)
         return generation
 
+    async def locate(self, request_ids: Sequence[str]) -> tuple[Standing, ...]:
+        """Where those of these requests stand that live, as the engine knows it once the step under way has ended.
+
+        Raises:
+            Refused: the engine is gone, or too many ask.
+        """
+        try:
+            return await self._questions.ask(request_ids, self._ask)
+        except TooManyQuestions:
+            raise Refused(TOO_MANY_QUESTIONS, "too many ask where their requests are; try again later") from None
+
+    def _ask(self, question: Locate) -> None:
+        if self._link is None or not self.healthy:
+            raise Refused(ENGINE_DEAD, self.trouble)
+        self._link.send(question)
+
     def check_open(self) -> None:
         """Raises Refused while nobody at all is let in: known before a request is read."""
         if not self.healthy:
@@ -244,6 +266,8 @@ class EngineService:
     def _take(self, report: Report) -> None:
         if isinstance(report, StepRecord):
             self._hand_out(report)
+        elif isinstance(report, Located):
+            self._questions.answered(report)
         elif isinstance(report, Loading):
             self._on_loading(report)
         elif isinstance(report, EngineInfo) and self._starting is not None and not self._starting.done():
@@ -259,8 +283,14 @@ class EngineService:
                     generation.push(tokens, row_logprobs)
         for request_id, num_cached in zip(record.admitted, record.cached, strict=True):
             generation = live.get(request_id)
-            if generation is not None and generation.num_cached < 0:
-                generation.num_cached = num_cached
+            if generation is not None:
+                generation.moved_ns = record.started_ns
+                if generation.num_cached < 0:
+                    generation.num_cached = num_cached
+        for request_id, _ in record.preempted:
+            generation = live.get(request_id)
+            if generation is not None:
+                generation.moved_ns = record.started_ns
         for row in record.ended:
             generation = live.get(row.request_id)
             if generation is not None:
@@ -283,6 +313,7 @@ class EngineService:
         self._lost.set()
         if self._starting is not None and not self._starting.done():
             self._starting.set_exception(EngineError(message))
+        self._questions.give_up(Refused(ENGINE_DEAD, self.trouble))
         lost = dict.fromkeys(self._live, "error") | self._leaving
         for generation in self._live.values():
             generation.end("error", message)

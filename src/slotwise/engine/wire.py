@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from slotwise.engine.messages import Command, Report
+from slotwise.engine.messages import Command, Locate, Report
 
 encode = msgspec.msgpack.Encoder().encode
-decode_command = msgspec.msgpack.Decoder(Command).decode
+decode_command = msgspec.msgpack.Decoder(Command | Locate).decode
 decode_report = msgspec.msgpack.Decoder(Report).decode

@@ -82,7 +82,7 @@ class Admission:
 
     def _free_for(self, request: Request) -> int:
         """Free slots that are not kept for other tiers than its own."""
-        free = self._roster.slots.num_free
+        free = min(self._roster.slots.num_free, self._limits.max_num_seqs - len(self._roster.running))
         if not self._kept:
             return free
         spare = self._spare()
@@ -163,7 +163,7 @@ class Admission:
             if tier in self._kept and spare[tier] <= 0 and tier != request.terms.tier:
                 continue  # its slot is kept for its tier
             if not policy.preempts(request, running, draft.now):
-                break
+                continue
             victims.append(running)
             spare[tier] -= 1
             slots += 1

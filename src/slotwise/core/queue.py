@@ -108,6 +108,8 @@ class Walk:
         """Who is next; None: everyone was shown."""
         if self._shown is not None:
             self._step_past(self._shown)
+        while self._heads and (head := self._head(self._heads[0][3])) != self._heads[0]:
+            heapreplace(self._heads, head)  # somebody was admitted from another tier's lane of the same name
         if not self._heads:
             self._shown = None
             return None

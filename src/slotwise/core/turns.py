@@ -27,7 +27,7 @@ def resting(rows: Iterable[Request], caps: Mapping[str, int], step: int) -> froz
     """
     left = dict(caps)
     rest = []
-    for request in sorted(rows, key=lambda request: (request.turn, request.arrival)):
+    for request in sorted(rows, key=lambda request: (_turn(request, step), request.arrival)):
         context = request.num_scheduled + 1
         names = [name for name in (ALL, request.terms.tier) if name in caps]
         is_long = any(context * SHORT >= caps[name] for name in names)
@@ -38,3 +38,12 @@ def resting(rows: Iterable[Request], caps: Mapping[str, int], step: int) -> froz
         for name in names:
             left[name] -= context
     return frozenset(rest)
+
+
+def _turn(request: Request, step: int) -> int:
+    """The last step it was given.  A newcomer goes behind those who rest already: a stream of newcomers that went first
+    would let them rest for ever.
+    """
+    if request.turn < 0:
+        request.turn = step - 1
+    return request.turn

@@ -68,9 +68,12 @@ class Deadline(FirstComeFirstServed):
         return (LATE if late else IN_TIME, self._due(request))
 
     def patience(self, request: Request, now: float) -> float:
-        if request.state is not State.WAITING:
+        if request.num_output:
             return NEVER
-        moments = (self._latest_start(request), request.arrived_at + self._ageing)
+        start = self._latest_start(request)
+        if self._sheds and request.state is State.WAITING:
+            return max(start, now)
+        moments = (start, request.arrived_at + self._ageing)
         return min((moment for moment in moments if moment > now), default=NEVER)
 
     def overdue(self, request: Request, now: float) -> str:

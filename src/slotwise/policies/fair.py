@@ -65,7 +65,7 @@ class Fair(FirstComeFirstServed):
         self._leave_queue(tenant)
         if request.request_id not in self._charged:
             self._charged.add(request.request_id)
-            self._charge(request, PROMPT * (request.num_prompt - request.num_computed))
+            self._charge(request, PROMPT * max(0, request.num_prompt - request.num_computed))
         self._level = self.counters[tenant]
 
     def preempted(self, request: Request, now: float) -> None:

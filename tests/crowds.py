@@ -1,0 +1,92 @@
+"""Crowds for tests of policies: who comes when, on what terms; played on a driver, a second a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+from toy import VOCAB, Driver, request
+
+from slotwise.core.limits import SchedulerLimits
+from slotwise.core.plan import StepPlan
+from slotwise.core.request import NO_TERMS, Request, State
+from slotwise.core.steptime import StepTimes, Work
+from slotwise.core.terms import Terms
+
+ROOMY = SchedulerLimits(
+    max_model_len=128, num_blocks=512, block_size=4, max_num_seqs=3, max_num_batched_tokens=1024)
+Look = Callable[[Driver, StepPlan], None]
+
+
+@dataclass(frozen=True)
+class Comer:
+    """Comes `gap` seconds after the one before, with a prompt of `prompt` tokens."""
+
+    gap: int
+    prompt: int
+    most: int  # tokens of output
+    terms: Terms = NO_TERMS
+
+
+class KnownTimes(StepTimes):
+    """Step times that need not be learned."""
+
+    TOKEN = 0.25  # seconds
+
+    def seconds(self, work: Work) -> float:
+        return self.TOKEN * work.tokens
+
+    def learn(self, work: Work, seconds: float) -> None:
+        pass
+
+
+def terms(
+    tenants: tuple[str, ...] = ("",), tiers: tuple[str, ...] = ("",), priorities: tuple[int, ...] = (0,),
+    ttfts: tuple[float | None, ...] = (None,), tpots: tuple[float | None, ...] = (None,),
+) -> st.SearchStrategy[Terms]:
+    return st.builds(Terms, *(st.sampled_from(values) for values in (tenants, tiers, priorities, ttfts, tpots)))
+
+
+def comers(
+    on: st.SearchStrategy[Terms], max_prompt: int = 12, max_output: int = 24, max_size: int = 25,
+) -> st.SearchStrategy[list[Comer]]:
+    """Crowds, on the terms `on`, that come faster than they are served."""
+    one = st.builds(
+        Comer, st.sampled_from((0, 0, 0, 1, 2, 9)), st.integers(1, max_prompt), st.integers(1, max_output), on)
+    return st.lists(one, min_size=1, max_size=max_size)
+
+
+def crowd(comers: Iterable[Comer]) -> list[tuple[float, Request]]:
+    """Requests r0, r1 ... and the second at which each comes."""
+    now, found = 0.0, []
+    for number, comer in enumerate(comers):
+        now += comer.gap
+        prompt = [(5 * number + place) % VOCAB for place in range(comer.prompt)]
+        found.append((now, request(f"r{number}", prompt, comer.most, terms=comer.terms)))
+    return found
+
+
+def nobody(driver: Driver, plan: StepPlan) -> None:
+    """Looks at nothing."""
+
+
+def play(driver: Driver, coming: list[tuple[float, Request]], look: Look = nobody, most_steps: int = 5000) -> None:
+    """Plan and commit until everyone has come and ended; `look` is told each plan before it is committed."""
+    left = list(coming)
+    for _ in range(most_steps):
+        while left and left[0][0] <= driver.now:
+            driver.add(left.pop(0)[1])
+        if not left and not driver.scheduler.has_work:
+            return
+        look(driver, driver.plan())
+        driver.commit()
+    raise AssertionError(f"no end after {most_steps} steps: {list(driver.scheduler.requests())}")
+
+
+def waiting(driver: Driver) -> list[Request]:
+    return [one for one in driver.scheduler.requests() if one.state is not State.RUNNING]
+
+
+def running(driver: Driver) -> list[Request]:
+    return [one for one in driver.scheduler.requests() if one.state is State.RUNNING]

@@ -1,0 +1,180 @@
+"""Schedulers of fifty lines, one for each policy, that tests hold the real one against.
+
+Slots are the only thing there is too little of: whole prompts, a token a second, and everyone who waits is sorted anew
+for every free slot, by the rule as `docs/policies.md` states it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from math import floor
+
+from slotwise.core.request import Request
+
+Key = tuple[float, ...]
+
+
+class One:
+    """A request, its arrival, and the tokens that it will have."""
+
+    def __init__(self, request: Request, number: int, arrived: float, length: int) -> None:
+        self.name, self.terms, self.prompt = request.request_id, request.terms, request.num_prompt
+        self.number, self.arrived, self.length, self.done = number, arrived, length, 0
+        self.most = request.params.max_tokens
+
+
+class Naive:
+    """First come, first served."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.waiting: list[One] = []
+        self.running: list[One] = []
+        self.admitted: list[str] = []
+        self.shed: list[str] = []
+
+    def key(self, one: One, now: float) -> Key:
+        return (one.number,)
+
+    def outranks(self, waiting: One, running: One) -> bool:
+        return False
+
+    def victim(self, one: One) -> Key:
+        return ()
+
+    def arrives(self, one: One) -> None:
+        self.waiting.append(one)
+
+    def starts(self, one: One) -> None: ...
+    def samples(self, one: One) -> None: ...
+    def ends(self, one: One) -> None: ...
+
+    def step(self, now: float) -> None:
+        self._give_way(now)
+        while self.waiting and len(self.running) < self.slots:
+            one = self._in_order(now)[0]
+            self.waiting.remove(one)
+            self.running.append(one)
+            self.admitted.append(one.name)
+            self.starts(one)
+        for one in self.running:
+            one.done += 1
+            self.samples(one)
+        for one in [one for one in self.running if one.done == one.length]:
+            self.running.remove(one)
+            self.ends(one)
+
+    def _in_order(self, now: float) -> list[One]:
+        return sorted(self.waiting, key=lambda one: (self.key(one, now), one.number))
+
+    def _give_way(self, now: float) -> None:
+        for _ in range(4):
+            behind = self._in_order(now)[self.slots - len(self.running):]
+            lower = [one for one in self.running if behind and self.outranks(behind[0], one)]
+            if not lower:
+                return
+            last = max(lower, key=lambda one: (self.victim(one), one.number))
+            self.running.remove(last)
+            self.waiting.append(last)
+
+
+class NaivePriority(Naive):
+    def __init__(self, slots: int, ageing: float, gap: int) -> None:
+        super().__init__(slots)
+        self.ageing, self.gap = ageing, gap
+
+    def key(self, one: One, now: float) -> Key:
+        return (one.terms.priority + one.arrived / self.ageing,)
+
+    def victim(self, one: One) -> Key:
+        return (floor(self.key(one, 0)[0]),)
+
+    def outranks(self, waiting: One, running: One) -> bool:
+        is_ahead = running.terms.priority - waiting.terms.priority >= self.gap
+        return is_ahead and self.key(waiting, 0) < self.key(running, 0)
+
+
+class NaiveShortest(Naive):
+    def __init__(self, slots: int, ageing: float, quantile: float) -> None:
+        super().__init__(slots)
+        self.ageing, self.quantile = ageing, quantile
+        self.past: list[tuple[str, int, int]] = []  # tenant, bucket, length
+        self.keys: dict[str, float] = {}
+
+    @staticmethod
+    def bucket(prompt: int) -> tuple[int, bool]:
+        power = 1
+        while power * 2 <= prompt:
+            power *= 2
+        return power, prompt >= 1.5 * power
+
+    def guess(self, one: One) -> float:
+        own = (one.terms.tenant, self.bucket(one.prompt))
+        for alike in (lambda t, b: (t, b) == own, lambda t, b: b == own[1], lambda t, b: t == own[0],
+                      lambda t, b: True):
+            lengths = [length for tenant, bucket, length in self.past if alike(tenant, bucket)][-128:]
+            if len(lengths) >= 8:
+                return min(one.most, sorted(lengths)[min(len(lengths) - 1, int(self.quantile * len(lengths)))])
+        return one.most
+
+    def arrives(self, one: One) -> None:
+        self.keys[one.name] = one.prompt / 16 + self.guess(one) + self.ageing * one.arrived
+        super().arrives(one)
+
+    def key(self, one: One, now: float) -> Key:
+        return (self.keys[one.name],)
+
+    def ends(self, one: One) -> None:
+        self.past.append((one.terms.tenant, self.bucket(one.prompt), one.length))
+
+
+class NaiveOracle(NaiveShortest):
+    def guess(self, one: One) -> float:
+        return one.length
+
+
+class NaiveFair(Naive):
+    def __init__(self, slots: int, weights: dict[str, float]) -> None:
+        super().__init__(slots)
+        self.weights, self.last = weights, 0.0
+        self.counters: dict[str, float] = defaultdict(float)
+
+    def key(self, one: One, now: float) -> Key:
+        return (self.counters[one.terms.tenant],)
+
+    def arrives(self, one: One) -> None:
+        tenants = {other.terms.tenant for other in self.waiting}
+        if one.terms.tenant not in tenants:
+            least = min((self.counters[tenant] for tenant in tenants), default=self.last)
+            self.counters[one.terms.tenant] = max(self.counters[one.terms.tenant], least)
+        super().arrives(one)
+
+    def _charge(self, one: One, work: float) -> None:
+        self.counters[one.terms.tenant] += work / self.weights.get(one.terms.tier, 1.0)
+
+    def starts(self, one: One) -> None:
+        self._charge(one, one.prompt)
+        self.last = self.counters[one.terms.tenant]
+
+    def samples(self, one: One) -> None:
+        self._charge(one, 2)
+
+
+class NaiveDeadline(Naive):
+    def __init__(self, slots: int, ttft: float, ageing: float, sheds: bool) -> None:
+        super().__init__(slots)
+        self.ttft, self.ageing, self.sheds = ttft, ageing, sheds
+
+    def latest(self, one: One) -> float:
+        return one.arrived + (one.terms.ttft or self.ttft) - 0.25 * one.prompt
+
+    def key(self, one: One, now: float) -> Key:
+        if now < self.latest(one):
+            return (2, self.latest(one))
+        return (3 if now < one.arrived + self.ageing else 1, one.arrived)
+
+    def step(self, now: float) -> None:
+        late = [one for one in self.waiting if self.sheds and now >= self.latest(one)]
+        self.shed += [one.name for one in late]
+        self.waiting = [one for one in self.waiting if one not in late]
+        super().step(now)

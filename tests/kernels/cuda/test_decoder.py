@@ -1,0 +1,70 @@
+"""A whole decoder on these kernels continues prompts as transformers does: greedy, float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import checkpoints
+import pytest
+import torch
+from kernels.cuda.device import DEVICE, KERNELS, interpreted
+
+from slotwise.kernels.base import RaggedBatch
+from slotwise.model.decoder import Decoder
+from slotwise.model.load import load_model
+
+with interpreted():
+    from slotwise.kernels.cuda import sampling
+
+BLOCK_SIZE, BLOCKS_A_ROW = 4, 8
+SIZES = {"num_hidden_layers": 2, "hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 1024}
+
+
+class Rows:
+    """Prompts that take a step each time they are asked to, without an engine: blocks are dealt once."""
+
+    def __init__(self, decoder: Decoder, prompts: list[list[int]]) -> None:
+        self.tokens = [list(prompt) for prompt in prompts]
+        self._decoder, self._computed = decoder, [0] * len(prompts)
+        blocks = torch.randperm(len(prompts) * BLOCKS_A_ROW, generator=torch.Generator().manual_seed(1)).int()
+        self._tables = blocks.view(len(prompts), BLOCKS_A_ROW)
+        self._caches = [
+            KERNELS.allocate_cache(blocks.numel(), BLOCK_SIZE, shape, torch.float32)
+            for shape in decoder.attention_shapes]
+
+    def step(self, counts: list[int]) -> None:
+        """Compute so many tokens of each row; those that have no more known ones sample the next."""
+        spans = [range(done, done + count) for done, count in zip(self._computed, counts, strict=True)]
+        positions = torch.tensor([place for span in spans for place in span])
+        row_of = torch.tensor([row for row, span in enumerate(spans) for _ in span])
+        slots = self._tables[row_of, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
+        starts = torch.tensor([0, *counts]).cumsum(0)
+        done = [row for row, span in enumerate(spans) if span.stop == len(self.tokens[row])]
+        columns = (
+            torch.tensor([self.tokens[row][place] for row, span in enumerate(spans) for place in span]), positions,
+            slots, starts.int(), torch.tensor([span.stop for span in spans]).int(), self._tables, starts[1:][done] - 1)
+        batch = RaggedBatch(
+            *(column.to(DEVICE) for column in columns), max(counts), max(span.stop for span in spans))
+        logits = self._decoder.logits(self._decoder.hidden(batch, self._caches))
+        nothing = torch.zeros(len(done), dtype=torch.int64, device=DEVICE)
+        controls = torch.tensor([[0.0, 0, 1, 0]], device=DEVICE).repeat(len(done), 1)
+        for row, token in zip(done, sampling.sample(logits, controls, nothing, nothing).tolist(), strict=True):
+            self.tokens[row].append(token)
+        self._computed = [span.stop for span in spans]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+@torch.inference_mode()
+def test_greedy_tokens_are_transformers(family, tmp_path: Path):
+    window = {"sliding_window": 6} if family == "mistral" else {}
+    folder = checkpoints.make(family, tmp_path, **SIZES | window)
+    prompts = checkpoints.prompts([1, 17], seed=3)
+    expected = checkpoints.greedy(folder, prompts, 4)
+    rows = Rows(load_model(folder, kernels=KERNELS, dtype="float32"), prompts)
+    rows.step([1, 11])  # a prompt in chunks, beside a row that decodes
+    rows.step([1, 6])
+    while any(len(tokens) < len(prompt) + 4 for tokens, prompt in zip(rows.tokens, prompts, strict=True)):
+        rows.step([1, 1])
+    for tokens, prompt, continuation in zip(rows.tokens, prompts, expected, strict=True):
+        assert tokens[len(prompt) :][:4] == continuation

@@ -18,9 +18,11 @@ from pathlib import Path
 import torch
 
 from slotwise.bench.results import environment
-from slotwise.bench.roofline import Cost, Roofline, measure_machine
+from slotwise.bench.roofline import cost_of
 from slotwise.compose.engine import Loaded, load
+from slotwise.compose.machine import measure_machine
 from slotwise.core.params import SamplingParams
+from slotwise.core.roofline import Cost, Roofline
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import Add
 
@@ -46,7 +48,7 @@ def median_step(loaded: Loaded, config: EngineConfig, shape: tuple[int, int], st
             records.append(record)
     middle = records[len(records) // 2]
     settled = records[len(records) // 4 :]
-    return statistics.median((r.ended_ns - r.started_ns) * 1e-9 for r in settled), roofline.cost(middle)
+    return statistics.median((r.ended_ns - r.started_ns) * 1e-9 for r in settled), cost_of(middle, roofline)
 
 
 def main() -> None:
@@ -62,7 +64,7 @@ def main() -> None:
                              enable_prefix_caching=False)
     loaded = load(config)
     machine = measure_machine()
-    roofline = Roofline(loaded.model_config, machine, loaded.step_weight_bytes)
+    roofline = loaded.roofline(machine)
     print(f"{machine.bytes_per_second / 1e9:.1f} GB/s of reads, {machine.operations_per_second / 1e9:.0f} GFLOP/s of "
           f"float32 products\n\n{'rows':>5} {'context':>8} {'step':>9} {'of bytes':>9} {'of both bounds':>15}")
     figures = []

@@ -9,7 +9,10 @@ import pytest
 from live import cli
 
 from slotwise import builtin
-from slotwise.bench.roofline import DECODE, MIXED, PREFILL, Machine, Roofline, kind_of
+from slotwise.bench.roofline import DECODE, MIXED, PREFILL, Achieved, cost_of, kind_of
+from slotwise.compose.engine import load
+from slotwise.core.roofline import Machine, Roofline
+from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import StepRecord
 from slotwise.model.load import describe
 
@@ -22,25 +25,32 @@ def record(starts: tuple[int, ...], counts: tuple[int, ...], sampled: tuple[bool
     return StepRecord(0, 0, 100 * MS, starts=starts, counts=counts, token_ids=tokens)
 
 
+def of_the_builtin_model(machine: Machine) -> Roofline:
+    return load(EngineConfig(str(builtin.path()), dtype="float32")).roofline(machine)
+
+
 def test_the_cost_of_a_step_is_what_its_rows_ask_for() -> None:
-    roofline = Roofline(CONFIG, Machine(1.0, 1.0), 1000)
+    roofline = of_the_builtin_model(Machine(1.0, 1.0))
     heads, kv_heads, dim, layers = CONFIG.num_heads, CONFIG.num_kv_heads, CONFIG.head_dim, CONFIG.num_layers
     inner = layers * CONFIG.hidden_size * ((2 * heads + 2 * kv_heads) * dim + 3 * CONFIG.intermediate_size)
     head = CONFIG.hidden_size * CONFIG.vocab_size
-    cost = roofline.cost(record((10, 0, 4), (1, 3, 2), (True, True, False)))
+    cost = cost_of(record((10, 0, 4), (1, 3, 2), (True, True, False)), roofline)
     contexts, pairs = 11 + 3 + 6, 11 + (1 + 2 + 3) + (5 + 6)
-    assert cost.bytes == 1000 + 4 * 2 * layers * kv_heads * dim * contexts
+    assert 0 <= roofline.weight_bytes - 4 * (inner + head) < 0.01 * roofline.weight_bytes  # norms, too
+    assert cost.bytes == roofline.weight_bytes + 4 * 2 * layers * kv_heads * dim * contexts
     assert cost.operations == 2 * (6 * inner + 2 * head) + 4 * layers * heads * dim * pairs
+    decode = cost_of(record((10, 6), (1, 1), (True, True)), roofline)
+    assert decode.operations == 2 * 2 * (inner + head) + 4 * layers * heads * dim * (11 + 7)
 
 
 def test_steps_are_told_apart_and_the_larger_bound_counts() -> None:
-    roofline = Roofline(CONFIG, Machine(1e9, 1e12), 1 << 20)
+    achieved = Achieved(Roofline(Machine(1e9, 1e12), 1 << 20, 1000, 100_000, 10_000, 500))
     for starts, counts in (((9, 9), (1, 1)), ((9, 0), (1, 7)), ((0, 0), (4, 7))):
-        roofline.step(record(starts, counts, (True, True)))
-    roofline.step(StepRecord(-1, 0, 5 * MS))  # nothing ran
-    assert [tally.steps for tally in roofline.kinds.values()] == [1, 1, 1]
-    assert [tally.tokens for tally in roofline.kinds.values()] == [2, 8, 11]
-    for tally in roofline.kinds.values():
+        achieved.step(record(starts, counts, (True, True)))
+    achieved.step(StepRecord(-1, 0, 5 * MS))  # nothing ran
+    assert [tally.steps for tally in achieved.kinds.values()] == [1, 1, 1]
+    assert [tally.tokens for tally in achieved.kinds.values()] == [2, 8, 11]
+    for tally in achieved.kinds.values():
         assert tally.bound_seconds == max(tally.bytes_seconds, tally.operations_seconds)
         assert tally.achieved == pytest.approx(tally.bound_seconds / 0.1)
 

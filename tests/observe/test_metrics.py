@@ -12,6 +12,7 @@ from slotwise.batching.settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.core.plan import Decision, Stop
+from slotwise.core.roofline import Machine, Roofline
 from slotwise.engine.messages import Add, Configure, RowEnd, StepRecord
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe import waste
@@ -35,6 +36,18 @@ def step(at_ms: int, ids: str, sampled: str = "", **rest: object) -> StepRecord:
     return StepRecord(
         0, at_ms * MS, (at_ms + 10) * MS, request_ids=tuple(ids), starts=(0,) * len(ids), counts=(2,) * len(ids),
         token_ids=tuple((7,) if name in sampled else () for name in ids), num_running=len(ids), **rest)
+
+
+def test_steps_are_held_against_the_machine() -> None:
+    info = engine()
+    info.roofline = Roofline(Machine(1e6, 1e6), 2000, 10, 100, 300, 0)  # by hand: bytes are 2000 + 10 a position
+    metrics = Metrics("toy", info)
+    assert samples(metrics)["roofline_fraction"] == 0
+    metrics.stepped(step(100, "ab", "a"))  # 2 * (4 * 100 + 300) operations, 2,040 bytes: 2.04 of 10 ms
+    seen = samples(metrics)
+    assert seen["roofline_fraction"] == pytest.approx(0.204)
+    assert seen["roofline_seconds_total[kind=prefill]"] == pytest.approx(2.04e-3)
+    assert seen["roofline_seconds_total[kind=decode]"] == 0
 
 
 def test_two_lives() -> None:

@@ -7,12 +7,14 @@ roofline; in the second every kernel is started by itself and timed, which makes
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from slotwise.bench.accounting import NANO
 from slotwise.bench.offline_run import OnStep, Stand, run_offline, warm_up
-from slotwise.bench.roofline import Roofline, measure_machine
+from slotwise.bench.roofline import Achieved
 from slotwise.compose.engine import load
+from slotwise.compose.machine import measure_machine
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.loop import Engine
 from slotwise.engine.messages import Command, StepRecord
@@ -66,15 +68,15 @@ class Profiler:
             ValueError: a request that could never run.
         """
         loaded = self._loaded
-        roofline = Roofline(loaded.model_config, measure_machine(), loaded.step_weight_bytes)
-        seconds = self._once(workload, roofline.step, on_step)
+        achieved = Achieved(loaded.roofline(measure_machine()))
+        seconds = self._once(workload, achieved.step, on_step)
         kernels, in_steps = self._kernels[0], [0.0]
         kernels.start()
         timed = self._once(workload, lambda record: _add(in_steps, record), on_step)
         parts = {**kernels.seconds, REST: in_steps[0] - sum(kernels.seconds.values()), BETWEEN: timed - in_steps[0]}
         return {
-            "seconds": seconds, "machine": roofline.machine._asdict(), "timed_seconds": timed, "parts": parts,
-            "kinds": {kind: vars(tally) | {"achieved": tally.achieved} for kind, tally in roofline.kinds.items()}}
+            "seconds": seconds, "machine": asdict(achieved.roofline.machine), "timed_seconds": timed, "parts": parts,
+            "kinds": {kind: vars(tally) | {"achieved": tally.achieved} for kind, tally in achieved.kinds.items()}}
 
     def _once(self, workload: Workload, watch: Callable[[StepRecord], None], on_step: OnStep) -> float:
         """Seconds that the workload took."""

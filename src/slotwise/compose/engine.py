@@ -9,9 +9,11 @@ from collections.abc import Callable
 
 import torch
 
+from slotwise.compose.machine import glance, roofline
 from slotwise.compose.sizes import sized, step_tokens
 from slotwise.compose.step_times import recalled
 from slotwise.core.limits import SchedulerLimits
+from slotwise.core.roofline import Machine, Roofline
 from slotwise.core.scheduler import Scheduler
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.loop import Engine
@@ -52,10 +54,9 @@ class Loaded:
         """The model's description."""
         return self._decoder.config
 
-    @property
-    def step_weight_bytes(self) -> int:
-        """Bytes of weights that every step reads, as they are held."""
-        return self._decoder.step_weight_bytes
+    def roofline(self, machine: Machine) -> Roofline:
+        """What its steps must cost on `machine`."""
+        return roofline(self._decoder, machine)
 
     def engine(self, config: EngineConfig, progress: Progress = silent) -> tuple[Engine, EngineInfo]:
         """An engine with a cache of its own; of `config`, the model, the device and the type are taken as loaded.
@@ -82,6 +83,7 @@ class Loaded:
         engine = Engine(
             scheduler, _runner(decoder, limits), time.monotonic_ns, eos_ids, depth=depth, scheduling=scheduling)
         info.learned = times.learned() if times.knows else None
+        info.roofline = self.roofline(glance(decoder.kernels.device, decoder.config.dtype))
         return engine, info
 
 

@@ -9,6 +9,7 @@ from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.core.plan import Decision, Grant, Stop, TokenLogprobs
 from slotwise.core.request import NO_TERMS
+from slotwise.core.roofline import Roofline
 from slotwise.core.steptime import Learned
 from slotwise.core.terms import Terms
 from slotwise.engine.scheduling import Scheduling
@@ -86,6 +87,7 @@ class EngineInfo(Struct, tag="ready"):
     depth: int = 0  # steps that may be in flight while the next is planned
     quantization: str = "none"
     learned: Learned | None = None  # what it knew of step times at the start
+    roofline: Roofline | None = None  # what its steps must cost here; None: nobody measured
 
     @property
     def weights(self) -> str:

@@ -6,6 +6,7 @@ when somebody reads them.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -19,9 +20,11 @@ from slotwise.observe import waste
 from slotwise.observe.series import COUNTERS, HISTOGRAMS, LABELLED, Histogram, Shown, step_times
 
 if TYPE_CHECKING:
+    from slotwise.core.roofline import Roofline
     from slotwise.engine.messages import Command, EngineInfo, StepRecord
 
 NS = 1e-9
+LATELY = 256  # steps that the roofline's fraction is of
 
 
 class _Life:
@@ -56,6 +59,7 @@ class Metrics(Collector, Observer):
         self.labelled["request_wait_seconds_total"] = self.waits.seconds
         self._histograms = {name: Histogram(bounds) for name, (bounds, _) in HISTOGRAMS.items()}
         self._step_times = step_times()
+        self._lately: deque[tuple[float, float]] = deque(maxlen=LATELY)  # seconds a step must have taken, and did
         self.started(info)
 
     @property
@@ -118,7 +122,10 @@ class Metrics(Collector, Observer):
         counters = self.counters
         before, self._before = self._before, record
         began = max(record.started_ns, before.ended_ns) if before is not None else record.started_ns
-        self._step_times[waste.kind(record)].observe((record.ended_ns - began) * NS)
+        kind, seconds = waste.kind(record), (record.ended_ns - began) * NS
+        self._step_times[kind].observe(seconds)
+        if self._info.roofline is not None:
+            self._hold_against(self._info.roofline, record, kind, seconds)
         self._histograms["iteration_tokens_total"].observe(sum(record.counts))
         counters["padded_tokens_total"] += sum(record.padding)
         counters["held_tokens_total"] += waste.held_tokens(record)
@@ -129,6 +136,18 @@ class Metrics(Collector, Observer):
             counters["empty_slot_steps_waiting_total"] += empty
         for reason, count in waste.why_stalled(record).items():
             self._count("stalled_row_steps_total", reason, count)
+
+    def _hold_against(self, roofline: Roofline, record: StepRecord, kind: str, seconds: float) -> None:
+        sampled = len(record.token_ids) - record.token_ids.count(())
+        bound = roofline.seconds(roofline.cost(record.starts, record.counts, sampled))
+        self.labelled["roofline_seconds_total"][kind] += bound
+        self._lately.append((bound, seconds))
+
+    @property
+    def roofline_fraction(self) -> float:
+        """Of the time of the latest steps; 0 before the first."""
+        taken = sum(seconds for _, seconds in self._lately)
+        return sum(bound for bound, _ in self._lately) / taken if taken > 0 else 0.0
 
     def _tokens(self, record: StepRecord) -> None:
         now, lives = record.ended_ns, self._lives
@@ -210,6 +229,7 @@ class Metrics(Collector, Observer):
         yield shown.waiting(self.waits.now if self.num_waiting else {})
         yield shown.gauge("kv_cache_usage_perc", self.usage)
         yield shown.gauge("max_num_seqs", self._slots)
+        yield shown.gauge("roofline_fraction", self.roofline_fraction)
         for name, value in self.told.items():
             yield shown.gauge(name, value())
         for name, count in self.counters.items():

@@ -67,6 +67,9 @@ LABELLED = {
     "admission_rejections_total": Labelled("reason", (), "Requests refused, by why."),
     "request_wait_seconds_total": Labelled(
         "reason", WAITS, "Seconds that requests waited for a slot, by why, summed over requests."),
+    "roofline_seconds_total": Labelled(
+        "kind", KINDS, "Seconds that steps must have taken by their bytes and operations, at what the machine was "
+        "measured to do; divided by the sum of iteration_time_seconds: how near they came."),
     "stalled_row_steps_total": Labelled(
         "reason", STALLS, "Running requests that had no row in a step, by why, summed over steps."),
 }
@@ -75,6 +78,7 @@ GAUGES = {
     "num_requests_waiting": "Requests that wait for a slot.",
     "kv_cache_usage_perc": "Share of cache blocks that somebody refers to; 1 is all.",
     "max_num_seqs": "Slots in use.",
+    "roofline_fraction": "Share of the time of the latest steps that the machine's limits explain; 1 is all of it.",
     "step_time_model_error": "Median of |predicted - taken| / taken over the latest steps that were learned from.",
     "engine_healthy": "1 while there is an engine that shows signs of life, else 0.",
 }

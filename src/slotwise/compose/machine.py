@@ -1,0 +1,54 @@
+"""What the machine can do, measured, and what a model asks of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from slotwise.core.roofline import Machine, Roofline
+from slotwise.model.decoder import Decoder
+
+MIB = 1 << 20
+
+
+CPU = torch.device("cpu")
+
+
+def measure_machine(
+    megabytes: int = 256, size: int = 2048, repeats: int = 8, device: torch.device = CPU,
+    kind: torch.dtype = torch.float32,
+) -> Machine:
+    """Reads of `megabytes` and products of `size` x `size`, the best of `repeats`; takes about two seconds on a CPU."""
+    data = torch.ones(megabytes * MIB // 4, device=device)
+    square = torch.randn(size, size, device=device, dtype=kind)
+    reads = _best(lambda: data.sum().item(), repeats)
+    products = _best(lambda: (square @ square)[0, 0].item(), repeats)
+    return Machine(data.numel() * 4 / reads, 2 * size**3 / products)
+
+
+def glance(device: torch.device, kind: torch.dtype) -> Machine:
+    """The same in a twentieth of a second, for whoever is about to serve."""
+    if device.type == "cuda":
+        return measure_machine(1024, 8192, 3, device, kind)
+    return measure_machine(64, 1024, 2)
+
+
+def roofline(decoder: Decoder, machine: Machine) -> Roofline:
+    config = decoder.config
+    return Roofline(
+        machine, decoder.step_weight_bytes,
+        2 * config.num_layers * config.num_kv_heads * config.head_dim * config.dtype.itemsize,
+        config.layer_weights, config.hidden_size * config.vocab_size,
+        4 * config.num_layers * config.num_heads * config.head_dim)
+
+
+def _best(work: Callable[[], object], repeats: int) -> float:
+    work()
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - started)
+    return min(times)

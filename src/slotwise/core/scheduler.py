@@ -180,15 +180,15 @@ class Scheduler:
         if self._planner.is_priced:
             self._times.step(work_of(plan.starts, plan.counts, plan.padding), plan.now, now)
         self._roster.policy.served(flight.requests, plan.counts, result.tokens)
-        told = self._release(Told(request_ids, published, published_logprobs), ended)
+        told = self._release(Told(request_ids, published, published_logprobs), ended, plan)
         overrun -= sum(len(result.tokens[row]) for row in plan.held)
         self._roster.events.append(Committed(
             now, plan.step, tuple(told.request_ids), tuple(told.tokens), tuple(told.logprobs), overrun))
         for request, reason in ended:
             self._roster.end(request, reason, now)
 
-    def _release(self, told: Told, ended: list[tuple[Request, str]]) -> Told:
-        """What may be told now; `ended` is left with those who may go now."""
+    def _release(self, told: Told, ended: list[tuple[Request, str]], plan: StepPlan) -> Told:
+        """What may be told now, to those with a row in `plan`; `ended` is left with those of them who may go now."""
         together = self._planner.discipline.leaves_together
         if not (together or self._roster.withheld):
             return told
@@ -201,8 +201,9 @@ class Scheduler:
         if together and len(held) < len(self._roster.running):
             ended[:] = gone
             return self._roster.withheld.release(request.request_id for request, _ in gone)
-        ended[:] = gone + [(request, request.reason) for request in held]
-        return self._roster.withheld.release_all()
+        present = frozenset(plan.request_ids)  # whoever rests in this step is told, and goes, in the next it is in
+        ended[:] = gone + [(request, request.reason) for request in held if request.request_id in present]
+        return self._roster.withheld.release(plan.request_ids)
 
     def rollback(self) -> list[str]:
         """Forget all steps in flight, after a failed one: their rows will be planned again from the last commit.

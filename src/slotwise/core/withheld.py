@@ -42,6 +42,3 @@ class Withheld:
         """All that is kept of these requests."""
         found = [(request_id, *self._kept.pop(request_id)) for request_id in request_ids if request_id in self._kept]
         return Told(*zip(*found, strict=True)) if found else Told((), (), ())
-
-    def release_all(self) -> Told:
-        return self.release(tuple(self._kept))

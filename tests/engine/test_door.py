@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 from slotwise.batching.settings import Batching
 from slotwise.core.limits import SchedulerLimits
+from slotwise.core.params import SamplingParams
+from slotwise.core.terms import Terms
 from slotwise.engine.door import LEAST, LONGEST_RETRY, PATIENCE, UNMEASURED, Door
-from slotwise.engine.messages import EngineInfo, RowEnd, StepRecord
+from slotwise.engine.messages import Add, EngineInfo, RowEnd, StepRecord
 from slotwise.engine.scheduling import Scheduling
 
 LIMITS = SchedulerLimits(max_model_len=100, num_blocks=25, block_size=4, max_num_seqs=4, max_num_batched_tokens=32)
@@ -176,3 +178,51 @@ def test_whatever_happens_the_numbers_hold(history: list[tuple[int, int, float, 
         assert 1 <= door.retry_after <= LONGEST_RETRY
         fastest = max([0, *(min(step[1], 5) / step[2] for step in history)])
         assert door.rate.requests <= fastest * 1.001
+
+
+def ask(queue: Queue, tier: str, count: int = 1) -> None:
+    for _ in range(count):
+        queue.come(1)
+        queue.door.commanded(Add(queue.line[-1], [1], SamplingParams(), 0, terms=Terms(tier=tier)), queue.now)
+
+
+def test_a_tier_has_a_queue_of_its_own() -> None:
+    queue = Queue()
+    ask(queue, "gold", 2)
+    ask(queue, "silver", 6)
+    queue.step()  # nobody found a slot
+    assert queue.door.tier_objection("gold", 3) == "" != queue.door.tier_objection("gold", 2)
+    assert "the tier silver is full: 6 requests wait, at most 5 may" in queue.door.tier_objection("silver", 5)
+    assert queue.door.tier_objection("bronze", 1, 9) == ""  # where nobody waits anybody may
+    queue.step(admit=3)
+    assert queue.door.tier_objection("silver", 6) == "" != queue.door.tier_objection("silver", 5)
+    with queue.door.entering("gold"):
+        assert "1 requests wait" in queue.door.tier_objection("gold", 1)
+    assert queue.door.tier_objection("gold", 1) == ""
+    queue.door.stepped(StepRecord(1, 0, 0, ended=tuple(RowEnd(name, "abort", 0) for name in queue.line)))
+    assert queue.door.tier_objection("silver", 0) == ""
+
+
+def test_a_tiers_retry_is_when_half_of_its_queue_has_drained() -> None:
+    queue = Queue()
+    ask(queue, "silver", 50)
+    assert queue.door.tier_retry_after("silver", 10) == 1
+    for _ in range(10):
+        queue.step(admit=2)
+    assert queue.door.tier_retry_after("silver", 20) == 10  # 30 wait, ten are to, two start a second
+    assert queue.door.tier_retry_after("silver", 100) == 1 and queue.door.tier_retry_after("none", 100) == 1
+
+
+def test_the_outlook_is_who_waits_and_how_fast_they_start() -> None:
+    queue = Queue()
+    assert queue.door.outlook() == (0, 0.0)  # four slots are free
+    queue.come(6)
+    assert queue.door.outlook() == (2, None)
+    queue.step(running=4)
+    assert queue.door.outlook() == (6, None)
+    queue.come(44)
+    for _ in range(10):
+        queue.step(admit=2)
+    position, start = queue.door.outlook()
+    assert position == 30 and start == pytest.approx(31 / 2, rel=0.2)
+    assert queue.door.start_of(0) == pytest.approx(0.5, rel=0.2)

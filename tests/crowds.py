@@ -33,12 +33,13 @@ class KnownTimes(StepTimes):
     """Step times that need not be learned."""
 
     TOKEN = 0.25  # seconds
+    knows = True
 
     def seconds(self, work: Work) -> float:
         return self.TOKEN * work.tokens
 
-    def learn(self, work: Work, seconds: float) -> None:
-        pass
+    def step(self, work: Work, started: float, ended: float) -> None:
+        """Learns nothing."""
 
 
 def terms(

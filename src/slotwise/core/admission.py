@@ -114,7 +114,8 @@ class Admission:
             tuple(sorted(request.stop_ids))))
         draft.grant(request, tuple(request.blocks))
         start, known = request.num_scheduled, len(request.tokens)
-        draft.row(request, start, self._pieces.of(request, known - start, draft), known)
+        count = self._pieces.of(request, known - start, draft) or 1  # 0: fewer tokens are predicted to take longer
+        draft.row(request, start, count, known)
 
     # -- outranking ----------------------------------------------------------------------------------------------
 

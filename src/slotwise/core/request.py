@@ -40,6 +40,7 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 }
 
 NO_SLOT_HELD = -1
+NO_TURN = -2
 NO_TERMS = Terms()
 
 
@@ -94,7 +95,7 @@ class Request:
         self.num_scheduled = 0
         self.num_computed = 0
         self.pending = 0  # sampled by steps in flight
-        self.turn = -1  # the last step that it was given while rows took turns
+        self.turn = NO_TURN  # the last step that it was given while rows took turns
 
     @property
     def num_output(self) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from slotwise.core.request import Request
+from slotwise.core.request import NO_TURN, Request
 
 SHORT = 16  # a row whose context is less than this share (one in so many) of the cap never rests
 ALL = ""  # the cap that counts everyone; others count the rows of the tier they are named after
@@ -44,6 +44,6 @@ def _turn(request: Request, step: int) -> int:
     """The last step it was given.  A newcomer goes behind those who rest already: a stream of newcomers that went first
     would let them rest for ever.
     """
-    if request.turn < 0:
+    if request.turn == NO_TURN:
         request.turn = step - 1
     return request.turn

@@ -11,6 +11,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -36,10 +37,38 @@ def interpreted() -> Iterator[None]:
             os.environ["TRITON_INTERPRET"] = before
 
 
+def hasten_interpreter() -> None:
+    """Spare it most of its time: it prepares `triton.language` anew for every function that a kernel calls."""
+    from triton.runtime import interpreter
+
+    prepare, prepared = interpreter._patch_lang, set()
+
+    class Outermost:
+        def __init__(self, scope: Any) -> None:
+            self._scope = scope
+
+        def restore(self) -> None:
+            prepared.clear()
+            self._scope.restore()
+
+    def prepare_once(function: Any) -> Any:
+        module = function.__globals__["__name__"]
+        if module in prepared:
+            return None
+        is_outermost = not prepared
+        prepared.add(module)
+        scope = prepare(function)
+        return Outermost(scope) if is_outermost else scope
+
+    interpreter._patch_lang = prepare_once
+
+
 with interpreted():
     from slotwise.kernels.cuda import CudaKernels
 
     KERNELS = CudaKernels(DEVICE)
+if DEVICE == "cpu":
+    hasten_interpreter()
 
 EXAMPLES = 200 if DEVICE == "cuda" else 1
 """Hypothesis draws so many times more examples where they cost nothing."""

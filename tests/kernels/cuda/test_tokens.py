@@ -28,7 +28,7 @@ def same(kind: torch.dtype, ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     return torch.equal(ours.cpu(), theirs)
 
 
-@settings(max_examples=25 * EXAMPLES, deadline=None)
+@settings(max_examples=16 * EXAMPLES, deadline=None)
 @given(st.sampled_from(KINDS), st.integers(1, 3), st.integers(1, 1500))
 def test_norms_and_activation(kind, tokens, size):
     x, residual, weight = numbers(kind, tokens, size), numbers(kind, tokens, size), numbers(kind, size)
@@ -68,10 +68,10 @@ def test_no_tokens():
 
 
 @FLOATS
-@pytest.mark.parametrize("head_dim", [16, 24, 64, 80, 128, 256])
+@pytest.mark.parametrize("head_dim", [24, 64, 80, 256])
 @pytest.mark.parametrize("with_norm", [False, True])
 def test_rotary_store(kind, head_dim, with_norm):
-    layer = Layer(AttentionShape(6, 2, head_dim, 1.0), 16, kind, [(3, 3), (2, 40), (1, 17)])
+    layer = Layer(AttentionShape(6, 2, head_dim, 1.0), 16, kind, [(2, 2), (1, 40), (1, 17)])
     batch = layer.batch()
     weights = 1 + layer.random(2, head_dim) / 4
     norm = QKNorm(weights[0], weights[1], 1e-6) if with_norm else None

@@ -85,7 +85,8 @@ def default_tuning(head_dim: int, kind: torch.dtype) -> Tuning:
     """For a device nobody has tuned: a stage of keys and values takes at most 32 KiB."""
     wide = kind.itemsize * (1 if head_dim <= 64 else 2 if head_dim <= 128 else 4)  # 2 ... 16
     if kind == torch.float32:
-        return Tuning(PrefillConfig(32, 32, 4, 2), DecodeConfig(32, 256, 32, 4, 2))
+        block_n = 16 if head_dim > 128 else 32
+        return Tuning(PrefillConfig(32, block_n, 4, 2), DecodeConfig(block_n, 256, 32, 4, 2))
     if wide <= 4:
         return Tuning(PrefillConfig(128, 64, 8 if head_dim > 64 else 4, 3), DecodeConfig(64, 256, 32, 4, 3))
     return Tuning(PrefillConfig(64, 32, 4, 2), DecodeConfig(32, 256, 32, 4, 3))

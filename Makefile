@@ -9,10 +9,10 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 4 --dist load
 # Python keeps what it has compiled, whatever the shell says: else every process of the tests would compile torch anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install serve test suite quick lint clean
+.PHONY: help install serve test suite quick lint gpu-check clean
 
 help:            ## this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 
 install: $(VENV)/test.ready $(VENV)/kernels.ready   ## set everything up and run nothing
 
@@ -31,6 +31,11 @@ lint: $(VENV)/test.ready   ## style, types, and the arrows between packages
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+gpu-check:       ## check and measure on a GPU, in eight minutes (ARGS=--rehearse: in small, on the CPU)
+	@if $(PYTHON) -c 'import torch' 2>/dev/null; then python=$(PYTHON); \
+	else $(MAKE) $(VENV)/test.ready && python=$(BIN)/python; fi; \
+	PYTHONPATH=src $$python -m benchmarks.gpu $(ARGS)
 
 $(VENV)/serve.ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Slotwise needs Python 3.11 or newer")'

@@ -1,0 +1,1 @@
+"""Checks and measures the engine on a GPU; see gpu.md beside this folder."""

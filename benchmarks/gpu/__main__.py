@@ -1,0 +1,89 @@
+"""Checks and measures everything on a GPU in eight minutes, and writes one JSON file: `make gpu-check`.
+
+    PYTHONPATH=src python -m benchmarks.gpu                  all of it, gpu-check.json
+    PYTHONPATH=src python -m benchmarks.gpu --rehearse       all of it in small, on the CPU: whether it runs, no figures
+    PYTHONPATH=src python -m benchmarks.gpu --parts steps    one part
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.parts import OK, PARTS, SKIPPED, run
+from benchmarks.gpu.targets import judged
+
+SECONDS = 480.0  # for all of it
+
+
+def main() -> int:
+    """0 when all went well or there is no GPU, else 1; a target that is missed is reported, and no failure."""
+    asked = _parse()
+    missing = "" if asked.rehearse else _why_not()
+    if missing:
+        print(f"skipped: {missing}", flush=True)
+        _write(asked.output, {"status": SKIPPED, "why": missing})
+        return 0
+    from benchmarks.gpu.machine import facts
+
+    result: dict[str, Any] = {"status": "running", "rehearsal": asked.rehearse, "environment": facts(), "parts": {}}
+    result["environment"]["commit"] = asked.commit or result["environment"]["commit"]
+    started = time.monotonic()
+    for part in PARTS:
+        if asked.parts and part.name not in asked.parts:
+            continue
+        left = asked.seconds - (time.monotonic() - started)
+        result["parts"][part.name] = done = run(part, rehearse=asked.rehearse, time_left=left)
+        print(f"{part.name}: {done['status']} after {done.get('seconds', 0)} s", flush=True)
+        _write(asked.output, result)  # what there is, should this be stopped
+    failed = [name for name, done in result["parts"].items() if done["status"] != OK]
+    result |= {"status": f"not complete: {', '.join(failed)}" if failed else "completed",
+               "seconds": round(time.monotonic() - started, 1), "targets": [] if asked.rehearse else judged(result["parts"])}
+    _write(asked.output, result)
+    _report(result)
+    return int(bool(failed))
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("gpu-check.json"), help="(default: gpu-check.json)")
+    parser.add_argument("--rehearse", action="store_true", help="everything tiny, on the CPU")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"for all of it (default: {SECONDS:g})")
+    parser.add_argument("--parts", nargs="+", choices=[part.name for part in PARTS], help="only these")
+    parser.add_argument("--commit", default="", help="what is checked, where git cannot tell")
+    return parser.parse_args()
+
+
+def _why_not() -> str:
+    """What is missing for a check on a GPU; empty when nothing is."""
+    for package in ("torch", "triton"):
+        if importlib.util.find_spec(package) is None:
+            return f"{package} is not installed"
+    import torch
+
+    return "" if torch.cuda.is_available() else f"torch {torch.__version__} sees no GPU"
+
+
+def _write(path: Path, result: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _report(result: dict[str, Any]) -> None:
+    for name, done in result["parts"].items():
+        if "said" in done:
+            print(f"\n{name} said last:\n{done['said']}")
+    print(f"\n{result['status']} after {result['seconds']} s")
+    for target in result["targets"]:
+        found = "not measured" if target["found"] is None else f"{target['found']:.3g}"
+        verdict = "" if target["met"] is None else " (met)" if target["met"] else " (MISSED)"
+        print(f"  {target['name']}: {found}, wanted {target['wanted']}{verdict}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""The parts of the check, each a process with a time of its own: none can take another down, nor its time."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.figures import MARK, told
+
+ROOT = Path(__file__).resolve().parents[2]
+WORTHWHILE = 5.0  # seconds; with less left a part is not begun
+KEPT = 3000  # characters of what a part that failed said last
+OK, FAILED, OUT_OF_TIME, SKIPPED = "ok", "failed", "out of time", "skipped"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Arguments for Python, and how long they may take."""
+
+    name: str
+    arguments: tuple[str, ...]
+    rehearsal: tuple[str, ...]
+    seconds: float
+
+
+def _tests(name: str, on_gpu: str, rehearsal: str, seconds: float) -> Part:
+    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
+    return Part(name, (*command, *on_gpu.split(" ", 2)), (*command, *rehearsal.split(" ", 2)), seconds)
+
+
+def _measured(name: str, seconds: float) -> Part:
+    command = ("-m", f"benchmarks.gpu.{name}")
+    return Part(name, command, (*command, "--rehearse"), seconds)
+
+
+PARTS = (
+    _tests("kernels", "tests/kernels/cuda", "tests/kernels/cuda/test_graphs.py", 110.0),
+    _measured("steps", 120.0),
+    _measured("trace", 50.0),
+    _measured("peer", 75.0),
+    _measured("start", 40.0),
+    _tests("parity", "tests/test_parity.py -k random_steps or preempted or alone",
+           "tests/test_parity.py -k alone and llama3", 75.0),
+)
+
+
+def run(part: Part, *, rehearse: bool, time_left: float) -> dict[str, Any]:
+    """What came of a part: its status, seconds and figures, and what it said last when it did not go well."""
+    budget = min(part.seconds, time_left)
+    if budget < WORTHWHILE:
+        return {"status": SKIPPED, "why": f"{max(time_left, 0.0):.0f} s of the check are left"}
+    started = time.monotonic()
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
+        status = _finished(part.rehearsal if rehearse else part.arguments, output.fileno(), budget)
+        output.seek(0)
+        text = output.read()
+    found = {"status": status, "seconds": round(time.monotonic() - started, 2), "figures": told(text)}
+    if counts := _counts(text):
+        found["figures"]["tests"] = counts
+    if status != OK:
+        said = "\n".join(line for line in text.splitlines() if not line.startswith(MARK))
+        found["said"] = said[-KEPT:]
+    return found
+
+
+def _finished(arguments: tuple[str, ...], output: int, budget: float) -> str:
+    """Run Python to its end, or to the end of its time."""
+    paths = os.pathsep.join(filter(None, (str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", ""))))
+    process = subprocess.Popen(
+        [sys.executable, *arguments], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+        env=os.environ | {"PYTHONPATH": paths}, start_new_session=True)
+    try:
+        return OK if process.wait(budget) == 0 else FAILED
+    except subprocess.TimeoutExpired:
+        return OUT_OF_TIME
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _counts(text: str) -> dict[str, int]:
+    """Tests by what became of them, from pytest's last line."""
+    found = re.findall(r"(\d+) (passed|failed|errors?|skipped)", text[-400:])
+    return {outcome: int(number) for number, outcome in found}

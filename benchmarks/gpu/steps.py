@@ -1,0 +1,129 @@
+"""Decode and prefill steps of the whole engine against what the device allows, and how much of the time it idles.
+
+A step's time is from the end of one to the end of the next, as the engine sees it, so whatever the host keeps the
+device waiting for counts.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+from benchmarks.gpu import machine
+from benchmarks.gpu.cost import Bounds, Machine
+from benchmarks.gpu.figures import tell
+from benchmarks.gpu.idle import Span, idle_share, shares, watch
+from benchmarks.gpu.setup import Setup, asked, load
+
+from slotwise.engine.loop import Engine
+from slotwise.engine.messages import Finish, StepRecord
+from slotwise.kernels.select import choose
+
+SETTLING = 6  # first steps of a kind, which record and compile
+WATCHED = 12  # steps under the profiler
+NANO = 1e-9
+
+
+def main() -> None:
+    setup = asked(__doc__)
+    device = choose(setup.device).device
+    measured = machine.measure(setup)
+    tell(machine=measured._asdict())
+    engine, info = load(setup).engine(setup.engine_config())
+    tell(memory={name: getattr(info.memory, name) for name in ("weights", "workspace", "cache")},
+         blocks=info.limits.num_blocks)
+    bench = Bench(engine, setup, measured, Bounds(setup.model))
+    tell(prefill=bench.prefill())
+    decoded = {}
+    for rows in setup.rows:
+        decoded[str(rows)] = bench.decode(rows)
+        tell(decode=decoded)
+    tell(idle=bench.idle(lambda work: watch(work, device)))
+
+
+class Bench:
+    """An engine, and what bounds it."""
+
+    def __init__(self, engine: Engine, setup: Setup, machine: Machine, bounds: Bounds) -> None:
+        self._engine = engine
+        self._setup = setup
+        self._machine = machine
+        self._bounds = bounds
+
+    def prefill(self) -> dict[str, Any]:
+        """Steps that are one whole prompt each."""
+        tokens = self._setup.prefill_tokens
+        for number in range(self._setup.prefill_steps + 2):
+            self._engine.handle(self._setup.request(f"prompt-{number}", tokens, 1, seed=number))
+        records = []
+        while self._engine.has_work:
+            record = _sound(self._engine.step())
+            if record.counts == (tokens,):
+                records.append(record)
+        seconds = statistics.median(_durations(records[1:]))
+        operations = self._bounds.operations(records[-1])
+        return {"tokens": tokens, "step_seconds": seconds, "operations": operations,
+                "of_product_rate": operations / self._machine.operations_per_second / seconds,
+                "tokens_per_second": tokens / seconds}
+
+    def decode(self, rows: int) -> dict[str, Any]:
+        """Steps in which `rows` rows decode, each with about `Setup.context` tokens."""
+        self._fill(rows)
+        records = [self._steady(rows) for _ in range(SETTLING + self._setup.decode_steps)][SETTLING - 1 :]
+        self._clear(rows)
+        seconds = statistics.median(_durations(records))
+        num_bytes = self._bounds.bytes(records[len(records) // 2])
+        bound = num_bytes / self._machine.bytes_per_second
+        return {"rows": rows, "step_seconds": seconds, "bytes": num_bytes, "roofline_seconds": bound,
+                "of_roofline": bound / seconds, "tokens_per_second": rows / seconds}
+
+    def idle(self, watching: Callable[[Callable[[], None]], list[Span]]) -> dict[str, Any]:
+        """The device's idle share while all rows decode, and what it is busy with."""
+        rows = max(self._setup.rows)
+        self._fill(rows)
+        records = [self._steady(rows) for _ in range(SETTLING)]
+        spans = watching(lambda: records.extend(self._steady(rows) for _ in range(WATCHED)))
+        self._clear(rows)
+        return {"rows": rows, "share": idle_share(spans), "steps": WATCHED,
+                "step_seconds": statistics.median(_durations(records[SETTLING:])), "busy_with": shares(spans)}
+
+    def _fill(self, rows: int) -> None:
+        """Start `rows` requests, and step until all of them decode."""
+        steps = SETTLING + max(self._setup.decode_steps, WATCHED)
+        num_prompt = max(1, self._setup.context - steps // 2)
+        for row in range(rows):
+            num_output = self._setup.longest - num_prompt
+            self._engine.handle(self._setup.request(f"row-{row}", num_prompt, num_output, seed=row))
+        while True:
+            record = _sound(self._engine.step())
+            if len(record.counts) == rows and max(record.counts) == 1:
+                return
+
+    def _steady(self, rows: int) -> StepRecord:
+        record = _sound(self._engine.step())
+        if len(record.counts) != rows or max(record.counts) > 1:
+            raise RuntimeError(f"a step of {len(record.counts)} rows is not one in which {rows} decode")
+        return record
+
+    def _clear(self, rows: int) -> None:
+        for row in range(rows):
+            self._engine.handle(Finish(f"row-{row}", "abort"))
+        while self._engine.has_work:
+            self._engine.step()
+
+
+def _sound(record: StepRecord) -> StepRecord:
+    if record.failure or any(end.message for end in record.ended):
+        raise RuntimeError(record.failure or next(end.message for end in record.ended if end.message))
+    return record
+
+
+def _durations(records: list[StepRecord]) -> list[float]:
+    """Seconds from the end of each to the end of the next."""
+    return [(after.ended_ns - before.ended_ns) * NANO for before, after in pairwise(records)]
+
+
+if __name__ == "__main__":
+    main()

@@ -19,6 +19,7 @@ import time
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from slotwise.batching.settings import Batching
 from slotwise.compose.worker import serve
@@ -29,7 +30,7 @@ from slotwise.engine.channel import BlockingChannel, ChannelClosed
 from slotwise.engine.loop import Engine
 from slotwise.engine.messages import Command, EngineFailed, EngineInfo, Finish, Loading
 from slotwise.engine.pulse import Heart
-from slotwise.engine.scheduling import Scheduling
+from slotwise.engine.scheduling import Scheduling, tiers
 from slotwise.engine.wire import encode
 from slotwise.policies.fcfs import FirstComeFirstServed
 
@@ -100,17 +101,17 @@ class Noting(Engine):
         super().handle(command)
 
 
-def main(seconds: float, broken: Path, changed: dict[str, int], descriptor: int) -> None:
+def main(seconds: float, broken: Path, changed: dict[str, Any], descriptor: int) -> None:
     print("start", os.getpid(), flush=True)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     channel = BlockingChannel(socket.socket(fileno=descriptor))
     heart = Heart(channel)
     heart.start()
-    limits = replace(LIMITS, **changed)
-    scheduling = Scheduling(Batching(), limits.max_num_seqs, limits.max_num_batched_tokens)
+    limits = replace(LIMITS, **changed | {"tiers": tiers(changed.pop("tiers", []))})
+    scheduling = Scheduling(Batching(), limits.max_num_seqs, limits.max_num_batched_tokens, tiers=limits.tiers)
     scheduler = Scheduler(limits, scheduling.discipline(), FirstComeFirstServed())
-    engine = Noting(scheduler, Executor(seconds, channel), time.monotonic_ns, (EOS,))
+    engine = Noting(scheduler, Executor(seconds, channel), time.monotonic_ns, (EOS,), scheduling=scheduling)
     channel.send(encode(Loading("weights", 1, 2)))
     if broken.is_file():
         channel.send(encode(EngineFailed("the model is not there")))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from slotwise.engine.supervisor import Backoff, Supervisor
 from slotwise.server.app import build_app
 from slotwise.server.serve import listen, serve
 from slotwise.server.settings import ServerSettings
+from slotwise.server.tiers import load_tiers
 from slotwise.text.chat import load_chat_template
 from slotwise.text.tokenizer import Tokenizer
 
@@ -28,6 +30,8 @@ LIMITS = {"num_blocks": int, "max_num_seqs": int, "enable_prefix_caching": bool}
 def _setting(name: str, value: str) -> Any:
     if name == "api_keys":
         return tuple(value.split(","))
+    if name == "admin_api_key":
+        return value
     return float(value) if "timeout" in name else int(value)
 
 
@@ -36,8 +40,10 @@ async def main(folder: Path, log: Path, *given: str) -> int:
     seconds = named.pop("seconds_per_step", "0.001")
     backoff = Backoff(first=float(named.pop("backoff", "0.1")), max_false_starts=int(named.pop("false_starts", "6")))
     service = EngineService(max_live=int(named.pop("max_live", "4096")))
-    limits = {name: kind(int(named.pop(name))) for name, kind in LIMITS.items() if name in named}
-    settings = ServerSettings("toy", **{name: _setting(name, value) for name, value in named.items()})
+    limits: dict[str, Any] = {name: kind(int(named.pop(name))) for name, kind in LIMITS.items() if name in named}
+    tiers = load_tiers(path, limits.get("max_num_seqs", 64), {}) if (path := named.pop("tiers", "")) else ()
+    limits["tiers"] = [asdict(served.tier) for served in tiers]
+    settings = ServerSettings("toy", tiers=tiers, **{name: _setting(name, value) for name, value in named.items()})
     engines: list[ChildProcess] = []
 
     def launch(_: object) -> ChildProcess:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slotwise import builtin
 from slotwise.cli.options import BUILTIN_NAME, add_command, add_engine_options, engine_settings
@@ -14,6 +14,9 @@ from slotwise.engine.door import PATIENCE
 from slotwise.engine.pulse import ENGINE_TIMEOUT, SHORTEST_TIMEOUT
 from slotwise.model.locate import locate
 from slotwise.observe.lines import FORMATS, TEXT
+
+if TYPE_CHECKING:
+    from slotwise.server.tiers import ServedTier
 
 
 def add(commands: Any) -> None:
@@ -30,6 +33,11 @@ def _server_options(serve: argparse.ArgumentParser) -> None:
     group.add_argument("--api-key", action="append", default=[], type=_key, metavar="KEY",
                        help="clients must send one of the keys given as a bearer token; each key's prefix cache is its "
                        "own (default: those in $SLOTWISE_API_KEY, comma separated)")
+    group.add_argument("--admin-api-key", default="", type=_key, metavar="KEY",
+                       help="the only key that may use /admin (default: $SLOTWISE_ADMIN_API_KEY; without one, whoever "
+                       "may come in may)")
+    group.add_argument("--tiers", metavar="FILE",
+                       help="classes of service, in TOML: objectives, shares, queues, keys; docs/tiers.md tells all")
     group.add_argument("--served-model-name", metavar="NAME", help="what clients call the model")
     group.add_argument("--chat-template", metavar="FILE", help="a Jinja file instead of the model's own template")
     group.add_argument("--max-num-queued-reqs", type=_at_least_one, metavar="N",
@@ -85,19 +93,35 @@ def _keys(given: list[str]) -> tuple[str, ...]:
     return tuple(given) or tuple(filter(None, map(str.strip, os.environ.get("SLOTWISE_API_KEY", "").split(","))))
 
 
+def _tiers(asked: argparse.Namespace) -> tuple[ServedTier, ...]:
+    """Raises ValueError, OSError: one line that says what is wrong with the file."""
+    if not asked.tiers:
+        return ()
+    from slotwise.server.tiers import load_tiers, unreachable
+
+    tiers = load_tiers(asked.tiers, asked.max_num_seqs, os.environ)
+    if objection := unreachable(tiers, _keys(asked.api_key)):
+        raise ValueError(objection)
+    return tiers
+
+
 def run(asked: argparse.Namespace) -> int:
     from slotwise.compose.garbage import hold_off
     from slotwise.compose.launch import launch_engine
 
     hold_off()
-    config = EngineConfig.of(model=str(locate(asked.model or builtin.path())), **engine_settings(asked))
+    tiers, api_keys = _tiers(asked), _keys(asked.api_key)
+    config = EngineConfig.of(
+        model=str(locate(asked.model or builtin.path())), tiers=tuple([served.tier for served in tiers]),
+        **engine_settings(asked))
     engine = launch_engine(config, asked.log_format)  # it loads while this process imports the rest
 
     from slotwise.compose.server import run_server
     from slotwise.server.settings import ServerSettings
 
     settings = ServerSettings(
-        served_model_name=asked.served_model_name or asked.model or BUILTIN_NAME, api_keys=_keys(asked.api_key),
+        served_model_name=asked.served_model_name or asked.model or BUILTIN_NAME, api_keys=api_keys,
+        admin_api_key=asked.admin_api_key or os.environ.get("SLOTWISE_ADMIN_API_KEY", "").strip(), tiers=tiers,
         max_num_queued_reqs=asked.max_num_queued_reqs, max_num_queued_tokens=asked.max_num_queued_tokens,
         queue_timeout=asked.queue_timeout, engine_timeout=asked.engine_timeout,
         shutdown_timeout=asked.shutdown_timeout, stream_interval=asked.stream_interval,

@@ -35,7 +35,7 @@ class Generation:
         self.request_id = request_id
         self.interval = 1  # tokens to wait for before the consumer is woken
         self.num_cached = -1  # prompt tokens found in the cache when it first took a slot; -1: it has not
-        self.moved_ns = time.monotonic_ns()  # when it came, or the engine last gave it a slot or took one from it
+        self.moved_ns = time.monotonic_ns()  # when it came, ended, or the engine gave it a slot or took it away
         self._finish = finish
         self._loop = asyncio.get_running_loop()
         self._tokens: list[int] = []
@@ -79,6 +79,7 @@ class Generation:
     def end(self, reason: str, message: str = "") -> None:
         if self._end is None:
             self._end = (reason, message)
+            self.moved_ns = time.monotonic_ns()
             self._wake()
 
     def _wake(self) -> None:

@@ -17,13 +17,12 @@ from starlette.routing import Route, Router
 
 from slotwise.engine.service import EngineService
 from slotwise.observe.steptime import StepTimes
-from slotwise.server import admin, explain
+from slotwise.server import admin, explain, whereabouts
 from slotwise.server.completions import chat_completions, completions
 from slotwise.server.errors import ApiError, ClientGone
 from slotwise.server.events import events
 from slotwise.server.exchange import Exchange, Message, checked_request_id
 from slotwise.server.generate import Api
-from slotwise.server.keys import Keys
 from slotwise.server.openapi import document
 from slotwise.server.prompts import Prompts
 from slotwise.server.settings import ServerSettings
@@ -59,8 +58,10 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("GET", "/timeline", timeline),
     ("GET", "/events", events),
     ("GET", "/explain/{request_id:path}", explain.of_request),
+    ("GET", "/requests/{request_id:path}", whereabouts.of_request),
 )
 OPEN_TO_ALL = ("/health", "/ping", "/timeline")  # the last is a page without data, which asks for a key itself
+ADMIN = "/admin/"  # what is below it changes how the server works
 REJECTIONS = ("context_length_exceeded", "tokenizer_busy")  # codes of errors that count as refused admissions
 
 logger = logging.getLogger(__name__)
@@ -82,7 +83,6 @@ class App:
 
     def __init__(self, api: Api) -> None:
         self.api = api
-        self._keys = Keys(api.settings.api_keys)
         self.router = Router(
             [Route(path, _Endpoint(self, endpoint), methods=[method]) for method, path, endpoint in ROUTES],
             redirect_slashes=False)
@@ -99,7 +99,9 @@ class App:
             if given := headers.get(b"x-request-id"):
                 exchange.request_id = checked_request_id(given.decode("latin-1"), "X-Request-Id")
             if scope["path"] not in OPEN_TO_ALL:
-                exchange.tenant = self._keys.tenant(headers.get(b"authorization", b""))
+                keys = self.api.keys
+                named = keys.admin if scope["path"].startswith(ADMIN) else keys.tenant
+                exchange.tenant = named(headers.get(b"authorization", b""))
             await self.router(scope, receive, send)
         except ClientGone:
             return

@@ -41,13 +41,13 @@ class Choice:
         """The next piece.  A stop string in it ends the generation.
 
         Raises:
-            ApiError: the engine refused the request, was too late for it, or failed.
+            ApiError: the engine refused the request, was or would be too late for it, or failed.
         """
         continuation, reason = self.continuation, chunk.finish_reason
         before = continuation.num_tokens
         if reason is None:
             text = continuation.feed(chunk.token_ids)
-        elif reason in ("rejected", "timeout", "error"):
+        elif reason in ("rejected", "timeout", "shed", "error"):
             raise from_ending(reason, chunk.message)
         else:
             shown = len(chunk.token_ids) - (reason == "stop")  # an end or stop token is never shown
@@ -64,7 +64,7 @@ class Choice:
         """Everything in one piece.  Nobody wakes up for a token unless stop strings are to be looked for.
 
         Raises:
-            ApiError: the engine refused the request, was too late for it, or failed.
+            ApiError: the engine refused the request, was or would be too late for it, or failed.
         """
         if not self.continuation.looks_for_stops:
             self.generation.interval = AT_THE_END

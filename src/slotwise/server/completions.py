@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from slotwise.core.params import SamplingParams
+from slotwise.core.terms import Terms
 from slotwise.server.errors import bad_request
 from slotwise.server.exchange import Exchange, checked_request_id
 from slotwise.server.generate import Api, Job, answer
 from slotwise.server.protocol import ChatRequest, CompletionRequest, Generate, check_model, decode
 from slotwise.server.shapes import CHAT, COMPLETION, Heading, Shape
+from slotwise.server.tiers import UNTIERED
 
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens; a chat's is whatever fits
 RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
@@ -15,40 +19,49 @@ RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 
 async def completions(api: Api, exchange: Exchange) -> None:
     request = decode(CompletionRequest, await _body(api, exchange))
-    _check(api, exchange, request)
-    api.check_room()
-    with api.door.entering():
+    terms = _check(api, exchange, request)
+    api.check_room(terms.tier)
+    with api.door.entering(terms.tier):
         prompts = await api.prompts.of_completion(request.prompt, api.settings.max_choices)
     longest = max(map(len, prompts))
     max_tokens = api.prompts.max_tokens(request.max_tokens, longest, COMPLETION_TOKENS)
     params = request.sampling_params(max_tokens, request.logprobs)
-    await _answer(api, exchange, COMPLETION, (request, prompts, params))
+    await _answer(api, exchange, COMPLETION, Asked(request, terms, prompts, params))
 
 
 async def chat_completions(api: Api, exchange: Exchange) -> None:
     body = await _body(api, exchange)
     request = decode(ChatRequest, body)
-    _check(api, exchange, request)
+    terms = _check(api, exchange, request)
     variables = request.chat_template_kwargs or {}
     if not variables.keys().isdisjoint(RESERVED_VARIABLES):
         raise bad_request("chat_template_kwargs: names a variable that the request sets", "chat_template_kwargs")
-    api.check_room()
-    with api.door.entering():
+    api.check_room(terms.tier)
+    with api.door.entering(terms.tier):
         prompt = await api.prompts.of_chat(request, len(body), variables)
     asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     max_tokens = api.prompts.max_tokens(asked, len(prompt), None)
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     params = request.sampling_params(max_tokens, logprobs)
-    await _answer(api, exchange, CHAT, (request, [prompt], params))
+    await _answer(api, exchange, CHAT, Asked(request, terms, [prompt], params))
 
 
-async def _answer(api: Api, exchange: Exchange, shape: Shape,
-                  asked: tuple[Generate, list[list[int]], SamplingParams]) -> None:
-    request, prompts, params = asked
+class Asked(NamedTuple):
+    """A checked request."""
+
+    request: Generate
+    terms: Terms
+    prompts: list[list[int]]
+    params: SamplingParams
+
+
+async def _answer(api: Api, exchange: Exchange, shape: Shape, asked: Asked) -> None:
+    request, terms, prompts, params = asked
     _check_ids(api, params)
-    heading = Heading.now(shape, exchange.request_id, api.settings.served_model_name)
+    tier = terms.tier or (UNTIERED if request.service_tier is not None else "")
+    heading = Heading.now(shape, exchange.request_id, api.settings.served_model_name, tier)
     salt = _salt(exchange.tenant, request.cache_salt)
-    job = Job(request, prompts, params, heading, salt, exchange.received_ns, exchange.traceparent)
+    job = Job(request, prompts, params, heading, terms, salt, exchange.received_ns, exchange.traceparent)
     await answer(api, exchange, job)
 
 
@@ -63,12 +76,13 @@ async def _body(api: Api, exchange: Exchange) -> bytes:
     return await exchange.body(api.settings.max_body_bytes, api.settings.body_timeout)
 
 
-def _check(api: Api, exchange: Exchange, request: Generate) -> None:
-    """Whatever can be said before a prompt is read."""
+def _check(api: Api, exchange: Exchange, request: Generate) -> Terms:
+    """Whatever can be said before a prompt is read: the terms it would be served on."""
     check_model(request.model, api.settings.served_model_name)
     request.refuse_unsupported()
     if request.request_id is not None:
         exchange.request_id = checked_request_id(request.request_id, "request_id")
+    return api.terms(request, exchange.tenant)
 
 
 def _check_ids(api: Api, params: SamplingParams) -> None:

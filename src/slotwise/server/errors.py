@@ -12,6 +12,8 @@ from slotwise.engine.service import DRAINING, DUPLICATE_ID, Refused
 from slotwise.text.chat import ChatTemplateError
 from slotwise.text.tokenizer import TextTooLong, TokenizerError
 
+SHED = "shed"  # it could no longer be in time
+
 _AT = re.compile(r"^(?P<what>.*) - at (?:`key` in )?`\$\.?(?P<param>[^`.\[]*)(?P<rest>[^`]*)`$", re.DOTALL)
 
 
@@ -40,11 +42,13 @@ class ApiError(Exception):
         param: the field of the request at fault, if one is.
         code: a word for programs.
         retry_after: seconds after which a refused client may come back.
+        more: headers of its own.
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None,
-                 retry_after: int = 1) -> None:
+                 retry_after: int = 1, more: tuple[tuple[bytes, bytes], ...] = ()) -> None:
         super().__init__(message)
+        self.more = more
         self.status = status
         self.message = message
         self.param = param
@@ -56,6 +60,8 @@ class ApiError(Exception):
         """OpenAI's `type`."""
         if self.status == HTTPStatus.UNAUTHORIZED:
             return "authentication_error"
+        if self.status == HTTPStatus.FORBIDDEN:
+            return "permission_error"
         if self.status == HTTPStatus.NOT_FOUND:
             return "not_found_error"
         if self.status == HTTPStatus.SERVICE_UNAVAILABLE:
@@ -73,7 +79,7 @@ class ApiError(Exception):
     def headers(self) -> list[tuple[bytes, bytes]]:
         if self.status == HTTPStatus.SERVICE_UNAVAILABLE:
             last = [(b"connection", b"close")] if self.code == DRAINING else []  # what comes after may find nobody
-            return [(b"retry-after", str(self.retry_after).encode()), *last]
+            return [(b"retry-after", str(self.retry_after).encode()), *self.more, *last]
         if self.status == HTTPStatus.UNAUTHORIZED:
             return [(b"www-authenticate", b"Bearer")]
         return []
@@ -117,4 +123,6 @@ def from_ending(reason: str, message: str) -> ApiError:
         return bad_request(message, code="rejected")
     if reason == "timeout":
         return ApiError(HTTPStatus.GATEWAY_TIMEOUT, message, code="timeout")
+    if reason == SHED:
+        return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code=SHED)
     return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message or "the generation failed", code="engine_error")

@@ -26,9 +26,8 @@ async def events(api: Api, exchange: Exchange) -> None:
     `follow=0` with what has been written.
     """
     switches = _switches(exchange)
-    several = len(api.settings.api_keys) > 1
     api.later.flush()
-    view = _View(api.recorder.ring, Curtain(exchange.tenant if several else ""))
+    view = _View(api.recorder.ring, Curtain(exchange.tenant if api.keys.several else ""))
     gone = asyncio.Event()
     with api.viewers.entering():
         async with exchange.watched(gone.set):

@@ -37,6 +37,7 @@ class Exchange:
         self.traceparent = dict(scope["headers"]).get(b"traceparent", b"").decode("latin-1")
         self.received_ns = time.monotonic_ns()
         self.started = False
+        self.more: Headers = []  # of the response, whatever it is
         self._receive = receive
         self._send = send
 
@@ -115,6 +116,7 @@ class Exchange:
 
     async def _start(self, status: int, headers: Headers) -> None:
         self.started = True
+        headers += self.more
         headers.append((b"x-request-id", self.request_id.encode("ascii")))
         await self._send({"type": "http.response.start", "status": int(status), "headers": headers})
 

@@ -11,6 +11,7 @@ from http import HTTPStatus
 from typing import Any, NamedTuple
 
 from slotwise.core.params import SamplingParams
+from slotwise.core.terms import Terms
 from slotwise.engine.door import Door
 from slotwise.engine.messages import Add
 from slotwise.engine.service import QUEUE_FULL, EngineService, Refused
@@ -21,14 +22,17 @@ from slotwise.observe.steptime import StepTimes
 from slotwise.observe.traces import Traces
 from slotwise.server import explain
 from slotwise.server.choice import Choice, Piece
-from slotwise.server.errors import ApiError, bad_request, from_refusal
+from slotwise.server.errors import SHED, ApiError, bad_request, from_refusal
 from slotwise.server.exchange import Exchange
+from slotwise.server.keys import Keys
 from slotwise.server.prompts import Prompts
 from slotwise.server.protocol import Generate
 from slotwise.server.settings import ServerSettings
 from slotwise.server.shapes import Events, Heading, Shape, usage, whole_choice, whole_response
-from slotwise.server.underway import Underway
+from slotwise.server.tiers import Tiers, terms_of
+from slotwise.server.underway import Life, Underway
 from slotwise.server.viewers import Viewers
+from slotwise.server.whereabouts import headers_of
 from slotwise.text.continuation import Continuation
 
 
@@ -42,6 +46,8 @@ class Api:
     def __init__(self, service: EngineService, prompts: Prompts, settings: ServerSettings,
                  step_times: StepTimes) -> None:
         limits = service.info.limits
+        self.keys = Keys(settings.all_keys, settings.admin_api_key)
+        self.tiers = Tiers(settings.tiers, self.keys)
         self.service = service
         self.prompts = prompts
         self.settings = settings
@@ -61,17 +67,25 @@ class Api:
         self._seeds = random.Random(settings.seed)
         self._serials = itertools.count()
 
-    def check_room(self, num_requests: int = 1, num_tokens: int = 0) -> None:
-        """Raises ApiError when so many more cannot wait, or nobody is let in at all."""
+    def check_room(self, tier: str = "", num_requests: int = 1, num_tokens: int = 0) -> None:
+        """Raises ApiError when so many more cannot wait, in all or of their tier, or nobody is let in at all."""
+        door = self.door
         try:
             self.service.check_open()
         except Refused as refused:
-            raise from_refusal(refused, self.door.retry_after) from refused
-        objection = self.door.objection(num_requests, num_tokens)
+            raise from_refusal(refused, door.retry_after) from refused
+        objection, retry_after = door.objection(num_requests, num_tokens), 0
+        if not objection and (bound := self.tiers.bound(tier)) is not None:
+            objection = door.tier_objection(tier, bound, num_requests)
+            retry_after = door.tier_retry_after(tier, bound)
         if objection:
             self.refused(QUEUE_FULL)
             raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, objection, code=QUEUE_FULL,
-                           retry_after=self.door.retry_after)
+                           retry_after=retry_after or door.retry_after, more=headers_of(door.outlook()))
+
+    def terms(self, request: Generate, tenant: str) -> Terms:
+        """On what terms a request is served.  Raises ApiError for one that asks for more than it may."""
+        return terms_of(request, tenant, self.tiers.choose(request.service_tier, tenant, self.service.scheduling.tiers))
 
     def trace(self, traces: Traces) -> None:
         """Have every request traced from here on."""
@@ -93,7 +107,7 @@ class Api:
         if len(prompts) * params.n > self.settings.max_choices:
             raise bad_request(f"n: at most {self.settings.max_choices} choices in one request", "n")
         lengths = job.request.drawn_lengths(len(prompts))
-        self.check_room(len(prompts) * params.n, sum(map(len, prompts)) * params.n)
+        self.check_room(job.terms.tier, len(prompts) * params.n, sum(map(len, prompts)) * params.n)
         timeout = self._queue_timeout(job.request.queue_timeout)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         choices: list[Choice] = []
@@ -107,7 +121,7 @@ class Api:
                         self._traces.caller(unique, job.traceparent)
                     generation = self.service.submit(Add(
                         unique, prompt, params, (seed + k) % 2**64, drawn, job.salt, timeout,
-                        job.received_ns, tokenised_ns))
+                        job.received_ns, tokenised_ns, job.terms))
                     choices.append(Choice(len(choices), generation, text))
         except Exception as error:
             finish(choices, "abort")
@@ -129,6 +143,7 @@ class Job(NamedTuple):
     prompts: list[list[int]]
     params: SamplingParams
     heading: Heading
+    terms: Terms
     salt: str
     received_ns: int  # monotonic
     traceparent: str  # W3C's header; empty when its caller is not traced
@@ -150,17 +165,23 @@ async def answer(api: Api, exchange: Exchange, job: Job) -> None:
     Raises:
         ApiError: the engine refused the request, was too late for it, or failed.
     """
+    outlook = api.door.outlook()
     choices = api.start(job)
+    exchange.more += headers_of(outlook)
     names = (exchange.request_id, job.heading.response_id)
 
     def abort() -> None:
         finish(choices, "abort")
 
     try:
-        with api.underway.listed(exchange.tenant, names, abort):
+        with api.underway.listed(exchange.tenant, names, Life(abort, choices, job.terms.tier)):
             async with exchange.watched(abort):
                 await (_stream if job.request.stream else _whole)(api, exchange, job, choices)
-    except (ApiError, asyncio.CancelledError):
+    except ApiError as error:
+        if error.code == SHED:
+            error.retry_after = api.door.retry_after
+        raise
+    except asyncio.CancelledError:
         raise
     except BaseException:  # its text could not be made, say; a panic of the tokenizer's is no Exception
         finish(choices, "error")

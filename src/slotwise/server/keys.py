@@ -20,9 +20,24 @@ class Keys:
     what was given is compared with every one of them, so that the time it takes tells nothing about a key.
     """
 
-    def __init__(self, keys: Sequence[str]) -> None:
+    def __init__(self, keys: Sequence[str], admin_key: str = "") -> None:
+        """Args: admin_key: the only one that may change how the server works; "": any may."""
         self._secret = secrets.token_bytes(32)
-        self._tenants = [self._digest(key.encode()) for key in keys]
+        self._tenants = [self.name_of(key) for key in keys]
+        self._admin = self.name_of(admin_key) if admin_key else ""
+
+    @property
+    def several(self) -> bool:
+        """More than one tenant."""
+        return len(self._tenants) > 1
+
+    def name_of(self, key: str) -> str:
+        """The name of whoever holds `key`."""
+        return self._digest(key.encode())
+
+    def is_admin(self, tenant: str) -> bool:
+        """Whether that is whose key alone may change how the server works."""
+        return bool(self._admin) and tenant == self._admin
 
     def tenant(self, authorization: bytes) -> str:
         """A name for whoever holds the key in this header; empty when there are no keys.
@@ -32,9 +47,25 @@ class Keys:
         """
         if not self._tenants:
             return ""
+        return self._known(authorization, [*self._tenants, self._admin] if self._admin else self._tenants)
+
+    def admin(self, authorization: bytes) -> str:
+        """A name for whoever may change how the server works.
+
+        Raises:
+            ApiError: that is somebody else.
+        """
+        if not self._admin:
+            return self.tenant(authorization)
+        name = self._known(authorization, [*self._tenants, self._admin])
+        if name != self._admin:
+            raise ApiError(HTTPStatus.FORBIDDEN, "this needs the admin key", code="admin_key_needed")
+        return name
+
+    def _known(self, authorization: bytes, names: Sequence[str]) -> str:
         scheme, _, key = authorization.partition(b" ")
         given = self._digest(key.strip())
-        known = [hmac.compare_digest(given, tenant) for tenant in self._tenants]
+        known = [hmac.compare_digest(given, name) for name in names]
         if not (any(known) and scheme.lower() == b"bearer"):
             raise ApiError(HTTPStatus.UNAUTHORIZED, "a valid API key is needed: Authorization: Bearer <key>",
                            code="invalid_api_key")

@@ -23,6 +23,7 @@ from slotwise.server.protocol import (
     unsupported_fields,
 )
 from slotwise.server.underway import AbortRequest
+from slotwise.server.whereabouts import POSITION, START
 
 Json = dict[str, Any]
 BODIES: dict[str, type] = {
@@ -34,7 +35,13 @@ AT_ANY_ROUTE = (HTTPStatus.BAD_REQUEST, HTTPStatus.UNAUTHORIZED, HTTPStatus.NOT_
                 HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.SERVICE_UNAVAILABLE)
 EVENT: Json = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 WITH_A_BODY = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
-WHEN_GENERATING = (HTTPStatus.GATEWAY_TIMEOUT,)
+WHEN_GENERATING = (HTTPStatus.FORBIDDEN, HTTPStatus.GATEWAY_TIMEOUT)
+WHERE_AN_ADMIN_IS_NEEDED = (HTTPStatus.FORBIDDEN,)
+QUEUE: Json = {
+    POSITION: {"description": "How many waited for a slot before it when it came.",
+               "schema": {"type": "integer", "minimum": 0}},
+    START: {"description": "Milliseconds until it was to have a slot, by the pace measured then; absent without one.",
+            "schema": {"type": "integer", "minimum": 0}}}
 
 
 def document(routes: Sequence[tuple[str, str, Callable[..., Any]]], open_to_all: Sequence[str]) -> bytes:
@@ -75,12 +82,16 @@ _IN_PATH = re.compile(r"{(\w+):path}")
 def _operation(method: str, path: str, schemas: dict[type, Json]) -> Json:
     takes_body = method != "GET" and path not in ("/ping",)
     statuses = AT_ANY_ROUTE + WITH_A_BODY * takes_body + WHEN_GENERATING * (path in GENERATING)
+    statuses += WHERE_AN_ADMIN_IS_NEEDED * path.startswith("/admin/")
     operation: Json = {"responses": {
         "200": {"description": "What was asked for.", "content": _answer(path)},
         **{str(int(status)): _error(status, schemas[ErrorBody]) for status in statuses}}}
     if takes_body:
         schema = schemas[BODIES[path]] if path in BODIES else changes_schema()
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    if path in GENERATING:
+        for status in ("200", "503"):
+            operation["responses"][status].setdefault("headers", {}).update(QUEUE)
     if path == "/events":
         operation["parameters"] = [
             {"name": name, "in": "query", "schema": {"enum": ["0", "1"], "default": "1"}} for name in SWITCHES]

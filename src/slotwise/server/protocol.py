@@ -16,6 +16,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from slotwise.core.params import MAX_LOGPROBS, MAX_N, MAX_STOP_LENGTH, InvalidParams, SamplingParams
+from slotwise.core.terms import PRIORITIES
 from slotwise.server import outline
 from slotwise.server.errors import ApiError, bad_request, from_decoding, from_params
 
@@ -37,8 +38,11 @@ TopK = _between(int, -1, INT64)
 OneOrMore, NoneOrMore = _between(int, 1, INT64), _between(int, 0, INT64)
 Logprobs = _between(int, 0, MAX_LOGPROBS)
 Stop = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
+Priority = _between(int, PRIORITIES[0], PRIORITIES[-1])
+Milliseconds = _between(float, 0.1, 3_600_000)
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 Salt = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+User = Annotated[str, msgspec.Meta(max_length=512)]
 Prompt = str | list[str | Int | list[Int]]
 NOTHING = (None, False, 0, "", [], {})
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # where that is not what asks for nothing beyond what is done anyway
@@ -82,7 +86,11 @@ class Generate(Unsupported, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     request_id: str | None = None
-    priority: Int | None = None
+    service_tier: str | None = None  # auto, default, or one of the server's own (see server.tiers)
+    priority: Priority | None = None  # lower is earlier; None: its tier's
+    ttft_ms: Milliseconds | None = None  # objectives, for policies that know of them; None: its tier's
+    tpot_ms: Milliseconds | None = None
+    user: User | None = None  # whose service is counted together, where the server has no keys
     queue_timeout: Seconds | None = None  # to its first slot; the server's own bound holds as well
     cache_salt: Salt | None = None  # cached beginnings are shared only among requests of one key and one salt
     n: Choices | None = None

@@ -6,12 +6,15 @@ from dataclasses import dataclass
 
 from slotwise.engine.pulse import ENGINE_TIMEOUT
 from slotwise.observe.lines import TEXT
+from slotwise.server.tiers import ServedTier
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
     served_model_name: str
-    api_keys: tuple[str, ...] = ()  # each a tenant; none: everybody may come in
+    api_keys: tuple[str, ...] = ()  # each a tenant, like those of tiers; none: everybody may come in
+    admin_api_key: str = ""  # the only one that may change scheduling; empty: whoever may come in may
+    tiers: tuple[ServedTier, ...] = ()  # classes of service, as at the start
     max_body_bytes: int = 4 << 20  # a million token ids; decoding one holds up every stream for as long as it takes
     body_timeout: float = 60.0  # seconds a request's body may take to arrive
     max_choices: int = 1024  # continuations that one request may ask for, prompts times `n`
@@ -25,3 +28,8 @@ class ServerSettings:
     otlp_traces_endpoint: str = ""  # a collector's URL, for OTLP over HTTP; empty: nothing is traced
     log_format: str = TEXT  # of what is written to stderr: see observe.lines
     seed: int = 0  # draws the seeds of requests that bring none
+
+    @property
+    def all_keys(self) -> tuple[str, ...]:
+        """Of all tenants."""
+        return tuple(dict.fromkeys([*self.api_keys, *[key for served in self.tiers for key in served.api_keys]]))

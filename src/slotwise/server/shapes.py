@@ -55,13 +55,15 @@ class Heading:
     response_id: str
     model: str
     created: int
+    service_tier: str  # empty: there is none to speak of
 
     @classmethod
-    def now(cls, shape: Shape, request_id: str, model: str) -> Heading:
-        return cls(shape, f"{shape.id_prefix}-{request_id}", model, int(time.time()))
+    def now(cls, shape: Shape, request_id: str, model: str, service_tier: str) -> Heading:
+        return cls(shape, f"{shape.id_prefix}-{request_id}", model, int(time.time()), service_tier)
 
     def of(self, kind: str) -> dict[str, Any]:
-        return {"id": self.response_id, "object": kind, "created": self.created, "model": self.model}
+        fields = {"id": self.response_id, "object": kind, "created": self.created, "model": self.model}
+        return fields | {"service_tier": self.service_tier} if self.service_tier else fields
 
 
 def whole_response(heading: Heading, choices: list[dict[str, Any]], used: dict[str, Any],

@@ -1,12 +1,14 @@
-"""The requests under way, by the names their clients know, so that they can be aborted from elsewhere."""
+"""The requests under way, by the names their clients know, so that they can be found and aborted from elsewhere."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import msgspec
 
+from slotwise.server.choice import Choice
 from slotwise.server.errors import bad_request, from_decoding
 
 MAX_ABORTS = 4096  # requests named at once
@@ -36,29 +38,41 @@ class AbortRequest(msgspec.Struct, kw_only=True):
         return [self.request_id] if self.request_id is not None else self.request_ids or []
 
 
+class Life(NamedTuple):
+    """A request under way."""
+
+    abort: Callable[[], None]
+    choices: Sequence[Choice]
+    tier: str
+
+
 class Underway:
     """Ids for tracing may repeat, so a name may be several requests'.  Tenants do not see each other's."""
 
     def __init__(self) -> None:
-        self._ways_out: dict[tuple[str, str], list[Callable[[], None]]] = {}
+        self._lives: dict[tuple[str, str], list[Life]] = {}
 
     @contextmanager
-    def listed(self, tenant: str, names: Sequence[str], abort: Callable[[], None]) -> Iterator[None]:
+    def listed(self, tenant: str, names: Sequence[str], life: Life) -> Iterator[None]:
         """A request, known by `names` for as long as it runs."""
         keys = [(tenant, name) for name in dict.fromkeys(names)]
         for key in keys:
-            self._ways_out.setdefault(key, []).append(abort)
+            self._lives.setdefault(key, []).append(life)
         try:
             yield
         finally:
             for key in keys:
-                self._ways_out[key].remove(abort)
-                if not self._ways_out[key]:
-                    del self._ways_out[key]
+                self._lives[key] = [other for other in self._lives[key] if other is not life]
+                if not self._lives[key]:
+                    del self._lives[key]
+
+    def named(self, tenant: str, name: str) -> tuple[Life, ...]:
+        """All who have this name."""
+        return tuple(self._lives.get((tenant, name), ()))
 
     def abort(self, tenant: str, name: str) -> bool:
         """End whoever has this name: whether there was anyone."""
-        found = self._ways_out.get((tenant, name), ())
-        for way_out in tuple(found):
-            way_out()
+        found = self.named(tenant, name)
+        for life in found:
+            life.abort()
         return bool(found)

@@ -1,0 +1,127 @@
+"""Finds the sizes that make attention fast on the GPU at hand, and writes them where the engine reads them.
+
+    python -m benchmarks.tune_gpu --head-dims 64 128 --dtypes bfloat16
+
+Every parameter of `kernels/cuda/configs.py` is varied with the others held, round after round until nothing improves.
+The cost of a configuration is the product of its times over some typical steps, so each counts by what it gains in
+percent.  The file is `src/slotwise/kernels/cuda/configs/<device name>.json`; entries of other sizes and types in it
+stay.  About two minutes for each, most of them spent compiling.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from typing import TypeVar
+
+import torch
+from benchmarks.kernels import step
+
+from slotwise.kernels.base import AttentionShape, RaggedBatch
+
+PREFILL = {"block_m": (32, 64, 128, 256), "block_n": (16, 32, 64, 128), "num_warps": (4, 8), "num_stages": (2, 3, 4, 5)}
+DECODE = {"block_n": (16, 32, 64, 128), "min_split": (128, 256, 512), "max_splits": (16, 32, 64),
+          "num_warps": (2, 4, 8), "num_stages": (2, 3, 4, 5)}
+PREFILL_STEPS = (([8192], [8192]), ([2048] * 4, [2048] * 4), ([512] * 8, [4096] * 8))  # query and context lengths
+DECODE_STEPS = tuple(([1] * rows, [context] * rows) for rows, context in (
+    (1, 1024), (16, 1024), (64, 1024), (256, 1024), (1, 32768), (8, 16384)))
+BLOCK_SIZE = 16
+
+Config = TypeVar("Config")
+
+
+def descend(start: Config, choices: Mapping[str, Sequence[int]], cost: Callable[[Config], float]) -> Config:
+    """The best configuration that varying one field at a time leads to; `cost` is asked once for each."""
+    known: dict[Config, float] = {}
+
+    def cost_of(config: Config) -> float:
+        if config not in known:
+            known[config] = cost(config)
+        return known[config]
+
+    best, improved = start, True
+    while improved:
+        improved = False
+        for name, values in choices.items():
+            found = min((replace(best, **{name: value}) for value in values), key=cost_of)
+            if cost_of(found) < cost_of(best):
+                best, improved = found, True
+    return best
+
+
+def on_gpu(batch: RaggedBatch) -> RaggedBatch:
+    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    return RaggedBatch(**{k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in values.items()})
+
+
+def timer(shape: AttentionShape, kind: torch.dtype, steps: Sequence) -> Callable[[object], float]:
+    """The cost of a tuning: the sum of the logarithms of its milliseconds; infinite where it cannot be launched."""
+    from triton.runtime.errors import TritonError
+    from triton.testing import do_bench
+
+    from slotwise.kernels.cuda import CudaKernels, attention
+
+    batches = [on_gpu(step(*lengths, BLOCK_SIZE)) for lengths in steps]
+    blocks = max(int(batch.block_tables.max()) for batch in batches) + 1
+    cache = CudaKernels().allocate_cache(blocks, BLOCK_SIZE, shape, kind)
+    cache.storage.normal_()
+    queries = [
+        torch.randn(len(batch.positions), shape.num_heads, shape.head_dim, device="cuda", dtype=kind)
+        for batch in batches]
+
+    def milliseconds(query: torch.Tensor, batch: RaggedBatch, tuning: object) -> float:
+        return do_bench(lambda: attention.attend(query, cache, batch, shape, tuning))
+
+    def cost(tuning: object) -> float:
+        try:
+            return sum(math.log(milliseconds(*given, tuning)) for given in zip(queries, batches, strict=True))
+        except TritonError:  # too much shared memory, or too many registers
+            return math.inf
+
+    return cost
+
+
+def tune(shape: AttentionShape, kind: torch.dtype) -> dict[str, dict[str, int]]:
+    """The entry of one size and type."""
+    from slotwise.kernels.cuda.configs import default_tuning
+
+    tuning = default_tuning(shape.head_dim, kind)
+    of_prefill, of_decode = timer(shape, kind, PREFILL_STEPS), timer(shape, kind, DECODE_STEPS)
+    prefill = descend(tuning.prefill, PREFILL, lambda config: of_prefill(replace(tuning, prefill=config)))
+    decode = descend(tuning.decode, DECODE, lambda config: of_decode(replace(tuning, decode=config)))
+    found = replace(tuning, prefill=prefill, decode=decode)
+    for name, cost in (("prefill", of_prefill), ("decode", of_decode)):
+        print(f"  {name}: {math.exp(cost(tuning) - cost(found)):.2f} times the default's speed, all steps multiplied")
+    return asdict(found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16"], choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("skipped: torch sees no GPU")
+        return
+    from slotwise.kernels.cuda import configs
+
+    path = configs.file_of(torch.cuda.get_device_name())
+    entries = json.loads(path.read_text()) if path.exists() else {}
+    for head_dim in options.head_dims:
+        shape = AttentionShape(options.heads, options.kv_heads, head_dim, head_dim**-0.5)
+        for name in options.dtypes:
+            key = configs.key_of(head_dim, getattr(torch, name))
+            print(key, flush=True)
+            entries[key] = tune(shape, getattr(torch, name))
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(json.dumps(entries, indent=1, sort_keys=True) + "\n")
+            print(f"  {entries[key]}\n  written to {path}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
+import httpx
 import pytest
+from live import cli, serving
 
 from slotwise.cli import serve
+from slotwise.core.terms import Tier
 
 
 def asked(*arguments: str) -> argparse.Namespace:
@@ -38,3 +42,36 @@ def test_what_makes_no_sense_is_refused(arguments: tuple[str, ...], capsys: pyte
     with pytest.raises(SystemExit):
         asked(*arguments)
     assert "must" in capsys.readouterr().err
+
+
+TIERS = '[[tier]]\nname = "gold"\nslots = 2\napi_keys = ["g"]\n[[tier]]\nname = "silver"\n'
+
+
+def test_tiers_are_read_before_anything_is_started(tmp_path: Path) -> None:
+    path = tmp_path / "tiers.toml"
+    path.write_text(TIERS)
+    found = serve._tiers(asked("--tiers", str(path), "--max-num-seqs", "4", "--api-key", "k"))
+    assert [served.tier for served in found] == [Tier("gold", slots=2), Tier("silver")]
+    assert serve._tiers(asked()) == ()
+    path.write_text(TIERS + 'api_keys = ["s"]\n')
+    with pytest.raises(ValueError, match="an --api-key is in no tier, and there is no tier without keys for it"):
+        serve._tiers(asked("--tiers", str(path), "--api-key", "k"))
+    assert len(serve._tiers(asked("--tiers", str(path), "--api-key", "s"))) == 2
+    wrong = cli("serve", "--tiers", str(path), "--max-num-seqs", "1")
+    assert wrong.returncode == 1 and wrong.stderr.count("\n") == 1
+    assert wrong.stderr.startswith(f"slotwise serve: {path}: tier gold: slots: with it, tiers keep 2 of the 1")
+
+
+def test_a_tier_and_the_admin_key_reach_a_real_server(tmp_path: Path) -> None:
+    path = tmp_path / "tiers.toml"
+    path.write_text(TIERS)
+    with serving("--tiers", str(path), "--admin-api-key", "root", "--max-num-seqs", "4", log=tmp_path / "log") as live:
+        body = {"prompt": "def add(a, b):", "max_tokens": 3, "temperature": 0}
+        told = [httpx.post(f"{live.url}/v1/completions", json=body | more, headers={"Authorization": f"Bearer {key}"},
+                           timeout=60) for key, more in (("g", {}), ("root", {"service_tier": "silver"}), ("k", {}))]
+        assert [answer.status_code for answer in told] == [200, 200, 401]
+        assert [answer.json()["service_tier"] for answer in told[:2]] == ["gold", "silver"]
+        scheduling = [httpx.get(f"{live.url}/admin/scheduling", headers={"Authorization": f"Bearer {key}"})
+                      for key in ("g", "root")]
+        assert [answer.status_code for answer in scheduling] == [403, 200]
+        assert [tier["name"] for tier in scheduling[1].json()["tiers"]] == ["gold", "silver"]

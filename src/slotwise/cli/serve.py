@@ -33,7 +33,7 @@ def _server_options(serve: argparse.ArgumentParser) -> None:
     group.add_argument("--api-key", action="append", default=[], type=_key, metavar="KEY",
                        help="clients must send one of the keys given as a bearer token; each key's prefix cache is its "
                        "own (default: those in $SLOTWISE_API_KEY, comma separated)")
-    group.add_argument("--admin-api-key", default="", type=_key, metavar="KEY",
+    group.add_argument("--admin-api-key", type=_key, metavar="KEY",
                        help="the only key that may use /admin (default: $SLOTWISE_ADMIN_API_KEY; without one, whoever "
                        "may come in may)")
     group.add_argument("--tiers", metavar="FILE",

@@ -43,7 +43,8 @@ def main() -> int:
         _write(asked.output, result)  # what there is, should this be stopped
     failed = [name for name, done in result["parts"].items() if done["status"] != OK]
     result |= {"status": f"not complete: {', '.join(failed)}" if failed else "completed",
-               "seconds": round(time.monotonic() - started, 1), "targets": [] if asked.rehearse else judged(result["parts"])}
+               "seconds": round(time.monotonic() - started, 1),
+               "targets": [] if asked.rehearse else judged(result["parts"])}
     _write(asked.output, result)
     _report(result)
     return int(bool(failed))

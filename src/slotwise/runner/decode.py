@@ -50,11 +50,6 @@ class DecodeSteps:
         self._starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._places = torch.arange(rows, device=device)
 
-    @property
-    def num_recordings(self) -> int:
-        """Steps of different sizes that are recorded."""
-        return len(self._recordings)
-
     def logits(self, batch: RaggedBatch) -> Tensor | None:
         """Logits of a decode step, `[rows, vocab]`, good until the next; None for any other step."""
         rows = len(batch.context_lens)

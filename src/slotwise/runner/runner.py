@@ -74,11 +74,6 @@ class Runner:
         self._decode_steps = DecodeSteps(decoder, caches, slots)
         self._outcomes: deque[_Enqueued | Exception] = deque()
 
-    @property
-    def num_recordings(self) -> int:
-        """Decode steps of different sizes that are recorded."""
-        return self._decode_steps.num_recordings
-
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> None:
         self._slots.apply(plan)

@@ -1,0 +1,120 @@
+"""The check for GPUs, where there is none: it says so, and rehearses all of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_imports import SERVER
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT))  # `benchmarks` is run from the repository's root and never installed
+
+from benchmarks.gpu import cost, parts  # noqa: E402
+from benchmarks.gpu.idle import Span, idle_share, shares  # noqa: E402
+from benchmarks.gpu.setup import FULL, REHEARSAL  # noqa: E402
+from benchmarks.gpu.targets import judged  # noqa: E402
+
+from slotwise.engine.messages import StepRecord  # noqa: E402
+
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+
+
+def check(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict]:
+    output = folder / "check.json"
+    command = [sys.executable, "-m", "benchmarks.gpu", "--output", str(output), *arguments]
+    run = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
+    return run, json.loads(output.read_text())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so_and_that_is_no_failure(tmp_path):
+    run, result = check(tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("skipped: ") and result["status"] == "skipped" and "no GPU" in result["why"]
+
+
+BARE = """
+import sys
+from importlib.machinery import PathFinder
+
+class Bare(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in {absent!r} else super().find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Bare
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_all_of_it_can_be_rehearsed_where_little_but_torch_is_installed(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(BARE.format(absent=(*SERVER, "psutil", "opentelemetry")))
+    monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", f"{ROOT / 'src'}{os.pathsep}{tmp_path}")
+    monkeypatch.setitem(ENVIRONMENT, "PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    run, result = check(tmp_path, "--rehearse", "--seconds", "3000")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert result["status"] == "completed" and result["environment"]["packages"]["torch"]
+    assert result["targets"] == [], "nobody is to take a rehearsal for a measurement"
+    found = {name: part["figures"] for name, part in result["parts"].items()}
+    assert list(found) == ["kernels", "steps", "trace", "peer", "start", "parity"]
+    assert found["kernels"]["tests"]["passed"] and found["parity"]["tests"]["passed"]
+    assert list(found["steps"]["decode"]) == [str(rows) for rows in REHEARSAL.rows]
+    assert 0 <= found["steps"]["idle"]["share"] < 1
+    assert found["trace"]["trace"]["output_tokens"] == found["peer"]["transformers"]["output_tokens"]
+    assert found["start"]["start"]["ready_seconds"] < found["start"]["start"]["recorded_seconds"]
+
+
+@pytest.mark.parametrize(("code", "budget", "status"), [
+    ("pass", 60.0, parts.OK), ("raise SystemExit(3)", 60.0, parts.FAILED),
+    ("import time; print('FIGURES {\"a\": 1}', flush=True); time.sleep(600)", 6.0, parts.OUT_OF_TIME)])
+def test_a_part_ends_by_itself_or_by_the_clock(code, budget, status):
+    part = parts.Part("any", ("-c", code), (), budget)
+    found = parts.run(part, rehearse=False, time_left=600.0)
+    assert found["status"] == status
+    assert found["figures"] == ({"a": 1} if status == parts.OUT_OF_TIME else {})
+
+
+def test_a_part_is_not_begun_when_little_time_is_left():
+    found = parts.run(parts.PARTS[0], rehearse=False, time_left=parts.WORTHWHILE - 1)
+    assert found["status"] == parts.SKIPPED and "4 s" in found["why"]
+
+
+def test_all_parts_fit_the_time_of_the_check():
+    from benchmarks.gpu.__main__ import SECONDS
+
+    assert sum(part.seconds for part in parts.PARTS) <= SECONDS
+
+
+def test_idle_is_what_no_span_covers():
+    spans = [Span("a", 0, 4), Span("b", 2, 3), Span("a", 6, 8), Span("b", 7, 10)]
+    assert idle_share(spans) == pytest.approx(0.2)
+    assert shares(spans) == [{"name": "a", "share": 0.6}, {"name": "b", "share": 0.4}]
+    with pytest.raises(ValueError, match="saw no work"):
+        idle_share([])
+
+
+def test_targets_are_judged_by_what_was_measured():
+    figures = {"decode": {"1": {"of_roofline": 0.9}, "16": {"of_roofline": 0.7}}, "idle": {"share": 0.01},
+               "trace": {"output_tokens_per_second": 90.0}}
+    met = [target["met"] for target in judged({"steps": {"figures": figures}, "peer": {"status": parts.FAILED}})]
+    assert met == [True, False, None, None, None, True, None, None]
+    met = judged({"a": {"figures": figures}, "b": {"figures": {"transformers": {"output_tokens_per_second": 30.0}}}})
+    assert met[6]["met"] and met[6]["found"] == 3.0
+
+
+def test_a_step_costs_its_weights_and_its_rows_contexts():
+    """Llama-3.1-8B: 8.03 billion weights with the table, 128 KiB of cache a token."""
+    bounds = cost.Bounds(FULL.model)
+    empty = bounds.bytes(StepRecord(0, 0, 0))
+    assert empty == 2 * (8_030_261_248 - 128_256 * 4096)
+    record = StepRecord(0, 0, 0, starts=(1023, 0), counts=(1, 10), token_ids=((5,), ()))
+    assert bounds.bytes(record) - empty == 1034 * 131_072
+    inner = 2 * 11 * FULL.model.layer_weights + 2 * 4096 * 128_256
+    assert bounds.operations(record) == inner + (1024 + 55) * 4 * 32 * 4096

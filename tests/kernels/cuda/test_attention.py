@@ -11,7 +11,7 @@ from kernels.cuda.ragged import SMALL, apart, attend, caches
 from kernels.paged import Layer
 
 from slotwise.kernels.base import AttentionShape
-from slotwise.kernels.cuda import decode, prefill
+from slotwise.kernels.cuda import attention, decode, prefill
 from slotwise.kernels.cuda.configs import default_tuning
 
 KINDS = [torch.float32, torch.bfloat16, torch.float16]
@@ -79,6 +79,14 @@ def test_chunks_around_the_edges_of_tiles(rows):
 def test_windows_around_the_edges_of_tiles_and_splits(window):
     layer = Layer(AttentionShape(2, 1, 64, 0.2, window), 16, torch.float32, [(1, 90), (4, 90), (40, 90)])
     assert apart(layer) < 2e-6
+
+
+@pytest.mark.parametrize("window", [0, 18])
+def test_rows_of_a_few_tokens_can_be_split_as_well(window, monkeypatch):
+    """What verifying drafts would ask for."""
+    monkeypatch.setattr(attention, "SHORT", 3)
+    rows = [(3, 70), (2, 2), (1, 40), (4, 50)]
+    assert apart(Layer(AttentionShape(6, 1, 64, 0.2, window), 16, torch.float32, rows)) < 2e-6
 
 
 @FLOATS

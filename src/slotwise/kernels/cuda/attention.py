@@ -17,6 +17,7 @@ from slotwise.kernels.cuda.configs import Tuning
 from slotwise.kernels.cuda.tile import INTERPRETED
 
 LOG2_E = math.log2(math.e)
+SHORT = 1  # new tokens of a row that decodes; each more of them takes as much memory for splits again
 SMALLEST_TILE = 16  # rows of the smallest product
 
 _OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -25,23 +26,19 @@ _OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float
 def attend(query: Tensor, cache: CudaCache, batch: RaggedBatch, shape: AttentionShape, tuning: Tuning) -> Tensor:
     """Causal attention of every row over its own cached context: `[tokens, heads * head_dim]`.
 
-    A row's new tokens, times the query heads of a key head, fit into one small tile or they do not: rows that fit are
-    split along their context (`decode.py`), the others are cut into tiles of queries (`prefill.py`).
+    Rows of at most SHORT new tokens are split along their context (`decode.py`), the others are cut into tiles of
+    queries (`prefill.py`).  So which of the two computes a row, and how, depends on that row alone.
     """
     query = query.contiguous()
     out = torch.empty_like(query)
-    if len(query):
-        group = shape.num_heads // shape.num_kv_heads
-        if batch.max_query_len * group > _short(group):
-            _attend_long(out, query, cache, batch, shape, tuning)
-        if len(query) < len(batch.context_lens) * batch.max_query_len or batch.max_query_len * group <= _short(group):
-            _attend_short(out, query, cache, batch, shape, tuning)
+    if not len(query):
+        return out.flatten(1)
+    longest = batch.max_query_len
+    if longest > SHORT:
+        _attend_long(out, query, cache, batch, shape, tuning)
+    if longest <= SHORT or len(query) < len(batch.context_lens) * longest:  # else all rows are as long as that
+        _attend_short(out, query, cache, batch, shape, tuning)
     return out.flatten(1)
-
-
-def _short(group: int) -> int:
-    """Packed queries that one tile of the decode kernel takes."""
-    return max(SMALLEST_TILE, triton.next_power_of_2(group))
 
 
 def _attend_long(
@@ -51,7 +48,7 @@ def _attend_long(
     tiles = prefill.num_tiles(len(query), rows, group, chosen.block_m)
     prefill.attend_tiles[(tiles * shape.num_kv_heads,)](
         out, query, cache.storage, batch.block_tables, batch.block_tables.stride(0), batch.query_starts,
-        batch.context_lens, rows, shape.scale * LOG2_E, SHORT=_short(group), **_geometry(query, cache, shape),
+        batch.context_lens, rows, shape.scale * LOG2_E, **_geometry(query, cache, shape),
         BLOCK_M=chosen.block_m, BLOCK_N=chosen.block_n, num_warps=chosen.num_warps, num_stages=chosen.num_stages)
 
 
@@ -59,19 +56,17 @@ def _attend_short(
     out: Tensor, query: Tensor, cache: CudaCache, batch: RaggedBatch, shape: AttentionShape, tuning: Tuning
 ) -> None:
     heads, kv_heads, rows, chosen = shape.num_heads, shape.num_kv_heads, len(batch.context_lens), tuning.decode
-    group, geometry = heads // kv_heads, _geometry(query, cache, shape)
-    short = _short(group)
-    tokens = min(batch.max_query_len, short // group)
+    geometry, cuts = _geometry(query, cache, shape), {"MIN_SPLIT": chosen.min_split, "MAX_SPLITS": chosen.max_splits}
+    packed = max(SMALLEST_TILE, triton.next_power_of_2(SHORT * heads // kv_heads))
     room = decode.num_splits(batch.max_context_len, chosen.min_split, chosen.max_splits)
-    partials = query.new_empty(rows, tokens, heads, room, shape.head_dim, dtype=torch.float32)
-    logs = query.new_empty(rows, tokens, heads, room, dtype=torch.float32)
-    cuts = {"MIN_SPLIT": chosen.min_split, "MAX_SPLITS": chosen.max_splits, "BLOCK_M": short}
+    partials = query.new_empty(rows, SHORT, heads, room, shape.head_dim, dtype=torch.float32)
+    logs = query.new_empty(rows, SHORT, heads, room, dtype=torch.float32)
     decode.attend_splits[(rows, kv_heads, decode.num_programs(rows, kv_heads, room))](
         partials, logs, query, cache.storage, batch.block_tables, batch.block_tables.stride(0), batch.query_starts,
-        batch.context_lens, shape.scale * LOG2_E, room, tokens, **geometry, **cuts, BLOCK_N=chosen.block_n,
+        batch.context_lens, shape.scale * LOG2_E, room, **geometry, **cuts, BLOCK_M=packed, BLOCK_N=chosen.block_n,
         num_warps=chosen.num_warps, num_stages=chosen.num_stages)
-    decode.combine_splits[(rows, heads, tokens)](
-        out, partials, logs, batch.query_starts, batch.context_lens, room, tokens, HEADS=heads, GROUP=group,
+    decode.combine_splits[(rows, heads, SHORT)](
+        out, partials, logs, batch.query_starts, batch.context_lens, room, SHORT=SHORT, HEADS=heads,
         HEAD_DIM=shape.head_dim, BLOCK_D=geometry["BLOCK_D"], WINDOW=shape.window, **cuts, num_warps=2)
 
 
@@ -80,7 +75,7 @@ def _geometry(query: Tensor, cache: CudaCache, shape: AttentionShape) -> dict[st
     # The interpreter multiplies the bits of bfloat16 instead of its values.
     operand = tl.float32 if INTERPRETED else _OPERANDS[query.dtype]
     return {
-        "KV_HEADS": shape.num_kv_heads, "GROUP": shape.num_heads // shape.num_kv_heads, "HEAD_DIM": shape.head_dim,
-        "BLOCK_D": max(SMALLEST_TILE, triton.next_power_of_2(shape.head_dim)), "BLOCK_SIZE": cache.block_size,
-        "WINDOW": shape.window, "OPERAND": operand,
+        "SHORT": SHORT, "KV_HEADS": shape.num_kv_heads, "GROUP": shape.num_heads // shape.num_kv_heads,
+        "HEAD_DIM": shape.head_dim, "BLOCK_D": max(SMALLEST_TILE, triton.next_power_of_2(shape.head_dim)),
+        "BLOCK_SIZE": cache.block_size, "WINDOW": shape.window, "OPERAND": operand,
     }

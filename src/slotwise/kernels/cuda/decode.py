@@ -34,31 +34,31 @@ def row_splits(context_len, length, WINDOW: tl.constexpr, MIN_SPLIT: tl.constexp
     """First position a row may see, where its first split begins, positions of a split, number of splits."""
     first = tl.maximum(context_len - length - WINDOW + 1, 0) if WINDOW else 0
     begin = first // MIN_SPLIT * MIN_SPLIT
-    size = (context_len - begin + MIN_SPLIT * MAX_SPLITS - 1) // (MIN_SPLIT * MAX_SPLITS) * MIN_SPLIT
+    shares = (context_len - begin + MIN_SPLIT * MAX_SPLITS - 1) // (MIN_SPLIT * MAX_SPLITS)
+    size = tl.maximum(shares, 1) * MIN_SPLIT  # a row without context has no splits, and is not divided by zero
     return first, begin, size, (context_len - begin + size - 1) // size
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "room", "tokens"],
+    do_not_specialize=["table_stride", "room"],
     do_not_specialize_on_alignment=["tables", "query_starts", "context_lens"])
 def attend_splits(
-    partials, logs, query, storage, tables, table_stride, query_starts, context_lens, scale, room, tokens,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    partials, logs, query, storage, tables, table_stride, query_starts, context_lens, scale, room,
+    SHORT: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, OPERAND: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
 ):
-    """Each split's own attention, for every row of at most BLOCK_M packed queries.
+    """Each split's own attention, for every row of at most SHORT new tokens; BLOCK_M packed queries hold them.
 
     Args:
-        partials: `[rows, tokens, heads, room, head_dim]` float32, normalised.
-        logs: `[rows, tokens, heads, room]` float32, log2 of the sum of the weights.
+        partials: `[rows, SHORT, heads, room, head_dim]` float32, normalised.
+        logs: `[rows, SHORT, heads, room]` float32, log2 of the sum of the weights.
         room: splits that a row has at most.
-        tokens: new tokens that such a row has at most.
     """
     row, kv_head = tl.program_id(0), tl.program_id(1)
     start = tl.load(query_starts + row)
     length = tl.load(query_starts + row + 1) - start
-    if length * GROUP > BLOCK_M:
+    if length > SHORT:
         return
     context_len = tl.load(context_lens + row)
     first, begin, size, splits = row_splits(context_len, length, WINDOW, MIN_SPLIT, MAX_SPLITS)
@@ -69,7 +69,7 @@ def attend_splits(
     column = tl.arange(0, BLOCK_D)
     present = packed < length * GROUP
     inside = present[:, None] & (column < HEAD_DIM)[None, :]
-    unsplit = query_offset(packed, row * tokens, kv_head, KV_HEADS, GROUP, 1)
+    unsplit = query_offset(packed, row * SHORT, kv_head, KV_HEADS, GROUP, 1)
     for split in range(tl.program_id(2), splits, tl.num_programs(2)):
         left = begin + split * size
         total, weight, largest = attend(
@@ -85,22 +85,22 @@ def attend_splits(
 
 
 @triton.jit(
-    do_not_specialize=["room", "tokens"], do_not_specialize_on_alignment=["query_starts", "context_lens"])
+    do_not_specialize=["room"], do_not_specialize_on_alignment=["query_starts", "context_lens"])
 def combine_splits(
-    out, partials, logs, query_starts, context_lens, room, tokens, HEADS: tl.constexpr, GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
-    MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    out, partials, logs, query_starts, context_lens, room, SHORT: tl.constexpr, HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr, MIN_SPLIT: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
 ):
-    """`out [tokens, heads, head_dim]` of every row of at most BLOCK_M packed queries; one program a query."""
+    """`out [tokens, heads, head_dim]` of every row of at most SHORT new tokens; one program a query."""
     row, head, token = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(query_starts + row)
     length = tl.load(query_starts + row + 1) - start
-    if (length * GROUP > BLOCK_M) | (token >= length):
+    if (length > SHORT) | (token >= length):
         return
     _, _, _, splits = row_splits(tl.load(context_lens + row), length, WINDOW, MIN_SPLIT, MAX_SPLITS)
     split, column = tl.arange(0, MAX_SPLITS), tl.arange(0, BLOCK_D)
     present, in_head = split < splits, column < HEAD_DIM
-    place = ((row * tokens + token).to(tl.int64) * HEADS + head) * room + split
+    place = ((row * SHORT + token).to(tl.int64) * HEADS + head) * room + split
     log = tl.load(logs + place, present, float("-inf"))
     shares = tl.exp2(log - tl.max(log, 0))
     parts = tl.load(

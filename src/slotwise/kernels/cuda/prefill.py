@@ -50,14 +50,14 @@ def attend_tiles(
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, OPERAND: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """`out [tokens, heads, head_dim]` of every row of more than SHORT packed queries."""
+    """`out [tokens, heads, head_dim]` of every row of more than SHORT new tokens."""
     kv_head = tl.program_id(0) % KV_HEADS
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS
     row = find_row(query_starts, tile, num_rows, GROUP, BLOCK_M)
     start = tl.load(query_starts + row)
     length = tl.load(query_starts + row + 1) - start
     begin = (tile - first_tile(query_starts, row, GROUP, BLOCK_M)) * BLOCK_M
-    if (begin >= length * GROUP) | (length * GROUP <= SHORT):
+    if (begin >= length * GROUP) | (length <= SHORT):
         return
     packed = begin + tl.arange(0, BLOCK_M)
     before = tl.load(context_lens + row) - length

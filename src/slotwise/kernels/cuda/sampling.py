@@ -37,6 +37,7 @@ _LOG2_E = tl.constexpr(math.log2(math.e))
 _ABOVE_ALL = tl.constexpr(0x40000000)  # the bits of 2.0f: no weight reaches it
 _NOWHERE = tl.constexpr(0x7FFFFFFF)
 _FAILED = tl.constexpr(FAILED)
+_PARAMETERS = ["controls", "seeds", "indices"]  # wherever they lie, no kernel is compiled again for it
 
 
 def sample(logits: Tensor, controls: Tensor, seeds: Tensor, indices: Tensor) -> Tensor:
@@ -83,7 +84,7 @@ def _largest(maxima, places, logits, STRIDE: tl.constexpr, VOCAB: tl.constexpr, 
     tl.store(places + at, tl.where(unsound > 0, _FAILED, place))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_PARAMETERS)
 def _survey(
     counts, masses, logits, maxima, controls, STRIDE: tl.constexpr, VOCAB: tl.constexpr, CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, LEVELS: tl.constexpr,
@@ -108,7 +109,7 @@ def _survey(
     tl.store(masses + at, tl.sum(mass, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_PARAMETERS)
 def _gather(
     weights, ids, logits, maxima, counts, masses, controls, STRIDE: tl.constexpr, VOCAB: tl.constexpr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, LEVELS: tl.constexpr,
@@ -129,7 +130,7 @@ def _gather(
     tl.store(weights + at, weight, kept)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_PARAMETERS)
 def _draw(
     tokens, weights, ids, maxima, places, counts, masses, controls, seeds, indices, VOCAB: tl.constexpr,
     CHUNKS: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, LEVELS: tl.constexpr,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import signal
@@ -33,8 +34,10 @@ class Part:
 
 
 def _tests(name: str, on_gpu: str, rehearsal: str, seconds: float) -> Part:
+    """Most of the time of tests goes into compiling, which several processes share where pytest-xdist is installed."""
     command = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
-    return Part(name, (*command, *on_gpu.split(" ", 2)), (*command, *rehearsal.split(" ", 2)), seconds)
+    together = ("-n", str(min(8, os.cpu_count() or 1))) if importlib.util.find_spec("xdist") else ()
+    return Part(name, (*command, *together, *on_gpu.split(" ", 2)), (*command, *rehearsal.split(" ", 2)), seconds)
 
 
 def _measured(name: str, seconds: float) -> Part:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Collection
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -16,6 +18,7 @@ from slotwise.core.params import SamplingParams
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.steptime import StepTimes
 from slotwise.core.terms import Terms
+from slotwise.core.turns import SHORT
 from slotwise.engine.executor import FakeExecutor
 from slotwise.engine.loop import NO_STEP, Engine
 from slotwise.engine.messages import Add, Configure, StepRecord
@@ -65,6 +68,7 @@ class Busy:
         self.engine = Engine(
             self.scheduler, FakeExecutor(4, next_token), self.clock, (EOS,), depth=depth, scheduling=self.scheduling)
         self.asked: dict[str, list[int]] = {}  # what each must be given
+        self.tiers: dict[str, str] = {}
         self.outputs: dict[str, list[int]] = {}
         self.ended: dict[str, str] = {}
         self.serials = count()
@@ -80,7 +84,12 @@ class Busy:
         terms = Terms(whims.choice("ab"), whims.choice(("", *NAMES)), whims.randint(-3, 3),
                       whims.choice((None, 0.02)), whims.choice((None, None, 0.005)))
         self.asked[name] = alone(request(name, prompt, length), LIMITS)
+        self.tiers[name] = terms.tier
         self.engine.handle(Add(name, prompt, SamplingParams(max_tokens=length), 0, terms=terms))
+
+    def slots(self) -> set[str]:
+        """Who has one."""
+        return {request.request_id for request in self.scheduler.requests() if request.slot >= 0}
 
     def step(self) -> StepRecord | None:
         record = self.engine.step() if self.engine.has_work else self.engine.idle_record()
@@ -121,6 +130,23 @@ def obeys(record: StepRecord, scheduling: Scheduling, before: set[str]) -> None:
         assert not before & set(record.request_ids)
     if scheduling.batching.prefill == "alone" and record.admitted:
         assert set(record.admitted) == set(record.request_ids)
+    if cap := scheduling.max_step_context:
+        decoding = [record.starts[row] + 1 for row in rows
+                    if record.counts[row] == 1 and record.request_ids[row] not in record.admitted]
+        long = [context for context in decoding if context * SHORT >= cap]
+        assert sum(long) <= cap or len(long) == 1
+
+
+def keeps_slots(scheduling: Scheduling, used: Counter[str], admitted: Collection[str]) -> None:
+    """Raises AssertionError where one of the tiers in `admitted` has a slot that is kept for another.
+
+    Args:
+        used: slots of each tier, after the plan.
+    """
+    free = scheduling.max_num_seqs - used.total()
+    unused = {tier.name: max(0, tier.slots - used[tier.name]) for tier in scheduling.tiers}
+    for name in admitted:
+        assert sum(unused.values()) - unused.get(name, 0) <= free
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -136,12 +162,17 @@ def test_a_thousand_switches_lose_nobody(depth: int) -> None:
             refused += 1  # more tiers' slots than there are any more, or a batch larger than that
             continue
         busy.scheduling = scheduling
-        running = {request.request_id for request in busy.scheduler.requests() if request.slot >= 0}
+        running = busy.slots()
         busy.engine.handle(Configure(scheduling))
         for turn in range(busy.whims.randint(1, 6)):
+            before = busy.slots()
             record = busy.step()
             if record is not None and record.step != NO_STEP and turn == depth:
                 obeys(record, scheduling, running)
+                if not depth and record.admitted:
+                    slots = (before - dict(record.preempted).keys()) | set(record.admitted)
+                    used = Counter(busy.tiers[name] for name in slots)
+                    keeps_slots(scheduling, used, {busy.tiers[name] for name in record.admitted})
             if record is not None and record.configured is not None:
                 assert record.configured == scheduling
     assert refused < SWITCHES // 10

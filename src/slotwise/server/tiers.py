@@ -107,10 +107,15 @@ def _served(entry: Any, number: int, max_num_seqs: int, environment: Mapping[str
         raise TiersError(f"tier {name}: name: {' and '.join(BEST)} are OpenAI's words for the best tier a key allows")
     if listed.share is not None and listed.slots is not None:
         raise TiersError(f"tier {name}: share and slots both say how many slots are kept: give one of them")
-    slots = listed.slots or 0 if listed.share is None else max(1, int(listed.share * max_num_seqs))
+    slots = listed.slots or 0 if listed.share is None else _slots(listed.share, max_num_seqs)
     tier = Tier(name, _seconds(listed.ttft_ms), _seconds(listed.tpot_ms), listed.priority, listed.weight, slots,
                 listed.max_step_context)
     return ServedTier(tier, listed.max_num_queued_reqs, _keys(listed, environment))
+
+
+def _slots(share: float, max_num_seqs: int) -> int:
+    """At least one, where there is more than one."""
+    return min(max(1, int(share * max_num_seqs)), max_num_seqs - 1)
 
 
 def _keys(listed: Listed, environment: Mapping[str, str]) -> tuple[str, ...]:
@@ -135,8 +140,9 @@ def _check_together(tiers: Sequence[ServedTier], max_num_seqs: int) -> None:
             raise TiersError(f"tier {name}: name: there are two of that name")
         names.add(name)
         kept += served.tier.slots
-        if kept > max_num_seqs:
-            raise TiersError(f"tier {name}: slots: with it, tiers keep {kept} of the {max_num_seqs} there are")
+        if served.tier.slots and kept >= max_num_seqs:
+            raise TiersError(f"tier {name}: slots: with it, tiers keep {kept} of the {max_num_seqs} there are; one "
+                             "must be left to requests of any tier")
         for key in served.api_keys:
             if owners.setdefault(key, name) != name:
                 raise TiersError(f"tier {name}: api_keys: one of them is also tier {owners[key]}'s")

@@ -13,8 +13,11 @@ from slotwise.batching.continuous import Alone, Chunked, Inline
 from slotwise.batching.groups import Dynamic, OneAtATime, Static
 from slotwise.batching.orca import Orca
 from slotwise.core.limits import ERROR, RECOMPUTE, SchedulerLimits
-from slotwise.core.reasons import ENDING, PROMPTS_ALONE, TOKEN_BUDGET
+from slotwise.core.reasons import ENDING, PROMPTS_ALONE, STEP_CONTEXT, TIME_BUDGET, TOKEN_BUDGET
 from slotwise.core.seams import Discipline
+from slotwise.core.steptime import StepTimes
+from slotwise.core.terms import Terms, Tier
+from slotwise.policies.settings import Ordering
 
 LIMITS = st.builds(
     lambda slots, extra, **others: SchedulerLimits(
@@ -32,13 +35,26 @@ PROMPT = st.builds(
     st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12))
 TENANT = st.sampled_from(("", "", "other"))
 PATIENCE = st.sampled_from((inf, inf, 3.0, 0.0))  # seconds in the queue
+TERMS = st.builds(
+    Terms, TENANT, st.sampled_from(("", "gold", "bulk")), st.integers(-2, 2), st.sampled_from((None, 2.0, 20.0)),
+    st.sampled_from((None, None, 1.0)))
+POLICY = st.sampled_from((
+    Ordering(), Ordering("priority", ageing=5.0), Ordering("shortest"), Ordering("fair"),
+    Ordering("deadline", ageing=9.0, default_ttft_ms=5000.0),
+    Ordering("deadline", default_ttft_ms=9000.0, shed_late=True)))
+STEPS = st.builds(
+    lambda step_ms, context, kept: {
+        "max_step_ms": step_ms, "max_step_context": context,
+        "tiers": (Tier("gold", slots=1, max_step_context=context), Tier("bulk", weight=2.0)) if kept else ()},
+    st.sampled_from((None, 800.0, 5000.0)), st.sampled_from((0, 9)), st.booleans())
 OPERATION = st.one_of(
-    st.tuples(st.just("add"), PROMPT, st.integers(1, 20), st.integers(0, 3), TENANT, PATIENCE),
+    st.tuples(st.just("add"), PROMPT, st.integers(1, 20), st.integers(0, 3), TERMS, PATIENCE),
     st.tuples(st.just("jump"), st.floats(0, 5)),
     st.tuples(st.just("abort"), st.integers(0, 30)),
     st.tuples(st.just("plan")),
     st.tuples(st.just("commit")),
-    st.tuples(st.just("switch"), DISCIPLINE, st.integers(1, 6), st.integers(0, 20)),
+    st.tuples(st.just("switch"), DISCIPLINE, st.integers(2, 6), st.integers(0, 20)),
+    st.tuples(st.just("order"), POLICY, STEPS),
 )
 
 
@@ -46,14 +62,16 @@ def play(
     limits: SchedulerLimits, discipline: Discipline, operations: list[tuple],
 ) -> tuple[Driver, dict[str, list[int]]]:
     """Carry out `operations`, then run to the end: the driver, and the output each request should have had."""
-    driver, expected = Driver(limits, discipline), {}
+    times = StepTimes()
+    driver, expected = Driver(limits, discipline, times=times), {}
     for operation in operations:
         match operation:
             case ("jump", seconds):
                 driver.now += seconds
-            case ("add", prompt, max_tokens, min_tokens, tenant, patience):
+            case ("add", prompt, max_tokens, min_tokens, terms, patience):
                 name = f"r{len(expected)}"
-                new = request(name, prompt, max_tokens, min_tokens=min(min_tokens, max_tokens), salt=tenant)
+                new = request(
+                    name, prompt, max_tokens, terms.tenant, terms, min_tokens=min(min_tokens, max_tokens))
                 new.deadline = driver.now + patience
                 expected[name] = alone(new, limits)
                 driver.add(new)
@@ -65,6 +83,11 @@ def play(
                 driver.commit()
             case ("switch", other, slots, extra):
                 driver.configure(other, min(slots, limits.max_num_seqs), extra)
+            case ("order", ordering, steps) if driver.limits.max_num_seqs > 1:
+                driver.limits = replace(driver.limits, **steps)
+                spare = driver.limits.max_num_batched_tokens - driver.limits.max_num_seqs
+                driver.configure(driver.discipline, driver.limits.max_num_seqs, spare, ordering.policy(
+                    driver.limits.tiers, times))
     driver.run()
     return driver, expected
 
@@ -76,7 +99,7 @@ def test_every_request_ends_once_with_its_own_tokens(limits, discipline, operati
     assert driver.ended.keys() == expected.keys()
     for name, reason in driver.ended.items():
         got = driver.output.get(name, [])
-        if reason in ("rejected", "timeout"):
+        if reason in ("rejected", "timeout", "shed"):
             assert got == []
         elif reason in ("abort", "error"):
             assert got == expected[name][: len(got)]
@@ -106,14 +129,14 @@ def test_whoever_has_a_slot_runs_or_is_told_why_and_so_is_the_first_who_waits(li
         rows = set(plan.request_ids)
         assert rows <= set(seated.values())
         for name in set(seated.values()) - rows:
-            assert named[name] in (ENDING, TOKEN_BUDGET, PROMPTS_ALONE)
+            assert named[name] in (ENDING, TOKEN_BUDGET, PROMPTS_ALONE, TIME_BUDGET, STEP_CONTEXT)
         if plan.stop:
             assert named[plan.stop.first_blocked] == plan.stop.reason
 
 
 @settings(max_examples=200, deadline=None)
 @given(LIMITS, DISCIPLINE, st.lists(
-    st.tuples(st.just("add"), PROMPT, st.integers(1, 20), st.just(0), TENANT, st.just(inf)), min_size=1, max_size=20))
+    st.tuples(st.just("add"), PROMPT, st.integers(1, 20), st.just(0), TERMS, st.just(inf)), min_size=1, max_size=20))
 def test_first_come_first_served_starts_in_order_of_arrival(limits, discipline, operations):
     driver, _ = play(replace(limits, max_passes=0), discipline, operations)
     first_starts = list(dict.fromkeys(driver.admitted))

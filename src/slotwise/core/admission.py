@@ -127,35 +127,40 @@ class Admission:
         if self._discipline.leaves_together:
             return
         for _ in range(MAX_OUTRANKED):
-            request = self._first_without_room(draft)
-            victims = self._victims(request, draft) if request is not None else []
+            request, before = self._first_without_room(draft)
+            victims = self._victims(request, before, draft) if request is not None else []
             if not victims:
                 return
             for victim in victims:
                 draft.preempt(victim, OUTRANKED)
                 self._roster.yield_place(victim, draft.step, draft.now)
 
-    def _first_without_room(self, draft: Draft) -> Request | None:
-        """The first of those who wait who would find no slot, or, at the head, no blocks; None: all find room."""
+    def _first_without_room(self, draft: Draft) -> tuple[Request | None, int]:
+        """The first of those who wait who would find no slot, or, at the head, no blocks, and how many go before it;
+        None: all find room.
+        """
         if not self._roster.waiting:
-            return None
+            return None, 0
         walk = self._roster.waiting.walk(draft.now)
-        free = min(self._roster.slots.num_free, max(0, self._gate(draft.now).max_new))
-        first = request = walk.next()
-        if request is not None and free and self._free_for(request) > 0 and self._seat(request, draft) is None:
-            return first
-        for _ in range(free):
+        num_free = min(self._roster.slots.num_free, max(0, self._gate(draft.now).max_new))
+        for before in range(num_free + 1):
             request = walk.next()
-        return request
+            if request is None or min(num_free, self._free_for(request)) <= before:
+                break
+            if before == 0 and self._seat(request, draft) is None:
+                break
+        return request, before
 
-    def _victims(self, request: Request, draft: Draft) -> list[Request]:
-        """Who must yield so that `request` finds a slot and blocks; nobody, where those who would are not enough."""
+    def _victims(self, request: Request, before: int, draft: Draft) -> list[Request]:
+        """Who must yield so that `request`, with `before` others ahead of it, finds a slot, and blocks; nobody, where
+        those who would are not enough.
+        """
         policy, spare = self._roster.policy, self._spare()
         ranked = sorted(
             (running for running in self._roster.running.values() if not running.reason),
             key=lambda running: (policy.victim_key(running, draft.now), running.arrival), reverse=True)
         missing = self._roster.kv.missing(request, self._discipline.reserve(request))
-        slots = min(self._free_for(request), self._gate(draft.now).max_new)
+        slots = min(self._free_for(request), self._gate(draft.now).max_new) - before
         victims: list[Request] = []
         for running in ranked:
             if (slots >= 1 and missing <= 0) or len(victims) == MAX_OUTRANKED:

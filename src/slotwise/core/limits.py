@@ -48,8 +48,8 @@ class SchedulerLimits:
         names = [tier.name for tier in self.tiers]
         if len(set(names)) < len(names):
             raise ValueError(f"two tiers have the same name: {', '.join(names)}")
-        if sum(tier.slots for tier in self.tiers) > self.max_num_seqs:
-            raise ValueError(f"tiers keep more slots than the {self.max_num_seqs} there are")
+        if self.tiers and sum(tier.slots for tier in self.tiers) >= self.max_num_seqs:
+            raise ValueError(f"tiers keep all of the {self.max_num_seqs} slots: leave one to requests of any tier")
 
     @property
     def fixed(self) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ driver checks conservation, `free + referenced + cached == total`, after every p
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from math import inf
 from random import Random
 
@@ -19,11 +20,18 @@ from toy import VOCAB, Driver, alone, request
 from slotwise.batching.settings import Batching
 from slotwise.core.events import Admitted
 from slotwise.core.limits import ERROR, RECOMPUTE, SchedulerLimits
+from slotwise.core.terms import Terms, Tier
+from slotwise.policies.settings import Ordering
 
 EXAMPLES, OPERATIONS = 200, 500
 DISCIPLINES = (
     Batching(), Batching(), Batching(prefill="inline"), Batching(prefill="alone"), Batching("orca"),
     Batching("static"), Batching("dynamic", max_wait_ms=2000), Batching("one_at_a_time"))
+POLICIES = (
+    Ordering(), Ordering("priority", ageing=5.0), Ordering("shortest"), Ordering("fair"),
+    Ordering("deadline", ageing=30.0, default_ttft_ms=20_000.0),
+    Ordering("deadline", default_ttft_ms=30_000.0, shed_late=True))
+TIERS = (Tier("gold", slots=1, weight=2.0), Tier("bulk", max_step_context=20))
 BEGINNINGS = ([], [3] * 12, [3] * 6 + [7] * 6, list(range(16)))
 SEEN: Counter[str] = Counter()
 
@@ -47,14 +55,17 @@ class Life(Driver):
 
     def operate(self) -> None:
         operation = self.draw.choices(
-            (self.arrive, self.step, self.abort, self.jump, self.switch), (16, 74, 5, 4, 1))[0]
+            (self.arrive, self.step, self.abort, self.jump, self.switch, self.order), (16, 74, 5, 3, 1, 1))[0]
         SEEN[operation.__name__] += 1
         operation()
 
     def arrive(self) -> None:
         draw, name = self.draw, f"r{len(self.expected)}"
         prompt = draw.choice(BEGINNINGS) + [draw.randrange(VOCAB) for _ in range(draw.randint(1, 9))]
-        new = request(name, prompt, draw.randint(1, 20), salt=draw.choice(("", "", "other")))
+        terms = Terms(
+            draw.choice("abc"), draw.choice(("", "gold", "bulk")), draw.randint(-2, 2), draw.choice((None, 3.0, 60.0)),
+            draw.choice((None, None, None, 1.0)))
+        new = request(name, prompt, draw.randint(1, 20), draw.choice(("", "", "other")), terms)
         new.deadline = self.now + draw.choice((inf, inf, inf, inf, 20.0, 0.0))
         self.expected[name] = alone(new, self.limits)
         self.add(new)
@@ -73,8 +84,18 @@ class Life(Driver):
         self.now += self.draw.choice((0.0, 0.5, 10.0))
 
     def switch(self) -> None:
-        slots = self.draw.randint(1, self.scheduler._roster.slots.total)
+        slots = self.draw.randint(2, self.scheduler._roster.slots.total)
         self.configure(self.draw.choice(DISCIPLINES).discipline(slots), slots, self.draw.randint(0, 20))
+
+    def order(self) -> None:
+        """Another policy, other tiers, other limits of a step."""
+        draw, limits = self.draw, self.limits
+        self.limits = replace(
+            limits, tiers=draw.choice(((), TIERS)), max_step_ms=draw.choice((None, 900.0, 4000.0)),
+            max_step_context=draw.choice((0, 0, 12)))
+        policy = draw.choice(POLICIES).policy(self.limits.tiers, self.scheduler.times)
+        self.configure(
+            self.discipline, limits.max_num_seqs, limits.max_num_batched_tokens - limits.max_num_seqs, policy)
 
     def _fold(self) -> None:
         for event in self.scheduler._roster.events:
@@ -87,9 +108,9 @@ class Life(Driver):
 def test_nothing_is_lost_and_nobody_gets_what_is_not_theirs():
     SEEN.clear()
     many_lives()
-    total = sum(SEEN[name] for name in ("arrive", "step", "abort", "jump", "switch"))
+    total = sum(SEEN[name] for name in ("arrive", "step", "abort", "jump", "switch", "order"))
     assert total >= 100_000
-    for kind in ("hit", "preempted", "length", "stop", "abort", "timeout", "error", "rejected"):
+    for kind in ("hit", "preempted", "length", "stop", "abort", "timeout", "shed", "error", "rejected"):
         assert SEEN[kind] >= 100, f"{kind} hardly ever happened: {SEEN}"
 
 
@@ -111,6 +132,6 @@ def many_lives(seed: int) -> None:
             assert got == expected, name
         else:
             assert got == expected[: len(got)], name
-        if reason in ("rejected", "timeout"):
+        if reason in ("rejected", "timeout", "shed"):
             assert got == [], name
     assert life.scheduler.num_free_blocks == life.limits.num_blocks

@@ -58,7 +58,11 @@ class Admission:
             draft.stop = draft.stop._replace(num_behind=len(waiting) - 1)
 
     def _try(self, request: Request, draft: Draft) -> str:
-        """Admit it; or why it cannot be."""
+        """Admit it; or why it cannot be.  One that gave way in this plan may have a token in flight: it cannot come back
+        before that is known.
+        """
+        if request.pending:
+            return OUTRANKED
         if not self._roster.slots.num_free:
             return NO_SLOT
         if self._free_for(request) < 1:

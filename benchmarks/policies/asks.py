@@ -1,0 +1,44 @@
+"""Workloads: the Azure conversation trace, scaled, and bursty arrivals of log-normal lengths."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from slotwise.workload import arrivals, lengths
+from slotwise.workload.trace import Trace, read_trace
+
+from .worlds import Ask
+
+SCALE = 1 / 8  # of the trace's lengths, for a small machine
+MAX_PROMPT, MAX_OUTPUT = 700, 300
+
+
+def azure(path: Path | None, count: int, rate: float, seed: int) -> list[Ask]:
+    """Requests of the trace with its bursts, `rate` a second on average; without a file, of its quantiles."""
+    if path is None:
+        inputs, outputs = lengths.AzurePrompt(SCALE), lengths.AzureOutput(SCALE)
+        drawn = random.Random(seed)
+        times = arrivals.Poisson(rate).times(drawn, count)
+        return [Ask(at, _cut(inputs.draw(drawn), MAX_PROMPT), outputs.draw(drawn)) for at in times]
+    trace = read_trace(path, SCALE, limit=count)
+    return [Ask(at, _cut(prompt, MAX_PROMPT), _cut(output, MAX_OUTPUT))
+            for at, (prompt, output) in zip(_paced(trace, rate), trace.lengths, strict=True)]
+
+
+def _paced(trace: Trace, rate: float) -> list[float]:
+    """The trace's times, stretched to `rate` requests a second."""
+    scale = len(trace.times) / rate / max(trace.times[-1], 1e-9)
+    return [at * scale for at in trace.times]
+
+
+def bursty(count: int, rate: float, seed: int, sigma: float = 1.0) -> list[Ask]:
+    """Gaps of a gamma distribution, three times as uneven as Poisson's; lengths that tell nothing of each other."""
+    drawn = random.Random(seed)
+    times = arrivals.Gamma(rate, 3.0).times(drawn, count)
+    inputs, outputs = lengths.LogNormal(64, sigma, MAX_PROMPT), lengths.LogNormal(24, sigma, MAX_OUTPUT)
+    return [Ask(at, inputs.draw(drawn), outputs.draw(drawn)) for at in times]
+
+
+def _cut(length: int, most: int) -> int:
+    return max(1, min(length, most))

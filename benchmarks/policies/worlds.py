@@ -1,0 +1,170 @@
+"""Where requests are served: by a real server, or by its engine on a virtual clock.  Both give the same outcomes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
+import uvloop
+
+from benchmarks.reliability.server import serving
+from slotwise.bench.client import Client, Phrasing, Reply, Target, open_session
+from slotwise.bench.load import Load
+from slotwise.bench.measures import COMPLETED, REJECTED, Outcome
+from slotwise.bench.serving import resolve
+from slotwise.core.limits import SchedulerLimits
+from slotwise.core.params import SamplingParams
+from slotwise.core.steptime import Work
+from slotwise.core.terms import Terms, Tier
+from slotwise.engine.config import EngineConfig
+from slotwise.engine.messages import Add
+from slotwise.simulate.virtual import simulate
+from slotwise.workload.requests import Workload, WorkRequest
+
+MAX_MODEL_LEN, BLOCK_SIZE = 1024, 64  # of the built-in model, and of its cache on a CPU
+NOISE = 0.04  # deviation of a step's logarithm
+LIMIT = 400.0  # seconds after which a real run is given up
+
+
+class Ask(NamedTuple):
+    """One request: when it comes, how long it and its answer are, and on what terms."""
+
+    at: float  # seconds
+    num_prompt: int  # tokens
+    num_output: int
+    terms: Terms = Terms()
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a server is started: options by `EngineConfig`'s names, and tiers."""
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    tiers: tuple[Tier, ...] = ()
+
+
+def workload_of(asks: Sequence[Ask], seed: int) -> Workload:
+    longest = max(ask.num_output for ask in asks)
+    requests = tuple(WorkRequest(number, ask.at, ask.num_prompt, ask.num_output) for number, ask in enumerate(asks))
+    return Workload(requests, longest, 0, seed)
+
+
+# -- on a virtual clock --------------------------------------------------------------------------------------------
+
+
+def cost_of(seed: int):
+    """Step times like those of the built-in model on two cores, give or take."""
+    draw = random.Random(seed)
+
+    def cost(work: Work) -> float:
+        plain = 2e-3 + 45e-6 * work.tokens + 150e-6 * work.rows + 3e-7 * work.context + 4e-8 * work.pairs
+        return plain * draw.lognormvariate(0, NOISE)
+
+    return cost
+
+
+def simulated(asks: Sequence[Ask], setting: Setting, seed: int) -> list[Outcome]:
+    config = EngineConfig.of(model="", tiers=setting.tiers, **{"max_num_batched_tokens": 512, **setting.options})
+    blocks = config.max_num_seqs * MAX_MODEL_LEN // BLOCK_SIZE
+    limits = SchedulerLimits(
+        MAX_MODEL_LEN, blocks, BLOCK_SIZE, config.max_num_seqs, config.step_tokens, watermark_blocks=blocks // 100,
+        max_passes=16)
+    longest = max(ask.num_output for ask in asks)
+    arrivals = [
+        (ask.at, Add(str(number), [5] * ask.num_prompt, SamplingParams(max_tokens=longest, ignore_eos=True), number,
+                     ask.num_output, terms=_of_tier(ask.terms, setting)))
+        for number, ask in enumerate(asks)]
+    lives = simulate(arrivals, config.scheduling(), limits, cost_of(seed))
+    return [
+        Outcome(number, REJECTED if (life := lives[str(number)]).reason == "shed" else COMPLETED, ask.at, ask.at,
+                tuple(life.token_times), life.ended, ask.num_prompt, len(life.token_times), life.reason)
+        for number, ask in enumerate(asks)]
+
+
+def _of_tier(terms: Terms, setting: Setting) -> Terms:
+    """With what the tier gives to those who bring nothing of their own, as the server's door does."""
+    tier = next((tier for tier in setting.tiers if tier.name == terms.tier), None)
+    if tier is None:
+        return terms
+    return Terms(terms.tenant, terms.tier, terms.priority or tier.priority, terms.ttft or tier.ttft,
+                 terms.tpot or tier.tpot)
+
+
+# -- on a real server ----------------------------------------------------------------------------------------------
+
+
+def real(asks: Sequence[Ask], setting: Setting, seed: int) -> list[Outcome]:
+    """By `slotwise serve` with the built-in model.  A tenant is a key, or within a tier the tier's."""
+    tenants = sorted({ask.terms.tenant for ask in asks if ask.terms.tenant})
+    with ExitStack() as stack:
+        arguments = [word for name, value in setting.options.items() for word in _argument(name, value)]
+        for tenant in tenants:
+            arguments += ["--api-key", _key(tenant)]
+        if setting.tiers:
+            file = stack.enter_context(tempfile.NamedTemporaryFile("w", suffix=".toml"))
+            file.write("\n".join(_toml(tier) for tier in setting.tiers))
+            file.flush()
+            arguments += ["--tiers", file.name]
+        server = stack.enter_context(serving(
+            "--max-num-queued-reqs", "100000", "--max-num-queued-tokens", "100000000", *arguments))
+        target, vocab_size = resolve(Target(server.url, api_key=_key(tenants[0]) if tenants else ""))
+        _drive(target, [Ask(0.05 * n, 200 if n % 3 else 900, 16, Terms(tenants[0] if tenants else ""))
+                        for n in range(150)], vocab_size, seed + 1)  # step times are learned
+        return _drive(target, asks, vocab_size, seed)
+
+
+def _drive(target: Target, asks: Sequence[Ask], vocab_size: int, seed: int) -> list[Outcome]:
+    workload, phrasing = workload_of(asks, seed), Phrasing(vocab_size, hidden_lengths=True)
+    load = Load(workload, lambda request: _body(phrasing.body(target, workload, request), asks[request.number].terms))
+
+    async def run() -> None:
+        async with open_session() as session:
+            clients: dict[str, Client] = {}
+            for tenant in {ask.terms.tenant for ask in asks}:
+                mine = Target(target.base_url, target.endpoint, target.model, _key(tenant) if tenant else "")
+                clients[tenant] = Client(session, mine, load.clock)
+
+            async def send(body: bytes, reply: Reply) -> None:
+                await clients[asks[reply.number].terms.tenant].complete(body, reply)
+
+            await asyncio.wait_for(load.run(send), LIMIT)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # the cores are the server's
+        runner.run(run())
+    return sorted(load.outcomes, key=lambda outcome: outcome.number)
+
+
+def _body(body: bytes, terms: Terms) -> bytes:
+    extras: dict[str, Any] = {}
+    if terms.tier:
+        extras["service_tier"] = terms.tier
+    if terms.priority:
+        extras["priority"] = terms.priority
+    if terms.ttft is not None:
+        extras["ttft_ms"] = 1000 * terms.ttft
+    if terms.tpot is not None:
+        extras["tpot_ms"] = 1000 * terms.tpot
+    return msgspec.json.encode(msgspec.json.decode(body) | extras) if extras else body
+
+
+def _key(tenant: str) -> str:
+    return f"key-of-{tenant}-{os.getpid()}"
+
+
+def _argument(name: str, value: object) -> list[str]:
+    option = "--" + name.replace("_", "-")
+    return [option] if value is True else [option, str(value)]
+
+
+def _toml(tier: Tier) -> str:
+    told = {"name": tier.name, "priority": tier.priority, "weight": tier.weight, "slots": tier.slots}
+    told |= {f"{name}_ms": 1000 * value for name, value in (("ttft", tier.ttft), ("tpot", tier.tpot)) if value}
+    return "[[tier]]\n" + "".join(f"{name} = {json.dumps(value)}\n" for name, value in told.items())

@@ -123,6 +123,7 @@ class SlowEvent:
         self._mine = list(self._pending)
         self._pending.clear()
 
+    @torch.inference_mode()
     def synchronize(self) -> None:
         for arrive in self._mine:
             arrive()

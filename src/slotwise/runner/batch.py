@@ -54,7 +54,7 @@ class SlotTable:
         self.null_block = null_block
         self._stride = max_tokens + 1  # the last token a sequence may have is written and never computed
         self._nothing = num_slots * self._stride  # the place of the token that padding is made of
-        self._tokens = torch.zeros(self._nothing + 1, dtype=torch.int32, device=device)
+        self._tokens = torch.zeros(self._nothing + 1, dtype=torch.int64, device=device)
         self._tables = np.zeros((num_slots, -(-max_tokens // block_size)), np.int32)
         self._num_blocks = [0] * num_slots
         self._send = sender(device)
@@ -73,7 +73,7 @@ class SlotTable:
         for slot in plan.leaves:
             self._num_blocks[slot] = 0
         if plan.joins:
-            known = self._send((), [np.array(join.tokens, np.int32) for join in plan.joins])
+            known = self._send([np.array(join.tokens, np.int64) for join in plan.joins], ())
             for join, tokens in zip(plan.joins, known, strict=True):
                 first = join.slot * self._stride
                 self._tokens[first : first + len(tokens)] = tokens
@@ -84,12 +84,12 @@ class SlotTable:
 
     def append(self, targets: Tensor, tokens: Tensor) -> None:
         """Sampled tokens become known; a row that failed has -1, and is given some token that nobody will be told."""
-        self._tokens[targets] = tokens.clamp(min=0).to(torch.int32)
+        self._tokens.index_copy_(0, targets, tokens.clamp(min=0))
 
     def known(self, slot: int, start: int, end: int) -> Tensor:
         """The slot's tokens at positions from `start` until `end`, int64, on the device."""
         first = slot * self._stride
-        return self._tokens[first + start : first + end].long()
+        return self._tokens[first + start : first + end]
 
     def gather(self, plan: StepPlan) -> Step:
         """The plan's rows laid end to end, then their padding.  `plan` has at least one row."""
@@ -116,7 +116,7 @@ class SlotTable:
             (rows.sources, rows.positions, rows.places, sample_at, targets),
             (query_starts, rows.contexts.astype(np.int32), rows.tables))
         return Step(RaggedBatch(
-            token_ids=self._tokens.take(sources).long(), positions=positions, slot_mapping=slot_mapping,
+            token_ids=self._tokens.index_select(0, sources), positions=positions, slot_mapping=slot_mapping,
             query_starts=starts, context_lens=context_lens, block_tables=tables, sample_at=sampled,
             max_query_len=int(rows.counts.max()), max_context_len=int(rows.contexts.max())), places)
 

@@ -86,7 +86,6 @@ class Runner:
         except Exception as error:  # told to whoever collects this step; the next one must still find its slots
             self._outcomes.append(error)
 
-    @torch.inference_mode()
     def collect(self) -> StepResult:
         outcome = self._outcomes.popleft()
         if isinstance(outcome, Exception):

@@ -1,0 +1,51 @@
+"""How large an engine is made on a GPU, told by a GPU that is not there."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from slotwise.compose import sizes
+from slotwise.compose.sizes import sized, step_tokens
+from slotwise.engine.config import EngineConfig
+from slotwise.kernels.base import AttentionShape
+
+GIB = 1 << 30
+SHAPE = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, scale=1.0)
+
+
+def decoder(device: str, rate: float, layer_weights: int = 7_000_000_000) -> SimpleNamespace:
+    kernels = SimpleNamespace(
+        name=device, device=torch.device(device), operations_per_second=lambda kind: rate,
+        recording_size=lambda rows, context: (-(-rows // 8) * 8, context),
+        cache_bytes_per_block=lambda block_size, shape, kind: 4096 * block_size)
+    config = SimpleNamespace(dtype=torch.bfloat16, layer_weights=layer_weights, max_position_embeddings=131_072)
+    return SimpleNamespace(kernels=kernels, config=config, attention_shapes=[SHAPE] * 32, weight_bytes=16 * GIB)
+
+
+@pytest.mark.parametrize(("device", "rate", "tokens"), [
+    ("cuda", 8e14, 4096), ("cuda", 2e15, 8192), ("cuda", 1e13, 2048), ("cpu", 8e14, 512), ("cpu", 1e12, 128)])
+def test_a_step_has_room_for_a_tenth_of_a_second(device, rate, tokens):
+    assert step_tokens(decoder(device, rate)) == tokens
+
+
+def test_a_gpus_cache_is_what_weights_and_measured_steps_leave(monkeypatch):
+    seen = []
+
+    def measured(model, draw, block_size, shapes):
+        seen.extend(shapes)
+        return 4 * GIB
+
+    monkeypatch.setattr(sizes, "measured_workspace", measured)
+    monkeypatch.setattr(sizes, "draw_for", lambda kernels: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (120 * GIB, 140 * GIB))
+    config = EngineConfig.of(model="any", max_num_seqs=250, max_num_batched_tokens=8192, max_model_len=10_000)
+    limits, used = sized(config, decoder("cuda", 8e14))
+    assert seen == [(8192, 250, 10_000), (256, 256, 10_000)], "a whole step of prompts, and a recorded one that decodes"
+    budget = int(140 * GIB * 0.9) - 20 * GIB - 4 * GIB
+    assert limits.num_blocks == budget // (32 * 4096 * 64)
+    assert used.weights == 16 * GIB and used.workspace == 4 * GIB and used.cache <= budget + 32 * 4096 * 64
+    with pytest.raises(MemoryError, match=r"120\.00 GiB of its 140\.00 GiB are free"):
+        sized(EngineConfig.of(model="any", kv_cache_memory=118 * GIB), decoder("cuda", 8e14))

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import strategies as st
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed: no kernel of slotwise.kernels.cuda is tested", allow_module_level=True)
@@ -70,6 +71,10 @@ with interpreted():
 if DEVICE == "cpu":
     hasten_interpreter()
 
-EXAMPLES = 3 if DEVICE == "cuda" else 1
-"""Hypothesis draws so many times more examples on a GPU.  They cost nothing there but a compilation or two of a second
-each, for every geometry is a kernel of its own."""
+EXAMPLES = 25 if DEVICE == "cuda" else 1
+"""So many times more examples are drawn where running one costs nothing."""
+
+
+def geometry(free: st.SearchStrategy, *chosen: Any) -> st.SearchStrategy:
+    """What kernels are compiled for: anything where they are interpreted, a few values where each takes seconds."""
+    return st.sampled_from(chosen) if DEVICE == "cuda" else free

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.cuda.device import DEVICE, EXAMPLES
+from kernels.cuda.device import DEVICE, EXAMPLES, geometry
 from kernels.cuda.ragged import SMALL, apart, attend, caches
 from kernels.paged import Layer
 
@@ -20,15 +20,26 @@ FLOATS = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: str(kind).remov
 
 
 @st.composite
+def anything(draw):
+    """Key heads, query heads to each, their size, a window, tokens to a block, and a type."""
+    group = draw(st.integers(1, 8))
+    return (
+        draw(st.integers(1, 2)) if group < 4 else 1, group, draw(st.sampled_from([16, 64, 80, 96, 128, 256])),
+        draw(st.sampled_from([0, 0, 1, 7, 20, 5000])), draw(st.sampled_from([1, 4, 16, 48])),
+        draw(st.sampled_from(KINDS)))
+
+
+geometries = geometry(
+    anything(), (2, 4, 128, 0, 16, torch.bfloat16), (1, 7, 64, 0, 16, torch.float16), (2, 3, 80, 7, 4, torch.float32),
+    (1, 8, 256, 20, 48, torch.bfloat16), (1, 1, 96, 0, 1, torch.float32))
+
+
+@st.composite
 def layers(draw, rows, most):
     """A layer of any geometry with at most `most` of the given kind of rows."""
-    group = draw(st.integers(1, 8))
-    kv_heads = draw(st.integers(1, 2)) if group < 4 else 1
-    head_dim = draw(st.sampled_from([16, 64, 80, 96, 128, 256]))
-    window = draw(st.sampled_from([0, 0, 1, 7, 20, 5000]))
+    kv_heads, group, head_dim, window, block_size, kind = draw(geometries)
     return Layer(
-        AttentionShape(kv_heads * group, kv_heads, head_dim, head_dim**-0.5, window),
-        draw(st.sampled_from([1, 4, 16, 48])), draw(st.sampled_from(KINDS)),
+        AttentionShape(kv_heads * group, kv_heads, head_dim, head_dim**-0.5, window), block_size, kind,
         draw(st.lists(rows, min_size=1, max_size=most)), draw(st.integers(0, 1000)))
 
 

@@ -40,5 +40,5 @@ def test_for_ampere():
 
 
 def test_float32_is_not_rounded_to_tf32():
-    kernels = compiled(80, ("float32", 64, 0))
+    kernels = compiled(80, ("float32", 16, 0))
     assert not any(kernel["tf32"] or kernel["mma"] for kernel in kernels.values())

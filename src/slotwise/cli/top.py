@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 MAX_LINE = 8 << 20  # bytes of an entry: the tokens of a whole static batch are told at once
 SETTLES = 0.3  # seconds without an entry after which what is known is what there is
-BACKLOG = 2.0  # seconds that the past may take to arrive
+BACKLOG = 15.0  # seconds that a single frame waits for a first word, and for the past to be told
 CONNECTS = 5.0  # seconds
 AGAIN = 1.0  # seconds until a lost server is tried again
 

@@ -21,7 +21,7 @@ ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--max-model-len", {"type": int, "metavar": "TOKENS", "help": "longest sequence, prompt and output together"}),
     ("--max-num-seqs", {"type": int, "default": 64, "metavar": "N", "help": "slots of the batch (default: 64)"}),
     ("--max-num-batched-tokens", {"type": int, "metavar": "TOKENS", "help": "tokens of one step (default: about what a "
-                                  "tenth of a second has room for, 128 to 512)"}),
+                                  "tenth of a second has room for, 128 to 512, on a GPU up to 8192)"}),
     ("--batching", {"choices": KINDS, "default": "continuous", "help": "how a batch is made (default: continuous)"}),
     ("--prefill", {
         "choices": PREFILLS, "help": "continuous: how a prompt meets those who decode, in pieces beside them, whole "
@@ -67,7 +67,8 @@ ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
                            "can use, within 40%% of what is free)"}),
     ("--gpu-memory-utilization", {
         "type": float, "metavar": "SHARE",
-        "help": "share of all memory, on whatever device, for weights, workspace and cache together"}),
+        "help": "share of all memory, on whatever device, for weights, workspace and cache together (default: on a GPU "
+        "0.9)"}),
     ("--enable-prefix-caching", {
         "action": argparse.BooleanOptionalAction, "default": True,
         "help": "compute equal beginnings of requests once (default: on)"}),

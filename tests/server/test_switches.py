@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
+from live import serving
 from live_server import Server, counted, running
 
 from slotwise.batching.settings import KINDS
@@ -69,6 +71,40 @@ def test_fifty_changes_lose_nobody_and_are_in_the_log(folder: Path, tmp_path: Pa
     obeyed = [entry.configured for entry in entries if isinstance(entry, log.Step) and entry.configured is not None]
     assert len(told) == SWITCHES and set(map(repr, obeyed)) <= set(map(repr, told))
     assert obeyed[-1] == told[-1]
+
+
+@pytest.mark.slow
+def test_a_real_models_tokens_stay_the_same_through_fifty_changes(tmp_path: Path) -> None:
+    """Float32, greedy: what each prompt gets alone, it gets under load and whatever the order."""
+    whims = random.Random(9)
+    prompts = [f"def {name}(self, {name}s):" for name in ("read", "write", "add", "close", "find", "parse", "load")]
+    with serving("--dtype", "float32", "--max-num-seqs", "8", log=tmp_path / "log") as live:
+        def ask(number: int) -> str:
+            body = {"prompt": prompts[number] * (1 + number % 3), "max_tokens": 4 + 2 * number, "temperature": 0,
+                    "ignore_eos": True, "user": f"u{number % 3}"}
+            return httpx.post(f"{live.url}/v1/completions", json=body, timeout=120).json()["choices"][0]["text"]
+
+        alone = [ask(number) for number in range(len(prompts))]
+        answers: list[tuple[int, str]] = []
+        changing = threading.Event()
+
+        def keep_asking(seed: int) -> None:
+            mine = random.Random(seed)
+            while not changing.is_set():
+                number = mine.randrange(len(prompts))
+                answers.append((number, ask(number)))
+
+        with ThreadPoolExecutor(12) as pool:
+            work = [pool.submit(keep_asking, seed) for seed in range(12)]
+            changed = 0
+            while changed < SWITCHES:
+                changed += httpx.put(live.url + SCHEDULING, json=change(whims), timeout=60).status_code == 200
+                time.sleep(0.03)
+            changing.set()
+            for one in work:
+                one.result()
+    assert len(answers) >= 12
+    assert [(number, text) for number, text in answers if text != alone[number]] == []
 
 
 def test_who_can_no_longer_be_in_time_is_shed(folder: Path, tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 MAX_LINE = 8 << 20  # bytes of an entry: the tokens of a whole static batch are told at once
 SETTLES = 0.3  # seconds without an entry after which what is known is what there is
-BACKLOG = 15.0  # seconds that a single frame waits for a first word, and for the past to be told
+BACKLOG = 2.0  # seconds that the past may take to arrive
+PATIENCE = 15.0  # seconds that a single frame waits for a server's first word
 CONNECTS = 5.0  # seconds
 AGAIN = 1.0  # seconds until a lost server is tried again
 
@@ -125,10 +126,12 @@ async def _once(watch: Watch) -> None:
     from slotwise.cli.top_frame import frame
 
     following = asyncio.create_task(watch.follow())
-    began = time.monotonic()
-    while not following.done() and time.monotonic() - began < BACKLOG:
-        if watch.heard and time.monotonic() - watch.heard > SETTLES:
-            break
+    ends = time.monotonic() + PATIENCE
+    while not following.done() and (now := time.monotonic()) < ends:
+        if watch.heard:
+            ends = min(ends, now + BACKLOG)
+            if now - watch.heard > SETTLES:
+                break
         await asyncio.sleep(SETTLES / 10)
     if following.done():
         following.result()

@@ -21,6 +21,7 @@ def columns(shapes: list[tuple[int, ...]], kind: type, draw: np.random.Generator
 def test_columns_arrive_as_they_were(longs, ints):
     draw = np.random.default_rng(0)
     sent = (columns(longs, np.int64, draw), columns(ints, np.int32, draw))
+    assert all(tensor.data_ptr() % 16 == 0 for tensor in send(CPU, *sent))
     for arrived in (send(CPU, *sent), sender(CPU)(*sent)):
         assert len(arrived) == len(longs) + len(ints)
         for tensor, column in zip(arrived, (*sent[0], *sent[1]), strict=True):

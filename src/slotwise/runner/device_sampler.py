@@ -169,7 +169,7 @@ class DeviceSampler:
         logprobs = scores.log_softmax(-1)
         place = tokens.index_select(0, rows).clamp(min=0)[:, None]
         ranks = 1 + (scores > scores.gather(1, place)).sum(-1)
-        top_ids = largest(scores, max(wanted))
+        top_ids = largest(scores, max(1, *wanted))
         return _Logprobs(
             asked, wanted, to_host(logprobs.gather(1, place)[:, 0]), to_host(ranks), to_host(top_ids),
             to_host(logprobs.gather(1, top_ids)))

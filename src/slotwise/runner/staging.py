@@ -1,8 +1,8 @@
 """Between host and device: the columns of a step go there by one asynchronous copy, its tokens come back by another.
 
-    host     |■■ int64 ■■|■ int32 ■|      page-locked
+    host     |■■ positions ■■|■■ places ■■| ... |■ contexts ■|■ tables ■|      page-locked
                   │ copied while the host goes on
-    device   |■■ int64 ■■|■ int32 ■|      columns are views of it
+    device   |■■ positions ■■|■■ places ■■| ... |■ contexts ■|■ tables ■|      columns are views of it
 
 With a step in flight the host prepares the next one while copies for the last may still wait behind the device's work,
 so memory of the host must not be written again before they have ended.  Torch's allocator of page-locked memory sees to
@@ -13,11 +13,14 @@ the device is the CPU nothing is copied: tensors are views of the columns themse
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+
+ALIGNMENT = 16  # bytes that every column begins at a multiple of: kernels are compiled for what they may expect
 
 Columns = Sequence[np.ndarray]
 Send = Callable[[Columns, Columns], list[Tensor]]
@@ -58,13 +61,15 @@ def sender(device: torch.device) -> Send:
 
 def send(device: torch.device, longs: Columns, ints: Columns) -> list[Tensor]:
     """Columns of int64, then of int32, packed and copied at once: tensors of the same shapes on `device`."""
-    split = 8 * sum(column.size for column in longs)
-    size = split + 4 * sum(column.size for column in ints)
-    packed = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    _pack(packed[:split].view(torch.int64).numpy(), longs)
-    _pack(packed[split:].view(torch.int32).numpy(), ints)
+    columns = [*((column, torch.int64) for column in longs), *((column, torch.int32) for column in ints)]
+    starts = [0, *accumulate(-(-column.nbytes // ALIGNMENT) * ALIGNMENT for column, _ in columns)]
+    packed = torch.empty(starts.pop(), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    host = packed.numpy()
+    for (column, _), start in zip(columns, starts, strict=True):
+        host[start : start + column.nbytes].view(column.dtype).reshape(column.shape)[...] = column
     sent = packed.to(device, non_blocking=True)
-    return [*_unpacked(sent[:split].view(torch.int64), longs), *_unpacked(sent[split:].view(torch.int32), ints)]
+    return [sent[start : start + column.nbytes].view(kind).view(column.shape)
+            for (column, kind), start in zip(columns, starts, strict=True)]
 
 
 def to_host(tensor: Tensor) -> Tensor:
@@ -73,13 +78,3 @@ def to_host(tensor: Tensor) -> Tensor:
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
-
-
-def _pack(target: np.ndarray, columns: Columns) -> None:
-    if columns:
-        np.concatenate([column.reshape(-1) for column in columns], out=target)
-
-
-def _unpacked(packed: Tensor, columns: Columns) -> list[Tensor]:
-    parts = packed.split([column.size for column in columns]) if columns else ()
-    return [part.view(column.shape) for part, column in zip(parts, columns, strict=True)]

@@ -13,7 +13,8 @@ from kernels.paged import Layer, distance, rotary
 from slotwise.kernels.base import AttentionShape, QKNorm
 
 KINDS = [torch.float32, torch.bfloat16, torch.float16]
-CLOSE = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}  # norm of the difference over norm
+# Norm of the difference over norm.  Of bfloat16 the interpreter cuts off up to 2^-7, of a sum and again of its norm.
+CLOSE = {torch.float32: 1e-6, torch.bfloat16: 8e-3 if DEVICE == "cuda" else 1.6e-2, torch.float16: 1e-3}
 FLOATS = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: str(kind).removeprefix("torch."))
 
 

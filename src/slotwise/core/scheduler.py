@@ -14,6 +14,7 @@ the arrival number; nothing here reads a clock, draws a random number or iterate
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 
 from slotwise.core.draft import Flight
 from slotwise.core.events import Committed, Event
@@ -82,16 +83,19 @@ class Scheduler:
         """All who live, in order of arrival."""
         return tuple(self._roster.living.values())
 
-    def place(self, request_id: str, now: float) -> int | None:
-        """How many are to start before it, by the order of this moment; None: it does not wait."""
-        request = self._roster.living.get(request_id)
-        if request is None or request.state is State.RUNNING:
-            return None
+    def places(self, request_ids: Collection[str], now: float) -> dict[str, int]:
+        """Of those of these requests that wait: how many are to start before each, by the order of this moment."""
+        living = self._roster.living
+        left = {name for name in request_ids if name in living and living[name].state is not State.RUNNING}
+        found: dict[str, int] = {}
         walk = self._roster.waiting.walk(now)
-        before = 0
-        while walk.next() is not request:
-            before += 1
-        return before
+        for before in range(len(self._roster.waiting)):
+            if not left or (request := walk.next()) is None:
+                break
+            if request.request_id in left:
+                left.remove(request.request_id)
+                found[request.request_id] = before
+        return found
 
     def take_events(self) -> list[Event]:
         """What happened since the last call."""

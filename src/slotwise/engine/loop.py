@@ -82,9 +82,10 @@ class Engine:
 
     def locate(self, question: Locate) -> Located:
         """Where those stand who live.  Asking leaves no trace in what follows."""
-        now, asked = self._clock() * 1e-9, frozenset(question.request_ids)
+        asked = frozenset(question.request_ids)
+        places = self._scheduler.places(question.request_ids, self._clock() * 1e-9)
         return Located(question.number, tuple([
-            Standing(name, request.state.value, request.num_output, self._scheduler.place(name, now))
+            Standing(name, request.state.value, request.num_output, places.get(name))
             for request in self._scheduler.requests() if (name := request.request_id) in asked]))
 
     def _configure(self, scheduling: Scheduling, now: float) -> None:

@@ -34,6 +34,7 @@ class Place(NamedTuple):
     lane: Lane
     key: Key
     arrival: int
+    moment: float  # seconds; when it is due
 
 
 class WaitingQueue:
@@ -68,20 +69,20 @@ class WaitingQueue:
     def due(self, now: float) -> Iterator[Request]:
         """Those whose moment has come.  The caller takes them out, or puts them in again."""
         while self._moments and self._moments[0][0] <= now:
-            _, arrival, request = heappop(self._moments)
+            moment, arrival, request = heappop(self._moments)
             place = self._places.get(request.request_id)
-            if place is not None and place.arrival == arrival:
+            if place is not None and (place.arrival, place.moment) == (arrival, moment):
                 yield request
 
     def add(self, request: Request, lane: Lane, key: Key, moment: float = inf) -> None:
         """Let in at its place.  At `moment`, in seconds, it is `due`."""
-        self._places[request.request_id] = Place(lane, key, request.arrival)
+        self._places[request.request_id] = Place(lane, key, request.arrival, moment)
         if moment < inf:
             heappush(self._moments, (moment, request.arrival, request))
         insort(self._lanes.setdefault(lane, []), (key, request.arrival, request))  # no two arrivals are the same
 
     def remove(self, request: Request) -> None:
-        lane, key, arrival = self._places.pop(request.request_id)
+        lane, key, arrival, _ = self._places.pop(request.request_id)
         entries = self._lanes[lane]
         del entries[bisect_left(entries, (key, arrival), key=lambda entry: entry[:2])]
         if not entries:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 import uvloop
-
 from benchmarks.reliability.server import serving
+
 from slotwise.bench.client import Client, Phrasing, Reply, Target, open_session
 from slotwise.bench.load import Load
 from slotwise.bench.measures import COMPLETED, REJECTED, Outcome

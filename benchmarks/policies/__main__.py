@@ -1,0 +1,66 @@
+"""usage: python -m benchmarks.policies [--only NAME] [--simulated] [--trace FILE] [--no-record], from the root.
+
+--trace is the Azure conversation trace of 2023 as CSV (arrived_at, num_prefill_tokens, num_decode_tokens); without it
+lengths are drawn from its quantiles, prompts and answers apart, which leaves `shortest` nothing to learn from prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+from slotwise.bench.results import environment
+
+from . import charts
+from .runs import RUNS, Finding, Where
+from .worlds import real, simulated
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "policies-cpu.json"
+PICTURES = ROOT / "docs" / "pictures"
+MEASURED = {"giants": "gap between two tokens of a stream", "shortest": "time to the whole answer"}
+FIRST_TOKEN = "time to the first token"
+
+
+def record(world: str, name: str, findings: list[Finding], facts: dict[str, object]) -> None:
+    """Keep figures beside those of other runs, and draw their curves."""
+    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"version": 1, "simulated": {}, "real": {}}
+    kept[world][name] = facts | {"environment": environment(), "findings": [found.as_json() for found in findings]}
+    RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
+    for number, found in enumerate(findings):
+        title = f"{found.promise.partition(':')[0] if len(findings) > 1 else name}, {world}"
+        path = PICTURES / f"policy_{name}_{world}{number or ''}.svg"
+        path.write_text(charts.chart(title, MEASURED.get(name, FIRST_TOKEN), found.curves))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="What policies do to those who wait.")
+    parser.add_argument("--only", action="append", choices=RUNS, help="one run; may be given again")
+    parser.add_argument("--simulated", action="store_true", help="on a virtual clock, in seconds")
+    parser.add_argument("--trace", type=Path, help="the Azure conversation trace, CSV")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals in each run (default: 20)")
+    parser.add_argument("--workload", action="append", choices=("azure", "bursty"), help="one of the two")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--no-record", action="store_true", help="leave results and pictures as they are")
+    asked = parser.parse_args()
+    where = Where(simulated if asked.simulated else real, asked.trace, asked.seconds,
+                  tuple(asked.workload or ("azure", "bursty")), asked.seed)
+    broken = 0
+    for name in asked.only or RUNS:
+        began = time.perf_counter()
+        findings = RUNS[name](where)
+        facts = {"trace": asked.trace.name if asked.trace else None, "seed": asked.seed, "seconds": asked.seconds,
+                 "took": round(time.perf_counter() - began, 1)}
+        for found in findings:
+            broken += not found.holds
+            print(f"{name}: {'holds' if found.holds else 'BROKEN'}: {found.promise}\n    "
+                  + ", ".join(f"{key} {value:.4g}" for key, value in found.figures.items()), flush=True)
+        if not asked.no_record:
+            record("simulated" if asked.simulated else "real", name, findings, facts)
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

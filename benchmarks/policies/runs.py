@@ -1,0 +1,233 @@
+"""The five runs: what each promises, measured in a world that serves."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from slotwise.bench.measures import COMPLETED, Outcome, percentile
+from slotwise.core.terms import Terms, Tier
+from slotwise.policies.settings import AGED_TOKENS, AGEING
+from slotwise.policies.shortest import PROMPT_SHARE
+from slotwise.workload import arrivals
+
+from . import asks
+from .worlds import Ask, Setting
+
+World = Callable[[Sequence[Ask], Setting, int], list[Outcome]]
+SLOTS = 32
+FCFS = Setting({"max_num_seqs": SLOTS})
+
+
+@dataclass(frozen=True)
+class Where:
+    """What a run may use, and how long it may be."""
+
+    world: World
+    trace: Path | None
+    seconds: float  # of arrivals
+    kinds: tuple[str, ...] = ("azure", "bursty")
+    seed: int = 1
+
+    def serve(self, asked: Sequence[Ask], setting: Setting) -> list[Outcome]:
+        return self.world(asked, setting, self.seed)
+
+    def workloads(self) -> dict[str, Callable[[int, float], list[Ask]]]:
+        """By name: of a count and a rate."""
+        known = {"azure": lambda count, rate: asks.azure(self.trace, count, rate, self.seed),
+                 "bursty": lambda count, rate: asks.bursty(count, rate, self.seed)}
+        return {kind: known[kind] for kind in self.kinds}
+
+    def capacity(self, make: Callable[[int, float], list[Ask]]) -> float:
+        """Requests a second that first come, first served brings to their end when everyone is there at once."""
+        outcomes = self.serve([ask._replace(at=0.0) for ask in make(300, 100.0)], FCFS)
+        return len(outcomes) / max(outcome.ended for outcome in outcomes)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: what was promised, what was measured, and curves to draw, by name."""
+
+    promise: str
+    holds: bool
+    figures: dict[str, float]
+    curves: dict[str, list[float]] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        return {"promise": self.promise, "holds": self.holds, "figures": self.figures}
+
+
+def p99(values: Sequence[float]) -> float:
+    return percentile(sorted(values), 99)
+
+
+def setting(policy: str, tiers: tuple[Tier, ...] = (), **options: object) -> Setting:
+    return Setting({"max_num_seqs": SLOTS, "scheduling_policy": policy, **options}, tiers)
+
+
+# -- giant prompts against running streams -------------------------------------------------------------------------
+
+GIANT = 960  # tokens of its prompt
+STREAM_TOKENS, STREAM_EVERY, GIANT_EVERY = 400, 0.6, 1.2  # seconds
+LOOSE = 1.25  # of the budget, that 99 of 100 gaps stay within
+WORTH = 1.3  # times an unlimited chunk's time to the first token
+
+
+def giants(where: Where) -> list[Finding]:
+    asked = [Ask(STREAM_EVERY * n, 32, STREAM_TOKENS) for n in range(int(where.seconds / STREAM_EVERY))]
+    asked += [Ask(1.5 + GIANT_EVERY * n, GIANT, 8) for n in range(int(where.seconds / GIANT_EVERY))]
+    asked.sort(key=lambda ask: ask.at)
+    unlimited = _streams(where, asked, {"max_num_batched_tokens": 1024})
+    budget = round(5000 * percentile(sorted(unlimited[0]), 50))
+    limited = _streams(where, asked, {"max_num_batched_tokens": 1024, "max_step_ms": budget})
+    within = sum(gap <= LOOSE * budget / 1000 for gap in limited[0]) / len(limited[0])
+    slower = fmean(limited[1]) / fmean(unlimited[1])
+    figures = {
+        "budget_ms": budget, "within_share": within, "ttft_ratio": slower,
+        "gap_p99_ms": 1000 * p99(limited[0]), "gap_p99_unlimited_ms": 1000 * p99(unlimited[0]),
+        "ttft_ms": 1000 * fmean(limited[1]), "ttft_unlimited_ms": 1000 * fmean(unlimited[1])}
+    return [Finding(
+        f"99% of gaps within {LOOSE}x --max-step-ms, giants' first token after at most {WORTH}x", within >= 0.99
+        and slower <= WORTH, figures, {"unlimited": unlimited[0], f"--max-step-ms {budget}": limited[0]})]
+
+
+def _streams(where: Where, asked: Sequence[Ask], options: dict[str, object]) -> tuple[list[float], list[float]]:
+    """Gaps of streams, and giants' times to the first token; seconds."""
+    outcomes = where.serve(asked, Setting({"max_num_seqs": SLOTS, **options}))
+    gaps = [gap for ask, outcome in zip(asked, outcomes, strict=True) if ask.num_prompt < GIANT for gap in outcome.itls]
+    return gaps, [outcome.ttft for ask, outcome in zip(asked, outcomes, strict=True) if ask.num_prompt == GIANT]
+
+
+# -- two tiers at twice the load -----------------------------------------------------------------------------------
+
+PREMIUM = Tier("premium", ttft=0.5, tpot=0.05, priority=-10, weight=4.0, slots=8)
+BULK = Tier("bulk", priority=0)
+PREMIUM_LOAD, OVERLOAD, BULK_SHARE = 0.5, 2.0, 0.75  # the last: of what premium leaves of the capacity
+
+
+def tiers(where: Where) -> list[Finding]:
+    found = []
+    for name, make in where.workloads().items():
+        capacity = where.capacity(make)
+        count = int(OVERLOAD * capacity * where.seconds)
+        draw = random.Random(where.seed)
+        asked = [ask._replace(terms=Terms(tier=PREMIUM.name if draw.random() < PREMIUM_LOAD / OVERLOAD else BULK.name))
+                 for ask in make(count, OVERLOAD * capacity)]
+        curves = {}
+        for policy in ("fcfs", "priority"):
+            outcomes = where.serve(asked, setting(policy, (PREMIUM, BULK)))
+            paired = list(zip(asked, outcomes, strict=True))
+            premium = [outcome for ask, outcome in paired if ask.terms.tier == PREMIUM.name]
+            curves[policy] = [outcome.ttft for outcome in premium]
+        last = asked[-1].at
+        done = {tier: sum(o.ended <= last for a, o in paired if a.terms.tier == tier) for tier in ("premium", "bulk")}
+        share = done["bulk"] / (capacity * last - done["premium"])
+        ttft, tpot = p99([o.ttft for o in premium]), p99([o.tpot for o in premium if o.num_output > 1])
+        found.append(Finding(
+            f"{name}: premium's p99 within {PREMIUM.ttft} s and {PREMIUM.tpot} s a token, and the rest to bulk",
+            ttft <= PREMIUM.ttft and tpot <= PREMIUM.tpot and share >= BULK_SHARE,
+            {"capacity": capacity, "ttft_p99": ttft, "tpot_p99": tpot, "bulk_share": share,
+             "ttft_p99_fcfs": p99(curves["fcfs"])}, curves))
+    return found
+
+
+# -- goodput -------------------------------------------------------------------------------------------------------
+
+OBJECTIVES, MET, BETTER = (0.4, 4.0), 0.6, 1.3  # seconds to the first token, as likely; FCFS's share; the promise
+
+
+def goodput(where: Where) -> list[Finding]:
+    found = []
+    for name, make in where.workloads().items():
+        rate, asked, base = _hard_pressed(where, make)
+        figures, curves = {"rate": rate, "fcfs": _met(asked, base)}, {"fcfs": [o.ttft for o in base]}
+        for label, options in (("deadline", {}), ("deadline, shedding", {"shed_late": True})):
+            outcomes = where.serve(asked, setting("deadline", **options))
+            figures[label] = _met(asked, outcomes)
+            curves[label] = [outcome.ttft for outcome in outcomes if outcome.status == COMPLETED]
+        figures["ratio"] = figures["deadline"] / figures["fcfs"]
+        found.append(Finding(f"{name}: {BETTER}x the requests within their objectives, where FCFS serves {MET:.0%} so",
+                             figures["ratio"] >= BETTER, figures, curves))
+    return found
+
+
+def _hard_pressed(where: Where, make: Callable[[int, float], list[Ask]]) -> tuple[float, list[Ask], list[Outcome]]:
+    """The load at which first come, first served meets about MET of the objectives: halving an interval."""
+    low, high = 0.5 * where.capacity(make), 2.0 * where.capacity(make)
+    for _ in range(5):
+        rate = (low + high) / 2
+        draw = random.Random(where.seed)
+        asked = [ask._replace(terms=Terms(ttft=draw.choice(OBJECTIVES)))
+                 for ask in make(max(50, int(rate * where.seconds)), rate)]
+        outcomes = where.serve(asked, FCFS)
+        met = _met(asked, outcomes)
+        if abs(met - MET) < 0.03:
+            break
+        low, high = (rate, high) if met > MET else (low, rate)
+    return rate, asked, outcomes
+
+
+def _met(asked: Sequence[Ask], outcomes: Sequence[Outcome]) -> float:
+    good = sum(outcome.status == COMPLETED and outcome.ttft <= (ask.terms.ttft or 0.0)
+               for ask, outcome in zip(asked, outcomes, strict=True))
+    return good / len(asked)
+
+
+# -- shortest first ------------------------------------------------------------------------------------------------
+
+SATURATED, GAINED, UNHARMED = 1.6, 0.7, 1.05
+
+
+def shortest(where: Where) -> list[Finding]:
+    found = []
+    for name, make in where.workloads().items():
+        rate = SATURATED * where.capacity(make)
+        asked = make(int(rate * where.seconds), rate)
+        served = {label: where.serve(asked, policy) for label, policy in (
+            ("fcfs", FCFS), ("predicted", setting("shortest")), ("oracle", setting("shortest", length_oracle=True)))}
+        mean = {label: fmean(outcome.e2el for outcome in outcomes) for label, outcomes in served.items()}
+        gain = (mean["fcfs"] - mean["predicted"]) / max(mean["fcfs"] - mean["oracle"], 1e-9)
+        longest = max(outcome.ttft for outcome in served["predicted"])
+        work = max(ask.num_prompt for ask in asked) * PROMPT_SHARE + max(ask.num_output for ask in asked)
+        bound = work * AGEING["shortest"] / AGED_TOKENS + max(outcome.ttft for outcome in served["fcfs"])
+        is_known = name == "azure"
+        found.append(Finding(
+            f"{name}: " + (f"{GAINED:.0%} of an oracle's gain" if is_known else "no worse than 5% behind FCFS")
+            + ", longest wait within its bound", longest <= bound and (
+                gain >= GAINED if is_known else mean["predicted"] <= UNHARMED * mean["fcfs"]),
+            {**mean, "share_of_gain": gain, "longest_wait": longest, "bound": bound},
+            {label: [outcome.e2el for outcome in outcomes] for label, outcomes in served.items()}))
+    return found
+
+
+# -- fair ----------------------------------------------------------------------------------------------------------
+
+FLOOD, LIGHT_LOAD, DELAYED = 20, 0.1, 1.5
+
+
+def fair(where: Where) -> list[Finding]:
+    found = []
+    for name, make in where.workloads().items():
+        rate = LIGHT_LOAD * where.capacity(make)
+        count, draw = int(rate * where.seconds), random.Random(where.seed)
+        times = arrivals.Poisson(rate).times(draw, count)
+        light = [ask._replace(at=at, terms=Terms("light")) for at, ask in zip(times, make(count, rate), strict=True)]
+        flood = [ask._replace(terms=Terms("flood")) for ask in make(FLOOD * count, FLOOD * rate)]
+        both = sorted(light + flood, key=lambda ask: ask.at)
+        curves = {"alone": [outcome.ttft for outcome in where.serve(light, setting("fair"))]}
+        for policy in ("fcfs", "fair"):
+            outcomes = where.serve(both, setting(policy))
+            curves[policy] = [o.ttft for ask, o in zip(both, outcomes, strict=True) if ask.terms.tenant == "light"]
+        ratio = p99(curves["fair"]) / p99(curves["alone"])
+        figures = {f"{label}_p99_ms": 1000 * p99(values) for label, values in curves.items()} | {"ratio": ratio}
+        found.append(Finding(f"{name}: beside a flood of {FLOOD}x, p99 to the first token within {DELAYED}x of alone",
+                             ratio <= DELAYED, figures, curves))
+    return found
+
+
+RUNS: dict[str, Callable[[Where], list[Finding]]] = {
+    run.__name__: run for run in (giants, tiers, goodput, shortest, fair)}

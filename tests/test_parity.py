@@ -1,6 +1,7 @@
 """Greedy tokens in float32 equal transformers' for every family, however requests meet in the batch.
 
-The whole engine runs here: scheduler, runner, kernels, sampler.  Only HTTP and text are left out.
+The whole engine runs here: scheduler, runner, kernels, sampler; on a GPU where there is one.  Only HTTP and text are
+left out.
 """
 
 from __future__ import annotations
@@ -149,10 +150,10 @@ def test_a_long_context_beside_short_ones(family):
 
 def blocks_of(folder: Path, block_size: int) -> int:
     """Bytes of one cache block over all layers."""
-    from slotwise.kernels.select import choose
+    from slotwise.kernels.select import choose, resolve
     from slotwise.model.load import load_model
 
-    decoder = load_model(folder, kernels=choose("cpu"), dtype="float32")
+    decoder = load_model(folder, kernels=choose(resolve("auto")), dtype="float32")
     return sum(
         decoder.kernels.cache_bytes_per_block(block_size, shape, decoder.config.dtype)
         for shape in decoder.attention_shapes)

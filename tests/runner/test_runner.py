@@ -25,6 +25,7 @@ from slotwise.engine.messages import Add, StepRecord
 from slotwise.kernels.base import Kernels
 from slotwise.kernels.reference import ReferenceKernels
 from slotwise.runner import device_sampler, runner
+from slotwise.runner.runner import DeviceLostError
 
 ROWS = 6
 
@@ -170,6 +171,24 @@ def test_a_step_that_fails_ends_its_rows_and_no_others(folder, monkeypatch):
     while subject.has_work:
         tokens += sum(map(len, subject.step().token_ids))
     assert tokens > 0
+
+
+def test_an_engine_does_not_outlive_its_device(folder, monkeypatch):
+    """The step that broke ends its requests; the next does not begin, so whoever watches the process starts another."""
+    kernels = ReferenceKernels()
+    subject = engine(folder, wrap=lambda _: kernels, overlap=1)
+
+    def fails(*given: object) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(kernels, "attention", fails)
+    subject.handle(commands()[0])
+    record = subject.step()
+    assert "illegal memory access" in record.failure and [end.reason for end in record.ended] == ["error"]
+    monkeypatch.undo()
+    subject.handle(commands()[1])
+    with pytest.raises(DeviceLostError, match="the device is lost: CUDA error"):
+        subject.step()
 
 
 def replace_id(command: Add) -> Add:

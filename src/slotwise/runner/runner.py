@@ -24,6 +24,10 @@ from slotwise.runner.sampling import Drawn, Sampling
 from slotwise.runner.staging import Event, event_of
 
 
+class DeviceLostError(RuntimeError):
+    """The device has failed, and does nothing any more for this process: a new one may find it well again."""
+
+
 class _Enqueued(NamedTuple):
     """A step that the device has been given."""
 
@@ -73,9 +77,13 @@ class Runner:
         self._sampler = sampler
         self._decode_steps = DecodeSteps(decoder, caches, slots)
         self._outcomes: deque[_Enqueued | Exception] = deque()
+        self._lost: Exception | None = None  # what the device failed of
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> None:
+        """Raises DeviceLostError after a step in which the device failed; other failures are told by `collect`."""
+        if self._lost is not None:
+            raise DeviceLostError(f"the device is lost: {self._lost}") from self._lost
         self._slots.apply(plan)
         for slot in plan.leaves:
             self._sampler.leave(slot)
@@ -88,9 +96,13 @@ class Runner:
 
     def collect(self) -> StepResult:
         outcome = self._outcomes.popleft()
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome.result()
+        try:
+            if isinstance(outcome, Exception):
+                raise outcome
+            return outcome.result()
+        except torch.AcceleratorError as error:
+            self._lost = error
+            raise
 
     def _enqueue(self, plan: StepPlan) -> _Enqueued:
         drawn = self._compute(plan) if plan.slots else None

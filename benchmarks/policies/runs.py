@@ -106,7 +106,8 @@ def _streams(where: Where, asked: Sequence[Ask], options: dict[str, object]) -> 
 
 PREMIUM = Tier("premium", ttft=0.5, tpot=0.05, priority=-10, weight=4.0, slots=8)
 BULK = Tier("bulk", priority=0)
-PREMIUM_LOAD, OVERLOAD, BULK_SHARE = 0.5, 2.0, 0.75  # the last: of what premium leaves of the capacity
+PREMIUM_LOAD, OVERLOAD = 0.5, 2.0
+BULK_SHARE = 0.6  # of what premium leaves of the capacity; bulk may use three quarters of the slots
 
 
 def tiers(where: Where) -> list[Finding]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from slotwise.bench.results import environment
 
 from . import charts
+from .failures import FAILURES
 from .runs import RUNS, Finding, Where
 from .worlds import real, simulated
 
@@ -37,7 +38,7 @@ def record(world: str, name: str, findings: list[Finding], facts: dict[str, obje
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="What policies do to those who wait.")
-    parser.add_argument("--only", action="append", choices=RUNS, help="one run; may be given again")
+    parser.add_argument("--only", action="append", choices=RUNS | FAILURES, help="one run; may be given again")
     parser.add_argument("--simulated", action="store_true", help="on a virtual clock, in seconds")
     parser.add_argument("--trace", type=Path, help="the Azure conversation trace, CSV")
     parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals in each run (default: 20)")
@@ -48,9 +49,9 @@ def main() -> int:
     where = Where(simulated if asked.simulated else real, asked.trace, asked.seconds,
                   tuple(asked.workload or ("azure", "bursty")), asked.seed)
     broken = 0
-    for name in asked.only or RUNS:
+    for name in asked.only or (RUNS | FAILURES if asked.simulated else RUNS):
         began = time.perf_counter()
-        findings = RUNS[name](where)
+        findings = (RUNS | FAILURES)[name](where)
         facts = {"trace": asked.trace.name if asked.trace else None, "seed": asked.seed, "seconds": asked.seconds,
                  "took": round(time.perf_counter() - began, 1)}
         for found in findings:

@@ -71,7 +71,7 @@ def setting(policy: str, tiers: tuple[Tier, ...] = (), **options: object) -> Set
 
 # -- giant prompts against running streams -------------------------------------------------------------------------
 
-GIANT = 960  # tokens of its prompt
+GIANT, TOGETHER = 960, 6  # tokens of its prompt; so many come at once
 STREAM_TOKENS, STREAM_EVERY, GIANT_EVERY = 400, 0.6, 1.2  # seconds
 LOOSE = 1.25  # of the budget, that 99 of 100 gaps stay within
 WORTH = 1.3  # times an unlimited chunk's time to the first token
@@ -79,11 +79,12 @@ WORTH = 1.3  # times an unlimited chunk's time to the first token
 
 def giants(where: Where) -> list[Finding]:
     asked = [Ask(STREAM_EVERY * n, 32, STREAM_TOKENS) for n in range(int(where.seconds / STREAM_EVERY))]
-    asked += [Ask(1.5 + GIANT_EVERY * n, GIANT, 8) for n in range(int(where.seconds / GIANT_EVERY))]
+    asked += [Ask(1.5 + GIANT_EVERY * (n // TOGETHER), GIANT, 8)
+              for n in range(TOGETHER * int(where.seconds / GIANT_EVERY))]
     asked.sort(key=lambda ask: ask.at)
-    unlimited = _streams(where, asked, {"max_num_batched_tokens": 1024})
+    unlimited = _streams(where, asked, {"max_num_batched_tokens": TOGETHER * 1024})
     budget = round(5000 * percentile(sorted(unlimited[0]), 50))
-    limited = _streams(where, asked, {"max_num_batched_tokens": 1024, "max_step_ms": budget})
+    limited = _streams(where, asked, {"max_num_batched_tokens": TOGETHER * 1024, "max_step_ms": budget})
     within = sum(gap <= LOOSE * budget / 1000 for gap in limited[0]) / len(limited[0])
     slower = fmean(limited[1]) / fmean(unlimited[1])
     figures = {
@@ -208,6 +209,7 @@ def shortest(where: Where) -> list[Finding]:
 # -- fair ----------------------------------------------------------------------------------------------------------
 
 FLOOD, LIGHT_LOAD, DELAYED = 20, 0.1, 1.5
+KEPT = (Tier("light", slots=4), Tier("flood"))
 
 
 def fair(where: Where) -> list[Finding]:
@@ -223,6 +225,10 @@ def fair(where: Where) -> list[Finding]:
         for policy in ("fcfs", "fair"):
             outcomes = where.serve(both, setting(policy))
             curves[policy] = [o.ttft for ask, o in zip(both, outcomes, strict=True) if ask.terms.tenant == "light"]
+        named = [ask._replace(terms=Terms(ask.terms.tenant, ask.terms.tenant)) for ask in both]
+        outcomes = where.serve(named, setting("fair", KEPT))
+        curves["fair, 4 slots kept"] = [
+            o.ttft for ask, o in zip(both, outcomes, strict=True) if ask.terms.tenant == "light"]
         ratio = p99(curves["fair"]) / p99(curves["alone"])
         figures = {f"{label}_p99_ms": 1000 * p99(values) for label, values in curves.items()} | {"ratio": ratio}
         found.append(Finding(f"{name}: beside a flood of {FLOOD}x, p99 to the first token within {DELAYED}x of alone",

@@ -41,6 +41,7 @@ class Ask(NamedTuple):
     num_prompt: int  # tokens
     num_output: int
     terms: Terms = Terms()
+    max_tokens: int = 0  # asked for; 0: as much as the longest answer of all
 
 
 @dataclass(frozen=True)
@@ -78,10 +79,11 @@ def simulated(asks: Sequence[Ask], setting: Setting, seed: int) -> list[Outcome]
         MAX_MODEL_LEN, blocks, BLOCK_SIZE, config.max_num_seqs, config.step_tokens, watermark_blocks=blocks // 100,
         max_passes=16)
     longest = max(ask.num_output for ask in asks)
-    arrivals = [
-        (ask.at, Add(str(number), [5] * ask.num_prompt, SamplingParams(max_tokens=longest, ignore_eos=True), number,
-                     ask.num_output, terms=_of_tier(ask.terms, setting)))
-        for number, ask in enumerate(asks)]
+    arrivals = []
+    for number, ask in enumerate(asks):
+        params = SamplingParams(max_tokens=ask.max_tokens or longest, ignore_eos=True)
+        terms = _of_tier(ask.terms, setting)
+        arrivals.append((ask.at, Add(str(number), [5] * ask.num_prompt, params, number, ask.num_output, terms=terms)))
     lives = simulate(arrivals, config.scheduling(), limits, cost_of(seed))
     return [
         Outcome(number, REJECTED if (life := lives[str(number)]).reason == "shed" else COMPLETED, ask.at, ask.at,

@@ -141,6 +141,9 @@ def _drive(target: Target, asks: Sequence[Ask], vocab_size: int, seed: int) -> l
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # the cores are the server's
         runner.run(run())
+    for outcome in load.outcomes:
+        if outcome.status != COMPLETED and not outcome.error.startswith("503"):
+            raise RuntimeError(f"a request was not served: {outcome.error}")
     return sorted(load.outcomes, key=lambda outcome: outcome.number)
 
 

@@ -10,11 +10,11 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # `benchmarks` is run from the root and never installed
 
-from benchmarks.policies import charts  # noqa: E402
-from benchmarks.policies.asks import bursty  # noqa: E402
-from benchmarks.policies.failures import FAILURES  # noqa: E402
-from benchmarks.policies.runs import FCFS, RUNS, Where  # noqa: E402
-from benchmarks.policies.worlds import simulated  # noqa: E402
+from benchmarks.policies import charts
+from benchmarks.policies.asks import bursty
+from benchmarks.policies.failures import FAILURES
+from benchmarks.policies.runs import FCFS, RUNS, Where
+from benchmarks.policies.worlds import simulated
 
 SHORT = Where(simulated, None, 1.0, ("bursty",))
 

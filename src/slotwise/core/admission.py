@@ -58,8 +58,9 @@ class Admission:
             draft.stop = draft.stop._replace(num_behind=len(waiting) - 1)
 
     def _try(self, request: Request, draft: Draft) -> str:
-        """Admit it; or why it cannot be.  One that gave way in this plan may have a token in flight: it cannot come back
-        before that is known.
+        """Admit it; or why it cannot be.
+
+        One that gave way in this plan may have a token in flight: it cannot come back before that is known.
         """
         if request.pending:
             return OUTRANKED

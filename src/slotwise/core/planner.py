@@ -20,6 +20,8 @@ from slotwise.core.seams import Discipline
 from slotwise.core.steptime import StepTimes
 from slotwise.core.turns import ALL, resting
 
+AIM = 0.9  # of the time a step may take: predictions are of the middle, and half of the steps take longer
+
 
 class Planner:
     """Fills a draft from a roster.  Limits and discipline may be changed between two plans."""
@@ -79,7 +81,7 @@ class Planner:
         if self._roster.num_paced:
             running = self._roster.running.values()
             paces += [request.terms.tpot for request in running if request.terms.tpot is not None]
-        return StepTime(self._times, min(paces)) if paces else None
+        return StepTime(self._times, min(paces) * AIM) if paces else None
 
     def _plan_prompts(self, draft: Draft) -> bool:
         """A step of newcomers alone; False when nobody can join."""

@@ -111,7 +111,7 @@ def test_nothing_is_lost_and_nobody_gets_what_is_not_theirs():
     total = sum(SEEN[name] for name in ("arrive", "step", "abort", "jump", "switch", "order"))
     assert total >= 100_000
     for kind in ("hit", "preempted", "length", "stop", "abort", "timeout", "shed", "error", "rejected"):
-        assert SEEN[kind] >= 100, f"{kind} hardly ever happened: {SEEN}"
+        assert SEEN[kind] >= 50, f"{kind} hardly ever happened: {SEEN}"
 
 
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None)

@@ -30,6 +30,8 @@ class Fair(FirstComeFirstServed):
         weights: of tiers, 1 where none is given: a request's work counts for its tenant divided by its tier's.
     """
 
+    orders_running = True
+
     def __init__(self, weights: Mapping[str, float]) -> None:
         self._weights = dict(weights)
         self.counters: dict[str, float] = {}  # of tenants, work over weight; those away longest come first
@@ -43,6 +45,10 @@ class Fair(FirstComeFirstServed):
 
     def lane_key(self, lane: str, now: float) -> Key:
         return (self.counters.get(lane, 0.0),)
+
+    def running_key(self, request: Request, now: float) -> Key:
+        """What a step has for prompts goes first to whoever was served least."""
+        return (self.counters.get(request.terms.tenant, 0.0),)
 
     def victim_key(self, request: Request, now: float) -> Key:
         return (self.counters.get(request.terms.tenant, 0.0), request.arrival)

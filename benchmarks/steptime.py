@@ -21,6 +21,7 @@ from rich.table import Table
 
 from slotwise import builtin
 from slotwise.bench.measures import percentile
+from slotwise.bench.results import environment
 from slotwise.compose.engine import build_engine
 from slotwise.core.params import SamplingParams
 from slotwise.engine.config import EngineConfig
@@ -132,7 +133,8 @@ def main() -> None:
     outcomes = [judge(lab, name, workload, share) for name, workload in given.items()]
     show(outcomes)
     if asked.json:
-        asked.json.write_text(json.dumps([figures(outcome) for outcome in outcomes], indent=1))
+        result = {"model": Path(asked.model).name, "environment": environment(), "workloads": list(map(figures, outcomes))}
+        asked.json.write_text(json.dumps(result, indent=1))
 
 
 def figures(outcome: Outcome) -> dict[str, Any]:

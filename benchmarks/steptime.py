@@ -133,7 +133,8 @@ def main() -> None:
     outcomes = [judge(lab, name, workload, share) for name, workload in given.items()]
     show(outcomes)
     if asked.json:
-        result = {"model": Path(asked.model).name, "environment": environment(), "workloads": list(map(figures, outcomes))}
+        told = {"model": Path(asked.model).name, "environment": environment()}
+        result = told | {"workloads": [figures(outcome) for outcome in outcomes]}
         asked.json.write_text(json.dumps(result, indent=1))
 
 

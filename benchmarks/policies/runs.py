@@ -109,6 +109,7 @@ def _streams(where: Where, asked: Sequence[Ask], options: dict[str, object]) -> 
 
 PREMIUM = Tier("premium", ttft=0.5, tpot=0.05, priority=-10, weight=4.0, slots=8)
 BULK = Tier("bulk", priority=0)
+NEVER_YIELDS = 1000  # steps of priority: places that were taken would be computed again, out of bulk's part
 PREMIUM_LOAD, OVERLOAD = 0.5, 2.0
 BULK_SHARE = 0.6  # of what premium leaves of the capacity; bulk may use three quarters of the slots
 
@@ -122,8 +123,8 @@ def tiers(where: Where) -> list[Finding]:
         asked = [ask._replace(terms=Terms(tier=PREMIUM.name if draw.random() < PREMIUM_LOAD / OVERLOAD else BULK.name))
                  for ask in make(count, OVERLOAD * capacity)]
         curves = {}
-        for policy in ("fcfs", "priority"):
-            outcomes = where.serve(asked, setting(policy, (PREMIUM, BULK)))
+        for policy, options in (("fcfs", {}), ("priority", {"preemption_gap": NEVER_YIELDS})):
+            outcomes = where.serve(asked, setting(policy, (PREMIUM, BULK), **options))
             paired = list(zip(asked, outcomes, strict=True))
             premium = [outcome for ask, outcome in paired if ask.terms.tier == PREMIUM.name]
             curves[policy] = [outcome.ttft for outcome in premium]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,7 +26,7 @@ class Sampled(NamedTuple):
 
     @property
     def column(self) -> Tensor:
-        return torch.tensor(self.tokens)
+        return torch.from_numpy(np.array(self.tokens, np.int64))  # three times as fast as from the list itself
 
     def read(self) -> Sampled:
         return self

@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Four test processes of one compute thread each, for many tests wait for servers: threads that share cores wait for each
 # other at every kernel.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 4 --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # Python keeps what it has compiled, whatever the shell says: else every process of the tests would compile torch anew.
 unexport PYTHONDONTWRITEBYTECODE

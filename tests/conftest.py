@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("busy", suppress_health_check=[HealthCheck.too_slow])  # how fast a machine is proves nothing
@@ -13,3 +14,9 @@ settings.load_profile("busy")
 def pytest_configure() -> None:
     """A shell that starts the tests in the background has Ctrl-C ignored, here and in every process started here."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests first, each whole: the last process to finish decides when everything has."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)

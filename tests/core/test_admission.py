@@ -28,7 +28,7 @@ def num_kept_from(driver: Driver, tier: str) -> int:
     return sum(max(0, other.slots - names.count(other.name)) for other in driver.limits.tiers if other.name != tier)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.sampled_from(POLICIES), st.integers(4, 6),
        comers(terms(tiers=("gold", "silver", "bulk", ""), priorities=(0, 0, 3)), max_size=30))
 def test_kept_slots_are_never_taken_and_the_reason_is_named(policy, slots, coming):

@@ -25,7 +25,7 @@ def filled(entries) -> tuple[WaitingQueue, dict[str, int], list[tuple[Lane, int,
     return queue, counters, listed
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(ENTRIES, st.lists(st.sampled_from(("take", "pass", "close")), max_size=25))
 def test_next_is_the_first_of_all_whoever_was_taken_and_whatever_that_changed(entries, moves):
     """A walk asks for a lane's key again after somebody was admitted from one of that name, in whatever tier."""

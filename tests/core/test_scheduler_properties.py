@@ -92,7 +92,7 @@ def play(
     return driver, expected
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(LIMITS, DISCIPLINE, st.lists(OPERATION, max_size=60))
 def test_every_request_ends_once_with_its_own_tokens(limits, discipline, operations):
     driver, expected = play(limits, discipline, operations)
@@ -108,7 +108,7 @@ def test_every_request_ends_once_with_its_own_tokens(limits, discipline, operati
     assert driver.scheduler.num_free_blocks == limits.num_blocks
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(LIMITS, DISCIPLINE, st.lists(OPERATION, max_size=40))
 def test_the_same_calls_give_the_same_plans(limits, discipline, operations):
     first, _ = play(limits, discipline, operations)
@@ -116,7 +116,7 @@ def test_the_same_calls_give_the_same_plans(limits, discipline, operations):
     assert first.plans == second.plans
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(LIMITS, DISCIPLINE, st.lists(OPERATION, max_size=60))
 def test_whoever_has_a_slot_runs_or_is_told_why_and_so_is_the_first_who_waits(limits, discipline, operations):
     driver, _ = play(limits, discipline, operations)
@@ -134,7 +134,7 @@ def test_whoever_has_a_slot_runs_or_is_told_why_and_so_is_the_first_who_waits(li
             assert named[plan.stop.first_blocked] == plan.stop.reason
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(LIMITS, DISCIPLINE, st.lists(
     st.tuples(st.just("add"), PROMPT, st.integers(1, 20), st.just(0), TERMS, st.just(inf)), min_size=1, max_size=20))
 def test_first_come_first_served_starts_in_order_of_arrival(limits, discipline, operations):

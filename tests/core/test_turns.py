@@ -60,7 +60,7 @@ def test_two_long_rows_alternate_beside_a_short_one():
     assert rests == [["r1"], ["r0"], ["r1"], ["r0"]]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(0, 60), st.integers(0, 60),
        st.lists(st.tuples(st.integers(0, 3), st.integers(1, 30), st.integers(1, 12)), min_size=1, max_size=10))
 def test_turns_change_no_tokens_and_every_rest_is_named(cap, gold_cap, rows):

@@ -24,7 +24,7 @@ from slotwise.policies.shortest import PROMPT_SHARE, Shortest
 
 TIGHT = replace(ROOMY, max_model_len=40, num_blocks=14, max_num_seqs=4, max_num_batched_tokens=8)
 SECONDS = st.sampled_from((1.0, 4.0, 30.0))
-bounded = settings(max_examples=60, deadline=None)
+bounded = settings(max_examples=25, deadline=None)
 
 
 class Starts(Driver):
@@ -203,7 +203,7 @@ def bound(longest_prompt: int, cache_tokens: int) -> float:
 SMALL = replace(TIGHT, max_model_len=24, num_blocks=6)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(comers(terms(tenants=("a", "a", "a", "b", "c")), max_prompt=12, max_output=12, max_size=60))
 def test_two_backlogged_tenants_never_drift_apart(coming):
     driver, served = Starts(Fair({}), SMALL), Served({})

@@ -22,7 +22,7 @@ SECONDS = st.sampled_from((1.0, 2.0, 8.0, 64.0))
 SHARES = st.sampled_from((0.0, 0.5, 1.0))
 TIERS = ("gold", "", "bulk")
 WEIGHTS = {"gold": 4.0, "bulk": 0.5}
-quick = settings(max_examples=60, deadline=None)
+quick = settings(max_examples=30, deadline=None)
 
 
 def agree(policy: Policy, naive: Naive, coming: list[Comer]) -> None:
@@ -51,7 +51,7 @@ def test_first_come_first_served(slots, coming):
     agree(FirstComeFirstServed(), Naive(slots), coming)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(SLOTS, SECONDS, st.integers(1, 3), comers(terms(priorities=(-2, -1, 0, 1, 4))))
 def test_priority(slots, ageing, gap, coming):
     agree(Priority(ageing, gap), NaivePriority(slots, ageing, gap), coming)
@@ -69,13 +69,13 @@ def test_shortest_by_an_oracle(slots, ageing, coming):
     agree(Shortest(ageing, 0.5, oracle=True), NaiveOracle(slots, ageing, 0.5), coming)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(SLOTS, comers(terms(tenants=("a", "b", "c"), tiers=TIERS), max_size=40))
 def test_fair(slots, coming):
     agree(Fair(WEIGHTS), NaiveFair(slots, WEIGHTS), coming)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(SLOTS, SECONDS, SECONDS, st.booleans(), comers(terms(ttfts=(None, 0.5, 1.0, 4.0, 30.0))))
 def test_deadline(slots, ttft, ageing, sheds, coming):
     agree(Deadline(KnownTimes(), ttft, ageing, sheds=sheds), NaiveDeadline(slots, ttft, ageing, sheds), coming)

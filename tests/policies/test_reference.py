@@ -39,7 +39,8 @@ def agree(policy: Policy, naive: Naive, coming: list[Comer]) -> None:
                 naive.arrives(One(request, number, float(now), lengths[request.request_id]))
         naive.step(float(now))
     assert driver.admitted == naive.admitted
-    assert [name for name, reason in driver.ended.items() if reason == "shed"] == naive.shed
+    shed = {name for name, reason in driver.ended.items() if reason == "shed"}
+    assert shed == set(naive.shed)  # in which order those of one moment go is promised to nobody
     assert not naive.waiting and not naive.running
 
 

@@ -52,7 +52,7 @@ def serving(arguments: Sequence[str]) -> Iterator[Served]:
         RuntimeError: it ended before it was ready; the message is the last line it wrote.
     """
     key = secrets.token_urlsafe(16)
-    options = [*NO_QUEUE_BOUND, *arguments, "--port", "0", "--api-key", key]
+    options = [*NO_QUEUE_BOUND, *arguments, "--port", "0", f"--api-key={key}"]  # which may begin with a dash
     command = [sys.executable, "-m", "slotwise.cli", "serve", *options]
     with tempfile.TemporaryFile("w+") as log, subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True) as process:

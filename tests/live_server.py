@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,3 +62,12 @@ def running(folder: Path, log: Path, *settings: str) -> Iterator[Server]:
 def counted(first: int, count: int) -> list[int]:
     """The tokens that follow `first`, as the toy engine has it."""
     return [(first + 1 + i) % 400 for i in range(count)]
+
+
+def eventually(holds: Callable[[], Any]) -> None:
+    """Wait for what must come; a minute is for machines that do other things too."""
+    for _ in range(1200):
+        if holds():
+            return
+        time.sleep(0.05)
+    raise AssertionError("it never came")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from live_server import Server, counted, running
+from live_server import Server, counted, eventually, running
 
 from slotwise.text.tokenizer import Tokenizer
 
@@ -27,14 +26,6 @@ def metric(server: Server, name: str) -> float:
         if line.startswith(f"slotwise:{name}"):
             return float(line.rpartition(" ")[2])
     return 0.0
-
-
-def eventually(holds: Callable[[], Any]) -> None:
-    for _ in range(1200):
-        if holds():
-            return
-        time.sleep(0.05)
-    raise AssertionError("it never came")
 
 
 @contextmanager

@@ -8,13 +8,12 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from live_server import Server, counted, running
+from live_server import Server, counted, eventually, running
 
 from slotwise.server.app import OPEN_TO_ALL, ROUTES
 from slotwise.text.tokenizer import Tokenizer
@@ -22,15 +21,6 @@ from slotwise.text.tokenizer import Tokenizer
 COMPLETIONS = "/v1/completions"
 SLOW = "seconds_per_step=0.02"
 LONG = {"prompt": [2], "max_tokens": 500, "ignore_eos": True}  # ten seconds of steps, were it left alone
-
-
-def eventually(holds: Callable[[], Any]) -> None:
-    """Wait for what must come; a minute is for machines that do other things too."""
-    for _ in range(1200):
-        if holds():
-            return
-        time.sleep(0.05)
-    raise AssertionError("it never came")
 
 
 def gauge(server: Server, name: str) -> float:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from live_server import Server, counted, running
+from live_server import Server, counted, eventually, running
 
 from slotwise.server.tiers import TiersError, load_tiers
 
@@ -155,14 +154,6 @@ def metric(server: Server, name: str) -> float:
         if line.startswith(f"slotwise:{name}{{"):
             return float(line.rpartition(" ")[2])
     raise AssertionError(f"no metric {name}")
-
-
-def eventually(holds: Callable[[], Any]) -> None:
-    for _ in range(1200):
-        if holds():
-            return
-        time.sleep(0.05)
-    raise AssertionError("it never came")
 
 
 def in_it(server: Server) -> tuple[float, float]:

@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from live_server import Server, running
+from live_server import Server, eventually, running
 
 COMPLETIONS, SCHEDULING = "/v1/completions", "/admin/scheduling"
 LONG = {"prompt": [2], "max_tokens": 500, "ignore_eos": True}
 ONE, TWO = {"Authorization": "Bearer one"}, {"Authorization": "Bearer two"}
-
-
-def eventually(holds: Callable[[], Any]) -> None:
-    for _ in range(1200):
-        if holds():
-            return
-        time.sleep(0.05)
-    raise AssertionError("it never came")
 
 
 @pytest.fixture(scope="module")

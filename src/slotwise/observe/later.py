@@ -50,7 +50,6 @@ class Later(Observer):
 
     def refused(self, kind: str) -> None:
         self._keep("refused", kind)
-        self.flush()
 
     def lost(self, message: str, now_ns: int) -> None:
         self._keep("lost", message, now_ns)

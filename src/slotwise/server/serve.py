@@ -11,39 +11,14 @@ import contextlib
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from slotwise.server.app import App
+from slotwise.server.connection import Connection
 
 FLUSH = 5  # seconds for answers that are written but not yet sent
 BACKLOG = 2048
-MAX_HEAD = 512 << 10  # bytes; the socket is read in pieces of up to half of it
-
-
-class _BoundedHttp(HttpToolsProtocol):
-    """Closes a connection whose headers grow beyond all use: copying them would stall every stream."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._head: int | None = 0  # bytes received of an unfinished head; None within a body
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self._head is not None:
-            self._head += len(data)
-            if self._head > MAX_HEAD:
-                self.transport.close()
-
-    def on_headers_complete(self) -> None:
-        super().on_headers_complete()
-        self._head = None
-
-    def on_message_complete(self) -> None:
-        super().on_message_complete()
-        self._head = 0
 
 
 class _Server(uvicorn.Server):
@@ -75,7 +50,7 @@ async def serve(app: App, listener: socket.socket, on_listening: Callable[[str],
         on_listening: told the address once requests are taken.
     """
     config = uvicorn.Config(
-        app, http=_BoundedHttp, ws="none", lifespan="off", log_config=None, access_log=False, proxy_headers=False,
+        app, http=Connection, ws="none", lifespan="off", log_config=None, access_log=False, proxy_headers=False,
         server_header=False, backlog=BACKLOG, timeout_graceful_shutdown=FLUSH)
     server = _Server(config)
     loop = asyncio.get_running_loop()

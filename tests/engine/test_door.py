@@ -180,10 +180,10 @@ def test_whatever_happens_the_numbers_hold(history: list[tuple[int, int, float, 
         assert door.rate.requests <= fastest * 1.001
 
 
-def ask(queue: Queue, tier: str, count: int = 1) -> None:
+def ask(queue: Queue, tier: str, count: int = 1, tenant: str = "") -> None:
     for _ in range(count):
         queue.come(1)
-        queue.door.commanded(Add(queue.line[-1], [1], SamplingParams(), 0, terms=Terms(tier=tier)), queue.now)
+        queue.door.commanded(Add(queue.line[-1], [1], SamplingParams(), 0, terms=Terms(tenant, tier)), queue.now)
 
 
 def test_a_tier_has_a_queue_of_its_own() -> None:
@@ -196,20 +196,46 @@ def test_a_tier_has_a_queue_of_its_own() -> None:
     assert queue.door.tier_objection("bronze", 1, 9) == ""  # where nobody waits anybody may
     queue.step(admit=3)
     assert queue.door.tier_objection("silver", 6) == "" != queue.door.tier_objection("silver", 5)
-    with queue.door.entering("gold"):
+    with queue.door.entering(Terms(tier="gold")):
         assert "1 requests wait" in queue.door.tier_objection("gold", 1)
     assert queue.door.tier_objection("gold", 1) == ""
     queue.door.stepped(StepRecord(1, 0, 0, ended=tuple(RowEnd(name, "abort", 0) for name in queue.line)))
     assert queue.door.tier_objection("silver", 0) == ""
 
 
+def test_a_tenant_has_a_queue_of_its_own_in_whatever_tiers_it_waits() -> None:
+    queue = Queue()
+    ask(queue, "gold", 2, "ann")
+    ask(queue, "silver", 1, "ann")
+    ask(queue, "silver", 5, "bob")
+    queue.step(running=2)
+    assert queue.door.tenant_objection("ann", 4) == "" != queue.door.tenant_objection("ann", 3)
+    assert "this key's queue is full: 3 requests wait, at most 2 may; this one adds 2" in (
+        queue.door.tenant_objection("ann", 2, 2))
+    assert queue.door.tenant_objection("eve", 1, 9) == ""  # where nobody waits anybody may
+    with queue.door.entering(Terms("ann")):
+        assert queue.door.tenant_objection("ann", 4)
+    queue.step(admit=3)
+    assert queue.door.tenant_objection("ann", 1, 9) == "" != queue.door.tenant_objection("bob", 5)
+
+
+def test_who_has_gone_is_forgotten() -> None:
+    queue = Queue()
+    for number in range(100):
+        ask(queue, "gold", 1, f"user {number}")
+    queue.step(admit=60)
+    queue.door.stepped(StepRecord(1, 0, 0, ended=tuple(RowEnd(name, "abort", 0) for name in queue.line)))
+    assert not queue.door._of_tenant and not queue.door._in_tier and not queue.door._terms
+
+
 def test_a_tiers_retry_is_when_half_of_its_queue_has_drained() -> None:
     queue = Queue()
-    ask(queue, "silver", 50)
-    assert queue.door.tier_retry_after("silver", 10) == 1
+    ask(queue, "silver", 50, "ann")
+    assert queue.door.tier_retry_after("silver", 10) == queue.door.tenant_retry_after("ann", 10) == 1
     for _ in range(10):
         queue.step(admit=2)
     assert queue.door.tier_retry_after("silver", 20) == 10  # 30 wait, ten are to, two start a second
+    assert queue.door.tenant_retry_after("ann", 20) == 10 and queue.door.tenant_retry_after("bob", 20) == 1
     assert queue.door.tier_retry_after("silver", 100) == 1 and queue.door.tier_retry_after("none", 100) == 1
 
 

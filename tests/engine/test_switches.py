@@ -17,7 +17,7 @@ from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.steptime import StepTimes
-from slotwise.core.terms import Terms
+from slotwise.core.terms import Terms, Tier
 from slotwise.core.turns import SHORT
 from slotwise.engine.executor import FakeExecutor
 from slotwise.engine.loop import NO_STEP, Engine
@@ -41,8 +41,8 @@ def change(whims: random.Random) -> dict[str, Any]:
     for name in whims.sample(NAMES, whims.randint(0, 3)):
         kept = whims.randint(0, spare // 2)
         spare -= kept
-        tiers.append({"name": name, "slots": kept, "weight": whims.choice((1, 4)), "tpot": whims.choice((None, 0.004)),
-                      "max_step_context": whims.choice((0, 0, 60))})
+        tiers.append(Tier(name, slots=kept, weight=whims.choice((1, 4)), tpot=whims.choice((None, 0.004)),
+                          max_step_context=whims.choice((0, 0, 60))))
     parts: dict[str, dict[str, Any]] = {
         "policy": {"scheduling_policy": whims.choice(POLICIES)},
         "discipline": {"batching": whims.choice(KINDS)},

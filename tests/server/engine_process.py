@@ -26,11 +26,12 @@ from slotwise.compose.worker import serve
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.plan import Join, StepPlan, StepResult, TokenLogprobs
 from slotwise.core.scheduler import Scheduler
+from slotwise.core.terms import Tier
 from slotwise.engine.channel import BlockingChannel, ChannelClosed
 from slotwise.engine.loop import Engine
 from slotwise.engine.messages import Command, EngineFailed, EngineInfo, Finish, Loading
 from slotwise.engine.pulse import Heart
-from slotwise.engine.scheduling import Scheduling, tiers
+from slotwise.engine.scheduling import Scheduling
 from slotwise.engine.wire import encode
 from slotwise.policies.fcfs import FirstComeFirstServed
 
@@ -108,7 +109,7 @@ def main(seconds: float, broken: Path, changed: dict[str, Any], descriptor: int)
     channel = BlockingChannel(socket.socket(fileno=descriptor))
     heart = Heart(channel)
     heart.start()
-    limits = replace(LIMITS, **changed | {"tiers": tiers(changed.pop("tiers", []))})
+    limits = replace(LIMITS, **changed | {"tiers": tuple([Tier(**one) for one in changed.pop("tiers", [])])})
     scheduling = Scheduling(Batching(), limits.max_num_seqs, limits.max_num_batched_tokens, tiers=limits.tiers)
     scheduler = Scheduler(limits, scheduling.discipline(), FirstComeFirstServed())
     engine = Noting(scheduler, Executor(seconds, channel), time.monotonic_ns, (EOS,), scheduling=scheduling)

@@ -25,8 +25,9 @@ SWITCHES = 50
 
 def change(whims: random.Random) -> dict[str, Any]:
     slots = whims.randint(2, 8)
-    tiers = [{"name": name, "slots": whims.randint(0, 1), "weight": whims.choice((1, 3)), "priority": -3, "ttft": 1.0}
-             for name in ("a", "b")]  # the requests below ask for less than that
+    promised = {"priority": -3, "ttft_ms": 1000}  # the requests below ask for less than that
+    tiers = [promised | {"name": name, "slots": whims.randint(0, 1), "weight": whims.choice((1, 3))}
+             for name in ("a", "b")]
     parts: list[dict[str, Any]] = [
         {"scheduling_policy": whims.choice(POLICIES)}, {"batching": whims.choice(KINDS)},
         {"max_num_seqs": slots, "max_num_batched_tokens": slots + whims.randint(0, 64)}, {"tiers": tiers},

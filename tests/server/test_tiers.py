@@ -123,8 +123,8 @@ def test_only_the_admin_key_may_change_scheduling(server: Server) -> None:
         assert server.get(SCHEDULING, Authorization=f"Bearer {key}").status_code == 403
     assert server.get(SCHEDULING).status_code == 401 and put(server, "wrong", {}).status_code == 401
     before = server.get(SCHEDULING, Authorization="Bearer root")
-    assert [(tier["name"], tier["slots"], tier["ttft"]) for tier in before.json()["tiers"]] == [
-        ("gold", 2, 0.5), ("silver", 0, None), ("bronze", 0, 5.0)]
+    assert [(tier["name"], tier["slots"], tier["ttft_ms"]) for tier in before.json()["tiers"]] == [
+        ("gold", 2, 500), ("silver", 0, None), ("bronze", 0, 5000)]
     assert "api_keys" not in before.text
 
 
@@ -138,7 +138,9 @@ def test_tiers_change_while_the_server_runs_and_keys_stay_with_their_names(serve
         assert ask(server, "plain", service_tier="gold").json()["service_tier"] == "gold"  # it is below silver now
         assert ask(server, "g").json()["service_tier"] == "gold"
         assert ask(server, "g", service_tier="silver").status_code == 403
-        for wrong in ([silver, silver], [{"name": "x", "slots": 5}], [{"name": ""}], [{"weight": 2}], "gold"):
+        for wrong in ([silver, silver], [{"name": "x", "slots": 5}], [{"name": ""}], [{"weight": 2}], "gold", [3],
+                      [{"name": "auto"}], [{"name": "x", "ttft": 1}], [{"name": "x", "api_keys": ["k"]}],
+                      [{"name": "x", "ttft_ms": 0}], [{"name": "x", "requests_per_minute": 0}], [{"name": "x"}] * 65):
             refused = put(server, "root", {"tiers": wrong, "scheduling_policy": "fair"})
             assert refused.status_code == 400, wrong
             assert server.get(SCHEDULING, Authorization="Bearer root").json()["scheduling_policy"] == "fcfs"
@@ -196,6 +198,22 @@ def test_a_tiers_queue_is_bounded_and_its_slots_are_its_own(server: Server, toke
         text = server.get("/metrics", Authorization="Bearer g").text
         assert 'request_wait_seconds_total{model_name="toy",reason="tier_cap"}' in text
 
+
+def test_what_is_told_of_tiers_can_be_asked_for_and_replaces_what_was(server: Server) -> None:
+    before = server.get(SCHEDULING, Authorization="Bearer root").json()
+    assert before["tiers"][1] == {
+        "name": "silver", "ttft_ms": None, "tpot_ms": None, "priority": 0, "weight": 1.0, "slots": 0,
+        "max_num_queued_reqs": 2, "max_step_context": 0, "requests_per_minute": None, "tokens_per_minute": None,
+        "max_num_queued_reqs_per_key": None}
+    assert put(server, "root", {"tiers": before["tiers"]}).json() == before
+    try:
+        told = put(server, "root", {"tiers": [{"name": "silver", "ttft_ms": 1.1}, {"name": "gold"}]}).json()["tiers"]
+        assert [(tier["ttft_ms"], tier["max_num_queued_reqs"]) for tier in told] == [(1.1, None), (None, None)]
+        assert ask(server, "plain", ttft_ms=1).status_code == 400 and ask(server, "plain", ttft_ms=2).status_code == 200
+    finally:
+        assert put(server, "root", {"tiers": before["tiers"]}).json() == before
+
+
 # -- the file ----------------------------------------------------------------------------------------------------------
 
 
@@ -228,5 +246,5 @@ def test_a_file_becomes_what_the_engine_and_the_server_need(tmp_path: Path) -> N
     interactive, standard, batch = load_tiers(str(path), 64, {"INTERACTIVE_KEYS": " a, b,,a"})
     assert interactive.api_keys == ("a", "b") and interactive.tier.slots == 16
     assert (interactive.tier.ttft, interactive.tier.tpot) == (1.0, 0.1) and batch.tier.max_step_context == 20_000
-    assert standard.max_num_queued_reqs == 200 and not standard.api_keys
+    assert standard.settings.max_num_queued_reqs == 200 and not standard.api_keys
     assert load_tiers(str(path), 2, {"INTERACTIVE_KEYS": "a"})[0].tier.slots == 1  # a share is never nothing

@@ -37,7 +37,8 @@ def _server_options(serve: argparse.ArgumentParser) -> None:
                        help="the only key that may use /admin (default: $SLOTWISE_ADMIN_API_KEY; without one, whoever "
                        "may come in may)")
     group.add_argument("--tiers", metavar="FILE",
-                       help="classes of service, in TOML: objectives, shares, queues, keys; docs/tiers.md tells all")
+                       help="classes of service, in TOML: objectives, shares, queues, keys and their quotas; "
+                       "docs/tiers.md tells all")
     group.add_argument("--served-model-name", metavar="NAME", help="what clients call the model")
     group.add_argument("--chat-template", metavar="FILE", help="a Jinja file instead of the model's own template")
     group.add_argument("--max-num-queued-reqs", type=_at_least_one, metavar="N",
@@ -97,11 +98,11 @@ def _tiers(asked: argparse.Namespace) -> tuple[ServedTier, ...]:
     """Raises ValueError, OSError: one line that says what is wrong with the file."""
     if not asked.tiers:
         return ()
-    from slotwise.server.tiers import load_tiers, unreachable
+    from slotwise.server.tiers import load_tiers, objection
 
     tiers = load_tiers(asked.tiers, asked.max_num_seqs, os.environ)
-    if objection := unreachable(tiers, _keys(asked.api_key)):
-        raise ValueError(objection)
+    if wrong := objection(tiers, _keys(asked.api_key)):
+        raise ValueError(f"{asked.tiers}: {wrong}")
     return tiers
 
 

@@ -17,6 +17,8 @@ from math import ceil, exp
 from typing import NamedTuple
 
 from slotwise.core.limits import SchedulerLimits
+from slotwise.core.request import NO_TERMS
+from slotwise.core.terms import Terms
 from slotwise.engine.messages import Add, Command, EngineInfo, StepRecord
 from slotwise.engine.observer import Observer
 
@@ -82,8 +84,9 @@ class Door(Observer):
         self._waiting: dict[str, int] = {}  # tokens of each prompt
         self._num_tokens = 0
         self._num_entering = 0
-        self._tiers: dict[str, str] = {}  # of those who wait, where they have one
+        self._terms: dict[str, Terms] = {}  # of those who wait
         self._in_tier: Counter[str] = Counter()  # who waits, and who enters
+        self._of_tenant: Counter[str] = Counter()  # likewise
         self._slots = limits.max_num_seqs
         self._free = (self._slots, limits.cache_tokens)  # slots and tokens that nobody needs to wait for
         self._queueing_since = 0  # nanoseconds; 0: nobody was left waiting by the last step
@@ -99,15 +102,15 @@ class Door(Observer):
         return self._num_tokens
 
     @contextmanager
-    def entering(self, tier: str = "") -> Iterator[None]:
+    def entering(self, terms: Terms = NO_TERMS) -> Iterator[None]:
         """Holds a place for who is about to be submitted, so that a crowd is not tokenised only to be refused."""
         self._num_entering += 1
-        self._in_tier[tier] += 1
+        self._count(terms, 1)
         try:
             yield
         finally:
             self._num_entering -= 1
-            self._in_tier[tier] -= 1
+            self._count(terms, -1)
 
     def started(self, info: EngineInfo) -> None:
         """An engine without anybody in it."""
@@ -120,9 +123,9 @@ class Door(Observer):
         self._num_tokens += num_prompt
 
     def commanded(self, command: Command, now_ns: int) -> None:
-        if isinstance(command, Add) and command.terms.tier and command.request_id in self._waiting:
-            self._tiers[command.request_id] = command.terms.tier
-            self._in_tier[command.terms.tier] += 1
+        if isinstance(command, Add) and command.request_id in self._waiting:
+            self._terms[command.request_id] = command.terms
+            self._count(command.terms, 1)
 
     def stepped(self, record: StepRecord) -> None:
         before = self._num_tokens
@@ -144,9 +147,15 @@ class Door(Observer):
         """Whether it was here: a request that had to yield takes a slot more than once."""
         num_tokens = self._waiting.pop(request_id, None)
         self._num_tokens -= num_tokens or 0
-        if tier := self._tiers.pop(request_id, ""):
-            self._in_tier[tier] -= 1
+        if (terms := self._terms.pop(request_id, None)) is not None:
+            self._count(terms, -1)
         return num_tokens is not None
+
+    def _count(self, terms: Terms, change: int) -> None:
+        for counter, name in ((self._in_tier, terms.tier), (self._of_tenant, terms.tenant)):
+            counter[name] += change
+            if not counter[name]:  # tenants may come and go without end
+                del counter[name]
 
     # -- who may come in -----------------------------------------------------------------------------------------
 
@@ -180,11 +189,16 @@ class Door(Observer):
 
     def tier_objection(self, tier: str, bound: int, num_requests: int = 1) -> str:
         """Why so many of a tier cannot wait as well, of which at most `bound` may; empty when they can."""
-        waiting = self._in_tier[tier]
+        return self._objection(f"the queue of the tier {tier} is full", self._in_tier[tier], bound, num_requests)
+
+    def tenant_objection(self, tenant: str, bound: int, num_requests: int = 1) -> str:
+        """Likewise of a tenant."""
+        return self._objection("this key's queue is full", self._of_tenant[tenant], bound, num_requests)
+
+    def _objection(self, what: str, waiting: int, bound: int, num_requests: int) -> str:
         if not waiting or waiting + num_requests <= bound + self._free[0]:
             return ""
-        return (f"the queue of the tier {tier} is full: {waiting} requests wait, at most {bound} may; "
-                f"this one adds {num_requests}")
+        return f"{what}: {waiting} requests wait, at most {bound} may; this one adds {num_requests}"
 
     def outlook(self) -> Outlook:
         """Of one more."""
@@ -200,7 +214,14 @@ class Door(Observer):
 
     def tier_retry_after(self, tier: str, bound: int) -> int:
         """Seconds until half of a tier's full queue has drained, were all slots its own."""
-        surplus = self._in_tier[tier] - bound / 2
+        return self._until_half(self._in_tier[tier], bound)
+
+    def tenant_retry_after(self, tenant: str, bound: int) -> int:
+        """Likewise of a tenant's."""
+        return self._until_half(self._of_tenant[tenant], bound)
+
+    def _until_half(self, waiting: int, bound: int) -> int:
+        surplus = waiting - bound / 2
         return max(1, min(LONGEST_RETRY, ceil(surplus / self.rate.requests))) if (
             self.rate.measured and self.rate.requests) else 1
 

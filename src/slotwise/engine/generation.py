@@ -53,6 +53,11 @@ class Generation:
     def ended(self) -> bool:
         return self._end is not None
 
+    @property
+    def num_unread(self) -> int:
+        """Tokens that came and that nobody has taken yet."""
+        return len(self._tokens)
+
     def __aiter__(self) -> Generation:
         return self
 

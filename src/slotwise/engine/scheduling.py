@@ -59,14 +59,14 @@ class Scheduling:
         return replace(now, tiers=self.tiers, **{name: getattr(self, name) for name in LIMITS})
 
     def as_settings(self) -> dict[str, Any]:
-        """Flat, by the names of the command line; tiers as they are."""
+        """Flat, by the names of the command line; without tiers, of which there is more to tell than is known here."""
         batching, ordering = asdict(self.batching), asdict(self.ordering)
         return {
             "batching": batching.pop("kind"), **batching, "scheduling_policy": ordering.pop("kind"), **ordering,
-            **{name: getattr(self, name) for name in LIMITS}, "tiers": [asdict(tier) for tier in self.tiers]}
+            **{name: getattr(self, name) for name in LIMITS}}
 
     def changed(self, changes: Mapping[str, Any], slots: SchedulerLimits) -> Scheduling:
-        """With `changes`, named as on the command line.
+        """With `changes`, named as on the command line; `tiers` are a list of `Tier`.
 
         Another `batching`, or another `scheduling_policy`, lets go of what belonged to the last one.
 
@@ -83,7 +83,7 @@ class Scheduling:
                 _check(name, value, SETTING_KINDS[name])
         limits: dict[str, Any] = {name: changes[name] for name in LIMITS if name in changes}
         if "tiers" in changes:
-            limits["tiers"] = tiers(changes["tiers"])
+            limits["tiers"] = _tiers(changes["tiers"])
         changed = replace(
             self, batching=_changed(self.batching, "batching", changes),
             ordering=_changed(self.ordering, "scheduling_policy", changes), **limits)
@@ -106,30 +106,16 @@ def _changed(now: Settings, kind: str, changes: Mapping[str, Any]) -> Settings:
     return replace(start, **given, **({"kind": changes[kind]} if kind in changes else {}))
 
 
-def tiers(given: object) -> tuple[Tier, ...]:
-    """Tiers from a list of objects.
-
-    Raises:
-        ValueError: one line that says what is wrong with them.
-    """
-    if not isinstance(given, (list, tuple)) or len(given) > MAX_TIERS:
-        raise ValueError(f"tiers must be a list of at most {MAX_TIERS} objects")
-    made = []
-    for entry in given:
-        if not isinstance(entry, dict):
-            raise ValueError(f"a tier must be an object, not {entry!r:.40}")
-        for name, value in entry.items():
-            if name not in TIER_KINDS:
-                raise ValueError(f"a tier has no {name!r:.40}; it has {', '.join(TIER_KINDS)}")
-            _check(f"tiers: {name}", value, TIER_KINDS[name])
-        if "name" not in entry:
-            raise ValueError("a tier needs a name")
-        made.append(Tier(**entry))
-    return tuple(made)
+def _tiers(given: object) -> tuple[Tier, ...]:
+    """Raises ValueError for anything but a list of tiers."""
+    if not isinstance(given, (list, tuple)) or len(given) > MAX_TIERS or not all(
+            isinstance(tier, Tier) for tier in given):
+        raise ValueError(f"tiers must be a list of at most {MAX_TIERS} tiers")
+    return tuple(given)
 
 
 def changes_schema() -> dict[str, Any]:
-    """What `changed` takes, as JSON schema."""
+    """What `changed` takes, tiers excepted, as JSON schema."""
     import msgspec  # of those who serve: an engine that is called does not need it
 
     def of(settings: type) -> dict[str, Any]:
@@ -143,9 +129,7 @@ def changes_schema() -> dict[str, Any]:
     counts = {name: {"type": "integer", "minimum": 1} for name in ("max_num_seqs", "max_num_batched_tokens")}
     times = {"max_step_ms": {"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "null"}]},
              "max_step_context": {"type": "integer", "minimum": 0}}
-    tier = {"type": "object", "properties": of(Tier), "required": ["name"], "additionalProperties": False}
-    listed = {"tiers": {"type": "array", "items": tier, "maxItems": MAX_TIERS}}
-    return {"type": "object", "properties": properties | counts | times | listed, "additionalProperties": False}
+    return {"type": "object", "properties": properties | counts | times, "additionalProperties": False}
 
 
 def _check(name: str, value: object, kind: str) -> None:
@@ -170,4 +154,3 @@ SETTING_KINDS = {
     "batching": "str", "scheduling_policy": "str",
     **{name: kind for settings in (Batching, Ordering, Scheduling) for name, kind in _kinds(settings).items()
        if name in SETTINGS and name not in ("batching", "tiers")}}
-TIER_KINDS = _kinds(Tier)

@@ -14,6 +14,7 @@ from slotwise.server.errors import bad_request, from_refusal
 from slotwise.server.exchange import Exchange
 from slotwise.server.generate import Api
 from slotwise.server.protocol import DetokenizeRequest, TokenizeRequest, check_model, decode, decode_object
+from slotwise.server.tiers import read_tiers
 from slotwise.server.underway import AbortRequest
 
 logger = logging.getLogger(__name__)
@@ -62,20 +63,28 @@ def _model(api: Api) -> dict[str, object]:
 
 async def scheduling(api: Api, exchange: Exchange) -> None:
     """How batches are made now."""
-    await exchange.respond_json(api.service.scheduling.as_settings())
+    await exchange.respond_json(_scheduling(api))
+
+
+def _scheduling(api: Api) -> dict[str, Any]:
+    return api.service.scheduling.as_settings() | {"tiers": api.tiers.settings}
 
 
 async def reschedule(api: Api, exchange: Exchange) -> None:
     """Change how batches are made, from the next step on: the whole body or nothing of it."""
     changes = decode_object(await exchange.body(MAX_SETTINGS, api.settings.body_timeout))
     try:
-        changed = api.service.reschedule(changes)
+        tiers = read_tiers(changes["tiers"]) if "tiers" in changes else api.tiers.settings
+        api.tiers.check(tiers)
+        api.service.reschedule(changes | {"tiers": [tier.tier() for tier in tiers]})
     except ValueError as error:
         raise bad_request(str(error)) from error
     except Refused as refused:
         raise from_refusal(refused) from refused
-    logger.info("scheduling is now %s", changed)
-    await exchange.respond_json(changed.as_settings())
+    api.tiers.change(tiers)
+    told = _scheduling(api)
+    logger.info("scheduling is now %s", told)
+    await exchange.respond_json(told)
 
 
 async def abort_requests(api: Api, exchange: Exchange) -> None:

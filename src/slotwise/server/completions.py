@@ -11,7 +11,7 @@ from slotwise.server.exchange import Exchange, checked_request_id
 from slotwise.server.generate import Api, Job, answer
 from slotwise.server.protocol import ChatRequest, CompletionRequest, Generate, check_model, decode
 from slotwise.server.shapes import CHAT, COMPLETION, Heading, Shape
-from slotwise.server.tiers import UNTIERED
+from slotwise.server.terms import UNTIERED
 
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens; a chat's is whatever fits
 RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
@@ -21,10 +21,10 @@ async def completions(api: Api, exchange: Exchange) -> None:
     request = decode(CompletionRequest, await _body(api, exchange))
     terms = _check(api, exchange, request)
     api.check_room(terms.tier)
-    with api.door.entering(terms.tier):
+    with api.door.entering(terms):
         prompts = await api.prompts.of_completion(request.prompt, api.settings.max_choices)
-    longest = max(map(len, prompts))
-    max_tokens = api.prompts.max_tokens(request.max_tokens, longest, COMPLETION_TOKENS)
+    default = _default(api, terms, request, prompts, COMPLETION_TOKENS)
+    max_tokens = api.prompts.max_tokens(request.max_tokens, max(map(len, prompts)), default)
     params = request.sampling_params(max_tokens, request.logprobs)
     await _answer(api, exchange, COMPLETION, Asked(request, terms, prompts, params))
 
@@ -37,10 +37,10 @@ async def chat_completions(api: Api, exchange: Exchange) -> None:
     if not variables.keys().isdisjoint(RESERVED_VARIABLES):
         raise bad_request("chat_template_kwargs: names a variable that the request sets", "chat_template_kwargs")
     api.check_room(terms.tier)
-    with api.door.entering(terms.tier):
+    with api.door.entering(terms):
         prompt = await api.prompts.of_chat(request, len(body), variables)
     asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-    max_tokens = api.prompts.max_tokens(asked, len(prompt), None)
+    max_tokens = api.prompts.max_tokens(asked, len(prompt), _default(api, terms, request, [prompt], None))
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     params = request.sampling_params(max_tokens, logprobs)
     await _answer(api, exchange, CHAT, Asked(request, terms, [prompt], params))
@@ -65,14 +65,24 @@ async def _answer(api: Api, exchange: Exchange, shape: Shape, asked: Asked) -> N
     await answer(api, exchange, job)
 
 
+def _default(api: Api, terms: Terms, request: Generate, prompts: list[list[int]], usual: int | None) -> int | None:
+    """Of `max_tokens`: what is usual, as far as it can ever fit the client's quota; None: what fits the context."""
+    room = api.quotas.account(terms.tenant).room(sum(map(len, prompts)), len(prompts) * (request.n or 1))
+    return min((bound for bound in (usual, room) if bound is not None), default=None)
+
+
 def _salt(tenant: str, cache_salt: str | None) -> str:
     """What cached beginnings are shared under.  Tenants' names are all of one length: no salt can feign another's."""
     return f"{tenant}:{cache_salt}" if cache_salt else tenant
 
 
 async def _body(api: Api, exchange: Exchange) -> bytes:
-    """Not read at all when the queue is full."""
+    """Not read at all when the queue is full, or the client's quota of requests is used up."""
     api.check_room()
+    account = api.quotas.account(exchange.tenant)
+    exchange.last_told = account.headers
+    api.quotas.check_queue(account)
+    api.quotas.count_request(account)
     return await exchange.body(api.settings.max_body_bytes, api.settings.body_timeout)
 
 

@@ -12,6 +12,7 @@ from slotwise.engine.service import DRAINING, DUPLICATE_ID, Refused
 from slotwise.text.chat import ChatTemplateError
 from slotwise.text.tokenizer import TextTooLong, TokenizerError
 
+TRY_LATER = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 SHED = "shed"  # it could no longer be in time
 
 _AT = re.compile(r"^(?P<what>.*) - at (?:`key` in )?`\$\.?(?P<param>[^`.\[]*)(?P<rest>[^`]*)`$", re.DOTALL)
@@ -64,6 +65,8 @@ class ApiError(Exception):
             return "permission_error"
         if self.status == HTTPStatus.NOT_FOUND:
             return "not_found_error"
+        if self.status == HTTPStatus.TOO_MANY_REQUESTS:
+            return "rate_limit_error"
         if self.status == HTTPStatus.SERVICE_UNAVAILABLE:
             return "service_unavailable_error"
         if self.status == HTTPStatus.GATEWAY_TIMEOUT:
@@ -77,7 +80,7 @@ class ApiError(Exception):
         return msgspec.json.encode(ErrorBody(self.content()))
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        if self.status == HTTPStatus.SERVICE_UNAVAILABLE:
+        if self.status in TRY_LATER:
             last = [(b"connection", b"close")] if self.code == DRAINING else []  # what comes after may find nobody
             return [(b"retry-after", str(self.retry_after).encode()), *self.more, *last]
         if self.status == HTTPStatus.UNAUTHORIZED:

@@ -38,6 +38,7 @@ class Exchange:
         self.received_ns = time.monotonic_ns()
         self.started = False
         self.more: Headers = []  # of the response, whatever it is
+        self.last_told: Callable[[], Headers] = list  # more of them, as they are when the response begins
         self._receive = receive
         self._send = send
 
@@ -117,6 +118,7 @@ class Exchange:
     async def _start(self, status: int, headers: Headers) -> None:
         self.started = True
         headers += self.more
+        headers += self.last_told()
         headers.append((b"x-request-id", self.request_id.encode("ascii")))
         await self._send({"type": "http.response.start", "status": int(status), "headers": headers})
 

@@ -27,9 +27,10 @@ from slotwise.server.exchange import Exchange
 from slotwise.server.keys import Keys
 from slotwise.server.prompts import Prompts
 from slotwise.server.protocol import Generate
+from slotwise.server.quotas import Quotas
 from slotwise.server.settings import ServerSettings
 from slotwise.server.shapes import Events, Heading, Shape, usage, whole_choice, whole_response
-from slotwise.server.tiers import Tiers, terms_of
+from slotwise.server.terms import Tiers, terms_of
 from slotwise.server.underway import Life, Underway
 from slotwise.server.viewers import Viewers
 from slotwise.server.whereabouts import headers_of
@@ -55,6 +56,7 @@ class Api:
         self.door = Door(limits, settings.max_num_queued_reqs, settings.max_num_queued_tokens)
         self.recorder = Recorder()
         self.recorder.started(service.info)
+        self.quotas = Quotas(self.tiers.quota, self.door, self.refused)
         self.viewers = Viewers()
         self.step_times = step_times
         self.metrics.told["step_time_model_error"] = lambda: step_times.error
@@ -85,7 +87,7 @@ class Api:
 
     def terms(self, request: Generate, tenant: str) -> Terms:
         """On what terms a request is served.  Raises ApiError for one that asks for more than it may."""
-        return terms_of(request, tenant, self.tiers.choose(request.service_tier, tenant, self.service.scheduling.tiers))
+        return terms_of(request, tenant, self.tiers.choose(request.service_tier, tenant))
 
     def trace(self, traces: Traces) -> None:
         """Have every request traced from here on."""
@@ -108,6 +110,7 @@ class Api:
             raise bad_request(f"n: at most {self.settings.max_choices} choices in one request", "n")
         lengths = job.request.drawn_lengths(len(prompts))
         self.check_room(job.terms.tier, len(prompts) * params.n, sum(map(len, prompts)) * params.n)
+        self.quotas.check_queue(self.quotas.account(job.terms.tenant), len(prompts) * params.n)
         timeout = self._queue_timeout(job.request.queue_timeout)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         choices: list[Choice] = []
@@ -152,6 +155,11 @@ class Job(NamedTuple):
     def shape(self) -> Shape:
         return self.heading.shape
 
+    @property
+    def most_tokens(self) -> int:
+        """That it may need, prompts and outputs."""
+        return sum(map(len, self.prompts)) + len(self.prompts) * self.params.n * (self.params.max_tokens or 0)
+
 
 def finish(choices: list[Choice], reason: str) -> None:
     """End those that have not ended."""
@@ -166,8 +174,15 @@ async def answer(api: Api, exchange: Exchange, job: Job) -> None:
         ApiError: the engine refused the request, was too late for it, or failed.
     """
     outlook = api.door.outlook()
-    choices = api.start(job)
-    exchange.more += headers_of(outlook)
+    choices: list[Choice] = []
+    account = api.quotas.account(job.terms.tenant)
+    with api.quotas.reserved(account, job.most_tokens, lambda: _used(job, choices)):
+        choices += api.start(job)
+        exchange.more += headers_of(outlook)
+        await _answered(api, exchange, job, choices)
+
+
+async def _answered(api: Api, exchange: Exchange, job: Job, choices: list[Choice]) -> None:
     names = (exchange.request_id, job.heading.response_id)
 
     def abort() -> None:
@@ -268,6 +283,13 @@ class _Streamed:
 def _usage(job: Job, choices: list[Choice]) -> dict[str, Any]:
     cached = sum(choice.num_cached for choice in choices[:: job.params.n])
     return usage(sum(map(len, job.prompts)), sum(choice.num_tokens for choice in choices), cached)
+
+
+def _used(job: Job, choices: list[Choice]) -> int:
+    """Tokens of prompts that an engine took up, and of outputs, whether or not anybody read them."""
+    begun = {choice.index // job.params.n for choice in choices if choice.generation.num_cached >= 0}
+    return sum(len(job.prompts[place]) for place in begun) + sum(
+        choice.num_tokens + choice.generation.num_unread for choice in choices)
 
 
 async def _together(work: list[Coroutine[Any, Any, Any]]) -> list[Any]:

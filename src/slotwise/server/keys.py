@@ -27,6 +27,11 @@ class Keys:
         self._admin = self.name_of(admin_key) if admin_key else ""
 
     @property
+    def needed(self) -> bool:
+        """Nobody comes in without one."""
+        return bool(self._tenants)
+
+    @property
     def several(self) -> bool:
         """More than one tenant."""
         return len(self._tenants) > 1

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from slotwise import __version__
-from slotwise.engine.scheduling import changes_schema
-from slotwise.server.errors import ErrorBody
+from slotwise.engine.scheduling import MAX_TIERS, changes_schema
+from slotwise.server.errors import TRY_LATER, ErrorBody
 from slotwise.server.events import SWITCHES
 from slotwise.server.outline import MAX_MESSAGES, Message
 from slotwise.server.protocol import (
@@ -22,6 +22,7 @@ from slotwise.server.protocol import (
     TokenizeRequest,
     unsupported_fields,
 )
+from slotwise.server.tiers import TierSettings
 from slotwise.server.underway import AbortRequest
 from slotwise.server.whereabouts import POSITION, START
 
@@ -35,13 +36,21 @@ AT_ANY_ROUTE = (HTTPStatus.BAD_REQUEST, HTTPStatus.UNAUTHORIZED, HTTPStatus.NOT_
                 HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.SERVICE_UNAVAILABLE)
 EVENT: Json = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 WITH_A_BODY = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
-WHEN_GENERATING = (HTTPStatus.FORBIDDEN, HTTPStatus.GATEWAY_TIMEOUT)
+WHEN_GENERATING = (HTTPStatus.FORBIDDEN, HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.GATEWAY_TIMEOUT)
 WHERE_AN_ADMIN_IS_NEEDED = (HTTPStatus.FORBIDDEN,)
 QUEUE: Json = {
     POSITION: {"description": "How many waited for a slot before it when it came.",
                "schema": {"type": "integer", "minimum": 0}},
     START: {"description": "Milliseconds until it was to have a slot, by the pace measured then; absent without one.",
             "schema": {"type": "integer", "minimum": 0}}}
+
+QUOTA: Json = {
+    f"X-RateLimit-{what}-{of}": {"description": f"{tells} of the {of.lower()} a key may have a minute; absent where it "
+                                 "has no such quota.", "schema": schema}
+    for of in ("Requests", "Tokens") for what, tells, schema in (
+        ("Limit", "The number", {"type": "integer", "minimum": 1}),
+        ("Remaining", "What is left", {"type": "integer", "minimum": 0}),
+        ("Reset", "When all are back (1m0s, 1.5s, 20ms)", {"type": "string"}))}
 
 
 def document(routes: Sequence[tuple[str, str, Callable[..., Any]]], open_to_all: Sequence[str]) -> bytes:
@@ -50,7 +59,7 @@ def document(routes: Sequence[tuple[str, str, Callable[..., Any]]], open_to_all:
     Args:
         open_to_all: paths that need no key.
     """
-    types = [*BODIES.values(), Message, ErrorBody]
+    types = [*BODIES.values(), Message, ErrorBody, TierSettings]
     references, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     for kind in (CompletionRequest, ChatRequest):
         properties = components[kind.__name__]["properties"]
@@ -87,17 +96,23 @@ def _operation(method: str, path: str, schemas: dict[type, Json]) -> Json:
         "200": {"description": "What was asked for.", "content": _answer(path)},
         **{str(int(status)): _error(status, schemas[ErrorBody]) for status in statuses}}}
     if takes_body:
-        schema = schemas[BODIES[path]] if path in BODIES else changes_schema()
+        schema = schemas[BODIES[path]] if path in BODIES else _changes(schemas[TierSettings])
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     if path in GENERATING:
-        for status in ("200", "503"):
-            operation["responses"][status].setdefault("headers", {}).update(QUEUE)
+        for status, told in (("200", QUEUE | QUOTA), ("429", QUOTA), ("503", QUEUE)):
+            operation["responses"][status].setdefault("headers", {}).update(told)
     if path == "/events":
         operation["parameters"] = [
             {"name": name, "in": "query", "schema": {"enum": ["0", "1"], "default": "1"}} for name in SWITCHES]
     if named := _IN_PATH.search(path):
         operation["parameters"] = [{"name": named[1], "in": "path", "required": True, "schema": {"type": "string"}}]
     return operation
+
+
+def _changes(tier: Json) -> Json:
+    schema = changes_schema()
+    schema["properties"]["tiers"] = {"type": "array", "items": tier, "maxItems": MAX_TIERS}
+    return schema
 
 
 def _answer(path: str) -> Json:
@@ -109,6 +124,6 @@ def _answer(path: str) -> Json:
 
 def _error(status: HTTPStatus, schema: Json) -> Json:
     response: Json = {"description": status.phrase, "content": {"application/json": {"schema": schema}}}
-    if status == HTTPStatus.SERVICE_UNAVAILABLE:
+    if status in TRY_LATER:
         response["headers"] = {"Retry-After": {"required": True, "schema": {"type": "integer", "minimum": 1}}}
     return response

@@ -85,7 +85,7 @@ class App:
         self.api = api
         # What is asked for most needs no search, which is a sixth of what refusing somebody costs.
         self._known = {(method, path): endpoint for method, path, endpoint in ROUTES if "{" not in path}
-        self._router = Router(
+        self.router = Router(
             [Route(path, _Endpoint(self, endpoint), methods=[method]) for method, path, endpoint in ROUTES],
             redirect_slashes=False)
 
@@ -107,7 +107,7 @@ class App:
             if endpoint := self._known.get((scope["method"], scope["path"])):
                 await endpoint(self.api, exchange)
             else:
-                await self._router(scope, receive, send)
+                await self.router(scope, receive, send)
         except ClientGone:
             return
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):

@@ -25,7 +25,7 @@ from schemathesis.specs.openapi.checks import (
 from slotwise.server.app import OPEN_TO_ALL, ROUTES
 from slotwise.text.tokenizer import Tokenizer
 
-EXAMPLES = 60  # for each operation
+EXAMPLES = 20  # for each operation and mode; others at every run
 CHECKS = [content_type_conformance, response_headers_conformance, response_schema_conformance, status_code_conformance]
 GAP = 0.5  # seconds of computing: ten hostile bodies in a row, each of which may cost a twentieth of one
 MAGIC = re.compile(r"\b39[6-9]\b")  # tokens at which the toy engine is told to fail

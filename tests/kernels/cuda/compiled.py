@@ -1,6 +1,8 @@
 """Compiles every kernel for a GPU that need not be there, through the code that launches it, and starts none.
 
-    python compiled.py 90        JSON lines: kernel, bytes of shared memory, instructions of note
+    python compiled.py '[[90, "bfloat16", 128, 0]]'        JSON lines: kernel, bytes of shared memory, instructions of note
+
+Each launch is a compute capability, a type, a size of heads and a window.
 
 Run as a process of its own: one in which Triton was imported for its interpreter compiles nothing.
 """
@@ -26,21 +28,20 @@ class Absent:
     """A driver of a GPU that is not there."""
 
     def __init__(self, capability: int) -> None:
-        self._target = GPUTarget("cuda", capability, 32)
+        self._capability, self._target = capability, GPUTarget("cuda", capability, 32)
 
     def get_current_target(self) -> GPUTarget:
         return self._target
 
     def get_current_device(self) -> int:
-        return 0
+        return self._capability  # for what was compiled is kept by device
 
     def get_current_stream(self, device: int) -> int:
         return 0
 
 
-def compile_only(capability: int) -> None:
+def compile_only() -> None:
     """From here on a launch compiles and prints what came of it."""
-    triton.runtime.driver.set_active(Absent(capability))
     run = JITFunction.run
 
     def compiled(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -48,7 +49,7 @@ def compile_only(capability: int) -> None:
         ptx = kernel.asm["ptx"]
         assert kernel.asm["cubin"], "no machine code"
         print(json.dumps({
-            "kernel": self.__name__, "shared": kernel.metadata.shared, "wgmma": ptx.count("wgmma.mma_async"),
+            "kernel": self.__name__, "target": kernel.metadata.target.arch, "shared": kernel.metadata.shared, "wgmma": ptx.count("wgmma.mma_async"),
             "mma": ptx.count("mma.sync"), "copies": ptx.count("cp.async.c"), "tf32": ptx.count(".tf32")}), flush=True)
 
     JITFunction.run = compiled
@@ -72,6 +73,7 @@ def launch(kind: torch.dtype, head_dim: int, window: int) -> None:
 
 
 if __name__ == "__main__":
-    compile_only(int(sys.argv[1]))
-    for arguments in json.loads(sys.argv[2]):
-        launch(getattr(torch, arguments[0]), *arguments[1:])
+    compile_only()
+    for capability, kind, *shape in json.loads(sys.argv[1]):
+        triton.runtime.driver.set_active(Absent(capability))
+        launch(getattr(torch, kind), *shape)

@@ -60,6 +60,10 @@ def test_tiers_are_read_before_anything_is_started(tmp_path: Path) -> None:
     wrong = cli("serve", "--tiers", str(path), "--max-num-seqs", "1")
     assert wrong.returncode == 1 and wrong.stderr.count("\n") == 1
     assert wrong.stderr.startswith(f"slotwise serve: {path}: tier gold: slots: with it, tiers keep 2 of the 1")
+    path.write_text('[[tier]]\nname = "gold"\nrequests_per_minute = 5\n')
+    assert serve._tiers(asked("--tiers", str(path), "--api-key", "k"))[0].settings.requests_per_minute == 5
+    with pytest.raises(ValueError, match="tier gold: a quota is a key's, and nobody has keys"):
+        serve._tiers(asked("--tiers", str(path)))
 
 
 def test_a_tier_and_the_admin_key_reach_a_real_server(tmp_path: Path) -> None:

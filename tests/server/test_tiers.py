@@ -230,6 +230,10 @@ def test_what_is_told_of_tiers_can_be_asked_for_and_replaces_what_was(server: Se
     ('[[tier]]\nname = "auto"', "tier auto: name:"),
     ('[[tier]]\nname = "a"\nslots = 5\n[[tier]]\nname = "b"\nshare = 0.5', "tier b: slots: with it, tiers keep 9 of"),
     ('[[tier]]\nname = "a"\nmax_num_queued_reqs = 0', "at `max_num_queued_reqs`"),
+    ('[[tier]]\nname = "a"\nrequests_per_minute = 0', "at `requests_per_minute`"),
+    ('[[tier]]\nname = "a"\ntokens_per_minute = 1.5', "at `tokens_per_minute`"),
+    ('[[tier]]\nname = "a"\nmax_num_queued_reqs_per_key = 0', "at `max_num_queued_reqs_per_key`"),
+    ('[[tier]]\nname = "a"\nweight = nan', "tier a: "),
     ('[[tier]]\nname = "a"\napi_keys = ["k"]\n[[tier]]\nname = "b"\napi_keys = ["k"]', "tier b: api_keys: one of"),
     ('[[tier]]\nname = "a"\napi_keys = [""]', "tier a: api_keys: a key must not be empty"),
     ('[[tier]]\nname = "a"\napi_keys_env = "NOBODY"', "tier a: api_keys_env: the environment has no keys in NOBODY")])

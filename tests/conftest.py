@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
+from types import ModuleType
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -14,6 +16,12 @@ settings.load_profile("busy")
 def pytest_configure() -> None:
     """A shell that starts the tests in the background has Ctrl-C ignored, here and in every process started here."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session")
+def openai() -> ModuleType:
+    """OpenAI's client, which takes seconds to import: whoever only collects the tests that use it is spared them."""
+    return importlib.import_module("openai")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

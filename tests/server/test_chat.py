@@ -1,8 +1,8 @@
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
-import openai
 import pytest
 from live_server import Server, counted
 
@@ -82,7 +82,7 @@ def test_choices_and_stop_strings(server: Server, tokenizer: Tokenizer) -> None:
     assert texts == [text] * 3 and roles == 3
 
 
-def test_the_openai_client(server: Server) -> None:
+def test_the_openai_client(server: Server, openai: ModuleType) -> None:
     client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
     answer = client.chat.completions.create(model="toy", messages=HELLO, max_tokens=12, logprobs=True, top_logprobs=3)
     stream = client.chat.completions.create(model="toy", messages=HELLO, max_tokens=12, stream=True)

@@ -1,4 +1,4 @@
-"""Scheduling changed fifty times over HTTP while requests run and wait; and who is shed by a policy that does that."""
+"""Scheduling changed over and over while requests run and wait; and who is shed by a policy that does that."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slotwise.policies.settings import POLICIES
 from slotwise.text.tokenizer import Tokenizer
 
 COMPLETIONS, SCHEDULING = "/v1/completions", "/admin/scheduling"
-SWITCHES = 50
+SWITCHES = 80
 
 
 def change(whims: random.Random) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def change(whims: random.Random) -> dict[str, Any]:
     return {name: value for part in whims.sample(parts, whims.randint(1, 3)) for name, value in part.items()}
 
 
-def test_fifty_changes_lose_nobody_and_are_in_the_log(folder: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_changes_lose_nobody_and_are_in_the_log(folder: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
     whims, path = random.Random(5), tmp_path / "events"
     with running(folder, tmp_path / "engine", "seconds_per_step=0.002", "max_num_seqs=8") as server, \
             ThreadPoolExecutor(12) as pool:
@@ -75,15 +75,16 @@ def test_fifty_changes_lose_nobody_and_are_in_the_log(folder: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_real_models_tokens_stay_the_same_through_fifty_changes(tmp_path: Path) -> None:
+def test_a_real_models_tokens_stay_the_same_through_twenty_changes(tmp_path: Path) -> None:
     """Float32, greedy: what each prompt gets alone, it gets under load and whatever the order."""
     whims = random.Random(9)
     prompts = [f"def {name}(self, {name}s):" for name in ("read", "write", "add", "close", "find", "parse", "load")]
-    with serving("--dtype", "float32", "--max-num-seqs", "8", log=tmp_path / "log") as live:
+    with serving("--dtype", "float32", "--max-num-seqs", "8", log=tmp_path / "log") as live, \
+            httpx.Client(base_url=live.url, timeout=120) as client:
         def ask(number: int) -> str:
             body = {"prompt": prompts[number] * (1 + number % 3), "max_tokens": 4 + 2 * number, "temperature": 0,
                     "ignore_eos": True, "user": f"u{number % 3}"}
-            return httpx.post(f"{live.url}/v1/completions", json=body, timeout=120).json()["choices"][0]["text"]
+            return client.post(COMPLETIONS, json=body).json()["choices"][0]["text"]
 
         alone = [ask(number) for number in range(len(prompts))]
         answers: list[tuple[int, str]] = []
@@ -98,8 +99,8 @@ def test_a_real_models_tokens_stay_the_same_through_fifty_changes(tmp_path: Path
         with ThreadPoolExecutor(12) as pool:
             work = [pool.submit(keep_asking, seed) for seed in range(12)]
             changed = 0
-            while changed < SWITCHES:
-                changed += httpx.put(live.url + SCHEDULING, json=change(whims), timeout=60).status_code == 200
+            while changed < 20:
+                changed += client.put(SCHEDULING, json=change(whims)).status_code == 200
                 time.sleep(0.03)
             changing.set()
             for one in work:

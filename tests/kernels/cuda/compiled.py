@@ -1,8 +1,9 @@
 """Compiles every kernel for a GPU that need not be there, through the code that launches it, and starts none.
 
-    python compiled.py '[[90, "bfloat16", 128, 0]]'        JSON lines: kernel, bytes of shared memory, instructions of note
+    python compiled.py '[[90, "bfloat16", 128, 0]]'
 
-Each launch is a compute capability, a type, a size of heads and a window.
+Prints JSON lines: kernel, compute capability, bytes of shared memory, instructions of note.  Each launch is a compute
+capability, a type, a size of heads and a window.
 
 Run as a process of its own: one in which Triton was imported for its interpreter compiles nothing.
 """
@@ -49,8 +50,9 @@ def compile_only() -> None:
         ptx = kernel.asm["ptx"]
         assert kernel.asm["cubin"], "no machine code"
         print(json.dumps({
-            "kernel": self.__name__, "target": kernel.metadata.target.arch, "shared": kernel.metadata.shared, "wgmma": ptx.count("wgmma.mma_async"),
-            "mma": ptx.count("mma.sync"), "copies": ptx.count("cp.async.c"), "tf32": ptx.count(".tf32")}), flush=True)
+            "kernel": self.__name__, "target": kernel.metadata.target.arch, "shared": kernel.metadata.shared,
+            "wgmma": ptx.count("wgmma.mma_async"), "mma": ptx.count("mma.sync"), "copies": ptx.count("cp.async.c"),
+            "tf32": ptx.count(".tf32")}), flush=True)
 
     JITFunction.run = compiled
 

@@ -11,7 +11,6 @@ from kernels.cuda.device import DEVICE, KERNELS
 
 from slotwise.kernels.base import Kernels
 
-
 CODE = """
 import sys, slotwise, slotwise.compose.engine
 from slotwise.kernels.select import choose

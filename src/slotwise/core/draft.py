@@ -14,12 +14,28 @@ from slotwise.core.request import Request
 ID, SLOT, EPOCH = attrgetter("request_id"), attrgetter("slot"), attrgetter("epoch")
 
 
+class Lineup(NamedTuple):
+    """The requests that a step's rows belong to, and what stays theirs while nobody comes or goes: columns."""
+
+    requests: tuple[Request, ...] = ()
+    request_ids: tuple[str, ...] = ()
+    slots: tuple[int, ...] = ()
+    epochs: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, requests: tuple[Request, ...]) -> Lineup:
+        return cls(requests, tuple(map(ID, requests)), tuple(map(SLOT, requests)), tuple(map(EPOCH, requests)))
+
+
 class Flight(NamedTuple):
-    """A planned step and the requests its rows belong to, each in the epoch it was planned in."""
+    """A planned step, and who stands in it, each in the epoch it was planned in."""
 
     plan: StepPlan
-    requests: tuple[Request, ...]
-    epochs: tuple[int, ...]
+    lineup: Lineup
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        return self.lineup.requests
 
     def declared(self, result: StepResult, ended: set[str]) -> Iterator[tuple[Request, str]]:
         """Those whom the executor ended, complete or unable to sample, but for the `ended`."""
@@ -59,7 +75,7 @@ class Draft:
         request.num_scheduled = end = start + count
         samples = end == known
         if samples:
-            request.pending += 1
+            request.num_known += 1
         self.budget -= count
         self.rows.append((request, start, count, samples))
 
@@ -87,12 +103,20 @@ class Draft:
         self.is_pressed |= reason == NO_BLOCKS
         self.preempted.append(Decision(request.request_id, reason))
 
-    def close(self, leaves: tuple[int, ...]) -> Flight:
-        """The finished plan, with the requests its rows belong to.  Columns are cut here, all at once."""
+    def close(self, leaves: tuple[int, ...], before: Lineup) -> Flight:
+        """The finished plan, with the requests its rows belong to.  Columns are cut here, all at once.
+
+        Args:
+            leaves: slots given back since the last plan.
+            before: that plan's lineup, which is this one's, too, where nobody came or went since.
+        """
         requests, starts, counts, samples = zip(*self.rows, strict=True) if self.rows else ((), (), (), ())
+        lineup = before
+        if leaves or self.joins or requests != before.requests:
+            lineup = Lineup.of(requests)
         plan = StepPlan(
             self.step, self.now, leaves, tuple(self.joins), tuple(self.grants),
-            tuple(map(ID, requests)), tuple(map(SLOT, requests)),
+            lineup.request_ids, lineup.slots,
             starts, counts, samples, self.padding, tuple(self.held),
             tuple(self.preempted), tuple(self.refused), self.stop)
-        return Flight(plan, requests, tuple(map(EPOCH, requests)))
+        return Flight(plan, lineup)

@@ -65,7 +65,7 @@ class BlockTables:
         shared = [entry.block for entry in seat.found]
         self.pool.share(shared)
         request.blocks = shared + self._take(seat.num_missing)
-        request.room = len(request.blocks) * self.block_size
+        request.give_room(len(request.blocks) * self.block_size)
         trail = request.trail
         trail.length = len(shared)
         trail.before = seat.found[-1] if seat.found else trail.salt
@@ -79,7 +79,7 @@ class BlockTables:
             return None
         blocks = self._take(missing)
         request.blocks.extend(blocks)
-        request.room += len(blocks) * self.block_size
+        request.give_room(request.room + len(blocks) * self.block_size)
         return tuple(blocks)
 
     def publish(self, request: Request) -> None:
@@ -94,7 +94,7 @@ class BlockTables:
         """Give back all blocks, last one first, so that a beginning outlives its continuation."""
         self.pool.give_back(reversed(request.blocks))
         request.blocks = []
-        request.room = 0
+        request.give_room(0)
         request.trail.rewind()
 
     def check(self, requests: Iterable[Request]) -> None:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import length_hint
 
 from slotwise.core.admission import Admission
 from slotwise.core.draft import Draft
@@ -102,18 +103,17 @@ class Planner:
         """
         running = self._in_order(draft.now)
         rest = self._set_apart(running, draft)
-        behind = len(running)
-        for request in running:
-            behind -= 1
+        left, row = iter(running), draft.rows.append
+        for request in left:
             start = request.num_scheduled
-            known = len(request.tokens) + request.pending
-            if start + 1 == known < request.end and start < request.room and draft.budget > 0 and not (
-                    request.reason or rest):
-                request.num_scheduled = known  # `draft.row` in short, for nearly every row of nearly every step
-                request.pending += 1
+            target = start + 1
+            if target == request.num_known <= request.clear_to and draft.budget > 0 and not rest:
+                request.num_scheduled = target  # `draft.row` in short, for nearly every row of nearly every step
+                request.num_known = target + 1
                 draft.budget -= 1
-                draft.rows.append((request, start, 1, True))
+                row((request, start, 1, True))
                 continue
+            known = request.num_known
             if draft.preempted and request.state is not State.RUNNING:
                 continue  # preempted a moment ago, for one before it
             if request.reason or known >= request.end:
@@ -126,7 +126,7 @@ class Planner:
                 draft.refuse(request, STEP_CONTEXT)
                 continue
             count = known - start
-            if count > 1 and not (count := self._pieces.of(request, count, draft, behind)):
+            if count > 1 and not (count := self._pieces.of(request, count, draft, length_hint(left))):
                 draft.refuse(request, TIME_BUDGET)
                 continue
             target = start + count
@@ -155,7 +155,7 @@ class Planner:
 
     @staticmethod
     def _decodes(request: Request) -> bool:
-        known = len(request.tokens) + request.pending
+        known = request.num_known
         return known - request.num_scheduled == 1 and known < request.end and not request.reason
 
     def _plan_ended(self, request: Request, draft: Draft) -> None:

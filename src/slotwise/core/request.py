@@ -4,7 +4,7 @@ There are no phases.  A request has *known* tokens (its prompt, then what it sam
 and values are in the cache.  A step gives it up to `known - computed` tokens.  Prefill, chunked prefill, decode and
 recompute after a preemption are that one rule.
 
-    known      |■■■■■■■■ prompt ■■■■■■■■|■ output ■|?|     ? pending: sampled by a step not yet committed
+    known      |■■■■■■■■ prompt ■■■■■■■■|■ output ■|?|     ? pending: about to be sampled by a step not yet committed
     scheduled  |■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■|       advanced by plan()
     computed   |■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■|         advanced by commit()
 
@@ -62,9 +62,9 @@ class Request:
     """
 
     __slots__ = (
-        "arrival", "arrived_at", "blocks", "deadline", "end", "epoch", "expected_tokens", "num_computed", "num_passed",
-        "num_prompt", "num_scheduled", "params", "pending", "publish_at", "reason", "request_id", "room", "seed",
-        "slot", "state", "stop_ids", "terms", "tokens", "trail", "turn",
+        "arrival", "arrived_at", "blocks", "clear_to", "deadline", "end", "epoch", "expected_tokens", "num_computed",
+        "num_known", "num_passed", "num_prompt", "num_scheduled", "params", "publish_at", "reason", "request_id",
+        "room", "seed", "slot", "state", "stop_ids", "terms", "tokens", "trail", "turn",
     )
 
     def __init__(
@@ -72,8 +72,8 @@ class Request:
         eos_ids: Sequence[int] = (), salt: str = "", terms: Terms = NO_TERMS,
     ) -> None:
         self.request_id = request_id
-        self.tokens = list(prompt)  # known tokens
-        self.num_prompt = len(self.tokens)
+        self.tokens = list(prompt)  # known tokens, but for those that are pending
+        self.num_prompt = self.num_known = len(self.tokens)
         self.params = params
         self.seed = seed
         self.terms = terms
@@ -89,17 +89,22 @@ class Request:
         self.slot = NO_SLOT_HELD
         self.blocks: list[int] = []  # its block table
         self.room = 0  # tokens that its blocks hold
+        self.clear_to = 0  # known tokens up to which it needs a token's budget at each step, and no decision
         self.trail = Trail(salt)
         self.publish_at = 0  # computed tokens at which its next block is full
         self.epoch = 0
         self.num_scheduled = 0
         self.num_computed = 0
-        self.pending = 0  # sampled by steps in flight
         self.turn = NO_TURN  # the last step that it was given while rows took turns
 
     @property
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def pending(self) -> int:
+        """Tokens that steps in flight are about to sample."""
+        return self.num_known - len(self.tokens)
 
     @property
     def ended(self) -> bool:
@@ -111,19 +116,32 @@ class Request:
             raise IllegalTransition(f"{self.request_id}: {self.state.name} -> {state.name}")
         self.state = state
 
+    def give_room(self, room: int) -> None:
+        """Its blocks hold `room` tokens from now on."""
+        self.room = room
+        self.clear_to = min(room, self.end - 1)
+
+    def hold(self, reason: str) -> None:
+        """It has all its tokens and stays until its batch has drained."""
+        self.reason = reason
+        self.clear_to = 0
+
     def append(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
-        """Add sampled tokens up to the one that ends the request: those kept, and why it ends ("" when it goes on)."""
-        known = self.tokens
-        if len(tokens) == 1 and tokens[0] not in self.stop_ids:
-            known.append(tokens[0])
-            return tokens, "length" if len(known) >= self.end else ""
+        """Add what a step sampled in the place of one pending token, up to the token that ends the request: those kept,
+        and why it ends ("" when it goes on).
+        """
+        known, pending = self.tokens, self.pending - 1
+        kept, reason = tokens, ""
         for index, token in enumerate(tokens):
             known.append(token)
             if token in self.stop_ids and self.num_output >= self.params.min_tokens:
-                return tokens[: index + 1], "stop"
-            if len(known) >= self.end:
-                return tokens[: index + 1], "length"
-        return tokens, ""
+                kept, reason = tokens[: index + 1], "stop"
+            elif len(known) >= self.end:
+                kept, reason = tokens[: index + 1], "length"
+            if reason:
+                break
+        self.num_known = len(known) + pending
+        return kept, reason
 
     def __repr__(self) -> str:
         return (f"Request({self.request_id!r}, {self.state.name}, known={len(self.tokens)}+{self.pending}, "

@@ -40,7 +40,8 @@ class Roster:
         for request in self.living.values():
             holds_slot = request.slot != NO_SLOT_HELD
             assert holds_slot == (request.state is State.RUNNING) == (request.request_id in self.running), request
-            assert request.num_computed <= request.num_scheduled <= len(request.tokens) + request.pending, request
+            assert request.num_computed <= request.num_scheduled <= request.num_known, request
+            assert request.pending >= 0 and (request.clear_to <= 0 or not request.reason), request
             assert request.num_scheduled <= len(request.blocks) * self.kv.block_size, request
         assert len(self.living) == len(self.running) + len(self.waiting)
         self.slots.check(request.slot for request in self.running.values())

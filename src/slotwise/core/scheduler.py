@@ -14,9 +14,9 @@ the arrival number; nothing here reads a clock, draws a random number or iterate
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
-from slotwise.core.draft import Flight
+from slotwise.core.draft import Flight, Lineup
 from slotwise.core.events import Committed, Event
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.plan import StepPlan, StepResult, TokenLogprobs
@@ -41,6 +41,7 @@ class Scheduler:
         self._times = times or StepTimes()
         self._planner = Planner(self._roster, limits, discipline, self._times)
         self._flights: deque[Flight] = deque()
+        self._lineup = Lineup()  # of the last plan
         self._steps = 0
 
     # -- what others may read ------------------------------------------------------------------------------------
@@ -142,7 +143,8 @@ class Scheduler:
         if len(self._flights) > MAX_IN_FLIGHT:
             raise RuntimeError("commit the step in flight before planning two ahead")
         draft = self._planner.draft(self._steps, now)
-        flight = draft.close(self._roster.slots.take_leaves())
+        flight = draft.close(self._roster.slots.take_leaves(), self._lineup)
+        self._lineup = flight.lineup
         self._steps += 1
         self._flights.append(flight)
         return flight.plan
@@ -156,35 +158,32 @@ class Scheduler:
         if not self._flights or self._flights[0].plan is not plan or result.step != plan.step:
             raise RuntimeError(f"step {plan.step} is not the next to commit, or result {result.step} is not its own")
         flight = self._flights.popleft()
-        request_ids: list[str] = []
-        published: list[tuple[int, ...]] = []
-        published_logprobs: list[tuple[TokenLogprobs, ...]] = []
         ended: list[tuple[Request, str]] = []
+        kept: dict[int, tuple[int, ...]] = {}  # by row, where it may be less than what was sampled
         overrun = 0
-        for request, epoch, count, tokens, logprobs in zip(
-                flight.requests, flight.epochs, plan.counts, result.tokens,
-                result.logprobs or ((),) * plan.num_rows, strict=True):
+        requests, _, _, epochs = flight.lineup
+        for row, (request, epoch, count, tokens) in enumerate(
+                zip(requests, epochs, plan.counts, result.tokens, strict=True)):
             if request.reason:  # ended or held meanwhile
                 overrun += len(tokens)
+                kept[row] = ()
                 continue
             if request.epoch == epoch:
-                request.num_computed += count
-                if request.num_computed >= request.publish_at:
+                request.num_computed = computed = request.num_computed + count
+                if computed >= request.publish_at:
                     self._roster.kv.publish(request)
-            if tokens:
-                request.pending -= 1
-                tokens, reason = request.append(tokens)
-                request_ids.append(request.request_id)
-                published.append(tokens)
-                published_logprobs.append(logprobs)
-                if reason:
-                    ended.append((request, reason))
+            if len(tokens) == 1 and tokens[0] not in request.stop_ids and request.num_known < request.end:
+                request.tokens.append(tokens[0])  # `request.append` in short: none of those pending can be the last
+                continue
+            kept[row], reason = request.append(tokens) if tokens else ((), "")
+            if reason:
+                ended.append((request, reason))
         if result.complete or result.failed:
             ended += flight.declared(result, {request.request_id for request, _ in ended})
         if self._planner.is_priced:
             self._times.step(work_of(plan.starts, plan.counts, plan.padding), plan.now, now)
         self._roster.policy.served(flight.requests, plan.counts, result.tokens)
-        told = self._release(Told(request_ids, published, published_logprobs), ended, plan)
+        told = self._release(_told(plan, result, kept), ended, plan)
         overrun -= sum(len(result.tokens[row]) for row in plan.held)
         self._roster.events.append(Committed(
             now, plan.step, tuple(told.request_ids), tuple(told.tokens), tuple(told.logprobs), overrun))
@@ -200,7 +199,7 @@ class Scheduler:
         gone = [(request, reason) for request, reason in ended if request.state is not State.RUNNING]
         for request, reason in ended:
             if request.state is State.RUNNING:
-                request.reason = reason
+                request.hold(reason)
         held = [request for request in self._roster.running.values() if request.reason]
         if together and len(held) < len(self._roster.running):
             ended[:] = gone
@@ -218,8 +217,18 @@ class Scheduler:
         self._flights.clear()
         for flight in flights:
             for request in flight.requests:
-                request.pending = 0
+                request.num_known = len(request.tokens)
                 if request.state is State.RUNNING:
                     request.num_scheduled = request.num_computed
         first = flights[0].requests if flights else ()
         return [request.request_id for request in first if not request.ended]
+
+
+def _told(plan: StepPlan, result: StepResult, kept: Mapping[int, tuple[int, ...]]) -> Told:
+    """What a step's rows sampled; of those rows that `kept` names, what they kept, if anything."""
+    logprobs: tuple[tuple[TokenLogprobs, ...], ...] = result.logprobs or ((),) * plan.num_rows
+    if not kept:
+        return Told(plan.request_ids, result.tokens, logprobs)
+    tokens = [kept.get(row, sampled) for row, sampled in enumerate(result.tokens)]
+    rows = [row for row, some in enumerate(tokens) if some]
+    return Told([plan.request_ids[row] for row in rows], [tokens[row] for row in rows], [logprobs[row] for row in rows])

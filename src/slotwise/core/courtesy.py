@@ -37,7 +37,7 @@ class Courtesy:
         self._num_rests = 0  # steps in a row
 
     def ask(self, draft: Draft, next_in_line: Request | None) -> None:
-        """Whom a step may begin to compute, and who is to rest if it does."""
+        """Note in the draft whom its step may begin to compute, and who is to rest if it does."""
         if self._num_rests >= MAX_RESTS:
             return
         running = [request for request in self._roster.running.values() if self._goes_on(request)]
@@ -60,5 +60,6 @@ class Courtesy:
         return [one for one in idle if one.request_id not in rest]
 
     def count(self, draft: Draft) -> None:
+        """The draft is complete."""
         is_rest = any(decision.reason == FIRST_TOKEN for decision in draft.refused)
         self._num_rests = self._num_rests + 1 if is_rest else 0

@@ -11,13 +11,14 @@ import torch
 
 from slotwise.compose.machine import glance, roofline
 from slotwise.compose.sizes import sized, step_tokens
-from slotwise.compose.step_times import recalled
+from slotwise.compose.step_times import known
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.roofline import Machine, Roofline
 from slotwise.core.scheduler import Scheduler
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.loop import Engine
 from slotwise.engine.messages import EngineInfo
+from slotwise.engine.probe import probe
 from slotwise.kernels.base import Kernels
 from slotwise.kernels.checked import CheckedKernels
 from slotwise.kernels.select import choose, draw_for, resolve
@@ -78,10 +79,10 @@ class Loaded:
             model=self._name, device=self._device, dtype=str(decoder.config.dtype).removeprefix("torch."),
             vocab_size=decoder.config.vocab_size, limits=limits, scheduling=scheduling, eos_token_ids=eos_ids,
             memory=used, depth=depth, quantization=config.quantization)
-        times = recalled(config, info)
+        runner = _runner(decoder, limits)
+        times = known(config, info, lambda: probe(runner, limits, time.monotonic_ns))
         scheduler = Scheduler(limits, scheduling.discipline(), scheduling.policy(times), times)
-        engine = Engine(
-            scheduler, _runner(decoder, limits), time.monotonic_ns, eos_ids, depth=depth, scheduling=scheduling)
+        engine = Engine(scheduler, runner, time.monotonic_ns, eos_ids, depth=depth, scheduling=scheduling)
         info.learned = times.learned() if times.knows else None
         info.roofline = self.roofline(glance(decoder.kernels.device, decoder.config.dtype))
         return engine, info

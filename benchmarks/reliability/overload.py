@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -155,6 +156,7 @@ async def _account(server: Server, most: float, seconds: float, outcomes: list[O
     crowd = latencies([1000 * outcome.e2el for outcome in outcomes if fate(outcome) == ledger.REFUSED])
     alone, computing = latencies(probed["refused_ms"]), latencies(probed["computing_ms"])
     late = latencies([1000 * (outcome.sent - outcome.due) for outcome in outcomes])
+    why = Counter(outcome.error for outcome in outcomes if fate(outcome) == ledger.LOST)
     return ledger.Row(
         f"{offered:.1f}-fold overload, {seconds:g} s", ledger.tally([*map(fate, outcomes), *probed["fates"]]), leaked,
         {"goodput within 10% of the best": share >= GOOD,
@@ -166,7 +168,7 @@ async def _account(server: Server, most: float, seconds: float, outcomes: list[O
          "quarter (a queue that fills holds its requests, and the log its latest steps)",
          f"refusals, p50 / p99 / max: {_written(computing)} of the API process' computing, {_written(alone)} until a "
          f"client of its own has one ({alone['count']:,}), {_written(crowd)} until the load generator has "
-         f"({crowd['count']:,})"],
+         f"({crowd['count']:,})", *(f"lost: {count} × {error}" for error, count in why.most_common())],
         {"best_tokens_per_second": most, "offered": offered, "goodput_share": share,
          "memory_rss": memory,
          "refusal_ms": alone, "refusal_computing_ms": computing, "refusal_ms_load_generator": crowd,

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import uvloop
@@ -111,6 +112,15 @@ class MemoryWatch:
         return self._readings
 
 
+def stolen() -> list[int]:
+    """Ticks so far that the host of this machine took for others, and of all kinds; zeros where nobody counts them."""
+    try:
+        ticks = list(map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]))
+    except OSError:
+        return [0, 1]
+    return [ticks[7], sum(ticks)]
+
+
 def latencies(milliseconds: Sequence[float]) -> dict[str, float]:
     ordered = sorted(milliseconds)
     return {"count": len(ordered), "p50": percentile(ordered, 50), "p99": percentile(ordered, 99),
@@ -140,10 +150,14 @@ def overload(seconds: float) -> ledger.Row:
             [sys.executable, "-m", "benchmarks.reliability.probe", server.url, str(server.process.pid),
              str(seconds)],
             stdout=subprocess.PIPE, text=True)
+        began = stolen()
         outcomes = drive(target, workload, phrasing, seconds + DRAIN)
+        taken, ticks = (after - before for after, before in zip(stolen(), began, strict=True))
         probed = json.loads(probe.communicate()[0])
         most = best(before, closed_loops(target, phrasing))
-        return asyncio.run(_account(server, most, seconds, outcomes, probed, memory.readings()))
+        row = asyncio.run(_account(server, most, seconds, outcomes, probed, memory.readings()))
+        row.seen.append(f"the host took {taken / max(1, ticks):.1%} of this machine's processors for others")
+        return row
 
 
 async def _account(server: Server, most: float, seconds: float, outcomes: list[Outcome],

@@ -1,8 +1,8 @@
 """The second tier of the prefix cache: blocks that the device's pool gave up, kept in host memory.
 
 A place is a number here, like a block; the memory behind it belongs to the runner.  What moves is said by the plan: its
-saves are copied before its loads, and both before its forward pass, so a block may be given to somebody else in the plan
-that saves it, and read in the plan that loads it.
+saves are copied before its loads, and both before its forward pass.  So a block may be given to somebody else in the
+plan that saves it, and read in the plan that loads it.
 
     device   cached ──evicted──► written again      taken ──────► cached, shared
                         │ save                        ▲ load

@@ -56,7 +56,7 @@ class Trail:
 
 
 class PrefixCache:
-    """What is known of which block.  References and eviction belong to the pool, places in host memory to their tier."""
+    """What is known of which block.  References and eviction are the pool's, places in host memory the host tier's."""
 
     def __init__(self, block_size: int, digest: Digest = hash) -> None:
         self._block_size = block_size

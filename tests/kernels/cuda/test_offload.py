@@ -1,4 +1,4 @@
-"""Blocks go to page-locked host memory and come back while the host goes on, in the order in which they were told to."""
+"""Blocks go to page-locked host memory and come back while the host goes on, in the order told."""
 
 from __future__ import annotations
 

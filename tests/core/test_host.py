@@ -133,6 +133,8 @@ def test_what_a_plan_cannot_load_is_computed():
     long = [*range(10), *range(10), *range(10)]
     one_by_one(driver, ("a", long), ("one", [21] * 60), ("two", [22] * 60), ("b", long))
     assert driver.cached["b"] == [20], "five blocks of seven"
+    one_by_one(driver, ("c", long))
+    assert driver.cached["c"] == [28] and len(copied(driver)[1]) == 5, "what was computed again is on the device again"
 
 
 def test_tenants_do_not_share_on_the_host_either():

@@ -52,11 +52,6 @@ class HostTier:
         self._loads: list[Copy] = []
 
     @property
-    def num_free(self) -> int:
-        """Places that hold nothing."""
-        return len(self._free)
-
-    @property
     def num_loads_left(self) -> int:
         """Blocks that this plan may still load."""
         return self.max_loads - len(self._loads)
@@ -84,7 +79,6 @@ class HostTier:
         """What the host holds of `entry`, if anything, is worth nothing any more."""
         if entry.place != NOWHERE:
             del self._kept[entry.place]
-            self._saves.pop(entry.place, None)
             self._free.append(entry.place)
             entry.place = NOWHERE
 

@@ -101,10 +101,10 @@ def num_host_blocks(bytes_per_block: int, asked: int, others: int) -> int:
     Raises:
         MemoryError: what is asked for is not there.
     """
-    free = available_bytes() - others
+    free = max(0, available_bytes() - others)
     if asked > free:
         raise MemoryError(
-            f"{gib(asked)} of host memory for blocks do not fit the {gib(max(0, free))} that are free: lower "
+            f"{gib(asked)} of host memory for blocks do not fit the {gib(free)} that are free: lower "
             "kv_offloading_size")
     return asked // bytes_per_block
 

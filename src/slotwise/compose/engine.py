@@ -28,6 +28,7 @@ from slotwise.model.load import describe, load_model
 from slotwise.model.locate import locate
 from slotwise.runner.batch import SlotTable
 from slotwise.runner.device_sampler import DeviceSampler
+from slotwise.runner.offload import HostBlocks
 from slotwise.runner.runner import Runner
 from slotwise.runner.sampler import Sampler
 from slotwise.runner.sampling import Sampling
@@ -119,7 +120,7 @@ def _warm_up(kernels: Kernels, kind: torch.dtype) -> None:
 
 
 def _runner(decoder: Decoder, limits: SchedulerLimits) -> Runner:
-    """The executor, with a cache of its own."""
+    """The executor, with a cache of its own, and places of the host."""
     kernels, vocab_size = decoder.kernels, decoder.config.vocab_size
     null_block = limits.num_blocks  # one more than the scheduler knows of
     caches = [
@@ -129,7 +130,8 @@ def _runner(decoder: Decoder, limits: SchedulerLimits) -> Runner:
     sampler: Sampling = (
         Sampler(limits.max_num_seqs, vocab_size) if kernels.name == "cpu"
         else DeviceSampler(slots, vocab_size, draw_for(kernels), kernels.device))
-    return Runner(decoder, caches, slots, sampler)
+    pieces = [piece for cache in caches for piece in kernels.cache_pieces(cache)]
+    return Runner(decoder, caches, slots, sampler, HostBlocks(limits.num_host_blocks, pieces))
 
 
 def build_engine(config: EngineConfig, progress: Progress = silent) -> tuple[Engine, EngineInfo]:

@@ -120,8 +120,8 @@ class Sums:
 
     def factor(self, line: Line) -> float:
         """What makes the least of the relative errors that a line has in these steps."""
-        told = sum(map(mul, line.shares, self.totals))
-        squares = sum(map(mul, line.squares, self.products))
+        told: float = sum(map(mul, line.shares, self.totals))
+        squares: float = sum(map(mul, line.squares, self.products))
         return (told + DOUBT) / (squares + DOUBT)
 
 

@@ -14,17 +14,17 @@ unexport PYTHONDONTWRITEBYTECODE
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 
-install: $(VENV)/test.ready $(VENV)/kernels.ready   ## set everything up and run nothing
+install: $(VENV)/collected.ready $(VENV)/kernels.ready   ## set everything up and run nothing
 
 serve: $(VENV)/serve.ready   ## set up and serve the built-in model on http://127.0.0.1:8000
 	$(BIN)/slotwise serve $(ARGS)
 
 test: lint suite   ## set up and run every check and every test
 
-suite: $(VENV)/test.ready $(VENV)/kernels.ready   ## every test
+suite: $(VENV)/collected.ready $(VENV)/kernels.ready   ## every test
 	$(PYTEST) $(ARGS)
 
-quick: $(VENV)/test.ready $(VENV)/kernels.ready   ## the tests that take seconds
+quick: $(VENV)/collected.ready $(VENV)/kernels.ready   ## the tests that take seconds
 	$(PYTEST) -m "not slow" $(ARGS)
 
 lint: $(VENV)/test.ready   ## style, types, and the arrows between packages
@@ -45,6 +45,11 @@ $(VENV)/serve.ready: pyproject.toml
 
 $(VENV)/test.ready: $(VENV)/serve.ready   # by name: Slotwise is there already, and need not be built again
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check "slotwise[dev]"
+	touch $@
+
+# Read once, before four processes each rewrite the assertions of every test and compile whatever tests import.
+$(VENV)/collected.ready: $(VENV)/test.ready
+	$(BIN)/python -m pytest --collect-only --quiet >/dev/null || true
 	touch $@
 
 # Compiled once, before four processes that need them do so at the same time.

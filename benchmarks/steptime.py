@@ -1,9 +1,15 @@
 """How good the step-time model is, and whether explanations name the right decode time: against a real model.
 
-Three workloads, each learned from cold.  Of each: the error of predictions made after 200 steps; then requests of it
-are run once more with nobody else, and what the explanation said that their decode would take alone is held against it.
+Three workloads, each on an engine of its own that knows what it found out at its start and nothing of earlier runs.  Of
+each: the error of predictions made after 200 steps; then requests of it are run once more with nobody else, and what
+the explanation said that their decode would take alone is held against it.  Those of few tokens are run three times and
+count by the middle one, for a single hiccup of the machine takes as long as all of their steps.
 
-usage: python benchmarks/steptime.py [--model FOLDER] [--solo N] [--json FILE]
+What was explained and what was measured are minutes apart, and a machine that others share may be twice as fast by
+then.  So a metronome runs beside all of it: another engine on the same weights, with one row that nobody learns from,
+does two steps after every few.  Ratios are told as they are, and `steady`: with both decode times counted in its beats.
+
+usage: python benchmarks/steptime.py [--model FOLDER] [--solo N] [--workload NAME] [--json FILE]
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ import json
 import statistics
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,10 +29,13 @@ from rich.table import Table
 from slotwise import builtin
 from slotwise.bench.measures import percentile
 from slotwise.bench.results import environment
-from slotwise.compose.engine import build_engine
+from slotwise.compose.engine import load
+from slotwise.compose.step_times import traits
 from slotwise.core.params import SamplingParams
 from slotwise.engine.config import EngineConfig
-from slotwise.engine.messages import Add
+from slotwise.engine.loop import Engine
+from slotwise.engine.messages import Add, EngineInfo
+from slotwise.observe import kept
 from slotwise.observe.explain import Story, explain
 from slotwise.observe.facts import gather
 from slotwise.observe.log import Step
@@ -37,14 +47,47 @@ from slotwise.workload.requests import Recipe, Workload, WorkRequest, generate
 
 LEARNING = 200  # steps before predictions count
 FEWEST_DECODED = 8  # tokens of a request that is run alone
+FEW_DECODED = 24  # tokens of those that are run alone three times
+BEAT = 4  # steps from one beat to the next
+BEAT_TOKENS = 64  # that the metronome's row grows by before it begins anew
 NS = 1e-9
+BURST, ARRIVALS, LONG = WORKLOADS = ("a burst", "arrivals", "long prompts")
+
+
+class Metronome:
+    """One row of an engine, whose steps tell how fast the machine is just now."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._num_beats = 0
+        for _ in range(BEAT_TOKENS):
+            self.beat()
+
+    def beat(self) -> float:
+        """Seconds of a step: the second of two, for the first finds the processor's caches full of another's."""
+        self._step()
+        return self._step()
+
+    def _step(self) -> float:
+        if not self._engine.has_work:
+            self._num_beats += 1
+            params = SamplingParams(temperature=0.0, max_tokens=BEAT_TOKENS, ignore_eos=True)
+            self._engine.handle(Add(f"beat{self._num_beats}-0", [0], params, seed=0))
+        record = self._engine.step()
+        return (record.ended_ns - record.started_ns) * NS
 
 
 class Lab:
-    """An engine in this process, its event log, and a model of its steps."""
+    """An engine in this process, its event log, and nothing known of its steps: what earlier runs kept is deleted."""
 
     def __init__(self, model: str) -> None:
-        self.engine, self.info = build_engine(EngineConfig(model=model, enable_prefix_caching=False))
+        config = EngineConfig(model=model, enable_prefix_caching=False)
+        loaded = load(config)
+        _, info = loaded.engine(config)
+        kept.place(traits(config, info)).unlink(missing_ok=True)
+        self.engine, self.info = loaded.engine(config)
+        self._metronome = Metronome(loaded.engine(replace(config, max_num_seqs=1))[0])
+        self.beats: list[float] = []  # of the last run, seconds
         self._recorder = Recorder(Ring(1 << 40))
         self._recorder.started(self.info)
         self._num_requests = 0
@@ -54,6 +97,7 @@ class Lab:
         """Run `requests` of `workload` and teach `times`: their stories, by their numbers in the workload."""
         recorder, pending = self._recorder, sorted(requests, key=lambda request: request.arrives_at or 0.0)
         numbers, position, first, began = [], recorder.ring.end, self._num_requests, time.monotonic()
+        self.beats, num_steps = [self._metronome.beat()], 0
         while pending or self.engine.has_work:
             while pending and (pending[0].arrives_at or 0.0) <= time.monotonic() - began:
                 request = pending.pop(0)
@@ -68,6 +112,9 @@ class Lab:
                 record = self.engine.step()
                 recorder.stepped(record)
                 times.stepped(record)
+                num_steps += 1
+                if num_steps % BEAT == 0:
+                    self.beats.append(self._metronome.beat())
             else:
                 time.sleep(0.001)
         entries = recorder.ring.entries()
@@ -82,12 +129,13 @@ class Outcome(NamedTuple):
     num_steps: int
     errors: list[float]  # of predictions made after LEARNING steps, relative
     ratios: list[float]  # decode alone, as explained over as measured
+    steady: list[float]  # the same, both counted in beats
 
 
 def judge(lab: Lab, name: str, workload: Workload, num_solo: int) -> Outcome:
-    times = StepTimes()
+    times = StepTimes(lab.info.learned)
     stories = lab.run(workload, workload.requests, times)
-    errors, again, end, steps = [], StepTimes(), 0, lab.steps
+    errors, again, end, steps = [], StepTimes(lab.info.learned), 0, lab.steps
     for count, step in enumerate(steps):
         work, began = work_of(step.starts, step.counts, step.padding), max(step.started_ns, end)
         end = step.ended_ns
@@ -97,25 +145,38 @@ def judge(lab: Lab, name: str, workload: Workload, num_solo: int) -> Outcome:
     crowded = [
         request for request in workload.requests
         if stories[request.number].ns("neighbours") and request.num_output >= FEWEST_DECODED]
-    ratios = []
+    pace, ratios, steady = statistics.median(lab.beats), [], []
     for request in (crowded * num_solo)[:num_solo]:
         alone = WorkRequest(request.number, 0.0, request.num_prompt, request.num_output)
-        (measured,) = lab.run(workload, [alone], StepTimes()).values()
-        ratios.append(stories[request.number].ns("decode") / measured.ns("decode"))
-    return Outcome(name, len(steps), errors, ratios)
+        runs = 3 if request.num_output < FEW_DECODED else 1
+        told, took, beats = stories[request.number].ns("decode"), [], []
+        for _ in range(runs):
+            took.append(lab.run(workload, [alone], StepTimes())[request.number].ns("decode"))
+            beats.append(took[-1] / statistics.median(lab.beats))
+        ratios.append(told / statistics.median(took))
+        steady.append(told / pace / statistics.median(beats))
+    return Outcome(name, len(steps), errors, ratios, steady)
 
 
-def workloads(lab: Lab, token_s: float) -> dict[str, Workload]:
+def measure(model: str, name: str, num_solo: int) -> Outcome:
+    """One workload on an engine of its own."""
+    lab = Lab(model)
+    warm_up = Workload((WorkRequest(0, 0.0, 64, 48),), 48)
+    lab.run(warm_up, warm_up.requests, StepTimes())
+    (story,) = lab.run(warm_up, warm_up.requests, StepTimes()).values()
+    return judge(lab, name, workload_of(name, lab.info, story.ns("decode") * NS / 47), num_solo)
+
+
+def workload_of(name: str, info: EngineInfo, token_s: float) -> Workload:
     """At once, one after the other, and long prompts beside streams, at a pace that fits a model of that speed."""
     short = lengths.parse("lognormal:64:0.8:256"), lengths.parse("lognormal:48:0.6:128")
-    pace = arrivals.parse(f"poisson:{0.08 / token_s:.3g}")
-    long = lab.info.limits.max_model_len * 3 // 4
-    streams = [(0.0, 32, 320)] * 8 + [(40 * token_s * (1 + number), min(long, 1000), 8) for number in range(8)]
-    return {
-        "a burst": generate(Recipe(256, *short), seed=1),
-        "arrivals": generate(Recipe(128, *short, pace), seed=2),
-        "long prompts": Workload(tuple(
-            WorkRequest(number, *one) for number, one in enumerate(sorted(streams))), 320)}
+    if name == BURST:
+        return generate(Recipe(256, *short), seed=1)
+    if name == ARRIVALS:
+        return generate(Recipe(128, *short, arrivals.parse(f"poisson:{0.08 / token_s:.3g}")), seed=2)
+    long = min(info.limits.max_model_len * 3 // 4, 1000)
+    streams = [(0.0, 32, 320)] * 8 + [(40 * token_s * (1 + number), long, 8) for number in range(8)]
+    return Workload(tuple(WorkRequest(number, *one) for number, one in enumerate(sorted(streams))), 320)
 
 
 def main() -> None:
@@ -123,14 +184,10 @@ def main() -> None:
     parser.add_argument("--model", default=str(builtin.path()), help="a checkpoint's folder (default: the built-in)")
     parser.add_argument("--solo", type=int, default=50, help="requests run alone, in all (default: 50)")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--workload", choices=WORKLOADS, help="this one alone")
     asked = parser.parse_args()
-    lab = Lab(asked.model)
-    warm_up = Workload((WorkRequest(0, 0.0, 64, 48),), 48)
-    lab.run(warm_up, warm_up.requests, StepTimes())
-    (story,) = lab.run(warm_up, warm_up.requests, StepTimes()).values()
-    given = workloads(lab, story.ns("decode") * NS / 47)
-    share = -(-asked.solo // len(given))
-    outcomes = [judge(lab, name, workload, share) for name, workload in given.items()]
+    names = [asked.workload] if asked.workload else WORKLOADS
+    outcomes = [measure(asked.model, name, -(-asked.solo // len(WORKLOADS))) for name in names]
     show(outcomes)
     if asked.json:
         told = {"model": Path(asked.model).name, "environment": environment()}
@@ -140,11 +197,18 @@ def main() -> None:
 
 def figures(outcome: Outcome) -> dict[str, Any]:
     errors = sorted(abs(error) for error in outcome.errors) or [float("nan")]
-    off = sorted(abs(ratio - 1) for ratio in outcome.ratios)
+    raw = {f"decode_{name}": value for name, value in compared(outcome.ratios).items()}
     return {
         "workload": outcome.name, "steps": outcome.num_steps, "median_error": statistics.median(errors),
         "p90_error": percentile(errors, 90), "solo_runs": len(outcome.ratios),
-        "decode_explained_over_measured": statistics.median(outcome.ratios), "median_off": statistics.median(off),
+        **raw, **{f"steady_{name}": value for name, value in compared(outcome.steady).items()}}
+
+
+def compared(ratios: list[float]) -> dict[str, float]:
+    """Of decode times as explained over as measured."""
+    off = sorted(abs(ratio - 1) for ratio in ratios)
+    return {
+        "explained_over_measured": statistics.median(ratios), "median_off": statistics.median(off),
         "worst_off": off[-1], "within_15_percent": sum(one <= 0.15 for one in off) / len(off)}
 
 

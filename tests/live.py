@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
+
 READY = re.compile(r"Ready after .* on (http://\S+)")
 
 
@@ -17,6 +19,7 @@ READY = re.compile(r"Ready after .* on (http://\S+)")
 class Live:
     process: subprocess.Popen[str]
     url: str
+    client: httpx.Client  # one for all that is asked: to make one takes longer than most answers
 
 
 @contextlib.contextmanager
@@ -27,7 +30,9 @@ def serving(*arguments: str, log: Path) -> Iterator[Live]:
             [sys.executable, "-m", "slotwise.cli", "serve", "--port", "0", *arguments], stdout=subprocess.PIPE,
             stderr=stderr, text=True)
         try:
-            yield Live(process, _address(process, log))
+            url = _address(process, log)
+            with httpx.Client(base_url=url, timeout=120) as client:
+                yield Live(process, url, client)
         finally:
             process.terminate()
             try:

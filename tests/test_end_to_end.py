@@ -57,7 +57,7 @@ def offline() -> list[str]:
 
 
 def metric(live: Live, name: str) -> float:
-    lines = httpx.get(f"{live.url}/metrics").text.splitlines()
+    lines = live.client.get("/metrics").text.splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"slotwise:{name}{{"))
 
 
@@ -130,7 +130,7 @@ def test_a_seed_gives_the_same_text_alone_and_in_company(client):
 def test_a_client_that_goes_away_frees_its_place(live: Live):
     body = {"model": MODEL, "prompt": "def main():", "max_tokens": 900, "temperature": 0, "stream": True,
             "ignore_eos": True}
-    with httpx.stream("POST", f"{live.url}/v1/completions", json=body) as reply:
+    with live.client.stream("POST", "/v1/completions", json=body) as reply:
         lines = reply.iter_lines()  # kept: httpx closes the connection with the iterator
         assert next(lines).startswith("data: "), reply.status_code
         assert metric(live, "num_requests_running") == 1
@@ -155,11 +155,11 @@ BAD_INPUT = (
 def test_bad_input_is_told_apart_while_a_stream_goes_on(live: Live):
     body = {"model": MODEL, "prompt": "def main():", "max_tokens": 400, "temperature": 0, "stream": True,
             "ignore_eos": True}
-    with httpx.stream("POST", f"{live.url}/v1/completions", json=body, timeout=60) as canary:
+    with live.client.stream("POST", "/v1/completions", json=body) as canary:
         lines = canary.iter_lines()
         next(lines)
         for change, status, says in BAD_INPUT:
-            reply = httpx.post(f"{live.url}/v1/completions", json=body | {"max_tokens": 4, "stream": False} | change)
+            reply = live.client.post("/v1/completions", json=body | {"max_tokens": 4, "stream": False} | change)
             assert reply.status_code == status, change
             assert reply.json()["error"].keys() >= {"message", "type", "param", "code"}
             assert says in reply.json()["error"]["message"]
@@ -167,7 +167,7 @@ def test_bad_input_is_told_apart_while_a_stream_goes_on(live: Live):
 
 
 def test_malformed_json_is_a_clear_error(live: Live):
-    reply = httpx.post(f"{live.url}/v1/completions", content=b'{"model": ')
+    reply = live.client.post("/v1/completions", content=b'{"model": ')
     assert reply.status_code == 400 and "JSON" in reply.json()["error"]["message"]
 
 
@@ -180,27 +180,27 @@ def test_headers_without_end_close_the_connection_and_nothing_else(live: Live):
                 connection.sendall(b"a" * (1 << 20))
             connection.recv(1)
             raise ConnectionError("closed without a word")
-    assert httpx.get(f"{live.url}/health").status_code == 200
+    assert live.client.get("/health").status_code == 200
     big = {"model": MODEL, "prompt": "x = 1\n" * 300_000}
-    assert httpx.post(f"{live.url}/v1/completions", json=big).status_code == 400, "a body may be larger than that"
+    assert live.client.post("/v1/completions", json=big).status_code == 400, "a body may be larger than that"
 
 
 def test_template_variables_with_any_name_are_harmless(live: Live):
     body = {"model": MODEL, "messages": [{"role": "user", "content": "def main():"}], "max_tokens": 2,
             "chat_template_kwargs": {"request": 1, "self": 2, "num_bytes": 3}}
-    assert httpx.post(f"{live.url}/v1/chat/completions", json=body).status_code == 200
+    assert live.client.post("/v1/chat/completions", json=body).status_code == 200
 
 
 def test_sigterm_even_to_the_whole_group_lets_running_streams_finish(tmp_path):
     with serving("--dtype", "float32", log=tmp_path / "log") as server:
         body = {"model": MODEL, "prompt": "def main():", "max_tokens": 300, "temperature": 0, "stream": True,
                 "ignore_eos": True, "stream_options": {"include_usage": True}}
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as reply:
+        with server.client.stream("POST", "/v1/completions", json=body) as reply:
             lines = reply.iter_lines()
             next(lines)
             subprocess.run(["kill", "-TERM", str(engine_of(server)), str(server.process.pid)], check=True)
             rest = [line for line in lines if line]
-        assert rest[-1] == "data: [DONE]" and not any('"error"' in line for line in rest)
+        assert rest[-1] == "data: [DONE]" and [line for line in rest if '"error"' in line] == []
         assert json.loads(rest[-2].removeprefix("data: "))["usage"]["completion_tokens"] == 300
         assert server.process.wait(20) == 0
 
@@ -221,17 +221,17 @@ def engine_of(server: Live) -> int:
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_engine_ends_its_streams_and_the_next_one_says_the_same(watchful: Live, sent: signal.Signals):
     body = {"model": MODEL, "prompt": "def main():", "max_tokens": 32, "temperature": 0}
-    before = httpx.post(f"{watchful.url}/v1/completions", json=body, timeout=60).json()["choices"]
+    before = watchful.client.post("/v1/completions", json=body).json()["choices"]
     engine = engine_of(watchful)
     long = body | {"max_tokens": 900, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{watchful.url}/v1/completions", json=long, timeout=60) as reply:
+    with watchful.client.stream("POST", "/v1/completions", json=long) as reply:
         lines = reply.iter_lines()
         next(lines)
         os.kill(engine, sent)
         rest = [line for line in lines if line]
     assert rest[-1] == "data: [DONE]" and sum('"error"' in line for line in rest) == 1
-    health = httpx.get(f"{watchful.url}/health")
+    health = watchful.client.get("/health")
     assert health.status_code == 503 and health.headers["retry-after"]
-    until(lambda: httpx.get(f"{watchful.url}/health").status_code == 200, 60)
-    assert httpx.post(f"{watchful.url}/v1/completions", json=body, timeout=60).json()["choices"] == before
+    until(lambda: watchful.client.get("/health").status_code == 200, 60)
+    assert watchful.client.post("/v1/completions", json=body).json()["choices"] == before
     assert engine_of(watchful) != engine

@@ -9,7 +9,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import uvloop
@@ -110,6 +112,15 @@ class MemoryWatch:
         return self._readings
 
 
+def stolen() -> list[int]:
+    """Ticks so far that the host of this machine took for others, and of all kinds; zeros where nobody counts them."""
+    try:
+        ticks = list(map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]))
+    except OSError:
+        return [0, 1]
+    return [ticks[7], sum(ticks)]
+
+
 def latencies(milliseconds: Sequence[float]) -> dict[str, float]:
     ordered = sorted(milliseconds)
     return {"count": len(ordered), "p50": percentile(ordered, 50), "p99": percentile(ordered, 99),
@@ -139,10 +150,14 @@ def overload(seconds: float) -> ledger.Row:
             [sys.executable, "-m", "benchmarks.reliability.probe", server.url, str(server.process.pid),
              str(seconds)],
             stdout=subprocess.PIPE, text=True)
+        began = stolen()
         outcomes = drive(target, workload, phrasing, seconds + DRAIN)
+        taken, ticks = (after - before for after, before in zip(stolen(), began, strict=True))
         probed = json.loads(probe.communicate()[0])
         most = best(before, closed_loops(target, phrasing))
-        return asyncio.run(_account(server, most, seconds, outcomes, probed, memory.readings()))
+        row = asyncio.run(_account(server, most, seconds, outcomes, probed, memory.readings()))
+        row.seen.append(f"the host took {taken / max(1, ticks):.1%} of this machine's processors for others")
+        return row
 
 
 async def _account(server: Server, most: float, seconds: float, outcomes: list[Outcome],
@@ -155,6 +170,7 @@ async def _account(server: Server, most: float, seconds: float, outcomes: list[O
     crowd = latencies([1000 * outcome.e2el for outcome in outcomes if fate(outcome) == ledger.REFUSED])
     alone, computing = latencies(probed["refused_ms"]), latencies(probed["computing_ms"])
     late = latencies([1000 * (outcome.sent - outcome.due) for outcome in outcomes])
+    why = Counter(outcome.error for outcome in outcomes if fate(outcome) == ledger.LOST)
     return ledger.Row(
         f"{offered:.1f}-fold overload, {seconds:g} s", ledger.tally([*map(fate, outcomes), *probed["fates"]]), leaked,
         {"goodput within 10% of the best": share >= GOOD,
@@ -166,7 +182,7 @@ async def _account(server: Server, most: float, seconds: float, outcomes: list[O
          "quarter (a queue that fills holds its requests, and the log its latest steps)",
          f"refusals, p50 / p99 / max: {_written(computing)} of the API process' computing, {_written(alone)} until a "
          f"client of its own has one ({alone['count']:,}), {_written(crowd)} until the load generator has "
-         f"({crowd['count']:,})"],
+         f"({crowd['count']:,})", *(f"lost: {count} × {error}" for error, count in why.most_common())],
         {"best_tokens_per_second": most, "offered": offered, "goodput_share": share,
          "memory_rss": memory,
          "refusal_ms": alone, "refusal_computing_ms": computing, "refusal_ms_load_generator": crowd,

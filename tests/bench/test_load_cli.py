@@ -137,8 +137,7 @@ def test_throughput_of_the_built_in_model(tmp_path: Path, batching: str) -> None
 def test_latency_of_the_built_in_model(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     words = ("--batch-size", "2", "--output-len", "5", "--num-iters", "3", "--num-iters-warmup", "1")
-    run = cli("bench", "latency", *words, "--output-json", str(path))
-    assert run.returncode == 0, run.stderr
+    assert main(["bench", "latency", *words, "--output-json", str(path)]) == 0
     result = json.loads(path.read_text())
     assert len(result["latencies"]) == 3 and min(result["latencies"]) > 0
 

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from live import cli
 
 from slotwise import builtin
 from slotwise.bench.roofline import DECODE, MIXED, PREFILL, Achieved, cost_of, kind_of
+from slotwise.cli import main
 from slotwise.compose.engine import load
 from slotwise.core.roofline import Machine, Roofline
 from slotwise.engine.config import EngineConfig
@@ -62,12 +62,15 @@ def test_kinds() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_is_held_against_the_machine_and_taken_apart(tmp_path: Path) -> None:
+def test_a_run_is_held_against_the_machine_and_taken_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str],
+) -> None:
     path = tmp_path / "roofline.json"
-    run = cli("bench", "throughput", "--roofline", "--num-prompts", "6", "--output-lengths", "fixed:8",
-              "--input-lengths", "uniform:4:60", "--max-num-seqs", "4", "--output-json", str(path))
-    assert run.returncode == 0, run.stderr
-    assert "decode" in run.stdout and "products" in run.stdout
+    words = ("--roofline", "--num-prompts", "6", "--output-lengths", "fixed:8", "--input-lengths", "uniform:4:60",
+             "--max-num-seqs", "4", "--output-json", str(path))
+    assert main(["bench", "throughput", *words]) == 0
+    said = capsys.readouterr().out
+    assert "decode" in said and "products" in said
     result = json.loads(path.read_text())
     kinds, parts = result["kinds"], result["parts"]
     assert kinds["decode"]["steps"] > 0 and all(0 <= kind["achieved"] < 2 for kind in kinds.values())

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
 import pytest
 from live import Live, cli, serving
 
@@ -30,18 +29,18 @@ def eventually(holds: Callable[[], bool]) -> None:
 
 
 def healthy(live: Live) -> bool:
-    return httpx.get(live.url + "/health").status_code == 200
+    return live.client.get("/health").status_code == 200
 
 
 def ask(live: Live, number: int) -> int:
     body = BODY | {"prompt": f"def number_{number}(self, value):", "n": 1 + number % 2, "max_tokens": 20 + 4 * number}
-    return httpx.post(live.url + "/v1/completions", json=body, timeout=120).status_code
+    return live.client.post("/v1/completions", json=body).status_code
 
 
 def leave(live: Live) -> None:
     """Ask for a long answer, and go away after its beginning."""
     body = BODY | {"prompt": "class Nobody:", "stream": True, "max_tokens": 400}
-    with httpx.stream("POST", live.url + "/v1/completions", json=body, timeout=120) as response:
+    with live.client.stream("POST", "/v1/completions", json=body) as response:
         next(response.iter_lines())
 
 
@@ -60,7 +59,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
                  log=folder / "stderr") as live, ThreadPoolExecutor(6) as clients:
         leave(live)
         assert set(clients.map(lambda number: ask(live, number), range(6))) == {200}
-        changed = httpx.put(live.url + "/admin/scheduling", json={"batching": "static", "max_num_seqs": 3})
+        changed = live.client.put("/admin/scheduling", json={"batching": "static", "max_num_seqs": 3})
         assert changed.status_code == 200
         assert set(clients.map(lambda number: ask(live, number), range(4))) == {200}
         kill_engine(live)

@@ -9,8 +9,9 @@ import torch
 
 from slotwise.compose import sizes
 from slotwise.compose.sizes import sized, step_tokens
-from slotwise.engine.config import EngineConfig
+from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.kernels.base import AttentionShape
+from slotwise.runner import memory, offload
 
 GIB = 1 << 30
 SHAPE = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, scale=1.0)
@@ -29,6 +30,40 @@ def decoder(device: str, rate: float, layer_weights: int = 7_000_000_000) -> Sim
     ("cuda", 8e14, 4096), ("cuda", 2e15, 8192), ("cuda", 1e13, 2048), ("cpu", 8e14, 512), ("cpu", 1e12, 128)])
 def test_a_step_has_room_for_a_tenth_of_a_second(device, rate, tokens):
     assert step_tokens(decoder(device, rate)) == tokens
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU of 140 GiB, in a host that has 64 GiB to spare."""
+    monkeypatch.setattr(sizes, "measured_workspace", lambda model, draw, block_size, shapes: 4 * GIB)
+    monkeypatch.setattr(sizes, "draw_for", lambda kernels: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (120 * GIB, 140 * GIB))
+    monkeypatch.setattr(memory, "available_bytes", lambda: 64 * GIB)
+
+
+def test_host_memory_is_asked_for_beside_the_gpus(gpu):
+    asked = {"model": "any", "max_num_seqs": 250, "max_model_len": 100_000}
+    without, _ = sized(EngineConfig.of(**asked), decoder("cuda", 8e14))
+    limits, used = sized(EngineConfig.of(**asked, kv_offloading_size=40.0), decoder("cuda", 8e14))
+    block = 32 * 4096 * 64
+    assert without.num_host_blocks == 0 and limits.num_host_blocks == 40 * GIB // block
+    assert used.host == limits.num_host_blocks * block and used.workspace == 4 * GIB + offload.STAGING
+    assert without.num_blocks - limits.num_blocks == offload.STAGING // block, "what is copied passes through the GPU"
+    with pytest.raises(MemoryError, match=r"65\.00 GiB of host memory .* 64\.00 GiB that are free"):
+        sized(EngineConfig.of(**asked, kv_offloading_size=65.0), decoder("cuda", 8e14))
+
+
+def test_the_cpu_needs_no_second_tier():
+    with pytest.raises(ConfigError, match="raise kv_cache_memory instead"):
+        sized(EngineConfig.of(model="any", kv_offloading_size=1.0), decoder("cpu", 8e14))
+
+
+@pytest.mark.parametrize(("settings", "objection"), [
+    ({"kv_offloading_size": -1.0}, "0 or more"), ({"kv_offloading_size": float("nan")}, "0 or more"),
+    ({"kv_offloading_size": 1.0, "enable_prefix_caching": False}, "needs enable_prefix_caching")])
+def test_what_makes_no_sense_is_refused(settings, objection):
+    with pytest.raises(ConfigError, match=objection):
+        EngineConfig.of(model="any", **settings)
 
 
 def test_a_gpus_cache_is_what_weights_and_measured_steps_leave(monkeypatch):

@@ -1,8 +1,9 @@
 """A hundred thousand random operations against the core: what comes, goes, expires, yields and is found again.
 
 The model beside it is simple: a request's tokens are those it would have alone (`toy.alone`), and it ends once.  The
-fake executor's cache holds the tokens themselves, so a block given to the wrong request shows as a wrong token; the
-driver checks conservation, `free + referenced + cached == total`, after every plan and every commit.
+fake executor's cache holds the tokens themselves, and so does its host memory, so a block given to the wrong request or
+a wrong copy shows as a wrong token; the driver checks conservation, `free + referenced + cached == total` on the device
+and `free + kept == total` on the host, after every plan and every commit.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from slotwise.core.terms import Terms, Tier
 from slotwise.policies.settings import Ordering
 
 EXAMPLES, OPERATIONS = 200, 500
+HOST_BLOCKS = (3, 40, 0)
 DISCIPLINES = (
     Batching(), Batching(), Batching(prefill="inline"), Batching(prefill="alone"), Batching("orca"),
     Batching("static"), Batching("dynamic", max_wait_ms=2000), Batching("one_at_a_time"))
@@ -36,13 +38,13 @@ BEGINNINGS = ([], [3] * 12, [3] * 6 + [7] * 6, list(range(16)))
 SEEN: Counter[str] = Counter()
 
 
-def drawn_limits(draw: Random) -> SchedulerLimits:
+def drawn_limits(draw: Random, num_host_blocks: int) -> SchedulerLimits:
     slots, block_size = draw.randint(2, 6), draw.randint(1, 5)
     return SchedulerLimits(
         max_model_len=draw.randint(20, 48), num_blocks=draw.randint(30, 70) // block_size, block_size=block_size,
         max_num_seqs=slots, max_num_batched_tokens=slots + draw.randint(0, 20), enable_prefix_caching=True,
         watermark_blocks=draw.randint(0, 2), max_passes=draw.randint(0, 4),
-        on_pressure=draw.choice((RECOMPUTE, RECOMPUTE, RECOMPUTE, ERROR)))
+        on_pressure=draw.choice((RECOMPUTE, RECOMPUTE, RECOMPUTE, ERROR)), num_host_blocks=num_host_blocks)
 
 
 class Life(Driver):
@@ -110,7 +112,7 @@ def test_nothing_is_lost_and_nobody_gets_what_is_not_theirs():
     many_lives()
     total = sum(SEEN[name] for name in ("arrive", "step", "abort", "jump", "switch", "order"))
     assert total >= 100_000
-    for kind in ("hit", "preempted", "length", "stop", "abort", "timeout", "shed", "error", "rejected"):
+    for kind in ("hit", "save", "load", "preempted", "length", "stop", "abort", "timeout", "shed", "error", "rejected"):
         assert SEEN[kind] >= 50, f"{kind} hardly ever happened: {SEEN}"
 
 
@@ -119,12 +121,14 @@ def test_nothing_is_lost_and_nobody_gets_what_is_not_theirs():
 @given(st.integers(0, 2**64))
 def many_lives(seed: int) -> None:
     draw = Random(seed)
-    life = Life(draw, drawn_limits(draw))
+    life = Life(draw, drawn_limits(draw, HOST_BLOCKS[seed % 3]))
     for _ in range(OPERATIONS):
         life.operate()
     life.run()
     SEEN.update(life.ended.values())
     SEEN["preempted"] += len(life.preempted)
+    SEEN["save"] += sum(len(plan.saves) for plan in life.plans)
+    SEEN["load"] += sum(len(plan.loads) for plan in life.plans)
     assert life.ended.keys() == life.expected.keys(), "everyone ends, once"
     for name, reason in life.ended.items():
         got, expected = life.output.get(name, []), life.expected[name]

@@ -3,39 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from beginnings import SYSTEM, Watching, ask, check_against_each_alone, limits
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy import Driver, alone, request
+from toy import alone
 
 from slotwise.core import prefix
-from slotwise.core.events import Admitted
-from slotwise.core.limits import SchedulerLimits
-
-SYSTEM = list(range(12))  # three blocks
-
-
-def limits(**changes: int) -> SchedulerLimits:
-    numbers = {"max_model_len": 64, "num_blocks": 32, "block_size": 4, "max_num_seqs": 4,
-               "max_num_batched_tokens": 64, "enable_prefix_caching": True}
-    return SchedulerLimits(**{**numbers, **changes})
-
-
-def ask(name: str, prompt: list[int], max_tokens: int = 3, salt: str = ""):
-    return request(name, prompt, max_tokens, ignore_eos=True, salt=salt)
-
-
-class Watching(Driver):
-    """Remembers how many tokens each request found."""
-
-    def __init__(self, *arguments) -> None:
-        super().__init__(*arguments)
-        self.cached: dict[str, list[int]] = {}
-
-    def _fold(self) -> None:
-        for event in list(self.scheduler._roster.events):
-            if isinstance(event, Admitted):
-                self.cached.setdefault(event.request_id, []).append(event.num_cached)
-        super()._fold()
 
 
 def test_a_beginning_is_computed_once():
@@ -141,15 +114,3 @@ def test_a_forged_collision_never_gives_what_is_not_there(forge, monkeypatch):
                 min_size=1, max_size=12), st.integers(5, 20))
 def test_a_hit_never_changes_tokens(prompts, num_blocks):
     check_against_each_alone(limits(num_blocks=num_blocks, max_model_len=17), prompts)
-
-
-def check_against_each_alone(numbers: SchedulerLimits, prompts: list[tuple[list[int], str]]) -> None:
-    driver = Watching(numbers)
-    for index, (prompt, salt) in enumerate(prompts):
-        driver.add(ask(f"r{index}", prompt, 3, salt))
-        if index % 3 == 2:
-            driver.plan()
-            driver.commit()
-    driver.run()
-    for index, (prompt, salt) in enumerate(prompts):
-        assert driver.output[f"r{index}"] == alone(ask("x", prompt, 3, salt), numbers)

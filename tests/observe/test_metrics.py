@@ -1,19 +1,20 @@
 from __future__ import annotations
 
 import bisect
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
-from toy_engine import MS, Rehearsal, engine
+from toy_engine import LIMITS, MS, Rehearsal, engine
 
 from slotwise.batching.settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
-from slotwise.core.plan import Decision, Stop
+from slotwise.core.plan import Copy, Decision, Stop
 from slotwise.core.roofline import Machine, Roofline
-from slotwise.engine.messages import Add, Configure, RowEnd, StepRecord
+from slotwise.engine.messages import Add, Configure, MemoryUse, RowEnd, StepRecord
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe import waste
 from slotwise.observe.metrics import Metrics
@@ -48,6 +49,21 @@ def test_steps_are_held_against_the_machine() -> None:
     assert seen["roofline_fraction"] == pytest.approx(0.204)
     assert seen["roofline_seconds_total[kind=prefill]"] == pytest.approx(2.04e-3)
     assert seen["roofline_seconds_total[kind=decode]"] == 0
+
+
+def test_hits_are_told_apart_by_tier_and_copies_are_counted() -> None:
+    info = engine(limits=replace(LIMITS, enable_prefix_caching=True, num_host_blocks=6))
+    info.memory = MemoryUse(host=6000)
+    metrics = Metrics("toy", info)
+    metrics.arrived("a", 20, 100 * MS)
+    metrics.stepped(step(
+        150, "a", admitted=("a",), cached=(12,), saves=(Copy(1, 0), Copy(2, 1), Copy(5, 4)), loads=(Copy(3, 1),)))
+    metrics.stepped(step(160, "a", saves=(Copy(6, 2),)))
+    seen = samples(metrics)
+    assert seen["prefix_cache_queries_total"] == 20
+    assert seen["prefix_cache_hits_total"] == 8 and seen["external_prefix_cache_hits_total"] == 4
+    assert seen["kv_offload_total_bytes_total[transfer_type=GPU_to_CPU]"] == 4000
+    assert seen["kv_offload_total_bytes_total[transfer_type=CPU_to_GPU]"] == 1000
 
 
 def test_two_lives() -> None:

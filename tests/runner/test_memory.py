@@ -62,6 +62,14 @@ def test_what_is_not_there_is_refused_with_the_numbers(group: Path, workspace: i
         memory.cache_budget(GIB, workspace, asked=asked, share=share)
 
 
+def test_host_memory_for_blocks_is_counted_or_refused(group: Path):
+    assert memory.num_host_blocks(1000, asked=0, others=64 * GIB) == 0
+    assert memory.num_host_blocks(GIB // 2, asked=7 * GIB, others=0) == 14
+    assert memory.num_host_blocks(GIB, asked=GIB + 1, others=4 * GIB) == 1
+    with pytest.raises(MemoryError, match=r"4.00 GiB of host memory for blocks do not fit the 3.00 GiB that are free"):
+        memory.num_host_blocks(1000, asked=4 * GIB, others=4 * GIB)
+
+
 def test_this_machine_has_some():
     assert memory.available_bytes() > 100 << 20
 

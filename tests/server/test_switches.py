@@ -79,12 +79,11 @@ def test_a_real_models_tokens_stay_the_same_through_twenty_changes(tmp_path: Pat
     """Float32, greedy: what each prompt gets alone, it gets under load and whatever the order."""
     whims = random.Random(9)
     prompts = [f"def {name}(self, {name}s):" for name in ("read", "write", "add", "close", "find", "parse", "load")]
-    with serving("--dtype", "float32", "--max-num-seqs", "8", log=tmp_path / "log") as live, \
-            httpx.Client(base_url=live.url, timeout=120) as client:
+    with serving("--dtype", "float32", "--max-num-seqs", "8", log=tmp_path / "log") as live:
         def ask(number: int) -> str:
             body = {"prompt": prompts[number] * (1 + number % 3), "max_tokens": 4 + 2 * number, "temperature": 0,
                     "ignore_eos": True, "user": f"u{number % 3}"}
-            return client.post(COMPLETIONS, json=body).json()["choices"][0]["text"]
+            return live.client.post(COMPLETIONS, json=body).json()["choices"][0]["text"]
 
         alone = [ask(number) for number in range(len(prompts))]
         answers: list[tuple[int, str]] = []
@@ -100,7 +99,7 @@ def test_a_real_models_tokens_stay_the_same_through_twenty_changes(tmp_path: Pat
             work = [pool.submit(keep_asking, seed) for seed in range(12)]
             changed = 0
             while changed < 20:
-                changed += client.put(SCHEDULING, json=change(whims)).status_code == 200
+                changed += live.client.put(SCHEDULING, json=change(whims)).status_code == 200
                 time.sleep(0.03)
             changing.set()
             for one in work:

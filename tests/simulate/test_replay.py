@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
-from recorded import Recorded
+from recorded import TIGHT, Recorded
 
 from slotwise.batching.settings import KINDS, Batching
 from slotwise.engine.loop import NO_STEP
@@ -16,6 +17,7 @@ from slotwise.observe import log
 from slotwise.observe.log_file import LogFile
 from slotwise.simulate.replay import ReplayError, replay
 
+WITH_HOST = replace(TIGHT, num_host_blocks=10)
 BATCHINGS = [*(Batching(kind) for kind in KINDS), Batching(prefill="inline"), Batching(prefill="alone"),
              Batching("dynamic", batch_size=2, max_wait_ms=7.0), Batching(long_prefill_token_threshold=3)]
 
@@ -32,6 +34,24 @@ def test_every_record_comes_out_again(batching: Batching, depth: int) -> None:
         outcome = replay(log.decode(log.encode(entry)) for entry in entries)
         assert outcome.difference is None
         assert (outcome.requests, outcome.records) == (60, len(steps(entries)))
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("batching", [Batching(), Batching("static")], ids=str)
+def test_so_does_what_was_copied_to_the_host_and_back(batching: Batching, depth: int) -> None:
+    for seed in range(3):
+        entries = Recorded(seed, batching, depth=depth, limits=WITH_HOST).play(60)
+        records = steps(entries)
+        assert any(record.saves for record in records) and any(record.loads for record in records)
+        outcome = replay(log.decode(log.encode(entry)) for entry in entries)
+        assert outcome.difference is None and outcome.records == len(records)
+
+
+def test_a_log_from_before_there_was_a_host_is_played_as_ever() -> None:
+    lines = [log.encode(entry) for entry in Recorded(0, Batching()).play(20)]
+    assert b'"num_host_blocks":0' in lines[0] and not any(b"saves" in line or b"loads" in line for line in lines)
+    lines[0] = lines[0].replace(b',"num_host_blocks":0', b"")
+    assert replay(map(log.decode, lines)).difference is None
 
 
 def test_what_was_played_had_everything_in_it() -> None:
@@ -73,6 +93,7 @@ CHANGES: dict[str, Callable[[log.Step], log.Step]] = {
     "slots": lambda step: msgspec.structs.replace(step, slots=tuple(slot + 1 for slot in step.slots)),
     "numbers": lambda step: msgspec.structs.replace(step, numbers=tuple(number + 1 for number in step.numbers)),
     "grants": lambda step: msgspec.structs.replace(step, grants=(*step.grants, log.Grant(0, (1,)))),
+    "loads": lambda step: msgspec.structs.replace(step, loads=(log.Copy(0, 1),)),
     "num_waiting": lambda step: msgspec.structs.replace(step, num_waiting=step.num_waiting + 1),
     "stop": lambda step: msgspec.structs.replace(step, stop=log.Stop("no_slot", 0, 7)),
 }

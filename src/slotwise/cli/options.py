@@ -72,6 +72,9 @@ ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--enable-prefix-caching", {
         "action": argparse.BooleanOptionalAction, "default": True,
         "help": "compute equal beginnings of requests once (default: on)"}),
+    ("--kv-offloading-size", {
+        "type": float, "default": 0.0, "metavar": "GIB", "help": "on a GPU: host memory that keeps what the prefix "
+        "cache evicts, so that it is copied back instead of computed again (default: 0, none)"}),
     ("--on-pressure", {
         "choices": PRESSURES, "default": RECOMPUTE,
         "help": "who must yield when the cache is full waits and is computed again, or ends in an error"}),

@@ -11,13 +11,14 @@ import torch
 
 from slotwise.compose.machine import glance, roofline
 from slotwise.compose.sizes import sized, step_tokens
-from slotwise.compose.step_times import recalled
+from slotwise.compose.step_times import known
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.roofline import Machine, Roofline
 from slotwise.core.scheduler import Scheduler
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.loop import Engine
 from slotwise.engine.messages import EngineInfo
+from slotwise.engine.probe import probe
 from slotwise.kernels.base import Kernels
 from slotwise.kernels.checked import CheckedKernels
 from slotwise.kernels.select import choose, draw_for, resolve
@@ -27,6 +28,7 @@ from slotwise.model.load import describe, load_model
 from slotwise.model.locate import locate
 from slotwise.runner.batch import SlotTable
 from slotwise.runner.device_sampler import DeviceSampler
+from slotwise.runner.offload import HostBlocks
 from slotwise.runner.runner import Runner
 from slotwise.runner.sampler import Sampler
 from slotwise.runner.sampling import Sampling
@@ -78,10 +80,10 @@ class Loaded:
             model=self._name, device=self._device, dtype=str(decoder.config.dtype).removeprefix("torch."),
             vocab_size=decoder.config.vocab_size, limits=limits, scheduling=scheduling, eos_token_ids=eos_ids,
             memory=used, depth=depth, quantization=config.quantization)
-        times = recalled(config, info)
+        runner = _runner(decoder, limits)
+        times = known(config, info, lambda: probe(runner, limits, time.monotonic_ns))
         scheduler = Scheduler(limits, scheduling.discipline(), scheduling.policy(times), times)
-        engine = Engine(
-            scheduler, _runner(decoder, limits), time.monotonic_ns, eos_ids, depth=depth, scheduling=scheduling)
+        engine = Engine(scheduler, runner, time.monotonic_ns, eos_ids, depth=depth, scheduling=scheduling)
         info.learned = times.learned() if times.knows else None
         info.roofline = self.roofline(glance(decoder.kernels.device, decoder.config.dtype))
         return engine, info
@@ -118,7 +120,7 @@ def _warm_up(kernels: Kernels, kind: torch.dtype) -> None:
 
 
 def _runner(decoder: Decoder, limits: SchedulerLimits) -> Runner:
-    """The executor, with a cache of its own."""
+    """The executor, with a cache of its own, and places of the host."""
     kernels, vocab_size = decoder.kernels, decoder.config.vocab_size
     null_block = limits.num_blocks  # one more than the scheduler knows of
     caches = [
@@ -128,7 +130,8 @@ def _runner(decoder: Decoder, limits: SchedulerLimits) -> Runner:
     sampler: Sampling = (
         Sampler(limits.max_num_seqs, vocab_size) if kernels.name == "cpu"
         else DeviceSampler(slots, vocab_size, draw_for(kernels), kernels.device))
-    return Runner(decoder, caches, slots, sampler)
+    pieces = [piece for cache in caches for piece in kernels.cache_pieces(cache)]
+    return Runner(decoder, caches, slots, sampler, HostBlocks(limits.num_host_blocks, pieces))
 
 
 def build_engine(config: EngineConfig, progress: Progress = silent) -> tuple[Engine, EngineInfo]:

@@ -137,12 +137,14 @@ def _greet(url: str, info: EngineInfo, settings: ServerSettings, seconds: float)
             "quantization": info.quantization, "seconds": round(seconds, 1),
             "slots": limits.max_num_seqs, "blocks": limits.num_blocks, "block_size": limits.block_size,
             "max_num_batched_tokens": limits.max_num_batched_tokens, "max_model_len": limits.max_model_len,
-            "weights_bytes": used.weights, "cache_bytes": used.cache, "workspace_bytes": used.workspace})
+            "weights_bytes": used.weights, "cache_bytes": used.cache, "workspace_bytes": used.workspace,
+            "host_bytes": used.host})
         return
+    evicted = f", {used.host / MB:,.0f} MB of host memory for evicted blocks" if used.host else ""
     print(
         f"{name} on {info.device} ({info.weights}): {limits.max_num_seqs} slots, "
         f"{limits.num_blocks} blocks of {limits.block_size} tokens, steps of up to {limits.max_num_batched_tokens} "
         f"tokens, sequences of up to {limits.max_model_len}\n"
         f"Memory at most: {used.weights / MB:,.0f} MB of weights, {used.cache / MB:,.0f} MB of cache, "
-        f"{used.workspace / MB:,.0f} MB for a step\n"
+        f"{used.workspace / MB:,.0f} MB for a step{evicted}\n"
         f"Ready after {seconds:.1f} s on {url}  (try {url}/v1/models)", flush=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from slotwise.core.limits import SchedulerLimits
-from slotwise.engine.config import EngineConfig
+from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.messages import MemoryUse
 from slotwise.kernels.select import draw_for
 from slotwise.model.decoder import Decoder
-from slotwise.runner import memory
+from slotwise.runner import memory, offload
 from slotwise.runner.profile import measured_workspace
 
 STEP_SECONDS = 0.1
@@ -33,32 +33,41 @@ def sized(config: EngineConfig, decoder: Decoder) -> tuple[SchedulerLimits, Memo
         ConfigError: the settings contradict each other or the model.
         MemoryError: they ask for more memory than there is.
     """
+    kernels = decoder.kernels
+    if config.kv_offloading_size and kernels.name == "cpu":
+        raise ConfigError("kv_offloading_size is for devices with memory of their own: on the CPU the cache is in host "
+                          "memory already, so raise kv_cache_memory instead")
     block_size = config.block_size or BLOCK_SIZE
     model_tokens = decoder.config.max_position_embeddings
     per_block = sum(
-        decoder.kernels.cache_bytes_per_block(block_size, shape, decoder.config.dtype)
-        for shape in decoder.attention_shapes)
+        kernels.cache_bytes_per_block(block_size, shape, decoder.config.dtype) for shape in decoder.attention_shapes)
     longest = min(config.max_model_len or model_tokens, model_tokens)
     useful = config.max_num_seqs * -(-longest // block_size)
-    measure = _on_gpu if decoder.kernels.device.type == "cuda" else _on_host
-    workspace, budget = measure(config, decoder, longest, block_size)
-    limits = config.limits(model_tokens, memory.num_blocks(per_block, useful, budget), block_size)
-    return limits, MemoryUse(decoder.weight_bytes, workspace, (limits.num_blocks + 1) * per_block)
+    size = _on_gpu if kernels.device.type == "cuda" else _on_host
+    asked = config.offloading_bytes
+    workspace, budget = size(config, decoder, longest, offload.staging_bytes(asked // per_block, per_block))
+    num_blocks = memory.num_blocks(per_block, useful, budget)
+    beside = 0 if kernels.device.type == "cuda" else workspace + num_blocks * per_block
+    num_host_blocks = memory.num_host_blocks(per_block, asked, beside)
+    limits = config.limits(model_tokens, num_blocks, block_size, num_host_blocks)
+    return limits, MemoryUse(
+        decoder.weight_bytes, workspace, (num_blocks + 1) * per_block, num_host_blocks * per_block)
 
 
-def _on_host(config: EngineConfig, decoder: Decoder, longest: int, block_size: int) -> tuple[int, int]:
-    """Bytes of workspace and cache, by what steps are known to hold."""
-    workspace = decoder.workspace_bytes(config.largest_step(longest), config.max_num_seqs)
+def _on_host(config: EngineConfig, decoder: Decoder, longest: int, staging: int) -> tuple[int, int]:
+    """Bytes of workspace and cache, by what steps are known to hold, beside those of a staging area."""
+    workspace = decoder.workspace_bytes(config.largest_step(longest), config.max_num_seqs) + staging
     asked, share = config.kv_cache_memory, config.gpu_memory_utilization
     return workspace, memory.cache_budget(decoder.weight_bytes, workspace, asked, share)
 
 
-def _on_gpu(config: EngineConfig, decoder: Decoder, longest: int, block_size: int) -> tuple[int, int]:
-    """Bytes of workspace and cache, by what the largest steps were seen to take."""
+def _on_gpu(config: EngineConfig, decoder: Decoder, longest: int, staging: int) -> tuple[int, int]:
+    """Bytes of workspace and cache, by what the largest steps were seen to take, beside those of a staging area."""
     kernels, rows, tokens = decoder.kernels, config.max_num_seqs, config.largest_step(longest)
     recorded = max(rows, kernels.recording_size(rows, longest)[0])
     shapes = [(tokens, min(rows, tokens), longest), (recorded, recorded, longest)]
-    workspace = measured_workspace(decoder, draw_for(kernels), block_size, shapes)
+    block_size = config.block_size or BLOCK_SIZE
+    workspace = measured_workspace(decoder, draw_for(kernels), block_size, shapes) + staging
     free, total = torch.cuda.mem_get_info(kernels.device)
     asked, share = config.kv_cache_memory, config.gpu_memory_utilization
     return workspace, memory.gpu_cache_budget(free, total, workspace, asked, share)

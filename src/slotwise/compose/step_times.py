@@ -4,31 +4,38 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slotwise import __version__
-from slotwise.core import steptime
+from slotwise.core.steptime import StepTimes
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import EngineInfo
 
 if TYPE_CHECKING:
-    from slotwise.observe.steptime import StepTimes
+    from slotwise.observe import steptime
 
 
-def recalled(config: EngineConfig, info: EngineInfo) -> steptime.StepTimes:
-    """What the last run of such a model learned, for an engine; nothing where what reads it is not installed."""
+def known(config: EngineConfig, info: EngineInfo, probe: Callable[[], StepTimes]) -> StepTimes:
+    """What the last run of such a model learned; where there was none, what `probe` learns, for the next one too."""
     try:
         from slotwise.observe import kept
-    except ImportError:
-        return steptime.StepTimes()
-    return kept.load(kept.place(traits(config, info)))
+    except ImportError:  # what reads it is not installed
+        return StepTimes(probe().learned())
+    path = kept.place(traits(config, info))
+    times = kept.load(path)
+    if times.knows:
+        return times
+    probed = probe()
+    if probed.knows:
+        kept.save(path, probed)
+    return StepTimes(probed.learned())
 
 
 @contextmanager
-def remembered(config: EngineConfig, info: EngineInfo) -> Iterator[StepTimes]:
+def remembered(config: EngineConfig, info: EngineInfo) -> Iterator[steptime.StepTimes]:
     """What the last run of such a model learned; what this one has learned is kept in the end."""
     from slotwise.observe import kept
 
@@ -45,7 +52,7 @@ def traits(config: EngineConfig, info: EngineInfo) -> tuple[str, ...]:
     """All that makes steps faster or slower: the model's shape, what computes it, and where."""
     shape = (Path(config.model) / "config.json").read_text()
     threads = os.environ.get("OMP_NUM_THREADS") or str(_processors())
-    return shape, info.dtype, info.device, threads, platform.node(), platform.machine(), __version__
+    return shape, info.dtype, info.quantization, info.device, threads, platform.node(), platform.machine(), __version__
 
 
 def _processors() -> int:

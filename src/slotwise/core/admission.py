@@ -75,6 +75,8 @@ class Admission:
         seat = self._seat(request, draft)
         if seat is None:
             return NO_BLOCKS
+        if len(seat.away) > self._roster.kv.host.num_loads_left:
+            return TOKEN_BUDGET
         start = len(seat.found) * self._limits.block_size
         if not self._pieces.fits(start, len(request.tokens) - start, draft):
             return TIME_BUDGET

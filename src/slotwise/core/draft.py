@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 from typing import NamedTuple
 
+from slotwise.core.host import Copies
 from slotwise.core.pace import StepTime
 from slotwise.core.plan import Decision, Grant, Join, StepPlan, StepResult, Stop
 from slotwise.core.reasons import NO_BLOCKS
@@ -105,12 +106,13 @@ class Draft:
         self.is_pressed |= reason == NO_BLOCKS
         self.preempted.append(Decision(request.request_id, reason))
 
-    def close(self, leaves: tuple[int, ...], before: Lineup) -> Flight:
+    def close(self, leaves: tuple[int, ...], before: Lineup, copies: Copies) -> Flight:
         """The finished plan, with the requests its rows belong to.  Columns are cut here, all at once.
 
         Args:
             leaves: slots given back since the last plan.
             before: that plan's lineup, which is this one's, too, where nobody came or went since.
+            copies: between the device and host memory.
         """
         requests, starts, counts, samples = zip(*self.rows, strict=True) if self.rows else ((), (), (), ())
         lineup = before
@@ -120,5 +122,5 @@ class Draft:
             self.step, self.now, leaves, tuple(self.joins), tuple(self.grants),
             lineup.request_ids, lineup.slots,
             starts, counts, samples, self.padding, tuple(self.held),
-            tuple(self.preempted), tuple(self.refused), self.stop)
+            tuple(self.preempted), tuple(self.refused), self.stop, *copies)
         return Flight(plan, lineup)

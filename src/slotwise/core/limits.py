@@ -10,6 +10,8 @@ RECOMPUTE = "recompute"  # it waits, and is computed again
 ERROR = "error"  # it ends, and is told why
 PRESSURES = (RECOMPUTE, ERROR)
 
+LOADS = 4  # tokens a step may load from host memory for each that it may compute, which takes several times as long
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
@@ -27,12 +29,13 @@ class SchedulerLimits:
     max_step_ms: float | None = None  # milliseconds a step may take, as predicted; None: only a promised pace counts
     max_step_context: int = 0  # positions the decoding rows of a step attend to, summed; 0: no limit
     tiers: tuple[Tier, ...] = ()  # classes of service; requests may belong to none of them
+    num_host_blocks: int = 0  # places in host memory for what the pool evicts
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("watermark_blocks", "max_passes", "max_step_context"):
+        for name in ("watermark_blocks", "max_passes", "max_step_context", "num_host_blocks"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, and is {getattr(self, name)}")
         if self.on_pressure not in PRESSURES:
@@ -54,7 +57,12 @@ class SchedulerLimits:
     @property
     def fixed(self) -> tuple[int, ...]:
         """What cannot change while a scheduler lives."""
-        return (self.num_blocks, self.block_size, self.max_model_len, self.enable_prefix_caching)
+        return (self.num_blocks, self.block_size, self.max_model_len, self.enable_prefix_caching, self.num_host_blocks)
+
+    @property
+    def max_loads(self) -> int:
+        """Blocks that a step may load from host memory."""
+        return max(1, LOADS * self.max_num_batched_tokens // self.block_size)
 
     @property
     def cache_tokens(self) -> int:

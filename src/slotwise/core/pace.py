@@ -49,7 +49,7 @@ class StepTime:
         return self._times.seconds(self._with(start, count)) <= self._seconds
 
     def _with(self, start: int, count: int) -> Work:
-        tokens, rows, context, pairs = self._work
+        tokens, rows, context, pairs, _ = self._work
         if count == 1:
             context += start + 1
         else:

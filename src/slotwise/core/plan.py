@@ -38,6 +38,13 @@ class Grant(NamedTuple):
     blocks: tuple[int, ...]
 
 
+class Copy(NamedTuple):
+    """A block's contents, copied between the device and host memory."""
+
+    source: int
+    target: int
+
+
 class Decision(NamedTuple):
     """A request that was examined and not planned, or lost its place, and why."""
 
@@ -72,6 +79,8 @@ class StepPlan(NamedTuple):
     preempted: tuple[Decision, ...]
     refused: tuple[Decision, ...]
     stop: Stop | None
+    saves: tuple[Copy, ...] = ()  # from blocks of the device to places of the host, before anything else
+    loads: tuple[Copy, ...] = ()  # from places of the host to blocks of the device, before the forward pass
 
     @property
     def num_rows(self) -> int:

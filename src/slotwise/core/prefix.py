@@ -15,17 +15,20 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 
+NOWHERE = -1  # no block of the device, no place of the host
+
 Digest = Callable[[tuple[int, tuple[int, ...]]], int]
 """Of the digest before and a block's tokens.  Python's own hash of integers is the same in every process."""
 
 
 class Entry:
-    """One block's contents, published: computed, and never written again."""
+    """One block's contents, published: computed, and never written again.  On the device, in host memory, or both."""
 
-    __slots__ = ("before", "block", "digest", "tokens")
+    __slots__ = ("before", "block", "digest", "place", "tokens")
 
     def __init__(self, block: int, digest: int, tokens: tuple[int, ...], before: Entry | str) -> None:
-        self.block = block
+        self.block = block  # of the device
+        self.place = NOWHERE  # in host memory
         self.digest = digest
         self.tokens = tokens
         self.before = before  # the entry before, or the salt
@@ -53,7 +56,7 @@ class Trail:
 
 
 class PrefixCache:
-    """What is known of which block.  References and eviction belong to the pool."""
+    """What is known of which block.  References and eviction are the pool's, places in host memory the host tier's."""
 
     def __init__(self, block_size: int, digest: Digest = hash) -> None:
         self._block_size = block_size
@@ -79,23 +82,24 @@ class PrefixCache:
             before = entry
         return found
 
-    def publish(self, trail: Trail, tokens: Sequence[int], block: int) -> tuple[int, ...]:
-        """Let `block` be found as the next of `trail`, unless its contents are published already.
+    def publish(self, trail: Trail, tokens: Sequence[int], block: int) -> Entry | None:
+        """Let `block` be found as the next of `trail`, unless its contents are on the device already.
 
-        Returns the blocks that can be found no more: of an entry in its way, whose own beginning is gone.
+        Returns an entry that was in its way, whose own beginning is gone: it can be found no more.
         """
         index = trail.length
         self._extend(trail, tokens, index)
         digest, piece = trail.digests[index], trail.pieces[index]
         entry = self._entries.get(digest)
-        replaced: tuple[int, ...] = ()
+        replaced: Entry | None = None
         if entry is None or not entry.holds(piece, trail.before):
-            if entry is not None:
-                del self._of_block[entry.block]
-                replaced = (entry.block,)
+            if (replaced := entry) is not None:
+                self._of_block.pop(replaced.block, None)
             entry = Entry(block, digest, piece, trail.before)
             self._entries[digest] = entry
             self._of_block[block] = entry
+        elif entry.block == NOWHERE:
+            self.put(entry, block)
         trail.before = entry
         trail.length += 1
         return replaced
@@ -103,9 +107,24 @@ class PrefixCache:
     def has(self, block: int) -> bool:
         return block in self._of_block
 
-    def forget(self, block: int) -> None:
-        """`block` is about to be written again."""
-        del self._entries[self._of_block.pop(block).digest]
+    def knows(self, entry: Entry) -> bool:
+        """It can be found by its digest."""
+        return self._entries.get(entry.digest) is entry
+
+    def put(self, entry: Entry, block: int) -> None:
+        """`block` holds an entry that was not on the device."""
+        entry.block = block
+        self._of_block[block] = entry
+
+    def vacate(self, block: int) -> Entry:
+        """`block` is about to be written again: what it held, which is on the device no more."""
+        entry = self._of_block.pop(block)
+        entry.block = NOWHERE
+        return entry
+
+    def forget(self, entry: Entry) -> None:
+        """It is held nowhere."""
+        del self._entries[entry.digest]
 
     def _extend(self, trail: Trail, tokens: Sequence[int], index: int) -> None:
         """Cut `tokens` up to block `index`; each block is cut and digested once in a request's life."""

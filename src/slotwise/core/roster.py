@@ -10,6 +10,7 @@ Every change of a state is made here, along the table in `core/request.py`, and 
 from __future__ import annotations
 
 from slotwise.core.events import Admitted, Arrived, Event, Finished, Preempted, Rejected
+from slotwise.core.host import HostTier
 from slotwise.core.kv import BlockTables, Seat
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.queue import Lane, WaitingQueue
@@ -24,7 +25,9 @@ class Roster:
 
     def __init__(self, limits: SchedulerLimits, policy: Policy) -> None:
         self.policy = policy
-        self.kv = BlockTables(limits.num_blocks, limits.block_size, shares=limits.enable_prefix_caching)
+        self.kv = BlockTables(
+            limits.num_blocks, limits.block_size, HostTier(limits.num_host_blocks, limits.max_loads),
+            shares=limits.enable_prefix_caching)
         self.slots = Slots(limits.max_num_seqs)
         self.living: dict[str, Request] = {}  # in order of arrival
         self.waiting = WaitingQueue(policy.lane_key)

@@ -143,7 +143,7 @@ class Scheduler:
         if len(self._flights) > MAX_IN_FLIGHT:
             raise RuntimeError("commit the step in flight before planning two ahead")
         draft = self._planner.draft(self._steps, now)
-        flight = draft.close(self._roster.slots.take_leaves(), self._lineup)
+        flight = draft.close(self._roster.slots.take_leaves(), self._lineup, self._roster.kv.host.take_copies())
         self._lineup = flight.lineup
         self._steps += 1
         self._flights.append(flight)

@@ -1,43 +1,64 @@
 """What a step will take, learned from the steps there were.
 
-A step's seconds are a sum of non-negative shares, linear in what it computes:
+A step's seconds are a sum of non-negative shares, linear in what it computes, times a factor of its size and a level:
 
-    seconds ≈ a + b·tokens + c·rows + d·context + e·pairs
+    seconds ≈ level · factor(size) · (a + l·launched + b·tokens + c·rows + d·context + e·pairs)
 
-`a` is reading the weights, `b` the products, `c` the head and sampling, `d` reading the cache, `e` the attention of
-prompts.  The coefficients minimise squared *relative* errors (a step's terms are divided by what it took), so that a
-step of two milliseconds counts as much as one of two hundred, and one that somebody else's work made ten times longer
-hardly counts.
+`a` is reading the weights, `l` starting the kernels one by one, `b` the products, `c` the head and sampling, `d`
+reading the cache, `e` the attention of prompts.  The coefficients minimise squared *relative* errors (a step's terms
+are divided by what it took), so that a step of two milliseconds counts as much as one of two hundred, and one that
+somebody else's work made ten times longer hardly counts.
 
-Memory is kept by size: steps of 1, 2-3, 4-7 ... tokens each have sums of their own (of a least-squares problem's normal
-equations), and only steps of the same size make older ones fade.  An hour of full batches therefore forgets nothing
-about a row alone, unless predictions turn out to be far off and to one side: then everything older counts for little.
-A size whose steps take persistently more or less than the line says is corrected by a factor: processors have kinks
-that lines have not.
+Three kinds of steps differ by more than their terms say.  Steps of decoding rows alone are recorded on the device and
+run again as one (see `runner/decode.py`); the *first* of as many rows, behind a context of such a length, pays for the
+recording; and those with prompts in them are never recorded.  Only the first kind knows no `launched`.
+
+Memory is kept by kind and size: steps of 1, 2-3, 4-7 ... tokens each have sums of their own (of a least-squares
+problem's normal equations), and only steps of the same size make older ones fade.  An hour of full batches therefore
+forgets nothing about a row alone, unless predictions turn out to be far off and to one side: then everything older
+counts for little.  A size whose steps take persistently more or less than the line says is corrected by a factor,
+between two sizes by what lies between their factors: processors have kinks that lines have not.
+
+The level follows the last dozens of steps, of any size: a machine that others share is faster or slower from one minute
+to the next.  What something *typically* takes leaves it out.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import mul
 from typing import NamedTuple
+
+from slotwise.core.least_squares import non_negative
 
 FADE = 0.98  # what a step's sums keep when the next of its size comes: half is forgotten after 34
 REMEMBERED = 10.0  # steps of a size that what was learned in another run counts for at most
-DOUBT = 2.0  # steps of a size that its correction must outweigh
+DOUBT = 0.5  # steps of a size that its factor must outweigh
 REFIT = 32  # steps after which coefficients are found anew, unless they are few
 FAMILIAR = 24.0  # steps of a size after which only one in SELDOM is learned from: it is done beside the engine
-SELDOM = 2
-# Of each term's own weight, towards nothing: decides between terms that were always alike.  A step's own share is the
-# cheapest, for eight streams that never change tell nothing about one of them, and most of a step is reading weights.
-RIDGE = (1e-6, 1e-3, 1e-2, 1e-3, 1e-3)
+SELDOM = 8
+# Towards nothing, of each term.  A step's own share is the cheapest, for eight streams that never change tell nothing
+# about one of them, and most of a step is reading weights.
+RIDGE = (1e-6, 1e-4, 1e-3, 1e-2, 1e-3, 1e-3)
 JUDGED = 256  # steps that the error is told of
 DONE_BEFORE = 0.25  # of what was predicted: a step in flight that took less was computed in the time of the one before
 ANOTHER = 0.25  # error, to one side, of half of REFIT steps after which this must be another machine, or a busier one
-NUM_TERMS = 5
+AFRESH = 2.0  # steps of a size that everything older counts for then
+HASTE = 0.3  # of a step's error that the level takes on
+HICCUP = 0.1  # of its logarithm: what is off by more tells of something else than the machine's speed
+TRUSTED = 3.0  # steps of a size before its errors tell of the level
+SHORT = 256  # positions: contexts up to here are alike for a recorded step, then up to twice as many, and so on
+
+NUM_TERMS = 6
 PAIRS = [(i, j) for i in range(NUM_TERMS) for j in range(i + 1)]  # of a symmetric matrix, the lower half
+DECODE, FIRST, PROMPTS = "decode", "first", "prompts"
+KINDS = (DECODE, FIRST, PROMPTS)
+SIZES = {kind: [f"{kind}-{1 << bits >> 1}" for bits in range(64)] for kind in KINDS}  # by the tokens' bits
 
 
 class Work(NamedTuple):
@@ -47,15 +68,7 @@ class Work(NamedTuple):
     rows: int
     context: int  # positions that rows of one token attend to, summed
     pairs: float  # of a prompt's token and a position it attends to
-
-    @property
-    def terms(self) -> tuple[float, ...]:
-        return (1.0, self.tokens, self.rows, self.context, self.pairs)
-
-    @property
-    def size(self) -> str:
-        """Steps of one size are remembered together: their tokens to a power of two, with or without a prompt's."""
-        return f"{'prompts' if self.pairs else 'decode'}-{1 << self.tokens.bit_length() >> 1}"
+    longest: int = 0  # of `context`, the most of one row in a step of such rows alone; 0: as much as there often was
 
 
 def work_of(starts: Sequence[int], counts: Sequence[int], padding: Sequence[int] = ()) -> Work:
@@ -63,7 +76,7 @@ def work_of(starts: Sequence[int], counts: Sequence[int], padding: Sequence[int]
     if not counts:
         return Work(0, 0, 0, 0.0)
     if max(counts) == 1 and not padding:
-        return Work(len(counts), len(counts), sum(starts) + len(starts), 0.0)
+        return Work(len(counts), len(counts), sum(starts) + len(starts), 0.0, max(starts) + 1)
     lengths = [count + pad for count, pad in zip(counts, padding, strict=True)] if padding else counts
     context, pairs = 0, 0.0
     for start, length in zip(starts, lengths, strict=True):
@@ -72,6 +85,14 @@ def work_of(starts: Sequence[int], counts: Sequence[int], padding: Sequence[int]
         else:
             pairs += length * (start + (length + 1) / 2)
     return Work(sum(lengths), len(counts), context, pairs)
+
+
+class Line:
+    """Coefficients, and their products in the order of `PAIRS`: what is not on the diagonal counts twice."""
+
+    def __init__(self, shares: Sequence[float]) -> None:
+        self.shares = tuple(shares)
+        self.squares = [shares[i] * shares[j] * (1 if i == j else 2) for i, j in PAIRS]
 
 
 @dataclass(slots=True)
@@ -93,6 +114,16 @@ class Sums:
         share = min(1.0, weight / self.weight) if self.weight else 1.0
         return Sums(self.weight * share, [one * share for one in self.products], [one * share for one in self.totals])
 
+    def tokens(self) -> float:
+        """Of these steps, about the mean."""
+        return self.totals[2] / self.totals[0]
+
+    def factor(self, line: Line) -> float:
+        """What makes the least of the relative errors that a line has in these steps."""
+        told: float = sum(map(mul, line.shares, self.totals))
+        squares: float = sum(map(mul, line.squares, self.products))
+        return (told + DOUBT) / (squares + DOUBT)
+
 
 @dataclass(slots=True)
 class Learned:
@@ -101,9 +132,38 @@ class Learned:
     sizes: dict[str, Sums]
 
     def __post_init__(self) -> None:
-        for sums in self.sizes.values():
-            if len(sums.products) != len(PAIRS) or len(sums.totals) != NUM_TERMS:
+        known = {size for names in SIZES.values() for size in names}
+        for size, sums in self.sizes.items():
+            if size not in known or len(sums.products) != len(PAIRS) or len(sums.totals) != NUM_TERMS:
                 raise ValueError(f"not sums over {NUM_TERMS} terms")
+            if not sums.totals[0] > 0:
+                raise ValueError("sums of no steps")
+
+
+class Factors:
+    """The factors of one kind's sizes, and what lies between them."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[float, float]] = {}  # size -> logarithm of its tokens, factor
+        self._at: list[float] = []
+        self._factors: list[float] = []
+
+    def put(self, size: str, tokens: float, factor: float) -> None:
+        self._known[size] = (math.log2(tokens), factor)
+        curve = sorted(self._known.values())
+        self._at, self._factors = [at for at, _ in curve], [factor for _, factor in curve]
+
+    def of(self, tokens: int) -> float:
+        """Before the first and behind the last that is known, theirs; 1 where nothing is."""
+        if not self._at:
+            return 1.0
+        at = math.log2(tokens)
+        after = bisect_right(self._at, at)
+        if after in (0, len(self._at)):
+            return self._factors[max(0, after - 1)]
+        low, high = self._at[after - 1], self._at[after]
+        share = (at - low) / (high - low)
+        return self._factors[after - 1] * (1 - share) + self._factors[after] * share
 
 
 class StepTimes:
@@ -111,13 +171,14 @@ class StepTimes:
 
     def __init__(self, learned: Learned | None = None) -> None:
         self._sizes = {size: sums.faded(REMEMBERED) for size, sums in learned.sizes.items()} if learned else {}
-        self._coefficients: list[float] = [0.0] * NUM_TERMS
-        self._corrections: dict[str, float] = {}
+        self._line = Line([0.0] * NUM_TERMS)
+        self._factors = {kind: Factors() for kind in KINDS}
+        self._level = 0.0  # its logarithm
+        self._met: set[tuple[int, int]] = set()  # rows and bits of the longest context, of steps of decoding rows alone
         self._errors: deque[float] = deque(maxlen=JUDGED)
-        self._recent: list[float] = []  # errors with their sign, since the last look at them
+        self._recent: deque[float] = deque(maxlen=REFIT)  # of what is typical, with their sign
         self._last_end = 0.0  # seconds; of the step before
         self._unfitted = 0
-        self._seen = 0
         self.num_steps = 0  # learned from
         if self._sizes:
             self._fit()
@@ -130,11 +191,12 @@ class StepTimes:
         return bool(self._sizes)
 
     def seconds(self, work: Work) -> float:
-        """What a step of this work should take; 0 while nothing is known, and for no work at all."""
-        if not work.rows:
-            return 0.0
-        plain = sum(one * term for one, term in zip(self._coefficients, work.terms, strict=True))
-        return plain * self._corrections.get(work.size, 1.0)
+        """What a step of this work should take now; 0 while nothing is known, and for no work at all."""
+        return self.typical(work) * math.exp(self._level)
+
+    def typical(self, work: Work) -> float:
+        """The same at a speed between those that the machine was seen at."""
+        return self._typical(work, self._kind(work)) if work.rows else 0.0
 
     @property
     def error(self) -> float:
@@ -143,11 +205,22 @@ class StepTimes:
 
     @property
     def coefficients(self) -> dict[str, float]:
-        """Seconds of a step, of a token, of a row, of a position of context and of a pair."""
-        return dict(zip(("step", "token", "row", "context", "pair"), self._coefficients, strict=True))
+        """Seconds of a step, of starting its kernels, of a token, of a row, of a position of context and of a pair."""
+        return dict(zip(("step", "launch", "token", "row", "context", "pair"), self._line.shares, strict=True))
 
     def learned(self) -> Learned:
         return Learned(dict(self._sizes))
+
+    def _kind(self, work: Work) -> str:
+        if work.pairs:
+            return PROMPTS
+        return FIRST if work.longest and _met_as(work) not in self._met else DECODE
+
+    def _typical(self, work: Work, kind: str) -> float:
+        step, launch, token, row, position, pair = self._line.shares
+        tokens, rows, context, pairs, _ = work
+        plain = step + token * tokens + row * rows + position * context + pair * pairs
+        return (plain if kind == DECODE else plain + launch) * self._factors[kind].of(tokens)
 
     # -- learning ------------------------------------------------------------------------------------------------
 
@@ -161,32 +234,44 @@ class StepTimes:
             return
         if overlapped and ended - began < self.seconds(work) * DONE_BEFORE:
             return
-        self._seen += 1
-        known = self._sizes.get(work.size)
-        if known is None or known.weight < FAMILIAR or self._seen % SELDOM == 0:
-            self.learn(work, ended - began)
+        self.learn(work, ended - began)
 
     def learn(self, work: Work, seconds: float) -> None:
-        if any(self._coefficients):
-            error = self.seconds(work) / seconds - 1
-            self._errors.append(abs(error))
-            self._recent.append(error)
-        sums = self._sizes.get(work.size)
+        """Learn from a step that took so long."""
+        kind = self._kind(work)
+        size = SIZES[kind][work.tokens.bit_length()]
+        if kind == FIRST:
+            self._met.add(_met_as(work))
+        sums = self._sizes.get(size)
         if sums is None:
-            sums = self._sizes[work.size] = Sums()
-        sums.add(work.terms, seconds)
+            sums = self._sizes[size] = Sums()
         self.num_steps += 1
+        predicted = self._typical(work, kind)
+        if predicted > 0:
+            self._judge(predicted / seconds, sums.weight >= TRUSTED)
+        if sums.weight < FAMILIAR or self.num_steps % SELDOM == 0:
+            self._take_in(sums, _terms(work, kind), seconds)
+            self._put(size, sums)
+
+    def _judge(self, ratio: float, is_trusted: bool) -> None:
+        """Take note of how what is typical compares with what a step took."""
+        self._errors.append(abs(ratio * math.exp(self._level) - 1))
+        self._recent.append(ratio - 1)
+        if is_trusted:
+            off = -math.log(ratio) - self._level
+            self._level += HASTE * max(-HICCUP, min(HICCUP, off))
+
+    def _take_in(self, sums: Sums, terms: Sequence[float], seconds: float) -> None:
+        sums.add(terms, seconds)
         self._unfitted += 1
         if self._unfitted >= min(REFIT, self.num_steps // 2):
             self._fit()
-        else:
-            self._correct(work.size)
 
     def _fit(self) -> None:
         self._unfitted = 0
-        if len(self._recent) >= REFIT:
+        if len(self._recent) == REFIT:
             if abs(statistics.median(self._recent)) > ANOTHER:
-                self._sizes = {size: sums.faded(DOUBT) for size, sums in self._sizes.items()}
+                self._sizes = {size: sums.faded(AFRESH) for size, sums in self._sizes.items()}
             self._recent.clear()
         sizes = self._sizes.values()
         products = [sum(column) for column in zip(*(sums.products for sums in sizes), strict=True)]
@@ -194,54 +279,18 @@ class StepTimes:
         matrix = [[0.0] * NUM_TERMS for _ in range(NUM_TERMS)]
         for (i, j), value in zip(PAIRS, products, strict=True):
             matrix[i][j] = matrix[j][i] = value
-        self._coefficients = non_negative(matrix, totals)
-        for size in self._sizes:
-            self._correct(size)
+        self._line = Line(non_negative(matrix, totals, RIDGE))
+        for size, sums in self._sizes.items():
+            self._put(size, sums)
 
-    def _correct(self, size: str) -> None:
-        """By the factor that makes the least of its steps' relative errors."""
-        sums, shares = self._sizes[size], self._coefficients
-        told = sum(share * total for share, total in zip(shares, sums.totals, strict=True))
-        squares = sum(
-            shares[i] * shares[j] * product * (1 if i == j else 2)
-            for product, (i, j) in zip(sums.products, PAIRS, strict=True))
-        self._corrections[size] = (told + DOUBT) / (squares + DOUBT)
+    def _put(self, size: str, sums: Sums) -> None:
+        self._factors[size.partition("-")[0]].put(size, sums.tokens(), sums.factor(self._line))
 
 
-def non_negative(matrix: list[list[float]], target: list[float]) -> list[float]:
-    """x of `matrix` x = `target` in the least-squares sense, with no x below zero.
-
-    Normal equations in, symmetric and positive semi-definite.  Whoever would be most negative is left out, until nobody
-    would: nearly always what non-negative least squares (Lawson and Hanson, 1974) find, in at most as many solutions as
-    there are columns.
-    """
-    kept = [at for at, row in enumerate(matrix) if row[at] > 0]
-    while kept:
-        scale = [matrix[at][at] ** -0.5 for at in kept]  # columns of unit length: counts and pairs are worlds apart
-        system = [
-            [matrix[i][j] * scale[row] * scale[column] + RIDGE[i] * (i == j) for column, j in enumerate(kept)]
-            + [target[i] * scale[row]] for row, i in enumerate(kept)]
-        found = _solved(system)
-        least = min(range(len(kept)), key=found.__getitem__)
-        if found[least] >= 0:
-            solution = [0.0] * len(matrix)
-            for at, value, factor in zip(kept, found, scale, strict=True):
-                solution[at] = value * factor
-            return solution
-        del kept[least]
-    return [0.0] * len(matrix)
+def _terms(work: Work, kind: str) -> tuple[float, ...]:
+    return 1.0, float(kind != DECODE), work.tokens, work.rows, work.context, work.pairs
 
 
-def _solved(system: list[list[float]]) -> list[float]:
-    """Gaussian elimination of a positive definite system, the right side as its last column; destroys `system`."""
-    size = len(system)
-    for pivot in range(size):
-        for row in range(pivot + 1, size):
-            factor = system[row][pivot] / system[pivot][pivot]
-            for column in range(pivot, size + 1):
-                system[row][column] -= factor * system[pivot][column]
-    values = [0.0] * size
-    for row in reversed(range(size)):
-        known = sum(system[row][column] * values[column] for column in range(row + 1, size))
-        values[row] = (system[row][size] - known) / system[row][row]
-    return values
+def _met_as(work: Work) -> tuple[int, int]:
+    """Steps of decoding rows that share a recording: as many rows, and contexts up to the same power of two."""
+    return work.rows, max(SHORT - 1, work.longest - 1).bit_length()

@@ -19,6 +19,7 @@ DEVICES = ("auto", "cpu", "cuda", "reference")
 STEP_TOKENS = 512  # a chunk this long reaches most of the product rate on any device
 
 
+MOST_GIB = 1 << 20
 WATERMARK = 100  # one block in so many is left to those who run, when somebody joins them
 MAX_PASSES = 16  # smaller requests that may start before one which waits for blocks
 
@@ -61,6 +62,7 @@ class EngineConfig:
     kv_cache_memory: int | None = None  # bytes; None: what the slots can use, within a share of free memory
     gpu_memory_utilization: float | None = None  # share of all memory for weights, workspace and cache; None: decide
     enable_prefix_caching: bool = True  # equal beginnings of requests are computed once
+    kv_offloading_size: float = 0.0  # GiB of host memory for blocks that the cache evicts, to be copied back; 0: none
     on_pressure: str = RECOMPUTE  # who must yield when blocks run out waits and is computed again, or ends in "error"
     seed: int = 0  # of the requests that bring none
     overlap: int | None = None  # steps in flight while the next is planned, 0 or 1; None: 1 where a GPU computes
@@ -90,6 +92,10 @@ class EngineConfig:
                                   f"{self.gpu_memory_utilization}")
             if self.kv_cache_memory is not None:
                 raise ConfigError("kv_cache_memory and gpu_memory_utilization both size the cache: give one of them")
+        if not 0 <= self.kv_offloading_size < MOST_GIB:
+            raise ConfigError(f"kv_offloading_size must be a number of GiB, 0 or more, not {self.kv_offloading_size}")
+        if self.kv_offloading_size and not self.enable_prefix_caching:
+            raise ConfigError("kv_offloading_size needs enable_prefix_caching: who comes back finds its blocks by it")
         if self.on_pressure not in PRESSURES:
             raise ConfigError(f"on_pressure must be one of {', '.join(PRESSURES)}, not {self.on_pressure!r}")
         if self.overlap not in (None, 0, 1):
@@ -108,6 +114,11 @@ class EngineConfig:
         """With steps of `step_tokens`, where nobody asked for others and slots do not ask for more."""
         return self if self.max_num_batched_tokens else replace(
             self, max_num_batched_tokens=max(step_tokens, self.max_num_seqs))
+
+    @property
+    def offloading_bytes(self) -> int:
+        """Of host memory."""
+        return int(self.kv_offloading_size * 2**30)
 
     @property
     def step_tokens(self) -> int:
@@ -133,7 +144,9 @@ class EngineConfig:
             batching, self.max_num_seqs, self.step_tokens, ordering, self.max_step_ms, self.max_step_context,
             self.tiers)
 
-    def limits(self, model_tokens: int, num_blocks: int, block_size: int) -> SchedulerLimits:
+    def limits(
+        self, model_tokens: int, num_blocks: int, block_size: int, num_host_blocks: int = 0,
+    ) -> SchedulerLimits:
         """The scheduler's numbers, once the model and the size of its cache are known.
 
         Args:
@@ -154,6 +167,7 @@ class EngineConfig:
                 max_model_len=longest, num_blocks=num_blocks, block_size=block_size, max_num_seqs=self.max_num_seqs,
                 max_num_batched_tokens=self.step_tokens, enable_prefix_caching=self.enable_prefix_caching,
                 watermark_blocks=num_blocks // WATERMARK, max_passes=MAX_PASSES, on_pressure=self.on_pressure,
-                max_step_ms=self.max_step_ms, max_step_context=self.max_step_context, tiers=self.tiers)
+                max_step_ms=self.max_step_ms, max_step_context=self.max_step_context, tiers=self.tiers,
+                num_host_blocks=num_host_blocks)
         except ValueError as error:
             raise ConfigError(str(error)) from error

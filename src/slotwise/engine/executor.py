@@ -1,8 +1,9 @@
 """The seam between planning and computing.
 
 An executor obeys plans strictly in order.  `submit` may return before the step is computed; `collect` gives the result
-of the oldest step submitted.  Slots and blocks named in a plan's `leaves`, `joins` and `grants` take effect when it is
-submitted, even if computing it fails, so that the next plan finds them as the scheduler believes them to be.
+of the oldest step submitted.  Slots and blocks named in a plan's `leaves`, `joins`, `grants`, `saves` and `loads` take
+effect when it is submitted, even if computing it fails, so that the next plan finds them as the scheduler believes them
+to be.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ NextToken = Callable[[Sequence[int]], int]
 
 
 class FakeExecutor:
-    """An executor without a model: a paged cache that holds histories, and a function as the model.
+    """An executor without a model: a paged cache and a host that hold histories, and a function as the model.
 
     A place of the cache holds a digest of its token and all that came before, as keys and values do.  What is computed
     comes from the cache alone, so a block handed out too early, one found where it does not belong, or a table out of
@@ -40,9 +41,14 @@ class FakeExecutor:
         self._tokens: dict[int, list[int]] = {}  # slot -> known tokens
         self._tables: dict[int, list[int]] = {}  # slot -> block table
         self._cache: dict[tuple[int, int], int] = {}  # (block, offset) -> history
+        self._host: dict[tuple[int, int], int] = {}  # (place, offset) -> history
         self._results: deque[StepResult] = deque()
 
     def submit(self, plan: StepPlan) -> None:
+        for block, place in plan.saves:
+            self._host |= {(place, offset): self._cache[block, offset] for offset in range(self._block_size)}
+        for place, block in plan.loads:
+            self._cache |= {(block, offset): self._host[place, offset] for offset in range(self._block_size)}
         for slot in plan.leaves:
             del self._tokens[slot], self._tables[slot]
         for join in plan.joins:

@@ -192,9 +192,12 @@ def ends(events: list[Event], error: str = NO_PROBABILITIES) -> tuple[RowEnd, ..
 
 
 def _with_changes(record: StepRecord, plans: Sequence[StepPlan], events: list[Event]) -> StepRecord:
-    """`record`, with what `plans` change: who joins and who yields, slots and blocks."""
+    """`record`, with what `plans` change: who joins and who yields, slots, blocks and what is copied into them."""
     record.leaves = tuple([slot for plan in plans for slot in plan.leaves])
     record.grants = tuple([grant for plan in plans for grant in plan.grants])
+    if any(plan.saves or plan.loads for plan in plans):
+        record.saves = tuple([copy for plan in plans for copy in plan.saves])
+        record.loads = tuple([copy for plan in plans for copy in plan.loads])
     if any(plan.joins for plan in plans):
         record.admitted = tuple([join.request_id for plan in plans for join in plan.joins])
         record.cached = tuple([event.num_cached for event in events if isinstance(event, Admitted)])

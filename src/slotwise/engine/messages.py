@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
-from slotwise.core.plan import Decision, Grant, Stop, TokenLogprobs
+from slotwise.core.plan import Copy, Decision, Grant, Stop, TokenLogprobs
 from slotwise.core.request import NO_TERMS
 from slotwise.core.roofline import Roofline
 from slotwise.core.steptime import Learned
@@ -71,6 +71,7 @@ class MemoryUse(Struct, frozen=True):
     weights: int = 0
     workspace: int = 0  # activations of the largest step
     cache: int = 0
+    host: int = 0  # memory of the host for blocks that the cache evicts
 
 
 class EngineInfo(Struct, tag="ready"):
@@ -135,6 +136,8 @@ class StepRecord(Struct, tag="step", omit_defaults=True):
     ended: tuple[RowEnd, ...] = ()
     leaves: tuple[int, ...] = ()
     grants: tuple[Grant, ...] = ()
+    saves: tuple[Copy, ...] = ()
+    loads: tuple[Copy, ...] = ()
     planned: tuple[int, ...] = ()  # monotonic: when each plan was begun that was made meanwhile, this or the next
     taken: tuple[int, ...] = ()  # monotonic: when each command since the record before was taken in, in their order
     sampled: tuple[tuple[int, ...], ...] = ()  # what the executor gave for each row, where that is not `token_ids`

@@ -99,6 +99,10 @@ class Kernels(Protocol):
         """Bytes one block takes in one layer, keys and values together."""
         ...
 
+    def cache_pieces(self, cache: LayerCache) -> tuple[Tensor, ...]:
+        """All that a layer's cache holds, as views `[blocks, ...]`, contiguous: what is copied when blocks move."""
+        ...
+
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Pack `weight [out, in]` once, for many products."""
         ...

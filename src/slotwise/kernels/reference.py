@@ -47,6 +47,10 @@ class ReferenceKernels:
         """Bytes one block takes in one layer, keys and values together."""
         return 2 * block_size * shape.num_kv_heads * shape.head_dim * kind.itemsize
 
+    def cache_pieces(self, cache: PagedCache) -> tuple[Tensor, ...]:
+        """Both."""
+        return tuple(cache)
+
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """`weight [out, in]` as a product over the last dimension."""
         return lambda x: F.linear(x, weight, bias)

@@ -118,7 +118,7 @@ def explain(facts: Facts, entries: Sequence[Entry], times: StepTimes, until_ns: 
 
 
 class Solo:
-    """What work takes when there is nobody else.  0 where the model knows nothing."""
+    """What work takes when there is nobody else, at the machine's typical speed.  0 where the model knows nothing."""
 
     def __init__(self, times: StepTimes, scheduling: Scheduling | None) -> None:
         self._times = times
@@ -135,7 +135,7 @@ class Solo:
 
     def token(self, start: int) -> int:
         """Nanoseconds of one more token behind `start` others."""
-        return round(self._times.seconds(Work(1, 1, start + 1, 0.0)) / NS)
+        return round(self._times.typical(Work(1, 1, start + 1, 0.0)) / NS)
 
     def piece(self, first: int, known: int, start: int, count: int) -> int:
         """Nanoseconds of `count` tokens from `start` on, of a prompt that is computed from `first` to `known`.
@@ -147,7 +147,7 @@ class Solo:
             low = first + (start - first) // self._piece * self._piece
             high = max(min(low + self._piece, known), start + 1)
             part = min(high, end) - start
-            seconds += self._times.seconds(work_of([low], [high - low])) * part / (high - low)
+            seconds += self._times.typical(work_of([low], [high - low])) * part / (high - low)
             start += part
         return round(seconds / NS)
 

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import msgspec
 
+from slotwise.core import steptime
 from slotwise.observe.steptime import Learned, StepTimes
 
-VERSION = 1  # of what a model of step times learns; others' files are left alone
+VERSION = 2  # of what a model of step times learns; others' files are left alone
 MAX_BYTES = 1 << 20
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ def load(path: Path) -> StepTimes:
         return StepTimes()
 
 
-def save(path: Path, times: StepTimes) -> None:
+def save(path: Path, times: steptime.StepTimes) -> None:
     """Keep what `times` knows, whole or not at all; a folder that cannot be written to is no reason to fail."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

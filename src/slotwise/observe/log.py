@@ -26,7 +26,7 @@ import msgspec
 
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
-from slotwise.core.plan import Grant
+from slotwise.core.plan import Copy, Grant
 from slotwise.core.request import NO_TERMS
 from slotwise.core.steptime import Learned
 from slotwise.core.terms import Terms
@@ -147,6 +147,8 @@ class Step(_Entry, tag="step"):
     ended: tuple[End, ...] = ()
     leaves: tuple[int, ...] = ()  # slots given back since the plan before
     grants: tuple[Grant, ...] = ()  # blocks appended to a slot's block table
+    saves: tuple[Copy, ...] = ()  # from blocks of the device to places of the host, before anything was written
+    loads: tuple[Copy, ...] = ()  # and back, before anything was read
     configured: Scheduling | None = None  # obeyed from the next plan on
     failure: str = ""  # the forward pass broke: why
     num_running: int = 0

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from slotwise.engine.messages import Add
 from slotwise.engine.observer import Observer
 from slotwise.observe import waste
-from slotwise.observe.series import COUNTERS, HISTOGRAMS, LABELLED, Histogram, Shown, step_times
+from slotwise.observe.series import COUNTERS, HISTOGRAMS, LABELLED, TO_DEVICE, TO_HOST, Histogram, Shown, step_times
 
 if TYPE_CHECKING:
     from slotwise.core.roofline import Roofline
@@ -97,6 +97,8 @@ class Metrics(Collector, Observer):
         for request_id, num_cached in zip(record.admitted, record.cached, strict=True):
             if (life := self._lives.get(request_id)) is not None:
                 self._admitted(life, num_cached, record.started_ns)
+        if record.admitted or record.saves:
+            self._tiers(record)
         self._tokens(record)
         for row in record.ended:
             self._ended(row.request_id, row.reason, record.ended_ns)
@@ -169,12 +171,21 @@ class Metrics(Collector, Observer):
     def _admitted(self, life: _Life, num_cached: int, now: int) -> None:
         counters = self.counters
         counters["prefix_cache_queries_total"] += life.num_prompt + life.num_output
-        counters["prefix_cache_hits_total"] += num_cached
         if life.scheduled:  # it had to yield, and is computed again
             counters["recomputed_tokens_total"] += max(0, life.lost - num_cached)
         else:
             life.scheduled = now
             counters["prompt_tokens_cached_total"] += num_cached
+
+    def _tiers(self, record: StepRecord) -> None:
+        """What was found where, and what was copied between."""
+        limits = self._info.limits
+        loaded = len(record.loads) * limits.block_size
+        self.counters["prefix_cache_hits_total"] += sum(record.cached) - loaded
+        self.counters["external_prefix_cache_hits_total"] += loaded
+        block_bytes = self._info.memory.host // max(1, limits.num_host_blocks)
+        self._count("kv_offload_total_bytes_total", TO_HOST, len(record.saves) * block_bytes)
+        self._count("kv_offload_total_bytes_total", TO_DEVICE, len(record.loads) * block_bytes)
 
     def _first_token(self, life: _Life, now: int) -> None:
         life.first = now
@@ -222,7 +233,7 @@ class Metrics(Collector, Observer):
             "device": info.device, "dtype": info.dtype, "max_model_len": limits.max_model_len})
         yield shown.info("cache_config_info", "The cache.", {
             "block_size": limits.block_size, "num_blocks": limits.num_blocks,
-            "enable_prefix_caching": limits.enable_prefix_caching})
+            "enable_prefix_caching": limits.enable_prefix_caching, "num_host_blocks": limits.num_host_blocks})
         yield shown.gauge("engine_healthy", self._healthy())
         yield shown.gauge("num_requests_running", self.num_running)
         yield shown.gauge("num_requests_waiting", self.num_waiting)

@@ -134,6 +134,7 @@ def step_entry(record: StepRecord, numbers: dict[str, int]) -> log.Step:
         record.padding, record.held, record.token_ids, record.sampled, record.failed)
     _who_came_and_went(entry, record, numbers)
     entry.leaves, entry.grants = record.leaves, record.grants
+    entry.saves, entry.loads = record.saves, record.loads
     entry.configured, entry.failure = record.configured, record.failure
     entry.num_running, entry.num_waiting = record.num_running, record.num_waiting
     entry.num_free_blocks = record.num_free_blocks

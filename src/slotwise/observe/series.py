@@ -45,7 +45,8 @@ COUNTERS = {
     "generation_tokens_total": "Tokens generated.",
     "prompt_tokens_cached_total": "Prompt tokens found in the cache when their request first took a slot.",
     "prefix_cache_queries_total": "Tokens looked for in the cache.",
-    "prefix_cache_hits_total": "Tokens found in the cache.",
+    "prefix_cache_hits_total": "Tokens found in the cache, on the device.",
+    "external_prefix_cache_hits_total": "Tokens found in host memory alone, and copied back to the device.",
     "recomputed_tokens_total": "Waste: tokens computed again because their request had to yield.",
     "padded_tokens_total": "Waste: tokens of padding computed, beside those in iteration_tokens_total.",
     "held_tokens_total": "Waste: tokens computed for rows that had ended and whose batch had not drained.",
@@ -62,7 +63,10 @@ class Labelled(NamedTuple):
     help: str
 
 
+TO_HOST, TO_DEVICE = "GPU_to_CPU", "CPU_to_GPU"
 LABELLED = {
+    "kv_offload_total_bytes_total": Labelled(
+        "transfer_type", (TO_HOST, TO_DEVICE), "Bytes of cache blocks copied to host memory, and back."),
     "request_success_total": Labelled("finished_reason", FINISHED, "Requests ended, by how."),
     "admission_rejections_total": Labelled("reason", (), "Requests refused, by why."),
     "request_wait_seconds_total": Labelled(

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from slotwise.core.plan import StepPlan
 from slotwise.kernels.base import RaggedBatch
-from slotwise.runner.staging import sender
+from slotwise.runner.staging import sender, viewer
 
 CPU = torch.device("cpu")
 
@@ -51,10 +51,14 @@ class SlotTable:
         self, num_slots: int, max_tokens: int, block_size: int, null_block: int, device: torch.device = CPU,
     ) -> None:
         self.block_size = block_size
+        self._block_size = np.int64(block_size)  # tables are int32, places in the cache may be more
         self.null_block = null_block
         self._stride = max_tokens + 1  # the last token a sequence may have is written and never computed
         self._nothing = num_slots * self._stride  # the place of the token that padding is made of
         self._tokens = torch.zeros(self._nothing + 1, dtype=torch.int64, device=device)
+        self._view = viewer(device)
+        self._known = self._view(self._tokens)
+        self._every = np.arange(num_slots + 1)
         self._tables = np.zeros((num_slots, -(-max_tokens // block_size)), np.int32)
         self._num_blocks = [0] * num_slots
         self._send = sender(device)
@@ -84,7 +88,7 @@ class SlotTable:
 
     def append(self, targets: Tensor, tokens: Tensor) -> None:
         """Sampled tokens become known; a row that failed has -1, and is given some token that nobody will be told."""
-        self._tokens.index_copy_(0, targets, tokens.clamp(min=0))
+        self._known[self._view(targets)] = self._view(tokens.clamp(min=0))
 
     def known(self, slot: int, start: int, end: int) -> Tensor:
         """The slot's tokens at positions from `start` until `end`, int64, on the device."""
@@ -95,30 +99,44 @@ class SlotTable:
         """The plan's rows laid end to end, then their padding.  `plan` has at least one row."""
         slots = np.array(plan.slots, np.int64)
         starts = np.array(plan.starts, np.int64)
+        if max(plan.counts) == 1 and all(plan.samples) and not plan.padding:
+            return self._decoded(slots, starts)
         counts = np.array(plan.counts, np.int64)
         slot_of, positions = _laid_out(slots, starts, counts)
         blocks, offsets = np.divmod(positions, self.block_size)
         width = -(-int((starts + counts).max()) // self.block_size)
         rows = _Rows(
-            slot_of * self._stride + positions, positions, self._tables[slot_of, blocks] * np.int64(self.block_size)
+            slot_of * self._stride + positions, positions, self._tables[slot_of, blocks] * self._block_size
             + offsets, counts, starts + counts, self._tables[slots, :width])
         samples = np.array(plan.samples, np.bool_)
         sample_at = np.cumsum(counts)[samples] - 1
         targets = (slots * self._stride + starts + counts)[samples]
         if any(plan.padding):
             rows = rows.followed_by(self._padding(starts + counts, np.array(plan.padding, np.int64)))
-        return self._sent(rows, sample_at, targets)
+        firsts = np.zeros(len(rows.counts) + 1, np.int32)
+        np.cumsum(rows.counts, out=firsts[1:])
+        return self._sent(rows, (int(rows.counts.max()), firsts), sample_at, targets)
 
-    def _sent(self, rows: _Rows, sample_at: np.ndarray, targets: np.ndarray) -> Step:
-        query_starts = np.zeros(len(rows.counts) + 1, np.int32)
-        np.cumsum(rows.counts, out=query_starts[1:])
-        sources, positions, slot_mapping, sampled, places, starts, context_lens, tables = self._send(
+    def _decoded(self, slots: np.ndarray, starts: np.ndarray) -> Step:
+        """What nearly every step is: a token of each row, and each samples the next."""
+        contexts, blocks = starts + 1, starts // self.block_size
+        sources = slots * self._stride + starts
+        places = self._tables[slots, blocks] * self._block_size + (starts - blocks * self.block_size)
+        width = -(-int(contexts.max()) // self.block_size)
+        every = self._every[: len(slots) + 1]
+        rows = _Rows(sources, starts, places, every[1:], contexts, self._tables[slots, :width])
+        return self._sent(rows, (1, every.astype(np.int32)), every[:-1], sources + 1)
+
+    def _sent(self, rows: _Rows, queries: tuple[int, np.ndarray], sample_at: np.ndarray, targets: np.ndarray) -> Step:
+        """`queries`: tokens of the longest row, and where each row starts."""
+        longest, firsts = queries
+        sources, positions, slot_mapping, sampled, places, query_starts, context_lens, tables = self._send(
             (rows.sources, rows.positions, rows.places, sample_at, targets),
-            (query_starts, rows.contexts.astype(np.int32), rows.tables))
+            (firsts, rows.contexts.astype(np.int32), rows.tables))
         return Step(RaggedBatch(
             token_ids=self._tokens.index_select(0, sources), positions=positions, slot_mapping=slot_mapping,
-            query_starts=starts, context_lens=context_lens, block_tables=tables, sample_at=sampled,
-            max_query_len=int(rows.counts.max()), max_context_len=int(rows.contexts.max())), places)
+            query_starts=query_starts, context_lens=context_lens, block_tables=tables, sample_at=sampled,
+            max_query_len=longest, max_context_len=int(rows.contexts.max())), places)
 
     def _padding(self, starts: np.ndarray, counts: np.ndarray) -> _Rows:
         """Rows of `counts` tokens of nothing from positions `starts` on; rows without any are left out."""
@@ -127,7 +145,7 @@ class SlotTable:
         width = -(-int((starts + counts).max()) // self.block_size)
         return _Rows(
             np.full(len(positions), self._nothing), positions,
-            self.null_block * np.int64(self.block_size) + positions % self.block_size, counts, starts + counts,
+            self.null_block * self._block_size + positions % self.block_size, counts, starts + counts,
             np.full((len(counts), width), self.null_block, np.int32))
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from slotwise.kernels.base import LayerCache, RaggedBatch, Recording
 from slotwise.model.decoder import Decoder
 from slotwise.runner.batch import SlotTable
+from slotwise.runner.staging import viewer
 
 MAX_RECORDINGS = 512  # at about 100 kB
 
@@ -47,6 +48,8 @@ class DecodeSteps:
         self._longs = torch.zeros(3, rows, dtype=torch.int64, device=device)  # token ids, positions, cache places
         self._contexts = torch.zeros(rows, dtype=torch.int32, device=device)
         self._tables = torch.zeros(rows, slots.table_width, dtype=torch.int32, device=device)
+        self._view = viewer(device)
+        self._views = self._view(self._longs), self._view(self._contexts), self._view(self._tables)
         self._starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._places = torch.arange(rows, device=device)
 
@@ -69,15 +72,16 @@ class DecodeSteps:
 
     def _take_in(self, batch: RaggedBatch, padded: int) -> None:
         rows, width = batch.block_tables.shape
-        for place, column in zip(self._longs, (batch.token_ids, batch.positions, batch.slot_mapping), strict=True):
-            place[:rows] = column
-        self._contexts[:rows] = batch.context_lens
-        self._tables[:rows, :width] = batch.block_tables
+        view, (longs, contexts, tables) = self._view, self._views
+        for place, column in zip(longs, (batch.token_ids, batch.positions, batch.slot_mapping), strict=True):
+            place[:rows] = view(column)
+        contexts[:rows] = view(batch.context_lens)
+        tables[:rows, :width] = view(batch.block_tables)
         if padded > rows:  # what an earlier step left there belongs to somebody
-            self._longs[:2, rows:padded] = 0
-            self._longs[2, rows:padded] = self._null_place
-            self._contexts[rows:padded] = 1
-            self._tables[rows:padded, 0] = self._null_block
+            longs[:2, rows:padded] = 0
+            longs[2, rows:padded] = self._null_place
+            contexts[rows:padded] = 1
+            tables[rows:padded, 0] = self._null_block
 
     def _record(self, size: tuple[int, int]) -> Tensor | None:
         rows, longest = size

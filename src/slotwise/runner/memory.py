@@ -2,6 +2,8 @@
 
     what this process may take
     |■ weights ■|■ workspace ■|■■■■■■■■■■■ cache ■■■■■■■■■■■|      others      |
+
+Beside a device's memory that is the host's, for what its cache evicts, where somebody asks for it.
 """
 
 from __future__ import annotations
@@ -86,6 +88,25 @@ def num_blocks(bytes_per_block: int, useful_blocks: int, budget: int) -> int:
     if blocks < 1:
         raise MemoryError(f"a cache of {gib(budget)} holds no block of {bytes_per_block} bytes: raise kv_cache_memory")
     return blocks
+
+
+def num_host_blocks(bytes_per_block: int, asked: int, others: int) -> int:
+    """Blocks that a second tier of the cache holds.
+
+    Args:
+        bytes_per_block: over all layers.
+        asked: bytes of host memory.
+        others: bytes of it that are about to be taken for something else.
+
+    Raises:
+        MemoryError: what is asked for is not there.
+    """
+    free = max(0, available_bytes() - others)
+    if asked > free:
+        raise MemoryError(
+            f"{gib(asked)} of host memory for blocks do not fit the {gib(free)} that are free: lower "
+            "kv_offloading_size")
+    return asked // bytes_per_block
 
 
 def gib(count: int) -> str:

@@ -1,4 +1,4 @@
-"""The executor on a real model: slots brought up to date, one forward pass over the ragged batch, one sampling.
+"""The executor on a real model: blocks and slots brought up to date, one pass over the ragged batch, one sampling.
 
 `submit` only enqueues where the device works by itself, and `collect` waits for the oldest step.  Nothing between them
 looks at what the device computes: sampled tokens go to the token table there, and to the host on the side.
@@ -20,6 +20,7 @@ from slotwise.kernels.base import LayerCache
 from slotwise.model.decoder import Decoder
 from slotwise.runner.batch import SlotTable
 from slotwise.runner.decode import DecodeSteps
+from slotwise.runner.offload import HostBlocks
 from slotwise.runner.sampling import Drawn, Sampling
 from slotwise.runner.staging import Event, event_of
 
@@ -68,13 +69,18 @@ class Runner:
         caches: one a layer, made by the decoder's kernels.
         slots: known tokens and block tables.
         sampler: per-slot sampling state.
+        host_blocks: what host memory holds of blocks.
     """
 
-    def __init__(self, decoder: Decoder, caches: Sequence[LayerCache], slots: SlotTable, sampler: Sampling) -> None:
+    def __init__(
+        self, decoder: Decoder, caches: Sequence[LayerCache], slots: SlotTable, sampler: Sampling,
+        host_blocks: HostBlocks,
+    ) -> None:
         self._decoder = decoder
         self._caches = caches
         self._slots = slots
         self._sampler = sampler
+        self._host_blocks = host_blocks
         self._decode_steps = DecodeSteps(decoder, caches, slots)
         self._outcomes: deque[_Enqueued | Exception] = deque()
         self._lost: Exception | None = None  # what the device failed of
@@ -84,6 +90,8 @@ class Runner:
         """Raises DeviceLostError after a step in which the device failed; other failures are told by `collect`."""
         if self._lost is not None:
             raise DeviceLostError(f"the device is lost: {self._lost}") from self._lost
+        self._host_blocks.save(plan.saves)
+        self._host_blocks.load(plan.loads)
         self._slots.apply(plan)
         for slot in plan.leaves:
             self._sampler.leave(slot)

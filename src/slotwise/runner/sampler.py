@@ -96,7 +96,9 @@ class Sampler:
         tokens = np.empty(len(slots), dtype=np.int64)
         logprobs: list[TokenLogprobs | None] = []
         if len(special) < len(slots):
-            plain = np.setdiff1d(np.arange(len(slots)), special, assume_unique=True)
+            is_plain = np.ones(len(slots), np.bool_)
+            is_plain[special] = False
+            plain = np.flatnonzero(is_plain)
             tokens[plain] = self._greedy(logits, plain)
         if special:
             work = self._edited(logits, special, seats, num_outputs)

@@ -48,9 +48,8 @@ class Bucket:
         return True
 
     def give(self, amount: int, now: int) -> None:
-        """Back, of what was taken."""
-        whole = self.capacity * MINUTE_NS
-        self._parts, self._at = min(whole, self._parts_at(now) + amount * MINUTE_NS), max(now, self._at)
+        """Back, of what was taken; what there is no room for is lost."""
+        self._parts, self._at = self._parts_at(now) + amount * MINUTE_NS, max(now, self._at)
 
     def change(self, capacity: int, now: int) -> None:
         """From here on another size; what is there stays, as far as it fits."""
@@ -58,4 +57,5 @@ class Bucket:
         self.capacity = capacity
 
     def _parts_at(self, now: int) -> int:
+        """What there is room for of what was there and has flowed in."""
         return min(self.capacity * MINUTE_NS, self._parts + self.capacity * max(0, now - self._at))

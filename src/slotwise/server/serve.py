@@ -19,6 +19,7 @@ from slotwise.server.connection import Connection
 
 FLUSH = 5  # seconds for answers that are written but not yet sent
 BACKLOG = 2048
+KEEP_ALIVE = 75  # seconds; who asks should be the first to close, and balancers keep idle connections for a minute
 
 
 class _Server(uvicorn.Server):
@@ -51,7 +52,8 @@ async def serve(app: App, listener: socket.socket, on_listening: Callable[[str],
     """
     config = uvicorn.Config(
         app, http=Connection, ws="none", lifespan="off", log_config=None, access_log=False, proxy_headers=False,
-        server_header=False, backlog=BACKLOG, timeout_graceful_shutdown=FLUSH)
+        server_header=False, backlog=BACKLOG, timeout_keep_alive=KEEP_ALIVE,
+        timeout_graceful_shutdown=FLUSH)
     server = _Server(config)
     loop = asyncio.get_running_loop()
     stopping: set[asyncio.Task[None]] = set()

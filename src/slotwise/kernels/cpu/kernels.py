@@ -64,6 +64,10 @@ class CpuKernels:
         """Bytes one block takes in one layer, keys and values together."""
         return sum(head_block_elements(block_size, shape.head_dim)) * shape.num_kv_heads * kind.itemsize
 
+    def cache_pieces(self, cache: CpuCache) -> tuple[Tensor, ...]:
+        """One, keys and values together."""
+        return (cache.storage,)
+
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """`weight [out, in]`, packed once for many products."""
         return self._packed(weight, bias, self._bits)

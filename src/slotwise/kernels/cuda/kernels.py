@@ -54,6 +54,10 @@ class CudaKernels:
         """Bytes one block takes in one layer, keys and values together."""
         return bytes_per_block(block_size, shape, kind)
 
+    def cache_pieces(self, cache: CudaCache) -> tuple[Tensor, ...]:
+        """One, keys and values together."""
+        return (cache.storage,)
+
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """`weight [out, in]` as a product over the last dimension, by cuBLAS."""
         return lambda x: F.linear(x, weight, bias)

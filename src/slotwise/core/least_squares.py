@@ -1,0 +1,49 @@
+"""Least squares without negative shares, over a handful of columns: standard library only, and the same everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+Matrix = list[list[float]]
+
+
+def non_negative(matrix: Matrix, target: Sequence[float], ridge: Sequence[float]) -> list[float]:
+    """x of `matrix` x = `target` in the least-squares sense, with no x below zero.
+
+    Normal equations in, symmetric and positive semi-definite.  Whoever would be most negative is left out, until nobody
+    would: nearly always what non-negative least squares (Lawson and Hanson, 1974) find, in at most as many solutions as
+    there are columns.
+
+    Args:
+        ridge: of each column's own weight, towards nothing: decides between columns that were always alike.
+    """
+    kept = [at for at, row in enumerate(matrix) if row[at] > 0]
+    while kept:
+        scale = [matrix[at][at] ** -0.5 for at in kept]  # columns of unit length: counts and pairs are worlds apart
+        system = [
+            [matrix[i][j] * scale[row] * scale[column] + ridge[i] * (i == j) for column, j in enumerate(kept)]
+            + [target[i] * scale[row]] for row, i in enumerate(kept)]
+        found = _solved(system)
+        least = min(range(len(kept)), key=found.__getitem__)
+        if found[least] >= 0:
+            solution = [0.0] * len(matrix)
+            for at, value, factor in zip(kept, found, scale, strict=True):
+                solution[at] = value * factor
+            return solution
+        del kept[least]
+    return [0.0] * len(matrix)
+
+
+def _solved(system: Matrix) -> list[float]:
+    """Gaussian elimination of a positive definite system, the right side as its last column; destroys `system`."""
+    size = len(system)
+    for pivot in range(size):
+        for row in range(pivot + 1, size):
+            factor = system[row][pivot] / system[pivot][pivot]
+            for column in range(pivot, size + 1):
+                system[row][column] -= factor * system[pivot][column]
+    values = [0.0] * size
+    for row in reversed(range(size)):
+        known = sum(system[row][column] * values[column] for column in range(row + 1, size))
+        values[row] = (system[row][size] - known) / system[row][row]
+    return values

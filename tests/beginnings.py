@@ -1,0 +1,47 @@
+"""Requests with equal beginnings: who asks, and a driver that sees what each of them found."""
+
+from __future__ import annotations
+
+from toy import Driver, alone, request
+
+from slotwise.core.events import Admitted
+from slotwise.core.limits import SchedulerLimits
+from slotwise.core.request import Request
+
+SYSTEM = list(range(12))  # three blocks
+
+
+def limits(**changes: int) -> SchedulerLimits:
+    numbers = {"max_model_len": 64, "num_blocks": 32, "block_size": 4, "max_num_seqs": 4,
+               "max_num_batched_tokens": 64, "enable_prefix_caching": True}
+    return SchedulerLimits(**{**numbers, **changes})
+
+
+def ask(name: str, prompt: list[int], max_tokens: int = 3, salt: str = "") -> Request:
+    return request(name, prompt, max_tokens, ignore_eos=True, salt=salt)
+
+
+class Watching(Driver):
+    """Remembers how many tokens each request found."""
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments)
+        self.cached: dict[str, list[int]] = {}
+
+    def _fold(self) -> None:
+        for event in list(self.scheduler._roster.events):
+            if isinstance(event, Admitted):
+                self.cached.setdefault(event.request_id, []).append(event.num_cached)
+        super()._fold()
+
+
+def check_against_each_alone(numbers: SchedulerLimits, prompts: list[tuple[list[int], str]]) -> None:
+    driver = Watching(numbers)
+    for index, (prompt, salt) in enumerate(prompts):
+        driver.add(ask(f"r{index}", prompt, 3, salt))
+        if index % 3 == 2:
+            driver.plan()
+            driver.commit()
+    driver.run()
+    for index, (prompt, salt) in enumerate(prompts):
+        assert driver.output[f"r{index}"] == alone(ask("x", prompt, 3, salt), numbers)

@@ -1,0 +1,82 @@
+"""A handful of steps before anybody asks: on an executor that takes known times."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from observe.played import LIMITS, Clock, Timed, cost
+from toy import Driver, alone, request
+
+from slotwise.core.plan import StepPlan, StepResult
+from slotwise.core.steptime import Work, work_of
+from slotwise.engine.probe import OUTPUT, probe
+
+ROOMY = replace(LIMITS, max_model_len=200, num_blocks=200, max_num_seqs=20, max_num_batched_tokens=128)
+TINY = replace(LIMITS, max_model_len=3, num_blocks=2, max_num_seqs=2, max_num_batched_tokens=2)
+
+
+class Watched(Timed):
+    """Remembers what it was given; breaks at a step, if asked to."""
+
+    def __init__(self, limits, breaks_at: int = -1) -> None:
+        self.clock = Clock()
+        super().__init__(self.clock, limits.block_size)
+        self.plans: list[StepPlan] = []
+        self.breaks_at = breaks_at
+
+    def submit(self, plan: StepPlan) -> None:
+        super().submit(plan)
+        self.plans.append(plan)
+
+    def collect(self) -> StepResult:
+        result = super().collect()
+        if result.step == self.breaks_at:
+            raise RuntimeError("no such kernel")
+        return result
+
+    @property
+    def works(self) -> list[Work]:
+        return [work_of(plan.starts, plan.counts) for plan in self.plans if plan.counts]
+
+
+def test_few_rows_and_pieces_of_prompts_are_priced_afterwards() -> None:
+    executor = Watched(ROOMY)
+    times = probe(executor, ROOMY, executor.clock)
+    for starts, counts in ([10], [1]), ([9] * 4, [1] * 4), ([9] * 12, [1] * 12), ([0], [30]), ([0, 5, 5], [20, 1, 1]):
+        work = work_of(starts, counts)
+        assert times.typical(work) == pytest.approx(cost(work) * 1e-9, rel=0.15)
+
+
+def test_small_steps_come_first_and_none_is_begun_when_time_is_up() -> None:
+    executor = Watched(ROOMY)
+    probe(executor, ROOMY, executor.clock)
+    works = executor.works
+    assert works[0].tokens == 1 and max(work.rows for work in works) <= ROOMY.max_num_seqs
+    assert {work.rows for work in works if not work.pairs} == {1, 4, 16}
+    assert len(works) < OUTPUT, "nobody ends before the last of them"
+    hurried = Watched(ROOMY)
+    probe(hurried, ROOMY, hurried.clock, seconds=sum(cost(work) for work in works[:3]) * 1e-9)
+    assert 1 < len(hurried.works) <= 4
+    assert hurried.works == works[: len(hurried.works)]
+
+
+@pytest.mark.parametrize("breaks_at", [-1, 0, 3])
+@pytest.mark.parametrize("limits", [ROOMY, TINY, replace(LIMITS, max_num_seqs=1)])
+def test_whoever_serves_then_finds_all_slots_and_blocks_free(limits, breaks_at: int) -> None:
+    """The fake executor asserts that no slot is taken twice and no row reads what another wrote."""
+    executor = Watched(limits, breaks_at)
+    probe(executor, limits, executor.clock)
+    executor.breaks_at = -1
+    driver = Driver(limits)
+    driver.executor = executor
+    asked = [request(f"r{number}", [number + 1], 2) for number in range(limits.max_num_seqs)]
+    for one in asked:
+        driver.add(one)
+    driver.run()
+    assert driver.output == {one.request_id: alone(one, limits) for one in asked}
+
+
+def test_nothing_is_learned_from_a_step_that_broke() -> None:
+    executor = Watched(ROOMY, breaks_at=0)
+    assert not probe(executor, ROOMY, executor.clock).knows

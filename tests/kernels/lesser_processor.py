@@ -1,0 +1,14 @@
+"""Run before the kernels' tests on a lesser processor: is it one?"""
+
+from __future__ import annotations
+
+import torch
+from numba import cfunc
+
+from slotwise.kernels.cpu import pointwise
+
+
+def test_nothing_is_compiled_for_avx512():
+    assert torch.backends.cpu.get_cpu_capability() == "AVX2"
+    code = cfunc("void(int64)", nopython=True)(pointwise._norm_float32)._library.get_asm_str()
+    assert "ymm" in code and "zmm" not in code

@@ -171,7 +171,8 @@ class NaiveFair(Naive):
         return light != heavy and is_far_ahead and self.before(waiting) <= self.counters[heavy]
 
     def before(self, one: One) -> float:
-        return self.counters[one.terms.tenant] if one.done else self.began.get(one.name, self.counters[one.terms.tenant])
+        counter = self.counters[one.terms.tenant]
+        return counter if one.done else self.began.get(one.name, counter)
 
     def victim(self, one: One) -> Key:
         return (self.counters[one.terms.tenant],)

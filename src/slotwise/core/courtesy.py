@@ -1,14 +1,14 @@
 """Courtesy: rows that rest in a step in which somebody of another tenant begins, so that its first token comes sooner.
 
-A prompt that is computed beside sixty decoding rows waits for all of them.  Where the policy says that those who run are
-far ahead of one who begins, its step is left to it:
+A prompt that is computed beside sixty decoding rows waits for all of them.  Where the policy says that those who run
+are far ahead of one who begins, its step is left to it:
 
     far ahead   ■ ■ ■ ■ . . ■ ■      . rests: FIRST_TOKEN
     far ahead   ■ ■ ■ ■ . . ■ ■
     begins              ▓ ▓ ■ ■      ▓ a piece of its prompt
 
-Who rests is a policy's to say; for how long is not: after MAX_RESTS such steps in a row comes one in which nobody rests.
-And nobody rests for nothing: where no one of those who were to begin was given a token, everyone runs.
+Who rests is a policy's to say; for how long is not: after MAX_RESTS such steps in a row comes one in which nobody
+rests.  And nobody rests for nothing: where no one of those who were to begin was given a token, everyone runs.
 """
 
 from __future__ import annotations

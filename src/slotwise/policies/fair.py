@@ -2,12 +2,17 @@
 
 Every tenant has a counter of the service it got, in tokens of work over its weight: its prompts' when they start, its
 outputs' as they come.  Whoever waits in the lane of the smallest counter is next.  A tenant that comes back after it
-had nothing to ask is lifted to the smallest counter of those who wait: being away earns no credit.
+had nothing to ask is lifted to the smallest counter of those who wait, less a small credit: without it the second of two
+requests that come together would wait until everyone else was served as much as the price of the first.
 
     two tenants that always have something waiting differ in service by at most
-        2 * max(PROMPT * longest prompt, OUTPUT * tokens that fit the cache)          (their theorem 4.4)
+        2 * (max(PROMPT * longest prompt, OUTPUT * tokens that fit the cache) + credit)
 
-and nobody is held back while there is room: the counters order those who wait and keep no slot empty.
+which with no credit is their theorem 4.4.  An order of those who wait does not help one who comes when a flood has every
+slot and fills every step.  So one that begins, beside a tenant far ahead (FAR times its rows, by weight, and not served
+less), takes a place where none is free, and rows of that tenant rest while its prompt is computed: at most
+`core.courtesy.MAX_RESTS` steps in a row.  Whoever took a place has still less than the one who yielded it, so places
+never change hands back and forth, and tenants of like size do neither to each other.
 """
 
 from __future__ import annotations
@@ -30,14 +35,15 @@ class Fair(FirstComeFirstServed):
     """
     Args:
         weights: of tiers, 1 where none is given: a request's work counts for its tenant divided by its tier's.
+        credit: work that a tenant which was away may do before the others are served as much.
     """
 
     orders_running = True
     may_preempt = True
 
     def __init__(self, weights: Mapping[str, float], credit: float = CREDIT) -> None:
-        self._credit = credit
         self._weights = dict(weights)
+        self._credit = credit
         self.counters: dict[str, float] = {}  # of tenants, work over weight; those away longest come first
         self._waiting: Counter[str] = Counter()  # requests of each tenant
         self._living: Counter[str] = Counter()
@@ -52,11 +58,11 @@ class Fair(FirstComeFirstServed):
         return (self.counters.get(lane, 0.0),)
 
     def running_key(self, request: Request, now: float) -> Key:
-        """What a step has for prompts goes first to whoever had been served least when it began."""
+        """What a step has for prompts goes first to whoever was served least before its own was charged."""
         return (self._standing(request),)
 
     def _standing(self, request: Request) -> float:
-        """The counter of its tenant, before its own prompt was charged."""
+        """The counter of its tenant; until its first token, the one before its own prompt was charged."""
         counter = self.counters.get(request.terms.tenant, 0.0)
         return counter if request.num_output else self._charged.get(request.request_id, counter)
 

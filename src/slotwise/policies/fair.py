@@ -2,15 +2,15 @@
 
 Every tenant has a counter of the service it got, in tokens of work over its weight: its prompts' when they start, its
 outputs' as they come.  Whoever waits in the lane of the smallest counter is next.  A tenant that comes back after it
-had nothing to ask is lifted to the smallest counter of those who wait, less a small credit: without it the second of two
-requests that come together would wait until everyone else was served as much as the price of the first.
+had nothing to ask is lifted to the smallest counter of those who wait, less a small credit: without it the second of
+two requests that come together would wait until everyone else was served as much as the price of the first.
 
     two tenants that always have something waiting differ in service by at most
         2 * (max(PROMPT * longest prompt, OUTPUT * tokens that fit the cache) + credit)
 
-which with no credit is their theorem 4.4.  An order of those who wait does not help one who comes when a flood has every
-slot and fills every step.  So one that begins, beside a tenant far ahead (FAR times its rows, by weight, and not served
-less), takes a place where none is free, and rows of that tenant rest while its prompt is computed: at most
+which with no credit is their theorem 4.4.  An order of those who wait does not help one who comes when a flood has
+every slot and fills every step.  So one that begins, beside a tenant far ahead (FAR times its rows, by weight, and not
+served less), takes a place where none is free, and rows of that tenant rest while its prompt is computed: at most
 `core.courtesy.MAX_RESTS` steps in a row.  Whoever took a place has still less than the one who yielded it, so places
 never change hands back and forth, and tenants of like size do neither to each other.
 """

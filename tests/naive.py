@@ -32,6 +32,7 @@ class Naive:
         self.running: list[One] = []
         self.admitted: list[str] = []
         self.shed: list[str] = []
+        self.rested = 0  # steps in a row in which somebody stood back
 
     def key(self, one: One, now: float) -> Key:
         return (one.number,)
@@ -42,6 +43,9 @@ class Naive:
     def victim(self, one: One) -> Key:
         return ()
 
+    def rests(self, one: One, first: One | None) -> bool:
+        return False
+
     def arrives(self, one: One) -> None:
         self.waiting.append(one)
 
@@ -51,13 +55,19 @@ class Naive:
 
     def step(self, now: float) -> None:
         self._give_way(now)
+        stands_back = False
+        first = self._in_order(now)[0] if self.waiting and len(self.running) < self.slots else None
+        resting = [one for one in self.running if self.rests(one, first)]
         while self.waiting and len(self.running) < self.slots:
             one = self._in_order(now)[0]
+            if stands_back := self.rests(one, first):
+                break
             self.waiting.remove(one)
             self.running.append(one)
             self.admitted.append(one.name)
             self.starts(one)
-        for one in self.running:
+        self.rested = self.rested + 1 if resting or stands_back else 0
+        for one in [one for one in self.running if one not in resting]:
             one.done += 1
             self.samples(one)
         for one in [one for one in self.running if one.done == one.length]:
@@ -134,10 +144,11 @@ class NaiveOracle(NaiveShortest):
 
 
 class NaiveFair(Naive):
-    def __init__(self, slots: int, weights: dict[str, float]) -> None:
+    def __init__(self, slots: int, weights: dict[str, float], credit: float) -> None:
         super().__init__(slots)
-        self.weights, self.last = weights, 0.0
+        self.weights, self.credit, self.last = weights, credit, 0.0
         self.counters: dict[str, float] = defaultdict(float)
+        self.began: dict[str, float] = {}  # the counter before its prompt was charged
 
     def key(self, one: One, now: float) -> Key:
         return (self.counters[one.terms.tenant],)
@@ -146,14 +157,36 @@ class NaiveFair(Naive):
         tenants = {other.terms.tenant for other in self.waiting}
         if one.terms.tenant not in tenants:
             least = min((self.counters[tenant] for tenant in tenants), default=self.last)
-            self.counters[one.terms.tenant] = max(self.counters[one.terms.tenant], least)
+            self.counters[one.terms.tenant] = max(self.counters[one.terms.tenant], least - self.credit)
         super().arrives(one)
 
+    def weight(self, one: One) -> float:
+        return self.weights.get(one.terms.tier, 1.0)
+
+    def outranks(self, waiting: One, running: One) -> bool:
+        light, heavy = waiting.terms.tenant, running.terms.tenant
+        tenants = [one.terms.tenant for one in self.running]
+        rows = tenants.count(light) + (waiting not in self.running)
+        is_far_ahead = 4 * rows / self.weight(waiting) <= tenants.count(heavy) / self.weight(running)
+        return light != heavy and is_far_ahead and self.before(waiting) <= self.counters[heavy]
+
+    def before(self, one: One) -> float:
+        counter = self.counters[one.terms.tenant]
+        return counter if one.done else self.began.get(one.name, counter)
+
+    def victim(self, one: One) -> Key:
+        return (self.counters[one.terms.tenant],)
+
+    def rests(self, one: One, first: One | None) -> bool:
+        return first is not None and not first.done and self.rested < 4 and self.outranks(first, one)
+
     def _charge(self, one: One, work: float) -> None:
-        self.counters[one.terms.tenant] += work / self.weights.get(one.terms.tier, 1.0)
+        self.counters[one.terms.tenant] += work / self.weight(one)
 
     def starts(self, one: One) -> None:
-        self._charge(one, one.prompt)
+        if one.name not in self.began:
+            self.began[one.name] = self.counters[one.terms.tenant]
+            self._charge(one, one.prompt)
         self.last = self.counters[one.terms.tenant]
 
     def samples(self, one: One) -> None:

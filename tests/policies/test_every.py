@@ -85,6 +85,9 @@ def assert_nothing_is_idle(driver: Driver, plan: StepPlan) -> None:
             assert num_free <= kept + pressed
         case reasons.BATCH_RUNNING | reasons.ONE_AT_A_TIME:
             assert running(driver)
+        case reasons.FIRST_TOKEN:
+            tenants = {one.request_id: one.terms.tenant for one in running(driver)}
+            assert any(tenants[name] != first.terms.tenant for name in plan.request_ids)
         case reasons.WINDOW_OPEN:
             assert driver.now < plan.stop.reopens_at
         case other:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+import pytest
 from crowds import ROOMY, Comer, KnownTimes, comers, crowd, play, running, terms, waiting
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -204,18 +205,19 @@ SMALL = replace(TIGHT, max_model_len=24, num_blocks=6)
 
 
 @settings(max_examples=60, deadline=None)
-@given(comers(terms(tenants=("a", "a", "a", "b", "c")), max_prompt=12, max_output=12, max_size=60))
-def test_two_backlogged_tenants_never_drift_apart(coming):
-    driver, served = Starts(Fair({}), SMALL), Served({})
+@given(st.sampled_from((0.0, 0.0, 20.0)),
+       comers(terms(tenants=("a", "a", "a", "b", "c")), max_prompt=12, max_output=12, max_size=60))
+def test_two_backlogged_tenants_never_drift_apart(credit, coming):
+    driver, served = Starts(Fair({}, credit), SMALL), Served({})
     play(driver, crowd(coming), served.look)
     assert_right(driver)
-    assert served.widest <= bound(12, SMALL.cache_tokens)
+    assert served.widest <= bound(12, SMALL.cache_tokens) + 2 * credit
 
 
 @bounded
 @given(comers(terms(tenants=("a", "b"), tiers=("gold", "")), max_size=60))
 def test_service_is_counted_by_weight(coming):
-    driver, served = Starts(Fair({"gold": 4.0}), SMALL), Served({"gold": 4.0})
+    driver, served = Starts(Fair({"gold": 4.0}, 0.0), SMALL), Served({"gold": 4.0})
     play(driver, crowd(coming), served.look)
     assert_right(driver)
     assert served.widest <= bound(12, SMALL.cache_tokens)
@@ -231,7 +233,7 @@ def flood(policy: Policy) -> float:
 
 
 def test_the_bound_is_one_that_first_come_first_served_breaks():
-    assert flood(Fair({})) <= bound(4, SMALL.cache_tokens) < flood(FirstComeFirstServed())
+    assert flood(Fair({}, 0.0)) <= bound(4, SMALL.cache_tokens) < flood(FirstComeFirstServed())
 
 
 def test_twice_the_weight_is_twice_the_service():
@@ -250,15 +252,16 @@ def test_twice_the_weight_is_twice_the_service():
     assert 1.7 < shares["heavy"] / shares["light"] < 2.3
 
 
-def test_being_away_earns_no_credit():
+@pytest.mark.parametrize("credit", [0.0, 90.0])
+def test_being_away_earns_no_credit_beyond_what_is_allowed(credit):
     busy, back = Terms("busy"), Terms("back")
-    coming = [Comer(0, 1, 4, back), *[Comer(0, 1, 4, busy)] * 60, Comer(9, 1, 4, back), *[Comer(0, 1, 4, back)] * 19]
-    driver, served = Starts(Fair({})), Served({})
+    coming = [Comer(0, 1, 4, back), *[Comer(0, 1, 4, busy)] * 60, Comer(9, 1, 4, back), *[Comer(0, 1, 4, back)] * 39]
+    driver, served = Starts(Fair({}, credit)), Served({})
     play(driver, crowd(coming), served.look)
-    assert served.widest <= bound(1, TIGHT.cache_tokens)
-    first = driver.admitted.index("r61")
+    assert served.widest <= bound(1, TIGHT.cache_tokens) + 2 * credit
+    first = driver.admitted.index("r61") + int(credit / 9)  # of one token and four, each is 9
     soon = [driver.everyone[name].terms.tenant for name in driver.admitted[first : first + 12]]
-    assert 3 <= soon.count("busy") <= 9, "they share from the moment it is back"
+    assert 3 <= soon.count("busy") <= 9, "they share from the moment its credit is used"
 
 
 def test_no_slot_is_kept_empty_for_a_share():

@@ -71,9 +71,10 @@ def test_shortest_by_an_oracle(slots, ageing, coming):
 
 
 @settings(max_examples=40, deadline=None)
-@given(SLOTS, comers(terms(tenants=("a", "b", "c"), tiers=TIERS), max_size=40))
-def test_fair(slots, coming):
-    agree(Fair(WEIGHTS), NaiveFair(slots, WEIGHTS), coming)
+@given(st.integers(1, 12), st.sampled_from((0.0, 8.0, 100.0)),
+       comers(terms(tenants=("a", "a", "a", "b", "c"), tiers=TIERS), max_size=60))
+def test_fair(slots, credit, coming):
+    agree(Fair(WEIGHTS, credit), NaiveFair(slots, WEIGHTS, credit), coming)
 
 
 @settings(max_examples=40, deadline=None)

@@ -9,7 +9,7 @@ from slotwise.core.kv import Seat
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.pieces import Pieces
 from slotwise.core.plan import Join, Stop
-from slotwise.core.reasons import NO_BLOCKS, NO_SLOT, OUTRANKED, TIER_CAP, TIME_BUDGET, TOKEN_BUDGET
+from slotwise.core.reasons import FIRST_TOKEN, NO_BLOCKS, NO_SLOT, OUTRANKED, TIER_CAP, TIME_BUDGET, TOKEN_BUDGET
 from slotwise.core.request import Request, State
 from slotwise.core.roster import Roster
 from slotwise.core.seams import Discipline, Gate, View
@@ -70,6 +70,8 @@ class Admission:
             return TIER_CAP
         if draft.budget < 1:
             return TOKEN_BUDGET
+        if draft.beginning and self._roster.policy.resting((request,), draft.beginning, draft.now):
+            return FIRST_TOKEN
         seat = self._seat(request, draft)
         if seat is None:
             return NO_BLOCKS
@@ -80,6 +82,13 @@ class Admission:
             return TIME_BUDGET
         self._admit(request, seat, draft)
         return ""
+
+    def next_in_line(self, draft: Draft) -> Request | None:
+        """Who joins this step if anybody does, and the cache has room."""
+        if not self._roster.waiting or not self._roster.slots.num_free or self._gate(draft.now).max_new < 1:
+            return None
+        request = self._roster.waiting.walk(draft.now).next()
+        return request if request is not None and self._free_for(request) > 0 else None
 
     def _gate(self, now: float) -> Gate:
         roster = self._roster

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from operator import length_hint
 
 from slotwise.core.admission import Admission
+from slotwise.core.courtesy import Courtesy
 from slotwise.core.draft import Draft
 from slotwise.core.limits import ERROR, SchedulerLimits
 from slotwise.core.pace import StepTime
@@ -31,6 +32,7 @@ class Planner:
         self._roster = roster
         self._times = times
         self._last_victim = ""
+        self._courtesy = Courtesy(roster)
         self.obey(limits, discipline)
 
     def obey(self, limits: SchedulerLimits, discipline: Discipline) -> None:
@@ -55,13 +57,25 @@ class Planner:
         if self._roster.policy.may_preempt:
             self._admission.make_room(draft)
         if not self.discipline.prompts_alone:
-            self._plan_running(draft)
-            self._admission.plan(draft)
+            if self._roster.policy.holds_back and not (self.discipline.leaves_together or self._caps):
+                self._plan_courteously(draft)
+            else:
+                self._plan_running(draft)
+                self._admission.plan(draft)
         elif not self._plan_prompts(draft):
             self._plan_running(draft)
         if draft.joins:
             draft.padding = self.discipline.padding(draft.counts)
         return draft
+
+    def _plan_courteously(self, draft: Draft) -> None:
+        """Those who are to rest come last: if the step computes nobody for whom they would, they do not."""
+        self._courtesy.ask(draft, self._admission.next_in_line(draft))
+        self._plan_running(draft)
+        self._admission.plan(draft)
+        if draft.rest:
+            self._plan_rows(self._courtesy.settle(draft), draft)
+        self._courtesy.count(draft)
 
     def _expire(self, now: float) -> None:
         """End those who waited longer than they were to, before they cost a forward pass."""
@@ -102,6 +116,11 @@ class Planner:
         only under a budget in time, or one of context, do rows wait for their turn.
         """
         running = self._in_order(draft.now)
+        if draft.rest:
+            running = [request for request in running if request.request_id not in draft.rest]
+        self._plan_rows(running, draft)
+
+    def _plan_rows(self, running: Sequence[Request], draft: Draft) -> None:
         rest = self._set_apart(running, draft)
         left, row = iter(running), draft.rows.append
         for request in left:

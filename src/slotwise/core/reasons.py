@@ -6,6 +6,7 @@ TOKEN_BUDGET = "token_budget"  # the step's tokens are spent
 TIME_BUDGET = "time_budget"  # the step would take longer than it may
 STEP_CONTEXT = "step_context"  # the step attends to as many positions as it may: long rows take turns
 TIER_CAP = "tier_cap"  # the slots that are free are kept for another tier
+FIRST_TOKEN = "first_token"  # the step is left to one who waits for its first token, of a tenant far behind
 OUTRANKED = "outranked"  # it gave its slot to one that goes before it
 ENDING = "ending"  # its last token is already in flight
 PROMPTS_ALONE = "prompts_alone"  # the step belongs to prompts

@@ -80,6 +80,9 @@ class Policy(Protocol):
     needs_prices: bool
     """It asks the model of step times, which then learns from every step."""
 
+    holds_back: bool
+    """Somebody who runs may have to rest where somebody begins: `resting` is asked."""
+
     # -- orders --------------------------------------------------------------------------------------------------
 
     def lane(self, request: Request) -> str:
@@ -111,6 +114,10 @@ class Policy(Protocol):
 
     def cap(self, request: Request, wanted: int, now: float) -> int:
         """Of the `wanted` tokens of a prompt, at least one: most that it may have in a step."""
+        ...
+
+    def resting(self, requests: Sequence[Request], beginning: Sequence[Request], now: float) -> frozenset[str]:
+        """Of those who run, or would, the names of those who rest while the prompts of others are computed."""
         ...
 
     def patience(self, request: Request, now: float) -> float:

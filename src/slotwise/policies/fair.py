@@ -2,12 +2,17 @@
 
 Every tenant has a counter of the service it got, in tokens of work over its weight: its prompts' when they start, its
 outputs' as they come.  Whoever waits in the lane of the smallest counter is next.  A tenant that comes back after it
-had nothing to ask is lifted to the smallest counter of those who wait: being away earns no credit.
+had nothing to ask is lifted to the smallest counter of those who wait, less a small credit: without it the second of
+two requests that come together would wait until everyone else was served as much as the price of the first.
 
     two tenants that always have something waiting differ in service by at most
-        2 * max(PROMPT * longest prompt, OUTPUT * tokens that fit the cache)          (their theorem 4.4)
+        2 * (max(PROMPT * longest prompt, OUTPUT * tokens that fit the cache) + credit)
 
-and nobody is held back while there is room: the counters order those who wait and keep no slot empty.
+which with no credit is their theorem 4.4.  An order of those who wait does not help one who comes when a flood has
+every slot and fills every step.  So one that begins, beside a tenant far ahead (FAR times its rows, by weight, and not
+served less), takes a place where none is free, and rows of that tenant rest while its prompt is computed: at most
+`core.courtesy.MAX_RESTS` steps in a row.  Whoever took a place has still less than the one who yielded it, so places
+never change hands back and forth, and tenants of like size do neither to each other.
 """
 
 from __future__ import annotations
@@ -21,6 +26,8 @@ from slotwise.policies.fcfs import FirstComeFirstServed
 
 PROMPT = 1.0  # work of a prompt's token, as in the paper
 OUTPUT = 2.0
+FAR = 4  # a tenant is far ahead of another that has at most a quarter of its rows, by weight
+CREDIT = 2048.0  # work that a tenant may do at once after it was away
 MAX_AWAY = 4096  # tenants without a request whose counters are kept
 
 
@@ -28,16 +35,20 @@ class Fair(FirstComeFirstServed):
     """
     Args:
         weights: of tiers, 1 where none is given: a request's work counts for its tenant divided by its tier's.
+        credit: work that a tenant which was away may do before the others are served as much.
     """
 
     orders_running = True
+    may_preempt = True
 
-    def __init__(self, weights: Mapping[str, float]) -> None:
+    def __init__(self, weights: Mapping[str, float], credit: float = CREDIT) -> None:
         self._weights = dict(weights)
+        self._credit = credit
         self.counters: dict[str, float] = {}  # of tenants, work over weight; those away longest come first
         self._waiting: Counter[str] = Counter()  # requests of each tenant
         self._living: Counter[str] = Counter()
-        self._charged: set[str] = set()  # names of the living whose prompts are paid for; never iterated
+        self._rows: Counter[str] = Counter()  # of each tenant, those who run
+        self._charged: dict[str, float] = {}  # of the living whose prompts are paid for, the counter before that
         self._level = 0.0  # the counter of the tenant that was admitted last
 
     def lane(self, request: Request) -> str:
@@ -47,11 +58,40 @@ class Fair(FirstComeFirstServed):
         return (self.counters.get(lane, 0.0),)
 
     def running_key(self, request: Request, now: float) -> Key:
-        """What a step has for prompts goes first to whoever was served least."""
-        return (self.counters.get(request.terms.tenant, 0.0),)
+        """What a step has for prompts goes first to whoever was served least before its own was charged."""
+        return (self._standing(request),)
+
+    def _standing(self, request: Request) -> float:
+        """The counter of its tenant; until its first token, the one before its own prompt was charged."""
+        counter = self.counters.get(request.terms.tenant, 0.0)
+        return counter if request.num_output else self._charged.get(request.request_id, counter)
 
     def victim_key(self, request: Request, now: float) -> Key:
         return (self.counters.get(request.terms.tenant, 0.0), request.arrival)
+
+    @property
+    def holds_back(self) -> bool:
+        return len(self._living) > 1
+
+    def preempts(self, waiting: Request, running: Request, now: float) -> bool:
+        return self._is_far_behind(waiting, running)
+
+    def resting(self, requests: Sequence[Request], beginning: Sequence[Request], now: float) -> frozenset[str]:
+        found: dict[tuple[str, str], bool] = {}  # alike for all of a tenant's requests of one tier
+        for request in requests:
+            kind = request.terms.tenant, request.terms.tier
+            if kind not in found:
+                found[kind] = any(self._is_far_behind(one, request) for one in beginning)
+        return frozenset([one.request_id for one in requests if found[one.terms.tenant, one.terms.tier]])
+
+    def _is_far_behind(self, request: Request, other: Request) -> bool:
+        """Its tenant was not served more than the other's, and has hardly any of the rows."""
+        tenant, ahead = request.terms.tenant, other.terms.tenant
+        if tenant == ahead:
+            return False
+        rows = self._rows[tenant] + (request.state is not State.RUNNING)
+        return (FAR * rows * self._weight(other) <= self._rows[ahead] * self._weight(request)
+                and self._standing(request) <= self.counters[ahead])
 
     def arrived(self, request: Request, now: float) -> None:
         tenant = request.terms.tenant
@@ -63,19 +103,21 @@ class Fair(FirstComeFirstServed):
     def _lift(self, tenant: str) -> None:
         others = [self.counters[other] for other, count in self._waiting.items() if count]
         least = min(others, default=self._level)
-        counter = max(self.counters.pop(tenant, 0.0), least)
+        counter = max(self.counters.pop(tenant, 0.0), least - self._credit)
         self.counters[tenant] = counter
 
     def admitted(self, request: Request, now: float) -> None:
         tenant = request.terms.tenant
         self._leave_queue(tenant)
+        self._rows[tenant] += 1
         if request.request_id not in self._charged:
-            self._charged.add(request.request_id)
+            self._charged[request.request_id] = self.counters[tenant]
             self._charge(request, PROMPT * max(0, request.num_prompt - request.num_computed))
         self._level = self.counters[tenant]
 
     def preempted(self, request: Request, now: float) -> None:
         self._waiting[request.terms.tenant] += 1
+        self._leave_slot(request.terms.tenant)
 
     def served(self, requests: Sequence[Request], counts: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
         for request, sampled in zip(requests, tokens, strict=True):
@@ -86,14 +128,24 @@ class Fair(FirstComeFirstServed):
         tenant = request.terms.tenant
         if request.state is not State.RUNNING:
             self._leave_queue(tenant)
-        self._charged.discard(request.request_id)
+        else:
+            self._leave_slot(tenant)
+        self._charged.pop(request.request_id, None)
         self._living[tenant] -= 1
         if not self._living[tenant]:
             del self._living[tenant]
             self._forget()
 
     def _charge(self, request: Request, work: float) -> None:
-        self.counters[request.terms.tenant] += work / self._weights.get(request.terms.tier, 1.0)
+        self.counters[request.terms.tenant] += work / self._weight(request)
+
+    def _weight(self, request: Request) -> float:
+        return self._weights.get(request.terms.tier, 1.0)
+
+    def _leave_slot(self, tenant: str) -> None:
+        self._rows[tenant] -= 1
+        if not self._rows[tenant]:
+            del self._rows[tenant]
 
     def _leave_queue(self, tenant: str) -> None:
         self._waiting[tenant] -= 1

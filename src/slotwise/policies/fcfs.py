@@ -16,6 +16,7 @@ class FirstComeFirstServed:
     orders_running = False
     may_preempt = False
     needs_prices = False
+    holds_back = False
 
     def lane(self, request: Request) -> str:
         return ""
@@ -37,6 +38,9 @@ class FirstComeFirstServed:
 
     def cap(self, request: Request, wanted: int, now: float) -> int:
         return wanted
+
+    def resting(self, requests: Sequence[Request], beginning: Sequence[Request], now: float) -> frozenset[str]:
+        return frozenset()
 
     def patience(self, request: Request, now: float) -> float:
         return NEVER

@@ -1,0 +1,65 @@
+"""Courtesy: rows that rest in a step in which somebody of another tenant begins, so that its first token comes sooner.
+
+A prompt that is computed beside sixty decoding rows waits for all of them.  Where the policy says that those who run
+are far ahead of one who begins, its step is left to it:
+
+    far ahead   ■ ■ ■ ■ . . ■ ■      . rests: FIRST_TOKEN
+    far ahead   ■ ■ ■ ■ . . ■ ■
+    begins              ▓ ▓ ■ ■      ▓ a piece of its prompt
+
+Who rests is a policy's to say; for how long is not: after MAX_RESTS such steps in a row comes one in which nobody
+rests.  And nobody rests for nothing: where no one of those who were to begin was given a token, everyone runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slotwise.core.draft import Draft
+from slotwise.core.plan import Decision
+from slotwise.core.reasons import FIRST_TOKEN
+from slotwise.core.request import Request
+from slotwise.core.roster import Roster
+
+MAX_RESTS = 4  # steps in a row in which somebody rests
+
+
+def begins(request: Request) -> bool:
+    """Some of its prompt is to be computed before its first token."""
+    return request.num_scheduled < request.num_prompt and not request.num_output
+
+
+class Courtesy:
+    """Of one step after another: who begins in it, and who rests for that."""
+
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
+        self._num_rests = 0  # steps in a row
+
+    def ask(self, draft: Draft, next_in_line: Request | None) -> None:
+        """Note in the draft whom its step may begin to compute, and who is to rest if it does."""
+        if self._num_rests >= MAX_RESTS:
+            return
+        running = [request for request in self._roster.running.values() if self._goes_on(request)]
+        draft.beginning = [request for request in running if begins(request)]
+        if next_in_line is not None and begins(next_in_line):
+            draft.beginning.append(next_in_line)
+        if draft.beginning:
+            draft.rest = self._roster.policy.resting(running, draft.beginning, draft.now)
+
+    @staticmethod
+    def _goes_on(request: Request) -> bool:
+        return not request.reason and request.num_known < request.end
+
+    def settle(self, draft: Draft) -> Sequence[Request]:
+        """Now that the others have their tokens: those who need not rest, for nobody that they rest for begins."""
+        idle = [request for request in self._roster.running.values() if request.request_id in draft.rest]
+        begun = [request for request in draft.beginning if draft.has(request)]
+        rest = self._roster.policy.resting(idle, begun, draft.now) if begun else frozenset()
+        draft.refused[:0] = [Decision(one.request_id, FIRST_TOKEN) for one in idle if one.request_id in rest]
+        return [one for one in idle if one.request_id not in rest]
+
+    def count(self, draft: Draft) -> None:
+        """The draft is complete."""
+        is_rest = any(decision.reason == FIRST_TOKEN for decision in draft.refused)
+        self._num_rests = self._num_rests + 1 if is_rest else 0

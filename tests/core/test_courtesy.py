@@ -1,0 +1,117 @@
+"""Rows that rest while somebody of a tenant far behind begins: never long, never for nothing, never their own fault."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from crowds import ROOMY, Comer, comers, crowd, play, running, terms
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toy import Driver, alone
+
+from slotwise.batching.settings import Batching
+from slotwise.core.courtesy import MAX_RESTS
+from slotwise.core.plan import StepPlan
+from slotwise.core.reasons import FIRST_TOKEN, OUTRANKED
+from slotwise.core.terms import Terms
+from slotwise.policies.fair import Fair
+from slotwise.policies.fcfs import FirstComeFirstServed
+
+WIDE = replace(ROOMY, max_num_seqs=8, max_num_batched_tokens=12)
+FLOOD, LIGHT = Terms("flood"), Terms("light")
+
+
+def rests(plan: StepPlan) -> set[str]:
+    return {name for name, reason in plan.refused if reason == FIRST_TOKEN}
+
+
+class Rests:
+    """Of each request, for how many plans in a row it stood back; looks at every plan."""
+
+    def __init__(self) -> None:
+        self.in_a_row: Counter[str] = Counter()
+        self.longest = self.total = 0
+
+    def look(self, driver: Driver, plan: StepPlan) -> None:
+        names = rests(plan)
+        self.in_a_row = Counter({name: self.in_a_row[name] + 1 for name in names})
+        self.longest = max([self.longest, *self.in_a_row.values()])
+        self.total += len(names)
+        tenants = {one.request_id: one.terms.tenant for one in driver.scheduler.requests()}
+        fresh = {name for name, start in zip(plan.request_ids, plan.starts, strict=True) if not driver.output.get(name)}
+        for name in names:
+            assert any(tenants[other] != tenants[name] for other in fresh), "nobody rests for nothing"
+            assert name not in plan.request_ids
+
+
+CROWD = comers(terms(tenants=("flood", "flood", "flood", "flood", "light", "other")), max_prompt=40, max_size=60)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from((Batching(), Batching(long_prefill_token_threshold=3), Batching("orca"))),
+       st.sampled_from((8, 12, 30)), st.sampled_from((30, 512)), CROWD)
+def test_nobody_rests_long_or_for_nothing_and_tokens_are_the_same(batching, budget, blocks, coming):
+    limits = replace(WIDE, max_num_batched_tokens=budget, num_blocks=blocks + 10)
+    driver, seen, people = Driver(limits, batching.discipline(8), Fair({})), Rests(), crowd(coming)
+    play(driver, people, seen.look)
+    assert seen.longest <= MAX_RESTS
+    for _, one in people:
+        assert driver.output[one.request_id] == alone(one, limits)
+
+
+def flooded(*light: Comer) -> list[Comer]:
+    return [Comer(0, 2, 60, FLOOD)] * 30 + list(light)
+
+
+def steps_to_first_token(policy: FirstComeFirstServed, coming: list[Comer]) -> list[StepPlan]:
+    """The plans from the arrival of the last of them to the one that samples its first token."""
+    driver, last, plans = Driver(WIDE, policy=policy), f"r{len(coming) - 1}", []
+
+    def look(driver: Driver, plan: StepPlan) -> None:
+        if any(one.request_id == last for one in driver.scheduler.requests()) and not driver.output.get(last):
+            plans.append(plan)
+
+    play(driver, crowd(coming), look)
+    return plans
+
+
+def test_a_light_tenant_has_the_step_for_itself_and_takes_a_place_where_none_is_free():
+    plans = steps_to_first_token(Fair({}), flooded(Comer(12, 30, 4, LIGHT)))
+    assert [plan.counts for plan in plans] == [(12,), (12,), (6,)]
+    assert all(plan.request_ids == ("r30",) and len(rests(plan)) >= 7 for plan in plans)
+    assert [reason for _, reason in plans[0].preempted] == [OUTRANKED]
+    everyone = steps_to_first_token(FirstComeFirstServed(), flooded(Comer(12, 30, 4, LIGHT)))
+    assert len(everyone) > 30
+
+
+def test_a_long_prompt_lets_the_others_on_after_so_many_steps():
+    plans = steps_to_first_token(Fair({}), flooded(Comer(12, 60, 4, LIGHT)))
+    assert [bool(rests(plan)) for plan in plans][: MAX_RESTS + 2] == [*[True] * MAX_RESTS, False, True]
+
+
+def test_one_who_was_served_more_makes_nobody_rest():
+    greedy = [Comer(0, 120, 1, LIGHT)] * 8
+    driver = Driver(WIDE, policy=Fair({}, credit=0.0))
+    seen, resting = Rests(), []
+
+    def look(driver: Driver, plan: StepPlan) -> None:
+        seen.look(driver, plan)
+        resting.append(bool(rests(plan)))
+
+    play(driver, crowd([*flooded(), Comer(12, 120, 1, LIGHT), *greedy]), look)
+    first = resting.index(True)
+    assert sum(resting[first : first + 60]) < 40, "half of the service is the flood's"
+
+
+def test_equals_do_not_rest_for_each_other():
+    driver, seen = Driver(WIDE, policy=Fair({})), Rests()
+    play(driver, crowd([Comer(n % 3, 9, 9, Terms("ab"[n % 2])) for n in range(60)]), seen.look)
+    assert not driver.preempted and seen.total < 40
+
+
+def test_a_tenant_that_is_alone_never_rests():
+    driver, seen = Driver(WIDE, policy=Fair({})), Rests()
+    play(driver, crowd([Comer(0, 30, 9, FLOOD)] * 20), seen.look)
+    assert not seen.total and not driver.preempted
+    assert not running(driver)

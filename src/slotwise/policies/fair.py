@@ -69,10 +69,6 @@ class Fair(FirstComeFirstServed):
     def victim_key(self, request: Request, now: float) -> Key:
         return (self.counters.get(request.terms.tenant, 0.0), request.arrival)
 
-    @property
-    def holds_back(self) -> bool:
-        return len(self._living) > 1
-
     def preempts(self, waiting: Request, running: Request, now: float) -> bool:
         return self._is_far_behind(waiting, running)
 
@@ -96,6 +92,7 @@ class Fair(FirstComeFirstServed):
     def arrived(self, request: Request, now: float) -> None:
         tenant = request.terms.tenant
         self._living[tenant] += 1
+        self.holds_back = len(self._living) > 1
         if not self._waiting[tenant]:
             self._lift(tenant)
         self._waiting[tenant] += 1
@@ -134,6 +131,7 @@ class Fair(FirstComeFirstServed):
         self._living[tenant] -= 1
         if not self._living[tenant]:
             del self._living[tenant]
+            self.holds_back = len(self._living) > 1
             self._forget()
 
     def _charge(self, request: Request, work: float) -> None:

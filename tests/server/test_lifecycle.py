@@ -169,7 +169,7 @@ def test_fewer_events_with_a_longer_interval(folder: Path, tmp_path: Path, token
         events = server.events(COMPLETIONS, {"prompt": [40], "max_tokens": 61})
         texts = [event["choices"][0]["text"] for event in events]
         assert "".join(texts) == tokenizer.decode(counted(40, 61))
-        assert len(texts[0]) == 1 and len(texts) <= 8
+        assert len(texts[0]) < 10 and len(texts) <= 8, "the first event waits for nothing"
 
 
 def test_a_slow_body_and_a_half_one(folder: Path, tmp_path: Path) -> None:

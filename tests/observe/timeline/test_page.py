@@ -114,9 +114,10 @@ def test_the_keys_move_the_view(opened):
     opened.keyboard.press("?")
     assert opened.is_visible("#keys") and "earlier, later" in opened.inner_text("#keys")
     opened.keyboard.press("Escape")
+    opened.wait_for_selector("#keys", state="hidden")
     before = opened.evaluate("getComputedStyle(document.body).backgroundColor")
     opened.keyboard.press("d")
-    assert opened.evaluate("getComputedStyle(document.body).backgroundColor") != before
+    opened.wait_for_function("before => getComputedStyle(document.body).backgroundColor != before", arg=before)
 
 
 def saved(opened, button):

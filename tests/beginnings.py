@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from toy import Driver, alone, request
 
+from slotwise.core import prefix
 from slotwise.core.events import Admitted
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.request import Request
@@ -45,3 +47,17 @@ def check_against_each_alone(numbers: SchedulerLimits, prompts: list[tuple[list[
     driver.run()
     for index, (prompt, salt) in enumerate(prompts):
         assert driver.output[f"r{index}"] == alone(ask("x", prompt, 3, salt), numbers)
+
+
+FORGES = pytest.mark.parametrize("forge", [
+    lambda content: 7, lambda content: content[0] % 3, lambda content: sum(content[1]) % 2])
+"""Digests by which different blocks look alike."""
+
+
+def use_digest(digest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have caches of prefixes that are made from here on believe in `digest`."""
+    class Forged(prefix.PrefixCache):
+        def __init__(self, block_size: int) -> None:
+            super().__init__(block_size, digest)
+
+    monkeypatch.setattr("slotwise.core.kv.PrefixCache", Forged)

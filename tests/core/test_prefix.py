@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from beginnings import SYSTEM, Watching, ask, check_against_each_alone, limits
+from beginnings import FORGES, SYSTEM, Watching, ask, check_against_each_alone, limits, use_digest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy import alone
-
-from slotwise.core import prefix
 
 
 def test_a_beginning_is_computed_once():
@@ -96,15 +94,10 @@ def test_a_preempted_request_finds_what_it_computed():
         assert driver.output[name] == alone(ask("x", [token] * 12, 14), driver.limits)
 
 
-@pytest.mark.parametrize("forge", [
-    lambda content: 7, lambda content: content[0] % 3, lambda content: sum(content[1]) % 2])
+@FORGES
 def test_a_forged_collision_never_gives_what_is_not_there(forge, monkeypatch):
     """Digests that say nothing: hits are lost, answers stay right (the fake cache holds the tokens themselves)."""
-    class Forged(prefix.PrefixCache):
-        def __init__(self, block_size: int) -> None:
-            super().__init__(block_size, forge)
-
-    monkeypatch.setattr("slotwise.core.kv.PrefixCache", Forged)
+    use_digest(forge, monkeypatch)
     check_against_each_alone(limits(num_blocks=14, max_model_len=48), [
         ([t] * length + [t2], salt) for t in range(3) for length in (4, 8, 12) for t2 in (5, 6) for salt in ("", "x")])
 

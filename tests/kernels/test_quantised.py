@@ -48,8 +48,8 @@ def test_products(bits, kind, tokens, depth, outputs, with_bias):
     bias = numbers(outputs).to(kind) if with_bias else None
     expected = reference(x, weight, bits) + (bias.double() if with_bias else 0)
     actual = quantised_linear(weight, bias, bits, Team(2))(x)
-    # A number half way between two steps may go either way where factors are rounded differently: one step of one, times
-    # a weight that may be several times as large as most.
+    # A number half way between two steps may go either way where factors are rounded differently: one step, times a
+    # weight that may be several times as large as most.
     assert distance(actual, expected) < ROUNDED[kind] + 4.0 / LIMIT[bits] / (tokens * depth) ** 0.5
 
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
-from toy import VOCAB, Driver, request
+from toy import VOCAB, Driver, alone, request
 
+from slotwise.core.events import Admitted
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.plan import StepPlan
 from slotwise.core.request import NO_TERMS, Request, State
+from slotwise.core.seams import Policy
 from slotwise.core.steptime import StepTimes, Work
 from slotwise.core.terms import Terms
 
 ROOMY = SchedulerLimits(
     max_model_len=128, num_blocks=512, block_size=4, max_num_seqs=3, max_num_batched_tokens=1024)
+TIGHT = replace(ROOMY, max_model_len=40, num_blocks=14, max_num_seqs=4, max_num_batched_tokens=8)
 Look = Callable[[Driver, StepPlan], None]
 
 
@@ -91,3 +94,35 @@ def waiting(driver: Driver) -> list[Request]:
 
 def running(driver: Driver) -> list[Request]:
     return [one for one in driver.scheduler.requests() if one.state is State.RUNNING]
+
+
+class Starts(Driver):
+    """Knows who started for the first time while whom was waiting for that."""
+
+    def __init__(self, policy: Policy, limits=TIGHT) -> None:
+        super().__init__(limits, policy=policy, times=KnownTimes())
+        self.passed: list[tuple[Request, Request]] = []  # who went, before whom
+        self.everyone: dict[str, Request] = {}
+        self._unstarted: dict[str, Request] = {}
+
+    def add(self, new: Request) -> None:
+        self.everyone[new.request_id] = self._unstarted[new.request_id] = new
+        super().add(new)
+
+    def _fold(self) -> None:
+        for event in self.scheduler._roster.events:
+            if isinstance(event, Admitted):
+                went = self.everyone[event.request_id]
+                self._unstarted.pop(went.request_id, None)
+                self.passed += [(went, left) for left in self._unstarted.values() if left.arrival < went.arrival]
+        super()._fold()
+        for name in self.ended:
+            self._unstarted.pop(name, None)
+
+
+def assert_right(driver: Starts) -> None:
+    """Everyone ended once, with the tokens that are right."""
+    assert driver.ended.keys() == driver.everyone.keys()
+    for name, reason in driver.ended.items():
+        if reason in ("stop", "length"):
+            assert driver.output[name] == alone(driver.everyone[name], driver.limits)

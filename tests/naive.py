@@ -164,10 +164,14 @@ class NaiveFair(Naive):
         return self.weights.get(one.terms.tier, 1.0)
 
     def outranks(self, waiting: One, running: One) -> bool:
+        mine, its = ((self.counters[one.terms.tenant], one.number) for one in (waiting, running))
+        return mine < its and self.is_far_behind(waiting, running)
+
+    def is_far_behind(self, waiting: One, running: One) -> bool:
         light, heavy = waiting.terms.tenant, running.terms.tenant
         tenants = [one.terms.tenant for one in self.running]
         rows = tenants.count(light) + (waiting not in self.running)
-        is_far_ahead = 4 * rows / self.weight(waiting) <= tenants.count(heavy) / self.weight(running)
+        is_far_ahead = 3 * rows / self.weight(waiting) <= tenants.count(heavy) / self.weight(running)
         return light != heavy and is_far_ahead and self.before(waiting) <= self.counters[heavy]
 
     def before(self, one: One) -> float:
@@ -178,7 +182,7 @@ class NaiveFair(Naive):
         return (self.counters[one.terms.tenant],)
 
     def rests(self, one: One, first: One | None) -> bool:
-        return first is not None and not first.done and self.rested < 4 and self.outranks(first, one)
+        return first is not None and not first.done and self.rested < 4 and self.is_far_behind(first, one)
 
     def _charge(self, one: One, work: float) -> None:
         self.counters[one.terms.tenant] += work / self.weight(one)

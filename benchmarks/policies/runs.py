@@ -137,7 +137,7 @@ PREMIUM = Tier("premium", ttft=0.5, tpot=0.05, priority=-10, weight=4.0, slots=8
 BULK = Tier("bulk", priority=0)
 NEVER_YIELDS = 1000  # steps of priority: places that were taken would be computed again, out of bulk's part
 PREMIUM_LOAD, OVERLOAD = 0.5, 2.0
-BULK_SHARE = 0.6  # of what premium leaves of the capacity; bulk may use three quarters of the slots
+BULK_SHARE = 0.6  # of what premium leaves of the tokens that are served, by the end, to the same arrivals without tiers
 
 
 def tiers(where: Where) -> list[Finding]:
@@ -148,15 +148,14 @@ def tiers(where: Where) -> list[Finding]:
         draw = random.Random(where.seed)
         asked = [ask._replace(terms=Terms(tier=PREMIUM.name if draw.random() < PREMIUM_LOAD / OVERLOAD else BULK.name))
                  for ask in make(count, OVERLOAD * capacity)]
-        curves = {}
+        curves, served = {}, {}
         for policy, options in (("fcfs", {}), ("priority", {"preemption_gap": NEVER_YIELDS})):
             outcomes = where.serve(asked, setting(policy, (PREMIUM, BULK), **options))
-            paired = list(zip(asked, outcomes, strict=True))
-            premium = [outcome for ask, outcome in paired if ask.terms.tier == PREMIUM.name]
+            premium, bulk = ([o for ask, o in zip(asked, outcomes, strict=True) if ask.terms.tier == tier.name]
+                             for tier in (PREMIUM, BULK))
             curves[policy] = [outcome.ttft for outcome in premium]
-        last = asked[-1].at
-        done = {tier: sum(o.ended <= last for a, o in paired if a.terms.tier == tier) for tier in ("premium", "bulk")}
-        share = done["bulk"] / (capacity * last - done["premium"])
+            served[policy] = _tokens_by(asked[-1].at, premium), _tokens_by(asked[-1].at, bulk)
+        share = served["priority"][1] / (sum(served["fcfs"]) - served["priority"][0])
         ttft, tpot = p99([o.ttft for o in premium]), p99([o.tpot for o in premium if o.num_output > 1])
         found.append(Finding(
             f"{name}: premium's p99 within {PREMIUM.ttft} s and {PREMIUM.tpot} s a token, and the rest to bulk",
@@ -164,6 +163,12 @@ def tiers(where: Where) -> list[Finding]:
             {"capacity": capacity, "ttft_p99": ttft, "tpot_p99": tpot, "bulk_share": share,
              "ttft_p99_fcfs": p99(curves["fcfs"])}, curves))
     return found
+
+
+def _tokens_by(moment: float, outcomes: Sequence[Outcome]) -> float:
+    """Output tokens that had come by then; an event may carry several."""
+    return sum(o.num_output * sum(time <= moment for time in o.token_times) / len(o.token_times)
+               for o in outcomes if o.token_times)
 
 
 # -- goodput -------------------------------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from toy import Driver, alone
 
 from slotwise.batching.settings import Batching
-from slotwise.core.courtesy import MAX_RESTS
+from slotwise.core.courtesy import MAX_RESTS, SHORT
 from slotwise.core.plan import StepPlan
-from slotwise.core.reasons import FIRST_TOKEN, OUTRANKED
+from slotwise.core.reasons import FIRST_TOKEN, OUTRANKED, SHORT_STEP
 from slotwise.core.terms import Terms
 from slotwise.policies.fair import Fair
 from slotwise.policies.fcfs import FirstComeFirstServed
@@ -115,3 +115,17 @@ def test_a_tenant_that_is_alone_never_rests():
     play(driver, crowd([Comer(0, 30, 9, FLOOD)] * 20), seen.look)
     assert not seen.total and not driver.preempted
     assert not running(driver)
+
+
+def test_a_step_stays_short_for_one_who_may_come_back_while_it_runs():
+    prompts = [Comer(2, 40, 1, FLOOD)] + [Comer(0, 40, 1, FLOOD)] * 9
+
+    def steps(*before: Comer) -> list[StepPlan]:
+        driver = Driver(replace(WIDE, max_num_seqs=2), policy=Fair({}))
+        play(driver, crowd([*before, *prompts]))
+        return [plan for plan in driver.plans if "r0" not in plan.request_ids or not before]
+
+    assert max(sum(plan.counts) for plan in steps()) == 12
+    short = steps(Comer(0, 1, 1, LIGHT))
+    assert max(sum(plan.counts) for plan in short) <= 12 // SHORT + 2
+    assert SHORT_STEP in {plan.stop.reason for plan in short if plan.stop}

@@ -13,6 +13,7 @@ from toy import Driver, alone
 
 from slotwise.batching.settings import Batching
 from slotwise.core import reasons
+from slotwise.core.courtesy import SHORT
 from slotwise.core.plan import StepPlan
 from slotwise.core.terms import Terms, Tier
 from slotwise.policies.settings import Ordering
@@ -76,6 +77,8 @@ def assert_nothing_is_idle(driver: Driver, plan: StepPlan) -> None:
             assert pressed or needed + limits.watermark_blocks * grows > driver.scheduler.num_free_blocks
         case reasons.TOKEN_BUDGET:
             assert sum(plan.counts) >= driver.discipline.budget(limits)
+        case reasons.SHORT_STEP:
+            assert sum(plan.counts) >= driver.discipline.budget(limits) // SHORT
         case reasons.TIME_BUDGET:
             assert plan.counts and driver.scheduler.num_running
         case reasons.TIER_CAP:

@@ -70,9 +70,10 @@ def test_a_request_is_served_as_the_best_its_key_allows_or_as_it_asks(
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_every_chunk_of_a_stream_says_its_tier(server: Server, path: str) -> None:
-    answer = ask(server, "g", path, stream=True, service_tier="silver", stream_options={"include_usage": True})
+    answer = ask(server, "g", path, stream=True, service_tier="silver", max_tokens=40,
+                 stream_options={"include_usage": True})
     events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
-    assert len(events) >= 3 and all(event["service_tier"] == "silver" for event in events)
+    assert len(events) > 2 and all(event["service_tier"] == "silver" for event in events)
 
 
 def test_nobody_is_served_above_what_the_key_allows(server: Server) -> None:

@@ -69,7 +69,7 @@ class Admission:
         if self._free_for(request) < 1:
             return TIER_CAP
         if draft.budget < 1:
-            return TOKEN_BUDGET
+            return draft.shortage
         if draft.beginning and self._roster.policy.resting((request,), draft.beginning, draft.now):
             return FIRST_TOKEN
         seat = self._seat(request, draft)

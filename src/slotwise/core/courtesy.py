@@ -1,4 +1,4 @@
-"""Courtesy: rows that rest in a step in which somebody of another tenant begins, so that its first token comes sooner.
+"""Courtesy towards those of other tenants: short steps before they come, steps of their own when they begin.
 
 A prompt that is computed beside sixty decoding rows waits for all of them.  Where the policy says that those who run
 are far ahead of one who begins, its step is left to it:
@@ -9,6 +9,9 @@ are far ahead of one who begins, its step is left to it:
 
 Who rests is a policy's to say; for how long is not: after MAX_RESTS such steps in a row comes one in which nobody
 rests.  And nobody rests for nothing: where no one of those who were to begin was given a token, everyone runs.
+
+Whoever comes waits for the step under way first.  So a step in which nobody rests takes in a part of the prompts it
+could: all of a step is for those who begin where others are far ahead.
 """
 
 from __future__ import annotations
@@ -17,11 +20,12 @@ from collections.abc import Sequence
 
 from slotwise.core.draft import Draft
 from slotwise.core.plan import Decision
-from slotwise.core.reasons import FIRST_TOKEN
+from slotwise.core.reasons import FIRST_TOKEN, SHORT_STEP
 from slotwise.core.request import Request
 from slotwise.core.roster import Roster
 
 MAX_RESTS = 4  # steps in a row in which somebody rests
+SHORT = 3  # such a part of its tokens has a step, beside its decoding rows, in which nobody is waited for
 
 
 def begins(request: Request) -> bool:
@@ -46,6 +50,14 @@ class Courtesy:
             draft.beginning.append(next_in_line)
         if draft.beginning:
             draft.rest = self._roster.policy.resting(running, draft.beginning, draft.now)
+        if not draft.rest:
+            self._shorten(draft, len(running))
+
+    @staticmethod
+    def _shorten(draft: Draft, num_running: int) -> None:
+        budget = num_running + draft.budget // SHORT
+        if budget < draft.budget:
+            draft.budget, draft.shortage = budget, SHORT_STEP
 
     @staticmethod
     def _goes_on(request: Request) -> bool:

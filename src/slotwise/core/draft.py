@@ -9,7 +9,7 @@ from typing import NamedTuple
 from slotwise.core.host import Copies
 from slotwise.core.pace import StepTime
 from slotwise.core.plan import Decision, Grant, Join, StepPlan, StepResult, Stop
-from slotwise.core.reasons import NO_BLOCKS
+from slotwise.core.reasons import NO_BLOCKS, TOKEN_BUDGET
 from slotwise.core.request import Request
 
 ID, SLOT, EPOCH = attrgetter("request_id"), attrgetter("slot"), attrgetter("epoch")
@@ -52,12 +52,13 @@ class Draft:
 
     __slots__ = (
         "beginning", "budget", "grants", "has_piece", "held", "is_pressed", "joins", "now", "padding", "preempted",
-        "refused", "rest", "rows", "step", "stop", "time",
+        "refused", "rest", "rows", "shortage", "step", "stop", "time",
     )
 
     def __init__(self, step: int, now: float, budget: int, time: StepTime | None = None) -> None:
         self.step = step
         self.now = now  # seconds
+        self.shortage = TOKEN_BUDGET  # why nobody gets more tokens once there are none left
         self.budget = budget  # tokens this step may still take; a prompt that is not cut may take it below zero
         self.time = time  # what it may still compute in the time it has; None: as long as it takes
         self.has_piece = False  # of a prompt, and there is a limit to its time

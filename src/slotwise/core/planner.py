@@ -15,7 +15,7 @@ from slotwise.core.draft import Draft
 from slotwise.core.limits import ERROR, SchedulerLimits
 from slotwise.core.pace import StepTime
 from slotwise.core.pieces import Pieces
-from slotwise.core.reasons import ENDING, NO_BLOCKS, PROMPTS_ALONE, STEP_CONTEXT, TIME_BUDGET, TOKEN_BUDGET
+from slotwise.core.reasons import ENDING, NO_BLOCKS, PROMPTS_ALONE, STEP_CONTEXT, TIME_BUDGET
 from slotwise.core.request import Request, State
 from slotwise.core.roster import Roster
 from slotwise.core.seams import Discipline
@@ -139,7 +139,7 @@ class Planner:
                 self._plan_ended(request, draft)
                 continue
             if draft.budget < 1:
-                draft.refuse(request, TOKEN_BUDGET)
+                draft.refuse(request, draft.shortage)
                 continue
             if request.request_id in rest:
                 draft.refuse(request, STEP_CONTEXT)

@@ -15,11 +15,11 @@ NS = 1e-9
 DECODE, MIXED, PREFILL = KINDS = ("decode", "mixed", "prefill")
 STEP_UNDER_WAY = "step_under_way"  # it came while a step ran, and no plan has seen it yet
 WAITS = (
-    STEP_UNDER_WAY, reasons.NO_SLOT, reasons.NO_BLOCKS, reasons.TOKEN_BUDGET, reasons.TIME_BUDGET, reasons.TIER_CAP,
-    reasons.FIRST_TOKEN, reasons.BATCH_RUNNING, reasons.WINDOW_OPEN, reasons.ONE_AT_A_TIME)
+    STEP_UNDER_WAY, reasons.NO_SLOT, reasons.NO_BLOCKS, reasons.TOKEN_BUDGET, reasons.SHORT_STEP, reasons.TIME_BUDGET,
+    reasons.TIER_CAP, reasons.FIRST_TOKEN, reasons.BATCH_RUNNING, reasons.WINDOW_OPEN, reasons.ONE_AT_A_TIME)
 STALLS = (
-    reasons.TOKEN_BUDGET, reasons.TIME_BUDGET, reasons.STEP_CONTEXT, reasons.FIRST_TOKEN, reasons.ENDING,
-    reasons.PROMPTS_ALONE)
+    reasons.TOKEN_BUDGET, reasons.SHORT_STEP, reasons.TIME_BUDGET, reasons.STEP_CONTEXT, reasons.FIRST_TOKEN,
+    reasons.ENDING, reasons.PROMPTS_ALONE)
 
 
 class Columns(Protocol):

@@ -11,14 +11,16 @@ two requests that come together would wait until everyone else was served as muc
 which with no credit is their theorem 4.4.  An order of those who wait does not help one who comes when a flood has
 every slot and fills every step.  So one that begins, beside a tenant far ahead (FAR times its rows, by weight, and not
 served less), takes a place where none is free, and rows of that tenant rest while its prompt is computed: at most
-`core.courtesy.MAX_RESTS` steps in a row.  Whoever took a place has still less than the one who yielded it, so places
-never change hands back and forth, and tenants of like size do neither to each other.
+`core.courtesy.MAX_RESTS` steps in a row.  Whoever took a place goes before the one who yielded it, so places never
+change hands back and forth, and tenants of like size do neither to each other.  And where another tenant was here
+lately, steps are short in which nobody is waited for: it may come back while one is under way.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from math import inf
 
 from slotwise.core.request import Request, State
 from slotwise.core.seams import Key
@@ -26,9 +28,10 @@ from slotwise.policies.fcfs import FirstComeFirstServed
 
 PROMPT = 1.0  # work of a prompt's token, as in the paper
 OUTPUT = 2.0
-FAR = 4  # a tenant is far ahead of another that has at most a quarter of its rows, by weight
+FAR = 3  # a tenant is far ahead of another that has at most a third of its rows, by weight
 CREDIT = 2048.0  # work that a tenant may do at once after it was away
 MAX_AWAY = 4096  # tenants without a request whose counters are kept
+LATELY = 2.0**20  # work until one who is served alone need no longer reckon with others
 
 
 class Fair(FirstComeFirstServed):
@@ -50,6 +53,7 @@ class Fair(FirstComeFirstServed):
         self._rows: Counter[str] = Counter()  # of each tenant, those who run
         self._charged: dict[str, float] = {}  # of the living whose prompts are paid for, the counter before that
         self._level = 0.0  # the counter of the tenant that was admitted last
+        self._company = -inf  # the level when more than one tenant was here last
 
     def lane(self, request: Request) -> str:
         return request.terms.tenant
@@ -70,7 +74,9 @@ class Fair(FirstComeFirstServed):
         return (self.counters.get(request.terms.tenant, 0.0), request.arrival)
 
     def preempts(self, waiting: Request, running: Request, now: float) -> bool:
-        return self._is_far_behind(waiting, running)
+        """Only if it goes before the other where both wait: else whoever yielded would be the first to come back."""
+        mine, its = ((self.counters[one.terms.tenant], one.arrival) for one in (waiting, running))
+        return mine < its and self._is_far_behind(waiting, running)
 
     def resting(self, requests: Sequence[Request], beginning: Sequence[Request], now: float) -> frozenset[str]:
         found: dict[tuple[str, str], bool] = {}  # alike for all of a tenant's requests of one tier
@@ -92,7 +98,7 @@ class Fair(FirstComeFirstServed):
     def arrived(self, request: Request, now: float) -> None:
         tenant = request.terms.tenant
         self._living[tenant] += 1
-        self.holds_back = len(self._living) > 1
+        self._reckon()
         if not self._waiting[tenant]:
             self._lift(tenant)
         self._waiting[tenant] += 1
@@ -111,6 +117,7 @@ class Fair(FirstComeFirstServed):
             self._charged[request.request_id] = self.counters[tenant]
             self._charge(request, PROMPT * max(0, request.num_prompt - request.num_computed))
         self._level = self.counters[tenant]
+        self._reckon()
 
     def preempted(self, request: Request, now: float) -> None:
         self._waiting[request.terms.tenant] += 1
@@ -128,11 +135,17 @@ class Fair(FirstComeFirstServed):
         else:
             self._leave_slot(tenant)
         self._charged.pop(request.request_id, None)
+        self._reckon()
         self._living[tenant] -= 1
         if not self._living[tenant]:
             del self._living[tenant]
-            self.holds_back = len(self._living) > 1
             self._forget()
+
+    def _reckon(self) -> None:
+        """With others, while they are here and for as long after that as they may well come back."""
+        if len(self._living) > 1:
+            self._company = self._level
+        self.holds_back = self._level - self._company < LATELY
 
     def _charge(self, request: Request, work: float) -> None:
         self.counters[request.terms.tenant] += work / self._weight(request)

@@ -53,7 +53,8 @@ class Fair(FirstComeFirstServed):
         self._rows: Counter[str] = Counter()  # of each tenant, those who run
         self._charged: dict[str, float] = {}  # of the living whose prompts are paid for, the counter before that
         self._level = 0.0  # the counter of the tenant that was admitted last
-        self._company = -inf  # the level when more than one tenant was here last
+        self._latest: str | None = None  # the tenant of whom something was heard last
+        self._company = -inf  # the level when that was another than before
 
     def lane(self, request: Request) -> str:
         return request.terms.tenant
@@ -98,7 +99,7 @@ class Fair(FirstComeFirstServed):
     def arrived(self, request: Request, now: float) -> None:
         tenant = request.terms.tenant
         self._living[tenant] += 1
-        self._reckon()
+        self._reckon(tenant)
         if not self._waiting[tenant]:
             self._lift(tenant)
         self._waiting[tenant] += 1
@@ -117,7 +118,7 @@ class Fair(FirstComeFirstServed):
             self._charged[request.request_id] = self.counters[tenant]
             self._charge(request, PROMPT * max(0, request.num_prompt - request.num_computed))
         self._level = self.counters[tenant]
-        self._reckon()
+        self._reckon(tenant)
 
     def preempted(self, request: Request, now: float) -> None:
         self._waiting[request.terms.tenant] += 1
@@ -135,16 +136,16 @@ class Fair(FirstComeFirstServed):
         else:
             self._leave_slot(tenant)
         self._charged.pop(request.request_id, None)
-        self._reckon()
         self._living[tenant] -= 1
         if not self._living[tenant]:
             del self._living[tenant]
             self._forget()
 
-    def _reckon(self) -> None:
+    def _reckon(self, tenant: str) -> None:
         """With others, while they are here and for as long after that as they may well come back."""
-        if len(self._living) > 1:
+        if len(self._living) > 1 or self._latest not in (tenant, None):
             self._company = self._level
+        self._latest = tenant
         self.holds_back = self._level - self._company < LATELY
 
     def _charge(self, request: Request, work: float) -> None:

@@ -253,7 +253,7 @@ def fair(where: Where) -> list[Finding]:
         count, draw = int(rate * where.seconds), random.Random(where.seed)
         times = arrivals.Poisson(rate).times(draw, count)
         light = [ask._replace(at=at, terms=Terms("light")) for at, ask in zip(times, make(count, rate), strict=True)]
-        flood = [ask._replace(terms=Terms("flood")) for ask in make(FLOOD * count, FLOOD * rate)]
+        flood = [ask._replace(terms=Terms("flood"), whole=True) for ask in make(FLOOD * count, FLOOD * rate)]
         both = sorted(light + flood, key=lambda ask: ask.at)
         curves = {"alone": [outcome.ttft for outcome in where.serve(light, setting("fair"))]}
         for policy in ("fcfs", "fair"):

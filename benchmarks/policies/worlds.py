@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import aiohttp
 import msgspec
 import uvloop
 from benchmarks.reliability.server import serving
@@ -42,6 +43,7 @@ class Ask(NamedTuple):
     num_output: int
     terms: Terms = Terms()
     max_tokens: int = 0  # asked for; 0: as much as the longest answer of all
+    whole: bool = False  # the answer comes at once, not as a stream: what a client reads costs the server's processors
 
 
 @dataclass(frozen=True)
@@ -125,17 +127,21 @@ def real(asks: Sequence[Ask], setting: Setting, seed: int) -> list[Outcome]:
 
 def _drive(target: Target, asks: Sequence[Ask], vocab_size: int, seed: int) -> list[Outcome]:
     workload, phrasing = workload_of(asks, seed), Phrasing(vocab_size, hidden_lengths=True)
-    load = Load(workload, lambda request: _body(phrasing.body(target, workload, request), asks[request.number].terms))
+    load = Load(workload, lambda request: _body(phrasing.body(target, workload, request), asks[request.number]))
 
     async def run() -> None:
         async with open_session() as session:
             clients: dict[str, Client] = {}
             for tenant in {ask.terms.tenant for ask in asks}:
-                mine = Target(target.base_url, target.endpoint, target.model, _key(tenant) if tenant else "")
-                clients[tenant] = Client(session, mine, load.clock)
+                clients[tenant] = Client(session, _target(target, tenant), load.clock)
 
             async def send(body: bytes, reply: Reply) -> None:
-                await clients[asks[reply.number].terms.tenant].complete(body, reply)
+                ask = asks[reply.number]
+                if ask.whole:
+                    await _take_whole(session, _target(target, ask.terms.tenant), body, reply)
+                    reply.ended = load.clock()
+                else:
+                    await clients[ask.terms.tenant].complete(body, reply)
 
             await asyncio.wait_for(load.run(send), LIMIT)
 
@@ -147,8 +153,24 @@ def _drive(target: Target, asks: Sequence[Ask], vocab_size: int, seed: int) -> l
     return sorted(load.outcomes, key=lambda outcome: outcome.number)
 
 
-def _body(body: bytes, terms: Terms) -> bytes:
-    extras: dict[str, Any] = {}
+def _target(target: Target, tenant: str) -> Target:
+    return Target(target.base_url, target.endpoint, target.model, _key(tenant) if tenant else "")
+
+
+async def _take_whole(session: aiohttp.ClientSession, target: Target, body: bytes, reply: Reply) -> None:
+    url = target.base_url + target.endpoint
+    async with session.post(url, data=body, headers=target.headers | {"Content-Type": "application/json"}) as response:
+        answer = msgspec.json.decode(await response.read())
+    reply.status = COMPLETED if response.status == 200 else REJECTED
+    if reply.status == COMPLETED:
+        reply.num_prompt, reply.num_output = (answer["usage"][f"{kind}_tokens"] for kind in ("prompt", "completion"))
+    else:
+        reply.error = f"{response.status}: {answer['error']['message']}"
+
+
+def _body(body: bytes, ask: Ask) -> bytes:
+    terms = ask.terms
+    extras: dict[str, Any] = {"stream": False, "stream_options": None} if ask.whole else {}
     if terms.tier:
         extras["service_tier"] = terms.tier
     if terms.priority:

@@ -70,7 +70,7 @@ class Admission:
             return TIER_CAP
         if draft.budget < 1:
             return draft.shortage
-        if draft.beginning and self._roster.policy.resting((request,), draft.beginning, draft.now):
+        if draft.lanes and self._roster.policy.lane(request) in draft.lanes:
             return FIRST_TOKEN
         seat = self._seat(request, draft)
         if seat is None:

@@ -45,13 +45,22 @@ class Courtesy:
         if self._num_rests >= MAX_RESTS:
             return
         running = [request for request in self._roster.running.values() if self._goes_on(request)]
-        draft.beginning = [request for request in running if begins(request)]
+        beginning = [request for request in running if begins(request)]
         if next_in_line is not None and begins(next_in_line):
-            draft.beginning.append(next_in_line)
-        if draft.beginning:
-            draft.rest = self._roster.policy.resting(running, draft.beginning, draft.now)
-        if not draft.rest:
+            beginning.append(next_in_line)
+        if beginning:
+            draft.rest = self._roster.policy.resting(running, beginning, draft.now)
+        if draft.rest:
+            self._stand_back(draft, running, beginning)
+        else:
             self._shorten(draft, len(running))
+
+    def _stand_back(self, draft: Draft, running: list[Request], beginning: list[Request]) -> None:
+        """Who rests keeps its word, whatever the places of newcomers change: nobody of its lane joins either."""
+        policy = self._roster.policy
+        draft.beginning = [one for one in beginning if one.request_id not in draft.rest
+                           and policy.resting(running, (one,), draft.now)]
+        draft.lanes = frozenset([policy.lane(one) for one in running if one.request_id in draft.rest])
 
     @staticmethod
     def _shorten(draft: Draft, num_running: int) -> None:
@@ -64,12 +73,12 @@ class Courtesy:
         return not request.reason and request.num_known < request.end
 
     def settle(self, draft: Draft) -> Sequence[Request]:
-        """Now that the others have their tokens: those who need not rest, for nobody that they rest for begins."""
+        """Now that the others have their tokens: those who need not rest, where nobody that they rest for begins."""
         idle = [request for request in self._roster.running.values() if request.request_id in draft.rest]
-        begun = [request for request in draft.beginning if draft.has(request)]
-        rest = self._roster.policy.resting(idle, begun, draft.now) if begun else frozenset()
-        draft.refused[:0] = [Decision(one.request_id, FIRST_TOKEN) for one in idle if one.request_id in rest]
-        return [one for one in idle if one.request_id not in rest]
+        if not any(draft.has(request) for request in draft.beginning):
+            return idle
+        draft.refused[:0] = [Decision(one.request_id, FIRST_TOKEN) for one in idle]
+        return ()
 
     def count(self, draft: Draft) -> None:
         """The draft is complete."""

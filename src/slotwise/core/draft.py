@@ -51,8 +51,8 @@ class Draft:
     """Filled by one `Scheduler.plan`, then closed into a StepPlan."""
 
     __slots__ = (
-        "beginning", "budget", "grants", "has_piece", "held", "is_pressed", "joins", "now", "padding", "preempted",
-        "refused", "rest", "rows", "shortage", "step", "stop", "time",
+        "beginning", "budget", "grants", "has_piece", "held", "is_pressed", "joins", "lanes", "now", "padding",
+        "preempted", "refused", "rest", "rows", "shortage", "step", "stop", "time",
     )
 
     def __init__(self, step: int, now: float, budget: int, time: StepTime | None = None) -> None:
@@ -62,7 +62,8 @@ class Draft:
         self.budget = budget  # tokens this step may still take; a prompt that is not cut may take it below zero
         self.time = time  # what it may still compute in the time it has; None: as long as it takes
         self.has_piece = False  # of a prompt, and there is a limit to its time
-        self.beginning: list[Request] = []  # for whom others may rest
+        self.beginning: list[Request] = []  # for whom others rest
+        self.lanes: frozenset[str] = frozenset()  # of those who rest
         self.rest: frozenset[str] = frozenset()  # names of those who run, and rest if any of them begins
         self.rows: list[tuple[Request, int, int, bool]] = []  # request, start, count, samples
         self.padding: tuple[int, ...] = ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+import pytest
 from crowds import ROOMY, Comer, comers, crowd, play, running, terms
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -129,3 +130,10 @@ def test_a_step_stays_short_for_one_who_may_come_back_while_it_runs():
     short = steps(Comer(0, 1, 1, LIGHT))
     assert max(sum(plan.counts) for plan in short) <= 12 // SHORT + 2
     assert SHORT_STEP in {plan.stop.reason for plan in short if plan.stop}
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3, 4])
+def test_the_shortest_step_gets_on(budget):
+    driver = Driver(replace(WIDE, max_num_seqs=1, max_num_batched_tokens=budget), policy=Fair({}))
+    play(driver, crowd([Comer(0, 9, 2, LIGHT), Comer(0, 9, 2, FLOOD), Comer(3, 9, 2, LIGHT)]))
+    assert len(driver.ended) == 3

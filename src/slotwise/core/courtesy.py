@@ -64,7 +64,7 @@ class Courtesy:
 
     @staticmethod
     def _shorten(draft: Draft, num_running: int) -> None:
-        budget = num_running + draft.budget // SHORT
+        budget = max(1, num_running + draft.budget // SHORT)  # somebody gets on, whatever is asked for
         if budget < draft.budget:
             draft.budget, draft.shortage = budget, SHORT_STEP
 

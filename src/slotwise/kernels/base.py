@@ -16,13 +16,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import Tensor, device, dtype
+from torch import Tensor, device, dtype, int8
 
 Linear = Callable[[Tensor], Tensor]
 """A packed product: `[tokens, in] -> [tokens, out]`, bias included."""
 
 LayerCache = Any
 """One layer's keys and values; its layout belongs to the kernels that made it."""
+
+CACHE_KINDS: dict[str, dtype | None] = {"auto": None, "int8": int8}
+"""What a cache may hold, by its name for users; None: what the model computes in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +95,14 @@ class Kernels(Protocol):
         ...
 
     def allocate_cache(self, num_blocks: int, block_size: int, shape: AttentionShape, kind: dtype) -> LayerCache:
-        """One layer's zeroed cache of `num_blocks` blocks of `block_size` tokens."""
+        """One layer's zeroed cache of `num_blocks` blocks of `block_size` tokens, for a model that computes in `kind`.
+
+        What it holds of keys and values is the kernels' choice, made when they are.
+        """
         ...
 
     def cache_bytes_per_block(self, block_size: int, shape: AttentionShape, kind: dtype) -> int:
-        """Bytes one block takes in one layer, keys and values together."""
+        """Bytes one block takes in one layer, keys and values together, and whatever is kept to read them by."""
         ...
 
     def cache_pieces(self, cache: LayerCache) -> tuple[Tensor, ...]:

@@ -22,6 +22,7 @@ from slotwise.kernels.cpu.openmp import HEADER, THREAD_COUNTER
 from slotwise.kernels.cpu.simd import (
     BFLOAT16,
     FLOAT32,
+    INT8,
     INT32,
     INT64,
     ZERO,
@@ -35,7 +36,7 @@ from slotwise.kernels.cpu.simd import (
     load,
     store,
 )
-from slotwise.kernels.cpu.strip import strip_weights
+from slotwise.kernels.cpu.strip import ask_for_scales, strip_weights
 from slotwise.kernels.cpu.tile import STRIP, STRIP_ROW_BYTES, call_multiply
 
 PAIR = 2 * LANES  # columns are read by two vectors, but for an odd last one
@@ -51,8 +52,8 @@ TABLE = 64  # bytes before the table: a cache line for the number of tiles
 # Arguments of `plan` and of `attend`, in words after the header.
 (
     MULTIPLY_ADDRESS, QUERY, OUT, CACHE, TABLES, TABLE_WIDTH, QUERY_STARTS, CONTEXT_LENS, ROWS, TILES, ARRIVALS, PARTS,
-    SCRATCH, SCRATCH_BYTES, HEADS, KV_HEADS, DIM, DIM_PADDED, BLOCK, BLOCK_PADDED, WINDOW, SCALE_BITS,
-) = range(HEADER, HEADER + 22)
+    SCRATCH, SCRATCH_BYTES, HEADS, KV_HEADS, DIM, DIM_PADDED, BLOCK, BLOCK_PADDED, HEAD_BLOCK, WINDOW, SCALE_BITS,
+) = range(HEADER, HEADER + 23)
 
 
 class Room(NamedTuple):
@@ -138,8 +139,12 @@ def _load_queries(words, tile, head, queries, kind):
 
 
 @kernel
-def _softmax(words, tile, scores, sums, state, low, high, base):
-    """Scores of places `base + low ... base + high` to weights; what the sums held so far is scaled to match."""
+def _softmax(words, tile, scores, sums, state, low, high, base, scales, stored):
+    """Scores of places `base + low ... base + high` to weights; what the sums held so far is scaled to match.
+
+    `scales` are those of place `base`, where what is `stored` has any.
+    """
+    columns = load(words, BLOCK_PADDED, INT64)
     group, width = load(words, HEADS, INT64) // load(words, KV_HEADS, INT64), load(words, DIM_PADDED, INT64)
     tokens, window, row_in_step = load(tile, TOKENS, INT32), load(words, WINDOW, INT64), load(tile, ROW, INT32)
     end_token = load(load(words, QUERY_STARTS, INT64), row_in_step + 1, INT32)
@@ -150,7 +155,7 @@ def _softmax(words, tile, scores, sums, state, low, high, base):
         start = max(low, here - window + 1) if window > 0 else low
         for _ in range(group):
             before = load(state, row, FLOAT32)
-            top, added = strip_weights(scores, start, end, before)
+            top, added = strip_weights(scores, start, end, before, scales, columns, stored)
             keep = exp2(before - top)
             store(state, row, top, FLOAT32)
             store(state, tokens * group + row, load(state, tokens * group + row, FLOAT32) * keep + added, FLOAT32)
@@ -164,18 +169,18 @@ def _softmax(words, tile, scores, sums, state, low, high, base):
 
 
 @kernel
-def _walk(words, tile, head, queries, scores, sums, state, kind):
+def _walk(words, tile, head, queries, scores, sums, state, stored):
     """Add the values of all places of a tile, weighted, block by block.
 
     While keys are read the values after them are asked for, and then the next block's keys: blocks lie anywhere, so the
     processor cannot know.
     """
     block, block_padded = load(words, BLOCK, INT64), load(words, BLOCK_PADDED, INT64)
-    dim, width, size = load(words, DIM, INT64), load(words, DIM_PADDED, INT64), bytes_of(kind)
+    dim, width, size = load(words, DIM, INT64), load(words, DIM_PADDED, INT64), bytes_of(stored)
     kv_heads, multiply = load(words, KV_HEADS, INT64), load(words, MULTIPLY_ADDRESS, INT64)
     rows = load(tile, TOKENS, INT32) * (load(words, HEADS, INT64) // kv_heads)
     table = load(words, TABLES, INT64) + load(tile, ROW, INT32) * load(words, TABLE_WIDTH, INT64) * 4
-    head_block = (dim * block_padded + block * width) * size
+    head_block = load(words, HEAD_BLOCK, INT64)
     place, last = load(tile, FIRST, INT32), load(tile, LAST, INT32)
     entry, offset = place // block, place % block
     keys = load(words, CACHE, INT64) + (load(table, entry, INT32) * kv_heads + head) * head_block
@@ -192,10 +197,12 @@ def _walk(words, tile, head, queries, scores, sums, state, kind):
         column = low // PAIR * PAIR
         columns = min(block_padded - start, (high + PAIR - 1) // PAIR * PAIR) - column
         read = keys + (start + column) * size
+        scales = keys + (dim * block_padded + block * width) * size + start * 4
+        ask_for_scales(scales, block_padded, stored)
         fill(scores, rows * STRIP, ZERO)
         call_multiply(multiply, rows, columns, queries, rows * STRIP_ROW_BYTES, read, block_padded * size, dim,
                       scores + column * 4, STRIP_ROW_BYTES, values - read)
-        _softmax(words, tile, scores, sums, state, low, high, place - low)
+        _softmax(words, tile, scores, sums, state, low, high, place - low, scales, stored)
         call_multiply(multiply, rows, width, scores + low * 4, 0, values, width * size, high - low, sums, width * 4,
                       following - values)
         keys = following
@@ -251,7 +258,7 @@ def _join_parts(words, tile, head, sums, totals):
 
 
 @kernel
-def _attend(words, kind):
+def _attend(words, kind, stored):
     kv_heads, width = load(words, KV_HEADS, INT64), load(words, DIM_PADDED, INT64)
     group = load(words, HEADS, INT64) // kv_heads
     most = max(1, TILE_ROWS // group) * group
@@ -269,7 +276,7 @@ def _attend(words, kind):
         fill(maxima, rows, NO_SCORE)
         fill(totals, rows, ZERO)
         _load_queries(words, tile, head, queries, kind)
-        _walk(words, tile, head, queries, scores, sums, maxima, kind)
+        _walk(words, tile, head, queries, scores, sums, maxima, stored)
         if load(tile, SEGMENTS, INT32) == 1:
             _store_outputs(words, tile, head, sums, totals, kind)
         elif _leave_part(words, tile, head, sums):
@@ -283,15 +290,25 @@ def _plan(words):
 
 
 def _attend_bfloat16(words):
-    _attend(words, BFLOAT16)
+    _attend(words, BFLOAT16, BFLOAT16)
 
 
 def _attend_float32(words):
-    _attend(words, FLOAT32)
+    _attend(words, FLOAT32, FLOAT32)
+
+
+def _attend_bfloat16_over_int8(words):
+    _attend(words, BFLOAT16, INT8)
+
+
+def _attend_float32_over_int8(words):
+    _attend(words, FLOAT32, INT8)
 
 
 PLAN = Compiled(_plan, "void(int64)")
-ATTEND = {
-    torch.bfloat16: Compiled(_attend_bfloat16, "void(int64)"),
-    torch.float32: Compiled(_attend_float32, "void(int64)"),
+ATTEND = {  # by the type of the queries and what the cache holds
+    (torch.bfloat16, torch.bfloat16): Compiled(_attend_bfloat16, "void(int64)"),
+    (torch.float32, torch.float32): Compiled(_attend_float32, "void(int64)"),
+    (torch.bfloat16, torch.int8): Compiled(_attend_bfloat16_over_int8, "void(int64)"),
+    (torch.float32, torch.int8): Compiled(_attend_float32_over_int8, "void(int64)"),
 }

@@ -9,6 +9,14 @@ Columns are padded to 16, the lanes of a vector.  In bfloat16 two vectors lie to
 how `tile.py` reads them for nothing:
 
     0 16  1 17  2 18 ... 15 31 | 32 48  33 49 ... 47 63 | ... an odd last vector as it is
+
+A cache of int8 holds each token's key and value of a head as whole numbers up to 127 and what one of them is worth,
+behind the values, where tokens are columns again:
+
+    keys int8 [head_dim, tokens] | values int8 [tokens, head_dim] | scales float32 [2, tokens], of keys and of values
+
+A scale belongs to a column of the scores, so it is applied to those, and to the weights made of them, and not to every
+number: a few rows of 64 instead of the whole block.
 """
 
 from __future__ import annotations
@@ -38,35 +46,47 @@ def stored_order(columns: int, kind: torch.dtype) -> Tensor:
     return torch.cat([pairs, order[len(pairs) :]])
 
 
-def head_block_elements(block_size: int, head_dim: int) -> tuple[int, int]:
-    """Elements of keys and of values in one block of one key-value head."""
-    return head_dim * padded(block_size), block_size * padded(head_dim)
+def head_block_elements(block_size: int, head_dim: int, kind: torch.dtype) -> tuple[int, int, int]:
+    """Elements that keys, values and their scales take in one block of one key-value head."""
+    scales = 2 * padded(block_size) * torch.float32.itemsize if kind == torch.int8 else 0
+    return head_dim * padded(block_size), block_size * padded(head_dim), scales
 
 
 @dataclass(frozen=True, slots=True)
 class CpuCache:
     """One layer's keys and values."""
 
-    storage: Tensor  # [blocks, kv_heads, key elements + value elements]
+    storage: Tensor  # [blocks, kv_heads, elements of keys, values and scales]
     block_size: int  # tokens
     address: int  # of `storage`
-    geometry: tuple[int, ...]  # heads, kv_heads, head_dim, the same padded, block_size, the same padded
+    geometry: tuple[int, ...]  # heads, kv_heads, head_dim, that padded, block_size, that padded, a head's block in bytes
 
     @classmethod
     def allocate(cls, num_blocks: int, block_size: int, shape: AttentionShape, kind: torch.dtype) -> CpuCache:
         """A zeroed cache; its pages are touched only once they are written."""
-        elements = sum(head_block_elements(block_size, shape.head_dim))
+        elements = sum(head_block_elements(block_size, shape.head_dim, kind))
         pages = mmap.mmap(-1, num_blocks * shape.num_kv_heads * elements * kind.itemsize)  # `torch.zeros` writes them
         storage = torch.frombuffer(pages, dtype=kind).view(num_blocks, shape.num_kv_heads, elements)
         heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim, padded(shape.head_dim))
-        return cls(storage, block_size, storage.data_ptr(), (*heads, block_size, padded(block_size)))
+        block = (block_size, padded(block_size), elements * kind.itemsize)
+        return cls(storage, block_size, storage.data_ptr(), (*heads, *block))
 
     def keys_and_values(self, shape: AttentionShape) -> tuple[Tensor, Tensor]:
         """Both as `[blocks, block_size, kv_heads, head_dim]`, copied, for whoever looks in from outside."""
-        keys, values = self.storage.split(head_block_elements(self.block_size, shape.head_dim), dim=-1)
+        keys, values, _ = self._parts(shape)
         keys = self._columns(keys.unflatten(-1, (shape.head_dim, padded(self.block_size))))[..., : self.block_size]
         values = self._columns(values.unflatten(-1, (self.block_size, padded(shape.head_dim))))[..., : shape.head_dim]
         return keys.permute(0, 3, 1, 2), values.transpose(1, 2)
+
+    def scales(self, shape: AttentionShape) -> tuple[Tensor, Tensor]:
+        """Of an int8 cache: what a key's and a value's numbers are worth, `[blocks, block_size, kv_heads]` each."""
+        *_, stored = self._parts(shape)
+        both = stored.contiguous().view(torch.float32).unflatten(-1, (2, -1))[..., : self.block_size]
+        keys, values = both.transpose(1, 3).unbind(2)
+        return keys, values
+
+    def _parts(self, shape: AttentionShape) -> tuple[Tensor, ...]:
+        return self.storage.split(head_block_elements(self.block_size, shape.head_dim, self.storage.dtype), dim=-1)
 
     def _columns(self, stored: Tensor) -> Tensor:
         """In their own order."""

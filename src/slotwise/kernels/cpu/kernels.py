@@ -10,9 +10,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from slotwise.kernels.base import AttentionShape, Linear, QKNorm, RaggedBatch
+from slotwise.kernels.base import CACHE_KINDS, AttentionShape, Linear, QKNorm, RaggedBatch
 from slotwise.kernels.cpu import attention, linear, pointwise, quantised, tile
-from slotwise.kernels.cpu.cache import CpuCache, head_block_elements
+from slotwise.kernels.cpu.cache import CpuCache, head_block_elements, padded
 from slotwise.kernels.cpu.compiled import Compiled, compile_all
 from slotwise.kernels.cpu.openmp import Team
 from slotwise.kernels.cpu.recording import PROGRAM, Arena, Recorder, Recording
@@ -29,14 +29,18 @@ class CpuKernels:
     name = "cpu"
     device = torch.device("cpu")
 
-    def __init__(self, threads: int | None = None, quantization: str = "none") -> None:
+    def __init__(self, threads: int | None = None, quantization: str = "none", kv_cache_dtype: str = "auto") -> None:
         """`threads` compute; None: as many as torch uses.
 
         Raises:
-            ValueError: `quantization` is neither "none" nor one of `quantised.BITS`.
+            ValueError: `quantization` is neither "none" nor one of `quantised.BITS`, or `kv_cache_dtype` none of
+                `CACHE_KINDS`.
         """
         if quantization != "none" and quantization not in quantised.BITS:
             raise ValueError(f"quantization must be none, {' or '.join(quantised.BITS)}, not {quantization!r}")
+        if kv_cache_dtype not in CACHE_KINDS:
+            raise ValueError(f"kv_cache_dtype must be {' or '.join(CACHE_KINDS)}, not {kv_cache_dtype!r}")
+        self._cached = CACHE_KINDS[kv_cache_dtype]
         self._team = Team(threads or torch.get_num_threads())
         self._bits = quantised.BITS.get(quantization, 0)  # of a weight; 0: as it comes
         self._head_bits = 8 if self._bits else 0  # the head keeps 8: each of its errors is a token's
@@ -46,9 +50,11 @@ class CpuKernels:
     def warm_up(self, kind: torch.dtype) -> None:
         """Have all kernels of one type ready, compiled or read from disk, before the first request needs them."""
         products = [quantised.PRODUCT[bits, kind] for bits in {self._bits, self._head_bits} if bits]
-        compile_all([*products, *(table[kind] for table in (
-            attention.ATTEND, pointwise.ROTARY_STORE, linear.PRODUCT, tile.MULTIPLY, pointwise.NORM, pointwise.SILU_MUL
-        )), attention.PLAN, pointwise.EMBED, PROGRAM])
+        stored = self._stored(kind)
+        of_the_cache = [attention.ATTEND[kind, stored], pointwise.ROTARY_STORE[kind, stored]]
+        multiply = [tile.MULTIPLY[each] for each in dict.fromkeys((kind, stored))]
+        compile_all([*products, *of_the_cache, linear.PRODUCT[kind], *multiply, pointwise.NORM[kind],
+                     pointwise.SILU_MUL[kind], attention.PLAN, pointwise.EMBED, PROGRAM])
 
     def operations_per_second(self, kind: torch.dtype) -> float:
         """By what the processor multiplies, for each thread."""
@@ -58,11 +64,16 @@ class CpuKernels:
 
     def allocate_cache(self, num_blocks: int, block_size: int, shape: AttentionShape, kind: torch.dtype) -> CpuCache:
         """One layer's zeroed cache of `num_blocks` blocks of `block_size` tokens."""
-        return CpuCache.allocate(num_blocks, block_size, shape, kind)
+        return CpuCache.allocate(num_blocks, block_size, shape, self._stored(kind))
 
     def cache_bytes_per_block(self, block_size: int, shape: AttentionShape, kind: torch.dtype) -> int:
-        """Bytes one block takes in one layer, keys and values together."""
-        return sum(head_block_elements(block_size, shape.head_dim)) * shape.num_kv_heads * kind.itemsize
+        """Bytes one block takes in one layer, keys, values and what scales they have."""
+        stored = self._stored(kind)
+        return sum(head_block_elements(block_size, shape.head_dim, stored)) * shape.num_kv_heads * stored.itemsize
+
+    def _stored(self, kind: torch.dtype) -> torch.dtype:
+        """What the cache of a model that computes in `kind` holds."""
+        return self._cached or kind
 
     def cache_pieces(self, cache: CpuCache) -> tuple[Tensor, ...]:
         """One, keys and values together."""
@@ -146,8 +157,9 @@ class CpuKernels:
         self._team.give(
             qkv.data_ptr(), query.data_ptr(), cache.address, rotary.data_ptr(), batch.positions.data_ptr(),
             batch.slot_mapping.data_ptr(), tokens, *cache.geometry, *norms,
+            self._team.scratch(self._team.threads * padded(shape.head_dim)),
         )
-        self._run(pointwise.ROTARY_STORE[qkv.dtype], qkv.numel())
+        self._run(pointwise.ROTARY_STORE[qkv.dtype, cache.storage.dtype], qkv.numel())
         return query
 
     def attention(self, query: Tensor, cache: CpuCache, batch: RaggedBatch, shape: AttentionShape) -> Tensor:
@@ -157,13 +169,13 @@ class CpuKernels:
         room = attention.room(shape, rows, tokens, batch.max_context_len)
         base = team.scratch(room.floats(team.threads))
         team.give(
-            tile.MULTIPLY[query.dtype].address, query.data_ptr(), out.data_ptr(), cache.address, tables.data_ptr(),
+            tile.MULTIPLY[cache.storage.dtype].address, query.data_ptr(), out.data_ptr(), cache.address, tables.data_ptr(),
             tables.stride(0), batch.query_starts.data_ptr(), batch.context_lens.data_ptr(), rows,
             base, base + room.arrivals, base + room.parts, base + room.threads, room.thread_bytes, *cache.geometry,
             shape.window, _bits(shape.scale * LOG2_E),
         )
         team.alone(attention.PLAN)
-        team.together(attention.ATTEND[query.dtype])
+        team.together(attention.ATTEND[query.dtype, cache.storage.dtype])
         return out
 
     def _run(self, code: Compiled, elements: int) -> None:

@@ -11,29 +11,35 @@ import torch
 
 from slotwise.kernels.cpu.cache import LANES
 from slotwise.kernels.cpu.compiled import Compiled
-from slotwise.kernels.cpu.openmp import HEADER
+from slotwise.kernels.cpu.openmp import HEADER, THREAD_COUNTER
 from slotwise.kernels.cpu.simd import (
     BFLOAT16,
     FLOAT32,
+    INT8,
+    INT32,
     INT64,
     bytes_of,
     exp2,
     fetch_add,
     float_of,
     kernel,
+    larger,
     load,
     store,
 )
 
 LOG2_E = np.float32(1.4426950408889634)
+SIZE_BITS, INFINITY_BITS = 0x7FFFFFFF, 0x7F800000  # of a float32: all but its sign; NaN lies above infinity
+STEPS = np.float32(127)  # of int8, on either side of zero
+TINY = np.float32(1e-30)
 
 # Arguments in words after the header: of the embedding, of norms and activation, of the rotary embedding.
 TABLE, TOKEN_IDS, EMBEDDING, EMBEDDED, ROW_BYTES = range(HEADER, HEADER + 5)
 X, RESIDUAL, WEIGHT, OUT, TOKENS, SIZE, EPS_BITS = range(HEADER, HEADER + 7)
 (
     QKV, QUERY, CACHE, ROTARY, POSITIONS, SLOTS, NUM_TOKENS, HEADS, KV_HEADS, DIM, DIM_PADDED, BLOCK, BLOCK_PADDED,
-    QUERY_NORM, KEY_NORM, NORM_EPS_BITS,
-) = range(HEADER, HEADER + 16)
+    HEAD_BLOCK, QUERY_NORM, KEY_NORM, NORM_EPS_BITS, ROOM,
+) = range(HEADER, HEADER + 18)
 
 
 @kernel
@@ -93,8 +99,11 @@ def _silu_mul(words, kind):
 
 
 @kernel
-def _rotate(words, token, head, norm, target, stride, kind):
-    """One head of `qkv`, normed if `norm` is an address and rotated, to every `stride`-th element of `target`."""
+def _rotate(words, token, head, norm, target, stride, kind, stored):
+    """One head of `qkv`, normed if `norm` is an address and rotated, to every `stride`-th element of `target`.
+
+    What is `stored` there may be of another kind.
+    """
     dim = load(words, DIM, INT64)
     half = dim // 2
     row = (load(words, HEADS, INT64) + 2 * load(words, KV_HEADS, INT64)) * dim
@@ -110,55 +119,100 @@ def _rotate(words, token, head, norm, target, stride, kind):
             low *= factor * load(norm, i, kind)
             high *= factor * load(norm, half + i, kind)
         c, s = load(cosine, i, FLOAT32), load(sine, i, FLOAT32)
-        store(target, i * stride, low * c - high * s, kind)
-        store(target, (half + i) * stride, high * c + low * s, kind)
+        store(target, i * stride, low * c - high * s, stored)
+        store(target, (half + i) * stride, high * c + low * s, stored)
 
 
 @kernel
 def stored_at(column, columns, kind):
     """Where `column` of so many stands, as in `cache.stored_order`."""
-    if bytes_of(kind) == 4 or column >= columns // (2 * LANES) * 2 * LANES:
+    if bytes_of(kind) != 2 or column >= columns // (2 * LANES) * 2 * LANES:
         return column
     return column // (2 * LANES) * 2 * LANES + column % LANES * 2 + column // LANES % 2
 
 
 @kernel
-def _rotary_store_token(words, token, kind):
+def _values(words, token, head, kind):
+    """Where a token's value of one head stands in `qkv`."""
     heads, kv_heads, dim = load(words, HEADS, INT64), load(words, KV_HEADS, INT64), load(words, DIM, INT64)
-    block, block_padded = load(words, BLOCK, INT64), load(words, BLOCK_PADDED, INT64)
-    width, size = load(words, DIM_PADDED, INT64), bytes_of(kind)
-    slot = load(load(words, SLOTS, INT64), token, INT64)
-    offset, head_block = slot % block, (dim * block_padded + block * width) * size
-    start = load(words, CACHE, INT64) + slot // block * kv_heads * head_block
-    keys = start + stored_at(offset, block_padded, kind) * size
-    values = start + (dim * block_padded + offset * width) * size
-    new_values = load(words, QKV, INT64) + (token * (heads + 2 * kv_heads) + heads + kv_heads) * dim * size
-    for head in range(heads + kv_heads):
-        if head < heads:
-            target = load(words, QUERY, INT64) + (token * heads + head) * dim * size
-            _rotate(words, token, head, load(words, QUERY_NORM, INT64), target, 1, kind)
-        else:
-            target = keys + (head - heads) * head_block
-            _rotate(words, token, head, load(words, KEY_NORM, INT64), target, block_padded, kind)
-    for head in range(kv_heads):
-        for i in range(dim):
-            place = stored_at(i, width, kind)
-            store(values + head * head_block, place, load(new_values, head * dim + i, kind), kind)
+    return load(words, QKV, INT64) + (token * (heads + 2 * kv_heads) + heads + kv_heads + head) * dim * bytes_of(kind)
 
 
 @kernel
-def _rotary_store(words, kind):
-    """Queries normed and rotated, keys and values to the cache.
+def _keep_as_is(words, token, head, block, offset, kind):
+    """A token's key and value of one head, to place `offset` of the `block` of that head."""
+    dim, width, columns = load(words, DIM, INT64), load(words, DIM_PADDED, INT64), load(words, BLOCK_PADDED, INT64)
+    key = block + stored_at(offset, columns, kind) * bytes_of(kind)
+    value = block + (dim * columns + offset * width) * bytes_of(kind)
+    _rotate(words, token, load(words, HEADS, INT64) + head, load(words, KEY_NORM, INT64), key, columns, kind, kind)
+    source = _values(words, token, head, kind)
+    for i in range(dim):
+        store(value, stored_at(i, width, kind), load(source, i, kind), kind)
+
+
+@kernel
+def _quantise(numbers, count, target, stride, scale):
+    """float32 `numbers` to every `stride`-th byte of `target`, and to `scale` what one step is worth.
+
+    Sizes are compared by their bits, whose order is that of the numbers with NaN at the top.  So the scale of what holds
+    a NaN is one, and of what holds an infinity infinite: neither is lost.
+    """
+    largest = 0
+    for i in range(count):
+        largest = max(largest, load(numbers, i, INT32) & SIZE_BITS)
+    factor = STEPS / larger(float_of(largest), TINY)
+    for i in range(count):
+        store(target, i * stride, load(numbers, i, FLOAT32) * factor, INT8)
+    if largest < INFINITY_BITS:
+        store(scale, 0, float_of(largest) / STEPS, FLOAT32)
+    else:
+        store(scale, 0, largest, INT32)
+
+
+@kernel
+def _keep_int8(words, token, head, block, offset, room, kind):
+    """The same in whole numbers, by way of `room` for a head's float32."""
+    dim, width, columns = load(words, DIM, INT64), load(words, DIM_PADDED, INT64), load(words, BLOCK_PADDED, INT64)
+    values = block + dim * columns
+    scales = values + load(words, BLOCK, INT64) * width + offset * 4
+    _rotate(words, token, load(words, HEADS, INT64) + head, load(words, KEY_NORM, INT64), room, 1, kind, FLOAT32)
+    _quantise(room, dim, block + offset, columns, scales)
+    source = _values(words, token, head, kind)
+    for i in range(dim):
+        store(room, i, load(source, i, kind), FLOAT32)
+    _quantise(room, dim, values + offset * width, 1, scales + columns * 4)
+
+
+@kernel
+def _rotary_store_token(words, token, room, kind, stored):
+    heads, kv_heads, dim = load(words, HEADS, INT64), load(words, KV_HEADS, INT64), load(words, DIM, INT64)
+    for head in range(heads):
+        target = load(words, QUERY, INT64) + (token * heads + head) * dim * bytes_of(kind)
+        _rotate(words, token, head, load(words, QUERY_NORM, INT64), target, 1, kind, kind)
+    slot, block, head_block = (
+        load(load(words, SLOTS, INT64), token, INT64), load(words, BLOCK, INT64), load(words, HEAD_BLOCK, INT64))
+    start = load(words, CACHE, INT64) + slot // block * kv_heads * head_block
+    for head in range(kv_heads):
+        if bytes_of(stored) == 1:  # known as this is compiled
+            _keep_int8(words, token, head, start + head * head_block, slot % block, room, kind)
+        else:
+            _keep_as_is(words, token, head, start + head * head_block, slot % block, kind)
+
+
+@kernel
+def _rotary_store(words, kind, stored):
+    """Queries normed and rotated, keys and values to the cache, where they are `stored` as another kind or as they are.
 
     Neighbours in a prompt are neighbours in a block, where keys of 32 tokens share every cache line: threads that took
     turns at them would take the lines from each other at every token.
     """
     tokens = load(words, NUM_TOKENS, INT64)
+    room = load(words, ROOM, INT64) + fetch_add(words + THREAD_COUNTER, 1) * load(words, DIM_PADDED, INT64) * 4
     grain = min(32, max(1, tokens // 8))
     first = fetch_add(words, grain)
     while first < tokens:
         for token in range(first, min(first + grain, tokens)):
-            _rotary_store_token(words, token, kind)
+            _rotary_store_token(words, token, room, kind, stored)
         first = fetch_add(words, grain)
 
 
@@ -183,11 +237,19 @@ def _silu_mul_float32(words):
 
 
 def _rotary_store_bfloat16(words):
-    _rotary_store(words, BFLOAT16)
+    _rotary_store(words, BFLOAT16, BFLOAT16)
 
 
 def _rotary_store_float32(words):
-    _rotary_store(words, FLOAT32)
+    _rotary_store(words, FLOAT32, FLOAT32)
+
+
+def _rotary_store_bfloat16_as_int8(words):
+    _rotary_store(words, BFLOAT16, INT8)
+
+
+def _rotary_store_float32_as_int8(words):
+    _rotary_store(words, FLOAT32, INT8)
 
 
 EMBED = Compiled(_embed_rows, "void(int64)")
@@ -199,7 +261,9 @@ SILU_MUL = {
     torch.bfloat16: Compiled(_silu_mul_bfloat16, "void(int64)"),
     torch.float32: Compiled(_silu_mul_float32, "void(int64)"),
 }
-ROTARY_STORE = {
-    torch.bfloat16: Compiled(_rotary_store_bfloat16, "void(int64)"),
-    torch.float32: Compiled(_rotary_store_float32, "void(int64)"),
+ROTARY_STORE = {  # by the type of what comes and what the cache holds
+    (torch.bfloat16, torch.bfloat16): Compiled(_rotary_store_bfloat16, "void(int64)"),
+    (torch.float32, torch.float32): Compiled(_rotary_store_float32, "void(int64)"),
+    (torch.bfloat16, torch.int8): Compiled(_rotary_store_bfloat16_as_int8, "void(int64)"),
+    (torch.float32, torch.int8): Compiled(_rotary_store_float32_as_int8, "void(int64)"),
 }

@@ -2,7 +2,7 @@
 
 A kernel gets addresses (integers) and walks them itself: wrapping tensors as arrays takes longer than many kernels run,
 and twice as long to compile.  `kind` is a value whose type names what is stored: `BFLOAT16` and `FLOAT32` are read and
-written as float32, `INT32` and `INT64` as int64.
+written as float32, `INT32` and `INT64` as int64; `INT8` is written as float32, rounded to nearest even.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from numba.extending import intrinsic
 
 BFLOAT16 = np.uint16(0)  # held by its bits
 FLOAT32 = np.float32(0)
+INT8 = np.int8(0)
 INT32 = np.int32(0)
 INT64 = np.int64(0)
 ZERO = np.float32(0)
@@ -28,13 +29,13 @@ kernel = njit(
 )
 """Compiles a part of a kernel, which only other parts call."""
 
-_HALF, _INT32, _INT64 = (ir.IntType(bits) for bits in (16, 32, 64))
+_BYTE, _HALF, _INT32, _INT64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _FLOAT = ir.FloatType()
-_STORED = {types.uint16: _HALF, types.float32: _FLOAT, types.int32: _INT32, types.int64: _INT64}
+_STORED = {types.int8: _BYTE, types.uint16: _HALF, types.float32: _FLOAT, types.int32: _INT32, types.int64: _INT64}
 
 
 def _value_type(kind):
-    return types.float32 if kind in (types.uint16, types.float32) else types.int64
+    return types.float32 if kind in (types.int8, types.uint16, types.float32) else types.int64
 
 
 def _element(builder, address, index, kind):
@@ -67,12 +68,15 @@ def load(typingctx, address, index, kind):
 
 @intrinsic
 def store(typingctx, address, index, value, kind):
-    """Set element `index` of the `kind`s at `address`; bfloat16 is rounded to nearest even."""
+    """Set element `index` of the `kind`s at `address`; bfloat16 and int8 are rounded to nearest even."""
 
     def codegen(context, builder, signature, args):
         address, index, value, _ = args
         if kind == types.uint16:
             value = _round_to_bfloat16(builder, value)
+        elif kind == types.int8:
+            rint = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_FLOAT, [_FLOAT]), "llvm.rint.f32")
+            value = builder.trunc(builder.fptosi(builder.call(rint, [value]), _INT32), _BYTE)
         elif kind == types.int32:
             value = builder.trunc(value, _INT32)
         builder.store(value, _element(builder, address, index, kind))

@@ -1,7 +1,8 @@
 """The softmax over one strip of scores, in registers.
 
 Loops over a part of a strip would be cut into whole vectors and what is left, twice for every row of every block.  Here
-a strip is always four vectors, and a mask says which columns count.
+a strip is always four vectors, and a mask says which columns count.  Scales of an int8 cache (`cache.py`) meet the
+strip here: a key's multiplies its score, a value's the weight it gets.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from numba.extending import intrinsic
 
 from slotwise.kernels.cpu.cache import LANES
 from slotwise.kernels.cpu.simd import EXP2
-from slotwise.kernels.cpu.tile import STRIP
+from slotwise.kernels.cpu.tile import STRIP, STRIP_ROW_BYTES, prefetch
 
 _FLOAT, _INT32 = ir.FloatType(), ir.IntType(32)
 _VECTOR, _WIDE = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT32, LANES)
@@ -55,17 +56,51 @@ def _reduced(builder, name, vectors, pairwise):
     return _call(builder, f"llvm.vector.reduce.{name}.v{LANES}f32", _FLOAT, *arguments)
 
 
-@intrinsic
-def strip_weights(typingctx, scores, start, end, top):
-    """Scores of a strip's columns `start ... end` to weights `2**(score - new top)`, those of all others to 0.
+def _places(builder, address):
+    """Of a strip's vectors."""
+    offsets = [ir.Constant(ir.IntType(64), 4 * LANES * v) for v in range(STRIP // LANES)]
+    return [builder.inttoptr(builder.add(address, offset), _VECTOR.as_pointer()) for offset in offsets]
 
-    `top` is the largest score so far; the new one and the sum of the weights are returned.
+
+def _scaled(builder, vectors, counted, scales):
+    """Vectors times the scales of those columns that count; nothing else is read, for it may be nobody's memory."""
+    mask = ir.VectorType(ir.IntType(1), LANES)
+    kind = ir.FunctionType(_VECTOR, [_VECTOR.as_pointer(), _INT32, mask, _VECTOR])
+    read = cgutils.get_or_insert_function(builder.module, kind, f"llvm.masked.load.v{LANES}f32.p0")
+    return [
+        builder.fmul(vector, builder.call(read, [place, ir.Constant(_INT32, 4), counts, _floats(0.0)]))
+        for vector, counts, place in zip(vectors, counted, _places(builder, scales), strict=True)]
+
+
+@intrinsic
+def ask_for_scales(typingctx, scales, tokens, kind):
+    """Have a strip's scales on their way, those of its values `tokens` columns behind those of its keys.
+
+    `kind` is a value whose type names what the cache holds; only int8 has any.
     """
 
     def codegen(context, builder, signature, args):
-        scores, start, end, top = args
-        offsets = [ir.Constant(ir.IntType(64), 4 * LANES * v) for v in range(STRIP // LANES)]
-        places = [builder.inttoptr(builder.add(scores, offset), _VECTOR.as_pointer()) for offset in offsets]
+        scales, tokens, _ = args
+        if kind == types.int8:
+            of_values = builder.add(scales, builder.shl(tokens, ir.Constant(ir.IntType(64), 2)))
+            for address in (scales, of_values):
+                prefetch(builder, address, STRIP_ROW_BYTES)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, kind), codegen
+
+
+@intrinsic
+def strip_weights(typingctx, scores, start, end, top, scales, tokens, kind):
+    """Scores of a strip's columns `start ... end` to weights `2**(score - new top)`, those of all others to 0.
+
+    `top` is the largest score so far; the new one and the sum of the weights are returned.  The rest is as for
+    `ask_for_scales`.
+    """
+
+    def codegen(context, builder, signature, args):
+        scores, start, end, top, scales, tokens, _ = args
+        places = _places(builder, scores)
         first, last = (_splat(builder, builder.trunc(bound, _INT32), _WIDE) for bound in (start, end))
         top_vector = _splat(builder, top, _VECTOR)
         larger = lambda left, right: _call(builder, f"llvm.maxnum.v{LANES}f32", _VECTOR, left, right)
@@ -77,18 +112,25 @@ def strip_weights(typingctx, scores, start, end, top):
             value = builder.load(place)
             value.align = 4
             counted.append(counts)
-            values.append(builder.select(counts, value, top_vector))
+            values.append(value)
+        if kind == types.int8:
+            values = _scaled(builder, values, counted, scales)
+        values = [builder.select(*pair, top_vector) for pair in zip(counted, values, strict=True)]
         top = _reduced(builder, "fmax", values, larger)
         top = _call(builder, "llvm.maxnum.f32", _FLOAT, top, args[3])
         top_vector, weights = _splat(builder, top, _VECTOR), []
-        for place, counts, value in zip(places, counted, values, strict=True):
+        for counts, value in zip(counted, values, strict=True):
             below = builder.fsub(value, top_vector)
             weight = _exp2(builder, larger(below, _floats(LOWEST)))
             counts = builder.and_(counts, builder.fcmp_ordered(">=", below, _floats(LOWEST)))
             weights.append(builder.select(counts, weight, _floats(0.0)))
-            builder.store(weights[-1], place).align = 4
         total = _reduced(builder, "fadd", weights, builder.fadd)
+        if kind == types.int8:
+            of_values = builder.add(scales, builder.shl(tokens, ir.Constant(ir.IntType(64), 2)))
+            weights = _scaled(builder, weights, counted, of_values)
+        for place, weight in zip(places, weights, strict=True):
+            builder.store(weight, place).align = 4
         return context.make_tuple(builder, signature.return_type, [top, total])
 
     pair = types.UniTuple(types.float32, 2)
-    return pair(types.int64, types.int64, types.int64, types.float32), codegen
+    return pair(types.int64, types.int64, types.int64, types.float32, types.int64, types.int64, kind), codegen

@@ -20,7 +20,7 @@ from numba.extending import intrinsic
 
 from slotwise.kernels.cpu.cache import LANES
 from slotwise.kernels.cpu.compiled import Compiled
-from slotwise.kernels.cpu.simd import BFLOAT16, FLOAT32, bytes_of, kernel
+from slotwise.kernels.cpu.simd import BFLOAT16, FLOAT32, INT8, bytes_of, kernel
 
 STRIP = 64  # columns of A that lie side by side
 STRIP_ROW_BYTES = 4 * STRIP
@@ -35,7 +35,7 @@ LINE = 64  # bytes of a cache line
 
 _FLOAT, _INT32, _INT64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _VECTOR = ir.VectorType(_FLOAT, LANES)
-_WIDE, _NARROW = ir.VectorType(_INT32, LANES), ir.VectorType(ir.IntType(16), LANES)
+_WIDE, _NARROW, _BYTES = (ir.VectorType(ir.IntType(bits), LANES) for bits in (32, 16, 8))
 
 
 def _constant(value):
@@ -43,10 +43,12 @@ def _constant(value):
 
 
 def _load(builder, address, kind):
-    """A vector of floats as they are, or of bfloat16 by widening: two instructions that multiply nothing."""
-    stored = _NARROW if kind == types.uint16 else _VECTOR
+    """A vector of floats as they are, or of bfloat16 or int8 by widening: two instructions that multiply nothing."""
+    stored = {types.int8: _BYTES, types.uint16: _NARROW, types.float32: _VECTOR}[kind]
     value = builder.load(builder.inttoptr(address, stored.as_pointer()))
-    value.align = 2 if kind == types.uint16 else 4
+    value.align = kind.bitwidth // 8
+    if kind == types.int8:
+        return builder.sitofp(builder.sext(value, _WIDE), _VECTOR)
     if kind == types.uint16:
         value = builder.bitcast(builder.shl(builder.zext(value, _WIDE), ir.Constant(_WIDE, [16] * LANES)), _VECTOR)
     return value
@@ -91,13 +93,14 @@ def _load_pair(builder, address, upper):
 
 def _load_columns(builder, address, vectors, kind, upper):
     """`vectors` of one row of B."""
-    if kind == types.float32 or vectors == 1:
-        return [_load(builder, builder.add(address, _constant(v * LANES * 4)), kind) for v in range(vectors)]
+    if kind != types.uint16 or vectors == 1:
+        size = LANES * kind.bitwidth // 8
+        return [_load(builder, builder.add(address, _constant(v * size)), kind) for v in range(vectors)]
     pairs = range(0, vectors * LANES * 2, PAIR_BYTES)
     return [half for start in pairs for half in _load_pair(builder, builder.add(address, _constant(start)), upper)]
 
 
-def _prefetch(builder, address, size):
+def prefetch(builder, address, size):
     """Ask for `size` bytes from `address` on: the processor's own prefetching stops at the end of every page."""
     byte = ir.IntType(8).as_pointer()
     function = cgutils.get_or_insert_function(
@@ -141,7 +144,7 @@ def _accumulate(builder, rows, vectors, operands, start):
     fma = cgutils.get_or_insert_function(
         builder.module, ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fma.v{LANES}f32"
     )
-    size = vectors * LANES * (2 if kind == types.uint16 else 4)
+    size = vectors * LANES * kind.bitwidth // 8
     upper = _upper_halves(builder) if kind == types.uint16 else None
     strips = _Loop(builder, depth, STRIP, [a, b, *start])
     strip, line, *sums = strips.values
@@ -149,7 +152,7 @@ def _accumulate(builder, rows, vectors, operands, start):
     length = builder.select(builder.icmp_signed("<", left, _constant(STRIP)), left, _constant(STRIP))
     turns = _Loop(builder, length, 1, [strip, line, *sums])
     column, line, *sums = turns.values
-    _prefetch(builder, builder.add(line, ahead), size)
+    prefetch(builder, builder.add(line, ahead), size)
     panel = _load_columns(builder, line, vectors, kind, upper)
     results = []
     for row in range(rows):
@@ -218,7 +221,12 @@ def _multiply_float32(rows, columns, a, strip_bytes, b, row_bytes, depth, c, c_r
     _multiply(rows, columns, a, strip_bytes, b, row_bytes, depth, c, c_row_bytes, ahead, FLOAT32)
 
 
+def _multiply_int8(rows, columns, a, strip_bytes, b, row_bytes, depth, c, c_row_bytes, ahead):
+    _multiply(rows, columns, a, strip_bytes, b, row_bytes, depth, c, c_row_bytes, ahead, INT8)
+
+
 MULTIPLY = {
+    torch.int8: Compiled(_multiply_int8, types.void(*[types.int64] * 10)),
     torch.bfloat16: Compiled(_multiply_bfloat16, types.void(*[types.int64] * 10)),
     torch.float32: Compiled(_multiply_float32, types.void(*[types.int64] * 10)),
 }

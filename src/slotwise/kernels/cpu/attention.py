@@ -5,6 +5,8 @@ blocks once with an online softmax (Milakov and Gimelshein, 2018; FlashAttention
 value is read once for the whole group.  A decode row is a tile of one token; its context is cut into segments whose
 parts the last thread to finish joins (Flash-Decoding, Dao et al., 2023).  Where the cuts fall depends on the row alone,
 so its result does not depend on its batch-mates, bit for bit.
+
+Nothing is divided on the way that can be counted along: a tile of a few blocks is over in the time of fifty divisions.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ TABLE = 64  # bytes before the table: a cache line for the number of tiles
 # Arguments of `plan` and of `attend`, in words after the header.
 (
     MULTIPLY_ADDRESS, QUERY, OUT, CACHE, TABLES, TABLE_WIDTH, QUERY_STARTS, CONTEXT_LENS, ROWS, TILES, ARRIVALS, PARTS,
-    SCRATCH, SCRATCH_BYTES, HEADS, KV_HEADS, DIM, DIM_PADDED, BLOCK, BLOCK_PADDED, HEAD_BLOCK, WINDOW, SCALE_BITS,
+    SCRATCH, SCRATCH_BYTES, GROUP, KV_HEADS, DIM, DIM_PADDED, BLOCK, BLOCK_PADDED, HEAD_BLOCK, WINDOW, SCALE_BITS,
 ) = range(HEADER, HEADER + 23)
 
 
@@ -91,7 +93,7 @@ def _cut(words):
     starts, contexts = load(words, QUERY_STARTS, INT64), load(words, CONTEXT_LENS, INT64)
     tile, arrivals = load(words, TILES, INT64) + TABLE, load(words, ARRIVALS, INT64)
     kv_heads, window = load(words, KV_HEADS, INT64), load(words, WINDOW, INT64)
-    per_tile = max(1, TILE_ROWS // (load(words, HEADS, INT64) // kv_heads))
+    per_tile = max(1, TILE_ROWS // load(words, GROUP, INT64))
     count, parts = 0, 0
     for row in range(load(words, ROWS, INT64)):
         token, end = load(starts, row, INT32), load(starts, row + 1, INT32)
@@ -125,17 +127,19 @@ def _cut(words):
 @kernel
 def _load_queries(words, tile, head, queries, kind):
     """The tile's queries as strips of float32, scaled so that the softmax can work with powers of two."""
-    heads, dim = load(words, HEADS, INT64), load(words, DIM, INT64)
-    group = heads // load(words, KV_HEADS, INT64)
-    rows = load(tile, TOKENS, INT32) * group
-    scale = float_of(load(words, SCALE_BITS, INT64))
-    for row in range(rows):
-        place = (load(tile, TOKEN, INT32) + row // group) * heads + head * group + row % group
-        source = load(words, QUERY, INT64) + place * dim * bytes_of(kind)
-        for start in range(0, dim, STRIP):
-            target = queries + (start * rows + row * STRIP) * 4
-            for i in range(min(STRIP, dim - start)):
-                store(target, i, load(source, start + i, kind) * scale, FLOAT32)
+    group, dim, size = load(words, GROUP, INT64), load(words, DIM, INT64), bytes_of(kind)
+    heads, first = group * load(words, KV_HEADS, INT64), load(tile, TOKEN, INT32)
+    tokens, scale = load(tile, TOKENS, INT32), float_of(load(words, SCALE_BITS, INT64))
+    target = queries
+    for token in range(first, first + tokens):
+        source = load(words, QUERY, INT64) + (token * heads + head * group) * dim * size
+        for _ in range(group):
+            for start in range(0, dim, STRIP):
+                strip = target + start * tokens * group * 4
+                for i in range(min(STRIP, dim - start)):
+                    store(strip, i, load(source, start + i, kind) * scale, FLOAT32)
+            source += dim * size
+            target += STRIP_ROW_BYTES
 
 
 @kernel
@@ -145,7 +149,7 @@ def _softmax(words, tile, scores, sums, state, low, high, base, scales, stored):
     `scales` are those of place `base`, where what is `stored` has any.
     """
     columns = load(words, BLOCK_PADDED, INT64)
-    group, width = load(words, HEADS, INT64) // load(words, KV_HEADS, INT64), load(words, DIM_PADDED, INT64)
+    group, width = load(words, GROUP, INT64), load(words, DIM_PADDED, INT64)
     tokens, window, row_in_step = load(tile, TOKENS, INT32), load(words, WINDOW, INT64), load(tile, ROW, INT32)
     end_token = load(load(words, QUERY_STARTS, INT64), row_in_step + 1, INT32)
     here = load(load(words, CONTEXT_LENS, INT64), row_in_step, INT32) - end_token + load(tile, TOKEN, INT32) - base
@@ -178,7 +182,7 @@ def _walk(words, tile, head, queries, scores, sums, state, stored):
     block, block_padded = load(words, BLOCK, INT64), load(words, BLOCK_PADDED, INT64)
     dim, width, size = load(words, DIM, INT64), load(words, DIM_PADDED, INT64), bytes_of(stored)
     kv_heads, multiply = load(words, KV_HEADS, INT64), load(words, MULTIPLY_ADDRESS, INT64)
-    rows = load(tile, TOKENS, INT32) * (load(words, HEADS, INT64) // kv_heads)
+    rows = load(tile, TOKENS, INT32) * load(words, GROUP, INT64)
     table = load(words, TABLES, INT64) + load(tile, ROW, INT32) * load(words, TABLE_WIDTH, INT64) * 4
     head_block = load(words, HEAD_BLOCK, INT64)
     place, last = load(tile, FIRST, INT32), load(tile, LAST, INT32)
@@ -212,21 +216,24 @@ def _walk(words, tile, head, queries, scores, sums, state, stored):
 @kernel
 def _store_outputs(words, tile, head, sums, totals, kind):
     """Weighted sums over their totals, to the output."""
-    heads, dim, width = load(words, HEADS, INT64), load(words, DIM, INT64), load(words, DIM_PADDED, INT64)
-    group = heads // load(words, KV_HEADS, INT64)
-    for row in range(load(tile, TOKENS, INT32) * group):
-        place = (load(tile, TOKEN, INT32) + row // group) * heads + head * group + row % group
-        target = load(words, OUT, INT64) + place * dim * bytes_of(kind)
-        factor = np.float32(1) / load(totals, row, FLOAT32)
-        for i in range(dim):
-            store(target, i, load(sums, row * width + i, FLOAT32) * factor, kind)
+    group, dim, width = load(words, GROUP, INT64), load(words, DIM, INT64), load(words, DIM_PADDED, INT64)
+    heads, first = group * load(words, KV_HEADS, INT64), load(tile, TOKEN, INT32)
+    row = 0
+    for token in range(first, first + load(tile, TOKENS, INT32)):
+        target = load(words, OUT, INT64) + (token * heads + head * group) * dim * bytes_of(kind)
+        for _ in range(group):
+            factor = np.float32(1) / load(totals, row, FLOAT32)
+            for i in range(dim):
+                store(target, i, load(sums, row * width + i, FLOAT32) * factor, kind)
+            target += dim * bytes_of(kind)
+            row += 1
 
 
 @kernel
 def _leave_part(words, tile, head, sums):
     """Leave a segment's sums, maxima and totals, which lie together; whether all segments of its row now have."""
     kv_heads, width = load(words, KV_HEADS, INT64), load(words, DIM_PADDED, INT64)
-    floats = load(words, HEADS, INT64) // kv_heads * (width + 2)
+    floats = load(words, GROUP, INT64) * (width + 2)
     place = load(tile, PART, INT32) + load(tile, SEGMENT_INDEX, INT32)
     part = load(words, PARTS, INT64) + (place * kv_heads + head) * floats * 4
     for i in range(floats):
@@ -239,7 +246,7 @@ def _leave_part(words, tile, head, sums):
 def _join_parts(words, tile, head, sums, totals):
     """All segments of a row into its sums and totals, in order."""
     kv_heads, width = load(words, KV_HEADS, INT64), load(words, DIM_PADDED, INT64)
-    group = load(words, HEADS, INT64) // kv_heads
+    group = load(words, GROUP, INT64)
     stride = kv_heads * group * (width + 2) * 4
     first = load(words, PARTS, INT64) + load(tile, PART, INT32) * stride + head * group * (width + 2) * 4
     end = first + load(tile, SEGMENTS, INT32) * stride
@@ -260,7 +267,7 @@ def _join_parts(words, tile, head, sums, totals):
 @kernel
 def _attend(words, kind, stored):
     kv_heads, width = load(words, KV_HEADS, INT64), load(words, DIM_PADDED, INT64)
-    group = load(words, HEADS, INT64) // kv_heads
+    group = load(words, GROUP, INT64)
     most = max(1, TILE_ROWS // group) * group
     queries = load(words, SCRATCH, INT64) + fetch_add(words + THREAD_COUNTER, 1) * load(words, SCRATCH_BYTES, INT64)
     scores = queries + most * ((width + STRIP - 1) // STRIP) * STRIP_ROW_BYTES

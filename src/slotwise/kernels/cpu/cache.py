@@ -21,6 +21,7 @@ number: a few rows of 64 instead of the whole block.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from dataclasses import dataclass
 
@@ -52,6 +53,19 @@ def head_block_elements(block_size: int, head_dim: int, kind: torch.dtype) -> tu
     return head_dim * padded(block_size), block_size * padded(head_dim), scales
 
 
+def _untouched_pages(size: int) -> mmap.mmap:
+    """`size` bytes of zeros that take no memory before they are written, as `torch.zeros` would.
+
+    Large pages where the system has them for those who ask: blocks lie anywhere, and for each small page the processor
+    would first have to find out where it is.
+    """
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a system without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
+
+
 @dataclass(frozen=True, slots=True)
 class CpuCache:
     """One layer's keys and values."""
@@ -59,15 +73,15 @@ class CpuCache:
     storage: Tensor  # [blocks, kv_heads, elements of keys, values and scales]
     block_size: int  # tokens
     address: int  # of `storage`
-    geometry: tuple[int, ...]  # heads, kv_heads, head_dim, that padded, block_size, that padded, a head's block in bytes
+    geometry: tuple[int, ...]  # query heads a kv_head, kv_heads, head_dim, that padded, block_size, that padded, a head's block in bytes
 
     @classmethod
     def allocate(cls, num_blocks: int, block_size: int, shape: AttentionShape, kind: torch.dtype) -> CpuCache:
         """A zeroed cache; its pages are touched only once they are written."""
         elements = sum(head_block_elements(block_size, shape.head_dim, kind))
-        pages = mmap.mmap(-1, num_blocks * shape.num_kv_heads * elements * kind.itemsize)  # `torch.zeros` writes them
+        pages = _untouched_pages(num_blocks * shape.num_kv_heads * elements * kind.itemsize)
         storage = torch.frombuffer(pages, dtype=kind).view(num_blocks, shape.num_kv_heads, elements)
-        heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim, padded(shape.head_dim))
+        heads = (shape.num_heads // shape.num_kv_heads, shape.num_kv_heads, shape.head_dim, padded(shape.head_dim))
         block = (block_size, padded(block_size), elements * kind.itemsize)
         return cls(storage, block_size, storage.data_ptr(), (*heads, *block))
 

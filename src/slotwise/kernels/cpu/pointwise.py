@@ -37,7 +37,7 @@ TINY = np.float32(1e-30)
 TABLE, TOKEN_IDS, EMBEDDING, EMBEDDED, ROW_BYTES = range(HEADER, HEADER + 5)
 X, RESIDUAL, WEIGHT, OUT, TOKENS, SIZE, EPS_BITS = range(HEADER, HEADER + 7)
 (
-    QKV, QUERY, CACHE, ROTARY, POSITIONS, SLOTS, NUM_TOKENS, HEADS, KV_HEADS, DIM, DIM_PADDED, BLOCK, BLOCK_PADDED,
+    QKV, QUERY, CACHE, ROTARY, POSITIONS, SLOTS, NUM_TOKENS, GROUP, KV_HEADS, DIM, DIM_PADDED, BLOCK, BLOCK_PADDED,
     HEAD_BLOCK, QUERY_NORM, KEY_NORM, NORM_EPS_BITS, ROOM,
 ) = range(HEADER, HEADER + 18)
 
@@ -106,7 +106,7 @@ def _rotate(words, token, head, norm, target, stride, kind, stored):
     """
     dim = load(words, DIM, INT64)
     half = dim // 2
-    row = (load(words, HEADS, INT64) + 2 * load(words, KV_HEADS, INT64)) * dim
+    row = (load(words, GROUP, INT64) + 2) * load(words, KV_HEADS, INT64) * dim
     x = load(words, QKV, INT64) + (token * row + head * dim) * bytes_of(kind)
     cosine = load(words, ROTARY, INT64) + load(load(words, POSITIONS, INT64), token, INT64) * dim * 4
     sine = cosine + half * 4
@@ -132,10 +132,17 @@ def stored_at(column, columns, kind):
 
 
 @kernel
+def _key_head(words, head):
+    """Which of all heads in `qkv` is the key of this one."""
+    return load(words, GROUP, INT64) * load(words, KV_HEADS, INT64) + head
+
+
+@kernel
 def _values(words, token, head, kind):
     """Where a token's value of one head stands in `qkv`."""
-    heads, kv_heads, dim = load(words, HEADS, INT64), load(words, KV_HEADS, INT64), load(words, DIM, INT64)
-    return load(words, QKV, INT64) + (token * (heads + 2 * kv_heads) + heads + kv_heads + head) * dim * bytes_of(kind)
+    group, kv_heads, dim = load(words, GROUP, INT64), load(words, KV_HEADS, INT64), load(words, DIM, INT64)
+    place = (token * (group + 2) + group + 1) * kv_heads + head
+    return load(words, QKV, INT64) + place * dim * bytes_of(kind)
 
 
 @kernel
@@ -144,7 +151,7 @@ def _keep_as_is(words, token, head, block, offset, kind):
     dim, width, columns = load(words, DIM, INT64), load(words, DIM_PADDED, INT64), load(words, BLOCK_PADDED, INT64)
     key = block + stored_at(offset, columns, kind) * bytes_of(kind)
     value = block + (dim * columns + offset * width) * bytes_of(kind)
-    _rotate(words, token, load(words, HEADS, INT64) + head, load(words, KEY_NORM, INT64), key, columns, kind, kind)
+    _rotate(words, token, _key_head(words, head), load(words, KEY_NORM, INT64), key, columns, kind, kind)
     source = _values(words, token, head, kind)
     for i in range(dim):
         store(value, stored_at(i, width, kind), load(source, i, kind), kind)
@@ -175,7 +182,7 @@ def _keep_int8(words, token, head, block, offset, room, kind):
     dim, width, columns = load(words, DIM, INT64), load(words, DIM_PADDED, INT64), load(words, BLOCK_PADDED, INT64)
     values = block + dim * columns
     scales = values + load(words, BLOCK, INT64) * width + offset * 4
-    _rotate(words, token, load(words, HEADS, INT64) + head, load(words, KEY_NORM, INT64), room, 1, kind, FLOAT32)
+    _rotate(words, token, _key_head(words, head), load(words, KEY_NORM, INT64), room, 1, kind, FLOAT32)
     _quantise(room, dim, block + offset, columns, scales)
     source = _values(words, token, head, kind)
     for i in range(dim):
@@ -185,7 +192,8 @@ def _keep_int8(words, token, head, block, offset, room, kind):
 
 @kernel
 def _rotary_store_token(words, token, room, kind, stored):
-    heads, kv_heads, dim = load(words, HEADS, INT64), load(words, KV_HEADS, INT64), load(words, DIM, INT64)
+    kv_heads, dim = load(words, KV_HEADS, INT64), load(words, DIM, INT64)
+    heads = load(words, GROUP, INT64) * kv_heads
     for head in range(heads):
         target = load(words, QUERY, INT64) + (token * heads + head) * dim * bytes_of(kind)
         _rotate(words, token, head, load(words, QUERY_NORM, INT64), target, 1, kind, kind)
@@ -194,9 +202,10 @@ def _rotary_store_token(words, token, room, kind, stored):
     start = load(words, CACHE, INT64) + slot // block * kv_heads * head_block
     for head in range(kv_heads):
         if bytes_of(stored) == 1:  # known as this is compiled
-            _keep_int8(words, token, head, start + head * head_block, slot % block, room, kind)
+            _keep_int8(words, token, head, start, slot % block, room, kind)
         else:
-            _keep_as_is(words, token, head, start + head * head_block, slot % block, kind)
+            _keep_as_is(words, token, head, start, slot % block, kind)
+        start += head_block
 
 
 @kernel

@@ -106,7 +106,7 @@ def prefetch(builder, address, size):
     function = cgutils.get_or_insert_function(
         builder.module, ir.FunctionType(ir.VoidType(), [byte, _INT32, _INT32, _INT32]), "llvm.prefetch.p0"
     )
-    for_reading, keep, data = (ir.Constant(_INT32, number) for number in (0, 2, 1))
+    for_reading, keep, data = (ir.Constant(_INT32, number) for number in (0, 3, 1))
     for line in range(0, size, LINE):
         place = builder.inttoptr(builder.add(address, _constant(line)), byte)
         builder.call(function, [place, for_reading, keep, data])
@@ -205,8 +205,10 @@ def _multiply(rows, columns, a, strip_bytes, b, row_bytes, depth, c, c_row_bytes
             vectors, most = 2, TALLEST_2
         row = 0
         while row < rows:
-            tiles = (rows - row + most - 1) // most
-            count = (rows - row + tiles - 1) // tiles  # of equal height: a low tile costs nearly what a tall one does
+            count = rows - row
+            if count > most:
+                tiles = (count + most - 1) // most
+                count = (count + tiles - 1) // tiles  # of equal height: a low tile costs nearly what a tall one does
             _tile(count, vectors, a + row * STRIP_ROW_BYTES, strip_bytes, b + column * bytes_of(kind), row_bytes, depth,
                   c + row * c_row_bytes + column * 4, c_row_bytes, ahead, kind)
             row += count

@@ -80,11 +80,7 @@ class Bench:
 
 def whole(tokens: int) -> RaggedBatch:
     """A prompt that fills the cache from its first place on."""
-    return step_of(torch.arange(tokens))
-
-
-def step_of(places: torch.Tensor) -> RaggedBatch:
-    tokens = len(places)
+    places = torch.arange(tokens)
     return RaggedBatch(
         torch.zeros(tokens, dtype=torch.int64), places, places, torch.tensor([0, tokens], dtype=torch.int32),
         torch.tensor([tokens], dtype=torch.int32), torch.arange(tokens // BLOCK, dtype=torch.int32)[None],
@@ -96,7 +92,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64], help="rows of a decode step")
     parser.add_argument("--contexts", type=int, nargs="+", default=[256, 1024], help="tokens of context of each row")
-    parser.add_argument("--chunk", type=int, default=512, help="tokens of a prompt, over nothing and over 1,500; 0: none")
+    parser.add_argument("--chunk", type=int, default=512, help="tokens of a prompt, also over 1,500; 0: none")
     parser.add_argument("--layers", type=int, default=30, help="layers whose memory is visited in turn")
     parser.add_argument("--rounds", type=int, default=7, help="rounds of which the median is taken")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")

@@ -70,8 +70,11 @@ class Layer:
         """A cache that holds every row's whole context, and `poison` in every place that belongs to nobody."""
         shape = self.shape
         cache = kernels.allocate_cache(self.num_blocks, self.block_size, shape, self.kind)
-        for tensor in (cache.storage,) if hasattr(cache, "storage") else cache:
-            tensor.fill_(poison)
+        for tensor in kernels.cache_pieces(cache):
+            if tensor.is_floating_point():
+                tensor.fill_(poison)
+            else:  # bytes, four of which may be a scale
+                tensor.fill_(0 if poison == 0 else -1)  # a NaN
         whole = self.batch([(context, context) for _, context in self.rows])
         qkv = self.random(len(whole.positions), (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim)
         kernels.rotary_store(qkv, rotary(shape.head_dim, whole.max_context_len), whole, cache, shape, None)

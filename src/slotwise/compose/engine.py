@@ -79,7 +79,7 @@ class Loaded:
         info = EngineInfo(
             model=self._name, device=self._device, dtype=str(decoder.config.dtype).removeprefix("torch."),
             vocab_size=decoder.config.vocab_size, limits=limits, scheduling=scheduling, eos_token_ids=eos_ids,
-            memory=used, depth=depth, quantization=config.quantization)
+            memory=used, depth=depth, quantization=config.quantization, kv_cache_dtype=config.kv_cache_dtype)
         runner = _runner(decoder, limits)
         times = known(config, info, lambda: probe(runner, limits, time.monotonic_ns))
         scheduler = Scheduler(limits, scheduling.discipline(), scheduling.policy(times), times)
@@ -100,7 +100,7 @@ def load(config: EngineConfig, progress: Progress = silent, wrap: Callable[[Kern
     """
     try:
         device = resolve(config.device)
-        kernels = choose(device, config.quantization)
+        kernels = choose(device, config.quantization, config.kv_cache_dtype)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     kernels = wrap(CheckedKernels(kernels) if os.environ.get("SLOTWISE_DEBUG") == "1" else kernels)

@@ -11,6 +11,7 @@ from slotwise.core.roofline import Machine, Roofline
 from slotwise.model.decoder import Decoder
 
 MIB = 1 << 20
+BLOCK = 64  # tokens; whole vectors, so that nothing is counted that only rounds a block up
 
 
 CPU = torch.device("cpu")
@@ -36,10 +37,10 @@ def glance(device: torch.device, kind: torch.dtype) -> Machine:
 
 
 def roofline(decoder: Decoder, machine: Machine) -> Roofline:
-    config = decoder.config
+    config, kernels = decoder.config, decoder.kernels
     return Roofline(
         machine, decoder.step_weight_bytes,
-        2 * config.num_layers * config.num_kv_heads * config.head_dim * config.dtype.itemsize,
+        sum(kernels.cache_bytes_per_block(BLOCK, shape, config.dtype) for shape in decoder.attention_shapes) // BLOCK,
         config.layer_weights, config.hidden_size * config.vocab_size,
         4 * config.num_layers * config.num_heads * config.head_dim)
 

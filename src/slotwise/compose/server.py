@@ -134,7 +134,7 @@ def _greet(url: str, info: EngineInfo, settings: ServerSettings, seconds: float)
     if settings.log_format == lines.JSON:
         lines.tell(logger, f"ready on {url}", {
             "url": url, "model": name, "device": info.device, "dtype": info.dtype,
-            "quantization": info.quantization, "seconds": round(seconds, 1),
+            "quantization": info.quantization, "cache_dtype": info.cache_dtype, "seconds": round(seconds, 1),
             "slots": limits.max_num_seqs, "blocks": limits.num_blocks, "block_size": limits.block_size,
             "max_num_batched_tokens": limits.max_num_batched_tokens, "max_model_len": limits.max_model_len,
             "weights_bytes": used.weights, "cache_bytes": used.cache, "workspace_bytes": used.workspace,
@@ -145,6 +145,6 @@ def _greet(url: str, info: EngineInfo, settings: ServerSettings, seconds: float)
         f"{name} on {info.device} ({info.weights}): {limits.max_num_seqs} slots, "
         f"{limits.num_blocks} blocks of {limits.block_size} tokens, steps of up to {limits.max_num_batched_tokens} "
         f"tokens, sequences of up to {limits.max_model_len}\n"
-        f"Memory at most: {used.weights / MB:,.0f} MB of weights, {used.cache / MB:,.0f} MB of cache, "
-        f"{used.workspace / MB:,.0f} MB for a step{evicted}\n"
+        f"Memory at most: {used.weights / MB:,.0f} MB of weights, {used.cache / MB:,.0f} MB of cache "
+        f"({info.cache_dtype}), {used.workspace / MB:,.0f} MB for a step{evicted}\n"
         f"Ready after {seconds:.1f} s on {url}  (try {url}/v1/models)", flush=True)

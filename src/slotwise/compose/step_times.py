@@ -52,7 +52,8 @@ def traits(config: EngineConfig, info: EngineInfo) -> tuple[str, ...]:
     """All that makes steps faster or slower: the model's shape, what computes it, and where."""
     shape = (Path(config.model) / "config.json").read_text()
     threads = os.environ.get("OMP_NUM_THREADS") or str(_processors())
-    return shape, info.dtype, info.quantization, info.device, threads, platform.node(), platform.machine(), __version__
+    return (shape, info.dtype, info.quantization, info.cache_dtype, info.device, threads, platform.node(),
+            platform.machine(), __version__)
 
 
 def _processors() -> int:

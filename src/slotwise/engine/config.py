@@ -15,6 +15,7 @@ from slotwise.policies.settings import Ordering
 
 DTYPES = ("auto", "bfloat16", "float32")
 QUANTIZATIONS = ("none", "int8", "int4")
+KV_CACHE_DTYPES = ("auto", "int8")
 DEVICES = ("auto", "cpu", "cuda", "reference")
 STEP_TOKENS = 512  # a chunk this long reaches most of the product rate on any device
 
@@ -40,6 +41,7 @@ class EngineConfig:
     device: str = "auto"
     dtype: str = "auto"  # the checkpoint's
     quantization: str = "none"  # what the weights of products become as they are loaded
+    kv_cache_dtype: str = "auto"  # what keys and values are kept as: auto, as they are computed; int8, with scales
     max_model_len: int | None = None  # tokens of a sequence; None: as the model was trained, if the cache holds it
     max_num_seqs: int = 64  # slots
     max_num_batched_tokens: int | None = None  # of a step; None: what keeps it near 0.1 s, at least one for each slot
@@ -78,6 +80,11 @@ class EngineConfig:
             raise ConfigError(f"quantization {self.quantization} needs device cpu: the reference computes exactly")
         if self.quantization != "none" and self.device == "cuda":
             raise ConfigError(f"quantization {self.quantization} needs device cpu, not cuda")
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ConfigError(
+                f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES)}, not {self.kv_cache_dtype!r}")
+        if self.kv_cache_dtype != "auto" and self.device == "cuda":
+            raise ConfigError(f"kv_cache_dtype {self.kv_cache_dtype} is not on CUDA yet: choose auto, or device cpu")
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory"):
             value = getattr(self, name)
             if value is not None and value < 1:

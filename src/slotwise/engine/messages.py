@@ -87,6 +87,7 @@ class EngineInfo(Struct, tag="ready"):
     memory: MemoryUse = MemoryUse()
     depth: int = 0  # steps that may be in flight while the next is planned
     quantization: str = "none"
+    kv_cache_dtype: str = "auto"
     learned: Learned | None = None  # what it knew of step times at the start
     roofline: Roofline | None = None  # what its steps must cost here; None: nobody measured
 
@@ -94,6 +95,11 @@ class EngineInfo(Struct, tag="ready"):
     def weights(self) -> str:
         """What the weights are held as, in words."""
         return self.dtype if self.quantization == "none" else f"{self.quantization}, {self.dtype}"
+
+    @property
+    def cache_dtype(self) -> str:
+        """What keys and values are held as."""
+        return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
 
 
 class RowEnd(Struct, array_like=True):

@@ -28,6 +28,17 @@ CACHE_KINDS: dict[str, dtype | None] = {"auto": None, "int8": int8}
 """What a cache may hold, by its name for users; None: what the model computes in."""
 
 
+def cache_kind(name: str) -> dtype | None:
+    """What `CACHE_KINDS` says of `name`.
+
+    Raises:
+        ValueError: it says nothing.
+    """
+    if name not in CACHE_KINDS:
+        raise ValueError(f"kv_cache_dtype must be {' or '.join(CACHE_KINDS)}, not {name!r}")
+    return CACHE_KINDS[name]
+
+
 @dataclass(frozen=True, slots=True)
 class RaggedBatch:
     """One step, flat.  All tensors live on the kernels' device.

@@ -6,6 +6,7 @@ cache places a query may see, so what stands in the others never matters.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slotwise.kernels.base import AttentionShape, Linear, QKNorm, RaggedBatch
+from slotwise.kernels.base import AttentionShape, Linear, QKNorm, RaggedBatch, cache_kind
 
 
 class PagedCache(NamedTuple):
@@ -22,14 +23,51 @@ class PagedCache(NamedTuple):
     keys: Tensor
     values: Tensor
 
+    def write(self, places: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Set `places [tokens]` to float32 `[tokens, kv_heads, head_dim]`."""
+        for stored, new in ((self.keys, keys), (self.values, values)):
+            stored.flatten(0, 1)[places] = new.to(stored.dtype)
+
+    def read(self, blocks: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values there, as float32."""
+        return self.keys[blocks, offsets].float(), self.values[blocks, offsets].float()
+
+
+class QuantisedPagedCache(NamedTuple):
+    """Whole numbers of 8 bits, and for each token and head what one of them is worth."""
+
+    keys: Tensor  # [blocks, block_size, kv_heads, head_dim] int8
+    values: Tensor
+    key_scales: Tensor  # [blocks, block_size, kv_heads] float32
+    value_scales: Tensor
+
+    def write(self, places: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Set `places [tokens]` to what float32 `[tokens, kv_heads, head_dim]` is nearest to."""
+        for stored, scales, new in ((self.keys, self.key_scales, keys), (self.values, self.value_scales, values)):
+            stored.flatten(0, 1)[places], scales.flatten(0, 1)[places] = quantise(new)
+
+    def read(self, blocks: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        """What keys and values there stand for, as float32."""
+        places = blocks, offsets
+        return (self.keys[places] * self.key_scales[places].unsqueeze(-1),
+                self.values[places] * self.value_scales[places].unsqueeze(-1))
+
+
+def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`x [..., head_dim]` as whole numbers up to 127 on either side (int8), and their scales `[...]`, float32."""
+    scales = x.float().abs().amax(-1) / 127
+    return (x.float() / scales.clamp_min(1e-30 / 127).unsqueeze(-1)).round().nan_to_num_().to(torch.int8), scales
+
 
 class ReferenceKernels:
     """Plain torch, any float type, any device."""
 
     name = "reference"
 
-    def __init__(self, device: str = "cpu") -> None:
+    def __init__(self, device: str = "cpu", kv_cache_dtype: str = "auto") -> None:
+        """Raises ValueError where `kv_cache_dtype` is none of `CACHE_KINDS`."""
         self.device = torch.device(device)
+        self._cached = cache_kind(kv_cache_dtype)
 
     def warm_up(self, kind: torch.dtype) -> None:
         """Plain torch is always ready."""
@@ -38,18 +76,24 @@ class ReferenceKernels:
         """Nobody waits for the reference."""
         return float("inf")
 
-    def allocate_cache(self, num_blocks: int, block_size: int, shape: AttentionShape, kind: torch.dtype) -> PagedCache:
+    def allocate_cache(
+        self, num_blocks: int, block_size: int, shape: AttentionShape, kind: torch.dtype,
+    ) -> PagedCache | QuantisedPagedCache:
         """One layer's zeroed cache of `num_blocks` blocks of `block_size` tokens."""
         size = (num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
-        return PagedCache(*(torch.zeros(size, dtype=kind, device=self.device) for _ in range(2)))
+        zeros = functools.partial(torch.zeros, device=self.device)
+        keys, values = (zeros(size, dtype=self._cached or kind) for _ in range(2))
+        return QuantisedPagedCache(keys, values, zeros(size[:3]), zeros(size[:3])) if self._cached else PagedCache(
+            keys, values)
 
     def cache_bytes_per_block(self, block_size: int, shape: AttentionShape, kind: torch.dtype) -> int:
         """Bytes one block takes in one layer, keys and values together."""
-        return 2 * block_size * shape.num_kv_heads * shape.head_dim * kind.itemsize
+        head = shape.head_dim * kind.itemsize if self._cached is None else shape.head_dim + torch.float32.itemsize
+        return 2 * block_size * shape.num_kv_heads * head
 
-    def cache_pieces(self, cache: PagedCache) -> tuple[Tensor, ...]:
-        """Both."""
-        return tuple(cache)
+    def cache_pieces(self, cache: PagedCache | QuantisedPagedCache) -> tuple[Tensor, ...]:
+        """Keys and values, and the bytes of their scales."""
+        return tuple(piece if piece.dtype == cache.keys.dtype else piece.view(torch.int8) for piece in cache)
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """`weight [out, in]` as a product over the last dimension."""
@@ -91,8 +135,8 @@ class ReferenceKernels:
         return (F.silu(gate) * up).to(gate_up.dtype)
 
     def rotary_store(
-        self, qkv: Tensor, rotary: Tensor, batch: RaggedBatch, cache: PagedCache, shape: AttentionShape,
-        norm: QKNorm | None,
+        self, qkv: Tensor, rotary: Tensor, batch: RaggedBatch, cache: PagedCache | QuantisedPagedCache,
+        shape: AttentionShape, norm: QKNorm | None,
     ) -> Tensor:
         """Split, norm and rotate; keys and values go to `batch.slot_mapping`; queries `[tokens, heads, head_dim]`."""
         heads, kv_heads = shape.num_heads, shape.num_kv_heads
@@ -102,11 +146,12 @@ class ReferenceKernels:
         if norm is not None:
             query, key = _rms_norm(query, norm.query, norm.eps), _rms_norm(key, norm.key, norm.eps)
         cosine, sine = rotary[batch.positions].unsqueeze(1).chunk(2, dim=-1)  # [tokens, 1, head_dim / 2]
-        cache.keys.flatten(0, 1)[batch.slot_mapping] = _rotate(key, cosine, sine).to(cache.keys.dtype)
-        cache.values.flatten(0, 1)[batch.slot_mapping] = value.to(cache.values.dtype)
+        cache.write(batch.slot_mapping, _rotate(key, cosine, sine), value)
         return _rotate(query, cosine, sine).to(qkv.dtype)
 
-    def attention(self, query: Tensor, cache: PagedCache, batch: RaggedBatch, shape: AttentionShape) -> Tensor:
+    def attention(
+        self, query: Tensor, cache: PagedCache | QuantisedPagedCache, batch: RaggedBatch, shape: AttentionShape,
+    ) -> Tensor:
         """Causal attention of every row over its own cached context: `[tokens, heads * head_dim]`."""
         out = torch.empty_like(query)
         starts, contexts = batch.query_starts.tolist(), batch.context_lens.tolist()
@@ -126,7 +171,9 @@ def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return torch.cat((low * cosine - high * sine, high * cosine + low * sine), dim=-1)
 
 
-def _attend_row(query: Tensor, cache: PagedCache, table: Tensor, context_len: int, shape: AttentionShape) -> Tensor:
+def _attend_row(
+    query: Tensor, cache: PagedCache | QuantisedPagedCache, table: Tensor, context_len: int, shape: AttentionShape,
+) -> Tensor:
     """Attention of one row's `query [tokens, heads, head_dim]`, the last tokens of its context."""
     first_query = context_len - len(query)
     first = max(0, first_query - shape.window + 1) if shape.window else 0
@@ -134,8 +181,7 @@ def _attend_row(query: Tensor, cache: PagedCache, table: Tensor, context_len: in
     block_size = cache.keys.shape[1]
     blocks, offsets = table[places // block_size].long(), places % block_size
     group = shape.num_heads // shape.num_kv_heads
-    keys = cache.keys[blocks, offsets].float().repeat_interleave(group, dim=1)
-    values = cache.values[blocks, offsets].float().repeat_interleave(group, dim=1)
+    keys, values = (part.repeat_interleave(group, dim=1) for part in cache.read(blocks, offsets))
     scores = torch.einsum("qhd,khd->hqk", query.float(), keys) * shape.scale
     back = torch.arange(first_query, context_len, device=query.device)[:, None] - places
     hidden = (back < 0) | (back >= shape.window) if shape.window else back < 0

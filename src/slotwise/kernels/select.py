@@ -22,23 +22,27 @@ def resolve(device: str) -> str:
     return device
 
 
-def choose(device: str, quantization: str = "none") -> Kernels:
-    """The kernels of `device`: `cpu`, `cuda`, or `reference` for plain torch; only the CPU's quantise.
+def choose(device: str, quantization: str = "none", kv_cache_dtype: str = "auto") -> Kernels:
+    """The kernels of `device`: `cpu`, `cuda`, or `reference` for plain torch.
+
+    Only the CPU's quantise weights, and only a GPU's cache is always of the model's own type.
 
     Raises:
-        ValueError: any other name, a device that is not there, or a quantization that it does not offer.
+        ValueError: any other name, a device that is not there, or a quantization or a cache that it does not offer.
     """
     if device == "cpu":
         from slotwise.kernels.cpu import CpuKernels
 
-        return CpuKernels(quantization=quantization)
+        return CpuKernels(quantization=quantization, kv_cache_dtype=kv_cache_dtype)
     if quantization != "none":
         raise ValueError(f"quantization {quantization} needs device cpu, not {device}")
     if device == "reference":
         from slotwise.kernels.reference import ReferenceKernels
 
-        return ReferenceKernels()
+        return ReferenceKernels(kv_cache_dtype=kv_cache_dtype)
     if device == "cuda":
+        if kv_cache_dtype != "auto":
+            raise ValueError(f"kv_cache_dtype {kv_cache_dtype} is not on CUDA yet: choose auto, or device cpu")
         resolve(device)
         return _cuda_kernels()
     raise ValueError(f"no kernels for device {device!r}: choose 'cpu', 'cuda' or 'reference'")

@@ -232,7 +232,7 @@ class Metrics(Collector, Observer):
         yield shown.info("engine_info", "What serves.", {
             "device": info.device, "dtype": info.dtype, "max_model_len": limits.max_model_len})
         yield shown.info("cache_config_info", "The cache.", {
-            "block_size": limits.block_size, "num_blocks": limits.num_blocks,
+            "block_size": limits.block_size, "cache_dtype": info.cache_dtype, "num_blocks": limits.num_blocks,
             "enable_prefix_caching": limits.enable_prefix_caching, "num_host_blocks": limits.num_host_blocks})
         yield shown.gauge("engine_healthy", self._healthy())
         yield shown.gauge("num_requests_running", self.num_running)

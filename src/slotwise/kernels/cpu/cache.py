@@ -73,7 +73,7 @@ class CpuCache:
     storage: Tensor  # [blocks, kv_heads, elements of keys, values and scales]
     block_size: int  # tokens
     address: int  # of `storage`
-    geometry: tuple[int, ...]  # query heads a kv_head, kv_heads, head_dim, that padded, block_size, that padded, a head's block in bytes
+    geometry: tuple[int, ...]  # query heads a kv_head, kv_heads, head_dim, padded, block_size, padded, a head's bytes
 
     @classmethod
     def allocate(cls, num_blocks: int, block_size: int, shape: AttentionShape, kind: torch.dtype) -> CpuCache:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from slotwise.kernels.base import CACHE_KINDS, AttentionShape, Linear, QKNorm, RaggedBatch
+from slotwise.kernels.base import AttentionShape, Linear, QKNorm, RaggedBatch, cache_kind
 from slotwise.kernels.cpu import attention, linear, pointwise, quantised, tile
 from slotwise.kernels.cpu.cache import CpuCache, head_block_elements, padded
 from slotwise.kernels.cpu.compiled import Compiled, compile_all
@@ -34,13 +34,11 @@ class CpuKernels:
 
         Raises:
             ValueError: `quantization` is neither "none" nor one of `quantised.BITS`, or `kv_cache_dtype` none of
-                `CACHE_KINDS`.
+                `base.CACHE_KINDS`.
         """
         if quantization != "none" and quantization not in quantised.BITS:
             raise ValueError(f"quantization must be none, {' or '.join(quantised.BITS)}, not {quantization!r}")
-        if kv_cache_dtype not in CACHE_KINDS:
-            raise ValueError(f"kv_cache_dtype must be {' or '.join(CACHE_KINDS)}, not {kv_cache_dtype!r}")
-        self._cached = CACHE_KINDS[kv_cache_dtype]
+        self._cached = cache_kind(kv_cache_dtype)
         self._team = Team(threads or torch.get_num_threads())
         self._bits = quantised.BITS.get(quantization, 0)  # of a weight; 0: as it comes
         self._head_bits = 8 if self._bits else 0  # the head keeps 8: each of its errors is a token's
@@ -169,8 +167,8 @@ class CpuKernels:
         room = attention.room(shape, rows, tokens, batch.max_context_len)
         base = team.scratch(room.floats(team.threads))
         team.give(
-            tile.MULTIPLY[cache.storage.dtype].address, query.data_ptr(), out.data_ptr(), cache.address, tables.data_ptr(),
-            tables.stride(0), batch.query_starts.data_ptr(), batch.context_lens.data_ptr(), rows,
+            tile.MULTIPLY[cache.storage.dtype].address, query.data_ptr(), out.data_ptr(), cache.address,
+            tables.data_ptr(), tables.stride(0), batch.query_starts.data_ptr(), batch.context_lens.data_ptr(), rows,
             base, base + room.arrivals, base + room.parts, base + room.threads, room.thread_bytes, *cache.geometry,
             shape.window, _bits(shape.scale * LOG2_E),
         )

@@ -161,8 +161,8 @@ def _keep_as_is(words, token, head, block, offset, kind):
 def _quantise(numbers, count, target, stride, scale):
     """float32 `numbers` to every `stride`-th byte of `target`, and to `scale` what one step is worth.
 
-    Sizes are compared by their bits, whose order is that of the numbers with NaN at the top.  So the scale of what holds
-    a NaN is one, and of what holds an infinity infinite: neither is lost.
+    Sizes are compared by their bits, whose order is that of the numbers with NaN at the top.  So the scale of what
+    holds a NaN is one, and of what holds an infinity infinite: neither is lost.
     """
     largest = 0
     for i in range(count):

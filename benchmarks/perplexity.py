@@ -1,4 +1,4 @@
-"""Perplexity of the built-in model on functions it never saw, with each kind of weights.
+"""Perplexity of the built-in model on functions it never saw, with each kind of weights and of cache.
 
 The text is what `training/corpus.py` held out: functions of the standard library's modules that were left out of the
 training, here of the library proper, its tests excluded.  It is computed as in serving: the same decoder and kernels,
@@ -29,8 +29,10 @@ from slotwise.text.tokenizer import Tokenizer
 sys.path.append(str(Path(__file__).parents[1] / "training"))
 from corpus import library_sample, read_documents, split, standard_library
 
-WEIGHTS = (("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int8"), ("bfloat16", "int4"), ("float32", "int8"),
-           ("float32", "int4"))  # dtype, quantization
+KINDS = (  # dtype, quantization, kv_cache_dtype
+    ("float32", "none", "auto"), ("bfloat16", "none", "auto"), ("bfloat16", "none", "int8"),
+    ("float32", "none", "int8"), ("bfloat16", "int8", "auto"), ("bfloat16", "int8", "int8"),
+    ("bfloat16", "int4", "auto"), ("float32", "int8", "auto"), ("float32", "int4", "auto"))
 BLOCK = 64  # tokens
 STEP = 512  # tokens
 
@@ -90,18 +92,23 @@ def main() -> None:
     """Parse the command line and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--documents", type=int, default=300)
-    texts = held_out(parser.parse_args().documents)
-    print(f"{len(texts)} functions\n{'weights':20}{'tokens':>9}{'perplexity':>12}{'over float32':>14}{'seconds':>9}")
+    parser.add_argument("--cache-only", action="store_true", help="leave out quantised weights")
+    asked = parser.parse_args()
+    texts = held_out(asked.documents)
+    print(f"{len(texts)} functions\n{'weights':16}{'cache':8}{'tokens':>9}{'perplexity':>12}{'over float32':>14}"
+          f"{'seconds':>9}")
     exact = 0.0
-    for dtype, quantization in WEIGHTS:
-        decoder = load_model(builtin.path(), kernels=choose("cpu", quantization), dtype=dtype)
+    for dtype, quantization, cached in KINDS:
+        if asked.cache_only and quantization != "none":
+            continue
+        decoder = load_model(builtin.path(), kernels=choose("cpu", quantization, cached), dtype=dtype)
         began = time.perf_counter()
         nats, count = loss(decoder, texts)
         perplexity = math.exp(nats / count)
         exact = exact or perplexity
         name = dtype if quantization == "none" else f"{quantization}, {dtype}"
-        print(f"{name:20}{count:9}{perplexity:12.4f}{perplexity / exact - 1:14.2%}{time.perf_counter() - began:9.1f}",
-              flush=True)
+        print(f"{name:16}{cached:8}{count:9}{perplexity:12.4f}{perplexity / exact - 1:14.2%}"
+              f"{time.perf_counter() - began:9.1f}", flush=True)
 
 
 if __name__ == "__main__":

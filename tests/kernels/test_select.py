@@ -43,5 +43,14 @@ def test_weights_are_quantised_on_the_cpu_alone(monkeypatch):
         EngineConfig.of(model="nowhere", device="cuda", quantization="int4")
 
 
+def test_an_int8_cache_is_not_on_cuda_yet(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    told = "kv_cache_dtype int8 is not on CUDA yet: choose auto, or device cpu"
+    with pytest.raises(ConfigError, match=told):
+        load(EngineConfig.of(model="nowhere", kv_cache_dtype="int8"))
+    with pytest.raises(ConfigError, match=told):
+        EngineConfig.of(model="nowhere", device="cuda", kv_cache_dtype="int8")
+
+
 def test_tokens_are_drawn_in_plain_torch_beside_plain_kernels():
     assert draw_for(choose("reference")) is sampling.draw

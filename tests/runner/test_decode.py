@@ -32,13 +32,16 @@ def decode_batch(contexts: list[int], vocabulary: int) -> RaggedBatch:
 class Pair:
     """The same decoder and caches, recorded and not."""
 
-    def __init__(self, folder: Path, kind: str, num_slots: int = 16) -> None:
-        self.decoder: Decoder = load_model(folder, kernels=choose("cpu"), dtype=kind)
+    def __init__(self, folder: Path, kind: str, num_slots: int = 16, cached: str = "auto") -> None:
+        self.decoder: Decoder = load_model(folder, kernels=choose("cpu", kv_cache_dtype=cached), dtype=kind)
         make_cache = self.decoder.kernels.allocate_cache
         self.caches = [make_cache(BLOCKS, BLOCK, shape, self.decoder.config.dtype)
                        for shape in self.decoder.attention_shapes]
         for cache in self.caches:
-            cache.storage.normal_()
+            if cached == "int8":
+                cache.storage.random_(0, 64)  # four such bytes are a scale below 1
+            else:
+                cache.storage.normal_()
         self.steps = DecodeSteps(self.decoder, self.caches, SlotTable(num_slots, WIDTH * BLOCK, BLOCK, BLOCKS - 1))
 
     def check(self, contexts: list[int]) -> None:
@@ -48,9 +51,11 @@ class Pair:
         assert torch.equal(actual, self.decoder.logits(self.decoder.hidden(batch, self.caches))), contexts
 
 
-@pytest.mark.parametrize(("family", "kind"), [*((family, "float32") for family in FAMILIES), ("qwen3", "bfloat16")])
-def test_a_recorded_step_is_the_step(family: str, kind: str, tmp_path: Path) -> None:
-    pair = Pair(make(family, tmp_path), kind)
+@pytest.mark.parametrize(("family", "kind", "cached"), [
+    *((family, "float32", "auto") for family in FAMILIES), ("qwen3", "bfloat16", "auto"), ("mistral", "float32", "int8"),
+    ("qwen3", "bfloat16", "int8")])
+def test_a_recorded_step_is_the_step(family: str, kind: str, cached: str, tmp_path: Path) -> None:
+    pair = Pair(make(family, tmp_path), kind, cached=cached)
     torch.manual_seed(0)
     for rows in (3, 1, 16, 3):
         for longest in (20, 300, 600, 40):  # short ones run from recordings made for longer ones, and before them

@@ -1,0 +1,99 @@
+"""An int8 cache through a whole model: options, memory, what is told of it, and answers near those without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from checkpoints import make, prompts
+from live import cli, serving
+from ragged import Driver
+
+from slotwise import LLM, SamplingParams
+from slotwise.engine.config import ConfigError, EngineConfig
+from slotwise.kernels.select import choose
+from slotwise.model.load import load_model
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+SMALL = {"max_num_seqs": 8, "max_model_len": 256, "max_num_batched_tokens": 64}
+FUNCTIONS = ["def __init__(self, name):", "def close(self):", "def read_lines(path):", "def add(a, b):",
+             "class Stack:\n    def push(self, item):", "import os\n\ndef walk(top):"]
+
+
+def answers(**settings: object) -> list[list[int]]:
+    outputs = LLM(**SMALL, **settings).generate(FUNCTIONS, GREEDY, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_greedy_tokens_are_near_those_of_a_whole_cache(dtype):
+    pairs = zip(answers(dtype=dtype), answers(dtype=dtype, kv_cache_dtype="int8"), strict=True)
+    same = [sum(mine == other for mine, other in zip(*pair, strict=True)) / GREEDY.max_tokens for pair in pairs]
+    assert sum(same) / len(same) >= 0.75, same
+
+
+def test_a_signature_is_completed():
+    [output] = LLM(kv_cache_dtype="int8", **SMALL).generate(
+        ["def __init__(self, name):"], SamplingParams(temperature=0.0, max_tokens=12), use_tqdm=False)
+    assert "self.name = name" in output.outputs[0].text
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"quantization": "int8"}, {"block_size": 16, "max_num_batched_tokens": 24}, {"dtype": "float32"}],
+    ids=["", "int8 weights", "small blocks and chunks", "float32"])
+def test_outputs_are_the_same_alone_in_company_and_from_cached_blocks(settings):
+    llm = LLM(kv_cache_dtype="int8", **SMALL | settings)
+    beginning = prompts([130])[0]
+    asked = [{"prompt_token_ids": beginning[:shared] + own} for shared, own in zip(
+        (0, 130, 70, 128, 3, 64), prompts([5, 9, 33, 64, 17, 70], seed=1), strict=True)]
+    together = llm.generate(asked, GREEDY, use_tqdm=False)
+    for prompt, crowd in zip(asked, together, strict=True):
+        [alone] = llm.generate([prompt], GREEDY, use_tqdm=False)
+        assert alone.outputs[0].token_ids == crowd.outputs[0].token_ids
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [10**6, 37])
+@pytest.mark.parametrize("family", ["llama3", "smollm2", "mistral", "qwen2", "qwen3"])
+def test_greedy_tokens_are_those_of_the_reference_with_such_a_cache(family: str, chunk: int, tmp_path: Path):
+    folder, continued = make(family, tmp_path), []
+    for device in ("cpu", "reference"):
+        decoder = load_model(folder, kernels=choose(device, kv_cache_dtype="int8"), dtype="float32")
+        continued.append(Driver(decoder).greedy(prompts([5, 23, 70, 150]), 12, chunk))
+    assert continued[0] == continued[1]
+
+
+def test_the_same_memory_holds_nearly_twice_the_blocks():
+    memory = 2_000_000
+    whole, half = (LLM(kv_cache_memory=memory, dtype="bfloat16", kv_cache_dtype=name, **SMALL).info
+                   for name in ("auto", "int8"))
+    assert (whole.cache_dtype, half.cache_dtype) == ("bfloat16", "int8")
+    assert 1.85 < half.limits.num_blocks / whole.limits.num_blocks < 2
+    for info in (whole, half):
+        a_block = info.memory.cache / (info.limits.num_blocks + 1)  # one belongs to nobody
+        assert memory - a_block < info.limits.num_blocks * a_block <= memory
+    assert half.roofline.position_bytes * 64 == half.memory.cache / (half.limits.num_blocks + 1)
+
+
+@pytest.mark.parametrize(("settings", "told"), [
+    ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype must be one of auto, int8, not 'fp8'"),
+    ({"kv_cache_dtype": "int8", "device": "cuda"}, "kv_cache_dtype int8 is not on CUDA yet: choose auto, or device cpu"),
+])
+def test_what_cannot_be_is_refused(settings, told):
+    with pytest.raises(ConfigError, match=told):
+        EngineConfig(model="anywhere", **settings)
+
+
+def test_a_bad_option_is_one_line():
+    run = cli("generate", "--kv-cache-dtype", "int8", "--device", "cuda", "def f(x):")
+    assert run.returncode == 1
+    assert run.stderr == "slotwise generate: kv_cache_dtype int8 is not on CUDA yet: choose auto, or device cpu\n"
+
+
+def test_a_server_tells_what_its_cache_holds(tmp_path: Path):
+    with serving("--kv-cache-dtype", "int8", "--device", "cpu", "--max-num-seqs", "2", log=tmp_path / "log") as live:
+        told = live.client.get("/metrics").text
+        answer = live.client.post("/v1/completions", json={
+            "model": "slotwise-builtin", "prompt": "def __init__(self, name):", "max_tokens": 12, "temperature": 0})
+    assert 'cache_dtype="int8"' in told
+    assert "self.name = name" in answer.json()["choices"][0]["text"]

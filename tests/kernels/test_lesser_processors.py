@@ -11,7 +11,8 @@ import pytest
 
 HASWELL = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "", "ATEN_CPU_CAPABILITY": "avx2",
            "ONEDNN_MAX_CPU_ISA": "AVX2"}
-TESTS = [f"tests/kernels/{name}.py" for name in ("lesser_processor", "test_cpu_tokens", "test_cpu_attention")]
+NAMES = ("lesser_processor", "test_cpu_tokens", "test_cpu_attention", "test_int8_cache")
+TESTS = [f"tests/kernels/{name}.py" for name in NAMES]
 
 
 @pytest.mark.slow

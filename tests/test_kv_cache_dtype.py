@@ -77,8 +77,7 @@ def test_the_same_memory_holds_nearly_twice_the_blocks():
 
 @pytest.mark.parametrize(("settings", "told"), [
     ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype must be one of auto, int8, not 'fp8'"),
-    ({"kv_cache_dtype": "int8", "device": "cuda"}, "kv_cache_dtype int8 is not on CUDA yet: choose auto, or device cpu"),
-])
+    ({"kv_cache_dtype": "int8", "device": "cuda"}, "int8 is not on CUDA yet: choose auto, or device cpu")])
 def test_what_cannot_be_is_refused(settings, told):
     with pytest.raises(ConfigError, match=told):
         EngineConfig(model="anywhere", **settings)

@@ -52,8 +52,8 @@ class Pair:
 
 
 @pytest.mark.parametrize(("family", "kind", "cached"), [
-    *((family, "float32", "auto") for family in FAMILIES), ("qwen3", "bfloat16", "auto"), ("mistral", "float32", "int8"),
-    ("qwen3", "bfloat16", "int8")])
+    *((family, "float32", "auto") for family in FAMILIES), ("qwen3", "bfloat16", "auto"),
+    ("mistral", "float32", "int8"), ("qwen3", "bfloat16", "int8")])
 def test_a_recorded_step_is_the_step(family: str, kind: str, cached: str, tmp_path: Path) -> None:
     pair = Pair(make(family, tmp_path), kind, cached=cached)
     torch.manual_seed(0)

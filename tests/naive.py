@@ -60,7 +60,7 @@ class Naive:
         resting = [one for one in self.running if self.rests(one, first)]
         while self.waiting and len(self.running) < self.slots:
             one = self._in_order(now)[0]
-            if stands_back := self.rests(one, first):
+            if stands_back := one.terms.tenant in {other.terms.tenant for other in resting}:
                 break
             self.waiting.remove(one)
             self.running.append(one)

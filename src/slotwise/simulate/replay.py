@@ -145,7 +145,7 @@ class _Life:
             self._executor.now = taken
             self._engine.handle(self.commands.popleft())
         self._executor.expect(logged)
-        has_step = logged.step != NO_STEP or bool(logged.planned)
+        has_step = logged.step != NO_STEP or bool(logged.planned) or bool(logged.failure)
         record = self._engine.step() if has_step else self._engine.idle_record()
         return step_entry(record, self._numbers) if record is not None else None
 

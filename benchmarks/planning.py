@@ -2,13 +2,13 @@
 
     python -m benchmarks.planning [--policy NAME ...] [--steps N]
 
-Prefix caching, reasons and events are on, and nobody computes: what is timed is the scheduler alone, on one core.
+Prefix caching, reasons and events are on, blocks fill up at every step, the garbage collector is set as in a server.
+Nobody computes: what is timed is the scheduler alone, on one core.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import statistics
 import time
 
@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from slotwise.batching.settings import Batching
-from slotwise.compose.garbage import hold_off
+from slotwise.compose.garbage import hold_off, settle
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.core.plan import StepPlan, StepResult
@@ -27,20 +27,21 @@ from slotwise.core.terms import Terms
 from slotwise.policies.settings import POLICIES, Ordering
 
 CROWDS = ((64, 0, 75.0), (256, 0, 300.0), (1024, 10_000, 1200.0))  # running, waiting, microseconds aimed at
-PROMPT, OUTPUT, BLOCK = 64, 4000, 64  # tokens
+SHORTEST, OUTPUT, BLOCK = 64, 4000, 64  # tokens of the shortest prompt, of an answer, of a block
+LONGEST = SHORTEST + BLOCK - 1 + OUTPUT
 TENANTS = 16
 
 
 def crowd(policy: str, running: int, waiting: int) -> Scheduler:
     """Everyone who can runs, and is past its prompt."""
-    blocks = running * ((PROMPT + OUTPUT) // BLOCK + 1)
+    blocks = running * (LONGEST // BLOCK + 1)
     limits = SchedulerLimits(
-        PROMPT + OUTPUT, blocks, BLOCK, running, max(running, 8192), enable_prefix_caching=True, max_passes=16)
+        LONGEST, blocks, BLOCK, running, max(running, 8192), enable_prefix_caching=True, max_passes=16)
     times = StepTimes()
     scheduler = Scheduler(limits, Batching().discipline(running), Ordering(policy).policy((), times), times)
     asked = SamplingParams(max_tokens=OUTPUT, ignore_eos=True)
     for number in range(running + waiting):
-        prompt = [number % 251, *range(PROMPT - 1)]
+        prompt = [number % 251, *range(SHORTEST - 1 + number % BLOCK)]  # so that blocks fill up at every step
         terms = Terms(f"tenant {number % TENANTS}", priority=number % 5)
         scheduler.add(Request(f"cmpl-{number:08d}", prompt, asked, number, terms=terms), number * 1e-3)
     now = 100.0
@@ -59,8 +60,9 @@ def result(plan: StepPlan) -> StepResult:
 
 def microseconds(policy: str, running: int, waiting: int, steps: int) -> float:
     """Median of `plan`, `commit` and taking the events of a step."""
+    hold_off()
     scheduler = crowd(policy, running, waiting)
-    gc.collect()
+    settle()  # as a server does
     took = []
     for step in range(steps):
         now = 1000 + step * 0.02
@@ -80,7 +82,6 @@ def main() -> None:
     parser.add_argument("--policy", nargs="*", choices=POLICIES, default=["fcfs"])
     parser.add_argument("--steps", type=int, default=400)
     asked = parser.parse_args()
-    hold_off()
     table = Table(title="plan + commit, microseconds a step", caption="aimed at: as many as the last row says")
     for name in ("policy", *(f"{running:,} run, {waiting:,} wait" for running, waiting, _ in CROWDS)):
         table.add_column(name, justify="left" if name == "policy" else "right")

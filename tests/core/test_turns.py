@@ -20,7 +20,8 @@ ROW = st.tuples(st.integers(1, 400), st.sampled_from(("gold", "bulk", "")))
 
 def row(number: int, context: int, tier: str) -> Request:
     made = crowd([Comer(0, 1, 1, Terms(tier=tier))])[0][1]
-    made.request_id, made.arrival, made.num_scheduled = f"r{number}", number, context - 1
+    made.request_id, made.arrival = f"r{number}", number
+    made.start_from(context - 1)
     return made
 
 

@@ -129,9 +129,8 @@ class Admission:
             request.request_id, request.slot, tuple(request.tokens), request.num_prompt, request.params, request.seed,
             tuple(sorted(request.stop_ids))))
         draft.grant(request, tuple(request.blocks))
-        start, known = request.num_scheduled, len(request.tokens)
-        count = self._pieces.of(request, known - start, draft) or 1  # 0: fewer tokens are predicted to take longer
-        draft.row(request, start, count, known)
+        count = self._pieces.of(request, request.unscheduled, draft) or 1  # 0: fewer are predicted to take longer
+        draft.row(request, request.num_scheduled, count)
 
     # -- outranking ----------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ belongs to the runner.  After Kwon et al., "PagedAttention" (SOSP 2023).
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 
 
@@ -30,7 +30,7 @@ class BlockPool:
         self.total = total
         self._is_published = is_published
         self._free = deque(range(total))
-        self._cached: dict[int, None] = {}  # least recently used first
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._references = [0] * total
 
     @property
@@ -79,9 +79,9 @@ class BlockPool:
 
     def evict(self, count: int) -> list[int]:
         """Free `count` cached blocks, least recently used first; the caller sees to it that nobody finds them."""
-        blocks = [block for _, block in zip(range(count), self._cached, strict=False)]
-        for block in blocks:
-            self.discard(block)
+        cached = self._cached  # a plain dict would look through all that was taken from its front
+        blocks = [cached.popitem(last=False)[0] for _ in range(min(count, len(cached)))]
+        self._free.extend(blocks)
         return blocks
 
     def discard(self, block: int) -> None:

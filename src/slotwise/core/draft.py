@@ -2,64 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from operator import attrgetter
-from typing import NamedTuple
-
+from slotwise.core.cruise import Cruise
+from slotwise.core.flight import Flight, Lineup
 from slotwise.core.host import Copies
 from slotwise.core.pace import StepTime
-from slotwise.core.plan import Decision, Grant, Join, StepPlan, StepResult, Stop
+from slotwise.core.plan import Decision, Grant, Join, StepPlan, Stop
 from slotwise.core.reasons import NO_BLOCKS, TOKEN_BUDGET
 from slotwise.core.request import Request
-
-ID, SLOT, EPOCH = attrgetter("request_id"), attrgetter("slot"), attrgetter("epoch")
-
-
-class Lineup(NamedTuple):
-    """The requests that a step's rows belong to, and what stays theirs while nobody comes or goes: columns."""
-
-    requests: tuple[Request, ...] = ()
-    request_ids: tuple[str, ...] = ()
-    slots: tuple[int, ...] = ()
-    epochs: tuple[int, ...] = ()
-
-    @classmethod
-    def of(cls, requests: tuple[Request, ...]) -> Lineup:
-        return cls(requests, tuple(map(ID, requests)), tuple(map(SLOT, requests)), tuple(map(EPOCH, requests)))
-
-
-class Flight(NamedTuple):
-    """A planned step, and who stands in it, each in the epoch it was planned in."""
-
-    plan: StepPlan
-    lineup: Lineup
-
-    @property
-    def requests(self) -> tuple[Request, ...]:
-        return self.lineup.requests
-
-    def declared(self, result: StepResult, ended: set[str]) -> Iterator[tuple[Request, str]]:
-        """Those whom the executor ended, complete or unable to sample, but for the `ended`."""
-        for rows, reason in ((result.complete, "stop"), (result.failed, "error")):
-            for row in rows:
-                request = self.requests[row]
-                if not request.reason and request.request_id not in ended:
-                    yield request, reason
 
 
 class Draft:
     """Filled by one `Scheduler.plan`, then closed into a StepPlan."""
 
     __slots__ = (
-        "beginning", "budget", "grants", "has_piece", "held", "is_pressed", "joins", "lanes", "now", "padding",
+        "beginning", "budget", "cruise", "grants", "has_piece", "held", "is_pressed", "joins", "lanes", "now", "padding",
         "preempted", "refused", "rest", "rows", "shortage", "step", "stop", "time",
     )
 
-    def __init__(self, step: int, now: float, budget: int, time: StepTime | None = None) -> None:
+    def __init__(self, step: int, now: float, budget: int, cruise: Cruise, time: StepTime | None = None) -> None:
         self.step = step
         self.now = now  # seconds
         self.shortage = TOKEN_BUDGET  # why nobody gets more tokens once there are none left
         self.budget = budget  # tokens this step may still take; a prompt that is not cut may take it below zero
+        self.cruise = cruise  # the rows that come first, and are not listed here
         self.time = time  # what it may still compute in the time it has; None: as long as it takes
         self.has_piece = False  # of a prompt, and there is a limit to its time
         self.beginning: list[Request] = []  # for whom others rest
@@ -75,14 +40,10 @@ class Draft:
         self.refused: list[Decision] = []
         self.stop: Stop | None = None
 
-    def row(self, request: Request, start: int, count: int, known: int) -> None:
-        """Plan `count` tokens of `request` from position `start`; at the end of the `known` ones it will sample."""
-        request.num_scheduled = end = start + count
-        samples = end == known
-        if samples:
-            request.num_known += 1
+    def row(self, request: Request, start: int, count: int) -> None:
+        """Plan `count` tokens of `request` from position `start`; at the end of the known ones it will sample."""
         self.budget -= count
-        self.rows.append((request, start, count, samples))
+        self.rows.append((request, start, count, request.schedule(count)))
 
     def hold(self, request: Request) -> None:
         """Compute the last token of `request` once more, for nothing: its batch has not drained."""
@@ -91,8 +52,12 @@ class Draft:
         self.rows.append((request, request.num_scheduled - 1, 1, True))
 
     @property
+    def num_rows(self) -> int:
+        return len(self.cruise) + len(self.rows)
+
+    @property
     def counts(self) -> list[int]:
-        return [count for _, _, count, _ in self.rows]
+        return [1] * len(self.cruise) + [count for _, _, count, _ in self.rows]
 
     def has(self, request: Request) -> bool:
         return any(row[0] is request for row in self.rows)
@@ -113,16 +78,19 @@ class Draft:
 
         Args:
             leaves: slots given back since the last plan.
-            before: that plan's lineup, which is this one's, too, where nobody came or went since.
+            before: that plan's lineup of those who did not cruise, which is this one's, too, where nobody came or went.
             copies: between the device and host memory.
         """
         requests, starts, counts, samples = zip(*self.rows, strict=True) if self.rows else ((), (), (), ())
-        lineup = before
+        others = before
         if leaves or self.joins or requests != before.requests:
-            lineup = Lineup.of(requests)
+            others = Lineup.of(requests)
+        leg = self.cruise.depart()
+        lineup, first = leg.lineup.beside(others), len(leg.starts)
         plan = StepPlan(
             self.step, self.now, leaves, tuple(self.joins), tuple(self.grants),
             lineup.request_ids, lineup.slots,
-            starts, counts, samples, self.padding, tuple(self.held),
+            leg.starts + starts, (1,) * first + counts, (True,) * first + samples,
+            self.padding, tuple([first + row for row in self.held]),
             tuple(self.preempted), tuple(self.refused), self.stop, *copies)
-        return Flight(plan, lineup)
+        return Flight(plan, leg, others, lineup)

@@ -78,7 +78,7 @@ class BlockTables:
             self.host.load(entry, block)
             self.prefix.put(entry, block)
         request.blocks = [entry.block for entry in found] + taken[len(away) :]
-        request.give_room(len(request.blocks) * self.block_size)
+        request.room = len(request.blocks) * self.block_size
         trail = request.trail
         trail.length = len(found)
         trail.before = found[-1] if found else trail.salt
@@ -92,7 +92,7 @@ class BlockTables:
             return None
         blocks = self._take(missing)
         request.blocks.extend(blocks)
-        request.give_room(request.room + len(blocks) * self.block_size)
+        request.room += len(blocks) * self.block_size
         return tuple(blocks)
 
     def publish(self, request: Request) -> None:
@@ -109,7 +109,7 @@ class BlockTables:
         """Give back all blocks, last one first, so that a beginning outlives its continuation."""
         self.pool.give_back(reversed(request.blocks))
         request.blocks = []
-        request.give_room(0)
+        request.room = 0
         request.trail.rewind()
 
     def check(self, requests: Iterable[Request]) -> None:

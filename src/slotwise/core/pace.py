@@ -10,6 +10,8 @@ al., OSDI 2024) that a step's time, not its tokens, is what decoding requests wa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from slotwise.core.steptime import StepTimes, Work
 
 FLOOR = 16  # tokens that one prompt gets at every step, whatever they cost: a long prompt must get on
@@ -31,6 +33,11 @@ class StepTime:
     def take(self, start: int, count: int) -> None:
         """A row computes `count` tokens from position `start` on."""
         self._work = self._with(start, count)
+
+    def take_rows(self, starts: Sequence[int]) -> None:
+        """Rows compute a token each, at `starts`."""
+        tokens, rows, context, pairs, _ = self._work
+        self._work = Work(tokens + len(starts), rows + len(starts), context + sum(starts) + len(starts), pairs)
 
     def fitting(self, start: int, wanted: int) -> int:
         """Of `wanted` tokens from position `start` on, as many as the time that is left allows; 0: none."""

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from operator import length_hint
 
 from slotwise.core.admission import Admission
@@ -22,6 +23,7 @@ from slotwise.core.seams import Discipline
 from slotwise.core.steptime import StepTimes
 from slotwise.core.turns import ALL, resting
 
+MAX_BOARDING = 32  # rows that begin to cruise in a step, which costs more than to plan one for once
 AIM = 0.9  # of the time a step may take: predictions are of the middle, and half of the steps take longer
 
 
@@ -53,7 +55,7 @@ class Planner:
     def draft(self, step: int, now: float) -> Draft:
         """Step number `step`, made at `now` seconds."""
         self._expire(now)
-        draft = Draft(step, now, self.discipline.budget(self.limits), self._step_time())
+        draft = Draft(step, now, self.discipline.budget(self.limits), self._roster.cruise, self._step_time())
         if self._roster.policy.may_preempt:
             self._admission.make_room(draft)
         if not self.discipline.prompts_alone:
@@ -103,6 +105,7 @@ class Planner:
         running = tuple(self._roster.running.values())
         self._admission.plan(draft)
         if draft.joins:
+            draft.cruise.dissolve()
             for request in running:
                 draft.refuse(request, PROMPTS_ALONE)
         return bool(draft.joins)
@@ -115,26 +118,47 @@ class Planner:
         Only when the budget was lowered below the number who run do the last of them wait until others have ended, and
         only under a budget in time, or one of context, do rows wait for their turn.
         """
-        running = self._in_order(draft.now)
+        running = self._in_order(self._embark(draft), draft.now)
         if draft.rest:
             running = [request for request in running if request.request_id not in draft.rest]
         self._plan_rows(running, draft)
 
+    def _embark(self, draft: Draft) -> Sequence[Request]:
+        """Let whoever can cruise through this step do so: those who run and must be looked at."""
+        cruise, running = draft.cruise, self._roster.running
+        if self._caps or draft.rest or draft.budget < len(running):
+            cruise.dissolve()  # somebody may have to rest
+            return tuple(running.values())
+        self._answer(cruise.called(), draft)
+        looked_at: list[Request] = []
+        if len(cruise) < len(running):
+            looked_at = [request for request in running.values() if request.cruise is None]
+        for request in islice(filter(cruise.may_take, looked_at), MAX_BOARDING):
+            cruise.take(request)
+        draft.budget -= len(cruise)
+        if draft.time is not None:
+            draft.time.take_rows(cruise.starts)
+        return [request for request in looked_at if request.cruise is None]
+
+    def _answer(self, called: Sequence[Request], draft: Draft) -> None:
+        """Let go those who are about to end, and give the others room, where it is certain that nobody has to yield."""
+        cruise, kv = draft.cruise, self._roster.kv
+        num_others = len(self._roster.running) - len(cruise)  # nobody needs more than a block
+        is_scarce = len(called) + num_others > kv.pool.num_available
+        for request in called:
+            if is_scarce or request.num_known >= request.end - 1:
+                cruise.drop(request)
+            else:
+                draft.grant(request, kv.extend(request, request.room + 1) or ())
+                cruise.go_on(request)
+
     def _plan_rows(self, running: Sequence[Request], draft: Draft) -> None:
         rest = self._set_apart(running, draft)
-        left, row = iter(running), draft.rows.append
+        left = iter(running)
         for request in left:
-            start = request.num_scheduled
-            target = start + 1
-            if target == request.num_known <= request.clear_to and draft.budget > 0 and not rest:
-                request.num_scheduled = target  # `draft.row` in short, for nearly every row of nearly every step
-                request.num_known = target + 1
-                draft.budget -= 1
-                row((request, start, 1, True))
-                continue
-            known = request.num_known
             if draft.preempted and request.state is not State.RUNNING:
                 continue  # preempted a moment ago, for one before it
+            known, count = len(request.tokens) + request.awaited, request.unscheduled  # nobody here cruises
             if request.reason or known >= request.end:
                 self._plan_ended(request, draft)
                 continue
@@ -144,18 +168,16 @@ class Planner:
             if request.request_id in rest:
                 draft.refuse(request, STEP_CONTEXT)
                 continue
-            count = known - start
+            start = known - count
             if count > 1 and not (count := self._pieces.of(request, count, draft, length_hint(left))):
                 draft.refuse(request, TIME_BUDGET)
                 continue
-            target = start + count
-            if target > request.room and not self._extend(request, target, draft):
+            if start + count > request.room and not self._extend(request, start + count, draft):
                 continue
-            draft.row(request, start, count, known)
+            draft.row(request, start, count)
 
-    def _in_order(self, now: float) -> Sequence[Request]:
+    def _in_order(self, running: Sequence[Request], now: float) -> Sequence[Request]:
         policy = self._roster.policy
-        running = tuple(self._roster.running.values())
         if not policy.orders_running:
             return running
         return sorted(running, key=lambda request: (policy.running_key(request, now), request.arrival))
@@ -164,18 +186,14 @@ class Planner:
         """Those who rest in this step; the time that the other decoding rows take is spent already."""
         if draft.time is None and not self._caps:
             return frozenset()
-        decoding = [request for request in running if self._decodes(request)]
+        decoding = [request for request in running
+                    if request.unscheduled == 1 and request.num_known < request.end and not request.reason]
         rest = resting(decoding, self._caps, draft.step) if self._caps else frozenset()
         if draft.time is not None:
             for request in decoding:
                 if request.request_id not in rest:
                     draft.time.take(request.num_scheduled, 1)
         return rest
-
-    @staticmethod
-    def _decodes(request: Request) -> bool:
-        known = request.num_known
-        return known - request.num_scheduled == 1 and known < request.end and not request.reason
 
     def _plan_ended(self, request: Request, draft: Draft) -> None:
         """Its last token is known or in flight."""

@@ -8,6 +8,9 @@ recompute after a preemption are that one rule.
     scheduled  |■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■|       advanced by plan()
     computed   |■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■|         advanced by commit()
 
+Kept are the known tokens and how far the other two *lag behind* them.  While a request decodes both lags are one token,
+after every plan and every commit, so that there is nothing to advance (see `core/cruise.py`).
+
 Two rules govern a life:
  1. The scheduler alone changes a state, along TRANSITIONS, and every request ends exactly once.
  2. A preemption starts a new *epoch*: results of steps planned before it keep the token they sampled, and nothing else.
@@ -17,10 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from slotwise.core.params import SamplingParams
 from slotwise.core.prefix import Trail
 from slotwise.core.terms import Terms
+
+if TYPE_CHECKING:
+    from slotwise.core.cruise import Cruise
 
 
 class State(Enum):
@@ -62,9 +69,9 @@ class Request:
     """
 
     __slots__ = (
-        "arrival", "arrived_at", "blocks", "clear_to", "deadline", "end", "epoch", "expected_tokens", "num_computed",
-        "num_known", "num_passed", "num_prompt", "num_scheduled", "params", "publish_at", "reason", "request_id",
-        "room", "seed", "slot", "state", "stop_ids", "terms", "tokens", "trail", "turn",
+        "arrival", "arrived_at", "awaited", "blocks", "cruise", "deadline", "end", "epoch", "expected_tokens",
+        "num_passed", "num_prompt", "params", "publish_at", "reason", "request_id", "room", "seed", "slot", "state",
+        "stop_ids", "terms", "tokens", "trail", "turn", "uncomputed", "unscheduled",
     )
 
     def __init__(
@@ -73,7 +80,7 @@ class Request:
     ) -> None:
         self.request_id = request_id
         self.tokens = list(prompt)  # known tokens, but for those that are pending
-        self.num_prompt = self.num_known = len(self.tokens)
+        self.num_prompt = self.unscheduled = self.uncomputed = len(self.tokens)
         self.params = params
         self.seed = seed
         self.terms = terms
@@ -89,12 +96,11 @@ class Request:
         self.slot = NO_SLOT_HELD
         self.blocks: list[int] = []  # its block table
         self.room = 0  # tokens that its blocks hold
-        self.clear_to = 0  # known tokens up to which it needs a token's budget at each step, and no decision
         self.trail = Trail(salt)
         self.publish_at = 0  # computed tokens at which its next block is full
         self.epoch = 0
-        self.num_scheduled = 0
-        self.num_computed = 0
+        self.awaited = 0  # tokens that steps in flight are about to sample, while it does not cruise
+        self.cruise: Cruise | None = None
         self.turn = NO_TURN  # the last step that it was given while rows took turns
 
     @property
@@ -104,7 +110,20 @@ class Request:
     @property
     def pending(self) -> int:
         """Tokens that steps in flight are about to sample."""
-        return self.num_known - len(self.tokens)
+        return self.awaited if self.cruise is None else self.cruise.in_flight
+
+    @property
+    def num_known(self) -> int:
+        return len(self.tokens) + (self.awaited if self.cruise is None else self.cruise.in_flight)
+
+    @property
+    def num_scheduled(self) -> int:
+        awaited = self.awaited if self.cruise is None else self.cruise.in_flight
+        return len(self.tokens) + awaited - self.unscheduled
+
+    @property
+    def num_computed(self) -> int:
+        return len(self.tokens) - self.uncomputed
 
     @property
     def ended(self) -> bool:
@@ -116,22 +135,35 @@ class Request:
             raise IllegalTransition(f"{self.request_id}: {self.state.name} -> {state.name}")
         self.state = state
 
-    def give_room(self, room: int) -> None:
-        """Its blocks hold `room` tokens from now on."""
-        self.room = room
-        self.clear_to = min(room, self.end - 1)
+    def start_from(self, num_computed: int) -> None:
+        """The cache holds so many of its tokens, and no step was given any other."""
+        self.unscheduled = self.num_known - num_computed
+        self.uncomputed = len(self.tokens) - num_computed
 
-    def hold(self, reason: str) -> None:
-        """It has all its tokens and stays until its batch has drained."""
-        self.reason = reason
-        self.clear_to = 0
+    def schedule(self, count: int) -> bool:
+        """A step computes the next `count` tokens: whether it samples one, which it does when they are the last."""
+        self.unscheduled -= count
+        if self.unscheduled:
+            return False
+        self.unscheduled = 1
+        self.awaited += 1
+        return True
+
+    def unschedule(self) -> None:
+        """Forget all steps in flight."""
+        self.awaited = 0
+        self.unscheduled = self.uncomputed
 
     def append(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
         """Add what a step sampled in the place of one pending token, up to the token that ends the request: those kept,
         and why it ends ("" when it goes on).
         """
-        known, pending = self.tokens, self.pending - 1
-        kept, reason = tokens, ""
+        known, kept, reason = self.tokens, tokens, ""
+        self.awaited -= 1
+        if len(tokens) == 1 and tokens[0] not in self.stop_ids and len(known) + 1 < self.end:  # nearly always
+            known.append(tokens[0])
+            self.uncomputed += 1
+            return tokens, ""
         for index, token in enumerate(tokens):
             known.append(token)
             if token in self.stop_ids and self.num_output >= self.params.min_tokens:
@@ -140,7 +172,8 @@ class Request:
                 kept, reason = tokens[: index + 1], "length"
             if reason:
                 break
-        self.num_known = len(known) + pending
+        self.unscheduled += len(kept) - 1
+        self.uncomputed += len(kept)
         return kept, reason
 
     def __repr__(self) -> str:

@@ -9,7 +9,11 @@ Every change of a state is made here, along the table in `core/request.py`, and 
 
 from __future__ import annotations
 
+from collections import deque
+
+from slotwise.core.cruise import Cruise
 from slotwise.core.events import Admitted, Arrived, Event, Finished, Preempted, Rejected
+from slotwise.core.flight import Flight
 from slotwise.core.host import HostTier
 from slotwise.core.kv import BlockTables, Seat
 from slotwise.core.limits import SchedulerLimits
@@ -32,6 +36,8 @@ class Roster:
         self.living: dict[str, Request] = {}  # in order of arrival
         self.waiting = WaitingQueue(policy.lane_key)
         self.running: dict[str, Request] = {}  # in the order they took their slots
+        self.flights: deque[Flight] = deque()  # steps that are planned and not committed, oldest first
+        self.cruise = Cruise(self.flights)
         self.withheld = Withheld()
         self.events: list[Event] = []
         self.num_paced = 0  # of those alive, to whom a pace was promised
@@ -44,10 +50,12 @@ class Roster:
             holds_slot = request.slot != NO_SLOT_HELD
             assert holds_slot == (request.state is State.RUNNING) == (request.request_id in self.running), request
             assert request.num_computed <= request.num_scheduled <= request.num_known, request
-            assert request.pending >= 0 and (request.clear_to <= 0 or not request.reason), request
-            assert request.num_scheduled <= len(request.blocks) * self.kv.block_size, request
+            assert request.pending >= 0, request
+            assert request.num_scheduled <= request.room == len(request.blocks) * self.kv.block_size, request
+            assert not holds_slot or request.num_known <= request.room + 1, request
         assert len(self.living) == len(self.running) + len(self.waiting)
         self.slots.check(request.slot for request in self.running.values())
+        self.cruise.check()
 
     def enter(self, request: Request, objection: str, now: float) -> None:
         """Let a request in, or, with an objection, refuse it for good."""
@@ -73,7 +81,7 @@ class Roster:
         request.become(State.RUNNING)
         request.slot = self.slots.take()
         self.running[request.request_id] = request
-        request.num_scheduled = request.num_computed = self.kv.seat(request, seat)
+        request.start_from(self.kv.seat(request, seat))
         self.policy.admitted(request, now)
         self.events.append(Admitted(now, request.request_id, request.slot, step, request.num_computed))
 
@@ -107,9 +115,14 @@ class Roster:
         self._vacate(request)
         request.become(State.PREEMPTED)
         request.epoch += 1
-        request.num_scheduled = request.num_computed = 0
+        request.start_from(0)
         self.policy.preempted(request, now)
         self._wait(request, now)
+
+    def hold(self, request: Request, reason: str) -> None:
+        """It has all its tokens, and stays until its batch has drained."""
+        self.cruise.drop(request)
+        request.reason = reason
 
     def end(self, request: Request, reason: str, now: float, message: str = "") -> None:
         self.policy.finished(request, reason, now)
@@ -127,6 +140,7 @@ class Roster:
 
     def _vacate(self, request: Request) -> None:
         """Slot and blocks come back, and may be given out in the very next plan: executors run plans in order."""
+        self.cruise.drop(request)
         self.kv.release(request)
         self.slots.give_back(request.slot)
         request.slot = NO_SLOT_HELD

@@ -13,11 +13,11 @@ the arrival number; nothing here reads a clock, draws a random number or iterate
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Mapping
+from itertools import compress
 
-from slotwise.core.draft import Flight, Lineup
 from slotwise.core.events import Committed, Event
+from slotwise.core.flight import Lineup
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.plan import StepPlan, StepResult, TokenLogprobs
 from slotwise.core.planner import Planner
@@ -40,8 +40,8 @@ class Scheduler:
         self._roster = Roster(limits, policy)
         self._times = times or StepTimes()
         self._planner = Planner(self._roster, limits, discipline, self._times)
-        self._flights: deque[Flight] = deque()
-        self._lineup = Lineup()  # of the last plan
+        self._flights = self._roster.flights
+        self._others = Lineup()  # of the last plan, those who did not cruise
         self._steps = 0
 
     # -- what others may read ------------------------------------------------------------------------------------
@@ -143,8 +143,8 @@ class Scheduler:
         if len(self._flights) > MAX_IN_FLIGHT:
             raise RuntimeError("commit the step in flight before planning two ahead")
         draft = self._planner.draft(self._steps, now)
-        flight = draft.close(self._roster.slots.take_leaves(), self._lineup, self._roster.kv.host.take_copies())
-        self._lineup = flight.lineup
+        flight = draft.close(self._roster.slots.take_leaves(), self._others, self._roster.kv.host.take_copies())
+        self._others = flight.others
         self._steps += 1
         self._flights.append(flight)
         return flight.plan
@@ -161,23 +161,25 @@ class Scheduler:
         ended: list[tuple[Request, str]] = []
         kept: dict[int, tuple[int, ...]] = {}  # by row, where it may be less than what was sampled
         overrun = 0
-        requests, _, _, epochs = flight.lineup
-        for row, (request, epoch, count, tokens) in enumerate(
-                zip(requests, epochs, plan.counts, result.tokens, strict=True)):
+        requests, epochs = flight.requests, flight.lineup.epochs
+        for row in self._roster.cruise.arrive(flight, result.tokens):
+            request, tokens = requests[row], result.tokens[row]
             if request.reason:  # ended or held meanwhile
                 overrun += len(tokens)
                 kept[row] = ()
                 continue
-            if request.epoch == epoch:
-                request.num_computed = computed = request.num_computed + count
-                if computed >= request.publish_at:
+            if request.epoch == epochs[row]:
+                request.uncomputed -= plan.counts[row]
+                if len(request.tokens) - request.uncomputed >= request.publish_at:
                     self._roster.kv.publish(request)
-            if len(tokens) == 1 and tokens[0] not in request.stop_ids and request.num_known < request.end:
-                request.tokens.append(tokens[0])  # `request.append` in short: none of those pending can be the last
-                continue
-            kept[row], reason = request.append(tokens) if tokens else ((), "")
+            some, reason = request.append(tokens) if tokens else ((), "")
+            if not some or some != tokens:
+                kept[row] = some
             if reason:
                 ended.append((request, reason))
+        for request in flight.leg.full:
+            if request.cruise is not None:
+                self._roster.kv.publish(request)
         if result.complete or result.failed:
             ended += flight.declared(result, {request.request_id for request, _ in ended})
         if self._planner.is_priced:
@@ -199,7 +201,7 @@ class Scheduler:
         gone = [(request, reason) for request, reason in ended if request.state is not State.RUNNING]
         for request, reason in ended:
             if request.state is State.RUNNING:
-                request.hold(reason)
+                self._roster.hold(request, reason)
         held = [request for request in self._roster.running.values() if request.reason]
         if together and len(held) < len(self._roster.running):
             ended[:] = gone
@@ -213,13 +215,12 @@ class Scheduler:
 
         Returns the ids of the requests that stood in the oldest of them.
         """
+        self._roster.cruise.dissolve()
         flights = list(self._flights)
         self._flights.clear()
         for flight in flights:
             for request in flight.requests:
-                request.num_known = len(request.tokens)
-                if request.state is State.RUNNING:
-                    request.num_scheduled = request.num_computed
+                request.unschedule()
         first = flights[0].requests if flights else ()
         return [request.request_id for request in first if not request.ended]
 
@@ -229,6 +230,8 @@ def _told(plan: StepPlan, result: StepResult, kept: Mapping[int, tuple[int, ...]
     logprobs: tuple[tuple[TokenLogprobs, ...], ...] = result.logprobs or ((),) * plan.num_rows
     if not kept:
         return Told(plan.request_ids, result.tokens, logprobs)
-    tokens = [kept.get(row, sampled) for row, sampled in enumerate(result.tokens)]
-    rows = [row for row, some in enumerate(tokens) if some]
-    return Told([plan.request_ids[row] for row in rows], [tokens[row] for row in rows], [logprobs[row] for row in rows])
+    tokens = list(result.tokens)
+    for row, some in kept.items():
+        tokens[row] = some
+    return Told(
+        list(compress(plan.request_ids, tokens)), list(compress(tokens, tokens)), list(compress(logprobs, tokens)))

@@ -74,8 +74,7 @@ class Cruise:
         for column, value in zip(self._columns, line, strict=True):
             column.insert(row, value)
         self._lineup = None
-        for token in request.stop_ids:
-            self._stops[token] += 1
+        self._stops.update(request.stop_ids)
         self._calls[self._call(request)][request.request_id] = request
         request.cruise = self
 
@@ -135,7 +134,7 @@ class Cruise:
         return leg
 
     def arrive(self, flight: Flight, sampled: Sequence[tuple[int, ...]]) -> Sequence[int]:
-        """Append the tokens of a step that is in flight no more: the rows that are left to be looked at.
+        """Append the tokens of the oldest step in flight: the rows of it that are left to be looked at.
 
         Those are the rows that did not cruise when it was planned, or do not any more, or end with this token.
         """

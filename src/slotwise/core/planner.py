@@ -1,6 +1,7 @@
 """Who runs in the next step, with how many tokens: running rows first, then those who wait (see `core/admission.py`).
 
-    running rows     a token each, or a piece of a prompt; blocks for them, if need be from those last in line
+    running rows     a token each, or a piece of a prompt; blocks for them, if need be from those last in line;
+                     most of them cruise: they get theirs unseen (see `core/cruise.py`)
     those who wait   while the discipline's gate is open and there are slots, tokens, time and blocks
 """
 

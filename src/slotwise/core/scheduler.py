@@ -2,7 +2,7 @@
 
 A step is three verbs, and two of them are here:
 
-    plan(now)                    running rows first, in the order they joined, then those who wait
+    plan(now)                    running rows first, then those who wait
     ... the executor runs it ...
     commit(plan, result, now)    append tokens, end, free, tell what happened
 
@@ -157,12 +157,14 @@ class Scheduler:
         """
         if not self._flights or self._flights[0].plan is not plan or result.step != plan.step:
             raise RuntimeError(f"step {plan.step} is not the next to commit, or result {result.step} is not its own")
-        flight = self._flights.popleft()
+        flight = self._flights[0]
+        looked_at = self._roster.cruise.arrive(flight, result.tokens)
+        self._flights.popleft()
         ended: list[tuple[Request, str]] = []
         kept: dict[int, tuple[int, ...]] = {}  # by row, where it may be less than what was sampled
         overrun = 0
         requests, epochs = flight.requests, flight.lineup.epochs
-        for row in self._roster.cruise.arrive(flight, result.tokens):
+        for row in looked_at:
             request, tokens = requests[row], result.tokens[row]
             if request.reason:  # ended or held meanwhile
                 overrun += len(tokens)

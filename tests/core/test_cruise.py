@@ -178,3 +178,21 @@ def test_the_time_of_those_who_cruise_is_spent():
     driver.add(lasting("b"))
     plan = driver.plan()
     assert plan.request_ids == ("a",) and plan.stop is not None and plan.stop.reason == TIME_BUDGET
+
+
+def test_a_row_that_began_to_cruise_after_the_step_it_fails_in_ends_alone():
+    driver = Driver(LIMITS)
+    failing, other = lasting("a", num_prompt=5), lasting("b", num_prompt=5)
+    driver.add(failing)
+    driver.add(other)
+    driver.plan()
+    driver.plan()
+    driver.commit()
+    late = driver.plan()
+    assert failing.cruise is not None and late.request_ids == ("a", "b")
+    step = driver.flying[0]
+    driver.scheduler.commit(step, StepResult(step.step, ((), (7,)), failed=(0,)), 0.0)
+    driver.scheduler.check()
+    driver.scheduler.commit(late, StepResult(late.step, ((7,), (8,))), 0.0)
+    driver.scheduler.check()
+    assert failing.reason == "error" and other.tokens[-2:] == [7, 8]

@@ -146,6 +146,9 @@ class Cruise:
         except ValueError:  # somebody's was not sampled, or there are more of them
             self.dissolve()
             return range(len(sampled))
+        for request, some in zip(flight.others.requests, sampled[num_rows:], strict=True):
+            if len(some) != 1:
+                self.drop(request)  # it began to cruise in a step after this
         apart = self._apart(lineup, tokens)
         grow: Sequence[list[int]] = lineup.tokens
         if apart:

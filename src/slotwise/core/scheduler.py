@@ -157,6 +157,8 @@ class Scheduler:
         """
         if not self._flights or self._flights[0].plan is not plan or result.step != plan.step:
             raise RuntimeError(f"step {plan.step} is not the next to commit, or result {result.step} is not its own")
+        if len(result.tokens) != plan.num_rows:
+            raise RuntimeError(f"step {plan.step} has {plan.num_rows} rows, and its result {len(result.tokens)}")
         flight = self._flights[0]
         looked_at = self._roster.cruise.arrive(flight, result.tokens)
         self._flights.popleft()

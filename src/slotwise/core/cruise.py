@@ -88,11 +88,15 @@ class Cruise:
         self._lineup = None
         self._stops -= Counter(request.stop_ids)  # keeps what is above zero
         del self._calls[self._call(request)][request.request_id]
+        for flight in self._flights:
+            flight.leg.gone.append(request.slot)
         request.awaited = self.in_flight
         request.cruise = None
 
     def dissolve(self) -> None:
         """Drop everyone."""
+        for flight in self._flights:
+            flight.leg.gone.extend(self._slots)
         for request in self._columns[0]:
             request.awaited = self.in_flight
             request.cruise = None
@@ -126,7 +130,7 @@ class Cruise:
         """Everyone's part of the step that is planned now."""
         if self._lineup is None:
             self._lineup = Lineup(*map(tuple, self._columns))
-        leg = Leg(self._lineup, tuple(self._starts), tuple(self._full))
+        leg = Leg(self._lineup, tuple(self._starts), tuple(self._full), [])
         self._starts = [start + 1 for start in self._starts]
         self._full = []
         self._calls.pop(self._steps, None)
@@ -149,7 +153,7 @@ class Cruise:
         for request, some in zip(flight.others.requests, sampled[num_rows:], strict=True):
             if len(some) != 1:
                 self.drop(request)  # it began to cruise in a step after this
-        apart = self._apart(lineup, tokens)
+        apart = self._apart(flight.leg, tokens)
         grow: Sequence[list[int]] = lineup.tokens
         if apart:
             grow = list(grow)
@@ -158,13 +162,12 @@ class Cruise:
         deque(map(list.append, grow, tokens), maxlen=0)  # each to its own, without a step of the interpreter
         return [*apart, *range(num_rows, len(sampled))]
 
-    def _apart(self, lineup: Lineup, tokens: Sequence[int]) -> list[int]:
-        """Rows of an earlier lineup that cruise no more, and those that one of these tokens ends."""
-        apart: set[int] = set()
-        if lineup is not self._lineup:
-            apart.update([row for row, request in enumerate(lineup.requests) if request.cruise is None])
+    def _apart(self, leg: Leg, tokens: Sequence[int]) -> list[int]:
+        """Rows that cruise no more, and those that one of these tokens ends."""
+        requests, _, slots, _, _ = leg.lineup
+        rows = [bisect_left(slots, slot) for slot in leg.gone]
+        apart = {row for row, slot in zip(rows, leg.gone, strict=True) if slots[row : row + 1] == (slot,)}
         if not self._stops.keys().isdisjoint(tokens):
-            requests = lineup.requests
             apart.update([row for row, token in enumerate(tokens) if token in requests[row].stop_ids])
         return sorted(apart)
 

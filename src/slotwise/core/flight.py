@@ -38,6 +38,7 @@ class Leg(NamedTuple):
     lineup: Lineup
     starts: tuple[int, ...]
     full: tuple[Request, ...]  # those who have computed a block to its end when the step is committed
+    gone: list[int]  # slots of those who cruise no more, though the step is in flight
 
 
 class Flight(NamedTuple):

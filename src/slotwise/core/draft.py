@@ -15,8 +15,8 @@ class Draft:
     """Filled by one `Scheduler.plan`, then closed into a StepPlan."""
 
     __slots__ = (
-        "beginning", "budget", "cruise", "grants", "has_piece", "held", "is_pressed", "joins", "lanes", "now", "padding",
-        "preempted", "refused", "rest", "rows", "shortage", "step", "stop", "time",
+        "beginning", "budget", "cruise", "grants", "has_piece", "held", "is_pressed", "joins", "lanes", "now",
+        "padding", "preempted", "refused", "rest", "rows", "shortage", "step", "stop", "time",
     )
 
     def __init__(self, step: int, now: float, budget: int, cruise: Cruise, time: StepTime | None = None) -> None:

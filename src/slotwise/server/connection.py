@@ -40,6 +40,10 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
         self._head = 0
 
+    def on_response_complete(self) -> None:
+        cast(_HeadJoined, self.transport).flush()  # nothing follows where the head alone was asked for
+        super().on_response_complete()
+
 
 class _HeadJoined:
     """A transport that keeps a response's head until its body comes, which the application always has at hand.
@@ -59,9 +63,12 @@ class _HeadJoined:
             return
         self._transport.write(data)
 
-    def close(self) -> None:
+    def flush(self) -> None:
         if self._head:
             self.write(b"")
+
+    def close(self) -> None:
+        self.flush()
         self._transport.close()
 
     def __getattr__(self, name: str) -> Any:

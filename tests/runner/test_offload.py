@@ -136,13 +136,13 @@ def test_blocks_that_come_back_give_the_tokens_that_computing_them_would(
     outputs, records = play(engine(folder, kernels(), FEW, 60, overlap))
     assert outputs == without == expected
     assert any(record.saves for record in records) and any(record.loads for record in records)
-    assert computed(records) < 0.75 * computed(computes), "shared beginnings were evicted, and not computed again"
+    assert computed(records) < 0.85 * computed(computes), "shared beginnings were evicted, and not computed again"
 
 
 def test_a_wrong_copy_would_have_shown(
     folder: Path, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Blocks that come back as zeros change what is said."""
-    monkeypatch.setattr(HostBlocks, "save", lambda self, copies: None)
+    """Blocks that do not come back, so that others' contents are read, change what is said."""
+    monkeypatch.setattr(HostBlocks, "load", lambda self, copies: None)
     outputs, _ = play(engine(folder, ReferenceKernels(), FEW, 60, overlap=0))
     assert outputs != expected

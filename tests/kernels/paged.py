@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from slotwise.kernels.base import AttentionShape, Kernels, LayerCache, RaggedBatch
 
 Row = tuple[int, int]  # query_len, context_len
+HEAD_DIMS = (16, 24, 32, 64, 80, 96, 128)
 
 
 @dataclass(frozen=True)
@@ -95,3 +97,22 @@ def rotary(head_dim: int, positions: int) -> Tensor:
 def distance(actual: Tensor, expected: Tensor) -> float:
     """Norm of the difference over the norm of what was expected; NaN where either holds one."""
     return float((actual.float() - expected.float()).norm() / expected.float().norm().clamp_min(1e-30))
+
+
+@st.composite
+def layers(draw, rows, head_dims=HEAD_DIMS):
+    """A layer of any geometry with the given kind of rows."""
+    head_dim = draw(st.sampled_from(head_dims))
+    kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 8))
+    window = draw(st.sampled_from([0, 1, 7, 64, 300, 5000]))
+    return Layer(
+        AttentionShape(kv_heads * group, kv_heads, head_dim, head_dim**-0.5, window),
+        draw(st.sampled_from([1, 4, 16, 48, 64, 128])),
+        draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        draw(st.lists(rows, min_size=1, max_size=5)),
+        draw(st.integers(0, 1000)),
+    )
+
+
+decodes = st.integers(1, 700).map(lambda context: (1, context))
+chunks = st.tuples(st.integers(2, 90), st.integers(0, 400)).map(lambda row: (row[0], row[0] + row[1]))

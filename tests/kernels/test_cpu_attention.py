@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.paged import Layer, distance, rotary
+from kernels.paged import Layer, chunks, decodes, distance, layers, rotary
 
 from slotwise.kernels.base import AttentionShape, QKNorm
 from slotwise.kernels.cpu import CpuKernels
@@ -25,25 +25,6 @@ def apart(layer: Layer) -> float:
     query = layer.query(batch)
     actual = CPU.attention(query, layer.filled_cache(CPU, math.nan), batch, layer.shape)
     return distance(actual, REFERENCE.attention(query, layer.filled_cache(REFERENCE, math.nan), batch, layer.shape))
-
-
-@st.composite
-def layers(draw, rows):
-    """A layer of any geometry with the given kind of rows."""
-    head_dim = draw(st.sampled_from([16, 24, 32, 64, 80, 96, 128]))
-    kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 8))
-    window = draw(st.sampled_from([0, 1, 7, 64, 300, 5000]))
-    return Layer(
-        AttentionShape(kv_heads * group, kv_heads, head_dim, head_dim**-0.5, window),
-        draw(st.sampled_from([1, 4, 16, 48, 64, 128])),
-        draw(st.sampled_from([torch.float32, torch.bfloat16])),
-        draw(st.lists(rows, min_size=1, max_size=5)),
-        draw(st.integers(0, 1000)),
-    )
-
-
-decodes = st.integers(1, 700).map(lambda context: (1, context))
-chunks = st.tuples(st.integers(2, 90), st.integers(0, 400)).map(lambda row: (row[0], row[0] + row[1]))
 
 
 @settings(max_examples=60, deadline=None)

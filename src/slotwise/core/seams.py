@@ -81,7 +81,7 @@ class Policy(Protocol):
     """It asks the model of step times, which then learns from every step."""
 
     holds_back: bool
-    """Somebody who runs may have to rest where somebody begins: `resting` is asked."""
+    """Somebody who runs may have to rest where somebody begins: `resting` is asked, and other steps are kept short."""
 
     # -- orders --------------------------------------------------------------------------------------------------
 

@@ -77,6 +77,26 @@ def test_it_is_told_at_once_when_asked_for_or_seldom() -> None:
         assert during(play, 0.0) == SOME + heard
 
 
+def test_one_who_reads_again_and_again_does_not_have_it_told_more_often_later() -> None:
+    class Counting(Later):
+        flushes = 0
+
+        def flush(self) -> None:
+            self.flushes += 1
+            super().flush()
+
+    async def whole() -> int:
+        subject = Counting([])
+        for _ in range(50):
+            subject.refused("queue_full")
+            subject.flush()
+        subject.refused("queue_full")
+        await asyncio.sleep(later.DELAY * 4)
+        return subject.flushes
+
+    assert asyncio.run(whole()) == 51
+
+
 def test_what_is_kept_is_bounded() -> None:
     def flood(subject: Later) -> None:
         for step in range(later.MOST + 5):

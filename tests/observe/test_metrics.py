@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -181,6 +182,19 @@ def test_reasons_and_queue_times_are_two_views_of_the_same(batching: Batching, d
     assert sum(waited.values()) == pytest.approx(seen["request_queue_time_seconds_sum"], abs=1e-9)
 
 
+def gaps(records: Sequence[StepRecord]) -> list[float]:
+    """Seconds between the tokens of each request, looked at one by one."""
+    last: dict[str, int] = {}
+    found = []
+    for record in records:
+        for request_id, tokens in zip(record.request_ids, record.token_ids, strict=True):
+            if tokens:
+                if request_id in last:
+                    found.append((record.ended_ns - last[request_id]) / 1e9)
+                last[request_id] = record.ended_ns
+    return found
+
+
 @pytest.mark.parametrize("depth", [0, 1])
 def test_every_token_of_a_rehearsal_is_counted(depth: int) -> None:
     """Under pressure, so that some are computed again."""
@@ -199,6 +213,10 @@ def test_every_token_of_a_rehearsal_is_counted(depth: int) -> None:
     assert seen["iteration_tokens_total_sum"] == known + again - seen["prompt_tokens_cached_total"]
     assert sum(seen[f"iteration_time_seconds_count[kind={kind}]"] for kind in waste.KINDS) == len(steps)
     assert seen["slot_steps_total"] - seen["empty_slot_steps_total"] == sum(len(record.counts) for record in steps)
+    apart = gaps(records)
+    assert seen["inter_token_latency_seconds_count"] == len(apart)
+    assert seen["inter_token_latency_seconds_sum"] == pytest.approx(sum(apart))
+    assert seen["request_decode_time_seconds_sum"] == pytest.approx(sum(apart))
     assert seen["kv_cache_usage_perc"] == 0 == seen["num_requests_running"]
 
 

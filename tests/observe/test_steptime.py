@@ -49,6 +49,23 @@ def off(times: StepTimes, work: Work, factor: float = 1.0) -> float:
     return abs(times.seconds(work) / (cost(work) * factor) - 1)
 
 
+def test_of_steps_like_a_hundred_others_few_are_learned_from_and_what_is_new_always() -> None:
+    times, now = StepTimes(), 0.0
+
+    def step(work: Work) -> int:
+        """How many of these were learned from."""
+        nonlocal now
+        before, now = times.num_steps, now + 1
+        times.step(work, now, now + cost(work))
+        return times.num_steps - before
+
+    for _ in range(100):
+        step(work_of([200] * 8, [1] * 8))
+    assert sum(step(work_of([200] * 8, [1] * 8)) for _ in range(100)) == 25
+    assert all(step(work_of([200] * 8, [1] * 7 + [count])) for count in range(30, 60))
+    assert step(work_of([200] * 9, [1] * 9)) == step(work_of([200] * 40, [1] * 40)) == 1
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_two_hundred_steps_are_enough_and_hiccups_do_not_count(seed: int) -> None:
     times, machine = StepTimes(), Machine(seed, hiccups=0.05)

@@ -16,8 +16,8 @@ from slotwise.engine.observer import Observer
 if TYPE_CHECKING:
     from slotwise.engine.messages import Command, EngineInfo, StepRecord
 
-DELAY = 0.05  # seconds
-MOST = 1024  # news kept until then
+DELAY = 0.25  # seconds
+MOST = 256  # news kept until then: told in some ten milliseconds
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,7 @@ class Later(Observer):
     def __init__(self, observers: Sequence[Observer]) -> None:
         self.observers = list(observers)
         self._news: list[tuple[str, tuple[Any, ...]]] = []
+        self._timer: asyncio.TimerHandle | None = None  # runs while there is news
 
     def arrived(self, request_id: str, num_prompt: int, now_ns: int) -> None:
         self._keep("arrived", request_id, num_prompt, now_ns)
@@ -56,14 +57,17 @@ class Later(Observer):
         self.flush()
 
     def _keep(self, name: str, *told: Any) -> None:
-        if not self._news:
-            asyncio.get_running_loop().call_later(DELAY, self.flush)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(DELAY, self.flush)
         self._news.append((name, told))
         if len(self._news) >= MOST:
             self.flush()
 
     def flush(self) -> None:
         """Tell what has not been told yet."""
+        if self._timer is not None:
+            self._timer.cancel()  # or every flush would be followed by another a little later
+            self._timer = None
         news, self._news = self._news, []
         for observer in self.observers:
             for name, told in news:

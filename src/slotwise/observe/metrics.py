@@ -38,6 +38,18 @@ class _Life:
         self.lost = 0  # computed tokens it gave up when it last yielded
 
 
+class _Together:
+    """Rows that get a token each, step after step: what their lives have in common is noted once."""
+
+    def __init__(self, request_ids: tuple[str, ...] = (), last: int = 0) -> None:
+        self.request_ids, self.last = request_ids, last
+        self.tokens = 0  # of each, that their lives do not know of yet
+
+    def are_all_of(self, record: StepRecord) -> bool:
+        """They have a token each in this step, and nobody else has one."""
+        return record.request_ids == self.request_ids and set(map(len, record.token_ids)) == {1}
+
+
 class Metrics(Collector, Observer):
     """An observer of the engine service, and what `/metrics` shows.
 
@@ -52,6 +64,7 @@ class Metrics(Collector, Observer):
         self.told: dict[str, Callable[[], float]] = {}  # gauges that somebody else keeps
         self._healthy = healthy
         self._lives: dict[str, _Life] = {}
+        self._together = _Together()
         self.waits = waste.Waits()
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.labelled: dict[str, dict[str, float]] = {
@@ -91,18 +104,16 @@ class Metrics(Collector, Observer):
         self._count("admission_rejections_total", kind)
 
     def stepped(self, record: StepRecord) -> None:
-        for (request_id, _), lost in zip(record.preempted, record.lost, strict=True):
-            if (life := self._lives.get(request_id)) is not None:
-                life.lost = max(lost, self._in_flight(request_id))
-        for request_id, num_cached in zip(record.admitted, record.cached, strict=True):
-            if (life := self._lives.get(request_id)) is not None:
-                self._admitted(life, num_cached, record.started_ns)
+        if record.admitted or record.preempted:
+            self._settle()
+            self._made_way(record)
         if record.admitted or record.saves:
             self._tiers(record)
         self._tokens(record)
-        for row in record.ended:
-            self._ended(row.request_id, row.reason, record.ended_ns)
-        self.counters["num_preemptions_total"] += len(record.preempted)
+        if record.ended:
+            self._settle()
+            for row in record.ended:
+                self._ended(row.request_id, row.reason, record.ended_ns)
         self.waits.stepped(record)
         if record.counts:
             self._step(record)
@@ -110,6 +121,16 @@ class Metrics(Collector, Observer):
             self._slots = record.configured.max_num_seqs
         self.num_running, self.num_waiting = record.num_running, record.num_waiting
         self._num_free_blocks = record.num_free_blocks
+
+    def _made_way(self, record: StepRecord) -> None:
+        """Some yielded, and some took their places."""
+        self.counters["num_preemptions_total"] += len(record.preempted)
+        for (request_id, _), lost in zip(record.preempted, record.lost, strict=True):
+            if (life := self._lives.get(request_id)) is not None:
+                life.lost = max(lost, self._in_flight(request_id))
+        for request_id, num_cached in zip(record.admitted, record.cached, strict=True):
+            if (life := self._lives.get(request_id)) is not None:
+                self._admitted(life, num_cached, record.started_ns)
 
     def _in_flight(self, request_id: str) -> int:
         """Tokens that were computed by the end of the step before, which may have been under way when it yielded."""
@@ -129,15 +150,17 @@ class Metrics(Collector, Observer):
         if self._info.roofline is not None:
             self._hold_against(self._info.roofline, record, kind, seconds)
         self._histograms["iteration_tokens_total"].observe(sum(record.counts))
-        counters["padded_tokens_total"] += sum(record.padding)
-        counters["held_tokens_total"] += waste.held_tokens(record)
+        if record.padding or record.held:
+            counters["padded_tokens_total"] += sum(record.padding)
+            counters["held_tokens_total"] += waste.held_tokens(record)
         empty = max(0, self._slots - len(record.counts))
         counters["slot_steps_total"] += empty + len(record.counts)
         counters["empty_slot_steps_total"] += empty
         if record.stop is not None:
             counters["empty_slot_steps_waiting_total"] += empty
-        for reason, count in waste.why_stalled(record).items():
-            self._count("stalled_row_steps_total", reason, count)
+        if record.refused:
+            for reason, count in waste.why_stalled(record).items():
+                self._count("stalled_row_steps_total", reason, count)
 
     def _hold_against(self, roofline: Roofline, record: StepRecord, kind: str, seconds: float) -> None:
         sampled = len(record.token_ids) - record.token_ids.count(())
@@ -152,11 +175,35 @@ class Metrics(Collector, Observer):
         return sum(bound for bound, _ in self._lately) / taken if taken > 0 else 0.0
 
     def _tokens(self, record: StepRecord) -> None:
+        now, together = record.ended_ns, self._together
+        if together.are_all_of(record):
+            self._gap(together.last, now, len(record.token_ids))
+            together.tokens += 1
+            together.last = now
+            self.counters["generation_tokens_total"] += len(record.token_ids)
+        else:
+            self._settle()
+            served = self._each_token(record)
+            self._together = _Together(record.request_ids if served == len(record.request_ids) else (), now)
+
+    def _settle(self) -> None:
+        """Let lives know of what was noted for all of them."""
+        together = self._together
+        if together.tokens:
+            for request_id in together.request_ids:
+                life = self._lives[request_id]
+                life.num_output += together.tokens
+                life.last = together.last
+            together.tokens = 0
+
+    def _each_token(self, record: StepRecord) -> int:
+        """How many living rows got tokens."""
         now, lives = record.ended_ns, self._lives
-        generated = 0
+        generated = served = 0
         since: dict[int, int] = {}  # when rows had their last token: nearly always all at the same time
         for request_id, tokens in zip(record.request_ids, record.token_ids, strict=False):
             if tokens and (life := lives.get(request_id)) is not None:
+                served += 1
                 generated += len(tokens)
                 life.num_output += len(tokens)
                 if life.last:
@@ -165,8 +212,12 @@ class Metrics(Collector, Observer):
                     self._first_token(life, now)
                 life.last = now
         for last, count in since.items():
-            self._histograms["inter_token_latency_seconds"].observe((now - last) * NS, count)
+            self._gap(last, now, count)
         self.counters["generation_tokens_total"] += generated
+        return served
+
+    def _gap(self, last: int, now: int, rows: int) -> None:
+        self._histograms["inter_token_latency_seconds"].observe((now - last) * NS, rows)
 
     def _admitted(self, life: _Life, num_cached: int, now: int) -> None:
         counters = self.counters

@@ -34,8 +34,7 @@ async def events(api: Api, exchange: Exchange) -> None:
             await exchange.event(view.opening() if switches["backlog"] else view.opening_now(), NDJSON)
             while not gone.is_set():
                 is_ending = not switches["follow"] or (api.service.draining and api.service.state != "busy")
-                if is_ending:
-                    api.later.flush()
+                api.later.flush()
                 if lines := view.more():
                     await exchange.event(lines)
                     await asyncio.sleep(0)  # a socket that takes all at once would let nobody else have a turn

@@ -1,4 +1,4 @@
-"""usage: python -m benchmarks.policies [--only NAME] [--simulated] [--trace FILE] [--no-record], from the root.
+"""usage: python -m benchmarks.policies [--only NAME] [--simulated | --model FOLDER] [--trace FILE] [--no-record], from the root.
 
 --trace is the Azure conversation trace of 2023 as CSV (arrived_at, num_prefill_tokens, num_decode_tokens); without it
 lengths are drawn from its quantiles, prompts and answers apart, which leaves `shortest` nothing to learn from prompts.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from functools import partial
 from pathlib import Path
 
 from slotwise.bench.results import environment
@@ -43,10 +44,11 @@ def main() -> int:
     parser.add_argument("--trace", type=Path, help="the Azure conversation trace, CSV")
     parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals in each run (default: 20)")
     parser.add_argument("--workload", action="append", choices=("azure", "bursty"), help="one of the two")
+    parser.add_argument("--model", default="", help="a checkpoint's folder (default: the built-in model)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--no-record", action="store_true", help="leave results and pictures as they are")
     asked = parser.parse_args()
-    where = Where(simulated if asked.simulated else real, asked.trace, asked.seconds,
+    where = Where(simulated if asked.simulated else partial(real, model=asked.model), asked.trace, asked.seconds,
                   tuple(asked.workload or ("azure", "bursty")), asked.seed)
     broken = 0
     for name in asked.only or (RUNS | FAILURES if asked.simulated else RUNS):

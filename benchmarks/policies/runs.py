@@ -83,7 +83,7 @@ def giants(where: Where) -> list[Finding]:
     asked += [Ask(1.5 + GIANT_EVERY * (n // TOGETHER), GIANT, 8)
               for n in range(TOGETHER * int(where.seconds / GIANT_EVERY))]
     asked.sort(key=lambda ask: ask.at)
-    unlimited = _streams(where, asked, {"max_num_batched_tokens": TOGETHER * GIANT})
+    unlimited = _streams(where, asked, {"max_num_batched_tokens": TOGETHER * GIANT, "max_stall_ms": 0})
     budget = round(max(LEAST, 5000 * percentile(sorted(unlimited[0]), 50)))
     limited = _streams(where, asked, {"max_num_batched_tokens": TOGETHER * GIANT, "max_step_ms": budget})
     within = sum(gap <= LOOSE * budget / 1000 for gap in limited[0]) / len(limited[0])

@@ -105,11 +105,13 @@ def _of_tier(terms: Terms, setting: Setting) -> Terms:
 # -- on a real server ----------------------------------------------------------------------------------------------
 
 
-def real(asks: Sequence[Ask], setting: Setting, seed: int) -> list[Outcome]:
-    """By `slotwise serve` with the built-in model.  A tenant is a key, or within a tier the tier's."""
+def real(asks: Sequence[Ask], setting: Setting, seed: int, model: str = "") -> list[Outcome]:
+    """By `slotwise serve`, with the built-in model if no other is named.  A tenant is a key, or within a tier the tier's.
+    """
     tenants = sorted({ask.terms.tenant for ask in asks if ask.terms.tenant})
     with ExitStack() as stack:
-        arguments = [word for name, value in setting.options.items() for word in _argument(name, value)]
+        arguments = [model] if model else []
+        arguments += [word for name, value in setting.options.items() for word in _argument(name, value)]
         for tenant in tenants:
             arguments += ["--api-key", _key(tenant)]
         if setting.tiers:

@@ -94,7 +94,7 @@ class Life(Driver):
         draw, limits = self.draw, self.limits
         self.limits = replace(
             limits, tiers=draw.choice(((), TIERS)), max_step_ms=draw.choice((None, 900.0, 4000.0)),
-            max_step_context=draw.choice((0, 0, 12)))
+            max_stall_ms=draw.choice((None, 700.0)), max_step_context=draw.choice((0, 0, 12)))
         policy = draw.choice(POLICIES).policy(self.limits.tiers, self.scheduler.times)
         self.configure(
             self.discipline, limits.max_num_seqs, limits.max_num_batched_tokens - limits.max_num_seqs, policy)

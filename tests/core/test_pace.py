@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from crowds import ROOMY, Comer, KnownTimes, crowd, play
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from toy import Driver, alone
 
-from slotwise.batching.continuous import Chunked
+from slotwise.batching.continuous import Chunked, Inline
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.pace import FLOOR, StepTime
 from slotwise.core.plan import StepPlan
@@ -133,11 +134,75 @@ def test_while_nothing_is_known_nothing_is_held_back():
     assert StepTime(StepTimes(), 0.001).fitting(0, 500) == 500
 
 
-def test_a_limit_must_be_a_time():
-    for wrong in (0, -1.0, 1e9):
-        try:
-            SchedulerLimits(10, 10, 1, max_num_seqs=1, max_step_ms=wrong)
-        except ValueError as error:
-            assert "max_step_ms" in str(error)
-        else:
-            raise AssertionError(wrong)
+@pytest.mark.parametrize("name", ["max_step_ms", "max_stall_ms"])
+@pytest.mark.parametrize("wrong", [0, -1.0, 1e9])
+def test_a_limit_must_be_a_time(name, wrong):
+    with pytest.raises(ValueError, match=name):
+        SchedulerLimits(10, 10, 1, max_num_seqs=1, **{name: wrong})
+
+
+def steps_with_prompts(people, discipline, times=None, **limits):
+    """Rows that decode and seconds, of each step that computes a prompt."""
+    steps, times = [], times or Priced()
+
+    def look(driver, plan):
+        if max(plan.counts, default=0) > 1:
+            steps.append((plan.counts.count(1), times.seconds(work_of(plan.starts, plan.counts))))
+
+    driver = Driver(replace(LONG, **limits), discipline, times=times)
+    play(driver, people, look)
+    assert len(driver.ended) == len(people)
+    return steps
+
+
+GIANTS = [Comer(0, 2, 100), Comer(0, 2, 100), Comer(0, 2, 100), Comer(0, 2, 100), Comer(4, 380, 2), Comer(0, 380, 2)]
+
+
+def test_prompts_hold_up_those_who_decode_no_longer_than_they_may():
+    steps = [seconds for decoding, seconds in steps_with_prompts(crowd(GIANTS), Chunked(), max_stall_ms=60.0)
+             if decoding >= 2]
+    assert len(steps) >= 10 and max(steps) <= 0.060
+    assert max(seconds for _, seconds in steps_with_prompts(crowd(GIANTS), Chunked())) > 0.250
+
+
+def test_where_more_begin_than_decode_a_step_takes_longer_by_as_much():
+    def first(num_newcomers: int) -> float:
+        """Seconds of the first step with a prompt beside one who decodes."""
+        burst = [Comer(0, 2, 60), *[Comer(3 * (number == 0), 300, 4) for number in range(num_newcomers)]]
+        decoding, seconds = steps_with_prompts(crowd(burst), Chunked(), max_stall_ms=50.0)[1]
+        assert decoding == 1
+        return seconds
+
+    assert [round(first(n) / first(1)) for n in (2, 3, 4, 6)] == [2, 3, 4, 4]
+
+
+def test_those_who_decode_never_leave_prompts_less_time_than_they_take_themselves():
+    class Crowded(Priced):
+        def seconds(self, work: Work) -> float:
+            return super().seconds(work) + 0.010 * work.rows
+
+    many = [*[Comer(0, 2, 200)] * 7, Comer(1, 300, 2)]
+    six = Crowded().seconds(work_of([3] * 6, [1] * 6))  # one of them stops at once
+    steps = [seconds for decoding, seconds in steps_with_prompts(crowd(many), Chunked(), Crowded(), max_stall_ms=1.0)
+             if decoding == 6]
+    assert len(steps) >= 5 and 1.5 * six < max(steps) <= 2.05 * six
+
+
+def test_whoever_waits_begins_though_the_least_it_gets_takes_longer():
+    class Slow(Priced):
+        def seconds(self, work: Work) -> float:
+            return super().seconds(work) + 0.1 * max(0, work.tokens - work.rows)
+
+    begun = {}
+
+    def look(driver, plan):
+        begun.update((join.request_id, driver.now) for join in plan.joins)
+
+    driver = Driver(replace(LONG, max_stall_ms=1.0), times=Slow())
+    play(driver, crowd([Comer(0, 2, 100), Comer(0, 2, 100), Comer(3, 60, 2), Comer(0, 60, 2)]), look)
+    assert begun["r2"] == 3.0 and len(driver.ended["r0"]) and begun["r3"] < 9.0
+
+
+def test_who_computes_prompts_whole_holds_nobody_back():
+    assert (steps_with_prompts(crowd(GIANTS), Inline(), max_stall_ms=20.0)
+            == steps_with_prompts(crowd(GIANTS), Inline()))

@@ -43,10 +43,10 @@ POLICY = st.sampled_from((
     Ordering("deadline", ageing=9.0, default_ttft_ms=5000.0),
     Ordering("deadline", default_ttft_ms=9000.0, shed_late=True)))
 STEPS = st.builds(
-    lambda step_ms, context, kept: {
-        "max_step_ms": step_ms, "max_step_context": context,
+    lambda step_ms, stall_ms, context, kept: {
+        "max_step_ms": step_ms, "max_stall_ms": stall_ms, "max_step_context": context,
         "tiers": (Tier("gold", slots=1, max_step_context=context), Tier("bulk", weight=2.0)) if kept else ()},
-    st.sampled_from((None, 800.0, 5000.0)), st.sampled_from((0, 9)), st.booleans())
+    st.sampled_from((None, 800.0, 5000.0)), st.sampled_from((None, 500.0)), st.sampled_from((0, 9)), st.booleans())
 OPERATION = st.one_of(
     st.tuples(st.just("add"), PROMPT, st.integers(1, 20), st.integers(0, 3), TERMS, PATIENCE),
     st.tuples(st.just("jump"), st.floats(0, 5)),

@@ -49,6 +49,7 @@ def change(whims: random.Random) -> dict[str, Any]:
         "prefill": {"batching": "continuous", "prefill": whims.choice(PREFILLS)},
         "limits": {"max_num_seqs": slots, "max_num_batched_tokens": slots + whims.randint(0, 40), "tiers": tiers},
         "tiers": {"tiers": tiers}, "time": {"max_step_ms": whims.choice((None, 3.0, 6.0))},
+        "stall": {"max_stall_ms": whims.choice((None, 2.0, 5.0))},
         "context": {"max_step_context": whims.choice((0, 40, 90))}}
     chosen: dict[str, Any] = {}
     for part in whims.sample(sorted(parts), whims.randint(1, 3)):

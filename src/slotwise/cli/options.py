@@ -8,7 +8,7 @@ from typing import Any
 
 from slotwise.batching.settings import KINDS, MAX_WAIT_MS, PREFILLS
 from slotwise.core.limits import PRESSURES, RECOMPUTE
-from slotwise.engine.config import DEVICES, DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS
+from slotwise.engine.config import DEVICES, DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, STALL_MS
 from slotwise.policies.settings import GAP, POLICIES, QUANTILE, TTFT_MS
 
 BUILTIN_NAME = "slotwise-builtin"  # what clients call the model that ships with the package
@@ -62,6 +62,10 @@ ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--max-step-ms", {
         "type": float, "metavar": "MS", "help": "time a step may take, as learned from those before: prompts are cut "
         "to fit (default: only --max-num-batched-tokens counts)"}),
+    ("--max-stall-ms", {
+        "type": float, "default": STALL_MS, "metavar": "MS", "help": "how long prompts may "
+        "hold up streams that run, as learned; longer where more requests begin than run, and up to twice what those "
+        f"who run take alone (default: {STALL_MS:g}; 0: no limit)"}),
     ("--max-step-context", {
         "type": int, "default": 0, "metavar": "TOKENS", "help": "context that the decoding rows of a step attend to "
         "together; long ones take turns (default: no limit)"}),

@@ -68,7 +68,7 @@ class Loaded:
         """
         decoder = self._decoder
         kernels = decoder.kernels
-        config = config.sized(step_tokens(decoder))
+        config = config.sized(step_tokens(decoder, stalls_are_bounded=config.bounds_stalls))
         limits, used = sized(config, decoder)
         progress("kernels", 0, 1)
         self._warming.join()

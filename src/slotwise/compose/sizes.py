@@ -12,17 +12,19 @@ from slotwise.model.decoder import Decoder
 from slotwise.runner import memory, offload
 from slotwise.runner.profile import measured_workspace
 
-STEP_SECONDS = 0.1
+STEP_SECONDS = 0.1  # where streams wait for the whole of a step
+BURST_SECONDS = 0.5  # where steps are that long only when hardly any stream is there to wait for them (core/pace.py)
 STEP_SIZES = (512, 256, 128)  # tokens; fewer would read the weights too often for what they compute
 GPU_STEP_SIZES = (8192, 4096, 2048)  # products reach their rate at a few thousand tokens
 BLOCK_SIZE = 64  # tokens; what the figures in benchmarks/results/kernels-cpu.md were measured with
 
 
-def step_tokens(decoder: Decoder) -> int:
-    """Tokens that a step has room for if it is to take `STEP_SECONDS`: streams wait for it to end."""
+def step_tokens(decoder: Decoder, *, stalls_are_bounded: bool) -> int:
+    """Tokens that the longest step has room for."""
+    seconds = BURST_SECONDS if stalls_are_bounded else STEP_SECONDS
     sizes = GPU_STEP_SIZES if decoder.kernels.device.type == "cuda" else STEP_SIZES
     rate = decoder.kernels.operations_per_second(decoder.config.dtype)
-    tokens = STEP_SECONDS * rate / (2 * decoder.config.layer_weights)
+    tokens = seconds * rate / (2 * decoder.config.layer_weights)
     return next(size for size in sizes if size <= tokens or size == sizes[-1])
 
 

@@ -27,6 +27,7 @@ class SchedulerLimits:
     max_passes: int = 0  # later arrivals that may take a slot before one that waits for blocks
     on_pressure: str = RECOMPUTE  # what becomes of who must yield
     max_step_ms: float | None = None  # milliseconds a step may take, as predicted; None: only a promised pace counts
+    max_stall_ms: float | None = None  # milliseconds prompts may hold up who decodes (core/pace.py); None: any
     max_step_context: int = 0  # positions the decoding rows of a step attend to, summed; 0: no limit
     tiers: tuple[Tier, ...] = ()  # classes of service; requests may belong to none of them
     num_host_blocks: int = 0  # places in host memory for what the pool evicts
@@ -40,8 +41,10 @@ class SchedulerLimits:
                 raise ValueError(f"{name} must not be negative, and is {getattr(self, name)}")
         if self.on_pressure not in PRESSURES:
             raise ValueError(f"on_pressure must be one of {', '.join(PRESSURES)}, not {self.on_pressure!r}")
-        if self.max_step_ms is not None and not 0 < self.max_step_ms <= 3_600_000:
-            raise ValueError(f"max_step_ms must be positive and at most an hour, not {self.max_step_ms}")
+        for name in ("max_step_ms", "max_stall_ms"):
+            milliseconds = getattr(self, name)
+            if milliseconds is not None and not 0 < milliseconds <= 3_600_000:
+                raise ValueError(f"{name} must be positive and at most an hour, not {milliseconds}")
         self._check_tiers()
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "

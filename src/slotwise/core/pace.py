@@ -15,6 +15,25 @@ from collections.abc import Sequence
 from slotwise.core.steptime import StepTimes, Work
 
 FLOOR = 16  # tokens that one prompt gets at every step, whatever they cost: a long prompt must get on
+MOST = 4.0  # times the bound, however many more begin
+SHARE = 2.0  # times what the decoding rows take alone, that they may always be held up: prompts get half of a full step
+
+
+def stall(times: StepTimes, bound: float, contexts: Sequence[int], num_newcomers: int) -> float:
+    """Seconds that a step with prompts may take so that nobody who decodes is held up for long.
+
+    A step of `bound` delays each of the decoding rows by as much as it brings the newcomers on.  Where more of them
+    come on than are delayed, it is longer, by as much as they are more: so a burst is taken in at nearly full speed,
+    and a few long prompts are cut finely.
+
+    Args:
+        times: of steps.
+        bound: seconds, where newcomers are at most as many as those who decode, and these leave time for prompts.
+        contexts: tokens that are computed of each request that decodes, at least one.
+        num_newcomers: who run and have no token yet, and who wait and find a slot.
+    """
+    decode = Work(len(contexts), len(contexts), sum(contexts) + len(contexts), 0.0)
+    return max(bound, SHARE * times.seconds(decode)) * min(MOST, max(1.0, num_newcomers / len(contexts)))
 
 
 class StepTime:
@@ -23,11 +42,14 @@ class StepTime:
     Args:
         times: nothing is held back while it knows nothing.
         seconds: that the step may take.
+        lets_begin: one who waits may begin, with a few tokens, where these take longer: nobody asked for a limit that
+            would keep somebody waiting for as long as others run.
     """
 
-    def __init__(self, times: StepTimes, seconds: float) -> None:
+    def __init__(self, times: StepTimes, seconds: float, *, lets_begin: bool = False) -> None:
         self._times = times
         self._seconds = seconds
+        self.lets_begin = lets_begin
         self._work = Work(0, 0, 0, 0.0)
 
     def take(self, start: int, count: int) -> None:

@@ -16,7 +16,7 @@ class Pieces:
 
     def fits(self, start: int, wanted: int, draft: Draft) -> bool:
         """Whether there is time for somebody to begin; where nobody else runs there is."""
-        if draft.time is None or not draft.num_rows:
+        if draft.time is None or not draft.num_rows or (draft.time.lets_begin and not draft.has_piece):
             return True
         return draft.time.fitting(start, wanted) >= min(FLOOR, wanted)
 

@@ -15,12 +15,12 @@ from slotwise.core.admission import Admission
 from slotwise.core.courtesy import Courtesy
 from slotwise.core.draft import Draft
 from slotwise.core.limits import ERROR, SchedulerLimits
-from slotwise.core.pace import StepTime
+from slotwise.core.pace import StepTime, stall
 from slotwise.core.pieces import Pieces
 from slotwise.core.reasons import ENDING, NO_BLOCKS, PROMPTS_ALONE, STEP_CONTEXT, TIME_BUDGET
 from slotwise.core.request import Request, State
 from slotwise.core.roster import Roster
-from slotwise.core.seams import Discipline
+from slotwise.core.seams import NEVER, Discipline
 from slotwise.core.steptime import StepTimes
 from slotwise.core.turns import ALL, resting
 
@@ -44,6 +44,8 @@ class Planner:
         self.discipline = discipline
         self._pieces = Pieces(self._roster, discipline)
         self._admission = Admission(self._roster, limits, discipline, self._pieces)
+        cuts_prompts = discipline.chunk(2, 1) == 1
+        self._stall = limits.max_stall_ms / 1000 if limits.max_stall_ms is not None and cuts_prompts else None
         self._caps = {tier.name: tier.max_step_context for tier in limits.tiers if tier.max_step_context}
         if limits.max_step_context:
             self._caps[ALL] = limits.max_step_context
@@ -51,7 +53,8 @@ class Planner:
     @property
     def is_priced(self) -> bool:
         """Somebody asks what a step will take."""
-        return self.limits.max_step_ms is not None or self._roster.num_paced > 0 or self._roster.policy.needs_prices
+        return (self.limits.max_step_ms is not None or self._stall is not None or self._roster.num_paced > 0
+                or self._roster.policy.needs_prices)
 
     def draft(self, step: int, now: float) -> Draft:
         """Step number `step`, made at `now` seconds."""
@@ -93,13 +96,28 @@ class Planner:
                 self._roster.look_again(request, now)
 
     def _step_time(self) -> StepTime | None:
-        """The time a step may take: what is asked for, or the closest pace that was promised to one who runs."""
-        limit = self.limits.max_step_ms
-        paces = [] if limit is None else [limit / 1000]
+        """The time a step may take: what is asked for, the closest pace that was promised to one who runs, or what
+        those who decode may be held up.
+        """
+        running = self._roster.running.values()
+        bounds = [] if self.limits.max_step_ms is None else [self.limits.max_step_ms / 1000]
         if self._roster.num_paced:
-            running = self._roster.running.values()
-            paces += [request.terms.tpot for request in running if request.terms.tpot is not None]
-        return StepTime(self._times, min(paces) * AIM) if paces else None
+            bounds += [request.terms.tpot for request in running if request.terms.tpot is not None]
+        stalls = self._stalls(self._stall) if self._stall is not None else ()
+        if not bounds and not stalls:
+            return None
+        return StepTime(self._times, min(*bounds, *stalls, NEVER) * AIM, lets_begin=not bounds)
+
+    def _stalls(self, bound: float) -> Sequence[float]:
+        """Of a step in which somebody's prompt may be computed beside those who decode, the seconds it may take."""
+        roster = self._roster
+        num_running = len(roster.running)
+        joining = min(len(roster.waiting), max(0, self.limits.max_num_seqs - num_running))
+        if not joining and len(roster.cruise) == num_running:
+            return ()
+        contexts = [request.num_scheduled for request in roster.running.values() if request.unscheduled <= 1]
+        newcomers = joining + num_running - len(contexts)
+        return (stall(self._times, bound, contexts, newcomers),) if contexts and newcomers else ()
 
     def _plan_prompts(self, draft: Draft) -> bool:
         """A step of newcomers alone; False when nobody can join."""

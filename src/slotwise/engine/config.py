@@ -18,8 +18,7 @@ QUANTIZATIONS = ("none", "int8", "int4")
 KV_CACHE_DTYPES = ("auto", "int8")
 DEVICES = ("auto", "cpu", "cuda", "reference")
 STEP_TOKENS = 512  # a chunk this long reaches most of the product rate on any device
-
-
+STALL_MS = 70.0  # a gap that a reader does not notice; shorter ones take more steps, each of which reads all weights
 MOST_GIB = 1 << 20
 WATERMARK = 100  # one block in so many is left to those who run, when somebody joins them
 MAX_PASSES = 16  # smaller requests that may start before one which waits for blocks
@@ -58,6 +57,7 @@ class EngineConfig:
     default_ttft_ms: float | None = None
     shed_late: bool = False
     max_step_ms: float | None = None  # milliseconds a step may take, as predicted; None: as long as its tokens take
+    max_stall_ms: float = STALL_MS  # milliseconds prompts may hold up who decodes, as predicted; 0: any number
     max_step_context: int = 0  # positions the decoding rows of a step attend to, summed; 0: no limit
     tiers: tuple[Tier, ...] = ()  # classes of service
     block_size: int | None = None  # tokens of a cache block; None: what the device's kernels like best
@@ -132,6 +132,11 @@ class EngineConfig:
         """Tokens of a step, decided."""
         return self.max_num_batched_tokens or max(STEP_TOKENS, self.max_num_seqs)
 
+    @property
+    def bounds_stalls(self) -> bool:
+        """Prompts are cut so that those who decode are not held up for long."""
+        return self.max_stall_ms > 0 and self.batching == "continuous" and self.prefill in (None, "chunked")
+
     def largest_step(self, longest: int) -> int:
         """Tokens that a step may have at most, where sequences have up to `longest`."""
         if self.batching in ("static", "dynamic"):
@@ -148,8 +153,8 @@ class EngineConfig:
             self.scheduling_policy, self.ageing, self.preemption_gap, self.length_quantile, self.length_oracle,
             self.default_ttft_ms, self.shed_late)
         return Scheduling(
-            batching, self.max_num_seqs, self.step_tokens, ordering, self.max_step_ms, self.max_step_context,
-            self.tiers)
+            batching, self.max_num_seqs, self.step_tokens, ordering, self.max_step_ms,
+            self.max_stall_ms or None, self.max_step_context, self.tiers)
 
     def limits(
         self, model_tokens: int, num_blocks: int, block_size: int, num_host_blocks: int = 0,
@@ -174,7 +179,7 @@ class EngineConfig:
                 max_model_len=longest, num_blocks=num_blocks, block_size=block_size, max_num_seqs=self.max_num_seqs,
                 max_num_batched_tokens=self.step_tokens, enable_prefix_caching=self.enable_prefix_caching,
                 watermark_blocks=num_blocks // WATERMARK, max_passes=MAX_PASSES, on_pressure=self.on_pressure,
-                max_step_ms=self.max_step_ms, max_step_context=self.max_step_context, tiers=self.tiers,
-                num_host_blocks=num_host_blocks)
+                max_step_ms=self.max_step_ms, max_stall_ms=self.max_stall_ms or None,
+                max_step_context=self.max_step_context, tiers=self.tiers, num_host_blocks=num_host_blocks)
         except ValueError as error:
             raise ConfigError(str(error)) from error

@@ -17,7 +17,7 @@ from slotwise.core.steptime import StepTimes
 from slotwise.core.terms import Tier
 from slotwise.policies.settings import POLICIES, Ordering
 
-LIMITS = ("max_num_seqs", "max_num_batched_tokens", "max_step_ms", "max_step_context")
+LIMITS = ("max_num_seqs", "max_num_batched_tokens", "max_step_ms", "max_stall_ms", "max_step_context")
 LARGEST = 1 << 31  # of integers: larger ones mean nothing, and could not be sent to an engine
 
 MAX_TIERS = 64
@@ -35,7 +35,8 @@ class Scheduling:
     max_num_seqs: int  # slots in use, at most those made at the start
     max_num_batched_tokens: int  # tokens of one step
     ordering: Ordering = field(default_factory=Ordering)
-    max_step_ms: float | None = None  # as in SchedulerLimits, like the next two
+    max_step_ms: float | None = None  # as in SchedulerLimits, like the next three
+    max_stall_ms: float | None = None
     max_step_context: int = 0
     tiers: tuple[Tier, ...] = ()
 
@@ -127,7 +128,8 @@ def changes_schema() -> dict[str, Any]:
         properties[kind] = properties.pop("kind") | {"enum": values}
     properties["prefill"] = {"enum": [*PREFILLS, None]}
     counts = {name: {"type": "integer", "minimum": 1} for name in ("max_num_seqs", "max_num_batched_tokens")}
-    times = {"max_step_ms": {"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "null"}]},
+    milliseconds = {"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "null"}]}
+    times = {"max_step_ms": milliseconds, "max_stall_ms": milliseconds,
              "max_step_context": {"type": "integer", "minimum": 0}}
     return {"type": "object", "properties": properties | counts | times, "additionalProperties": False}
 

@@ -1,4 +1,4 @@
-"""usage: python -m benchmarks.policies [--only NAME] [--simulated | --model FOLDER] [--trace FILE] [--no-record], from the root.
+"""usage: python -m benchmarks.policies [--only NAME] [--simulated | --model FOLDER] [--trace FILE] [--no-record]
 
 --trace is the Azure conversation trace of 2023 as CSV (arrived_at, num_prefill_tokens, num_decode_tokens); without it
 lengths are drawn from its quantiles, prompts and answers apart, which leaves `shortest` nothing to learn from prompts.

@@ -106,8 +106,7 @@ def _of_tier(terms: Terms, setting: Setting) -> Terms:
 
 
 def real(asks: Sequence[Ask], setting: Setting, seed: int, model: str = "") -> list[Outcome]:
-    """By `slotwise serve`, with the built-in model if no other is named.  A tenant is a key, or within a tier the tier's.
-    """
+    """By `slotwise serve`, by default with the built-in model.  A tenant is a key, or within a tier the tier's."""
     tenants = sorted({ask.terms.tenant for ask in asks if ask.terms.tenant})
     with ExitStack() as stack:
         arguments = [model] if model else []

@@ -16,16 +16,19 @@ from slotwise.core.limits import SchedulerLimits
 from slotwise.core.roofline import Machine, Roofline
 from slotwise.core.scheduler import Scheduler
 from slotwise.engine.config import ConfigError, EngineConfig
+from slotwise.engine.executor import Executor
 from slotwise.engine.loop import Engine
 from slotwise.engine.messages import EngineInfo
 from slotwise.engine.probe import probe
 from slotwise.kernels.base import Kernels
 from slotwise.kernels.checked import CheckedKernels
+from slotwise.kernels.cpu.pages import LARGE
 from slotwise.kernels.select import choose, draw_for, resolve
 from slotwise.model.config import ModelConfig
 from slotwise.model.decoder import Decoder
 from slotwise.model.load import describe, load_model
 from slotwise.model.locate import locate
+from slotwise.runner.ahead import Ahead
 from slotwise.runner.batch import SlotTable
 from slotwise.runner.device_sampler import DeviceSampler
 from slotwise.runner.offload import HostBlocks
@@ -119,7 +122,7 @@ def _warm_up(kernels: Kernels, kind: torch.dtype) -> None:
         Sampler.warm_up(kind)
 
 
-def _runner(decoder: Decoder, limits: SchedulerLimits) -> Runner:
+def _runner(decoder: Decoder, limits: SchedulerLimits) -> Executor:
     """The executor, with a cache of its own, and places of the host."""
     kernels, vocab_size = decoder.kernels, decoder.config.vocab_size
     null_block = limits.num_blocks  # one more than the scheduler knows of
@@ -131,7 +134,11 @@ def _runner(decoder: Decoder, limits: SchedulerLimits) -> Runner:
         Sampler(limits.max_num_seqs, vocab_size) if kernels.name == "cpu"
         else DeviceSampler(slots, vocab_size, draw_for(kernels), kernels.device))
     pieces = [piece for cache in caches for piece in kernels.cache_pieces(cache)]
-    return Runner(decoder, caches, slots, sampler, HostBlocks(limits.num_host_blocks, pieces))
+    runner = Runner(decoder, caches, slots, sampler, HostBlocks(limits.num_host_blocks, pieces))
+    if kernels.name != "cpu":
+        return runner
+    per_block = kernels.cache_bytes_per_block(limits.block_size, decoder.attention_shapes[0], decoder.config.dtype)
+    return Ahead(runner, caches, limits.num_blocks, max(2 * limits.max_num_seqs, 2 * LARGE // per_block))
 
 
 def build_engine(config: EngineConfig, progress: Progress = silent) -> tuple[Engine, EngineInfo]:

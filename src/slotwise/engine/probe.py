@@ -33,7 +33,8 @@ def probe(executor: Executor, limits: SchedulerLimits, clock: Clock, seconds: fl
     A step that breaks is the last: whoever serves will meet what broke it, and can tell somebody.
     """
     times = StepTimes()
-    alone = replace(limits, enable_prefix_caching=False, max_step_ms=None, max_stall_ms=None, max_step_context=0, tiers=())
+    alone = replace(
+        limits, enable_prefix_caching=False, max_step_ms=None, max_stall_ms=None, max_step_context=0, tiers=())
     engine = Engine(Scheduler(alone, Chunked(), FirstComeFirstServed()), executor, clock)
     names: list[str] = []
     ends = clock() + round(seconds * 1e9)

@@ -21,14 +21,13 @@ number: a few rows of 64 instead of the whole block.
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from slotwise.kernels.base import AttentionShape
+from slotwise.kernels.cpu.pages import populate, untouched_pages
 
 LANES = 16
 
@@ -53,19 +52,6 @@ def head_block_elements(block_size: int, head_dim: int, kind: torch.dtype) -> tu
     return head_dim * padded(block_size), block_size * padded(head_dim), scales
 
 
-def _untouched_pages(size: int) -> mmap.mmap:
-    """`size` bytes of zeros that take no memory before they are written, as `torch.zeros` would.
-
-    Large pages where the system has them for those who ask: blocks lie anywhere, and for each small page the processor
-    would first have to find out where it is.
-    """
-    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a system without them
-            pages.madvise(mmap.MADV_HUGEPAGE)
-    return pages
-
-
 @dataclass(frozen=True, slots=True)
 class CpuCache:
     """One layer's keys and values."""
@@ -79,11 +65,16 @@ class CpuCache:
     def allocate(cls, num_blocks: int, block_size: int, shape: AttentionShape, kind: torch.dtype) -> CpuCache:
         """A zeroed cache; its pages are touched only once they are written."""
         elements = sum(head_block_elements(block_size, shape.head_dim, kind))
-        pages = _untouched_pages(num_blocks * shape.num_kv_heads * elements * kind.itemsize)
+        pages = untouched_pages(num_blocks * shape.num_kv_heads * elements * kind.itemsize)
         storage = torch.frombuffer(pages, dtype=kind).view(num_blocks, shape.num_kv_heads, elements)
         heads = (shape.num_heads // shape.num_kv_heads, shape.num_kv_heads, shape.head_dim, padded(shape.head_dim))
         block = (block_size, padded(block_size), elements * kind.itemsize)
         return cls(storage, block_size, storage.data_ptr(), (*heads, *block))
+
+    def touch(self, first: int, end: int) -> bool:
+        """Have memory for the blocks from `first` to before `end` now; False where the system cannot be asked to."""
+        per_block = self.storage[0].nbytes
+        return populate(self.address + first * per_block, (end - first) * per_block)
 
     def keys_and_values(self, shape: AttentionShape) -> tuple[Tensor, Tensor]:
         """Both as `[blocks, block_size, kv_heads, head_dim]`, copied, for whoever looks in from outside."""

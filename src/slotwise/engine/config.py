@@ -43,7 +43,7 @@ class EngineConfig:
     kv_cache_dtype: str = "auto"  # what keys and values are kept as: auto, as they are computed; int8, with scales
     max_model_len: int | None = None  # tokens of a sequence; None: as the model was trained, if the cache holds it
     max_num_seqs: int = 64  # slots
-    max_num_batched_tokens: int | None = None  # of a step; None: by its time (compose/sizes.py), at least one for each slot
+    max_num_batched_tokens: int | None = None  # of a step; None: by its time (compose/sizes.py), one for each slot
     batching: str = "continuous"  # how a batch is made: see batching.settings, as for the next four
     prefill: str | None = None
     batch_size: int | None = None

@@ -188,6 +188,15 @@ def test_those_who_decode_never_leave_prompts_less_time_than_they_take_themselve
     assert len(steps) >= 5 and 1.5 * six < max(steps) <= 2.05 * six
 
 
+def test_a_short_prompt_is_not_cut_where_that_is_over_soon():
+    streams = [Comer(0, 2, 60), Comer(0, 2, 60)]
+    for prompt, steps in ((80, 1), (140, 5)):  # 92 and 153 milliseconds whole
+        few = steps_with_prompts(crowd([*streams, Comer(3, prompt, 4)]), Chunked(), max_stall_ms=50.0)
+        assert len(few) == 1 + steps, "one for the streams' own prompts"
+    within = steps_with_prompts(crowd([*streams, Comer(3, 80, 4)]), Chunked(), max_stall_ms=50.0, max_step_ms=50.0)
+    assert len(within) == 1 + 3, "a limit that was asked for has no exceptions"
+
+
 def test_whoever_waits_begins_though_the_least_it_gets_takes_longer():
     class Slow(Priced):
         def seconds(self, work: Work) -> float:

@@ -129,7 +129,7 @@ class Admission:
             request.request_id, request.slot, tuple(request.tokens), request.num_prompt, request.params, request.seed,
             tuple(sorted(request.stop_ids))))
         draft.grant(request, tuple(request.blocks))
-        count = self._pieces.of(request, request.unscheduled, draft) or 1  # 0: fewer are predicted to take longer
+        count = self._pieces.first(request, draft) or 1  # 0: fewer are predicted to take longer
         draft.row(request, request.num_scheduled, count)
 
     # -- outranking ----------------------------------------------------------------------------------------------

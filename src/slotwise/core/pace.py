@@ -11,16 +11,25 @@ al., OSDI 2024) that a step's time, not its tokens, is what decoding requests wa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from slotwise.core.steptime import StepTimes, Work
 
 FLOOR = 16  # tokens that one prompt gets at every step, whatever they cost: a long prompt must get on
 MOST = 4.0  # times the bound, however many more begin
+WHOLE = 2.5  # times the bound, for a prompt that is over with it
 SHARE = 2.0  # times what the decoding rows take alone, that they may always be held up: prompts get half of a full step
 
 
-def stall(times: StepTimes, bound: float, contexts: Sequence[int], num_newcomers: int) -> float:
-    """Seconds that a step with prompts may take so that nobody who decodes is held up for long.
+class Stall(NamedTuple):
+    """How long a step with prompts may hold up those who decode, in seconds."""
+
+    seconds: float
+    whole: float  # if it computes all of a prompt: to cut a short one holds them up longer in all, and it, too
+
+
+def stall(times: StepTimes, bound: float, contexts: Sequence[int], num_newcomers: int) -> Stall:
+    """What a step with prompts may take so that nobody who decodes is held up for long.
 
     A step of `bound` delays each of the decoding rows by as much as it brings the newcomers on.  Where more of them
     come on than are delayed, it is longer, by as much as they are more: so a burst is taken in at nearly full speed,
@@ -33,7 +42,9 @@ def stall(times: StepTimes, bound: float, contexts: Sequence[int], num_newcomers
         num_newcomers: who run and have no token yet, and who wait and find a slot.
     """
     decode = Work(len(contexts), len(contexts), sum(contexts) + len(contexts), 0.0)
-    return max(bound, SHARE * times.seconds(decode)) * min(MOST, max(1.0, num_newcomers / len(contexts)))
+    plain = max(bound, SHARE * times.seconds(decode))
+    seconds = plain * min(MOST, max(1.0, num_newcomers / len(contexts)))
+    return Stall(seconds, max(seconds, WHOLE * plain))
 
 
 class StepTime:
@@ -42,15 +53,23 @@ class StepTime:
     Args:
         times: nothing is held back while it knows nothing.
         seconds: that the step may take.
-        lets_begin: one who waits may begin, with a few tokens, where these take longer: nobody asked for a limit that
-            would keep somebody waiting for as long as others run.
+        whole: that it may take to compute all of a prompt, if nobody asked for a limit; 0: somebody did.
     """
 
-    def __init__(self, times: StepTimes, seconds: float, *, lets_begin: bool = False) -> None:
+    def __init__(self, times: StepTimes, seconds: float, whole: float = 0.0) -> None:
         self._times = times
         self._seconds = seconds
-        self.lets_begin = lets_begin
+        self._whole = whole
         self._work = Work(0, 0, 0, 0.0)
+
+    @property
+    def lets_begin(self) -> bool:
+        """One who waits may begin with a few tokens though these take longer: it is not to wait while others run."""
+        return self._whole > 0
+
+    def takes_whole(self, start: int, count: int) -> bool:
+        """Whether all `count` tokens of a prompt may be computed that nobody has begun."""
+        return self.lets_begin and self._times.seconds(self._with(start, count)) <= self._whole
 
     def take(self, start: int, count: int) -> None:
         """A row computes `count` tokens from position `start` on."""

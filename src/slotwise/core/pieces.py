@@ -25,8 +25,7 @@ class Pieces:
 
         The first piece of a step gets at least FLOOR tokens whatever it takes, so that every prompt comes to its end.
         """
-        cap = max(1, self._roster.policy.cap(request, wanted, draft.now))
-        count = self._discipline.chunk(min(wanted, cap), draft.budget - behind)
+        count = self._allowed(request, wanted, draft, behind)
         if draft.time is None:
             return count
         start = request.num_scheduled
@@ -39,3 +38,18 @@ class Pieces:
         draft.time.take(start, count)
         draft.has_piece = True
         return count
+
+    def first(self, request: Request, draft: Draft) -> int:
+        """The same of one who joins; a short prompt is computed whole where that holds nobody up for long."""
+        start, wanted, time = request.num_scheduled, request.unscheduled, draft.time
+        if time is None or draft.has_piece or not time.takes_whole(start, wanted):
+            return self.of(request, wanted, draft)
+        count = self._allowed(request, wanted, draft)
+        time.take(start, count)
+        draft.has_piece = True
+        return count
+
+    def _allowed(self, request: Request, wanted: int, draft: Draft, behind: int = 0) -> int:
+        """By policy, discipline and token budget."""
+        cap = max(1, self._roster.policy.cap(request, wanted, draft.now))
+        return self._discipline.chunk(min(wanted, cap), draft.budget - behind)

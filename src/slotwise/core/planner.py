@@ -15,12 +15,12 @@ from slotwise.core.admission import Admission
 from slotwise.core.courtesy import Courtesy
 from slotwise.core.draft import Draft
 from slotwise.core.limits import ERROR, SchedulerLimits
-from slotwise.core.pace import StepTime, stall
+from slotwise.core.pace import Stall, StepTime, stall
 from slotwise.core.pieces import Pieces
 from slotwise.core.reasons import ENDING, NO_BLOCKS, PROMPTS_ALONE, STEP_CONTEXT, TIME_BUDGET
 from slotwise.core.request import Request, State
 from slotwise.core.roster import Roster
-from slotwise.core.seams import NEVER, Discipline
+from slotwise.core.seams import Discipline
 from slotwise.core.steptime import StepTimes
 from slotwise.core.turns import ALL, resting
 
@@ -103,21 +103,22 @@ class Planner:
         bounds = [] if self.limits.max_step_ms is None else [self.limits.max_step_ms / 1000]
         if self._roster.num_paced:
             bounds += [request.terms.tpot for request in running if request.terms.tpot is not None]
-        stalls = self._stalls(self._stall) if self._stall is not None else ()
-        if not bounds and not stalls:
-            return None
-        return StepTime(self._times, min(*bounds, *stalls, NEVER) * AIM, lets_begin=not bounds)
+        held_up = self._held_up(self._stall) if self._stall is not None else None
+        if held_up is None:
+            return StepTime(self._times, min(bounds) * AIM) if bounds else None
+        whole = 0.0 if bounds else held_up.whole * AIM
+        return StepTime(self._times, min([*bounds, held_up.seconds]) * AIM, whole)
 
-    def _stalls(self, bound: float) -> Sequence[float]:
-        """Of a step in which somebody's prompt may be computed beside those who decode, the seconds it may take."""
+    def _held_up(self, bound: float) -> Stall | None:
+        """What a step may take in which a prompt can be computed beside those who decode; None: there is none."""
         roster = self._roster
         num_running = len(roster.running)
         joining = min(len(roster.waiting), max(0, self.limits.max_num_seqs - num_running))
         if not joining and len(roster.cruise) == num_running:
-            return ()
+            return None
         contexts = [request.num_scheduled for request in roster.running.values() if request.unscheduled <= 1]
         newcomers = joining + num_running - len(contexts)
-        return (stall(self._times, bound, contexts, newcomers),) if contexts and newcomers else ()
+        return stall(self._times, bound, contexts, newcomers) if contexts and newcomers else None
 
     def _plan_prompts(self, draft: Draft) -> bool:
         """A step of newcomers alone; False when nobody can join."""

@@ -62,7 +62,7 @@ ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
         "action": "store_true", "help": "deadline: end at once who can no longer be served in time"}),
     ("--max-step-ms", {
         "type": float, "metavar": "MS", "help": "time a step may take, as learned from those before: prompts are cut "
-        "to fit (default: only --max-num-batched-tokens counts)"}),
+        "to fit, without the exceptions of --max-stall-ms (default: no limit)"}),
     ("--max-stall-ms", {
         "type": float, "default": STALL_MS, "metavar": "MS", "help": "how long prompts may "
         "hold up streams that run, as learned; longer where more requests begin than run, and up to twice what those "

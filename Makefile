@@ -40,6 +40,7 @@ gpu-check:       ## check and measure on a GPU, in eight minutes (ARGS=--rehears
 $(VENV)/serve.ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Slotwise needs Python 3.11 or newer")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --upgrade pip  # old ones take twice as long
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -e .
 	touch $@
 

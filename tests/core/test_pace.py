@@ -197,7 +197,8 @@ def test_a_short_prompt_is_not_cut_where_that_is_over_soon():
     assert len(within) == 1 + 3, "a limit that was asked for has no exceptions"
 
 
-def test_whoever_waits_begins_though_the_least_it_gets_takes_longer():
+@pytest.mark.parametrize("asked", [None, 5_000.0])
+def test_whoever_waits_begins_though_the_least_it_gets_takes_longer(asked):
     class Slow(Priced):
         def seconds(self, work: Work) -> float:
             return super().seconds(work) + 0.1 * max(0, work.tokens - work.rows)
@@ -207,7 +208,7 @@ def test_whoever_waits_begins_though_the_least_it_gets_takes_longer():
     def look(driver, plan):
         begun.update((join.request_id, driver.now) for join in plan.joins)
 
-    driver = Driver(replace(LONG, max_stall_ms=1.0), times=Slow())
+    driver = Driver(replace(LONG, max_stall_ms=1.0, max_step_ms=asked), times=Slow())
     play(driver, crowd([Comer(0, 2, 100), Comer(0, 2, 100), Comer(3, 60, 2), Comer(0, 60, 2)]), look)
     assert begun["r2"] == 3.0 and len(driver.ended["r0"]) and begun["r3"] < 9.0
 

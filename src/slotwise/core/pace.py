@@ -52,24 +52,25 @@ class StepTime:
 
     Args:
         times: nothing is held back while it knows nothing.
-        seconds: that the step may take.
-        whole: that it may take to compute all of a prompt, if nobody asked for a limit; 0: somebody did.
+        asked: seconds that the step was asked to take at most; infinite: nobody asked.
+        held_up: what those who decode in it may be held up; None: nobody is.
     """
 
-    def __init__(self, times: StepTimes, seconds: float, whole: float = 0.0) -> None:
+    def __init__(self, times: StepTimes, asked: float, held_up: Stall | None = None) -> None:
         self._times = times
-        self._seconds = seconds
-        self._whole = whole
+        self._asked = asked
+        self._seconds, self._whole = (min(asked, limit) for limit in held_up or (asked, asked))
         self._work = Work(0, 0, 0, 0.0)
 
-    @property
-    def lets_begin(self) -> bool:
-        """One who waits may begin with a few tokens though these take longer: it is not to wait while others run."""
-        return self._whole > 0
+    def lets_begin(self, start: int, count: int) -> bool:
+        """Whether one who waits may begin with `count` tokens: only what was asked for makes it wait while others
+        run.
+        """
+        return self._takes(start, count, self._asked)
 
     def takes_whole(self, start: int, count: int) -> bool:
         """Whether all `count` tokens of a prompt may be computed that nobody has begun."""
-        return self.lets_begin and self._times.seconds(self._with(start, count)) <= self._whole
+        return self._takes(start, count, self._whole)
 
     def take(self, start: int, count: int) -> None:
         """A row computes `count` tokens from position `start` on."""
@@ -82,19 +83,20 @@ class StepTime:
 
     def fitting(self, start: int, wanted: int) -> int:
         """Of `wanted` tokens from position `start` on, as many as the time that is left allows; 0: none."""
-        if not self._times.knows or self._fits(start, wanted):
+        if self._takes(start, wanted, self._seconds):
             return wanted
         fits, too_many = 0, wanted
         while too_many - fits > 1:
             count = (fits + too_many) // 2
-            if self._fits(start, count):
+            if self._takes(start, count, self._seconds):
                 fits = count
             else:
                 too_many = count
         return fits
 
-    def _fits(self, start: int, count: int) -> bool:
-        return self._times.seconds(self._with(start, count)) <= self._seconds
+    def _takes(self, start: int, count: int, seconds: float) -> bool:
+        """With these, at most so long; so it is believed while nothing is known."""
+        return not self._times.knows or self._times.seconds(self._with(start, count)) <= seconds
 
     def _with(self, start: int, count: int) -> Work:
         tokens, rows, context, pairs, _ = self._work

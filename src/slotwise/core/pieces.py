@@ -16,9 +16,12 @@ class Pieces:
 
     def fits(self, start: int, wanted: int, draft: Draft) -> bool:
         """Whether there is time for somebody to begin; where nobody else runs there is."""
-        if draft.time is None or not draft.num_rows or (draft.time.lets_begin and not draft.has_piece):
+        if draft.time is None or not draft.num_rows:
             return True
-        return draft.time.fitting(start, wanted) >= min(FLOOR, wanted)
+        least = min(FLOOR, wanted)
+        if draft.has_piece:
+            return draft.time.fitting(start, wanted) >= least
+        return draft.time.lets_begin(start, least)
 
     def of(self, request: Request, wanted: int, draft: Draft, behind: int = 0) -> int:
         """Of the `wanted` tokens of a prompt those to compute, while `behind` rows follow; 0: there is no time.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
+from math import inf
 from operator import length_hint
 
 from slotwise.core.admission import Admission
@@ -104,10 +105,9 @@ class Planner:
         if self._roster.num_paced:
             bounds += [request.terms.tpot for request in running if request.terms.tpot is not None]
         held_up = self._held_up(self._stall) if self._stall is not None else None
-        if held_up is None:
-            return StepTime(self._times, min(bounds) * AIM) if bounds else None
-        whole = 0.0 if bounds else held_up.whole * AIM
-        return StepTime(self._times, min([*bounds, held_up.seconds]) * AIM, whole)
+        if held_up is None and not bounds:
+            return None
+        return StepTime(self._times, min(bounds, default=inf) * AIM, held_up)
 
     def _held_up(self, bound: float) -> Stall | None:
         """What a step may take in which a prompt can be computed beside those who decode; None: there is none."""
@@ -118,7 +118,9 @@ class Planner:
             return None
         contexts = [request.num_scheduled for request in roster.running.values() if request.unscheduled <= 1]
         newcomers = joining + num_running - len(contexts)
-        return stall(self._times, bound, contexts, newcomers) if contexts and newcomers else None
+        if not contexts or not newcomers:
+            return None
+        return Stall(*(AIM * limit for limit in stall(self._times, bound, contexts, newcomers)))
 
     def _plan_prompts(self, draft: Draft) -> bool:
         """A step of newcomers alone; False when nobody can join."""

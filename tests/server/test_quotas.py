@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from live_server import Server, eventually, running
 
@@ -177,19 +177,22 @@ def metric(server: Server, name: str) -> float:
     return 0.0
 
 
-def client(server: Server, key: str, max_retries: int = 0) -> openai.OpenAI:
-    return openai.OpenAI(base_url=server.url + "/v1", api_key=key, max_retries=max_retries)
+@pytest.fixture
+def client(server: Server, openai: ModuleType) -> Callable[[str], Any]:
+    """Of a key, one that does not try again."""
+    return lambda key: openai.OpenAI(base_url=server.url + "/v1", api_key=key, max_retries=0)
 
 
 def rejections(server: Server, reason: str) -> float:
     return metric(server, f'admission_rejections_total{{model_name="toy",reason="{reason}"}}')
 
 
-def test_a_key_may_send_so_many_requests_a_minute_and_others_are_not_bound(server: Server) -> None:
+def test_a_key_may_send_so_many_requests_a_minute_and_others_are_not_bound(
+        server: Server, openai: ModuleType, client: Callable[[str], Any]) -> None:
     before, begun, count = rejections(server, "quota_requests"), time.monotonic(), 0
     with pytest.raises(openai.RateLimitError) as caught:
         while count < 1000:
-            client(server, "few").completions.create(model="toy", prompt=[40], max_tokens=1)
+            client("few").completions.create(model="toy", prompt=[40], max_tokens=1)
             count += 1
     assert 5 <= count <= 5 + (time.monotonic() - begun) * 5 / 60
     error, headers = caught.value.body, caught.value.response.headers
@@ -224,21 +227,23 @@ def test_what_was_not_generated_comes_back(server: Server, path: str, stream: bo
     assert 4000 < int(answer.headers["x-ratelimit-remaining-tokens"]) < 6000
 
 
-def test_tokens_that_are_held_are_not_there_and_the_client_waits_for_them(server: Server) -> None:
+def test_tokens_that_are_held_are_not_there_and_the_client_waits_for_them(
+        server: Server, openai: ModuleType, client: Callable[[str], Any]) -> None:
     """Twelve choices hold 5,881 of 6,000 tokens for as long as they run; a hundred flow in every second."""
     before = rejections(server, "quota_tokens")
     with ThreadPoolExecutor(1) as pool:
         busy = pool.submit(ask, server, "short", n=SLOTS, max_tokens=490, ignore_eos=True)
         eventually(lambda: metric(server, "num_requests_running") == SLOTS)
         with pytest.raises(openai.RateLimitError, match="6000 tokens a minute") as caught:
-            client(server, "short").completions.create(model="toy", prompt=[40], max_tokens=490)
+            client("short").completions.create(model="toy", prompt=[40], max_tokens=490)
         assert 1 <= int(caught.value.response.headers["retry-after"]) <= 4
         assert int(caught.value.response.headers["x-ratelimit-remaining-tokens"]) < 491
         assert rejections(server, "quota_tokens") == before + 1
         assert busy.result().status_code == 200
 
 
-def test_a_client_that_honours_the_header_gets_its_answer(server: Server) -> None:
+def test_a_client_that_honours_the_header_gets_its_answer(
+        server: Server, openai: ModuleType) -> None:
     statuses: list[int] = []
     with httpx.Client(event_hooks={"response": [lambda response: statuses.append(response.status_code)]}) as http, \
             ThreadPoolExecutor(1) as pool:
@@ -272,7 +277,8 @@ def test_what_can_never_fit_a_quota_is_refused_for_good_and_what_is_not_asked_fo
     assert answer.status_code == 200 and len(answer.json()["choices"]) == 20, answer.text
 
 
-def test_so_many_of_a_key_may_wait(server: Server) -> None:
+def test_so_many_of_a_key_may_wait(
+        server: Server, openai: ModuleType, client: Callable[[str], Any]) -> None:
     """Whoever has all slots keeps its own queue short, and another key's stays open."""
     names = ["full", "wait-0", "wait-1"]
 
@@ -288,7 +294,7 @@ def test_so_many_of_a_key_may_wait(server: Server) -> None:
             eventually(lambda waiting=waiting: (metric(server, "num_requests_running"),
                                                 metric(server, "num_requests_waiting")) == (SLOTS, waiting))
         with pytest.raises(openai.RateLimitError, match="this key's queue is full: 2 requests wait") as caught:
-            client(server, "plain").completions.create(model="toy", prompt=[40], max_tokens=1)
+            client("plain").completions.create(model="toy", prompt=[40], max_tokens=1)
         assert 1 <= int(caught.value.response.headers["retry-after"]) <= 60
         assert ask(server, "plain", service_tier="iron").status_code == 429
         assert rejections(server, "quota_queue") == 2

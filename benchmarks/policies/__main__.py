@@ -29,11 +29,12 @@ FIRST_TOKEN = "time to the first token"
 def record(world: str, name: str, findings: list[Finding], facts: dict[str, object]) -> None:
     """Keep figures beside those of other runs, and draw their curves."""
     kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"version": 1, "simulated": {}, "real": {}}
-    kept[world][name] = facts | {"environment": environment(), "findings": [found.as_json() for found in findings]}
+    kept.setdefault(world, {})[name] = facts | {
+        "environment": environment(), "findings": [found.as_json() for found in findings]}
     RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
     for number, found in enumerate(findings):
         title = f"{found.promise.partition(':')[0] if len(findings) > 1 else name}, {world}"
-        path = PICTURES / f"policy_{name}_{world}{number or ''}.svg"
+        path = PICTURES / f"policy_{name}_{world.replace(' ', '_')}{number or ''}.svg"
         path.write_text(charts.chart(title, MEASURED.get(name, FIRST_TOKEN), found.curves))
 
 
@@ -50,6 +51,7 @@ def main() -> int:
     asked = parser.parse_args()
     where = Where(simulated if asked.simulated else partial(real, model=asked.model), asked.trace, asked.seconds,
                   tuple(asked.workload or ("azure", "bursty")), asked.seed)
+    world = "simulated" if asked.simulated else f"real {Path(asked.model).name}".strip()
     broken = 0
     for name in asked.only or (RUNS | FAILURES if asked.simulated else RUNS):
         began = time.perf_counter()
@@ -61,7 +63,7 @@ def main() -> int:
             print(f"{name}: {'holds' if found.holds else 'BROKEN'}: {found.promise}\n    "
                   + ", ".join(f"{key} {value:.4g}" for key, value in found.figures.items()), flush=True)
         if not asked.no_record:
-            record("simulated" if asked.simulated else "real", name, findings, facts)
+            record(world, name, findings, facts)
     return 1 if broken else 0
 
 

@@ -33,6 +33,7 @@ from slotwise.workload.requests import Workload, WorkRequest
 MAX_MODEL_LEN, BLOCK_SIZE = 1024, 64  # of the built-in model, and of its cache on a CPU
 NOISE = 0.04  # deviation of a step's logarithm
 LIMIT = 400.0  # seconds after which a real run is given up
+WARM_UP = 60  # requests before one: hundreds of steps, and half a minute of a model of 135 million weights on two cores
 
 
 class Ask(NamedTuple):
@@ -122,7 +123,7 @@ def real(asks: Sequence[Ask], setting: Setting, seed: int, model: str = "") -> l
             "--max-num-queued-reqs", "100000", "--max-num-queued-tokens", "100000000", *arguments))
         target, vocab_size = resolve(Target(server.url, api_key=_key(tenants[0]) if tenants else ""))
         _drive(target, [Ask(0.05 * n, 200 if n % 3 else 900, 16, Terms(tenants[0] if tenants else ""))
-                        for n in range(150)], vocab_size, seed + 1)  # step times are learned
+                        for n in range(WARM_UP)], vocab_size, seed + 1)  # step times are learned
         return _drive(target, asks, vocab_size, seed)
 
 

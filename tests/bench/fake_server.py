@@ -22,6 +22,7 @@ from aiohttp import web
 ANSWERS = "answers"  # as asked
 CUT = "cut"  # the connection closes after two events
 ERROR_EVENT = "error event"  # an error within the stream
+HALVES = "halves"  # of characters: tokens before the last give no text
 NO_USAGE = "no usage"
 SILENT_ENDING = "silent ending"  # a last event without text, one itl after the last token
 STATUSES = {"busy": 429, "overloaded": 503, "broken": 500, "not found": 404}
@@ -89,6 +90,8 @@ class FakeServer:
         for number in range(events):
             await _until(received + self._behaviour.ttft + number * self._behaviour.itl)
             text = "word " * min(per_event, asked - number * per_event)
+            if kind == HALVES and number < events - 1:
+                text = ""
             is_last = number == events - 1 and kind != SILENT_ENDING
             await _send(response, {"choices": [_choice(text, "length" if is_last else None, is_chat)]})
             if number == 1 and kind == CUT:

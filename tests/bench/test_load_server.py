@@ -7,7 +7,7 @@ import urllib.request
 from typing import Any
 
 import pytest
-from bench.fake_server import CUT, ERROR_EVENT, NO_USAGE, SILENT_ENDING, Behaviour, fake_server
+from bench.fake_server import CUT, ERROR_EVENT, HALVES, NO_USAGE, SILENT_ENDING, Behaviour, fake_server
 
 from slotwise.bench.client import CHAT, COMPLETIONS, BenchError, Phrasing, Target
 from slotwise.bench.measures import Objectives, Outcome
@@ -76,6 +76,14 @@ def test_chat_is_timed_from_its_first_text_and_asked_in_words() -> None:
     assert len(outcome.token_times) == outcome.num_output == 5
     (message,) = body["messages"]
     assert message["role"] == "user" and len(message["content"].split()) == 20
+
+
+@pytest.mark.parametrize("endpoint", [COMPLETIONS, CHAT])
+def test_a_token_counts_when_it_comes_whatever_text_it_gives(endpoint: str) -> None:
+    with fake_server(Behaviour(ttft=0.1, itl=0.1, kinds=[HALVES])) as url:
+        (outcome,) = run(url, spaced(1, 0, 4), endpoint=endpoint).outcomes
+    assert len(outcome.token_times) == outcome.num_output == 4
+    assert outcome.ttft < outcome.token_times[-1] - outcome.sent - 0.25
 
 
 def test_an_end_without_text_is_no_gap_between_tokens() -> None:

@@ -134,9 +134,15 @@ class _Usage(msgspec.Struct):
 
 
 class _Delta(msgspec.Struct):
+    role: str | None = None
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+
+    @property
+    def text(self) -> str | None:
+        said = self.content or self.reasoning_content or self.reasoning
+        return said if said or self.role else self.content  # a role with nothing said opens an answer before any token
 
 
 class _Choice(msgspec.Struct):
@@ -145,9 +151,10 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
     @property
-    def has_text(self) -> bool:
-        delta = self.delta
-        return bool(self.text or (delta and (delta.content or delta.reasoning_content or delta.reasoning)))
+    def has_token(self) -> bool:
+        """Also one that gives no text yet: half a character, or what may begin a stop string."""
+        text = self.text if self.delta is None else self.delta.text
+        return bool(text) or (text is not None and not self.finish_reason)
 
 
 class _Event(msgspec.Struct):
@@ -203,9 +210,9 @@ class Client:
                 reply.num_prompt = event.usage.prompt_tokens
                 reply.num_output = event.usage.completion_tokens or 0
             for choice in event.choices:
-                if choice.has_text:
+                if choice.has_token:
                     reply.token_times.append(now)
-                if choice.has_text or choice.finish_reason:
+                if choice.has_token or choice.finish_reason:
                     reply.ended = now
                 has_ended = has_ended or bool(choice.finish_reason)
         if not has_ended:

@@ -34,7 +34,7 @@ class Outcome:
     status: str
     due: float  # when it should have been sent
     sent: float
-    token_times: tuple[float, ...] = ()  # of the events that carried text
+    token_times: tuple[float, ...] = ()  # of the events that carried a token, whatever text it gives
     ended: float = 0.0  # the last event of the answer
     num_prompt: int = 0  # tokens, as the server counts them
     num_output: int = 0

@@ -21,8 +21,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-# Of Slotwise vLLM's environment sees the workload alone; and of this folder nothing, for vLLM imports a `kernels`, too.
-sys.path[0] = str(Path(__file__).parent.parent / "src")
+# Of Slotwise vLLM's environment sees the workload alone; and nothing of this folder, for vLLM imports a `kernels`, too.
+sys.path.remove(str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
 
 from slotwise.workload import arrivals, lengths
 from slotwise.workload.requests import Recipe, Workload, generate

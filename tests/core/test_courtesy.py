@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from crowds import ROOMY, Comer, comers, crowd, play, running, terms
+from crowds import ROOMY, Comer, KnownTimes, comers, crowd, play, running, terms
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy import Driver, alone
@@ -15,6 +15,7 @@ from slotwise.batching.settings import Batching
 from slotwise.core.courtesy import MAX_RESTS, SHORT
 from slotwise.core.plan import StepPlan
 from slotwise.core.reasons import FIRST_TOKEN, OUTRANKED, SHORT_STEP
+from slotwise.core.steptime import Work
 from slotwise.core.terms import Terms
 from slotwise.policies.fair import Fair
 from slotwise.policies.fcfs import FirstComeFirstServed
@@ -89,6 +90,39 @@ def test_a_light_tenant_has_the_step_for_itself_and_takes_a_place_where_none_is_
 def test_a_long_prompt_lets_the_others_on_after_so_many_steps():
     plans = steps_to_first_token(Fair({}), flooded(Comer(12, 60, 4, LIGHT)))
     assert [bool(rests(plan)) for plan in plans][: MAX_RESTS + 2] == [*[True] * MAX_RESTS, False, True]
+
+
+class Priced(KnownTimes):
+    """Ten milliseconds a step, and one a token."""
+
+    def seconds(self, work: Work) -> float:
+        return 0.010 + 0.001 * work.tokens if work.rows else 0.0
+
+
+@pytest.mark.parametrize(("prompt", "counts"), [(90, [90]), (200, [98])])  # 27 milliseconds a stall, four in a row
+def test_those_who_rest_do_so_in_one_long_step_rather_than_in_several_short_ones(prompt, counts):
+    limits = replace(WIDE, max_num_batched_tokens=300, max_model_len=400, num_blocks=1000, max_stall_ms=30.0)
+    driver, plans = Driver(limits, policy=Fair({}), times=Priced()), []
+
+    def look(driver: Driver, plan: StepPlan) -> None:
+        if driver.output.get("r7") is None and "r7" in plan.request_ids:
+            plans.append(plan)
+
+    play(driver, crowd([Comer(0, 2, 60, FLOOD)] * 7 + [Comer(12, prompt, 4, LIGHT)]), look)
+    resting = [plan for plan in plans if rests(plan)]
+    assert [plan.counts[0] for plan in resting[: len(counts)]] == counts
+    assert len(plans) == len(counts) or not rests(plans[1]), "four stalls are four stalls, in however many steps"
+
+
+def test_a_few_tokens_go_before_a_long_prompt_under_way_of_one_who_was_served_more():
+    """Nobody is far ahead: the giant goes on with what is left."""
+    driver, plans = Driver(WIDE, policy=Fair({})), []
+    coming = [Comer(0, 1, 30, LIGHT), Comer(0, 40, 1, FLOOD), Comer(0, 90, 2, FLOOD), Comer(14, 3, 2, LIGHT)]
+    play(driver, crowd(coming), lambda driver, plan: plans.append(plan))
+    (number,) = [number for number, plan in enumerate(plans) if any(join.request_id == "r3" for join in plan.joins)]
+    first, before = plans[number], plans[number - 1]
+    assert first.request_ids[-2:] == ("r3", "r2") and first.counts[-2] == 3
+    assert sum(first.counts) == sum(before.counts), "nothing is left empty"
 
 
 def test_one_who_was_served_more_makes_nobody_rest():

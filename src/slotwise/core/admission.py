@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 from slotwise.core.draft import Draft
 from slotwise.core.kv import Seat
@@ -30,8 +31,12 @@ class Admission:
 
     # -- joining -------------------------------------------------------------------------------------------------
 
-    def plan(self, draft: Draft) -> None:
-        """Admit from the head of the queue.  One that waits for blocks may be passed by a few who need fewer."""
+    def plan(self, draft: Draft, look_at: Callable[[Draft, Request], None] | None = None) -> None:
+        """Admit from the head of the queue.  One that waits for blocks may be passed by a few who need fewer.
+
+        Args:
+            look_at: is told of each before it is tried.
+        """
         waiting = self._roster.waiting
         if not waiting:
             return
@@ -41,6 +46,8 @@ class Admission:
         while (request := walk.next()) is not None:
             if not all(self._may_be_passed(before) for before in passed):
                 break
+            if look_at is not None:
+                look_at(draft, request)
             reason = gate.reason if len(draft.joins) >= gate.max_new else self._try(request, draft)
             if not reason:
                 for before in passed:

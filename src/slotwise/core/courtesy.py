@@ -8,7 +8,11 @@ are far ahead of one who begins, its step is left to it:
     begins              ▓ ▓ ■ ■      ▓ a piece of its prompt
 
 Who rests is a policy's to say; for how long is not: after MAX_RESTS such steps in a row comes one in which nobody
-rests.  And nobody rests for nothing: where no one of those who were to begin was given a token, everyone runs.
+rests, and a step that holds up those who decode for as long as several might counts as so many.  And nobody rests for
+nothing: where no one of those who were to begin was given a token, everyone runs.
+
+Where nobody is far ahead, a prompt under way still goes on behind one who waits and goes before it, with what that one
+leaves: else a few tokens of one tenant would wait for thousands of another.
 
 Whoever comes waits for the step under way first.  So a step in which nobody rests takes in a part of the prompts it
 could: all of a step is for those who begin where others are far ahead.
@@ -23,6 +27,7 @@ from slotwise.core.plan import Decision
 from slotwise.core.reasons import FIRST_TOKEN, SHORT_STEP
 from slotwise.core.request import Request
 from slotwise.core.roster import Roster
+from slotwise.core.seams import Policy
 
 MAX_RESTS = 4  # steps in a row in which somebody rests
 SHORT = 3  # such a part of its tokens has a step, beside its decoding rows, in which nobody is waited for
@@ -33,6 +38,12 @@ def begins(request: Request) -> bool:
     return request.num_scheduled < request.num_prompt and not request.num_output
 
 
+def goes_before(policy: Policy, request: Request, other: Request, now: float) -> bool:
+    """Among those who run, both of them taken to do so."""
+    mine, its = ((policy.running_key(one, now), one.arrival) for one in (request, other))
+    return mine < its
+
+
 class Courtesy:
     """Of one step after another: who begins in it, and who rests for that."""
 
@@ -40,20 +51,26 @@ class Courtesy:
         self._roster = roster
         self._num_rests = 0  # steps in a row
 
+    @property
+    def num_rests_left(self) -> int:
+        """In a row; at least one."""
+        return max(1, MAX_RESTS - self._num_rests)
+
     def ask(self, draft: Draft, next_in_line: Request | None) -> None:
         """Note in the draft whom its step may begin to compute, and who is to rest if it does."""
-        if self._num_rests >= MAX_RESTS:
-            return
         running = [request for request in self._roster.running.values() if self._goes_on(request)]
-        beginning = [request for request in running if begins(request)]
-        if next_in_line is not None and begins(next_in_line):
-            beginning.append(next_in_line)
-        if beginning:
-            draft.rest = self._roster.policy.resting(running, beginning, draft.now)
-        if draft.rest:
-            self._stand_back(draft, running, beginning)
-        else:
+        if self._num_rests < MAX_RESTS:
+            beginning = [request for request in running if begins(request)]
+            if next_in_line is not None and begins(next_in_line):
+                beginning.append(next_in_line)
+            if beginning:
+                draft.rest = self._roster.policy.resting(running, beginning, draft.now)
+            if draft.rest:
+                self._stand_back(draft, running, beginning)
+                return
             self._shorten(draft, len(running))
+        if next_in_line is not None:
+            self._put_off(draft, running, next_in_line)
 
     def _stand_back(self, draft: Draft, running: list[Request], beginning: list[Request]) -> None:
         """Who rests keeps its word, whatever the places of newcomers change: nobody of its lane joins either."""
@@ -61,6 +78,11 @@ class Courtesy:
         draft.beginning = [one for one in beginning if one.request_id not in draft.rest
                            and policy.resting(running, (one,), draft.now)]
         draft.lanes = frozenset([policy.lane(one) for one in running if one.request_id in draft.rest])
+
+    def _put_off(self, draft: Draft, running: list[Request], next_in_line: Request) -> None:
+        policy, now = self._roster.policy, draft.now
+        behind = [one for one in running if one.unscheduled > 1 and goes_before(policy, next_in_line, one, now)]
+        draft.put_off.extend(sorted(behind, key=lambda one: (policy.running_key(one, now), one.arrival)))
 
     @staticmethod
     def _shorten(draft: Draft, num_running: int) -> None:
@@ -83,4 +105,5 @@ class Courtesy:
     def count(self, draft: Draft) -> None:
         """The draft is complete."""
         is_rest = any(decision.reason == FIRST_TOKEN for decision in draft.refused)
-        self._num_rests = self._num_rests + 1 if is_rest else 0
+        stalls = draft.time.stalls if draft.time is not None else 1
+        self._num_rests = self._num_rests + stalls if is_rest else 0

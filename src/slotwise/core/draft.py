@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from slotwise.core.cruise import Cruise
 from slotwise.core.flight import Flight, Lineup
 from slotwise.core.host import Copies
@@ -16,7 +18,7 @@ class Draft:
 
     __slots__ = (
         "beginning", "budget", "cruise", "grants", "has_piece", "held", "is_pressed", "joins", "lanes", "now",
-        "padding", "preempted", "refused", "rest", "rows", "shortage", "step", "stop", "time",
+        "padding", "preempted", "put_off", "refused", "rest", "rows", "shortage", "step", "stop", "time",
     )
 
     def __init__(self, step: int, now: float, budget: int, cruise: Cruise, time: StepTime | None = None) -> None:
@@ -30,6 +32,7 @@ class Draft:
         self.beginning: list[Request] = []  # for whom others rest
         self.lanes: frozenset[str] = frozenset()  # of those who rest
         self.rest: frozenset[str] = frozenset()  # names of those who run, and rest if any of them begins
+        self.put_off: deque[Request] = deque()  # who run, and whose prompts go on behind those who may join before them
         self.rows: list[tuple[Request, int, int, bool]] = []  # request, start, count, samples
         self.padding: tuple[int, ...] = ()
         self.held: list[int] = []

@@ -11,6 +11,7 @@ al., OSDI 2024) that a step's time, not its tokens, is what decoding requests wa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil
 from typing import NamedTuple
 
 from slotwise.core.steptime import StepTimes, Work
@@ -26,6 +27,7 @@ class Stall(NamedTuple):
 
     seconds: float
     whole: float  # if it computes all of a prompt: to cut a short one holds them up longer in all, and it, too
+    in_a_row: int = 1  # so many in one step, where all who decode would rest for as many: each step has a price
 
 
 def stall(times: StepTimes, bound: float, contexts: Sequence[int], num_newcomers: int) -> Stall:
@@ -59,8 +61,15 @@ class StepTime:
     def __init__(self, times: StepTimes, asked: float, held_up: Stall | None = None) -> None:
         self._times = times
         self._asked = asked
-        self._seconds, self._whole = (min(asked, limit) for limit in held_up or (asked, asked))
+        self._stall = held_up or Stall(asked, asked)
+        self._seconds = min(asked, self._stall.seconds * self._stall.in_a_row)
+        self._whole = max(self._seconds, min(asked, self._stall.whole))
         self._work = Work(0, 0, 0, 0.0)
+
+    @property
+    def stalls(self) -> int:
+        """As many are in this step, as far as it is filled; at least one."""
+        return max(1, ceil(self._times.seconds(self._work) / self._stall.seconds))
 
     def lets_begin(self, start: int, count: int) -> bool:
         """Whether one who waits may begin with `count` tokens: only what was asked for makes it wait while others

@@ -125,6 +125,19 @@ def test_a_few_tokens_go_before_a_long_prompt_under_way_of_one_who_was_served_mo
     assert sum(first.counts) == sum(before.counts), "nothing is left empty"
 
 
+def test_a_third_ones_long_prompt_does_not_keep_a_newcomer_from_beginning():
+    """Others rest for it, too, but it is of a tenant that was served more."""
+    driver, plans = Driver(WIDE, policy=Fair({})), []
+    third = Terms("third")
+    coming = [Comer(0, 2, 60, FLOOD)] * 6 + [Comer(0, 90, 1, third), Comer(14, 90, 2, third), Comer(9, 3, 2, LIGHT)]
+    play(driver, crowd(coming), lambda driver, plan: plans.append(plan))
+    (number,) = [number for number, plan in enumerate(plans) if any(join.request_id == "r8" for join in plan.joins)]
+    first = plans[number]
+    assert first.now == 23.0, "it comes then"
+    assert dict(zip(first.request_ids, first.counts, strict=True)) == {"r8": 3, "r7": 9}
+    assert len(rests(first)) >= 5 and rests(first).isdisjoint(first.request_ids)
+
+
 def test_one_who_was_served_more_makes_nobody_rest():
     greedy = [Comer(0, 120, 1, LIGHT)] * 8
     driver = Driver(WIDE, policy=Fair({}, credit=0.0))

@@ -51,38 +51,41 @@ class Courtesy:
         self._roster = roster
         self._num_rests = 0  # steps in a row
 
-    @property
-    def num_rests_left(self) -> int:
-        """In a row; at least one."""
-        return max(1, MAX_RESTS - self._num_rests)
-
     def ask(self, draft: Draft, next_in_line: Request | None) -> None:
         """Note in the draft whom its step may begin to compute, and who is to rest if it does."""
         running = [request for request in self._roster.running.values() if self._goes_on(request)]
         if self._num_rests < MAX_RESTS:
-            beginning = [request for request in running if begins(request)]
-            if next_in_line is not None and begins(next_in_line):
-                beginning.append(next_in_line)
-            if beginning:
-                draft.rest = self._roster.policy.resting(running, beginning, draft.now)
-            if draft.rest:
-                self._stand_back(draft, running, beginning)
-                return
-            self._shorten(draft, len(running))
-        if next_in_line is not None:
-            self._put_off(draft, running, next_in_line)
+            self._stand_back(draft, running, next_in_line)
+            if not draft.rest:
+                self._shorten(draft, len(running))
+        self._put_off(draft, running, next_in_line)
 
-    def _stand_back(self, draft: Draft, running: list[Request], beginning: list[Request]) -> None:
+    def _stand_back(self, draft: Draft, running: list[Request], next_in_line: Request | None) -> None:
         """Who rests keeps its word, whatever the places of newcomers change: nobody of its lane joins either."""
         policy = self._roster.policy
+        beginning = [request for request in running if begins(request)]
+        if next_in_line is not None and begins(next_in_line):
+            beginning.append(next_in_line)
+        draft.rest = policy.resting(running, beginning, draft.now) if beginning else frozenset()
+        if not draft.rest:
+            return
         draft.beginning = [one for one in beginning if one.request_id not in draft.rest
                            and policy.resting(running, (one,), draft.now)]
         draft.lanes = frozenset([policy.lane(one) for one in running if one.request_id in draft.rest])
+        if all(one.unscheduled > 1 or one.request_id in draft.rest for one in running):
+            draft.rests = MAX_RESTS - self._num_rests
 
-    def _put_off(self, draft: Draft, running: list[Request], next_in_line: Request) -> None:
+    def _put_off(self, draft: Draft, running: list[Request], next_in_line: Request | None) -> None:
+        """Prompts under way that go behind who waits; where others rest, also those for which they do not."""
         policy, now = self._roster.policy, draft.now
-        behind = [one for one in running if one.unscheduled > 1 and goes_before(policy, next_in_line, one, now)]
-        draft.put_off.extend(sorted(behind, key=lambda one: (policy.running_key(one, now), one.arrival)))
+
+        def is_behind(one: Request) -> bool:
+            if draft.rest and one not in draft.beginning:
+                return True
+            return next_in_line is not None and goes_before(policy, next_in_line, one, now)
+
+        behind = [one for one in running if one.request_id not in draft.rest and one.unscheduled > 1 and is_behind(one)]
+        draft.put_off = sorted(behind, key=lambda one: (policy.running_key(one, now), one.arrival))
 
     @staticmethod
     def _shorten(draft: Draft, num_running: int) -> None:
@@ -96,14 +99,19 @@ class Courtesy:
 
     def settle(self, draft: Draft) -> Sequence[Request]:
         """Now that the others have their tokens: those who need not rest, where nobody that they rest for begins."""
+        if not draft.rest:
+            return ()
         idle = [request for request in self._roster.running.values() if request.request_id in draft.rest]
-        if not any(draft.has(request) for request in draft.beginning):
+        if not self._is_rest(draft):
             return idle
         draft.refused[:0] = [Decision(one.request_id, FIRST_TOKEN) for one in idle]
         return ()
 
     def count(self, draft: Draft) -> None:
         """The draft is complete."""
-        is_rest = any(decision.reason == FIRST_TOKEN for decision in draft.refused)
         stalls = draft.time.stalls if draft.time is not None else 1
-        self._num_rests = self._num_rests + stalls if is_rest else 0
+        self._num_rests = self._num_rests + stalls if self._is_rest(draft) else 0
+
+    @staticmethod
+    def _is_rest(draft: Draft) -> bool:
+        return any(draft.has(request) for request in draft.beginning)

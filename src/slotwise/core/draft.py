@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 from slotwise.core.cruise import Cruise
 from slotwise.core.flight import Flight, Lineup
 from slotwise.core.host import Copies
@@ -18,7 +16,7 @@ class Draft:
 
     __slots__ = (
         "beginning", "budget", "cruise", "grants", "has_piece", "held", "is_pressed", "joins", "lanes", "now",
-        "padding", "preempted", "put_off", "refused", "rest", "rows", "shortage", "step", "stop", "time",
+        "padding", "preempted", "put_off", "refused", "rest", "rests", "rows", "shortage", "step", "stop", "time",
     )
 
     def __init__(self, step: int, now: float, budget: int, cruise: Cruise, time: StepTime | None = None) -> None:
@@ -32,7 +30,8 @@ class Draft:
         self.beginning: list[Request] = []  # for whom others rest
         self.lanes: frozenset[str] = frozenset()  # of those who rest
         self.rest: frozenset[str] = frozenset()  # names of those who run, and rest if any of them begins
-        self.put_off: deque[Request] = deque()  # who run, and whose prompts go on behind those who may join before them
+        self.rests = 1  # that this step may be for them, in one
+        self.put_off: list[Request] = []  # who run, and whose prompts go on behind those who wait and go before them
         self.rows: list[tuple[Request, int, int, bool]] = []  # request, start, count, samples
         self.padding: tuple[int, ...] = ()
         self.held: list[int] = []

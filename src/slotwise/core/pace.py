@@ -27,7 +27,6 @@ class Stall(NamedTuple):
 
     seconds: float
     whole: float  # if it computes all of a prompt: to cut a short one holds them up longer in all, and it, too
-    in_a_row: int = 1  # so many in one step, where all who decode would rest for as many: each step has a price
 
 
 def stall(times: StepTimes, bound: float, contexts: Sequence[int], num_newcomers: int) -> Stall:
@@ -62,8 +61,6 @@ class StepTime:
         self._times = times
         self._asked = asked
         self._stall = held_up or Stall(asked, asked)
-        self._seconds = min(asked, self._stall.seconds * self._stall.in_a_row)
-        self._whole = max(self._seconds, min(asked, self._stall.whole))
         self._work = Work(0, 0, 0, 0.0)
 
     @property
@@ -79,7 +76,7 @@ class StepTime:
 
     def takes_whole(self, start: int, count: int) -> bool:
         """Whether all `count` tokens of a prompt may be computed that nobody has begun."""
-        return self._takes(start, count, self._whole)
+        return self._takes(start, count, min(self._asked, self._stall.whole))
 
     def take(self, start: int, count: int) -> None:
         """A row computes `count` tokens from position `start` on."""
@@ -90,14 +87,19 @@ class StepTime:
         tokens, rows, context, pairs, _ = self._work
         self._work = Work(tokens + len(starts), rows + len(starts), context + sum(starts) + len(starts), pairs)
 
-    def fitting(self, start: int, wanted: int) -> int:
-        """Of `wanted` tokens from position `start` on, as many as the time that is left allows; 0: none."""
-        if self._takes(start, wanted, self._seconds):
+    def fitting(self, start: int, wanted: int, stalls: int = 1) -> int:
+        """Of `wanted` tokens from position `start` on, as many as the time that is left allows; 0: none.
+
+        Args:
+            stalls: that the step may take in one: more only where all who decode rest for so many.
+        """
+        seconds = min(self._asked, self._stall.seconds * stalls)
+        if self._takes(start, wanted, seconds):
             return wanted
         fits, too_many = 0, wanted
         while too_many - fits > 1:
             count = (fits + too_many) // 2
-            if self._takes(start, count, self._seconds):
+            if self._takes(start, count, seconds):
                 fits = count
             else:
                 too_many = count

@@ -32,7 +32,8 @@ class Pieces:
         if draft.time is None:
             return count
         start = request.num_scheduled
-        fitting = draft.time.fitting(start, count)
+        is_first = not draft.has_piece and request in draft.beginning  # those behind would only make it wait
+        fitting = draft.time.fitting(start, count, draft.rests if is_first else 1)
         if fitting < min(FLOOR, count):
             if draft.has_piece:
                 return 0

@@ -78,22 +78,29 @@ class Planner:
     def _plan_courteously(self, draft: Draft) -> None:
         """Those who are to rest come last: if the step computes nobody for whom they would, they do not."""
         self._courtesy.ask(draft, self._admission.next_in_line(draft))
-        if draft.rest:
-            draft.time = self._step_time(draft.rest)
         self._plan_running(draft)
         self._admission.plan(draft, self._catch_up)
-        self._catch_up(draft)
-        if draft.rest:
-            self._plan_rows(self._courtesy.settle(draft), draft)
+        self._plan_late([one for one in draft.put_off if one in draft.beginning], draft)
+        self._plan_late(self._courtesy.settle(draft), draft)
+        self._plan_late([one for one in draft.put_off if one not in draft.beginning], draft)
         self._courtesy.count(draft)
 
-    def _catch_up(self, draft: Draft, before: Request | None = None) -> None:
-        """Go on with the prompts under way that were put off: all, or those that go before one who waits."""
-        policy, now = self._roster.policy, draft.now
-        while draft.put_off and (before is None or goes_before(policy, draft.put_off[0], before, now)):
-            refused, draft.refused = draft.refused, []
-            self._plan_rows([draft.put_off.popleft()], draft)
-            draft.refused += refused  # who runs is told of first
+    def _catch_up(self, draft: Draft, request: Request) -> None:
+        """Go on with the prompts that were put off and go before `request`, which waits; a token is kept for each of
+        those who rest, should nobody begin.
+        """
+        ahead = [one for one in draft.put_off if goes_before(self._roster.policy, one, request, draft.now)]
+        if ahead:
+            draft.put_off = draft.put_off[len(ahead):]
+            draft.budget -= len(draft.rest)
+            self._plan_late(ahead, draft)
+            draft.budget += len(draft.rest)
+
+    def _plan_late(self, running: Sequence[Request], draft: Draft) -> None:
+        """Behind some who waited.  Who runs is told of first all the same."""
+        refused, draft.refused = draft.refused, []
+        self._plan_rows(running, draft)
+        draft.refused += refused
 
     def _expire(self, now: float) -> None:
         """End those who waited longer than they were to, before they cost a forward pass."""
@@ -107,37 +114,31 @@ class Planner:
             else:
                 self._roster.look_again(request, now)
 
-    def _step_time(self, rest: frozenset[str] = frozenset()) -> StepTime | None:
-        """The time a step may take in which these rest: what is asked for, the closest pace that was promised to one
-        who runs, or what those who decode may be held up.
+    def _step_time(self) -> StepTime | None:
+        """The time a step may take: what is asked for, the closest pace that was promised to one who runs, or what
+        those who decode may be held up.
         """
         running = self._roster.running.values()
         bounds = [] if self.limits.max_step_ms is None else [self.limits.max_step_ms / 1000]
         if self._roster.num_paced:
             bounds += [request.terms.tpot for request in running if request.terms.tpot is not None]
-        held_up = self._held_up(self._stall, rest) if self._stall is not None else None
+        held_up = self._held_up(self._stall) if self._stall is not None else None
         if held_up is None and not bounds:
             return None
         return StepTime(self._times, min(bounds, default=inf) * AIM, held_up)
 
-    def _held_up(self, bound: float, rest: frozenset[str]) -> Stall | None:
-        """What a step may take in which a prompt can be computed beside those who decode; None: there is none.
-
-        Where all of these rest, it makes no difference to them whether they do so for a few short steps or a long one.
-        """
+    def _held_up(self, bound: float) -> Stall | None:
+        """What a step may take in which a prompt can be computed beside those who decode; None: there is none."""
         roster = self._roster
         num_running = len(roster.running)
         joining = min(len(roster.waiting), max(0, self.limits.max_num_seqs - num_running))
         if not joining and len(roster.cruise) == num_running:
             return None
-        decoding = [request for request in roster.running.values() if request.unscheduled <= 1]
-        newcomers = joining + num_running - len(decoding)
-        if not decoding or not newcomers:
+        contexts = [request.num_scheduled for request in roster.running.values() if request.unscheduled <= 1]
+        newcomers = joining + num_running - len(contexts)
+        if not contexts or not newcomers:
             return None
-        going_on = [request for request in decoding if request.request_id not in rest]
-        contexts = [request.num_scheduled for request in going_on or decoding]
-        seconds, whole, _ = stall(self._times, bound, contexts, newcomers)
-        return Stall(AIM * seconds, AIM * whole, 1 if going_on else self._courtesy.num_rests_left)
+        return Stall(*(AIM * limit for limit in stall(self._times, bound, contexts, newcomers)))
 
     def _plan_prompts(self, draft: Draft) -> bool:
         """A step of newcomers alone; False when nobody can join."""
@@ -158,10 +159,9 @@ class Planner:
         only under a budget in time, or one of context, do rows wait for their turn.
         """
         running = self._in_order(self._embark(draft), draft.now)
-        if draft.rest:
-            running = [request for request in running if request.request_id not in draft.rest]
-        elif draft.put_off:
-            running = [request for request in running if request not in draft.put_off]
+        if draft.rest or draft.put_off:
+            left_out = draft.rest.union(one.request_id for one in draft.put_off)
+            running = [request for request in running if request.request_id not in left_out]
         self._plan_rows(running, draft)
 
     def _embark(self, draft: Draft) -> Sequence[Request]:

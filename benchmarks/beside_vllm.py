@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 # Of Slotwise vLLM's environment sees the workload alone; and nothing of this folder, for vLLM imports a `kernels`, too.
-sys.path.remove(str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
+HERE = Path(__file__).parent
+sys.path[:] = [str(HERE.parent / "src"), *(path for path in sys.path if path != str(HERE))]
 
 from slotwise.workload import arrivals, lengths
 from slotwise.workload.requests import Recipe, Workload, generate

@@ -54,7 +54,7 @@ def assert_within(plan: StepPlan, times: StepTimes, seconds: float) -> None:
     assert took <= seconds or not pieces or (len(pieces) == 1 and pieces[0] <= FLOOR)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.sampled_from((5.0, 20.0, 40.0, 100.0)), ROWS, st.integers(0, 40))
 def test_no_step_is_predicted_to_take_longer_than_it_may(budget, rows, longest):
     limits, times = replace(LONG, max_step_ms=budget), Priced()
@@ -64,7 +64,7 @@ def test_no_step_is_predicted_to_take_longer_than_it_may(budget, rows, longest):
     assert driver.output == {one.request_id: alone(one, limits) for _, one in people}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.sampled_from((30.0, 60.0, 120.0)), ROWS)
 @example(60.0, [(0, 10, 9), (0, 100, 9), (0, 100, 9)])
 def test_every_row_gets_a_token_where_more_tokens_are_predicted_to_take_less(budget, rows):

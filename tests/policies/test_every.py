@@ -98,7 +98,7 @@ def assert_nothing_is_idle(driver: Driver, plan: StepPlan) -> None:
             raise AssertionError(f"no reason to wait: {other}")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(LIMITS, st.sampled_from(BATCHINGS), st.sampled_from(ORDERINGS), comers(ANY_TERMS))
 def test_everyone_ends_once_with_their_own_tokens_and_no_slot_is_idle(limits, batching, ordering, coming):
     driver, people = driver_of(limits, batching, ordering), people_of(coming, limits)

@@ -25,8 +25,8 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path[:] = [str(HERE.parent / "src"), *(path for path in sys.path if path != str(HERE))]
 
-from slotwise.workload import arrivals, lengths
-from slotwise.workload.requests import Recipe, Workload, generate
+from slotwise.workload import arrivals, lengths  # noqa: E402
+from slotwise.workload.requests import Recipe, Workload, generate  # noqa: E402
 
 SHAPES = {
     "mixed": ("lognormal:128:0.9:1024", "lognormal:64:0.9:512"),

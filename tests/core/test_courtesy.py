@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from crowds import ROOMY, Comer, KnownTimes, comers, crowd, play, running, terms
+from crowds import ROOMY, Comer, Priced, comers, crowd, play, running, terms
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy import Driver, alone
@@ -15,7 +15,6 @@ from slotwise.batching.settings import Batching
 from slotwise.core.courtesy import MAX_RESTS, SHORT
 from slotwise.core.plan import StepPlan
 from slotwise.core.reasons import FIRST_TOKEN, OUTRANKED, SHORT_STEP
-from slotwise.core.steptime import Work
 from slotwise.core.terms import Terms
 from slotwise.policies.fair import Fair
 from slotwise.policies.fcfs import FirstComeFirstServed
@@ -92,14 +91,7 @@ def test_a_long_prompt_lets_the_others_on_after_so_many_steps():
     assert [bool(rests(plan)) for plan in plans][: MAX_RESTS + 2] == [*[True] * MAX_RESTS, False, True]
 
 
-class Priced(KnownTimes):
-    """Ten milliseconds a step, and one a token."""
-
-    def seconds(self, work: Work) -> float:
-        return 0.010 + 0.001 * work.tokens if work.rows else 0.0
-
-
-@pytest.mark.parametrize(("prompt", "counts"), [(90, [90]), (200, [98])])  # 27 milliseconds a stall, four in a row
+@pytest.mark.parametrize(("prompt", "counts"), [(80, [80]), (200, [90])])  # 27 milliseconds a stall, four in a row
 def test_those_who_rest_do_so_in_one_long_step_rather_than_in_several_short_ones(prompt, counts):
     limits = replace(WIDE, max_num_batched_tokens=300, max_model_len=400, num_blocks=1000, max_stall_ms=30.0)
     driver, plans = Driver(limits, policy=Fair({}), times=Priced()), []

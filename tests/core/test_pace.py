@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from crowds import ROOMY, Comer, KnownTimes, crowd, play
+from crowds import ROOMY, Comer, Priced, crowd, play
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from toy import Driver, alone
@@ -20,15 +20,6 @@ from slotwise.core.terms import Terms
 
 LONG = replace(ROOMY, max_model_len=400, num_blocks=800, max_num_seqs=8, max_num_batched_tokens=256)
 ROWS = st.lists(st.tuples(st.integers(0, 6), st.integers(1, 250), st.integers(1, 9)), min_size=1, max_size=12)
-
-
-class Priced(KnownTimes):
-    """Ten milliseconds a step, one a token, and attention."""
-
-    def seconds(self, work: Work) -> float:
-        if not work.rows:
-            return 0.0
-        return 0.010 + 0.001 * work.tokens + 1e-6 * work.context + 2e-6 * work.pairs
 
 
 class Kinked(Priced):

@@ -29,7 +29,7 @@ from slotwise.core.request import Request
 from slotwise.core.roster import Roster
 from slotwise.core.seams import Policy
 
-MAX_RESTS = 4  # steps in a row in which somebody rests
+MAX_RESTS = 4  # in a row in which somebody rests: steps, or stalls within one
 SHORT = 3  # such a part of its tokens has a step, beside its decoding rows, in which nobody is waited for
 
 
@@ -49,7 +49,7 @@ class Courtesy:
 
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
-        self._num_rests = 0  # steps in a row
+        self._num_rests = 0  # in a row, as many for a step as it has stalls
 
     def ask(self, draft: Draft, next_in_line: Request | None) -> None:
         """Note in the draft whom its step may begin to compute, and who is to rest if it does."""

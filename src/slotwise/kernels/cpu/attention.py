@@ -18,9 +18,10 @@ import numpy as np
 import torch
 
 from slotwise.kernels.base import AttentionShape
-from slotwise.kernels.cpu.cache import LANES, padded
+from slotwise.kernels.cpu.cache import padded
 from slotwise.kernels.cpu.compiled import Compiled
 from slotwise.kernels.cpu.openmp import HEADER, THREAD_COUNTER
+from slotwise.kernels.cpu.processor import PAIR
 from slotwise.kernels.cpu.simd import (
     BFLOAT16,
     FLOAT32,
@@ -41,7 +42,6 @@ from slotwise.kernels.cpu.simd import (
 from slotwise.kernels.cpu.strip import ask_for_scales, strip_weights
 from slotwise.kernels.cpu.tile import STRIP, STRIP_ROW_BYTES, call_multiply
 
-PAIR = 2 * LANES  # columns are read by two vectors, but for an odd last one
 TILE_ROWS = 48  # as many queries (tokens x heads) as a tile may hold: its scores stay in the nearest processor cache
 SEGMENT = 256  # tokens of context one thread takes of a decode row
 NO_SCORE = np.float32(-1e20)  # below every score
@@ -204,11 +204,11 @@ def _walk(words, tile, head, queries, scores, sums, state, stored):
         scales = keys + (dim * block_padded + block * width) * size + start * 4
         ask_for_scales(scales, block_padded, stored)
         fill(scores, rows * STRIP, ZERO)
-        call_multiply(multiply, rows, columns, queries, rows * STRIP_ROW_BYTES, read, block_padded * size, dim,
-                      scores + column * 4, STRIP_ROW_BYTES, values - read)
+        call_multiply(multiply, rows, columns, queries, rows * STRIP_ROW_BYTES, read, block_padded * size, PAIR * size,
+                      dim, scores + column * 4, STRIP_ROW_BYTES, values - read)
         _softmax(words, tile, scores, sums, state, low, high, place - low, scales, stored)
-        call_multiply(multiply, rows, width, scores + low * 4, 0, values, width * size, high - low, sums, width * 4,
-                      following - values)
+        call_multiply(multiply, rows, width, scores + low * 4, 0, values, width * size, PAIR * size, high - low, sums,
+                      width * 4, following - values)
         keys = following
         place += high - low
 

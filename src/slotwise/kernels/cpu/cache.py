@@ -5,8 +5,8 @@ so that scores and outputs are both products of `tile.py` and neither needs a su
 
     blocks x kv_heads x [ keys [head_dim, tokens] | values [tokens, head_dim] ]
 
-Columns are padded to 16, the lanes of a vector.  In bfloat16 two vectors lie together, element beside element, which is
-how `tile.py` reads them for nothing:
+Columns are padded to the lanes of a vector, 16 or 8.  In bfloat16 two vectors lie together, element beside element,
+which is how `tile.py` reads them for nothing.  Of 16 lanes:
 
     0 16  1 17  2 18 ... 15 31 | 32 48  33 49 ... 47 63 | ... an odd last vector as it is
 
@@ -28,8 +28,7 @@ from torch import Tensor
 
 from slotwise.kernels.base import AttentionShape
 from slotwise.kernels.cpu.pages import populate, untouched_pages
-
-LANES = 16
+from slotwise.kernels.cpu.processor import LANES, PAIR
 
 
 def padded(columns: int) -> int:
@@ -42,7 +41,7 @@ def stored_order(columns: int, kind: torch.dtype) -> Tensor:
     order = torch.arange(columns)
     if kind != torch.bfloat16:
         return order
-    pairs = order[: columns // (2 * LANES) * 2 * LANES].view(-1, 2, LANES).transpose(1, 2).flatten()
+    pairs = order[: columns // PAIR * PAIR].view(-1, 2, LANES).transpose(1, 2).flatten()
     return torch.cat([pairs, order[len(pairs) :]])
 
 

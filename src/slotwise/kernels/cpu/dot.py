@@ -15,11 +15,12 @@ same integers; they meet floats once a group, always in the same order, so a row
 
 from __future__ import annotations
 
-import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from slotwise.kernels.cpu.processor import AVX2, AVX512
 
 GROUP = 64  # of depth; shares a scale
 COLUMNS = 32
@@ -28,8 +29,7 @@ ZERO = {8: 64, 4: 8}  # stands for a weight of nothing
 BYTES = {8: COLUMNS * GROUP, 4: COLUMNS * GROUP // 2}  # of a group's weights
 RECORD = {bits: size + 4 * COLUMNS for bits, size in BYTES.items()}  # of a group, its scales included
 RUN = {8: 2, 4: 8}  # quads whose pairs are added in 16 bits
-_CAPABILITY = torch.backends.cpu.get_cpu_capability()
-HEIGHTS = (1, 2, 3, 4, 6) if _CAPABILITY == "AVX512" else (1, 2)  # of a tile, as registers allow
+HEIGHTS = (1, 2, 3, 4, 6) if AVX512 else (1, 2)  # of a tile, as registers allow
 
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _B64, _W32, _D16, _F16 = (
@@ -78,9 +78,9 @@ def _in_halves(builder, name, result, left, right):
 
 def _add_pairs(builder, unsigned, signed):
     """64 products of bytes, added in pairs: int16 x 32."""
-    if _CAPABILITY == "AVX512":
+    if AVX512:
         return _call(builder, "avx512.pmaddubs.w.512", _W32, unsigned, signed)
-    if _CAPABILITY == "AVX2":
+    if AVX2:
         return _in_halves(builder, "avx2.pmadd.ub.sw", _W32, unsigned, signed)
     products = [builder.mul(builder.zext(_pick(builder, unsigned, range(odd, 64, 2)), _W32),
                             builder.sext(_pick(builder, signed, range(odd, 64, 2)), _W32)) for odd in (0, 1)]
@@ -90,9 +90,9 @@ def _add_pairs(builder, unsigned, signed):
 def _widen_pairs(builder, words):
     """Pairs of int16 added: int32 x 16."""
     ones = ir.Constant(_W32, [1] * 32)
-    if _CAPABILITY == "AVX512":
+    if AVX512:
         return _call(builder, "avx512.pmaddw.d.512", _D16, words, ones)
-    if _CAPABILITY == "AVX2":
+    if AVX2:
         return _in_halves(builder, "avx2.pmadd.wd", _D16, words, ones)
     return builder.add(*(builder.sext(_pick(builder, words, range(odd, 32, 2)), _D16) for odd in (0, 1)))
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slotwise.kernels.base import AttentionShape, Linear, QKNorm, RaggedBatch, cache_kind
-from slotwise.kernels.cpu import attention, linear, pointwise, quantised, tile
+from slotwise.kernels.cpu import attention, linear, pointwise, processor, quantised, tile
 from slotwise.kernels.cpu.cache import CpuCache, head_block_elements, padded
 from slotwise.kernels.cpu.compiled import Compiled, compile_all
 from slotwise.kernels.cpu.openmp import Team
@@ -56,9 +56,9 @@ class CpuKernels:
 
     def operations_per_second(self, kind: torch.dtype) -> float:
         """By what the processor multiplies, for each thread."""
-        if kind == torch.bfloat16 and linear.processor_multiplies_bfloat16():
+        if kind == torch.bfloat16 and processor.multiplies_bfloat16():
             return 7e11 * self._team.threads
-        return (1e11 if tile.MASKED_LOADS else 4e10) * self._team.threads
+        return (1e11 if processor.AVX512 else 6e10) * self._team.threads
 
     def allocate_cache(self, num_blocks: int, block_size: int, shape: AttentionShape, kind: torch.dtype) -> CpuCache:
         """One layer's zeroed cache of `num_blocks` blocks of `block_size` tokens."""
@@ -88,7 +88,7 @@ class CpuKernels:
     def _packed(self, weight: Tensor, bias: Tensor | None, bits: int) -> Linear:
         if bits:
             return quantised.quantised_linear(weight, bias, bits, self._team)
-        if weight.dtype == torch.bfloat16 and linear.processor_multiplies_bfloat16():
+        if weight.dtype == torch.bfloat16 and processor.multiplies_bfloat16():
             self._can_record = False
             return linear.onednn_linear(weight, bias)
         return linear.tiled_linear(weight, bias, self._team)

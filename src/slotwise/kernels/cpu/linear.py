@@ -8,8 +8,6 @@ float32 products take the same path, which makes a token's result independent of
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,6 +16,7 @@ from slotwise.kernels.base import Linear
 from slotwise.kernels.cpu.cache import stored_order
 from slotwise.kernels.cpu.compiled import Compiled
 from slotwise.kernels.cpu.openmp import HEADER, THREAD_COUNTER, Team
+from slotwise.kernels.cpu.processor import PAIR
 from slotwise.kernels.cpu.simd import BFLOAT16, FLOAT32, INT64, ZERO, bytes_of, fetch_add, fill, kernel, load, store
 from slotwise.kernels.cpu.tile import MULTIPLY, STRIP, STRIP_ROW_BYTES, call_multiply
 
@@ -79,8 +78,8 @@ def _product(words, kind):
             count = min(TILE, rows - row)
             fill(sums, TILE * PANEL, ZERO)
             call_multiply(load(words, MULTIPLY_ADDRESS, INT64), count, PANEL, strips + row * STRIP_ROW_BYTES,
-                          rows * STRIP_ROW_BYTES, weight, PANEL * bytes_of(kind), depth, sums, PANEL * 4,
-                          AHEAD)
+                          rows * STRIP_ROW_BYTES, weight, PAIR * bytes_of(kind), depth * PAIR * bytes_of(kind), depth,
+                          sums, PANEL * 4, AHEAD)
             _store_tile(words, sums, first + row, count, panel, kind)
         item = fetch_add(words, 1)
 
@@ -100,10 +99,10 @@ PRODUCT = {
 
 
 def pack_panels(weight: Tensor) -> Tensor:
-    """`weight [out, in]` as panels `[out / 32, in, 32]`, padded with zeros, columns in the order they are read."""
+    """`weight [out, in]` as `[out / PAIR, in, PAIR]`, zeros up to whole panels, columns in the order they are read."""
     outputs, depth = weight.shape
-    filled = F.pad(weight, (0, 0, 0, -outputs % PANEL)).view(-1, PANEL, depth)
-    return filled[:, stored_order(PANEL, weight.dtype)].transpose(1, 2).contiguous()
+    filled = F.pad(weight, (0, 0, 0, -outputs % PANEL)).view(-1, PAIR, depth)
+    return filled[:, stored_order(PAIR, weight.dtype)].transpose(1, 2).contiguous()
 
 
 def tiled_linear(weight: Tensor, bias: Tensor | None, team: Team) -> Linear:
@@ -125,13 +124,6 @@ def tiled_linear(weight: Tensor, bias: Tensor | None, team: Team) -> Linear:
         return out
 
     return product
-
-
-@functools.cache
-def processor_multiplies_bfloat16() -> bool:
-    """Whether products of bfloat16 are an instruction of this processor."""
-    checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # private: absent means no
-    return any(getattr(torch.cpu, check, bool)() for check in checks)
 
 
 def onednn_linear(weight: Tensor, bias: Tensor | None) -> Linear:

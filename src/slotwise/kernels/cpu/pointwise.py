@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from slotwise.kernels.cpu.cache import LANES
 from slotwise.kernels.cpu.compiled import Compiled
 from slotwise.kernels.cpu.openmp import HEADER, THREAD_COUNTER
+from slotwise.kernels.cpu.processor import LANES, PAIR
 from slotwise.kernels.cpu.simd import (
     BFLOAT16,
     FLOAT32,
@@ -126,9 +126,9 @@ def _rotate(words, token, head, norm, target, stride, kind, stored):
 @kernel
 def stored_at(column, columns, kind):
     """Where `column` of so many stands, as in `cache.stored_order`."""
-    if bytes_of(kind) != 2 or column >= columns // (2 * LANES) * 2 * LANES:
+    if bytes_of(kind) != 2 or column >= columns // PAIR * PAIR:
         return column
-    return column // (2 * LANES) * 2 * LANES + column % LANES * 2 + column // LANES % 2
+    return column // PAIR * PAIR + column % LANES * 2 + column // LANES % 2
 
 
 @kernel

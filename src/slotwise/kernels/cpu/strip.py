@@ -1,8 +1,8 @@
 """The softmax over one strip of scores, in registers.
 
 Loops over a part of a strip would be cut into whole vectors and what is left, twice for every row of every block.  Here
-a strip is always four vectors, and a mask says which columns count.  Scales of an int8 cache (`cache.py`) meet the
-strip here: a key's multiplies its score, a value's the weight it gets.
+a strip is always whole vectors, four of 16 lanes, and a mask says which columns count.  Scales of an int8 cache
+(`cache.py`) meet the strip here: a key's multiplies its score, a value's the weight it gets.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from slotwise.kernels.cpu.cache import LANES
+from slotwise.kernels.cpu.processor import LANES
 from slotwise.kernels.cpu.simd import EXP2
 from slotwise.kernels.cpu.tile import STRIP, STRIP_ROW_BYTES, prefetch
 
@@ -37,7 +37,7 @@ def _call(builder, name, result, *arguments):
 
 
 def _exp2(builder, x):
-    """2**x for a vector from `LOWEST` to 0: `simd.exp2`, sixteen at a time."""
+    """2**x for a vector from `LOWEST` to 0: `simd.exp2`, lane by lane."""
     whole = _call(builder, f"llvm.floor.v{LANES}f32", _VECTOR, builder.fadd(x, _floats(0.5)))
     part = builder.fsub(x, whole)
     value = _floats(EXP2[-1])
@@ -48,9 +48,10 @@ def _exp2(builder, x):
 
 
 def _reduced(builder, name, vectors, pairwise):
-    """One number from four vectors."""
-    first, second = pairwise(vectors[0], vectors[1]), pairwise(vectors[2], vectors[3])
-    arguments = (pairwise(first, second),)
+    """One number from a strip's vectors, a power of two of them."""
+    while len(vectors) > 1:
+        vectors = [pairwise(*pair) for pair in zip(vectors[::2], vectors[1::2], strict=True)]
+    arguments = tuple(vectors)
     if name == "fadd":
         arguments = (ir.Constant(_FLOAT, 0.0), *arguments)
     return _call(builder, f"llvm.vector.reduce.{name}.v{LANES}f32", _FLOAT, *arguments)

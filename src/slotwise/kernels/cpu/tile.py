@@ -1,6 +1,6 @@
 """The one product under everything here: a few float32 rows times a panel of stored columns.
 
-    C[rows, 16 * vectors]  (+)=  A[rows, depth] @ B[depth, 16 * vectors]
+    C[rows, LANES * vectors]  (+)=  A[rows, depth] @ B[depth, LANES * vectors]
 
 Every accumulator lives in a register while `depth` runs (Goto and van de Geijn, "Anatomy of high-performance matrix
 multiplication", 2008).  Linear layers call it with packed weights as B; attention with keys (tokens are columns) and
@@ -18,19 +18,16 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from slotwise.kernels.cpu.cache import LANES
 from slotwise.kernels.cpu.compiled import Compiled
-from slotwise.kernels.cpu.simd import BFLOAT16, FLOAT32, INT8, bytes_of, kernel
+from slotwise.kernels.cpu.processor import AVX512, LANES, PAIR
+from slotwise.kernels.cpu.simd import BFLOAT16, FLOAT32, INT8, kernel
 
 STRIP = 64  # columns of A that lie side by side
 STRIP_ROW_BYTES = 4 * STRIP
 # The tallest tile of each width in vectors: what keeps the accumulators, and the columns they are made of, within 32
-# registers of 16 lanes, or 16 of 8.
-TALLEST = {1: 8, 2: 14, 4: 6} if torch.backends.cpu.get_cpu_capability() == "AVX512" else {1: 4, 2: 3}
-WIDEST = max(TALLEST)
-TALLEST_1, TALLEST_2, TALLEST_4 = (TALLEST.get(width, 0) for width in (1, 2, 4))
-MASKED_LOADS = torch.backends.cpu.get_cpu_capability() == "AVX512"
-PAIR_BYTES = 4 * LANES  # of two vectors of bfloat16
+# registers, or 16.
+TALLEST = {1: 8, 2: 14, 4: 6} if AVX512 else {1: 8, 2: 6, 4: 2}
+TALLEST_1, TALLEST_2, TALLEST_4 = TALLEST.values()
 LINE = 64  # bytes of a cache line
 
 _FLOAT, _INT32, _INT64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
@@ -61,11 +58,11 @@ def _broadcast(builder, address):
 
 
 def _upper_halves(builder):
-    """A mask of every second of 32 elements, for `_load_pair`; None where loads cannot be masked.
+    """A mask of every second element of a pair of vectors, for `_load_pair`; None where loads cannot be masked.
 
     It passes through an empty piece of assembly, or LLVM would make the constant anew at every turn of a loop.
     """
-    if not MASKED_LOADS:
+    if not AVX512:
         return None
     bits = builder.asm(ir.FunctionType(_INT32, [_INT32]), "", "=r,0", [ir.Constant(_INT32, 0xAAAAAAAA)], False)
     return builder.bitcast(bits, ir.VectorType(ir.IntType(1), 2 * LANES))
@@ -92,12 +89,11 @@ def _load_pair(builder, address, upper):
 
 
 def _load_columns(builder, address, vectors, kind, upper):
-    """`vectors` of one row of B."""
+    """One or two `vectors` that lie together in a row of B."""
     if kind != types.uint16 or vectors == 1:
         size = LANES * kind.bitwidth // 8
         return [_load(builder, builder.add(address, _constant(v * size)), kind) for v in range(vectors)]
-    pairs = range(0, vectors * LANES * 2, PAIR_BYTES)
-    return [half for start in pairs for half in _load_pair(builder, builder.add(address, _constant(start)), upper)]
+    return _load_pair(builder, address, upper)
 
 
 def prefetch(builder, address, size):
@@ -140,11 +136,12 @@ class _Loop:
 
 def _accumulate(builder, rows, vectors, operands, start):
     """The loop over depth, strip by strip, from the vectors in `start`: the accumulators at its end."""
-    a, strip_bytes, b, row_bytes, depth, ahead, kind = operands
+    a, strip_bytes, b, row_bytes, pair_bytes, depth, ahead, kind = operands
     fma = cgutils.get_or_insert_function(
         builder.module, ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fma.v{LANES}f32"
     )
-    size = vectors * LANES * kind.bitwidth // 8
+    together = min(vectors, 2)
+    pairs = [builder.mul(pair_bytes, _constant(pair)) for pair in range(vectors // together)]
     upper = _upper_halves(builder) if kind == types.uint16 else None
     strips = _Loop(builder, depth, STRIP, [a, b, *start])
     strip, line, *sums = strips.values
@@ -152,9 +149,11 @@ def _accumulate(builder, rows, vectors, operands, start):
     length = builder.select(builder.icmp_signed("<", left, _constant(STRIP)), left, _constant(STRIP))
     turns = _Loop(builder, length, 1, [strip, line, *sums])
     column, line, *sums = turns.values
-    prefetch(builder, builder.add(line, ahead), size)
-    panel = _load_columns(builder, line, vectors, kind, upper)
-    results = []
+    panel, results = [], []
+    for offset in pairs:
+        place = builder.add(line, offset)
+        prefetch(builder, builder.add(place, ahead), together * LANES * kind.bitwidth // 8)
+        panel += _load_columns(builder, place, together, kind, upper)
     for row in range(rows):
         factor = _broadcast(builder, builder.add(column, _constant(row * STRIP_ROW_BYTES)))
         results += [builder.call(fma, [factor, panel[v], sums[row * vectors + v]]) for v in range(vectors)]
@@ -174,12 +173,12 @@ def _emit(builder, rows, vectors, operands, c, c_row_bytes):
 
 
 @intrinsic
-def _tile(typingctx, rows, vectors, a, strip_bytes, b, row_bytes, depth, c, c_row_bytes, ahead, kind):
+def _tile(typingctx, rows, vectors, a, strip_bytes, b, row_bytes, pair_bytes, depth, c, c_row_bytes, ahead, kind):
     """`C += A @ B` for `rows` and `vectors` as in `TALLEST`; all strides in bytes, `depth` at least 1."""
 
     def codegen(context, builder, signature, args):
-        rows, vectors, a, strip_bytes, b, row_bytes, depth, c, c_row_bytes, ahead, _ = args
-        operands = (a, strip_bytes, b, row_bytes, depth, ahead, kind)
+        rows, vectors, a, strip_bytes, b, row_bytes, pair_bytes, depth, c, c_row_bytes, ahead, _ = args
+        operands = (a, strip_bytes, b, row_bytes, pair_bytes, depth, ahead, kind)
         end = builder.append_basic_block("end")
         choice = builder.switch(builder.add(builder.shl(rows, _constant(3)), vectors), end)
         for count, width in [(count, width) for width, most in TALLEST.items() for count in range(1, most + 1)]:
@@ -191,17 +190,17 @@ def _tile(typingctx, rows, vectors, a, strip_bytes, b, row_bytes, depth, c, c_ro
         builder.position_at_end(end)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 10, kind), codegen
+    return types.void(*[types.int64] * 11, kind), codegen
 
 
 @kernel
-def _multiply(rows, columns, a, strip_bytes, b, row_bytes, depth, c, c_row_bytes, ahead, kind):
+def _multiply(rows, columns, a, strip_bytes, b, row_bytes, pair_bytes, depth, c, c_row_bytes, ahead, kind):
     column = 0
     while column < columns:
         vectors, most = 1, TALLEST_1
-        if WIDEST == 4 and rows <= TALLEST_4 and columns - column >= 4 * LANES:
+        if rows <= TALLEST_4 and columns - column >= 4 * LANES:
             vectors, most = 4, TALLEST_4
-        elif columns - column >= 2 * LANES:
+        elif columns - column >= PAIR:
             vectors, most = 2, TALLEST_2
         row = 0
         while row < rows:
@@ -209,41 +208,44 @@ def _multiply(rows, columns, a, strip_bytes, b, row_bytes, depth, c, c_row_bytes
             if count > most:
                 tiles = (count + most - 1) // most
                 count = (count + tiles - 1) // tiles  # of equal height: a low tile costs nearly what a tall one does
-            _tile(count, vectors, a + row * STRIP_ROW_BYTES, strip_bytes, b + column * bytes_of(kind), row_bytes, depth,
-                  c + row * c_row_bytes + column * 4, c_row_bytes, ahead, kind)
+            _tile(count, vectors, a + row * STRIP_ROW_BYTES, strip_bytes, b + column // PAIR * pair_bytes, row_bytes,
+                  pair_bytes, depth, c + row * c_row_bytes + column * 4, c_row_bytes, ahead, kind)
             row += count
         column += vectors * LANES
 
 
-def _multiply_bfloat16(rows, columns, a, strip_bytes, b, row_bytes, depth, c, c_row_bytes, ahead):
-    _multiply(rows, columns, a, strip_bytes, b, row_bytes, depth, c, c_row_bytes, ahead, BFLOAT16)
+def _multiply_bfloat16(rows, columns, a, strip_bytes, b, row_bytes, pair_bytes, depth, c, c_row_bytes, ahead):
+    _multiply(rows, columns, a, strip_bytes, b, row_bytes, pair_bytes, depth, c, c_row_bytes, ahead, BFLOAT16)
 
 
-def _multiply_float32(rows, columns, a, strip_bytes, b, row_bytes, depth, c, c_row_bytes, ahead):
-    _multiply(rows, columns, a, strip_bytes, b, row_bytes, depth, c, c_row_bytes, ahead, FLOAT32)
+def _multiply_float32(rows, columns, a, strip_bytes, b, row_bytes, pair_bytes, depth, c, c_row_bytes, ahead):
+    _multiply(rows, columns, a, strip_bytes, b, row_bytes, pair_bytes, depth, c, c_row_bytes, ahead, FLOAT32)
 
 
-def _multiply_int8(rows, columns, a, strip_bytes, b, row_bytes, depth, c, c_row_bytes, ahead):
-    _multiply(rows, columns, a, strip_bytes, b, row_bytes, depth, c, c_row_bytes, ahead, INT8)
+def _multiply_int8(rows, columns, a, strip_bytes, b, row_bytes, pair_bytes, depth, c, c_row_bytes, ahead):
+    _multiply(rows, columns, a, strip_bytes, b, row_bytes, pair_bytes, depth, c, c_row_bytes, ahead, INT8)
 
 
 MULTIPLY = {
-    torch.int8: Compiled(_multiply_int8, types.void(*[types.int64] * 10)),
-    torch.bfloat16: Compiled(_multiply_bfloat16, types.void(*[types.int64] * 10)),
-    torch.float32: Compiled(_multiply_float32, types.void(*[types.int64] * 10)),
+    torch.int8: Compiled(_multiply_int8, types.void(*[types.int64] * 11)),
+    torch.bfloat16: Compiled(_multiply_bfloat16, types.void(*[types.int64] * 11)),
+    torch.float32: Compiled(_multiply_float32, types.void(*[types.int64] * 11)),
 }
-"""`multiply(rows, columns, a, strip_bytes, b, row_bytes, depth, c, c_row_bytes, ahead)`: C += A @ B for any number of
-rows and any multiple of 16 columns, asking for B `ahead` bytes before it is read.  Kernels get its address and use
+"""`multiply(rows, columns, a, strip_bytes, b, row_bytes, pair_bytes, depth, c, c_row_bytes, ahead)`: C += A @ B for any
+number of rows and any multiple of `LANES` columns.  In B it is `row_bytes` from a row to the next, `pair_bytes` from
+`PAIR` columns to the next; it is asked for `ahead` bytes before it is read.  Kernels get the address and use
 `call_multiply`, so that it is compiled once."""
 
 
 @intrinsic
-def call_multiply(typingctx, address, rows, columns, a, strip_bytes, b, row_bytes, depth, c, c_row_bytes, ahead):
+def call_multiply(
+    typingctx, address, rows, columns, a, strip_bytes, b, row_bytes, pair_bytes, depth, c, c_row_bytes, ahead
+):
     """Call the `MULTIPLY` at `address`."""
 
     def codegen(context, builder, signature, args):
-        function = ir.FunctionType(ir.VoidType(), [_INT64] * 10)
+        function = ir.FunctionType(ir.VoidType(), [_INT64] * 11)
         builder.call(builder.inttoptr(args[0], function.as_pointer()), args[1:])
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 11), codegen
+    return types.void(*[types.int64] * 12), codegen

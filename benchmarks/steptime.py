@@ -38,7 +38,7 @@ from slotwise.engine.messages import Add, EngineInfo
 from slotwise.observe import kept
 from slotwise.observe.explain import Story, explain
 from slotwise.observe.facts import gather
-from slotwise.observe.log import Step
+from slotwise.observe.log import Step, decode
 from slotwise.observe.recorder import Recorder
 from slotwise.observe.ring import Ring
 from slotwise.observe.steptime import StepTimes, work_of
@@ -117,7 +117,7 @@ class Lab:
                     self.beats.append(self._metronome.beat())
             else:
                 time.sleep(0.001)
-        entries = recorder.ring.entries()
+        entries = list(map(decode, recorder.ring.lines()))
         facts = gather(entries)
         stories = [explain(facts[number], entries, times) for number in range(first, self._num_requests)]
         self.steps = [entry for entry in entries[position:] if isinstance(entry, Step)]

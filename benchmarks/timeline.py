@@ -26,7 +26,6 @@ from slotwise.engine.executor import FakeExecutor
 from slotwise.engine.loop import Engine
 from slotwise.engine.messages import Add, EngineInfo
 from slotwise.engine.scheduling import Scheduling
-from slotwise.observe import log
 from slotwise.observe.recorder import Recorder
 from slotwise.observe.timeline import page
 from slotwise.policies.fcfs import FirstComeFirstServed
@@ -56,8 +55,8 @@ class _Sink:
     def __init__(self) -> None:
         self.lines: list[bytes] = []
 
-    def write(self, entry: log.Entry) -> None:
-        self.lines.append(log.encode(entry) + b"\n")
+    def write(self, line: bytes) -> None:
+        self.lines.append(line)
 
 
 def full_batch(slots: int, steps: int, seed: int = 0) -> list[bytes]:

@@ -16,7 +16,7 @@ from slotwise.engine.executor import FakeExecutor
 from slotwise.engine.loop import Engine
 from slotwise.engine.messages import Add, Command, Configure, EngineInfo, Finish
 from slotwise.engine.scheduling import Scheduling
-from slotwise.observe.log import Entry
+from slotwise.observe.log import Entry, decode
 from slotwise.observe.recorder import Recorder
 
 MS = 1_000_000
@@ -31,8 +31,8 @@ class Shelf:
     def __init__(self) -> None:
         self.entries: list[Entry] = []
 
-    def write(self, entry: Entry) -> None:
-        self.entries.append(entry)
+    def write(self, line: bytes) -> None:
+        self.entries.append(decode(line))
 
 
 class Whimsical(FakeExecutor):

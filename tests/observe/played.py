@@ -15,7 +15,7 @@ from slotwise.engine.executor import FakeExecutor
 from slotwise.engine.loop import Engine
 from slotwise.engine.messages import Add, Command, EngineInfo, Finish, StepRecord
 from slotwise.engine.scheduling import Scheduling
-from slotwise.observe.log import Entry
+from slotwise.observe.log import Entry, decode
 from slotwise.observe.recorder import Recorder
 from slotwise.observe.ring import Ring
 from slotwise.observe.steptime import Work, work_of
@@ -79,7 +79,7 @@ class Play:
 
     @property
     def entries(self) -> list[Entry]:
-        return self.recorder.ring.entries()
+        return list(map(decode, self.recorder.ring.lines()))
 
     def run(self, num_requests: int, arriving: Sequence[int] = (0, 0, 1, 1, 2), leaving: float = 0.04) -> Play:
         """Until all have ended.

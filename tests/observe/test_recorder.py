@@ -16,7 +16,7 @@ from slotwise.engine.messages import Add, Finish, RowEnd, StepRecord
 from slotwise.observe import log, log_file, recorder
 from slotwise.observe.log_file import LogFile
 from slotwise.observe.recorder import Recorder
-from slotwise.observe.ring import Known, Ring, weight
+from slotwise.observe.ring import Known, Ring
 
 ENTRIES = Recorded(0, Batching(), depth=1).play(60)
 
@@ -26,6 +26,10 @@ def known(entries: list[log.Entry]) -> list[log.Entry]:
     for entry in entries:
         state.take(entry)
     return state.entries()
+
+
+def remembered(ring: Ring) -> list[log.Entry]:
+    return list(map(log.decode, ring.lines()))
 
 
 def test_lines_are_read_as_they_were_written() -> None:
@@ -38,45 +42,38 @@ def test_lines_are_read_as_they_were_written() -> None:
         list(log.read_file("/no/such/log"))
 
 
-@given(capacity=st.integers(1, 2000))
+@given(capacity=st.integers(1, 60_000))
 def test_a_ring_is_bounded_and_tells_what_comes_before_it(capacity: int) -> None:
     ring = Ring(capacity)
     for position, entry in enumerate(ENTRIES):
-        ring.append(entry)
+        ring.append(entry, log.line_of(entry))
         assert ring.end == position + 1
-    held = ring.since(ring.first, 1 << 30).entries
-    assert held == ENTRIES[ring.first :]
-    assert len(held) == 1 or sum(map(weight, held)) <= capacity
+    held = [line.data for line in ring.since(ring.first, 1 << 30).lines]
+    assert list(log.read(held)) == ENTRIES[ring.first :]
+    assert len(held) == 1 or sum(map(len, held)) <= capacity
     assert ring.preface() == known(ENTRIES[: ring.first])
-    assert ring.living() == known(ENTRIES) == known(ring.entries())
+    assert ring.living() == known(ENTRIES) == known(remembered(ring))
 
 
-def test_what_is_large_weighs_more() -> None:
-    plain = log.Request(0, "a", 1, 1, SamplingParams(), 0)
-    biased = log.Request(0, "a", 1, 1, SamplingParams(logit_bias=dict.fromkeys(range(1000), 1.0)), 0)
-    assert weight(biased) == weight(plain) + 1000
-    assert weight(log.Step(0, 1, 2, counts=(1, 1))) == weight(log.Step(0, 1, 2)) + 2
-    assert weight(log.Step(0, 1, 2, tokens=((1,) * 500,), sampled=((1,),))) == weight(log.Step(0, 1, 2)) + 500
-
-
-@given(capacity=st.integers(50, 400), turns=st.lists(st.integers(0, 40), min_size=1), most=st.integers(1, 20))
+@given(capacity=st.integers(1500, 12_000), turns=st.lists(st.integers(0, 40), min_size=1), most=st.integers(1, 20))
 def test_a_reader_misses_nothing_without_being_told(capacity: int, turns: list[int], most: int) -> None:
     ring, position, seen = Ring(capacity), 0, 0
     coming = iter(ENTRIES)
     for turn in turns:
         for _, entry in zip(range(turn), coming, strict=False):
-            ring.append(entry)
+            ring.append(entry, log.line_of(entry))
         batch = ring.since(position, most)
         start = seen + batch.missed
-        assert batch.entries == ENTRIES[start : start + len(batch.entries)] and len(batch.entries) <= most
-        position, seen = batch.position, start + len(batch.entries)
+        entries = [log.decode(line.data) for line in batch.lines]
+        assert entries == ENTRIES[start : start + len(entries)] and len(entries) <= most
+        position, seen = batch.position, start + len(entries)
     assert seen == position <= ring.end
 
 
 def test_a_stream_tells_neither_prompts_nor_whatever_else_is_only_in_the_file() -> None:
     run = Recorded(0, Batching())
     run.play(20)
-    assert not any(entry.prompt for entry in run.recorder.ring.entries() if isinstance(entry, log.Request))
+    assert not any(entry.prompt for entry in remembered(run.recorder.ring) if isinstance(entry, log.Request))
     assert all(entry.prompt for entry in run.file.entries if isinstance(entry, log.Request))
 
 
@@ -90,10 +87,10 @@ def test_numbers_count_arrivals_and_names_may_come_again(monkeypatch: pytest.Mon
         assert subject.number_of("same") == turn
     subject.sent("same", 10, 11, 4)
     subject.sent("another", 10, 11, 4)
-    requests = [entry for entry in subject.ring.entries() if isinstance(entry, log.Request)]
+    requests = [entry for entry in remembered(subject.ring) if isinstance(entry, log.Request)]
     assert [(entry.number, entry.received_ns, entry.tokenised_ns, entry.ns) for entry in requests] == [
         (turn, 5, 6, 7) for turn in range(3)]
-    assert subject.ring.entries()[-1] == log.Sent(2, 10, 11, 4)
+    assert remembered(subject.ring)[-1] == log.Sent(2, 10, 11, 4)
     for name in "abc":
         subject.commanded(Add(name, [1], SamplingParams(), 0), 12)
         subject.stepped(StepRecord(-1, 13, 13, ended=(RowEnd(name, "length", 1),)))
@@ -103,7 +100,7 @@ def test_numbers_count_arrivals_and_names_may_come_again(monkeypatch: pytest.Mon
 def test_a_file_has_everything_in_its_order(tmp_path: Path) -> None:
     with LogFile(tmp_path / "log") as file:
         for entry in ENTRIES:
-            file.write(entry)
+            file.write(log.line_of(entry))
     assert list(log.read_file(tmp_path / "log")) == ENTRIES
 
 
@@ -118,18 +115,18 @@ def test_a_file_that_cannot_keep_up_keeps_nobody_waiting(tmp_path: Path, monkeyp
     whole = LogFile._put
     monkeypatch.setattr(LogFile, "_put", put)
     monkeypatch.setattr(log_file, "GATHER", 0.0)
-    file = LogFile(tmp_path / "log", max_waiting=100)
-    file.write(ENTRIES[0])
+    file = LogFile(tmp_path / "log", max_waiting=4000)
+    file.write(log.line_of(ENTRIES[0]))
     assert written.wait(10)
     for entry in ENTRIES[1:]:
-        file.write(entry)  # by this very thread: were it kept waiting, the test would not end
+        file.write(log.line_of(entry))  # by this very thread: were it kept waiting, the test would not end
     stuck.set()
     file.close()
     found = list(log.read_file(tmp_path / "log"))
     missed = found[-1]
     assert isinstance(missed, log.Gap) and found[:-1] == ENTRIES[: len(found) - 1]
     assert missed.missed == len(ENTRIES) - len(found) + 1
-    assert sum(map(weight, found[1:-1])) <= 100
+    assert sum(len(log.line_of(entry)) for entry in found[1:-1]) <= 4000
 
 
 def test_a_full_disk_is_told_once_and_harms_nobody(
@@ -141,5 +138,5 @@ def test_a_full_disk_is_told_once_and_harms_nobody(
     monkeypatch.setattr(log_file, "GATHER", 0.0)
     with LogFile(tmp_path / "log") as file:
         for entry in ENTRIES:
-            file.write(entry)
+            file.write(log.line_of(entry))
     assert [record.levelname for record in caplog.records] == ["ERROR"] and "No space left" in caplog.text

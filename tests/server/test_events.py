@@ -163,12 +163,12 @@ def test_a_curtain_hides_what_is_said_of_others_ends() -> None:
 
 def test_who_is_too_slow_is_told_how_much_is_missing_and_begins_anew() -> None:
     entries = Recorded(0, Batching()).play(40)
-    ring = Ring(200)
+    ring = Ring(10_000)
     view = _View(ring, Curtain(""))
     view.opening()
     seen: list[log.Entry] = []
     for position, entry in enumerate(entries):
-        ring.append(entry)
+        ring.append(entry, log.line_of(entry))
         if position % 50 == 49:
             seen += log.read(view.more().splitlines(keepends=True))
     gaps = [index for index, entry in enumerate(seen) if isinstance(entry, log.Gap)]

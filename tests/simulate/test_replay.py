@@ -82,7 +82,7 @@ def test_a_log_goes_through_a_file_and_through_the_loss_of_an_engine(tmp_path: P
         run.turn()
     with LogFile(tmp_path / "log") as file:
         for entry in run.file.entries:
-            file.write(entry)
+            file.write(log.line_of(entry))
     outcome = replay(log.read_file(tmp_path / "log"))
     assert outcome.difference is None and (outcome.engines, outcome.requests) == (2, 40)
 
@@ -121,7 +121,7 @@ def test_what_cannot_be_replayed_says_why() -> None:
     run = Recorded(0, Batching())
     run.play(5)
     with pytest.raises(ReplayError, match="no prompts"):
-        replay(run.recorder.ring.entries())
+        replay(map(log.decode, run.recorder.ring.lines()))
     with pytest.raises(ReplayError, match="engine's start"):
         replay(run.file.entries[1:])
     with pytest.raises(ReplayError, match="3 entries are missing"):

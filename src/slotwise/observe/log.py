@@ -199,6 +199,11 @@ encode = _encoder.encode
 encode_lines = _encoder.encode_lines
 
 
+def line_of(entry: Entry) -> bytes:
+    """An entry as it is written, the end of its line included."""
+    return encode_lines((entry,))
+
+
 def decode(line: bytes | str) -> Entry:
     """Raises LogError."""
     try:

@@ -8,11 +8,10 @@ from io import FileIO
 from pathlib import Path
 from types import TracebackType
 
-from slotwise.observe.log import Entry, Gap, Request, encode_lines
-from slotwise.observe.ring import weight
+from slotwise.observe.log import Gap, line_of
 
 GATHER = 0.25  # seconds between two writes: fewer and larger ones take less from whoever logs
-MAX_WAITING = 1 << 19  # rows, or tokens of prompts, that may wait to be written
+MAX_WAITING = 32 << 20  # bytes that may wait to be written
 
 logger = logging.getLogger(__name__)
 
@@ -20,11 +19,11 @@ logger = logging.getLogger(__name__)
 class LogFile:
     """A new event log; what was under its name is replaced.  A context manager: at its end all that waits is written.
 
-    Where the file cannot keep up, entries are left out, and a `Gap` says how many.
+    Where the file cannot keep up, lines are left out, and a `Gap` says how many.
 
     Args:
         path: of the file.
-        max_waiting: rows, or tokens of prompts, that may wait to be written.
+        max_waiting: bytes that may wait to be written.
 
     Raises:
         OSError: it cannot be made.
@@ -35,8 +34,8 @@ class LogFile:
         self._path = path
         self._max_waiting = max_waiting
         self._lock = threading.Lock()
-        self._waiting: list[Entry] = []
-        self._weight = 0
+        self._waiting: list[bytes] = []
+        self._size = 0
         self._missed = 0
         self._news = threading.Event()
         self._closing = threading.Event()
@@ -51,18 +50,17 @@ class LogFile:
                  ) -> None:
         self.close()
 
-    def write(self, entry: Entry) -> None:
+    def write(self, line: bytes) -> None:
         """Never waits."""
-        size = weight(entry) + (len(entry.prompt) if isinstance(entry, Request) else 0)
         with self._lock:
-            if self._waiting and (self._missed or self._weight + size > self._max_waiting):
+            if self._waiting and (self._missed or self._size + len(line) > self._max_waiting):
                 self._missed += 1
                 return
             if self._missed:
-                self._waiting.append(Gap(self._missed))
+                self._waiting.append(line_of(Gap(self._missed)))
                 self._missed = 0
-            self._waiting.append(entry)
-            self._weight += size
+            self._waiting.append(line)
+            self._size += len(line)
         if not self._news.is_set():
             self._news.set()
 
@@ -83,14 +81,14 @@ class LogFile:
 
     def _write_waiting(self) -> None:
         with self._lock:
-            entries, self._waiting, self._weight = self._waiting, [], 0
+            lines, self._waiting, self._size = self._waiting, [], 0
             if self._closing.is_set() and self._missed:
-                entries.append(Gap(self._missed))
+                lines.append(line_of(Gap(self._missed)))
                 self._missed = 0
-        if not entries or self._broken:
+        if not lines or self._broken:
             return
         try:
-            self._put(encode_lines(entries))
+            self._put(b"".join(lines))
         except OSError as error:
             self._broken = True
             logger.error("the event log %s ends here: %s", self._path, error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from slotwise.observe.recorder import Recorder, Sink
+from slotwise.observe.recorder import File, Recorder
 from slotwise.observe.ring import Ring
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class Logged:
     """An engine, stepped by its owner, that tells `file` of all that it is given and does."""
 
-    def __init__(self, engine: Engine, info: EngineInfo, file: Sink) -> None:
+    def __init__(self, engine: Engine, info: EngineInfo, file: File) -> None:
         self._engine = engine
         self._recorder = Recorder(Ring(capacity=1))
         self._recorder.started(info)

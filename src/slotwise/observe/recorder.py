@@ -13,10 +13,16 @@ import slotwise
 from slotwise.engine.messages import Add, Command, EngineInfo, Finish, StepRecord
 from slotwise.engine.observer import Observer
 from slotwise.observe import log
-from slotwise.observe.log import Entry
+from slotwise.observe.log import Entry, line_of
 from slotwise.observe.ring import Ring
 
 REMEMBERED = 8192  # numbers of requests that have ended: a response may still be sent, a step under way names them
+
+
+class File(Protocol):
+    def write(self, line: bytes) -> None:
+        """Never waits."""
+        ...
 
 
 class Sink(Protocol):
@@ -38,18 +44,18 @@ class Recorder(Observer):
         self.ring = ring if ring is not None else Ring()
         self._clock = clock
         self._calendar = calendar
-        self._file: Sink | None = None
+        self._file: File | None = None
         self._sinks: list[Sink] = []
         self._run: log.Run | None = None
         self._arrivals = 0
         self._numbers: dict[str, int] = {}
         self._ended: deque[tuple[str, int]] = deque()  # of those, the oldest first
 
-    def write_to(self, file: Sink) -> None:
+    def write_to(self, file: File) -> None:
         """From here on to `file` as well, prompts included."""
         self._file = file
         if self._run is not None:
-            file.write(self._run)
+            file.write(line_of(self._run))
 
     def tell(self, sink: Sink) -> None:
         """From here on `sink` as well, which is told what the ring is: no prompts."""
@@ -101,16 +107,17 @@ class Recorder(Observer):
             number, request.request_id, now_ns, len(request.prompt), request.params, request.seed, request.received_ns,
             request.tokenised_ns, request.output_tokens, request.queue_timeout, request.terms, request.salt)
         if self._file is not None:
-            self._file.write(msgspec.structs.replace(entry, prompt=tuple(request.prompt)))
-        self._show(entry)
+            self._file.write(line_of(msgspec.structs.replace(entry, prompt=tuple(request.prompt))))
+        self._show(entry, line_of(entry))
 
     def _write(self, entry: Entry) -> None:
+        line = line_of(entry)
         if self._file is not None:
-            self._file.write(entry)
-        self._show(entry)
+            self._file.write(line)
+        self._show(entry, line)
 
-    def _show(self, entry: Entry) -> None:
-        self.ring.append(entry)
+    def _show(self, entry: Entry, line: bytes) -> None:
+        self.ring.append(entry, line)
         for sink in self._sinks:
             sink.write(entry)
 

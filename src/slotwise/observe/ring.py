@@ -1,7 +1,11 @@
-"""The latest entries of a log, decoded, in bounded memory; and what a newcomer must know before them.
+"""The latest lines of a log in bounded memory, and what a newcomer must know before them.
 
-Entries have positions, counted from the first that ever came.  Each reader keeps its own and is never waited for: one
-that is too slow finds that entries are gone, and how many.
+An entry is encoded once, for the file and for all who look on.  As bytes it takes an eighth of the memory, and the
+memory of what came with it can be used again at once: entries that are kept whole would have every new one begin in
+memory that no cache has seen for minutes.
+
+Lines have positions, counted from the first that ever came.  Each reader keeps its own and is never waited for: one
+that is too slow finds that lines are gone, and how many.
 """
 
 from __future__ import annotations
@@ -13,15 +17,22 @@ from typing import NamedTuple
 
 import msgspec
 
-from slotwise.observe.log import Entry, Request, Run, Step
+from slotwise.observe.log import Entry, Request, Run, Step, decode, line_of
 
-CAPACITY = 150_000  # about 2,000 steps of 64 rows, as many as a page shows smoothly; some 25 MB
-STEP, OTHER = 8, 4  # what an entry weighs, in rows
+CAPACITY = 5 << 20  # bytes; about 2,000 steps of 64 rows, as many as a page shows smoothly
+
+
+class Line(NamedTuple):
+    """An entry as it is written."""
+
+    data: bytes
+    kind: type[Entry]
+    matters: bool  # to who comes later: it tells of a run, or of a life
 
 
 class Batch(NamedTuple):
-    entries: list[Entry]
-    missed: int  # entries gone between the reader's position and the first of these
+    lines: list[Line]
+    missed: int  # lines gone between the reader's position and the first of these
     position: int  # to read on from
 
 
@@ -50,65 +61,64 @@ class Known:
         return [*([self._run] if self._run is not None else []), *self._requests.values()]
 
 
+def matters(entry: Entry) -> bool:
+    """Whether `Known` learns from it."""
+    if isinstance(entry, Step):
+        return bool(entry.ended) or entry.configured is not None
+    return isinstance(entry, Request | Run)
+
+
 class Ring:
-    """Holds what weighs at most `capacity` rows together, or a single entry."""
+    """Holds at most `capacity` bytes of lines, or a single line."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._capacity = capacity
-        self._entries: deque[Entry] = deque()
-        self._weight = 0
+        self._lines: deque[Line] = deque()
+        self._size = 0  # bytes
         self._end = 0  # position behind the last
         self._before = Known()
 
     @property
     def end(self) -> int:
-        """The position of the entry that comes next."""
+        """The position of the line that comes next."""
         return self._end
 
     @property
     def first(self) -> int:
-        """The position of the oldest entry held."""
-        return self._end - len(self._entries)
+        """The position of the oldest line held."""
+        return self._end - len(self._lines)
 
-    def append(self, entry: Entry) -> None:
-        self._entries.append(entry)
-        self._weight += weight(entry)
+    def append(self, entry: Entry, data: bytes) -> None:
+        """`data` is the line of `entry`."""
+        self._lines.append(Line(data, type(entry), matters(entry)))
+        self._size += len(data)
         self._end += 1
-        while self._weight > self._capacity and len(self._entries) > 1:
-            gone = self._entries.popleft()
-            self._weight -= weight(gone)
-            self._before.take(gone)
+        while self._size > self._capacity and len(self._lines) > 1:
+            gone = self._lines.popleft()
+            self._size -= len(gone.data)
+            if gone.matters:
+                self._before.take(decode(gone.data))
 
     def preface(self) -> list[Entry]:
-        """What to know in order to understand the first entry held."""
+        """What to know in order to understand the first line held."""
         return self._before.entries()
 
     def living(self) -> list[Entry]:
-        """What to know in order to understand the entry that comes next."""
+        """What to know in order to understand the line that comes next."""
         known = self._before.copy()
-        for entry in self._entries:
-            known.take(entry)
+        for line in self._lines:
+            if line.matters:
+                known.take(decode(line.data))
         return known.entries()
 
-    def entries(self) -> list[Entry]:
+    def lines(self) -> list[bytes]:
         """All there is, with its preface."""
-        return [*self.preface(), *self._entries]
+        return [*map(line_of, self.preface()), *(line.data for line in self._lines)]
 
     def since(self, position: int, most: int) -> Batch:
-        """Up to `most` entries from `position` on, as far as they are still there."""
+        """Up to `most` lines from `position` on, as far as they are still there."""
         first = max(position, self.first)
-        latest = list(islice(reversed(self._entries), self._end - first))
+        latest = list(islice(reversed(self._lines), self._end - first))
         latest.reverse()
-        entries = latest[:most]
-        return Batch(entries, first - position, first + len(entries))
-
-
-def weight(entry: Entry) -> int:
-    """Roughly what an entry takes, in rows of a step."""
-    if isinstance(entry, Step):
-        drained = sum(map(len, entry.tokens)) if entry.sampled else 0  # a batch that returns as one tells all at once
-        return STEP + len(entry.counts) + len(entry.refused) + drained
-    if isinstance(entry, Request):
-        params = entry.params
-        return OTHER + len(params.logit_bias) + len(params.stop_token_ids) + len(params.stop)
-    return OTHER
+        lines = latest[:most]
+        return Batch(lines, first - position, first + len(lines))

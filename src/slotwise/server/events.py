@@ -77,9 +77,8 @@ class _View:
         """A few lines that have not been seen yet; empty when there are none."""
         batch = self._ring.since(self._position, MOST)
         self._position = batch.position
-        if batch.missed:
-            return self._lines([Gap(batch.missed), *self._ring.preface(), *batch.entries])
-        return self._lines(batch.entries)
+        lines = b"".join(map(self._curtain.line, batch.lines))
+        return self._lines([Gap(batch.missed), *self._ring.preface()]) + lines if batch.missed else lines
 
     def _lines(self, entries: Iterable[Entry]) -> bytes:
         return encode_lines([self._curtain.before(entry) for entry in entries])

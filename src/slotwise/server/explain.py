@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from slotwise.observe.explain import explain
 from slotwise.observe.facts import Facts, gather
-from slotwise.observe.log import Entry
+from slotwise.observe.log import decode
 from slotwise.observe.steptime import StepTimes
 from slotwise.server.errors import ApiError
 from slotwise.server.exchange import Exchange
@@ -42,14 +42,15 @@ class Explainer:
         try:
             async with self._turn:
                 api.later.flush()
-                entries = api.recorder.ring.entries()
-                return await asyncio.to_thread(_explained, entries, api.step_times, which, until_ns)
+                lines = api.recorder.ring.lines()
+                return await asyncio.to_thread(_explained, lines, api.step_times, which, until_ns)
         finally:
             self._waiting -= 1
 
 
-def _explained(entries: Sequence[Entry], times: StepTimes, which: Callable[[Facts], bool],
+def _explained(lines: Sequence[bytes], times: StepTimes, which: Callable[[Facts], bool],
                until_ns: int) -> list[dict[str, Any]]:
+    entries = list(map(decode, lines))
     found = [facts for facts in gather(entries).values() if which(facts)]
     return [explain(facts, entries, times, until_ns).as_json() for facts in found[-MOST:]]
 

@@ -12,6 +12,7 @@ import msgspec
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import NO_TERMS
 from slotwise.observe import log
+from slotwise.observe.ring import Line
 from slotwise.server.errors import ApiError
 
 MAX_VIEWERS = 16
@@ -45,6 +46,12 @@ class Curtain:
     def __init__(self, tenant: str) -> None:
         self._tenant = tenant
         self._own: set[int] = set()  # of those who live
+
+    def line(self, line: Line) -> bytes:
+        """A line of the log as it may be seen."""
+        if line.kind is log.Request or (line.kind is log.Step and self._tenant):
+            return log.line_of(self.before(log.decode(line.data)))
+        return line.data
 
     def before(self, entry: log.Entry) -> log.Entry:
         """`entry` as it may be seen.  Entries come in the order of the log."""

@@ -31,8 +31,8 @@ STEP_NS = 4_000_000
 class Sink:
     entries: list[log.Entry] = field(default_factory=list)
 
-    def write(self, entry: log.Entry) -> None:
-        self.entries.append(entry)
+    def write(self, line: bytes) -> None:
+        self.entries.append(log.decode(line))
 
 
 class _Slow(FakeExecutor):

@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import aiohttp
 import msgspec
 import uvloop
 from benchmarks.reliability.server import serving
@@ -29,6 +28,8 @@ from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import Add
 from slotwise.simulate.virtual import simulate
 from slotwise.workload.requests import Workload, WorkRequest
+
+from .whole import post
 
 MAX_MODEL_LEN, BLOCK_SIZE = 1024, 64  # of the built-in model, and of its cache on a CPU
 NOISE = 0.04  # deviation of a step's logarithm
@@ -140,7 +141,7 @@ def _drive(target: Target, asks: Sequence[Ask], vocab_size: int, seed: int) -> l
             async def send(body: bytes, reply: Reply) -> None:
                 ask = asks[reply.number]
                 if ask.whole:
-                    await _take_whole(session, _target(target, ask.terms.tenant), body, reply)
+                    await _take_whole(_target(target, ask.terms.tenant), body, reply)
                     reply.ended = load.clock()
                 else:
                     await clients[ask.terms.tenant].complete(body, reply)
@@ -159,15 +160,14 @@ def _target(target: Target, tenant: str) -> Target:
     return Target(target.base_url, target.endpoint, target.model, _key(tenant) if tenant else "")
 
 
-async def _take_whole(session: aiohttp.ClientSession, target: Target, body: bytes, reply: Reply) -> None:
-    url = target.base_url + target.endpoint
-    async with session.post(url, data=body, headers=target.headers | {"Content-Type": "application/json"}) as response:
-        answer = msgspec.json.decode(await response.read())
-    reply.status = COMPLETED if response.status == 200 else REJECTED
+async def _take_whole(target: Target, body: bytes, reply: Reply) -> None:
+    status, text = await post(target, body)
+    answer = msgspec.json.decode(text)
+    reply.status = COMPLETED if status == 200 else REJECTED
     if reply.status == COMPLETED:
         reply.num_prompt, reply.num_output = (answer["usage"][f"{kind}_tokens"] for kind in ("prompt", "completion"))
     else:
-        reply.error = f"{response.status}: {answer['error']['message']}"
+        reply.error = f"{status}: {answer['error']['message']}"
 
 
 def _body(body: bytes, ask: Ask) -> bytes:

@@ -17,17 +17,17 @@ from typing import NamedTuple
 
 import msgspec
 
-from slotwise.observe.log import Entry, Request, Run, Step, decode, line_of
+from slotwise.observe.log import Entry, Request, Run, Step, line_of
 
 CAPACITY = 5 << 20  # bytes; about 2,000 steps of 64 rows, as many as a page shows smoothly
 
 
 class Line(NamedTuple):
-    """An entry as it is written."""
+    """An entry as it is written, and what is to be known of it by who comes later."""
 
     data: bytes
     kind: type[Entry]
-    matters: bool  # to who comes later: it tells of a run, or of a life
+    told: Entry | None
 
 
 class Batch(NamedTuple):
@@ -61,11 +61,13 @@ class Known:
         return [*([self._run] if self._run is not None else []), *self._requests.values()]
 
 
-def matters(entry: Entry) -> bool:
-    """Whether `Known` learns from it."""
-    if isinstance(entry, Step):
-        return bool(entry.ended) or entry.configured is not None
-    return isinstance(entry, Request | Run)
+def _told(entry: Entry) -> Entry | None:
+    """What `Known` learns from it: most steps tell it nothing, and no step's columns do."""
+    if isinstance(entry, Request | Run):
+        return entry
+    if isinstance(entry, Step) and (entry.ended or entry.configured is not None):
+        return Step(entry.step, entry.started_ns, entry.ended_ns, ended=entry.ended, configured=entry.configured)
+    return None
 
 
 class Ring:
@@ -90,14 +92,14 @@ class Ring:
 
     def append(self, entry: Entry, data: bytes) -> None:
         """`data` is the line of `entry`."""
-        self._lines.append(Line(data, type(entry), matters(entry)))
+        self._lines.append(Line(data, type(entry), _told(entry)))
         self._size += len(data)
         self._end += 1
         while self._size > self._capacity and len(self._lines) > 1:
             gone = self._lines.popleft()
             self._size -= len(gone.data)
-            if gone.matters:
-                self._before.take(decode(gone.data))
+            if gone.told is not None:
+                self._before.take(gone.told)
 
     def preface(self) -> list[Entry]:
         """What to know in order to understand the first line held."""
@@ -107,8 +109,8 @@ class Ring:
         """What to know in order to understand the line that comes next."""
         known = self._before.copy()
         for line in self._lines:
-            if line.matters:
-                known.take(decode(line.data))
+            if line.told is not None:
+                known.take(line.told)
         return known.entries()
 
     def lines(self) -> list[bytes]:

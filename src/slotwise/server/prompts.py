@@ -56,7 +56,7 @@ class Prompts:
     def _given(self, prompt: Any) -> list[int]:
         if isinstance(prompt, list):
             self._check_length(prompt, "prompt")
-            if all(isinstance(token, int) for token in prompt):
+            if all(issubclass(kind, int) for kind in set(map(type, prompt))):
                 return prompt
         raise bad_request("prompt: must be a string, token ids, or a list of either", "prompt")
 

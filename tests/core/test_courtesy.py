@@ -121,7 +121,7 @@ def test_a_third_ones_long_prompt_does_not_keep_a_newcomer_from_beginning():
     """Others rest for it, too, but it is of a tenant that was served more."""
     driver, plans = Driver(WIDE, policy=Fair({})), []
     third = Terms("third")
-    coming = [Comer(0, 2, 60, FLOOD)] * 6 + [Comer(0, 90, 1, third), Comer(14, 90, 2, third), Comer(9, 3, 2, LIGHT)]
+    coming = [Comer(0, 2, 60, FLOOD)] * 6 + [Comer(0, 90, 1, third), Comer(17, 90, 2, third), Comer(6, 3, 2, LIGHT)]
     play(driver, crowd(coming), lambda driver, plan: plans.append(plan))
     (number,) = [number for number, plan in enumerate(plans) if any(join.request_id == "r8" for join in plan.joins)]
     first = plans[number]
@@ -169,6 +169,16 @@ def test_a_step_stays_short_for_one_who_may_come_back_while_it_runs():
     short = steps(Comer(0, 1, 1, LIGHT))
     assert max(sum(plan.counts) for plan in short) <= 12 // SHORT + 2
     assert SHORT_STEP in {plan.stop.reason for plan in short if plan.stop}
+
+
+def test_who_goes_before_the_others_is_not_cut_short_for_those_who_may_come():
+    """Its tenant has too many rows for others to rest, and was served less all the same."""
+    driver = Driver(replace(WIDE, max_num_batched_tokens=30), policy=Fair({}))
+    coming = [Comer(0, 2, 60, FLOOD)] * 4 + [Comer(12, 2, 60, LIGHT)] * 2 + [Comer(4, 60, 2, LIGHT), Comer(2, 60, 2, FLOOD)]
+    play(driver, crowd(coming))
+    first = {name: next(plan for plan in driver.plans if name in plan.request_ids) for name in ("r6", "r7")}
+    assert not rests(first["r6"]) and not rests(first["r7"])
+    assert sum(first["r6"].counts) == 30 and sum(first["r7"].counts) <= len(first["r7"].counts) + 30 // SHORT
 
 
 @pytest.mark.parametrize("budget", [1, 2, 3, 4])

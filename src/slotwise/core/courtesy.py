@@ -15,19 +15,19 @@ Where nobody is far ahead, a prompt under way still goes on behind one who waits
 leaves: else a few tokens of one tenant would wait for thousands of another.
 
 Whoever comes waits for the step under way first.  So a step in which nobody rests takes in a part of the prompts it
-could: all of a step is for those who begin where others are far ahead.
+could: all of a step is for those who begin where others are far ahead, or go behind them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from slotwise.core.draft import Draft
 from slotwise.core.plan import Decision
 from slotwise.core.reasons import FIRST_TOKEN, SHORT_STEP
 from slotwise.core.request import Request
 from slotwise.core.roster import Roster
-from slotwise.core.seams import Policy
+from slotwise.core.seams import Key, Policy
 
 MAX_RESTS = 4  # in a row in which somebody rests: steps, or stalls within one
 SHORT = 3  # such a part of its tokens has a step, beside its decoding rows, in which nobody is waited for
@@ -55,17 +55,17 @@ class Courtesy:
         """Note in the draft whom its step may begin to compute, and who is to rest if it does."""
         running = [request for request in self._roster.running.values() if self._goes_on(request)]
         if self._num_rests < MAX_RESTS:
-            self._stand_back(draft, running, next_in_line)
+            beginning = [one for one in running if begins(one)]
+            if next_in_line is not None and begins(next_in_line):
+                beginning.append(next_in_line)
+            self._stand_back(draft, running, beginning)
             if not draft.rest:
-                self._shorten(draft, len(running))
+                self._shorten(draft, running, beginning)
         self._put_off(draft, running, next_in_line)
 
-    def _stand_back(self, draft: Draft, running: list[Request], next_in_line: Request | None) -> None:
+    def _stand_back(self, draft: Draft, running: list[Request], beginning: list[Request]) -> None:
         """Who rests keeps its word, whatever the places of newcomers change: nobody of its lane joins either."""
         policy = self._roster.policy
-        beginning = [request for request in running if begins(request)]
-        if next_in_line is not None and begins(next_in_line):
-            beginning.append(next_in_line)
         draft.rest = policy.resting(running, beginning, draft.now) if beginning else frozenset()
         if not draft.rest:
             return
@@ -87,11 +87,23 @@ class Courtesy:
         behind = [one for one in running if one.request_id not in draft.rest and one.unscheduled > 1 and is_behind(one)]
         draft.put_off = sorted(behind, key=lambda one: (policy.running_key(one, now), one.arrival))
 
-    @staticmethod
-    def _shorten(draft: Draft, num_running: int) -> None:
-        budget = max(1, num_running + draft.budget // SHORT)  # somebody gets on, whatever is asked for
+    def _shorten(self, draft: Draft, running: list[Request], beginning: list[Request]) -> None:
+        """Leave out some of what prompts could have, but nothing of those for whom others would be waited for."""
+        last: dict[str, tuple[Key, int]] = {}  # of each lane, who goes behind all others of it
+        for lane, place in self._places(running, draft.now):
+            last[lane] = max(place, last.get(lane, place))
+        owed = sum(
+            one.unscheduled for one, (lane, place) in zip(beginning, self._places(beginning, draft.now), strict=True)
+            if any(lane != other and place < its for other, its in last.items()))
+        # somebody gets on, whatever is asked for
+        budget = max(1, len(running) + max(owed, draft.budget // SHORT))
         if budget < draft.budget:
             draft.budget, draft.shortage = budget, SHORT_STEP
+
+    def _places(self, requests: Iterable[Request], now: float) -> Iterator[tuple[str, tuple[Key, int]]]:
+        """The lane of each, and where it stands among those who run."""
+        policy = self._roster.policy
+        return ((policy.lane(one), (policy.running_key(one, now), one.arrival)) for one in requests)
 
     @staticmethod
     def _goes_on(request: Request) -> bool:

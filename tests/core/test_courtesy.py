@@ -174,8 +174,8 @@ def test_a_step_stays_short_for_one_who_may_come_back_while_it_runs():
 def test_who_goes_before_the_others_is_not_cut_short_for_those_who_may_come():
     """Its tenant has too many rows for others to rest, and was served less all the same."""
     driver = Driver(replace(WIDE, max_num_batched_tokens=30), policy=Fair({}))
-    coming = [Comer(0, 2, 60, FLOOD)] * 4 + [Comer(12, 2, 60, LIGHT)] * 2 + [Comer(4, 60, 2, LIGHT), Comer(2, 60, 2, FLOOD)]
-    play(driver, crowd(coming))
+    flood, light = [Comer(0, 2, 60, FLOOD)] * 4, [Comer(12, 2, 60, LIGHT)] * 2
+    play(driver, crowd([*flood, *light, Comer(4, 60, 2, LIGHT), Comer(2, 60, 2, FLOOD)]))
     first = {name: next(plan for plan in driver.plans if name in plan.request_ids) for name in ("r6", "r7")}
     assert not rests(first["r6"]) and not rests(first["r7"])
     assert sum(first["r6"].counts) == 30 and sum(first["r7"].counts) <= len(first["r7"].counts) + 30 // SHORT

@@ -175,6 +175,21 @@ def test_who_is_too_slow_is_told_how_much_is_missing_and_begins_anew() -> None:
     assert gaps and all(isinstance(seen[index + 1], log.Run) for index in gaps)
 
 
+def test_who_missed_its_own_request_sees_its_tokens_all_the_same() -> None:
+    params = SamplingParams()
+    step = log.Step(0, 1, 2, numbers=(0, 1), tokens=((5,), (6,)))
+    entries = [log.Request(0, "a", 1, 1, params, 0, salt="mine:x"),
+               log.Request(1, "b", 1, 1, params, 0, salt="other:x"), step]
+    ring = Ring(len(log.line_of(step)))
+    view = _View(ring, Curtain("mine"))
+    view.opening()
+    for entry in entries:
+        ring.append(entry, log.line_of(entry))
+    *known, seen = log.read(view.more().splitlines(keepends=True))
+    assert known[0] == log.Gap(2) and [entry.id for entry in known[1:]] == ["a", ""]
+    assert seen.tokens == ((5,), (0,))
+
+
 def test_it_ends_with_the_server_whoever_still_runs(folder: Path, tmp_path: Path) -> None:
     with running(folder, tmp_path / "engine", SLOW, "shutdown_timeout=0.2") as server:
         watching = Watching(server)

@@ -1,6 +1,6 @@
 """The latest lines of a log in bounded memory, and what a newcomer must know before them.
 
-An entry is encoded once, for the file and for all who look on.  As bytes it takes an eighth of the memory, and the
+An entry is encoded once, for the file and for all who look on.  As bytes it takes a fraction of the memory, and the
 memory of what came with it can be used again at once: entries that are kept whole would have every new one begin in
 memory that no cache has seen for minutes.
 

@@ -77,8 +77,9 @@ class _View:
         """A few lines that have not been seen yet; empty when there are none."""
         batch = self._ring.since(self._position, MOST)
         self._position = batch.position
-        lines = b"".join(map(self._curtain.line, batch.lines))
-        return self._lines([Gap(batch.missed), *self._ring.preface()]) + lines if batch.missed else lines
+        known = [Gap(batch.missed), *self._ring.preface()] if batch.missed else []
+        opening = self._lines(known)  # before the rest, for it tells whose requests those are
+        return opening + b"".join(map(self._curtain.line, batch.lines))
 
     def _lines(self, entries: Iterable[Entry]) -> bytes:
         return encode_lines([self._curtain.before(entry) for entry in entries])

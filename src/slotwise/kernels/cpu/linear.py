@@ -20,7 +20,7 @@ from slotwise.kernels.cpu.processor import PAIR
 from slotwise.kernels.cpu.simd import BFLOAT16, FLOAT32, INT64, ZERO, bytes_of, fetch_add, fill, kernel, load, store
 from slotwise.kernels.cpu.tile import MULTIPLY, STRIP, STRIP_ROW_BYTES, call_multiply
 
-PANEL = 32  # outputs whose weights lie together
+PANEL = 32  # outputs computed together: the weights of each PAIR of them lie together
 TILE = 12  # rows multiplied at once
 AHEAD = 4096  # bytes of weights between what is read and what is asked for
 BLOCK_FLOATS = 1 << 16  # of rows widened at once: a quarter of a typical second-level cache

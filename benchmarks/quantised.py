@@ -17,8 +17,8 @@ from torch import Tensor
 
 from slotwise.kernels.base import Linear
 from slotwise.kernels.cpu import CpuKernels
-from slotwise.kernels.cpu.openmp import Team
 from slotwise.kernels.cpu.quantised import quantised_linear
+from slotwise.kernels.cpu.team import Team
 
 HIDDEN, INTERMEDIATE = 576, 1536
 PRODUCTS = ((960, HIDDEN), (HIDDEN, HIDDEN), (2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE))  # [out, in]

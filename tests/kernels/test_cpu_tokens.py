@@ -10,7 +10,7 @@ from kernels.paged import distance
 
 from slotwise.kernels.cpu import CpuKernels
 from slotwise.kernels.cpu.linear import onednn_linear, tiled_linear
-from slotwise.kernels.cpu.openmp import Team
+from slotwise.kernels.cpu.team import Team
 from slotwise.kernels.reference import ReferenceKernels
 
 CPU, REFERENCE = CpuKernels(threads=2), ReferenceKernels()

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from slotwise.kernels.cpu import CpuKernels
 from slotwise.kernels.cpu.dot import GROUP, LIMIT, RECORD
-from slotwise.kernels.cpu.openmp import Team
 from slotwise.kernels.cpu.quantised import STEPS, pack, quantise, quantised_linear, weight_bytes
+from slotwise.kernels.cpu.team import Team
 
 BITS = pytest.mark.parametrize("bits", [8, 4])
 # Of the whole product, for normally distributed numbers.

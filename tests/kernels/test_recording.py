@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import Tensor
@@ -93,21 +89,3 @@ def test_embedding_is_the_table_s_rows():
     for kind in (torch.float32, torch.bfloat16):
         table, ids = torch.randn(50, 34).to(kind), torch.randint(0, 50, (700,))
         assert torch.equal(CpuKernels(2).embed(table, ids), ReferenceKernels().embed(table, ids))
-
-
-FEWER = """
-import torch
-from slotwise.kernels.cpu import CpuKernels
-kernels = CpuKernels(4)
-table, ids = torch.randn(50, 32), torch.arange(40)
-weight = kernels.linear(torch.randn(64, 32))
-recording = kernels.record(lambda: weight(kernels.embed(table, ids)))
-ids += 3
-assert torch.equal(recording.run(), weight(kernels.embed(table, ids)))
-"""
-
-
-def test_a_recording_ends_also_where_fewer_threads_start_than_were_asked_for():
-    limited = os.environ | {"OMP_THREAD_LIMIT": "1"}
-    run = subprocess.run([sys.executable, "-c", FEWER], env=limited, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr

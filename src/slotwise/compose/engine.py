@@ -23,7 +23,7 @@ from slotwise.engine.probe import probe
 from slotwise.kernels.base import Kernels
 from slotwise.kernels.checked import CheckedKernels
 from slotwise.kernels.cpu.pages import LARGE
-from slotwise.kernels.select import choose, draw_for, resolve
+from slotwise.kernels.select import choose, draw_for, resolve, team_of
 from slotwise.model.config import ModelConfig
 from slotwise.model.decoder import Decoder
 from slotwise.model.load import describe, load_model
@@ -131,7 +131,7 @@ def _runner(decoder: Decoder, limits: SchedulerLimits) -> Executor:
         for shape in decoder.attention_shapes]
     slots = SlotTable(limits.max_num_seqs, limits.max_model_len, limits.block_size, null_block, kernels.device)
     sampler: Sampling = (
-        Sampler(limits.max_num_seqs, vocab_size) if kernels.name == "cpu"
+        Sampler(limits.max_num_seqs, vocab_size, team_of(kernels)) if kernels.name == "cpu"
         else DeviceSampler(slots, vocab_size, draw_for(kernels), kernels.device))
     pieces = [piece for cache in caches for piece in kernels.cache_pieces(cache)]
     runner = Runner(decoder, caches, slots, sampler, HostBlocks(limits.num_host_blocks, pieces))

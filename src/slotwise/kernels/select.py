@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any, cast
+
 import torch
 
 from slotwise.kernels import sampling
 from slotwise.kernels.base import Kernels
+
+if TYPE_CHECKING:
+    from slotwise.kernels.cpu.team import Team
 
 
 def resolve(device: str) -> str:
@@ -55,6 +60,11 @@ def draw_for(kernels: Kernels) -> sampling.Draw:
 
         return sample
     return sampling.draw
+
+
+def team_of(kernels: Kernels) -> Team:
+    """The threads that the CPU's kernels, wrapped or not, work on: for whoever computes between them."""
+    return cast("Team", cast(Any, kernels).team)
 
 
 def _cuda_kernels() -> Kernels:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from slotwise.core.plan import Join, TokenLogprobs
 from slotwise.kernels.cpu.compiled import Compiled, compile_all
-from slotwise.kernels.cpu.openmp import Team
+from slotwise.kernels.cpu.team import Team
 from slotwise.runner import sampling_kernels as kernels
 from slotwise.runner.logit_edits import LogitEdits, has_penalties
 from slotwise.runner.sampling import GREEDY_BELOW, Sampled
@@ -47,14 +47,15 @@ class Sampler:
     Args:
         num_slots: slots are numbered below this.
         vocab_size: logits per row.
+        team: who computes.
     """
 
-    def __init__(self, num_slots: int, vocab_size: int) -> None:
+    def __init__(self, num_slots: int, vocab_size: int, team: Team | None = None) -> None:
         self._vocab_size = vocab_size
         self._seats: list[_Seat | None] = [None] * num_slots
         self._controls = np.zeros((num_slots, 4), dtype=np.float32)
         self._seeds = np.zeros(num_slots, dtype=np.uint64)
-        self._team = Team(torch.get_num_threads())
+        self._team = team or Team(torch.get_num_threads())
         self._work = torch.empty(0, vocab_size, dtype=torch.float32)
 
     @staticmethod

@@ -25,7 +25,6 @@ from numba import types
 from numba.extending import intrinsic
 
 from slotwise.kernels.cpu.compiled import Compiled
-from slotwise.kernels.cpu.openmp import HEADER, THREAD_COUNTER
 from slotwise.kernels.cpu.simd import (
     BFLOAT16,
     FLOAT32,
@@ -39,6 +38,7 @@ from slotwise.kernels.cpu.simd import (
     load,
     store,
 )
+from slotwise.kernels.cpu.team import HEADER, THREAD_COUNTER
 from slotwise.runner.sampling import FAILED
 
 # Arguments in words after the header: addresses, but for VOCAB, NUM_ROWS and NUM_TOP, which are sizes.

@@ -20,7 +20,6 @@ import torch
 from slotwise.kernels.base import AttentionShape
 from slotwise.kernels.cpu.cache import padded
 from slotwise.kernels.cpu.compiled import Compiled
-from slotwise.kernels.cpu.openmp import HEADER, THREAD_COUNTER
 from slotwise.kernels.cpu.processor import PAIR
 from slotwise.kernels.cpu.simd import (
     BFLOAT16,
@@ -40,6 +39,7 @@ from slotwise.kernels.cpu.simd import (
     store,
 )
 from slotwise.kernels.cpu.strip import ask_for_scales, strip_weights
+from slotwise.kernels.cpu.team import HEADER, THREAD_COUNTER
 from slotwise.kernels.cpu.tile import STRIP, STRIP_ROW_BYTES, call_multiply
 
 TILE_ROWS = 48  # as many queries (tokens x heads) as a tile may hold: its scores stay in the nearest processor cache

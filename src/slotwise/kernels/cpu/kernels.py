@@ -14,8 +14,9 @@ from slotwise.kernels.base import AttentionShape, Linear, QKNorm, RaggedBatch, c
 from slotwise.kernels.cpu import attention, linear, pointwise, processor, quantised, tile
 from slotwise.kernels.cpu.cache import CpuCache, head_block_elements, padded
 from slotwise.kernels.cpu.compiled import Compiled, compile_all
-from slotwise.kernels.cpu.openmp import Team
+from slotwise.kernels.cpu.crew import HELP, LEAD
 from slotwise.kernels.cpu.recording import PROGRAM, Arena, Recorder, Recording
+from slotwise.kernels.cpu.team import Team
 
 LOG2_E = math.log2(math.e)
 SMALL = 1 << 14  # elements one thread is through with sooner than two have met
@@ -24,7 +25,7 @@ SHORTEST = 256  # tokens of context that recordings make room for, then twice as
 
 
 class CpuKernels:
-    """Numba kernels and packed products on torch's OpenMP threads.  One caller at a time."""
+    """Numba kernels and packed products.  One caller at a time."""
 
     name = "cpu"
     device = torch.device("cpu")
@@ -39,11 +40,10 @@ class CpuKernels:
         if quantization != "none" and quantization not in quantised.BITS:
             raise ValueError(f"quantization must be none, {' or '.join(quantised.BITS)}, not {quantization!r}")
         self._cached = cache_kind(kv_cache_dtype)
-        self._team = Team(threads or torch.get_num_threads())
+        self.team = Team(threads or torch.get_num_threads())
         self._bits = quantised.BITS.get(quantization, 0)  # of a weight; 0: as it comes
         self._head_bits = 8 if self._bits else 0  # the head keeps 8: each of its errors is a token's
         self._arena = Arena()
-        self._can_record = True
 
     def warm_up(self, kind: torch.dtype) -> None:
         """Have all kernels of one type ready, compiled or read from disk, before the first request needs them."""
@@ -52,13 +52,13 @@ class CpuKernels:
         of_the_cache = [attention.ATTEND[kind, stored], pointwise.ROTARY_STORE[kind, stored]]
         multiply = [tile.MULTIPLY[each] for each in dict.fromkeys((kind, stored))]
         compile_all([*products, *of_the_cache, linear.PRODUCT[kind], *multiply, pointwise.NORM[kind],
-                     pointwise.SILU_MUL[kind], attention.PLAN, pointwise.EMBED, PROGRAM])
+                     pointwise.SILU_MUL[kind], attention.PLAN, pointwise.EMBED, PROGRAM, LEAD, HELP])
 
     def operations_per_second(self, kind: torch.dtype) -> float:
         """By what the processor multiplies, for each thread."""
         if kind == torch.bfloat16 and processor.multiplies_bfloat16():
-            return 7e11 * self._team.threads
-        return (1e11 if processor.AVX512 else 6e10) * self._team.threads
+            return 7e11 * self.team.threads
+        return (1e11 if processor.AVX512 else 6e10) * self.team.threads
 
     def allocate_cache(self, num_blocks: int, block_size: int, shape: AttentionShape, kind: torch.dtype) -> CpuCache:
         """One layer's zeroed cache of `num_blocks` blocks of `block_size` tokens."""
@@ -87,11 +87,11 @@ class CpuKernels:
 
     def _packed(self, weight: Tensor, bias: Tensor | None, bits: int) -> Linear:
         if bits:
-            return quantised.quantised_linear(weight, bias, bits, self._team)
+            return quantised.quantised_linear(weight, bias, bits, self.team)
         if weight.dtype == torch.bfloat16 and processor.multiplies_bfloat16():
-            self._can_record = False
+            self.team.join_torch()
             return linear.onednn_linear(weight, bias)
-        return linear.tiled_linear(weight, bias, self._team)
+        return linear.tiled_linear(weight, bias, self.team)
 
     def linear_bytes(self, outputs: int, depth: int, kind: torch.dtype) -> int:
         """Bytes of a packed `linear`."""
@@ -108,13 +108,13 @@ class CpuKernels:
 
     def record(self, work: Callable[[], Tensor]) -> Recording | None:
         """Do `work`, which starts these kernels and nothing else, so that it can be run again; None when it cannot."""
-        return Recorder(self._team, self._arena).record(work) if self._can_record else None
+        return None if self.team.is_beside_torch else Recorder(self.team, self._arena).record(work)
 
     def embed(self, table: Tensor, token_ids: Tensor) -> Tensor:
         """Rows of `table [vocabulary, hidden]`: `[tokens, hidden]`."""
         tokens, size = len(token_ids), table.shape[1]
-        out = self._team.empty((tokens, size), table.dtype)
-        self._team.give(table.data_ptr(), token_ids.data_ptr(), out.data_ptr(), tokens, size * table.itemsize)
+        out = self.team.empty((tokens, size), table.dtype)
+        self.team.give(table.data_ptr(), token_ids.data_ptr(), out.data_ptr(), tokens, size * table.itemsize)
         self._run(pointwise.EMBED, tokens * size)
         return out
 
@@ -129,8 +129,8 @@ class CpuKernels:
     def _norm(self, x: Tensor, residual_at: int, weight: Tensor, eps: float) -> Tensor:
         x = x.contiguous()
         tokens, size = x.shape
-        out = self._team.empty((tokens, size), x.dtype)
-        self._team.give(x.data_ptr(), residual_at, weight.data_ptr(), out.data_ptr(), tokens, size, _bits(eps))
+        out = self.team.empty((tokens, size), x.dtype)
+        self.team.give(x.data_ptr(), residual_at, weight.data_ptr(), out.data_ptr(), tokens, size, _bits(eps))
         self._run(pointwise.NORM[x.dtype], x.numel())
         return out
 
@@ -138,8 +138,8 @@ class CpuKernels:
         """`silu(gate) * up` for `gate_up [tokens, 2 * intermediate]`."""
         gate_up = gate_up.contiguous()
         tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
-        out = self._team.empty((tokens, size), gate_up.dtype)
-        self._team.give(gate_up.data_ptr(), 0, 0, out.data_ptr(), tokens, size)
+        out = self.team.empty((tokens, size), gate_up.dtype)
+        self.team.give(gate_up.data_ptr(), 0, 0, out.data_ptr(), tokens, size)
         self._run(pointwise.SILU_MUL[gate_up.dtype], gate_up.numel())
         return out
 
@@ -150,12 +150,12 @@ class CpuKernels:
         """Split, norm and rotate; keys and values go to `batch.slot_mapping`; queries `[tokens, heads, head_dim]`."""
         qkv = qkv.contiguous()
         tokens = qkv.shape[0]
-        query = self._team.empty((tokens, shape.num_heads, shape.head_dim), qkv.dtype)
+        query = self.team.empty((tokens, shape.num_heads, shape.head_dim), qkv.dtype)
         norms = (0, 0, 0) if norm is None else (norm.query.data_ptr(), norm.key.data_ptr(), _bits(norm.eps))
-        self._team.give(
+        self.team.give(
             qkv.data_ptr(), query.data_ptr(), cache.address, rotary.data_ptr(), batch.positions.data_ptr(),
             batch.slot_mapping.data_ptr(), tokens, *cache.geometry, *norms,
-            self._team.scratch(self._team.threads * padded(shape.head_dim)),
+            self.team.scratch(self.team.threads * padded(shape.head_dim)),
         )
         self._run(pointwise.ROTARY_STORE[qkv.dtype, cache.storage.dtype], qkv.numel())
         return query
@@ -163,7 +163,7 @@ class CpuKernels:
     def attention(self, query: Tensor, cache: CpuCache, batch: RaggedBatch, shape: AttentionShape) -> Tensor:
         """Causal attention of every row over its own cached context: `[tokens, heads * head_dim]`."""
         tokens, rows, tables = query.shape[0], batch.context_lens.shape[0], batch.block_tables
-        team, out = self._team, self._team.empty((tokens, shape.num_heads * shape.head_dim), query.dtype)
+        team, out = self.team, self.team.empty((tokens, shape.num_heads * shape.head_dim), query.dtype)
         room = attention.room(shape, rows, tokens, batch.max_context_len)
         base = team.scratch(room.floats(team.threads))
         team.give(
@@ -178,9 +178,9 @@ class CpuKernels:
 
     def _run(self, code: Compiled, elements: int) -> None:
         if elements < SMALL:
-            self._team.alone(code)
+            self.team.alone(code)
         else:
-            self._team.together(code)
+            self.team.together(code)
 
 
 @functools.lru_cache(maxsize=256)

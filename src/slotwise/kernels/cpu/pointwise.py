@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from slotwise.kernels.cpu.compiled import Compiled
-from slotwise.kernels.cpu.openmp import HEADER, THREAD_COUNTER
 from slotwise.kernels.cpu.processor import LANES, PAIR
 from slotwise.kernels.cpu.simd import (
     BFLOAT16,
@@ -27,6 +26,7 @@ from slotwise.kernels.cpu.simd import (
     load,
     store,
 )
+from slotwise.kernels.cpu.team import HEADER, THREAD_COUNTER
 
 LOG2_E = np.float32(1.4426950408889634)
 SIZE_BITS, INFINITY_BITS = 0x7FFFFFFF, 0x7F800000  # of a float32: all but its sign; NaN lies above infinity

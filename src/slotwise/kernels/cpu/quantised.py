@@ -24,7 +24,6 @@ from torch import Tensor
 from slotwise.kernels.base import Linear
 from slotwise.kernels.cpu.compiled import Compiled
 from slotwise.kernels.cpu.dot import COLUMNS, GROUP, HEIGHTS, LIMIT, RECORD, ZERO, dot_tile, spread
-from slotwise.kernels.cpu.openmp import HEADER, THREAD_COUNTER, Team
 from slotwise.kernels.cpu.simd import (
     BFLOAT16,
     FLOAT32,
@@ -36,6 +35,7 @@ from slotwise.kernels.cpu.simd import (
     load,
     store,
 )
+from slotwise.kernels.cpu.team import HEADER, THREAD_COUNTER, Team
 
 BITS = {"int8": 8, "int4": 4}  # what a weight takes
 STEPS = {8: 63, 4: 7}  # on either side of zero

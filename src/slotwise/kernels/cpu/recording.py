@@ -1,12 +1,9 @@
 """Kernels recorded once and run again as one program.
 
 A decode step of a small model starts hundreds of kernels, each of which costs Python and the threads' meeting more than
-it computes.  A recording keeps what every kernel was given, and does it all again inside one parallel region: threads
-meet at a barrier of their own between kernels, and Python is not asked.  The same idea as a CUDA graph's, and the same
-condition: inputs and outputs stay where they are.
-
-    recording   embed(...)  norm(...)  product(...)  ...       as ever, noted on the way
-    run         ▶ embed │ norm │ product │ ...                  │ a barrier
+it computes.  A recording keeps what every kernel was given, and does it all again, each a job of the crew's (see
+`crew.py`), without asking Python.  The same idea as a CUDA graph's, and the same condition: inputs and outputs stay
+where they are.
 
 Memory between kernels comes from an arena that all recordings share, for only one runs at a time.
 """
@@ -21,11 +18,12 @@ import torch
 from torch import Tensor
 
 from slotwise.kernels.cpu.compiled import Compiled
-from slotwise.kernels.cpu.openmp import HEADER, MAX_ARGUMENTS, THREAD_COUNTER, Team, aligned, team_size_address
-from slotwise.kernels.cpu.simd import INT64, ask, call, fetch_add, kernel, load, wait_for
+from slotwise.kernels.cpu.crew import lead
+from slotwise.kernels.cpu.memory import aligned
+from slotwise.kernels.cpu.simd import INT64, call, kernel, load
+from slotwise.kernels.cpu.team import HEADER, MAX_ARGUMENTS, Team
 
 WORDS = HEADER + MAX_ARGUMENTS  # int64 of a kernel's block
-CODES, BLOCKS, COUNT, TEAM_SIZE = range(HEADER, HEADER + 4)  # arguments of `_program`
 
 
 class Recording:
@@ -50,8 +48,7 @@ class Recording:
     def run(self) -> Tensor:
         """Do it again; what it yields."""
         self._blocks[:, :HEADER] = 0
-        self._team.give(self._codes.ctypes.data, self._address, len(self._blocks), team_size_address())
-        self._team.together(PROGRAM)
+        self._team.crew.follow(PROGRAM, self._codes.ctypes.data, self._address, len(self._blocks))
         return self.result
 
 
@@ -119,25 +116,19 @@ class Recorder:
 
 
 @kernel
-def _run(words):
-    """On every thread: each kernel in turn, and a barrier."""
-    thread = fetch_add(words + THREAD_COUNTER, 1)
-    count, threads = load(words, COUNT, INT64), 1
-    if load(words, TEAM_SIZE, INT64) != 0:
-        threads = ask(load(words, TEAM_SIZE, INT64))
-    codes, block = load(words, CODES, INT64), load(words, BLOCKS, INT64)
-    met = 0
+def _run(crew, codes, block, count):
+    """Each kernel in turn, those that are more than one thread's work with whoever comes to help."""
     for index in range(count):
-        if load(codes, 2 * index + 1, INT64) == 0 or thread == 0:
-            call(load(codes, 2 * index, INT64), block)
+        code, is_alone = load(codes, 2 * index, INT64), load(codes, 2 * index + 1, INT64)
+        if is_alone != 0:
+            call(code, block)
+        else:
+            lead(crew, code, block)
         block += 8 * WORDS
-        met += threads
-        fetch_add(words, 1)
-        wait_for(words, met)
 
 
-def _program(words):
-    _run(words)
+def _program(crew, codes, block, count):
+    _run(crew, codes, block, count)
 
 
-PROGRAM = Compiled(_program, "void(int64)")
+PROGRAM = Compiled(_program, "void(int64, int64, int64, int64)")

@@ -148,47 +148,42 @@ def call(typingctx, address, words):
     return types.void(types.int64, types.int64), codegen
 
 
+PATIENCE = 1 << 8  # looks before the processor is offered to others: some microseconds
+
+
 @intrinsic
-def ask(typingctx, address):
-    """What the function of nothing at `address` says, a C int."""
+def look(typingctx, address):
+    """The int64 at `address` as another thread left it, and whatever that thread wrote before."""
 
     def codegen(context, builder, signature, args):
-        function = ir.FunctionType(_INT32, [])
-        return builder.sext(builder.call(builder.inttoptr(args[0], function.as_pointer()), []), _INT64)
+        return builder.load_atomic(builder.inttoptr(args[0], _INT64.as_pointer()), "seq_cst", 8)
 
     return types.int64(types.int64), codegen
 
 
-PATIENCE = 1 << 6  # looks at a counter before the processor is offered to others: about a microsecond
+@intrinsic
+def exchange(typingctx, address, value):
+    """Set the int64 at `address` to `value`; what stood there before.  Sequentially consistent."""
+
+    def codegen(context, builder, signature, args):
+        return builder.atomic_rmw("xchg", builder.inttoptr(args[0], _INT64.as_pointer()), args[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), codegen
 
 
 @intrinsic
-def wait_for(typingctx, address, value):
-    """Return once the int64 at `address` has reached `value`, which other threads are about to see to."""
+def rest(typingctx, looks):
+    """Between two looks at what another thread is about to change, when there were so many in vain."""
 
     def codegen(context, builder, signature, args):
-        place = builder.inttoptr(args[0], _INT64.as_pointer())
-        before, look, rest, done = builder.block, *(
-            builder.append_basic_block(name) for name in ("look", "rest", "done"))
-        builder.branch(look)
-        builder.position_at_end(look)
-        looks = builder.phi(_INT64)
-        looks.add_incoming(ir.Constant(_INT64, 0), before)
-        now = builder.load_atomic(place, "acquire", 8)
-        again = builder.add(looks, ir.Constant(_INT64, 1))
-        builder.cbranch(builder.icmp_signed(">=", now, args[1]), done, rest)
-        builder.position_at_end(rest)
         if platform.machine() in ("x86_64", "AMD64"):
             pause = ir.FunctionType(ir.VoidType(), [])
             builder.call(cgutils.get_or_insert_function(builder.module, pause, "llvm.x86.sse2.pause"), [])
-        with builder.if_then(builder.icmp_signed(">", again, ir.Constant(_INT64, PATIENCE))):
+        with builder.if_then(builder.icmp_signed(">", args[0], ir.Constant(_INT64, PATIENCE))):
             builder.call(cgutils.get_or_insert_function(builder.module, ir.FunctionType(_INT32, []), "sched_yield"), [])
-        looks.add_incoming(again, builder.block)
-        builder.branch(look)
-        builder.position_at_end(done)
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64), codegen
+    return types.void(types.int64), codegen
 
 
 def _of_two(name):

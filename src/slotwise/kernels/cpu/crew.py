@@ -1,0 +1,145 @@
+"""Threads that help whoever leads, and are waited for only while they hold work.
+
+OpenMP ends a parallel region when every thread has been there.  Where others want the same cores, as the API process
+and its clients do at every step, a thread that the system has put aside holds up all the rest, and a step takes as much
+longer as the others took.  Here the leader opens a job, works on it like everybody else, closes it when nothing is left
+to take, and waits for those alone who are inside: a helper that was put aside before it came has missed the job, and
+nothing else.
+
+    leader    open 7 ▶ items … close │ open 8 ▶ items … close, wait ──┐│ open 9 ▶ …
+    helper 1   enter ▶ items … leave │  enter ▶ items ………………… leave ┘│  enter ▶ …
+    helper 2   (put aside by the system)                               │  enter ▶ …
+
+So that it is the helpers who are put aside, they are nice to others, and let them have the core between two looks for
+the next job.  After some milliseconds without any they sleep until they are called.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import sys
+import threading
+
+import numpy as np
+
+from slotwise.kernels.cpu.compiled import Compiled
+from slotwise.kernels.cpu.memory import aligned
+from slotwise.kernels.cpu.openmp import places
+from slotwise.kernels.cpu.simd import INT64, call, exchange, fetch_add, kernel, load, look, rest, store
+
+CODE = 1  # word of what a kernel is given: where its code is, beside the counter that helpers look at first
+NICE = 5  # beside another's computation a helper has a quarter of its core, beside ours of an instant it waits
+LOOKS = 1 << 13  # for a job, in vain, before a helper sleeps
+
+# Words that leader and helpers share.  A job is the address of what its kernel is given, and in the bits that no such
+# address has a use for, how many there were: two in a row are told apart.  What helpers look at lies together, for a
+# cache line on its way from core to core is most of what a job costs.
+JOB, INSIDE, ENDING = range(3)  # the job that may be entered, 0: none; helpers inside; they are to leave for good
+JOBS = 8  # jobs so far: the leader's own
+SIZE = 16
+ADDRESS = ~63
+
+
+@kernel
+def _enter_jobs(shared):
+    """Enter every job, once, until there has been none for a while."""
+    entered, looks = 0, 0
+    while looks < LOOKS and look(shared + 8 * ENDING) == 0:
+        job = look(shared + 8 * JOB)
+        if job == 0 or job == entered:
+            looks += 1
+            rest(looks)
+            continue
+        fetch_add(shared + 8 * INSIDE, 1)  # a leader who closes the job from here on waits
+        if look(shared + 8 * JOB) == job:
+            call(load(job & ADDRESS, CODE, INT64), job & ADDRESS)
+            entered, looks = job, 0
+        fetch_add(shared + 8 * INSIDE, -1)
+
+
+@kernel
+def lead(shared, code, words):
+    """Call `code` with `words` together with whoever comes to help; its work is done when this returns."""
+    number = load(shared, JOBS, INT64) + 1 & ~ADDRESS
+    store(shared, JOBS, number, INT64)
+    store(words, CODE, code, INT64)
+    exchange(shared + 8 * JOB, words + number)
+    call(code, words)
+    exchange(shared + 8 * JOB, 0)
+    looks = 0
+    while look(shared + 8 * INSIDE) != 0:
+        looks += 1
+        rest(looks)
+
+
+def _help(shared):
+    _enter_jobs(shared)
+
+
+def _lead(shared, code, words):
+    lead(shared, code, words)
+
+
+HELP = Compiled(_help, "void(int64)")
+LEAD = Compiled(_lead, "void(int64, int64, int64)")
+
+
+class Crew:
+    """Helpers, started when they are first needed.  Whoever leads is the thread that calls; one at a time.
+
+    Where OpenMP binds its threads to places (OMP_PROC_BIND) helpers stay there, too.
+    """
+
+    def __init__(self, helpers: int) -> None:
+        self._helpers = helpers
+        self._shared, self._address = aligned(SIZE, np.int64)
+        self._leads = threading.Lock()
+        self._called = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def run(self, code: int, words: int) -> None:
+        """Call the kernel at `code` with `words`; return when its work is done."""
+        self.follow(LEAD, code, words)
+
+    def follow(self, leader: Compiled, *arguments: int) -> None:
+        """Help the calling thread with `leader`, which is given what `lead` wants, and then `arguments`."""
+        with self._leads:
+            if not self._called.is_set():
+                self._called.set()
+                if not self._threads:
+                    self._start()
+            leader.call(self._address, *arguments)
+
+    def _start(self) -> None:
+        HELP.compile()
+        where = places()
+        for number in range(1, self._helpers + 1):
+            place = where[number % len(where)] if where else None
+            thread = threading.Thread(target=self._help, args=(place,), name=f"crew-{number}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        atexit.register(self._end)  # or the memory would be gone while helpers still look at it
+
+    def _help(self, place: frozenset[int] | None) -> None:
+        if sys.platform == "linux":
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+            if place is not None:
+                os.sched_setaffinity(0, place)
+        while not self._shared[ENDING]:
+            self._called.wait()
+            HELP.call(self._address)
+            self._called.clear()
+
+    def _end(self) -> None:
+        self._shared[ENDING] = 1
+        self._called.set()
+        for thread in self._threads:
+            thread.join()
+
+
+@functools.cache
+def crew_of(threads: int) -> Crew:
+    """The crew of this process that has so many threads, the leader among them."""
+    return Crew(threads - 1)

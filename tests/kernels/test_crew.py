@@ -1,0 +1,161 @@
+"""Work that is shared with whoever comes is done once, and waits for those alone who hold some of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from slotwise.kernels.cpu.compiled import Compiled
+from slotwise.kernels.cpu.crew import INSIDE, LEAD, SIZE, Crew
+from slotwise.kernels.cpu.memory import aligned
+from slotwise.kernels.cpu.openmp import torch_threads
+from slotwise.kernels.cpu.simd import INT64, fetch_add, kernel, load, store
+from slotwise.kernels.cpu.team import HEADER, MAX_ARGUMENTS, THREAD_COUNTER
+
+CELLS, COUNT, THREADS = range(HEADER, HEADER + 3)
+
+
+@kernel
+def _count(words):
+    """Add one to each cell, and one to the number of the thread that does."""
+    thread = fetch_add(words + THREAD_COUNTER, 1)
+    cell = fetch_add(words, 1)
+    while cell < load(words, COUNT, INT64):
+        cells = load(words, CELLS, INT64)
+        store(cells, cell, load(cells, cell, INT64) + 1, INT64)
+        fetch_add(load(words, THREADS, INT64) + 8 * thread, 1)
+        cell = fetch_add(words, 1)
+
+
+def _count_cells(words):
+    _count(words)
+
+
+COUNTED = Compiled(_count_cells, "void(int64)")
+
+
+class Job:
+    """Cells to be counted up, and by whom they were."""
+
+    def __init__(self, size: int, most_threads: int = 8) -> None:
+        self.cells, cells = aligned(size, np.int64)
+        self.by_thread, by_thread = aligned(most_threads, np.int64)
+        self.words, self.address = aligned(HEADER + MAX_ARGUMENTS, np.int64)
+        self.words[[CELLS, COUNT, THREADS]] = cells, size, by_thread
+
+    def run_on(self, threads) -> None:
+        self.words[:HEADER] = 0
+        threads.run(COUNTED.address, self.address)
+
+
+@pytest.mark.parametrize("helpers", [0, 1, 3])
+def test_every_item_of_every_job_is_done_once(helpers):
+    crew, jobs = Crew(helpers), [Job(size) for size in (0, 1, 2, 7, 300)]
+    for _ in range(2000):
+        for job in jobs:  # the same words again and again, and others: a helper may still look at the job before
+            job.run_on(crew)
+    for job in jobs:
+        assert (job.cells == 2000).all()
+        assert not job.by_thread[helpers + 1 :].any(), "more threads than the crew has were let in"
+
+
+def test_helpers_come_again_after_they_slept():
+    crew, job = Crew(1), Job(200_000)
+    for _ in range(5):
+        threading.Event().wait(0.1)  # longer than a helper looks for work
+        for _ in range(200):
+            job.by_thread[:] = 0
+            job.run_on(crew)
+            if job.by_thread.min(initial=1, where=[True, True, *[False] * 6]) > 0:
+                break
+        else:
+            pytest.fail("the helper did not come")
+
+
+def test_a_helper_that_never_comes_is_not_waited_for():
+    """Nobody looks at these words but the leader."""
+    job, (_, shared) = Job(100), aligned(SIZE, np.int64)
+    LEAD.call(shared, COUNTED.address, job.address)
+    assert (job.cells == 1).all()
+
+
+def test_a_helper_inside_is_waited_for():
+    job, (shared, address) = Job(10), aligned(SIZE, np.int64)
+    shared[INSIDE] = 1
+    leader = threading.Thread(target=LEAD.call, args=(address, COUNTED.address, job.address))
+    leader.start()
+    leader.join(0.2)
+    assert leader.is_alive() and (job.cells == 1).all()
+    shared[INSIDE] = 0
+    leader.join(10)
+    assert not leader.is_alive()
+
+
+def test_two_leaders_take_turns():
+    crew = Crew(2)
+
+    def lead(_: int) -> bool:
+        job = Job(50)
+        for _ in range(500):
+            job.run_on(crew)
+        return bool((job.cells == 500).all())
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(lead, range(4)))
+
+
+def test_torch_s_threads_do_the_same_work():
+    threads = torch_threads(2)
+    if threads is None:
+        pytest.skip("this torch has no OpenMP")
+    job = Job(1000)
+    for _ in range(100):
+        job.run_on(threads)
+    assert (job.cells == 100).all()
+
+
+def _told(program: str, **environment: str) -> str:
+    run = subprocess.run([sys.executable, "-c", program], env=os.environ | environment, capture_output=True, text=True,
+                         timeout=120)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+FEWER = """
+import torch
+from slotwise.kernels.cpu import CpuKernels
+kernels = CpuKernels(4)
+kernels.team.join_torch()
+weight, x = torch.randn(64, 32), torch.randn(40, 32)
+assert torch.allclose(kernels.linear(weight)(x), x @ weight.T, atol=1e-4)
+assert kernels.record(lambda: x) is None
+"""
+
+
+def test_work_beside_torch_is_done_also_where_fewer_threads_start_than_were_asked_for():
+    _told(FEWER, OMP_THREAD_LIMIT="1")
+
+
+WHERE = """
+import os, threading, torch
+from slotwise.kernels.cpu import CpuKernels
+CpuKernels(2).linear(torch.randn(64, 32))(torch.randn(40, 32))
+helper = next(thread for thread in threading.enumerate() if thread.name == "crew-1")
+nice = lambda thread: os.getpriority(os.PRIO_PROCESS, thread)
+print(os.sched_getaffinity(0) == os.sched_getaffinity(helper.native_id))
+print(nice(helper.native_id) - nice(0))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities and places of their own on Linux")
+def test_helpers_are_nice_and_stay_where_openmp_s_threads_would():
+    bound, nice = _told(WHERE, OMP_PROC_BIND="true", OMP_NUM_THREADS="2").split()
+    assert nice == "5"
+    assert bound == str(len(os.sched_getaffinity(0)) == 1)
+    assert _told(WHERE, OMP_PROC_BIND="false").split() == ["True", "5"]

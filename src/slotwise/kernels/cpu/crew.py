@@ -10,8 +10,9 @@ nothing else.
     helper 1   enter ▶ items … leave │  enter ▶ items ………………… leave ┘│  enter ▶ …
     helper 2   (put aside by the system)                               │  enter ▶ …
 
-So that it is the helpers who are put aside, they are nice to others, and let them have the core between two looks for
-the next job.  After some milliseconds without any they sleep until they are called.
+So that it is the helpers who are put aside, the system is told that their cores are as good as idle (SCHED_IDLE), and
+they let others have the core between two looks for the next job.  After some milliseconds without any they sleep until
+they are called.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from slotwise.kernels.cpu.openmp import places
 from slotwise.kernels.cpu.simd import INT64, call, exchange, fetch_add, kernel, load, look, rest, store
 
 CODE = 1  # word of what a kernel is given: where its code is, beside the counter that helpers look at first
-NICE = 5  # beside another's computation a helper has a quarter of its core, beside ours of an instant it waits
 LOOKS = 1 << 13  # for a job, in vain, before a helper sleeps
 
 # Words that leader and helpers share.  A job is the address of what its kernel is given, and in the bits that no such
@@ -124,7 +124,7 @@ class Crew:
 
     def _help(self, place: frozenset[int] | None) -> None:
         if sys.platform == "linux":
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
             if place is not None:
                 os.sched_setaffinity(0, place)
         while not self._shared[ENDING]:

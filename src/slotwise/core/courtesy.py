@@ -30,7 +30,7 @@ from slotwise.core.roster import Roster
 from slotwise.core.seams import Key, Policy
 
 MAX_RESTS = 4  # in a row in which somebody rests: steps, or stalls within one
-SHORT = 3  # such a part of its tokens has a step, beside its decoding rows, in which nobody is waited for
+SHORT = 4  # such a part of its tokens has a step, beside its decoding rows, in which nobody is waited for
 
 
 def begins(request: Request) -> bool:

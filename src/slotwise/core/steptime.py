@@ -42,7 +42,7 @@ DOUBT = 0.5  # steps of a size that its factor must outweigh
 REFIT = 32  # steps after which coefficients are found anew, unless they are few
 FAMILIAR = 24.0  # steps of a size after which only one in SELDOM is learned from: it is done beside the engine
 SELDOM = 8
-ROUTINE = 4  # of steps of decoding rows of a familiar size, one in so many is looked at, for the same reason
+ROUTINE = 4  # of steps of a familiar kind and size, one in so many is looked at, for the same reason
 # Towards nothing, of each term.  A step's own share is the cheapest, for eight streams that never change tell nothing
 # about one of them, and most of a step is reading weights.
 RIDGE = (1e-6, 1e-4, 1e-3, 1e-2, 1e-3, 1e-3)
@@ -180,7 +180,7 @@ class StepTimes:
         self._recent: deque[float] = deque(maxlen=REFIT)  # of what is typical, with their sign
         self._last_end = 0.0  # seconds; of the step before
         self._unfitted = 0
-        self._passed = 0  # routine steps since the last that was looked at
+        self._passed = dict.fromkeys(KINDS, 0)  # routine steps since the last that was looked at
         self.num_steps = 0  # learned from
         if self._sizes:
             self._fit()
@@ -240,13 +240,12 @@ class StepTimes:
 
     def _is_routine(self, work: Work) -> bool:
         """Nothing about such a step is new, and it is not this one's turn to be looked at all the same."""
-        if self._kind(work) != DECODE:
+        kind = self._kind(work)
+        sums = self._sizes.get(SIZES[kind][work.tokens.bit_length()])
+        if kind == FIRST or sums is None or sums.weight < FAMILIAR:
             return False
-        sums = self._sizes.get(SIZES[DECODE][work.tokens.bit_length()])
-        if sums is None or sums.weight < FAMILIAR:
-            return False
-        self._passed = (self._passed + 1) % ROUTINE
-        return self._passed != 0
+        self._passed[kind] = passed = (self._passed[kind] + 1) % ROUTINE
+        return passed != 0
 
     def learn(self, work: Work, seconds: float) -> None:
         """Learn from a step that took so long."""

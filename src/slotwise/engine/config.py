@@ -118,9 +118,13 @@ class EngineConfig:
         return cls(**settings)  # type: ignore[arg-type]
 
     def sized(self, step_tokens: int) -> EngineConfig:
-        """With steps of `step_tokens`, where nobody asked for others and slots do not ask for more."""
+        """With steps of `step_tokens` and one for each slot, where nobody asked for others.
+
+        Prompts like to be of round lengths, and one of 512 tokens is not to leave a few for another step, and all
+        weights to be read once more, because somebody decodes beside it.
+        """
         return self if self.max_num_batched_tokens else replace(
-            self, max_num_batched_tokens=max(step_tokens, self.max_num_seqs))
+            self, max_num_batched_tokens=step_tokens + self.max_num_seqs)
 
     @property
     def offloading_bytes(self) -> int:
@@ -130,7 +134,7 @@ class EngineConfig:
     @property
     def step_tokens(self) -> int:
         """Tokens of a step, decided."""
-        return self.max_num_batched_tokens or max(STEP_TOKENS, self.max_num_seqs)
+        return self.max_num_batched_tokens or STEP_TOKENS + self.max_num_seqs
 
     @property
     def bounds_stalls(self) -> bool:

@@ -25,7 +25,7 @@ ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--max-num-seqs", {"type": int, "default": 64, "metavar": "N", "help": "slots of the batch (default: 64)"}),
     ("--max-num-batched-tokens", {"type": int, "metavar": "TOKENS", "help": "tokens of one step (default: about what "
                                   "half a second has room for, a tenth where stalls are not bounded; 128 to 512, on a "
-                                  "GPU up to 8192)"}),
+                                  "GPU up to 8192; and one for each slot)"}),
     ("--batching", {"choices": KINDS, "default": "continuous", "help": "how a batch is made (default: continuous)"}),
     ("--prefill", {
         "choices": PREFILLS, "help": "continuous: how a prompt meets those who decode, in pieces beside them, whole "

@@ -11,13 +11,15 @@ nothing else.
     helper 2   (put aside by the system)                               │  enter ▶ …
 
 So that it is the helpers who are put aside, the system is told that their cores are as good as idle (SCHED_IDLE), and
-they let others have the core between two looks for the next job.  After some milliseconds without any they sleep until
-they are called.
+they let others have the core while they look for the next job.  After some milliseconds without any they sleep until
+the next is opened.  They never need the interpreter's lock, which the leader would have to wait for.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import ctypes
 import functools
 import os
 import sys
@@ -28,29 +30,48 @@ import numpy as np
 from slotwise.kernels.cpu.compiled import Compiled
 from slotwise.kernels.cpu.memory import aligned
 from slotwise.kernels.cpu.openmp import places
-from slotwise.kernels.cpu.simd import INT64, call, exchange, fetch_add, kernel, load, look, rest, store
+from slotwise.kernels.cpu.simd import (
+    INT64,
+    call,
+    exchange,
+    fetch_add,
+    kernel,
+    load,
+    look,
+    post,
+    rest,
+    store,
+    wait_at,
+)
 
 CODE = 1  # word of what a kernel is given: where its code is, beside the counter that helpers look at first
 LOOKS = 1 << 13  # for a job, in vain, before a helper sleeps
+BRIEFLY, LONG = 1 << 8, 1 << 12  # looks before a helper, and a leader who waits for one, offer others their core
 
 # Words that leader and helpers share.  A job is the address of what its kernel is given, and in the bits that no such
 # address has a use for, how many there were: two in a row are told apart.  What helpers look at lies together, for a
 # cache line on its way from core to core is most of what a job costs.
 JOB, INSIDE, ENDING = range(3)  # the job that may be entered, 0: none; helpers inside; they are to leave for good
 JOBS = 8  # jobs so far: the leader's own
-SIZE = 16
+ASLEEP = 16  # helpers who sleep at the semaphore, or are about to
+SEMAPHORE = 24
+SIZE = 32
 ADDRESS = ~63
 
 
 @kernel
 def _enter_jobs(shared):
-    """Enter every job, once, until there has been none for a while."""
+    """Enter every job, once, until the end."""
     entered, looks = 0, 0
-    while looks < LOOKS and look(shared + 8 * ENDING) == 0:
+    while look(shared + 8 * ENDING) == 0:
         job = look(shared + 8 * JOB)
         if job == 0 or job == entered:
             looks += 1
-            rest(looks)
+            rest(looks, BRIEFLY)
+            if looks == LOOKS:
+                fetch_add(shared + 8 * ASLEEP, 1)
+                wait_at(shared + 8 * SEMAPHORE)
+                looks = 0
             continue
         fetch_add(shared + 8 * INSIDE, 1)  # a leader who closes the job from here on waits
         if look(shared + 8 * JOB) == job:
@@ -66,12 +87,15 @@ def lead(shared, code, words):
     store(shared, JOBS, number, INT64)
     store(words, CODE, code, INT64)
     exchange(shared + 8 * JOB, words + number)
+    if look(shared + 8 * ASLEEP) != 0:
+        for _ in range(exchange(shared + 8 * ASLEEP, 0)):
+            post(shared + 8 * SEMAPHORE)
     call(code, words)
     exchange(shared + 8 * JOB, 0)
     looks = 0
     while look(shared + 8 * INSIDE) != 0:
         looks += 1
-        rest(looks)
+        rest(looks, LONG)
 
 
 def _help(shared):
@@ -96,7 +120,7 @@ class Crew:
         self._helpers = helpers
         self._shared, self._address = aligned(SIZE, np.int64)
         self._leads = threading.Lock()
-        self._called = threading.Event()
+        self._is_started = False
         self._threads: list[threading.Thread] = []
 
     def run(self, code: int, words: int) -> None:
@@ -106,40 +130,56 @@ class Crew:
     def follow(self, leader: Compiled, *arguments: int) -> None:
         """Help the calling thread with `leader`, which is given what `lead` wants, and then `arguments`."""
         with self._leads:
-            if not self._called.is_set():
-                self._called.set()
-                if not self._threads:
-                    self._start()
+            if not self._is_started:
+                self._start()
             leader.call(self._address, *arguments)
 
     def _start(self) -> None:
         HELP.compile()
         where = places()
+        _library().sem_init(ctypes.c_void_p(self._address + 8 * SEMAPHORE), 0, 0)
+        atexit.register(self._end)  # or the memory would be gone while helpers still look at it
+        os.register_at_fork(after_in_child=self._forget)
+        self._is_started = True
         for number in range(1, self._helpers + 1):
             place = where[number % len(where)] if where else None
             thread = threading.Thread(target=self._help, args=(place,), name=f"crew-{number}", daemon=True)
-            self._threads.append(thread)
             thread.start()
-        atexit.register(self._end)  # or the memory would be gone while helpers still look at it
+            self._threads.append(thread)
 
     def _help(self, place: frozenset[int] | None) -> None:
         if sys.platform == "linux":
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+            with contextlib.suppress(OSError):  # where it is not allowed, work is done all the same
+                os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
             if place is not None:
-                os.sched_setaffinity(0, place)
-        while not self._shared[ENDING]:
-            self._called.wait()
-            HELP.call(self._address)
-            self._called.clear()
+                with contextlib.suppress(OSError):
+                    os.sched_setaffinity(0, place)
+        HELP.call(self._address)
+
+    def _forget(self) -> None:
+        """A forked process has none of the helpers, nor waits for them."""
+        self._shared[[JOB, INSIDE, ASLEEP]] = 0
 
     def _end(self) -> None:
         self._shared[ENDING] = 1
-        self._called.set()
+        for _ in self._threads:
+            _library().sem_post(ctypes.c_void_p(self._address + 8 * SEMAPHORE))
         for thread in self._threads:
             thread.join()
 
 
 @functools.cache
+def _library() -> ctypes.CDLL:
+    """Of C."""
+    return ctypes.CDLL(None)
+
+
+@functools.cache
 def crew_of(threads: int) -> Crew:
-    """The crew of this process that has so many threads, the leader among them."""
-    return Crew(threads - 1)
+    """The crew of this process that has so many threads, the leader among them, or as many as there are processors.
+
+    A helper on the leader's own core would be waited for by the one who keeps it from going on.
+    """
+    bound = places()
+    processors = sum(map(len, bound)) if bound else len(os.sched_getaffinity(0))
+    return Crew(max(0, min(threads, processors) - 1))

@@ -148,9 +148,6 @@ def call(typingctx, address, words):
     return types.void(types.int64, types.int64), codegen
 
 
-PATIENCE = 1 << 8  # looks before the processor is offered to others: some microseconds
-
-
 @intrinsic
 def look(typingctx, address):
     """The int64 at `address` as another thread left it, and whatever that thread wrote before."""
@@ -172,18 +169,41 @@ def exchange(typingctx, address, value):
 
 
 @intrinsic
-def rest(typingctx, looks):
-    """Between two looks at what another thread is about to change, when there were so many in vain."""
+def rest(typingctx, looks, patience):
+    """Between two looks at what another thread is about to change, when there were so many in vain.
+
+    The processor is offered to others after `patience` of them; a few hundred take some microseconds.
+    """
 
     def codegen(context, builder, signature, args):
         if platform.machine() in ("x86_64", "AMD64"):
             pause = ir.FunctionType(ir.VoidType(), [])
             builder.call(cgutils.get_or_insert_function(builder.module, pause, "llvm.x86.sse2.pause"), [])
-        with builder.if_then(builder.icmp_signed(">", args[0], ir.Constant(_INT64, PATIENCE))):
+        with builder.if_then(builder.icmp_signed(">", *args)):
             builder.call(cgutils.get_or_insert_function(builder.module, ir.FunctionType(_INT32, []), "sched_yield"), [])
         return context.get_dummy_value()
 
-    return types.void(types.int64), codegen
+    return types.void(types.int64, types.int64), codegen
+
+
+def _semaphore(name):
+    """A function of C's that takes the address of a semaphore."""
+
+    @intrinsic
+    def operation(typingctx, address):
+        def codegen(context, builder, signature, args):
+            function = ir.FunctionType(_INT32, [_BYTE.as_pointer()])
+            place = builder.inttoptr(args[0], _BYTE.as_pointer())
+            builder.call(cgutils.get_or_insert_function(builder.module, function, name), [place])
+            return context.get_dummy_value()
+
+        return types.void(types.int64), codegen
+
+    return operation
+
+
+wait_at = _semaphore("sem_wait")
+post = _semaphore("sem_post")
 
 
 def _of_two(name):

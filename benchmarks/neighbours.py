@@ -1,6 +1,7 @@
 """What others on the same cores cost: throughput over HTTP, and the longest gap, alone and beside busy programs.
 
-usage: python benchmarks/neighbours.py [--beside SRC] [--model FOLDER] [--busy 0 1 2] [--rounds 4] [--json FILE]
+usage: python benchmarks/neighbours.py [--beside SRC] [--model FOLDER] [--busy 0 1 2] [--rounds 4]
+                                         [--prompts LENGTHS] [--json FILE]
 
 The server, its clients and so many programs that never rest share this machine.  To compare with another version give
 the `src` of a checkout of it: both servers stand side by side and are loaded in turn, so that a slow minute slows both.
@@ -86,12 +87,14 @@ def main() -> None:
     parser.add_argument("--beside", type=Path, metavar="SRC", help="another version's source, to compare with")
     parser.add_argument("--model", help="a checkpoint's folder (default: the built-in model)")
     parser.add_argument("--busy", type=int, nargs="+", default=[0, 1, 2], help="programs beside it (default: 0 1 2)")
+    parser.add_argument("--prompts", default="lognormal:64:0.8:256", metavar="LENGTHS",
+                        help="their tokens, as slotwise bench takes them (default: lognormal:64:0.8:256)")
     parser.add_argument("--num-prompts", type=int, default=192, help="requests of a run (default: 192)")
     parser.add_argument("--rounds", type=int, default=4, help="runs of each (default: 4)")
     parser.add_argument("--json", type=Path, help="write the figures here")
     asked = parser.parse_args()
     workload = generate(Recipe(
-        asked.num_prompts, lengths.parse("lognormal:64:0.8:256"), lengths.parse("lognormal:64:0.8:256"),
+        asked.num_prompts, lengths.parse(asked.prompts), lengths.parse("lognormal:64:0.8:256"),
         arrivals.parse(f"closed:{SLOTS}")), seed=1)
     sources = {"this": HERE} | ({"other": asked.beside.resolve()} if asked.beside else {})
     model = [asked.model] if asked.model else []

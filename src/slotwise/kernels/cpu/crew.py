@@ -10,9 +10,10 @@ nothing else.
     helper 1   enter ▶ items … leave │  enter ▶ items ………………… leave ┘│  enter ▶ …
     helper 2   (put aside by the system)                               │  enter ▶ …
 
-So that it is the helpers who are put aside, the system is told that their cores are as good as idle (SCHED_IDLE), and
-they let others have the core while they look for the next job.  After some milliseconds without any they sleep until
-the next is opened.  They never need the interpreter's lock, which the leader would have to wait for.
+So that it is the helpers who are put aside, they are as nice as can be, and let others have the core while they look for
+the next job.  Not SCHED_IDLE: beside a busy program one that holds work would be kept from it for half a second.  After
+some milliseconds without a job they sleep until the next is opened.  They never need the interpreter's lock, which the
+leader would have to wait for.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from slotwise.kernels.cpu.simd import (
 )
 
 CODE = 1  # word of what a kernel is given: where its code is, beside the counter that helpers look at first
+NICE = 19
 LOOKS = 1 << 13  # for a job, in vain, before a helper sleeps
 BRIEFLY, LONG = 1 << 8, 1 << 12  # looks before a helper, and a leader who waits for one, offer others their core
 
@@ -150,7 +152,7 @@ class Crew:
     def _help(self, place: frozenset[int] | None) -> None:
         if sys.platform == "linux":
             with contextlib.suppress(OSError):  # where it is not allowed, work is done all the same
-                os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
             if place is not None:
                 with contextlib.suppress(OSError):
                     os.sched_setaffinity(0, place)

@@ -10,10 +10,10 @@ nothing else.
     helper 1   enter ▶ items … leave │  enter ▶ items ………………… leave ┘│  enter ▶ …
     helper 2   (put aside by the system)                               │  enter ▶ …
 
-So that it is the helpers who are put aside, they are as nice as can be, and let others have the core while they look for
-the next job.  Not SCHED_IDLE: beside a busy program one that holds work would be kept from it for half a second.  After
-some milliseconds without a job they sleep until the next is opened.  They never need the interpreter's lock, which the
-leader would have to wait for.
+So that it is the helpers who are put aside, they are as nice as can be, and let others have the core while they look
+for the next job.  Not SCHED_IDLE: beside a busy program one that holds work would be kept from it for half a second.
+After some milliseconds without a job they sleep until the next is opened.  They never need the interpreter's lock,
+which the leader would have to wait for.
 """
 
 from __future__ import annotations

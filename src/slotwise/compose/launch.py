@@ -13,8 +13,8 @@ import msgspec
 from slotwise.engine.channel import frame, pair
 from slotwise.engine.config import EngineConfig
 
-# Compute threads that move between cores meet this process's work there and keep each other waiting at every kernel:
-# the mixed trace over HTTP took anything from 43 to 71 s without this, and 41 to 43 s with it.
+# Compute threads that move between cores meet this process's work there: while they all waited for each other at every
+# kernel, the mixed trace over HTTP took anything from 43 to 71 s without this, and 41 to 43 s with it.
 THREADS_STAY = {"OMP_PROC_BIND": "true"}
 
 

@@ -1,9 +1,9 @@
 """Kernels recorded once and run again as one program.
 
 A decode step of a small model starts hundreds of kernels, each of which costs Python and the threads' meeting more than
-it computes.  A recording keeps what every kernel was given, and does it all again, each a job of the crew's (see
-`crew.py`), without asking Python.  The same idea as a CUDA graph's, and the same condition: inputs and outputs stay
-where they are.
+it computes.  A recording keeps what every kernel was given, and does it all again without asking Python; those that
+were shared are jobs of the crew's (see `crew.py`).  The same idea as a CUDA graph's, and the same condition: inputs and
+outputs stay where they are.
 
 Memory between kernels comes from an arena that all recordings share, for only one runs at a time.
 """

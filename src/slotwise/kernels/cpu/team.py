@@ -60,7 +60,7 @@ class Team:
         self._given = len(arguments)
 
     def together(self, code: Compiled) -> None:
-        """Run on all threads until the work is done."""
+        """Run on whatever threads come, until the work is done."""
         if self.recorder is not None:
             self._note(code, is_alone=False)
         if self.threads == 1:

@@ -26,6 +26,8 @@ from slotwise.core.roofline import Cost, Roofline
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import Add
 
+BEGINNING = 512  # steps after which the last row has begun, and the first has not ended
+
 
 def median_step(loaded: Loaded, config: EngineConfig, shape: tuple[int, int], steps: int, roofline: Roofline
                 ) -> tuple[float, Cost]:
@@ -39,10 +41,10 @@ def median_step(loaded: Loaded, config: EngineConfig, shape: tuple[int, int], st
     generator = torch.Generator().manual_seed(0)
     for row in range(rows):
         prompt = torch.randint(10, info.vocab_size, (context - steps // 2,), generator=generator).tolist()
-        params = SamplingParams(temperature=0.0, max_tokens=steps + rows, ignore_eos=True)
+        params = SamplingParams(temperature=0.0, max_tokens=steps + BEGINNING, ignore_eos=True)
         engine.handle(Add(f"row-{row}", prompt, params, seed=row))
     records = []
-    while engine.has_work:
+    while len(records) < steps:
         record = engine.step()
         if len(record.counts) == rows and max(record.counts) == 1:
             records.append(record)
@@ -60,8 +62,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24, help="decode steps to take the median of")
     parser.add_argument("--output", type=Path, help="write the figures here as JSON")
     args = parser.parse_args()
-    config = EngineConfig.of(model=args.model, max_num_seqs=max(args.rows), max_model_len=max(args.context) + 256,
-                             enable_prefix_caching=False)
+    config = EngineConfig.of(model=args.model, max_num_seqs=max(args.rows), enable_prefix_caching=False,
+                             max_model_len=max(args.context) + args.steps + BEGINNING)
     loaded = load(config)
     machine = measure_machine()
     roofline = loaded.roofline(machine)

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.paged import distance
 
-from slotwise.kernels.cpu import CpuKernels
-from slotwise.kernels.cpu.linear import onednn_linear, tiled_linear
+from slotwise.kernels.cpu import CpuKernels, onednn
+from slotwise.kernels.cpu.linear import tiled_linear
+from slotwise.kernels.cpu.onednn import onednn_linear
 from slotwise.kernels.cpu.team import Team
 from slotwise.kernels.reference import ReferenceKernels
 
@@ -44,6 +45,24 @@ def test_onednn_products_carry_the_bias():
     weight, bias, x = (numbers(torch.bfloat16, *size) for size in ((64, 48), (64,), (5, 48)))
     expected = x.double() @ weight.double().T + bias.double()
     assert distance(onednn_linear(weight, bias)(x), expected) < 3e-3
+
+
+@pytest.mark.parametrize(("of_bfloat16", "of_float32", "is_faster"), [(1, 8, True), (1, 1.1, False), (2, 1, False)])
+def test_torch_multiplies_bfloat16_only_where_it_is_faster_at_it(monkeypatch, of_bfloat16, of_float32, is_faster):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True, raising=False)
+    monkeypatch.setattr(onednn, "_seconds", {torch.bfloat16: of_bfloat16, torch.float32: of_float32}.get)
+    assert onednn.multiplies_bfloat16.__wrapped__() is is_faster
+
+
+def test_without_instructions_for_it_torch_multiplies_no_bfloat16(monkeypatch):
+    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        monkeypatch.setattr(torch.cpu, name, lambda: False, raising=False)
+    monkeypatch.setattr(onednn, "_seconds", None)
+    assert not onednn.multiplies_bfloat16.__wrapped__()
+
+
+def test_what_a_product_takes_is_measured():
+    assert 0 < onednn._seconds(torch.float32) < 1
 
 
 @FLOATS

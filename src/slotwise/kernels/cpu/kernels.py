@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slotwise.kernels.base import AttentionShape, Linear, QKNorm, RaggedBatch, cache_kind
-from slotwise.kernels.cpu import attention, linear, pointwise, processor, quantised, tile
+from slotwise.kernels.cpu import attention, linear, onednn, pointwise, processor, quantised, tile
 from slotwise.kernels.cpu.cache import CpuCache, head_block_elements, padded
 from slotwise.kernels.cpu.compiled import Compiled, compile_all
 from slotwise.kernels.cpu.crew import HELP, LEAD
@@ -56,7 +56,7 @@ class CpuKernels:
 
     def operations_per_second(self, kind: torch.dtype) -> float:
         """By what the processor multiplies, for each thread."""
-        if kind == torch.bfloat16 and processor.multiplies_bfloat16():
+        if kind == torch.bfloat16 and onednn.multiplies_bfloat16():
             return 7e11 * self.team.threads
         return (1e11 if processor.AVX512 else 6e10) * self.team.threads
 
@@ -88,9 +88,9 @@ class CpuKernels:
     def _packed(self, weight: Tensor, bias: Tensor | None, bits: int) -> Linear:
         if bits:
             return quantised.quantised_linear(weight, bias, bits, self.team)
-        if weight.dtype == torch.bfloat16 and processor.multiplies_bfloat16():
+        if weight.dtype == torch.bfloat16 and onednn.multiplies_bfloat16():
             self.team.join_torch()
-            return linear.onednn_linear(weight, bias)
+            return onednn.onednn_linear(weight, bias)
         return linear.tiled_linear(weight, bias, self.team)
 
     def linear_bytes(self, outputs: int, depth: int, kind: torch.dtype) -> int:

@@ -1,9 +1,8 @@
 """Products with weights that are packed once.
 
-Where the processor multiplies bfloat16 itself (AMX, AVX-512 BF16) oneDNN does it best, through the operators torch's
-own compiler uses.  They are private, so they are tried and `F.linear` stands in.  On any other processor oneDNN
-emulates bfloat16 at a fifth of the speed of float32, and `tile.py` widens weights on their way into registers instead.
-float32 products take the same path, which makes a token's result independent of its batch-mates, bit for bit.
+Bfloat16 is widened on its way into registers, by `tile.py`; only where the processor multiplies it faster than float32
+does `onednn.py` do better.  float32 products take the same path, which makes a token's result independent of its
+batch-mates, bit for bit.
 """
 
 from __future__ import annotations
@@ -124,14 +123,3 @@ def tiled_linear(weight: Tensor, bias: Tensor | None, team: Team) -> Linear:
         return out
 
     return product
-
-
-def onednn_linear(weight: Tensor, bias: Tensor | None) -> Linear:
-    """`weight [out, in]` packed by oneDNN; plain `F.linear` where its private operators are missing or refuse."""
-    try:
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-        apply = torch.ops.mkldnn._linear_pointwise
-        apply(weight.new_zeros(1, weight.shape[1]), packed, bias, "none", [], "")
-    except (AttributeError, RuntimeError):
-        return lambda x: F.linear(x, weight, bias)
-    return lambda x: apply(x, packed, bias, "none", [], "")

@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 CAPABILITY = torch.backends.cpu.get_cpu_capability()
 AVX2, AVX512 = CAPABILITY == "AVX2", CAPABILITY == "AVX512"
 LANES = 16 if AVX512 else 8  # float32 of a vector, whole registers where there are any of that width
 PAIR = 2 * LANES  # columns that products read together
-
-
-@functools.cache
-def multiplies_bfloat16() -> bool:
-    """Whether products of bfloat16 are an instruction of this processor."""
-    checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # private: absent means no
-    return any(getattr(torch.cpu, check, bool)() for check in checks)

@@ -1,0 +1,55 @@
+"""Products of bfloat16 by oneDNN, for processors that multiply it faster than float32.
+
+Its operators are those that torch's own compiler uses.  They are private, so they are tried and `F.linear` stands in.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slotwise.kernels.base import Linear
+
+WORTH = 1.25  # times as fast as float32: beside products of our own a decode step can be recorded, too
+ROWS, DEPTH, OUTPUTS = 128, 512, 1024  # of a product that is measured: about a millisecond
+TRIES = 6
+
+
+def onednn_linear(weight: Tensor, bias: Tensor | None) -> Linear:
+    """`weight [out, in]` packed once for many products."""
+    try:
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+        apply = torch.ops.mkldnn._linear_pointwise
+        apply(weight.new_zeros(1, weight.shape[1]), packed, bias, "none", [], "")
+    except (AttributeError, RuntimeError):
+        return lambda x: F.linear(x, weight, bias)
+    return lambda x: apply(x, packed, bias, "none", [], "")
+
+
+@functools.cache
+def multiplies_bfloat16() -> bool:
+    """Whether products of bfloat16 are faster than those of float32, measured once.
+
+    That there are instructions for them does not say so: those of AMX are eight times as fast and more, those of
+    AVX-512 BF16 twice as fast on some processors and half as fast on others.  Without any, oneDNN emulates them.
+    """
+    checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # private: absent means no
+    if not any(getattr(torch.cpu, check, bool)() for check in checks):
+        return False
+    return WORTH * _seconds(torch.bfloat16) < _seconds(torch.float32)
+
+
+@torch.inference_mode()
+def _seconds(kind: torch.dtype) -> float:
+    """What a product takes at best."""
+    product, x = onednn_linear(torch.ones(OUTPUTS, DEPTH, dtype=kind), None), torch.ones(ROWS, DEPTH, dtype=kind)
+    times = []
+    for _ in range(TRIES):
+        started = time.perf_counter()
+        product(x)
+        times.append(time.perf_counter() - started)
+    return min(times)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slotwise.kernels.base import AttentionShape, Linear, QKNorm, RaggedBatch, cache_kind
-from slotwise.kernels.cpu import attention, linear, onednn, pointwise, processor, quantised, tile
+from slotwise.kernels.cpu import attention, half, linear, onednn, pointwise, processor, quantised, tile
 from slotwise.kernels.cpu.cache import CpuCache, head_block_elements, padded
 from slotwise.kernels.cpu.compiled import Compiled, compile_all
 from slotwise.kernels.cpu.crew import HELP, LEAD
@@ -51,7 +51,9 @@ class CpuKernels:
         stored = self._stored(kind)
         of_the_cache = [attention.ATTEND[kind, stored], pointwise.ROTARY_STORE[kind, stored]]
         multiply = [tile.MULTIPLY[each] for each in dict.fromkeys((kind, stored))]
-        compile_all([*products, *of_the_cache, linear.PRODUCT[kind], *multiply, pointwise.NORM[kind],
+        in_halves = kind == torch.bfloat16 and half.multiplies_halves()
+        dense = half.PRODUCT if in_halves else linear.PRODUCT[kind]
+        compile_all([*(products or [dense]), *of_the_cache, *multiply, pointwise.NORM[kind],
                      pointwise.SILU_MUL[kind], attention.PLAN, pointwise.EMBED, PROGRAM, LEAD, HELP])
 
     def operations_per_second(self, kind: torch.dtype) -> float:
@@ -91,6 +93,8 @@ class CpuKernels:
         if weight.dtype == torch.bfloat16 and onednn.multiplies_bfloat16():
             self.team.join_torch()
             return onednn.onednn_linear(weight, bias)
+        if half.multiplies_halves() and half.fits(weight):
+            return half.half_linear(weight, bias, self.team)
         return linear.tiled_linear(weight, bias, self.team)
 
     def linear_bytes(self, outputs: int, depth: int, kind: torch.dtype) -> int:

@@ -108,7 +108,7 @@ def prefetch(builder, address, size):
         builder.call(function, [place, for_reading, keep, data])
 
 
-class _Loop:
+class Loop:
     """Turns from 0 to `end` by `step`, with values that each turn hands to the next; `end` is at least 1."""
 
     def __init__(self, builder, end, step, start):
@@ -143,11 +143,11 @@ def _accumulate(builder, rows, vectors, operands, start):
     together = min(vectors, 2)
     pairs = [builder.mul(pair_bytes, _constant(pair)) for pair in range(vectors // together)]
     upper = _upper_halves(builder) if kind == types.uint16 else None
-    strips = _Loop(builder, depth, STRIP, [a, b, *start])
+    strips = Loop(builder, depth, STRIP, [a, b, *start])
     strip, line, *sums = strips.values
     left = builder.sub(depth, strips.index)
     length = builder.select(builder.icmp_signed("<", left, _constant(STRIP)), left, _constant(STRIP))
-    turns = _Loop(builder, length, 1, [strip, line, *sums])
+    turns = Loop(builder, length, 1, [strip, line, *sums])
     column, line, *sums = turns.values
     panel, results = [], []
     for offset in pairs:

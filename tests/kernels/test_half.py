@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.paged import distance
+from numba import config
 
 from slotwise.kernels.cpu import half
 from slotwise.kernels.cpu.team import Team
@@ -97,6 +98,6 @@ def test_only_whole_chains_of_bfloat16_fit():
     assert not half.fits(numbers(3, 64).float())
 
 
-def test_a_processor_named_otherwise_multiplies_none(monkeypatch):
-    monkeypatch.setenv("NUMBA_CPU_NAME", "skylake-avx512")
+def test_kernels_compiled_for_another_processor_multiply_none(monkeypatch):
+    monkeypatch.setattr(config, "CPU_FEATURES", "+avx512f,-avx512fp16")
     assert not half.multiplies_halves()

@@ -1,4 +1,4 @@
-"""The kernels' tests once more, as on a processor without AVX-512: slower, and right."""
+"""The kernels' tests once more, as on processors without AVX-512, or without its later parts: slower, and right."""
 
 from __future__ import annotations
 
@@ -9,16 +9,23 @@ from pathlib import Path
 
 import pytest
 
+from slotwise.kernels.cpu.processor import AVX512
+
 HASWELL = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "", "ATEN_CPU_CAPABILITY": "avx2",
            "ONEDNN_MAX_CPU_ISA": "AVX2"}
-NAMES = ("lesser_processor", "test_cpu_tokens", "test_cpu_attention", "test_int8_cache")
-TESTS = [f"tests/kernels/{name}.py" for name in NAMES]
+SKYLAKE = {"NUMBA_CPU_NAME": "skylake-avx512", "NUMBA_CPU_FEATURES": ""}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_kernels_are_right_without_avx512():
+@pytest.mark.parametrize(("processor", "names"), [
+    (HASWELL, ("lesser_processor", "test_cpu_tokens", "test_cpu_attention", "test_int8_cache")),
+    pytest.param(SKYLAKE, ("test_cpu_tokens", "test_quantised"),
+                 marks=pytest.mark.skipif(not AVX512, reason="wants a processor with AVX-512"))],
+    ids=["without-avx512", "without-vnni-and-halves"])
+def test_kernels_are_right(processor, names):
+    tests = [f"tests/kernels/{name}.py" for name in names]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *TESTS], env=os.environ | HASWELL,
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests], env=os.environ | processor,
         capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

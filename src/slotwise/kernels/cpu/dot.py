@@ -5,8 +5,9 @@
 Weights are unsigned bytes of 7 bits (`zero` 64) or nibbles (`zero` 8), activations signed bytes up to `LIMIT`.  Bytes
 are multiplied and added in pairs to 16 bits (`pmaddubsw`), a few pairs are added there, and only then widened: with 7
 bits two pairs fit, with nibbles eight.  That takes 2.5 and 2.2 instructions for 64 products where one after the other,
-in 32 bits, takes 3, and bfloat16 widened to float32 4 and more.  Nothing can overflow, so every processor computes the
-same integers; they meet floats once a group, always in the same order, so a row does not depend on the rows beside it.
+in 32 bits, takes 3, and bfloat16 widened to float32 4 and more.  With VNNI all of it is one (`vpdpbusd`).  Nothing can
+overflow, so every processor computes the same integers; they meet floats once a group, always in the same order, so a
+row does not depend on the rows beside it.
 
     weights       panels of 32 columns x groups x [ bytes | scales float32[32] ]
         bytes     7 bits: 16 quads of depth x 32 columns x 4; nibbles: quads 2i and 2i + 1 share a byte, the first low
@@ -15,12 +16,14 @@ same integers; they meet floats once a group, always in the same order, so a row
 
 from __future__ import annotations
 
+import functools
+
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from slotwise.kernels.cpu.processor import AVX2, AVX512
+from slotwise.kernels.cpu.processor import AVX2, AVX512, has
 
 GROUP = 64  # of depth; shares a scale
 COLUMNS = 32
@@ -30,6 +33,7 @@ BYTES = {8: COLUMNS * GROUP, 4: COLUMNS * GROUP // 2}  # of a group's weights
 RECORD = {bits: size + 4 * COLUMNS for bits, size in BYTES.items()}  # of a group, its scales included
 RUN = {8: 2, 4: 8}  # quads whose pairs are added in 16 bits
 HEIGHTS = (1, 2, 3, 4, 6) if AVX512 else (1, 2)  # of a tile, as registers allow
+VNNI = has("avx512vnni")
 
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _B64, _W32, _D16, _F16 = (
@@ -128,16 +132,19 @@ def _two_quads(builder, address, bits):
     return [builder.and_(pair, low) for pair in stored], [builder.lshr(pair, four) for pair in stored]
 
 
-def _add_two_quads(builder, rows, bits, weights, x, sums):
-    """`sums` (int16 x 32, two a row; None: nothing yet) and the products of two quads."""
+def _add_two_quads(builder, rows, operands, sums, add):
+    """`sums`, two vectors a row, after `add(so_far, unsigned, signed)` of all products of two quads.
+
+    Args:
+        operands: bits of a weight, addresses of the quads' weights and of the first row's activations.
+    """
+    bits, weights, x = operands
     sums = list(sums)
     for quad, halves in enumerate(_two_quads(builder, weights, bits)):
         for row in range(rows):
-            four = spread(builder, _read(builder, x, row * GROUP + quad * 4, _I32), _D16)
+            four = builder.bitcast(spread(builder, _read(builder, x, row * GROUP + quad * 4, _I32), _D16), _B64)
             for half in (0, 1):
-                pairs = _add_pairs(builder, halves[half], builder.bitcast(four, _B64))
-                so_far = sums[2 * row + half]
-                sums[2 * row + half] = pairs if so_far is None else builder.add(so_far, pairs)
+                sums[2 * row + half] = add(sums[2 * row + half], halves[half], four)
     return sums
 
 
@@ -146,21 +153,38 @@ def _group(builder, rows, bits, weights, x, told):
     start = [spread(builder, _read(builder, told, row * 8 + 4, _I32), _D16) for row in range(rows) for _ in (0, 1)]
     size = 128 * bits // 4  # bytes of two quads' weights
 
+    def two(place, sums, add):
+        at = bits, builder.add(weights, builder.mul(place, _number(size))), builder.add(
+            x, builder.mul(place, _number(8)))
+        return _add_two_quads(builder, rows, at, sums, add)
+
+    if VNNI:
+        return _repeat(builder, _number(GROUP // 8), start,
+                       lambda index, totals: two(index, totals, functools.partial(_add_quad, builder)))
+
     def run(index, totals):
-        first = builder.mul(index, _number(RUN[bits] // 2))
-
-        def two(step, sums):
-            place = builder.add(first, step)
-            return _add_two_quads(builder, rows, bits, builder.add(weights, builder.mul(place, _number(size))),
-                                  builder.add(x, builder.mul(place, _number(8))), sums)
-
+        first, add = builder.mul(index, _number(RUN[bits] // 2)), functools.partial(_add_in_16_bits, builder)
         if RUN[bits] == 2:
-            sums = two(_number(0), [None] * len(totals))
+            sums = two(first, [None] * len(totals), add)
         else:
-            sums = _repeat(builder, _number(RUN[bits] // 2), [ir.Constant(_W32, [0] * 32)] * len(totals), two)
+            sums = _repeat(builder, _number(RUN[bits] // 2), [ir.Constant(_W32, [0] * 32)] * len(totals),
+                           lambda step, sums: two(builder.add(first, step), sums, add))
         return [builder.add(total, _widen_pairs(builder, words)) for total, words in zip(totals, sums, strict=True)]
 
     return _repeat(builder, _number(GROUP // 4 // RUN[bits]), start, run)
+
+
+def _add_quad(builder, so_far, unsigned, signed):
+    """64 products of bytes, added in fours to int32 x 16."""
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(_D16, [_D16] * 3), "llvm.x86.avx512.vpdpbusd.512")
+    return builder.call(function, [so_far, builder.bitcast(unsigned, _D16), builder.bitcast(signed, _D16)])
+
+
+def _add_in_16_bits(builder, so_far, unsigned, signed):
+    """64 products of bytes, added in pairs to int16 x 32; None: to nothing yet."""
+    pairs = _add_pairs(builder, unsigned, signed)
+    return pairs if so_far is None else builder.add(so_far, pairs)
 
 
 def _emit(builder, rows, bits, operands):

@@ -14,9 +14,6 @@ A row's result does not depend on the rows beside it, bit for bit.
 
 from __future__ import annotations
 
-import os
-
-import llvmlite.binding as llvm
 import torch
 import torch.nn.functional as F
 from llvmlite import ir
@@ -28,7 +25,7 @@ from torch import Tensor
 from slotwise.kernels.base import Linear
 from slotwise.kernels.cpu.compiled import Compiled
 from slotwise.kernels.cpu.dot import spread
-from slotwise.kernels.cpu.processor import AVX512
+from slotwise.kernels.cpu.processor import has
 from slotwise.kernels.cpu.simd import (
     BFLOAT16,
     FLOAT32,
@@ -63,8 +60,8 @@ _WORDS, _SHORTS = (ir.VectorType(ir.IntType(bits), LANES // 2) for bits in (32, 
 
 
 def multiplies_halves() -> bool:
-    """Whether this processor has instructions for them, as far as kernels are compiled for it."""
-    return AVX512 and "NUMBA_CPU_NAME" not in os.environ and bool(llvm.get_host_cpu_features().get("avx512fp16"))
+    """Whether this processor has instructions for them."""
+    return has("avx512fp16")
 
 
 def _number(value):

@@ -1,10 +1,18 @@
-"""What the processor under us can do, as torch sees it."""
+"""What the processor under us can do, as torch and LLVM see it."""
 
 from __future__ import annotations
 
 import torch
+from numba import config
+from numba.core.codegen import get_host_cpu_features
 
 CAPABILITY = torch.backends.cpu.get_cpu_capability()
 AVX2, AVX512 = CAPABILITY == "AVX2", CAPABILITY == "AVX512"
 LANES = 16 if AVX512 else 8  # float32 of a vector, whole registers where there are any of that width
 PAIR = 2 * LANES  # columns that products read together
+
+
+def has(feature: str) -> bool:
+    """Whether kernels may use a part of AVX-512, by LLVM's name for it, on the processor they are compiled for."""
+    told = config.CPU_FEATURES
+    return AVX512 and f"+{feature}" in (get_host_cpu_features() if told is None else told).split(",")

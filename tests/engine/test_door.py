@@ -31,11 +31,15 @@ class Queue:
         self.serial = 0
         self.line: list[str] = []
 
-    def come(self, count: int = 1, num_tokens: int = 10) -> None:
+    def come(self, count: int = 1, num_tokens: int = 10, tenant: str = "", tier: str = "") -> None:
         for _ in range(count):
             self.serial += 1
             self.line.append(str(self.serial))
-            self.door.arrived(self.line[-1], num_tokens, self.now)
+            terms = Terms(tenant, tier)
+            self.door.commanded(Add(self.line[-1], [1] * num_tokens, SamplingParams(), 0, terms=terms), self.now)
+
+    def objection(self, num_requests: int = 1, num_tokens: int = 0, tenant: str = "") -> str:
+        return self.door.objection(tenant, num_requests, num_tokens)
 
     def step(self, admit: int = 0, seconds: float = 1.0, running: int = 4, **more: Any) -> None:
         admitted, self.line = tuple(self.line[:admit]), self.line[admit:]
@@ -60,9 +64,9 @@ def test_before_anything_was_measured_the_bound_is_fixed_and_generous() -> None:
     queue = Queue()
     assert queue.door.bounds == BEFORE and queue.door.retry_after == 1
     queue.come(BEFORE[0] + 4 - 1, 1)  # four slots are free
-    assert queue.door.objection() == ""
+    assert queue.objection() == ""
     queue.come(1, 1)
-    assert str(BEFORE[0]) in queue.door.objection() and "a second" not in queue.door.objection()
+    assert str(BEFORE[0]) in queue.objection() and "a second" not in queue.objection()
 
 
 def test_the_bound_is_what_starts_in_a_minute() -> None:
@@ -111,24 +115,24 @@ def test_what_was_asked_for_holds_whatever_is_measured() -> None:
     queue.come(4)
     queue.step(admit=1)
     assert queue.door.bounds == (3, 1000)
-    assert "3" in queue.door.objection()
+    assert "3" in queue.objection()
     queue.step(admit=1)
-    assert queue.door.objection() == "" != queue.door.objection(2)
+    assert queue.objection() == "" != queue.objection(2)
 
 
 def test_tokens_are_bounded_beside_requests() -> None:
     queue = Queue(max_tokens=50)
     queue.come(5)
     queue.step()
-    assert queue.door.objection(1, 0) == "" and "50" in queue.door.objection(1, 1)
+    assert queue.objection(1, 0) == "" and "50" in queue.objection(1, 1)
 
 
 def test_where_nobody_waits_anybody_may() -> None:
     queue = Queue(max_requests=1, max_tokens=1)
-    assert queue.door.objection(100, 10**6) == ""
+    assert queue.objection(100, 10**6) == ""
     with queue.door.entering():
-        assert queue.door.objection(100, 10**6)
-    assert queue.door.objection(100, 10**6) == ""
+        assert queue.objection(100, 10**6)
+    assert queue.objection(100, 10**6) == ""
 
 
 def test_free_slots_and_free_cache_are_no_queue() -> None:
@@ -136,9 +140,9 @@ def test_free_slots_and_free_cache_are_no_queue() -> None:
     queue.come(1)
     queue.step(admit=1, running=1, num_free_blocks=20)
     queue.come(4)
-    assert queue.door.objection() == ""
+    assert queue.objection() == ""
     queue.come()  # three slots, and two may wait
-    assert queue.door.objection()
+    assert queue.objection()
 
 
 def test_those_at_the_door_are_counted() -> None:
@@ -146,8 +150,8 @@ def test_those_at_the_door_are_counted() -> None:
     queue.come(1)
     queue.step()
     with queue.door.entering():
-        assert queue.door.objection()
-    assert not queue.door.objection()
+        assert queue.objection()
+    assert not queue.objection()
 
 
 def test_a_changed_number_of_slots() -> None:
@@ -163,7 +167,7 @@ def test_who_is_refused_may_return_when_half_the_queue_is_gone() -> None:
     queue.come(28)
     for _ in range(4):
         queue.step(admit=2)
-    assert queue.door.objection() and queue.door.retry_after == 5  # ten of twenty, two a second
+    assert queue.objection() and queue.door.retry_after == 5  # ten of twenty, two a second
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.floats(0.01, 5), st.integers(1, 99)), max_size=40))
@@ -180,16 +184,10 @@ def test_whatever_happens_the_numbers_hold(history: list[tuple[int, int, float, 
         assert door.rate.requests <= fastest * 1.001
 
 
-def ask(queue: Queue, tier: str, count: int = 1, tenant: str = "") -> None:
-    for _ in range(count):
-        queue.come(1)
-        queue.door.commanded(Add(queue.line[-1], [1], SamplingParams(), 0, terms=Terms(tenant, tier)), queue.now)
-
-
 def test_a_tier_has_a_queue_of_its_own() -> None:
     queue = Queue()
-    ask(queue, "gold", 2)
-    ask(queue, "silver", 6)
+    queue.come(2, 1, tier="gold")
+    queue.come(6, 1, tier="silver")
     queue.step()  # nobody found a slot
     assert queue.door.tier_objection("gold", 3) == "" != queue.door.tier_objection("gold", 2)
     assert "the tier silver is full: 6 requests wait, at most 5 may" in queue.door.tier_objection("silver", 5)
@@ -205,9 +203,9 @@ def test_a_tier_has_a_queue_of_its_own() -> None:
 
 def test_a_tenant_has_a_queue_of_its_own_in_whatever_tiers_it_waits() -> None:
     queue = Queue()
-    ask(queue, "gold", 2, "ann")
-    ask(queue, "silver", 1, "ann")
-    ask(queue, "silver", 5, "bob")
+    queue.come(2, 1, "ann", "gold")
+    queue.come(1, 1, "ann", "silver")
+    queue.come(5, 1, "bob", "silver")
     queue.step(running=2)
     assert queue.door.tenant_objection("ann", 4) == "" != queue.door.tenant_objection("ann", 3)
     assert "this key's queue is full: 3 requests wait, at most 2 may; this one adds 2" in (
@@ -222,15 +220,18 @@ def test_a_tenant_has_a_queue_of_its_own_in_whatever_tiers_it_waits() -> None:
 def test_who_has_gone_is_forgotten() -> None:
     queue = Queue()
     for number in range(100):
-        ask(queue, "gold", 1, f"user {number}")
+        queue.come(1, 1, f"user {number}", "gold")
     queue.step(admit=60)
     queue.door.stepped(StepRecord(1, 0, 0, ended=tuple(RowEnd(name, "abort", 0) for name in queue.line)))
-    assert not queue.door._of_tenant and not queue.door._in_tier and not queue.door._terms
+    assert not queue.door._waiting and not queue.door._in_tier
+    assert len(queue.door._living) == 60  # who runs
+    queue.door.stepped(StepRecord(1, 0, 0, ended=tuple(RowEnd(str(name), "stop", 0) for name in range(1, 61))))
+    assert not queue.door._living
 
 
 def test_a_tiers_retry_is_when_half_of_its_queue_has_drained() -> None:
     queue = Queue()
-    ask(queue, "silver", 50, "ann")
+    queue.come(50, 1, "ann", "silver")
     assert queue.door.tier_retry_after("silver", 10) == queue.door.tenant_retry_after("ann", 10) == 1
     for _ in range(10):
         queue.step(admit=2)
@@ -252,3 +253,49 @@ def test_the_outlook_is_who_waits_and_how_fast_they_start() -> None:
     position, start = queue.door.outlook()
     assert position == 30 and start == pytest.approx(31 / 2, rel=0.2)
     assert queue.door.start_of(0) == pytest.approx(0.5, rel=0.2)
+
+
+def test_a_flood_is_refused_before_the_queue_is_full_and_others_are_not() -> None:
+    queue = Queue(max_requests=18, max_tokens=180)
+    queue.step()  # nothing is free
+    queue.come(16, 1, "flood")
+    refused = queue.objection(tenant="flood")
+    assert "16 requests wait, 16 of them this client's, and what is left of 18 is for others" in refused
+    assert queue.objection(tenant="light") == "" == queue.objection(2, tenant="light")
+    assert queue.objection(3, tenant="light") and queue.objection(1, 163 + 2, "light")
+    queue.come(1, 1, "light")
+    assert "at most 18 may" in queue.objection(2, tenant="other") and not queue.objection(tenant="other")
+
+
+def test_tokens_are_shared_as_requests_are() -> None:
+    queue = Queue(max_requests=1000, max_tokens=90)
+    queue.step()
+    queue.come(8, 10, "flood")
+    assert "80 prompt tokens wait, 80 of them this client's" in queue.objection(1, 1, "flood")
+    assert queue.objection(1, 10, "light") == "" != queue.objection(1, 11, "light")
+
+
+def test_who_runs_holds_a_place_until_its_end() -> None:
+    queue = Queue(max_live=9)
+    queue.come(8, 1, "flood")
+    queue.step(admit=8)
+    assert "8 requests wait or run, 8 of them this client's" in queue.objection(tenant="flood")
+    assert queue.objection(tenant="light") == "" != queue.objection(2, tenant="light")
+    with queue.door.entering(Terms("light")):
+        assert "9 requests wait or run, at most 9 may" in queue.objection(tenant="other")
+    queue.door.stepped(StepRecord(1, 0, 0, ended=(RowEnd("1", "stop", 9), RowEnd("2", "abort", 9))))
+    assert queue.objection(2, tenant="flood") == "" != queue.objection(3, tenant="flood")
+
+
+def test_a_free_slot_is_anybodys() -> None:
+    queue = Queue(max_requests=0)
+    queue.come(3, 1, "flood")
+    assert queue.objection(tenant="flood") == "" != queue.objection(2, tenant="flood")
+
+
+def test_who_is_refused_for_those_who_run_may_return_when_half_of_them_have_gone() -> None:
+    queue = Queue(max_live=40)
+    queue.come(40, 1, "flood")
+    for _ in range(10):
+        queue.step(admit=2)
+    assert queue.objection(tenant="light") and queue.door.retry_after == 10  # twenty of forty, two a second

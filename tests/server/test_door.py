@@ -123,6 +123,35 @@ def test_more_choices_than_may_wait_are_taken_where_nobody_waits(folder: Path, t
         assert len(server.post(COMPLETIONS, {"prompt": [2], "n": 9}).json()["choices"]) == 9
 
 
+@pytest.mark.parametrize("bound", ["max_num_queued_reqs=9", "max_num_queued_tokens=90", "max_live=9"])
+def test_a_flood_of_one_key_closes_the_door_to_itself_alone(folder: Path, tmp_path: Path, bound: str) -> None:
+    asked = LONG | {"prompt": [2] * 10, "max_tokens": 5}
+    with running(folder, tmp_path / "engine", SLOW, "max_num_seqs=1", "api_keys=flood,light", bound) as server, \
+            ThreadPoolExecutor(20) as pool:
+        over = threading.Event()
+
+        def flood() -> list[httpx.Response]:
+            answers = []
+            with httpx.Client(timeout=60, headers={"Authorization": "Bearer flood"}) as client:
+                while not over.is_set():
+                    answers.append(client.post(server.url + COMPLETIONS, json=asked))
+                    over.wait(0.1 if answers[-1].is_error else 0)  # sooner than it is told
+            return answers
+
+        floods = [pool.submit(flood) for _ in range(20)]
+        try:
+            eventually(lambda: 'reason="queue_full"' in server.get("/metrics", Authorization="Bearer light").text)
+            light = [server.post(COMPLETIONS, asked, Authorization="Bearer light") for _ in range(5)]
+        finally:
+            over.set()
+        answers = [answer for one in floods for answer in one.result()]
+    assert {answer.status_code for answer in light} == {200}
+    assert {answer.status_code for answer in answers} == {200, 503}
+    refused = [answer for answer in answers if answer.is_error]
+    assert any("this client's" in answer.json()["error"]["message"] for answer in refused)
+    assert all(1 <= int(answer.headers["retry-after"]) <= 60 for answer in refused)
+
+
 @pytest.mark.parametrize("by", ["the server", "the client"])
 def test_who_waited_too_long_is_told(folder: Path, tmp_path: Path, by: str) -> None:
     settings = ["queue_timeout=0.3"] if by == "the server" else []

@@ -21,7 +21,7 @@ ONE, TWO = {"Authorization": "Bearer one"}, {"Authorization": "Bearer two"}
 @pytest.fixture(scope="module")
 def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     path = tmp_path_factory.mktemp("log")
-    with running(folder, path / "engine", "seconds_per_step=0.02", "max_num_seqs=1", "max_num_queued_reqs=6",
+    with running(folder, path / "engine", "seconds_per_step=0.02", "max_num_seqs=1", "max_num_queued_reqs=7",
                  "api_keys=one,two") as started:
         yield started
 
@@ -122,7 +122,7 @@ def test_a_stream_and_a_refusal_say_how_many_wait(server: Server) -> None:
     with line(server, p=0, q=0, r=0, s=0, t=0, u=0, v=0):
         full = server.post(COMPLETIONS, LONG, **ONE)
         assert full.status_code == 503 and full.headers["x-queue-position"] == "6" and full.headers["retry-after"]
-        assert "6 requests wait" in full.json()["error"]["message"]
+        assert "6 requests wait, 6 of them this client's" in full.json()["error"]["message"]
     with server.client.stream(
             "POST", server.url + COMPLETIONS, json={"prompt": [40], "max_tokens": 3, "stream": True},
             headers=ONE) as answer:

@@ -1,11 +1,12 @@
-"""The door: how many may wait for their first slot, and what is said to those who may not.
+"""The door: how many may wait for their first slot, or live at all, and what is said to those who may not.
 
-    entering ──► waiting ──► first slot, or an end
-    (tokenised)  (bounded)
-                     └─ the drain rate: what leaves for a slot in a second, while others still wait
+    entering ──► waiting ──► first slot ──► an end
+    (tokenised)  (bounded)   └─ the drain rate: what leaves for a slot in a second, while others still wait
+    ├────────── living (bounded) ─────────┤
 
 By Little's law (1961) a queue that drains at `r` requests a second keeps its last for `waiting / r` seconds.  So a
-bound of `r` times what a client may sensibly be kept is found by measuring, and follows the engine's speed.
+bound of `r` times what a client may sensibly be kept is found by measuring, and follows the engine's speed.  Each
+bound is a room that tenants share (`engine.room`): a flood of one is refused while there are places for the others.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from slotwise.core.request import NO_TERMS
 from slotwise.core.terms import Terms
 from slotwise.engine.messages import Add, Command, EngineInfo, StepRecord
 from slotwise.engine.observer import Observer
+from slotwise.engine.room import Room
+from slotwise.engine.service import MAX_LIVE
 
 PATIENCE = 60.0  # seconds: who comes last is expected to start within this time
 MEMORY = 30.0  # seconds of queueing after which a measurement counts for 1/e
@@ -75,18 +78,20 @@ class Door(Observer):
     Args:
         max_requests: most requests that may wait; None: what the engine is expected to start within `PATIENCE`.
         max_tokens: most tokens of their prompts, likewise.
+        max_live: most requests that may wait or run.
     """
 
-    def __init__(self, limits: SchedulerLimits, max_requests: int | None = None, max_tokens: int | None = None) -> None:
+    def __init__(self, limits: SchedulerLimits, max_requests: int | None = None, max_tokens: int | None = None,
+                 max_live: int = MAX_LIVE) -> None:
         self.rate = DrainRate()
         self._asked = (max_requests, max_tokens)
+        self._max_live = max_live
         self._limits = limits
-        self._waiting: dict[str, int] = {}  # tokens of each prompt
-        self._num_tokens = 0
-        self._num_entering = 0
-        self._terms: dict[str, Terms] = {}  # of those who wait
+        self._requests, self._tokens = Room("requests wait"), Room("prompt tokens wait")
+        self._lives = Room("requests wait or run")
+        self._living: dict[str, str] = {}  # whose each is
+        self._waiting: dict[str, tuple[Terms, int]] = {}  # and tokens of each prompt
         self._in_tier: Counter[str] = Counter()  # who waits, and who enters
-        self._of_tenant: Counter[str] = Counter()  # likewise
         self._slots = limits.max_num_seqs
         self._free = (self._slots, limits.cache_tokens)  # slots and tokens that nobody needs to wait for
         self._queueing_since = 0  # nanoseconds; 0: nobody was left waiting by the last step
@@ -99,18 +104,18 @@ class Door(Observer):
 
     @property
     def num_waiting_tokens(self) -> int:
-        return self._num_tokens
+        return self._tokens.total
 
     @contextmanager
     def entering(self, terms: Terms = NO_TERMS) -> Iterator[None]:
         """Holds a place for who is about to be submitted, so that a crowd is not tokenised only to be refused."""
-        self._num_entering += 1
-        self._count(terms, 1)
+        self._lives.take(terms.tenant, 1)
+        self._count(terms, 1, 0)
         try:
             yield
         finally:
-            self._num_entering -= 1
-            self._count(terms, -1)
+            self._lives.give(terms.tenant, 1)
+            self._count(terms, -1, 0)
 
     def started(self, info: EngineInfo) -> None:
         """An engine without anybody in it."""
@@ -118,23 +123,24 @@ class Door(Observer):
         self._free = (self._slots, info.limits.cache_tokens)
         self._queueing_since = 0
 
-    def arrived(self, request_id: str, num_prompt: int, now_ns: int) -> None:
-        self._waiting[request_id] = num_prompt
-        self._num_tokens += num_prompt
-
     def commanded(self, command: Command, now_ns: int) -> None:
-        if isinstance(command, Add) and command.request_id in self._waiting:
-            self._terms[command.request_id] = command.terms
-            self._count(command.terms, 1)
+        if isinstance(command, Add):
+            terms, num_tokens = command.terms, len(command.prompt)
+            self._living[command.request_id] = terms.tenant
+            self._lives.take(terms.tenant, 1)
+            self._waiting[command.request_id] = terms, num_tokens
+            self._count(terms, 1, num_tokens)
 
     def stepped(self, record: StepRecord) -> None:
-        before = self._num_tokens
-        started = sum([self._leave(request_id) for request_id in record.admitted])
+        before = self._tokens.total
+        started = sum([self._leave_queue(request_id) for request_id in record.admitted])
         if self._queueing_since:
             seconds = max(0.0, (record.ended_ns - self._queueing_since) * NS)
-            self.rate.observe(started, before - self._num_tokens, seconds)
+            self.rate.observe(started, before - self._tokens.total, seconds)
         for row in record.ended:
-            self._leave(row.request_id)
+            self._leave_queue(row.request_id)
+            if (tenant := self._living.pop(row.request_id, None)) is not None:
+                self._lives.give(tenant, 1)
         self._queueing_since = record.ended_ns if record.num_waiting else 0
         if record.configured is not None:
             self._slots = record.configured.max_num_seqs
@@ -143,19 +149,20 @@ class Door(Observer):
         else:
             self._free = (self._slots - record.num_running, record.num_free_blocks * self._limits.block_size)
 
-    def _leave(self, request_id: str) -> bool:
-        """Whether it was here: a request that had to yield takes a slot more than once."""
-        num_tokens = self._waiting.pop(request_id, None)
-        self._num_tokens -= num_tokens or 0
-        if (terms := self._terms.pop(request_id, None)) is not None:
-            self._count(terms, -1)
-        return num_tokens is not None
+    def _leave_queue(self, request_id: str) -> bool:
+        """Whether it was there: a request that had to yield takes a slot more than once."""
+        if (left := self._waiting.pop(request_id, None)) is None:
+            return False
+        terms, num_tokens = left
+        self._count(terms, -1, -num_tokens)
+        return True
 
-    def _count(self, terms: Terms, change: int) -> None:
-        for counter, name in ((self._in_tier, terms.tier), (self._of_tenant, terms.tenant)):
-            counter[name] += change
-            if not counter[name]:  # tenants may come and go without end
-                del counter[name]
+    def _count(self, terms: Terms, requests: int, tokens: int) -> None:
+        self._requests.take(terms.tenant, requests)
+        self._tokens.take(terms.tenant, tokens)
+        self._in_tier[terms.tier] += requests
+        if not self._in_tier[terms.tier]:
+            del self._in_tier[terms.tier]
 
     # -- who may come in -----------------------------------------------------------------------------------------
 
@@ -170,22 +177,17 @@ class Door(Observer):
         max_requests, max_tokens = self._asked
         return requests if max_requests is None else max_requests, tokens if max_tokens is None else max_tokens
 
-    def objection(self, num_requests: int = 1, num_tokens: int = 0) -> str:
-        """Why so many cannot wait as well, with the numbers; empty when they can.
-
-        Where nobody waits anybody may: what is too large for the machine is refused elsewhere and for good.
-        """
-        waiting = len(self._waiting) + self._num_entering
-        if not waiting:
-            return ""
+    def objection(self, tenant: str, num_requests: int = 1, num_tokens: int = 0) -> str:
+        """Why so many of a tenant cannot wait as well, with the numbers; empty when they can."""
         max_requests, max_tokens = self.bounds
         free_slots, free_tokens = self._free
-        if waiting + num_requests <= max_requests + free_slots and (
-                self._num_tokens + num_tokens <= max_tokens + free_tokens):
+        why = (self._requests.objection(tenant, num_requests, max_requests, free_slots)
+               or self._tokens.objection(tenant, num_tokens, max_tokens, free_tokens)
+               or self._lives.objection(tenant, num_requests, self._max_live))
+        if not why:
             return ""
-        pace = f", and about {self.rate.requests:.2g} start a second" if self.rate.measured else ""
-        return (f"the queue is full: {waiting} requests wait ({self._num_tokens} prompt tokens), at most "
-                f"{max_requests} ({max_tokens} tokens) may{pace}; this one adds {num_requests} ({num_tokens} tokens)")
+        pace = f"; about {self.rate.requests:.2g} start a second" if self.rate.measured else ""
+        return f"the queue is full: {why}{pace}; this one adds {num_requests} ({num_tokens} tokens)"
 
     def tier_objection(self, tier: str, bound: int, num_requests: int = 1) -> str:
         """Why so many of a tier cannot wait as well, of which at most `bound` may; empty when they can."""
@@ -193,7 +195,7 @@ class Door(Observer):
 
     def tenant_objection(self, tenant: str, bound: int, num_requests: int = 1) -> str:
         """Likewise of a tenant."""
-        return self._objection("this key's queue is full", self._of_tenant[tenant], bound, num_requests)
+        return self._objection("this key's queue is full", self._requests.held(tenant), bound, num_requests)
 
     def _objection(self, what: str, waiting: int, bound: int, num_requests: int) -> str:
         if not waiting or waiting + num_requests <= bound + self._free[0]:
@@ -202,7 +204,7 @@ class Door(Observer):
 
     def outlook(self) -> Outlook:
         """Of one more."""
-        ahead = len(self._waiting) + self._num_entering
+        ahead = self._requests.total
         if ahead < self._free[0]:
             return Outlook(0, 0.0)
         position = ahead - self._free[0]
@@ -218,7 +220,7 @@ class Door(Observer):
 
     def tenant_retry_after(self, tenant: str, bound: int) -> int:
         """Likewise of a tenant's."""
-        return self._until_half(self._of_tenant[tenant], bound)
+        return self._until_half(self._requests.held(tenant), bound)
 
     def _until_half(self, waiting: int, bound: int) -> int:
         surplus = waiting - bound / 2
@@ -227,12 +229,17 @@ class Door(Observer):
 
     @property
     def retry_after(self) -> int:
-        """Seconds until half of a full queue should have drained: who returns finds a place, the engine still work."""
+        """Seconds until half of whatever is full should be free: who returns finds a place, the engine still work.
+
+        That is also when a tenant finds one whose share was full: a share is refused where hardly a place is free.
+        """
         if not self.rate.measured:
             return 1
+        max_requests, max_tokens = self.bounds
         waits = [0.0]
-        for waiting, bound, rate in ((len(self._waiting), self.bounds[0], self.rate.requests),
-                                     (self._num_tokens, self.bounds[1], self.rate.tokens)):
-            if waiting > bound / 2:
-                waits.append((waiting - bound / 2) / rate if rate else LONGEST_RETRY)
+        for held, bound, rate in ((self._requests.total, max_requests, self.rate.requests),
+                                  (self._tokens.total, max_tokens, self.rate.tokens),
+                                  (self._lives.total, self._max_live, self.rate.requests)):
+            if held > bound / 2:
+                waits.append((held - bound / 2) / rate if rate else LONGEST_RETRY)
         return max(1, min(LONGEST_RETRY, ceil(max(waits))))

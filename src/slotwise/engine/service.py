@@ -75,7 +75,7 @@ class EngineService:
         self.draining = False
         self.hopeless = asyncio.Event()  # there will be no engine any more
         self._on_loading = on_loading
-        self._max_live = max_live
+        self.max_live = max_live
         self._link: Link | None = None
         self._starting: asyncio.Future[EngineInfo] | None = None
         self._info: EngineInfo | None = None  # of the engine attached last
@@ -234,7 +234,7 @@ class EngineService:
         if request_id in self._live or request_id in self._leaving:
             self._refuse(DUPLICATE_ID, f"a request named {request_id!r} is still alive")
         assert self._link is not None
-        if len(self._live) + len(self._leaving) >= self._max_live or self._link.num_unsent > MAX_UNSENT:
+        if len(self._live) + len(self._leaving) >= self.max_live or self._link.num_unsent > MAX_UNSENT:
             self._refuse(QUEUE_FULL, f"{len(self._live)} requests are waiting or running; try again later")
 
     def _refuse(self, kind: str, message: str) -> None:

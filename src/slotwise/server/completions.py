@@ -20,7 +20,7 @@ RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 async def completions(api: Api, exchange: Exchange) -> None:
     request = decode(CompletionRequest, await _body(api, exchange))
     terms = _check(api, exchange, request)
-    api.check_room(terms.tier)
+    api.check_room(terms)
     with api.door.entering(terms):
         prompts = await api.prompts.of_completion(request.prompt, api.settings.max_choices)
     default = _default(api, terms, request, prompts, COMPLETION_TOKENS)
@@ -36,7 +36,7 @@ async def chat_completions(api: Api, exchange: Exchange) -> None:
     variables = request.chat_template_kwargs or {}
     if not variables.keys().isdisjoint(RESERVED_VARIABLES):
         raise bad_request("chat_template_kwargs: names a variable that the request sets", "chat_template_kwargs")
-    api.check_room(terms.tier)
+    api.check_room(terms)
     with api.door.entering(terms):
         prompt = await api.prompts.of_chat(request, len(body), variables)
     asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
@@ -78,7 +78,7 @@ def _salt(tenant: str, cache_salt: str | None) -> str:
 
 async def _body(api: Api, exchange: Exchange) -> bytes:
     """Not read at all when the queue is full, or the client's quota of requests is used up."""
-    api.check_room()
+    api.check_room(Terms(exchange.tenant))
     account = api.quotas.account(exchange.tenant)
     exchange.last_told = account.headers
     api.quotas.check_queue(account)

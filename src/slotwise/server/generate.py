@@ -53,7 +53,7 @@ class Api:
         self.prompts = prompts
         self.settings = settings
         self.metrics = Metrics(settings.served_model_name, service.info, lambda: service.healthy)
-        self.door = Door(limits, settings.max_num_queued_reqs, settings.max_num_queued_tokens)
+        self.door = Door(limits, settings.max_num_queued_reqs, settings.max_num_queued_tokens, service.max_live)
         self.recorder = Recorder()
         self.recorder.started(service.info)
         self.quotas = Quotas(self.tiers.quota, self.door, self.refused)
@@ -69,17 +69,21 @@ class Api:
         self._seeds = random.Random(settings.seed)
         self._serials = itertools.count()
 
-    def check_room(self, tier: str = "", num_requests: int = 1, num_tokens: int = 0) -> None:
-        """Raises ApiError when so many more cannot wait, in all or of their tier, or nobody is let in at all."""
+    def check_room(self, terms: Terms, num_requests: int = 1, num_tokens: int = 0) -> None:
+        """Raises ApiError when so many more cannot wait, in all or of their tier, or nobody is let in at all.
+
+        Args:
+            terms: as far as they are known.
+        """
         door = self.door
         try:
             self.service.check_open()
         except Refused as refused:
             raise from_refusal(refused, door.retry_after) from refused
-        objection, retry_after = door.objection(num_requests, num_tokens), 0
-        if not objection and (bound := self.tiers.bound(tier)) is not None:
-            objection = door.tier_objection(tier, bound, num_requests)
-            retry_after = door.tier_retry_after(tier, bound)
+        objection, retry_after = door.objection(terms.tenant, num_requests, num_tokens), 0
+        if not objection and (bound := self.tiers.bound(terms.tier)) is not None:
+            objection = door.tier_objection(terms.tier, bound, num_requests)
+            retry_after = door.tier_retry_after(terms.tier, bound)
         if objection:
             self.refused(QUEUE_FULL)
             raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, objection, code=QUEUE_FULL,
@@ -109,7 +113,7 @@ class Api:
         if len(prompts) * params.n > self.settings.max_choices:
             raise bad_request(f"n: at most {self.settings.max_choices} choices in one request", "n")
         lengths = job.request.drawn_lengths(len(prompts))
-        self.check_room(job.terms.tier, len(prompts) * params.n, sum(map(len, prompts)) * params.n)
+        self.check_room(job.terms, len(prompts) * params.n, sum(map(len, prompts)) * params.n)
         self.quotas.check_queue(self.quotas.account(job.terms.tenant), len(prompts) * params.n)
         timeout = self._queue_timeout(job.request.queue_timeout)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed

@@ -1,0 +1,99 @@
+"""A room that tenants share: who is let in, whoever asks for how much."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slotwise.engine.room import SHARE, Room
+
+TENANTS = st.sampled_from("abcdefgh")
+MOVES = st.lists(st.tuples(TENANTS, st.integers(-9, 9)), max_size=200)
+
+
+def ask(room: Room, tenant: str, bound: int, places: int = 1) -> bool:
+    """Whether it came in."""
+    if room.objection(tenant, places, bound):
+        return False
+    room.take(tenant, places)
+    return True
+
+
+def flood(room: Room, tenant: str, bound: int) -> int:
+    """Places that it comes to when it asks for one after another."""
+    while ask(room, tenant, bound):
+        pass
+    return room.held(tenant)
+
+
+@given(MOVES, st.integers(1, 60))
+def test_nobody_is_let_in_beyond_the_bound_nor_leaves_nothing_to_others(
+        moves: list[tuple[str, int]], bound: int) -> None:
+    room, held = Room("wait"), dict.fromkeys("abcdefgh", 0)
+    for tenant, places in moves:
+        before = held[tenant], room.total
+        if places <= 0:
+            room.give(tenant, given := min(-places, held[tenant]))
+            held[tenant] -= given
+        elif ask(room, tenant, bound, places):
+            held[tenant] += places
+            assert room.total <= bound or before[1] == 0  # one that is alone may be as large as it likes
+            assert not before[0] or held[tenant] <= SHARE * (bound - room.total)  # so a place is left, at least
+        else:
+            assert before[1] + places > bound or before[0], "who holds nothing is stopped by the bound alone"
+        assert room.total == sum(held.values()) and all(room.held(name) == count for name, count in held.items())
+
+
+@given(st.integers(1, 5000))
+def test_one_alone_has_nearly_all_of_it(bound: int) -> None:
+    assert flood(Room("wait"), "a", bound) == max(1, bound * SHARE // (SHARE + 1))
+
+
+@given(st.integers(1, 5000))
+def test_who_cannot_be_told_from_others_has_the_whole(bound: int) -> None:
+    assert flood(Room("wait"), "", bound) == bound
+
+
+@given(st.integers(1, 6), st.integers(1000, 5000))
+def test_floods_come_to_equal_parts_and_leave_one_to_whoever_comes_next(count: int, bound: int) -> None:
+    room, floods = Room("wait"), "abcdef"[:count]
+    for _ in range(bound):
+        for tenant in floods:
+            ask(room, tenant, bound)
+    part = Fraction(SHARE * bound, count * SHARE + 1)
+    assert all(abs(room.held(tenant) - part) <= SHARE + 1 for tenant in floods)
+    assert flood(room, "newcomer", bound) >= (bound - count * part) * SHARE / (SHARE + 1) - SHARE * count
+
+
+@given(st.integers(100, 5000))
+def test_a_flood_gives_way_as_it_drains_until_a_second_one_has_as_much(bound: int) -> None:
+    room = Room("wait")
+    flood(room, "first", bound)
+    for _ in range(3 * bound):  # whoever has waited longest goes, and both ask for its place: the first one first
+        room.give("first" if room.held("first") >= room.held("second") else "second", 1)
+        ask(room, "first", bound)
+        ask(room, "second", bound)
+    assert abs(room.held("first") - room.held("second")) <= SHARE + 1
+
+
+def test_an_empty_room_takes_anybody() -> None:
+    room = Room("wait")
+    assert not room.objection("a", 100, 10) and not room.objection("", 100, 10)
+    room.take("b", 1)
+    assert room.objection("a", 10, 10) and not room.objection("a", 9, 10)
+
+
+def test_idle_places_are_no_part_of_a_share() -> None:
+    room = Room("wait")
+    room.take("a", 3)
+    assert not room.objection("a", 1, 0, idle=4) and room.objection("a", 2, 0, idle=4)
+
+
+def test_who_has_left_is_forgotten() -> None:
+    room = Room("wait")
+    for number in range(100):
+        room.take(str(number), 2)
+        room.give(str(number), 2)
+    assert not room._held and room.total == 0

@@ -186,19 +186,23 @@ def test_whatever_happens_the_numbers_hold(history: list[tuple[int, int, float, 
 
 def test_a_tier_has_a_queue_of_its_own() -> None:
     queue = Queue()
+
+    def objection(tier: str, bound: int, num_requests: int = 1) -> str:
+        return queue.door.tier_objection(Terms(tier=tier), bound, num_requests)
+
     queue.come(2, 1, tier="gold")
     queue.come(6, 1, tier="silver")
     queue.step()  # nobody found a slot
-    assert queue.door.tier_objection("gold", 3) == "" != queue.door.tier_objection("gold", 2)
-    assert "the tier silver is full: 6 requests wait, at most 5 may" in queue.door.tier_objection("silver", 5)
-    assert queue.door.tier_objection("bronze", 1, 9) == ""  # where nobody waits anybody may
+    assert objection("gold", 3) == "" != objection("gold", 2)
+    assert "the tier silver is full: 6 requests wait, at most 5 may" in objection("silver", 5)
+    assert objection("bronze", 1, 9) == ""  # where nobody waits anybody may
     queue.step(admit=3)
-    assert queue.door.tier_objection("silver", 6) == "" != queue.door.tier_objection("silver", 5)
+    assert objection("silver", 6) == "" != objection("silver", 5)
     with queue.door.entering(Terms(tier="gold")):
-        assert "1 requests wait" in queue.door.tier_objection("gold", 1)
-    assert queue.door.tier_objection("gold", 1) == ""
+        assert "1 requests wait" in objection("gold", 1)
+    assert objection("gold", 1) == ""
     queue.door.stepped(StepRecord(1, 0, 0, ended=tuple(RowEnd(name, "abort", 0) for name in queue.line)))
-    assert queue.door.tier_objection("silver", 0) == ""
+    assert objection("silver", 0) == ""
 
 
 def test_a_tenant_has_a_queue_of_its_own_in_whatever_tiers_it_waits() -> None:
@@ -223,7 +227,7 @@ def test_who_has_gone_is_forgotten() -> None:
         queue.come(1, 1, f"user {number}", "gold")
     queue.step(admit=60)
     queue.door.stepped(StepRecord(1, 0, 0, ended=tuple(RowEnd(name, "abort", 0) for name in queue.line)))
-    assert not queue.door._waiting and not queue.door._in_tier
+    assert not queue.door._waiting and not queue.door._in_tier["gold"].total
     assert len(queue.door._living) == 60  # who runs
     queue.door.stepped(StepRecord(1, 0, 0, ended=tuple(RowEnd(str(name), "stop", 0) for name in range(1, 61))))
     assert not queue.door._living
@@ -285,6 +289,16 @@ def test_who_runs_holds_a_place_until_its_end() -> None:
         assert "9 requests wait or run, at most 9 may" in queue.objection(tenant="other")
     queue.door.stepped(StepRecord(1, 0, 0, ended=(RowEnd("1", "stop", 9), RowEnd("2", "abort", 9))))
     assert queue.objection(2, tenant="flood") == "" != queue.objection(3, tenant="flood")
+
+
+def test_a_tiers_queue_is_shared_as_the_whole_one_is() -> None:
+    queue = Queue()
+    queue.step()
+    queue.come(8, 1, "flood", "gold")
+    refused = queue.door.tier_objection(Terms("flood", "gold"), 9)
+    assert "the queue of the tier gold is full: 8 requests wait, 8 of them this client's" in refused
+    assert queue.door.tier_objection(Terms("light", "gold"), 9) == "" != (
+        queue.door.tier_objection(Terms("light", "gold"), 9, 2))
 
 
 def test_a_free_slot_is_anybodys() -> None:

@@ -11,7 +11,7 @@ bound is a room that tenants share (`engine.room`): a flood of one is refused wh
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import ceil, exp
@@ -91,7 +91,7 @@ class Door(Observer):
         self._lives = Room("requests wait or run")
         self._living: dict[str, str] = {}  # whose each is
         self._waiting: dict[str, tuple[Terms, int]] = {}  # and tokens of each prompt
-        self._in_tier: Counter[str] = Counter()  # who waits, and who enters
+        self._in_tier: defaultdict[str, Room] = defaultdict(lambda: Room("requests wait"))
         self._slots = limits.max_num_seqs
         self._free = (self._slots, limits.cache_tokens)  # slots and tokens that nobody needs to wait for
         self._queueing_since = 0  # nanoseconds; 0: nobody was left waiting by the last step
@@ -160,9 +160,7 @@ class Door(Observer):
     def _count(self, terms: Terms, requests: int, tokens: int) -> None:
         self._requests.take(terms.tenant, requests)
         self._tokens.take(terms.tenant, tokens)
-        self._in_tier[terms.tier] += requests
-        if not self._in_tier[terms.tier]:
-            del self._in_tier[terms.tier]
+        self._in_tier[terms.tier].take(terms.tenant, requests)
 
     # -- who may come in -----------------------------------------------------------------------------------------
 
@@ -189,18 +187,17 @@ class Door(Observer):
         pace = f"; about {self.rate.requests:.2g} start a second" if self.rate.measured else ""
         return f"the queue is full: {why}{pace}; this one adds {num_requests} ({num_tokens} tokens)"
 
-    def tier_objection(self, tier: str, bound: int, num_requests: int = 1) -> str:
-        """Why so many of a tier cannot wait as well, of which at most `bound` may; empty when they can."""
-        return self._objection(f"the queue of the tier {tier} is full", self._in_tier[tier], bound, num_requests)
+    def tier_objection(self, terms: Terms, bound: int, num_requests: int = 1) -> str:
+        """Why so many more of a tenant cannot wait in a tier, in which at most `bound` may; empty when they can."""
+        why = self._in_tier[terms.tier].objection(terms.tenant, num_requests, bound, self._free[0])
+        return f"the queue of the tier {terms.tier} is full: {why}; this one adds {num_requests}" if why else ""
 
     def tenant_objection(self, tenant: str, bound: int, num_requests: int = 1) -> str:
-        """Likewise of a tenant."""
-        return self._objection("this key's queue is full", self._requests.held(tenant), bound, num_requests)
-
-    def _objection(self, what: str, waiting: int, bound: int, num_requests: int) -> str:
+        """Why so many more of a tenant cannot wait, of which at most `bound` may; empty when they can."""
+        waiting = self._requests.held(tenant)
         if not waiting or waiting + num_requests <= bound + self._free[0]:
             return ""
-        return f"{what}: {waiting} requests wait, at most {bound} may; this one adds {num_requests}"
+        return f"this key's queue is full: {waiting} requests wait, at most {bound} may; this one adds {num_requests}"
 
     def outlook(self) -> Outlook:
         """Of one more."""
@@ -216,7 +213,7 @@ class Door(Observer):
 
     def tier_retry_after(self, tier: str, bound: int) -> int:
         """Seconds until half of a tier's full queue has drained, were all slots its own."""
-        return self._until_half(self._in_tier[tier], bound)
+        return self._until_half(self._in_tier[tier].total, bound)
 
     def tenant_retry_after(self, tenant: str, bound: int) -> int:
         """Likewise of a tenant's."""

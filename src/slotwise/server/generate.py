@@ -82,7 +82,7 @@ class Api:
             raise from_refusal(refused, door.retry_after) from refused
         objection, retry_after = door.objection(terms.tenant, num_requests, num_tokens), 0
         if not objection and (bound := self.tiers.bound(terms.tier)) is not None:
-            objection = door.tier_objection(terms.tier, bound, num_requests)
+            objection = door.tier_objection(terms, bound, num_requests)
             retry_after = door.tier_retry_after(terms.tier, bound)
         if objection:
             self.refused(QUEUE_FULL)

@@ -271,8 +271,7 @@ def _light_waits(asks: Sequence[Ask], outcomes: Sequence[Outcome]) -> list[float
     """Seconds to the first token of those who are few, all of whom must have been served."""
     light = [outcome for ask, outcome in zip(asks, outcomes, strict=True) if ask.terms.tenant == "light"]
     if refused := sum(outcome.status != COMPLETED for outcome in light):
-        raise RuntimeError(f"{refused} of {len(light)} light requests were refused, for the flood had filled the "
-                           "server: --seconds is too long for it")
+        raise RuntimeError(f"{refused} of {len(light)} light requests were refused: the flood closed the door to them")
     return [outcome.ttft for outcome in light]
 
 

@@ -42,8 +42,8 @@ def _server_options(serve: argparse.ArgumentParser) -> None:
     group.add_argument("--served-model-name", metavar="NAME", help="what clients call the model")
     group.add_argument("--chat-template", metavar="FILE", help="a Jinja file instead of the model's own template")
     group.add_argument("--max-num-queued-reqs", type=_at_least_one, metavar="N",
-                       help="requests that may wait for their first slot; more get 503 (default: what is expected to "
-                       f"start within {PATIENCE:g} s, as measured)")
+                       help="requests that may wait for their first slot, one key's at most 8/9 of them; more get 503 "
+                       f"(default: what is expected to start within {PATIENCE:g} s, as measured)")
     group.add_argument("--max-num-queued-tokens", type=_at_least_one, metavar="TOKENS",
                        help="tokens of their prompts, likewise")
     group.add_argument("--queue-timeout", type=_seconds, default=0.0, metavar="SECONDS",

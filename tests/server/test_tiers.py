@@ -28,7 +28,7 @@ api_keys = ["g"]
 
 [[tier]]
 name = "silver"
-max_num_queued_reqs = 2
+max_num_queued_reqs = 3
 
 [[tier]]
 name = "bronze"
@@ -188,9 +188,10 @@ def occupied(server: Server) -> Iterator[None]:
 def test_a_tiers_queue_is_bounded_and_its_slots_are_its_own(server: Server, tokenizer: Any) -> None:
     with occupied(server):
         assert in_it(server) == (2, 2)
-        full = ask(server, "plain")
+        full = ask(server, "other", service_tier="silver")
         assert full.status_code == 503 and full.json()["error"]["code"] == "queue_full"
-        assert "queue of the tier silver is full: 2 requests wait, at most 2 may" in full.json()["error"]["message"]
+        assert "the tier silver is full: 2 requests wait, 2 of them this client's" in full.json()["error"]["message"]
+        assert ask(server, "plain", queue_timeout=0.1).status_code == 504, "a place is left to another client: it waits"
         assert 1 <= int(full.headers["retry-after"]) <= 60 and full.headers["x-queue-position"] == "2"
         late = ask(server, "plain", queue_timeout=0.1, service_tier="bronze")  # another queue: it waits
         assert late.status_code == 504
@@ -204,7 +205,7 @@ def test_what_is_told_of_tiers_can_be_asked_for_and_replaces_what_was(server: Se
     before = server.get(SCHEDULING, Authorization="Bearer root").json()
     assert before["tiers"][1] == {
         "name": "silver", "ttft_ms": None, "tpot_ms": None, "priority": 0, "weight": 1.0, "slots": 0,
-        "max_num_queued_reqs": 2, "max_step_context": 0, "requests_per_minute": None, "tokens_per_minute": None,
+        "max_num_queued_reqs": 3, "max_step_context": 0, "requests_per_minute": None, "tokens_per_minute": None,
         "max_num_queued_reqs_per_key": None}
     assert put(server, "root", {"tiers": before["tiers"]}).json() == before
     try:

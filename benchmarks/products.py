@@ -1,8 +1,8 @@
-"""Times the four products of a SmolLM2-135M layer with quantised weights, each by whoever offers it, beside bfloat16.
+"""Times the four products of a SmolLM2-135M layer, in bfloat16 and with quantised weights, each by whoever offers it.
 
 Cold: each call finds another of 30 layers' weights.  Prints microseconds for a layer's four products together.
 
-    python benchmarks/quantised.py --rows 1 16 64 512
+    python benchmarks/products.py --rows 1 16 64 512
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from torch import Tensor
 
 from slotwise.kernels.base import Linear
 from slotwise.kernels.cpu import CpuKernels
+from slotwise.kernels.cpu.half import half_linear, multiplies_halves
+from slotwise.kernels.cpu.linear import tiled_linear
+from slotwise.kernels.cpu.onednn import onednn_linear
 from slotwise.kernels.cpu.quantised import quantised_linear
 from slotwise.kernels.cpu.team import Team
 
@@ -29,6 +32,21 @@ TEAM = Team(torch.get_num_threads())
 
 def today(weight: Tensor) -> Linear:
     return KERNELS.linear(weight)
+
+
+def widened(weight: Tensor) -> Linear:
+    """bfloat16 as float32, as on processors that multiply nothing smaller."""
+    return tiled_linear(weight, None, TEAM)
+
+
+def halves(weight: Tensor) -> Linear:
+    """bfloat16 in half precision."""
+    return half_linear(weight, None, TEAM)
+
+
+def by_torch(weight: Tensor) -> Linear:
+    """bfloat16 as oneDNN packs it."""
+    return onednn_linear(weight, None)
 
 
 def own_int8(weight: Tensor) -> Linear:
@@ -115,7 +133,8 @@ def dyn_quant(weight: Tensor) -> Linear:
 
 
 WAYS: tuple[Callable[[Tensor], Linear], ...] = (
-    today, own_int8, own_int4, fbgemm, onednn, int_mm, int8pack, int4pack, dyn_quant)
+    today, widened, *([halves] if multiplies_halves() else []), by_torch, own_int8, own_int4, fbgemm, onednn,
+    int_mm, int8pack, int4pack, dyn_quant)
 
 
 def microseconds(layers: list[list[Linear]], inputs: list[Tensor], repeats: int) -> float:

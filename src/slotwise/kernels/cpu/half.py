@@ -219,8 +219,8 @@ def _product(words):
     items = (tokens + block - 1) // block * panels
     weight_bytes = depth * PANEL * 2
     sums = load(words, SCRATCH, INT64) + fetch_add(words + THREAD_COUNTER, 1) * load(words, SCRATCH_BYTES, INT64)
-    scales = sums + TALLEST * PANEL * 4
-    strips = scales + block * 4
+    strips = sums + TALLEST * PANEL * 4
+    scales = strips + block * depth * PAIR_BYTES
     threads, panel_bytes = load(words, THREADS, INT64), weight_bytes + PANEL * 4
     held, is_first = -1, True
     item = fetch_add(words, 1)

@@ -60,6 +60,8 @@ class CpuKernels:
         """By what the processor multiplies, for each thread."""
         if kind == torch.bfloat16 and onednn.multiplies_bfloat16():
             return 7e11 * self.team.threads
+        if kind == torch.bfloat16 and half.multiplies_halves():
+            return 1.6e11 * self.team.threads
         return (1e11 if processor.AVX512 else 6e10) * self.team.threads
 
     def allocate_cache(self, num_blocks: int, block_size: int, shape: AttentionShape, kind: torch.dtype) -> CpuCache:

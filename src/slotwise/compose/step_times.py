@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -51,10 +50,5 @@ def remembered(config: EngineConfig, info: EngineInfo) -> Iterator[steptime.Step
 def traits(config: EngineConfig, info: EngineInfo) -> tuple[str, ...]:
     """All that makes steps faster or slower: the model's shape, what computes it, and where."""
     shape = (Path(config.model) / "config.json").read_text()
-    threads = os.environ.get("OMP_NUM_THREADS") or str(_processors())
-    return (shape, info.dtype, info.quantization, info.cache_dtype, info.device, threads, platform.node(),
+    return (shape, info.dtype, info.quantization, info.cache_dtype, info.device, str(info.threads), platform.node(),
             platform.machine(), __version__)
-
-
-def _processors() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

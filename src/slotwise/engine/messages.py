@@ -90,6 +90,7 @@ class EngineInfo(Struct, tag="ready"):
     kv_cache_dtype: str = "auto"
     learned: Learned | None = None  # what it knew of step times at the start
     roofline: Roofline | None = None  # what its steps must cost here; None: nobody measured
+    threads: int = 1  # that compute
 
     @property
     def weights(self) -> str:

@@ -14,6 +14,7 @@ from dataclasses import replace
 import uvloop
 from tqdm import tqdm
 
+from slotwise.compose.cores import Cores
 from slotwise.compose.garbage import settle
 from slotwise.compose.launch import ChildProcess, launch_engine
 from slotwise.compose.step_times import remembered
@@ -64,10 +65,13 @@ async def _serve(
 ) -> int:
     bar = _LoadingBar(settings.log_format)
     traces = Traces(endpoint, settings.served_model_name) if (endpoint := settings.otlp_traces_endpoint) else None
-    service = EngineService(bar)
+    service, cores = EngineService(bar), Cores()
 
     def launch(last: EngineInfo | None) -> ChildProcess:
-        return launch_engine(_like(config, last), settings.log_format) if last is not None else first
+        if last is None:
+            return first
+        with cores.lent():
+            return launch_engine(_like(config, last), settings.log_format)
 
     supervisor = Supervisor(service, launch, settings.engine_timeout)
     try:
@@ -76,6 +80,7 @@ async def _serve(
         chat = load_chat_template(config.model, tokenizer.special_tokens, template)
         with bar:
             info = await supervisor.ready()
+        cores.leave_to(first.process.pid)
         with remembered(config, info) as step_times:
             app = build_app(service, tokenizer, chat, settings, step_times)
             settle()

@@ -50,7 +50,7 @@ SMALLEST_EXPONENT = TOP  # of a bfloat16, as its bits have it, for which the shi
 PAIR_BYTES = 4
 STRIP_ROW_BYTES = CHAIN * PAIR_BYTES
 AHEAD = 16384
-BLOCK_PAIRS = 1 << 16  # of rows halved at once: a quarter of a typical second-level cache
+BLOCK_PAIRS = 1 << 17  # of rows halved at once: a quarter of the second-level caches that such processors have
 
 X, WEIGHT, BIAS, OUT, TOKENS, DEPTH, OUTPUTS, BLOCK, SCRATCH, SCRATCH_BYTES, THREADS = range(HEADER, HEADER + 11)
 

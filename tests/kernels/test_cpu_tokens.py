@@ -47,10 +47,10 @@ def test_onednn_products_carry_the_bias():
     assert distance(onednn_linear(weight, bias)(x), expected) < 3e-3
 
 
-@pytest.mark.parametrize(("of_bfloat16", "of_float32", "is_faster"), [(1, 8, True), (1, 1.1, False), (2, 1, False)])
+@pytest.mark.parametrize(("of_bfloat16", "of_float32", "is_faster"), [(1, 8, True), (1, 1.3, False), (2, 1, False)])
 def test_torch_multiplies_bfloat16_only_where_it_is_faster_at_it(monkeypatch, of_bfloat16, of_float32, is_faster):
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True, raising=False)
-    monkeypatch.setattr(onednn, "_seconds", {torch.bfloat16: of_bfloat16, torch.float32: of_float32}.get)
+    monkeypatch.setattr(onednn, "_seconds", lambda: (of_bfloat16, of_float32))
     assert onednn.multiplies_bfloat16.__wrapped__() is is_faster
 
 
@@ -62,7 +62,7 @@ def test_without_instructions_for_it_torch_multiplies_no_bfloat16(monkeypatch):
 
 
 def test_what_a_product_takes_is_measured():
-    assert 0 < onednn._seconds(torch.float32) < 1
+    assert all(0 < seconds < 1 for seconds in onednn._seconds())
 
 
 @FLOATS

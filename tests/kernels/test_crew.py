@@ -193,3 +193,25 @@ def test_helpers_give_way_and_stay_where_openmp_s_threads_would():
     is_alone = str(len(os.sched_getaffinity(0)) == 1)
     assert _told(WHERE, OMP_PROC_BIND="true", OMP_NUM_THREADS="2").split() == [is_alone, "19", "True"]
     assert _told(WHERE, OMP_PROC_BIND="false").split() == ["True", "19", "True"]
+
+
+ROAM = """
+import os, threading
+from slotwise.kernels.cpu.openmp import roam
+everywhere, told = os.sched_getaffinity(os.getppid()), []
+def look():
+    told.append(os.sched_getaffinity(0) == everywhere)
+    roam()
+    told.append(os.sched_getaffinity(0) == everywhere)
+thread = threading.Thread(target=look)
+thread.start()
+thread.join()
+print(*told)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have places of their own on Linux")
+def test_a_thread_may_leave_the_core_of_the_bound_one_that_started_it():
+    is_alone = str(len(os.sched_getaffinity(0)) == 1)
+    assert _told(ROAM, OMP_PROC_BIND="true", OMP_NUM_THREADS="2").split() == [is_alone, "True"]
+    assert _told(ROAM, OMP_PROC_BIND="false").split() == ["True", "True"]

@@ -22,6 +22,7 @@ from slotwise.engine.messages import EngineInfo
 from slotwise.engine.probe import probe
 from slotwise.kernels.base import Kernels
 from slotwise.kernels.checked import CheckedKernels
+from slotwise.kernels.cpu.openmp import roam
 from slotwise.kernels.cpu.pages import LARGE
 from slotwise.kernels.select import choose, draw_for, resolve, team_of
 from slotwise.model.config import ModelConfig
@@ -118,6 +119,7 @@ def load(config: EngineConfig, progress: Progress = silent, wrap: Callable[[Kern
 
 
 def _warm_up(kernels: Kernels, kind: torch.dtype) -> None:
+    roam()
     kernels.warm_up(kind)
     if kernels.name == "cpu":
         Sampler.warm_up(kind)

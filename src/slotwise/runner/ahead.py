@@ -14,6 +14,7 @@ from typing import Protocol
 
 from slotwise.core.plan import StepPlan, StepResult
 from slotwise.engine.executor import Executor
+from slotwise.kernels.cpu.openmp import roam
 
 REST = 2.0  # times what was worked, after each layer
 
@@ -62,6 +63,7 @@ class Ahead:
 
     def _touch(self, end: int) -> None:
         """Layer by layer, for steps that run meanwhile want the processors; who cannot be asked is not asked again."""
+        roam()
         for cache in self._caches:
             began = time.monotonic()
             if not cache.touch(self._touched, end):

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from slotwise.kernels.base import Linear
 
-WORTH = 1.25  # times as fast as float32: beside products of our own a decode step can be recorded, too
+WORTH = 1.5  # times as fast as float32: beside products of our own a decode step can be recorded, too
 ROWS, DEPTH, OUTPUTS = 128, 512, 1024  # of a product that is measured: about a millisecond
-TRIES = 6
+TRIES = 12
 
 
 def onednn_linear(weight: Tensor, bias: Tensor | None) -> Linear:
@@ -40,16 +40,27 @@ def multiplies_bfloat16() -> bool:
     checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # private: absent means no
     if not any(getattr(torch.cpu, check, bool)() for check in checks):
         return False
-    return WORTH * _seconds(torch.bfloat16) < _seconds(torch.float32)
+    of_bfloat16, of_float32 = _seconds()
+    return WORTH * of_bfloat16 < of_float32
 
 
 @torch.inference_mode()
-def _seconds(kind: torch.dtype) -> float:
-    """What a product takes at best."""
-    product, x = onednn_linear(torch.ones(OUTPUTS, DEPTH, dtype=kind), None), torch.ones(ROWS, DEPTH, dtype=kind)
-    times = []
-    for _ in range(TRIES):
+def _seconds() -> tuple[float, float]:
+    """What a product of bfloat16 and one of float32 take at best, in turns: a machine's speed may change meanwhile."""
+    products = [_Product(kind) for kind in (torch.bfloat16, torch.float32)]
+    rounds = [[product.seconds() for product in products] for _ in range(TRIES)]
+    of_bfloat16, of_float32 = map(min, zip(*rounds, strict=True))
+    return of_bfloat16, of_float32
+
+
+class _Product:
+    """One to measure."""
+
+    def __init__(self, kind: torch.dtype) -> None:
+        self._apply = onednn_linear(torch.ones(OUTPUTS, DEPTH, dtype=kind), None)
+        self._x = torch.ones(ROWS, DEPTH, dtype=kind)
+
+    def seconds(self) -> float:
         started = time.perf_counter()
-        product(x)
-        times.append(time.perf_counter() - started)
-    return min(times)
+        self._apply(self._x)
+        return time.perf_counter() - started

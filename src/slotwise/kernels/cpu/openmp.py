@@ -7,8 +7,11 @@ by their compatibility entry).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import os
+import sys
 from pathlib import Path
 
 import torch
@@ -55,6 +58,13 @@ def places() -> list[frozenset[int]]:
         return []
     count, first = library.omp_get_num_places(), max(0, library.omp_get_place_num())
     return [_processors(library, (first + number) % count) for number in range(count)]
+
+
+def roam() -> None:
+    """Let the calling thread go wherever OpenMP's may: one started by a thread that is bound is bound to its core."""
+    if (bound := places()) and sys.platform == "linux":
+        with contextlib.suppress(OSError):  # where it is not allowed, work is done all the same
+            os.sched_setaffinity(0, frozenset().union(*bound))
 
 
 def _processors(library: ctypes.CDLL, place: int) -> frozenset[int]:

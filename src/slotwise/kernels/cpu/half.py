@@ -2,7 +2,7 @@
 
 A half has three bits more than a bfloat16 and a far smaller range.  So every output's weights, and every token's
 numbers, are shifted by a power of two, which loses nothing but what is 2**-29 of the largest beside it.  Products are
-added in halves for `CHAIN` of depth, which costs a third of what rounding the result to bfloat16 does, and from there
+added in halves for `CHAIN` of depth, which costs 0.4 of what rounding the result to bfloat16 does, and from there
 on in float32.  A vector holds twice as many halves as float32, and nothing is widened on its way.
 
     weights       panels of 64 outputs:  [ half[depth, 64] | scale float32[64] ]

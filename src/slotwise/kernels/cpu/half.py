@@ -49,7 +49,7 @@ TOP = 5  # numbers are shifted below 2**TOP: the sum of a chain stays below 2**1
 SMALLEST_EXPONENT = TOP  # of a bfloat16, as its bits have it, for which the shift still is a float
 PAIR_BYTES = 4
 STRIP_ROW_BYTES = CHAIN * PAIR_BYTES
-AHEAD = 16384
+AHEAD = 16384  # bytes of weights between what is read and what is asked for, where a panel is read but once
 BLOCK_PAIRS = 1 << 17  # of rows halved at once: a quarter of the second-level caches that such processors have
 
 X, WEIGHT, BIAS, OUT, TOKENS, DEPTH, OUTPUTS, BLOCK, SCRATCH, SCRATCH_BYTES, THREADS = range(HEADER, HEADER + 11)

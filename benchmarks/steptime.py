@@ -1,13 +1,13 @@
 """How good the step-time model is, and whether explanations name the right decode time: against a real model.
 
-Three workloads, each on an engine of its own that knows what it found out at its start and nothing of earlier runs.  Of
-each: the error of predictions made after 200 steps; then requests of it are run once more with nobody else, and what
-the explanation said that their decode would take alone is held against it.  Those of few tokens are run three times and
-count by the middle one, for a single hiccup of the machine takes as long as all of their steps.
+Of three workloads: the error of predictions made after 200 steps; then requests are run once more with nobody else,
+and what the explanation said that their decode would take alone is held against it.
 
-What was explained and what was measured are minutes apart, and a machine that others share may be twice as fast by
-then.  So a metronome runs beside all of it: another engine on the same weights, with one row that nobody learns from,
-does two steps after every few.  Ratios are told as they are, and `steady`: with both decode times counted in its beats.
+A machine that others share is a third faster or slower by the next minute.  So each workload takes turns, each on an
+engine of its own that knows what it found out at its start and nothing of earlier runs, and a request counts by the
+middle one of its turns.  And a metronome runs beside all of it: another engine on the same weights, with one row that
+nobody learns from, does two steps after every few.  Ratios are told as they are, and `steady`: with both decode times
+counted in its beats.
 
 usage: python benchmarks/steptime.py [--model FOLDER] [--solo N] [--workload NAME] [--json FILE]
 """
@@ -47,7 +47,7 @@ from slotwise.workload.requests import Recipe, Workload, WorkRequest, generate
 
 LEARNING = 200  # steps before predictions count
 FEWEST_DECODED = 8  # tokens of a request that is run alone
-FEW_DECODED = 24  # tokens of those that are run alone three times
+TURNS = 5
 BEAT = 4  # steps from one beat to the next
 BEAT_TOKENS = 64  # that the metronome's row grows by before it begins anew
 NS = 1e-9
@@ -128,43 +128,74 @@ class Outcome(NamedTuple):
     name: str
     num_steps: int
     errors: list[float]  # of predictions made after LEARNING steps, relative
-    ratios: list[float]  # decode alone, as explained over as measured
+    ratios: list[float]  # decode alone, as explained over as measured: of each request the middle one of its turns
     steady: list[float]  # the same, both counted in beats
 
 
-def judge(lab: Lab, name: str, workload: Workload, num_solo: int) -> Outcome:
-    times = StepTimes(lab.info.learned)
-    stories = lab.run(workload, workload.requests, times)
-    errors, again, end, steps = [], StepTimes(lab.info.learned), 0, lab.steps
+class Turn(NamedTuple):
+    """The workload once, and requests of it alone right after it, on an engine that has served nobody else."""
+
+    num_steps: int
+    errors: list[float]
+    ratios: dict[int, float]  # by the numbers of the requests
+    steady: dict[int, float]
+
+
+def measure(model: str, name: str, num_solo: int) -> Outcome:
+    """One workload, in turns."""
+    turns: list[Turn] = []
+    alone: list[WorkRequest] = []
+    token_s = 0.0
+    for _ in range(TURNS):
+        lab = Lab(model)
+        pace = seconds_of_a_token(lab)  # asked each time: an engine's first steps find everything cold
+        token_s = token_s or pace
+        workload, times = workload_of(name, lab.info, token_s), StepTimes(lab.info.learned)
+        stories = lab.run(workload, workload.requests, times)
+        alone = alone or [
+            request for request in workload.requests
+            if stories[request.number].ns("neighbours") and request.num_output >= FEWEST_DECODED][:num_solo]
+        errors, num_steps = predicted(lab.steps, StepTimes(lab.info.learned)), len(lab.steps)
+        turns.append(Turn(num_steps, errors, *compared_with(lab, workload, stories, alone)))
+    return Outcome(
+        name, sum(turn.num_steps for turn in turns), [error for turn in turns for error in turn.errors],
+        medians([turn.ratios for turn in turns]), medians([turn.steady for turn in turns]))
+
+
+def seconds_of_a_token(lab: Lab) -> float:
+    alone = Workload((WorkRequest(0, 0.0, 64, 48),), 48)
+    lab.run(alone, alone.requests, StepTimes())
+    (story,) = lab.run(alone, alone.requests, StepTimes()).values()
+    return story.ns("decode") * NS / 47
+
+
+def predicted(steps: Iterable[Step], times: StepTimes) -> list[float]:
+    """Relative errors of what `times` says of each step before it learns from it, after the first LEARNING."""
+    errors, end = [], 0
     for count, step in enumerate(steps):
         work, began = work_of(step.starts, step.counts, step.padding), max(step.started_ns, end)
         end = step.ended_ns
         if count >= LEARNING and work.rows:
-            errors.append(again.seconds(work) / ((end - began) * NS) - 1)
-        again.step(work, step.started_ns * 1e-9, step.ended_ns * 1e-9)
-    crowded = [
-        request for request in workload.requests
-        if stories[request.number].ns("neighbours") and request.num_output >= FEWEST_DECODED]
-    pace, ratios, steady = statistics.median(lab.beats), [], []
-    for request in (crowded * num_solo)[:num_solo]:
-        alone = WorkRequest(request.number, 0.0, request.num_prompt, request.num_output)
-        runs = 3 if request.num_output < FEW_DECODED else 1
-        told, took, beats = stories[request.number].ns("decode"), [], []
-        for _ in range(runs):
-            took.append(lab.run(workload, [alone], StepTimes())[request.number].ns("decode"))
-            beats.append(took[-1] / statistics.median(lab.beats))
-        ratios.append(told / statistics.median(took))
-        steady.append(told / pace / statistics.median(beats))
-    return Outcome(name, len(steps), errors, ratios, steady)
+            errors.append(times.seconds(work) / ((end - began) * NS) - 1)
+        times.step(work, step.started_ns * NS, step.ended_ns * NS)
+    return errors
 
 
-def measure(model: str, name: str, num_solo: int) -> Outcome:
-    """One workload on an engine of its own."""
-    lab = Lab(model)
-    warm_up = Workload((WorkRequest(0, 0.0, 64, 48),), 48)
-    lab.run(warm_up, warm_up.requests, StepTimes())
-    (story,) = lab.run(warm_up, warm_up.requests, StepTimes()).values()
-    return judge(lab, name, workload_of(name, lab.info, story.ns("decode") * NS / 47), num_solo)
+def compared_with(
+    lab: Lab, workload: Workload, stories: dict[int, Story], alone: Iterable[WorkRequest]
+) -> tuple[dict[int, float], dict[int, float]]:
+    """Decode times of `stories` over those of the same requests run alone now: as they are, and in beats."""
+    pace, ratios, steady = statistics.median(lab.beats), {}, {}
+    for request in alone:
+        took = lab.run(workload, [replace(request, arrives_at=0.0)], StepTimes())[request.number].ns("decode")
+        ratios[request.number] = stories[request.number].ns("decode") / took
+        steady[request.number] = ratios[request.number] * statistics.median(lab.beats) / pace
+    return ratios, steady
+
+
+def medians(turns: list[dict[int, float]]) -> list[float]:
+    """Of every request, over the turns."""
+    return [statistics.median(turn[number] for turn in turns) for number in turns[0]]
 
 
 def workload_of(name: str, info: EngineInfo, token_s: float) -> Workload:

@@ -88,14 +88,6 @@ def work_of(starts: Sequence[int], counts: Sequence[int], padding: Sequence[int]
     return Work(sum(lengths), len(counts), context, pairs)
 
 
-class Line:
-    """Coefficients, and their products in the order of `PAIRS`: what is not on the diagonal counts twice."""
-
-    def __init__(self, shares: Sequence[float]) -> None:
-        self.shares = tuple(shares)
-        self.squares = [shares[i] * shares[j] * (1 if i == j else 2) for i, j in PAIRS]
-
-
 @dataclass(slots=True)
 class Sums:
     """The normal equations of one size's steps: `weight` of them, X'X and X'1, in relative terms."""
@@ -119,11 +111,13 @@ class Sums:
         """Of these steps, about the mean."""
         return self.totals[2] / self.totals[0]
 
-    def factor(self, line: Line) -> float:
-        """What makes the least of the relative errors that a line has in these steps."""
-        told: float = sum(map(mul, line.shares, self.totals))
-        squares: float = sum(map(mul, line.squares, self.products))
-        return (told + DOUBT) / (squares + DOUBT)
+    def factor(self, shares: Sequence[float]) -> float:
+        """What a line of these shares must be multiplied by so that its part of a step is one on the mean.
+
+        The least relative error would be further below what a step takes on the mean, by the variance of whatever
+        disturbed them; here too one that was interrupted for ten times as long hardly counts.
+        """
+        return (self.weight + DOUBT) / (sum(map(mul, shares, self.totals)) + DOUBT)
 
 
 @dataclass(slots=True)
@@ -172,7 +166,7 @@ class StepTimes:
 
     def __init__(self, learned: Learned | None = None) -> None:
         self._sizes = {size: sums.faded(REMEMBERED) for size, sums in learned.sizes.items()} if learned else {}
-        self._line = Line([0.0] * NUM_TERMS)
+        self._shares = [0.0] * NUM_TERMS
         self._factors = {kind: Factors() for kind in KINDS}
         self._level = 0.0  # its logarithm
         self._met: set[tuple[int, int]] = set()  # rows and bits of the longest context, of steps of decoding rows alone
@@ -208,10 +202,10 @@ class StepTimes:
     @property
     def coefficients(self) -> dict[str, float]:
         """Seconds of a step, of starting its kernels, of a token, of a row, of a position of context and of a pair."""
-        return dict(zip(("step", "launch", "token", "row", "context", "pair"), self._line.shares, strict=True))
+        return dict(zip(("step", "launch", "token", "row", "context", "pair"), self._shares, strict=True))
 
     def learned(self) -> Learned:
-        return Learned(dict(self._sizes))
+        return Learned({size: sums.faded(sums.weight) for size, sums in self._sizes.items()})
 
     def _kind(self, work: Work) -> str:
         if work.pairs:
@@ -219,7 +213,7 @@ class StepTimes:
         return FIRST if work.longest and _met_as(work) not in self._met else DECODE
 
     def _typical(self, work: Work, kind: str) -> float:
-        step, launch, token, row, position, pair = self._line.shares
+        step, launch, token, row, position, pair = self._shares
         tokens, rows, context, pairs, _ = work
         plain = step + token * tokens + row * rows + position * context + pair * pairs
         return (plain if kind == DECODE else plain + launch) * self._factors[kind].of(tokens)
@@ -290,12 +284,12 @@ class StepTimes:
         matrix = [[0.0] * NUM_TERMS for _ in range(NUM_TERMS)]
         for (i, j), value in zip(PAIRS, products, strict=True):
             matrix[i][j] = matrix[j][i] = value
-        self._line = Line(non_negative(matrix, totals, RIDGE))
+        self._shares = non_negative(matrix, totals, RIDGE)
         for size, sums in self._sizes.items():
             self._put(size, sums)
 
     def _put(self, size: str, sums: Sums) -> None:
-        self._factors[size.partition("-")[0]].put(size, sums.tokens(), sums.factor(self._line))
+        self._factors[size.partition("-")[0]].put(size, sums.tokens(), sums.factor(self._shares))
 
 
 def _terms(work: Work, kind: str) -> tuple[float, ...]:

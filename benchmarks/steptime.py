@@ -1,13 +1,13 @@
 """How good the step-time model is, and whether explanations name the right decode time: against a real model.
 
-Of three workloads: the error of predictions made after 200 steps; then requests are run once more with nobody else,
-and what the explanation said that their decode would take alone is held against it.
+Three workloads, each on an engine of its own that knows what it found out at its start and nothing of earlier runs.  Of
+each: the error of predictions made after 200 steps.  Then it is run again, and requests of it with nobody else, whose
+steps nobody learns from: what the explanation said that their decode would take alone is held against it.
 
-A machine that others share is a third faster or slower by the next minute.  So each workload takes turns, each on an
-engine of its own that knows what it found out at its start and nothing of earlier runs, and a request counts by the
-middle one of its turns.  And a metronome runs beside all of it: another engine on the same weights, with one row that
-nobody learns from, does two steps after every few.  Ratios are told as they are, and `steady`: with both decode times
-counted in its beats.
+A machine that others share is a third faster or slower by the next minute.  So the two take turns, and a request counts
+by the middle one of its turns.  And a metronome runs beside all of it: another engine on the same weights, with one row
+that nobody learns from, does two steps after every few.  Ratios are told as they are, and `steady`: with both decode
+times counted in its beats.
 
 usage: python benchmarks/steptime.py [--model FOLDER] [--solo N] [--workload NAME] [--json FILE]
 """
@@ -18,7 +18,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,7 +47,7 @@ from slotwise.workload.requests import Recipe, Workload, WorkRequest, generate
 
 LEARNING = 200  # steps before predictions count
 FEWEST_DECODED = 8  # tokens of a request that is run alone
-TURNS = 5
+TURNS = 3
 BEAT = 4  # steps from one beat to the next
 BEAT_TOKENS = 64  # that the metronome's row grows by before it begins anew
 NS = 1e-9
@@ -132,34 +132,18 @@ class Outcome(NamedTuple):
     steady: list[float]  # the same, both counted in beats
 
 
-class Turn(NamedTuple):
-    """The workload once, and requests of it alone right after it, on an engine that has served nobody else."""
-
-    num_steps: int
-    errors: list[float]
-    ratios: dict[int, float]  # by the numbers of the requests
-    steady: dict[int, float]
-
-
 def measure(model: str, name: str, num_solo: int) -> Outcome:
-    """One workload, in turns."""
-    turns: list[Turn] = []
-    alone: list[WorkRequest] = []
-    token_s = 0.0
-    for _ in range(TURNS):
-        lab = Lab(model)
-        pace = seconds_of_a_token(lab)  # asked each time: an engine's first steps find everything cold
-        token_s = token_s or pace
-        workload, times = workload_of(name, lab.info, token_s), StepTimes(lab.info.learned)
-        stories = lab.run(workload, workload.requests, times)
-        alone = alone or [
-            request for request in workload.requests
-            if stories[request.number].ns("neighbours") and request.num_output >= FEWEST_DECODED][:num_solo]
-        errors, num_steps = predicted(lab.steps, StepTimes(lab.info.learned)), len(lab.steps)
-        turns.append(Turn(num_steps, errors, *compared_with(lab, workload, stories, alone)))
-    return Outcome(
-        name, sum(turn.num_steps for turn in turns), [error for turn in turns for error in turn.errors],
-        medians([turn.ratios for turn in turns]), medians([turn.steady for turn in turns]))
+    """One workload: first to learn from, then in turns with those of its requests that had neighbours."""
+    lab = Lab(model)
+    workload, times = workload_of(name, lab.info, seconds_of_a_token(lab)), StepTimes(lab.info.learned)
+    stories = lab.run(workload, workload.requests, times)
+    errors, num_steps = predicted(lab.steps, StepTimes(lab.info.learned)), len(lab.steps)
+    alone = [
+        request for request in workload.requests
+        if stories[request.number].ns("neighbours") and request.num_output >= FEWEST_DECODED][:num_solo]
+    turns = [compared_with(lab, workload, lab.run(workload, workload.requests, times), alone) for _ in range(TURNS)]
+    ratios, steady = zip(*turns, strict=True)
+    return Outcome(name, num_steps, errors, medians(ratios), medians(steady))
 
 
 def seconds_of_a_token(lab: Lab) -> float:
@@ -193,7 +177,7 @@ def compared_with(
     return ratios, steady
 
 
-def medians(turns: list[dict[int, float]]) -> list[float]:
+def medians(turns: Sequence[dict[int, float]]) -> list[float]:
     """Of every request, over the turns."""
     return [statistics.median(turn[number] for turn in turns) for number in turns[0]]
 

@@ -37,7 +37,7 @@ def test_a_layer_computes_as_without_checks(kernels):
         cache = LAYER.filled_cache(subject)
         query = subject.rotary_store(qkv, rotary(8, 16), batch, cache, SHAPE, norm)
         x = subject.attention(query, cache, batch, SHAPE)
-        x = subject.linear(torch.ones(6, 32), torch.ones(6))(x)
+        x = subject.gated(torch.ones(12, 32), torch.ones(12))(x)
         x = subject.add_rms_norm(x, torch.ones(TOKENS, 6), torch.ones(6), 1e-5)
         results.append(subject.head(torch.ones(9, 3))(subject.silu_mul(x)))
     assert torch.equal(*results)

@@ -36,6 +36,18 @@ def test_a_product(tokens, chains, outputs, with_bias, threads):
     assert distance(half.half_linear(weight, bias, Team(threads))(x), exact(x, weight, bias)) < CLOSE
 
 
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 100), st.booleans(), st.integers(1, 3))
+def test_a_gated_product(tokens, chains, size, with_bias, threads):
+    depth = chains * half.CHAIN
+    weight, x = numbers(2 * size, depth) * 0.1, numbers(tokens, depth)
+    bias = numbers(2 * size) if with_bias else None
+    gate, up = exact(x, weight, bias).chunk(2, dim=1)
+    actual = half.half_gated(weight, bias, Team(threads))(x)
+    off = (actual.double() - torch.nn.functional.silu(gate) * up).abs()
+    assert off.max() < CLOSE * gate.abs().max() * up.abs().max()
+
+
 def test_what_halves_add_costs_less_than_rounding_the_result():
     weight, x = numbers(512, 1536), numbers(300, 1536)
     expected = exact(x, weight)

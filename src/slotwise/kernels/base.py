@@ -124,6 +124,13 @@ class Kernels(Protocol):
         """Pack `weight [out, in]` once, for many products."""
         ...
 
+    def gated(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Pack `weight [2 * intermediate, in]`, gates first, once for many `silu(gate) * up`: `[tokens, intermediate]`.
+
+        It takes as many bytes as `linear` does.
+        """
+        ...
+
     def head(self, weight: Tensor) -> Linear:
         """Pack `weight [vocab, hidden]` for logits."""
         ...
@@ -180,3 +187,9 @@ class Kernels(Protocol):
     def attention(self, query: Tensor, cache: LayerCache, batch: RaggedBatch, shape: AttentionShape) -> Tensor:
         """Causal attention of every row over its own cached context: `[tokens, heads * head_dim]`."""
         ...
+
+
+def in_two_steps(kernels: Kernels, weight: Tensor, bias: Tensor | None) -> Linear:
+    """`gated` of kernels that multiply first, and gate what they have stored."""
+    product = kernels.linear(weight, bias)
+    return lambda x: kernels.silu_mul(product(x))

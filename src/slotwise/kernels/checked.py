@@ -36,15 +36,20 @@ class CheckedKernels:
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """A product that checks its argument."""
-        return self._product(self._kernels.linear, "linear", weight, bias)
+        return self._product(self._kernels.linear, "linear", weight, bias, len(weight))
+
+    def gated(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """A product that checks its argument."""
+        return self._product(self._kernels.gated, "gated", weight, bias, len(weight) // 2)
 
     def head(self, weight: Tensor) -> Linear:
         """A product that checks its argument."""
-        return self._product(lambda packed, _: self._kernels.head(packed), "head", weight, None)
+        return self._product(lambda packed, _: self._kernels.head(packed), "head", weight, None, len(weight))
 
     def _product(
-        self, pack: Callable[[Tensor, Tensor | None], Linear], name: str, weight: Tensor, bias: Tensor | None
+        self, pack: Callable[[Tensor, Tensor | None], Linear], name: str, weight: Tensor, bias: Tensor | None, made: int
     ) -> Linear:
+        """`made`: how many numbers there are of each token afterwards."""
         outputs, depth = weight.shape
         kind = weight.dtype
         self._check(f"{name} weight", weight, (outputs, depth), FLOATS)
@@ -54,7 +59,7 @@ class CheckedKernels:
 
         def checked(x: Tensor) -> Tensor:
             self._check(f"{name} of {outputs} x {depth}: x", x, (len(x), depth), (kind,))
-            return self._check(f"{name}: result", product(x), (len(x), outputs), (kind,))
+            return self._check(f"{name}: result", product(x), (len(x), made), (kind,))
 
         return checked
 

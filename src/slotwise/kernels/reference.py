@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slotwise.kernels.base import AttentionShape, Linear, QKNorm, RaggedBatch, cache_kind
+from slotwise.kernels.base import AttentionShape, Linear, QKNorm, RaggedBatch, cache_kind, in_two_steps
 
 
 class PagedCache(NamedTuple):
@@ -98,6 +98,10 @@ class ReferenceKernels:
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """`weight [out, in]` as a product over the last dimension."""
         return lambda x: F.linear(x, weight, bias)
+
+    def gated(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """A product, and its activation."""
+        return in_two_steps(self, weight, bias)
 
     def head(self, weight: Tensor) -> Linear:
         """A product like any other."""

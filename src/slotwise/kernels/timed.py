@@ -39,6 +39,10 @@ class TimedKernels:
         """A product that keeps time."""
         return self._timed_product(self._kernels.linear(weight, bias))
 
+    def gated(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """A product that keeps time, with what is done to its results."""
+        return self._timed_product(self._kernels.gated(weight, bias))
+
     def head(self, weight: Tensor) -> Linear:
         """A product that keeps time."""
         return self._timed_product(self._kernels.head(weight))

@@ -2,13 +2,13 @@
 apart.
 
     embed ─► norm
-    a layer: q,k,v ─► rotate, store ─► attend ─► project ─► add, norm ─► gate,up ─► silu·mul ─► down ─► add, norm
+    a layer: q,k,v ─► rotate, store ─► attend ─► project ─► add, norm ─► gate,up,silu·mul ─► down ─► add, norm
     head
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -19,6 +19,7 @@ from slotwise.model.config import ModelConfig
 from slotwise.model.rope import rotary_table
 from slotwise.model.weights import Read
 
+Pack = Callable[[Tensor, Tensor | None], Linear]
 FLOAT32 = 4  # bytes, of a logit that the sampler edits
 
 
@@ -30,7 +31,7 @@ class Layer:
     qk_norm: QKNorm | None
     project: Linear  # [tokens, heads * head_dim] -> [tokens, hidden]
     norm_after_attention: Tensor  # [hidden]
-    gate_up: Linear  # [tokens, hidden] -> [tokens, 2 * intermediate]
+    gated: Linear  # [tokens, hidden] -> [tokens, intermediate], silu(gate) * up
     down: Linear  # [tokens, intermediate] -> [tokens, hidden]
     norm_after_mlp: Tensor  # [hidden], the next layer's first norm or the model's last
     attention: AttentionShape
@@ -99,7 +100,7 @@ class Decoder:
             if layer is last and not all_sample:
                 x, residual = x.index_select(0, batch.sample_at), residual.index_select(0, batch.sample_at)
             x = kernels.add_rms_norm(layer.project(x), residual, layer.norm_after_attention, eps)
-            x = layer.down(kernels.silu_mul(layer.gate_up(x)))
+            x = layer.down(layer.gated(x))
             x = kernels.add_rms_norm(x, residual, layer.norm_after_mlp, eps)
         return x
 
@@ -151,9 +152,9 @@ def _read_layer(index: int, config: ModelConfig, read: Read, kernels: Kernels) -
     """Read, fuse and pack.  The unpacked tensors die here: memory never holds more than one layer twice."""
     prefix = f"model.layers.{index}."
 
-    def product(*names: str, biased: bool) -> Linear:
+    def product(*names: str, biased: bool, pack: Pack = kernels.linear) -> Linear:
         weight = read(*(f"{prefix}{name}_proj.weight" for name in names))
-        return kernels.linear(weight, read(*(f"{prefix}{name}_proj.bias" for name in names)) if biased else None)
+        return pack(weight, read(*(f"{prefix}{name}_proj.bias" for name in names)) if biased else None)
 
     def norms() -> QKNorm:
         query, key = (read(f"{prefix}self_attn.{name}_norm.weight") for name in "qk")
@@ -165,7 +166,7 @@ def _read_layer(index: int, config: ModelConfig, read: Read, kernels: Kernels) -
         qk_norm=norms() if config.qk_norm else None,
         project=product("self_attn.o", biased=config.output_bias),
         norm_after_attention=read(f"{prefix}post_attention_layernorm.weight"),
-        gate_up=product("mlp.gate", "mlp.up", biased=config.mlp_bias),
+        gated=product("mlp.gate", "mlp.up", biased=config.mlp_bias, pack=kernels.gated),
         down=product("mlp.down", biased=config.mlp_bias),
         norm_after_mlp=read(
             f"model.layers.{following}.input_layernorm.weight" if following < config.num_layers else "model.norm.weight"

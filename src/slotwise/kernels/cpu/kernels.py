@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from slotwise.kernels.base import AttentionShape, Linear, QKNorm, RaggedBatch, cache_kind
+from slotwise.kernels.base import AttentionShape, Linear, QKNorm, RaggedBatch, cache_kind, in_two_steps
 from slotwise.kernels.cpu import attention, half, linear, onednn, pointwise, processor, quantised, tile
 from slotwise.kernels.cpu.cache import CpuCache, head_block_elements, padded
 from slotwise.kernels.cpu.compiled import Compiled, compile_all
@@ -52,9 +52,10 @@ class CpuKernels:
         of_the_cache = [attention.ATTEND[kind, stored], pointwise.ROTARY_STORE[kind, stored]]
         multiply = [tile.MULTIPLY[each] for each in dict.fromkeys((kind, stored))]
         in_halves = kind == torch.bfloat16 and half.multiplies_halves()
-        dense = half.PRODUCT if in_halves else linear.PRODUCT[kind]
-        compile_all([*(products or [dense]), *of_the_cache, *multiply, pointwise.NORM[kind],
-                     pointwise.SILU_MUL[kind], attention.PLAN, pointwise.EMBED, PROGRAM, LEAD, HELP])
+        products = products or ([half.PRODUCT] if in_halves else [linear.PRODUCT[kind]])
+        activation = [] if half.PRODUCT in products else [pointwise.SILU_MUL[kind]]
+        compile_all([*products, *of_the_cache, *multiply, pointwise.NORM[kind], *activation, attention.PLAN,
+                     pointwise.EMBED, PROGRAM, LEAD, HELP])
 
     def operations_per_second(self, kind: torch.dtype) -> float:
         """By what the processor multiplies, for each thread."""
@@ -85,9 +86,20 @@ class CpuKernels:
         """`weight [out, in]`, packed once for many products."""
         return self._packed(weight, bias, self._bits)
 
+    def gated(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """`weight [2 * intermediate, in]`, gates first: in halves the activation is part of the product."""
+        if self._in_halves(weight):
+            return half.half_gated(weight, bias, self.team)
+        return in_two_steps(self, weight, bias)
+
     def head(self, weight: Tensor) -> Linear:
         """`weight [vocab, hidden]`, packed for logits."""
         return self._packed(weight, None, self._head_bits)
+
+    def _in_halves(self, weight: Tensor) -> bool:
+        """Whether products with `weight` are made in half precision."""
+        by_torch = self._bits or onednn.multiplies_bfloat16()
+        return not by_torch and half.multiplies_halves() and half.fits(weight)
 
     def _packed(self, weight: Tensor, bias: Tensor | None, bits: int) -> Linear:
         if bits:
@@ -95,7 +107,7 @@ class CpuKernels:
         if weight.dtype == torch.bfloat16 and onednn.multiplies_bfloat16():
             self.team.join_torch()
             return onednn.onednn_linear(weight, bias)
-        if half.multiplies_halves() and half.fits(weight):
+        if self._in_halves(weight):
             return half.half_linear(weight, bias, self.team)
         return linear.tiled_linear(weight, bias, self.team)
 

@@ -17,6 +17,7 @@ from slotwise.kernels.cpu.simd import (
     INT8,
     INT32,
     INT64,
+    LOG2_E,
     bytes_of,
     exp2,
     fetch_add,
@@ -28,7 +29,6 @@ from slotwise.kernels.cpu.simd import (
 )
 from slotwise.kernels.cpu.team import HEADER, THREAD_COUNTER
 
-LOG2_E = np.float32(1.4426950408889634)
 SIZE_BITS, INFINITY_BITS = 0x7FFFFFFF, 0x7F800000  # of a float32: all but its sign; NaN lies above infinity
 STEPS = np.float32(127)  # of int8, on either side of zero
 TINY = np.float32(1e-30)

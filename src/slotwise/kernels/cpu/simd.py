@@ -43,14 +43,16 @@ def _element(builder, address, index, kind):
     return builder.gep(base, [index], source_etype=_STORED[kind])
 
 
-def _round_to_bfloat16(builder, value):
-    """Bits of the nearest bfloat16, ties to even; a NaN stays one."""
-    constant = lambda number: ir.Constant(_INT32, number)
-    bits = builder.bitcast(value, _INT32)
+def round_to_bfloat16(builder, value):
+    """Bits of the nearest bfloat16, ties to even; a NaN stays one.  Of a float32, or of each in a vector."""
+    lanes = getattr(value.type, "count", 0)
+    whole, half = (ir.VectorType(bits, lanes) if lanes else bits for bits in (_INT32, _HALF))
+    constant = lambda number: ir.Constant(whole, [number] * lanes if lanes else number)
+    bits = builder.bitcast(value, whole)
     odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
     rounded = builder.lshr(builder.add(bits, builder.add(odd, constant(0x7FFF))), constant(16))
     is_nan = builder.icmp_unsigned(">", builder.and_(bits, constant(0x7FFFFFFF)), constant(0x7F800000))
-    return builder.trunc(builder.select(is_nan, constant(0x7FC0), rounded), _HALF)
+    return builder.trunc(builder.select(is_nan, constant(0x7FC0), rounded), half)
 
 
 @intrinsic
@@ -73,7 +75,7 @@ def store(typingctx, address, index, value, kind):
     def codegen(context, builder, signature, args):
         address, index, value, _ = args
         if kind == types.uint16:
-            value = _round_to_bfloat16(builder, value)
+            value = round_to_bfloat16(builder, value)
         elif kind == types.int8:
             rint = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_FLOAT, [_FLOAT]), "llvm.rint.f32")
             value = builder.trunc(builder.fptosi(builder.call(rint, [value]), _INT32), _BYTE)
@@ -230,6 +232,7 @@ smaller = _of_two("minnum")
 EXP2 = (0.6931471880262282, 0.24022650760567874, 0.055503571142205096, 0.009618082557306342, 0.001339086336403265,
         0.00015453162937243783)
 _C0, _C1, _C2, _C3, _C4, _C5 = map(np.float32, EXP2)
+LOG2_E = np.float32(1.4426950408889634)
 
 
 @kernel

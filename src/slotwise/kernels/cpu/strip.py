@@ -47,6 +47,12 @@ def _exp2(builder, x):
     return builder.fmul(value, builder.bitcast(builder.shl(exponent, ir.Constant(_WIDE, [23] * LANES)), _VECTOR))
 
 
+def exp2_of(builder, x):
+    """2**x for a vector of any numbers: beyond what a float32's exponent holds, the last that it does."""
+    low = _call(builder, f"llvm.maxnum.v{LANES}f32", _VECTOR, x, _floats(LOWEST))
+    return _exp2(builder, _call(builder, f"llvm.minnum.v{LANES}f32", _VECTOR, low, _floats(-LOWEST)))
+
+
 def _reduced(builder, name, vectors, pairwise):
     """One number from a strip's vectors, a power of two of them."""
     while len(vectors) > 1:

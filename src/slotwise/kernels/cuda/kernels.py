@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slotwise.kernels.base import AttentionShape, Linear, QKNorm, RaggedBatch, Recording
+from slotwise.kernels.base import AttentionShape, Linear, QKNorm, RaggedBatch, Recording, in_two_steps
 from slotwise.kernels.cuda import attention, configs, graphs, pointwise
 from slotwise.kernels.cuda.cache import CudaCache, bytes_per_block
 from slotwise.kernels.cuda.rotary import rotary_store
@@ -61,6 +61,10 @@ class CudaKernels:
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """`weight [out, in]` as a product over the last dimension, by cuBLAS."""
         return lambda x: F.linear(x, weight, bias)
+
+    def gated(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """A product, and its activation."""
+        return in_two_steps(self, weight, bias)
 
     def head(self, weight: Tensor) -> Linear:
         """A product like any other."""

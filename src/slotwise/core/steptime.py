@@ -117,7 +117,8 @@ class Sums:
         The least relative error would be further below what a step takes on the mean, by the variance of whatever
         disturbed them; here too one that was interrupted for ten times as long hardly counts.
         """
-        return (self.weight + DOUBT) / (sum(map(mul, shares, self.totals)) + DOUBT)
+        told: float = sum(map(mul, shares, self.totals))
+        return (self.weight + DOUBT) / (told + DOUBT)
 
 
 @dataclass(slots=True)

@@ -36,6 +36,16 @@ def test_linear(kind, tokens, depth, outputs, with_bias):
     assert distance(CPU.linear(weight, bias)(x), expected) < CLOSE[kind]
 
 
+@settings(max_examples=40, deadline=None)
+@given(kinds, st.integers(1, 60), st.integers(1, 6), st.integers(1, 90), st.booleans())
+def test_gated(kind, tokens, depth, size, with_bias):
+    weight, x = numbers(kind, 2 * size, 32 * depth) / 4, numbers(kind, tokens, 32 * depth)
+    bias = numbers(kind, 2 * size) if with_bias else None
+    gate, up = (x.double() @ weight.double().T + (bias.double() if with_bias else 0)).chunk(2, dim=1)
+    off = (CPU.gated(weight, bias)(x).double() - torch.nn.functional.silu(gate) * up).abs()
+    assert off.max() < 3 * CLOSE[kind] * gate.abs().max() * up.abs().max()
+
+
 def test_linear_of_more_rows_than_are_widened_at_once():
     weight, x = numbers(torch.bfloat16, 96, 576), numbers(torch.bfloat16, 500, 576)
     assert distance(tiled_linear(weight, None, Team(2))(x), x.double() @ weight.double().T) < 3e-3

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slotwise.kernels.cpu import CpuKernels
 from slotwise.kernels.cpu.dot import GROUP, LIMIT, RECORD
-from slotwise.kernels.cpu.quantised import STEPS, pack, quantise, quantised_linear, weight_bytes
+from slotwise.kernels.cpu.quantised import STEPS, pack, quantise, quantised_gated, quantised_linear, weight_bytes
 from slotwise.kernels.cpu.team import Team
 
 BITS = pytest.mark.parametrize("bits", [8, 4])
@@ -51,6 +51,18 @@ def test_products(bits, kind, tokens, depth, outputs, with_bias):
     # A number half way between two steps may go either way where factors are rounded differently: one step, times a
     # weight that may be several times as large as most.
     assert distance(actual, expected) < ROUNDED[kind] + 4.0 / LIMIT[bits] / (tokens * depth) ** 0.5
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from([8, 4]), st.sampled_from([torch.float32, torch.bfloat16]), st.integers(1, 40),
+       st.integers(1, 200), st.integers(1, 70), st.booleans())
+def test_gated_products(bits, kind, tokens, depth, size, with_bias):
+    """What is gated is not rounded first, so the same product in float32 tells what to expect."""
+    weight, x = numbers(2 * size, depth).to(kind), numbers(tokens, depth).to(kind)
+    bias = numbers(2 * size).to(kind) if with_bias else None
+    plain = quantised_linear(weight.float(), None if bias is None else bias.float(), bits, Team(2))(x.float())
+    gate, up = plain.double().chunk(2, dim=1)
+    assert distance(quantised_gated(weight, bias, bits, Team(2))(x), F.silu(gate) * up) < 5 * ROUNDED[kind]
 
 
 @BITS

@@ -24,9 +24,12 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from slotwise.kernels.cpu.processor import AVX2, AVX512, has
+from slotwise.kernels.cpu.simd import round_to_bfloat16
+from slotwise.kernels.cpu.vectors import all_of, silu
 
 GROUP = 64  # of depth; shares a scale
 COLUMNS = 32
+GATES = COLUMNS // 2  # of a panel that is half gates, half what they gate
 LIMIT = {8: 63, 4: 127}  # of a quantised activation, by the bits of a weight
 ZERO = {8: 64, 4: 8}  # stands for a weight of nothing
 BYTES = {8: COLUMNS * GROUP, 4: COLUMNS * GROUP // 2}  # of a group's weights
@@ -188,8 +191,8 @@ def _add_in_16_bits(builder, so_far, unsigned, signed):
 
 
 def _emit(builder, rows, bits, operands):
-    """All groups for one height of a tile."""
-    weights, x, told, group_rows, groups, out = operands
+    """All groups for one height of a tile: its rows' sums."""
+    weights, x, told, group_rows, groups = operands
     fma = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_F16, [_F16] * 3), "llvm.fma.v16f32")
 
     def group(index, sums):
@@ -205,31 +208,55 @@ def _emit(builder, rows, bits, operands):
             results.append(builder.call(fma, [builder.sitofp(total, _F16), both, so_far]))
         return results
 
-    sums = _repeat(builder, groups, [ir.Constant(_F16, [0.0] * 16)] * (2 * rows), group)
-    for place, value in enumerate(sums):
-        address = builder.add(out, _number(place * 64))
-        builder.store(value, builder.inttoptr(address, _F16.as_pointer())).align = 4
+    sums = _repeat(builder, groups, [all_of(_F16, 0.0)] * (2 * rows), group)
+    return [sums[2 * row : 2 * row + 2] for row in range(rows)]
+
+
+def _store_rows(builder, rows, operands, kind):
+    """Each row's two vectors plus bias, or of a panel of gates and what they gate their one, as a `kind`."""
+    target, stride, bias, is_gated = operands
+    added = [_read(builder, bias, half * 64, _F16) for half in (0, 1)]
+
+    def put(row, half, value):
+        if kind == types.uint16:
+            value = round_to_bfloat16(builder, value)
+        place = builder.add(target, builder.mul(stride, _number(row)))
+        place = builder.add(place, _number(half * kind.bitwidth * 2))
+        builder.store(value, builder.inttoptr(place, value.type.as_pointer())).align = 2
+
+    rows = [[builder.fadd(*both) for both in zip(row, added, strict=True)] for row in rows]
+    with builder.if_else(builder.icmp_signed("!=", is_gated, _number(0))) as (gated, plain):
+        with gated:
+            for row, (gate, up) in enumerate(rows):
+                put(row, 0, builder.fmul(silu(builder, gate), up))
+        with plain:
+            for row, halves in enumerate(rows):
+                for half, value in enumerate(halves):
+                    put(row, half, value)
 
 
 @intrinsic
-def dot_tile(typingctx, height, weights, x, told, group_rows, groups, out, kind):
-    """`out[height, 32] = ` the product of a panel's `weights` and `height` (of `HEIGHTS`) rows from `x` and `told` on.
+def dot_tile(
+    typingctx, height, weights, x, told, group_rows, groups, target, stride, bias, is_gated, weight_kind, kind
+):
+    """A panel's `weights` times `height` (of `HEIGHTS`) rows from `x` and `told` on, plus `bias`, to rows of `kind`.
 
-    A group has `group_rows` rows of activations in all.  `kind` is a value whose type names the weights: uint8 those of
-    7 bits, int8 nibbles.
+    Rows at `target` lie `stride` bytes apart; they have 32 numbers, or 16 where the panel `is_gated`.  A group has
+    `group_rows` rows of activations in all.  `weight_kind` is a value whose type names the weights: uint8 those of 7
+    bits, int8 nibbles.
     """
 
     def codegen(context, builder, signature, args):
-        bits = 8 if kind == types.uint8 else 4
+        bits = 8 if weight_kind == types.uint8 else 4
         end = builder.append_basic_block("end")
         choice = builder.switch(args[0], end)
         for rows in HEIGHTS:
             block = builder.append_basic_block(f"rows{rows}")
             choice.add_case(_number(rows), block)
             builder.position_at_end(block)
-            _emit(builder, rows, bits, args[1:7])
+            _store_rows(builder, _emit(builder, rows, bits, args[1:6]), args[6:10], kind)
             builder.branch(end)
         builder.position_at_end(end)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 7, kind), codegen
+    return types.void(*[types.int64] * 10, weight_kind, kind), codegen

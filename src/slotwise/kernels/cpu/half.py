@@ -16,7 +16,6 @@ A row's result does not depend on the rows beside it, bit for bit.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from slotwise.kernels.base import Linear
@@ -37,7 +36,9 @@ from slotwise.kernels.cpu.half_tile import (
     halve,
     largest_size,
 )
+from slotwise.kernels.cpu.panels import paired, whole
 from slotwise.kernels.cpu.processor import has
+from slotwise.kernels.cpu.queues import NOTHING, rows_of_a_block, take
 from slotwise.kernels.cpu.simd import BFLOAT16, FLOAT32, INT64, ZERO, fetch_add, fill, float_of, kernel, load, store
 from slotwise.kernels.cpu.team import HEADER, THREAD_COUNTER, Team
 
@@ -45,7 +46,6 @@ TOP = 4  # numbers are shifted below 2**TOP: the sum of a group stays below 2**1
 SMALLEST_EXPONENT = TOP  # of a bfloat16, as its bits have it, for which the shift still is a float
 AHEAD = 16384  # bytes of weights between what is read and what is asked for, where a panel is read but once
 BLOCK_PAIRS = 1 << 16  # of rows halved at once: an eighth of the second-level caches that such processors have
-QUEUES, QUEUE_COUNTERS = 6, 16  # of blocks, and bytes from the start of the words to where their items are counted
 
 X, WEIGHT, OUT, TOKENS, DEPTH, OUTPUTS, STORED, BLOCK, SCRATCH, SCRATCH_BYTES, THREADS = range(HEADER, HEADER + 11)
 
@@ -126,37 +126,25 @@ def _multiply(words, sums, first, rows, panel, following, is_cold):
         row += count
 
 
-@kernel
-def _empty_queue(words, queue, queues, sums, held):
-    """Take panels of a queue's blocks until there are none: the block whose rows this thread holds as halves."""
+def _product(words):
     tokens, depth, block = load(words, TOKENS, INT64), load(words, DEPTH, INT64), load(words, BLOCK, INT64)
     panels, threads = (load(words, OUTPUTS, INT64) + PANEL - 1) // PANEL, load(words, THREADS, INT64)
-    blocks = (tokens + block - 1) // block
-    items = (blocks - queue + queues - 1) // queues * panels
-    panel_bytes = depth * PANEL * 2 + 2 * ROOM_BYTES
-    mine = threads if blocks == 1 else 1  # items from one to the next that this thread is likely to take
-    item = fetch_add(words + QUEUE_COUNTERS + 8 * queue, 1)
-    while item < items:
-        first, panel = (item // panels * queues + queue) * block, item % panels
+    blocks, panel_bytes = (tokens + block - 1) // block, depth * PANEL * 2 + 2 * ROOM_BYTES
+    thread = fetch_add(words + THREAD_COUNTER, 1)
+    sums = load(words, SCRATCH, INT64) + thread * load(words, SCRATCH_BYTES, INT64)
+    apart = threads if blocks == 1 else 1  # panels from one to the next that this thread is likely to take
+    held = -1
+    item = take(words, thread, threads, blocks, panels)
+    while item != NOTHING:
+        first, panel = item // panels * block, item % panels
         rows = min(block, tokens - first)
         is_cold = first != held
         if is_cold:
             _halve_block(words, first, rows, sums + TILE_BYTES, _scales(words, sums))
             held = first
-        following = load(words, WEIGHT, INT64) + (item + mine) % panels * panel_bytes
+        following = load(words, WEIGHT, INT64) + (panel + apart) % panels * panel_bytes
         _multiply(words, sums, first, rows, panel, following, is_cold)
-        item = fetch_add(words + QUEUE_COUNTERS + 8 * queue, 1)
-    return held
-
-
-def _product(words):
-    """Every thread begins with a queue of its own, for halving rows is work that sharing a block does twice."""
-    thread = fetch_add(words + THREAD_COUNTER, 1)
-    sums = load(words, SCRATCH, INT64) + thread * load(words, SCRATCH_BYTES, INT64)
-    queues = min(load(words, THREADS, INT64), QUEUES)
-    held = -1
-    for turn in range(queues):
-        held = _empty_queue(words, (thread + turn) % queues, queues, sums, held)
+        item = take(words, thread, threads, blocks, panels)
 
 
 PRODUCT = Compiled(_product, "void(int64)")
@@ -170,23 +158,13 @@ def fits(weight: Tensor) -> bool:
 def half_linear(weight: Tensor, bias: Tensor | None, team: Team) -> Linear:
     """`weight [out, in]`, which `fits`, packed for many products."""
     outputs = len(weight)
-    return _packed(_whole(weight, PANEL), None if bias is None else _whole(bias, PANEL), outputs, outputs, team)
+    return _packed(whole(weight, PANEL), None if bias is None else whole(bias, PANEL), outputs, outputs, team)
 
 
 def half_gated(weight: Tensor, bias: Tensor | None, team: Team) -> Linear:
     """silu(gate) * up of products with `weight [gates, then as many of what they gate; in]`, which `fits`."""
     outputs = len(weight)
-    return _packed(_paired(weight), None if bias is None else _paired(bias), outputs, outputs // 2, team)
-
-
-def _whole(rows: Tensor, size: int) -> Tensor:
-    """With zeros up to whole multiples of so many."""
-    return F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, -len(rows) % size))
-
-
-def _paired(rows: Tensor) -> Tensor:
-    """GATES of the first half, as many of the second, and so on."""
-    return torch.cat([_whole(half, GATES).unflatten(0, (-1, GATES)) for half in rows.chunk(2)], dim=1).flatten(0, 1)
+    return _packed(paired(weight, GATES), None if bias is None else paired(bias, GATES), outputs, outputs // 2, team)
 
 
 def pack(weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -212,15 +190,9 @@ def _packed(weight: Tensor, bias: Tensor | None, outputs: int, stored: int, team
         tokens = x.numel() // depth
         team.give(
             x.data_ptr(), panels.data_ptr(), out.data_ptr(), tokens, depth, outputs, stored,
-            _block(tokens, most, team.threads), team.scratch(team.threads * floats), floats * 4, team.threads,
+            rows_of_a_block(tokens, most, team.threads), team.scratch(team.threads * floats), floats * 4, team.threads,
         )
         team.together(PRODUCT)
         return out
 
     return product
-
-
-def _block(tokens: int, most: int, threads: int) -> int:
-    """How many rows are halved at once: so that there is one block, or as many for one thread as for another."""
-    blocks = -(-tokens // most)
-    return most if blocks <= 1 else -(-tokens // (blocks + -blocks % threads))

@@ -12,9 +12,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from slotwise.kernels.cpu.dot import spread
-from slotwise.kernels.cpu.simd import LOG2_E, round_to_bfloat16
-from slotwise.kernels.cpu.strip import exp2_of
+from slotwise.kernels.cpu.simd import round_to_bfloat16
 from slotwise.kernels.cpu.tile import Loop
+from slotwise.kernels.cpu.vectors import silu
 
 CHAIN = 32  # products added in registers
 GROUP = 4  # chains whose sums are added in halves
@@ -170,12 +170,6 @@ def half_tile(typingctx, height, a, strip_bytes, b, chains, sums, asked, step):
     return types.void(*[types.int64] * 8), codegen
 
 
-def _silu(builder, x):
-    """x / (1 + exp(-x)), vector by vector."""
-    constant = lambda number: ir.Constant(_FLOATS, [number] * (LANES // 2))
-    return builder.fdiv(x, builder.fadd(constant(1.0), exp2_of(builder, builder.fmul(x, constant(-float(LOG2_E))))))
-
-
 def _finish(made):
     """Sums of `rows` in their own size, plus bias, to what `made` makes of a row's vectors, as bfloat16.
 
@@ -212,4 +206,4 @@ def _finish(made):
 
 finish_rows = _finish(lambda builder, results: results)
 finish_gated_rows = _finish(lambda builder, results: [
-    builder.fmul(_silu(builder, gate), up) for gate, up in zip(results[:2], results[2:], strict=True)])
+    builder.fmul(silu(builder, gate), up) for gate, up in zip(results[:2], results[2:], strict=True)])

@@ -52,9 +52,8 @@ class CpuKernels:
         of_the_cache = [attention.ATTEND[kind, stored], pointwise.ROTARY_STORE[kind, stored]]
         multiply = [tile.MULTIPLY[each] for each in dict.fromkeys((kind, stored))]
         in_halves = kind == torch.bfloat16 and half.multiplies_halves()
-        products = products or ([half.PRODUCT] if in_halves else [linear.PRODUCT[kind]])
-        activation = [] if half.PRODUCT in products else [pointwise.SILU_MUL[kind]]
-        compile_all([*products, *of_the_cache, *multiply, pointwise.NORM[kind], *activation, attention.PLAN,
+        dense = [half.PRODUCT] if in_halves else [linear.PRODUCT[kind], pointwise.SILU_MUL[kind]]
+        compile_all([*(products or dense), *of_the_cache, *multiply, pointwise.NORM[kind], attention.PLAN,
                      pointwise.EMBED, PROGRAM, LEAD, HELP])
 
     def operations_per_second(self, kind: torch.dtype) -> float:
@@ -87,7 +86,9 @@ class CpuKernels:
         return self._packed(weight, bias, self._bits)
 
     def gated(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """`weight [2 * intermediate, in]`, gates first: in halves the activation is part of the product."""
+        """`weight [2 * intermediate, in]`, gates first: quantised or in halves, activation is part of the product."""
+        if self._bits:
+            return quantised.quantised_gated(weight, bias, self._bits, self.team)
         if self._in_halves(weight):
             return half.half_gated(weight, bias, self.team)
         return in_two_steps(self, weight, bias)
@@ -98,8 +99,7 @@ class CpuKernels:
 
     def _in_halves(self, weight: Tensor) -> bool:
         """Whether products with `weight` are made in half precision."""
-        by_torch = self._bits or onednn.multiplies_bfloat16()
-        return not by_torch and half.multiplies_halves() and half.fits(weight)
+        return not onednn.multiplies_bfloat16() and half.multiplies_halves() and half.fits(weight)
 
     def _packed(self, weight: Tensor, bias: Tensor | None, bits: int) -> Linear:
         if bits:

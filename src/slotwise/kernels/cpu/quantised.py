@@ -23,7 +23,9 @@ from torch import Tensor
 
 from slotwise.kernels.base import Linear
 from slotwise.kernels.cpu.compiled import Compiled
-from slotwise.kernels.cpu.dot import COLUMNS, GROUP, HEIGHTS, LIMIT, RECORD, ZERO, dot_tile, spread
+from slotwise.kernels.cpu.dot import COLUMNS, GATES, GROUP, HEIGHTS, LIMIT, RECORD, ZERO, dot_tile, spread
+from slotwise.kernels.cpu.panels import paired, whole
+from slotwise.kernels.cpu.queues import NOTHING, rows_of_a_block, take
 from slotwise.kernels.cpu.simd import (
     BFLOAT16,
     FLOAT32,
@@ -48,7 +50,9 @@ NUMBERS_8, NUMBERS_4 = ((np.float32(LIMIT[bits]), ZERO[bits], RECORD[bits]) for 
 _INT, _FLOAT = ir.IntType(32), ir.FloatType()
 _WHOLES, _FLOATS = ir.VectorType(_INT, GROUP), ir.VectorType(_FLOAT, GROUP)
 
-X, WEIGHT, BIAS, OUT, TOKENS, DEPTH, OUTPUTS, BLOCK, SCRATCH, SCRATCH_BYTES = range(HEADER, HEADER + 10)
+X, WEIGHT, BIAS, OUT, TOKENS, DEPTH, OUTPUTS, STORED, BLOCK, SCRATCH, SCRATCH_BYTES, THREADS = range(
+    HEADER, HEADER + 12
+)
 
 
 @intrinsic
@@ -134,48 +138,52 @@ def _quantise_block(words, first, rows, target, room, limit, zero, kind):
 
 
 @kernel
-def _store_sums(words, sums, first, rows, panel, kind):
-    """Sums of one tile plus bias, to the output."""
-    outputs, bias, column = load(words, OUTPUTS, INT64), load(words, BIAS, INT64), panel * COLUMNS
-    columns = min(COLUMNS, outputs - column)
-    for row in range(rows):
-        source = sums + row * COLUMNS * 4
-        target = load(words, OUT, INT64) + ((first + row) * outputs + column) * bytes_of(kind)
-        if bias != 0:
-            for i in range(columns):
-                store(target, i, load(source, i, FLOAT32) + load(bias, column + i, kind), kind)
-        else:
-            for i in range(columns):
-                store(target, i, load(source, i, FLOAT32), kind)
+def _multiply(words, room, first, row, panel, kind, weight_kind, record):
+    """One tile of a panel and of the rows from `first` on, of which `row` is its first: how many it had.
+
+    What is wider than what is left of the output goes by way of `room`.
+    """
+    block, stored = load(words, BLOCK, INT64), load(words, STORED, INT64)
+    groups, rows = (load(words, DEPTH, INT64) + GROUP - 1) // GROUP, min(block, load(words, TOKENS, INT64) - first)
+    height = 1
+    for size in HEIGHTS:
+        if size <= rows - row:
+            height = size
+    is_gated = stored != load(words, OUTPUTS, INT64)
+    width = GATES if is_gated else COLUMNS
+    left, size = stored - panel * width, bytes_of(kind)
+    place, stride = load(words, OUT, INT64) + ((first + row) * stored + panel * width) * size, stored * size
+    target, step = (place, stride) if left >= width else (room, width * size)
+    held = room + TALLEST * COLUMNS * 4
+    dot_tile(height, load(words, WEIGHT, INT64) + panel * groups * record, held + row * GROUP,
+             held + groups * rows * GROUP + row * 8, rows, groups, target, step,
+             load(words, BIAS, INT64) + panel * COLUMNS * 4, is_gated, weight_kind, kind)
+    if left < width:
+        for i in range(height):
+            for column in range(left):
+                store(place + i * stride, column, load(target + i * step, column, kind), kind)
+    return height
 
 
 @kernel
 def _product(words, kind, weight_kind, numbers):
     limit, zero, record = numbers
-    tokens, depth, block = load(words, TOKENS, INT64), load(words, DEPTH, INT64), load(words, BLOCK, INT64)
-    panels, groups = (load(words, OUTPUTS, INT64) + COLUMNS - 1) // COLUMNS, (depth + GROUP - 1) // GROUP
-    sums = load(words, SCRATCH, INT64) + fetch_add(words + THREAD_COUNTER, 1) * load(words, SCRATCH_BYTES, INT64)
-    bytes_held = sums + TALLEST * COLUMNS * 4
+    tokens, block, threads = load(words, TOKENS, INT64), load(words, BLOCK, INT64), load(words, THREADS, INT64)
+    panels, blocks = (load(words, OUTPUTS, INT64) + COLUMNS - 1) // COLUMNS, (tokens + block - 1) // block
+    thread = fetch_add(words + THREAD_COUNTER, 1)
+    room = load(words, SCRATCH, INT64) + thread * load(words, SCRATCH_BYTES, INT64)
     held = -1
-    item = fetch_add(words, 1)
-    while item < (tokens + block - 1) // block * panels:
-        first, panel = item // panels * block, item % panels
+    item = take(words, thread, threads, blocks, panels)
+    while item != NOTHING:
+        first = item // panels * block
         rows = min(block, tokens - first)
-        told = bytes_held + groups * rows * GROUP
         if first != held:
-            _quantise_block(words, first, rows, bytes_held, sums, limit, zero, kind)
+            _quantise_block(words, first, rows, room + TALLEST * COLUMNS * 4, room, limit, zero, kind)
             held = first
-        weight = load(words, WEIGHT, INT64) + panel * groups * record
         row = 0
         while row < rows:
-            height = 1
-            for size in HEIGHTS:
-                if size <= rows - row:
-                    height = size
-            dot_tile(height, weight, bytes_held + row * GROUP, told + row * 8, rows, groups, sums, weight_kind)
-            _store_sums(words, sums, first + row, height, panel, kind)
-            row += height
-        item = fetch_add(words, 1)
+            row += _multiply(words, room, first, row, item % panels, kind, weight_kind, record)
+        item = take(words, thread, threads, blocks, panels)
 
 
 def _product_8_bfloat16(words):
@@ -238,19 +246,31 @@ def weight_bytes(outputs: int, depth: int, bits: int) -> int:
 
 def quantised_linear(weight: Tensor, bias: Tensor | None, bits: int, team: Team) -> Linear:
     """`weight [out, in]`, quantised to `bits` and packed for many products."""
+    return _packed(weight, bias, bits, len(weight), team)
+
+
+def quantised_gated(weight: Tensor, bias: Tensor | None, bits: int, team: Team) -> Linear:
+    """silu(gate) * up of products with `weight [gates, then as many of what they gate; in]`."""
+    return _packed(paired(weight, GATES), None if bias is None else paired(bias, GATES), bits, len(weight) // 2, team)
+
+
+def _packed(weight: Tensor, bias: Tensor | None, bits: int, stored: int, team: Team) -> Linear:
+    """Products with `weight`, of whose outputs `stored` numbers are made."""
     outputs, depth = weight.shape
     panels = pack(*quantise(weight, bits), bits)
+    added = whole(torch.zeros(outputs) if bias is None else bias.float(), COLUMNS)
     code, groups = PRODUCT[bits, weight.dtype], panels.shape[1]
     row_bytes = groups * (GROUP + 8)
-    block = max(TALLEST, BLOCK_BYTES // row_bytes // TALLEST * TALLEST)
-    floats = (4 * TALLEST * COLUMNS + block * row_bytes + 63) // 64 * 16
+    most = max(TALLEST, BLOCK_BYTES // row_bytes // TALLEST * TALLEST)
+    floats = (4 * TALLEST * COLUMNS + most * row_bytes + 63) // 64 * 16
 
     def product(x: Tensor) -> Tensor:
         x = x.contiguous()
-        out = team.empty((*x.shape[:-1], outputs), x.dtype)
+        out = team.empty((*x.shape[:-1], stored), x.dtype)
+        tokens = x.numel() // depth
         team.give(
-            x.data_ptr(), panels.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(),
-            x.numel() // depth, depth, outputs, block, team.scratch(team.threads * floats), floats * 4,
+            x.data_ptr(), panels.data_ptr(), added.data_ptr(), out.data_ptr(), tokens, depth, outputs, stored,
+            rows_of_a_block(tokens, most, team.threads), team.scratch(team.threads * floats), floats * 4, team.threads,
         )
         team.together(code)
         return out

@@ -13,13 +13,11 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from slotwise.kernels.cpu.processor import LANES
-from slotwise.kernels.cpu.simd import EXP2
 from slotwise.kernels.cpu.tile import STRIP, STRIP_ROW_BYTES, prefetch
+from slotwise.kernels.cpu.vectors import LOWEST, call, exp2
 
 _FLOAT, _INT32 = ir.FloatType(), ir.IntType(32)
 _VECTOR, _WIDE = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT32, LANES)
-LOWEST = -126.0  # 2**x counts as 0 below
-FAST = ("nnan", "nsz", "contract", "reassoc")
 
 
 def _floats(value):
@@ -31,28 +29,6 @@ def _splat(builder, scalar, vector):
     return builder.shuffle_vector(lone, ir.Constant(vector, ir.Undefined), ir.Constant(_WIDE, [0] * LANES))
 
 
-def _call(builder, name, result, *arguments):
-    kind = ir.FunctionType(result, [argument.type for argument in arguments])
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments, fastmath=FAST)
-
-
-def _exp2(builder, x):
-    """2**x for a vector from `LOWEST` to 0: `simd.exp2`, lane by lane."""
-    whole = _call(builder, f"llvm.floor.v{LANES}f32", _VECTOR, builder.fadd(x, _floats(0.5)))
-    part = builder.fsub(x, whole)
-    value = _floats(EXP2[-1])
-    for coefficient in (*EXP2[-2::-1], 1.0):
-        value = _call(builder, f"llvm.fma.v{LANES}f32", _VECTOR, value, part, _floats(coefficient))
-    exponent = builder.add(builder.fptosi(whole, _WIDE), ir.Constant(_WIDE, [127] * LANES))
-    return builder.fmul(value, builder.bitcast(builder.shl(exponent, ir.Constant(_WIDE, [23] * LANES)), _VECTOR))
-
-
-def exp2_of(builder, x):
-    """2**x for a vector of any numbers: beyond what a float32's exponent holds, the last that it does."""
-    low = _call(builder, f"llvm.maxnum.v{LANES}f32", _VECTOR, x, _floats(LOWEST))
-    return _exp2(builder, _call(builder, f"llvm.minnum.v{LANES}f32", _VECTOR, low, _floats(-LOWEST)))
-
-
 def _reduced(builder, name, vectors, pairwise):
     """One number from a strip's vectors, a power of two of them."""
     while len(vectors) > 1:
@@ -60,7 +36,7 @@ def _reduced(builder, name, vectors, pairwise):
     arguments = tuple(vectors)
     if name == "fadd":
         arguments = (ir.Constant(_FLOAT, 0.0), *arguments)
-    return _call(builder, f"llvm.vector.reduce.{name}.v{LANES}f32", _FLOAT, *arguments)
+    return call(builder, f"llvm.vector.reduce.{name}.v{LANES}f32", _FLOAT, *arguments)
 
 
 def _places(builder, address):
@@ -110,7 +86,7 @@ def strip_weights(typingctx, scores, start, end, top, scales, tokens, kind):
         places = _places(builder, scores)
         first, last = (_splat(builder, builder.trunc(bound, _INT32), _WIDE) for bound in (start, end))
         top_vector = _splat(builder, top, _VECTOR)
-        larger = lambda left, right: _call(builder, f"llvm.maxnum.v{LANES}f32", _VECTOR, left, right)
+        larger = lambda left, right: call(builder, f"llvm.maxnum.v{LANES}f32", _VECTOR, left, right)
         counted, values = [], []
         for v, place in enumerate(places):
             columns = ir.Constant(_WIDE, list(range(v * LANES, (v + 1) * LANES)))
@@ -124,11 +100,11 @@ def strip_weights(typingctx, scores, start, end, top, scales, tokens, kind):
             values = _scaled(builder, values, counted, scales)
         values = [builder.select(*pair, top_vector) for pair in zip(counted, values, strict=True)]
         top = _reduced(builder, "fmax", values, larger)
-        top = _call(builder, "llvm.maxnum.f32", _FLOAT, top, args[3])
+        top = call(builder, "llvm.maxnum.f32", _FLOAT, top, args[3])
         top_vector, weights = _splat(builder, top, _VECTOR), []
         for counts, value in zip(counted, values, strict=True):
             below = builder.fsub(value, top_vector)
-            weight = _exp2(builder, larger(below, _floats(LOWEST)))
+            weight = exp2(builder, larger(below, _floats(LOWEST)))
             counts = builder.and_(counts, builder.fcmp_ordered(">=", below, _floats(LOWEST)))
             weights.append(builder.select(counts, weight, _floats(0.0)))
         total = _reduced(builder, "fadd", weights, builder.fadd)

@@ -1,0 +1,47 @@
+"""Functions of whole vectors of float32, of any length, as LLVM is told them: `simd.py` has them for one number.
+
+Compiled as if floats never were NaN: where one is, the result is no number either, or whatever it was multiplied by.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from slotwise.kernels.cpu.simd import EXP2, LOG2_E
+
+FAST = ("nnan", "nsz", "contract", "reassoc")
+LOWEST, HIGHEST = -126.0, 127.0  # 2**x is a float32 between
+
+
+def call(builder, name, result, *arguments):
+    """An LLVM intrinsic that yields a `result`."""
+    kind = ir.FunctionType(result, [argument.type for argument in arguments])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments, fastmath=FAST)
+
+
+def all_of(vector, number):
+    """The same number in every lane."""
+    return ir.Constant(vector, [number] * vector.count)
+
+
+def exp2(builder, x):
+    """2**x from `LOWEST` to `HIGHEST`: `simd.exp2`, lane by lane."""
+    kind, lanes = x.type, x.type.count
+    wide = ir.VectorType(ir.IntType(32), lanes)
+    whole = call(builder, f"llvm.floor.v{lanes}f32", kind, builder.fadd(x, all_of(kind, 0.5)))
+    part = builder.fsub(x, whole)
+    value = all_of(kind, EXP2[-1])
+    for coefficient in (*EXP2[-2::-1], 1.0):
+        value = call(builder, f"llvm.fma.v{lanes}f32", kind, value, part, all_of(kind, coefficient))
+    exponent = builder.add(builder.fptosi(whole, wide), all_of(wide, 127))
+    return builder.fmul(value, builder.bitcast(builder.shl(exponent, all_of(wide, 23)), kind))
+
+
+def silu(builder, x):
+    """x / (1 + exp(-x))."""
+    kind, lanes = x.type, x.type.count
+    power = builder.fmul(x, all_of(kind, -float(LOG2_E)))
+    power = call(builder, f"llvm.maxnum.v{lanes}f32", kind, power, all_of(kind, LOWEST))
+    power = call(builder, f"llvm.minnum.v{lanes}f32", kind, power, all_of(kind, HIGHEST))
+    return builder.fdiv(x, builder.fadd(all_of(kind, 1.0), exp2(builder, power)))

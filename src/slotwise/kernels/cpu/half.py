@@ -1,9 +1,9 @@
 """Products of bfloat16 in half precision, for processors that multiply halves (AVX-512 FP16) but no faster bfloat16.
 
 A half has three bits more than a bfloat16 and a far smaller range.  So every output's weights, and every token's
-numbers, are shifted by a power of two, which loses nothing but what is 2**-29 of the largest beside it.  A
-vector holds twice as many halves as float32, and nothing is widened on its way; what adding in halves rounds is 0.4 of
-what rounding a result to bfloat16 does (see `half_tile.py`).
+numbers, are shifted by a power of two, which loses nothing but what is 2**-28 of the largest beside it.  A vector holds
+twice as many halves as float32, and nothing is widened on its way.  What adding in halves rounds is half of what
+rounding a result to bfloat16 does (see `half_tile.py`).
 
     weights       panels of 64 outputs, or of 32 gates and what they gate
                   [ half[depth, 64] | scale float32[64] | bias float32[64] ]

@@ -189,10 +189,8 @@ def _finish(made):
             turns = Loop(builder, rows, 1, [sums, scales, target])
             row, scale, place = turns.values
             factor = spread(builder, _read(builder, scale, 0, _FLOAT), _FLOATS)
-            results = [
-                builder.call(fma, [
-                    _read(builder, row, v * 64, _FLOATS), builder.fmul(factor, of_outputs[v]), bias[v]])
-                for v in range(vectors)]
+            own = [builder.fmul(_read(builder, row, v * 64, _FLOATS), factor) for v in range(vectors)]
+            results = [builder.call(fma, list(one)) for one in zip(own, of_outputs, bias, strict=True)]
             for v, result in enumerate(made(builder, results)):
                 builder.store(round_to_bfloat16(builder, result), _place(builder, place, v * 32, _SHORTS)).align = 2
             turns.close([builder.add(row, _number(PANEL * 4)), builder.add(scale, _number(4)),

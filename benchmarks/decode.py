@@ -62,8 +62,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24, help="decode steps to take the median of")
     parser.add_argument("--output", type=Path, help="write the figures here as JSON")
     args = parser.parse_args()
-    config = EngineConfig.of(model=args.model, max_num_seqs=max(args.rows), enable_prefix_caching=False,
-                             max_model_len=max(args.context) + args.steps + BEGINNING)
+    config = EngineConfig.of(  # rows that decode already must not hold up those that have yet to begin
+        model=args.model, max_num_seqs=max(args.rows), enable_prefix_caching=False, max_stall_ms=0,
+        max_model_len=max(args.context) + args.steps + BEGINNING)
     loaded = load(config)
     machine = measure_machine()
     roofline = loaded.roofline(machine)

@@ -47,17 +47,19 @@ def main() -> int:
     parser.add_argument("--workload", action="append", choices=("azure", "bursty"), help="one of the two")
     parser.add_argument("--model", default="", help="a checkpoint's folder (default: the built-in model)")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--turns", type=int, default=0, help="of goodput and shortest (default: 3, simulated 1)")
     parser.add_argument("--no-record", action="store_true", help="leave results and pictures as they are")
     asked = parser.parse_args()
     where = Where(simulated if asked.simulated else partial(real, model=asked.model), asked.trace, asked.seconds,
-                  tuple(asked.workload or ("azure", "bursty")), asked.seed)
+                  tuple(asked.workload or ("azure", "bursty")), asked.seed,
+                  asked.turns or (1 if asked.simulated else 3))
     world = "simulated" if asked.simulated else f"real {Path(asked.model).name}".strip()
     broken = 0
     for name in asked.only or (RUNS | FAILURES if asked.simulated else RUNS):
         began = time.perf_counter()
         findings = (RUNS | FAILURES)[name](where)
         facts = {"trace": asked.trace.name if asked.trace else None, "seed": asked.seed, "seconds": asked.seconds,
-                 "took": round(time.perf_counter() - began, 1)}
+                 "turns": where.turns, "took": round(time.perf_counter() - began, 1)}
         for found in findings:
             broken += not found.holds
             print(f"{name}: {'holds' if found.holds else 'BROKEN'}: {found.promise}\n    "

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from slotwise.bench.measures import COMPLETED, Outcome, percentile
@@ -32,6 +32,11 @@ class Where:
     seconds: float  # of arrivals
     kinds: tuple[str, ...] = ("azure", "bursty")
     seed: int = 1
+    turns: int = 1  # of what is compared: a machine that others share may be twice as fast by the next minute
+
+    def in_turns(self, asked: Sequence[Ask], settings: dict[str, Setting]) -> list[dict[str, list[Outcome]]]:
+        """The same requests under each of some settings, one after the other, as often as there are turns."""
+        return [{name: self.serve(asked, one) for name, one in settings.items()} for _ in range(self.turns)]
 
     def serve(self, asked: Sequence[Ask], setting: Setting) -> list[Outcome]:
         return self.world(asked, setting, self.seed)
@@ -179,19 +184,20 @@ OBJECTIVES, MET, BETTER = (0.4, 4.0), 0.6, 1.3  # seconds to the first token, as
 def goodput(where: Where) -> list[Finding]:
     found = []
     for name, make in where.workloads().items():
-        rate, asked, base = _hard_pressed(where, make)
-        figures, curves = {"rate": rate, "fcfs": _met(asked, base)}, {"fcfs": [o.ttft for o in base]}
-        for label, options in (("deadline", {}), ("deadline, shedding", {"shed_late": True})):
-            outcomes = where.serve(asked, setting("deadline", **options))
-            figures[label] = _met(asked, outcomes)
-            curves[label] = [outcome.ttft for outcome in outcomes if outcome.status == COMPLETED]
-        figures["ratio"] = figures["deadline"] / figures["fcfs"]
+        rate, asked = _hard_pressed(where, make)
+        turns = where.in_turns(asked, {
+            "fcfs": FCFS, "deadline": setting("deadline"), "deadline, shedding": setting("deadline", shed_late=True)})
+        met = [{label: _met(asked, outcomes) for label, outcomes in turn.items()} for turn in turns]
+        figures = {"rate": rate} | {label: median(turn[label] for turn in met) for label in met[0]}
+        figures["ratio"] = median(turn["deadline"] / turn["fcfs"] for turn in met)
+        curves = {label: [outcome.ttft for outcome in outcomes if outcome.status == COMPLETED]
+                  for label, outcomes in turns[-1].items()}
         found.append(Finding(f"{name}: {BETTER}x the requests within their objectives, where FCFS serves {MET:.0%} so",
                              figures["ratio"] >= BETTER, figures, curves))
     return found
 
 
-def _hard_pressed(where: Where, make: Callable[[int, float], list[Ask]]) -> tuple[float, list[Ask], list[Outcome]]:
+def _hard_pressed(where: Where, make: Callable[[int, float], list[Ask]]) -> tuple[float, list[Ask]]:
     """The load at which first come, first served meets about MET of the objectives: halving an interval."""
     low, high = 0.5 * where.capacity(make), 2.0 * where.capacity(make)
     for _ in range(5):
@@ -199,12 +205,11 @@ def _hard_pressed(where: Where, make: Callable[[int, float], list[Ask]]) -> tupl
         draw = random.Random(where.seed)
         asked = [ask._replace(terms=Terms(ttft=draw.choice(OBJECTIVES)))
                  for ask in make(max(50, int(rate * where.seconds)), rate)]
-        outcomes = where.serve(asked, FCFS)
-        met = _met(asked, outcomes)
+        met = _met(asked, where.serve(asked, FCFS))
         if abs(met - MET) < 0.03:
             break
         low, high = (rate, high) if met > MET else (low, rate)
-    return rate, asked, outcomes
+    return rate, asked
 
 
 def _met(asked: Sequence[Ask], outcomes: Sequence[Outcome]) -> float:
@@ -223,20 +228,24 @@ def shortest(where: Where) -> list[Finding]:
     for name, make in where.workloads().items():
         rate = SATURATED * where.capacity(make)
         asked = make(int(rate * where.seconds), rate)
-        served = {label: where.serve(asked, policy) for label, policy in (
-            ("fcfs", FCFS), ("predicted", setting("shortest")), ("oracle", setting("shortest", length_oracle=True)))}
-        mean = {label: fmean(outcome.e2el for outcome in outcomes) for label, outcomes in served.items()}
-        gain = (mean["fcfs"] - mean["predicted"]) / max(mean["fcfs"] - mean["oracle"], 1e-9)
-        longest = max(outcome.ttft for outcome in served["predicted"])
+        turns = where.in_turns(asked, {
+            "fcfs": FCFS, "predicted": setting("shortest"), "oracle": setting("shortest", length_oracle=True)})
+        means = [{label: fmean(outcome.e2el for outcome in outcomes) for label, outcomes in turn.items()}
+                 for turn in turns]
+        mean = {label: median(turn[label] for turn in means) for label in means[0]}
+        gain = median((turn["fcfs"] - turn["predicted"]) / max(turn["fcfs"] - turn["oracle"], 1e-9) for turn in means)
+        harm = median(turn["predicted"] / turn["fcfs"] for turn in means)
+        longest = max(outcome.ttft for turn in turns for outcome in turn["predicted"])
         work = max(ask.num_prompt for ask in asked) * PROMPT_SHARE + max(ask.num_output for ask in asked)
-        bound = work * AGEING["shortest"] / AGED_TOKENS + max(outcome.ttft for outcome in served["fcfs"])
+        bound = work * AGEING["shortest"] / AGED_TOKENS + max(
+            outcome.ttft for turn in turns for outcome in turn["fcfs"])
         is_known = name == "azure"
         found.append(Finding(
             f"{name}: " + (f"{GAINED:.0%} of an oracle's gain" if is_known else "no worse than 5% behind FCFS")
             + ", longest wait within its bound", longest <= bound and (
-                gain >= GAINED if is_known else mean["predicted"] <= UNHARMED * mean["fcfs"]),
+                gain >= GAINED if is_known else harm <= UNHARMED),
             {**mean, "share_of_gain": gain, "longest_wait": longest, "bound": bound},
-            {label: [outcome.e2el for outcome in outcomes] for label, outcomes in served.items()}))
+            {label: [outcome.e2el for outcome in outcomes] for label, outcomes in turns[-1].items()}))
     return found
 
 

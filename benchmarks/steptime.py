@@ -147,6 +147,7 @@ def measure(model: str, name: str, num_solo: int) -> Outcome:
 
 
 def seconds_of_a_token(lab: Lab) -> float:
+    """Of a request alone; it runs twice, for an engine's first steps find everything cold."""
     alone = Workload((WorkRequest(0, 0.0, 64, 48),), 48)
     lab.run(alone, alone.requests, StepTimes())
     (story,) = lab.run(alone, alone.requests, StepTimes()).values()

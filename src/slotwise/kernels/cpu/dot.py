@@ -25,7 +25,7 @@ from numba.extending import intrinsic
 
 from slotwise.kernels.cpu.processor import AVX2, AVX512, has
 from slotwise.kernels.cpu.simd import round_to_bfloat16
-from slotwise.kernels.cpu.vectors import all_of, silu
+from slotwise.kernels.cpu.vectors import all_of, ask, silu
 
 GROUP = 64  # of depth; shares a scale
 COLUMNS = 32
@@ -34,6 +34,8 @@ LIMIT = {8: 63, 4: 127}  # of a quantised activation, by the bits of a weight
 ZERO = {8: 64, 4: 8}  # stands for a weight of nothing
 BYTES = {8: COLUMNS * GROUP, 4: COLUMNS * GROUP // 2}  # of a group's weights
 RECORD = {bits: size + 4 * COLUMNS for bits, size in BYTES.items()}  # of a group, its scales included
+STEPS_OF_A_GROUP = GROUP // 8  # two quads at once
+ASKED = 2  # lines that are asked for with each
 RUN = {8: 2, 4: 8}  # quads whose pairs are added in 16 bits
 HEIGHTS = (1, 2, 3, 4, 6) if AVX512 else (1, 2)  # of a tile, as registers allow
 VNNI = has("avx512vnni")
@@ -151,14 +153,22 @@ def _add_two_quads(builder, rows, operands, sums, add):
     return sums
 
 
-def _group(builder, rows, bits, weights, x, told):
-    """One group's integers, two vectors of int32 a row: corrections first, then all quads."""
+def _group(builder, rows, bits, operands):
+    """One group's integers, two vectors of int32 a row: corrections first, then all quads.
+
+    Args:
+        operands: addresses of weights, activations, what is told of them and what to ask for, and bytes of that.
+    """
+    weights, x, told, asked, step = operands
     start = [spread(builder, _read(builder, told, row * 8 + 4, _I32), _D16) for row in range(rows) for _ in (0, 1)]
     size = 128 * bits // 4  # bytes of two quads' weights
 
     def two(place, sums, add):
         at = bits, builder.add(weights, builder.mul(place, _number(size))), builder.add(
             x, builder.mul(place, _number(8)))
+        for line in range(ASKED):
+            ask(builder, builder.add(asked, builder.add(
+                builder.mul(place, step), builder.udiv(builder.mul(step, _number(line)), _number(ASKED)))))
         return _add_two_quads(builder, rows, at, sums, add)
 
     if VNNI:
@@ -192,7 +202,7 @@ def _add_in_16_bits(builder, so_far, unsigned, signed):
 
 def _emit(builder, rows, bits, operands):
     """All groups for one height of a tile: its rows' sums."""
-    weights, x, told, group_rows, groups = operands
+    weights, x, told, group_rows, groups, asked, step = operands
     fma = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_F16, [_F16] * 3), "llvm.fma.v16f32")
 
     def group(index, sums):
@@ -200,7 +210,8 @@ def _emit(builder, rows, bits, operands):
         passed = builder.mul(index, group_rows)
         line = builder.add(x, builder.mul(passed, _number(GROUP)))
         scales = builder.add(told, builder.mul(passed, _number(8)))
-        totals = _group(builder, rows, bits, record, line, scales)
+        wanted = builder.add(asked, builder.mul(index, builder.mul(step, _number(STEPS_OF_A_GROUP))))
+        totals = _group(builder, rows, bits, (record, line, scales, wanted, step))
         results = []
         for place, (total, so_far) in enumerate(zip(totals, sums, strict=True)):
             own = spread(builder, _read(builder, scales, place // 2 * 8, ir.FloatType()), _F16)
@@ -237,11 +248,13 @@ def _store_rows(builder, rows, operands, kind):
 
 @intrinsic
 def dot_tile(
-    typingctx, height, weights, x, told, group_rows, groups, target, stride, bias, is_gated, weight_kind, kind
+    typingctx, height, weights, x, told, group_rows, groups, target, stride, bias, is_gated, asked, step, weight_kind,
+    kind
 ):
     """A panel's `weights` times `height` (of `HEIGHTS`) rows from `x` and `told` on, plus `bias`, to rows of `kind`.
 
-    Rows at `target` lie `stride` bytes apart; they have 32 numbers, or 16 where the panel `is_gated`.  A group has
+    Meanwhile memory from `asked` on is asked for, `step` bytes (up to ASKED lines) with each two quads of depth.  Rows
+    at `target` lie `stride` bytes apart; they have 32 numbers, or 16 where the panel `is_gated`.  A group has
     `group_rows` rows of activations in all.  `weight_kind` is a value whose type names the weights: uint8 those of 7
     bits, int8 nibbles.
     """
@@ -254,9 +267,10 @@ def dot_tile(
             block = builder.append_basic_block(f"rows{rows}")
             choice.add_case(_number(rows), block)
             builder.position_at_end(block)
-            _store_rows(builder, _emit(builder, rows, bits, args[1:6]), args[6:10], kind)
+            sums = _emit(builder, rows, bits, (*args[1:6], *args[10:12]))
+            _store_rows(builder, sums, args[6:10], kind)
             builder.branch(end)
         builder.position_at_end(end)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 10, weight_kind, kind), codegen
+    return types.void(*[types.int64] * 12, weight_kind, kind), codegen

@@ -14,7 +14,7 @@ from numba.extending import intrinsic
 from slotwise.kernels.cpu.dot import spread
 from slotwise.kernels.cpu.simd import round_to_bfloat16
 from slotwise.kernels.cpu.tile import Loop
-from slotwise.kernels.cpu.vectors import silu
+from slotwise.kernels.cpu.vectors import ask, silu
 
 CHAIN = 32  # products added in registers
 GROUP = 4  # chains whose sums are added in halves
@@ -84,23 +84,14 @@ def largest_size(typingctx, address, count):
     return types.int64(types.int64, types.int64), codegen
 
 
-def _ask(builder, address):
-    """Have a line of the second-level cache on its way."""
-    byte = ir.IntType(8).as_pointer()
-    function = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(ir.VoidType(), [byte, _INT32, _INT32, _INT32]), "llvm.prefetch.p0")
-    for_reading, second_level, data = (ir.Constant(_INT32, number) for number in (0, 2, 1))
-    builder.call(function, [builder.inttoptr(address, byte), for_reading, second_level, data])
-
-
 def _add_chain(builder, rows, a, b, asked, step):
     """The products of one chain: two vectors of halves a row."""
     fma = cgutils.get_or_insert_function(
         builder.module, ir.FunctionType(_HALVES, [_HALVES] * 3), f"llvm.fma.v{LANES}f16")
     turns = Loop(builder, _number(CHAIN), 1, [a, b, asked, *[ir.Constant(_HALVES, [0.0] * LANES)] * (2 * rows)])
     column, line, asked, *sums = turns.values
-    _ask(builder, asked)
-    _ask(builder, builder.add(asked, builder.lshr(step, _number(1))))
+    ask(builder, asked)
+    ask(builder, builder.add(asked, builder.lshr(step, _number(1))))
     weights = [_read(builder, line, v * 2 * LANES, _HALVES) for v in (0, 1)]
     results = []
     for row in range(rows):

@@ -10,20 +10,28 @@ where there are 15 steps, as in Banner et al., "Post training 4-bit quantization
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 import torch
 import torch.nn.functional as F
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
 from slotwise.kernels.base import Linear
 from slotwise.kernels.cpu.compiled import Compiled
-from slotwise.kernels.cpu.dot import COLUMNS, GATES, GROUP, HEIGHTS, LIMIT, RECORD, ZERO, dot_tile, spread
+from slotwise.kernels.cpu.dot import (
+    COLUMNS,
+    GATES,
+    GROUP,
+    HEIGHTS,
+    LIMIT,
+    RECORD,
+    STEPS_OF_A_GROUP,
+    ZERO,
+    dot_tile,
+    spread,
+)
 from slotwise.kernels.cpu.panels import paired, whole
 from slotwise.kernels.cpu.queues import NOTHING, rows_of_a_block, take
 from slotwise.kernels.cpu.simd import (
@@ -38,17 +46,23 @@ from slotwise.kernels.cpu.simd import (
     store,
 )
 from slotwise.kernels.cpu.team import HEADER, THREAD_COUNTER, Team
+from slotwise.kernels.cpu.vectors import all_of, call
 
 BITS = {"int8": 8, "int4": 4}  # what a weight takes
 STEPS = {8: 63, 4: 7}  # on either side of zero
 CLIPS = {8: (1.0,), 4: (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)}  # of a group's largest weight
 BLOCK_BYTES = 1 << 18  # of activations quantised at once: a part of a typical second-level cache
 TALLEST = HEIGHTS[-1]
+ROOM_BYTES = TALLEST * COLUMNS * 4
+AHEAD = 8192  # bytes of weights between what is read and what is asked for, where a panel is read but once
 WEIGHT_8, WEIGHT_4 = np.uint8(0), np.int8(0)  # kinds of `dot_tile`
 NUMBERS_8, NUMBERS_4 = ((np.float32(LIMIT[bits]), ZERO[bits], RECORD[bits]) for bits in (8, 4))
 
+INFINITE, NO_NUMBER = 0x7F800000, 0x7FC00000  # bits of a float32
+WITHOUT_PLACES = 1.5 * 2**23
+
 _INT, _FLOAT = ir.IntType(32), ir.FloatType()
-_WHOLES, _FLOATS = ir.VectorType(_INT, GROUP), ir.VectorType(_FLOAT, GROUP)
+_BYTES, _WHOLES, _FLOATS = (ir.VectorType(kind, GROUP) for kind in (ir.IntType(8), _INT, _FLOAT))
 
 X, WEIGHT, BIAS, OUT, TOKENS, DEPTH, OUTPUTS, STORED, BLOCK, SCRATCH, SCRATCH_BYTES, THREADS = range(
     HEADER, HEADER + 12
@@ -64,21 +78,17 @@ def _quantise_group(typingctx, x, target, told, limit, zero, kind):
 
     def codegen(context, builder, signature, args):
         x, target, told, limit, zero, _ = args
-        call = functools.partial(_call, builder)
-        values = _wide(builder, x, kind)
-        sizes = call("fabs.v64f32", _FLOATS, [values])
-        largest = call("vector.reduce.fmax.v64f32", _FLOAT, [sizes], fastmath=("nnan",))
+        bits = _bits(builder, x, kind)
+        largest = _largest(builder, bits)
         tiny = ir.Constant(_FLOAT, 1e-30)
         factor = builder.fdiv(limit, builder.select(builder.fcmp_ordered(">", largest, tiny), largest, tiny))
-        nearest = call("rint.v64f32", _FLOATS, [builder.fmul(values, spread(builder, factor, _FLOATS))])
-        whole = builder.fptosi(nearest, _WHOLES)
-        scale = builder.select(_holds_nan(builder, values), ir.Constant(_INT, 0x7FC00000), builder.bitcast(
-            builder.fdiv(largest, limit), _INT))
-        total = call("vector.reduce.add.v64i32", _INT, [whole])
-        correction = builder.mul(total, builder.neg(builder.trunc(zero, _INT)))
-        for value, address, offset in (
-                (builder.trunc(whole, ir.VectorType(ir.IntType(8), GROUP)), target, 0), (scale, told, 0),
-                (correction, told, 4)):
+        steps = _whole(builder, _floats(builder, bits), factor)
+        correction = builder.mul(_total(builder, steps), builder.neg(builder.trunc(zero, _INT)))
+        # Kernels are compiled as if floats never were NaN, so one is told by its bits, and comes out as bits.
+        no_number = builder.icmp_unsigned(">", builder.bitcast(largest, _INT), ir.Constant(_INT, INFINITE))
+        scale = builder.bitcast(builder.fdiv(largest, limit), _INT)
+        scale = builder.select(no_number, ir.Constant(_INT, NO_NUMBER), scale)
+        for value, address, offset in ((steps, target, 0), (scale, told, 0), (correction, told, 4)):
             place = builder.add(address, ir.Constant(ir.IntType(64), offset))
             builder.store(value, builder.inttoptr(place, value.type.as_pointer())).align = 4
         return context.get_dummy_value()
@@ -86,28 +96,46 @@ def _quantise_group(typingctx, x, target, told, limit, zero, kind):
     return types.void(types.int64, types.int64, types.int64, types.float32, types.int64, kind), codegen
 
 
-def _holds_nan(builder, values):
-    """Whether any of 64 float32 is NaN, told by its bits: kernels are compiled as if floats never were."""
-    sizes = builder.and_(builder.bitcast(values, _WHOLES), ir.Constant(_WHOLES, [0x7FFFFFFF] * GROUP))
-    found = builder.icmp_unsigned(">", sizes, ir.Constant(_WHOLES, [0x7F800000] * GROUP))
-    return _call(builder, "vector.reduce.or.v64i1", ir.IntType(1), [found])
-
-
-def _call(builder, name, result, arguments, fastmath=()):
-    kind = ir.FunctionType(result, [argument.type for argument in arguments])
-    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.{name}")
-    return builder.call(function, arguments, fastmath=fastmath)
-
-
-def _wide(builder, address, kind):
-    """64 numbers of a kind as float32."""
-    stored = ir.VectorType(ir.IntType(16), GROUP) if kind == types.uint16 else _FLOATS
+def _bits(builder, address, kind):
+    """Of 64 numbers, as they are stored."""
+    stored = ir.VectorType(ir.IntType(kind.bitwidth), GROUP)
     value = builder.load(builder.inttoptr(address, stored.as_pointer()))
     value.align = 2
-    if kind == types.uint16:
-        sixteen = ir.Constant(_WHOLES, [16] * GROUP)
-        value = builder.bitcast(builder.shl(builder.zext(value, _WHOLES), sixteen), _FLOATS)
     return value
+
+
+def _largest(builder, bits):
+    """The size of the largest, a float32; NaN where there is one.  Without their signs bits are in order of size."""
+    width = bits.type.element.width
+    sizes = builder.and_(bits, all_of(bits.type, (1 << width - 1) - 1))
+    largest = call(builder, f"llvm.vector.reduce.umax.v{GROUP}i{width}", bits.type.element, sizes)
+    return builder.bitcast(_as_float32(builder, largest, _INT), _FLOAT)
+
+
+def _floats(builder, bits):
+    return builder.bitcast(_as_float32(builder, bits, _WHOLES), _FLOATS)
+
+
+def _as_float32(builder, bits, wide):
+    """The bits of float32 that are as large: a bfloat16 is the upper half of one."""
+    if bits.type == wide:
+        return bits
+    sixteen = all_of(wide, 16) if isinstance(wide, ir.VectorType) else ir.Constant(wide, 16)
+    return builder.shl(builder.zext(bits, wide), sixteen)
+
+
+def _whole(builder, values, factor):
+    """`values` times `factor`, rounded to bytes: so large a number is added that a float32 has no places behind it."""
+    added = call(builder, f"llvm.fma.v{GROUP}f32", _FLOATS, values, spread(builder, factor, _FLOATS),
+                 all_of(_FLOATS, WITHOUT_PLACES))
+    return builder.trunc(builder.bitcast(added, _WHOLES), _BYTES)
+
+
+def _total(builder, steps):
+    """The sum of 64 signed bytes: LLVM knows an instruction for unsigned ones."""
+    unsigned = builder.zext(builder.xor(steps, all_of(_BYTES, 128)), _WHOLES)
+    return builder.sub(call(builder, f"llvm.vector.reduce.add.v{GROUP}i32", _INT, unsigned),
+                       ir.Constant(_INT, 128 * GROUP))
 
 
 @kernel
@@ -138,10 +166,11 @@ def _quantise_block(words, first, rows, target, room, limit, zero, kind):
 
 
 @kernel
-def _multiply(words, room, first, row, panel, kind, weight_kind, record):
+def _multiply(words, room, first, row, panel, following, kind, weight_kind, record):
     """One tile of a panel and of the rows from `first` on, of which `row` is its first: how many it had.
 
-    What is wider than what is left of the output goes by way of `room`.
+    Meanwhile it asks for its share of the panel at `following`; a tile that is the only one, for its own panel, a
+    little ahead.  What is wider than what is left of the output goes by way of `room`.
     """
     block, stored = load(words, BLOCK, INT64), load(words, STORED, INT64)
     groups, rows = (load(words, DEPTH, INT64) + GROUP - 1) // GROUP, min(block, load(words, TOKENS, INT64) - first)
@@ -149,15 +178,17 @@ def _multiply(words, room, first, row, panel, kind, weight_kind, record):
     for size in HEIGHTS:
         if size <= rows - row:
             height = size
+    tiles, weight = (rows + TALLEST - 1) // TALLEST, load(words, WEIGHT, INT64) + panel * groups * record
+    share = (record // STEPS_OF_A_GROUP + tiles - 1) // tiles
+    asked = weight + AHEAD if tiles == 1 else following + row // TALLEST * share * STEPS_OF_A_GROUP * groups
     is_gated = stored != load(words, OUTPUTS, INT64)
     width = GATES if is_gated else COLUMNS
     left, size = stored - panel * width, bytes_of(kind)
     place, stride = load(words, OUT, INT64) + ((first + row) * stored + panel * width) * size, stored * size
     target, step = (place, stride) if left >= width else (room, width * size)
-    held = room + TALLEST * COLUMNS * 4
-    dot_tile(height, load(words, WEIGHT, INT64) + panel * groups * record, held + row * GROUP,
-             held + groups * rows * GROUP + row * 8, rows, groups, target, step,
-             load(words, BIAS, INT64) + panel * COLUMNS * 4, is_gated, weight_kind, kind)
+    held = room + ROOM_BYTES
+    dot_tile(height, weight, held + row * GROUP, held + groups * rows * GROUP + row * 8, rows, groups, target, step,
+             load(words, BIAS, INT64) + panel * COLUMNS * 4, is_gated, asked, share, weight_kind, kind)
     if left < width:
         for i in range(height):
             for column in range(left):
@@ -170,19 +201,22 @@ def _product(words, kind, weight_kind, numbers):
     limit, zero, record = numbers
     tokens, block, threads = load(words, TOKENS, INT64), load(words, BLOCK, INT64), load(words, THREADS, INT64)
     panels, blocks = (load(words, OUTPUTS, INT64) + COLUMNS - 1) // COLUMNS, (tokens + block - 1) // block
+    panel_bytes = (load(words, DEPTH, INT64) + GROUP - 1) // GROUP * record
     thread = fetch_add(words + THREAD_COUNTER, 1)
     room = load(words, SCRATCH, INT64) + thread * load(words, SCRATCH_BYTES, INT64)
+    apart = threads if blocks == 1 else 1  # panels from one to the next that this thread is likely to take
     held = -1
     item = take(words, thread, threads, blocks, panels)
     while item != NOTHING:
-        first = item // panels * block
+        first, panel = item // panels * block, item % panels
         rows = min(block, tokens - first)
         if first != held:
-            _quantise_block(words, first, rows, room + TALLEST * COLUMNS * 4, room, limit, zero, kind)
+            _quantise_block(words, first, rows, room + ROOM_BYTES, room, limit, zero, kind)
             held = first
+        following = load(words, WEIGHT, INT64) + (panel + apart) % panels * panel_bytes
         row = 0
         while row < rows:
-            row += _multiply(words, room, first, row, item % panels, kind, weight_kind, record)
+            row += _multiply(words, room, first, row, panel, following, kind, weight_kind, record)
         item = take(words, thread, threads, blocks, panels)
 
 

@@ -1,4 +1,4 @@
-"""Functions of whole vectors of float32, of any length, as LLVM is told them: `simd.py` has them for one number.
+"""What LLVM is told: functions of whole vectors of float32, of any length (`simd.py` has them for one number).
 
 Compiled as if floats never were NaN: where one is, the result is no number either, or whatever it was multiplied by.
 """
@@ -17,7 +17,18 @@ LOWEST, HIGHEST = -126.0, 127.0  # 2**x is a float32 between
 def call(builder, name, result, *arguments):
     """An LLVM intrinsic that yields a `result`."""
     kind = ir.FunctionType(result, [argument.type for argument in arguments])
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments, fastmath=FAST)
+    is_whole = isinstance(getattr(result, "element", result), ir.IntType)
+    function = cgutils.get_or_insert_function(builder.module, kind, name)
+    return builder.call(function, arguments, fastmath=() if is_whole else FAST)
+
+
+def ask(builder, address):
+    """Have a line of the second-level cache on its way."""
+    byte, whole = ir.IntType(8).as_pointer(), ir.IntType(32)
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(ir.VoidType(), [byte, whole, whole, whole]), "llvm.prefetch.p0")
+    for_reading, second_level, data = (ir.Constant(whole, number) for number in (0, 2, 1))
+    builder.call(function, [builder.inttoptr(address, byte), for_reading, second_level, data])
 
 
 def all_of(vector, number):

@@ -10,11 +10,11 @@ import torch
 
 from slotwise.core.params import SamplingParams
 from slotwise.core.plan import Join, StepPlan
-from slotwise.kernels.sampling import draw, uniform
+from slotwise.kernels.sampling import FAILED, draw, uniform
 from slotwise.runner.batch import SlotTable
 from slotwise.runner.device_sampler import DeviceSampler, largest
 from slotwise.runner.sampler import Sampler
-from slotwise.runner.sampling import FAILED, Sampled
+from slotwise.runner.sampling import Sampled
 
 CPU = torch.device("cpu")
 VOCAB, SLOTS, TOKENS = 300, 24, 64

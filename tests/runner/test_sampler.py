@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from slotwise.core.params import SamplingParams
 from slotwise.core.plan import Join
+from slotwise.kernels.sampling import FAILED
 from slotwise.runner.sampler import Sampler
-from slotwise.runner.sampling import FAILED, Sampled
+from slotwise.runner.sampling import Sampled
 
 DTYPES = [torch.bfloat16, torch.float32]
 quick = settings(deadline=None, max_examples=40, derandomize=True)

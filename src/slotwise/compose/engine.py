@@ -121,8 +121,6 @@ def load(config: EngineConfig, progress: Progress = silent, wrap: Callable[[Kern
 def _warm_up(kernels: Kernels, kind: torch.dtype) -> None:
     roam()
     kernels.warm_up(kind)
-    if kernels.name == "cpu":
-        Sampler.warm_up(kind)
 
 
 def _runner(decoder: Decoder, limits: SchedulerLimits) -> Executor:

@@ -1,6 +1,6 @@
 """Drawing tokens in plain torch, on any device: what every other implementation for tensors is held against.
 
-The same rules and the same random numbers as `runner/sampling_kernels.py`: min-p, top-k and top-p in this order, ties
+The same rules and the same random numbers as `cpu/sampling.py`: min-p, top-k and top-p in this order, ties
 kept together, and one uniform number of Philox4x32-10 (Salmon et al., "Parallel Random Numbers", SC 2011) under key
 `seed` and counter `index`.  Sums are rounded differently: a token may differ where a cut or a draw falls between two.
 """
@@ -16,12 +16,13 @@ from torch import Tensor
 Draw = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """`draw(logits, controls, seeds, indices)`, as below."""
 
+FAILED = -1  # instead of a token, in a row without a sound distribution
 LOG2_E = math.log2(math.e)
 _LOW = 0xFFFFFFFF
 
 
 def draw(logits: Tensor, controls: Tensor, seeds: Tensor, indices: Tensor) -> Tensor:
-    """A token for every row, `[rows]` int64; -1 where a row holds NaN or +inf, or nothing but -inf.
+    """A token for every row, `[rows]` int64; FAILED where a row holds NaN or +inf, or nothing but -inf.
 
     Args:
         logits: `[rows, vocab]` of any float type.
@@ -40,7 +41,7 @@ def draw(logits: Tensor, controls: Tensor, seeds: Tensor, indices: Tensor) -> Te
     masses = weights.double().cumsum(-1)
     threshold = uniform(seeds, indices) * masses[:, -1]
     drawn = torch.where((masses > threshold[:, None]) & (weights > 0), ids, scores.shape[1]).amin(-1)
-    return torch.where(failed, -1, torch.where(temperature > 0, drawn, first))
+    return torch.where(failed, FAILED, torch.where(temperature > 0, drawn, first))
 
 
 def _filtered(weights: Tensor, controls: Tensor) -> Tensor:

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from slotwise.core.params import SamplingParams
 from slotwise.core.plan import Join, TokenLogprobs
-from slotwise.kernels.sampling import Draw
+from slotwise.kernels.sampling import FAILED, Draw
 from slotwise.runner.batch import SlotTable
 from slotwise.runner.logit_edits import has_penalties
-from slotwise.runner.sampling import FAILED, GREEDY_BELOW, Sampled
+from slotwise.runner.sampling import GREEDY_BELOW, Sampled
 from slotwise.runner.staging import sender, to_host
 
 _64_BITS = 2**64 - 1

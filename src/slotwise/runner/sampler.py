@@ -5,7 +5,7 @@ batch-mates, its row or its slot, nor on whether it was preempted and computed a
 a pure function of (seed, i), so nothing need be kept or restored.
 
 Rows that ask for nothing special are one argmax.  The others are copied to float32, edited (`logit_edits.py`), drawn
-(`sampling_kernels.py`) and, where asked, described by log-probabilities.
+(`kernels/cpu/sampling.py`) and, where asked, described by log-probabilities.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from slotwise.core.plan import Join, TokenLogprobs
-from slotwise.kernels.cpu.compiled import Compiled, compile_all
+from slotwise.kernels.cpu import sampling as kernels
+from slotwise.kernels.cpu.compiled import Compiled
 from slotwise.kernels.cpu.team import Team
-from slotwise.runner import sampling_kernels as kernels
 from slotwise.runner.logit_edits import LogitEdits, has_penalties
 from slotwise.runner.sampling import GREEDY_BELOW, Sampled
 
@@ -57,11 +57,6 @@ class Sampler:
         self._seeds = np.zeros(num_slots, dtype=np.uint64)
         self._team = team or Team(torch.get_num_threads())
         self._work = torch.empty(0, vocab_size, dtype=torch.float32)
-
-    @staticmethod
-    def warm_up(kind: torch.dtype) -> None:
-        """Compile everything for logits of this type, or read it from disk, before the first request needs it."""
-        compile_all([kernels.DRAW, kernels.LOG_PROBABILITIES, kernels.GREEDY[kind], kernels.WIDEN[kind]])
 
     def join(self, join: Join) -> None:
         """A request takes a slot, for the first time or again."""

@@ -11,9 +11,6 @@ from torch import Tensor
 
 from slotwise.core.plan import Join, TokenLogprobs
 
-FAILED = -1
-"""In place of a token: the row held NaN or +inf, or nothing but -inf."""
-
 GREEDY_BELOW = 1e-5  # temperature; the same threshold as vLLM's
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slotwise.kernels.base import AttentionShape, Linear, QKNorm, RaggedBatch, cache_kind, in_two_steps
-from slotwise.kernels.cpu import attention, half, linear, onednn, pointwise, processor, quantised, tile
+from slotwise.kernels.cpu import attention, half, linear, onednn, pointwise, processor, quantised, sampling, tile
 from slotwise.kernels.cpu.cache import CpuCache, head_block_elements, padded
 from slotwise.kernels.cpu.compiled import Compiled, compile_all
 from slotwise.kernels.cpu.crew import HELP, LEAD
@@ -53,8 +53,9 @@ class CpuKernels:
         multiply = [tile.MULTIPLY[each] for each in dict.fromkeys((kind, stored))]
         in_halves = kind == torch.bfloat16 and half.multiplies_halves()
         dense = [half.PRODUCT] if in_halves else [linear.PRODUCT[kind], pointwise.SILU_MUL[kind]]
-        compile_all([*(products or dense), *of_the_cache, *multiply, pointwise.NORM[kind], attention.PLAN,
-                     pointwise.EMBED, PROGRAM, LEAD, HELP])
+        of_logits = [sampling.DRAW, sampling.LOG_PROBABILITIES, sampling.GREEDY[kind], sampling.WIDEN[kind]]
+        compile_all([*(products or dense), *of_the_cache, *multiply, *of_logits, attention.PLAN, pointwise.EMBED,
+                     pointwise.NORM[kind], PROGRAM, HELP, LEAD])
 
     def operations_per_second(self, kind: torch.dtype) -> float:
         """By what the processor multiplies, for each thread."""

@@ -1,6 +1,6 @@
 """From logits to tokens, without leaving the device.
 
-The algorithm and its random numbers are those of the CPU's (`runner/sampling_kernels.py`): candidates weigh
+The algorithm and its random numbers are those of the CPU's (`cpu/sampling.py`): candidates weigh
 exp((logit - max) / temperature), min-p, top-k and top-p each become one cut-off weight, found by bisection over the
 bits of positive floats instead of a sort, and the token inverts the cumulative weights in order of token id with a
 number that is a pure function of (seed, output index): Philox4x32-10 (Salmon et al., SC 2011).  So a seed gives the
@@ -25,8 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FAILED = -1
-"""In place of a token: the row held NaN or +inf, or nothing but -inf."""
+from slotwise.kernels.sampling import FAILED
 
 CHUNK = 4096  # logits of one program
 LEVELS = 16  # cuts a survey measures; the last is the min-p cut itself

@@ -39,7 +39,7 @@ from slotwise.kernels.cpu.simd import (
     store,
 )
 from slotwise.kernels.cpu.team import HEADER, THREAD_COUNTER
-from slotwise.runner.sampling import FAILED
+from slotwise.kernels.sampling import FAILED
 
 # Arguments in words after the header: addresses, but for VOCAB, NUM_ROWS and NUM_TOP, which are sizes.
 LOGITS, VOCAB, ROWS, NUM_ROWS, TOKENS, SCRATCH = range(HEADER, HEADER + 6)  # rows and tokens int64

@@ -115,6 +115,18 @@ def test_a_guess_is_of_ones_own_kind_where_enough_is_known():
     assert guesses.guess("b", 10, 49) == 50
 
 
+def test_prompts_of_about_the_same_length_are_told_apart_once_enough_is_known_of_each():
+    guesses = Guesses(0.5)
+    for number in range(ENOUGH):
+        guesses.learn("a", 100, 7)
+        if number:
+            guesses.learn("a", 120, 70)
+    assert guesses.guess("a", 100, 0) == guesses.guess("a", 111, 0) == 7
+    assert guesses.guess("a", 120, 0) == 7, "of both, while little is known of its own"
+    guesses.learn("a", 120, 70)
+    assert guesses.guess("a", 120, 0) == guesses.guess("a", 127, 0) == 70
+
+
 def test_what_is_kept_of_lengths_is_bounded():
     guesses = Guesses(0.5)
     for number in range(2 * MAX_KINDS):

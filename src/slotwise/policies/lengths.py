@@ -9,8 +9,11 @@ KEPT = 128  # lengths of a kind that a guess is made from
 ENOUGH = 8  # fewer say nothing; a wider kind is asked
 MAX_KINDS = 4096  # whoever was heard of least lately is forgotten
 
-Kind = tuple[str, int]  # a tenant, "" for all; a prompt length's bucket, ALL for any
-ALL = -1
+PARTS = (4, 2)  # buckets of prompt lengths to each doubling: narrow ones, and wider ones where those know too little
+
+Bucket = tuple[int, int]  # of how many to a doubling, which one
+Kind = tuple[str, Bucket]  # a tenant, "" for all; a prompt length's bucket, ALL for any
+ALL = (0, 0)
 
 
 class Lengths:
@@ -61,11 +64,11 @@ class Guesses:
 
 def _kinds(tenant: str, num_prompt: int) -> tuple[Kind, ...]:
     """From the closest to the widest."""
-    bucket = _bucket(num_prompt)
-    return tuple(dict.fromkeys([(tenant, bucket), ("", bucket), (tenant, ALL), ("", ALL)]))
+    buckets = (*(_bucket(num_prompt, parts) for parts in PARTS), ALL)
+    return tuple(dict.fromkeys((whose, bucket) for bucket in buckets for whose in (tenant, "")))
 
 
-def _bucket(num_prompt: int) -> int:
-    """Two to each doubling."""
-    high = num_prompt.bit_length()
-    return 2 * high + (num_prompt >> max(0, high - 2) & 1)
+def _bucket(num_prompt: int, parts: int) -> Bucket:
+    """So many to each doubling."""
+    doublings = max(0, num_prompt.bit_length() - 1)
+    return parts, doublings * parts + (num_prompt * parts >> doublings)

@@ -179,22 +179,53 @@ def _tokens_by(moment: float, outcomes: Sequence[Outcome]) -> float:
 # -- goodput -------------------------------------------------------------------------------------------------------
 
 OBJECTIVES, MET, BETTER = (0.4, 4.0), 0.6, 1.3  # seconds to the first token, as likely; FCFS's share; the promise
+ABOUT, CORRECTED, TRIES = 0.15, 0.05, 4  # from FCFS's share, in a turn that counts; of the load; for each such turn
 
 
 def goodput(where: Where) -> list[Finding]:
     found = []
     for name, make in where.workloads().items():
-        rate, asked = _hard_pressed(where, make)
-        turns = where.in_turns(asked, {
-            "fcfs": FCFS, "deadline": setting("deadline"), "deadline, shedding": setting("deadline", shed_late=True)})
-        met = [{label: _met(asked, outcomes) for label, outcomes in turn.items()} for turn in turns]
-        figures = {"rate": rate} | {label: median(turn[label] for turn in met) for label in met[0]}
-        figures["ratio"] = median(turn["deadline"] / turn["fcfs"] for turn in met)
+        rate, turns = _pressed_turns(where, make)
+        met = [{label: _met(asked, outcomes) for label, outcomes in served.items()} for asked, served in turns]
+        figures = {"rate": rate, "turns": len(turns)} | {
+            label: median(turn[label] for turn in met) for label in (met[0] if met else ())}
+        figures["ratio"] = median(turn["deadline"] / _usual(turn) for turn in met) if met else 0.0
         curves = {label: [outcome.ttft for outcome in outcomes if outcome.status == COMPLETED]
-                  for label, outcomes in turns[-1].items()}
+                  for label, outcomes in (turns[-1][1] if turns else {}).items()}
         found.append(Finding(f"{name}: {BETTER}x the requests within their objectives, where FCFS serves {MET:.0%} so",
                              figures["ratio"] >= BETTER, figures, curves))
     return found
+
+
+def _pressed_turns(
+    where: Where, make: Callable[[int, float], list[Ask]]
+) -> tuple[float, list[tuple[list[Ask], dict[str, list[Outcome]]]]]:
+    """The last load, and turns that count: first come, first served, before and after, meets about MET of the
+    objectives.  Where a machine has become faster or slower so does the load, and another turn is made.
+    """
+    rate, asked = _hard_pressed(where, make)
+    deadline = {"deadline": setting("deadline"), "deadline, shedding": setting("deadline", shed_late=True)}
+    turns = []
+    for _ in range(TRIES * where.turns):
+        served = {"fcfs": where.serve(asked, FCFS)}
+        if abs(_met(asked, served["fcfs"]) - MET) <= ABOUT:
+            served |= {label: where.serve(asked, one) for label, one in deadline.items()}
+            served["fcfs again"] = where.serve(asked, FCFS)
+            turns += [(asked, served)] * (abs(_usual_of(asked, served) - MET) <= ABOUT)
+            if len(turns) == where.turns:
+                break
+        rate *= 1 + CORRECTED * (1 if _usual_of(asked, served) > MET else -1)
+        asked = _promised(where, make, rate)
+    return rate, turns
+
+
+def _usual_of(asked: Sequence[Ask], served: dict[str, list[Outcome]]) -> float:
+    return _usual({label: _met(asked, outcomes) for label, outcomes in served.items()})
+
+
+def _usual(met: dict[str, float]) -> float:
+    """What first come, first served met, before and after."""
+    return fmean(share for label, share in met.items() if label.startswith("fcfs"))
 
 
 def _hard_pressed(where: Where, make: Callable[[int, float], list[Ask]]) -> tuple[float, list[Ask]]:
@@ -202,14 +233,19 @@ def _hard_pressed(where: Where, make: Callable[[int, float], list[Ask]]) -> tupl
     low, high = 0.5 * where.capacity(make), 2.0 * where.capacity(make)
     for _ in range(5):
         rate = (low + high) / 2
-        draw = random.Random(where.seed)
-        asked = [ask._replace(terms=Terms(ttft=draw.choice(OBJECTIVES)))
-                 for ask in make(max(50, int(rate * where.seconds)), rate)]
+        asked = _promised(where, make, rate)
         met = _met(asked, where.serve(asked, FCFS))
         if abs(met - MET) < 0.03:
             break
         low, high = (rate, high) if met > MET else (low, rate)
     return rate, asked
+
+
+def _promised(where: Where, make: Callable[[int, float], list[Ask]], rate: float) -> list[Ask]:
+    """Requests with objectives."""
+    draw = random.Random(where.seed)
+    return [ask._replace(terms=Terms(ttft=draw.choice(OBJECTIVES)))
+            for ask in make(max(50, int(rate * where.seconds)), rate)]
 
 
 def _met(asked: Sequence[Ask], outcomes: Sequence[Outcome]) -> float:
@@ -230,23 +266,41 @@ def shortest(where: Where) -> list[Finding]:
         asked = make(int(rate * where.seconds), rate)
         turns = where.in_turns(asked, {
             "fcfs": FCFS, "predicted": setting("shortest"), "oracle": setting("shortest", length_oracle=True)})
-        means = [{label: fmean(outcome.e2el for outcome in outcomes) for label, outcomes in turn.items()}
-                 for turn in turns]
-        mean = {label: median(turn[label] for turn in means) for label in means[0]}
-        gain = median((turn["fcfs"] - turn["predicted"]) / max(turn["fcfs"] - turn["oracle"], 1e-9) for turn in means)
-        harm = median(turn["predicted"] / turn["fcfs"] for turn in means)
+        means, shares = ([{label: of(outcomes) for label, outcomes in turn.items()} for turn in turns]
+                         for of in (_mean, _share_of_the_backlog))
+        mean, share = ({label: median(turn[label] for turn in told) for label in told[0]} for told in (means, shares))
         longest = max(outcome.ttft for turn in turns for outcome in turn["predicted"])
         work = max(ask.num_prompt for ask in asked) * PROMPT_SHARE + max(ask.num_output for ask in asked)
         bound = work * AGEING["shortest"] / AGED_TOKENS + max(
             outcome.ttft for turn in turns for outcome in turn["fcfs"])
+        figures = mean | {f"{label}, of the backlog": value for label, value in share.items()} | {
+            "share_of_gain": _gain(share), "share_of_gain_in_seconds": _gain(mean),
+            "against_fcfs": share["predicted"] / share["fcfs"], "longest_wait": longest, "bound": bound}
         is_known = name == "azure"
         found.append(Finding(
             f"{name}: " + (f"{GAINED:.0%} of an oracle's gain" if is_known else "no worse than 5% behind FCFS")
             + ", longest wait within its bound", longest <= bound and (
-                gain >= GAINED if is_known else harm <= UNHARMED),
-            {**mean, "share_of_gain": gain, "longest_wait": longest, "bound": bound},
+                figures["share_of_gain"] >= GAINED if is_known else figures["against_fcfs"] <= UNHARMED), figures,
             {label: [outcome.e2el for outcome in outcomes] for label, outcomes in turns[-1].items()}))
     return found
+
+
+def _mean(outcomes: Sequence[Outcome]) -> float:
+    return fmean(outcome.e2el for outcome in outcomes)
+
+
+def _share_of_the_backlog(outcomes: Sequence[Outcome]) -> float:
+    """The mean latency over the time by which the backlog outlived the last arrival.
+
+    That time is the same in whatever order work is done, and under constant overload latencies are in proportion to
+    it.  A machine that is a tenth slower for one of three runs makes their seconds as different as policies do.
+    """
+    return _mean(outcomes) / (max(outcome.ended for outcome in outcomes) - max(outcome.sent for outcome in outcomes))
+
+
+def _gain(told: dict[str, float]) -> float:
+    """The part of an oracle's gain over first come, first served that guesses have."""
+    return (told["fcfs"] - told["predicted"]) / max(told["fcfs"] - told["oracle"], 1e-9)
 
 
 # -- fair ----------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from benchmarks.policies.worlds import simulated
 SHORT = Where(simulated, None, 1.0, ("bursty",))
 
 
-@pytest.mark.parametrize("name", ["giants", "tiers", "shortest", "fair", "inversion", "gaming"])
+@pytest.mark.parametrize("name", ["giants", "tiers", "goodput", "shortest", "fair", "inversion", "gaming"])
 def test_a_run_ends_with_figures_and_curves_that_can_be_drawn(name):
     for found in (RUNS | FAILURES)[name](Where(simulated, None, 3.0, ("bursty",)) if name == "giants" else SHORT):
         assert all(value >= 0 for value in found.figures.values())

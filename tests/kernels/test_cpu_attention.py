@@ -48,7 +48,7 @@ def test_mixed_steps(layer):
 @FLOATS
 @pytest.mark.parametrize("block_size", [1, 4, 16, 64, 128])
 def test_every_context_around_the_edges_of_blocks_and_segments(block_size, kind):
-    edges = [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 513]
+    edges = [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 511, 512, 513, 1023, 1024, 1025, 2048, 2049]
     layer = Layer(AttentionShape(6, 2, 32, 0.2), block_size, kind, [(1, context) for context in edges])
     assert apart(layer) < CLOSE[kind]
 
@@ -67,7 +67,7 @@ def test_large_scores_do_not_overflow(kind):
 @FLOATS
 @pytest.mark.parametrize("window", [0, 100])
 def test_a_row_does_not_feel_its_batch_mates(kind, window):
-    rows = [(1, 700), (1, 3), (17, 200), (1, 256), (60, 60), (1, 257)]
+    rows = [(1, 2100), (1, 3), (17, 200), (1, 1024), (60, 60), (1, 1025)]
     layer = Layer(AttentionShape(9, 3, 64, 0.125, window), 16, kind, rows)
     cache, together = layer.filled_cache(CPU), layer.batch()
     query = layer.query(together)

@@ -43,7 +43,7 @@ from slotwise.kernels.cpu.team import HEADER, THREAD_COUNTER
 from slotwise.kernels.cpu.tile import STRIP, STRIP_ROW_BYTES, call_multiply
 
 TILE_ROWS = 48  # as many queries (tokens x heads) as a tile may hold: its scores stay in the nearest processor cache
-SEGMENT = 256  # tokens of context one thread takes of a decode row
+SEGMENT = 1024  # tokens of context one thread takes of a decode row: another core's parts are slow to come by
 NO_SCORE = np.float32(-1e20)  # below every score
 
 # What a tile is: `TILE_WORDS` int32 in a table.

@@ -21,6 +21,7 @@ from numba.extending import intrinsic
 from slotwise.kernels.cpu.compiled import Compiled
 from slotwise.kernels.cpu.processor import AVX512, LANES, PAIR
 from slotwise.kernels.cpu.simd import BFLOAT16, FLOAT32, INT8, kernel
+from slotwise.kernels.cpu.vectors import ask
 
 STRIP = 64  # columns of A that lie side by side
 STRIP_ROW_BYTES = 4 * STRIP
@@ -97,15 +98,12 @@ def _load_columns(builder, address, vectors, kind, upper):
 
 
 def prefetch(builder, address, size):
-    """Ask for `size` bytes from `address` on: the processor's own prefetching stops at the end of every page."""
-    byte = ir.IntType(8).as_pointer()
-    function = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(ir.VoidType(), [byte, _INT32, _INT32, _INT32]), "llvm.prefetch.p0"
-    )
-    for_reading, keep, data = (ir.Constant(_INT32, number) for number in (0, 3, 1))
+    """Ask for `size` bytes from `address` on: the processor's own prefetching stops at the end of every page.
+
+    They come to the second-level cache, which has more requests under way at once than the first.
+    """
     for line in range(0, size, LINE):
-        place = builder.inttoptr(builder.add(address, _constant(line)), byte)
-        builder.call(function, [place, for_reading, keep, data])
+        ask(builder, builder.add(address, _constant(line)))
 
 
 class Loop:

@@ -212,7 +212,8 @@ def _pressed_turns(
         if abs(_met(asked, served["fcfs"]) - MET) <= ABOUT:
             served |= {label: where.serve(asked, one) for label, one in deadline.items()}
             served[AGAIN] = where.serve(asked, FCFS)
-            turns += [(asked, served)] * (abs(_usual_of(asked, served) - MET) <= ABOUT)
+            if abs(_usual_of(asked, served) - MET) <= ABOUT:
+                turns.append((asked, served))
             if len(turns) == where.turns:
                 break
         rate *= 1 + CORRECTED * (1 if _usual_of(asked, served) > MET else -1)

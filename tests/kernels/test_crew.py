@@ -179,9 +179,12 @@ def test_work_beside_torch_is_done_also_where_fewer_threads_start_than_were_aske
 
 
 WHERE = """
-import os, threading, torch
+import os, threading, time, torch
 from slotwise.kernels.cpu import CpuKernels
+from slotwise.kernels.cpu.crew import ASLEEP, crew_of
 CpuKernels(2).linear(torch.randn(64, 32))(torch.randn(40, 32))
+while crew_of(2)._shared[ASLEEP] == 0:  # the helper may not even have begun: a leader does not wait for it
+    time.sleep(0.01)
 helper = next(thread for thread in threading.enumerate() if thread.name == "crew-1")
 print(os.sched_getaffinity(0) == os.sched_getaffinity(helper.native_id))
 print(os.getpriority(os.PRIO_PROCESS, helper.native_id), os.getpriority(os.PRIO_PROCESS, 0) < 19)

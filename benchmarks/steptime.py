@@ -2,12 +2,13 @@
 
 Three workloads, each on an engine of its own that knows what it found out at its start and nothing of earlier runs.  Of
 each: the error of predictions made after 200 steps.  Then it is run again, and requests of it with nobody else, whose
-steps nobody learns from: what the explanation said that their decode would take alone is held against it.
+steps nobody learns from: what the explanation says that their decode would take alone is held against it.  It is asked
+for once the engine has had time to rehearse, as a server has after a burst.
 
-A machine that others share is a third faster or slower by the next minute.  So the two take turns, and a request counts
+A machine that others share is a third faster or slower by the next second.  So the two take turns, and a request counts
 by the middle one of its turns.  And a metronome runs beside all of it: another engine on the same weights, with one row
-that nobody learns from, does two steps after every few.  Ratios are told as they are, and `steady`: with both decode
-times counted in its beats.
+that nobody learns from, does two steps after every few.  Ratios are told as they are, and `steady`: what is explained
+is what is typical, and counted in the beats of all the turns; what was measured in those of its own seconds.
 
 usage: python benchmarks/steptime.py [--model FOLDER] [--solo N] [--workload NAME] [--json FILE]
 """
@@ -35,6 +36,7 @@ from slotwise.core.params import SamplingParams
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.loop import Engine
 from slotwise.engine.messages import Add, EngineInfo
+from slotwise.engine.rehearsal import Leisure
 from slotwise.observe import kept
 from slotwise.observe.explain import Story, explain
 from slotwise.observe.facts import gather
@@ -87,21 +89,23 @@ class Lab:
         kept.place(traits(config, info)).unlink(missing_ok=True)
         self.engine, self.info = loaded.engine(config)
         self._metronome = Metronome(loaded.engine(replace(config, max_num_seqs=1))[0])
+        self._leisure = Leisure(self.engine)
         self.beats: list[float] = []  # of the last run, seconds
         self._recorder = Recorder(Ring(1 << 40))
         self._recorder.started(self.info)
         self._num_requests = 0
-        self.steps: list[Step] = []  # of the last run
+        self._numbers: dict[int, int] = {}  # of the last run: in the log -> in the workload
+        self._began = 0  # the last run: position in the log
 
-    def run(self, workload: Workload, requests: Iterable[WorkRequest], times: StepTimes) -> dict[int, Story]:
-        """Run `requests` of `workload` and teach `times`: their stories, by their numbers in the workload."""
+    def run(self, workload: Workload, requests: Iterable[WorkRequest], times: StepTimes) -> None:
+        """Run `requests` of `workload` and teach `times`."""
         recorder, pending = self._recorder, sorted(requests, key=lambda request: request.arrives_at or 0.0)
-        numbers, position, first, began = [], recorder.ring.end, self._num_requests, time.monotonic()
+        self._numbers, self._began, began = {}, recorder.ring.end, time.monotonic()
         self.beats, num_steps = [self._metronome.beat()], 0
         while pending or self.engine.has_work:
             while pending and (pending[0].arrives_at or 0.0) <= time.monotonic() - began:
                 request = pending.pop(0)
-                numbers.append(request.number)
+                self._numbers[self._num_requests] = request.number
                 self._num_requests += 1
                 prompt = workload.prompt_ids(request, self.info.vocab_size)
                 params = SamplingParams(temperature=0.0, max_tokens=request.num_output, ignore_eos=True)
@@ -117,11 +121,24 @@ class Lab:
                     self.beats.append(self._metronome.beat())
             else:
                 time.sleep(0.001)
-        entries = list(map(decode, recorder.ring.lines()))
+
+    def rest(self, times: StepTimes) -> None:
+        """Nobody asks for anything until the engine has rehearsed all it wants to: `times` is told."""
+        self._leisure.served()
+        while (wait := self._leisure.wait()) is not None:
+            time.sleep(wait)
+            if (report := self._leisure.spend()) is not None:
+                times.rehearsed(report)
+
+    def steps(self) -> list[Step]:
+        """Of the last run."""
+        return [entry for entry in map(decode, self._recorder.ring.lines()[self._began:]) if isinstance(entry, Step)]
+
+    def stories(self, times: StepTimes) -> dict[int, Story]:
+        """Of the last run's requests, by their numbers in the workload, as `times` prices them now."""
+        entries = list(map(decode, self._recorder.ring.lines()))
         facts = gather(entries)
-        stories = [explain(facts[number], entries, times) for number in range(first, self._num_requests)]
-        self.steps = [entry for entry in entries[position:] if isinstance(entry, Step)]
-        return dict(zip(numbers, stories, strict=True))
+        return {known: explain(facts[number], entries, times) for number, known in self._numbers.items()}
 
 
 class Outcome(NamedTuple):
@@ -136,21 +153,27 @@ def measure(model: str, name: str, num_solo: int) -> Outcome:
     """One workload: first to learn from, then in turns with those of its requests that had neighbours."""
     lab = Lab(model)
     workload, times = workload_of(name, lab.info, seconds_of_a_token(lab)), StepTimes(lab.info.learned)
-    stories = lab.run(workload, workload.requests, times)
-    errors, num_steps = predicted(lab.steps, StepTimes(lab.info.learned)), len(lab.steps)
+    lab.rest(times)
+    lab.run(workload, workload.requests, times)
+    steps, stories = lab.steps(), lab.stories(times)
+    errors, num_steps = predicted(steps, StepTimes(lab.info.learned)), len(steps)
     alone = [
         request for request in workload.requests
         if stories[request.number].ns("neighbours") and request.num_output >= FEWEST_DECODED][:num_solo]
-    turns = [compared_with(lab, workload, lab.run(workload, workload.requests, times), alone) for _ in range(TURNS)]
-    ratios, steady = zip(*turns, strict=True)
+    turns = [compared(lab, workload, times, alone) for _ in range(TURNS)]
+    pace = statistics.median([beat for turn in turns for beat in turn.beats])
+    ratios = [turn.ratios for turn in turns]
+    steady = [{number: ratio * turn.solo_beats[number] / pace for number, ratio in turn.ratios.items()}
+              for turn in turns]
     return Outcome(name, num_steps, errors, medians(ratios), medians(steady))
 
 
 def seconds_of_a_token(lab: Lab) -> float:
     """Of a request alone; it runs twice, for an engine's first steps find everything cold."""
     alone = Workload((WorkRequest(0, 0.0, 64, 48),), 48)
-    lab.run(alone, alone.requests, StepTimes())
-    (story,) = lab.run(alone, alone.requests, StepTimes()).values()
+    for _ in range(2):
+        lab.run(alone, alone.requests, StepTimes())
+    (story,) = lab.stories(StepTimes()).values()
     return story.ns("decode") * NS / 47
 
 
@@ -166,16 +189,27 @@ def predicted(steps: Iterable[Step], times: StepTimes) -> list[float]:
     return errors
 
 
-def compared_with(
-    lab: Lab, workload: Workload, stories: dict[int, Story], alone: Iterable[WorkRequest]
-) -> tuple[dict[int, float], dict[int, float]]:
-    """Decode times of `stories` over those of the same requests run alone now: as they are, and in beats."""
-    pace, ratios, steady = statistics.median(lab.beats), {}, {}
+class Turn(NamedTuple):
+    """By the numbers of requests."""
+
+    ratios: dict[int, float]  # decode times as explained over as measured
+    solo_beats: dict[int, float]  # seconds, while it ran alone
+    beats: list[float]  # seconds, of all the turn
+
+
+def compared(lab: Lab, workload: Workload, times: StepTimes, alone: Iterable[WorkRequest]) -> Turn:
+    """Run all together, rest, and run some of them alone."""
+    lab.run(workload, workload.requests, times)
+    turn = Turn({}, {}, lab.beats)
+    lab.rest(times)
+    stories = lab.stories(times)
     for request in alone:
-        took = lab.run(workload, [replace(request, arrives_at=0.0)], StepTimes())[request.number].ns("decode")
-        ratios[request.number] = stories[request.number].ns("decode") / took
-        steady[request.number] = ratios[request.number] * statistics.median(lab.beats) / pace
-    return ratios, steady
+        lab.run(workload, [replace(request, arrives_at=0.0)], StepTimes())
+        took = lab.stories(StepTimes())[request.number].ns("decode")
+        turn.ratios[request.number] = stories[request.number].ns("decode") / took
+        turn.solo_beats[request.number] = statistics.median(lab.beats)
+        turn.beats.extend(lab.beats)
+    return turn
 
 
 def medians(turns: Sequence[dict[int, float]]) -> list[float]:
@@ -213,14 +247,14 @@ def main() -> None:
 
 def figures(outcome: Outcome) -> dict[str, Any]:
     errors = sorted(abs(error) for error in outcome.errors) or [float("nan")]
-    raw = {f"decode_{name}": value for name, value in compared(outcome.ratios).items()}
+    raw = {f"decode_{name}": value for name, value in spread(outcome.ratios).items()}
     return {
         "workload": outcome.name, "steps": outcome.num_steps, "median_error": statistics.median(errors),
         "p90_error": percentile(errors, 90), "solo_runs": len(outcome.ratios),
-        **raw, **{f"steady_{name}": value for name, value in compared(outcome.steady).items()}}
+        **raw, **{f"steady_{name}": value for name, value in spread(outcome.steady).items()}}
 
 
-def compared(ratios: list[float]) -> dict[str, float]:
+def spread(ratios: list[float]) -> dict[str, float]:
     """Of decode times as explained over as measured."""
     off = sorted(abs(ratio - 1) for ratio in ratios)
     return {

@@ -77,6 +77,19 @@ def test_whoever_serves_then_finds_all_slots_and_blocks_free(limits, breaks_at: 
     assert driver.output == {one.request_id: alone(one, limits) for one in asked}
 
 
-def test_nothing_is_learned_from_a_step_that_broke() -> None:
-    executor = Watched(ROOMY, breaks_at=0)
+def test_the_very_first_step_tells_nothing() -> None:
+    class Cold(Watched):
+        def submit(self, plan: StepPlan) -> None:
+            super().submit(plan)
+            self._clock.ns += 10**9 if plan.step == 0 else 0
+
+    executor = Cold(ROOMY)
+    times = probe(executor, ROOMY, executor.clock, seconds=1.01)
+    assert 1 < len(executor.works) < 8, "the rest of the time was up"
+    assert times.typical(executor.works[0]) == pytest.approx(cost(executor.works[0]) * 1e-9, rel=0.15)
+
+
+@pytest.mark.parametrize("breaks_at", [0, 1])
+def test_nothing_is_learned_from_a_step_that_broke(breaks_at: int) -> None:
+    executor = Watched(ROOMY, breaks_at)
     assert not probe(executor, ROOMY, executor.clock).knows

@@ -130,9 +130,10 @@ def _runner(decoder: Decoder, limits: SchedulerLimits) -> Executor:
     caches = [
         kernels.allocate_cache(limits.num_blocks + 1, limits.block_size, shape, decoder.config.dtype)
         for shape in decoder.attention_shapes]
-    slots = SlotTable(limits.max_num_seqs, limits.max_model_len, limits.block_size, null_block, kernels.device)
+    num_slots = limits.max_num_seqs + 1  # likewise, of both for rehearsals
+    slots = SlotTable(num_slots, limits.max_model_len, limits.block_size, null_block, kernels.device)
     sampler: Sampling = (
-        Sampler(limits.max_num_seqs, vocab_size, team_of(kernels)) if kernels.name == "cpu"
+        Sampler(num_slots, vocab_size, team_of(kernels)) if kernels.name == "cpu"
         else DeviceSampler(slots, vocab_size, draw_for(kernels), kernels.device))
     pieces = [piece for cache in caches for piece in kernels.cache_pieces(cache)]
     runner = Runner(decoder, caches, slots, sampler, HostBlocks(limits.num_host_blocks, pieces))

@@ -236,7 +236,7 @@ class StepTimes:
     def _is_routine(self, work: Work) -> bool:
         """Nothing about such a step is new, and it is not this one's turn to be looked at all the same."""
         kind = self._kind(work)
-        sums = self._sizes.get(SIZES[kind][work.tokens.bit_length()])
+        sums = self._sizes.get(_size(work, kind))
         if kind == FIRST or sums is None or sums.weight < FAMILIAR:
             return False
         self._passed[kind] = passed = (self._passed[kind] + 1) % ROUTINE
@@ -245,7 +245,19 @@ class StepTimes:
     def learn(self, work: Work, seconds: float) -> None:
         """Learn from a step that took so long."""
         kind = self._kind(work)
-        size = SIZES[kind][work.tokens.bit_length()]
+        sums = self._compare(work, kind, seconds)
+        if sums.weight < FAMILIAR or self.num_steps % SELDOM == 0:
+            self._take_in(work, kind, seconds)
+
+    def study(self, work: Work, seconds: float) -> None:
+        """Learn from a step that was computed for this alone, however familiar it is."""
+        kind = self._kind(work)
+        self._compare(work, kind, seconds)
+        self._take_in(work, kind, seconds)
+
+    def _compare(self, work: Work, kind: str, seconds: float) -> Sums:
+        """Hold a step against what was said of it: what is known of its size."""
+        size = _size(work, kind)
         if kind == FIRST:
             self._met.add(_met_as(work))
         sums = self._sizes.get(size)
@@ -255,9 +267,7 @@ class StepTimes:
         predicted = self._typical(work, kind)
         if predicted > 0:
             self._judge(predicted / seconds, sums.weight >= TRUSTED)
-        if sums.weight < FAMILIAR or self.num_steps % SELDOM == 0:
-            self._take_in(sums, _terms(work, kind), seconds)
-            self._put(size, sums)
+        return sums
 
     def _judge(self, ratio: float, is_trusted: bool) -> None:
         """Take note of how what is typical compares with what a step took."""
@@ -267,11 +277,13 @@ class StepTimes:
             off = -math.log(ratio) - self._level
             self._level += HASTE * max(-HICCUP, min(HICCUP, off))
 
-    def _take_in(self, sums: Sums, terms: Sequence[float], seconds: float) -> None:
-        sums.add(terms, seconds)
+    def _take_in(self, work: Work, kind: str, seconds: float) -> None:
+        size = _size(work, kind)
+        self._sizes[size].add(_terms(work, kind), seconds)
         self._unfitted += 1
         if self._unfitted >= min(REFIT, self.num_steps // 2):
             self._fit()
+        self._put(size, self._sizes[size])
 
     def _fit(self) -> None:
         self._unfitted = 0
@@ -295,6 +307,10 @@ class StepTimes:
 
 def _terms(work: Work, kind: str) -> tuple[float, ...]:
     return 1.0, float(kind != DECODE), work.tokens, work.rows, work.context, work.pairs
+
+
+def _size(work: Work, kind: str) -> str:
+    return SIZES[kind][work.tokens.bit_length()]
 
 
 def _met_as(work: Work) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from slotwise.core.events import Admitted, Committed, Event, Finished, Preempted, Rejected
+from slotwise.core.limits import SchedulerLimits
 from slotwise.core.plan import StepPlan, StepResult, TokenLogprobs
 from slotwise.core.request import Request
 from slotwise.core.scheduler import Scheduler
@@ -41,10 +42,10 @@ class Engine:
         scheduling: Scheduling | None = None,
     ) -> None:
         self._scheduler = scheduler
-        self._executor = executor
-        self._clock = clock
+        self.executor = executor
+        self.clock = clock
         self._eos_ids = eos_ids
-        self._depth = depth
+        self.depth = depth
         self._in_flight: deque[tuple[StepPlan, int]] = deque()
         self._drawn = DrawnLengths()
         self._order = scheduling.order if scheduling else DEFAULT_ORDER
@@ -55,12 +56,16 @@ class Engine:
         self._rests_until = 0.0  # seconds; before that only a command gives `step` something to do
 
     @property
+    def limits(self) -> SchedulerLimits:
+        return self._scheduler.limits
+
+    @property
     def has_work(self) -> bool:
         return self._scheduler.has_work
 
     def handle(self, command: Command) -> None:
         """Take in one command; what it causes shows in the next record."""
-        taken = self._clock()
+        taken = self.clock()
         self._taken.append(taken)
         now = taken * 1e-9
         self._rests_until = 0.0
@@ -83,7 +88,7 @@ class Engine:
     def locate(self, question: Locate) -> Located:
         """Where those stand who live.  Asking leaves no trace in what follows."""
         asked = frozenset(question.request_ids)
-        places = self._scheduler.places(question.request_ids, self._clock() * 1e-9)
+        places = self._scheduler.places(question.request_ids, self.clock() * 1e-9)
         return Located(question.number, tuple([
             Standing(name, request.state.value, request.num_output, places.get(name))
             for request in self._scheduler.requests() if (name := request.request_id) in asked]))
@@ -98,22 +103,22 @@ class Engine:
 
     def wait(self) -> float:
         """Seconds until `step` may have something to do, when only the clock keeps it from that; else 0."""
-        return max(0.0, self._rests_until - self._clock() * 1e-9)
+        return max(0.0, self._rests_until - self.clock() * 1e-9)
 
     def step(self) -> StepRecord:
         """Plan as far ahead as `depth` allows, then wait for the oldest step and commit it."""
-        while len(self._in_flight) <= self._depth and (self._scheduler.num_living or not self._in_flight):
-            started = self._clock()
+        while len(self._in_flight) <= self.depth and (self._scheduler.num_living or not self._in_flight):
+            started = self.clock()
             self._planned.append(started)
             plan = self._scheduler.plan(started * 1e-9)
             self._in_flight.append((plan, started))
-            self._executor.submit(plan)
+            self.executor.submit(plan)
         plan, started = self._in_flight.popleft()
         try:
-            result = self._executor.collect()
+            result = self.executor.collect()
         except Exception as error:
             return self._failed(error, plan, started)
-        ended = self._clock()
+        ended = self.clock()
         if self._drawn:
             result = self._drawn.applied(plan, result)
         self._scheduler.commit(plan, result, ended * 1e-9)
@@ -125,7 +130,7 @@ class Engine:
         events = self._scheduler.take_events()
         if not events and self._configured is None:
             return None
-        now = self._clock()
+        now = self.clock()
         return self._stand(StepRecord(NO_STEP, now, now, ended=ends(events)))
 
     def _failed(self, error: Exception, plan: StepPlan, started: int) -> StepRecord:
@@ -134,10 +139,10 @@ class Engine:
         while self._in_flight:
             plans.append(self._in_flight.popleft()[0])
             try:
-                self._executor.collect()
+                self.executor.collect()
             except Exception:  # the successor of a failed step is void, whatever becomes of it
                 continue
-        now = self._clock()
+        now = self.clock()
         for request_id in self._scheduler.rollback():
             self._scheduler.finish(request_id, "error", now * 1e-9)
         events = self._events(plans[-1].step)

@@ -78,5 +78,6 @@ def _taught(times: StepTimes, engine: Engine, steps: int, goes_on: Callable[[], 
         record = engine.step()
         if record.failure or not record.counts:
             return False
-        times.step(work_of(record.starts, record.counts), record.started_ns * 1e-9, record.ended_ns * 1e-9)
+        if record.step > 0:  # no later one finds everything as cold as the first
+            times.step(work_of(record.starts, record.counts), record.started_ns * 1e-9, record.ended_ns * 1e-9)
     return True

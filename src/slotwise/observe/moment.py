@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from slotwise.observe.explain import STEP_UNDER_WAY
 from slotwise.observe.facts import Facts
-from slotwise.observe.log import NO_STEP, Entry, LogError, Run, Step
-from slotwise.observe.steptime import NS, StepTimes, work_of
+from slotwise.observe.log import NO_STEP, Entry, LogError, Rehearsed, Run, Step
+from slotwise.observe.steptime import StepTimes, work_of
 
 
 class Ran(NamedTuple):
@@ -41,8 +41,12 @@ def times_of(entries: Iterable[Entry]) -> StepTimes:
     """What a log teaches about step times."""
     times = StepTimes()
     for entry in entries:
-        if isinstance(entry, Step):
-            times.step(work_of(entry.starts, entry.counts, entry.padding), entry.started_ns * NS, entry.ended_ns * NS)
+        if isinstance(entry, Run) and entry.learned is not None and not times.knows:
+            times = StepTimes(entry.learned)
+        elif isinstance(entry, Step):
+            times.stepped(entry)
+        elif isinstance(entry, Rehearsed):
+            times.rehearsed(entry)
     return times
 
 

@@ -9,7 +9,8 @@ from slotwise.core.steptime import Learned, Work, work_of
 from slotwise.engine.observer import Observer
 
 if TYPE_CHECKING:
-    from slotwise.engine.messages import StepRecord
+    from slotwise.engine.messages import Rehearsed, StepRecord
+    from slotwise.observe import log
 
 __all__ = ["Learned", "StepTimes", "Work", "work_of"]
 
@@ -17,7 +18,11 @@ NS = 1e-9
 
 
 class StepTimes(steptime.StepTimes, Observer):
-    def stepped(self, record: StepRecord) -> None:
+    def stepped(self, record: StepRecord | log.Step) -> None:
         """Learn from a step of the engine's."""
         work = work_of(record.starts, record.counts, record.padding)
         self.step(work, record.started_ns * NS, record.ended_ns * NS)
+
+    def rehearsed(self, report: Rehearsed | log.Rehearsed) -> None:
+        """Learn from a row that was alone, and not the first of its kind: many came before it."""
+        self.study(Work(1, 1, report.context, 0.0), report.took_ns * NS)

@@ -53,8 +53,8 @@ class Ahead:
         return self._executor.collect()
 
     def _reach(self, block: int) -> None:
-        """`block` was handed out.  Half of the distance may be used up, so that few threads are started."""
-        if self._touched >= min(block + self._distance // 2, self._num_blocks):
+        """`block` was handed out, or is nobody's.  Half of the distance may be used up: few threads are started."""
+        if block >= self._num_blocks or self._touched >= min(block + self._distance // 2, self._num_blocks):
             return
         if self._thread is None or not self._thread.is_alive():
             end = min(block + self._distance, self._num_blocks)

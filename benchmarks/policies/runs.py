@@ -112,7 +112,7 @@ def _streams(where: Where, asked: Sequence[Ask], options: dict[str, object]) -> 
 
 # -- long contexts beside short ones -------------------------------------------------------------------------------
 
-LONG, STEP_CONTEXT = 900, 6000  # tokens of a long prompt; positions of a step, where they are capped
+LONG, STEP_CONTEXT = 700, 6000  # tokens of a long prompt; positions of a step, where they are capped
 
 
 def contexts(where: Where) -> list[Finding]:

@@ -154,9 +154,10 @@ def measure(model: str, name: str, num_solo: int) -> Outcome:
     lab = Lab(model)
     workload, times = workload_of(name, lab.info, seconds_of_a_token(lab)), StepTimes(lab.info.learned)
     lab.rest(times)
+    knew = StepTimes(times.learned())
     lab.run(workload, workload.requests, times)
     steps, stories = lab.steps(), lab.stories(times)
-    errors, num_steps = predicted(steps, StepTimes(lab.info.learned)), len(steps)
+    errors, num_steps = predicted(steps, knew), len(steps)
     alone = [
         request for request in workload.requests
         if stories[request.number].ns("neighbours") and request.num_output >= FEWEST_DECODED][:num_solo]

@@ -47,7 +47,7 @@ def main() -> int:
     parser.add_argument("--workload", action="append", choices=("azure", "bursty"), help="one of the two")
     parser.add_argument("--model", default="", help="a checkpoint's folder (default: the built-in model)")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--turns", type=int, default=0, help="of goodput, shortest and fair (default: 3, simulated 1)")
+    parser.add_argument("--turns", type=int, default=0, help="of what runs in turns (default: 3, simulated 1)")
     parser.add_argument("--no-record", action="store_true", help="leave results and pictures as they are")
     asked = parser.parse_args()
     where = Where(simulated if asked.simulated else partial(real, model=asked.model), asked.trace, asked.seconds,

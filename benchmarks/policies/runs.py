@@ -121,11 +121,12 @@ def contexts(where: Where) -> list[Finding]:
     crowds = int(where.seconds / GIANT_EVERY / 2)
     asked += [Ask(1.5 + 2 * GIANT_EVERY * crowd, LONG, 60) for crowd in range(crowds) for _ in range(SLOTS // 2)]
     asked.sort(key=lambda ask: ask.at)
+    settings = {label: Setting({"max_num_seqs": SLOTS, "max_num_batched_tokens": 64, "max_step_context": cap})
+                for label, cap in (("no cap", 0), (f"--max-step-context {STEP_CONTEXT}", STEP_CONTEXT))}
+    turns = where.in_turns(asked, settings)
     curves, spread, took = {}, {}, {}
-    for label, cap in (("no cap", 0), (f"--max-step-context {STEP_CONTEXT}", STEP_CONTEXT)):
-        options = {"max_num_seqs": SLOTS, "max_num_batched_tokens": 64, "max_step_context": cap}
-        outcomes = where.serve(asked, Setting(options))
-        paired = list(zip(asked, outcomes, strict=True))
+    for label in settings:
+        paired = [pair for turn in turns for pair in zip(asked, turn[label], strict=True)]
         curves[label] = [gap for ask, outcome in paired if ask.num_prompt < LONG for gap in outcome.itls]
         spread[label] = p99(curves[label]) / percentile(sorted(curves[label]), 50)
         took[label] = fmean(outcome.e2el for ask, outcome in paired if ask.num_prompt == LONG)

@@ -69,14 +69,14 @@ class Leisure:
         self._row = _row_alone(engine)
         self._rehearses = engine.depth == 0 and self._row.limits.max_model_len > 1
         self._bursts = 0
-        self._burst: list[tuple[int, int]] = []  # nanoseconds and context of each step
+        self._warm_ns = 0  # of the burst under way, so far
+        self._tried: list[tuple[int, int]] = []  # nanoseconds and context of each step behind that
         self._due = self._after(PAUSE)
 
     def served(self) -> None:
         """The engine had something to do; a burst under way is forgotten."""
         self._bursts = 0
-        self._burst.clear()
-        self._due = self._after(PAUSE)
+        self._end_burst(PAUSE)
 
     def wait(self) -> float | None:
         """Seconds until `spend` has something to do; None: as long as nobody is served."""
@@ -88,20 +88,30 @@ class Leisure:
         """Compute a step if one is due: what its burst has told, if it was the last of one."""
         if self.wait() != 0.0:
             return None
-        if not self._step():
+        step = self._step()
+        if step is None:
             self._bursts = ENOUGH
-            return None
-        if sum(took for took, _ in self._burst[:-TRIED]) * NS < WARM:
-            return None
-        took, context = statistics.median_low(self._burst[-TRIED:])
-        self._due = self._after(max(PAUSE, REST * sum(took for took, _ in self._burst) * NS))
+        elif self._warm_ns * NS < WARM:
+            self._warm_ns += step[0]
+        else:
+            self._tried.append(step)
+        return self._told() if len(self._tried) == TRIED else None
+
+    def _told(self) -> Rehearsed:
+        """The end of a burst."""
+        took, context = statistics.median_low(self._tried)
+        self._end_burst(max(PAUSE, REST * NS * (self._warm_ns + sum(took for took, _ in self._tried))))
         self._bursts += 1
-        self._burst.clear()
         self._rehearses = took * NS <= LONGEST
         return Rehearsed(self._clock(), took, context)
 
-    def _step(self) -> bool:
-        """Whether all is well; if not, whoever is served next will meet what is wrong, and be told."""
+    def _end_burst(self, rest: float) -> None:
+        self._warm_ns = 0
+        self._tried.clear()
+        self._due = self._after(rest)
+
+    def _step(self) -> tuple[int, int] | None:
+        """None: it failed; whoever is served next will meet what is wrong, and be told."""
         if not self._row.has_work:
             params = SamplingParams(temperature=0.0, max_tokens=self._row.limits.max_model_len, ignore_eos=True)
             self._row.handle(Add("rehearsal", [ANY_TOKEN], params, seed=0))
@@ -109,12 +119,11 @@ class Leisure:
             record = self._row.step()
         except Exception:
             logger.exception("a rehearsal failed")
-            return False
+            return None
         if not record.counts:
             logger.error("a rehearsal failed: %s", record.failure)
-            return False
-        self._burst.append((record.ended_ns - record.started_ns, record.starts[0] + 1))
-        return True
+            return None
+        return record.ended_ns - record.started_ns, record.starts[0] + 1
 
     def _after(self, seconds: float) -> int:
         return self._clock() + round(seconds / NS)

@@ -22,7 +22,8 @@ from .worlds import real, simulated
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "policies-cpu.json"
 PICTURES = ROOT / "docs" / "pictures"
-MEASURED = {"giants": "gap between two tokens of a stream", "shortest": "time to the whole answer"}
+GAP = "gap between two tokens of a stream"
+MEASURED = {"giants": GAP, "contexts": GAP, "shortest": "time to the whole answer"}
 FIRST_TOKEN = "time to the first token"
 
 

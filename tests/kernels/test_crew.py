@@ -15,7 +15,8 @@ from slotwise.kernels.cpu.compiled import Compiled
 from slotwise.kernels.cpu.crew import INSIDE, LEAD, SIZE, Crew
 from slotwise.kernels.cpu.memory import aligned
 from slotwise.kernels.cpu.openmp import torch_threads
-from slotwise.kernels.cpu.simd import INT64, fetch_add, kernel, load, store
+from slotwise.kernels.cpu.parts import kernel
+from slotwise.kernels.cpu.simd import INT64, fetch_add, load, store
 from slotwise.kernels.cpu.team import HEADER, MAX_ARGUMENTS, THREAD_COUNTER
 
 CELLS, COUNT, THREADS = range(HEADER, HEADER + 3)

@@ -20,6 +20,7 @@ import torch
 from slotwise.kernels.base import AttentionShape
 from slotwise.kernels.cpu.cache import padded
 from slotwise.kernels.cpu.compiled import Compiled
+from slotwise.kernels.cpu.parts import kernel
 from slotwise.kernels.cpu.processor import PAIR
 from slotwise.kernels.cpu.simd import (
     BFLOAT16,
@@ -33,7 +34,6 @@ from slotwise.kernels.cpu.simd import (
     fetch_add,
     fill,
     float_of,
-    kernel,
     larger,
     load,
     store,

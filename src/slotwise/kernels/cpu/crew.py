@@ -31,12 +31,12 @@ import numpy as np
 from slotwise.kernels.cpu.compiled import Compiled
 from slotwise.kernels.cpu.memory import aligned
 from slotwise.kernels.cpu.openmp import places
+from slotwise.kernels.cpu.parts import kernel
 from slotwise.kernels.cpu.simd import (
     INT64,
     call,
     exchange,
     fetch_add,
-    kernel,
     load,
     look,
     post,

@@ -37,14 +37,16 @@ from slotwise.kernels.cpu.half_tile import (
     largest_size,
 )
 from slotwise.kernels.cpu.panels import paired, whole
+from slotwise.kernels.cpu.parts import kernel
 from slotwise.kernels.cpu.processor import has
 from slotwise.kernels.cpu.queues import NOTHING, rows_of_a_block, take
-from slotwise.kernels.cpu.simd import BFLOAT16, FLOAT32, INT64, ZERO, fetch_add, fill, float_of, kernel, load, store
+from slotwise.kernels.cpu.simd import BFLOAT16, FLOAT32, INT64, ZERO, fetch_add, fill, float_of, load, store
 from slotwise.kernels.cpu.team import HEADER, THREAD_COUNTER, Team
 
 TOP = 4  # numbers are shifted below 2**TOP: the sum of a group stays below 2**15, and a half holds nearly 2**16
 SMALLEST_EXPONENT = TOP  # of a bfloat16, as its bits have it, for which the shift still is a float
 AHEAD = 16384  # bytes of weights between what is read and what is asked for, where a panel is read but once
+PACKED_AT_ONCE = 1 << 20  # weights, which stay in a cache from one of torch's operators to the next
 BLOCK_PAIRS = 1 << 16  # of rows halved at once: an eighth of the second-level caches that such processors have
 
 X, WEIGHT, OUT, TOKENS, DEPTH, OUTPUTS, STORED, BLOCK, SCRATCH, SCRATCH_BYTES, THREADS = range(HEADER, HEADER + 11)
@@ -169,13 +171,20 @@ def half_gated(weight: Tensor, bias: Tensor | None, team: Team) -> Linear:
 
 def pack(weight: Tensor, bias: Tensor | None) -> Tensor:
     """Whole panels of `weight [out, in]` as halves, their scales and bias, `[panels, bytes]`."""
-    wide = weight.float()
-    _, exponents = torch.frexp(wide.abs().amax(dim=1, keepdim=True).clamp_min(2.0**-100))
-    halves = torch.ldexp(wide, TOP - exponents).half().view(-1, PANEL, weight.shape[1]).transpose(1, 2)
-    scales = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents - TOP)
-    added = torch.zeros(len(weight)) if bias is None else bias.float()
-    pieces = halves.contiguous().flatten(1), scales.view(-1, PANEL), added.view(-1, PANEL)
-    return torch.cat([piece.view(torch.uint8) for piece in pieces], dim=1)
+    outputs, depth = weight.shape
+    panels = torch.empty(outputs // PANEL, PANEL * (2 * depth + 4 + 4), dtype=torch.uint8)
+    halves, scales, added = panels.split([PANEL * 2 * depth, PANEL * 4, PANEL * 4], dim=1)
+    together = max(1, PACKED_AT_ONCE // (PANEL * depth))
+    places = halves.view(torch.float16).unflatten(1, (depth, PANEL)).split(together)
+    worth = scales.view(torch.float32).split(together)
+    for place, scale, piece in zip(places, worth, weight.split(together * PANEL), strict=True):
+        _, exponents = torch.frexp(piece.abs().amax(dim=1).float().clamp_min(2.0**-100))
+        up, down = (torch.ldexp(torch.ones(len(piece)), shift) for shift in (TOP - exponents, exponents - TOP))
+        shifted = piece.float().mul_(up[:, None]).half()
+        place.copy_(shifted.view(-1, PANEL, depth).transpose(1, 2))
+        scale.copy_(down.view(-1, PANEL))
+    added.view(torch.float32).copy_(torch.zeros(()) if bias is None else bias.view(-1, PANEL))
+    return panels
 
 
 def _packed(weight: Tensor, bias: Tensor | None, outputs: int, stored: int, team: Team) -> Linear:

@@ -14,8 +14,9 @@ from torch import Tensor
 from slotwise.kernels.base import Linear
 from slotwise.kernels.cpu.cache import stored_order
 from slotwise.kernels.cpu.compiled import Compiled
+from slotwise.kernels.cpu.parts import kernel
 from slotwise.kernels.cpu.processor import PAIR
-from slotwise.kernels.cpu.simd import BFLOAT16, FLOAT32, INT64, ZERO, bytes_of, fetch_add, fill, kernel, load, store
+from slotwise.kernels.cpu.simd import BFLOAT16, FLOAT32, INT64, ZERO, bytes_of, fetch_add, fill, load, store
 from slotwise.kernels.cpu.team import HEADER, THREAD_COUNTER, Team
 from slotwise.kernels.cpu.tile import MULTIPLY, STRIP, STRIP_ROW_BYTES, call_multiply
 

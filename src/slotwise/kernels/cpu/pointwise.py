@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from slotwise.kernels.cpu.compiled import Compiled
+from slotwise.kernels.cpu.parts import kernel
 from slotwise.kernels.cpu.processor import LANES, PAIR
 from slotwise.kernels.cpu.simd import (
     BFLOAT16,
@@ -22,7 +23,6 @@ from slotwise.kernels.cpu.simd import (
     exp2,
     fetch_add,
     float_of,
-    kernel,
     larger,
     load,
     store,

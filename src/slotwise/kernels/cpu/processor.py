@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from numba import config
 from numba.core.codegen import get_host_cpu_features
@@ -15,4 +17,7 @@ PAIR = 2 * LANES  # columns that products read together
 def has(feature: str) -> bool:
     """Whether kernels may use a part of AVX-512, by LLVM's name for it, on the processor they are compiled for."""
     told = config.CPU_FEATURES
-    return AVX512 and f"+{feature}" in (get_host_cpu_features() if told is None else told).split(",")
+    return AVX512 and f"+{feature}" in (_host_features() if told is None else told).split(",")
+
+
+_host_features = functools.cache(get_host_cpu_features)

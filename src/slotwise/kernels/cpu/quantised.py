@@ -33,6 +33,7 @@ from slotwise.kernels.cpu.dot import (
     spread,
 )
 from slotwise.kernels.cpu.panels import paired, whole
+from slotwise.kernels.cpu.parts import kernel
 from slotwise.kernels.cpu.queues import NOTHING, rows_of_a_block, take
 from slotwise.kernels.cpu.simd import (
     BFLOAT16,
@@ -41,7 +42,6 @@ from slotwise.kernels.cpu.simd import (
     bytes_of,
     fetch_add,
     fill,
-    kernel,
     load,
     store,
 )

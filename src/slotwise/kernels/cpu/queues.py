@@ -10,7 +10,8 @@ and only when that is empty helps with the others.
 
 from __future__ import annotations
 
-from slotwise.kernels.cpu.simd import fetch_add, kernel, look
+from slotwise.kernels.cpu.parts import kernel
+from slotwise.kernels.cpu.simd import fetch_add, look
 
 MOST = 6  # queues: as many counters are free in the words that a kernel is given
 COUNTERS = 16  # bytes from the start of the words to the first of them

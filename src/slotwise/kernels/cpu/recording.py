@@ -20,7 +20,8 @@ from torch import Tensor
 from slotwise.kernels.cpu.compiled import Compiled
 from slotwise.kernels.cpu.crew import lead
 from slotwise.kernels.cpu.memory import aligned
-from slotwise.kernels.cpu.simd import INT64, call, kernel, load
+from slotwise.kernels.cpu.parts import kernel
+from slotwise.kernels.cpu.simd import INT64, call, load
 from slotwise.kernels.cpu.team import HEADER, MAX_ARGUMENTS, Team
 
 WORDS = HEADER + MAX_ARGUMENTS  # int64 of a kernel's block

@@ -25,6 +25,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from slotwise.kernels.cpu.compiled import Compiled
+from slotwise.kernels.cpu.parts import kernel
 from slotwise.kernels.cpu.simd import (
     BFLOAT16,
     FLOAT32,
@@ -34,7 +35,6 @@ from slotwise.kernels.cpu.simd import (
     exp2,
     fetch_add,
     float_of,
-    kernel,
     load,
     store,
 )

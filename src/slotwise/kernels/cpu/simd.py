@@ -12,9 +12,11 @@ import platform
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from slotwise.kernels.cpu.parts import kernel
 
 BFLOAT16 = np.uint16(0)  # held by its bits
 FLOAT32 = np.float32(0)
@@ -22,12 +24,6 @@ INT8 = np.int8(0)
 INT32 = np.int32(0)
 INT64 = np.int64(0)
 ZERO = np.float32(0)
-
-kernel = njit(
-    fastmath={"reassoc", "nnan", "nsz", "contract", "arcp"}, error_model="numpy", no_cpython_wrapper=True,
-    no_cfunc_wrapper=True,
-)
-"""Compiles a part of a kernel, which only other parts call."""
 
 _BYTE, _HALF, _INT32, _INT64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _FLOAT = ir.FloatType()

@@ -19,8 +19,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from slotwise.kernels.cpu.compiled import Compiled
+from slotwise.kernels.cpu.parts import kernel
 from slotwise.kernels.cpu.processor import AVX512, LANES, PAIR
-from slotwise.kernels.cpu.simd import BFLOAT16, FLOAT32, INT8, kernel
+from slotwise.kernels.cpu.simd import BFLOAT16, FLOAT32, INT8
 from slotwise.kernels.cpu.vectors import ask
 
 STRIP = 64  # columns of A that lie side by side

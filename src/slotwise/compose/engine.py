@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -20,6 +21,7 @@ from slotwise.engine.executor import Executor
 from slotwise.engine.loop import Engine
 from slotwise.engine.messages import EngineInfo
 from slotwise.engine.probe import probe
+from slotwise.kernels import helpers
 from slotwise.kernels.base import Kernels
 from slotwise.kernels.checked import CheckedKernels
 from slotwise.kernels.cpu.openmp import roam
@@ -110,17 +112,31 @@ def load(config: EngineConfig, progress: Progress = silent, wrap: Callable[[Kern
         raise ConfigError(str(error)) from error
     kernels = wrap(CheckedKernels(kernels) if os.environ.get("SLOTWISE_DEBUG") == "1" else kernels)
     kind = describe(locate(config.model), config.dtype).dtype
+    packing = 1 if helpers.are_waiting() else torch.get_num_threads()  # all others will be compiling
     warming = threading.Thread(target=_warm_up, args=(kernels, kind), daemon=True)
     warming.start()  # reading kernels is work for the interpreter, packing weights is none
-    decoder = load_model(
-        config.model, kernels=kernels, dtype=config.dtype, max_positions=config.max_model_len,
-        progress=lambda done, total: progress("weights", done, total))
+    with _threads(packing):
+        decoder = load_model(
+            config.model, kernels=kernels, dtype=config.dtype, max_positions=config.max_model_len,
+            progress=lambda done, total: progress("weights", done, total))
     return Loaded(config.model, device, decoder, warming)
+
+
+@contextmanager
+def _threads(number: int) -> Iterator[None]:
+    """So many for torch's operators."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _warm_up(kernels: Kernels, kind: torch.dtype) -> None:
     roam()
     kernels.warm_up(kind)
+    helpers.dismiss()  # nobody came to need them, as on a GPU
 
 
 def _runner(decoder: Decoder, limits: SchedulerLimits) -> Executor:

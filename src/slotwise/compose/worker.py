@@ -16,7 +16,6 @@ from typing import NoReturn
 import msgspec
 
 from slotwise.compose.garbage import hold_off, settle
-from slotwise.compose.later import spare_torch
 from slotwise.engine.channel import BlockingChannel, ChannelClosed
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.loop import Engine
@@ -24,6 +23,8 @@ from slotwise.engine.messages import Add, EngineFailed, Loading, Locate, StepRec
 from slotwise.engine.pulse import Heart
 from slotwise.engine.rehearsal import Leisure
 from slotwise.engine.wire import decode_command, encode
+from slotwise.kernels.helpers import call_early
+from slotwise.kernels.later import spare_torch
 from slotwise.observe import lines
 
 MAX_ARRIVALS = 64  # taken in between two steps, so that a flood of them cannot hold up who runs
@@ -63,6 +64,7 @@ def _load(channel: BlockingChannel) -> Engine | None:
         pass
     config = msgspec.msgpack.decode(messages[0], type=EngineConfig)
     try:
+        call_early()
         spare_torch()
         from slotwise.compose.engine import build_engine  # takes two seconds: torch
 

@@ -7,14 +7,13 @@ import functools
 import hashlib
 import importlib
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from numba import cfunc
 
+from slotwise.kernels import helpers
 from slotwise.kernels.cpu import disk
 
 _known: dict[str, Compiled] = {}
@@ -68,29 +67,27 @@ class Compiled:
 def compile_all(codes: Sequence[Compiled]) -> None:
     """Have all of them ready.  What is not on disk is compiled by as many processes as there are processors.
 
-    Compiling is Python's work for the greater part, which threads would not share out.
-
     Args:
         codes: those that take longest first.
     """
     missing = [code for code in codes if not code.is_on_disk]
-    with tempfile.TemporaryDirectory() as claims:
-        command = [sys.executable, "-W", "ignore", "-c", f"from {__name__} import help_out; help_out()", claims]
-        num_helpers = min(len(os.sched_getaffinity(0)), len(missing)) - 1 if disk.folder().exists() else 0
-        helpers = [subprocess.Popen([*command, *(code.name for code in missing)]) for _ in range(num_helpers)]
-        _share(Path(claims), missing)
-        for helper in helpers:
+    processors = len(os.sched_getaffinity(0)) if disk.folder().exists() else 1
+    with tempfile.TemporaryDirectory() as folder:
+        claims = Path(folder)
+        number = max(0, min(processors, len(missing)) - 1)
+        called = helpers.set_to_work(number, claims, [code.name for code in missing])
+        _share(claims, missing)
+        for helper in called:
             helper.wait()  # if it failed, what it claimed is compiled below
     for code in codes:
         code.compile()
 
 
-def help_out() -> None:
-    """A helper's part; its arguments are a folder of claims and the names of what is to be compiled."""
-    claims, *names = sys.argv[1:]
+def share_named(claims: Path, names: Sequence[str]) -> None:
+    """A helper's part."""
     for name in names:
         importlib.import_module(name.rpartition(".")[0])
-    _share(Path(claims), [_known[name] for name in names])
+    _share(claims, [_known[name] for name in names])
 
 
 def _share(claims: Path, codes: Sequence[Compiled]) -> None:

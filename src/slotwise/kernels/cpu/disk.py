@@ -18,6 +18,8 @@ import numba
 import torch
 from numba.core.codegen import get_host_cpu_features
 
+from slotwise.kernels.helpers import home
+
 KEPT = 6  # folders; more are only left by those who change kernels
 
 
@@ -35,8 +37,7 @@ def key() -> str:
 @functools.cache
 def folder() -> Path:
     """This process' folder of compiled kernels, made known to Numba.  It may not exist, or not be writable."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    root = Path(numba.config.CACHE_DIR or home / "slotwise" / "kernels")
+    root = home()
     ours = root / key()
     with contextlib.suppress(OSError):
         ours.mkdir(parents=True, exist_ok=True)

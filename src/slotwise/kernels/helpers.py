@@ -1,0 +1,91 @@
+"""Processes that help to compile kernels: Python's work for the greater part, which threads would not share out.
+
+A helper has two seconds of imports before it is of any use.  So where nothing was ever compiled, helpers are called
+before the engine process imports anything itself, and told what there is to do once a model's description was read:
+
+    engine   call_early │ imports …………… │ set_to_work │ compiles ………
+    helper              └─ imports ………………… waits ──────┘ compiles ………
+
+Nothing here imports what takes long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+MOST = 13  # beside this process; no model needs more kernels
+
+Helper = subprocess.Popen[str]
+_waiting: list[Helper] = []  # called, and not told yet what to do
+
+
+def home() -> Path:
+    """The folder of all compiled kernels; it need not be there."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(os.environ.get("NUMBA_CACHE_DIR") or cache / "slotwise" / "kernels")
+
+
+def call_early() -> None:
+    """Call helpers if nothing was ever compiled here."""
+    if not any(home().glob("*")):
+        _call(min(MOST, len(os.sched_getaffinity(0)) - 1))
+
+
+def are_waiting() -> bool:
+    """Whether some were called, and not told yet what to do."""
+    return bool(_waiting)
+
+
+def set_to_work(number: int, claims: Path, names: list[str]) -> list[Helper]:
+    """Have so many helpers compile what nobody has claimed of `names`, those called early before others.
+
+    Args:
+        claims: a folder in which to claim work.
+
+    Returns:
+        Who was told.  Each ends when there is nothing left, and may have failed.
+    """
+    _call(number - len(_waiting))
+    chosen = [_waiting.pop() for _ in range(number)]
+    for helper in chosen:
+        _tell(helper, "\n".join([str(claims), *names]))
+    return chosen
+
+
+def dismiss() -> None:
+    """Let those go who wait."""
+    while _waiting:
+        _tell(_waiting.pop(), "")
+
+
+def _tell(helper: Helper, work: str) -> None:
+    assert helper.stdin is not None
+    with contextlib.suppress(OSError), helper.stdin:  # it may have ended already
+        helper.stdin.write(work)
+
+
+def _call(number: int) -> None:
+    command = [sys.executable, "-W", "ignore", "-m", __name__]
+    free = {name: value for name, value in os.environ.items() if name != "OMP_PROC_BIND"}  # or all had the first core
+    _waiting.extend(subprocess.Popen(command, stdin=subprocess.PIPE, text=True, env=free) for _ in range(number))
+
+
+def main() -> None:
+    """A helper: imports, then what it is told on its standard input, which is nothing if it is not needed."""
+    gc.disable()  # all that it makes is kept until it ends
+    from slotwise.kernels.later import spare_torch
+
+    spare_torch()
+    from slotwise.kernels.cpu.compiled import share_named
+
+    if told := sys.stdin.read().splitlines():
+        share_named(Path(told[0]), told[1:])
+
+
+if __name__ == "__main__":
+    main()

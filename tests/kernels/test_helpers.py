@@ -1,0 +1,73 @@
+"""Helpers that compile: called early where nothing was compiled yet, told what to do, or let go."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from slotwise.kernels import helpers
+
+EARLY = """
+from slotwise.kernels import helpers
+helpers.call_early()
+called = list(helpers._waiting)
+print(len(called))
+"""
+COMPILE = EARLY + """
+import torch
+from slotwise.kernels.cpu import compiled, pointwise
+codes = [pointwise.NORM[torch.float32], pointwise.SILU_MUL[torch.float32], pointwise.EMBED]
+{before}
+compiled.compile_all(codes)
+print(*(code.is_on_disk for code in codes), helpers.are_waiting(), *(helper.wait() for helper in called))
+"""
+LET_GO = EARLY + """
+helpers.dismiss()
+print(helpers.are_waiting(), *(helper.wait() for helper in called))
+"""
+
+
+@pytest.fixture
+def processors() -> int:
+    """Those that helpers and the one who calls them share."""
+    return len(os.sched_getaffinity(0))
+
+
+def run(script: str, home) -> list[str]:
+    """What a fresh interpreter prints."""
+    environment = os.environ | {"XDG_CACHE_HOME": str(home)}
+    environment.pop("NUMBA_CACHE_DIR", None)
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.slow
+def test_helpers_are_called_before_anything_is_compiled_and_leave_when_it_is(tmp_path, processors):
+    called = min(helpers.MOST, processors - 1)
+    first, second = run(COMPILE.format(before=""), tmp_path)
+    assert int(first) == called
+    assert second.split() == ["True", "True", "True", "False", *["0"] * called]
+    assert run(EARLY, tmp_path) == ["0"], "everything is there already"
+
+
+@pytest.mark.slow
+def test_a_helper_that_has_died_loses_nothing(tmp_path):
+    dies = "for helper in called: helper.kill(); helper.wait()"
+    assert run(COMPILE.format(before=dies), tmp_path)[1].startswith("True True True False")
+
+
+def test_helpers_whom_nobody_needs_end(tmp_path, processors):
+    called = min(helpers.MOST, processors - 1)
+    assert run(LET_GO, tmp_path) == [str(called), " ".join(["False", *["0"] * called])]
+
+
+def test_kernels_are_kept_where_the_environment_says(monkeypatch, tmp_path):
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert helpers.home() == tmp_path / "slotwise" / "kernels"
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "mine"))
+    assert helpers.home() == tmp_path / "mine"

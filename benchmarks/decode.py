@@ -1,7 +1,8 @@
 """Pure decode steps of a whole engine against what the machine allows.
 
-For each number of rows and tokens of context: the median step, and the share of it that two bounds explain, both
-measured in the same run.  Bytes: every weight once and every row's keys and values, at the bandwidth of a large sum.
+For each number of rows and tokens of context: the median step, and the share of it that two bounds explain, each the
+mean of what was measured right before and right after, for neighbours halve a machine's bandwidth from one minute to
+the next.  Bytes: every weight once and every row's keys and values, at the bandwidth of a large sum.
 Operations: of products and attention, at the rate of a large float32 product.  A step cannot be faster than the larger.
 
     python benchmarks/checkpoint.py CHECKPOINT
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -22,7 +24,7 @@ from slotwise.bench.roofline import cost_of
 from slotwise.compose.engine import Loaded, load
 from slotwise.compose.machine import measure_machine
 from slotwise.core.params import SamplingParams
-from slotwise.core.roofline import Cost, Roofline
+from slotwise.core.roofline import Cost, Machine, Roofline
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import Add
 
@@ -66,22 +68,27 @@ def main() -> None:
         model=args.model, max_num_seqs=max(args.rows), enable_prefix_caching=False, max_stall_ms=0,
         max_model_len=max(args.context) + args.steps + BEGINNING)
     loaded = load(config)
-    machine = measure_machine()
-    roofline = loaded.roofline(machine)
-    print(f"{machine.bytes_per_second / 1e9:.1f} GB/s of reads, {machine.operations_per_second / 1e9:.0f} GFLOP/s of "
-          f"float32 products\n\n{'rows':>5} {'context':>8} {'step':>9} {'of bytes':>9} {'of both bounds':>15}")
-    figures = []
+    print(f"{'rows':>5} {'context':>8} {'step':>9} {'GB/s of reads':>14} {'GFLOP/s':>8} {'of bytes':>9} {'of both':>8}")
+    figures, before = [], measure_machine()
     for context in args.context:
         for rows in args.rows:
-            seconds, cost = median_step(loaded, config, (rows, context), args.steps, roofline)
+            seconds, cost = median_step(loaded, config, (rows, context), args.steps, loaded.roofline(before))
+            after = measure_machine()
+            machine, before = _mean(before, after), after
             by_bytes = cost.bytes / machine.bytes_per_second
             by_operations = cost.operations / machine.operations_per_second
-            print(f"{rows:5} {context:8} {seconds * 1e3:6.1f} ms {by_bytes / seconds:9.0%} "
-                  f"{max(by_bytes, by_operations) / seconds:15.0%}", flush=True)
-            figures.append({"rows": rows, "context": context, "seconds": seconds, **cost._asdict()})
+            print(f"{rows:5} {context:8} {seconds * 1e3:6.1f} ms {machine.bytes_per_second / 1e9:14.1f} "
+                  f"{machine.operations_per_second / 1e9:8.0f} {by_bytes / seconds:9.0%} "
+                  f"{max(by_bytes, by_operations) / seconds:8.0%}", flush=True)
+            figures.append({"rows": rows, "context": context, "seconds": seconds, **cost._asdict(), **asdict(machine)})
     if args.output:
         args.output.write_text(json.dumps(
-            {"environment": environment(), "machine": machine._asdict(), "steps": figures}, indent=1) + "\n")
+            {"environment": environment(), "steps": figures}, indent=1) + "\n")
+
+
+def _mean(before: Machine, after: Machine) -> Machine:
+    return Machine((before.bytes_per_second + after.bytes_per_second) / 2,
+                   (before.operations_per_second + after.operations_per_second) / 2)
 
 
 if __name__ == "__main__":

@@ -43,13 +43,12 @@ def test_weights_are_quantised_on_the_cpu_alone(monkeypatch):
         EngineConfig.of(model="nowhere", device="cuda", quantization="int4")
 
 
-def test_an_int8_cache_is_not_on_cuda_yet(monkeypatch):
+@pytest.mark.parametrize(("device", "kind", "kept"), [("cpu", "fp8", "auto or int8"), ("cuda", "int8", "auto or fp8")])
+def test_a_cache_that_a_device_does_not_keep_is_refused_with_those_it_does(monkeypatch, device, kind, kept):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    told = "kv_cache_dtype int8 is not on CUDA yet: choose auto, or device cpu"
-    with pytest.raises(ConfigError, match=told):
-        load(EngineConfig.of(model="nowhere", kv_cache_dtype="int8"))
-    with pytest.raises(ConfigError, match=told):
-        EngineConfig.of(model="nowhere", device="cuda", kv_cache_dtype="int8")
+    pytest.importorskip("triton")
+    with pytest.raises(ConfigError, match=f"kv_cache_dtype must be {kept} on device {device}, not '{kind}'"):
+        load(EngineConfig.of(model="nowhere", device=device, kv_cache_dtype=kind))
 
 
 def test_tokens_are_drawn_in_plain_torch_beside_plain_kernels():

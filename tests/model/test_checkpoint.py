@@ -14,6 +14,7 @@ from checkpoints import SIZES, edit_config, make, prompts
 from ragged import Driver
 from safetensors.torch import load_file, save_file
 
+from slotwise.kernels.cpu import CpuKernels
 from slotwise.kernels.reference import ReferenceKernels
 from slotwise.model.checkpoint import read_config
 from slotwise.model.decoder import Decoder
@@ -82,7 +83,7 @@ class TestFolders:
 
 class TestDtypes:
     @pytest.mark.parametrize(("stored", "asked", "loaded"), [
-        ("float32", "auto", torch.float32), ("bfloat16", "auto", torch.bfloat16), ("float16", "auto", torch.bfloat16),
+        ("float32", "auto", torch.float32), ("bfloat16", "auto", torch.bfloat16), ("float16", "auto", torch.float16),
         ("float32", "bfloat16", torch.bfloat16), ("bfloat16", "float32", torch.float32),
     ])
     def test_weights_are_cast(self, stored: str, asked: str, loaded: torch.dtype, tmp_path: Path) -> None:
@@ -95,8 +96,16 @@ class TestDtypes:
         assert load(folder).config.dtype == torch.bfloat16
 
     def test_unknown(self, folder: Path) -> None:
-        with pytest.raises(CheckpointError, match="dtype must be auto, bfloat16 or float32, not 'int4'"):
+        told = "dtype must be auto, bfloat16 or float16 or float32 on device reference, not 'int4'"
+        with pytest.raises(CheckpointError, match=told):
             load(folder, "int4")
+
+    def test_float16_becomes_bfloat16_where_kernels_know_none(self, tmp_path: Path) -> None:
+        folder = make("qwen2", tmp_path / "model", dtype="float16")
+        assert load_model(folder, kernels=CpuKernels()).config.dtype == torch.bfloat16
+        told = "dtype must be auto, bfloat16 or float32 on device cpu, not 'float16'"
+        with pytest.raises(CheckpointError, match=told):
+            load_model(folder, kernels=CpuKernels(), dtype="float16")
 
 
 class TestEndTokens:

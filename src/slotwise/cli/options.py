@@ -15,12 +15,13 @@ BUILTIN_NAME = "slotwise-builtin"  # what clients call the model that ships with
 
 ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--device", {"choices": DEVICES, "default": "auto", "help": "what computes (default: the best there is)"}),
-    ("--dtype", {"choices": DTYPES, "default": "auto", "help": "type of the weights (default: the checkpoint's)"}),
+    ("--dtype", {"choices": DTYPES, "default": "auto", "help": "type of the weights (default: auto, the checkpoint's; "
+                 "on a CPU float16 becomes bfloat16)"}),
     ("--quantization", {"choices": QUANTIZATIONS, "default": "none", "help": "bits of the weights, quantised as they "
                         "are loaded; activations become int8 as they come (default: none)"}),
     ("--kv-cache-dtype", {"choices": KV_CACHE_DTYPES, "default": "auto", "help": "what keys and values are kept as; "
-                          "int8 holds nearly twice the tokens in the same memory, on the CPU (default: auto, as they "
-                          "are computed)"}),
+                          "int8 on the CPU and fp8 on a GPU hold about twice the tokens in the same memory (default: "
+                          "auto, as they are computed)"}),
     ("--max-model-len", {"type": int, "metavar": "TOKENS", "help": "longest sequence, prompt and output together"}),
     ("--max-num-seqs", {"type": int, "default": 64, "metavar": "N", "help": "slots of the batch (default: 64)"}),
     ("--max-num-batched-tokens", {"type": int, "metavar": "TOKENS", "help": "tokens of one step (default: about what "

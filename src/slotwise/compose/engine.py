@@ -111,7 +111,7 @@ def load(config: EngineConfig, progress: Progress = silent, wrap: Callable[[Kern
     except ValueError as error:
         raise ConfigError(str(error)) from error
     kernels = wrap(CheckedKernels(kernels) if os.environ.get("SLOTWISE_DEBUG") == "1" else kernels)
-    kind = describe(locate(config.model), config.dtype).dtype
+    kind = describe(locate(config.model), config.dtype, kernels).dtype
     packing = 1 if helpers.are_waiting() else torch.get_num_threads()  # all others will be compiling
     warming = threading.Thread(target=_warm_up, args=(kernels, kind), daemon=True)
     warming.start()  # reading kernels is work for the interpreter, packing weights is none

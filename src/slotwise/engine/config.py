@@ -13,9 +13,9 @@ from slotwise.core.terms import Tier
 from slotwise.engine.scheduling import Scheduling
 from slotwise.policies.settings import Ordering
 
-DTYPES = ("auto", "bfloat16", "float32")
+DTYPES = ("auto", "bfloat16", "float16", "float32")
 QUANTIZATIONS = ("none", "int8", "int4")
-KV_CACHE_DTYPES = ("auto", "int8")
+KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 DEVICES = ("auto", "cpu", "cuda", "reference")
 STEP_TOKENS = 512  # a chunk this long reaches most of the product rate on any device
 STALL_MS = 70.0  # a gap that a reader does not notice; shorter ones take more steps, each of which reads all weights
@@ -40,7 +40,7 @@ class EngineConfig:
     device: str = "auto"
     dtype: str = "auto"  # the checkpoint's
     quantization: str = "none"  # what the weights of products become as they are loaded
-    kv_cache_dtype: str = "auto"  # what keys and values are kept as: auto, as they are computed; int8, with scales
+    kv_cache_dtype: str = "auto"  # of keys and values: auto, as they are computed; int8 (CPU) or fp8 (GPU)
     max_model_len: int | None = None  # tokens of a sequence; None: as the model was trained, if the cache holds it
     max_num_seqs: int = 64  # slots
     max_num_batched_tokens: int | None = None  # of a step; None: by its time (compose/sizes.py), one for each slot
@@ -83,8 +83,6 @@ class EngineConfig:
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             raise ConfigError(
                 f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES)}, not {self.kv_cache_dtype!r}")
-        if self.kv_cache_dtype != "auto" and self.device == "cuda":
-            raise ConfigError(f"kv_cache_dtype {self.kv_cache_dtype} is not on CUDA yet: choose auto, or device cpu")
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -12,11 +12,11 @@ batching (Yu et al., OSDI 2022) over vLLM's paged memory (Kwon et al., SOSP 2023
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import Tensor, device, dtype, int8
+from torch import Tensor, device, dtype, float8_e4m3fn, int8
 
 Linear = Callable[[Tensor], Tensor]
 """A packed product: `[tokens, in] -> [tokens, out]`, bias included."""
@@ -24,18 +24,23 @@ Linear = Callable[[Tensor], Tensor]
 LayerCache = Any
 """One layer's keys and values; its layout belongs to the kernels that made it."""
 
-CACHE_KINDS: dict[str, dtype | None] = {"auto": None, "int8": int8}
-"""What a cache may hold, by its name for users; None: what the model computes in."""
+CACHE_KINDS: dict[str, dtype | None] = {"auto": None, "int8": int8, "fp8": float8_e4m3fn}
+"""What a cache may hold, by its name for users; None: what the model computes in.
+
+int8 comes with a scale for each token and head.  fp8 is stored as it is, and what is larger than FP8_LARGEST as that.
+"""
+
+FP8_LARGEST = 448.0  # of four bits of exponent and three of fraction (Micikevicius et al., 2022)
 
 
-def cache_kind(name: str) -> dtype | None:
-    """What `CACHE_KINDS` says of `name`.
+def cache_kind(name: str, device: str, kept: Sequence[str]) -> dtype | None:
+    """What `CACHE_KINDS` says of `name`, which is one of those `kept` on a device.
 
     Raises:
-        ValueError: it says nothing.
+        ValueError: it is none of them.
     """
-    if name not in CACHE_KINDS:
-        raise ValueError(f"kv_cache_dtype must be {' or '.join(CACHE_KINDS)}, not {name!r}")
+    if name not in kept:
+        raise ValueError(f"kv_cache_dtype must be {' or '.join(kept)} on device {device}, not {name!r}")
     return CACHE_KINDS[name]
 
 
@@ -96,6 +101,7 @@ class Kernels(Protocol):
 
     name: str
     device: device  # where all tensors live
+    kinds: tuple[dtype, ...]  # that weights may have
 
     def warm_up(self, kind: dtype) -> None:
         """Have everything for weights of one type ready before the first request needs it."""

@@ -14,7 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slotwise.kernels.base import AttentionShape, Linear, QKNorm, RaggedBatch, cache_kind, in_two_steps
+from slotwise.kernels.base import (
+    CACHE_KINDS,
+    FP8_LARGEST,
+    AttentionShape,
+    Linear,
+    QKNorm,
+    RaggedBatch,
+    cache_kind,
+    in_two_steps,
+)
 
 
 class PagedCache(NamedTuple):
@@ -26,11 +35,14 @@ class PagedCache(NamedTuple):
     def write(self, places: Tensor, keys: Tensor, values: Tensor) -> None:
         """Set `places [tokens]` to float32 `[tokens, kv_heads, head_dim]`."""
         for stored, new in ((self.keys, keys), (self.values, values)):
-            stored.flatten(0, 1)[places] = new.to(stored.dtype)
+            kept = narrowed(new, stored.dtype)
+            as_bytes(stored).flatten(0, 1)[places] = as_bytes(kept)
 
     def read(self, blocks: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values there, as float32."""
-        return self.keys[blocks, offsets].float(), self.values[blocks, offsets].float()
+        places = blocks, offsets
+        kind = self.keys.dtype
+        return as_bytes(self.keys)[places].view(kind).float(), as_bytes(self.values)[places].view(kind).float()
 
 
 class QuantisedPagedCache(NamedTuple):
@@ -53,6 +65,16 @@ class QuantisedPagedCache(NamedTuple):
                 self.values[places] * self.value_scales[places].unsqueeze(-1))
 
 
+def narrowed(x: Tensor, kind: torch.dtype) -> Tensor:
+    """`x` as another type of float.  What is too large for fp8 becomes its largest; torch would make it a NaN."""
+    return (x.clamp(-FP8_LARGEST, FP8_LARGEST) if kind == torch.float8_e4m3fn else x).to(kind)
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """`x` itself, or where its elements are bytes that torch does not index, a view of them as bytes that it does."""
+    return x.view(torch.int8) if x.itemsize == 1 else x
+
+
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     """`x [..., head_dim]` as whole numbers up to 127 on either side (int8), and their scales `[...]`, float32."""
     scales = x.float().abs().amax(-1) / 127
@@ -63,11 +85,12 @@ class ReferenceKernels:
     """Plain torch, any float type, any device."""
 
     name = "reference"
+    kinds = (torch.bfloat16, torch.float16, torch.float32)
 
     def __init__(self, device: str = "cpu", kv_cache_dtype: str = "auto") -> None:
         """Raises ValueError where `kv_cache_dtype` is none of `CACHE_KINDS`."""
         self.device = torch.device(device)
-        self._cached = cache_kind(kv_cache_dtype)
+        self._cached = cache_kind(kv_cache_dtype, self.name, tuple(CACHE_KINDS))
 
     def warm_up(self, kind: torch.dtype) -> None:
         """Plain torch is always ready."""
@@ -83,17 +106,19 @@ class ReferenceKernels:
         size = (num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
         zeros = functools.partial(torch.zeros, device=self.device)
         keys, values = (zeros(size, dtype=self._cached or kind) for _ in range(2))
-        return QuantisedPagedCache(keys, values, zeros(size[:3]), zeros(size[:3])) if self._cached else PagedCache(
-            keys, values)
+        if self._cached == torch.int8:
+            return QuantisedPagedCache(keys, values, zeros(size[:3]), zeros(size[:3]))
+        return PagedCache(keys, values)
 
     def cache_bytes_per_block(self, block_size: int, shape: AttentionShape, kind: torch.dtype) -> int:
         """Bytes one block takes in one layer, keys and values together."""
-        head = shape.head_dim * kind.itemsize if self._cached is None else shape.head_dim + torch.float32.itemsize
+        scale = torch.float32.itemsize if self._cached == torch.int8 else 0
+        head = shape.head_dim * (self._cached or kind).itemsize + scale
         return 2 * block_size * shape.num_kv_heads * head
 
     def cache_pieces(self, cache: PagedCache | QuantisedPagedCache) -> tuple[Tensor, ...]:
         """Keys and values, and the bytes of their scales."""
-        return tuple(piece if piece.dtype == cache.keys.dtype else piece.view(torch.int8) for piece in cache)
+        return tuple(piece.view(torch.int8) if cache.keys.itemsize == 1 else piece for piece in cache)
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """`weight [out, in]` as a product over the last dimension."""

@@ -30,7 +30,7 @@ def resolve(device: str) -> str:
 def choose(device: str, quantization: str = "none", kv_cache_dtype: str = "auto") -> Kernels:
     """The kernels of `device`: `cpu`, `cuda`, or `reference` for plain torch.
 
-    Only the CPU's quantise weights, and only a GPU's cache is always of the model's own type.
+    Only the CPU's quantise weights.  A cache of another type than the model's is int8 on the CPU, fp8 on a GPU.
 
     Raises:
         ValueError: any other name, a device that is not there, or a quantization or a cache that it does not offer.
@@ -46,10 +46,8 @@ def choose(device: str, quantization: str = "none", kv_cache_dtype: str = "auto"
 
         return ReferenceKernels(kv_cache_dtype=kv_cache_dtype)
     if device == "cuda":
-        if kv_cache_dtype != "auto":
-            raise ValueError(f"kv_cache_dtype {kv_cache_dtype} is not on CUDA yet: choose auto, or device cpu")
         resolve(device)
-        return _cuda_kernels()
+        return _cuda_kernels(kv_cache_dtype)
     raise ValueError(f"no kernels for device {device!r}: choose 'cpu', 'cuda' or 'reference'")
 
 
@@ -67,9 +65,9 @@ def team_of(kernels: Kernels) -> Team:
     return cast("Team", cast(Any, kernels).team)
 
 
-def _cuda_kernels() -> Kernels:
+def _cuda_kernels(kv_cache_dtype: str) -> Kernels:
     try:
         from slotwise.kernels.cuda import CudaKernels
     except ImportError as error:
         raise ValueError(f"device cuda needs Triton, which cannot be imported ({error}): install triton") from error
-    return CudaKernels()
+    return CudaKernels(kv_cache_dtype=kv_cache_dtype)

@@ -15,7 +15,7 @@ from slotwise.model.errors import CheckpointError
 from slotwise.model.locate import locate
 from slotwise.model.weights import Progress, Weights
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def load_model(
@@ -24,31 +24,34 @@ def load_model(
 ) -> Decoder:
     """Load a Hugging Face checkpoint: a folder, or a hub id.
 
-    `dtype` is `auto` (as stored, float16 becoming bfloat16), `bfloat16` or `float32`.  `max_positions` (tokens) spares
-    the part of the rotary table that will not be used.  The decoder's `config.dtype` says what came of it.
+    `dtype` is one of `DTYPES` that the kernels compute in, or `auto`: as stored, float16 becoming bfloat16 where the
+    kernels know none; the decoder's `config.dtype` says what came of it.  `max_positions` (tokens) spares the part of
+    the rotary table that will not be used.
 
     Raises CheckpointError, with one line that says what to do, for whatever is wrong with the checkpoint.
     """
     folder = locate(model)
-    config = describe(folder, dtype)
+    config = describe(folder, dtype, kernels)
     read = Weights(folder).reader(tensor_shapes(config), config.dtype, progress)
     device = kernels.device
     longest = config.max_position_embeddings
     return Decoder(config, lambda *names: read(*names).to(device), kernels, min(max_positions or longest, longest))
 
 
-def describe(folder: Path, dtype: str) -> ModelConfig:
-    """A checkpoint's config, its `dtype` being what the weights will be loaded as.
+def describe(folder: Path, dtype: str, kernels: Kernels) -> ModelConfig:
+    """A checkpoint's config, its `dtype` being what the weights will be loaded as for these kernels.
 
     Raises CheckpointError when the checkpoint's description is missing, malformed or of something not served.
     """
     config = read_config(folder)
-    return replace(config, dtype=_resolve(dtype, config.dtype))
+    return replace(config, dtype=_resolve(dtype, config.dtype, kernels))
 
 
-def _resolve(asked: str, stored: torch.dtype) -> torch.dtype:
+def _resolve(asked: str, stored: torch.dtype, kernels: Kernels) -> torch.dtype:
+    kinds = kernels.kinds
     if asked == "auto":
-        return torch.bfloat16 if stored.itemsize == 2 else torch.float32
-    if asked not in DTYPES:
-        raise CheckpointError(f"dtype must be auto, {' or '.join(DTYPES)}, not {asked!r:.40}")
+        return stored if stored in kinds else torch.bfloat16 if stored.itemsize == 2 else torch.float32
+    if DTYPES.get(asked) not in kinds:
+        known = [name for name, kind in DTYPES.items() if kind in kinds]
+        raise CheckpointError(f"dtype must be auto, {' or '.join(known)} on device {kernels.name}, not {asked!r:.40}")
     return DTYPES[asked]

@@ -58,3 +58,13 @@ def test_the_same_tokens_as_on_the_cpu(folder, blocks):
     assert len(expected) == REQUESTS and all(len(tokens) == OUTPUT for tokens in expected.values())
     device = "cuda" if ON_GPU else "reference"
     assert outputs(folder, device, KERNELS, overlap=1, kv_cache_memory=blocks * PER_BLOCK) == expected
+
+
+@pytest.mark.parametrize("settings", [{"kv_cache_dtype": "fp8"}, {"dtype": "float16"}], ids=["fp8 cache", "float16"])
+def test_the_same_tokens_as_the_reference_in_fewer_bits(folder, settings):
+    """For most: where two tokens are nearly as likely, what both round apart decides."""
+    expected = outputs(folder, "reference", overlap=0, **settings)
+    kernels = CudaKernels(DEVICE, kv_cache_dtype=settings.get("kv_cache_dtype", "auto"))
+    found = outputs(folder, "cuda" if ON_GPU else "reference", kernels, overlap=1, **settings)
+    assert found.keys() == expected.keys()
+    assert sum(found[name] == expected[name] for name in expected) > len(expected) / 2

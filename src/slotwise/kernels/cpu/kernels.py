@@ -29,17 +29,18 @@ class CpuKernels:
 
     name = "cpu"
     device = torch.device("cpu")
+    kinds = (torch.bfloat16, torch.float32)
 
     def __init__(self, threads: int | None = None, quantization: str = "none", kv_cache_dtype: str = "auto") -> None:
         """`threads` compute; None: as many as torch uses.
 
         Raises:
-            ValueError: `quantization` is neither "none" nor one of `quantised.BITS`, or `kv_cache_dtype` none of
-                `base.CACHE_KINDS`.
+            ValueError: `quantization` is neither "none" nor one of `quantised.BITS`, or `kv_cache_dtype` neither
+                "auto" nor "int8".
         """
         if quantization != "none" and quantization not in quantised.BITS:
             raise ValueError(f"quantization must be none, {' or '.join(quantised.BITS)}, not {quantization!r}")
-        self._cached = cache_kind(kv_cache_dtype)
+        self._cached = cache_kind(kv_cache_dtype, self.name, ("auto", "int8"))
         self.team = Team(threads or torch.get_num_threads())
         self._bits = quantised.BITS.get(quantization, 0)  # of a weight; 0: as it comes
         self._head_bits = 8 if self._bits else 0  # the head keeps 8: each of its errors is a token's

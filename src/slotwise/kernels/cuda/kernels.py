@@ -8,13 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slotwise.kernels.base import AttentionShape, Linear, QKNorm, RaggedBatch, Recording, in_two_steps
+from slotwise.kernels.base import AttentionShape, Linear, QKNorm, RaggedBatch, Recording, cache_kind, in_two_steps
 from slotwise.kernels.cuda import attention, configs, graphs, pointwise
 from slotwise.kernels.cuda.cache import CudaCache, bytes_per_block
 from slotwise.kernels.cuda.rotary import rotary_store
 from slotwise.kernels.cuda.tile import INTERPRETED
+from slotwise.kernels.reference import as_bytes
 
 _DENSE_RATES = {8: 2.5e14, 9: 8e14, 10: 1.8e15}  # of 16-bit products a second, by major compute capability
+FP8_SINCE = 8, 9  # compute capability: what rounds to fp8, and back
 _FLOAT32_SHARE = 1 / 16  # of that rate, without tensor cores
 
 
@@ -22,17 +24,23 @@ class CudaKernels:
     """Triton kernels and cuBLAS products.  Calls only enqueue work; none waits for the device."""
 
     name = "cuda"
+    kinds = (torch.bfloat16, torch.float16, torch.float32)
 
-    def __init__(self, device: str = "cuda") -> None:
+    def __init__(self, device: str = "cuda", kv_cache_dtype: str = "auto") -> None:
         """`device` is a CUDA device, or "cpu" under Triton's interpreter.
 
         Raises:
-            ValueError: `device` is "cpu" and Triton was imported without its interpreter.
+            ValueError: `device` is "cpu" and Triton was imported without its interpreter; `kv_cache_dtype` is neither
+                "auto" nor "fp8", or the device has no fp8.
         """
+        self._cached = cache_kind(kv_cache_dtype, self.name, ("auto", "fp8"))
         self.device = torch.device(device)
         if self.device.type == "cpu" and not INTERPRETED:
             raise ValueError("these kernels run on the CPU only with TRITON_INTERPRET=1, set before Triton is imported")
         on_gpu = self.device.type == "cuda"
+        if self._cached and on_gpu and torch.cuda.get_device_capability(self.device) < FP8_SINCE:
+            raise ValueError(f"kv_cache_dtype {kv_cache_dtype} needs a GPU of compute capability 8.9 or later: "
+                             "choose auto")
         self._device_name = torch.cuda.get_device_name(self.device) if on_gpu else "interpreter"
         self._graphs = graphs.Graphs(self.device) if on_gpu else None
 
@@ -48,15 +56,15 @@ class CudaKernels:
 
     def allocate_cache(self, num_blocks: int, block_size: int, shape: AttentionShape, kind: torch.dtype) -> CudaCache:
         """One layer's zeroed cache of `num_blocks` blocks of `block_size` tokens."""
-        return CudaCache.allocate(num_blocks, block_size, shape, kind, self.device)
+        return CudaCache.allocate(num_blocks, block_size, shape, self._cached or kind, self.device)
 
     def cache_bytes_per_block(self, block_size: int, shape: AttentionShape, kind: torch.dtype) -> int:
         """Bytes one block takes in one layer, keys and values together."""
-        return bytes_per_block(block_size, shape, kind)
+        return bytes_per_block(block_size, shape, self._cached or kind)
 
     def cache_pieces(self, cache: CudaCache) -> tuple[Tensor, ...]:
         """One, keys and values together."""
-        return (cache.storage,)
+        return (as_bytes(cache.storage),)
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """`weight [out, in]` as a product over the last dimension, by cuBLAS."""

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slotwise.kernels.base import AttentionShape, QKNorm, RaggedBatch
+from slotwise.kernels.base import FP8_LARGEST, AttentionShape, QKNorm, RaggedBatch
 from slotwise.kernels.cuda.cache import CudaCache
 
 HEADS_A_PROGRAM = 8
@@ -32,7 +32,8 @@ def rotary_store(
     _rotary_store[grid](
         query, cache.storage, qkv, rotary, query_weight, key_weight, eps, batch.positions, batch.slot_mapping,
         HEADS=shape.num_heads, KV_HEADS=shape.num_kv_heads, HALF=half, BLOCK_HALF=triton.next_power_of_2(half),
-        BLOCK_SIZE=cache.block_size, NORM=norm is not None, BLOCK_H=HEADS_A_PROGRAM, num_warps=4)
+        BLOCK_SIZE=cache.block_size, NORM=norm is not None, BLOCK_H=HEADS_A_PROGRAM,
+        LARGEST=FP8_LARGEST if cache.storage.itemsize == 1 else None, num_warps=4)
     return query
 
 
@@ -40,7 +41,7 @@ def rotary_store(
 def _rotary_store(
     query, storage, qkv, rotary, query_weight, key_weight, eps, positions, slots,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, NORM: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, NORM: tl.constexpr, BLOCK_H: tl.constexpr, LARGEST: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
@@ -68,6 +69,9 @@ def _rotary_store(
     # Keys and values of a block are `2 * KV_HEADS` heads in a row, as they are in `qkv`.
     place = (slot // BLOCK_SIZE * (2 * KV_HEADS) + head - HEADS) * BLOCK_SIZE + slot % BLOCK_SIZE
     to_cache = storage + place * (2 * HALF) + column
+    if LARGEST is not None:
+        low = tl.clamp(low, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+        high = tl.clamp(high, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
     kind = storage.dtype.element_ty
     tl.store(to_cache, low.to(kind), inside & (head >= HEADS))
     tl.store(to_cache + HALF, high.to(kind), inside & (head >= HEADS))

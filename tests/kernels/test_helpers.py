@@ -12,7 +12,7 @@ from slotwise.kernels import helpers
 
 EARLY = """
 from slotwise.kernels import helpers
-helpers.call_early()
+helpers.call_early("cpu")
 called = list(helpers._waiting)
 print(len(called))
 """
@@ -63,6 +63,18 @@ def test_a_helper_that_has_died_loses_nothing(tmp_path):
 def test_helpers_whom_nobody_needs_end(tmp_path, processors):
     called = min(helpers.MOST, processors - 1)
     assert run(LET_GO, tmp_path) == [str(called), " ".join(["False", *["0"] * called])]
+
+
+@pytest.mark.parametrize(("device", "has_gpu", "wanted"), [
+    ("cpu", True, True), ("auto", False, True), ("auto", True, False), ("cuda", True, False),
+    ("reference", False, False)])
+def test_helpers_are_called_for_the_cpu_alone(monkeypatch, tmp_path, device, has_gpu, wanted):
+    called = []
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "empty"))
+    monkeypatch.setattr(helpers, "GPU", tmp_path if has_gpu else tmp_path / "none")
+    monkeypatch.setattr(helpers, "_call", called.append)
+    helpers.call_early(device)
+    assert bool(called) == wanted
 
 
 def test_kernels_are_kept_where_the_environment_says(monkeypatch, tmp_path):

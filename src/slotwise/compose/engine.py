@@ -136,7 +136,7 @@ def _threads(number: int) -> Iterator[None]:
 def _warm_up(kernels: Kernels, kind: torch.dtype) -> None:
     roam()
     kernels.warm_up(kind)
-    helpers.dismiss()  # nobody came to need them, as on a GPU
+    helpers.dismiss()  # who turned out not to be needed
 
 
 def _runner(decoder: Decoder, limits: SchedulerLimits) -> Executor:

@@ -64,7 +64,7 @@ def _load(channel: BlockingChannel) -> Engine | None:
         pass
     config = msgspec.msgpack.decode(messages[0], type=EngineConfig)
     try:
-        call_early()
+        call_early(config.device)
         spare_torch()
         from slotwise.compose.engine import build_engine  # takes two seconds: torch
 

@@ -18,6 +18,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+GPU = Path("/dev/nvidiactl")  # of the driver
 MOST = 13  # beside this process; no model needs more kernels
 
 Helper = subprocess.Popen[str]
@@ -30,9 +31,10 @@ def home() -> Path:
     return Path(os.environ.get("NUMBA_CACHE_DIR") or cache / "slotwise" / "kernels")
 
 
-def call_early() -> None:
-    """Call helpers if nothing was ever compiled here."""
-    if not any(home().glob("*")):
+def call_early(device: str) -> None:
+    """Call helpers if nothing was ever compiled here, and `device` is the CPU, as far as can be told without torch."""
+    is_cpu = device == "cpu" or (device == "auto" and not GPU.exists())
+    if is_cpu and not any(home().glob("*")):
         _call(min(MOST, len(os.sched_getaffinity(0)) - 1))
 
 

@@ -14,9 +14,10 @@ from slotwise.compose.engine import load
 from slotwise.core.roofline import Machine, Roofline
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import StepRecord
+from slotwise.kernels.reference import ReferenceKernels
 from slotwise.model.load import describe
 
-CONFIG = describe(builtin.path(), "float32")
+CONFIG = describe(builtin.path(), "float32", ReferenceKernels())
 MS = 1_000_000  # nanoseconds
 
 

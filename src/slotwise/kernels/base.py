@@ -44,6 +44,11 @@ def cache_kind(name: str, device: str, kept: Sequence[str]) -> dtype | None:
     return CACHE_KINDS[name]
 
 
+def as_bytes(x: Tensor) -> Tensor:
+    """`x` itself, or where its elements are bytes that torch does not index, a view of them as bytes that it does."""
+    return x.view(int8) if x.itemsize == 1 else x
+
+
 @dataclass(frozen=True, slots=True)
 class RaggedBatch:
     """One step, flat.  All tensors live on the kernels' device.

@@ -21,6 +21,7 @@ from slotwise.kernels.base import (
     Linear,
     QKNorm,
     RaggedBatch,
+    as_bytes,
     cache_kind,
     in_two_steps,
 )
@@ -68,11 +69,6 @@ class QuantisedPagedCache(NamedTuple):
 def narrowed(x: Tensor, kind: torch.dtype) -> Tensor:
     """`x` as another type of float.  What is too large for fp8 becomes its largest; torch would make it a NaN."""
     return (x.clamp(-FP8_LARGEST, FP8_LARGEST) if kind == torch.float8_e4m3fn else x).to(kind)
-
-
-def as_bytes(x: Tensor) -> Tensor:
-    """`x` itself, or where its elements are bytes that torch does not index, a view of them as bytes that it does."""
-    return x.view(torch.int8) if x.itemsize == 1 else x
 
 
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,10 +12,10 @@ from kernels.cuda.device import DEVICE
 from kernels.cuda.ragged import attend, moved
 from kernels.paged import Layer, distance, rotary
 
-from slotwise.kernels.base import FP8_LARGEST, AttentionShape
+from slotwise.kernels.base import FP8_LARGEST, AttentionShape, as_bytes
 from slotwise.kernels.cuda import CudaKernels
 from slotwise.kernels.cuda.cache import CudaCache
-from slotwise.kernels.reference import ReferenceKernels, as_bytes
+from slotwise.kernels.reference import ReferenceKernels
 
 if DEVICE == "cuda" and torch.cuda.get_device_capability() < (8, 9):
     pytest.skip("this GPU has no fp8", allow_module_level=True)

@@ -8,12 +8,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slotwise.kernels.base import AttentionShape, Linear, QKNorm, RaggedBatch, Recording, cache_kind, in_two_steps
+from slotwise.kernels.base import (
+    AttentionShape,
+    Linear,
+    QKNorm,
+    RaggedBatch,
+    Recording,
+    as_bytes,
+    cache_kind,
+    in_two_steps,
+)
 from slotwise.kernels.cuda import attention, configs, graphs, pointwise
 from slotwise.kernels.cuda.cache import CudaCache, bytes_per_block
 from slotwise.kernels.cuda.rotary import rotary_store
 from slotwise.kernels.cuda.tile import INTERPRETED
-from slotwise.kernels.reference import as_bytes
 
 _DENSE_RATES = {8: 2.5e14, 9: 8e14, 10: 1.8e15}  # of 16-bit products a second, by major compute capability
 FP8_SINCE = 8, 9  # compute capability: what rounds to fp8, and back

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from itertools import pairwise
 
@@ -97,6 +98,22 @@ def test_a_newcomer_sees_both_ways_to_batch_and_every_cell_is_what_was_planned(s
     wanted = sum(cell.kind != "held" for step in told[first:] for cell in step.values())
     share = opened.evaluate("([first, last]) => slotwise.history.useful(first, last)", [first, last])
     assert share == pytest.approx(wanted / (SLOTS * (last - first)))
+
+
+def test_records_that_come_late_are_waited_for(opened):
+    """Where both cores are busy, the page reads of a step long after the step's request was answered."""
+    opened.evaluate("(() => { const take = slotwise.take.bind(slotwise);"
+                    " slotwise.take = (entries) => { setTimeout(() => take(entries), 1500); }; })()")
+    opened.click("#compare")
+    until(opened, "!document.getElementById('compare').disabled")
+    said = opened.inner_text("#said")
+    told = [int(steps) for steps in re.findall(r"(?:static|continuous) (\d+) steps", said)]
+    until(opened, "slotwise.history.segments.at(-1).capacity === 16")
+    segments = opened.evaluate("slotwise.history.segments.slice(-3).map((one) => [one.kind, one.first])")
+    assert [kind for kind, _ in segments] == ["static", "continuous", "continuous"], segments
+    taken = [after - first for (_, first), (_, after) in pairwise(segments)]
+    assert taken[0] >= told[0] > told[1], said  # the guard's last steps, before the batch was let go, are not counted
+    assert told[1] == pytest.approx(taken[1], abs=2), said  # a step that was in flight at the end is nobody's
 
 
 def test_a_freed_slot_is_taken_at_the_very_next_step(server):

@@ -93,12 +93,12 @@ const DEMO = ["compare", "first", "send", "batching", "slots"];
 function compare(page, demo) {
   return asking(DEMO, async () => {
     measureIn(page, "steps");
-    await demo.compare((batching) => {
+    const extents = await demo.compare((batching) => {
       say(PARTS[batching]);
       if (batching === "static") page.view.keep();
     });
     const { history } = page;
-    const [first, second] = ["static", "continuous"].map((kind) => worth(history, kind));
+    const [first, second] = extents.map((extent) => worth(history, extent));
     if (page.view.following) page.view.show(first.from, second.to);
     say(`The same requests: static ${first.words}; continuous ${second.words}.`
       + ` ${(first.seconds / second.seconds).toFixed(1)}× as fast.`);
@@ -106,10 +106,8 @@ function compare(page, demo) {
   });
 }
 
-// Of the last segment of a kind, what it took.
-function worth(history, kind) {
-  const index = history.segments.findLastIndex((one) => one.kind === kind && one.capacity > 1);
-  const from = history.segments[index].first, to = history.segments[index + 1]?.first ?? history.end;
+// What steps [from, to) took.
+function worth(history, { from, to }) {
   const seconds = history.step(to - 1).until - history.step(from).at;
   const share = Math.round(100 * history.useful(from, to));
   return { from, to, seconds, words: `${to - from} steps, ${duration(seconds)}, ${share}% of the slots used` };

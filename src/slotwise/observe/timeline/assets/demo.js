@@ -3,7 +3,7 @@ const SLOTS = 12;
 const REQUESTS = 48; // of the comparison: four batches
 const OUTPUT = { middle: 18, spread: 0.85, least: 3, most: 56 }; // tokens, log-normal
 const PROMPT = { middle: 20, spread: 0.9, least: 4, most: 160 };
-const TURNS = 120; // of 25 milliseconds, that the records are waited for
+const TURNS = 1200; // of 25 milliseconds, that the records are waited for
 const SHARED = 48; // tokens that a quarter of the prompts begin with
 const FIRST_ID = 64, IDS = 180; // plain tokens of any vocabulary
 
@@ -50,14 +50,15 @@ export class Demo {
 
   schedule(changes) { return this.service.json("/admin/scheduling", { method: "PUT", body: changes }); }
 
-  // The same requests twice, and then everything as it was.  `onPart` is told which of the two begins.
+  // The same requests twice, and then everything as it was.  `onPart` is told which of the two begins.  Resolves to
+  // the extents of both.
   async compare(onPart) {
     const before = await this.service.json("/admin/scheduling");
     const restore = () => this.schedule(Object.fromEntries(Object.entries(before).filter(([, value]) => value !== null)));
     addEventListener("pagehide", restore);
     try {
       const slots = Math.min(SLOTS, this.limits.max_num_seqs);
-      for (const batching of ["static", "continuous"]) await this.#part(batching, slots, onPart);
+      return [await this.#part("static", slots, onPart), await this.#part("continuous", slots, onPart)];
     } finally {
       removeEventListener("pagehide", restore);
       await restore();
@@ -69,8 +70,9 @@ export class Demo {
     const answered = batching === "static" ? await this.#queued(count) : null;
     await this.schedule({ batching, max_num_seqs: slots });
     onPart(batching);
-    await (answered ? answered() : this.send(count));
-    await this.#until((last) => last.running === 0 && last.waiting === 0);
+    const { id } = await (answered ? answered() : this.send(count));
+    await this.#until((history) => history.extentOf(id).ended === count);
+    return this.history().extentOf(id);
   }
 
   // So many in the queue, behind one who has the only slot: a static batch takes whoever is there when it begins.
@@ -79,23 +81,25 @@ export class Demo {
     await this.schedule({ batching: "continuous", max_num_seqs: 1 });
     const guard = new AbortController();
     const longest = Math.floor(this.limits.max_model_len / 2);
-    const guarding = this.#complete({ prompts: [[FIRST_ID]], outputs: [longest] }, guard.signal).catch(() => {});
-    await this.#until((last) => last.running === 1);
+    let over = false; // a fast model may be through with it before the records have come
+    const guarding = this.#complete({ prompts: [[FIRST_ID]], outputs: [longest] }, guard.signal)
+      .catch(() => {}).finally(() => { over = true; });
+    await this.#until(({ last }) => over || last?.running === 1);
     const answered = this.send(count);
-    await this.#until((last) => last.waiting >= count);
+    await this.#until(({ last }) => over || last?.waiting >= count);
     return () => {
       guard.abort();
-      return Promise.all([answered, guarding]);
+      return guarding.then(() => answered);
     };
   }
 
-  // What the records say comes a little after what was asked.
+  // Records come after the answers they are about: a moment, or seconds where both cores are busy.
   async #until(holds) {
     for (let turn = 0; turn < TURNS; turn++) {
-      const { last } = this.history();
-      if (last && holds(last)) return;
+      if (holds(this.history())) return;
       await new Promise((done) => setTimeout(done, 25));
     }
+    throw new Error("the service's records of it did not come");
   }
 
   #complete({ prompts, outputs }, signal) {

@@ -35,6 +35,13 @@ export class History {
   seconds(ns) { return (ns - this.zero) / 1e9; }
   segmentAt(ordinal) { return this.segments.findLast((one) => one.first <= ordinal) ?? this.segments[0]; }
 
+  // Of the requests of the response with this id: how many have ended, and the steps [from, to) in which they ran.
+  extentOf(id) {
+    const ended = [...this.requests.values()].filter((one) => one.ended && one.id.startsWith(`${id}-`));
+    const from = Math.min(...ended.flatMap((one) => one.joins.map((join) => join.ordinal)));
+    return { ended: ended.length, from, to: Math.max(...ended.map((one) => one.ended.ordinal)) };
+  }
+
   take(entry) {
     this.zero ??= entry.started_ns ?? entry.ns ?? null;
     switch (entry.kind) {

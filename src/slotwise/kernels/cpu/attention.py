@@ -7,21 +7,56 @@ parts the last thread to finish joins (Flash-Decoding, Dao et al., 2023).  Where
 so its result does not depend on its batch-mates, bit for bit.
 
 Nothing is divided on the way that can be counted along: a tile of a few blocks is over in the time of fifty divisions.
+
+Memory is to be busy all the time, so what is read next is always asked for: values while keys are read, the next keys
+while values are, of the next tile if need be, and the first of them while scores become weights.
 """
 
 from __future__ import annotations
 
-import functools
-from typing import NamedTuple
-
 import numpy as np
 import torch
 
-from slotwise.kernels.base import AttentionShape
-from slotwise.kernels.cpu.cache import padded
 from slotwise.kernels.cpu.compiled import Compiled
+from slotwise.kernels.cpu.cut import (
+    ARRIVALS,
+    BLOCK,
+    BLOCK_PADDED,
+    CACHE,
+    CONTEXT_LENS,
+    DIM,
+    DIM_PADDED,
+    FIRST,
+    GROUP,
+    HEAD_BLOCK,
+    KV_HEADS,
+    LAST,
+    MULTIPLY_ADDRESS,
+    OUT,
+    PART,
+    PARTS,
+    QUERY,
+    QUERY_STARTS,
+    ROW,
+    SCALE_BITS,
+    SCRATCH,
+    SCRATCH_BYTES,
+    SEGMENT_INDEX,
+    SEGMENTS,
+    TABLE,
+    TABLE_WIDTH,
+    TABLES,
+    THREADS,
+    TILE_ROWS,
+    TILE_WORDS,
+    TILES,
+    TOKEN,
+    TOKENS,
+    WINDOW,
+)
 from slotwise.kernels.cpu.parts import kernel
 from slotwise.kernels.cpu.processor import PAIR
+from slotwise.kernels.cpu.queues import NOTHING, take, upcoming
 from slotwise.kernels.cpu.simd import (
     BFLOAT16,
     FLOAT32,
@@ -38,90 +73,12 @@ from slotwise.kernels.cpu.simd import (
     load,
     store,
 )
-from slotwise.kernels.cpu.strip import ask_for_scales, strip_weights
-from slotwise.kernels.cpu.team import HEADER, THREAD_COUNTER
-from slotwise.kernels.cpu.tile import STRIP, STRIP_ROW_BYTES, call_multiply
+from slotwise.kernels.cpu.strip import ask_for, ask_for_scales, strip_weights
+from slotwise.kernels.cpu.team import THREAD_COUNTER
+from slotwise.kernels.cpu.tile import LINE, STRIP, STRIP_ROW_BYTES, call_multiply
 
-TILE_ROWS = 48  # as many queries (tokens x heads) as a tile may hold: its scores stay in the nearest processor cache
-SEGMENT = 1024  # tokens of context one thread takes of a decode row: another core's parts are slow to come by
+ASKED = 16  # lines asked for while scores become weights: what a core has room for under way
 NO_SCORE = np.float32(-1e20)  # below every score
-
-# What a tile is: `TILE_WORDS` int32 in a table.
-ROW, TOKEN, TOKENS, FIRST, LAST, SEGMENT_INDEX, SEGMENTS, PART = range(8)
-TILE_WORDS = 8
-TABLE = 64  # bytes before the table: a cache line for the number of tiles
-
-# Arguments of `plan` and of `attend`, in words after the header.
-(
-    MULTIPLY_ADDRESS, QUERY, OUT, CACHE, TABLES, TABLE_WIDTH, QUERY_STARTS, CONTEXT_LENS, ROWS, TILES, ARRIVALS, PARTS,
-    SCRATCH, SCRATCH_BYTES, GROUP, KV_HEADS, DIM, DIM_PADDED, BLOCK, BLOCK_PADDED, HEAD_BLOCK, WINDOW, SCALE_BITS,
-) = range(HEADER, HEADER + 23)
-
-
-class Room(NamedTuple):
-    """Where things lie in the memory a step's attention works in, in bytes from its start.
-
-    First comes the number of tiles, then their table.
-    """
-
-    arrivals: int
-    parts: int
-    threads: int
-    thread_bytes: int
-
-    def floats(self, threads: int) -> int:
-        """float32 words of it all."""
-        return (self.threads + threads * self.thread_bytes) // 4
-
-
-@functools.lru_cache(maxsize=256)
-def room(shape: AttentionShape, rows: int, tokens: int, max_context_len: int) -> Room:
-    """What a step may need at most."""
-    group, width = shape.num_heads // shape.num_kv_heads, padded(shape.head_dim)
-    per_tile = max(1, TILE_ROWS // group)
-    segments = rows * (max_context_len // SEGMENT + 1)
-    arrivals = TABLE + 4 * TILE_WORDS * (segments + rows + tokens // per_tile)
-    parts = arrivals + 8 * segments * shape.num_kv_heads
-    threads = parts + 4 * segments * shape.num_heads * (width + 2)
-    strips = -(-width // STRIP)
-    return Room(arrivals, parts, threads, 4 * per_tile * group * ((strips + 1) * STRIP + width + 2))
-
-
-@kernel
-def _cut(words):
-    """Cut the step's rows into tiles."""
-    starts, contexts = load(words, QUERY_STARTS, INT64), load(words, CONTEXT_LENS, INT64)
-    tile, arrivals = load(words, TILES, INT64) + TABLE, load(words, ARRIVALS, INT64)
-    kv_heads, window = load(words, KV_HEADS, INT64), load(words, WINDOW, INT64)
-    per_tile = max(1, TILE_ROWS // load(words, GROUP, INT64))
-    count, parts = 0, 0
-    for row in range(load(words, ROWS, INT64)):
-        token, end = load(starts, row, INT32), load(starts, row + 1, INT32)
-        is_decode = end - token == 1
-        while token < end:
-            tokens = min(per_tile, end - token)
-            position = load(contexts, row, INT32) - (end - token)
-            first = max(0, position - window + 1) if window > 0 else 0
-            last = position + tokens
-            step = SEGMENT if is_decode else last - first
-            segments = (last - first + step - 1) // step
-            for segment in range(segments):
-                store(tile, ROW, row, INT32)
-                store(tile, TOKEN, token, INT32)
-                store(tile, TOKENS, tokens, INT32)
-                store(tile, FIRST, first + segment * step, INT32)
-                store(tile, LAST, min(last, first + (segment + 1) * step), INT32)
-                store(tile, SEGMENT_INDEX, segment, INT32)
-                store(tile, SEGMENTS, segments, INT32)
-                store(tile, PART, parts, INT32)
-                tile += TILE_WORDS * 4
-            count += segments
-            if segments > 1:
-                for head in range(kv_heads):
-                    store(arrivals, parts * kv_heads + head, 0, INT64)
-                parts += segments
-            token += tokens
-    store(load(words, TILES, INT64), 0, count, INT64)
 
 
 @kernel
@@ -173,30 +130,37 @@ def _softmax(words, tile, scores, sums, state, low, high, base, scales, stored):
 
 
 @kernel
-def _walk(words, tile, head, queries, scores, sums, state, stored):
-    """Add the values of all places of a tile, weighted, block by block.
+def _keys(words, tile, head, entry):
+    """Where the `entry`th block of a tile's row begins."""
+    table = load(words, TABLES, INT64) + load(tile, ROW, INT32) * load(words, TABLE_WIDTH, INT64) * 4
+    block = load(table, entry, INT32) * load(words, KV_HEADS, INT64) + head
+    return load(words, CACHE, INT64) + block * load(words, HEAD_BLOCK, INT64)
 
-    While keys are read the values after them are asked for, and then the next block's keys: blocks lie anywhere, so the
-    processor cannot know.
+
+@kernel
+def _walk(words, tile, head, queries, scores, sums, state, next_keys, stored):
+    """Add the values of all places of a tile, weighted, block by block; then come those at `next_keys`.
+
+    Blocks lie anywhere, so the processor cannot know what to ask for.
     """
     block, block_padded = load(words, BLOCK, INT64), load(words, BLOCK_PADDED, INT64)
     dim, width, size = load(words, DIM, INT64), load(words, DIM_PADDED, INT64), bytes_of(stored)
-    kv_heads, multiply = load(words, KV_HEADS, INT64), load(words, MULTIPLY_ADDRESS, INT64)
+    multiply = load(words, MULTIPLY_ADDRESS, INT64)
     rows = load(tile, TOKENS, INT32) * load(words, GROUP, INT64)
-    table = load(words, TABLES, INT64) + load(tile, ROW, INT32) * load(words, TABLE_WIDTH, INT64) * 4
-    head_block = load(words, HEAD_BLOCK, INT64)
     place, last = load(tile, FIRST, INT32), load(tile, LAST, INT32)
     entry, offset = place // block, place % block
-    keys = load(words, CACHE, INT64) + (load(table, entry, INT32) * kv_heads + head) * head_block
+    keys = _keys(words, tile, head, entry)
     while place < last:
         start = offset // STRIP * STRIP
         low = offset - start
         high = min(min(block - start, STRIP), low + last - place)
         following = keys
         offset += high - low
-        if offset == block and place + high - low < last:
+        if place + high - low >= last:
+            following = next_keys
+        elif offset == block:
             entry, offset = entry + 1, 0
-            following = load(words, CACHE, INT64) + (load(table, entry, INT32) * kv_heads + head) * head_block
+            following = _keys(words, tile, head, entry)
         values = keys + (dim * block_padded + (start + low) * width) * size
         column = low // PAIR * PAIR
         columns = min(block_padded - start, (high + PAIR - 1) // PAIR * PAIR) - column
@@ -206,6 +170,8 @@ def _walk(words, tile, head, queries, scores, sums, state, stored):
         fill(scores, rows * STRIP, ZERO)
         call_multiply(multiply, rows, columns, queries, rows * STRIP_ROW_BYTES, read, block_padded * size, PAIR * size,
                       dim, scores + column * 4, STRIP_ROW_BYTES, values - read)
+        for line in range(following, following + ASKED * LINE, LINE):
+            ask_for(line)
         _softmax(words, tile, scores, sums, state, low, high, place - low, scales, stored)
         call_multiply(multiply, rows, width, scores + low * 4, 0, values, width * size, PAIR * size, high - low, sums,
                       width * 4, following - values)
@@ -265,17 +231,34 @@ def _join_parts(words, tile, head, sums, totals):
 
 
 @kernel
+def _tile(words, item):
+    """An item is one head of a tile: that tile."""
+    return load(words, TILES, INT64) + TABLE + item // load(words, KV_HEADS, INT64) * TILE_WORDS * 4
+
+
+@kernel
+def _first_keys(words, item):
+    """What an item reads first."""
+    tile = _tile(words, item)
+    entry = load(tile, FIRST, INT32) // load(words, BLOCK, INT64)
+    return _keys(words, tile, item % load(words, KV_HEADS, INT64), entry)
+
+
+@kernel
 def _attend(words, kind, stored):
     kv_heads, width = load(words, KV_HEADS, INT64), load(words, DIM_PADDED, INT64)
-    group = load(words, GROUP, INT64)
+    group, threads = load(words, GROUP, INT64), load(words, THREADS, INT64)
     most = max(1, TILE_ROWS // group) * group
-    queries = load(words, SCRATCH, INT64) + fetch_add(words + THREAD_COUNTER, 1) * load(words, SCRATCH_BYTES, INT64)
+    thread = fetch_add(words + THREAD_COUNTER, 1)
+    queries = load(words, SCRATCH, INT64) + thread * load(words, SCRATCH_BYTES, INT64)
     scores = queries + most * ((width + STRIP - 1) // STRIP) * STRIP_ROW_BYTES
     sums = scores + most * STRIP_ROW_BYTES
     num_tiles = load(load(words, TILES, INT64), 0, INT64)
-    item = fetch_add(words, 1)
-    while item < num_tiles * kv_heads:
-        tile, head = load(words, TILES, INT64) + TABLE + item // kv_heads * TILE_WORDS * 4, item % kv_heads
+    item = take(words, thread, threads, num_tiles, kv_heads)
+    while item != NOTHING:
+        tile, head = _tile(words, item), item % kv_heads
+        after = upcoming(words, thread, threads, num_tiles, kv_heads)
+        next_keys = _first_keys(words, item if after == NOTHING else after)
         rows = load(tile, TOKENS, INT32) * group
         maxima = sums + rows * width * 4
         totals = maxima + rows * 4
@@ -283,17 +266,13 @@ def _attend(words, kind, stored):
         fill(maxima, rows, NO_SCORE)
         fill(totals, rows, ZERO)
         _load_queries(words, tile, head, queries, kind)
-        _walk(words, tile, head, queries, scores, sums, maxima, stored)
+        _walk(words, tile, head, queries, scores, sums, maxima, next_keys, stored)
         if load(tile, SEGMENTS, INT32) == 1:
             _store_outputs(words, tile, head, sums, totals, kind)
         elif _leave_part(words, tile, head, sums):
             _join_parts(words, tile, head, sums, totals)
             _store_outputs(words, tile, head, sums, totals, kind)
-        item = fetch_add(words, 1)
-
-
-def _plan(words):
-    _cut(words)
+        item = take(words, thread, threads, num_tiles, kv_heads)
 
 
 def _attend_bfloat16(words):
@@ -312,7 +291,6 @@ def _attend_float32_over_int8(words):
     _attend(words, FLOAT32, INT8)
 
 
-PLAN = Compiled(_plan, "void(int64)")
 ATTEND = {  # by the type of the queries and what the cache holds
     (torch.bfloat16, torch.bfloat16): Compiled(_attend_bfloat16, "void(int64)"),
     (torch.float32, torch.float32): Compiled(_attend_float32, "void(int64)"),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slotwise.kernels.base import AttentionShape, Linear, QKNorm, RaggedBatch, cache_kind, in_two_steps
-from slotwise.kernels.cpu import attention, half, linear, onednn, pointwise, processor, quantised, sampling, tile
+from slotwise.kernels.cpu import attention, cut, half, linear, onednn, pointwise, processor, quantised, sampling, tile
 from slotwise.kernels.cpu.cache import CpuCache, head_block_elements, padded
 from slotwise.kernels.cpu.compiled import Compiled, compile_all
 from slotwise.kernels.cpu.crew import HELP, LEAD
@@ -55,7 +55,7 @@ class CpuKernels:
         in_halves = kind == torch.bfloat16 and half.multiplies_halves()
         dense = [half.PRODUCT] if in_halves else [linear.PRODUCT[kind], pointwise.SILU_MUL[kind]]
         of_logits = [sampling.DRAW, sampling.LOG_PROBABILITIES, sampling.GREEDY[kind], sampling.WIDEN[kind]]
-        compile_all([*(products or dense), *of_the_cache, *multiply, *of_logits, attention.PLAN, pointwise.EMBED,
+        compile_all([*(products or dense), *of_the_cache, *multiply, *of_logits, cut.PLAN, pointwise.EMBED,
                      pointwise.NORM[kind], PROGRAM, HELP, LEAD])
 
     def operations_per_second(self, kind: torch.dtype) -> float:
@@ -184,15 +184,15 @@ class CpuKernels:
         """Causal attention of every row over its own cached context: `[tokens, heads * head_dim]`."""
         tokens, rows, tables = query.shape[0], batch.context_lens.shape[0], batch.block_tables
         team, out = self.team, self.team.empty((tokens, shape.num_heads * shape.head_dim), query.dtype)
-        room = attention.room(shape, rows, tokens, batch.max_context_len)
+        room = cut.room(shape, rows, tokens, batch.max_context_len)
         base = team.scratch(room.floats(team.threads))
         team.give(
             tile.MULTIPLY[cache.storage.dtype].address, query.data_ptr(), out.data_ptr(), cache.address,
             tables.data_ptr(), tables.stride(0), batch.query_starts.data_ptr(), batch.context_lens.data_ptr(), rows,
             base, base + room.arrivals, base + room.parts, base + room.threads, room.thread_bytes, *cache.geometry,
-            shape.window, _bits(shape.scale * LOG2_E),
+            shape.window, _bits(shape.scale * LOG2_E), team.threads,
         )
-        team.alone(attention.PLAN)
+        team.alone(cut.PLAN)
         team.together(attention.ATTEND[query.dtype, cache.storage.dtype])
         return out
 

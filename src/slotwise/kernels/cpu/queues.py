@@ -6,6 +6,9 @@ and only when that is empty helps with the others.
 
     queue 0   block 0: panel 0, 1, 2 ...   block 2: panel 0, 1, 2 ...
     queue 1   block 1: panel 0, 1, 2 ...   block 3: panel 0, 1, 2 ...
+
+Attention's blocks are tiles of queries, its panels their key-value heads.  A thread with a queue of its own knows what
+it will take next, and asks for it before it is done with what it has.
 """
 
 from __future__ import annotations
@@ -30,6 +33,17 @@ def take(words, thread, threads, blocks, panels):
             if item < items:
                 return (item // panels * queues + queue) * panels + item % panels
     return NOTHING
+
+
+@kernel
+def upcoming(words, thread, threads, blocks, panels):
+    """What `take` will give a thread next, while its own queue holds anything; otherwise NOTHING."""
+    queues = min(threads, MOST)
+    queue = thread % queues
+    item = look(words + COUNTERS + 8 * queue)
+    if item >= (blocks - queue + queues - 1) // queues * panels:
+        return NOTHING
+    return (item // panels * queues + queue) * panels + item % panels
 
 
 def rows_of_a_block(tokens: int, most: int, threads: int) -> int:

@@ -14,7 +14,7 @@ from numba.extending import intrinsic
 
 from slotwise.kernels.cpu.processor import LANES
 from slotwise.kernels.cpu.tile import STRIP, STRIP_ROW_BYTES, prefetch
-from slotwise.kernels.cpu.vectors import LOWEST, call, exp2
+from slotwise.kernels.cpu.vectors import LOWEST, ask, call, exp2
 
 _FLOAT, _INT32 = ir.FloatType(), ir.IntType(32)
 _VECTOR, _WIDE = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT32, LANES)
@@ -53,6 +53,17 @@ def _scaled(builder, vectors, counted, scales):
     return [
         builder.fmul(vector, builder.call(read, [place, ir.Constant(_INT32, 4), counts, _floats(0.0)]))
         for vector, counts, place in zip(vectors, counted, _places(builder, scales), strict=True)]
+
+
+@intrinsic
+def ask_for(typingctx, address):
+    """Have a line on its way."""
+
+    def codegen(context, builder, signature, args):
+        ask(builder, args[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
 
 
 @intrinsic

@@ -253,11 +253,11 @@ def _attend(words, kind, stored):
     queries = load(words, SCRATCH, INT64) + thread * load(words, SCRATCH_BYTES, INT64)
     scores = queries + most * ((width + STRIP - 1) // STRIP) * STRIP_ROW_BYTES
     sums = scores + most * STRIP_ROW_BYTES
-    num_tiles = load(load(words, TILES, INT64), 0, INT64)
-    item = take(words, thread, threads, num_tiles, kv_heads)
+    items = load(load(words, TILES, INT64), 0, INT64) * kv_heads
+    item = take(words, thread, threads, items)
     while item != NOTHING:
         tile, head = _tile(words, item), item % kv_heads
-        after = upcoming(words, thread, threads, num_tiles, kv_heads)
+        after = upcoming(words, thread, threads, items)
         next_keys = _first_keys(words, item if after == NOTHING else after)
         rows = load(tile, TOKENS, INT32) * group
         maxima = sums + rows * width * 4
@@ -272,7 +272,7 @@ def _attend(words, kind, stored):
         elif _leave_part(words, tile, head, sums):
             _join_parts(words, tile, head, sums, totals)
             _store_outputs(words, tile, head, sums, totals, kind)
-        item = take(words, thread, threads, num_tiles, kv_heads)
+        item = take(words, thread, threads, items)
 
 
 def _attend_bfloat16(words):

@@ -39,7 +39,7 @@ from slotwise.kernels.cpu.half_tile import (
 from slotwise.kernels.cpu.panels import paired, whole
 from slotwise.kernels.cpu.parts import kernel
 from slotwise.kernels.cpu.processor import has
-from slotwise.kernels.cpu.queues import NOTHING, rows_of_a_block, take
+from slotwise.kernels.cpu.queues import NOTHING, rows_of_a_block, take, upcoming
 from slotwise.kernels.cpu.simd import BFLOAT16, FLOAT32, INT64, ZERO, fetch_add, fill, float_of, load, store
 from slotwise.kernels.cpu.team import HEADER, THREAD_COUNTER, Team
 
@@ -134,19 +134,18 @@ def _product(words):
     blocks, panel_bytes = (tokens + block - 1) // block, depth * PANEL * 2 + 2 * ROOM_BYTES
     thread = fetch_add(words + THREAD_COUNTER, 1)
     sums = load(words, SCRATCH, INT64) + thread * load(words, SCRATCH_BYTES, INT64)
-    apart = threads if blocks == 1 else 1  # panels from one to the next that this thread is likely to take
-    held = -1
-    item = take(words, thread, threads, blocks, panels)
+    held, after = -1, NOTHING
+    item = take(words, thread, threads, blocks * panels)
     while item != NOTHING:
-        first, panel = item // panels * block, item % panels
+        first, panel, is_cold = item // panels * block, item % panels, item != after
         rows = min(block, tokens - first)
-        is_cold = first != held
-        if is_cold:
+        if first != held:
             _halve_block(words, first, rows, sums + TILE_BYTES, _scales(words, sums))
             held = first
-        following = load(words, WEIGHT, INT64) + (panel + apart) % panels * panel_bytes
+        after = upcoming(words, thread, threads, blocks * panels)
+        following = load(words, WEIGHT, INT64) + (panel if after == NOTHING else after % panels) * panel_bytes
         _multiply(words, sums, first, rows, panel, following, is_cold)
-        item = take(words, thread, threads, blocks, panels)
+        item = take(words, thread, threads, blocks * panels)
 
 
 PRODUCT = Compiled(_product, "void(int64)")

@@ -34,7 +34,7 @@ from slotwise.kernels.cpu.dot import (
 )
 from slotwise.kernels.cpu.panels import paired, whole
 from slotwise.kernels.cpu.parts import kernel
-from slotwise.kernels.cpu.queues import NOTHING, rows_of_a_block, take
+from slotwise.kernels.cpu.queues import NOTHING, rows_of_a_block, take, upcoming
 from slotwise.kernels.cpu.simd import (
     BFLOAT16,
     FLOAT32,
@@ -204,20 +204,20 @@ def _product(words, kind, weight_kind, numbers):
     panel_bytes = (load(words, DEPTH, INT64) + GROUP - 1) // GROUP * record
     thread = fetch_add(words + THREAD_COUNTER, 1)
     room = load(words, SCRATCH, INT64) + thread * load(words, SCRATCH_BYTES, INT64)
-    apart = threads if blocks == 1 else 1  # panels from one to the next that this thread is likely to take
     held = -1
-    item = take(words, thread, threads, blocks, panels)
+    item = take(words, thread, threads, blocks * panels)
     while item != NOTHING:
         first, panel = item // panels * block, item % panels
         rows = min(block, tokens - first)
         if first != held:
             _quantise_block(words, first, rows, room + ROOM_BYTES, room, limit, zero, kind)
             held = first
-        following = load(words, WEIGHT, INT64) + (panel + apart) % panels * panel_bytes
+        after = upcoming(words, thread, threads, blocks * panels)
+        following = load(words, WEIGHT, INT64) + (panel if after == NOTHING else after % panels) * panel_bytes
         row = 0
         while row < rows:
             row += _multiply(words, room, first, row, panel, following, kind, weight_kind, record)
-        item = take(words, thread, threads, blocks, panels)
+        item = take(words, thread, threads, blocks * panels)
 
 
 def _product_8_bfloat16(words):

@@ -1,14 +1,12 @@
-"""Who multiplies which panel of weights by which block of rows.
+"""Who takes which piece of a kernel's work.
 
-What a product does to rows before it multiplies them (halving, widening, quantising) is kept by the thread that did it,
-so that a block which two threads share is prepared twice.  So every thread begins with a queue of blocks of its own,
-and only when that is empty helps with the others.
+Pieces that lie together share what must be prepared for them or read ahead: panels of weights follow each other in
+memory, and a block of rows that is halved or quantised for one panel serves for the next.  So every thread begins with
+a queue of neighbours, in order, and only when that is empty helps with the others.  Until then it knows what it will
+take next, and asks for it before it is done with what it has.
 
-    queue 0   block 0: panel 0, 1, 2 ...   block 2: panel 0, 1, 2 ...
-    queue 1   block 1: panel 0, 1, 2 ...   block 3: panel 0, 1, 2 ...
-
-Attention's blocks are tiles of queries, its panels their key-value heads.  A thread with a queue of its own knows what
-it will take next, and asks for it before it is done with what it has.
+    queue 0   block 0: panel 0, 1, 2 ...   block 1: panel 0, 1, 2 ...
+    queue 1   block 2: panel 0, 1, 2 ...   block 3: panel 0, 1, 2 ...
 """
 
 from __future__ import annotations
@@ -22,28 +20,26 @@ NOTHING = -1
 
 
 @kernel
-def take(words, thread, threads, blocks, panels):
-    """What is next for a thread, as `block * panels + panel`; NOTHING when all is taken."""
+def take(words, thread, threads, items):
+    """The next of `items` for a thread, as its number; NOTHING when all are taken."""
     queues = min(threads, MOST)
     for turn in range(queues):
         queue = (thread + turn) % queues
-        items, counter = (blocks - queue + queues - 1) // queues * panels, words + COUNTERS + 8 * queue
-        if look(counter) < items:
-            item = fetch_add(counter, 1)
-            if item < items:
-                return (item // panels * queues + queue) * panels + item % panels
+        first, end, counter = items * queue // queues, items * (queue + 1) // queues, words + COUNTERS + 8 * queue
+        if first + look(counter) < end:
+            item = first + fetch_add(counter, 1)
+            if item < end:
+                return item
     return NOTHING
 
 
 @kernel
-def upcoming(words, thread, threads, blocks, panels):
-    """What `take` will give a thread next, while its own queue holds anything; otherwise NOTHING."""
+def upcoming(words, thread, threads, items):
+    """What `take` will give a thread next of its own queue; NOTHING when that is empty."""
     queues = min(threads, MOST)
     queue = thread % queues
-    item = look(words + COUNTERS + 8 * queue)
-    if item >= (blocks - queue + queues - 1) // queues * panels:
-        return NOTHING
-    return (item // panels * queues + queue) * panels + item % panels
+    item = items * queue // queues + look(words + COUNTERS + 8 * queue)
+    return item if item < items * (queue + 1) // queues else NOTHING
 
 
 def rows_of_a_block(tokens: int, most: int, threads: int) -> int:

@@ -74,7 +74,10 @@ def test_a_run_is_held_against_the_machine_and_taken_apart(
     assert "decode" in said and "products" in said
     result = json.loads(path.read_text())
     kinds, parts = result["kinds"], result["parts"]
-    assert kinds["decode"]["steps"] > 0 and all(0 <= kind["achieved"] < 2 for kind in kinds.values())
+    assert kinds["decode"]["steps"] > 0
+    for kind in kinds.values():  # a model that fits into caches, measured beside others, may well be above the bound
+        assert (kind["bound_seconds"] > 0) == (kind["steps"] > 0)
+        assert kind["achieved"] == pytest.approx(kind["bound_seconds"] / kind["seconds"] if kind["steps"] else 0)
     assert sum(kind["tokens"] for kind in kinds.values()) == result["workload"]["prompt_tokens"] + 6 * 7
     assert all(seconds > 0 for seconds in parts.values())
     assert sum(parts.values()) == pytest.approx(result["timed_seconds"])

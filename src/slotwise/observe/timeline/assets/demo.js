@@ -76,15 +76,17 @@ export class Demo {
   }
 
   // So many in the queue, behind one who has the only slot: a static batch takes whoever is there when it begins.
-  // Let go of that one, by calling what this resolves to, and they may start.
+  // Let go of that one, by calling what this resolves to, and they may start.  Null where that one was through before
+  // its record had come: then nobody is in the queue.
   async #queued(count) {
     await this.schedule({ batching: "continuous", max_num_seqs: 1 });
     const guard = new AbortController();
     const longest = Math.floor(this.limits.max_model_len / 2);
-    let over = false; // a fast model may be through with it before the records have come
+    let over = false;
     const guarding = this.#complete({ prompts: [[FIRST_ID]], outputs: [longest] }, guard.signal)
       .catch(() => {}).finally(() => { over = true; });
     await this.#until(({ last }) => over || last?.running === 1);
+    if (over) return null;
     const answered = this.send(count);
     await this.#until(({ last }) => over || last?.waiting >= count);
     return () => {

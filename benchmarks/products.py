@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from slotwise.kernels.base import Linear
-from slotwise.kernels.cpu import CpuKernels
+from slotwise.kernels.cpu import CpuKernels, paths
 from slotwise.kernels.cpu.half import half_linear, multiplies_halves
 from slotwise.kernels.cpu.linear import tiled_linear
 from slotwise.kernels.cpu.onednn import onednn_linear
@@ -50,11 +50,11 @@ def by_torch(weight: Tensor) -> Linear:
 
 
 def own_int8(weight: Tensor) -> Linear:
-    return quantised_linear(weight, None, 8, TEAM)
+    return quantised_linear(weight, None, 8, paths.quantised(""), TEAM)
 
 
 def own_int4(weight: Tensor) -> Linear:
-    return quantised_linear(weight, None, 4, TEAM)
+    return quantised_linear(weight, None, 4, paths.quantised(""), TEAM)
 
 
 def per_channel(weight: Tensor) -> tuple[Tensor, Tensor]:

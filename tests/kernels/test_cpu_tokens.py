@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import product_paths
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.paged import distance
 
-from slotwise.kernels.cpu import CpuKernels, onednn
+from slotwise.kernels.cpu import CpuKernels, onednn, paths
 from slotwise.kernels.cpu.linear import tiled_linear
 from slotwise.kernels.cpu.onednn import onednn_linear
 from slotwise.kernels.cpu.team import Team
 from slotwise.kernels.reference import ReferenceKernels
 
-CPU, REFERENCE = CpuKernels(threads=2), ReferenceKernels()
+CPU, REFERENCE = CpuKernels(threads=2, path="float32"), ReferenceKernels()
 FLOATS = pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 # A result of one element may be off by bfloat16's whole rounding error, 2^-8, and still be rounded right.
 CLOSE = {torch.float32: 2e-6, torch.bfloat16: 2**-8 * 1.01}
@@ -36,13 +37,26 @@ def test_linear(kind, tokens, depth, outputs, with_bias):
     assert distance(CPU.linear(weight, bias)(x), expected) < CLOSE[kind]
 
 
-@settings(max_examples=40, deadline=None)
+@product_paths.each(paths.DENSE)
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 90), st.integers(1, 300), st.integers(1, 150), st.booleans())
+def test_linear_on_each_path(path, tokens, depth, outputs, with_bias):
+    kind = torch.bfloat16
+    weight, x = numbers(kind, outputs, depth), numbers(kind, tokens, depth)
+    bias = numbers(kind, outputs) if with_bias else None
+    expected = x.double() @ weight.double().T + (bias.double() if with_bias else 0)
+    actual = CpuKernels(2, path=path).linear(weight, bias)(x)
+    assert distance(actual, expected) < 2 * CLOSE[kind]  # as much again for what is added in halves
+
+
+@product_paths.each(paths.DENSE)
+@settings(max_examples=30, deadline=None)
 @given(kinds, st.integers(1, 60), st.integers(1, 6), st.integers(1, 90), st.booleans())
-def test_gated(kind, tokens, depth, size, with_bias):
+def test_gated(path, kind, tokens, depth, size, with_bias):
     weight, x = numbers(kind, 2 * size, 32 * depth) / 4, numbers(kind, tokens, 32 * depth)
     bias = numbers(kind, 2 * size) if with_bias else None
     gate, up = (x.double() @ weight.double().T + (bias.double() if with_bias else 0)).chunk(2, dim=1)
-    off = (CPU.gated(weight, bias)(x).double() - torch.nn.functional.silu(gate) * up).abs()
+    off = (CpuKernels(2, path=path).gated(weight, bias)(x).double() - torch.nn.functional.silu(gate) * up).abs()
     assert off.max() < 3 * CLOSE[kind] * gate.abs().max() * up.abs().max()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import product_paths
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,12 +11,13 @@ from hypothesis import strategies as st
 from kernels.paged import distance
 from torch import Tensor
 
-from slotwise.kernels.cpu import CpuKernels
+from slotwise.kernels.cpu import CpuKernels, paths
 from slotwise.kernels.cpu.dot import GROUP, LIMIT, RECORD
 from slotwise.kernels.cpu.quantised import STEPS, pack, quantise, quantised_gated, quantised_linear, weight_bytes
 from slotwise.kernels.cpu.team import Team
 
 BITS = pytest.mark.parametrize("bits", [8, 4])
+PATHS = product_paths.each(paths.QUANTISED)
 # Of the whole product, for normally distributed numbers.
 CLOSE = {8: 0.025, 4: 0.13}
 ROUNDED = {torch.float32: 2e-6, torch.bfloat16: 2**-8 * 1.01}
@@ -49,79 +51,87 @@ def reference(x: Tensor, weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     return product(scaled.round(), steps), product(undecided, steps.abs())
 
 
+@PATHS
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from([8, 4]), st.sampled_from([torch.float32, torch.bfloat16]), st.integers(1, 70),
        st.integers(1, 300), st.integers(1, 110), st.booleans())
-def test_products(bits, kind, tokens, depth, outputs, with_bias):
+def test_products(path, bits, kind, tokens, depth, outputs, with_bias):
     weight, x = numbers(outputs, depth).to(kind), numbers(tokens, depth).to(kind)
     bias = numbers(outputs).to(kind) if with_bias else None
     expected, undecided = reference(x, weight, bits)
     expected += bias.double() if with_bias else 0
-    actual = quantised_linear(weight, bias, bits, Team(2))(x).double()
+    actual = quantised_linear(weight, bias, bits, path, Team(2))(x).double()
     nearest = torch.clamp(actual, expected - undecided, expected + undecided)
     assert distance(actual, nearest) < ROUNDED[kind]
 
 
+@PATHS
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from([8, 4]), st.sampled_from([torch.float32, torch.bfloat16]), st.integers(1, 40),
        st.integers(1, 200), st.integers(1, 70), st.booleans())
-def test_gated_products(bits, kind, tokens, depth, size, with_bias):
+def test_gated_products(path, bits, kind, tokens, depth, size, with_bias):
     """What is gated is not rounded first, so the same product in float32 tells what to expect."""
     weight, x = numbers(2 * size, depth).to(kind), numbers(tokens, depth).to(kind)
     bias = numbers(2 * size).to(kind) if with_bias else None
-    plain = quantised_linear(weight.float(), None if bias is None else bias.float(), bits, Team(2))(x.float())
+    plain = quantised_linear(weight.float(), None if bias is None else bias.float(), bits, path, Team(2))(x.float())
     gate, up = plain.double().chunk(2, dim=1)
-    assert distance(quantised_gated(weight, bias, bits, Team(2))(x), F.silu(gate) * up) < 5 * ROUNDED[kind]
+    assert distance(quantised_gated(weight, bias, bits, path, Team(2))(x), F.silu(gate) * up) < 5 * ROUNDED[kind]
 
 
 @BITS
-def test_a_product_is_close_to_what_it_stands_for(bits):
+@PATHS
+def test_a_product_is_close_to_what_it_stands_for(path, bits):
     weight, x = numbers(96, 576), numbers(50, 576)
-    assert distance(quantised_linear(weight, None, bits, Team(2))(x), x @ weight.T) < CLOSE[bits]
+    assert distance(quantised_linear(weight, None, bits, path, Team(2))(x), x @ weight.T) < CLOSE[bits]
 
 
 @BITS
-def test_the_largest_sums_do_not_overflow(bits):
+@PATHS
+def test_the_largest_sums_do_not_overflow(path, bits):
     weight, x = torch.ones(32, 640), torch.ones(7, 640)
     for signs in (1, -1):
-        product = quantised_linear(weight * signs, None, bits, Team(1))(x)
+        product = quantised_linear(weight * signs, None, bits, path, Team(1))(x)
         torch.testing.assert_close(product, torch.full((7, 32), 640.0 * signs), rtol=1e-5, atol=0)
-        assert torch.equal(quantised_linear(weight * -signs, None, bits, Team(1))(-x), product)
+        assert torch.equal(quantised_linear(weight * -signs, None, bits, path, Team(1))(-x), product)
 
 
 @BITS
-def test_a_product_does_not_depend_on_the_rows_beside_it(bits):
+@PATHS
+def test_a_product_does_not_depend_on_the_rows_beside_it(path, bits):
     x = numbers(41, 200)
     x[7] *= 1000
-    product = quantised_linear(numbers(100, 200), None, bits, Team(2))
+    product = quantised_linear(numbers(100, 200), None, bits, path, Team(2))
     together = product(x)
     assert all(torch.equal(product(x[i : i + 1])[0], together[i]) for i in range(41))
 
 
 @BITS
-def test_an_outlier_spoils_its_own_group_alone(bits):
+@PATHS
+def test_an_outlier_spoils_its_own_group_alone(path, bits):
     weight, x = numbers(32, 256), numbers(1, 256)
     spoilt = x.clone()
     spoilt[0, 0] = 1e4
     rest = x[:, GROUP:] @ weight[:, GROUP:].T
     weight[:, :GROUP] = 0
-    product = quantised_linear(weight, None, bits, Team(1))
+    product = quantised_linear(weight, None, bits, path, Team(1))
     assert distance(product(spoilt), rest) < 2 * CLOSE[bits]
 
 
 @BITS
+@PATHS
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_what_is_no_number_stays_none(bits, bad):
+def test_what_is_no_number_stays_none(path, bits, bad):
     x = numbers(3, 130)
     x[1, 129] = bad
-    finite = quantised_linear(numbers(40, 130), None, bits, Team(1))(x).isfinite()
+    finite = quantised_linear(numbers(40, 130), None, bits, path, Team(1))(x).isfinite()
     assert finite[0].all() and finite[2].all() and not finite[1].any()
 
 
 @BITS
-def test_zeros_stay_zeros(bits):
-    assert not quantised_linear(torch.zeros(33, 70), None, bits, Team(1))(numbers(2, 70)).any()
-    assert not quantised_linear(numbers(33, 70), None, bits, Team(1))(torch.zeros(2, 70)).any()
+@PATHS
+def test_zeros_stay_zeros(path, bits):
+    assert not quantised_linear(torch.zeros(33, 70), None, bits, path, Team(1))(numbers(2, 70)).any()
+    assert not quantised_linear(numbers(33, 70), None, bits, path, Team(1))(torch.zeros(2, 70)).any()
 
 
 @BITS
@@ -141,3 +151,11 @@ def test_kernels_quantise_what_they_are_asked_to(quantization):
     assert kernels.linear_bytes(64, 128, torch.bfloat16) < exact.linear_bytes(64, 128, torch.bfloat16)
     with pytest.raises(ValueError, match="quantization must be"):
         CpuKernels(2, "int3")
+
+
+@pytest.mark.skipif(bool(paths.obstacle("vnni")), reason="wants a processor with AVX-512 VNNI")
+@BITS
+def test_both_paths_add_the_same_integers(bits):
+    weight, x = numbers(100, 300), numbers(9, 300)
+    results = [quantised_linear(weight, None, bits, path, Team(1))(x) for path in paths.QUANTISED]
+    assert torch.equal(*results)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import product_paths
 import pytest
 import torch
 from torch import Tensor
 
-from slotwise.kernels.cpu import CpuKernels
+from slotwise.kernels.cpu import CpuKernels, paths
 from slotwise.kernels.cpu.recording import Arena
 from slotwise.kernels.reference import ReferenceKernels
 
@@ -34,9 +35,13 @@ class Block:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
-@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_a_recording_does_again_what_was_done(kind, threads):
-    kernels = CpuKernels(threads)
+@pytest.mark.parametrize(("kind", "quantization", "path"), [
+    product_paths.param("float32", torch.float32, "none"),
+    *(product_paths.param(path, torch.bfloat16, "none") for path in paths.DENSE if path != "onednn"),
+    *(product_paths.param(path, torch.bfloat16, "int8") for path in paths.QUANTISED)])
+def test_a_recording_does_again_what_was_done(kind, quantization, path, threads):
+    kernels = CpuKernels(threads, quantization, path=path)
+    assert kernels.product_path(kind) == path
     block = Block(kernels, kind)
     for tokens in (1, 3, 40, 200):  # the last is enough work for threads to share
         token_ids = torch.zeros(tokens, dtype=torch.int64)
@@ -46,6 +51,16 @@ def test_a_recording_does_again_what_was_done(kind, threads):
             torch.manual_seed(seed)
             token_ids[:] = torch.randint(0, VOCABULARY, (tokens,))
             assert torch.equal(recording.run(), block(token_ids)), (tokens, seed)
+
+
+@product_paths.each(["onednn"])
+def test_what_torch_computes_is_not_recorded_and_not_done(path):
+    kernels = CpuKernels(2, path=path)
+    block = Block(kernels, torch.bfloat16)
+    assert kernels.product_path(torch.bfloat16) == "onednn"
+    assert kernels.record(lambda: pytest.fail("the work was done")) is None
+    ids = torch.arange(5)
+    assert torch.equal(block(ids), block(ids))  # kernel by kernel, as ever
 
 
 def test_recordings_share_their_memory_and_do_not_disturb_each_other():

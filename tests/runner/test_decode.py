@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import product_paths
 import pytest
 import torch
 from checkpoints import FAMILIES, make
 
 from slotwise.kernels.base import RaggedBatch
-from slotwise.kernels.select import choose
+from slotwise.kernels.cpu import CpuKernels, paths
 from slotwise.model.decoder import Decoder
 from slotwise.model.load import load_model
 from slotwise.runner.batch import SlotTable
@@ -32,8 +33,12 @@ def decode_batch(contexts: list[int], vocabulary: int) -> RaggedBatch:
 class Pair:
     """The same decoder and caches, recorded and not."""
 
-    def __init__(self, folder: Path, kind: str, num_slots: int = 16, cached: str = "auto") -> None:
-        self.decoder: Decoder = load_model(folder, kernels=choose("cpu", kv_cache_dtype=cached), dtype=kind)
+    def __init__(
+        self, folder: Path, kind: str, num_slots: int = 16, cached: str = "auto", path: str = "float32",
+        quantization: str = "none",
+    ) -> None:
+        kernels = CpuKernels(quantization=quantization, kv_cache_dtype=cached, path=path)
+        self.decoder: Decoder = load_model(folder, kernels=kernels, dtype=kind)
         make_cache = self.decoder.kernels.allocate_cache
         self.caches = [make_cache(BLOCKS, BLOCK, shape, self.decoder.config.dtype)
                        for shape in self.decoder.attention_shapes]
@@ -51,11 +56,28 @@ class Pair:
         assert torch.equal(actual, self.decoder.logits(self.decoder.hidden(batch, self.caches))), contexts
 
 
-@pytest.mark.parametrize(("family", "kind", "cached"), [
-    *((family, "float32", "auto") for family in FAMILIES), ("qwen3", "bfloat16", "auto"),
-    ("mistral", "float32", "int8"), ("qwen3", "bfloat16", "int8")])
-def test_a_recorded_step_is_the_step(family: str, kind: str, cached: str, tmp_path: Path) -> None:
-    pair = Pair(make(family, tmp_path), kind, cached=cached)
+@pytest.mark.parametrize(("family", "kind", "cached", "path"), [
+    *(product_paths.param("float32", family, "float32", "auto") for family in FAMILIES),
+    product_paths.param("float32", "mistral", "float32", "int8"),
+    *(product_paths.param(path, "qwen3", "bfloat16", cached)
+      for path in paths.DENSE if path != "onednn" for cached in ("auto", "int8"))])
+def test_a_recorded_step_is_the_step(family: str, kind: str, cached: str, path: str, tmp_path: Path) -> None:
+    check_recorded(Pair(make(family, tmp_path), kind, cached=cached, path=path))
+
+
+@product_paths.each(paths.QUANTISED)
+def test_a_recorded_step_of_quantised_weights_is_the_step(path: str, tmp_path: Path) -> None:
+    check_recorded(Pair(make("qwen3", tmp_path), "bfloat16", path=path, quantization="int4"))
+
+
+@product_paths.each(["onednn"])
+def test_steps_that_torch_computes_a_part_of_are_left_to_others(path: str, tmp_path: Path) -> None:
+    pair = Pair(make("qwen3", tmp_path), "bfloat16", path=path)
+    for contexts in ([5, 9, 30], [5], [5, 9, 30]):
+        assert pair.steps.logits(decode_batch(contexts, pair.decoder.config.vocab_size)) is None
+
+
+def check_recorded(pair: Pair) -> None:
     torch.manual_seed(0)
     for rows in (3, 1, 16, 3):
         for longest in (20, 300, 600, 40):  # short ones run from recordings made for longer ones, and before them

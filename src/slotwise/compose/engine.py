@@ -86,7 +86,7 @@ class Loaded:
             model=self._name, device=self._device, dtype=str(decoder.config.dtype).removeprefix("torch."),
             vocab_size=decoder.config.vocab_size, limits=limits, scheduling=scheduling, eos_token_ids=eos_ids,
             memory=used, depth=depth, quantization=config.quantization, kv_cache_dtype=config.kv_cache_dtype,
-            threads=torch.get_num_threads())
+            threads=torch.get_num_threads(), product_path=kernels.product_path(decoder.config.dtype))
         runner = _runner(decoder, limits)
         times = known(config, info, lambda: probe(runner, limits, time.monotonic_ns))
         scheduler = Scheduler(limits, scheduling.discipline(), scheduling.policy(times), times)

@@ -139,15 +139,15 @@ def _greet(url: str, info: EngineInfo, settings: ServerSettings, seconds: float)
     if settings.log_format == lines.JSON:
         lines.tell(logger, f"ready on {url}", {
             "url": url, "model": name, "device": info.device, "dtype": info.dtype,
-            "quantization": info.quantization, "cache_dtype": info.cache_dtype, "seconds": round(seconds, 1),
-            "slots": limits.max_num_seqs, "blocks": limits.num_blocks, "block_size": limits.block_size,
-            "max_num_batched_tokens": limits.max_num_batched_tokens, "max_model_len": limits.max_model_len,
-            "weights_bytes": used.weights, "cache_bytes": used.cache, "workspace_bytes": used.workspace,
-            "host_bytes": used.host})
+            "quantization": info.quantization, "product_path": info.product_path, "cache_dtype": info.cache_dtype,
+            "seconds": round(seconds, 1), "slots": limits.max_num_seqs, "blocks": limits.num_blocks,
+            "block_size": limits.block_size, "max_num_batched_tokens": limits.max_num_batched_tokens,
+            "max_model_len": limits.max_model_len, "weights_bytes": used.weights, "cache_bytes": used.cache,
+            "workspace_bytes": used.workspace, "host_bytes": used.host})
         return
     evicted = f", {used.host / MB:,.0f} MB of host memory for evicted blocks" if used.host else ""
     print(
-        f"{name} on {info.device} ({info.weights}): {limits.max_num_seqs} slots, "
+        f"{name} on {info.device} ({info.weights}, {info.product_path} products): {limits.max_num_seqs} slots, "
         f"{limits.num_blocks} blocks of {limits.block_size} tokens, steps of up to {limits.max_num_batched_tokens} "
         f"tokens, sequences of up to {limits.max_model_len}\n"
         f"Memory at most: {used.weights / MB:,.0f} MB of weights, {used.cache / MB:,.0f} MB of cache "

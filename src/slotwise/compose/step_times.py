@@ -50,5 +50,5 @@ def remembered(config: EngineConfig, info: EngineInfo) -> Iterator[steptime.Step
 def traits(config: EngineConfig, info: EngineInfo) -> tuple[str, ...]:
     """All that makes steps faster or slower: the model's shape, what computes it, and where."""
     shape = (Path(config.model) / "config.json").read_text()
-    return (shape, info.dtype, info.quantization, info.cache_dtype, info.device, str(info.threads), platform.node(),
-            platform.machine(), __version__)
+    return (shape, info.dtype, info.quantization, info.cache_dtype, info.device, info.product_path, str(info.threads),
+            platform.node(), platform.machine(), __version__)

@@ -91,6 +91,7 @@ class EngineInfo(Struct, tag="ready"):
     learned: Learned | None = None  # what it knew of step times at the start
     roofline: Roofline | None = None  # what its steps must cost here; None: nobody measured
     threads: int = 1  # that compute
+    product_path: str = ""  # what multiplies with the weights, by the kernels' name for it
 
     @property
     def weights(self) -> str:

@@ -112,6 +112,10 @@ class Kernels(Protocol):
         """Have everything for weights of one type ready before the first request needs it."""
         ...
 
+    def product_path(self, kind: dtype) -> str:
+        """The name of what multiplies with weights of `kind`, for people and bug reports."""
+        ...
+
     def operations_per_second(self, kind: dtype) -> float:
         """Roughly, in large products: what the size of a step is chosen by where nobody says."""
         ...

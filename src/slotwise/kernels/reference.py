@@ -91,6 +91,10 @@ class ReferenceKernels:
     def warm_up(self, kind: torch.dtype) -> None:
         """Plain torch is always ready."""
 
+    def product_path(self, kind: torch.dtype) -> str:
+        """Plain torch."""
+        return "torch"
+
     def operations_per_second(self, kind: torch.dtype) -> float:
         """Nobody waits for the reference."""
         return float("inf")

@@ -23,7 +23,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from slotwise.kernels.cpu.processor import AVX2, AVX512, has
+from slotwise.kernels.cpu.processor import AVX2, AVX512
 from slotwise.kernels.cpu.simd import round_to_bfloat16
 from slotwise.kernels.cpu.vectors import all_of, ask, silu
 
@@ -38,7 +38,8 @@ STEPS_OF_A_GROUP = GROUP // 8  # two quads at once
 ASKED = 2  # lines that are asked for with each
 RUN = {8: 2, 4: 8}  # quads whose pairs are added in 16 bits
 HEIGHTS = (1, 2, 3, 4, 6) if AVX512 else (1, 2)  # of a tile, as registers allow
-VNNI = has("avx512vnni")
+WEIGHTS = {types.uint8: (8, False), types.int8: (4, False), types.uint16: (8, True), types.int16: (4, True)}
+"""Bits of a weight, and whether VNNI multiplies it, by the type of what names it to `dot_tile`."""
 
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _B64, _W32, _D16, _F16 = (
@@ -153,13 +154,14 @@ def _add_two_quads(builder, rows, operands, sums, add):
     return sums
 
 
-def _group(builder, rows, bits, operands):
+def _group(builder, rows, weights, operands):
     """One group's integers, two vectors of int32 a row: corrections first, then all quads.
 
     Args:
+        weights: one of `WEIGHTS`.
         operands: addresses of weights, activations, what is told of them and what to ask for, and bytes of that.
     """
-    weights, x, told, asked, step = operands
+    (bits, by_vnni), (weights, x, told, asked, step) = weights, operands
     start = [spread(builder, _read(builder, told, row * 8 + 4, _I32), _D16) for row in range(rows) for _ in (0, 1)]
     size = 128 * bits // 4  # bytes of two quads' weights
 
@@ -171,7 +173,7 @@ def _group(builder, rows, bits, operands):
                 builder.mul(place, step), builder.udiv(builder.mul(step, _number(line)), _number(ASKED)))))
         return _add_two_quads(builder, rows, at, sums, add)
 
-    if VNNI:
+    if by_vnni:
         return _repeat(builder, _number(GROUP // 8), start,
                        lambda index, totals: two(index, totals, functools.partial(_add_quad, builder)))
 
@@ -200,9 +202,10 @@ def _add_in_16_bits(builder, so_far, unsigned, signed):
     return pairs if so_far is None else builder.add(so_far, pairs)
 
 
-def _emit(builder, rows, bits, operands):
-    """All groups for one height of a tile: its rows' sums."""
+def _emit(builder, rows, stored, operands):
+    """All groups for one height of a tile, of weights that are `stored` as one of `WEIGHTS`: its rows' sums."""
     weights, x, told, group_rows, groups, asked, step = operands
+    bits, _ = stored
     fma = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_F16, [_F16] * 3), "llvm.fma.v16f32")
 
     def group(index, sums):
@@ -211,7 +214,7 @@ def _emit(builder, rows, bits, operands):
         line = builder.add(x, builder.mul(passed, _number(GROUP)))
         scales = builder.add(told, builder.mul(passed, _number(8)))
         wanted = builder.add(asked, builder.mul(index, builder.mul(step, _number(STEPS_OF_A_GROUP))))
-        totals = _group(builder, rows, bits, (record, line, scales, wanted, step))
+        totals = _group(builder, rows, stored, (record, line, scales, wanted, step))
         results = []
         for place, (total, so_far) in enumerate(zip(totals, sums, strict=True)):
             own = spread(builder, _read(builder, scales, place // 2 * 8, ir.FloatType()), _F16)
@@ -255,19 +258,17 @@ def dot_tile(
 
     Meanwhile memory from `asked` on is asked for, `step` bytes (up to ASKED lines) with each two quads of depth.  Rows
     at `target` lie `stride` bytes apart; they have 32 numbers, or 16 where the panel `is_gated`.  A group has
-    `group_rows` rows of activations in all.  `weight_kind` is a value whose type names the weights: uint8 those of 7
-    bits, int8 nibbles.
+    `group_rows` rows of activations in all.  `weight_kind` is a value whose type names the weights (`WEIGHTS`).
     """
 
     def codegen(context, builder, signature, args):
-        bits = 8 if weight_kind == types.uint8 else 4
         end = builder.append_basic_block("end")
         choice = builder.switch(args[0], end)
         for rows in HEIGHTS:
             block = builder.append_basic_block(f"rows{rows}")
             choice.add_case(_number(rows), block)
             builder.position_at_end(block)
-            sums = _emit(builder, rows, bits, (*args[1:6], *args[10:12]))
+            sums = _emit(builder, rows, WEIGHTS[weight_kind], (*args[1:6], *args[10:12]))
             _store_rows(builder, sums, args[6:10], kind)
             builder.branch(end)
         builder.position_at_end(end)

@@ -11,7 +11,19 @@ import torch
 from torch import Tensor
 
 from slotwise.kernels.base import AttentionShape, Linear, QKNorm, RaggedBatch, cache_kind, in_two_steps
-from slotwise.kernels.cpu import attention, cut, half, linear, onednn, pointwise, processor, quantised, sampling, tile
+from slotwise.kernels.cpu import (
+    attention,
+    cut,
+    half,
+    linear,
+    onednn,
+    paths,
+    pointwise,
+    processor,
+    quantised,
+    sampling,
+    tile,
+)
 from slotwise.kernels.cpu.cache import CpuCache, head_block_elements, padded
 from slotwise.kernels.cpu.compiled import Compiled, compile_all
 from slotwise.kernels.cpu.crew import HELP, LEAD
@@ -31,40 +43,61 @@ class CpuKernels:
     device = torch.device("cpu")
     kinds = (torch.bfloat16, torch.float32)
 
-    def __init__(self, threads: int | None = None, quantization: str = "none", kv_cache_dtype: str = "auto") -> None:
-        """`threads` compute; None: as many as torch uses.
+    def __init__(
+        self, threads: int | None = None, quantization: str = "none", kv_cache_dtype: str = "auto",
+        path: str | None = None,
+    ) -> None:
+        """`threads` compute; None: as many as torch uses.  `path` is one of `paths.ALL`; None: see `paths.py`.
 
         Raises:
-            ValueError: `quantization` is neither "none" nor one of `quantised.BITS`, or `kv_cache_dtype` neither
-                "auto" nor "int8".
+            ValueError: `quantization` is neither "none" nor one of `quantised.BITS`, `kv_cache_dtype` neither "auto"
+                nor "int8", or the path that is forced is unknown or cannot run here.
         """
         if quantization != "none" and quantization not in quantised.BITS:
             raise ValueError(f"quantization must be none, {' or '.join(quantised.BITS)}, not {quantization!r}")
         self._cached = cache_kind(kv_cache_dtype, self.name, ("auto", "int8"))
+        self._forced = paths.forced(path)
         self.team = Team(threads or torch.get_num_threads())
         self._bits = quantised.BITS.get(quantization, 0)  # of a weight; 0: as it comes
         self._head_bits = 8 if self._bits else 0  # the head keeps 8: each of its errors is a token's
         self._arena = Arena()
 
+    def product_path(self, kind: torch.dtype) -> str:
+        """The path of products with weights of `kind`, of those that `paths.py` names."""
+        if self._bits:
+            return self._quantised
+        return self._path_of(kind)
+
+    def _path_of(self, kind: torch.dtype) -> str:
+        """The path of weights of `kind` as they come."""
+        return self._dense if kind == torch.bfloat16 else "float32"
+
+    @functools.cached_property
+    def _dense(self) -> str:
+        return paths.dense(self._forced)
+
+    @functools.cached_property
+    def _quantised(self) -> str:
+        return paths.quantised(self._forced)
+
     def warm_up(self, kind: torch.dtype) -> None:
         """Have all kernels of one type ready, compiled or read from disk, before the first request needs them."""
-        products = [quantised.PRODUCT[bits, kind] for bits in {self._bits, self._head_bits} if bits]
+        products = [
+            quantised.PRODUCT[bits, kind, self._quantised] for bits in {self._bits, self._head_bits} if bits]
         stored = self._stored(kind)
         of_the_cache = [attention.ATTEND[kind, stored], pointwise.ROTARY_STORE[kind, stored]]
         multiply = [tile.MULTIPLY[each] for each in dict.fromkeys((kind, stored))]
-        in_halves = kind == torch.bfloat16 and half.multiplies_halves()
-        dense = [half.PRODUCT] if in_halves else [linear.PRODUCT[kind], pointwise.SILU_MUL[kind]]
+        dense = {
+            "fp16": [half.PRODUCT], "onednn": [pointwise.SILU_MUL[kind]],
+            "float32": [linear.PRODUCT[kind], pointwise.SILU_MUL[kind]]}.get(self.product_path(kind), [])
         of_logits = [sampling.DRAW, sampling.LOG_PROBABILITIES, sampling.GREEDY[kind], sampling.WIDEN[kind]]
         compile_all([*(products or dense), *of_the_cache, *multiply, *of_logits, cut.PLAN, pointwise.EMBED,
                      pointwise.NORM[kind], PROGRAM, HELP, LEAD])
 
     def operations_per_second(self, kind: torch.dtype) -> float:
         """By what the processor multiplies, for each thread."""
-        if kind == torch.bfloat16 and onednn.multiplies_bfloat16():
-            return 7e11 * self.team.threads
-        if kind == torch.bfloat16 and half.multiplies_halves():
-            return 1.6e11 * self.team.threads
-        return (1e11 if processor.AVX512 else 6e10) * self.team.threads
+        of_a_thread = {"onednn": 7e11, "fp16": 1.6e11}.get(self.product_path(kind), 1e11 if processor.AVX512 else 6e10)
+        return of_a_thread * self.team.threads
 
     def allocate_cache(self, num_blocks: int, block_size: int, shape: AttentionShape, kind: torch.dtype) -> CpuCache:
         """One layer's zeroed cache of `num_blocks` blocks of `block_size` tokens."""
@@ -90,7 +123,7 @@ class CpuKernels:
     def gated(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """`weight [2 * intermediate, in]`, gates first: quantised or in halves, activation is part of the product."""
         if self._bits:
-            return quantised.quantised_gated(weight, bias, self._bits, self.team)
+            return quantised.quantised_gated(weight, bias, self._bits, self._quantised, self.team)
         if self._in_halves(weight):
             return half.half_gated(weight, bias, self.team)
         return in_two_steps(self, weight, bias)
@@ -101,12 +134,12 @@ class CpuKernels:
 
     def _in_halves(self, weight: Tensor) -> bool:
         """Whether products with `weight` are made in half precision."""
-        return not onednn.multiplies_bfloat16() and half.multiplies_halves() and half.fits(weight)
+        return self._path_of(weight.dtype) == "fp16" and half.fits(weight)
 
     def _packed(self, weight: Tensor, bias: Tensor | None, bits: int) -> Linear:
         if bits:
-            return quantised.quantised_linear(weight, bias, bits, self.team)
-        if weight.dtype == torch.bfloat16 and onednn.multiplies_bfloat16():
+            return quantised.quantised_linear(weight, bias, bits, self._quantised, self.team)
+        if self._path_of(weight.dtype) == "onednn":
             self.team.join_torch()
             return onednn.onednn_linear(weight, bias)
         if self._in_halves(weight):
@@ -127,7 +160,11 @@ class CpuKernels:
         return rows if rows <= MAX_RECORDED else 0, max(SHORTEST, 1 << (context - 1).bit_length())
 
     def record(self, work: Callable[[], Tensor]) -> Recording | None:
-        """Do `work`, which starts these kernels and nothing else, so that it can be run again; None when it cannot."""
+        """Do `work`, which starts these kernels and nothing else, so that it can be run again.
+
+        None, and `work` was not done, on the path `onednn`: torch computes the products there, and a recording holds
+        kernels of ours alone.
+        """
         return None if self.team.is_beside_torch else Recorder(self.team, self._arena).record(work)
 
     def embed(self, table: Tensor, token_ids: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Products of bfloat16 by oneDNN, for processors that multiply it faster than float32.
 
-Its operators are those that torch's own compiler uses.  They are private, so they are tried and `F.linear` stands in.
+Its operators are those that torch's own compiler uses.  They are private, so they are tried before they are relied on.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import functools
 import time
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from slotwise.kernels.base import Linear
@@ -21,13 +20,20 @@ TRIES = 12
 
 def onednn_linear(weight: Tensor, bias: Tensor | None) -> Linear:
     """`weight [out, in]` packed once for many products."""
-    try:
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-        apply = torch.ops.mkldnn._linear_pointwise
-        apply(weight.new_zeros(1, weight.shape[1]), packed, bias, "none", [], "")
-    except (AttributeError, RuntimeError):
-        return lambda x: F.linear(x, weight, bias)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+    apply = torch.ops.mkldnn._linear_pointwise
     return lambda x: apply(x, packed, bias, "none", [], "")
+
+
+@functools.cache
+def obstacle() -> str:
+    """Why oneDNN multiplies no bfloat16 here; empty where it does, be it slowly."""
+    weight = torch.ones(2, 2, dtype=torch.bfloat16)
+    try:
+        onednn_linear(weight, None)(weight)
+    except (AttributeError, RuntimeError) as error:
+        return f"this build of torch has no such product ({f'{error}'.splitlines()[0]})"
+    return ""
 
 
 @functools.cache
@@ -38,7 +44,7 @@ def multiplies_bfloat16() -> bool:
     AVX-512 BF16 twice as fast on some processors and half as fast on others.  Without any, oneDNN emulates them.
     """
     checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # private: absent means no
-    if not any(getattr(torch.cpu, check, bool)() for check in checks):
+    if not any(getattr(torch.cpu, check, bool)() for check in checks) or obstacle():
         return False
     of_bfloat16, of_float32 = _seconds()
     return WORTH * of_bfloat16 < of_float32

@@ -55,7 +55,7 @@ BLOCK_BYTES = 1 << 18  # of activations quantised at once: a part of a typical s
 TALLEST = HEIGHTS[-1]
 ROOM_BYTES = TALLEST * COLUMNS * 4
 AHEAD = 8192  # bytes of weights between what is read and what is asked for, where a panel is read but once
-WEIGHT_8, WEIGHT_4 = np.uint8(0), np.int8(0)  # kinds of `dot_tile`
+INTEGER_8, INTEGER_4, VNNI_8, VNNI_4 = np.uint8(0), np.int8(0), np.uint16(0), np.int16(0)  # kinds of `dot_tile`
 NUMBERS_8, NUMBERS_4 = ((np.float32(LIMIT[bits]), ZERO[bits], RECORD[bits]) for bits in (8, 4))
 
 INFINITE, NO_NUMBER = 0x7F800000, 0x7FC00000  # bits of a float32
@@ -220,27 +220,47 @@ def _product(words, kind, weight_kind, numbers):
         item = take(words, thread, threads, blocks * panels)
 
 
-def _product_8_bfloat16(words):
-    _product(words, BFLOAT16, WEIGHT_8, NUMBERS_8)
+def _integer_8_bfloat16(words):
+    _product(words, BFLOAT16, INTEGER_8, NUMBERS_8)
 
 
-def _product_8_float32(words):
-    _product(words, FLOAT32, WEIGHT_8, NUMBERS_8)
+def _integer_8_float32(words):
+    _product(words, FLOAT32, INTEGER_8, NUMBERS_8)
 
 
-def _product_4_bfloat16(words):
-    _product(words, BFLOAT16, WEIGHT_4, NUMBERS_4)
+def _integer_4_bfloat16(words):
+    _product(words, BFLOAT16, INTEGER_4, NUMBERS_4)
 
 
-def _product_4_float32(words):
-    _product(words, FLOAT32, WEIGHT_4, NUMBERS_4)
+def _integer_4_float32(words):
+    _product(words, FLOAT32, INTEGER_4, NUMBERS_4)
 
 
-PRODUCT = {  # by bits and type of the activations
-    (8, torch.bfloat16): Compiled(_product_8_bfloat16, "void(int64)"),
-    (8, torch.float32): Compiled(_product_8_float32, "void(int64)"),
-    (4, torch.bfloat16): Compiled(_product_4_bfloat16, "void(int64)"),
-    (4, torch.float32): Compiled(_product_4_float32, "void(int64)"),
+def _vnni_8_bfloat16(words):
+    _product(words, BFLOAT16, VNNI_8, NUMBERS_8)
+
+
+def _vnni_8_float32(words):
+    _product(words, FLOAT32, VNNI_8, NUMBERS_8)
+
+
+def _vnni_4_bfloat16(words):
+    _product(words, BFLOAT16, VNNI_4, NUMBERS_4)
+
+
+def _vnni_4_float32(words):
+    _product(words, FLOAT32, VNNI_4, NUMBERS_4)
+
+
+PRODUCT = {  # by bits, type of the activations, and path
+    (8, torch.bfloat16, "integer"): Compiled(_integer_8_bfloat16, "void(int64)"),
+    (8, torch.float32, "integer"): Compiled(_integer_8_float32, "void(int64)"),
+    (4, torch.bfloat16, "integer"): Compiled(_integer_4_bfloat16, "void(int64)"),
+    (4, torch.float32, "integer"): Compiled(_integer_4_float32, "void(int64)"),
+    (8, torch.bfloat16, "vnni"): Compiled(_vnni_8_bfloat16, "void(int64)"),
+    (8, torch.float32, "vnni"): Compiled(_vnni_8_float32, "void(int64)"),
+    (4, torch.bfloat16, "vnni"): Compiled(_vnni_4_bfloat16, "void(int64)"),
+    (4, torch.float32, "vnni"): Compiled(_vnni_4_float32, "void(int64)"),
 }
 
 
@@ -278,22 +298,23 @@ def weight_bytes(outputs: int, depth: int, bits: int) -> int:
     return -(-outputs // COLUMNS) * -(-depth // GROUP) * RECORD[bits]
 
 
-def quantised_linear(weight: Tensor, bias: Tensor | None, bits: int, team: Team) -> Linear:
-    """`weight [out, in]`, quantised to `bits` and packed for many products."""
-    return _packed(weight, bias, bits, len(weight), team)
+def quantised_linear(weight: Tensor, bias: Tensor | None, bits: int, path: str, team: Team) -> Linear:
+    """`weight [out, in]`, quantised to `bits` and packed for many products, by one of `paths.QUANTISED`."""
+    return _packed(weight, bias, (bits, path), len(weight), team)
 
 
-def quantised_gated(weight: Tensor, bias: Tensor | None, bits: int, team: Team) -> Linear:
+def quantised_gated(weight: Tensor, bias: Tensor | None, bits: int, path: str, team: Team) -> Linear:
     """silu(gate) * up of products with `weight [gates, then as many of what they gate; in]`."""
-    return _packed(paired(weight, GATES), None if bias is None else paired(bias, GATES), bits, len(weight) // 2, team)
+    added = None if bias is None else paired(bias, GATES)
+    return _packed(paired(weight, GATES), added, (bits, path), len(weight) // 2, team)
 
 
-def _packed(weight: Tensor, bias: Tensor | None, bits: int, stored: int, team: Team) -> Linear:
+def _packed(weight: Tensor, bias: Tensor | None, how: tuple[int, str], stored: int, team: Team) -> Linear:
     """Products with `weight`, of whose outputs `stored` numbers are made."""
-    outputs, depth = weight.shape
+    (outputs, depth), (bits, path) = weight.shape, how
     panels = pack(*quantise(weight, bits), bits)
     added = whole(torch.zeros(outputs) if bias is None else bias.float(), COLUMNS)
-    code, groups = PRODUCT[bits, weight.dtype], panels.shape[1]
+    code, groups = PRODUCT[bits, weight.dtype, path], panels.shape[1]
     row_bytes = groups * (GROUP + 8)
     most = max(TALLEST, BLOCK_BYTES // row_bytes // TALLEST * TALLEST)
     floats = (4 * TALLEST * COLUMNS + most * row_bytes + 63) // 64 * 16

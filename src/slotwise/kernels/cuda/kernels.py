@@ -55,6 +55,10 @@ class CudaKernels:
     def warm_up(self, kind: torch.dtype) -> None:
         """Nothing: kernels are compiled, or read from Triton's cache on disk, when a layer's shape is first seen."""
 
+    def product_path(self, kind: torch.dtype) -> str:
+        """Whatever the type."""
+        return "cublas"
+
     def operations_per_second(self, kind: torch.dtype) -> float:
         """By the generation of the device."""
         if self.device.type != "cuda":

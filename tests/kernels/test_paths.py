@@ -1,0 +1,99 @@
+"""The path of products: chosen by what the processor can do, or forced, or refused by name."""
+
+from __future__ import annotations
+
+import product_paths
+import pytest
+import torch
+from live import cli
+from numba import config
+
+from slotwise import LLM, SamplingParams
+from slotwise.compose.engine import load
+from slotwise.engine.config import ConfigError, EngineConfig
+from slotwise.kernels.cpu import CpuKernels, half, onednn, paths
+from slotwise.kernels.select import choose
+
+BFLOAT16 = torch.bfloat16
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_forced(monkeypatch):
+    monkeypatch.delenv(paths.VARIABLE, raising=False)
+
+
+@pytest.mark.parametrize(("by_onednn", "in_halves", "taken"), [
+    (True, True, "onednn"), (False, True, "fp16"), (False, False, "float32")])
+def test_the_fastest_path_that_the_processor_has_is_taken(monkeypatch, by_onednn, in_halves, taken):
+    monkeypatch.setattr(onednn, "multiplies_bfloat16", lambda: by_onednn)
+    monkeypatch.setattr(half, "multiplies_halves", lambda: in_halves)
+    assert CpuKernels(1).product_path(BFLOAT16) == taken
+    assert CpuKernels(1).product_path(torch.float32) == "float32"
+
+
+def test_nothing_is_measured_for_weights_of_float32(monkeypatch):
+    monkeypatch.setattr(onednn, "multiplies_bfloat16", lambda: pytest.fail("measured"))
+    CpuKernels(1).linear(torch.ones(4, 4))
+    assert CpuKernels(1, path="float32").product_path(BFLOAT16) == "float32"
+
+
+@product_paths.each(paths.DENSE)
+def test_a_path_is_forced_by_the_environment_or_an_argument(path, monkeypatch):
+    assert CpuKernels(1, path=path).product_path(BFLOAT16) == path
+    monkeypatch.setenv(paths.VARIABLE, path)
+    assert choose("cpu").product_path(BFLOAT16) == path
+    assert CpuKernels(1, path="float32").product_path(BFLOAT16) == "float32", "the argument goes first"
+    assert choose("cpu", "int8").product_path(BFLOAT16) in paths.QUANTISED, "the other group is left alone"
+
+
+@product_paths.each(paths.QUANTISED)
+def test_a_path_of_integers_is_forced_for_quantised_weights(path, monkeypatch):
+    monkeypatch.setenv(paths.VARIABLE, path)
+    assert choose("cpu", "int4").product_path(BFLOAT16) == path
+    assert choose("cpu").product_path(BFLOAT16) in paths.DENSE
+
+
+def test_an_unknown_path_is_refused_with_those_there_are(monkeypatch):
+    with pytest.raises(ValueError, match="path must be onednn, fp16, float32, vnni or integer, not 'gpu'"):
+        CpuKernels(1, path="gpu")
+    monkeypatch.setenv(paths.VARIABLE, "FLOAT32")
+    with pytest.raises(ConfigError, match=r"^SLOTWISE_CPU_LINEAR must be .*, not 'FLOAT32'$"):
+        load(EngineConfig.of(model="nowhere", device="cpu"))
+
+
+@pytest.mark.parametrize("path", ["fp16", "vnni"])
+def test_a_path_that_the_processor_cannot_execute_is_refused(path, monkeypatch):
+    monkeypatch.setattr(config, "CPU_FEATURES", "+avx512f")
+    with pytest.raises(ValueError, match=f"path {path} cannot run here: it needs a processor with AVX-512"):
+        CpuKernels(1, path=path)
+    monkeypatch.setenv(paths.VARIABLE, path)
+    with pytest.raises(ConfigError, match=f"SLOTWISE_CPU_LINEAR {path} cannot run here"):
+        load(EngineConfig.of(model="nowhere", device="cpu"))
+
+
+def test_a_torch_without_onednn_is_said_to_have_none(monkeypatch):
+    def missing(weight, bias):
+        raise AttributeError("no such operator")
+
+    monkeypatch.setattr(onednn, "onednn_linear", missing)
+    assert "no such operator" in onednn.obstacle.__wrapped__()
+
+
+def test_a_bad_path_is_one_line_on_the_command_line(monkeypatch):
+    monkeypatch.setenv(paths.VARIABLE, "abacus")
+    run = cli("generate", "--device", "cpu", "x")
+    assert run.returncode == 1
+    assert run.stderr == (
+        "slotwise generate: SLOTWISE_CPU_LINEAR must be onednn, fp16, float32, vnni or integer, not 'abacus'\n")
+
+
+@product_paths.each(paths.ALL)
+def test_a_model_generates_on_each_path_and_tells_which(path, monkeypatch):
+    monkeypatch.setenv(paths.VARIABLE, path)
+    llm = LLM(device="cpu", dtype="bfloat16", max_num_seqs=4, max_model_len=64, kv_cache_memory=8 << 20,
+              quantization="int8" if path in paths.QUANTISED else "none")
+    asked = [{"prompt_token_ids": list(range(3, 3 + length))} for length in (5, 20, 9)]
+    outputs = llm.generate(asked, GREEDY, use_tqdm=False)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [8, 8, 8]
+    assert llm.info.product_path == path

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from slotwise.kernels import helpers
+from slotwise.kernels import helpers, home
 
 EARLY = """
 from slotwise.kernels import helpers
@@ -80,6 +80,6 @@ def test_helpers_are_called_for_the_cpu_alone(monkeypatch, tmp_path, device, has
 def test_kernels_are_kept_where_the_environment_says(monkeypatch, tmp_path):
     monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert helpers.home() == tmp_path / "slotwise" / "kernels"
+    assert home.wanted() == tmp_path / "slotwise" / "kernels"
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "mine"))
-    assert helpers.home() == tmp_path / "mine"
+    assert home.wanted() == tmp_path / "mine"

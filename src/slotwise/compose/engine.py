@@ -47,11 +47,36 @@ def silent(stage: str, done: int, total: int) -> None:
     """The progress of someone who does not want to hear of it."""
 
 
+class Warming:
+    """Kernels being made ready by a thread of their own, while weights are read."""
+
+    def __init__(self, kernels: Kernels, kind: torch.dtype) -> None:
+        self._kernels = kernels
+        self._kind = kind
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            roam()
+            self._kernels.warm_up(self._kind)
+        except BaseException as error:
+            self._error = error
+        finally:
+            helpers.dismiss()  # who turned out not to be needed
+
+    def finish(self) -> None:
+        """Wait until all kernels are ready; raises what has kept one from it."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+
 class Loaded:
     """A model in memory, from which engines are made: one, or one after another to compare them."""
 
-    def __init__(self, name: str, device: str, decoder: Decoder, warming: threading.Thread) -> None:
-        """`warming` has all kernels ready when it ends."""
+    def __init__(self, name: str, device: str, decoder: Decoder, warming: Warming) -> None:
         self._name = name
         self._device = device
         self._decoder = decoder
@@ -71,13 +96,14 @@ class Loaded:
 
         Raises:
             ConfigError: the settings contradict each other or the model.
+            Exception: whatever has kept a kernel from being compiled.
         """
         decoder = self._decoder
         kernels = decoder.kernels
         config = config.sized(step_tokens(decoder, stalls_are_bounded=config.bounds_stalls))
         limits, used = sized(config, decoder)
         progress("kernels", 0, 1)
-        self._warming.join()
+        self._warming.finish()
         progress("kernels", 1, 1)
         scheduling = config.scheduling()
         eos_ids = decoder.config.eos_token_ids
@@ -113,8 +139,7 @@ def load(config: EngineConfig, progress: Progress = silent, wrap: Callable[[Kern
     kernels = wrap(CheckedKernels(kernels) if os.environ.get("SLOTWISE_DEBUG") == "1" else kernels)
     kind = describe(locate(config.model), config.dtype, kernels).dtype
     packing = 1 if helpers.are_waiting() else torch.get_num_threads()  # all others will be compiling
-    warming = threading.Thread(target=_warm_up, args=(kernels, kind), daemon=True)
-    warming.start()  # reading kernels is work for the interpreter, packing weights is none
+    warming = Warming(kernels, kind)  # reading kernels is work for the interpreter, packing weights is none
     with _threads(packing):
         decoder = load_model(
             config.model, kernels=kernels, dtype=config.dtype, max_positions=config.max_model_len,
@@ -131,12 +156,6 @@ def _threads(number: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _warm_up(kernels: Kernels, kind: torch.dtype) -> None:
-    roam()
-    kernels.warm_up(kind)
-    helpers.dismiss()  # who turned out not to be needed
 
 
 def _runner(decoder: Decoder, limits: SchedulerLimits) -> Executor:

@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+from slotwise.kernels.home import home
 
 GPU = Path("/dev/nvidiactl")  # of the driver
 MOST = 13  # beside this process; no model needs more kernels
@@ -25,16 +28,11 @@ Helper = subprocess.Popen[str]
 _waiting: list[Helper] = []  # called, and not told yet what to do
 
 
-def home() -> Path:
-    """The folder of all compiled kernels; it need not be there."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(os.environ.get("NUMBA_CACHE_DIR") or cache / "slotwise" / "kernels")
-
-
 def call_early(device: str) -> None:
     """Call helpers if nothing was ever compiled here, and `device` is the CPU, as far as can be told without torch."""
     is_cpu = device == "cpu" or (device == "auto" and not GPU.exists())
-    if is_cpu and not any(home().glob("*")):
+    place = home() if is_cpu else None
+    if place is not None and not any(place.glob("*")):
         _call(min(MOST, len(os.sched_getaffinity(0)) - 1))
 
 
@@ -80,6 +78,7 @@ def _call(number: int) -> None:
 def main() -> None:
     """A helper: imports, then what it is told on its standard input, which is nothing if it is not needed."""
     gc.disable()  # all that it makes is kept until it ends
+    logging.disable()  # the process that called it says the same
     from slotwise.kernels.later import spare_torch
 
     spare_torch()

@@ -1,20 +1,23 @@
-"""Compiling Python functions to C callbacks, at first use, kept on disk."""
+"""Compiling Python functions of integers to C callbacks, at first use, kept on disk."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import hashlib
 import importlib
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from numba import cfunc
+from numba.core.sigutils import normalize_signature
 
 from slotwise.kernels import helpers
-from slotwise.kernels.cpu import disk
+from slotwise.kernels.cpu import disk, objects
 
 _known: dict[str, Compiled] = {}
 
@@ -26,28 +29,19 @@ class Compiled:
         self.name = f"{function.__module__}.{function.__name__}"
         self._function = function
         self._signature = signature
+        self._lock = threading.Lock()
         _known[self.name] = self
 
     @functools.cached_property
-    def _code(self):
-        mark = self._mark
-        try:
-            code = cfunc(self._signature, nopython=True, cache=True)(self._function)
-            mark.touch()
-            return code
-        except (RuntimeError, OSError):  # nowhere to keep it
-            return cfunc(self._signature, nopython=True)(self._function)
-
-    @functools.cached_property
-    def _mark(self) -> Path:
-        """There once the code is on disk."""
+    def _file(self) -> str:
+        """The name under which the code is kept."""
         state = hashlib.sha256(Path(self._function.__code__.co_filename).read_bytes()).hexdigest()[:8]
-        return disk.folder() / f"{self.name}-{state}"
+        return f"{self.name}-{state}"
 
     @property
     def is_on_disk(self) -> bool:
-        """Whether it was compiled before, so that it need only be read."""
-        return self._mark.exists()
+        """Whether it was compiled before and is unharmed, so that it need only be read."""
+        return disk.read(self._file) is not None
 
     def compile(self) -> None:
         """Compile now rather than at first use."""
@@ -56,12 +50,23 @@ class Compiled:
     @functools.cached_property
     def address(self) -> int:
         """Where the machine code starts."""
-        return self._code.address
+        with self._lock:  # the thread that warms up and the first step may both ask
+            return self.__dict__.get("address") or self._ready()
+
+    def _ready(self) -> int:
+        """Read from disk and linked, or compiled and kept."""
+        kept = disk.read(self._file)
+        if kept is not None:
+            return objects.link(kept)
+        self._compiled = cfunc(self._signature, nopython=True)(self._function)
+        disk.write(self._file, objects.object_of(self._compiled))
+        return self._compiled.address
 
     @functools.cached_property
     def call(self) -> Callable[..., None]:
         """The code as a function of Python integers; it runs without the interpreter's lock."""
-        return self._code.ctypes
+        arguments, _ = normalize_signature(self._signature)
+        return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * len(arguments))(self.address)
 
 
 def compile_all(codes: Sequence[Compiled]) -> None:
@@ -71,7 +76,7 @@ def compile_all(codes: Sequence[Compiled]) -> None:
         codes: those that take longest first.
     """
     missing = [code for code in codes if not code.is_on_disk]
-    processors = len(os.sched_getaffinity(0)) if disk.folder().exists() else 1
+    processors = len(os.sched_getaffinity(0)) if disk.folder() else 1
     with tempfile.TemporaryDirectory() as folder:
         claims = Path(folder)
         number = max(0, min(processors, len(missing)) - 1)

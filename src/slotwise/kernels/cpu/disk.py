@@ -1,6 +1,11 @@
-"""Where compiled kernels are kept: a folder for each state of the sources, the processor and the compilers.
+"""Compiled kernels on disk: a folder for each state of the sources, the processor and the compilers, a file a kernel.
 
-Numba's own cache watches one source file a function; ours inline each other and constants that follow the processor.
+    sha256 of all that follows, in hexadecimal       64 bytes
+    {"name": ..., "symbol": ..., "size": ...}        one line of JSON; size: bytes of the object
+    object code                                      as LLVM wrote it
+
+A file is written whole (a temporary one, flushed to the disk, renamed), so several processes may compile the same
+kernel at once.  One that is not what was written, or that others could have written, counts as missing and is replaced.
 """
 
 from __future__ import annotations
@@ -8,19 +13,35 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import json
+import logging
 import os
 import platform
 import shutil
+import stat
+import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import llvmlite
 import numba
 import torch
 from numba.core.codegen import get_host_cpu_features
 
-from slotwise.kernels.helpers import home
+from slotwise.kernels.home import homes, is_trusted, make, may_be_changed, objection
 
 KEPT = 6  # folders; more are only left by those who change kernels
+LARGEST = 1 << 24  # bytes of a file; kernels have a hundred thousand
+DIGEST = 64  # characters
+
+logger = logging.getLogger(__name__)
+
+
+class Object(NamedTuple):
+    """What a kernel was compiled to."""
+
+    symbol: str  # of its entry
+    code: bytes
 
 
 def key() -> str:
@@ -35,17 +56,27 @@ def key() -> str:
 
 
 @functools.cache
-def folder() -> Path:
-    """This process' folder of compiled kernels, made known to Numba.  It may not exist, or not be writable."""
-    root = home()
-    ours = root / key()
-    with contextlib.suppress(OSError):
-        ours.mkdir(parents=True, exist_ok=True)
-        os.utime(ours)
-        if not numba.config.CACHE_DIR:  # a folder of somebody else's choice may hold more than ours
-            remove_unused(root)
-    numba.config.CACHE_DIR = str(ours)
-    return ours
+def folder() -> Path | None:
+    """This process' folder of compiled kernels; None where they cannot be kept.  Said once if it is not the wanted one.
+    """
+    refused = []
+    for root in homes():
+        ours = root / key()
+        if why := objection(ours):
+            refused.append(why)
+            continue
+        if refused:
+            logger.warning("%s: compiled kernels are not loaded from there; they are kept in %s", refused[0], root)
+        try:
+            make(ours)
+            os.utime(ours)
+            if not os.environ.get("NUMBA_CACHE_DIR"):  # a folder of somebody else's choice may hold more than ours
+                remove_unused(root)
+        except OSError:
+            return None
+        return ours
+    logger.warning("%s: compiled kernels are not kept", "; ".join(refused))
+    return None
 
 
 def remove_unused(root: Path) -> None:
@@ -53,3 +84,60 @@ def remove_unused(root: Path) -> None:
     folders = sorted((path for path in root.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime)
     for unused in folders[:-KEPT]:
         shutil.rmtree(unused, ignore_errors=True)
+
+
+def read(name: str) -> Object | None:
+    """The kernel that was written under `name`; None: there is none, or none that may be run, which is said."""
+    place = folder()
+    if place is None:
+        return None
+    try:
+        with open(os.open(place / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+            why, data = _refusal(os.fstat(file.fileno())), file.read(LARGEST)
+    except FileNotFoundError:
+        return None
+    except OSError as error:  # a link, for one
+        why, data = f"cannot be read ({error.strerror})", b""
+    found = None if why else _parsed(name, data)
+    if found is None:
+        logger.warning("the compiled kernel %s %s: it is compiled anew", place / name, why or "is damaged")
+    return found
+
+
+def _refusal(info: os.stat_result) -> str:
+    """Why a file with `info` is not run."""
+    if not stat.S_ISREG(info.st_mode):
+        return "is no file"
+    if not is_trusted(info):
+        return f"belongs to another user (uid {info.st_uid})"
+    return "can be changed by other users" if may_be_changed(info) else ""
+
+
+def _parsed(name: str, data: bytes) -> Object | None:
+    """What `write` made `data` of; None: it did not."""
+    digest, rest = data[:DIGEST], data[DIGEST:]
+    if hashlib.sha256(rest).hexdigest().encode() != digest:
+        return None
+    line, _, code = rest.partition(b"\n")
+    index = json.loads(line)  # as `write` made it, or the digest would not be right
+    return Object(index["symbol"], code) if (index["name"], index["size"]) == (name, len(code)) else None
+
+
+def write(name: str, compiled: Object) -> None:
+    """Keep a kernel under `name`, if there is where."""
+    place = folder()
+    if place is None:
+        return
+    index = json.dumps({"name": name, "symbol": compiled.symbol, "size": len(compiled.code)}).encode()
+    rest = index + b"\n" + compiled.code
+    with contextlib.suppress(OSError):  # a full disk, say: it is compiled again next time
+        descriptor, temporary = tempfile.mkstemp(prefix=".", dir=place)
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(hashlib.sha256(rest).hexdigest().encode() + rest)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, place / name)
+        except OSError:
+            os.unlink(temporary)
+            raise

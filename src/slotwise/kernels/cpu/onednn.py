@@ -32,7 +32,7 @@ def obstacle() -> str:
     try:
         onednn_linear(weight, None)(weight)
     except (AttributeError, RuntimeError) as error:
-        return f"this build of torch has no such product ({f'{error}'.splitlines()[0]})"
+        return f"torch multiplies no bfloat16 by oneDNN on this processor ({f'{error}'.splitlines()[0]})"
     return ""
 
 

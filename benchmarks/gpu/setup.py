@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slotwise.compose.engine import Loaded
+from slotwise.compose.engine import Loaded, Warming
 from slotwise.core.params import SamplingParams
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import Add
@@ -101,8 +100,7 @@ def asked(description: str) -> Setup:
 def load(setup: Setup, wrap: Callable[[Kernels], Kernels] = lambda kernels: kernels) -> Loaded:
     """The model with random weights, made on the device."""
     kernels = wrap(choose(setup.device))
-    ready = threading.Thread(target=kernels.warm_up, args=(setup.model.dtype,))
-    ready.start()
+    ready = Warming(kernels, setup.model.dtype)
     decoder = Decoder(setup.model, random_weights(setup.model, kernels.device), kernels, setup.longest)
     return Loaded("random weights", setup.device, decoder, ready)
 

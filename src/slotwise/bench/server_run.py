@@ -11,7 +11,6 @@ import json
 import re
 import secrets
 import subprocess
-import sys
 import tempfile
 import urllib.error
 import urllib.request
@@ -19,6 +18,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any, NamedTuple
 
+from slotwise import child
 from slotwise.bench.accounting import thinned
 from slotwise.bench.client import Phrasing, Target
 from slotwise.bench.load import Watch, ignore
@@ -46,16 +46,17 @@ def serving(arguments: Sequence[str]) -> Iterator[Served]:
     """A `slotwise serve` of one's own on a free port, with a key nobody else has.
 
     Args:
-        arguments: of the command line, after `serve`.
+        arguments: of the command line, after `serve`; paths are absolute.
 
     Raises:
         RuntimeError: it ended before it was ready; the message is the last line it wrote.
     """
     key = secrets.token_urlsafe(16)
     options = [*NO_QUEUE_BOUND, *arguments, "--port", "0", f"--api-key={key}"]  # which may begin with a dash
-    command = [sys.executable, "-m", "slotwise.cli", "serve", *options]
+    command = child.python("slotwise.cli", "serve", *options)
     with tempfile.TemporaryFile("w+") as log, subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True) as process:
+            command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True, env=child.environment(),
+            cwd=child.HOME) as process:
         try:
             url, dtype = _greeting(process, log)
             yield Served(Target(url, api_key=key), dtype)

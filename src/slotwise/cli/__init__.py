@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from slotwise import child
+
+child.leave_current_folder()  # `python -m` has put it before the standard library
+
+# ruff: noqa: E402
 import argparse
 import importlib
 import os

@@ -118,7 +118,7 @@ def _located(model: str | None) -> str:
     from slotwise import builtin
     from slotwise.model.locate import locate
 
-    return str(locate(model or builtin.path()))
+    return str(locate(model or builtin.path()).absolute())
 
 
 def run(asked: argparse.Namespace) -> int:

@@ -16,6 +16,7 @@ from slotwise.compose.step_times import known
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.roofline import Machine, Roofline
 from slotwise.core.scheduler import Scheduler
+from slotwise.engine import first_step
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.executor import Executor
 from slotwise.engine.loop import Engine
@@ -97,6 +98,7 @@ class Loaded:
         Raises:
             ConfigError: the settings contradict each other or the model.
             Exception: whatever has kept a kernel from being compiled.
+            FirstStepError: it cannot compute.
         """
         decoder = self._decoder
         kernels = decoder.kernels
@@ -114,6 +116,7 @@ class Loaded:
             memory=used, depth=depth, quantization=config.quantization, kv_cache_dtype=config.kv_cache_dtype,
             threads=torch.get_num_threads(), product_path=kernels.product_path(decoder.config.dtype))
         runner = _runner(decoder, limits)
+        first_step.check(runner, limits, time.monotonic_ns)
         times = known(config, info, lambda: probe(runner, limits, time.monotonic_ns))
         scheduler = Scheduler(limits, scheduling.discipline(), scheduling.policy(times), times)
         engine = Engine(scheduler, runner, time.monotonic_ns, eos_ids, depth=depth, scheduling=scheduling)
@@ -184,5 +187,6 @@ def build_engine(config: EngineConfig, progress: Progress = silent) -> tuple[Eng
     Raises:
         CheckpointError: something is wrong with the model's files.
         ConfigError: the settings contradict each other or the model.
+        FirstStepError: the engine cannot compute.
     """
     return load(config, progress).engine(config, progress)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 
+from slotwise import child
 from slotwise.engine.channel import frame, pair
 from slotwise.engine.config import EngineConfig
 
@@ -48,6 +49,8 @@ class ChildProcess:
 
 def launch_engine(config: EngineConfig, log_format: str) -> ChildProcess:
     """The engine process, loading already; what it writes to stderr has `log_format` (see observe.lines)."""
-    process = ChildProcess([sys.executable, "-m", "slotwise.compose.worker", log_format], env=THREADS_STAY | os.environ)
+    process = ChildProcess(
+        child.python("slotwise.compose.worker", log_format), env=THREADS_STAY | child.environment(), cwd=child.HOME)
+    config = replace(config, model=str(Path(config.model).absolute()))
     process.channel.sendall(frame(msgspec.msgpack.encode(config)))
     return process

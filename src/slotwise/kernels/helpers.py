@@ -19,8 +19,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from slotwise import child
 from slotwise.kernels.home import home
 
+HELPER = "slotwise.kernels.helpers"  # this module
 GPU = Path("/dev/nvidiactl")  # of the driver
 MOST = 13  # beside this process; no model needs more kernels
 
@@ -70,9 +72,12 @@ def _tell(helper: Helper, work: str) -> None:
 
 
 def _call(number: int) -> None:
-    command = [sys.executable, "-W", "ignore", "-m", __name__]
-    free = {name: value for name, value in os.environ.items() if name != "OMP_PROC_BIND"}  # or all had the first core
-    _waiting.extend(subprocess.Popen(command, stdin=subprocess.PIPE, text=True, env=free) for _ in range(number))
+    if number < 1:
+        return
+    command, free = child.python(HELPER, options=("-W", "ignore")), child.environment()
+    free.pop("OMP_PROC_BIND", None)  # or all had the first core
+    _waiting.extend(subprocess.Popen(command, stdin=subprocess.PIPE, text=True, env=free, cwd=child.HOME)
+                    for _ in range(number))
 
 
 def main() -> None:

@@ -43,7 +43,8 @@ class Weights:
         """Checks that exactly the expected tensors are there, and returns what reads them as `dtype`.
 
         Raises CheckpointError when tensors are missing, have another shape or are quantised, or when a served layer
-        has tensors that nobody would read: its output would be silently wrong.
+        has tensors that nobody would read: its output would be silently wrong.  So does what reads them, for a tensor
+        that holds NaN, infinity or a number too large for `dtype`.
         """
         self._check_names(expected)
         self._check_shapes(expected)
@@ -54,6 +55,8 @@ class Weights:
             nonlocal done
             # `cat` copies even a single tensor: nothing refers to the file once it has been read.
             tensor = torch.cat([self._source[name].get_tensor(name).to(dtype) for name in names])
+            if not _is_finite(tensor):
+                raise self._not_finite(names, dtype)
             done += sum(size[name] for name in names)
             if progress is not None:
                 progress(done, total)
@@ -92,8 +95,22 @@ class Weights:
                     f"{self._folder}: {name} is stored as {self._stored(name)}: quantised checkpoints are not supported"
                 )
 
+    def _not_finite(self, names: tuple[str, ...], dtype: torch.dtype) -> CheckpointError:
+        """About the first of these tensors, one of which is not finite as `dtype`."""
+        tensors = {name: self._source[name].get_tensor(name) for name in names}
+        name = next(name for name, tensor in tensors.items() if not _is_finite(tensor.to(dtype)))
+        if _is_finite(tensors[name]):
+            kind = str(dtype).removeprefix("torch.")
+            return CheckpointError(f"{self._folder}: {name} holds numbers too large for {kind}: try --dtype float32")
+        return CheckpointError(f"{self._folder}: {name} holds NaN or infinite numbers: download the checkpoint again")
+
     def _stored(self, name: str) -> str:
         return str(self._source[name].get_slice(name).get_dtype())
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """At the speed of memory: the least and the greatest are NaN where any number is."""
+    return all(bound.isfinite().item() for bound in tensor.aminmax())
 
 
 def _files(folder: Path) -> list[Path]:

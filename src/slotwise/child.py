@@ -1,0 +1,62 @@
+"""How this package starts Python processes, and where it and they find modules: never in the current folder.
+
+The current folder may be a checkpoint's, whose `torch.py` would run in the place of torch.  `python -m` puts it first
+on the module path, and an empty or relative entry of PYTHONPATH means it or a folder in it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+CACHES = ("XDG_CACHE_HOME", "NUMBA_CACHE_DIR")  # folders that parent and child must agree on
+HOME = "/"  # the current folder of children: libraries read configuration from theirs
+OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the folder in which this package lies
+COMMAND = "slotwise"
+INSTALLED = ("site-packages", "dist-packages")
+
+
+def python(module: str, *arguments: str, options: tuple[str, ...] = ()) -> list[str]:
+    """The command that runs `module` of this package in a new interpreter.  To be started in `HOME`.
+
+    Args:
+        options: of the interpreter.
+
+    Raises:
+        RuntimeError: this process does not know its interpreter, as where it is embedded in another program.
+    """
+    if not os.path.isabs(sys.executable or ""):
+        raise RuntimeError("Python does not know the path of its interpreter (sys.executable): start it by a full path")
+    return [sys.executable, "-P", *options, "-m", module, *arguments]
+
+
+def environment() -> dict[str, str]:
+    """The environment of a new process: this one's, with a module path of absolute folders, for its children too.
+
+    Where this package is not installed, its own folder is among them: a child runs the same code as its parent.
+    """
+    found = dict(os.environ)
+    path = [entry for entry in found.pop("PYTHONPATH", "").split(os.pathsep) if os.path.isabs(entry)]
+    if os.path.basename(OURS) not in INSTALLED and OURS not in path:
+        path.append(OURS)
+    if path:
+        found["PYTHONPATH"] = os.pathsep.join(path)
+    for name in CACHES:
+        if found.get(name):
+            found[name] = os.path.abspath(found[name])
+    return found | {"PYTHONSAFEPATH": "1"}
+
+
+def leave_current_folder() -> None:
+    """Takes the current folder, and what is relative to it, off the module path of a process that runs a command.
+
+    For the first line of the command's package.  Modules imported before stay; other programs keep their path.
+    """
+    by_name = sys.argv[0] == "-m"  # so it is until the module that was named has been found
+    if not by_name and os.path.basename(sys.argv[0]) != COMMAND:
+        return
+    if by_name and not sys.flags.safe_path:
+        del sys.path[0]
+    entries = os.environ["PYTHONPATH"].split(os.pathsep) if "PYTHONPATH" in os.environ else []
+    unwanted = {os.path.abspath(entry) for entry in entries if not os.path.isabs(entry)}
+    sys.path[:] = [entry for entry in sys.path if entry not in unwanted]

@@ -1,0 +1,156 @@
+"""No command runs code that lies in the current folder, such as a checkpoint's: not in its process, nor in others."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from live import READY
+
+from slotwise import builtin, child
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = Path(sys.executable).with_name("slotwise")
+LOADED = "import importlib.util, runpy, sys, slotwise; print(*sys.modules)"
+HELPER = """
+import os, sys
+sys.path.remove("")  # else this script itself is the victim
+from slotwise.kernels import helpers
+os.environ["PYTHONPATH"] = {path!r}
+helpers._call(1)
+(helper,) = helpers._waiting
+helpers.dismiss()
+sys.exit(helper.wait())
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint beside which lies a module of every name that can be imported here, each leaving a mark."""
+    files = shutil.ignore_patterns("*.py", "*.md", "__pycache__")
+    root = tmp_path_factory.mktemp("hostile")
+    folder = Path(shutil.copytree(builtin.path(), root / "model", ignore=files))
+    (root / "marks").mkdir()
+    before = run(root, sys.executable, "-P", "-c", LOADED).stdout.split()  # as `python -m` has before our code runs
+    for name in (set(sys.stdlib_module_names) | set(metadata.packages_distributions())) - {"slotwise", *before}:
+        if name.isidentifier():
+            (folder / f"{name}.py").write_text(f"open({str(root / 'marks' / name)!r}, 'w').close()\n")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def no_marks(folder: Path) -> Iterator[None]:
+    clear(folder)
+    yield
+    assert not marks(folder), "these were imported from the current folder"
+
+
+def marks(folder: Path) -> list[Path]:
+    return sorted((folder.parent / "marks").iterdir())
+
+
+def clear(folder: Path) -> None:
+    for mark in marks(folder):
+        mark.unlink()
+
+
+def run(folder: Path, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=folder, env=os.environ | environment, capture_output=True, text=True,
+                          stdin=subprocess.DEVNULL, timeout=240)
+
+
+def command(started: str) -> list[str]:
+    return [str(SCRIPT)] if started == "script" else [sys.executable, "-m", "slotwise.cli"]
+
+
+def test_a_module_of_the_current_folder_would_leave_a_mark(folder: Path) -> None:
+    run(folder, sys.executable, "-c", "import torch, numba, json")
+    assert [mark.name for mark in marks(folder)] == ["json", "numba", "torch"]
+    clear(folder)
+
+
+@pytest.mark.parametrize("started", ["script", "module"])
+def test_a_server_and_what_asks_it(folder: Path, started: str) -> None:
+    process = subprocess.Popen([*command(started), "serve", ".", "--port", "0"], cwd=folder, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        found = READY.search(process.stdout.readline() + process.stdout.readline() + process.stdout.readline())
+        assert found is not None and process.stderr is not None, process.stderr.read() if process.stderr else ""
+        asked = run(folder, *command(started), "bench", "serve", "--base-url", found[1], "--num-prompts", "2",
+                    "--max-tokens", "2", "--output-lengths", "fixed:2")
+        assert asked.returncode == 0, asked.stderr
+        watched = run(folder, *command(started), "top", found[1], "--once")
+        assert watched.returncode == 0, watched.stderr
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+
+
+def test_an_engine_in_the_same_process_and_what_reads_its_log(folder: Path, tmp_path: Path) -> None:
+    log = str(tmp_path / "log.jsonl")
+    for arguments in (
+        ("generate", "--model", ".", "--max-tokens", "2", "def f"),
+        ("bench", "throughput", "--model", ".", "--num-prompts", "2", "--max-tokens", "2", "--event-log", log),
+        ("replay", log), ("explain", log), ("timeline", log, "--output", str(tmp_path / "page.html")),
+    ):
+        for started in ("module", "script")[:2 if arguments[0] == "generate" else 1]:
+            done = run(folder, *command(started), *arguments)
+            assert done.returncode == 0, (arguments, done.stderr)
+
+
+def test_a_comparison_starts_a_server_of_its_own(folder: Path, tmp_path: Path) -> None:
+    done = run(folder, *command("module"), "compare", "--online", "--model", ".", "--disciplines", "continuous",
+               "--num-prompts", "2", "--output-lengths", "fixed:2", "--output", str(tmp_path / "report.html"))
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("arguments", [
+    (), ("serve",), ("generate",), ("chat",), ("bench",), ("bench", "serve"), ("bench", "throughput"),
+    ("bench", "latency"), ("compare",), ("top",), ("timeline",), ("explain",), ("replay",)])
+def test_the_help_of_every_command(folder: Path, arguments: tuple[str, ...]) -> None:
+    done = run(folder, *command("module"), *arguments, "--help")
+    assert done.returncode == 0 and "usage: slotwise" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("path", ["", ".", os.pathsep, f"{os.pathsep}/nowhere", "/nowhere::model"])
+def test_a_process_that_helps_to_compile(folder: Path, path: str) -> None:
+    """It imports torch and numba before it is told that there is nothing to do."""
+    done = run(folder, sys.executable, "-c", HELPER.format(path=path))
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_a_child_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["", "a", "/b", ".", "/c/d"]))
+    monkeypatch.setenv("NUMBA_CACHE_DIR", "kernels")
+    given = child.environment()
+    assert given["PYTHONPATH"].split(os.pathsep)[:2] == ["/b", "/c/d"]
+    assert all(os.path.isabs(entry) for entry in given["PYTHONPATH"].split(os.pathsep))
+    assert (given["PYTHONSAFEPATH"], given["NUMBA_CACHE_DIR"]) == ("1", str(tmp_path / "kernels"))
+
+
+@pytest.mark.parametrize("executable", ["", None, "python3"])
+def test_without_a_path_to_the_interpreter_none_is_guessed(
+        monkeypatch: pytest.MonkeyPatch, executable: str | None) -> None:
+    monkeypatch.setattr(sys, "executable", executable)
+    with pytest.raises(RuntimeError, match=r"sys\.executable"):
+        child.python("json.tool")
+
+
+def test_a_compilers_configuration_in_the_current_folder_is_not_read(folder: Path) -> None:
+    """Numba reads `.numba_config.yaml` where it is imported, and fails where that is no YAML; a child is elsewhere."""
+    (folder / ".numba_config.yaml").write_text("{")
+    try:
+        assert run(folder, sys.executable, "-P", "-c", "import numba").returncode != 0
+        done = run(folder, sys.executable, "-c", HELPER.format(path=""))
+        assert done.returncode == 0, done.stderr
+    finally:
+        (folder / ".numba_config.yaml").unlink()

@@ -27,6 +27,9 @@ class ServerSettings:
     event_log: str = ""  # a file that is written anew, with all that happens; empty: none
     otlp_traces_endpoint: str = ""  # a collector's URL, for OTLP over HTTP; empty: nothing is traced
     log_format: str = TEXT  # of what is written to stderr: see observe.lines
+    host: str = ""  # the address it listens on; on a loopback address without keys, hosts are checked: see browsers
+    allowed_hosts: tuple[str, ...] = ()  # further names in `Host`, without ports; "*": any
+    allowed_origins: tuple[str, ...] = ()  # sites whose pages may use the server, as scheme://host:port; "*": any
     seed: int = 0  # draws the seeds of requests that bring none
 
     @property

@@ -14,7 +14,7 @@ from slotwise import __version__
 from slotwise.engine.scheduling import MAX_TIERS, changes_schema
 from slotwise.server.errors import TRY_LATER, ErrorBody
 from slotwise.server.events import SWITCHES
-from slotwise.server.outline import MAX_MESSAGES, Message
+from slotwise.server.outline import MAX_MESSAGES
 from slotwise.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -50,6 +50,17 @@ QUOTA: Json = {
         ("Limit", "The number", {"type": "integer", "minimum": 1}),
         ("Remaining", "What is left", {"type": "integer", "minimum": 0}),
         ("Reset", "When all are back (1m0s, 1.5s, 20ms)", {"type": "string"}))}
+
+
+class Part(msgspec.Struct):
+    type: str
+
+
+class Message(msgspec.Struct):
+    """What each must have."""
+
+    role: str
+    content: str | list[Part] | None = None
 
 
 def document(routes: Sequence[tuple[str, str, Callable[..., Any]]], open_to_all: Sequence[str]) -> bytes:

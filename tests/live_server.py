@@ -45,9 +45,10 @@ class Server:
 
 
 @contextmanager
-def running(folder: Path, log: Path, *settings: str) -> Iterator[Server]:
+def running(folder: Path, log: Path, *settings: str, before: Callable[[], None] | None = None) -> Iterator[Server]:
+    """Args: before: done in the server's process before it starts."""
     command = [sys.executable, str(PROGRAM), str(folder), str(log), *settings]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=before)
     try:
         assert process.stdout is not None
         url, pid = process.stdout.readline().split()

@@ -20,6 +20,7 @@ from slotwise.observe.steptime import StepTimes
 from slotwise.server import admin, explain, whereabouts
 from slotwise.server.browsers import PREFLIGHT, WITH_A_BODY, check_json, is_preflight
 from slotwise.server.completions import chat_completions, completions
+from slotwise.server.connections import ALWAYS
 from slotwise.server.errors import ApiError, ClientGone
 from slotwise.server.events import events
 from slotwise.server.exchange import Exchange, Message, checked_request_id
@@ -102,6 +103,9 @@ class App:
             if given := headers.get(b"x-request-id"):
                 exchange.request_id = checked_request_id(given.decode("latin-1"), "X-Request-Id")
             exchange.more += self.api.browsers.check(headers)
+            if "reserved" in scope and scope["path"] not in ALWAYS:
+                raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "too many connections are open; try again later",
+                               code="too_many_connections")
             if is_preflight(scope["method"], headers):
                 await exchange.respond(b"", headers=PREFLIGHT)
                 return

@@ -5,6 +5,9 @@ A connection is always read, also while a response is under way: that is how a c
     ├─ head ─┼─ body ─┼──────── response under way ────────┼─ idle ─┤
      parsed   parsed   kept unparsed, up to MAX_PIPELINED    closed after the keep-alive time
 
+Who sends nothing, or a head that does not come to its end, is closed: each state has a deadline, which
+`connections.Connections` looks at.
+
 A client that ends its sending side may have left, or may wait for its answer (RFC 9112, 9.5); TCP tells the two apart
 only when something is sent to it.  So an interim response is, which HTTP/1.1 lets a server send at any time: one that
 has left answers it with a reset.
@@ -18,6 +21,8 @@ from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from slotwise.server.connections import RESERVE_TIMEOUT, Connections
+
 MAX_HEAD = 512 << 10  # bytes; the socket is read in pieces of up to half of it
 MAX_PIPELINED = 64 << 10  # bytes kept of requests behind one whose response is under way
 MAX_REQUESTS = 16  # that one piece read from the socket may begin while a response is under way
@@ -26,14 +31,28 @@ FINAL = b"HTTP/1.1 "
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # Python's http.client knows no other interim response
 LOOKS = (0.001, 0.01, 0.1, 1.0)  # seconds until a half-closed client is looked at; then each time twice as many
 LONGEST_LOOK = 30.0  # seconds
+NEVER = float("inf")
+LATE = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 OLD_PATIENCE = 1.0  # seconds that a half-closed client of HTTP/1.0, which knows no interim responses, counts as there
 
 
 class Connection(HttpToolsProtocol):
-    """Closes itself when its headers grow beyond all use: copying them would stall every stream."""
+    """Closes itself when its headers grow beyond all use: copying them would stall every stream.
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
+    Args:
+        among: all connections.
+        header_timeout: seconds for a connection's first byte, and for the rest of each head.
+        body_timeout: seconds for what is left of a body when its request has been answered.
+    """
+
+    def __init__(self, *arguments: Any, among: Connections, header_timeout: float, body_timeout: float,
+                 **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self.deadline = NEVER  # see connections.Timed
+        self._among = among
+        self._header_timeout = header_timeout
+        self._body_timeout = body_timeout
+        self._reserved = False  # a connection on which little is answered
         self._head: int | None = 0  # bytes received of an unfinished head; None within a body
         self._active: RequestResponseCycle | None = None  # the request being answered, or the last that was
         self._ahead = bytearray()  # received while it is
@@ -42,8 +61,25 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         super().connection_made(cast(Transport, _HeadJoined(transport)))
+        self._reserved = not self._among.enter(self, self.client[0] if self.client else "")
+        if self._reserved:
+            self._header_timeout = min(self._header_timeout, RESERVE_TIMEOUT)
+        self.deadline = self.loop.time() + self._header_timeout
+
+    def refuse(self) -> None:
+        self.transport.abort()
+
+    def time_out(self) -> None:
+        """Its deadline has passed."""
+        if self._head and not self._is_answering:
+            self.transport.write(LATE)
+            self.transport.close()
+        else:
+            self.transport.abort()
+        self.deadline = NEVER
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._among.leave(self)
         # uvicorn tells the last request of those that were read; the one being answered may be another.
         for cycle in (self._active, *[cycle for cycle, _ in self.pipeline]):
             if cycle is not None and not cycle.response_complete:
@@ -68,19 +104,26 @@ class Connection(HttpToolsProtocol):
             if len(self._ahead) > MAX_PIPELINED:
                 self.transport.close()
             return
-        super().data_received(data)
-        if self.pipeline:  # uvicorn stops reading then, and would not notice that the client leaves
-            self.flow.resume_reading()
         if self._head is not None:
+            if not self._head:
+                self.deadline = self.loop.time() + self._header_timeout
             self._head += len(data)
             if self._head > MAX_HEAD:
                 self.transport.close()
+                return
+        super().data_received(data)
+        if self.pipeline:  # uvicorn stops reading then, and would not notice that the client leaves
+            self.flow.resume_reading()
 
     def on_headers_complete(self) -> None:
         if self.transport.is_closing():
             return
         super().on_headers_complete()
         self._head = None
+        self.deadline = NEVER
+        if self._reserved:
+            self.scope["reserved"] = True  # type: ignore[typeddict-unknown-key]
+            self.cycle.keep_alive = False
         if not self.pipeline:
             self._active = self.cycle
         elif len(self.pipeline) > MAX_REQUESTS:
@@ -89,6 +132,7 @@ class Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._head = 0
+        self.deadline = NEVER
 
     def send_400_response(self, msg: str) -> None:
         if self._is_answering:
@@ -113,6 +157,8 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
         if self.transport.is_closing():
             return
+        if self._head is None:  # the rest of a body that was not waited for
+            self.deadline = self.loop.time() + self._body_timeout
         if following is not None:
             self._active = following
         if self._malformed and not self._is_answering:

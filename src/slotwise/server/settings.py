@@ -16,6 +16,7 @@ class ServerSettings:
     admin_api_key: str = ""  # the only one that may change scheduling; empty: whoever may come in may
     tiers: tuple[ServedTier, ...] = ()  # classes of service, as at the start
     max_body_bytes: int = 4 << 20  # a million token ids; decoding one holds up every stream for as long as it takes
+    header_timeout: float = 10.0  # seconds for the first byte of a connection, and for the rest of each head
     body_timeout: float = 60.0  # seconds a request's body may take to arrive
     max_choices: int = 1024  # continuations that one request may ask for, prompts times `n`
     shutdown_timeout: float = 30.0  # seconds that running requests get at the end

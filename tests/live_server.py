@@ -14,6 +14,8 @@ from typing import Any
 
 import httpx
 
+JSON = {"Content-Type": "application/json"}
+POSTED = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
 PROGRAM = Path(__file__).with_name("server") / "server_process.py"
 
 
@@ -27,7 +29,7 @@ class Server:
 
     def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
         content = body if isinstance(body, (bytes, str)) else json.dumps(body)
-        return self.client.post(self.url + path, content=content, headers=headers)
+        return self.client.post(self.url + path, content=content, headers=JSON | headers)
 
     def get(self, path: str, **headers: str) -> httpx.Response:
         return self.client.get(self.url + path, headers=headers)
@@ -43,9 +45,10 @@ class Server:
 
 
 @contextmanager
-def running(folder: Path, log: Path, *settings: str) -> Iterator[Server]:
+def running(folder: Path, log: Path, *settings: str, before: Callable[[], None] | None = None) -> Iterator[Server]:
+    """Args: before: done in the server's process before it starts."""
     command = [sys.executable, str(PROGRAM), str(folder), str(log), *settings]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=before)
     try:
         assert process.stdout is not None
         url, pid = process.stdout.readline().split()

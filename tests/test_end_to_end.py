@@ -167,7 +167,7 @@ def test_bad_input_is_told_apart_while_a_stream_goes_on(live: Live):
 
 
 def test_malformed_json_is_a_clear_error(live: Live):
-    reply = live.client.post("/v1/completions", content=b'{"model": ')
+    reply = live.client.post("/v1/completions", content=b'{"model": ', headers={"Content-Type": "application/json"})
     assert reply.status_code == 400 and "JSON" in reply.json()["error"]["message"]
 
 

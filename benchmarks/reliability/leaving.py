@@ -83,7 +83,8 @@ async def _half_a_body(server: Server) -> Answer:
     answer = Answer(time.perf_counter())
     url = urlsplit(server.url)
     _, writer = await asyncio.open_connection(url.hostname, url.port)
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5000\r\n\r\n{\"prompt\": [")
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                 b"Content-Length: 5000\r\n\r\n{\"prompt\": [")
     await writer.drain()
     await asyncio.sleep(0.01)
     writer.close()

@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from live_server import running
+from live_server import POSTED, running
 from server.conftest import write_checkpoint
 
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -44,7 +44,7 @@ def read_all(connections: list[socket.socket]) -> None:
 def main(streams: int = 64, seconds_per_step: float = 0.03, extra: str = "{}") -> None:
     tokens = 300
     body = json.dumps({"prompt": [40], "max_tokens": tokens, "ignore_eos": True, "stream": True} | json.loads(extra))
-    request = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+    request = POSTED + f"{len(body)}\r\n\r\n{body}".encode()
     with tempfile.TemporaryDirectory() as name:
         folder = write_checkpoint(Path(name))
         with running(folder, folder / "engine", f"seconds_per_step={seconds_per_step}") as server:

@@ -28,9 +28,9 @@ LIMITS = {"num_blocks": int, "max_num_seqs": int, "enable_prefix_caching": bool}
 
 
 def _setting(name: str, value: str) -> Any:
-    if name == "api_keys":
+    if name in ("api_keys", "allowed_hosts", "allowed_origins"):
         return tuple(value.split(","))
-    if name == "admin_api_key":
+    if name in ("admin_api_key", "host"):
         return value
     return float(value) if "timeout" in name else int(value)
 
@@ -43,6 +43,7 @@ async def main(folder: Path, log: Path, *given: str) -> int:
     limits: dict[str, Any] = {name: kind(int(named.pop(name))) for name, kind in LIMITS.items() if name in named}
     tiers = load_tiers(path, limits.get("max_num_seqs", 64), {}) if (path := named.pop("tiers", "")) else ()
     limits["tiers"] = [asdict(served.tier) for served in tiers]
+    named = {"host": "127.0.0.1"} | named
     settings = ServerSettings("toy", tiers=tiers, **{name: _setting(name, value) for name, value in named.items()})
     engines: list[ChildProcess] = []
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from live_server import Server, counted, eventually, running
+from live_server import POSTED, Server, counted, eventually, running
 
 from slotwise.text.tokenizer import Tokenizer
 
@@ -99,7 +99,7 @@ def test_a_full_queue_refuses_before_it_reads(folder: Path, tmp_path: Path, toke
             assert server.post("/tokenize", {"prompt": "x"}).status_code == 200
             host, port = server.url.removeprefix("http://").split(":")
             with socket.create_connection((host, int(port)), timeout=20) as connection:
-                connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n")
+                connection.sendall(POSTED + b"1000000\r\n\r\n")
                 assert connection.recv(100).startswith(b"HTTP/1.1 503")  # of the body not a byte was sent
             assert 'rejections_total{model_name="toy",reason="queue_full"} 3.0' in server.get("/metrics").text
         eventually(lambda: metric(server, "num_requests_running") == 0)

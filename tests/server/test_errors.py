@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from live_server import Server, counted
+from live_server import JSON, Server, counted
 
 from slotwise.server.app import ROUTES
 from slotwise.text.tokenizer import Tokenizer
@@ -149,7 +149,7 @@ def test_too_large_a_body(server: Server) -> None:
     body = b'{"prompt": "' + b"x" * (17 << 20) + b'"}'
     assert refused(server.post(COMPLETIONS, body), 413, None)["code"] == "body_too_large"
     parts = (body[i : i + 65536] for i in range(0, len(body), 65536))  # its length is not announced
-    refused(server.client.post(server.url + COMPLETIONS, content=parts), 413, None)
+    refused(server.client.post(server.url + COMPLETIONS, content=parts, headers=JSON), 413, None)
 
 
 def test_a_bad_request_id_header(server: Server) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from canary import Canary, singing
-from live_server import Server, counted
+from live_server import JSON, Server, counted
 
 from slotwise.text.tokenizer import Tokenizer
 
@@ -119,7 +119,7 @@ def test_a_long_name_is_not_told_back(server: Server) -> None:
 
 def test_a_hostile_change_of_settings(server: Server) -> None:
     for body in (listed('"k#":1', "{", "}"), '{"batching":' + "[" * MB, '{"batching":"' + "x" * MB + '"}'):
-        assert server.client.put(server.url + "/admin/scheduling", content=body).status_code == 413
+        assert server.client.put(server.url + "/admin/scheduling", content=body, headers=JSON).status_code == 413
 
 
 def test_a_large_body_that_is_right_is_served(server: Server) -> None:

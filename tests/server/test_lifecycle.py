@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from live_server import Server, counted, eventually, running
+from live_server import JSON, POSTED, Server, counted, eventually, running
 
 from slotwise.server.app import OPEN_TO_ALL, ROUTES
 from slotwise.text.tokenizer import Tokenizer
@@ -179,10 +179,10 @@ def test_a_slow_body_and_a_half_one(folder: Path, tmp_path: Path) -> None:
             time.sleep(1.5)
             yield b"[2]}"
 
-        assert server.client.post(server.url + COMPLETIONS, content=drip()).status_code == 408
+        assert server.client.post(server.url + COMPLETIONS, content=drip(), headers=JSON).status_code == 408
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as connection:
-            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{")
+            connection.sendall(POSTED + b"50\r\n\r\n{")
         eventually(lambda: server.get("/load").json() == {"server_load": 0})
         assert server.get("/health").status_code == 200
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from live_server import Server, running
+from live_server import JSON, Server, running
 
 ROUTE = "/admin/scheduling"
 COMPLETIONS = "/v1/completions"
@@ -33,7 +33,8 @@ def server(running_server: Server) -> Iterator[Server]:
 
 
 def put(server: Server, body: Any) -> httpx.Response:
-    return server.client.put(server.url + ROUTE, content=body if isinstance(body, bytes) else json.dumps(body))
+    content = body if isinstance(body, bytes) else json.dumps(body)
+    return server.client.put(server.url + ROUTE, content=content, headers=JSON)
 
 
 def arrivals(server: Server, first: int, count: int) -> list[float]:

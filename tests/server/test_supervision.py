@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from live_server import Server, counted, running
+from live_server import POSTED, Server, counted, running
 from server.test_abort_requests import Asking
 from server.test_lifecycle import COMPLETIONS, LONG, SLOW, eventually, gauge
 
@@ -202,7 +202,7 @@ def test_sigterm_with_clients_that_do_not_read(folder: Path, tmp_path: Path) -> 
     with running(folder, tmp_path / "engine", "shutdown_timeout=1") as server:
         host, port = server.url.removeprefix("http://").split(":")
         body = json.dumps(STREAM | {"n": 60, "logprobs": 20, "max_tokens": 510, "prompt": [2]}).encode()
-        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        head = POSTED + b"%d\r\n\r\n" % len(body)
         deaf = []
         for _ in range(3):
             connection = socket.socket()
@@ -222,7 +222,7 @@ def test_sigterm_with_a_body_that_never_comes(folder: Path, tmp_path: Path) -> N
     with running(folder, tmp_path / "engine", "shutdown_timeout=1") as server:
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as connection:
-            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{")
+            connection.sendall(POSTED + b"50\r\n\r\n{")
             eventually(lambda: server.get("/load").json()["server_load"] == 1)
             server.process.send_signal(signal.SIGTERM)
             assert server.process.wait(timeout=60) == 0

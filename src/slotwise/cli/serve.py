@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
+import re
 from typing import TYPE_CHECKING, Any
 
 from slotwise import builtin
@@ -63,6 +65,46 @@ def _server_options(serve: argparse.ArgumentParser) -> None:
                        "(http://127.0.0.1:4318/v1/traces; needs slotwise[otel])")
     group.add_argument("--log-format", choices=FORMATS, default=TEXT,
                        help="of what is written to stderr: lines for people, or a JSON object each (default: text)")
+    _browser_options(group)
+
+
+def _browser_options(group: Any) -> None:
+    group.add_argument("--allowed-hosts", action="extend", default=[], type=_host_names, metavar="NAME",
+                       help="names that clients may use for this server in the Host header; on a loopback address "
+                       "without keys all but localhost and its addresses are refused; may be repeated, or a JSON list; "
+                       "* allows any")
+    group.add_argument("--allowed-origins", action="extend", default=[], type=_origins, metavar="ORIGIN",
+                       help="sites whose pages may use this server from a browser, as https://example.com; may be "
+                       "repeated, or a JSON list; * allows any (default: only pages of this server)")
+
+
+def _listed(text: str) -> list[str]:
+    """One value as it is, or several as a JSON list."""
+    if not text.startswith("["):
+        return [text]
+    try:
+        values = json.loads(text)
+    except ValueError:
+        return [text]  # an address in brackets
+    if not all(isinstance(value, str) for value in values):
+        raise argparse.ArgumentTypeError(f"must be a JSON list of strings, not {text}")
+    return list(values)
+
+
+def _host_names(text: str) -> list[str]:
+    names = _listed(text)
+    for name in names:
+        if not re.fullmatch(r"\*|\[[0-9A-Fa-f:.]+\]|[\w.-]+", name):
+            raise argparse.ArgumentTypeError(f"must be host names without ports, not {name!r}")
+    return names
+
+
+def _origins(text: str) -> list[str]:
+    origins = _listed(text)
+    for origin in origins:
+        if not re.fullmatch(r"\*|null|[A-Za-z][\w+.-]*://[^/\s@]+", origin):
+            raise argparse.ArgumentTypeError(f"must be origins like https://example.com:8443, not {origin!r}")
+    return origins
 
 
 def _key(text: str) -> str:
@@ -127,5 +169,6 @@ def run(asked: argparse.Namespace) -> int:
         queue_timeout=asked.queue_timeout, engine_timeout=asked.engine_timeout,
         shutdown_timeout=asked.shutdown_timeout, stream_interval=asked.stream_interval,
         event_log=asked.event_log, otlp_traces_endpoint=asked.otlp_traces_endpoint, log_format=asked.log_format,
+        host=asked.host, allowed_hosts=tuple(asked.allowed_hosts), allowed_origins=tuple(asked.allowed_origins),
         seed=asked.seed)
     return run_server(config, settings, (asked.host, asked.port), asked.chat_template, engine)

@@ -18,7 +18,9 @@ from starlette.routing import Route, Router
 from slotwise.engine.service import EngineService
 from slotwise.observe.steptime import StepTimes
 from slotwise.server import admin, explain, whereabouts
+from slotwise.server.browsers import PREFLIGHT, WITH_A_BODY, check_json, is_preflight
 from slotwise.server.completions import chat_completions, completions
+from slotwise.server.connections import ALWAYS
 from slotwise.server.errors import ApiError, ClientGone
 from slotwise.server.events import events
 from slotwise.server.exchange import Exchange, Message, checked_request_id
@@ -100,11 +102,20 @@ class App:
         try:
             if given := headers.get(b"x-request-id"):
                 exchange.request_id = checked_request_id(given.decode("latin-1"), "X-Request-Id")
+            exchange.more += self.api.browsers.check(headers)
+            if "reserved" in scope and scope["path"] not in ALWAYS:
+                raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "too many connections are open; try again later",
+                               code="too_many_connections")
+            if is_preflight(scope["method"], headers):
+                await exchange.respond(b"", headers=PREFLIGHT)
+                return
             if scope["path"] not in OPEN_TO_ALL:
                 keys = self.api.keys
                 named = keys.admin if scope["path"].startswith(ADMIN) else keys.tenant
                 exchange.tenant = named(headers.get(b"authorization", b""))
             if endpoint := self._known.get((scope["method"], scope["path"])):
+                if scope["method"] in WITH_A_BODY:
+                    check_json(headers)
                 await endpoint(self.api, exchange)
             else:
                 await self.router(scope, receive, send)

@@ -1,48 +1,198 @@
 """One client's HTTP connection, as uvicorn speaks it, and what it is not to do to others.
 
-A head that grows beyond all use is cut off; a response's head goes out together with what follows it.
+A connection is always read, also while a response is under way: that is how a client that leaves is noticed.
+
+    ├─ head ─┼─ body ─┼──────── response under way ────────┼─ idle ─┤
+     parsed   parsed   kept unparsed, up to MAX_PIPELINED    closed after the keep-alive time
+
+Who sends nothing, or a head that does not come to its end, is closed: each state has a deadline, which
+`connections.Connections` looks at.
+
+A client that ends its sending side may have left, or may wait for its answer (RFC 9112, 9.5); TCP tells the two apart
+only when something is sent to it.  So an interim response is, which HTTP/1.1 lets a server send at any time: one that
+has left answers it with a reset.
 """
 
 from __future__ import annotations
 
+import select
 from asyncio import Transport
 from typing import Any, cast
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from slotwise.server.connections import RESERVE_TIMEOUT, Connections
 
 MAX_HEAD = 512 << 10  # bytes; the socket is read in pieces of up to half of it
+MAX_PIPELINED = 64 << 10  # bytes kept of requests behind one whose response is under way
+MAX_REQUESTS = 16  # that one piece read from the socket may begin while a response is under way
 INTERIM = b"HTTP/1.1 1"  # how a response begins that only says to go on
 FINAL = b"HTTP/1.1 "
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # Python's http.client knows no other interim response
+LOOKS = (0.001, 0.01, 0.1, 1.0)  # seconds until a half-closed client is looked at; then each time twice as many
+LONGEST_LOOK = 30.0  # seconds
+NEVER = float("inf")
+LATE = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+OLD_PATIENCE = 1.0  # seconds that a half-closed client of HTTP/1.0, which knows no interim responses, counts as there
 
 
 class Connection(HttpToolsProtocol):
-    """Closes itself when its headers grow beyond all use: copying them would stall every stream."""
+    """Closes itself when its headers grow beyond all use: copying them would stall every stream.
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
+    Args:
+        among: all connections.
+        header_timeout: seconds for a connection's first byte, and for the rest of each head.
+        body_timeout: seconds for what is left of a body when its request has been answered.
+    """
+
+    def __init__(self, *arguments: Any, among: Connections, header_timeout: float, body_timeout: float,
+                 **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self.deadline = NEVER  # see connections.Timed
+        self._among = among
+        self._header_timeout = header_timeout
+        self._body_timeout = body_timeout
+        self._reserved = False  # a connection on which little is answered
         self._head: int | None = 0  # bytes received of an unfinished head; None within a body
+        self._active: RequestResponseCycle | None = None  # the request being answered, or the last that was
+        self._ahead = bytearray()  # received while it is
+        self._malformed = ""  # what is wrong with what follows it
+        self._half_closed = False  # the client sends no more
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         super().connection_made(cast(Transport, _HeadJoined(transport)))
+        self._reserved = not self._among.enter(self, self.client[0] if self.client else "")
+        if self._reserved:
+            self._header_timeout = min(self._header_timeout, RESERVE_TIMEOUT)
+        self.deadline = self.loop.time() + self._header_timeout
+
+    def refuse(self) -> None:
+        self.transport.abort()
+
+    def time_out(self) -> None:
+        """Its deadline has passed."""
+        if self._head and not self._is_answering:
+            self.transport.write(LATE)
+            self.transport.close()
+        else:
+            self.transport.abort()
+        self.deadline = NEVER
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._among.leave(self)
+        # uvicorn tells the last request of those that were read; the one being answered may be another.
+        for cycle in (self._active, *[cycle for cycle, _ in self.pipeline]):
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        self.pipeline.clear()
+        self._ahead.clear()
+        super().connection_lost(exc)
+
+    # -- what is received ----------------------------------------------------------------------------------------
+
+    @property
+    def _is_answering(self) -> bool:
+        """A request was read whole and its response is not."""
+        active = self._active
+        return bool(self.pipeline) or (
+            active is not None and not active.response_complete and not active.more_body)
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
+        if self._is_answering:
+            self._ahead += data
+            if len(self._ahead) > MAX_PIPELINED:
+                self.transport.close()
+            return
         if self._head is not None:
+            if not self._head:
+                self.deadline = self.loop.time() + self._header_timeout
             self._head += len(data)
             if self._head > MAX_HEAD:
                 self.transport.close()
+                return
+        super().data_received(data)
+        if self.pipeline:  # uvicorn stops reading then, and would not notice that the client leaves
+            self.flow.resume_reading()
 
     def on_headers_complete(self) -> None:
+        if self.transport.is_closing():
+            return
         super().on_headers_complete()
         self._head = None
+        self.deadline = NEVER
+        if self._reserved:
+            self.scope["reserved"] = True  # type: ignore[typeddict-unknown-key]
+            self.cycle.keep_alive = False
+        if not self.pipeline:
+            self._active = self.cycle
+        elif len(self.pipeline) > MAX_REQUESTS:
+            self.transport.close()
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._head = 0
+        self.deadline = NEVER
+
+    def send_400_response(self, msg: str) -> None:
+        if self._is_answering:
+            self._malformed = msg  # what came before it is answered first
+        else:
+            super().send_400_response(msg)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Whether the transport stays open."""
+        if not self._is_answering or self.transport.is_closing():
+            return False
+        if not self._half_closed:
+            self._half_closed = True
+            self._look(0)
+        return True
+
+    # -- what is sent --------------------------------------------------------------------------------------------
 
     def on_response_complete(self) -> None:
         cast(_HeadJoined, self.transport).flush()  # nothing follows where the head alone was asked for
+        following = self.pipeline[-1][0] if self.pipeline else None
         super().on_response_complete()
+        if self.transport.is_closing():
+            return
+        if self._head is None:  # the rest of a body that was not waited for
+            self.deadline = self.loop.time() + self._body_timeout
+        if following is not None:
+            self._active = following
+        if self._malformed and not self._is_answering:
+            super().send_400_response(self._malformed)
+        elif self._ahead and not self._is_answering:
+            data, self._ahead = bytes(self._ahead), bytearray()
+            self.data_received(data)
+        if self._half_closed and not self._is_answering:
+            self.transport.close()
+
+    def _look(self, count: int) -> None:
+        """See whether a half-closed client is still there, for as long as a response is under way."""
+        active = self._active
+        if active is None or not self._is_answering or self.transport.is_closing():
+            return
+        delay = LOOKS[count] if count < len(LOOKS) else min(LONGEST_LOOK, 2.0 ** (count - len(LOOKS) + 1))
+        if not active.response_started:
+            if active.scope["http_version"] != "1.0":
+                if count == 0 or count >= len(LOOKS):
+                    self.transport.write(CONTINUE)
+            elif sum(LOOKS[:count]) >= OLD_PATIENCE:
+                self.transport.abort()
+                return
+        if _is_reset(self.transport):
+            self.transport.abort()
+        else:
+            self.loop.call_later(delay, self._look, count + 1)
+
+
+def _is_reset(transport: Transport) -> bool:
+    """Whether the peer has answered something with a reset, which no reader notices once it has ended its side."""
+    poll = select.poll()
+    poll.register(transport.get_extra_info("socket").fileno(), 0)
+    return bool(poll.poll(0))
 
 
 class _HeadJoined:

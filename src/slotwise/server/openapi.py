@@ -14,7 +14,7 @@ from slotwise import __version__
 from slotwise.engine.scheduling import MAX_TIERS, changes_schema
 from slotwise.server.errors import TRY_LATER, ErrorBody
 from slotwise.server.events import SWITCHES
-from slotwise.server.outline import MAX_MESSAGES, Message
+from slotwise.server.outline import MAX_MESSAGES
 from slotwise.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -32,12 +32,11 @@ BODIES: dict[str, type] = {
     "/detokenize": DetokenizeRequest, "/abort_requests": AbortRequest}
 GENERATING = ("/v1/completions", "/v1/chat/completions")
 OTHER_TEXT = {"/metrics": "text/plain", "/timeline": "text/html", "/events": "application/x-ndjson"}
-AT_ANY_ROUTE = (HTTPStatus.BAD_REQUEST, HTTPStatus.UNAUTHORIZED, HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED,
-                HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.SERVICE_UNAVAILABLE)
+AT_ANY_ROUTE = (HTTPStatus.BAD_REQUEST, HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND,
+                HTTPStatus.METHOD_NOT_ALLOWED, HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.SERVICE_UNAVAILABLE)
 EVENT: Json = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
-WITH_A_BODY = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
-WHEN_GENERATING = (HTTPStatus.FORBIDDEN, HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.GATEWAY_TIMEOUT)
-WHERE_AN_ADMIN_IS_NEEDED = (HTTPStatus.FORBIDDEN,)
+WITH_A_BODY = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNSUPPORTED_MEDIA_TYPE)
+WHEN_GENERATING = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.GATEWAY_TIMEOUT)
 QUEUE: Json = {
     POSITION: {"description": "How many waited for a slot before it when it came.",
                "schema": {"type": "integer", "minimum": 0}},
@@ -51,6 +50,17 @@ QUOTA: Json = {
         ("Limit", "The number", {"type": "integer", "minimum": 1}),
         ("Remaining", "What is left", {"type": "integer", "minimum": 0}),
         ("Reset", "When all are back (1m0s, 1.5s, 20ms)", {"type": "string"}))}
+
+
+class Part(msgspec.Struct):
+    type: str
+
+
+class Message(msgspec.Struct):
+    """What each must have."""
+
+    role: str
+    content: str | list[Part] | None = None
 
 
 def document(routes: Sequence[tuple[str, str, Callable[..., Any]]], open_to_all: Sequence[str]) -> bytes:
@@ -91,7 +101,6 @@ _IN_PATH = re.compile(r"{(\w+):path}")
 def _operation(method: str, path: str, schemas: dict[type, Json]) -> Json:
     takes_body = method != "GET" and path not in ("/ping",)
     statuses = AT_ANY_ROUTE + WITH_A_BODY * takes_body + WHEN_GENERATING * (path in GENERATING)
-    statuses += WHERE_AN_ADMIN_IS_NEEDED * path.startswith("/admin/")
     operation: Json = {"responses": {
         "200": {"description": "What was asked for.", "content": _answer(path)},
         **{str(int(status)): _error(status, schemas[ErrorBody]) for status in statuses}}}

@@ -2,14 +2,18 @@
 
 Decoding a hundred thousand short strings or lists costs many times what skipping them does, and every stream waits
 meanwhile.  So each field of a large body is first only found, and refused if it has more than could ever be accepted;
-then what is left is decoded.
+then what is left is decoded.  The decoder itself finds them: a struct whose fields are `Raw` skips all else, and one
+that is written as an array skips what comes after its last field.
 """
 
 from __future__ import annotations
 
+import contextlib
 from functools import cache
+from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from slotwise.core.params import MAX_STOP_LENGTH, MAX_STOP_STRINGS
 from slotwise.server.errors import bad_request
@@ -17,27 +21,17 @@ from slotwise.server.errors import bad_request
 LARGE = 64 << 10  # bytes; what is smaller is decoded within a few milliseconds whatever it holds
 MAX_FIELD = 64 << 10  # bytes of a field that holds no text
 MAX_STOP = MAX_STOP_STRINGS * (6 * MAX_STOP_LENGTH + 8)  # bytes; a character may be written as six
-MAX_PROMPTS = 4096
-MAX_MESSAGES = 4096
+MAX_ELEMENTS = MAX_PROMPTS = MAX_MESSAGES = MAX_ABORTS = 4096  # the last are requests that one request ends
+MAX_VALUES = 1 << 17  # of messages, beside their texts
 MAX_TOKENS = 1 << 16  # of /detokenize
-
-
-class Part(msgspec.Struct):
-    type: str
-
-
-class Message(msgspec.Struct):
-    """What each must have.  The rest is skipped."""
-
-    role: str
-    content: str | list[Part] | None = None
-
-
-class Messages(msgspec.Struct):
-    messages: list[Message] | None = None
-
-
 ABSENT = msgspec.Raw()
+
+
+class _Text(msgspec.Struct):
+    """A message or one of its parts, of which all is skipped but what may be long."""
+
+    content: msgspec.Raw = ABSENT
+    text: msgspec.Raw = ABSENT
 
 
 @cache
@@ -66,28 +60,75 @@ def trimmed(kind: type[msgspec.Struct], body: bytes) -> bytes:
 
 
 def _check(name: str, field: bytes) -> None:
+    value = field[len(name) + 3 :]
     if name == "prompt":
-        _check_prompts(field.removeprefix(b'"prompt":'))
+        _check_prompts(value)
     elif name == "messages":
-        _check_messages(msgspec.json.decode(b"{%b}" % field, type=Messages).messages or [])
+        _check_messages(value)
+    elif name == "request_ids":
+        _check_strings(name, value)
     elif name == "tokens":
-        if field.count(b",") >= MAX_TOKENS:
-            raise bad_request(f"tokens: at most {MAX_TOKENS} tokens at once", "tokens")
+        if value.count(b",") >= MAX_TOKENS:
+            raise bad_request(f"tokens: at most {MAX_TOKENS} tokens at once", name)
     elif len(field) > (most := MAX_STOP if name == "stop" else MAX_FIELD):
         raise bad_request(f"{name}: {len(field)} bytes are more than the {most} that it may have", name)
 
 
-def _check_messages(messages: list[Message]) -> None:
-    num_parts = sum([len(message.content) for message in messages if isinstance(message.content, list)])
-    if len(messages) > MAX_MESSAGES or num_parts > MAX_MESSAGES:
-        raise bad_request(f"messages: must hold 1 to {MAX_MESSAGES} messages, and as many parts", "messages")
+@cache
+def _opening(kind: type) -> msgspec.json.Decoder[Any]:
+    """Decodes to the first elements of an array, each a `kind`: one more than any may have."""
+    fields = [(f"at{index}", kind | UnsetType, UNSET) for index in range(MAX_ELEMENTS + 1)]
+    return msgspec.json.Decoder(msgspec.defstruct("Opening", fields, array_like=True))
 
 
-def _check_prompts(raw: bytes) -> None:
-    """By a lower bound of how many there are: nothing that could be right is refused."""
-    if raw.startswith(b'"'):
+def _elements(value: bytes, kind: type) -> list[Any]:
+    """Of an array; one more than `MAX_ELEMENTS` when there are more.  Raises msgspec.ValidationError."""
+    return [one for one in msgspec.structs.astuple(_opening(kind).decode(value)) if one is not UNSET]
+
+
+def _check_strings(name: str, value: bytes) -> None:
+    """Of an array that is to hold texts: how many."""
+    with contextlib.suppress(msgspec.ValidationError):  # it is refused when it is decoded, as early
+        if len(_elements(value, msgspec.Raw)) > MAX_ELEMENTS:
+            raise bad_request(f"{name}: at most {MAX_ELEMENTS} in one request", name)
+
+
+def _check_messages(value: bytes) -> None:
+    """Each is decoded whole, whatever it holds: so the values are counted that are no text."""
+    num_parts, num_values = 0, _most_values(value)
+    try:
+        messages = _elements(value, _Text)
+        for message in messages:
+            if (text := bytes(message.content)).startswith(b"["):
+                parts = _elements(text, _Text)
+                num_parts += len(parts)
+                num_values -= sum([_in_text(bytes(part.text)) for part in parts])
+            else:
+                num_values -= _in_text(text)
+            if num_parts > MAX_ELEMENTS:
+                break
+    except msgspec.ValidationError as error:
+        raise bad_request("messages: must be a list of objects, with texts or lists of parts", "messages") from error
+    if len(messages) > MAX_ELEMENTS or num_parts > MAX_ELEMENTS:
+        raise bad_request(f"messages: must hold 1 to {MAX_ELEMENTS} messages, and as many parts", "messages")
+    if num_values > MAX_VALUES:
+        raise bad_request(f"messages: more than {MAX_VALUES} values beside their texts", "messages")
+
+
+def _in_text(text: bytes) -> int:
+    return _most_values(text) if text.startswith(b'"') else 0
+
+
+def _most_values(raw: bytes) -> int:
+    """More than there can be in `raw`: before each stands one of these, where it does not stand in a text."""
+    return len(raw) - len(raw.translate(None, b",[{"))
+
+
+def _check_prompts(value: bytes) -> None:
+    """Prompts within a list fail to be decoded at the first value that is none, so that only their number matters."""
+    if value.startswith(b'"'):
         return
-    quotes = raw.count(b'"')
-    prompts = (quotes - raw.count(b'\\"')) // 2 if quotes else raw.count(b"[") - 1
-    if prompts > MAX_PROMPTS:
+    if b'"' in value:
+        _check_strings("prompt", value)
+    elif value.count(b"[") > MAX_PROMPTS + 1:
         raise bad_request(f"prompt: at most {MAX_PROMPTS} prompts in one request", "prompt")

@@ -11,14 +11,17 @@ import contextlib
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import cast
 
 import uvicorn
 
 from slotwise.server.app import App
 from slotwise.server.connection import Connection
+from slotwise.server.connections import BACKLOG, Connections, backlog_within, most_within, raise_file_limit
 
 FLUSH = 5  # seconds for answers that are written but not yet sent
-BACKLOG = 2048
+LOOK_EVERY = 0.25  # seconds between two looks for connections that are late
 KEEP_ALIVE = 75  # seconds; who asks should be the first to close, and balancers keep idle connections for a minute
 
 
@@ -50,10 +53,14 @@ async def serve(app: App, listener: socket.socket, on_listening: Callable[[str],
     Args:
         on_listening: told the address once requests are taken.
     """
+    settings, file_limit = app.api.settings, raise_file_limit()
+    connections = Connections(most_within(file_limit))
+    protocol = partial(Connection, among=connections, header_timeout=settings.header_timeout,
+                       body_timeout=settings.body_timeout)
     config = uvicorn.Config(
-        app, http=Connection, ws="none", lifespan="off", log_config=None, access_log=False, proxy_headers=False,
-        server_header=False, backlog=BACKLOG, timeout_keep_alive=KEEP_ALIVE,
-        timeout_graceful_shutdown=FLUSH)
+        app, http=cast(type[asyncio.Protocol], protocol), ws="none", lifespan="off", log_config=None,
+        access_log=False, proxy_headers=False, server_header=False, backlog=backlog_within(file_limit),
+        timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=FLUSH)
     server = _Server(config)
     loop = asyncio.get_running_loop()
     stopping: set[asyncio.Task[None]] = set()
@@ -67,7 +74,7 @@ async def serve(app: App, listener: socket.socket, on_listening: Callable[[str],
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
     beside = [loop.create_task(_announce(server, lambda: on_listening(url_of(listener)))),
-              loop.create_task(_without_hope(app, stop))]
+              loop.create_task(_without_hope(app, stop)), loop.create_task(_expire(connections))]
     try:
         await server.serve([listener])
     finally:
@@ -85,6 +92,12 @@ async def _drain(app: App, server: uvicorn.Server) -> None:
 async def _without_hope(app: App, stop: Callable[[], None]) -> None:
     await app.api.service.hopeless.wait()
     stop()
+
+
+async def _expire(connections: Connections) -> None:
+    while True:
+        await asyncio.sleep(LOOK_EVERY)
+        connections.expire(asyncio.get_running_loop().time())
 
 
 async def _announce(server: uvicorn.Server, tell: Callable[[], None]) -> None:

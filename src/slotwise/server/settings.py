@@ -16,6 +16,7 @@ class ServerSettings:
     admin_api_key: str = ""  # the only one that may change scheduling; empty: whoever may come in may
     tiers: tuple[ServedTier, ...] = ()  # classes of service, as at the start
     max_body_bytes: int = 4 << 20  # a million token ids; decoding one holds up every stream for as long as it takes
+    header_timeout: float = 10.0  # seconds for the first byte of a connection, and for the rest of each head
     body_timeout: float = 60.0  # seconds a request's body may take to arrive
     max_choices: int = 1024  # continuations that one request may ask for, prompts times `n`
     shutdown_timeout: float = 30.0  # seconds that running requests get at the end
@@ -27,6 +28,9 @@ class ServerSettings:
     event_log: str = ""  # a file that is written anew, with all that happens; empty: none
     otlp_traces_endpoint: str = ""  # a collector's URL, for OTLP over HTTP; empty: nothing is traced
     log_format: str = TEXT  # of what is written to stderr: see observe.lines
+    host: str = ""  # the address it listens on; on a loopback address without keys, hosts are checked: see browsers
+    allowed_hosts: tuple[str, ...] = ()  # further names in `Host`, without ports; "*": any
+    allowed_origins: tuple[str, ...] = ()  # sites whose pages may use the server, as scheme://host:port; "*": any
     seed: int = 0  # draws the seeds of requests that bring none
 
     @property

@@ -8,10 +8,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from slotwise.server import outline
 from slotwise.server.choice import Choice
 from slotwise.server.errors import bad_request, from_decoding
-
-MAX_ABORTS = 4096  # requests named at once
 
 
 class AbortRequest(msgspec.Struct, kw_only=True):
@@ -24,13 +23,14 @@ class AbortRequest(msgspec.Struct, kw_only=True):
     def decode(cls, body: bytes) -> AbortRequest:
         """Raises ApiError for a body that names nobody, or too many."""
         try:
-            request = msgspec.json.decode(body, type=cls)
+            whole = outline.trimmed(cls, body) if len(body) > outline.LARGE else body
+            request = msgspec.json.decode(whole, type=cls)
         except (ValueError, RecursionError) as error:
             raise from_decoding(error) from error
         if (request.request_id is None) == (request.request_ids is None):
             raise bad_request("give either request_id or request_ids", "request_ids")
-        if len(request.names) > MAX_ABORTS:
-            raise bad_request(f"request_ids: at most {MAX_ABORTS} at once", "request_ids")
+        if len(request.names) > outline.MAX_ABORTS:
+            raise bad_request(f"request_ids: at most {outline.MAX_ABORTS} at once", "request_ids")
         return request
 
     @property

@@ -1,0 +1,103 @@
+"""Keeps pages of other sites, opened in a browser on this machine, from using the server.
+
+A browser sends requests to any address that a page names.  Three checks tell such requests from those of programs:
+
+- `Host`: by DNS rebinding a page's own name may come to mean 127.0.0.1.  A server on a loopback address without keys
+  answers only names that always mean this machine, and those of `--allowed-hosts`.
+- `Origin`: a browser names the site of the page.  It must be this server's own or one of `--allowed-origins`.
+- `Content-Type`: a page may send text/plain or a form anywhere without asking first (a "simple request" of the Fetch
+  standard), but not application/json.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from http import HTTPStatus
+from ipaddress import ip_address
+
+from slotwise.server.errors import ApiError
+from slotwise.server.settings import ServerSettings
+
+Headers = list[tuple[bytes, bytes]]
+JSON = b"application/json"
+WITH_A_BODY = ("POST", "PUT")
+MAX_SHOWN = 100  # characters of a header that an error repeats
+ANY = "*"
+
+_HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[^\[\]:/@]+)(:\d{0,5})?", re.IGNORECASE)
+
+
+class Browsers:
+    """The checks, with what a server was told of hosts and origins."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        local = not settings.all_keys and is_loopback(settings.host)
+        self._names = {name.lower().strip("[]") for name in settings.allowed_hosts}
+        self._checks_host = (local or bool(self._names)) and ANY not in self._names
+        self._names.add(settings.host.lower())
+        self._origins = frozenset(origin.lower() for origin in settings.allowed_origins)
+        self._known_host = lru_cache(256)(self._is_ours)
+
+    def check(self, headers: Mapping[bytes, bytes]) -> Headers:
+        """Headers of the response to a page that may read it.
+
+        Raises:
+            ApiError: the request is for another host, or from a page of another site.
+        """
+        host = headers.get(b"host")
+        if self._checks_host and host is not None and not self._known_host(host):
+            raise ApiError(HTTPStatus.FORBIDDEN, f"this server does not answer for the host {_shown(host)}; start it "
+                           "with --allowed-hosts to add names", "Host", "host_not_allowed")
+        origin = headers.get(b"origin")
+        if origin is None or (host is not None and _authority(origin) == host.lower()):
+            return []
+        if origin.decode("latin-1").lower() not in self._origins and ANY not in self._origins:
+            raise ApiError(HTTPStatus.FORBIDDEN, f"pages of {_shown(origin)} may not use this server; start it with "
+                           "--allowed-origins to let them", "Origin", "origin_not_allowed")
+        return [(b"access-control-allow-origin", origin), (b"vary", b"Origin")]
+
+    def _is_ours(self, host: bytes) -> bool:
+        found = _HOST.fullmatch(host.decode("latin-1"))
+        return found is not None and (found["name"].strip("[]").lower() in self._names or is_loopback(found["name"]))
+
+
+def check_json(headers: Mapping[bytes, bytes]) -> None:
+    """Raises ApiError for a body that is not said to be JSON."""
+    if headers.get(b"content-length", b"0") == b"0" and b"transfer-encoding" not in headers:
+        return
+    given = headers.get(b"content-type", b"")
+    if given.partition(b";")[0].strip().lower() != JSON:
+        raise ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "the body must be sent with Content-Type: application/json, "
+                       f"not {_shown(given) if given else 'without one'}", "Content-Type", "json_needed")
+
+
+def is_preflight(method: str, headers: Mapping[bytes, bytes]) -> bool:
+    """Whether a browser asks if a page may send a request (the Fetch standard's CORS preflight)."""
+    return method == "OPTIONS" and b"origin" in headers and b"access-control-request-method" in headers
+
+
+PREFLIGHT: Headers = [
+    (b"access-control-allow-methods", b"GET, POST, PUT"),
+    (b"access-control-allow-headers", b"authorization, content-type, x-request-id"),
+    (b"access-control-max-age", b"600")]
+
+
+def is_loopback(name: str) -> bool:
+    """Whether a host name or address always means this machine."""
+    name = name.lower().strip("[]").removesuffix(".")
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def _authority(origin: bytes) -> bytes:
+    return origin.lower().partition(b"://")[2]
+
+
+def _shown(header: bytes) -> str:
+    return repr(header.decode("latin-1")[:MAX_SHOWN])

@@ -129,8 +129,8 @@ class Prompts:
         if ids and not (min(ids) >= 0 and max(ids) < self._info.vocab_size):
             raise bad_request(f"{param}: token ids must be between 0 and {self._info.vocab_size - 1}", param)
 
-    def max_tokens(self, asked: int | None, longest_prompt: int, default: int | None) -> int:
-        """How many tokens may be generated: what was asked, else `default` as far as it fits.
+    def max_tokens(self, asked: int | None, longest_prompt: int, default: int | None, param: str = "max_tokens") -> int:
+        """How many tokens may be generated: what was asked in the field `param`, else `default` as far as it fits.
 
         Raises:
             ApiError: what was asked can never fit the model's context, or the whole cache.
@@ -142,9 +142,9 @@ class Prompts:
         if longest_prompt + asked > self._longest:
             raise too_long(
                 f"this model's maximum context length is {self._longest} tokens; you asked for "
-                f"{longest_prompt + asked} ({longest_prompt} in the prompt, {asked} in the output)", "max_tokens")
+                f"{longest_prompt + asked} ({longest_prompt} in the prompt, {asked} in the output)", param)
         if objection := limits.objection(longest_prompt, asked):
-            raise too_long(objection, "max_tokens")
+            raise too_long(objection, param)
         return asked
 
 

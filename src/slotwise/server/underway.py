@@ -26,7 +26,7 @@ class AbortRequest(msgspec.Struct, kw_only=True):
         try:
             request = msgspec.json.decode(body, type=cls)
         except (ValueError, RecursionError) as error:
-            raise from_decoding(error) from error
+            raise from_decoding(error, body) from error
         if (request.request_id is None) == (request.request_ids is None):
             raise bad_request("give either request_id or request_ids", "request_ids")
         if len(request.names) > MAX_ABORTS:

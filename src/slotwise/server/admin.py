@@ -90,7 +90,8 @@ async def reschedule(api: Api, exchange: Exchange) -> None:
 async def abort_requests(api: Api, exchange: Exchange) -> None:
     """End requests in any state by their ids; each that was under way ends with finish_reason `abort`."""
     body = await exchange.body(api.settings.max_body_bytes, api.settings.body_timeout)
-    found = {name: api.underway.abort(exchange.tenant, name) for name in AbortRequest.decode(body).names}
+    scope = api.keys.scope_of(exchange.tenant)
+    found = {name: api.underway.abort(scope, name) for name in AbortRequest.decode(body).names}
     await exchange.respond_json({
         "aborted": [name for name, was_there in found.items() if was_there],
         "not_found": [name for name, was_there in found.items() if not was_there]})

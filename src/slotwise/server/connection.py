@@ -33,6 +33,7 @@ class Connection(HttpToolsProtocol):
                 self.transport.close()
 
     def on_headers_complete(self) -> None:
+        self.scope["transport"] = self.transport  # for the application, which has no other way to it
         super().on_headers_complete()
         self._head = None
 

@@ -114,7 +114,7 @@ async def tokenize(api: Api, exchange: Exchange) -> None:
     if (request.prompt is None) == (request.messages is None):
         raise bad_request("give either prompt or messages", "prompt")
     if request.prompt is None:
-        tokens = await api.prompts.of_chat(request, len(body), {})
+        tokens = await api.prompts.of_chat(request, exchange.holder, {})
     else:
         tokens = await api.prompts.plain(request.prompt, add_special_tokens=request.add_special_tokens is not False)
     texts = [api.prompts.tokenizer.inner.id_to_token(token) for token in tokens] if request.return_token_strs else None

@@ -30,15 +30,14 @@ async def completions(api: Api, exchange: Exchange) -> None:
 
 
 async def chat_completions(api: Api, exchange: Exchange) -> None:
-    body = await _body(api, exchange)
-    request = decode(ChatRequest, body)
+    request = decode(ChatRequest, await _body(api, exchange))
     terms = _check(api, exchange, request)
     variables = request.chat_template_kwargs or {}
     if not variables.keys().isdisjoint(RESERVED_VARIABLES):
         raise bad_request("chat_template_kwargs: names a variable that the request sets", "chat_template_kwargs")
     api.check_room(terms)
     with api.door.entering(terms):
-        prompt = await api.prompts.of_chat(request, len(body), variables)
+        prompt = await api.prompts.of_chat(request, exchange.holder, variables)
     param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     default = _default(api, terms, request, [prompt], None)
     max_tokens = api.prompts.max_tokens(getattr(request, param), len(prompt), default, param)

@@ -9,7 +9,7 @@ import msgspec
 
 from slotwise.core.params import InvalidParams
 from slotwise.engine.service import DRAINING, DUPLICATE_ID, Refused
-from slotwise.text.chat import ChatTemplateError
+from slotwise.text.chat_source import ChatTemplateError
 from slotwise.text.tokenizer import TextTooLong, TokenizerError
 
 TRY_LATER = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)

@@ -19,9 +19,10 @@ class Canary:
     computing time: what other requests cost it, however busy the machine is with other things.
     """
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, key: str = "") -> None:
         self.texts: list[str] = []
         self.gap = 0.0
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._url = server.url + "/v1/completions"
         self._clock = Path(f"/proc/{server.process.pid}/schedstat")
         self._stop = threading.Event()
@@ -39,7 +40,7 @@ class Canary:
         self._thread.join()
 
     def _sing(self) -> None:
-        with httpx.Client(timeout=60) as client:
+        with httpx.Client(timeout=60, headers=self._headers) as client:
             while not self._stop.is_set():
                 with client.stream("POST", self._url, json=BODY) as response:
                     assert response.status_code == 200, response.read()
@@ -55,9 +56,9 @@ class Canary:
 
 
 @contextmanager
-def singing(server: Server, text: str) -> Iterator[Canary]:
+def singing(server: Server, text: str, key: str = "") -> Iterator[Canary]:
     """A canary for as long as the block runs; every time round it must have sung `text`."""
-    canary = Canary(server)
+    canary = Canary(server, key)
     canary.start()
     try:
         yield canary

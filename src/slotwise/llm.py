@@ -103,6 +103,7 @@ class LLM:
     def _job(self, prompt: Prompt, params: SamplingParams) -> _Job:
         text = prompt if isinstance(prompt, str) else None
         ids = self.tokenizer.encode(text) if text is not None else list(_token_ids(prompt))
+        params.check_vocabulary(self.info.vocab_size)
         objection = self.info.limits.objection(len(ids), params.max_tokens)
         if not objection and not all(0 <= token < self.info.vocab_size for token in ids):
             objection = f"a prompt holds token ids outside the vocabulary of {self.info.vocab_size}"

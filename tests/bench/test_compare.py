@@ -152,10 +152,10 @@ def test_the_result_is_json_and_draws_a_report_and_tables(all_compared: Comparis
     ("give each once", {"disciplines": []}),
     ("slots must be at least 1", {"slots": 0}),
     ("a batch_size of 9 needs as many slots", {"batch_size": 9}),
-    ("batch_size must be at least 1", {"batch_size": 0}),
+    ("batch_size must be between 1 and", {"batch_size": 0}),
     ("neither is compared", {"disciplines": ["orca"], "batch_size": 2}),
     ("belongs to dynamic, which is not compared", {"disciplines": ["static"], "max_wait_ms": 5.0}),
-    ("max_wait_ms must be between 0 and an hour", {"max_wait_ms": -1.0}),
+    ("max_wait_ms must be between 0 and 3600000", {"max_wait_ms": -1.0}),
 ])
 def test_impossible_comparisons_are_refused_in_one_line(message: str, asked: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=message) as refusal:

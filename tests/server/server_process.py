@@ -20,8 +20,9 @@ from slotwise.engine.supervisor import Backoff, Supervisor
 from slotwise.server.app import build_app
 from slotwise.server.serve import listen, serve
 from slotwise.server.settings import ServerSettings
+from slotwise.server.templates import Template
 from slotwise.server.tiers import load_tiers
-from slotwise.text.chat import load_chat_template
+from slotwise.text.chat_source import find_chat_template
 from slotwise.text.tokenizer import Tokenizer
 
 LIMITS = {"num_blocks": int, "max_num_seqs": int, "enable_prefix_caching": bool}  # the engine's
@@ -58,10 +59,12 @@ async def main(folder: Path, log: Path, *given: str) -> int:
     supervisor.launch()
     await supervisor.ready()
     tokenizer = Tokenizer.load(folder)
-    app = build_app(service, tokenizer, load_chat_template(folder, tokenizer.special_tokens), settings)
-    for heavy in ("torch", "numpy", "numba"):
+    template = Template(find_chat_template(folder) or "", tokenizer.special_tokens)
+    app = build_app(service, tokenizer, template, settings)
+    for heavy in ("torch", "numpy", "numba", "jinja2"):
         assert heavy not in sys.modules, f"the API process has imported {heavy}"
     await serve(app, listen("127.0.0.1", 0), lambda url: print(url, engines[-1].process.pid, flush=True))
+    template.close()
     await supervisor.end()
     print("engine", engines[-1].process.returncode, flush=True)
     return 1 if service.hopeless.is_set() else 0

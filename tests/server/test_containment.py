@@ -28,7 +28,8 @@ from slotwise.engine.service import EngineService
 from slotwise.engine.wire import encode
 from slotwise.server.app import App, build_app
 from slotwise.server.settings import ServerSettings
-from slotwise.text.chat import load_chat_template
+from slotwise.server.templates import Template
+from slotwise.text.chat_source import find_chat_template
 from slotwise.text.continuation import Continuation
 from slotwise.text.tokenizer import Tokenizer
 
@@ -68,11 +69,12 @@ def scenario(folder: Path, play: Callable[[App, httpx.AsyncClient], Awaitable[No
         try:
             await service.attach(ours, Pulse(60))
             tokenizer = Tokenizer.load(folder)
-            app = build_app(service, tokenizer, load_chat_template(folder, tokenizer.special_tokens),
-                            ServerSettings("toy"))
+            template = Template(find_chat_template(folder) or "", tokenizer.special_tokens)
+            app = build_app(service, tokenizer, template, ServerSettings("toy"))
             async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://toy") as client:
                 await play(app, client)
         finally:
+            template.close()
             service.give_up("enough")
             await asyncio.sleep(0.01)
             thread.join(10)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from live_server import Server, running
 from recorded import Recorded
 from server.test_lifecycle import COMPLETIONS, LONG, SLOW, eventually
@@ -19,8 +22,9 @@ from slotwise.batching.settings import Batching
 from slotwise.core.params import SamplingParams
 from slotwise.observe import log
 from slotwise.observe.ring import Ring
+from slotwise.server.app import ROUTES
 from slotwise.server.events import _View
-from slotwise.server.viewers import MAX_VIEWERS, Curtain
+from slotwise.server.viewers import MAX_OF_ONE, MAX_VIEWERS, Curtain
 
 
 class Watching:
@@ -136,12 +140,52 @@ def test_viewers_are_counted_and_who_leaves_makes_room(folder: Path, tmp_path: P
             with server.client.stream("GET", server.url + "/events") as response:
                 next(response.iter_lines())
         eventually(lambda: server.get("/load").json() == {"server_load": 0})
-        watching = [Watching(server) for _ in range(MAX_VIEWERS)]
+        watching = [Watching(server) for _ in range(MAX_OF_ONE)]
         refused = server.get("/events")
-        assert refused.status_code == 503 and refused.json()["error"]["code"] == "too_many_viewers"
+        assert refused.status_code == 429 and refused.json()["error"]["code"] == "too_many_viewers"
+        assert int(refused.headers["retry-after"]) > 0
         assert server.post(COMPLETIONS, {"prompt": [50], "max_tokens": 3}).status_code == 200
         server.process.send_signal(signal.SIGTERM)
         assert all(len(viewer.ended()) > 3 for viewer in watching)
+
+
+def test_one_key_leaves_places_to_others(folder: Path, tmp_path: Path) -> None:
+    keys = [f"key{number}" for number in range(MAX_VIEWERS // MAX_OF_ONE + 1)]
+    with running(folder, tmp_path / "engine", f"api_keys={','.join(keys)}") as server:
+        watching = [Watching(server, key=keys[0]) for _ in range(MAX_OF_ONE)]
+        refused = server.get("/events", Authorization=f"Bearer {keys[0]}")
+        assert refused.status_code == 429 and refused.json()["error"]["code"] == "too_many_viewers"
+        watching += [Watching(server, key=key) for key in keys[1:-1] for _ in range(MAX_OF_ONE)]
+        assert len(watching) == MAX_VIEWERS
+        assert server.get("/events", Authorization=f"Bearer {keys[-1]}").status_code == 503
+        server.process.send_signal(signal.SIGTERM)
+        assert all(viewer.ended() for viewer in watching)
+
+
+def test_a_viewer_that_does_not_read_is_disconnected(folder: Path, tmp_path: Path) -> None:
+    """The backlog is larger than what sockets and buffers of such a connection hold."""
+    with running(folder, tmp_path / "engine", "seconds_per_step=0") as server:
+        for _ in range(6):
+            assert server.post(COMPLETIONS, {"prompt": [40], "n": 64, "max_tokens": 300}).status_code == 200
+        address = httpx.URL(server.url)
+        with contextlib.ExitStack() as open_sockets:
+            silent = []
+            for _ in range(MAX_OF_ONE):
+                one = open_sockets.enter_context(socket.socket())
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                one.connect((address.host, address.port))
+                one.sendall(b"GET /events HTTP/1.1\r\nHost: x\r\n\r\n")
+                silent.append(one)
+            for one in silent:
+                assert one.recv(1)
+            eventually(lambda: server.get("/events?follow=0").status_code == 429)
+            eventually(lambda: server.get("/events?follow=0").status_code == 200)
+            eventually(lambda: server.get("/load").json() == {"server_load": 0})
+            for one in silent:
+                one.settimeout(30)
+                with contextlib.suppress(ConnectionResetError):
+                    while one.recv(1 << 20):
+                        pass
 
 
 def test_others_requests_are_seen_and_not_read(folder: Path, tmp_path: Path) -> None:
@@ -159,6 +203,61 @@ def test_others_requests_are_seen_and_not_read(folder: Path, tmp_path: Path) -> 
             assert not any(request.salt for request in watching.of(log.Request))
             told = [row for step in watching.of(log.Step) for row in step.tokens]
             assert {token for row in told for token in row} == tokens and sum(map(len, told)) == 6
+
+
+TIERS = """
+[[tier]]
+name = "high"
+api_keys = ["one"]
+[[tier]]
+name = "low"
+api_keys = ["two"]
+"""
+
+
+@pytest.mark.parametrize(("settings", "tenants"), [
+    (("api_keys=one",), ("one",)), (("api_keys=one,two",), ("one", "two")), (("tiers={tiers}",), ("one", "two"))])
+def test_a_tenant_sees_its_own_requests_and_the_admin_those_of_all(
+        folder: Path, tmp_path: Path, settings: tuple[str, ...], tenants: tuple[str, ...]) -> None:
+    (tmp_path / "tiers").write_text(TIERS)
+    given = [setting.format(tiers=tmp_path / "tiers") for setting in settings]
+    with running(folder, tmp_path / "engine", *given, "admin_api_key=admin", "seconds_per_step=0.05") as server, \
+            contextlib.ExitStack() as streams:
+        keys = (*tenants, "admin")
+        for key in keys:
+            response = streams.enter_context(server.client.stream(
+                "POST", server.url + COMPLETIONS,
+                json={"prompt": [40], "max_tokens": 400, "stop": f"secret of {key}", "stream": True},
+                headers={"Authorization": f"Bearer {key}", "X-Request-Id": f"name-of-{key}"}))
+            assert response.status_code == 200
+        eventually(lambda: all(server.get(f"/explain/name-of-{key}", Authorization="Bearer admin").status_code == 200
+                               for key in keys))
+        for key in keys:
+            text = log.encode_lines(written(server, key=key).entries).decode()
+            for other in keys:
+                may = other == key or key == "admin"
+                assert (f"secret of {other}" in text) == (f"name-of-{other}" in text) == may, (key, other)
+                for path in ("explain", "requests"):
+                    answer = server.get(f"/{path}/name-of-{other}", Authorization=f"Bearer {key}")
+                    assert answer.status_code == (200 if may else 404), (path, key, other)
+        for key in tenants:
+            others = [f"name-of-{other}" for other in keys if other != key]
+            answer = server.post("/abort_requests", {"request_ids": others}, Authorization=f"Bearer {key}")
+            assert answer.json() == {"aborted": [], "not_found": others}
+        names = [f"name-of-{key}" for key in keys]
+        answer = server.post("/abort_requests", {"request_ids": names}, Authorization="Bearer admin")
+        assert answer.json() == {"aborted": names, "not_found": []}
+
+
+@pytest.mark.parametrize("path", [re.sub(r"{\w+:path}", "toy", path) for method, path, _ in ROUTES if method == "GET"])
+def test_a_head_is_answered_as_a_get_would_be_and_ends(server: Server, path: str) -> None:
+    expected = server.get(path + ("?follow=0" if path == "/events" else ""))
+    for _ in range(MAX_OF_ONE + 1):
+        answer = server.client.head(server.url + path)
+        assert answer.status_code == expected.status_code and answer.content == b""
+        assert answer.headers["content-type"] == expected.headers["content-type"]
+        assert answer.headers["x-request-id"]
+    eventually(lambda: server.get("/load").json() == {"server_load": 0})
 
 
 def test_a_curtain_hides_what_is_said_of_others_ends() -> None:

@@ -11,6 +11,9 @@ from slotwise.core.seams import Discipline
 
 KINDS = ("continuous", "orca", "dynamic", "static", "one_at_a_time")
 PREFILLS = ("chunked", "inline", "alone")
+LARGEST = 1 << 31  # of integers: larger ones mean nothing, and could not be sent to an engine
+RANGES: dict[str, tuple[float, float]] = {  # of numbers, both ends included
+    "batch_size": (1, LARGEST), "max_wait_ms": (0, 3_600_000), "long_prefill_token_threshold": (0, LARGEST)}
 MAX_WAIT_MS = 50.0  # where `dynamic` is not told
 
 
@@ -40,12 +43,10 @@ class Batching:
                       kinds=("continuous",))
         if self.long_prefill_token_threshold and self.prefill not in (None, "chunked"):
             raise ValueError(f"long_prefill_token_threshold cuts prompts, and prefill {self.prefill} does not")
-        if self.long_prefill_token_threshold < 0:
-            raise ValueError("long_prefill_token_threshold must be 0 (off) or positive")
-        if self.batch_size is not None and self.batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, not {self.batch_size}")
-        if self.max_wait_ms is not None and not 0 <= self.max_wait_ms <= 3_600_000:
-            raise ValueError(f"max_wait_ms must be between 0 and an hour, not {self.max_wait_ms}")
+        for name, (least, most) in RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                raise ValueError(f"{name} must be between {least} and {most}, not {value}")
 
     def _belongs(self, name: str, *, given: bool, kinds: tuple[str, ...]) -> None:
         if given and self.kind not in kinds:

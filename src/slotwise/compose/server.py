@@ -30,7 +30,8 @@ from slotwise.server.app import build_app
 from slotwise.server.generate import Api
 from slotwise.server.serve import listen, serve
 from slotwise.server.settings import ServerSettings
-from slotwise.text.chat import load_chat_template
+from slotwise.server.templates import Template
+from slotwise.text.chat_source import find_chat_template
 from slotwise.text.tokenizer import Tokenizer
 
 MB = 1e6  # bytes
@@ -49,8 +50,8 @@ def run_server(
         first: an engine process, started with `config`; it ends with the server.
 
     Raises:
-        OSError, TokenizerError, EngineError, TracesError: one line that says what is wrong, before anything is
-            served.
+        OSError, TokenizerError, ChatTemplateError, EngineError, TracesError: one line that says what is wrong, before
+            anything is served.
     """
     lines.set_up(settings.log_format)
     try:
@@ -74,10 +75,13 @@ async def _serve(
             return launch_engine(_like(config, last), settings.log_format)
 
     supervisor = Supervisor(service, launch, settings.engine_timeout)
+    chat: Template | None = None
     try:
         supervisor.launch()
         tokenizer = Tokenizer.load(config.model)
-        chat = load_chat_template(config.model, tokenizer.special_tokens, template)
+        if source := find_chat_template(config.model, template):
+            chat = Template(source, tokenizer.special_tokens)
+            await chat.check()  # the engine is loading meanwhile
         with bar:
             info = await supervisor.ready()
         cores.leave_to(first.process.pid)
@@ -87,6 +91,8 @@ async def _serve(
             async with _observed(app.api, traces, settings.event_log):
                 await serve(app, listener, lambda url: _greet(url, info, settings, time.monotonic() - first.started))
     finally:
+        if chat is not None:
+            chat.close()
         await supervisor.end()
     return 1 if service.hopeless.is_set() else 0
 

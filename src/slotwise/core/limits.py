@@ -10,6 +10,8 @@ RECOMPUTE = "recompute"  # it waits, and is computed again
 ERROR = "error"  # it ends, and is told why
 PRESSURES = (RECOMPUTE, ERROR)
 
+LEAST_MS, MOST_MS = 0.001, 3_600_000.0  # of times in milliseconds
+
 LOADS = 4  # tokens a step may load from host memory for each that it may compute, which takes several times as long
 
 
@@ -43,8 +45,8 @@ class SchedulerLimits:
             raise ValueError(f"on_pressure must be one of {', '.join(PRESSURES)}, not {self.on_pressure!r}")
         for name in ("max_step_ms", "max_stall_ms"):
             milliseconds = getattr(self, name)
-            if milliseconds is not None and not 0 < milliseconds <= 3_600_000:
-                raise ValueError(f"{name} must be positive and at most an hour, not {milliseconds}")
+            if milliseconds is not None and not LEAST_MS <= milliseconds <= MOST_MS:
+                raise ValueError(f"{name} must be at least {LEAST_MS:g} and at most an hour, not {milliseconds}")
         self._check_tiers()
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "

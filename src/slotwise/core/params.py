@@ -2,15 +2,73 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from math import isfinite
+from numbers import Integral, Real
+from typing import NamedTuple
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
+MAX_BIAS = 100.0
 MAX_N = 128
+INT64 = 2**63 - 1
+
+
+class Range(NamedTuple):
+    """The values a number may have, both ends included."""
+
+    kind: type[int] | type[float]
+    least: float
+    most: float
+    optional: bool = False  # None is allowed
+
+    @property
+    def words(self) -> str:
+        what = "an integer" if self.kind is int else "a number"
+        return f"must be {what} between {self.least:g} and " + ("2^63 - 1" if self.most == INT64 else f"{self.most:g}")
+
+    def checked(self, value: object) -> int | float | None:
+        """`value` as an `int`, a `float` or None.
+
+        Raises:
+            ValueError: it is not a number of this kind, or out of range.
+        """
+        if value is None and self.optional:
+            return None
+        if type(value) is not self.kind:
+            wanted = Integral if self.kind is int else Real
+            if isinstance(value, bool) or not isinstance(value, wanted):
+                raise ValueError(f"{self.words}, not {value!r:.40}")
+        try:
+            number: int | float = self.kind(value)  # type: ignore[arg-type]
+        except OverflowError:
+            raise ValueError(f"{self.words}, not {value!r:.40}") from None
+        if not self.least <= number <= self.most:  # no comparison with NaN holds
+            raise ValueError(f"{self.words}, not {value!r:.40}")
+        return number
+
+
+# Logits are float32.  The smallest `top_p` is one that float32 can tell from 0; a repetition penalty divides and
+# multiplies logits, and within its range none of them overflows.
+RANGES = {
+    "n": Range(int, 1, MAX_N),
+    "temperature": Range(float, 0, 100),
+    "top_p": Range(float, 1e-30, 1),
+    "top_k": Range(int, -1, INT64),
+    "min_p": Range(float, 0, 1),
+    "max_tokens": Range(int, 1, INT64, optional=True),
+    "min_tokens": Range(int, 0, INT64),
+    "seed": Range(int, -INT64, INT64, optional=True),
+    "logprobs": Range(int, 0, MAX_LOGPROBS, optional=True),
+    "presence_penalty": Range(float, -2, 2),
+    "frequency_penalty": Range(float, -2, 2),
+    "repetition_penalty": Range(float, 0.01, 100),
+}
+TOKEN_ID = Range(int, 0, INT64)
+BIAS = Range(float, -MAX_BIAS, MAX_BIAS)
 
 
 class InvalidParams(ValueError):
@@ -24,6 +82,13 @@ class InvalidParams(ValueError):
 def _require(param: str, *, holds: bool, message: str) -> None:
     if not holds:
         raise InvalidParams(param, message)
+
+
+def _checked(param: str, allowed: Range, value: object) -> int | float | None:
+    try:
+        return allowed.checked(value)
+    except ValueError as error:
+        raise InvalidParams(param, str(error)) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,38 +117,32 @@ class SamplingParams:
     logit_bias: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("stop", "stop_token_ids"):
-            value = getattr(self, name)
-            object.__setattr__(self, name, (value,) if isinstance(value, (str, int)) else tuple(value or ()))
-        self._check_numbers()
-        self._check_lengths()
-
-    def _check_numbers(self) -> None:
-        floats = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-        for name in floats:
-            _require(name, holds=isfinite(getattr(self, name)), message="must be a finite number")
-        _require("temperature", holds=0 <= self.temperature <= 100, message="must be between 0 and 100")
-        _require("top_p", holds=0 < self.top_p <= 1, message="must be above 0 and at most 1")
-        _require("min_p", holds=0 <= self.min_p <= 1, message="must be between 0 and 1")
-        _require("top_k", holds=self.top_k >= -1, message="must be 0 or -1 (all tokens) or positive")
-        _require("repetition_penalty", holds=0 < self.repetition_penalty <= 100, message="must be above 0, at most 100")
-        for name in ("presence_penalty", "frequency_penalty"):
-            _require(name, holds=-2 <= getattr(self, name) <= 2, message="must be between -2 and 2")
-        _require("n", holds=1 <= self.n <= MAX_N, message=f"must be between 1 and {MAX_N}")
+        for name, allowed in RANGES.items():
+            object.__setattr__(self, name, _checked(name, allowed, getattr(self, name)))
         top = self.max_tokens
-        _require("max_tokens", holds=top is None or top >= 1, message="must be at least 1")
-        _require("min_tokens", holds=0 <= self.min_tokens <= (top or self.min_tokens),
-                 message="must be between 0 and max_tokens")
-        _require("seed", holds=self.seed is None or -(2**63) <= self.seed < 2**63, message="must fit 64 bits")
-        _require("logprobs", holds=self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
-                 message=f"must be between 0 and {MAX_LOGPROBS}")
+        _require("min_tokens", holds=top is None or self.min_tokens <= top, message="must be between 0 and max_tokens")
+        self._check_stops()
+        _require("logit_bias", holds=isinstance(self.logit_bias, dict), message="must be an object of token ids")
+        _require("logit_bias", holds=len(self.logit_bias) <= MAX_LOGIT_BIAS, message=f"at most {MAX_LOGIT_BIAS} tokens")
+        object.__setattr__(self, "logit_bias", {
+            _checked("logit_bias", TOKEN_ID, token): _checked("logit_bias", BIAS, bias)
+            for token, bias in self.logit_bias.items()})
 
-    def _check_lengths(self) -> None:
+    def _check_stops(self) -> None:
+        for name, kind in (("stop", str), ("stop_token_ids", int)):
+            value = getattr(self, name)
+            _require(name, holds=value is None or isinstance(value, (kind, Iterable)), message="must be a list")
+            object.__setattr__(self, name, (value,) if isinstance(value, kind) else tuple(value or ()))
         _require("stop", holds=len(self.stop) <= MAX_STOP_STRINGS, message=f"at most {MAX_STOP_STRINGS} strings")
-        _require("stop", holds=all(0 < len(s) <= MAX_STOP_LENGTH for s in self.stop),
-                 message=f"each string must have 1 to {MAX_STOP_LENGTH} characters")
+        _require("stop", holds=all(isinstance(s, str) and 0 < len(s) <= MAX_STOP_LENGTH for s in self.stop),
+                 message=f"each must be a string of 1 to {MAX_STOP_LENGTH} characters")
         _require("stop_token_ids", holds=len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
                  message=f"at most {MAX_STOP_TOKEN_IDS} ids")
-        _require("logit_bias", holds=len(self.logit_bias) <= MAX_LOGIT_BIAS, message=f"at most {MAX_LOGIT_BIAS} tokens")
-        _require("logit_bias", holds=all(-100 <= b <= 100 for b in self.logit_bias.values()),
-                 message="each bias must be between -100 and 100")
+        object.__setattr__(self, "stop_token_ids", tuple([
+            _checked("stop_token_ids", TOKEN_ID, token) for token in self.stop_token_ids]))
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raises InvalidParams for a token id that the model does not have."""
+        for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
+            _require(name, holds=all(token < vocab_size for token in ids),
+                     message=f"token ids must be between 0 and {vocab_size - 1}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PRIORITIES = range(-1000, 1001)
+LEAST_WEIGHT, MOST_WEIGHT = 0.001, 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,8 @@ class Tier:
         Terms("", self.name, self.priority, self.ttft, self.tpot)
         if not self.name:
             raise ValueError("a tier needs a name")
-        if not 0 < self.weight <= 1e6:
-            raise ValueError(f"tier {self.name}: weight must be positive, not {self.weight}")
+        if not LEAST_WEIGHT <= self.weight <= MOST_WEIGHT:
+            raise ValueError(f"tier {self.name}: weight must be between {LEAST_WEIGHT:g} and {MOST_WEIGHT:g}, not "
+                             f"{self.weight}")
         if self.slots < 0 or self.max_step_context < 0:
             raise ValueError(f"tier {self.name}: slots and max_step_context must not be negative")

@@ -10,16 +10,20 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, TypeVar
 
-from slotwise.batching.settings import KINDS, PREFILLS, Batching
-from slotwise.core.limits import SchedulerLimits
+from slotwise.batching import settings as batching_settings
+from slotwise.batching.settings import KINDS, LARGEST, PREFILLS, Batching
+from slotwise.core.limits import LEAST_MS, MOST_MS, SchedulerLimits
 from slotwise.core.seams import Discipline, Policy
 from slotwise.core.steptime import StepTimes
 from slotwise.core.terms import Tier
+from slotwise.policies import settings as policy_settings
 from slotwise.policies.settings import POLICIES, Ordering
 
 LIMITS = ("max_num_seqs", "max_num_batched_tokens", "max_step_ms", "max_stall_ms", "max_step_context")
-LARGEST = 1 << 31  # of integers: larger ones mean nothing, and could not be sent to an engine
-
+RANGES: dict[str, tuple[float, float]] = {  # of all numbers that may be changed, both ends included
+    **batching_settings.RANGES, **policy_settings.RANGES,
+    "max_num_seqs": (1, LARGEST), "max_num_batched_tokens": (1, LARGEST), "max_step_ms": (LEAST_MS, MOST_MS),
+    "max_stall_ms": (LEAST_MS, MOST_MS), "max_step_context": (0, LARGEST)}
 MAX_TIERS = 64
 
 Settings = TypeVar("Settings", Batching, Ordering)
@@ -127,11 +131,11 @@ def changes_schema() -> dict[str, Any]:
         properties |= of(settings)
         properties[kind] = properties.pop("kind") | {"enum": values}
     properties["prefill"] = {"enum": [*PREFILLS, None]}
-    counts = {name: {"type": "integer", "minimum": 1} for name in ("max_num_seqs", "max_num_batched_tokens")}
-    milliseconds = {"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "null"}]}
-    times = {"max_step_ms": milliseconds, "max_stall_ms": milliseconds,
-             "max_step_context": {"type": "integer", "minimum": 0}}
-    return {"type": "object", "properties": properties | counts | times, "additionalProperties": False}
+    for name, (least, most) in RANGES.items():
+        kind_of = SETTING_KINDS[name]
+        number = {"type": "integer" if kind_of.startswith("int") else "number", "minimum": least, "maximum": most}
+        properties[name] = {"anyOf": [number, {"type": "null"}]} if kind_of.endswith("None") else number
+    return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
 def _check(name: str, value: object, kind: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from slotwise.core.limits import LEAST_MS
 from slotwise.core.seams import Policy
 from slotwise.core.steptime import StepTimes
 from slotwise.core.terms import Tier
@@ -20,6 +21,9 @@ GAP = 1
 QUANTILE = 0.5
 TTFT_MS = 10_000.0
 MAX_MS = 86_400_000.0
+RANGES: dict[str, tuple[float, float]] = {  # of numbers, both ends included
+    "ageing": (0.001, 86_400), "preemption_gap": (1, 10_000), "length_quantile": (0, 1),
+    "default_ttft_ms": (LEAST_MS, MAX_MS)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +51,10 @@ class Ordering:
         self._belongs("length_oracle", given=self.length_oracle, kinds=("shortest",))
         self._belongs("default_ttft_ms", given=self.default_ttft_ms is not None, kinds=("deadline",))
         self._belongs("shed_late", given=self.shed_late, kinds=("deadline",))
-        if self.ageing is not None and not 0.001 <= self.ageing <= 86_400:
-            raise ValueError(f"ageing must be between a millisecond and a day, in seconds, not {self.ageing}")
-        if self.preemption_gap is not None and not 1 <= self.preemption_gap <= 10_000:
-            raise ValueError(f"preemption_gap must be at least 1, not {self.preemption_gap}")
-        if self.length_quantile is not None and not 0 <= self.length_quantile <= 1:
-            raise ValueError(f"length_quantile must be between 0 and 1, not {self.length_quantile}")
-        if self.default_ttft_ms is not None and not 0 < self.default_ttft_ms < MAX_MS:
-            raise ValueError(f"default_ttft_ms must be positive and less than a day, not {self.default_ttft_ms}")
+        for name, (least, most) in RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                raise ValueError(f"{name} must be between {least} and {most}, not {value}")
 
     def _belongs(self, name: str, *, given: bool, kinds: tuple[str, ...]) -> None:
         if given and self.kind not in kinds:

@@ -90,7 +90,8 @@ async def reschedule(api: Api, exchange: Exchange) -> None:
 async def abort_requests(api: Api, exchange: Exchange) -> None:
     """End requests in any state by their ids; each that was under way ends with finish_reason `abort`."""
     body = await exchange.body(api.settings.max_body_bytes, api.settings.body_timeout)
-    found = {name: api.underway.abort(exchange.tenant, name) for name in AbortRequest.decode(body).names}
+    scope = api.keys.scope_of(exchange.tenant)
+    found = {name: api.underway.abort(scope, name) for name in AbortRequest.decode(body).names}
     await exchange.respond_json({
         "aborted": [name for name, was_there in found.items() if was_there],
         "not_found": [name for name, was_there in found.items() if not was_there]})
@@ -113,7 +114,7 @@ async def tokenize(api: Api, exchange: Exchange) -> None:
     if (request.prompt is None) == (request.messages is None):
         raise bad_request("give either prompt or messages", "prompt")
     if request.prompt is None:
-        tokens = await api.prompts.of_chat(request, len(body), {})
+        tokens = await api.prompts.of_chat(request, exchange.holder, {})
     else:
         tokens = await api.prompts.plain(request.prompt, add_special_tokens=request.add_special_tokens is not False)
     texts = [api.prompts.tokenizer.inner.id_to_token(token) for token in tokens] if request.return_token_strs else None

@@ -28,8 +28,8 @@ from slotwise.server.generate import Api
 from slotwise.server.openapi import document
 from slotwise.server.prompts import Prompts
 from slotwise.server.settings import ServerSettings
+from slotwise.server.templates import Template
 from slotwise.server.timeline import timeline
-from slotwise.text.chat import ChatTemplate
 from slotwise.text.tokenizer import Tokenizer
 
 Endpoint = Callable[[Api, Exchange], Awaitable[None]]
@@ -69,7 +69,7 @@ REJECTIONS = ("context_length_exceeded", "tokenizer_busy")  # codes of errors th
 logger = logging.getLogger(__name__)
 
 
-def build_app(service: EngineService, tokenizer: Tokenizer, chat_template: ChatTemplate | None,
+def build_app(service: EngineService, tokenizer: Tokenizer, chat_template: Template | None,
               settings: ServerSettings, step_times: StepTimes | None = None) -> App:
     """The application over an engine that is ready.
 

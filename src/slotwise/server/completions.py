@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import InvalidParams, SamplingParams
 from slotwise.core.terms import Terms
-from slotwise.server.errors import bad_request
+from slotwise.server.errors import bad_request, from_params
 from slotwise.server.exchange import Exchange, checked_request_id
 from slotwise.server.generate import Api, Job, answer
 from slotwise.server.protocol import ChatRequest, CompletionRequest, Generate, check_model, decode
@@ -30,17 +30,17 @@ async def completions(api: Api, exchange: Exchange) -> None:
 
 
 async def chat_completions(api: Api, exchange: Exchange) -> None:
-    body = await _body(api, exchange)
-    request = decode(ChatRequest, body)
+    request = decode(ChatRequest, await _body(api, exchange))
     terms = _check(api, exchange, request)
     variables = request.chat_template_kwargs or {}
     if not variables.keys().isdisjoint(RESERVED_VARIABLES):
         raise bad_request("chat_template_kwargs: names a variable that the request sets", "chat_template_kwargs")
     api.check_room(terms)
     with api.door.entering(terms):
-        prompt = await api.prompts.of_chat(request, len(body), variables)
-    asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-    max_tokens = api.prompts.max_tokens(asked, len(prompt), _default(api, terms, request, [prompt], None))
+        prompt = await api.prompts.of_chat(request, exchange.holder, variables)
+    param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+    default = _default(api, terms, request, [prompt], None)
+    max_tokens = api.prompts.max_tokens(getattr(request, param), len(prompt), default, param)
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     params = request.sampling_params(max_tokens, logprobs)
     await _answer(api, exchange, CHAT, Asked(request, terms, [prompt], params))
@@ -57,7 +57,10 @@ class Asked(NamedTuple):
 
 async def _answer(api: Api, exchange: Exchange, shape: Shape, asked: Asked) -> None:
     request, terms, prompts, params = asked
-    _check_ids(api, params)
+    try:
+        params.check_vocabulary(api.service.info.vocab_size)
+    except InvalidParams as error:
+        raise from_params(error) from error
     tier = terms.tier or (UNTIERED if request.service_tier is not None else "")
     heading = Heading.now(shape, exchange.request_id, api.settings.served_model_name, tier)
     salt = _salt(exchange.tenant, request.cache_salt)
@@ -93,10 +96,3 @@ def _check(api: Api, exchange: Exchange, request: Generate) -> Terms:
     if request.request_id is not None:
         exchange.request_id = checked_request_id(request.request_id, "request_id")
     return api.terms(request, exchange.tenant)
-
-
-def _check_ids(api: Api, params: SamplingParams) -> None:
-    vocab_size = api.service.info.vocab_size
-    for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
-        if any(not 0 <= token < vocab_size for token in ids):
-            raise bad_request(f"{name}: token ids must be between 0 and {vocab_size - 1}", name)

@@ -118,6 +118,7 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self.transport.is_closing():
             return
+        self.scope["transport"] = self.transport  # for the application, which has no other way to it
         super().on_headers_complete()
         self._head = None
         self.deadline = NEVER

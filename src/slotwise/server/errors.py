@@ -9,13 +9,17 @@ import msgspec
 
 from slotwise.core.params import InvalidParams
 from slotwise.engine.service import DRAINING, DUPLICATE_ID, Refused
-from slotwise.text.chat import ChatTemplateError
+from slotwise.text.chat_source import ChatTemplateError
 from slotwise.text.tokenizer import TextTooLong, TokenizerError
 
 TRY_LATER = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 SHED = "shed"  # it could no longer be in time
 
 _AT = re.compile(r"^(?P<what>.*) - at (?:`key` in )?`\$\.?(?P<param>[^`.\[]*)(?P<rest>[^`]*)`$", re.DOTALL)
+_BYTE = re.compile(r"\(byte (\d+)\)$")
+_KEY = re.compile(rb'"([A-Za-z_]\w{0,63})"\s*:')
+_NOT_JSON = re.compile(rb"-?(NaN|Infinity|nan|inf)")
+NEAR = 200  # bytes before an error in which to look for the name of its field
 
 
 class ErrorContent(msgspec.Struct):
@@ -110,14 +114,25 @@ def from_text(error: TokenizerError | ChatTemplateError, param: str) -> ApiError
     return too_long(str(error), param) if isinstance(error, TextTooLong) else bad_request(str(error), param)
 
 
-def from_decoding(error: Exception) -> ApiError:
+def from_decoding(error: Exception, body: bytes) -> ApiError:
     """Of a body that is not JSON, or not of the shape it should have: `param` names the field."""
     if not isinstance(error, msgspec.ValidationError):
-        return bad_request(f"the body is not valid JSON: {error}", code="malformed_json")
+        return _malformed(str(error), body)
     found = _AT.match(str(error))
     if found is None:
         return bad_request(str(error))
     return bad_request(f"{found['param']}{found['rest']}: {found['what']}", found["param"] or None)
+
+
+def _malformed(message: str, body: bytes) -> ApiError:
+    """Names the field that was being read, as far as that can be seen from a few bytes before the error."""
+    place = _BYTE.search(message)
+    at = int(place[1]) if place is not None else 0
+    keys = _KEY.findall(body[max(0, at - NEAR):at])
+    param = keys[-1].decode() if keys else None
+    where = f", at or after {param}" if param else ""
+    hint = "; NaN and Infinity are not JSON" if _NOT_JSON.match(body, at) else ""
+    return bad_request(f"the body is not valid JSON: {message}{where}{hint}", param, "malformed_json")
 
 
 def from_ending(reason: str, message: str) -> ApiError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable
 from urllib.parse import parse_qsl
 
@@ -16,7 +17,11 @@ from slotwise.server.viewers import Curtain
 SWITCHES = ("backlog", "follow")  # 0 or 1, both 1 where they are not given
 EVERY = 0.1  # seconds between two looks at what is new
 MOST = 64  # entries encoded at a time: a millisecond in which no other stream is served
+UNREAD = 10.0  # seconds a viewer has to read what was written, beyond what sockets and buffers hold
+MAX_UNSENT = 128 << 10  # bytes of them
 NDJSON = b"application/x-ndjson"
+
+logger = logging.getLogger(__name__)
 
 
 async def events(api: Api, exchange: Exchange) -> None:
@@ -27,22 +32,38 @@ async def events(api: Api, exchange: Exchange) -> None:
     """
     switches = _switches(exchange)
     api.later.flush()
-    view = _View(api.recorder.ring, Curtain(exchange.tenant if api.keys.several else ""))
+    view = _View(api.recorder.ring, Curtain(api.keys.scope_of(exchange.tenant)))
     gone = asyncio.Event()
-    with api.viewers.entering():
+    with api.viewers.entering(exchange.holder):
+        if exchange.is_head:
+            await exchange.event(b"", NDJSON)
+            await exchange.close()
+            return
+        exchange.limit_unsent(MAX_UNSENT)
         async with exchange.watched(gone.set):
-            await exchange.event(view.opening() if switches["backlog"] else view.opening_now(), NDJSON)
+            await _tell(exchange, view.opening() if switches["backlog"] else view.opening_now(), gone)
             while not gone.is_set():
                 is_ending = not switches["follow"] or (api.service.draining and api.service.state != "busy")
                 api.later.flush()
                 if lines := view.more():
-                    await exchange.event(lines)
+                    await _tell(exchange, lines, gone)
                     await asyncio.sleep(0)  # a socket that takes all at once would let nobody else have a turn
                 elif is_ending:
                     break
                 else:
                     await asyncio.sleep(EVERY)
             await exchange.close()
+
+
+async def _tell(exchange: Exchange, lines: bytes, gone: asyncio.Event) -> None:
+    """Write `lines`.  A viewer that leaves them unread for `UNREAD` seconds is disconnected, and `gone` is set."""
+    try:
+        async with asyncio.timeout(UNREAD):
+            await exchange.event(lines, NDJSON)
+    except TimeoutError:
+        logger.warning("a viewer of the events was disconnected: it read nothing for %g seconds", UNREAD)
+        exchange.abort()
+        await gone.wait()
 
 
 def _switches(exchange: Exchange) -> dict[str, bool]:

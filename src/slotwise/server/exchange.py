@@ -6,6 +6,7 @@ Streams write straight to `send`: a layer between would cost as much as everythi
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -41,6 +42,17 @@ class Exchange:
         self.last_told: Callable[[], Headers] = list  # more of them, as they are when the response begins
         self._receive = receive
         self._send = send
+
+    @property
+    def is_head(self) -> bool:
+        """Only the head of the response was asked for."""
+        return bool(self.scope["method"] == "HEAD")
+
+    @property
+    def holder(self) -> str:
+        """What per-client bounds count by: the tenant of the key, else the client's address."""
+        client = self.scope.get("client")
+        return self.tenant or (client[0] if client else "")
 
     # -- in ------------------------------------------------------------------------------------------------------
 
@@ -114,6 +126,15 @@ class Exchange:
     async def close(self, rest: bytes = b"") -> None:
         """The rest of a stream."""
         await self._send({"type": "http.response.body", "body": rest})
+
+    def abort(self) -> None:
+        """Close the connection at once; what is written and not yet sent is dropped."""
+        self.scope["transport"].abort()
+
+    def limit_unsent(self, num_bytes: int) -> None:
+        """Bound what the kernel keeps for a client that does not read; Linux allows twice as much."""
+        sock = self.scope["transport"].get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, num_bytes)
 
     async def _start(self, status: int, headers: Headers) -> None:
         self.started = True

@@ -58,7 +58,7 @@ def _explained(lines: Sequence[bytes], times: StepTimes, which: Callable[[Facts]
 async def of_request(api: Api, exchange: Exchange) -> None:
     """Where the time of a request went, by its `X-Request-Id` or the `id` of its response."""
     api.explainer.check_room()
-    name, tenant = exchange.scope["path_params"]["request_id"], exchange.tenant
+    name, tenant = exchange.scope["path_params"]["request_id"], api.keys.scope_of(exchange.tenant)
     told = await api.explainer.explain(api, lambda facts: facts.belongs_to(tenant) and facts.is_named(name))
     if not told:
         raise ApiError(HTTPStatus.NOT_FOUND, "no request of that name is remembered whole", "request_id",

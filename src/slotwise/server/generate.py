@@ -195,7 +195,7 @@ async def _answered(api: Api, exchange: Exchange, job: Job, choices: list[Choice
         finish(choices, "abort")
 
     try:
-        with api.underway.listed(exchange.tenant, names, Life(abort, choices, job.terms.tier)):
+        with api.underway.listed(names, Life(exchange.tenant, abort, choices, job.terms.tier)):
             async with exchange.watched(abort):
                 await (_stream if job.request.stream else _whole)(api, exchange, job, choices)
     except ApiError as error:

@@ -31,11 +31,6 @@ class Keys:
         """Nobody comes in without one."""
         return bool(self._tenants)
 
-    @property
-    def several(self) -> bool:
-        """More than one tenant."""
-        return len(self._tenants) > 1
-
     def name_of(self, key: str) -> str:
         """The name of whoever holds `key`."""
         return self._digest(key.encode())
@@ -43,6 +38,14 @@ class Keys:
     def is_admin(self, tenant: str) -> bool:
         """Whether that is whose key alone may change how the server works."""
         return bool(self._admin) and tenant == self._admin
+
+    def scope_of(self, tenant: str) -> str:
+        """The tenant whose requests `tenant` may see and abort: its own; "": those of all.
+
+        All are visible with the admin key, and where at most one key opens the server.
+        """
+        only = len({*self._tenants, *([self._admin] if self._admin else [])}) <= 1
+        return "" if only or not self._tenants or self.is_admin(tenant) else tenant
 
     def tenant(self, authorization: bytes) -> str:
         """A name for whoever holds the key in this header; empty when there are no keys.

@@ -37,6 +37,7 @@ AT_ANY_ROUTE = (HTTPStatus.BAD_REQUEST, HTTPStatus.UNAUTHORIZED, HTTPStatus.FORB
 EVENT: Json = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 WITH_A_BODY = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNSUPPORTED_MEDIA_TYPE)
 WHEN_GENERATING = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.GATEWAY_TIMEOUT)
+BOUNDED_BY_CLIENT = ("/events", "/explain/{request_id:path}")  # 429 beyond what one key may have at once
 QUEUE: Json = {
     POSITION: {"description": "How many waited for a slot before it when it came.",
                "schema": {"type": "integer", "minimum": 0}},
@@ -101,6 +102,7 @@ _IN_PATH = re.compile(r"{(\w+):path}")
 def _operation(method: str, path: str, schemas: dict[type, Json]) -> Json:
     takes_body = method != "GET" and path not in ("/ping",)
     statuses = AT_ANY_ROUTE + WITH_A_BODY * takes_body + WHEN_GENERATING * (path in GENERATING)
+    statuses += (HTTPStatus.TOO_MANY_REQUESTS,) * (path in BOUNDED_BY_CLIENT)
     operation: Json = {"responses": {
         "200": {"description": "What was asked for.", "content": _answer(path)},
         **{str(int(status)): _error(status, schemas[ErrorBody]) for status in statuses}}}

@@ -12,7 +12,8 @@ from slotwise.engine.messages import EngineInfo
 from slotwise.server.errors import ApiError, bad_request, from_text, too_long
 from slotwise.server.outline import MAX_MESSAGES
 from slotwise.server.protocol import ChatRequest, Prompt, TokenizeRequest
-from slotwise.text.chat import ChatTemplate, ChatTemplateError
+from slotwise.server.templates import Template
+from slotwise.text.chat_source import ChatTemplateError
 from slotwise.text.tokenizer import SHORT, Tokenizer, TokenizerError
 
 MAX_WAITING = 256  # long texts that wait for the thread
@@ -21,7 +22,7 @@ MAX_WAITING = 256  # long texts that wait for the thread
 class Prompts:
     """Tokenises.  Short texts at once; long ones in one thread, so that they hold up no stream."""
 
-    def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None, info: EngineInfo) -> None:
+    def __init__(self, tokenizer: Tokenizer, chat_template: Template | None, info: EngineInfo) -> None:
         self.tokenizer = tokenizer
         self._template = chat_template
         self._info = info
@@ -60,9 +61,13 @@ class Prompts:
                 return prompt
         raise bad_request("prompt: must be a string, token ids, or a list of either", "prompt")
 
-    async def of_chat(self, request: ChatRequest | TokenizeRequest, num_bytes: int,
+    async def of_chat(self, request: ChatRequest | TokenizeRequest, holder: str,
                       variables: dict[str, Any]) -> list[int]:
-        """Token ids of the rendered messages, which came in a body of `num_bytes`.
+        """Token ids of the rendered messages.
+
+        Args:
+            holder: the client, whose templates take turns with those of others.
+            variables: of the template.
 
         Raises:
             ApiError: there is no template, it refuses the messages, or they are too long.
@@ -72,12 +77,12 @@ class Prompts:
             raise bad_request("the model has no chat template; start the server with --chat-template", "messages")
         _check_messages(messages)
         variables = variables | {"add_generation_prompt": request.add_generation_prompt}
-
-        def render() -> list[int]:
-            text = template.render(messages, **variables)
-            return self.tokenizer.encode(text, add_special_tokens=False, max_tokens=self._longest)
-
-        ids = await self._encode(num_bytes, render, "messages")
+        try:
+            text = await template.render(holder, messages, variables)
+        except ChatTemplateError as error:
+            raise from_text(error, "messages") from error
+        ids = await self._encode(len(text), lambda: self.tokenizer.encode(
+            text, add_special_tokens=False, max_tokens=self._longest), "messages")
         self.check(ids, "messages")
         return ids
 
@@ -98,7 +103,7 @@ class Prompts:
     async def _encode(self, size: int, encode: Callable[[], list[int]], param: str = "prompt") -> list[int]:
         try:
             return await self._aside(size, encode)
-        except (TokenizerError, ChatTemplateError) as error:
+        except TokenizerError as error:
             raise from_text(error, param) from error
 
     async def _aside(self, size: int, work: Callable[[], Any]) -> Any:
@@ -129,8 +134,8 @@ class Prompts:
         if ids and not (min(ids) >= 0 and max(ids) < self._info.vocab_size):
             raise bad_request(f"{param}: token ids must be between 0 and {self._info.vocab_size - 1}", param)
 
-    def max_tokens(self, asked: int | None, longest_prompt: int, default: int | None) -> int:
-        """How many tokens may be generated: what was asked, else `default` as far as it fits.
+    def max_tokens(self, asked: int | None, longest_prompt: int, default: int | None, param: str = "max_tokens") -> int:
+        """How many tokens may be generated: what was asked in the field `param`, else `default` as far as it fits.
 
         Raises:
             ApiError: what was asked can never fit the model's context, or the whole cache.
@@ -142,9 +147,9 @@ class Prompts:
         if longest_prompt + asked > self._longest:
             raise too_long(
                 f"this model's maximum context length is {self._longest} tokens; you asked for "
-                f"{longest_prompt + asked} ({longest_prompt} in the prompt, {asked} in the output)", "max_tokens")
+                f"{longest_prompt + asked} ({longest_prompt} in the prompt, {asked} in the output)", param)
         if objection := limits.objection(longest_prompt, asked):
-            raise too_long(objection, "max_tokens")
+            raise too_long(objection, param)
         return asked
 
 

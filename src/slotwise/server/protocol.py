@@ -15,32 +15,30 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from slotwise.core.params import MAX_LOGPROBS, MAX_N, MAX_STOP_LENGTH, InvalidParams, SamplingParams
+from slotwise.core.params import BIAS, INT64, MAX_STOP_LENGTH, RANGES, TOKEN_ID, InvalidParams, Range, SamplingParams
 from slotwise.core.terms import PRIORITIES
 from slotwise.server import outline
 from slotwise.server.errors import ApiError, bad_request, from_decoding, from_params
 
-INT64 = 2**63 - 1
 MAX_NAME = 200  # characters of a name that is told back
 Int = Annotated[int, msgspec.Meta(ge=-INT64, le=INT64)]
 
 
-def _between(kind: Any, least: float, most: float) -> Any:
-    """The range that `SamplingParams` checks, written where readers of `/openapi.json` see it."""
-    return Annotated[kind, msgspec.Meta(ge=least, le=most)]
+def _within(allowed: Range) -> Any:
+    """A range that `SamplingParams` checks, written where readers of `/openapi.json` see it."""
+    return Annotated[allowed.kind, msgspec.Meta(ge=allowed.least, le=allowed.most)]
 
 
-Temperature = _between(float, 0, 100)
-Share = _between(float, 0, 1)
-Penalty = _between(float, -2, 2)
-Choices = _between(int, 1, MAX_N)
-TopK = _between(int, -1, INT64)
-OneOrMore, NoneOrMore = _between(int, 1, INT64), _between(int, 0, INT64)
-Logprobs = _between(int, 0, MAX_LOGPROBS)
+Temperature, TopP, MinP = _within(RANGES["temperature"]), _within(RANGES["top_p"]), _within(RANGES["min_p"])
+Penalty, RepetitionPenalty = _within(RANGES["presence_penalty"]), _within(RANGES["repetition_penalty"])
+Choices, TopK, Seed = _within(RANGES["n"]), _within(RANGES["top_k"]), _within(RANGES["seed"])
+OneOrMore, NoneOrMore = _within(RANGES["max_tokens"]), _within(RANGES["min_tokens"])
+Logprobs = _within(RANGES["logprobs"])
+TokenId, Bias = _within(TOKEN_ID), _within(BIAS)
 Stop = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
-Priority = _between(int, PRIORITIES[0], PRIORITIES[-1])
-Milliseconds = _between(float, 0.1, 3_600_000)
-Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
+Priority = Annotated[int, msgspec.Meta(ge=PRIORITIES[0], le=PRIORITIES[-1])]
+Milliseconds = Annotated[float, msgspec.Meta(ge=0.1, le=3_600_000)]
+Seconds = Annotated[float, msgspec.Meta(ge=0.001, le=86400)]
 Salt = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 User = Annotated[str, msgspec.Meta(max_length=512)]
 Prompt = str | list[str | Int | list[Int]]
@@ -95,19 +93,19 @@ class Generate(Unsupported, kw_only=True):
     cache_salt: Salt | None = None  # cached beginnings are shared only among requests of one key and one salt
     n: Choices | None = None
     temperature: Temperature | None = None
-    top_p: Share | None = None
+    top_p: TopP | None = None
     top_k: TopK | None = None
-    min_p: Share | None = None
+    min_p: MinP | None = None
     max_tokens: OneOrMore | None = None
     min_tokens: NoneOrMore | None = None
     stop: Stop | list[Stop] | None = None
-    stop_token_ids: list[Int] | None = None
+    stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
-    seed: Int | None = None
+    seed: Seed | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    logit_bias: dict[TokenId, Bias] | None = None
     explain: bool | None = None  # tell in the response where the time went
     bench_output_tokens: OneOrMore | list[OneOrMore] | None = None  # see engine.messages.Add; a list: of each prompt
 
@@ -202,7 +200,7 @@ Body = TypeVar("Body", CompletionRequest, ChatRequest, TokenizeRequest, Detokeni
 _DECODERS: dict[type, msgspec.json.Decoder[Any]] = {
     kind: msgspec.json.Decoder(kind) for kind in (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
 }
-_OBJECT = msgspec.json.Decoder(dict[str, Any])
+_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 @cache
@@ -214,23 +212,31 @@ def unsupported_fields(kind: type[Generate]) -> dict[str, tuple[Any, ...]]:
 
 def decode(kind: type[Body], body: bytes) -> Body:
     """Raises ApiError, with the field at fault as its `param`."""
-    with _decoding():
+    with _decoding(body):
         return _DECODERS[kind].decode(outline.trimmed(kind, body) if len(body) > outline.LARGE else body)
 
 
 def decode_object(body: bytes) -> dict[str, Any]:
-    """Raises ApiError for anything but a JSON object."""
-    with _decoding():
-        return _OBJECT.decode(body)
+    """Raises ApiError for anything but a JSON object, with the field at fault as its `param`."""
+    with _decoding(body):
+        fields = _OBJECT.decode(body)
+    return {name: _value(name, raw) for name, raw in fields.items()}
+
+
+def _value(name: str, raw: msgspec.Raw) -> Any:
+    try:
+        return msgspec.json.decode(raw)
+    except (ValueError, RecursionError) as error:
+        raise bad_request(f"{name[:MAX_NAME]}: {error}", name[:MAX_NAME]) from error
 
 
 @contextmanager
-def _decoding() -> Iterator[None]:
+def _decoding(body: bytes) -> Iterator[None]:
     gc.disable()  # JSON has no cycles, and a hostile body's hundred thousand lists would be searched for them
     try:
         yield
     except (ValueError, RecursionError) as error:
-        raise from_decoding(error) from error
+        raise from_decoding(error, body) from error
     finally:
         gc.enable()
 

@@ -20,7 +20,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from slotwise.core.terms import Tier
+from slotwise.core.terms import LEAST_WEIGHT, MOST_WEIGHT, Tier
 from slotwise.engine.scheduling import LARGEST, MAX_TIERS
 from slotwise.server.protocol import Milliseconds, Priority
 from slotwise.server.quotas import Quota
@@ -42,7 +42,7 @@ class TierSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     ttft_ms: Milliseconds | None = None  # objectives of its requests, which may ask for less, not for more
     tpot_ms: Milliseconds | None = None
     priority: Priority = 0
-    weight: Annotated[float, msgspec.Meta(gt=0, le=1e6)] = 1.0
+    weight: Annotated[float, msgspec.Meta(ge=LEAST_WEIGHT, le=MOST_WEIGHT)] = 1.0
     slots: Annotated[int, msgspec.Meta(ge=0, le=LARGEST)] = 0  # kept for it
     max_num_queued_reqs: Count | None = None  # that wait for their first slot; None: only the server's bound holds
     max_step_context: Annotated[int, msgspec.Meta(ge=0, le=LARGEST)] = 0

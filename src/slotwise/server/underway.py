@@ -26,7 +26,7 @@ class AbortRequest(msgspec.Struct, kw_only=True):
             whole = outline.trimmed(cls, body) if len(body) > outline.LARGE else body
             request = msgspec.json.decode(whole, type=cls)
         except (ValueError, RecursionError) as error:
-            raise from_decoding(error) from error
+            raise from_decoding(error, body) from error
         if (request.request_id is None) == (request.request_ids is None):
             raise bad_request("give either request_id or request_ids", "request_ids")
         if len(request.names) > outline.MAX_ABORTS:
@@ -41,21 +41,25 @@ class AbortRequest(msgspec.Struct, kw_only=True):
 class Life(NamedTuple):
     """A request under way."""
 
+    tenant: str
     abort: Callable[[], None]
     choices: Sequence[Choice]
     tier: str
 
 
 class Underway:
-    """Ids for tracing may repeat, so a name may be several requests'.  Tenants do not see each other's."""
+    """Ids for tracing may repeat, so a name may be several requests'.
+
+    `scope` is the tenant whose requests are looked for; "": those of all (see `Keys.scope_of`).
+    """
 
     def __init__(self) -> None:
-        self._lives: dict[tuple[str, str], list[Life]] = {}
+        self._lives: dict[str, list[Life]] = {}
 
     @contextmanager
-    def listed(self, tenant: str, names: Sequence[str], life: Life) -> Iterator[None]:
+    def listed(self, names: Sequence[str], life: Life) -> Iterator[None]:
         """A request, known by `names` for as long as it runs."""
-        keys = [(tenant, name) for name in dict.fromkeys(names)]
+        keys = list(dict.fromkeys(names))
         for key in keys:
             self._lives.setdefault(key, []).append(life)
         try:
@@ -66,13 +70,13 @@ class Underway:
                 if not self._lives[key]:
                     del self._lives[key]
 
-    def named(self, tenant: str, name: str) -> tuple[Life, ...]:
-        """All who have this name."""
-        return tuple(self._lives.get((tenant, name), ()))
+    def named(self, scope: str, name: str) -> tuple[Life, ...]:
+        """All requests of this name."""
+        return tuple([life for life in self._lives.get(name, ()) if scope in ("", life.tenant)])
 
-    def abort(self, tenant: str, name: str) -> bool:
-        """End whoever has this name: whether there was anyone."""
-        found = self.named(tenant, name)
+    def abort(self, scope: str, name: str) -> bool:
+        """End all requests of this name: whether there were any."""
+        found = self.named(scope, name)
         for life in found:
             life.abort()
         return bool(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,24 +17,31 @@ from slotwise.observe.ring import Line
 from slotwise.server.errors import ApiError
 
 MAX_VIEWERS = 16
+MAX_OF_ONE = 4  # viewers with one key, or from one address where there are no keys
 
 
 class Viewers:
-    def __init__(self, most: int = MAX_VIEWERS) -> None:
-        self._most = most
-        self._num = 0
+    """Counts viewers, in all and by holder: a key, or an address where there are no keys."""
+
+    def __init__(self) -> None:
+        self._holders: Counter[str] = Counter()
 
     @contextmanager
-    def entering(self) -> Iterator[None]:
-        """Raises ApiError when there are as many as there may be."""
-        if self._num >= self._most:
-            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, f"{self._num} viewers watch the events already",
+    def entering(self, holder: str) -> Iterator[None]:
+        """Raises ApiError when there are as many as there may be, in all or of this holder."""
+        if self._holders[holder] >= MAX_OF_ONE:
+            message = f"{MAX_OF_ONE} viewers of this client watch the events already"
+            raise ApiError(HTTPStatus.TOO_MANY_REQUESTS, message, code="too_many_viewers")
+        if (num := self._holders.total()) >= MAX_VIEWERS:
+            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, f"{num} viewers watch the events already",
                            code="too_many_viewers")
-        self._num += 1
+        self._holders[holder] += 1
         try:
             yield
         finally:
-            self._num -= 1
+            self._holders[holder] -= 1
+            if not self._holders[holder]:
+                del self._holders[holder]
 
 
 class Curtain:

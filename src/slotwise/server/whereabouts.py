@@ -37,7 +37,7 @@ def headers_of(outlook: Outlook) -> tuple[tuple[bytes, bytes], ...]:
 async def of_request(api: Api, exchange: Exchange) -> None:
     """Where a request under way stands, by its `X-Request-Id` or the `id` of its response."""
     name = exchange.scope["path_params"]["request_id"]
-    lives = api.underway.named(exchange.tenant, name)
+    lives = api.underway.named(api.keys.scope_of(exchange.tenant), name)
     found = [(choice, life.tier) for life in lives for choice in life.choices][-MOST:]
     if not found:
         raise ApiError(HTTPStatus.NOT_FOUND, "no request of that name is under way", "request_id", "request_not_found")

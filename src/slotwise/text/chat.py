@@ -18,13 +18,11 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from slotwise.text.tokenizer import TokenizerError, read_json
+from slotwise.text.chat_source import ChatTemplateError, find_chat_template
 
-MAX_CHARACTERS = 64 << 20  # of a rendered prompt
+__all__ = ["ChatTemplate", "ChatTemplateError", "load_chat_template"]
 
-
-class ChatTemplateError(ValueError):
-    """The template does not compile, or refuses these messages."""
+MAX_CHARACTERS = 16 << 20  # of a rendered prompt: more than any context holds
 
 
 class _GenerationTag(Extension):
@@ -59,6 +57,8 @@ def _environment() -> ImmutableSandboxedEnvironment:
 class ChatTemplate:
     """A compiled template.  `special_tokens` (`bos_token`, `eos_token`, ...) are its variables.
 
+    Neither compiling nor rendering is bounded in time: a server does both in a worker (see `text.rendering`).
+
     Raises:
         ChatTemplateError: `source` is not a valid template.
     """
@@ -66,7 +66,9 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         try:
             self._template = _environment().from_string(source)
-        except (jinja2.TemplateError, TypeError, AttributeError) as error:
+        except MemoryError:
+            raise
+        except Exception as error:  # a source can fail in any way that Python can: it is compiled to Python
             raise ChatTemplateError(f"the chat template does not compile: {error}") from error
         self._special_tokens = dict(special_tokens)
 
@@ -77,6 +79,7 @@ class ChatTemplate:
 
         Raises:
             ChatTemplateError: the template refuses the messages, fails, or writes more than `MAX_CHARACTERS`.
+            MemoryError: it takes more than this process may have.
         """
         chosen = {"add_generation_prompt": True, "tools": None, "documents": None} | self._special_tokens | variables
         parts: list[str] = []
@@ -87,7 +90,7 @@ class ChatTemplate:
                 size += len(part)
                 if size > MAX_CHARACTERS:
                     raise ChatTemplateError(f"the chat template wrote more than {MAX_CHARACTERS} characters")
-        except ChatTemplateError:
+        except (ChatTemplateError, MemoryError):
             raise
         except Exception as error:  # a template can fail in any way that Python can
             raise ChatTemplateError(f"the chat template failed: {error}") from error
@@ -96,34 +99,13 @@ class ChatTemplate:
 
 def load_chat_template(folder: str | Path, special_tokens: Mapping[str, str],
                        file: str | Path | None = None) -> ChatTemplate | None:
-    """The template in `file`, else the checkpoint's: `chat_template.jinja`, else `tokenizer_config.json`.
-
-    Returns None when the checkpoint has none.
+    """The template in `file`, else the checkpoint's, compiled in this process; None when the checkpoint has none.
 
     Raises:
         ChatTemplateError: there is one and it cannot be used.
     """
-    path = Path(file) if file is not None else Path(folder) / "chat_template.jinja"
-    if file is not None or path.is_file():
-        try:
-            return ChatTemplate(path.read_text(encoding="utf-8"), special_tokens)
-        except (OSError, UnicodeError) as error:
-            raise ChatTemplateError(f"cannot read the chat template {path}: {error}") from error
-    try:
-        source = read_json(Path(folder) / "tokenizer_config.json").get("chat_template")
-    except TokenizerError as error:
-        raise ChatTemplateError(str(error)) from error
-    if isinstance(source, list):
-        source = _default_of(source)
+    source = find_chat_template(folder, file)
     return ChatTemplate(source, special_tokens) if source else None
-
-
-def _default_of(named: list[dict[str, str]]) -> str:
-    """Of several templates, [{"name", "template"}], the one for plain chat."""
-    templates = {entry.get("name"): entry.get("template", "") for entry in named}
-    if "default" not in templates:
-        raise ChatTemplateError(f"none of the chat templates {sorted(map(str, templates))} is named 'default'")
-    return templates["default"]
 
 
 def _with_plain_text(message: Mapping[str, Any]) -> dict[str, Any]:

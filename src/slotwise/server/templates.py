@@ -1,0 +1,62 @@
+"""The chat template of the model, run in a worker process: it comes with a checkpoint, and may be hostile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from slotwise.server.errors import ApiError
+from slotwise.server.turns import QueueFull, Turns
+from slotwise.server.worker import CallError, CallRefused, Limits, Worker
+from slotwise.text.chat_source import ChatTemplateError
+
+MAX_WAITING, MAX_WAITING_OF_ONE = 4096, 2048  # renderings of all clients, and of one
+LIMITS = Limits(seconds=5.0, memory=512 << 20, answer=32 << 20)
+
+
+class Template:
+    """A template's source and its worker.
+
+    Args:
+        special_tokens: `bos_token`, `eos_token`, ...: variables of the template.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], limits: Limits = LIMITS) -> None:
+        self._fixed = (source, list(special_tokens.items()))
+        self._worker = Worker("slotwise.text.rendering", limits, Turns(MAX_WAITING, MAX_WAITING_OF_ONE))
+
+    async def check(self) -> None:
+        """Raises ChatTemplateError for a template that does not compile within the limits."""
+        await self._call("", "check")
+
+    async def render(self, holder: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+        """The prompt for `messages`.
+
+        Args:
+            holder: the client, which takes turns with others.
+
+        Raises:
+            ChatTemplateError: the template refuses the messages, fails, or takes more than it may.
+            ApiError: too many wait.
+        """
+        try:
+            return str(await self._call(holder, "render", messages, variables))
+        except QueueFull as error:
+            status = HTTPStatus.TOO_MANY_REQUESTS if error.of_one else HTTPStatus.SERVICE_UNAVAILABLE
+            raise ApiError(status, "too many chat templates to render at once; try again later",
+                           code="tokenizer_busy") from error
+
+    def close(self) -> None:
+        """End the worker."""
+        self._worker.close()
+
+    async def _call(self, holder: str, function: str, *more: Any) -> Any:
+        try:
+            return await self._worker.call(holder, function, lambda: (*self._fixed, *more))
+        except CallRefused as error:
+            raise ChatTemplateError(str(error)) from error
+        except CallError as error:
+            raise ChatTemplateError(f"the chat template {error}") from error
+        except (OverflowError, RecursionError) as error:
+            raise ChatTemplateError(f"the messages cannot be given to the chat template: {error}") from error

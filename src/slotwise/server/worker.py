@@ -1,0 +1,165 @@
+"""Runs functions in a process of its own, so that what they take is bounded and nothing else waits for them.
+
+A worker is started by the first call and again after one that had to be ended: one that took too long, too much
+memory, or crashed.  Calls run one at a time; clients take turns (see `server.turns`).
+
+    call ──► turn ──► [function, arguments] ──socket pair──► worker_main ──► [what became of it, value] ──► result
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from slotwise.engine.channel import ChannelClosed, Unframer, frame, pair
+from slotwise.server.turns import Turns
+from slotwise.server.worker_main import DONE, FAILED, OUT_OF_MEMORY, REFUSED, TOO_LARGE, Limits
+
+START = 60.0  # seconds for the imports of a worker, on a machine that does other things too
+RECEIVE = 1 << 18  # bytes
+
+logger = logging.getLogger(__name__)
+
+
+class CallError(Exception):
+    """A call gave no result; the message completes "the function ..."."""
+
+
+class CallRefused(CallError):
+    """The function raised ValueError; the message is that error's."""
+
+
+class Worker:
+    """A child process, and the queue before it.
+
+    Args:
+        module: whose `CALLS` it runs; imported there, and not here.
+        limits: of each call.
+        turns: of its clients.
+    """
+
+    def __init__(self, module: str, limits: Limits, turns: Turns) -> None:
+        self.turns = turns
+        self._module = module
+        self._limits = limits
+        self._child: _Child | None = None
+        self._is_closed = False
+
+    async def call(self, holder: str, function: str, arguments: Callable[[], tuple[Any, ...]]) -> Any:
+        """The result of `function`.
+
+        Args:
+            holder: whose turn it takes.
+            arguments: made when it is its turn.
+
+        Raises:
+            QueueFull: too many wait.
+            CallError: there is no result.
+        """
+        async with self.turns.turn(holder):
+            message = frame(msgspec.msgpack.encode((function, arguments())))
+            child = await self._ready()
+            try:
+                async with asyncio.timeout(self._limits.seconds):
+                    await child.send(message)
+                    outcome, value = msgspec.msgpack.decode(await child.receive())
+            except TimeoutError:
+                self._end(f"a call took more than {self._limits.seconds:g} seconds")
+                raise CallError(f"took more than {self._limits.seconds:g} seconds") from None
+            except (OSError, ChannelClosed) as error:
+                self._end("it crashed")
+                raise CallError("crashed") from error
+            except BaseException:  # its answer would be taken for that of the next call
+                self._end("its call was cancelled")
+                raise
+            return self._result(outcome, value)
+
+    def close(self) -> None:
+        """End the process, whatever it does."""
+        self._is_closed = True
+        if self._child is not None:
+            self._child.end()
+            self._child = None
+
+    async def _ready(self) -> _Child:
+        if self._is_closed:
+            raise CallError("cannot run: the server is closing")
+        if self._child is not None:
+            return self._child
+        child = self._child = _Child(self._module, self._limits)
+        try:
+            async with asyncio.timeout(START):
+                await child.receive()
+        except (OSError, ChannelClosed, TimeoutError) as error:
+            self._end("it did not start")
+            raise CallError("could not be started") from error
+        except BaseException:
+            self._end("its start was cancelled")
+            raise
+        return child
+
+    def _result(self, outcome: str, value: Any) -> Any:
+        if outcome == DONE:
+            return value
+        if outcome == REFUSED:
+            raise CallRefused(value)
+        if outcome == OUT_OF_MEMORY:
+            self._end("a call took too much memory")  # a fresh one has all of it again
+            raise CallError(f"took more than {self._limits.memory >> 20} MiB of memory")
+        if outcome == TOO_LARGE:
+            raise CallError(f"gave more than {self._limits.answer >> 20} MiB")
+        assert outcome == FAILED
+        raise CallError(f"failed: {value}")
+
+    def _end(self, why: str) -> None:
+        if self._child is not None:
+            logger.warning("the worker of %s is ended: %s", self._module, why)
+            self._child.end()
+            self._child = None
+
+
+class _Child:
+    """A process, and this end of its socket."""
+
+    def __init__(self, module: str, limits: Limits) -> None:
+        self._unframer = Unframer()
+        self._messages: list[bytes] = []
+        self._socket, theirs = pair()
+        self._socket.setblocking(False)
+        with theirs:
+            self._process = _start(module, limits, theirs)
+
+    async def send(self, message: bytes) -> None:
+        await asyncio.get_running_loop().sock_sendall(self._socket, message)
+
+    async def receive(self) -> bytes:
+        """The next message.  Raises OSError or ChannelClosed when the process is gone."""
+        loop = asyncio.get_running_loop()
+        while not self._messages:
+            data = await loop.sock_recv(self._socket, RECEIVE)
+            if not data:
+                raise ChannelClosed("end of stream")
+            self._messages += self._unframer.feed(data)
+        return self._messages.pop(0)
+
+    def end(self) -> None:
+        self._socket.close()
+        self._process.kill()
+        # A process that was killed ends when it next has a processor, which may take one of low priority a while.
+        threading.Thread(target=self._process.wait, name="worker-end").start()
+
+
+def _start(module: str, limits: Limits, theirs: socket.socket) -> subprocess.Popen[bytes]:
+    """A Python process with nothing of this one but `theirs`, its standard error and its environment."""
+    descriptor = theirs.fileno()
+    command = [sys.executable, "-P", "-m", "slotwise.server.worker_main", module,
+               msgspec.json.encode(limits).decode(), str(descriptor)]
+    return subprocess.Popen(command, pass_fds=[descriptor], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)

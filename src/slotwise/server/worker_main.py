@@ -1,0 +1,75 @@
+"""A worker process: runs the functions of one module, a call at a time, under limits that the system enforces.
+
+usage: python -m slotwise.server.worker_main MODULE LIMITS FD
+
+MODULE has `CALLS`, functions by name; LIMITS are `server.worker.Limits` as JSON; FD is a socket.  Ends with its parent,
+whose end of the socket is closed then; a call that never returns is ended by an alarm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from slotwise.engine.channel import BlockingChannel, ChannelClosed
+
+READY, DONE, REFUSED, FAILED, OUT_OF_MEMORY, TOO_LARGE = "ready", "done", "refused", "failed", "memory", "large"
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What a worker may take."""
+
+    seconds: float  # of one call
+    memory: int  # bytes of data, its interpreter included
+    answer: int  # bytes of one
+    niceness: int = 0
+
+
+def confine(limits: Limits) -> None:
+    """Limits that hold for the rest of this process's life."""
+    os.nice(limits.niceness)
+    for what, most in ((resource.RLIMIT_DATA, limits.memory), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
+        resource.setrlimit(what, (most, most))
+    for number in (signal.SIGINT, signal.SIGTERM):  # of a terminal or a process group: the parent decides when to end
+        signal.signal(number, signal.SIG_IGN)
+
+
+def answer(calls: Mapping[str, Callable[..., Any]], message: bytes, most: int) -> bytes:
+    """The answer to a call: [what became of it, value or reason]."""
+    try:
+        name, arguments = msgspec.msgpack.decode(message)
+        encoded = msgspec.msgpack.encode((DONE, calls[name](*arguments)))
+    except MemoryError:
+        encoded = msgspec.msgpack.encode((OUT_OF_MEMORY, ""))
+    except ValueError as error:
+        encoded = msgspec.msgpack.encode((REFUSED, str(error)[:most // 8]))
+    except Exception as error:  # a call can fail in any way that Python can
+        encoded = msgspec.msgpack.encode((FAILED, repr(error)[:most // 8]))
+    return encoded if len(encoded) <= most else msgspec.msgpack.encode((TOO_LARGE, ""))
+
+
+def main(module: str, limits: Limits, descriptor: int) -> None:
+    channel = BlockingChannel(socket.socket(fileno=descriptor))
+    calls = importlib.import_module(module).CALLS
+    confine(limits)
+    channel.send(msgspec.msgpack.encode((READY, "")))
+    while True:
+        for message in channel.receive(None):
+            signal.setitimer(signal.ITIMER_REAL, 2 * limits.seconds)  # the parent ends it earlier, if it lives
+            told = answer(calls, message, limits.answer)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            channel.send(told)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(ChannelClosed):
+        main(sys.argv[1], msgspec.json.decode(sys.argv[2], type=Limits), int(sys.argv[3]))

@@ -1,0 +1,60 @@
+"""Where the source of a chat template is found.  No Jinja: a server compiles it in another process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from slotwise.text.tokenizer import TokenizerError, read_json
+
+MAX_SOURCE = 1 << 20  # bytes; the longest templates in use have some ten thousand
+
+
+class ChatTemplateError(ValueError):
+    """The template does not compile, or refuses these messages."""
+
+
+def find_chat_template(folder: str | Path, file: str | Path | None = None) -> str | None:
+    """The source in `file`, else the checkpoint's: `chat_template.jinja`, else `tokenizer_config.json`.
+
+    Returns None when the checkpoint has none.
+
+    Raises:
+        ChatTemplateError: it cannot be read, or is no text.
+    """
+    path = Path(file) if file is not None else Path(folder) / "chat_template.jinja"
+    if file is not None or path.is_file():
+        return _read(path)
+    try:
+        source = read_json(Path(folder) / "tokenizer_config.json").get("chat_template")
+    except TokenizerError as error:
+        raise ChatTemplateError(str(error)) from error
+    if isinstance(source, list):
+        source = _default_of(source)
+    if source is not None and not isinstance(source, str):
+        raise ChatTemplateError(f"the chat template in {folder} is no text, but {source!r:.40}")
+    return _bounded(source, path) if source else None
+
+
+def _read(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return _bounded(file.read(MAX_SOURCE + 1).decode(), path)
+    except (OSError, UnicodeError) as error:
+        raise ChatTemplateError(f"cannot read the chat template {path}: {error}") from error
+
+
+def _bounded(source: str, path: Path) -> str:
+    if len(source) > MAX_SOURCE:
+        raise ChatTemplateError(f"the chat template {path} has more than {MAX_SOURCE} characters")
+    return source
+
+
+def _default_of(named: list[Any]) -> Any:
+    """Of several templates, [{"name", "template"}], the one for plain chat."""
+    if not all(isinstance(entry, dict) for entry in named):
+        raise ChatTemplateError("of several chat templates each has a name and a template")
+    templates = {entry.get("name"): entry.get("template", "") for entry in named if isinstance(entry.get("name"), str)}
+    if "default" not in templates:
+        raise ChatTemplateError(f"none of the chat templates {sorted(templates)} is named 'default'")
+    return templates["default"]

@@ -1,0 +1,33 @@
+"""Chat templates for a worker process (see `server.worker`): a checkpoint's template may run on or eat memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from slotwise.text.chat import ChatTemplate
+
+Special = Sequence[Sequence[str]]  # pairs of a variable's name and its value
+
+
+@lru_cache(1)
+def _compiled(source: str, special: tuple[tuple[str, str], ...]) -> ChatTemplate:
+    return ChatTemplate(source, dict(special))
+
+
+def _template(source: str, special: Special) -> ChatTemplate:
+    return _compiled(source, tuple([(name, value) for name, value in special]))
+
+
+def check(source: str, special: Special) -> None:
+    """Raises ChatTemplateError for a template that does not compile."""
+    _template(source, special)
+
+
+def render(source: str, special: Special, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+    """As `ChatTemplate.render`."""
+    return _template(source, special).render(messages, **variables)
+
+
+CALLS = {"check": check, "render": render}

@@ -1,0 +1,45 @@
+"""Functions for a worker process of the tests (see `server.worker`)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+
+def echo(value: Any) -> Any:
+    return value
+
+
+def sleep(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def refuse() -> None:
+    raise ValueError("not today")
+
+
+def fail() -> None:
+    raise KeyError("missing")
+
+
+def crash() -> None:
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def eat(num_bytes: int) -> int:
+    return len(bytearray(num_bytes))
+
+
+def give(num_bytes: int) -> bytes:
+    return b"x" * num_bytes
+
+
+def process() -> dict[str, Any]:
+    return {"pid": os.getpid(), "nice": os.nice(0), "fds": len(os.listdir("/proc/self/fd")) - 1,
+            "heavy": [name for name in ("torch", "numpy", "numba") if name in sys.modules]}
+
+
+CALLS = {function.__name__: function for function in (echo, sleep, refuse, fail, crash, eat, give, process)}

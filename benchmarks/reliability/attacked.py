@@ -24,7 +24,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from . import clients, faults, ledger
+from . import attackers, clients, faults, ledger
+from .attackers import Seen
 from .disk import Disk, open_files, small_disk
 from .family import Family, command, proportional, resident, zombies
 from .faults import Fault, Field
@@ -66,7 +67,8 @@ def random_faults(seconds: float, seed: int, judge_gaps: bool = True) -> tuple[l
     """
     run, family = Attacked(seconds, seed), Family()
     with small_disk(DISK[0] + int(seconds * DISK[1])) as disk:
-        options = ("--dtype", "float32", "--log-format", "json", "--engine-timeout", f"{faults.TIMEOUT:g}",
+        options = ("--dtype", "float32", "--log-format", "json", "--admin-api-key", "not-the-attackers",
+                   "--engine-timeout", f"{faults.TIMEOUT:g}",
                    "--shutdown-timeout", f"{SHUTDOWN:g}", "--event-log", str(disk.event_log))
         with serving(*options, environment=disk.environment | family.environment) as server:
             _allow_many_files()
@@ -87,7 +89,8 @@ async def _attacked(server: Server, disk: Disk, family: Family, run: Attacked) -
     try:
         async with HealthWatch(server, journal).watching() as health, paced(server, journal, gaps):
             await _quiet(server, load, gaps, run)
-            async with load.running(salt=1):
+            async with load.running(salt=1), attackers.attacking(server.url, journal) as seen:
+                run.figures["seen"] = seen
                 await _strike(Field(server, disk, journal, health), run)
         await _settled(server, disk, family, run)
     except Exception as error:
@@ -207,14 +210,17 @@ def _ended(server: Server, disk: Disk, family: Family, run: Attacked) -> None:
 def _judge_gaps(run: Attacked, judged: bool) -> None:
     """The paced stream's largest gap outside of windows, against that of the quiet run."""
     gaps: Gaps = run.figures.pop("gaps")
+    seen: Seen = run.figures.pop("seen", Seen())
     quiet = gaps.largest(*run.figures.pop("quiet"), lambda since, until: False)
     attacked = gaps.largest(*run.figures.pop("attacked"), run.journal.excused)
     most = quiet[0][0] if quiet else 0.0
     for seconds, at in attacked[:20]:
         if judged and seconds > most + GAP:
             run.journal.violated("the paced stream's gap",
-                                 f"{1000 * seconds:.0f} ms, {1000 * most:.0f} ms in the quiet run", at)
-    run.figures |= {"gap_quiet_ms": 1000 * most, "gap_attacked_ms": 1000 * attacked[0][0] if attacked else 0.0,
+                                 f"{1000 * seconds:.0f} ms, {1000 * most:.0f} ms in the quiet run; beside it: "
+                                 + ", ".join(seen.during(at - 0.1, at + seconds)), at)
+    run.figures |= {"hostile_exchanges": len(seen.exchanges), "gap_quiet_ms": 1000 * most,
+                    "gap_attacked_ms": 1000 * attacked[0][0] if attacked else 0.0,
                     "paced_failures": len(gaps.failures)}
 
 
@@ -231,7 +237,8 @@ def _row(run: Attacked, fates: dict[str, int]) -> ledger.Row:
     return ledger.Row(
         f"random faults for {run.seconds:g} s, seed {run.seed}", fates, run.leaked, holds,
         [f"{len(journal.windows)} times a process was killed or stopped, {len(journal.actions)} actions in all; "
-         f"{figures['excluded_seconds']:.0f} s of windows around kills and stops are excluded from the gap's law",
+         f"{figures['hostile_exchanges']:,} hostile exchanges; {figures['excluded_seconds']:.0f} s of windows "
+         "around kills and stops are excluded from the gap's law",
          f"the paced stream's largest gap {figures['gap_attacked_ms']:.0f} ms, {figures['gap_quiet_ms']:.0f} ms in the "
          "quiet run",
          f"engine memory at the end {figures.get('memory_end_engine_pss', 0) / MIB:.0f} MiB (proportional), at most "

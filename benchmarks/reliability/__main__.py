@@ -1,4 +1,7 @@
-"""usage: python -m benchmarks.reliability [--only NAME] [--seconds S] [--no-record], from the repository's root."""
+"""usage: python -m benchmarks.reliability [--only NAME] [--seconds S] [--seed N] [--no-record]
+
+To be called from the repository's root.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from pathlib import Path
 
 from slotwise.bench.results import environment
 
-from . import engines, leaving, ledger, overload, pressure
+from . import attacked, engines, leaving, ledger, overload, pressure
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "reliability-cpu.json"
@@ -22,31 +25,52 @@ SCENARIOS: dict[str, Callable[[float], ledger.Row]] = {
 }
 
 
-def record(names: list[str], rows: dict[str, dict]) -> None:
+def faults(seconds: float, seed: int) -> ledger.Row:
+    row, journal = attacked.random_faults(seconds, seed)
+    print(f"    all actions and violations: {attacked.keep_log(journal)}", flush=True)
+    return row
+
+
+ATTACKS: dict[str, Callable[[float, int], ledger.Row]] = {"faults": faults}  # each by seconds and seed
+
+
+def record(rows: dict[str, dict]) -> None:
     """Keep results beside those of scenarios that did not run, and write the page's table anew."""
     kept = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else {}
-    merged = {name: (kept | rows)[name] for name in SCENARIOS if name in kept or name in rows}
+    merged = kept | rows
+    merged = {name: merged[name] for name in sorted(merged, key=_place)}
     RESULTS.write_text(json.dumps({"version": 1, "environment": environment(), "rows": merged}, indent=1) + "\n")
     PAGE.write_text(ledger.refreshed(PAGE.read_text(), ledger.table(merged.values())))
 
 
+def _place(name: str) -> tuple[int, str]:
+    """Of a row in the table: the scenarios in their order, attacks behind them."""
+    known = list(SCENARIOS)
+    return (known.index(name), "") if name in known else (len(known), name)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="What a real server does under pressure.")
-    parser.add_argument("--only", action="append", choices=SCENARIOS, help="one scenario; may be given again")
-    parser.add_argument("--seconds", type=float, default=120.0, help="of the overload (default: 120)")
+    parser.add_argument("--only", action="append", choices=[*SCENARIOS, *ATTACKS],
+                        help="one scenario; may be given again")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of the overload, and of attacks (default: 120)")
+    parser.add_argument("--seed", type=int, default=1, help="of attacks (default: 1)")
     parser.add_argument("--no-record", action="store_true", help="leave results and page as they are")
     asked = parser.parse_args()
-    names = asked.only or list(SCENARIOS)
+    names = asked.only or [*SCENARIOS, *ATTACKS]
     rows = {}
     for name in names:
         print(f"{name} ...", flush=True)
         began = time.perf_counter()
-        row = SCENARIOS[name](asked.seconds).as_json()
+        if name in ATTACKS:
+            row, key = ATTACKS[name](asked.seconds, asked.seed).as_json(), f"{name}-{asked.seconds:g}s-seed{asked.seed}"
+        else:
+            row, key = SCENARIOS[name](asked.seconds).as_json(), name
         took = {"seconds": time.perf_counter() - began, "commit": environment()["commit"]}
-        rows[name] = {"name": name} | row | took
-        print(ledger.table([rows[name]]).splitlines()[-1], f"\n    {rows[name]['seconds']:.0f} s", flush=True)
+        rows[key] = {"name": name} | row | took
+        print(ledger.table([rows[key]]).splitlines()[-1], f"\n    {rows[key]['seconds']:.0f} s", flush=True)
         if not asked.no_record:
-            record(names, rows)
+            record(rows)
     return 1 if any(row["broken"] for row in rows.values()) else 0
 
 

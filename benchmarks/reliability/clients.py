@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -32,7 +32,7 @@ class Answer:
 
     sent: float
     status: int = 0
-    text: str = ""
+    texts: dict[int, str] = field(default_factory=dict)  # of each choice
     num_tokens: int = 0
     finish_reason: str = ""
     error: str = ""  # explicit ones
@@ -52,6 +52,11 @@ class Answer:
         return ledger.LOST if self.broken else ledger.fate(self.status, self.ends, self.finish_reason, bool(self.error))
 
     @property
+    def text(self) -> str:
+        """Of all choices, in their order."""
+        return "".join(self.texts[index] for index in sorted(self.texts))
+
+    @property
     def tokens(self) -> tuple[str, int]:
         """What must not change."""
         return self.text, self.num_tokens
@@ -66,16 +71,18 @@ async def session() -> AsyncIterator[aiohttp.ClientSession]:
         yield opened
 
 
-async def ask(http: aiohttp.ClientSession, server: Server, body: dict[str, Any], leave_after: int = 0) -> Answer:
+async def ask(http: aiohttp.ClientSession, server: Server, body: dict[str, Any], leave_after: int = 0,
+              path: str = PATH) -> Answer:
     """One streamed request to its end, whatever that is.
 
     Args:
         leave_after: events after which this client hangs up; 0: it stays.
+        path: of completions or of chat completions.
     """
     answer = Answer(time.perf_counter())
     content = body | {"stream": True, "stream_options": {"include_usage": True}}
     try:
-        async with http.post(server.url + PATH, json=content) as response:
+        async with http.post(server.url + path, json=content) as response:
             answer.status = response.status
             if response.status != 200:
                 answer.error = _message(await response.json(content_type=None))
@@ -86,6 +93,24 @@ async def ask(http: aiohttp.ClientSession, server: Server, body: dict[str, Any],
                     answer.ends = 1
     except Leave:
         answer.hung_up = True
+    except aiohttp.ClientConnectorError:
+        answer.unheard = True
+    except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+        answer.broken = f"{type(error).__name__}: {error}"
+    answer.ended = time.perf_counter()
+    return answer
+
+
+async def ask_whole(http: aiohttp.ClientSession, server: Server, body: dict[str, Any], path: str = PATH) -> Answer:
+    """One request that is answered in one piece."""
+    answer = Answer(time.perf_counter())
+    try:
+        async with http.post(server.url + path, json=body) as response:
+            answer.status = response.status
+            event = await response.json(content_type=None)
+            _take(event, answer)
+            if answer.ends == _num_choices(body):
+                answer.ends = 1
     except aiohttp.ClientConnectorError:
         answer.unheard = True
     except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
@@ -128,9 +153,9 @@ def _take(event: dict[str, Any], answer: Answer) -> None:
         answer.error = _message(event)
         answer.ends += 1
     for choice in event.get("choices", ()):
-        if choice["text"]:
+        if said := _said(choice):
             answer.first = answer.first or time.perf_counter()
-            answer.text += choice["text"]
+            answer.texts[choice["index"]] = answer.texts.get(choice["index"], "") + said
         if choice["finish_reason"]:
             answer.finish_reason = choice["finish_reason"]
             answer.ends += 1
@@ -138,10 +163,18 @@ def _take(event: dict[str, Any], answer: Answer) -> None:
         answer.num_tokens = event["usage"]["completion_tokens"]
 
 
+def _said(choice: dict[str, Any]) -> str:
+    """The text of a completion's choice, of a chat's, or of a piece of it."""
+    if "text" in choice:
+        return choice["text"]
+    return (choice.get("delta") or choice.get("message") or {}).get("content") or ""
+
+
 def _num_choices(body: dict[str, Any]) -> int:
-    """Each of several prompts comes to an end of its own."""
-    prompt = body["prompt"]
-    return len(prompt) if isinstance(prompt, list) and isinstance(prompt[0], list) else 1
+    """Each of several prompts, and each of `n`, comes to an end of its own."""
+    prompt = body.get("prompt")
+    prompts = len(prompt) if isinstance(prompt, list) and isinstance(prompt[0], list) else 1
+    return prompts * body.get("n", 1)
 
 
 def _message(said: dict[str, Any]) -> str:

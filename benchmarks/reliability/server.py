@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import re
 import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 import aiohttp
 
@@ -24,13 +27,14 @@ PAGE = resource.getpagesize()
 
 @dataclass
 class Server:
-    """`log` takes what it writes to stderr."""
+    """`log` is the file that takes its stderr; `ready` the fields of the ready line, where lines are JSON."""
 
     process: subprocess.Popen[str]
     url: str
     num_blocks: int
     block_size: int
-    log: IO[str]
+    log: Path
+    ready: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def engine_pid(self) -> int:
@@ -42,8 +46,7 @@ class Server:
 
     def said(self) -> str:
         """The end of what it wrote to stderr."""
-        self.log.seek(0)
-        return self.log.read()[-3000:]
+        return self.log.read_text(errors="replace")[-3000:]
 
     def memory(self) -> int:
         """Bytes resident in all its processes, pages they share counted twice.
@@ -55,17 +58,20 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(*arguments: str) -> Iterator[Server]:
+def serving(*arguments: str, environment: Mapping[str, str] | None = None) -> Iterator[Server]:
     """The built-in model on a free port, until the block ends.
+
+    Args:
+        environment: variables that replace or join those of this process.
 
     Raises:
         RuntimeError: it ended before it was ready.
     """
     command = [sys.executable, "-m", "slotwise.cli", "serve", "--port", "0", *arguments]
-    with tempfile.TemporaryFile("w+") as log, subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=log, text=True) as process:
+    with tempfile.NamedTemporaryFile() as log, subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, text=True, env=os.environ | (environment or {})) as process:
         try:
-            yield _greeted(process, log)
+            yield _greeted_json(process, Path(log.name)) if "json" in arguments else _greeted(process, Path(log.name))
         finally:
             if process.poll() is None:
                 process.terminate()
@@ -75,7 +81,7 @@ def serving(*arguments: str) -> Iterator[Server]:
                 process.kill()
 
 
-def _greeted(process: subprocess.Popen[str], log: IO[str]) -> Server:
+def _greeted(process: subprocess.Popen[str], log: Path) -> Server:
     assert process.stdout is not None
     num_blocks = block_size = 0
     for line in process.stdout:
@@ -83,6 +89,17 @@ def _greeted(process: subprocess.Popen[str], log: IO[str]) -> Server:
             num_blocks, block_size = int(found[1]), int(found[2])
         if found := READY.search(line):
             return Server(process, found[1], num_blocks, block_size, log)
+    raise RuntimeError(f"the server ended before it was ready: {Server(process, '', 0, 0, log).said()}")
+
+
+def _greeted_json(process: subprocess.Popen[str], log: Path) -> Server:
+    """With `--log-format json` the ready line is an object on stderr."""
+    while process.poll() is None:
+        for line in log.read_text(errors="replace").splitlines():
+            with contextlib.suppress(ValueError):
+                if "url" in (fields := json.loads(line)):
+                    return Server(process, fields["url"], fields["blocks"], fields["block_size"], log, fields)
+        time.sleep(0.05)
     raise RuntimeError(f"the server ended before it was ready: {Server(process, '', 0, 0, log).said()}")
 
 

@@ -1,0 +1,259 @@
+"""Random faults under mixed load and attack, and the laws that hold all the same.
+
+    quiet     the legitimate load alone: the tokens of each request, the paced stream's largest gap, open files
+    attacked  the same load, hostile clients beside it, and a fault at random moments
+    settled   all clients gone: blocks, files, processes and memory are what they were
+    ended     SIGTERM: exit status 0, and no process or file left
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import resource
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from . import attackers, clients, faults, ledger
+from .attackers import Seen
+from .disk import Disk, open_files, small_disk
+from .family import Family, command, proportional, resident, zombies
+from .faults import Fault, Field
+from .journal import Journal
+from .mixed import MixedLoad
+from .server import MIB, Server, serving
+from .watch import Gaps, HealthWatch, MemoryWatch, Stderr, paced, promised
+
+GAP = 0.100  # seconds by which the paced stream's largest gap may exceed that of the quiet run
+QUIET = (5.0, 60.0)  # seconds of the quiet run, at least and at most; else a quarter of the attacked one
+LOSING, HARMLESS = 45.0, 6.0  # seconds from one fault to the next on average: those that lose the engine, and others
+SPARE_FILES = 2  # descriptors that an API process may have beyond the quiet number
+DISK = (192 * MIB, 256 << 10)  # bytes of the small disk: at least, and for each second
+SETTLED = 20.0  # seconds after which files and processes must be what they were
+EXIT = 15.0  # seconds to exit, beside --shutdown-timeout
+SHUTDOWN = 5.0
+MANY_FILES = 8192
+
+
+@dataclass
+class Attacked:
+    """One run: what it was told and what it found."""
+
+    seconds: float
+    seed: int
+    journal: Journal = field(init=False)
+    figures: dict[str, Any] = field(default_factory=dict)
+    leaked: int = 0
+
+    def __post_init__(self) -> None:
+        self.journal = Journal(self.seed)
+
+
+def random_faults(seconds: float, seed: int, judge_gaps: bool = True) -> tuple[ledger.Row, Journal]:
+    """Run it all.
+
+    Args:
+        judge_gaps: hold the paced stream's gaps to their law; a machine that does other things too cannot.
+    """
+    run, family = Attacked(seconds, seed), Family()
+    with small_disk(DISK[0] + int(seconds * DISK[1])) as disk:
+        options = ("--dtype", "float32", "--log-format", "json", "--admin-api-key", "not-the-attackers",
+                   "--engine-timeout", f"{faults.TIMEOUT:g}",
+                   "--shutdown-timeout", f"{SHUTDOWN:g}", "--event-log", str(disk.event_log))
+        with serving(*options, environment=disk.environment | family.environment) as server:
+            _allow_many_files()
+            fates = asyncio.run(_attacked(server, disk, family, run))
+            _ended(server, disk, family, run)
+    _judge_gaps(run, judge_gaps)
+    return _row(run, fates), run.journal
+
+
+async def _attacked(server: Server, disk: Disk, family: Family, run: Attacked) -> dict[str, int]:
+    journal = run.journal
+    load, memory, stderr = MixedLoad(server, journal), MemoryWatch(server), Stderr(server.log, journal)
+    gaps = Gaps()
+    run.figures["memory_ready"] = resident(server.engine_pid)
+    async with clients.session() as http:
+        await load.learn(http)
+    beside = [asyncio.create_task(stderr.follow()), asyncio.create_task(memory.follow())]
+    try:
+        async with HealthWatch(server, journal).watching() as health, paced(server, journal, gaps):
+            await _quiet(server, load, gaps, run)
+            async with load.running(salt=1), attackers.attacking(server.url, journal) as seen:
+                run.figures["seen"] = seen
+                await _strike(Field(server, disk, journal, health), run)
+        await _settled(server, disk, family, run)
+    except Exception as error:
+        journal.violated("the server can be asked to the end", f"{type(error).__name__}: {error}")
+    finally:
+        for task in beside:
+            task.cancel()
+        await asyncio.gather(*beside, return_exceptions=True)
+        stderr.look()
+        memory.look()
+    run.figures |= {"gaps": gaps, "paced_answers": gaps.answers, "refusals": dict(load.refused),
+                    "memory_most_engine": memory.engine, "memory_most_api": memory.api}
+    return ledger.tally(load.fates.elements())
+
+
+async def _quiet(server: Server, load: MixedLoad, gaps: Gaps, run: Attacked) -> None:
+    """The same load with nothing done to the server."""
+    seconds = min(max(QUIET[0], run.seconds / 4), QUIET[1])
+    print(f"    quiet for {seconds:g} s", flush=True)
+    async with load.running(salt=0):
+        await asyncio.sleep(2.0)  # until it runs
+        began = time.perf_counter()
+        await asyncio.sleep(seconds)
+    run.figures["quiet"] = (began, time.perf_counter())
+    async with clients.session() as http:
+        await clients.quiet(http, server, but=1)
+    run.figures["files_quiet"] = open_files(server.process.pid)
+
+
+async def _strike(field: Field, run: Attacked) -> None:
+    """Faults of two kinds, each at random moments of its own, for as long as the run takes."""
+    began = time.perf_counter()
+    tasks = [asyncio.create_task(_every(LOSING, faults.LOSING, field, run)),
+             asyncio.create_task(_every(HARMLESS, faults.HARMLESS, field, run))]
+    shown = tqdm(total=run.seconds, unit="s", desc="    attacked", bar_format="{desc} {percentage:3.0f}%|{bar}| "
+                 "{n:.0f}/{total:.0f} s {postfix}", mininterval=0.5 if sys.stderr.isatty() else 10.0)
+    with shown:
+        while (past := time.perf_counter() - began) < run.seconds and field.server.process.poll() is None:
+            shown.set_postfix_str(f"actions {len(run.journal.actions)}, violations {sum(run.journal.counts.values())}",
+                                  refresh=False)
+            shown.update(past - shown.n)
+            await asyncio.sleep(0.5)
+    if (status := field.server.process.poll()) is not None:
+        run.journal.violated("the server lives", f"it ended with status {status}: {field.server.said()[-300:]}")
+    run.figures["attacked"] = (began, time.perf_counter())
+    await _finish(tasks, run)
+
+
+async def _every(mean: float, among: dict[Fault, int], field: Field, run: Attacked) -> None:
+    """Faults until the run's time is over; the one under way then is brought to its end."""
+    mean = min(mean, run.seconds / (4 if among is faults.LOSING else 8))
+    rng = random.Random(f"{run.seed}-{'losing' if among is faults.LOSING else 'harmless'}")
+    end = time.perf_counter() + run.seconds
+    while (pause := rng.expovariate(1 / mean)) < end - time.perf_counter():
+        await asyncio.sleep(pause)
+        await faults.drawn(rng, among)(field, rng)
+
+
+async def _finish(tasks: list[asyncio.Task[None]], run: Attacked) -> None:
+    for error in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(error, BaseException):
+            run.journal.violated("the harness works", f"{type(error).__name__}: {error}")
+
+
+# -- afterwards --------------------------------------------------------------------------------------------------
+
+
+async def _settled(server: Server, disk: Disk, family: Family, run: Attacked) -> None:
+    """All clients are gone, and what they held has come back."""
+    journal = run.journal
+    async with clients.session() as http:
+        await clients.quiet(http, server)
+        run.leaked = await clients.leaked(http, server)
+        status, state = await clients.health(http, server)
+    if status != 200 or state.get("num_live"):
+        journal.violated("nothing is left under way", f"/health says {status} {state}")
+    most, files = run.figures["files_quiet"] + SPARE_FILES, 0
+    if not await _comes(lambda: open_files(server.process.pid) <= most):
+        files = open_files(server.process.pid)
+        journal.violated("no file or socket left", f"{files} descriptors, {most - SPARE_FILES} in the quiet run")
+    if not await _comes(lambda: len(family.living()) == 2 and not zombies(server.process.pid)):
+        journal.violated("no process left", f"{[command(pid) for pid in family.living()]}, "
+                         f"{zombies(server.process.pid)} zombies")
+    if left := disk.leftovers():
+        journal.violated("no temporary file left", ", ".join(left[:10]))
+    run.figures |= {"files_end": open_files(server.process.pid), "memory_promised": promised(dict(server.ready)),
+                    "memory_end_engine_pss": proportional(server.engine_pid),
+                    "memory_end_engine_rss": resident(server.engine_pid)}
+
+
+async def _comes(holds: Callable[[], bool]) -> bool:
+    began = time.perf_counter()
+    while not holds():
+        if time.perf_counter() - began > SETTLED:
+            return False
+        await asyncio.sleep(0.2)
+    return True
+
+
+def _ended(server: Server, disk: Disk, family: Family, run: Attacked) -> None:
+    """SIGTERM, and nothing is left."""
+    journal = run.journal
+    asked = time.perf_counter()
+    if server.process.poll() is None:
+        server.process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(Exception):
+            server.process.wait(SHUTDOWN + EXIT)
+    if server.process.poll() != 0:
+        journal.violated("SIGTERM ends it with status 0", f"status {server.process.poll()} after "
+                         f"{time.perf_counter() - asked:.1f} s")
+    if left := family.living():
+        journal.violated("no process left", f"after the end: {[command(pid) for pid in left]}")
+    if files := disk.leftovers():
+        journal.violated("no temporary file left", "after the end: " + ", ".join(files[:10]))
+
+
+def _judge_gaps(run: Attacked, judged: bool) -> None:
+    """The paced stream's largest gap outside of windows, against that of the quiet run."""
+    gaps: Gaps = run.figures.pop("gaps")
+    seen: Seen = run.figures.pop("seen", Seen())
+    quiet = gaps.largest(*run.figures.pop("quiet"), lambda since, until: False)
+    attacked = gaps.largest(*run.figures.pop("attacked"), run.journal.excused)
+    most = quiet[0][0] if quiet else 0.0
+    for seconds, at in attacked[:20]:
+        if judged and seconds > most + GAP:
+            run.journal.violated("the paced stream's gap",
+                                 f"{1000 * seconds:.0f} ms, {1000 * most:.0f} ms in the quiet run; beside it: "
+                                 + ", ".join(seen.during(at - 0.1, at + seconds)), at)
+    run.figures |= {"hostile_exchanges": len(seen.exchanges), "gap_quiet_ms": 1000 * most,
+                    "gap_attacked_ms": 1000 * attacked[0][0] if attacked else 0.0,
+                    "paced_failures": len(gaps.failures)}
+
+
+def _row(run: Attacked, fates: dict[str, int]) -> ledger.Row:
+    journal, figures = run.journal, run.figures
+    laws = ("each request ends once", "tokens as in the quiet run", "no error where nothing was done to the engine",
+            "/health tells the truth", "an engine comes back", "no file or socket left", "no process left",
+            "no temporary file left", "no traceback in stderr", "the paced stream's gap")
+    counts = journal.counts
+    holds = {law: law not in counts for law in dict.fromkeys([*laws, *counts])}
+    said = sum(figures.get("memory_promised", {}).values())
+    figures |= {"seed": run.seed, "excluded_seconds": journal.excluded(), "violated": counts,
+                "violations": journal.as_json()["violations"][:50]}
+    return ledger.Row(
+        f"random faults for {run.seconds:g} s, seed {run.seed}", fates, run.leaked, holds,
+        [f"{len(journal.windows)} times a process was killed or stopped, {len(journal.actions)} actions in all; "
+         f"{figures['hostile_exchanges']:,} hostile exchanges; {figures['excluded_seconds']:.0f} s of windows "
+         "around kills and stops are excluded from the gap's law",
+         f"the paced stream's largest gap {figures['gap_attacked_ms']:.0f} ms, {figures['gap_quiet_ms']:.0f} ms in the "
+         "quiet run",
+         f"engine memory at the end {figures.get('memory_end_engine_pss', 0) / MIB:.0f} MiB (proportional), at most "
+         f"{figures['memory_most_engine'] / MIB:.0f} MiB resident, {said / MIB:.0f} MiB said at the start"],
+        figures)
+
+
+def keep_log(journal: Journal, folder: Path | None = None) -> Path:
+    """Write the whole log of actions and violations; where it is."""
+    place = (folder or Path(tempfile.gettempdir())) / f"slotwise-faults-seed{journal.seed}.json"
+    place.write_text(json.dumps(journal.as_json(), indent=1) + "\n")
+    return place
+
+
+def _allow_many_files() -> None:
+    """In this process, for crowds of connections; the server was started before with the limit that it found."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(MANY_FILES, hard)), hard))

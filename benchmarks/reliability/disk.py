@@ -1,0 +1,97 @@
+"""A small disk under a server's caches, event log and temporary files, which can be filled and freed again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+MIB = 1 << 20
+
+
+class Disk:
+    """A folder whose space can run out.
+
+    Args:
+        folder: where it is.
+        mounted: it is a file system of its own; otherwise a limit on the size of files stands in for a full disk.
+    """
+
+    def __init__(self, folder: Path, mounted: bool) -> None:
+        self.folder = folder
+        self.mounted = mounted
+        self._ballast = folder / "ballast"
+        for name in ("cache", "tmp"):
+            (folder / name).mkdir()
+
+    @property
+    def event_log(self) -> Path:
+        return self.folder / "events.log"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables that make a server keep everything here."""
+        return {"XDG_CACHE_HOME": str(self.folder / "cache"), "TMPDIR": str(self.folder / "tmp")}
+
+    def kernels(self) -> list[Path]:
+        """Files of compiled kernels."""
+        return sorted(path for path in (self.folder / "cache" / "slotwise" / "kernels").rglob("*") if path.is_file())
+
+    def leftovers(self) -> list[str]:
+        """Temporary files, in the folder for them and in the caches."""
+        temporary = list((self.folder / "tmp").rglob("*"))
+        kept = [path for path in (self.folder / "cache").rglob("*") if "tmp" in path.name and path.is_file()]
+        return sorted(str(path.relative_to(self.folder)) for path in [*temporary, *kept])
+
+    def fill(self, processes: Iterable[int]) -> None:
+        """Leave no byte to anybody, `processes` above all."""
+        if not self.mounted:
+            self._limit(processes, 0)
+            return
+        with self._ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            chunk = bytes(MIB)
+            while True:
+                if file.write(chunk) < len(chunk):
+                    chunk = chunk[:max(1, len(chunk) // 2)]
+
+    def free(self, processes: Iterable[int]) -> None:
+        """Give the space back."""
+        if self.mounted:
+            self._ballast.unlink(missing_ok=True)
+        else:
+            self._limit(processes, resource.RLIM_INFINITY)
+
+    def _limit(self, processes: Iterable[int], size: int) -> None:
+        for pid in processes:
+            with contextlib.suppress(OSError):
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+@contextlib.contextmanager
+def small_disk(size: int, tell: Callable[[str], None] = print) -> Iterator[Disk]:
+    """A file system in memory of `size` bytes, or a plain folder where none may be mounted."""
+    with tempfile.TemporaryDirectory(prefix="slotwise-attacked-") as name:
+        asked = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=0700", "tmpfs", name]
+        try:
+            mounted = subprocess.run(asked, capture_output=True).returncode == 0
+        except OSError:
+            mounted = False
+        if not mounted:
+            tell("    no file system may be mounted here: a limit on the size of files stands in for a full disk")
+        try:
+            yield Disk(Path(name), mounted)
+        finally:
+            if mounted:
+                subprocess.run(["umount", "--lazy", name], capture_output=True)
+
+
+def open_files(pid: int) -> int:
+    """File descriptors of a process, sockets among them; 0: there is no such process."""
+    try:
+        return len(os.listdir(f"/proc/{pid}/fd"))
+    except OSError:
+        return 0

@@ -1,0 +1,199 @@
+"""An HTTP exchange as data: what is sent to a socket and when, and what may come of it.
+
+Bytes are text in which each character is a byte (latin-1), so that an exchange is a line of JSON; `HOST` in them stands
+for the server's own address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import struct
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from .responses import Responses
+
+HOST = "{{HOST}}"
+ANSWERED = "answered"  # whole requests: as many whole answers
+BEGUN = "begun"  # a request whose answer has no end: the answer's head
+SETTLED = "settled"  # an answer, or the connection is closed
+ANYTHING = "anything"  # it was abandoned, or is not whole
+LIMIT = 10.0  # seconds after the last byte within which it must be so
+SENDING = 30.0  # seconds that the server may leave our bytes unread
+ALLOWED = (501, 503, 504, 505)  # of 5xx: not implemented, not now, not as soon as was asked, not this version
+
+Action = list[Any]
+"""[name, argument ...]: send TEXT, repeat TEXT COUNT, pause SECONDS, half_close, reset, close, read SECONDS."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One connection's worth of hostility.
+
+    Args:
+        name: of its kind.
+        actions: in order; what comes is read while they go on, and afterwards.
+        expect: one of the above.
+        answers: how many, where it is `ANSWERED`.
+    """
+
+    name: str
+    actions: list[Action]
+    expect: str = SETTLED
+    answers: int = 1
+
+    def as_line(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def of_line(cls, line: str) -> Exchange:
+        known = json.loads(line)
+        return cls(**{name: known[name] for name in ("name", "actions", "expect", "answers")})
+
+    @property
+    def is_head(self) -> bool:
+        """Whether answers have no body."""
+        return bool(self.actions) and str(self.actions[0][1]).startswith("HEAD ")
+
+
+@dataclass
+class Outcome:
+    """What came of an exchange."""
+
+    statuses: list[int] = field(default_factory=list)  # of answers that have begun
+    whole: int = 0  # answers that came to their end
+    closed: bool = False  # by the server
+    garbage: str = ""  # what was no HTTP
+    began: float = 0.0  # `time.perf_counter`
+    ended: float = 0.0
+    body: str = ""  # the beginning of the last
+
+    def objection(self, exchange: Exchange) -> str:
+        """Which law it breaks; empty: none."""
+        if self.garbage:
+            return f"no HTTP: {self.garbage}"
+        if bad := [status for status in self.statuses if status >= 500 and status not in ALLOWED]:
+            return f"status {bad[0]}: {self.body}"
+        seconds = f"within {LIMIT:g} s, after {self.ended - self.began:.1f} s in all"
+        if exchange.expect == ANSWERED and self.whole < exchange.answers:
+            how = "closed" if self.closed else "silent"
+            return f"{self.whole} of {exchange.answers} answers {seconds} ({how}; {self.statuses})"
+        if exchange.expect == BEGUN and not self.statuses:
+            return f"no answer begun {seconds} ({'closed' if self.closed else 'silent'})"
+        if exchange.expect == SETTLED and not self.whole and not self.closed:
+            return f"neither answered nor closed {seconds}"
+        return ""
+
+    @property
+    def has_an_excuse(self) -> bool:
+        """A lost engine explains errors and late answers, but neither garbage nor silence of the parser."""
+        return not self.garbage
+
+
+async def play(url: str, exchange: Exchange, source: str = "127.0.0.1") -> Outcome:
+    """Do it, from the address `source`.
+
+    Raises:
+        OSError: no connection can be had.
+    """
+    place, loop = urlsplit(url), asyncio.get_running_loop()
+    outcome = Outcome(began=time.perf_counter())
+    with socket.socket() as one:
+        one.setblocking(False)
+        with contextlib.suppress(OSError):  # another address than the usual one where there is one
+            one.bind((source, 0))
+        await asyncio.wait_for(loop.sock_connect(one, (place.hostname or "", place.port or 0)), SENDING)
+        responses = Responses(exchange.is_head)
+        reading = asyncio.create_task(_read(one, responses))
+        try:
+            stays = await _act(one, exchange, place.netloc, responses)
+            if stays:
+                await _wait(reading, exchange, responses)
+        except (ConnectionError, TimeoutError, OSError):
+            with contextlib.suppress(asyncio.CancelledError):  # the rest of what it had said
+                await asyncio.wait([reading], timeout=1.0)
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+    outcome.statuses, outcome.whole, outcome.garbage = responses.statuses, responses.whole, responses.garbage
+    outcome.closed, outcome.body, outcome.ended = responses.closed, responses.latest(), time.perf_counter()
+    return outcome
+
+
+async def _act(one: socket.socket, exchange: Exchange, host: str, responses: Responses) -> bool:
+    """Whether the connection is still ours to read from."""
+    loop = asyncio.get_running_loop()
+    for name, *arguments in exchange.actions:
+        match name:
+            case "send":
+                await asyncio.wait_for(loop.sock_sendall(one, _bytes(arguments[0], host)), SENDING)
+            case "repeat":
+                data = _bytes(arguments[0], host) * arguments[1]
+                await asyncio.wait_for(loop.sock_sendall(one, data), SENDING)
+            case "pause":
+                await asyncio.sleep(arguments[0])
+            case "half_close":
+                one.shutdown(socket.SHUT_WR)
+            case "read":
+                await responses.something(arguments[0])
+            case "reset":
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                return False
+            case "close":
+                return False
+            case _:
+                raise ValueError(f"no such action: {name}")
+    return True
+
+
+def _bytes(text: str, host: str) -> bytes:
+    return text.replace(HOST, host).encode("latin-1")
+
+
+async def _read(one: socket.socket, responses: Responses) -> None:
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            data = await loop.sock_recv(one, 1 << 16)
+        except OSError:
+            data = b""
+        responses.feed(data)
+        if not data:
+            return
+
+
+async def _wait(reading: asyncio.Task[None], exchange: Exchange, responses: Responses) -> None:
+    """Until what is expected has come, or can come no more."""
+    end = time.perf_counter() + LIMIT
+    while not reading.done() and (left := end - time.perf_counter()) > 0 and not _is_there(exchange, responses):
+        await responses.something(min(left, 0.5))
+
+
+def _is_there(exchange: Exchange, responses: Responses) -> bool:
+    if exchange.expect == ANSWERED:
+        return responses.whole >= exchange.answers
+    if exchange.expect == BEGUN:
+        return bool(responses.statuses)
+    if exchange.expect == SETTLED:
+        return responses.whole > 0
+    return True
+
+
+def read_corpus(path: Path) -> list[Exchange]:
+    return [Exchange.of_line(line) for line in path.read_text().splitlines() if line.strip()]
+
+
+def add_to_corpus(path: Path, exchanges: Iterable[Exchange]) -> int:
+    """Append those that are not there yet; how many."""
+    known = set(path.read_text().splitlines()) if path.exists() else set()
+    new = [line for line in dict.fromkeys(one.as_line() for one in exchanges) if line not in known]
+    with path.open("a") as file:
+        file.writelines(line + "\n" for line in new)
+    return len(new)

@@ -1,0 +1,105 @@
+"""What was done to a server, when, and which laws it broke meanwhile.
+
+A *window* is a stretch of time in which an answer may be an explicit error, because the engine or the API process was
+killed or stopped.  Everything outside of windows is held to all laws.  Times are seconds of `time.perf_counter`, which
+all processes of a machine share; those told to people are seconds since the run began.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from tqdm import tqdm
+
+SETTLE = 0.5  # seconds after a window's end in which its consequences may still arrive
+MAX_KEPT = 200  # violations told one by one; more are only counted
+MAX_SHOWN = 10  # of each law, while the run goes on
+LATEST = 12  # actions told beside a violation
+
+
+@dataclass(slots=True)
+class Window:
+    """`ended` is infinite while it is open."""
+
+    why: str
+    began: float
+    ended: float = float("inf")
+
+    def overlaps(self, since: float, until: float) -> bool:
+        return self.began <= until and since <= self.ended + SETTLE
+
+
+@dataclass(slots=True)
+class Violation:
+    """`latest` are the actions before it."""
+
+    at: float  # seconds since the run began
+    law: str
+    what: str
+    latest: list[str]
+
+
+@dataclass(slots=True)
+class Journal:
+    """One run's account: actions, windows and violations."""
+
+    seed: int
+    began: float = field(default_factory=time.perf_counter)
+    actions: list[tuple[float, str]] = field(default_factory=list)
+    windows: list[Window] = field(default_factory=list)
+    violations: list[Violation] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)  # violations of each law
+
+    def since(self, at: float) -> float:
+        return round(at - self.began, 3)
+
+    def did(self, what: str) -> None:
+        """Note an action that is needed to do the run again."""
+        self.actions.append((self.since(time.perf_counter()), what))
+
+    def violated(self, law: str, what: str, at: float | None = None) -> None:
+        """Note that `law` was broken, and tell it at once.
+
+        Args:
+            at: when; None: now.
+        """
+        self.counts[law] = self.counts.get(law, 0) + 1
+        if self.counts[law] > MAX_KEPT:
+            return
+        moment = self.since(time.perf_counter() if at is None else at)
+        latest = [f"{when:.3f} {action}" for when, action in self.actions if when <= moment][-LATEST:]
+        self.violations.append(Violation(moment, law, what[:600], latest))
+        if self.counts[law] <= MAX_SHOWN:
+            tqdm.write(f"    {moment:8.1f} s  seed {self.seed}  {law}: {what[:300]}")
+
+    @contextlib.contextmanager
+    def window(self, why: str) -> Iterator[Window]:
+        """Excuse what happens in the block, and shortly after it."""
+        opened = Window(why, time.perf_counter())
+        self.windows.append(opened)
+        try:
+            yield opened
+        finally:
+            opened.ended = time.perf_counter()
+
+    def excused(self, since: float, until: float) -> bool:
+        """Whether anything between the two moments has a window to blame."""
+        return any(window.overlaps(since, until) for window in self.windows)
+
+    def excluded(self) -> float:
+        """Seconds within windows."""
+        total, reached = 0.0, 0.0
+        for window in sorted(self.windows, key=lambda one: one.began):
+            start, end = max(window.began, reached), min(window.ended, time.perf_counter()) + SETTLE
+            total += max(0.0, end - start)
+            reached = max(reached, end)
+        return total
+
+    def as_json(self) -> dict[str, Any]:
+        return {"seed": self.seed, "violated": self.counts, "violations": [asdict(one) for one in self.violations],
+                "windows": [[self.since(one.began), self.since(one.ended), one.why] for one in self.windows],
+                "actions": self.actions}

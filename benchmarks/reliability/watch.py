@@ -1,0 +1,197 @@
+"""What is seen from beside while a server is attacked: its health, a stream's gaps, its stderr, its memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from .family import resident
+from .journal import Journal
+from .server import Server
+
+POLL = 0.05  # seconds between two looks at /health
+PATIENCE = 2.0  # seconds that /health may take; beyond, it gave no answer
+INSTANT = 1e-6  # seconds: a moment and its own sum with a difference
+TRUTH = 3.0  # seconds after which /health must tell the truth
+NO_ANSWER = 0
+OK = 200
+
+
+class HealthWatch:
+    """Looks at `/health` all the time, and holds it to the law that 200 is said where nothing was done to the server.
+
+    Each change of status is kept with the moment at which the question was put.
+    """
+
+    def __init__(self, server: Server, journal: Journal) -> None:
+        self.changes: list[tuple[float, int]] = []
+        self._server, self._journal = server, journal
+        self._told = False
+
+    @property
+    def status(self) -> int:
+        return self.changes[-1][1] if self.changes else OK
+
+    @asynccontextmanager
+    async def watching(self) -> AsyncIterator[HealthWatch]:
+        task = asyncio.create_task(self._watch())
+        try:
+            yield self
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        timeout = aiohttp.ClientTimeout(total=PATIENCE)
+        async with aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=timeout) as http:
+            while True:
+                asked = time.perf_counter()
+                status, said = await self._look(http)
+                if not self.changes or self.changes[-1][1] != status:
+                    self.changes.append((asked, status))
+                self._judge(asked, status, said)
+                await asyncio.sleep(POLL)
+
+    async def _look(self, http: aiohttp.ClientSession) -> tuple[int, str]:
+        try:
+            async with http.get(f"{self._server.url}/health") as response:
+                return response.status, (await response.text())[:200]
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            return NO_ANSWER, f"{type(error).__name__}: {error}"
+
+    def _judge(self, asked: float, status: int, said: str) -> None:
+        """Each stretch of bad health that nothing excuses is told once."""
+        if status == OK:
+            self._told = False
+        elif not self._told and not self._journal.excused(asked, time.perf_counter()):
+            self._told = True
+            self._journal.violated("/health tells the truth", f"{status or 'no answer'} while nothing was done to the "
+                                   f"engine: {said}", asked)
+
+    def first(self, wanted: Callable[[int], bool], since: float) -> float:
+        """Seconds from `since`, when the last status known may be such, to the first such; infinite: none came yet."""
+        inside = [(at, status) for at, status in self.changes if at > since + INSTANT]
+        before = [status for at, status in self.changes if at <= since + INSTANT]
+        if before and wanted(before[-1]):
+            return 0.0
+        return min((at - since for at, status in inside if wanted(status)), default=float("inf"))
+
+    async def until(self, wanted: Callable[[int], bool], since: float, limit: float) -> float:
+        """Wait for the first such status after `since`, up to `limit` seconds from then; seconds, or infinity."""
+        while self.first(wanted, since) == float("inf") and time.perf_counter() - since < limit:
+            await asyncio.sleep(POLL / 2)
+        return self.first(wanted, since)
+
+
+@dataclass
+class Gaps:
+    """What the paced stream told: waits (from, to), and whole answers."""
+
+    waits: list[tuple[float, float]] = field(default_factory=list)
+    answers: int = 0
+    failures: list[tuple[float, str]] = field(default_factory=list)
+    text: str = ""  # of the first whole answer, and so of all
+
+    def largest(self, since: float, until: float, excused: Callable[[float, float], bool]) -> list[tuple[float, float]]:
+        """(seconds, when) of waits within the two moments that have no excuse, the largest first."""
+        found = [(end - start, start) for start, end in self.waits
+                 if start >= since and end <= until and not excused(start, end)]
+        return sorted(found, reverse=True)
+
+
+@asynccontextmanager
+async def paced(server: Server, journal: Journal, gaps: Gaps) -> AsyncIterator[None]:
+    """A stream beside what the block does, in a process of its own (see `paced`), told to `gaps`."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "benchmarks.reliability.paced", server.url, stdout=asyncio.subprocess.PIPE,
+        cwd=Path(__file__).parents[2])
+    task = asyncio.create_task(_listen(process, gaps, journal))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def _listen(process: asyncio.subprocess.Process, gaps: Gaps, journal: Journal) -> None:
+    assert process.stdout is not None
+    async for line in process.stdout:
+        said = json.loads(line)
+        if "from" in said:
+            gaps.waits.append((said["from"], said["to"]))
+        elif "failed" in said:
+            gaps.failures.append((said["at"], said["failed"]))
+        else:
+            gaps.answers += 1
+            gaps.text = gaps.text or said["text"]
+            if said["text"] != gaps.text:
+                journal.violated("tokens as in the quiet run", f"the paced stream said {said['text'][:80]!r}")
+
+
+class Stderr:
+    """Reads what a server writes to stderr, once, and looks for tracebacks."""
+
+    def __init__(self, log: Path, journal: Journal) -> None:
+        self._log, self._journal = log, journal
+        self._read = 0
+        self._rest = ""
+
+    def look(self) -> list[dict[str, Any]]:
+        """The lines since the last look; a traceback among them breaks a law."""
+        with self._log.open("rb") as file:
+            file.seek(self._read)
+            data = file.read()
+        self._read += len(data)
+        *lines, self._rest = (self._rest + data.decode(errors="replace")).split("\n")
+        found = []
+        for line in lines:
+            try:
+                fields = json.loads(line)
+            except ValueError:
+                fields = {"message": line, "level": "raw"}
+            found.append(fields)
+            if "exception" in fields or "Traceback" in str(fields.get("message")):
+                told = fields.get("exception") or fields["message"]
+                self._journal.violated(
+                    "no traceback in stderr", f"{fields['message'][:150]}: {str(told).strip().splitlines()[-1][:300]}")
+        return found
+
+    async def follow(self) -> None:
+        while True:
+            self.look()
+            await asyncio.sleep(0.5)
+
+
+class MemoryWatch:
+    """The most memory that the engine and the API process held."""
+
+    def __init__(self, server: Server) -> None:
+        self.engine = self.api = 0  # bytes
+        self._server = server
+
+    async def follow(self) -> None:
+        while True:
+            self.look()
+            await asyncio.sleep(2.0)
+
+    def look(self) -> None:
+        self.engine = max(self.engine, resident(self._server.engine_pid))
+        self.api = max(self.api, resident(self._server.process.pid))
+
+
+def promised(ready: dict[str, Any]) -> dict[str, int]:
+    """What a ready line says of the engine's memory: its fields that count bytes."""
+    return {name: value for name, value in ready.items() if name.endswith("_bytes")}

@@ -21,6 +21,7 @@ def decoder(device: str, rate: float, layer_weights: int = 7_000_000_000) -> Sim
     kernels = SimpleNamespace(
         name=device, device=torch.device(device), operations_per_second=lambda kind: rate,
         recording_size=lambda rows, context: (-(-rows // 8) * 8, context),
+        library_bytes=lambda kind: 0,
         cache_bytes_per_block=lambda block_size, shape, kind: 4096 * block_size)
     config = SimpleNamespace(dtype=torch.bfloat16, layer_weights=layer_weights, max_position_embeddings=131_072)
     return SimpleNamespace(kernels=kernels, config=config, attention_shapes=[SHAPE] * 32, weight_bytes=16 * GIB)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import product_paths
 import pytest
 import torch
@@ -97,3 +101,43 @@ def test_a_model_generates_on_each_path_and_tells_which(path, monkeypatch):
     outputs = llm.generate(asked, GREEDY, use_tqdm=False)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [8, 8, 8]
     assert llm.info.product_path == path
+
+
+PRODUCTS = """
+import os, sys
+import torch
+from slotwise.kernels.cpu import CpuKernels, onednn
+from slotwise.runner.memory import resident_bytes
+
+kernels = CpuKernels(1, path="onednn")
+products = [kernels.linear(torch.randn(size, 64).bfloat16()) for size in (64, 128, 192, 256)]
+with torch.inference_mode():
+    for rows in range(1, 300):
+        for product in products:
+            product(torch.ones(rows, 64).bfloat16())
+        if rows == 1:
+            before = resident_bytes()
+print(resident_bytes() - before, kernels.library_bytes(torch.bfloat16))
+"""
+
+
+@product_paths.each(["onednn"])
+def test_what_onednn_keeps_is_bounded_and_counted(path):
+    """1,200 products: unbounded they take 400 MB and more."""
+    taken, said = map(int, output(PRODUCTS).split())
+    assert said == onednn.KEPT * onednn.KEPT_BYTES
+    assert taken < 2 * said  # with the gaps that tensors of other sizes leave in the heap
+
+
+@product_paths.each(["onednn"])
+def test_a_user_s_own_bound_is_kept_and_counted(path):
+    _, said = map(int, output(PRODUCTS, LRU_CACHE_CAPACITY="7", ONEDNN_PRIMITIVE_CACHE_CAPACITY="9").split())
+    assert said == 9 * onednn.KEPT_BYTES
+
+
+def output(script: str, **bounds: str) -> str:
+    """What a fresh interpreter prints, with these bounds in its environment and no others."""
+    environment = {name: value for name, value in os.environ.items() if name not in onednn.BOUNDS}
+    run = subprocess.run([sys.executable, "-c", script], env=environment | bounds, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return run.stdout

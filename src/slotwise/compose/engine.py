@@ -20,7 +20,7 @@ from slotwise.engine import first_step
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.executor import Executor
 from slotwise.engine.loop import Engine
-from slotwise.engine.messages import EngineInfo
+from slotwise.engine.messages import EngineInfo, MemoryUse
 from slotwise.engine.probe import probe
 from slotwise.kernels import helpers
 from slotwise.kernels.base import Kernels
@@ -32,6 +32,7 @@ from slotwise.model.config import ModelConfig
 from slotwise.model.decoder import Decoder
 from slotwise.model.load import describe, load_model
 from slotwise.model.locate import locate
+from slotwise.runner import memory
 from slotwise.runner.ahead import Ahead
 from slotwise.runner.batch import SlotTable
 from slotwise.runner.device_sampler import DeviceSampler
@@ -107,6 +108,7 @@ class Loaded:
         progress("kernels", 0, 1)
         self._warming.finish()
         progress("kernels", 1, 1)
+        used = self._with_runtime(used)
         scheduling = config.scheduling()
         eos_ids = decoder.config.eos_token_ids
         depth = int(kernels.device.type == "cuda") if config.overlap is None else config.overlap
@@ -123,6 +125,13 @@ class Loaded:
         info.learned = times.learned() if times.knows else None
         info.roofline = self.roofline(glance(decoder.kernels.device, decoder.config.dtype))
         return engine, info
+
+    def _with_runtime(self, used: MemoryUse) -> MemoryUse:
+        """`used`, and what the process takes beside: asked once kernels are ready, and before the cache is there."""
+        memory.give_back()
+        weights = 0 if self._decoder.kernels.device.type == "cuda" else used.weights
+        runtime = used.runtime + max(0, memory.resident_bytes() - weights) + memory.STEPS_LEAVE
+        return MemoryUse(used.weights, used.workspace, used.cache, used.host, runtime)
 
 
 def load(config: EngineConfig, progress: Progress = silent, wrap: Callable[[Kernels], Kernels] = lambda k: k) -> Loaded:

@@ -29,7 +29,7 @@ def step_tokens(decoder: Decoder, *, stalls_are_bounded: bool) -> int:
 
 
 def sized(config: EngineConfig, decoder: Decoder) -> tuple[SchedulerLimits, MemoryUse]:
-    """The scheduler's limits, and what is taken for them.
+    """The scheduler's limits, and what is taken for them: of the runtime only what libraries will come to keep.
 
     Raises:
         ConfigError: the settings contradict each other or the model.
@@ -51,16 +51,18 @@ def sized(config: EngineConfig, decoder: Decoder) -> tuple[SchedulerLimits, Memo
     num_blocks = memory.num_blocks(per_block, useful, budget)
     beside = 0 if kernels.device.type == "cuda" else workspace + num_blocks * per_block
     num_host_blocks = memory.num_host_blocks(per_block, asked, beside)
+    library = kernels.library_bytes(decoder.config.dtype)
     limits = config.limits(model_tokens, num_blocks, block_size, num_host_blocks)
     return limits, MemoryUse(
-        decoder.weight_bytes, workspace, (num_blocks + 1) * per_block, num_host_blocks * per_block)
+        decoder.weight_bytes, workspace, (num_blocks + 1) * per_block, num_host_blocks * per_block, library)
 
 
 def _on_host(config: EngineConfig, decoder: Decoder, longest: int, staging: int) -> tuple[int, int]:
     """Bytes of workspace and cache, by what steps are known to hold, beside those of a staging area."""
     workspace = decoder.workspace_bytes(config.largest_step(longest), config.max_num_seqs) + staging
+    others = workspace + decoder.kernels.library_bytes(decoder.config.dtype)
     asked, share = config.kv_cache_memory, config.gpu_memory_utilization
-    return workspace, memory.cache_budget(decoder.weight_bytes, workspace, asked, share)
+    return workspace, memory.cache_budget(decoder.weight_bytes, others, asked, share)
 
 
 def _on_gpu(config: EngineConfig, decoder: Decoder, longest: int, staging: int) -> tuple[int, int]:

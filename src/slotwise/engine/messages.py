@@ -66,12 +66,18 @@ class Loading(Struct, tag="loading"):
 
 
 class MemoryUse(Struct, frozen=True):
-    """Bytes an engine takes at most."""
+    """Bytes an engine takes at most: of its device, and `runtime` and `host` of the host, which the CPU's device is."""
 
     weights: int = 0
     workspace: int = 0  # activations of the largest step
     cache: int = 0
     host: int = 0  # memory of the host for blocks that the cache evicts
+    runtime: int = 0  # interpreter, libraries, compiled kernels and what libraries keep: all else of the process
+
+    @property
+    def total(self) -> int:
+        """All of it; on the CPU what the process may take."""
+        return self.weights + self.workspace + self.cache + self.host + self.runtime
 
 
 class EngineInfo(Struct, tag="ready"):

@@ -158,6 +158,10 @@ class Kernels(Protocol):
         """Bytes that a packed `head` takes."""
         ...
 
+    def library_bytes(self, kind: dtype) -> int:
+        """Bytes of host memory that a library keeps at most for products with weights of `kind`, beside the weights."""
+        ...
+
     def recording_size(self, rows: int, context: int) -> tuple[int, int]:
         """Rows and tokens of context for which a decode step is recorded that is to serve so many.
 

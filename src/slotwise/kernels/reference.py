@@ -138,6 +138,10 @@ class ReferenceKernels:
 
     head_bytes = linear_bytes
 
+    def library_bytes(self, kind: torch.dtype) -> int:
+        """None that is known."""
+        return 0
+
     def recording_size(self, rows: int, context: int) -> tuple[int, int]:
         """None."""
         return 0, context

@@ -155,6 +155,10 @@ class CpuKernels:
         bits = self._head_bits
         return quantised.weight_bytes(outputs, depth, bits) if bits else outputs * depth * kind.itemsize
 
+    def library_bytes(self, kind: torch.dtype) -> int:
+        """Those of oneDNN, where it multiplies."""
+        return onednn.cache_bytes() if self.product_path(kind) == "onednn" else 0
+
     def recording_size(self, rows: int, context: int) -> tuple[int, int]:
         """So many rows exactly: computing others for nothing costs more than recording them."""
         return rows if rows <= MAX_RECORDED else 0, max(SHORTEST, 1 << (context - 1).bit_length())

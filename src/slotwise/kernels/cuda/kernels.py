@@ -96,6 +96,10 @@ class CudaKernels:
 
     head_bytes = linear_bytes
 
+    def library_bytes(self, kind: torch.dtype) -> int:
+        """None that is known."""
+        return 0
+
     def recording_size(self, rows: int, context: int) -> tuple[int, int]:
         """Few sizes, which rows of nothing fill up."""
         return graphs.capture_size(rows, context)

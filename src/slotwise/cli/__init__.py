@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 import slotwise
-from slotwise.model.errors import CheckpointError
+from slotwise.errors import OneLineError, one_line
 
 MODULES = {
     "serve": "serve", "generate": "offline", "chat": "offline", "bench": "bench", "compare": "compare",
@@ -37,8 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ValueError, OSError, MemoryError, RuntimeError, CheckpointError) as error:
-        print(f"slotwise {asked.command}: {error}", file=sys.stderr)
+    except (ValueError, OSError, MemoryError, RuntimeError, OneLineError) as error:
+        print(f"slotwise {asked.command}: {one_line(str(error) or type(error).__name__)}", file=sys.stderr)
         return 1
 
 

@@ -11,6 +11,7 @@ from slotwise.batching.settings import Batching
 from slotwise.core.limits import PRESSURES, RECOMPUTE, SchedulerLimits
 from slotwise.core.terms import Tier
 from slotwise.engine.scheduling import Scheduling
+from slotwise.errors import OneLineError
 from slotwise.policies.settings import Ordering
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -24,7 +25,7 @@ WATERMARK = 100  # one block in so many is left to those who run, when somebody 
 MAX_PASSES = 16  # smaller requests that may start before one which waits for blocks
 
 
-class ConfigError(ValueError):
+class ConfigError(OneLineError, ValueError):
     """Settings that cannot work, or contradict each other; the message is one line that says what to do."""
 
 

@@ -13,17 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+from jinja2.compiler import CodeGenerator
 from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Node
+from jinja2.nodes import Expr, Impossible, Node, TemplateData
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from slotwise.errors import OneLineError
 from slotwise.text.tokenizer import TokenizerError, read_json
 
 MAX_CHARACTERS = 64 << 20  # of a rendered prompt
+MAX_TEMPLATE = 1 << 20  # characters; those in use have less than a tenth
 
 
-class ChatTemplateError(ValueError):
+class ChatTemplateError(OneLineError, ValueError):
     """The template does not compile, or refuses these messages."""
 
 
@@ -37,6 +40,15 @@ class _GenerationTag(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class _Compiler(CodeGenerator):
+    """Computes nothing while it compiles: a constant such as `"x" * 10**10` is the template's to compute, in bounds."""
+
+    def _output_child_to_const(self, node: Expr, *more: Any) -> str:
+        if not isinstance(node, TemplateData):
+            raise Impossible
+        return super()._output_child_to_const(node, *more)
+
+
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
@@ -48,8 +60,9 @@ def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None,
 
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols], optimized=False
     )
+    environment.code_generator_class = _Compiler
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
@@ -64,9 +77,11 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        if not isinstance(source, str) or len(source) > MAX_TEMPLATE:
+            raise ChatTemplateError(f"the chat template must be a text of at most {MAX_TEMPLATE} characters")
         try:
             self._template = _environment().from_string(source)
-        except (jinja2.TemplateError, TypeError, AttributeError) as error:
+        except Exception as error:  # Python's own compiler has the last word, and refuses in many ways
             raise ChatTemplateError(f"the chat template does not compile: {error}") from error
         self._special_tokens = dict(special_tokens)
 
@@ -106,7 +121,8 @@ def load_chat_template(folder: str | Path, special_tokens: Mapping[str, str],
     path = Path(file) if file is not None else Path(folder) / "chat_template.jinja"
     if file is not None or path.is_file():
         try:
-            return ChatTemplate(path.read_text(encoding="utf-8"), special_tokens)
+            with path.open(encoding="utf-8") as text:
+                return ChatTemplate(text.read(MAX_TEMPLATE + 1), special_tokens)
         except (OSError, UnicodeError) as error:
             raise ChatTemplateError(f"cannot read the chat template {path}: {error}") from error
     try:
@@ -118,8 +134,10 @@ def load_chat_template(folder: str | Path, special_tokens: Mapping[str, str],
     return ChatTemplate(source, special_tokens) if source else None
 
 
-def _default_of(named: list[dict[str, str]]) -> str:
+def _default_of(named: list[Any]) -> Any:
     """Of several templates, [{"name", "template"}], the one for plain chat."""
+    if not all(isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in named):
+        raise ChatTemplateError("chat_template must be a text, or a list of objects with name and template")
     templates = {entry.get("name"): entry.get("template", "") for entry in named}
     if "default" not in templates:
         raise ChatTemplateError(f"none of the chat templates {sorted(map(str, templates))} is named 'default'")

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 
 import slotwise
+from slotwise.cli.numbers import Parser
 from slotwise.errors import OneLineError, one_line
 
 MODULES = {
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def build_parser(command: str) -> argparse.ArgumentParser:
     """A parser of the whole command line, knowing only `command` if that is one: a server needs no benchmarks."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="slotwise", description="Serve language models with continuous batching.",
         epilog="`slotwise COMMAND --help` explains each command.")
     parser.add_argument("--version", action="version", version=f"slotwise {slotwise.__version__}")

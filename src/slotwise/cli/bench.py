@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from slotwise.cli.numbers import Number
-from slotwise.cli.options import BUILTIN_NAME, add_command, add_engine_options, engine_settings
+from slotwise.cli.options import BUILTIN_NAME, add_command, add_engine_options, add_overwrite_option, engine_settings
 from slotwise.cli.workload_options import Defaults, add_seed_option, add_workload_options, workload_of
 from slotwise.engine.ranges import SLOTS, TOKENS, Range, real, whole
 from slotwise.workload.arrivals import MAX_USERS
@@ -87,6 +87,7 @@ def _add_throughput(kinds: Any) -> None:
     _add_offline(command)
     command.add_argument("--event-log", default="", metavar="FILE",
                          help="write all that the engine is asked and does, to be replayed, explained or drawn")
+    add_overwrite_option(command)
     command.add_argument("--roofline", action="store_true", help="run it twice, and tell how near the machine's limits "
                          "each kind of step came and where the rest went")
     add_workload_options(command, OFFLINE)
@@ -163,7 +164,8 @@ def run_throughput(asked: argparse.Namespace) -> int:
     workload = workload_of(asked, OFFLINE)
     if asked.roofline:
         return _run_roofline(asked, workload)
-    with LogFile(asked.event_log) if asked.event_log else nullcontext() as file:
+    with (LogFile(asked.event_log, overwrite=asked.overwrite_event_log) if asked.event_log
+          else nullcontext()) as file:
         stand, about = _stand(asked, file)
         with _bar(len(workload.requests), "request") as bar:
             result = about | throughput(stand, workload, lambda done: _advance(bar, done))

@@ -112,6 +112,12 @@ def add_engine_options(command: argparse.ArgumentParser, names: Collection[str] 
             group.add_argument(name, **options, **({"type": Number(allowed)} if allowed else {}))
 
 
+def add_overwrite_option(group: Any) -> None:
+    """Beside `--event-log`."""
+    group.add_argument("--overwrite-event-log", action="store_true",
+                       help="replace the file of --event-log also where it is no event log, or another user's")
+
+
 def engine_settings(asked: argparse.Namespace) -> dict[str, Any]:
     """What was asked of the engine, as `EngineConfig` names it."""
     names = [_setting(name) for name, _ in ENGINE_OPTIONS]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from slotwise import builtin
 from slotwise.cli.numbers import Number
-from slotwise.cli.options import BUILTIN_NAME, add_command, add_engine_options, engine_settings
+from slotwise.cli.options import BUILTIN_NAME, add_command, add_engine_options, add_overwrite_option, engine_settings
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.door import PATIENCE
 from slotwise.engine.pulse import ENGINE_TIMEOUT, SHORTEST_TIMEOUT
@@ -61,6 +61,7 @@ def _server_options(serve: argparse.ArgumentParser) -> None:
     group.add_argument("--event-log", default="", metavar="FILE",
                        help="write all that happens here, prompts included: up to 1 kB for a step of 16 rows; it can "
                        "be replayed, explained, drawn (default: only the latest is kept, in memory)")
+    add_overwrite_option(group)
     group.add_argument("--otlp-traces-endpoint", default="", metavar="URL",
                        help="send a span for each request and its stages to this collector, by OTLP over HTTP "
                        "(http://127.0.0.1:4318/v1/traces; needs slotwise[otel])")
@@ -117,12 +118,15 @@ def _tiers(asked: argparse.Namespace) -> tuple[ServedTier, ...]:
 def run(asked: argparse.Namespace) -> int:
     from slotwise.compose.garbage import hold_off
     from slotwise.compose.launch import launch_engine
+    from slotwise.observe.log_file import check
 
     hold_off()
     tiers, api_keys, admin_key = _tiers(asked), _keys(asked.api_key), _admin_key(asked.admin_api_key)
     config = EngineConfig.of(
         model=str(locate(asked.model or builtin.path())), tiers=tuple([served.tier for served in tiers]),
         **engine_settings(asked))
+    if asked.event_log:
+        check(asked.event_log, overwrite=asked.overwrite_event_log)
     engine = launch_engine(config, asked.log_format)  # it loads while this process imports the rest
 
     from slotwise.compose.server import run_server
@@ -134,6 +138,7 @@ def run(asked: argparse.Namespace) -> int:
         max_num_queued_reqs=asked.max_num_queued_reqs, max_num_queued_tokens=asked.max_num_queued_tokens,
         queue_timeout=asked.queue_timeout, engine_timeout=asked.engine_timeout,
         shutdown_timeout=asked.shutdown_timeout, stream_interval=asked.stream_interval,
-        event_log=asked.event_log, otlp_traces_endpoint=asked.otlp_traces_endpoint, log_format=asked.log_format,
+        event_log=asked.event_log, overwrite_event_log=asked.overwrite_event_log,
+        otlp_traces_endpoint=asked.otlp_traces_endpoint, log_format=asked.log_format,
         seed=asked.seed)
     return run_server(config, settings, (asked.host, asked.port), asked.chat_template, engine)

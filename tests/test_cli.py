@@ -100,10 +100,8 @@ def test_an_unsupported_architecture_is_one_line(folder, one_line_here):
 
 @pytest.mark.parametrize(("options", "says"), [
     (("--max-model-len", "99999"), "max_model_len"),
-    (("--max-num-seqs", "0"), "max_num_seqs"),
     (("--max-num-seqs", "64", "--max-num-batched-tokens", "8"), "max_num_batched_tokens"),
     (("--kv-cache-memory", "10"), "kv_cache_memory"),
-    (("--max-tokens", "0"), "max_tokens"),
 ])
 def test_settings_that_cannot_work_are_one_line(one_line_here, options, says):
     assert says in one_line_here("generate", *options, "def main():")

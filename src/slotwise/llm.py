@@ -41,7 +41,8 @@ class LLM:
 
     Args:
         model: a checkpoint's folder or a hub id; by default the built-in model.
-        event_log: a file that is written anew, with all that happens (see observe.log); empty: none.
+        event_log: a file that is written anew, with all that happens (see observe.log), unless it is something else
+            than an event log; empty: none.
         settings: any field of `engine.config.EngineConfig`.
 
     Raises:
@@ -50,13 +51,16 @@ class LLM:
 
     def __init__(self, model: str | None = None, *, event_log: str | Path = "", **settings: Any) -> None:
         self._config = EngineConfig.of(model=str(locate(model or builtin.path())), **settings)
+        if event_log:
+            from slotwise.observe import log_file  # brings msgspec, which a machine may be without
+
+            log_file.check(event_log)
         engine, self.info = build_engine(self._config)
         self._engine: Engine | Logged = engine
         if event_log:
-            from slotwise.observe.log_file import LogFile  # brings msgspec, which a machine may be without
             from slotwise.observe.offline import Logged
 
-            file = LogFile(event_log)
+            file = log_file.LogFile(event_log)
             weakref.finalize(self, file.close)
             self._engine = Logged(engine, self.info, file)
         self.tokenizer = Tokenizer.load(self._config.model)

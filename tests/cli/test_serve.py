@@ -9,7 +9,7 @@ import httpx
 import pytest
 from live import cli, serving
 
-from slotwise.cli import serve
+from slotwise.cli import main, serve
 from slotwise.core.terms import Tier
 
 
@@ -20,12 +20,48 @@ def asked(*arguments: str) -> argparse.Namespace:
 
 
 @pytest.mark.parametrize(("arguments", "environment", "keys"), [
-    ((), "", ()), ((), "one", ("one",)), ((), "one, two,,", ("one", "two")),
+    ((), None, ()), (("--api-key", "a"), " ", ("a",)), ((), "one", ("one",)), ((), "one, two,,", ("one", "two")),
     (("--api-key", "a,b", "--api-key", "c"), "one", ("a,b", "c"))])
 def test_keys_come_from_the_command_line_or_else_the_environment(
-        monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], environment: str, keys: tuple[str, ...]) -> None:
-    monkeypatch.setenv("SLOTWISE_API_KEY", environment)
+        monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], environment: str | None,
+        keys: tuple[str, ...]) -> None:
+    monkeypatch.delenv("SLOTWISE_API_KEY", raising=False)
+    if environment is not None:
+        monkeypatch.setenv("SLOTWISE_API_KEY", environment)
     assert serve._keys(asked(*arguments).api_key) == keys
+
+
+@pytest.mark.parametrize("value", ["", " ", "\t\n", ",", " , ,", "a\x01b", "\udcff"])
+@pytest.mark.parametrize("name", ["SLOTWISE_API_KEY", "SLOTWISE_ADMIN_API_KEY"])
+def test_a_variable_that_holds_no_key_opens_no_server(
+        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, value: str) -> None:
+    monkeypatch.setenv(name, value)
+    assert main(["serve", "--port", "0"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"slotwise serve: {name} is set, but holds ")
+    assert line.endswith("set it to a key, or unset it to serve without one")
+
+
+def test_there_is_one_admin_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLOTWISE_ADMIN_API_KEY", raising=False)
+    assert serve._admin_key(None) == "" and serve._admin_key("a,b") == "a,b"
+    monkeypatch.setenv("SLOTWISE_ADMIN_API_KEY", " root ")
+    assert serve._admin_key(None) == "root"
+    monkeypatch.setenv("SLOTWISE_ADMIN_API_KEY", "a,b")
+    with pytest.raises(ValueError, match="there is one admin key"):
+        serve._admin_key(None)
+
+
+@pytest.mark.parametrize(("keys", "told"), [
+    ("api_keys = []", "api_keys: it is empty"), ('api_keys = [" "]', "a key must not be empty"),
+    ('api_keys_env = "NO_SUCH"', "no keys in NO_SUCH"), ('api_keys_env = "BLANK"', "no keys in BLANK")])
+def test_a_tier_without_the_keys_it_announces_opens_no_server(
+        monkeypatch: pytest.MonkeyPatch, tmp_path: Path, keys: str, told: str) -> None:
+    monkeypatch.setenv("BLANK", " , ")
+    path = tmp_path / "tiers.toml"
+    path.write_text(f'[[tier]]\nname = "gold"\n{keys}\n')
+    with pytest.raises(ValueError, match=told):
+        serve._tiers(asked("--tiers", str(path)))
 
 
 def test_the_queue_is_bounded_by_measuring_unless_told() -> None:

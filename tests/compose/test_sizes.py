@@ -70,7 +70,7 @@ def test_the_cpu_needs_no_second_tier():
 
 
 @pytest.mark.parametrize(("settings", "objection"), [
-    ({"kv_offloading_size": -1.0}, "0 or more"), ({"kv_offloading_size": float("nan")}, "0 or more"),
+    ({"kv_offloading_size": -1.0}, "from 0 to 1048575"), ({"kv_offloading_size": float("nan")}, "from 0 to 1048575"),
     ({"kv_offloading_size": 1.0, "enable_prefix_caching": False}, "needs enable_prefix_caching")])
 def test_what_makes_no_sense_is_refused(settings, objection):
     with pytest.raises(ConfigError, match=objection):

@@ -10,7 +10,8 @@ from toy import next_token
 
 from slotwise.core.plan import StepPlan, StepResult
 from slotwise.engine.executor import FakeExecutor
-from slotwise.engine.first_step import MOST_CHARACTERS, PROMPT, FirstStepError, check
+from slotwise.engine.first_step import PROMPT, FirstStepError, check
+from slotwise.errors import MOST_CHARACTERS
 
 
 class Watched(FakeExecutor):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import slotwise
+from slotwise.files import write_whole
 from slotwise.workload.requests import Workload
 
 GIT_SECONDS = 5.0
@@ -67,11 +68,7 @@ def write_json(path: Path | str, result: dict[str, Any]) -> None:
         OSError: the folder cannot be written to.
         ValueError: the result holds a number that JSON has no word for.
     """
-    path = Path(path)
-    text = json.dumps(result, allow_nan=False)
-    unfinished = path.with_name(path.name + ".tmp")
-    unfinished.write_text(text + "\n", encoding="utf-8")
-    unfinished.replace(path)
+    write_whole(path, f"{json.dumps(result, allow_nan=False)}\n".encode())
 
 
 def default_filename(kind: str, model: str) -> str:

@@ -25,7 +25,6 @@ from slotwise.bench.results import environment, workload_facts
 from slotwise.workload.requests import Workload
 
 WARMUP_TOKENS = 16  # of a warm-up request's answer, at most
-MAX_WARMUPS = 1000
 T = TypeVar("T")
 
 

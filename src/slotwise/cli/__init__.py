@@ -14,7 +14,8 @@ import sys
 from collections.abc import Sequence
 
 import slotwise
-from slotwise.model.errors import CheckpointError
+from slotwise.cli.numbers import Parser
+from slotwise.errors import OneLineError, one_line
 
 MODULES = {
     "serve": "serve", "generate": "offline", "chat": "offline", "bench": "bench", "compare": "compare",
@@ -37,14 +38,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ValueError, OSError, MemoryError, RuntimeError, CheckpointError) as error:
-        print(f"slotwise {asked.command}: {error}", file=sys.stderr)
+    except (ValueError, OSError, MemoryError, RuntimeError, OneLineError) as error:
+        print(f"slotwise {asked.command}: {one_line(str(error) or type(error).__name__)}", file=sys.stderr)
         return 1
 
 
 def build_parser(command: str) -> argparse.ArgumentParser:
     """A parser of the whole command line, knowing only `command` if that is one: a server needs no benchmarks."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="slotwise", description="Serve language models with continuous batching.",
         epilog="`slotwise COMMAND --help` explains each command.")
     parser.add_argument("--version", action="version", version=f"slotwise {slotwise.__version__}")

@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from slotwise.cli.options import BUILTIN_NAME, add_command, add_engine_options, engine_settings
+from slotwise.cli.numbers import Number
+from slotwise.cli.options import BUILTIN_NAME, add_command, add_engine_options, add_overwrite_option, engine_settings
 from slotwise.cli.workload_options import Defaults, add_seed_option, add_workload_options, workload_of
-from slotwise.workload.forms import require_within
+from slotwise.engine.ranges import SLOTS, TOKENS, Range, real, whole
+from slotwise.workload.arrivals import MAX_USERS
+from slotwise.workload.lengths import MAX_LENGTH
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
     from slotwise.workload.requests import Workload
 
 INTERRUPTED = 130  # exit status
+MAX_WARMUPS = 1000
+ITERATIONS = 100_000
 OFFLINE = Defaults(num_prompts=128)
 
 
@@ -50,9 +55,9 @@ def _add_serve(kinds: Any) -> None:
                         help="sent as a bearer token (default: $SLOTWISE_API_KEY)")
     _add_phrasing(serve.add_argument_group("requests"))
     measured = serve.add_argument_group("measurement")
-    measured.add_argument("--max-concurrency", type=int, metavar="N",
+    measured.add_argument("--max-concurrency", type=Number(whole(1, MAX_USERS)), metavar="N",
                           help="a closed loop of so many users, each waiting for its answer: --arrivals closed:N")
-    measured.add_argument("--num-warmups", type=int, default=1, metavar="N",
+    measured.add_argument("--num-warmups", type=Number(whole(0, MAX_WARMUPS)), default=1, metavar="N",
                           help="short requests before those that are measured (default: 1)")
     measured.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS",
                           help="count requests that stay within all of these, of ttft, tpot and e2el: ttft:500 tpot:50")
@@ -63,7 +68,8 @@ def _add_serve(kinds: Any) -> None:
 
 
 def _add_phrasing(group: Any) -> None:
-    group.add_argument("--vocab-size", type=int, metavar="N", help="prompts are random token ids below it "
+    group.add_argument("--vocab-size", type=Number(whole(2, TOKENS)), metavar="N",
+                       help="prompts are random token ids below it "
                        "(default: the server's if it tells, else 4000)")
     group.add_argument("--text-prompts", action="store_true", help="send words instead of token ids, about a token "
                        "each, to servers that take no ids; chat does so always")
@@ -72,7 +78,8 @@ def _add_phrasing(group: Any) -> None:
     group.add_argument("--hidden-lengths", action="store_true", help="every request asks for the workload's one "
                        "max_tokens, and Slotwise ends each at its own length; other servers do not know that field. "
                        "Without it each asks for its own length")
-    group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
+    group.add_argument("--temperature", type=Number(real(0, 100)), default=0.0, metavar="T",
+                       help="0 is greedy (default: 0)")
 
 
 def _add_throughput(kinds: Any) -> None:
@@ -80,6 +87,7 @@ def _add_throughput(kinds: Any) -> None:
     _add_offline(command)
     command.add_argument("--event-log", default="", metavar="FILE",
                          help="write all that the engine is asked and does, to be replayed, explained or drawn")
+    add_overwrite_option(command)
     command.add_argument("--roofline", action="store_true", help="run it twice, and tell how near the machine's limits "
                          "each kind of step came and where the rest went")
     add_workload_options(command, OFFLINE)
@@ -93,12 +101,16 @@ def _add_latency(kinds: Any) -> None:
     command.set_defaults(run=run_latency)
     _add_offline(command)
     add_engine_options(command)
-    for name, default, what in (
-        ("--batch-size", 8, "requests at once"), ("--input-len", 32, "tokens of each prompt"),
-        ("--output-len", 128, "tokens of each answer"), ("--num-iters-warmup", 3, "iterations that do not count"),
-        ("--num-iters", 10, "iterations that count"),
-    ):
-        command.add_argument(name, type=int, default=default, metavar="N", help=f"{what} (default: {default})")
+    counts: tuple[tuple[str, int, Range, str], ...] = (
+        ("--batch-size", 8, whole(1, SLOTS), "requests at once"),
+        ("--input-len", 32, whole(1, MAX_LENGTH), "tokens of each prompt"),
+        ("--output-len", 128, whole(1, MAX_LENGTH), "tokens of each answer"),
+        ("--num-iters-warmup", 3, whole(0, ITERATIONS), "iterations that do not count"),
+        ("--num-iters", 10, whole(1, ITERATIONS), "iterations that count"),
+    )
+    for name, default, allowed, what in counts:
+        command.add_argument(name, type=Number(allowed), default=default, metavar="N",
+                             help=f"{what} (default: {default})")
 
 
 def _add_offline(command: argparse.ArgumentParser) -> None:
@@ -110,7 +122,7 @@ def run_serve(asked: argparse.Namespace) -> int:
     from slotwise.bench.client import SAFE_VOCAB_SIZE, Phrasing, Target
     from slotwise.bench.measures import Objectives
     from slotwise.bench.results import default_filename
-    from slotwise.bench.serving import MAX_WARMUPS, measure, resolve, serving_result
+    from slotwise.bench.serving import measure, resolve, serving_result
     from slotwise.bench.tables import serving_table
 
     objectives = Objectives.parse(asked.goodput)
@@ -118,7 +130,6 @@ def run_serve(asked: argparse.Namespace) -> int:
     phrasing = Phrasing(
         SAFE_VOCAB_SIZE if asked.vocab_size is None else asked.vocab_size, text_prompts=asked.text_prompts,
         ignore_eos=asked.ignore_eos, hidden_lengths=asked.hidden_lengths, temperature=asked.temperature)
-    require_within("--num-warmups", asked.num_warmups, 0, MAX_WARMUPS)
     _check_writable(asked.result_filename)
     _close_loop(asked)
     workload = workload_of(asked)
@@ -153,7 +164,8 @@ def run_throughput(asked: argparse.Namespace) -> int:
     workload = workload_of(asked, OFFLINE)
     if asked.roofline:
         return _run_roofline(asked, workload)
-    with LogFile(asked.event_log) if asked.event_log else nullcontext() as file:
+    with (LogFile(asked.event_log, overwrite=asked.overwrite_event_log) if asked.event_log
+          else nullcontext()) as file:
         stand, about = _stand(asked, file)
         with _bar(len(workload.requests), "request") as bar:
             result = about | throughput(stand, workload, lambda done: _advance(bar, done))

@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slotwise.bench.compare import DISCIPLINES, Comparison, Contender, contenders, same_cache
-from slotwise.cli.options import BUILTIN_NAME, ENGINE_OPTIONS, add_command
+from slotwise.cli.numbers import Number
+from slotwise.cli.options import BUILTIN_NAME, add_command, add_engine_options
 from slotwise.cli.workload_options import Defaults, add_seed_option, add_workload_options, workload_of
 from slotwise.engine.config import EngineConfig
+from slotwise.engine.ranges import BYTES, real, whole
+from slotwise.engine.ranges import ENGINE as ENGINE_NUMBERS
 from slotwise.workload.requests import Workload
 
 if TYPE_CHECKING:
@@ -41,42 +44,28 @@ def add(commands: Any) -> None:
     group = compare.add_argument_group("comparison")
     group.add_argument("--disciplines", default=",".join(DISCIPLINES), metavar="A,B,...",
                        help=f"in this order (default: {','.join(DISCIPLINES)})")
-    group.add_argument("--slots", "--max-num-seqs", type=int, default=SLOTS, metavar="N",
+    group.add_argument("--slots", "--max-num-seqs", type=Number(ENGINE_NUMBERS["max_num_seqs"]), default=SLOTS,
+                       metavar="N",
                        help=f"rows of a step, at most (default: {SLOTS})")
-    group.add_argument("--batch-size", type=int, metavar="N",
+    group.add_argument("--batch-size", type=Number(ENGINE_NUMBERS["batch_size"]), metavar="N",
                        help="static, dynamic: most requests of a batch (default: as many as there are slots)")
-    group.add_argument("--max-wait-ms", type=float, metavar="MS",
+    group.add_argument("--max-wait-ms", type=Number(ENGINE_NUMBERS["max_wait_ms"]), metavar="MS",
                        help="dynamic: how long the first of a batch waits for company (default: 50)")
     group.add_argument("--online", action="store_true",
                        help="measure as clients of a real server, which is switched from discipline to discipline")
-    group.add_argument("--equal-memory", type=_bytes, metavar="BYTES|auto",
+    group.add_argument("--equal-memory", type=Number(whole(1, BYTES), {"auto": 0}), metavar="BYTES|auto",
                        help="also run Orca's reservation against pages in a cache of so many bytes, with slots to "
                        "spare; auto: what Orca needs to fill the slots")
     group.add_argument("--vary", action="append", default=[], choices=SWEEPS,
                        help="also sweep: static over continuous by how outputs vary or by slots, tokens per second by "
                        "rows, step times by how prompts join; repeatable")
-    group.add_argument("--price-per-hour", type=float, metavar="PRICE", help="of this machine, for the cost of tokens")
+    group.add_argument("--price-per-hour", type=Number(real(0, 1e9)), metavar="PRICE",
+                       help="of this machine, for the cost of tokens")
     group.add_argument("--output", default="report.html", metavar="FILE", help="the report (default: report.html)")
     group.add_argument("--json", metavar="FILE", help="write the figures here")
-    _add_engine_options(compare)
+    add_engine_options(compare, ENGINE)
     add_workload_options(compare, WORKLOAD)
     add_seed_option(compare)
-
-
-def _add_engine_options(command: argparse.ArgumentParser) -> None:
-    group = command.add_argument_group("engine")
-    for name, options in ENGINE_OPTIONS:
-        if name in ENGINE:
-            group.add_argument(name, **options)
-
-
-def _bytes(text: str) -> int:
-    """0 for auto."""
-    if text == "auto":
-        return 0
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be auto or a number of bytes, not {text!r}")
-    return int(text)
 
 
 @dataclass(frozen=True)
@@ -98,8 +87,6 @@ class Plan:
             raise ValueError("--vary and --equal-memory look into the engine: leave out --online")
         if asked.equal_memory is not None and asked.kv_cache_memory is not None:
             raise ValueError("--equal-memory sets the cache of its runs: leave out --kv-cache-memory")
-        if asked.price_per_hour is not None and not 0 <= asked.price_per_hour < float("inf"):
-            raise ValueError(f"--price-per-hour must be 0 or more, not {asked.price_per_hour}")
         for path in (asked.output, asked.json):
             if path and (not Path(path).absolute().parent.is_dir() or Path(path).is_dir()):
                 raise ValueError(f"{path} cannot be written: there is no such folder, or it is one")

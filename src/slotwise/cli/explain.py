@@ -11,7 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from slotwise.cli.numbers import Number
 from slotwise.cli.options import add_command
+from slotwise.engine.ranges import whole
 from slotwise.observe.explain import MS, PARTS, Story, explain
 from slotwise.observe.facts import Facts, gather
 from slotwise.observe.log import Entry, LogError, read_file
@@ -31,9 +33,10 @@ def add(commands: Any) -> None:
     command.add_argument("request", nargs="?", metavar="REQUEST",
                          help="an X-Request-Id, a response's id, or the number of a request in the log")
     what = command.add_mutually_exclusive_group()
-    what.add_argument("--slowest", type=int, nargs="?", const=SLOWEST, metavar="N",
+    what.add_argument("--slowest", type=Number(whole(1, 1_000_000)), nargs="?", const=SLOWEST, metavar="N",
                       help=f"the N requests that took longest, part by part (default: {SLOWEST})")
-    what.add_argument("--step", type=int, metavar="N", help="who ran in step N, who did not, and why")
+    what.add_argument("--step", type=Number(whole(0, 2**53)), metavar="N",
+                      help="who ran in step N, who did not, and why")
 
 
 def run(asked: argparse.Namespace) -> int:

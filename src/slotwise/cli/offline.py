@@ -7,9 +7,11 @@ import sys
 from typing import Any
 
 from slotwise import builtin
+from slotwise.cli.numbers import Number
 from slotwise.cli.options import add_command, add_engine_options, engine_settings
 from slotwise.core.params import SamplingParams
 from slotwise.engine.config import ConfigError, EngineConfig
+from slotwise.engine.ranges import TOKENS, real, whole
 from slotwise.model.locate import locate
 
 
@@ -25,10 +27,12 @@ def add(commands: Any) -> None:
 
 def _sampling_options(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("sampling")
-    group.add_argument("--max-tokens", type=int, default=256, help="longest answer (default: 256)")
-    group.add_argument("--temperature", type=float, default=0.2, help="0 is greedy (default: 0.2)")
-    group.add_argument("--top-p", type=float, default=1.0, help="nucleus sampling (default: 1.0, off)")
-    group.add_argument("--top-k", type=int, default=0, help="most probable tokens to draw from (default: all)")
+    group.add_argument("--max-tokens", type=Number(whole(1, TOKENS)), default=256, help="longest answer (default: 256)")
+    group.add_argument("--temperature", type=Number(real(0, 100)), default=0.2, help="0 is greedy (default: 0.2)")
+    group.add_argument("--top-p", type=Number(real(0.000001, 1)), default=1.0,
+                       help="nucleus sampling (default: 1.0, off)")
+    group.add_argument("--top-k", type=Number(whole(-1)), default=0,
+                       help="most probable tokens to draw from (default: all)")
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
 
 

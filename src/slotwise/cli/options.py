@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from slotwise.batching.settings import KINDS, MAX_WAIT_MS, PREFILLS
+from slotwise.cli.numbers import Number
 from slotwise.core.limits import PRESSURES, RECOMPUTE
 from slotwise.engine.config import DEVICES, DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, STALL_MS
+from slotwise.engine.ranges import ENGINE
 from slotwise.policies.settings import GAP, POLICIES, QUANTILE, TTFT_MS
 
 BUILTIN_NAME = "slotwise-builtin"  # what clients call the model that ships with the package
 
+# Numbers among them have the ranges of `engine.ranges`.
 ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--device", {"choices": DEVICES, "default": "auto", "help": "what computes (default: the best there is)"}),
     ("--dtype", {"choices": DTYPES, "default": "auto", "help": "type of the weights (default: auto, the checkpoint's; "
@@ -22,9 +25,9 @@ ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--kv-cache-dtype", {"choices": KV_CACHE_DTYPES, "default": "auto", "help": "what keys and values are kept as; "
                           "int8 on the CPU and fp8 on a GPU hold about twice the tokens in the same memory (default: "
                           "auto, as they are computed)"}),
-    ("--max-model-len", {"type": int, "metavar": "TOKENS", "help": "longest sequence, prompt and output together"}),
-    ("--max-num-seqs", {"type": int, "default": 64, "metavar": "N", "help": "slots of the batch (default: 64)"}),
-    ("--max-num-batched-tokens", {"type": int, "metavar": "TOKENS", "help": "tokens of one step (default: about what "
+    ("--max-model-len", {"metavar": "TOKENS", "help": "longest sequence, prompt and output together"}),
+    ("--max-num-seqs", {"default": 64, "metavar": "N", "help": "slots of the batch (default: 64)"}),
+    ("--max-num-batched-tokens", {"metavar": "TOKENS", "help": "tokens of one step (default: about what "
                                   "half a second has room for, a tenth where stalls are not bounded; 128 to 512, on a "
                                   "GPU up to 8192; and one for each slot)"}),
     ("--batching", {"choices": KINDS, "default": "continuous", "help": "how a batch is made (default: continuous)"}),
@@ -32,62 +35,62 @@ ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
         "choices": PREFILLS, "help": "continuous: how a prompt meets those who decode, in pieces beside them, whole "
         "beside them, or while they pause (default: chunked)"}),
     ("--batch-size", {
-        "type": int, "metavar": "N",
+        "metavar": "N",
         "help": "static, dynamic: most requests of a batch (default: as many as there are slots)"}),
     ("--max-wait-ms", {
-        "type": float, "metavar": "MS",
+        "metavar": "MS",
         "help": f"dynamic: how long the first of a batch waits for company (default: {MAX_WAIT_MS:g})"}),
     ("--long-prefill-token-threshold", {
-        "type": int, "default": 0, "metavar": "TOKENS",
+        "default": 0, "metavar": "TOKENS",
         "help": "chunked: most tokens one prompt gets in a step (default: what the budget leaves)"}),
     ("--scheduling-policy", {
         "choices": POLICIES, "default": "fcfs",
         "help": "who goes next: docs/policies.md tells what each promises (default: fcfs)"}),
     ("--ageing", {
-        "type": float, "metavar": "SECONDS",
+        "metavar": "SECONDS",
         "help": "priority: waiting that makes up for one step of priority; shortest: for 100 tokens of work; deadline: "
         "after which one that is late goes first (default: 60)"}),
     ("--preemption-gap", {
-        "type": int, "metavar": "STEPS", "help": "priority: how far ahead of one that runs a waiting request must be "
+        "metavar": "STEPS", "help": "priority: how far ahead of one that runs a waiting request must be "
         f"to take its place (default: {GAP})"}),
     ("--length-quantile", {
-        "type": float, "metavar": "SHARE", "help": "shortest: which of the lengths of answers like it a request is "
+        "metavar": "SHARE", "help": "shortest: which of the lengths of answers like it a request is "
         f"taken for (default: {QUANTILE:g}, their median)"}),
     ("--length-oracle", {
         "action": "store_true",
         "help": "shortest: know the lengths that a benchmark draws, to see what guessing costs"}),
     ("--default-ttft-ms", {
-        "type": float, "metavar": "MS",
+        "metavar": "MS",
         "help": f"deadline: objective of requests that bring none (default: {TTFT_MS:g})"}),
     ("--shed-late", {
         "action": "store_true", "help": "deadline: end at once who can no longer be served in time"}),
     ("--max-step-ms", {
-        "type": float, "metavar": "MS", "help": "time a step may take, as learned from those before: prompts are cut "
+        "metavar": "MS", "help": "time a step may take, as learned from those before: prompts are cut "
         "to fit, without the exceptions of --max-stall-ms (default: no limit)"}),
     ("--max-stall-ms", {
-        "type": float, "default": STALL_MS, "metavar": "MS", "help": "how long prompts may "
+        "default": STALL_MS, "metavar": "MS", "help": "how long prompts may "
         "hold up streams that run, as learned; longer where more requests begin than run, and up to twice what those "
         f"who run take alone (default: {STALL_MS:g}; 0: no limit)"}),
     ("--max-step-context", {
-        "type": int, "default": 0, "metavar": "TOKENS", "help": "context that the decoding rows of a step attend to "
+        "default": 0, "metavar": "TOKENS", "help": "context that the decoding rows of a step attend to "
         "together; long ones take turns (default: no limit)"}),
-    ("--block-size", {"type": int, "metavar": "TOKENS", "help": "tokens of a cache block (default: the best)"}),
-    ("--kv-cache-memory", {"type": int, "metavar": "BYTES", "help": "memory of the cache (default: what the slots "
+    ("--block-size", {"metavar": "TOKENS", "help": "tokens of a cache block (default: the best)"}),
+    ("--kv-cache-memory", {"metavar": "BYTES", "help": "memory of the cache (default: what the slots "
                            "can use, within 40%% of what is free)"}),
     ("--gpu-memory-utilization", {
-        "type": float, "metavar": "SHARE",
+        "metavar": "SHARE",
         "help": "share of all memory, on whatever device, for weights, workspace and cache together (default: on a GPU "
         "0.9)"}),
     ("--enable-prefix-caching", {
         "action": argparse.BooleanOptionalAction, "default": True,
         "help": "compute equal beginnings of requests once (default: on)"}),
     ("--kv-offloading-size", {
-        "type": float, "default": 0.0, "metavar": "GIB", "help": "on a GPU: host memory that keeps what the prefix "
+        "default": 0.0, "metavar": "GIB", "help": "on a GPU: host memory that keeps what the prefix "
         "cache evicts, so that it is copied back instead of computed again (default: 0, none)"}),
     ("--on-pressure", {
         "choices": PRESSURES, "default": RECOMPUTE,
         "help": "who must yield when the cache is full waits and is computed again, or ends in an error"}),
-    ("--seed", {"type": int, "default": 0, "help": "of the requests that bring none (default: 0)"}),
+    ("--seed", {"default": 0, "help": "of the requests that bring none (default: 0)"}),
 )
 
 Run = Callable[[argparse.Namespace], int]
@@ -100,13 +103,26 @@ def add_command(commands: Any, name: str, summary: str, run: Run) -> argparse.Ar
     return command
 
 
-def add_engine_options(command: argparse.ArgumentParser) -> None:
+def add_engine_options(command: argparse.ArgumentParser, names: Collection[str] = ()) -> None:
+    """All of them, or those of these `names`."""
     group = command.add_argument_group("engine")
     for name, options in ENGINE_OPTIONS:
-        group.add_argument(name, **options)
+        if not names or name in names:
+            allowed = ENGINE.get(_setting(name))
+            group.add_argument(name, **options, **({"type": Number(allowed)} if allowed else {}))
+
+
+def add_overwrite_option(group: Any) -> None:
+    """Beside `--event-log`."""
+    group.add_argument("--overwrite-event-log", action="store_true",
+                       help="replace the file of --event-log also where it is no event log, or another user's")
 
 
 def engine_settings(asked: argparse.Namespace) -> dict[str, Any]:
     """What was asked of the engine, as `EngineConfig` names it."""
-    names = [name.removeprefix("--").replace("-", "_") for name, _ in ENGINE_OPTIONS]
+    names = [_setting(name) for name, _ in ENGINE_OPTIONS]
     return {name: getattr(asked, name) for name in names}
+
+
+def _setting(name: str) -> str:
+    return name.removeprefix("--").replace("-", "_")

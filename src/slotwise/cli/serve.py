@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import re
 from typing import TYPE_CHECKING, Any
 
 from slotwise import builtin
-from slotwise.cli.options import BUILTIN_NAME, add_command, add_engine_options, engine_settings
+from slotwise.cli.numbers import Number
+from slotwise.cli.options import BUILTIN_NAME, add_command, add_engine_options, add_overwrite_option, engine_settings
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.door import PATIENCE
 from slotwise.engine.pulse import ENGINE_TIMEOUT, SHORTEST_TIMEOUT
+from slotwise.engine.ranges import DAY, real, whole
 from slotwise.model.locate import locate
 from slotwise.observe.lines import FORMATS, TEXT
 
@@ -31,7 +32,8 @@ def add(commands: Any) -> None:
 def _server_options(serve: argparse.ArgumentParser) -> None:
     group = serve.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
-    group.add_argument("--port", type=int, default=8000, help="0 takes any free port (default: 8000)")
+    group.add_argument("--port", type=Number(whole(0, 65_535)), default=8000,
+                       help="0 takes any free port (default: 8000)")
     group.add_argument("--api-key", action="append", default=[], type=_key, metavar="KEY",
                        help="clients must send one of the keys given as a bearer token; each key's prefix cache is its "
                        "own (default: those in $SLOTWISE_API_KEY, comma separated)")
@@ -43,23 +45,25 @@ def _server_options(serve: argparse.ArgumentParser) -> None:
                        "docs/tiers.md tells all")
     group.add_argument("--served-model-name", metavar="NAME", help="what clients call the model")
     group.add_argument("--chat-template", metavar="FILE", help="a Jinja file instead of the model's own template")
-    group.add_argument("--max-num-queued-reqs", type=_at_least_one, metavar="N",
+    group.add_argument("--max-num-queued-reqs", type=Number(whole(1)), metavar="N",
                        help="requests that may wait for their first slot, one key's at most 8/9 of them; more get 503 "
                        f"(default: what is expected to start within {PATIENCE:g} s, as measured)")
-    group.add_argument("--max-num-queued-tokens", type=_at_least_one, metavar="TOKENS",
+    group.add_argument("--max-num-queued-tokens", type=Number(whole(1)), metavar="TOKENS",
                        help="tokens of their prompts, likewise")
-    group.add_argument("--queue-timeout", type=_seconds, default=0.0, metavar="SECONDS",
+    group.add_argument("--queue-timeout", type=Number(real(0, DAY)), default=0.0, metavar="SECONDS",
                        help="a request that has waited so long for its first slot gets 504 (default: it waits on)")
-    group.add_argument("--engine-timeout", type=_engine_timeout, default=ENGINE_TIMEOUT, metavar="SECONDS",
+    group.add_argument("--engine-timeout", type=Number(real(SHORTEST_TIMEOUT, DAY)), default=ENGINE_TIMEOUT,
+                       metavar="SECONDS",
                        help="silence after which the engine process is killed and started anew; after half of it "
                             f"/health is 503 (default: {ENGINE_TIMEOUT:g})")
-    group.add_argument("--shutdown-timeout", type=float, default=30.0, metavar="SECONDS",
+    group.add_argument("--shutdown-timeout", type=Number(real(0, DAY)), default=30.0, metavar="SECONDS",
                        help="how long running requests may take to end after SIGTERM (default: 30)")
-    group.add_argument("--stream-interval", type=int, default=1, metavar="TOKENS",
+    group.add_argument("--stream-interval", type=Number(whole(1, 65_536)), default=1, metavar="TOKENS",
                        help="tokens gathered before a stream sends them (default: 1)")
     group.add_argument("--event-log", default="", metavar="FILE",
                        help="write all that happens here, prompts included: up to 1 kB for a step of 16 rows; it can "
                        "be replayed, explained, drawn (default: only the latest is kept, in memory)")
+    add_overwrite_option(group)
     group.add_argument("--otlp-traces-endpoint", default="", metavar="URL",
                        help="send a span for each request and its stages to this collector, by OTLP over HTTP "
                        "(http://127.0.0.1:4318/v1/traces; needs slotwise[otel])")
@@ -108,32 +112,37 @@ def _origins(text: str) -> list[str]:
 
 
 def _key(text: str) -> str:
-    if not text.strip():
-        raise argparse.ArgumentTypeError("a key must not be empty")
+    if not text.strip() or not text.isprintable():
+        raise argparse.ArgumentTypeError("a key must not be empty, and must be of characters that can be sent")
     return text.strip()
 
 
-def _at_least_one(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
-    return number
+def _from_environment(name: str) -> tuple[str, ...]:
+    """The keys of a variable; () where it is not set.
 
-
-def _seconds(text: str) -> float:
-    if not 0 <= (seconds := float(text)) < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number of seconds, not {text}")
-    return seconds
-
-
-def _engine_timeout(text: str) -> float:
-    if (seconds := _seconds(text)) < SHORTEST_TIMEOUT:
-        raise argparse.ArgumentTypeError(f"must be at least {SHORTEST_TIMEOUT:g} seconds, not {text}")
-    return seconds
+    Raises:
+        ValueError: it is set and holds none, so that a server meant to be closed would be open.
+    """
+    if name not in os.environ:
+        return ()
+    keys = tuple(filter(None, map(str.strip, os.environ[name].split(","))))
+    if not keys or not all(map(str.isprintable, keys)):
+        what = "a key with characters that cannot be sent" if keys else "no key"
+        raise ValueError(f"{name} is set, but holds {what}: set it to a key, or unset it to serve without one")
+    return keys
 
 
 def _keys(given: list[str]) -> tuple[str, ...]:
-    """Those of the command line, else those of the environment."""
-    return tuple(given) or tuple(filter(None, map(str.strip, os.environ.get("SLOTWISE_API_KEY", "").split(","))))
+    """Those of the command line, else those of the environment.  Raises ValueError like `_from_environment`."""
+    return tuple(given) or _from_environment("SLOTWISE_API_KEY")
+
+
+def _admin_key(given: str | None) -> str:
+    """"" where there is none.  Raises ValueError like `_from_environment`, and for more than one."""
+    keys = (given,) if given else _from_environment("SLOTWISE_ADMIN_API_KEY")
+    if len(keys) > 1:
+        raise ValueError("SLOTWISE_ADMIN_API_KEY holds a comma: there is one admin key")
+    return keys[0] if keys else ""
 
 
 def _tiers(asked: argparse.Namespace) -> tuple[ServedTier, ...]:
@@ -151,12 +160,15 @@ def _tiers(asked: argparse.Namespace) -> tuple[ServedTier, ...]:
 def run(asked: argparse.Namespace) -> int:
     from slotwise.compose.garbage import hold_off
     from slotwise.compose.launch import launch_engine
+    from slotwise.observe.log_file import check
 
     hold_off()
-    tiers, api_keys = _tiers(asked), _keys(asked.api_key)
+    tiers, api_keys, admin_key = _tiers(asked), _keys(asked.api_key), _admin_key(asked.admin_api_key)
     config = EngineConfig.of(
         model=str(locate(asked.model or builtin.path())), tiers=tuple([served.tier for served in tiers]),
         **engine_settings(asked))
+    if asked.event_log:
+        check(asked.event_log, overwrite=asked.overwrite_event_log)
     engine = launch_engine(config, asked.log_format)  # it loads while this process imports the rest
 
     from slotwise.compose.server import run_server
@@ -164,11 +176,12 @@ def run(asked: argparse.Namespace) -> int:
 
     settings = ServerSettings(
         served_model_name=asked.served_model_name or asked.model or BUILTIN_NAME, api_keys=api_keys,
-        admin_api_key=asked.admin_api_key or os.environ.get("SLOTWISE_ADMIN_API_KEY", "").strip(), tiers=tiers,
+        admin_api_key=admin_key, tiers=tiers,
         max_num_queued_reqs=asked.max_num_queued_reqs, max_num_queued_tokens=asked.max_num_queued_tokens,
         queue_timeout=asked.queue_timeout, engine_timeout=asked.engine_timeout,
         shutdown_timeout=asked.shutdown_timeout, stream_interval=asked.stream_interval,
-        event_log=asked.event_log, otlp_traces_endpoint=asked.otlp_traces_endpoint, log_format=asked.log_format,
+        event_log=asked.event_log, overwrite_event_log=asked.overwrite_event_log,
+        otlp_traces_endpoint=asked.otlp_traces_endpoint, log_format=asked.log_format,
         host=asked.host, allowed_hosts=tuple(asked.allowed_hosts), allowed_origins=tuple(asked.allowed_origins),
         seed=asked.seed)
     return run_server(config, settings, (asked.host, asked.port), asked.chat_template, engine)

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from slotwise.cli.options import add_command
+from slotwise.files import write_whole
 from slotwise.observe import log
 from slotwise.observe.timeline import page
 
@@ -24,7 +25,7 @@ def add(commands: Any) -> None:
 
 def run(asked: argparse.Namespace) -> int:
     output: Path = asked.output or asked.log.with_name(asked.log.name + ".html")
-    output.write_bytes(page.saved(asked.log.name, _drawn(asked.log)))
+    write_whole(output, page.saved(asked.log.name, _drawn(asked.log)))
     print(f"wrote {output}")
     if asked.open:
         webbrowser.open(output.resolve().as_uri())

@@ -11,7 +11,9 @@ from email.utils import parsedate_to_datetime
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
+from slotwise.cli.numbers import Number
 from slotwise.cli.options import add_command
+from slotwise.engine.ranges import real
 
 if TYPE_CHECKING:
     import aiohttp
@@ -37,14 +39,8 @@ def add(commands: Any) -> None:
     top.add_argument("--api-key", default=os.environ.get("SLOTWISE_API_KEY", "").partition(",")[0], metavar="KEY",
                      help="sent as a bearer token (default: $SLOTWISE_API_KEY)")
     top.add_argument("--once", action="store_true", help="print how it stands and end; so it is without a terminal")
-    top.add_argument("--interval", type=_interval, default=0.5, metavar="SECONDS",
+    top.add_argument("--interval", type=Number(real(0.05, 60)), default=0.5, metavar="SECONDS",
                      help="between two pictures (default: 0.5)")
-
-
-def _interval(text: str) -> float:
-    if not 0.05 <= (seconds := float(text)) <= 60:
-        raise argparse.ArgumentTypeError(f"must be between 0.05 and 60 seconds, not {text}")
-    return seconds
 
 
 def run(asked: argparse.Namespace) -> int:

@@ -6,9 +6,12 @@ import argparse
 import math
 from dataclasses import dataclass
 
+from slotwise.cli.numbers import Number
+from slotwise.engine.ranges import ENGINE, Range, real, whole
 from slotwise.workload import arrivals, files, lengths, prefixes
-from slotwise.workload.arrivals import Arrivals
-from slotwise.workload.requests import NO_PREFIX, Recipe, Workload, generate
+from slotwise.workload.arrivals import MAX_RATE, Arrivals
+from slotwise.workload.lengths import MAX_LENGTH
+from slotwise.workload.requests import MAX_REQUESTS, NO_PREFIX, Recipe, Workload, generate
 from slotwise.workload.trace import read_trace, replay
 
 
@@ -23,6 +26,7 @@ class Defaults:
 
 
 DEFAULTS = Defaults()
+RATE = Range(1 / MAX_RATE, MAX_RATE, is_whole=False, may_be_infinite=True)
 DRAWN = ("input_lengths", "output_lengths")
 SCALED = ("length_scale", "time_scale")
 SHAPE = ("trace", "num_prompts", *DRAWN, "arrivals", "request_rate", "burstiness", "prefix", "max_tokens", *SCALED)
@@ -34,7 +38,8 @@ def add_workload_options(command: argparse.ArgumentParser, defaults: Defaults = 
     group.add_argument("--workload", metavar="FILE", help="repeat one that was saved")
     group.add_argument("--trace", metavar="CSV", help="replay recorded requests: a file with the columns arrived_at, "
                        "num_prefill_tokens, num_decode_tokens")
-    group.add_argument("--num-prompts", type=int, metavar="N", help=f"requests (default: {defaults.num_prompts})")
+    group.add_argument("--num-prompts", type=Number(whole(1, MAX_REQUESTS)), metavar="N",
+                       help=f"requests (default: {defaults.num_prompts})")
     group.add_argument("--input-lengths", metavar="LENGTHS", help="tokens of the prompts: one of "
                        + ", ".join(kind.form for kind in lengths.KINDS.values())
                        + f" (default: {defaults.input_lengths})")
@@ -43,21 +48,24 @@ def add_workload_options(command: argparse.ArgumentParser, defaults: Defaults = 
     group.add_argument("--arrivals", metavar="ARRIVALS", help="one of "
                        + ", ".join(kind.form for kind in arrivals.KINDS.values())
                        + f" (default: {defaults.arrivals}, or the trace's)")
-    group.add_argument("--request-rate", type=float, metavar="R",
+    group.add_argument("--request-rate", type=Number(RATE), metavar="R",
                        help="the same as --arrivals poisson:R; inf is at-once")
-    group.add_argument("--burstiness", type=float, metavar="B",
+    group.add_argument("--burstiness", type=Number(real(0.0001, 10_000)), metavar="B",
                        help="shape of the gamma-distributed gaps at that rate: below 1 arrivals come in bursts")
     group.add_argument("--prefix", metavar=prefixes.Prefixes.form, help="put one of so many shared prompt beginnings "
                        "before each prompt")
-    group.add_argument("--max-tokens", type=int, metavar="TOKENS",
+    group.add_argument("--max-tokens", type=Number(whole(1, MAX_LENGTH)), metavar="TOKENS",
                        help="what every request asks for (default: the longest answer there can be)")
-    group.add_argument("--length-scale", type=float, metavar="X", help="multiply the lengths of a trace")
-    group.add_argument("--time-scale", type=float, metavar="X", help="multiply the times of a trace")
+    group.add_argument("--length-scale", type=Number(real(0.0001, 100)), metavar="X",
+                       help="multiply the lengths of a trace")
+    group.add_argument("--time-scale", type=Number(real(0, 1e6)), metavar="X",
+                       help="multiply the times of a trace")
     group.add_argument("--save-workload", metavar="FILE", help="write it, for --workload to repeat")
 
 
 def add_seed_option(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--seed", type=int, default=0, metavar="N", help="of the workload (default: 0)")
+    command.add_argument("--seed", type=Number(ENGINE["seed"]), default=0, metavar="N",
+                         help="of the workload (default: 0)")
 
 
 def workload_of(asked: argparse.Namespace, defaults: Defaults = DEFAULTS) -> Workload:
@@ -77,8 +85,6 @@ def workload_of(asked: argparse.Namespace, defaults: Defaults = DEFAULTS) -> Wor
 def _workload(asked: argparse.Namespace, defaults: Defaults) -> Workload:
     if asked.workload:
         return files.load(asked.workload)
-    if asked.max_tokens is not None and asked.max_tokens < 1:
-        raise ValueError(f"--max-tokens must be at least 1, not {asked.max_tokens}")
     shared = prefixes.parse(asked.prefix) if asked.prefix else NO_PREFIX
     max_tokens = asked.max_tokens or 0
     num_prompts = defaults.num_prompts if asked.num_prompts is None else asked.num_prompts
@@ -99,8 +105,6 @@ def _arrivals(asked: argparse.Namespace, default: str) -> Arrivals:
         return arrivals.AtOnce()
     if asked.burstiness in (None, 1.0):
         return arrivals.Poisson(asked.request_rate)
-    if not asked.burstiness > 0:
-        raise ValueError(f"--burstiness must be above 0, not {asked.burstiness}")
     return arrivals.Gamma(asked.request_rate, asked.burstiness**-0.5)
 
 

@@ -88,7 +88,7 @@ async def _serve(
         with remembered(config, info) as step_times:
             app = build_app(service, tokenizer, chat, settings, step_times)
             settle()
-            async with _observed(app.api, traces, settings.event_log):
+            async with _observed(app.api, traces, settings):
                 await serve(app, listener, lambda url: _greet(url, info, settings, time.monotonic() - first.started))
     finally:
         if chat is not None:
@@ -98,13 +98,14 @@ async def _serve(
 
 
 @contextlib.asynccontextmanager
-async def _observed(api: Api, traces: Traces | None, event_log: str) -> AsyncIterator[None]:
+async def _observed(api: Api, traces: Traces | None, settings: ServerSettings) -> AsyncIterator[None]:
     """What is told beside the answers, for as long as they are given."""
     if traces is not None:
         api.trace(traces)
     reporting = asyncio.create_task(report(api.metrics))
     try:
-        with LogFile(event_log) if event_log else contextlib.nullcontext() as file:
+        with (LogFile(settings.event_log, overwrite=settings.overwrite_event_log) if settings.event_log
+              else contextlib.nullcontext()) as file:
             if file is not None:
                 api.recorder.write_to(file)
             yield

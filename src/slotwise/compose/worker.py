@@ -23,6 +23,7 @@ from slotwise.engine.messages import Add, EngineFailed, Loading, Locate, StepRec
 from slotwise.engine.pulse import Heart
 from slotwise.engine.rehearsal import Leisure
 from slotwise.engine.wire import decode_command, encode
+from slotwise.errors import OneLineError, one_line
 from slotwise.kernels.helpers import call_early
 from slotwise.kernels.later import spare_torch
 from slotwise.observe import lines
@@ -54,7 +55,7 @@ def _guarded(engine: Engine, channel: BlockingChannel, heart: Heart) -> NoReturn
     except ChannelClosed:
         raise
     except Exception as error:
-        channel.send(encode(EngineFailed(f"{type(error).__name__}: {error}")))
+        channel.send(encode(EngineFailed(one_line(f"{type(error).__name__}: {error}"))))
         raise
 
 
@@ -72,11 +73,17 @@ def _load(channel: BlockingChannel) -> Engine | None:
     except ChannelClosed:
         raise
     except Exception as error:  # whatever it was, the person who started the server must hear of it
-        channel.send(encode(EngineFailed(f"{error}" or type(error).__name__)))
+        channel.send(encode(EngineFailed(_told(error))))
         return None
     settle()
     channel.send(encode(info))
     return engine
+
+
+def _told(error: Exception) -> str:
+    """One line; errors that are not about what was asked, or what there is, are named by their type."""
+    named = isinstance(error, (OneLineError, ValueError, OSError, MemoryError, RuntimeError)) and str(error)
+    return one_line(str(error) if named else f"{type(error).__name__}: {error}")
 
 
 def serve(engine: Engine, channel: BlockingChannel, heart: Heart) -> NoReturn:

@@ -10,7 +10,9 @@ from dataclasses import dataclass, fields, replace
 from slotwise.batching.settings import Batching
 from slotwise.core.limits import PRESSURES, RECOMPUTE, SchedulerLimits
 from slotwise.core.terms import Tier
+from slotwise.engine.ranges import ENGINE
 from slotwise.engine.scheduling import Scheduling
+from slotwise.errors import OneLineError
 from slotwise.policies.settings import Ordering
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -19,12 +21,11 @@ KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 DEVICES = ("auto", "cpu", "cuda", "reference")
 STEP_TOKENS = 512  # a chunk this long reaches most of the product rate on any device
 STALL_MS = 70.0  # a gap that a reader does not notice; shorter ones take more steps, each of which reads all weights
-MOST_GIB = 1 << 20
 WATERMARK = 100  # one block in so many is left to those who run, when somebody joins them
 MAX_PASSES = 16  # smaller requests that may start before one which waits for blocks
 
 
-class ConfigError(ValueError):
+class ConfigError(OneLineError, ValueError):
     """Settings that cannot work, or contradict each other; the message is one line that says what to do."""
 
 
@@ -70,6 +71,7 @@ class EngineConfig:
     overlap: int | None = None  # steps in flight while the next is planned, 0 or 1; None: 1 where a GPU computes
 
     def __post_init__(self) -> None:
+        self._check_kinds()
         if self.device not in DEVICES:
             raise ConfigError(f"device must be one of {', '.join(DEVICES)}, not {self.device!r}")
         if self.dtype not in DTYPES:
@@ -83,28 +85,33 @@ class EngineConfig:
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             raise ConfigError(
                 f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES)}, not {self.kv_cache_dtype!r}")
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, not {value}")
         try:
             self.scheduling()
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        if self.gpu_memory_utilization is not None:
-            if not 0 < self.gpu_memory_utilization <= 1:
-                raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, not "
-                                  f"{self.gpu_memory_utilization}")
-            if self.kv_cache_memory is not None:
-                raise ConfigError("kv_cache_memory and gpu_memory_utilization both size the cache: give one of them")
-        if not 0 <= self.kv_offloading_size < MOST_GIB:
-            raise ConfigError(f"kv_offloading_size must be a number of GiB, 0 or more, not {self.kv_offloading_size}")
+        if self.gpu_memory_utilization is not None and self.kv_cache_memory is not None:
+            raise ConfigError("kv_cache_memory and gpu_memory_utilization both size the cache: give one of them")
         if self.kv_offloading_size and not self.enable_prefix_caching:
             raise ConfigError("kv_offloading_size needs enable_prefix_caching: who comes back finds its blocks by it")
         if self.on_pressure not in PRESSURES:
             raise ConfigError(f"on_pressure must be one of {', '.join(PRESSURES)}, not {self.on_pressure!r}")
-        if self.overlap not in (None, 0, 1):
-            raise ConfigError(f"overlap must be 0 or 1, not {self.overlap}")
+
+    def _check_kinds(self) -> None:
+        """Raises ConfigError for a number out of its range, and for a value of another type than its field's."""
+        for field in fields(self):
+            value, name = getattr(self, field.name), field.name
+            if name in ENGINE:
+                wrong = "" if value is None and field.default is None else ENGINE[name].objection(value)
+            elif isinstance(field.default, bool):
+                wrong = "" if isinstance(value, bool) else f"must be true or false, not {value!r:.40}"
+            elif name == "tiers":
+                good = isinstance(value, (tuple, list)) and all(isinstance(tier, Tier) for tier in value)
+                wrong = "" if good else f"must be a tuple of tiers, not {value!r:.40}"
+            else:
+                good = isinstance(value, str) or (value is None and field.default is None)
+                wrong = "" if good else f"must be a text, not {value!r:.40}"
+            if wrong:
+                raise ConfigError(f"{name} {wrong}")
 
     @classmethod
     def of(cls, **settings: object) -> EngineConfig:

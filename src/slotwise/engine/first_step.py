@@ -14,6 +14,7 @@ from slotwise.engine.executor import Executor
 from slotwise.engine.loop import Clock, Engine
 from slotwise.engine.messages import Add
 from slotwise.engine.rehearsal import Behind
+from slotwise.errors import OneLineError
 from slotwise.policies.fcfs import FirstComeFirstServed
 
 PROMPT = 16  # tokens, at most
@@ -23,11 +24,10 @@ KINDS = (  # the two ways through a sampler; the second token is a decode step's
     SamplingParams(temperature=1.0, max_tokens=1, logprobs=1, ignore_eos=True))
 OVERFLOW = ("its logits are NaN or infinite: a kernel computes wrongly, or the model's numbers are too large for its "
             "type; try --dtype float32")
-MOST_CHARACTERS = 500  # of a message
 
 
-class FirstStepError(RuntimeError):
-    """The engine cannot compute; the message is one line that says why."""
+class FirstStepError(OneLineError, RuntimeError):
+    """The engine cannot compute; the message says why."""
 
 
 def check(executor: Executor, limits: SchedulerLimits, clock: Clock) -> None:
@@ -65,4 +65,4 @@ def _run(engine: Engine) -> None:
 
 
 def _failed(why: str) -> FirstStepError:
-    return FirstStepError(f"the first step failed: {' '.join(why.split())}"[:MOST_CHARACTERS])
+    return FirstStepError(f"the first step failed: {why}")

@@ -22,6 +22,11 @@ def read_config(folder: Path) -> ModelConfig:
     config = configure(read_json(path))
     generation = folder / "generation_config.json"
     if not generation.is_file():
-        return config
-    ends = config.eos_token_ids + read_json(generation).token_ids("eos_token_id")
-    return replace(config, eos_token_ids=tuple(dict.fromkeys(ends)))
+        return _ending(config, ())
+    return _ending(config, read_json(generation).token_ids("eos_token_id"))
+
+
+def _ending(config: ModelConfig, more: tuple[int, ...]) -> ModelConfig:
+    """With `more` end tokens; none stands twice, and those that the model cannot produce are left out."""
+    ends = dict.fromkeys(config.eos_token_ids + more)
+    return replace(config, eos_token_ids=tuple([token for token in ends if token < config.vocab_size]))

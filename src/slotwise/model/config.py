@@ -51,6 +51,9 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise CheckpointError(f"config.json: head_dim must be even for rotary embeddings, not {self.head_dim}")
+        if not self.rope.is_finite(self.head_dim, self.max_position_embeddings):
+            raise CheckpointError(
+                "config.json: rope_theta and what scales it give angles that are no numbers, or too large ones")
         if len(self.windows) != self.num_layers:
             raise CheckpointError(
                 f"config.json: layer_types names {len(self.windows)} layers, num_hidden_layers {self.num_layers}"

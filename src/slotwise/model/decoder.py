@@ -16,7 +16,7 @@ from torch import Tensor
 
 from slotwise.kernels.base import AttentionShape, Kernels, LayerCache, Linear, QKNorm, RaggedBatch
 from slotwise.model.config import ModelConfig
-from slotwise.model.rope import rotary_table
+from slotwise.model.rope import RotaryTable
 from slotwise.model.weights import Read
 
 Pack = Callable[[Tensor, Tensor | None], Linear]
@@ -48,7 +48,7 @@ class Decoder:
         self._first_norm = read("model.layers.0.input_layernorm.weight")
         self._layers = [_read_layer(index, config, read, kernels) for index in range(config.num_layers)]
         self._head = kernels.head(self._embedding if config.tie_word_embeddings else read("lm_head.weight"))
-        self._rotary = rotary_table(config.rope, config.head_dim, max_positions).to(kernels.device)
+        self._rotary = RotaryTable(config.rope, config.head_dim, max_positions, kernels.device)
 
     @property
     def attention_shapes(self) -> list[AttentionShape]:
@@ -73,6 +73,10 @@ class Decoder:
         config = self.config
         return self.weight_bytes - config.vocab_size * config.hidden_size * config.dtype.itemsize
 
+    def reach(self, num_positions: int) -> None:
+        """Have what steps of up to so many positions need.  To be called before a recorded step is run again."""
+        self._rotary.until(num_positions)
+
     def workspace_bytes(self, num_tokens: int, num_samples: int) -> int:
         """Most bytes of activations that a step of so many tokens and sampling rows holds at a time."""
         config = self.config
@@ -87,7 +91,7 @@ class Decoder:
 
         `caches` has one entry a layer, made by `kernels.allocate_cache` from `attention_shapes`.
         """
-        kernels, eps, rotary = self.kernels, self.config.rms_norm_eps, self._rotary
+        kernels, eps, rotary = self.kernels, self.config.rms_norm_eps, self._rotary.until(batch.max_context_len)
         last = self._layers[-1]
         residual = kernels.embed(self._embedding, batch.token_ids)
         all_sample = len(batch.sample_at) == len(batch.token_ids)

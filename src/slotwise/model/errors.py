@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from slotwise.errors import OneLineError
 
-class CheckpointError(Exception):
+
+class CheckpointError(OneLineError):
     """A checkpoint that cannot be served.  The message is one line, fit for a command line or an API error."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(" ".join(message.split()))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from slotwise.model.errors import CheckpointError
 
 MAX_JSON_BYTES = 64 * 1024 * 1024
+MOST = 1e30  # of a number: products of two have room in a float64, and it in a float32
+MAX_TOKEN_IDS = 1024  # in a list
+MAX_TOKEN_ID = 2**31
 
 
 class Fields:
@@ -34,10 +36,10 @@ class Fields:
         return value
 
     def number(self, name: str, *, default: float | None = None, minimum: float = 0.0) -> float:
-        """A finite number above `minimum`."""
+        """A number above `minimum`, and at most `MOST`."""
         value = self._value(name, default)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not isfinite(value) or value <= minimum:
-            raise self.error(name, f"must be a number above {minimum:g}, not {value!r:.40}")
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not minimum < value <= MOST:
+            raise self.error(name, f"must be a number above {minimum:g} and at most {MOST:g}, not {value!r:.40}")
         return float(value)
 
     def flag(self, name: str, *, default: bool = False) -> bool:
@@ -65,6 +67,8 @@ class Fields:
         ids = value if isinstance(value, list) else [value]
         if not all(isinstance(item, int) and not isinstance(item, bool) for item in ids):
             raise self.error(name, f"must be a token id or a list of them, not {value!r:.40}")
+        if len(ids) > MAX_TOKEN_IDS or any(item >= MAX_TOKEN_ID for item in ids):
+            raise self.error(name, f"must be at most {MAX_TOKEN_IDS} token ids below {MAX_TOKEN_ID}")
         return tuple(item for item in ids if item >= 0)
 
     def section(self, name: str) -> Fields:
@@ -97,7 +101,7 @@ def read_json(path: Path) -> Fields:
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise CheckpointError(f"{path} is larger than {MAX_JSON_BYTES} bytes: not a checkpoint's JSON file")
-        values = json.loads(path.read_bytes())
+        values = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

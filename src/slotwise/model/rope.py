@@ -14,6 +14,8 @@ from torch import Tensor
 
 from slotwise.model.fields import Fields
 
+CHUNK = 8192  # positions computed at a time: few milliseconds
+
 
 @dataclass(frozen=True)
 class Rope:
@@ -29,6 +31,14 @@ class Rope:
     def magnitude(self) -> float:
         """What sines and cosines are multiplied with."""
         return 1.0
+
+    def is_finite(self, head_dim: int, max_positions: int) -> bool:
+        """Whether every angle up to `max_positions`, and the magnitude, is a number in float32."""
+        try:
+            greatest = self.inverse_frequencies(head_dim).amax() * max_positions * torch.tensor(self.magnitude)
+        except (ArithmeticError, ValueError, RuntimeError):  # on the way there
+            return False
+        return bool(greatest.isfinite())
 
 
 @dataclass(frozen=True)
@@ -92,10 +102,34 @@ class YarnRope(Rope):
         return head_dim * math.log(length) / (2 * math.log(self.theta))
 
 
-def rotary_table(rope: Rope, head_dim: int, max_positions: int) -> Tensor:
-    """Cosines, then sines, of every position: `[max_positions, head_dim]` float32."""
-    angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), rope.inverse_frequencies(head_dim))
+def rotary_table(rope: Rope, head_dim: int, start: int, end: int) -> Tensor:
+    """Cosines, then sines, of the positions from `start` until `end`: `[end - start, head_dim]` float32."""
+    angles = torch.outer(torch.arange(start, end, dtype=torch.float32), rope.inverse_frequencies(head_dim))
     return torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(rope.magnitude)
+
+
+class RotaryTable:
+    """The rotary table of a model, computed as far as its steps have come.
+
+    Its place in memory is fixed, for recorded steps know it; on a CPU, what was never written takes no memory.
+    """
+
+    def __init__(self, rope: Rope, head_dim: int, max_positions: int, device: torch.device) -> None:
+        """Raises MemoryError where so many positions do not even have addresses."""
+        self._rope = rope
+        self._known = 0  # positions
+        try:
+            self._table = torch.empty(max_positions, head_dim, dtype=torch.float32, device=device)
+        except RuntimeError as error:
+            raise MemoryError(f"no room for {max_positions} positions: lower max_model_len") from error
+
+    def until(self, end: int) -> Tensor:
+        """The table, `[max_positions, head_dim]`, whose rows before `end` hold what `rotary_table` says."""
+        while self._known < min(end, len(self._table)):
+            upto = min(self._known + CHUNK, len(self._table))
+            self._table[self._known : upto] = rotary_table(self._rope, self._table.shape[1], self._known, upto)
+            self._known = upto
+        return self._table
 
 
 def read_rope(fields: Fields) -> Rope:
@@ -136,6 +170,8 @@ def _read_llama3(scaling: Fields, theta: float, original: int) -> Rope:
 def _read_yarn(scaling: Fields, theta: float, original: int) -> Rope:
     scaling.refuse(("mscale", "mscale_all_dim"), "is not supported")
     factor = scaling.number("factor")
+    if theta <= 1:
+        raise scaling.error("rope_theta", f"must be above 1 with yarn, not {theta!r:.40}")
     return YarnRope(
         theta, factor, original,
         beta_fast=scaling.number("beta_fast", default=32.0),

@@ -22,6 +22,7 @@ Read = Callable[..., Tensor]
 """`read(name, ...)`: one tensor, or several stacked along their first dimension, in memory of its own."""
 
 _BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
+MAX_NAME_BYTES = 255
 _NAMED = 3  # tensors named in an error before "and n more"
 
 
@@ -128,7 +129,7 @@ def _files(folder: Path) -> list[Path]:
 
 def _shards(index: Path) -> list[Path]:
     named = read_json(index).section("weight_map").values.values()
-    beside = [name for name in named if isinstance(name, str) and Path(name).name == name]
+    beside = [name for name in named if _is_file_name(name)]
     if not beside or len(beside) < len(named):
         raise CheckpointError(f"{index}: weight_map must map each tensor to a file beside it")
     names = sorted(set(beside))
@@ -138,6 +139,12 @@ def _shards(index: Path) -> list[Path]:
             f"{index.parent} lacks {len(missing)} of {len(names)} shards: {_list(missing)}; download them again"
         )
     return [index.parent / name for name in names]
+
+
+def _is_file_name(name: object) -> bool:
+    """Of a file in the same folder, in characters that every file system takes."""
+    return (isinstance(name, str) and name.isprintable() and Path(name).name == name
+            and len(name.encode()) <= MAX_NAME_BYTES)
 
 
 def _open(path: Path) -> Any:

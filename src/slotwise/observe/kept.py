@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from slotwise.core import steptime
+from slotwise.files import PRIVATE, write_whole
 from slotwise.observe.steptime import Learned, StepTimes
 
 VERSION = 2  # of what a model of step times learns; others' files are left alone
@@ -44,8 +44,6 @@ def save(path: Path, times: steptime.StepTimes) -> None:
     """Keep what `times` knows, whole or not at all; a folder that cannot be written to is no reason to fail."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(msgspec.json.encode(times.learned()))
-        os.replace(file.name, path)
+        write_whole(path, msgspec.json.encode(times.learned()), PRIVATE)
     except OSError as error:
         logger.warning("step times are not kept: %s", error)

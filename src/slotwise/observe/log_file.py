@@ -3,34 +3,99 @@
 from __future__ import annotations
 
 import logging
+import os
+import stat
 import threading
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
 
-from slotwise.observe.log import Gap, line_of
+from slotwise.errors import OneLineError
+from slotwise.files import PRIVATE
+from slotwise.observe.log import Gap, LogError, Run, decode, line_of
 
 GATHER = 0.25  # seconds between two writes: fewer and larger ones take less from whoever logs
 MAX_WAITING = 32 << 20  # bytes that may wait to be written
 
+MAX_FIRST_LINE = 8 << 20  # bytes: it describes an engine, tiers included
+
 logger = logging.getLogger(__name__)
 
 
+class LogFileError(OneLineError, ValueError):
+    """A file that may not become an event log; the message says what to do."""
+
+
+def check(path: Path | str, *, overwrite: bool = False) -> None:
+    """That a `LogFile` can be made of `path`, which keeps its content; where there is no such file, one is made, empty.
+
+    Raises:
+        LogFileError, OSError: as `LogFile`.
+    """
+    os.close(_opened(path, overwrite=overwrite))
+
+
+def _opened(path: Path | str, *, overwrite: bool) -> int:
+    """A descriptor of the file, nothing of which has been changed."""
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe is refused, not waited for
+    try:
+        return os.open(path, flags | os.O_CREAT | os.O_EXCL, PRIVATE)
+    except FileExistsError:
+        if os.path.islink(path):
+            raise LogFileError(f"{path} is a link: name the file itself") from None
+    descriptor = os.open(path, flags)
+    try:
+        if wrong := _objection(descriptor, overwrite=overwrite):
+            raise LogFileError(f"{path} {wrong}")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _objection(descriptor: int, *, overwrite: bool) -> str:
+    """Why an existing file is not replaced; "" if it may be."""
+    about = os.fstat(descriptor)
+    if not stat.S_ISREG(about.st_mode):
+        return "is no regular file, and cannot become an event log"
+    if overwrite:
+        return ""
+    if about.st_uid != os.geteuid():
+        return "belongs to another user, and is not replaced: name another file, or say --overwrite-event-log"
+    if about.st_size and not _is_log(os.pread(descriptor, MAX_FIRST_LINE, 0)):
+        return "is not an event log, and is not replaced: name another file, or say --overwrite-event-log"
+    return ""
+
+
+def _is_log(beginning: bytes) -> bool:
+    line, end, _ = beginning.partition(b"\n")
+    try:
+        return bool(end) and isinstance(decode(line), Run)
+    except LogError:
+        return False
+
+
 class LogFile:
-    """A new event log; what was under its name is replaced.  A context manager: at its end all that waits is written.
+    """A new event log, for its owner alone; an older log of that name is replaced.  A context manager: at its end all
+    that waits is written.
 
     Where the file cannot keep up, lines are left out, and a `Gap` says how many.
 
     Args:
         path: of the file.
         max_waiting: bytes that may wait to be written.
+        overwrite: replace any file.
 
     Raises:
         OSError: it cannot be made.
+        LogFileError: there is a file of that name that is no event log, or belongs to another user.
     """
 
-    def __init__(self, path: Path | str, max_waiting: int = MAX_WAITING) -> None:
-        self._file = FileIO(path, "w")
+    def __init__(self, path: Path | str, max_waiting: int = MAX_WAITING, *, overwrite: bool = False) -> None:
+        descriptor = _opened(path, overwrite=overwrite)
+        os.fchmod(descriptor, PRIVATE)
+        os.ftruncate(descriptor, 0)
+        self._file = FileIO(descriptor, "w")
         self._path = path
         self._max_waiting = max_waiting
         self._lock = threading.Lock()

@@ -120,6 +120,7 @@ class Runner:
 
     def _compute(self, plan: StepPlan) -> Drawn | None:
         batch, targets = self._slots.gather(plan)
+        self._decoder.reach(batch.max_context_len)
         logits = self._decode_steps.logits(batch)
         if logits is None:
             logits = self._decoder.logits(self._decoder.hidden(batch, self._caches))

@@ -26,6 +26,7 @@ class ServerSettings:
     queue_timeout: float = 0.0  # seconds a request may wait for its first slot; 0: as long as it takes
     stream_interval: int = 1  # tokens per streamed event, after the first
     event_log: str = ""  # a file that is written anew, with all that happens; empty: none
+    overwrite_event_log: bool = False  # whatever that file is
     otlp_traces_endpoint: str = ""  # a collector's URL, for OTLP over HTTP; empty: nothing is traced
     log_format: str = TEXT  # of what is written to stderr: see observe.lines
     host: str = ""  # the address it listens on; on a loopback address without keys, hosts are checked: see browsers

@@ -64,7 +64,7 @@ class Listed(TierSettings, kw_only=True):
     """A `[[tier]]` of the file."""
 
     share: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None  # of all slots, instead of a number of them
-    api_keys: Annotated[list[str], msgspec.Meta(max_length=MAX_KEYS)] = []
+    api_keys: Annotated[list[str], msgspec.Meta(max_length=MAX_KEYS)] | None = None  # None: open to other keys
     api_keys_env: str | None = None  # a variable of the environment that holds more of them, comma separated
 
 
@@ -131,7 +131,9 @@ def _slots(share: float, max_num_seqs: int) -> int:
 
 
 def _keys(listed: Listed, environment: Mapping[str, str]) -> tuple[str, ...]:
-    keys = [key.strip() for key in listed.api_keys]
+    if listed.api_keys == []:
+        raise TiersError(f"tier {listed.name}: api_keys: it is empty: name a key, or leave it out for a tier without")
+    keys = [key.strip() for key in listed.api_keys or ()]
     if not all(keys):
         raise TiersError(f"tier {listed.name}: api_keys: a key must not be empty")
     if (variable := listed.api_keys_env) is not None:

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+from jinja2.compiler import CodeGenerator
 from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Node
+from jinja2.nodes import Expr, Impossible, Node, TemplateData
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -35,6 +36,15 @@ class _GenerationTag(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class _Compiler(CodeGenerator):
+    """Computes nothing while it compiles: a constant such as `"x" * 10**10` is the template's to compute, in bounds."""
+
+    def _output_child_to_const(self, node: Expr, *more: Any) -> str:
+        if not isinstance(node, TemplateData):
+            raise Impossible
+        return super()._output_child_to_const(node, *more)
+
+
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
@@ -46,8 +56,9 @@ def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None,
 
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols], optimized=False
     )
+    environment.code_generator_class = _Compiler
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from slotwise.errors import OneLineError
 from slotwise.text.tokenizer import TokenizerError, read_json
 
 MAX_SOURCE = 1 << 20  # bytes; the longest templates in use have some ten thousand
 
 
-class ChatTemplateError(ValueError):
+class ChatTemplateError(OneLineError, ValueError):
     """The template does not compile, or refuses these messages."""
 
 
@@ -52,9 +53,9 @@ def _bounded(source: str, path: Path) -> str:
 
 def _default_of(named: list[Any]) -> Any:
     """Of several templates, [{"name", "template"}], the one for plain chat."""
-    if not all(isinstance(entry, dict) for entry in named):
-        raise ChatTemplateError("of several chat templates each has a name and a template")
-    templates = {entry.get("name"): entry.get("template", "") for entry in named if isinstance(entry.get("name"), str)}
+    if not all(isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in named):
+        raise ChatTemplateError("chat_template must be a text, or a list of objects with name and template")
+    templates = {entry["name"]: entry.get("template", "") for entry in named}
     if "default" not in templates:
         raise ChatTemplateError(f"none of the chat templates {sorted(templates)} is named 'default'")
     return templates["default"]

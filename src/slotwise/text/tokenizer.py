@@ -10,13 +10,15 @@ from typing import Any
 
 import tokenizers
 
+from slotwise.errors import OneLineError
 from slotwise.text.pieces import pieces_of
 
+MAX_JSON_BYTES = 16 << 20  # of the files beside `tokenizer.json`
 SHORT = 4096  # characters; encoding these takes well under a millisecond
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
-class TokenizerError(ValueError):
+class TokenizerError(OneLineError, ValueError):
     """The tokenizer's files cannot be used, or a text cannot be tokenised."""
 
 
@@ -33,8 +35,14 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise TokenizerError(f"{path}: larger than {MAX_JSON_BYTES} bytes")
+        value = json.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise TokenizerError(f"{path}: cannot be read ({error.strerror})") from error
+    except TokenizerError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(value, dict):
         raise TokenizerError(f"{path}: expected a JSON object")
@@ -71,9 +79,11 @@ class Tokenizer:
             inner = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exception
             raise TokenizerError(f"{path}: not a tokenizer ({error})") from error
-        files = (path.with_name("special_tokens_map.json"), path.with_name("tokenizer_config.json"))
-        named = read_json(files[0]) | read_json(files[1])
-        return cls(inner, {name: _content(named[name]) for name in NAMED_TOKENS if named.get(name)})
+        special: dict[str, str] = {}
+        for file in (path.with_name("special_tokens_map.json"), path.with_name("tokenizer_config.json")):
+            found = read_json(file)
+            special |= {name: _content(found[name], f"{file}: {name}") for name in NAMED_TOKENS if found.get(name)}
+        return cls(inner, special)
 
     @property
     def vocab_size(self) -> int:
@@ -114,6 +124,13 @@ class Tokenizer:
         return self.inner.decode([token_id], skip_special_tokens=False).encode()
 
 
-def _content(token: Any) -> str:
-    """Special tokens are written as strings or as objects with their text in `content`."""
-    return token["content"] if isinstance(token, dict) else str(token)
+def _content(token: Any, where: str) -> str:
+    """Special tokens are written as strings or as objects with their text in `content`.
+
+    Raises:
+        TokenizerError: it is neither, or no text.
+    """
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str) or any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise TokenizerError(f"{where} must be a text, or an object with one in content, not {token!r:.40}")
+    return text

@@ -8,6 +8,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TextIO
 
+from slotwise.files import write_whole
 from slotwise.workload import forms
 from slotwise.workload.requests import MAX_REQUESTS, Workload, WorkRequest
 
@@ -24,9 +25,8 @@ def save(workload: Workload, path: Path | str) -> None:
     header = {
         "slotwise_workload": VERSION, "num_requests": len(workload.requests), "max_tokens": workload.max_tokens,
         "users": workload.users, "seed": workload.seed, "description": workload.description}
-    with Path(path).open("w", encoding="utf-8") as file:
-        for line in (header, *map(asdict, workload.requests)):
-            file.write(json.dumps(line, allow_nan=False) + "\n")
+    lines = (header, *map(asdict, workload.requests))
+    write_whole(path, "".join([json.dumps(line, allow_nan=False) + "\n" for line in lines]).encode())
 
 
 def load(path: Path | str) -> Workload:

@@ -18,6 +18,7 @@ from markupsafe import Markup
 from slotwise.bench.report import lanes, page
 from slotwise.bench.report.data import Result, read
 from slotwise.bench.report.svg import tag
+from slotwise.files import write_whole
 
 __all__ = ["render", "slot_charts", "write_report"]
 
@@ -38,7 +39,7 @@ def render(result: Mapping[str, Any]) -> str:
 
 def write_report(result: Mapping[str, Any], path: str | PathLike[str]) -> None:
     """Writes the page to `path`."""
-    Path(path).write_text(render(result), "utf-8")
+    write_whole(Path(path), render(result).encode())
 
 
 def slot_charts(result: Mapping[str, Any]) -> dict[str, str]:

@@ -1,0 +1,43 @@
+"""Numbers of the command line: each option has a range, and what is not in it is refused in a line that says so."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import NoReturn
+
+from slotwise.engine.ranges import Range
+from slotwise.errors import one_line
+
+MOST_DIGITS = 64
+
+
+class Number:
+    """A type of argparse's: the number that a text is, in ASCII digits."""
+
+    def __init__(self, range_: Range, words: dict[str, float] | None = None) -> None:
+        """`words` stand for numbers, in the range or not."""
+        self.range = range_
+        self.words = words or {}
+
+    def __call__(self, text: str) -> float:
+        if text in self.words:
+            return self.words[text]
+        try:
+            if not text.isascii() or "_" in text or text != text.strip() or len(text) > MOST_DIGITS:
+                raise ValueError
+            number = int(text) if self.range.is_whole else float(text)
+        except ValueError:
+            number = None
+        if self.range.objection(number):
+            either = "".join(f"{word} or " for word in self.words)
+            raise argparse.ArgumentTypeError(f"must be {either}{self.range}, not {text!r:.40}")
+        return number
+
+
+class Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong with a command."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{self.prog}: {one_line(message)} ({self.prog} --help tells what there is)", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,19 @@
+"""Errors whose message is one line for a person, whatever a damaged file or a library put into it."""
+
+from __future__ import annotations
+
+MOST_CHARACTERS = 500  # of a message
+
+
+def one_line(message: str) -> str:
+    """`message` in one line of at most `MOST_CHARACTERS`, without control characters or lone surrogates."""
+    line = " ".join(message[: 8 * MOST_CHARACTERS].split())
+    shown = "".join([c if c.isprintable() else c.encode("unicode_escape").decode() for c in line[:MOST_CHARACTERS + 1]])
+    return shown if len(shown) <= MOST_CHARACTERS else shown[: MOST_CHARACTERS - 4] + " ..."
+
+
+class OneLineError(Exception):
+    """The message is one line, and can be printed and sent between processes."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))

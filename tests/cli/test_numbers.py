@@ -1,0 +1,131 @@
+"""Every number of the command line and of an engine's settings has a range, and nothing outside it is taken."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator
+from dataclasses import MISSING, fields
+from typing import Any, get_type_hints
+
+import pytest
+from live import cli
+
+from slotwise.cli import MODULES, build_parser
+from slotwise.cli.numbers import Number
+from slotwise.engine.config import ConfigError, EngineConfig
+from slotwise.engine.ranges import ENGINE, Range
+
+TEXTS = ["", "x", " 1", "1 ", "1_0", "٣", "0x10", "1.5", "1e3", "0", "-0", "1", "-1", "2", "5e-324", "1e-12", "1e308",
+         "-1e308", "nan", "-nan", "inf", "-inf", "Infinity", str(2**31), str(2**63), str(2**70), str(-(2**70)),
+         "9" * 5000, "99999", "1e-400", "+1", "--1", "1,5", "\x00"]  # fmt: skip
+VALUES: list[Any] = [0, -1, 1, 2**31, 2**63, 2**70, 10**400, 0.0, 1.5, 5e-324, 1e308, math.nan, math.inf, -math.inf,
+                     True, "1", "", [], {}, b"1", 1j]
+POSITIONAL = {"explain": ["log"], "replay": ["log"], "timeline": ["log"]}
+
+
+def commands(parser: argparse.ArgumentParser, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every command of the parser, with its own."""
+    below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    if not below:
+        yield path, parser
+    for action in below:
+        for name, inner in action.choices.items():
+            yield from commands(inner, (*path, name))
+
+
+OPTIONS = [(path, action) for path, parser in commands(build_parser("")) for action in parser._actions
+           if action.option_strings and action.type is not None and action.nargs in (None, "?")]
+NUMBERS = [(path, action) for path, action in OPTIONS if isinstance(action.type, Number)]
+
+
+def named(options: list[tuple[tuple[str, ...], argparse.Action]]) -> list[str]:
+    return [f"{' '.join(path)} {action.option_strings[0]}" for path, action in options]
+
+
+def test_every_command_is_walked_and_no_number_is_a_plain_one() -> None:
+    assert {path[0] for path, _ in commands(build_parser(""))} == set(MODULES)
+    assert len(NUMBERS) > 80
+    plain = [name for name, (_, action) in zip(named(OPTIONS), OPTIONS, strict=True) if action.type in (int, float)]
+    assert not plain
+    for path, parser in commands(build_parser("")):
+        for action in parser._actions:
+            is_text = isinstance(action.type, Number) or not isinstance(action.default, (int, float))
+            assert is_text or isinstance(action.default, bool) or action.nargs == 0, (path, action.option_strings)
+
+
+@pytest.mark.parametrize(("path", "action"), NUMBERS, ids=named(NUMBERS))
+def test_what_an_option_takes_is_in_its_range(
+        path: tuple[str, ...], action: argparse.Action, capsys: pytest.CaptureFixture[str]) -> None:
+    assert isinstance(action.type, Number)
+    allowed, (option, *_) = action.type.range, action.option_strings
+    parser, refused = build_parser(path[0]), 0
+    assert action.default is None or not allowed.objection(action.default)
+    for text in TEXTS:
+        try:
+            value = getattr(parser.parse_args([*path, f"{option}={text}", *POSITIONAL.get(path[0], [])]), action.dest)
+        except SystemExit as end:
+            refused += 1
+            (line,) = capsys.readouterr().err.splitlines()
+            assert end.code == 2 and f"argument {'/'.join(action.option_strings)}: must be" in line
+            assert str(allowed) in line and text[:20].isprintable() <= (text[:20] in line) and len(line) < 400
+        else:
+            assert not allowed.objection(value) and type(value) is (int if allowed.is_whole else float)
+            assert float(text) == value
+    assert refused >= 15
+
+
+@pytest.mark.parametrize(("path", "action"), NUMBERS, ids=named(NUMBERS))
+def test_both_ends_of_a_range_are_taken(path: tuple[str, ...], action: argparse.Action) -> None:
+    assert isinstance(action.type, Number)
+    for bound in (action.type.range.least, action.type.range.most):
+        assert action.type(repr(bound)) == bound
+
+
+NUMERIC = [one.name for one in fields(EngineConfig)
+           if any(kind in str(get_type_hints(EngineConfig)[one.name]) for kind in ("int", "float"))]
+
+
+def test_every_number_of_an_engine_has_a_range() -> None:
+    assert set(NUMERIC) == set(ENGINE)
+
+
+@pytest.mark.parametrize("name", NUMERIC)
+def test_numbers_of_the_offline_api(name: str) -> None:
+    for value in VALUES:
+        wrong = ENGINE[name].objection(value)
+        try:
+            EngineConfig.of(model="m", **{name: value})
+        except ConfigError as error:
+            assert "\n" not in str(error) and len(str(error)) < 300
+            assert not wrong or str(error) == f"{name} {wrong}"
+        else:
+            assert not wrong, f"{name}={value!r} was taken"
+
+
+OTHERS = [one for one in fields(EngineConfig) if one.name not in ENGINE]
+
+
+@pytest.mark.parametrize("one", OTHERS, ids=lambda one: one.name)
+def test_other_settings_of_the_offline_api(one: Any) -> None:
+    for value in (3, 2.5, [], {}, object(), b"x", math.nan, *([None] if one.default in (MISSING, "auto") else [])):
+        if one.name == "tiers" and value == []:
+            continue
+        with pytest.raises(ConfigError, match=f"^{one.name} must be"):
+            EngineConfig.of(**{"model": "m", one.name: value})
+
+
+@pytest.mark.parametrize("value", [True, "1", None, 1.0, math.nan])
+def test_a_whole_number_is_of_that_type(value: object) -> None:
+    assert Range(0, 10).objection(value) == f"must be a whole number from 0 to 10, not {value!r}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("option", "value"), [
+    ("--port", "99999"), ("--port", "-1"), ("--stream-interval", "0"), ("--shutdown-timeout", "nan"),
+    ("--shutdown-timeout", "inf"), ("--max-num-seqs", "0")])
+def test_a_server_refuses_in_one_line(option: str, value: str) -> None:
+    done = cli("serve", option, value)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"slotwise serve: argument {option}: must be ") and repr(value) in line

@@ -1,0 +1,121 @@
+"""Files are written whole or not at all, and nothing is left behind where a disk is full."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slotwise.bench.results import write_json
+from slotwise.core.steptime import StepTimes, Work
+from slotwise.files import PRIVATE, write_whole
+from slotwise.observe import kept
+from slotwise.observe.log_file import LogFile
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own with a few kilobytes left."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(place)], capture_output=True).returncode:
+        pytest.skip("a file system cannot be mounted here")
+    try:
+        (place / "filler").write_bytes(bytes(48 << 10))
+        yield place
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_file_is_replaced_whole_and_is_read_by_whom_it_should_be(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        for mode, seen in ((PRIVATE, 0o600), (0o666, 0o640)):
+            path = tmp_path / f"{mode}"
+            for data in (b"old", b"new" * 1000):
+                write_whole(path, data, mode)
+                assert path.read_bytes() == data and stat.S_IMODE(path.stat().st_mode) == seen
+    finally:
+        os.umask(before)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["384", "438"])
+
+
+def test_a_link_keeps_pointing_and_what_is_no_file_stays_what_it_is(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    write_whole(tmp_path / "link", b"x")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "target").read_bytes() == b"x"
+    os.mkfifo(tmp_path / "pipe")
+    with subprocess.Popen(["cat", str(tmp_path / "pipe")], stdout=subprocess.PIPE) as reader:
+        write_whole(tmp_path / "pipe", b"through")
+        assert reader.communicate(timeout=30)[0] == b"through"
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from slotwise.files import write_whole
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+try:
+    write_whole(Path(sys.argv[1]), bytes(5000))
+except OSError as error:
+    sys.exit(3)
+"""
+
+
+def test_a_file_that_may_not_grow_leaves_the_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "kept"
+    path.write_text("old")
+    done = subprocess.run([sys.executable, "-c", LIMITED, str(path)], timeout=60)
+    assert done.returncode == 3 and path.read_text() == "old"
+    assert [one.name for one in tmp_path.iterdir()] == ["kept"]
+
+
+def test_a_full_disk_leaves_no_temporary_file(full: Path) -> None:
+    path = full / "result.json"
+    with pytest.raises(OSError, match="No space"):
+        write_json(path, {"rows": ["x" * 100] * 1000})
+    assert [one.name for one in full.iterdir()] == ["filler"]
+
+
+def test_step_times_on_a_full_disk_are_not_kept_and_leave_nothing(
+        full: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with (full / "more").open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
+        while True:
+            file.write(bytes(4096))
+    times = StepTimes()
+    for number in range(40):
+        times.step(Work(1 + number % 4, 1 + number % 4, 10 * number, 0), number * 0.01, number * 0.01 + 0.005)
+    before = sorted(one.name for one in full.iterdir())
+    for _ in range(3):
+        kept.save(full / "times.json", times)
+    assert "step times are not kept: [Errno 28]" in caplog.text
+    assert sorted(one.name for one in full.iterdir()) == before
+
+
+def test_an_event_log_on_a_full_disk_ends_and_is_closed(full: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with LogFile(full / "log") as file:
+        for _ in range(100):
+            file.write(b"x" * 1000 + b"\n")
+    assert "ends here" in caplog.text and "No space" in caplog.text
+
+
+def test_a_kill_in_the_middle_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "kept"
+    path.write_bytes(b"old" * 1000)
+    script = ("import sys; from slotwise.files import write_whole; print('go', flush=True)\n"
+              "while True: [write_whole(sys.argv[1], bytes([letter]) * 200_000) for letter in b'ab']")
+    with subprocess.Popen([sys.executable, "-c", script, str(path)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"go\n"
+        seen: set[bytes] = set()
+        while len(seen) < 2:
+            seen |= {path.read_bytes() for _ in range(100)}
+        process.send_signal(signal.SIGKILL)
+    seen.add(path.read_bytes())
+    assert seen <= {b"old" * 1000, b"a" * 200_000, b"b" * 200_000} and len(seen) > 1

@@ -21,7 +21,7 @@ from slotwise.server.settings import ServerSettings
 MOST = 256 << 20  # bytes
 LEAST_BODIES = 4  # of the largest size, that are taken at once
 SMALL = 64 << 10  # bytes of a body that is not counted
-GIVE_BACK = 32 << 20  # bytes of bodies, after which freed memory is given back to the system
+GIVE_BACK = 32 << 20  # bytes of bodies after which freed memory is given back: a millisecond or two
 
 
 class Bodies:
@@ -69,7 +69,7 @@ class Bodies:
 
     def _give_back(self, num_bytes: int) -> None:
         self._freed += num_bytes
-        if self._freed >= GIVE_BACK and not self._room.total:
+        if self._freed >= GIVE_BACK:
             self._freed = 0
             self._trim()
 

@@ -72,7 +72,8 @@ def _scheduling(api: Api) -> dict[str, Any]:
 
 async def reschedule(api: Api, exchange: Exchange) -> None:
     """Change how batches are made, from the next step on: the whole body or nothing of it."""
-    changes = decode_object(await exchange.body(MAX_SETTINGS, api.settings.body_timeout))
+    async with api.bodies.reading(exchange, MAX_SETTINGS) as body:
+        changes = decode_object(body)
     try:
         tiers = read_tiers(changes["tiers"]) if "tiers" in changes else api.tiers.settings
         api.tiers.check(tiers)
@@ -89,9 +90,10 @@ async def reschedule(api: Api, exchange: Exchange) -> None:
 
 async def abort_requests(api: Api, exchange: Exchange) -> None:
     """End requests in any state by their ids; each that was under way ends with finish_reason `abort`."""
-    body = await exchange.body(api.settings.max_body_bytes, api.settings.body_timeout)
+    async with api.bodies.reading(exchange) as body:
+        names = AbortRequest.decode(body).names
     scope = api.keys.scope_of(exchange.tenant)
-    found = {name: api.underway.abort(scope, name) for name in AbortRequest.decode(body).names}
+    found = {name: api.underway.abort(scope, name) for name in names}
     await exchange.respond_json({
         "aborted": [name for name, was_there in found.items() if was_there],
         "not_found": [name for name, was_there in found.items() if not was_there]})
@@ -108,15 +110,16 @@ async def model(api: Api, exchange: Exchange) -> None:
 
 async def tokenize(api: Api, exchange: Exchange) -> None:
     """Token ids of a text, or of messages through the chat template."""
-    body = await exchange.body(api.settings.max_body_bytes, api.settings.body_timeout)
-    request = decode(TokenizeRequest, body)
-    check_model(request.model, api.settings.served_model_name)
-    if (request.prompt is None) == (request.messages is None):
-        raise bad_request("give either prompt or messages", "prompt")
-    if request.prompt is None:
-        tokens = await api.prompts.of_chat(request, exchange.holder, {})
-    else:
-        tokens = await api.prompts.plain(request.prompt, add_special_tokens=request.add_special_tokens is not False)
+    async with api.bodies.reading(exchange) as body:
+        request = decode(TokenizeRequest, body)
+        check_model(request.model, api.settings.served_model_name)
+        if (request.prompt is None) == (request.messages is None):
+            raise bad_request("give either prompt or messages", "prompt")
+        if request.prompt is None:
+            tokens = await api.prompts.of_chat(request, exchange.holder, {})
+        else:
+            special = request.add_special_tokens is not False
+            tokens = await api.prompts.plain(request.prompt, add_special_tokens=special)
     texts = [api.prompts.tokenizer.inner.id_to_token(token) for token in tokens] if request.return_token_strs else None
     await exchange.respond_json({
         "count": len(tokens), "max_model_len": api.service.info.limits.max_model_len, "tokens": tokens,
@@ -124,7 +127,8 @@ async def tokenize(api: Api, exchange: Exchange) -> None:
 
 
 async def detokenize(api: Api, exchange: Exchange) -> None:
-    body = await exchange.body(api.settings.max_body_bytes, api.settings.body_timeout)
-    request = decode(DetokenizeRequest, body)
-    check_model(request.model, api.settings.served_model_name)
-    await exchange.respond_json({"prompt": await api.prompts.decode(request.tokens)})
+    async with api.bodies.reading(exchange) as body:
+        request = decode(DetokenizeRequest, body)
+        check_model(request.model, api.settings.served_model_name)
+        text = await api.prompts.decode(request.tokens)
+    await exchange.respond_json({"prompt": text})

@@ -18,19 +18,36 @@ RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 
 
 async def completions(api: Api, exchange: Exchange) -> None:
-    request = decode(CompletionRequest, await _body(api, exchange))
+    _enter(api, exchange)
+    async with api.bodies.reading(exchange) as body:
+        asked = await _completion(api, exchange, body)
+        del body  # its memory is not needed for as long as the answer takes
+    await _answer(api, exchange, COMPLETION, asked)
+
+
+async def chat_completions(api: Api, exchange: Exchange) -> None:
+    _enter(api, exchange)
+    async with api.bodies.reading(exchange) as body:
+        asked = await _chat(api, exchange, body)
+        del body
+    await _answer(api, exchange, CHAT, asked)
+
+
+async def _completion(api: Api, exchange: Exchange, body: bytes) -> Asked:
+    request = decode(CompletionRequest, body)
     terms = _check(api, exchange, request)
     api.check_room(terms)
     with api.door.entering(terms):
         prompts = await api.prompts.of_completion(request.prompt, api.settings.max_choices)
+    request.prompt = ""
     default = _default(api, terms, request, prompts, COMPLETION_TOKENS)
     max_tokens = api.prompts.max_tokens(request.max_tokens, max(map(len, prompts)), default)
     params = request.sampling_params(max_tokens, request.logprobs)
-    await _answer(api, exchange, COMPLETION, Asked(request, terms, prompts, params))
+    return Asked(request, terms, prompts, params)
 
 
-async def chat_completions(api: Api, exchange: Exchange) -> None:
-    request = decode(ChatRequest, await _body(api, exchange))
+async def _chat(api: Api, exchange: Exchange, body: bytes) -> Asked:
+    request = decode(ChatRequest, body)
     terms = _check(api, exchange, request)
     variables = request.chat_template_kwargs or {}
     if not variables.keys().isdisjoint(RESERVED_VARIABLES):
@@ -38,12 +55,13 @@ async def chat_completions(api: Api, exchange: Exchange) -> None:
     api.check_room(terms)
     with api.door.entering(terms):
         prompt = await api.prompts.of_chat(request, exchange.holder, variables)
+    request.messages = []
     param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     default = _default(api, terms, request, [prompt], None)
     max_tokens = api.prompts.max_tokens(getattr(request, param), len(prompt), default, param)
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     params = request.sampling_params(max_tokens, logprobs)
-    await _answer(api, exchange, CHAT, Asked(request, terms, [prompt], params))
+    return Asked(request, terms, [prompt], params)
 
 
 class Asked(NamedTuple):
@@ -79,14 +97,13 @@ def _salt(tenant: str, cache_salt: str | None) -> str:
     return f"{tenant}:{cache_salt}" if cache_salt else tenant
 
 
-async def _body(api: Api, exchange: Exchange) -> bytes:
-    """Not read at all when the queue is full, or the client's quota of requests is used up."""
+def _enter(api: Api, exchange: Exchange) -> None:
+    """A body is not read at all when the queue is full, or the client's quota of requests is used up."""
     api.check_room(Terms(exchange.tenant))
     account = api.quotas.account(exchange.tenant)
     exchange.last_told = account.headers
     api.quotas.check_queue(account)
     api.quotas.count_request(account)
-    return await exchange.body(api.settings.max_body_bytes, api.settings.body_timeout)
 
 
 def _check(api: Api, exchange: Exchange, request: Generate) -> Terms:

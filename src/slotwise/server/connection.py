@@ -3,7 +3,7 @@
 A connection is always read, also while a response is under way: that is how a client that leaves is noticed.
 
     ├─ head ─┼─ body ─┼──────── response under way ────────┼─ idle ─┤
-     parsed   parsed   kept unparsed, up to MAX_PIPELINED    closed after the keep-alive time
+     parsed   parsed   kept, up to MAX_PIPELINED              closed after the keep-alive time
 
 Who sends nothing, or a head that does not come to its end, is closed: each state has a deadline, which
 `connections.Connections` looks at.
@@ -24,7 +24,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from slotwise.server.connections import RESERVE_TIMEOUT, Connections
 
 MAX_HEAD = 512 << 10  # bytes; the socket is read in pieces of up to half of it
-MAX_PIPELINED = 64 << 10  # bytes kept of requests behind one whose response is under way
+MAX_PIPELINED = 64 << 10  # bytes kept of requests behind one whose response is under way; then no more is read
+PATIENCE = 1.0  # seconds after which a connection that is not read is closed: its client might have left
 MAX_REQUESTS = 16  # that one piece read from the socket may begin while a response is under way
 INTERIM = b"HTTP/1.1 1"  # how a response begins that only says to go on
 FINAL = b"HTTP/1.1 "
@@ -101,8 +102,9 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._is_answering:
             self._ahead += data
-            if len(self._ahead) > MAX_PIPELINED:
-                self.transport.close()
+            if len(self._ahead) > MAX_PIPELINED and not self.flow.read_paused:
+                self.flow.pause_reading()
+                self.deadline = min(self.deadline, self.loop.time() + PATIENCE)
             return
         if self._head is not None:
             if not self._head:
@@ -155,6 +157,7 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         cast(_HeadJoined, self.transport).flush()  # nothing follows where the head alone was asked for
         following = self.pipeline[-1][0] if self.pipeline else None
+        self.deadline = NEVER
         super().on_response_complete()
         if self.transport.is_closing():
             return

@@ -19,6 +19,7 @@ from slotwise.server.errors import ApiError, ClientGone, bad_request
 
 Message = dict[str, Any]
 Headers = list[tuple[bytes, bytes]]
+STEP = 256 << 10  # bytes claimed ahead of a body whose length is not announced: what is received in one piece
 DONE = b"data: [DONE]\n\n"
 
 
@@ -56,18 +57,26 @@ class Exchange:
 
     # -- in ------------------------------------------------------------------------------------------------------
 
-    async def body(self, max_bytes: int, timeout: float) -> bytes:
-        """Raises ApiError when it is too large or too slow, ClientGone when it does not come to its end."""
-        announced = dict(self.scope["headers"]).get(b"content-length", b"0")
-        if int(announced) > max_bytes:
+    async def body(self, max_bytes: int, timeout: float, claim: Callable[[int], None] = lambda size: None) -> bytes:
+        """
+        Args:
+            claim: told how many bytes it will have at least, before they are received; raises if they may not come.
+
+        Raises:
+            ApiError: it is too large or too slow.
+            ClientGone: it does not come to its end.
+        """
+        announced = int(dict(self.scope["headers"]).get(b"content-length", b"0"))
+        if announced > max_bytes:
             raise _too_large(max_bytes)
+        claim(announced)
         try:
             async with asyncio.timeout(timeout):
-                return await self._body(max_bytes)
+                return await self._body(max_bytes, lambda size: claim(max(announced, size + STEP)))
         except TimeoutError as error:
             raise ApiError(HTTPStatus.REQUEST_TIMEOUT, f"the body took more than {timeout:g} seconds") from error
 
-    async def _body(self, max_bytes: int) -> bytes:
+    async def _body(self, max_bytes: int, claim: Callable[[int], None]) -> bytes:
         parts, size = [], 0
         while True:
             message = await self._receive()
@@ -80,6 +89,7 @@ class Exchange:
             parts.append(part)
             if not message.get("more_body", False):
                 return b"".join(parts)
+            claim(size)
 
     @asynccontextmanager
     async def watched(self, on_gone: Callable[[], None]) -> AsyncIterator[None]:

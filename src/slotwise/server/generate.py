@@ -21,6 +21,7 @@ from slotwise.observe.recorder import Recorder
 from slotwise.observe.steptime import StepTimes
 from slotwise.observe.traces import Traces
 from slotwise.server import explain
+from slotwise.server.bodies import Bodies
 from slotwise.server.browsers import Browsers
 from slotwise.server.choice import Choice, Piece
 from slotwise.server.errors import SHED, ApiError, bad_request, from_refusal
@@ -50,6 +51,7 @@ class Api:
         limits = service.info.limits
         self.keys = Keys(settings.all_keys, settings.admin_api_key)
         self.browsers = Browsers(settings)
+        self.bodies = Bodies(settings)
         self.tiers = Tiers(settings.tiers, self.keys)
         self.service = service
         self.prompts = prompts

@@ -1,0 +1,94 @@
+"""Many large bodies at once, sent by clients that do not come to their end."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from live_server import POSTED, Server, eventually, running
+
+from slotwise.server import bodies
+from slotwise.server.settings import ServerSettings
+
+MB = 1 << 20
+LARGEST = ServerSettings("toy").max_body_bytes
+MANY = 200
+BEGUN = b'{"max_tokens":1,"unknown":"' + b"x" * (LARGEST - MB // 4)
+UNREAD = MB // 2  # of a connection: what uvicorn and uvloop have of it before it is counted
+
+
+def memory(server: Server, name: str) -> int:
+    """Bytes of the API process: VmRSS now, VmHWM at most."""
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    found = re.search(rf"{name}:\s+(\d+) kB", status)
+    assert found
+    return int(found[1]) << 10
+
+
+def connect(server: Server) -> socket.socket:
+    host, port = server.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=60)
+
+
+def answer(connection: socket.socket) -> bytes:
+    """What there is of one."""
+    connection.settimeout(0.001)
+    try:
+        return connection.recv(1 << 16)
+    except TimeoutError:
+        return b""
+
+
+def begin(connection: socket.socket, is_announced: bool) -> None:
+    if is_announced:
+        connection.sendall(POSTED + b"%d\r\n\r\n" % LARGEST + BEGUN)
+    else:
+        head = POSTED.removesuffix(b"Content-Length: ") + b"Transfer-Encoding: chunked\r\n\r\n"
+        connection.sendall(head + b"%x\r\n" % len(BEGUN) + BEGUN + b"\r\n")
+
+
+@pytest.mark.parametrize("is_announced", [True, False], ids=["announced", "chunked"])
+def test_bodies_under_way_take_a_bounded_memory(folder: Path, tmp_path: Path, is_announced: bool) -> None:
+    with running(folder, tmp_path / "engine") as server, ExitStack() as stack:
+        server.post("/v1/completions", {"prompt": [2], "max_tokens": 1})
+        before = memory(server, "VmRSS")
+        connections = [stack.enter_context(connect(server)) for _ in range(MANY)]
+        for connection in connections:
+            begin(connection, is_announced)
+        eventually(lambda: server.get("/load").json()["server_load"] < MANY)
+        told = [answer(connection) for connection in connections]
+        refused = [one for one in told if one]
+        assert 20 < MANY - len(refused) <= bodies.MOST / len(BEGUN)
+        for one in refused:
+            assert one.startswith(b"HTTP/1.1 503") and b"retry-after: " in one and b'"bodies_full"' in one
+        assert server.post("/v1/completions", {"prompt": [2], "max_tokens": 1}).status_code == 200
+        assert memory(server, "VmHWM") < before + bodies.MOST + MANY * UNREAD
+        stack.close()
+        eventually(lambda: server.get("/load").json() == {"server_load": 0})
+        eventually(lambda: memory(server, "VmRSS") < before + 64 * MB)
+        large = json.dumps({"prompt": [2], "max_tokens": 1, "unknown": "x" * (LARGEST - 100)})
+        assert server.post("/v1/completions", large).status_code == 200
+
+
+def test_a_body_that_is_served_is_not_kept(folder: Path, tmp_path: Path) -> None:
+    """While its answer takes long."""
+    with running(folder, tmp_path / "engine", "seconds_per_step=0.2") as server, ExitStack() as stack:
+        server.post("/v1/completions", {"prompt": [2], "max_tokens": 1})
+        before = memory(server, "VmRSS")
+        for path, body in (("completions", {"prompt": [2]}), ("chat/completions", {"messages": [
+                {"role": "user", "content": "x"}]})) * 20:
+            content = json.dumps(body | {"max_tokens": 300, "unknown": "x" * (LARGEST - 200)}).encode()
+            connection = stack.enter_context(connect(server))
+            connection.sendall(POSTED.replace(b"completions", path.encode()) + b"%d\r\n\r\n" % len(content) + content)
+        eventually(lambda: server.get("/health").json()["num_live"] == 40)
+        eventually(lambda: memory(server, "VmRSS") < before + 64 * MB)
+
+
+def test_the_bound_has_room_for_a_few_of_the_largest() -> None:
+    for size in (1, LARGEST, 1 << 30):
+        held = bodies.Bodies(ServerSettings("toy", max_body_bytes=size))
+        assert held._most >= max(bodies.MOST, 4 * size)

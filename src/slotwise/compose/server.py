@@ -111,6 +111,7 @@ async def _observed(api: Api, traces: Traces | None, event_log: str) -> AsyncIte
             api.later.flush()
     finally:
         reporting.cancel()
+        api.close()
         if traces is not None:
             await asyncio.to_thread(traces.close)
 

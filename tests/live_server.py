@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -74,3 +75,14 @@ def eventually(holds: Callable[[], Any]) -> None:
             return
         time.sleep(0.05)
     raise AssertionError("it never came")
+
+
+def children(parent: int, module: bytes) -> list[int]:
+    """Child processes of `parent` that run `module`."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == parent \
+                    and module in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+    return found

@@ -64,7 +64,7 @@ async def main(folder: Path, log: Path, *given: str) -> int:
     for heavy in ("torch", "numpy", "numba", "jinja2"):
         assert heavy not in sys.modules, f"the API process has imported {heavy}"
     await serve(app, listen("127.0.0.1", 0), lambda url: print(url, engines[-1].process.pid, flush=True))
-    template.close()
+    app.api.close()
     await supervisor.end()
     print("engine", engines[-1].process.returncode, flush=True)
     return 1 if service.hopeless.is_set() else 0

@@ -74,7 +74,7 @@ def scenario(folder: Path, play: Callable[[App, httpx.AsyncClient], Awaitable[No
             async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://toy") as client:
                 await play(app, client)
         finally:
-            template.close()
+            app.api.close()
             service.give_up("enough")
             await asyncio.sleep(0.01)
             thread.join(10)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-from live_server import Server, running
+from canary import singing
+from live_server import Server, children, counted, running
 
 from slotwise.observe.explain import PARTS, explain
 from slotwise.observe.facts import gather
 from slotwise.observe.log import Sent, decode
 from slotwise.observe.steptime import StepTimes
+from slotwise.text.tokenizer import Tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -116,3 +122,56 @@ def test_nobody_sees_anothers(folder: Path, tmp_path: Path) -> None:
         unknown = server.get("/explain/nobody", **two)
         assert refused.status_code == 404 == unknown.status_code
         assert refused.json() == unknown.json() and refused.json()["error"]["code"] == "request_not_found"
+
+
+def test_one_client_asks_for_many_and_a_stream_goes_on(folder: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """The stream's gap is in computing time of the API process: what the questions cost it."""
+    settings = ("api_keys=one,two,admin", "admin_api_key=admin", "seconds_per_step=0.001")
+    with running(folder, tmp_path / "engine", *settings) as server:
+        server.client.headers["Authorization"] = "Bearer two"
+        for _ in range(6):  # a ring full of steps
+            server.post(COMPLETIONS, {"prompt": [40], "n": 64, "max_tokens": 300}, **{"X-Request-Id": "long"})
+        statuses: list[int] = []
+
+        def ask(key: str) -> None:
+            with httpx.Client(timeout=120, headers={"Authorization": f"Bearer {key}"}) as client:
+                for _ in range(5):
+                    answer = client.get(server.url + "/explain/long")
+                    assert answer.status_code == 200 or int(answer.headers["retry-after"]) > 0, answer.text
+                    statuses.append(answer.status_code)
+
+        with singing(server, tokenizer.decode(counted(40, 200)), "one") as canary, ThreadPoolExecutor(24) as clients:
+            list(clients.map(ask, ["two"] * 20 + ["admin"] * 4))
+        assert set(statuses) == {200, 429}, "each client may have a few that wait"
+        assert canary.gap < 0.2
+        assert explained(server, "long")
+
+
+def test_what_is_asked_counts_as_a_request(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "tiers").write_text('[[tier]]\nname = "a"\nrequests_per_minute = 3\napi_keys = ["one"]\n')
+    with running(folder, tmp_path / "engine", f"tiers={tmp_path / 'tiers'}") as server:
+        key = {"Authorization": "Bearer one"}
+        answers = [server.get("/explain/nobody", **key) for _ in range(4)]
+        assert [answer.status_code for answer in answers] == [404, 404, 404, 429]
+        assert answers[0].headers["x-ratelimit-remaining-requests"] == "2"
+
+
+def test_a_response_is_complete_without_its_explanation(folder: Path, tmp_path: Path) -> None:
+    """Where its worker ends meanwhile."""
+    with running(folder, tmp_path / "engine") as server:
+        (worker,) = _asked(server)
+        os.kill(worker, signal.SIGSTOP)
+        os.kill(worker, signal.SIGKILL)
+        answer = server.post(COMPLETIONS, {"prompt": [40], "max_tokens": 3, "explain": True}).json()
+        told = answer["slotwise"]["explain"]
+        assert answer["usage"]["completion_tokens"] == 3
+        assert told["requests"] == [] and told["error"]["code"] == "not_explained"
+        (again,) = _asked(server)
+        assert again != worker
+
+
+def _asked(server: Server) -> list[int]:
+    """The workers that explain, after a request that asked for it."""
+    answer = server.post(COMPLETIONS, {"prompt": [40], "max_tokens": 3, "explain": True}).json()
+    assert answer["slotwise"]["explain"]["requests"]
+    return children(server.process.pid, b"slotwise.observe.explaining")

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from canary import singing
-from live_server import Server, counted, eventually, running
+from live_server import Server, children, counted, eventually, running
 from server.conftest import write_checkpoint
 
 from slotwise.server.templates import Limits, Template
@@ -59,16 +59,7 @@ def chat(said: str) -> dict[str, Any]:
 
 
 def workers_of(server: Server) -> list[int]:
-    """Children of the server that run templates."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == server.process.pid and b"slotwise.text.rendering" in (entry / "cmdline").read_bytes():
-                found.append(int(entry.name))
-        except (OSError, ValueError, IndexError):
-            continue
-    return found
+    return children(server.process.pid, b"slotwise.text.rendering")
 
 
 @pytest.mark.parametrize("said", HOSTILE)

@@ -112,6 +112,7 @@ async def _observed(api: Api, traces: Traces | None, settings: ServerSettings) -
             api.later.flush()
     finally:
         reporting.cancel()
+        api.close()
         if traces is not None:
             await asyncio.to_thread(traces.close)
 

@@ -136,17 +136,34 @@ class Learned:
                 raise ValueError("sums of no steps")
 
 
+@dataclass(slots=True)
+class Prediction:
+    """What is typical of work, to be asked elsewhere (see `StepTimes.typical`)."""
+
+    shares: list[float]
+    factors: dict[str, dict[str, tuple[float, float]]]  # of each kind, by size: logarithm of its tokens, factor
+    met: list[tuple[int, int]]
+
+
 class Factors:
     """The factors of one kind's sizes, and what lies between them."""
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[float, float]] = {}  # size -> logarithm of its tokens, factor
+        self.known: dict[str, tuple[float, float]] = {}  # size -> logarithm of its tokens, factor
         self._at: list[float] = []
         self._factors: list[float] = []
 
+    def restore(self, known: dict[str, tuple[float, float]]) -> None:
+        """Take up what was `known`."""
+        self.known = dict(known)
+        self._arrange()
+
     def put(self, size: str, tokens: float, factor: float) -> None:
-        self._known[size] = (math.log2(tokens), factor)
-        curve = sorted(self._known.values())
+        self.known[size] = (math.log2(tokens), factor)
+        self._arrange()
+
+    def _arrange(self) -> None:
+        curve = sorted(self.known.values())
         self._at, self._factors = [at for at, _ in curve], [factor for _, factor in curve]
 
     def of(self, tokens: int) -> float:
@@ -207,6 +224,20 @@ class StepTimes:
 
     def learned(self) -> Learned:
         return Learned({size: sums.faded(sums.weight) for size, sums in self._sizes.items()})
+
+    def prediction(self) -> Prediction:
+        """What it predicts by at present."""
+        factors = {kind: dict(known.known) for kind, known in self._factors.items()}
+        return Prediction(list(self._shares), factors, sorted(self._met))
+
+    @classmethod
+    def predicting(cls, known: Prediction) -> StepTimes:
+        """A model to which the same is typical."""
+        times = cls()
+        times._shares, times._met = list(known.shares), set(known.met)
+        for kind, factors in known.factors.items():
+            times._factors[kind].restore(factors)
+        return times
 
     def _kind(self, work: Work) -> str:
         if work.pairs:

@@ -112,8 +112,13 @@ def explain(facts: Facts, entries: Sequence[Entry], times: StepTimes, until_ns: 
         entries: the log, of which `facts` were gathered.
         until_ns: when its response is complete, if the log does not say so yet; 0: as far as the log goes.
     """
+    return explain_by(facts, (entries[at] for at in range(facts.position + 1, len(entries))), times, until_ns)
+
+
+def explain_by(facts: Facts, following: Iterable[Entry], times: StepTimes, until_ns: int = 0) -> Story:
+    """The same by the steps, commands and lost engines that follow it in the log, at least until it is over."""
     telling = _Telling(facts, Solo(times, facts.scheduling), until_ns)
-    telling.follow(entries[at] for at in range(facts.position + 1, len(entries)))
+    telling.follow(following)
     return telling.story()
 
 

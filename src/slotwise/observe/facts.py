@@ -26,6 +26,12 @@ class Facts(msgspec.Struct):
     num_output: int = 0
     last_byte_ns: int = 0
     siblings_ended_ns: int = 0  # the last of the choices of its response
+    over_at: int = -1  # position of the entry behind which none concerns it but `Sent`; -1: there is none yet
+
+    def meet(self, together: Iterable[Facts]) -> None:
+        """Take note of the choices of its response."""
+        others = [other.left_ns or other.ended_ns for other in together if other is not self]
+        self.siblings_ended_ns = max(others, default=0)
 
     @property
     def received_ns(self) -> int:
@@ -65,13 +71,15 @@ class Facts(msgspec.Struct):
 
 def gather(entries: Iterable[Entry]) -> dict[int, Facts]:
     """Facts of each request in a log, by number, in order of arrival; without those of whose steps some are missing."""
-    gathering = _Gathering()
+    gathering = Gathering()
     for position, entry in enumerate(entries):
         gathering.take(position, entry)
     return gathering.finished()
 
 
-class _Gathering:
+class Gathering:
+    """Facts by the number of their request, as entries come."""
+
     def __init__(self) -> None:
         self._facts: dict[int, Facts] = {}
         self._scheduling: Scheduling | None = None
@@ -81,7 +89,7 @@ class _Gathering:
     def take(self, position: int, entry: Entry) -> None:
         match entry:
             case Step():
-                self._step(entry)
+                self._step(position, entry)
             case Request():
                 self._facts[entry.number] = Facts(entry, position, self._scheduling)
                 self._sent.append((entry.ns, entry.number))
@@ -99,14 +107,20 @@ class _Gathering:
             case Gap():
                 self._forget(self._living())
 
+    def of(self, number: int) -> Facts | None:
+        return self._facts.get(number)
+
+    def drop(self, number: int) -> Facts | None:
+        """Forget a request; what was known of it."""
+        return self._facts.pop(number, None)
+
     def finished(self) -> dict[int, Facts]:
         choices: dict[tuple[int, str], list[Facts]] = {}
         for facts in self._facts.values():
             choices.setdefault((facts.received_ns, facts.response_id), []).append(facts)
         for together in choices.values():
             for facts in together:
-                others = [other.left_ns or other.ended_ns for other in together if other is not facts]
-                facts.siblings_ended_ns = max(others, default=0)
+                facts.meet(together)
         return self._facts
 
     def _living(self) -> list[Facts]:
@@ -118,7 +132,7 @@ class _Gathering:
             del self._facts[facts.request.number]
         self._sent.clear()
 
-    def _step(self, entry: Step) -> None:
+    def _step(self, position: int, entry: Step) -> None:
         if self._starts_anew and entry.step != NO_STEP:
             self._starts_anew = False
             if entry.step > 0:  # a ring that has lost its beginning
@@ -134,7 +148,7 @@ class _Gathering:
         for end in entry.ended:
             facts = self._facts.get(end.number)
             if facts is not None:
-                facts.num_output = end.num_output
+                facts.num_output, facts.over_at = end.num_output, position
                 if not facts.ended:
                     facts.end_reason, facts.ended_ns = end.reason, entry.ended_ns
 

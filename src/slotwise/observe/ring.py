@@ -11,13 +11,15 @@ that is too slow finds that lines are gone, and how many.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from itertools import islice
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice, takewhile
 from typing import NamedTuple
 
 import msgspec
 
-from slotwise.observe.log import Entry, Request, Run, Step, line_of
+from slotwise.observe.facts import Facts
+from slotwise.observe.index import Index
+from slotwise.observe.log import Command, Engine, Entry, Request, Run, Step, line_of
 
 CAPACITY = 5 << 20  # bytes; about 2,000 steps of 64 rows, as many as a page shows smoothly
 
@@ -34,6 +36,14 @@ class Batch(NamedTuple):
     lines: list[Line]
     missed: int  # lines gone between the reader's position and the first of these
     position: int  # to read on from
+
+
+class Extract(NamedTuple):
+    """What it takes to explain requests: lines of steps, commands and lost engines, one behind the other."""
+
+    facts: list[Facts]
+    positions: list[int]  # of the lines
+    lines: bytes
 
 
 class Known:
@@ -79,6 +89,7 @@ class Ring:
         self._size = 0  # bytes
         self._end = 0  # position behind the last
         self._before = Known()
+        self._index = Index()
 
     @property
     def end(self) -> int:
@@ -93,6 +104,7 @@ class Ring:
     def append(self, entry: Entry, data: bytes) -> None:
         """`data` is the line of `entry`."""
         self._lines.append(Line(data, type(entry), _told(entry)))
+        self._index.take(self._end, entry)
         self._size += len(data)
         self._end += 1
         while self._size > self._capacity and len(self._lines) > 1:
@@ -100,6 +112,7 @@ class Ring:
             self._size -= len(gone.data)
             if gone.told is not None:
                 self._before.take(gone.told)
+                self._index.forget(gone.told)
 
     def preface(self) -> list[Entry]:
         """What to know in order to understand the first line held."""
@@ -112,6 +125,44 @@ class Ring:
             if line.told is not None:
                 known.take(line.told)
         return known.entries()
+
+    def named(self, tenant: str, name: str, most: int) -> list[Facts]:
+        """The latest requests of this name all of whose lines are here, in order of arrival.
+
+        Args:
+            tenant: whose requests; "": those of all.
+        """
+        return self._index.latest(takewhile(self._is_whole, self._index.named(tenant, name)), most)
+
+    def numbered(self, numbers: Iterable[int], most: int) -> list[Facts]:
+        """The same of those with these numbers."""
+        found = [facts for facts in self._index.numbered(numbers) if self._is_whole(facts)]
+        return self._index.latest(reversed(found), most)
+
+    def _is_whole(self, facts: Facts) -> bool:
+        """The lines behind its own are here: it is known what became of it."""
+        return facts.position + 1 >= self.first
+
+    def extract(self, found: Sequence[Facts]) -> Extract:
+        """The lines that tell of the requests found."""
+        positions: list[int] = []
+        lines: list[bytes] = []
+        end = self.first
+        for facts in sorted(found, key=lambda facts: facts.position):
+            start = max(end, facts.position + 1)
+            end = max(end, facts.over_at + 1 if facts.over_at >= 0 else self._end)
+            for position, line in zip(range(start, end), self._between(start, end), strict=True):
+                if line.kind in (Step, Command, Engine):
+                    positions.append(position)
+                    lines.append(line.data)
+        return Extract(list(found), positions, b"".join(lines))
+
+    def _between(self, start: int, end: int) -> list[Line]:
+        """The lines from position `start` to before `end`, read from the nearer end."""
+        first = self.first
+        if start - first < self._end - end:
+            return list(islice(self._lines, start - first, end - first))
+        return list(islice(reversed(self._lines), self._end - end, self._end - start))[::-1]
 
     def lines(self) -> list[bytes]:
         """All there is, with its preface."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from slotwise.core import steptime
-from slotwise.core.steptime import Learned, Work, work_of
+from slotwise.core.steptime import Learned, Prediction, Work, work_of
 from slotwise.engine.observer import Observer
 
 if TYPE_CHECKING:
     from slotwise.engine.messages import Rehearsed, StepRecord
     from slotwise.observe import log
 
-__all__ = ["Learned", "StepTimes", "Work", "work_of"]
+__all__ = ["Learned", "Prediction", "StepTimes", "Work", "work_of"]
 
 NS = 1e-9
 

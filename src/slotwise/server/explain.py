@@ -1,75 +1,108 @@
-"""`GET /explain/{request_id}` and the field `explain`: where a request's time went (see observe.explain)."""
+"""`GET /explain/{request_id}` and the field `explain`: where a request's time went (see observe.explain).
+
+What is asked is found by the ring's index; a worker process of low priority decodes the lines concerned and explains
+them.  Clients take turns; how many may wait is bounded for each and in all.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from slotwise.observe.explain import explain
-from slotwise.observe.facts import Facts, gather
-from slotwise.observe.log import decode
+from slotwise.observe.facts import Facts
 from slotwise.observe.steptime import StepTimes
 from slotwise.server.errors import ApiError
 from slotwise.server.exchange import Exchange
+from slotwise.server.turns import QueueFull, Turns
+from slotwise.server.worker import CallError, Limits, Worker
 
 if TYPE_CHECKING:
     from slotwise.server.generate import Api
 
 MOST = 16  # requests explained at once: names for tracing may repeat, and a response may have many choices
-MAX_WAITING = 64  # explanations that wait for the one being made
+MAX_ASKING, MAX_ASKING_OF_ONE = 64, 4  # `GET /explain` that wait, of all clients and of one
+MAX_WAITING, MAX_WAITING_OF_ONE = 256, 64  # with responses that wait for what is to stand in them
+BUSY = "explainer_busy"
+RETRY_AFTER = 1  # seconds
+# The processor's share of a process of the lowest priority is what others leave, so its time is generous.
+LIMITS = Limits(seconds=30.0, memory=512 << 20, answer=8 << 20, niceness=19)
 
 
 class Explainer:
-    """Makes one explanation after the other, in a thread beside the streams."""
+    """Makes one explanation after the other, in a process beside the streams."""
 
     def __init__(self) -> None:
-        self._turn = asyncio.Lock()
-        self._waiting = 0
+        self._worker = Worker("slotwise.observe.explaining", LIMITS, Turns(MAX_WAITING, MAX_WAITING_OF_ONE))
 
-    def check_room(self) -> None:
+    def check_room(self, holder: str) -> None:
         """Raises ApiError when too many ask at once."""
-        if self._waiting >= MAX_WAITING:
-            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "too many explanations at once; try again later",
-                           code="explainer_busy")
+        turns = self._worker.turns
+        if turns.waiting_of(holder) >= MAX_ASKING_OF_ONE:
+            raise _busy(HTTPStatus.TOO_MANY_REQUESTS)
+        if turns.num_waiting >= MAX_ASKING:
+            raise _busy(HTTPStatus.SERVICE_UNAVAILABLE)
 
-    async def explain(self, api: Api, which: Callable[[Facts], bool]) -> list[dict[str, Any]]:
-        """The latest requests of `which` this is true, in order of arrival."""
+    async def explain(self, api: Api, holder: str, find: Callable[[], list[Facts]]) -> list[dict[str, Any]]:
+        """The stories of the requests that `find` finds, in order of arrival.
+
+        Args:
+            holder: the client, which takes turns with others.
+
+        Raises:
+            ApiError: too many wait, or it takes more than it may.
+        """
         until_ns = time.monotonic_ns()
-        self._waiting += 1
+        api.later.flush()
+        if not find():
+            return []
+
+        def arguments() -> tuple[Any, ...]:
+            api.later.flush()
+            return (*api.recorder.ring.extract(find()), api.step_times.prediction(), until_ns)
+
         try:
-            async with self._turn:
-                api.later.flush()
-                lines = api.recorder.ring.lines()
-                return await asyncio.to_thread(_explained, lines, api.step_times, which, until_ns)
-        finally:
-            self._waiting -= 1
+            told: list[dict[str, Any]] = await self._worker.call(holder, "explain", arguments)
+        except QueueFull as error:
+            raise _busy(HTTPStatus.TOO_MANY_REQUESTS if error.of_one else HTTPStatus.SERVICE_UNAVAILABLE) from error
+        except CallError as error:
+            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, f"the explanation {error}", code="not_explained") from error
+        return told
+
+    def close(self) -> None:
+        """End the worker."""
+        self._worker.close()
 
 
-def _explained(lines: Sequence[bytes], times: StepTimes, which: Callable[[Facts], bool],
-               until_ns: int) -> list[dict[str, Any]]:
-    entries = list(map(decode, lines))
-    found = [facts for facts in gather(entries).values() if which(facts)]
-    return [explain(facts, entries, times, until_ns).as_json() for facts in found[-MOST:]]
+def _busy(status: HTTPStatus) -> ApiError:
+    return ApiError(status, "too many explanations at once; try again later", code=BUSY, retry_after=RETRY_AFTER)
 
 
 async def of_request(api: Api, exchange: Exchange) -> None:
     """Where the time of a request went, by its `X-Request-Id` or the `id` of its response."""
-    api.explainer.check_room()
-    name, tenant = exchange.scope["path_params"]["request_id"], api.keys.scope_of(exchange.tenant)
-    told = await api.explainer.explain(api, lambda facts: facts.belongs_to(tenant) and facts.is_named(name))
+    account = api.quotas.account(exchange.tenant)
+    exchange.last_told = account.headers
+    api.quotas.count_request(account)
+    api.explainer.check_room(exchange.holder)
+    name, scope = exchange.scope["path_params"]["request_id"], api.keys.scope_of(exchange.tenant)
+    told = await api.explainer.explain(api, exchange.holder, lambda: api.recorder.ring.named(scope, name, MOST))
     if not told:
         raise ApiError(HTTPStatus.NOT_FOUND, "no request of that name is remembered whole", "request_id",
                        "request_not_found")
     await exchange.respond_json({"object": "explanation", "requests": told, "step_time_model": told_of(api.step_times)})
 
 
-async def of_response(api: Api, request_ids: Sequence[str]) -> dict[str, Any]:
-    """What stands in the response to a request that asked for it: everything up to now."""
-    told = await api.explainer.explain(api, lambda facts: facts.request.id in request_ids)
-    return {"explain": {"requests": told, "step_time_model": told_of(api.step_times)}}
+async def of_response(api: Api, holder: str, request_ids: Sequence[str]) -> dict[str, Any]:
+    """What stands in the response to a request that asked for it: everything up to now, or why there is nothing."""
+    recorder = api.recorder
+    told: dict[str, Any] = {"requests": []}
+    try:
+        told["requests"] = await api.explainer.explain(
+            api, holder, lambda: recorder.ring.numbered(map(recorder.number_of, request_ids), MOST))
+    except ApiError as error:  # the response itself is complete
+        told["error"] = error.content()
+    return {"explain": told | {"step_time_model": told_of(api.step_times)}}
 
 
 def told_of(times: StepTimes) -> dict[str, Any]:

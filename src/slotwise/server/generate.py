@@ -97,6 +97,11 @@ class Api:
         """On what terms a request is served.  Raises ApiError for one that asks for more than it may."""
         return terms_of(request, tenant, self.tiers.choose(request.service_tier, tenant))
 
+    def close(self) -> None:
+        """End the processes that work beside this one."""
+        self.prompts.close()
+        self.explainer.close()
+
     def trace(self, traces: Traces) -> None:
         """Have every request traced from here on."""
         self._traces = traces
@@ -219,7 +224,7 @@ async def _whole(api: Api, exchange: Exchange, job: Job, choices: list[Choice]) 
     for choice, piece in zip(choices, pieces, strict=True):
         logprobs = job.shape.logprobs(api.prompts.tokenizer).of(piece) if job.params.logprobs is not None else None
         answers.append(whole_choice(job.shape, choice.index, piece, logprobs))
-    told = await _told(api, job, choices)
+    told = await _told(api, exchange, job, choices)
     first_ns = time.monotonic_ns()
     await exchange.respond(whole_response(job.heading, answers, _usage(job, choices), told))
     last_ns = time.monotonic_ns()
@@ -233,18 +238,19 @@ async def _stream(api: Api, exchange: Exchange, job: Job, choices: list[Choice])
     events = Events(job.heading, has_usage=has_usage)
     streams = [_Streamed(api, exchange, job, events) for _ in choices]
     await _together([stream.run(choice) for stream, choice in zip(streams, choices, strict=True)])
-    told = await _told(api, job, choices)
+    told = await _told(api, exchange, job, choices)
     await exchange.end(events.last(_usage(job, choices), told) if has_usage or told else b"")
     last_ns = time.monotonic_ns()
     for stream, choice in zip(streams, choices, strict=True):
         api.later.sent(choice.generation.request_id, stream.first_ns, last_ns, stream.num_events)
 
 
-async def _told(api: Api, job: Job, choices: list[Choice]) -> dict[str, Any]:
+async def _told(api: Api, exchange: Exchange, job: Job, choices: list[Choice]) -> dict[str, Any]:
     """Of the response itself, where that was asked for: fields of our own."""
     if not job.request.explain:
         return {}
-    return {"slotwise": await explain.of_response(api, [choice.generation.request_id for choice in choices])}
+    ids = [choice.generation.request_id for choice in choices]
+    return {"slotwise": await explain.of_response(api, exchange.holder, ids)}
 
 
 class _Streamed:

@@ -29,6 +29,11 @@ class Prompts:
         self._thread = ThreadPoolExecutor(1, "tokenize")
         self._waiting = 0
 
+    def close(self) -> None:
+        """End the worker of the chat template."""
+        if self._template is not None:
+            self._template.close()
+
     async def of_completion(self, prompt: Prompt, max_prompts: int) -> list[list[int]]:
         """Token ids of each prompt; a list of ids is one prompt.
 

@@ -1,0 +1,36 @@
+"""Explanations for a worker process (see `server.worker`): decoding a life's steps may take a tenth of a second."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from slotwise.observe.explain import explain_by
+from slotwise.observe.facts import Facts
+from slotwise.observe.log import decode
+from slotwise.observe.steptime import Prediction, StepTimes
+
+
+def explain(facts: Sequence[Any], positions: Sequence[int], lines: bytes, prediction: Any, until_ns: int,
+            ) -> list[dict[str, Any]]:
+    """The stories of requests, as JSON.
+
+    Args:
+        facts, positions, lines: an `observe.ring.Extract`.
+        prediction: what step times are predicted by.
+        until_ns: when a response is complete, where the log does not say so yet.
+    """
+    times = StepTimes.predicting(msgspec.convert(prediction, Prediction))
+    entries = list(map(decode, lines.splitlines()))
+    told = []
+    for one in msgspec.convert(facts, list[Facts]):
+        last = one.over_at if one.over_at >= 0 else max(positions, default=0)
+        following = [entry for position, entry in zip(positions, entries, strict=True)
+                     if one.position < position <= last]
+        told.append(explain_by(one, following, times, until_ns).as_json())
+    return told
+
+
+CALLS = {"explain": explain}

@@ -88,9 +88,10 @@ async def _beside(server: Server, journal: Journal, name: str, attack: Attack) -
     if (left := open_files(server.process.pid)) > files:
         journal.violated("no file or socket left", f"{left} descriptors, {files} beside the quiet load")
     stderr.look()
-    quiet, most = _largest(gaps, began, attacked), _largest(gaps, attacked, ended)
+    (quiet, _), (most, at) = _largest(gaps, began, attacked), _largest(gaps, attacked, ended)
     if most > quiet + GAP:
-        journal.violated("the paced stream's gap", f"{1000 * most:.0f} ms, {1000 * quiet:.0f} ms in the quiet run")
+        journal.violated("the paced stream's gap", f"{1000 * most:.0f} ms, of which the API process computed "
+                         f"{1000 * gaps.computing[at]:.0f}; {1000 * quiet:.0f} ms in the quiet run", at)
     return ledger.Row(
         name, ledger.tally(load.fates.elements()), leaked,
         {law: law not in journal.counts for law in dict.fromkeys([*LAWS, *journal.counts])},
@@ -99,7 +100,7 @@ async def _beside(server: Server, journal: Journal, name: str, attack: Attack) -
          "violations": journal.as_json()["violations"][:50]})
 
 
-def _largest(gaps: Gaps, since: float, until: float) -> float:
-    """Seconds; 0: there was no wait worth telling."""
+def _largest(gaps: Gaps, since: float, until: float) -> tuple[float, float]:
+    """Seconds, and when; 0: there was no wait worth telling."""
     found = gaps.largest(since, until, lambda start, end: False)
-    return found[0][0] if found else 0.0
+    return found[0] if found else (0.0, since)

@@ -1,4 +1,4 @@
-"""The attack harness in short: hostile exchanges, the kept corpus, some seconds of faults; and that it sees what is wrong.
+"""The attack harness in short: hostile exchanges, the kept corpus, seconds of faults; and that it sees what is wrong.
 
 Laws of time are not judged here: limits are stretched, and gaps are not looked at.
 """

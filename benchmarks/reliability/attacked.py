@@ -27,7 +27,7 @@ from slotwise.kernels import helpers
 
 from . import attackers, clients, faults, ledger
 from .attackers import Seen
-from .disk import Disk, allow_many_files, open_files, small_disk
+from .disk import Disk, open_files, small_disk, usual_files
 from .family import Family, command, proportional, resident, zombies
 from .faults import Fault, Field
 from .journal import Journal
@@ -72,8 +72,9 @@ def random_faults(seconds: float, seed: int, patience: float = 1.0) -> tuple[led
                    "--engine-timeout", f"{faults.TIMEOUT * patience:g}",
                    "--shutdown-timeout", f"{SHUTDOWN:g}", "--event-log", str(disk.event_log))
         disk.adopt(helpers.home())
-        with serving(*options, environment=disk.environment | family.environment) as server:
-            allow_many_files()
+        with contextlib.ExitStack() as stack:
+            with usual_files():
+                server = stack.enter_context(serving(*options, environment=disk.environment | family.environment))
             fates = asyncio.run(_attacked(server, disk, family, run))
             _ended(server, disk, family, run)
     _judge_gaps(run)

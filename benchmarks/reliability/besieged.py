@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from . import clients, ledger, slow
-from .disk import allow_many_files, open_files
+from .disk import open_files, usual_files
 from .exchanges import read_corpus
 from .faults import CROWD, connection, place_of
 from .hostile import CORPUS, generate, play_all
@@ -40,8 +40,9 @@ def slow_clients(seconds: float, seed: int) -> ledger.Row:
     async def attack(server: Server, journal: Journal) -> str:
         return await _slow(server, journal, seconds)
 
-    with serving(*OPTIONS) as server:
-        allow_many_files()
+    with contextlib.ExitStack() as stack:
+        with usual_files():
+            server = stack.enter_context(serving(*OPTIONS))
         return asyncio.run(_beside(server, Journal(seed), f"slow and silent clients for {seconds:g} s", attack))
 
 

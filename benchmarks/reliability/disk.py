@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 MIB = 1 << 20
-MANY_FILES = 8192
+USUAL_FILES, MANY_FILES = 1024, 8192  # of a server when it starts, and of this process
 
 
 class Disk:
@@ -100,10 +100,15 @@ def small_disk(size: int, tell: Callable[[str], None] = print) -> Iterator[Disk]
                 subprocess.run(["umount", "--lazy", name], capture_output=True)
 
 
-def allow_many_files() -> None:
-    """In this process, for crowds of connections; a server that was started before keeps the limit that it found."""
+@contextlib.contextmanager
+def usual_files() -> Iterator[None]:
+    """Processes started in the block find the soft limit of files that most systems set, whatever this one's is."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(MANY_FILES, hard)), hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(USUAL_FILES, hard), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(MANY_FILES, hard)), hard))
 
 
 def open_files(pid: int) -> int:

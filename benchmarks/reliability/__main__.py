@@ -13,7 +13,7 @@ from pathlib import Path
 
 from slotwise.bench.results import environment
 
-from . import attacked, engines, leaving, ledger, overload, pressure
+from . import attacked, besieged, engines, leaving, ledger, overload, pressure
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "reliability-cpu.json"
@@ -31,7 +31,8 @@ def faults(seconds: float, seed: int) -> ledger.Row:
     return row
 
 
-ATTACKS: dict[str, Callable[[float, int], ledger.Row]] = {"faults": faults}  # each by seconds and seed
+ATTACKS: dict[str, Callable[[float, int], ledger.Row]] = {  # each by seconds and seed
+    "hostile": besieged.hostile, "slow": besieged.slow_clients, "faults": faults}
 
 
 def record(rows: dict[str, dict]) -> None:

@@ -1,6 +1,6 @@
 """Hostile exchanges and slow clients in a process of its own, which gives way to all others.
 
-usage: python -m benchmarks.reliability.attackers URL SEED [--slow TIMES] [--no-hostile]
+usage: python -m benchmarks.reliability.attackers URL SEED [--patience FACTOR]
 
 Prints a JSON line for each exchange until it is killed: {"number": n, "name": kind, "from": s, "to": s, "wrong": law
 broken or empty, "excusable": whether a lost engine explains it}.  An exchange is made again from seed and number.
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from . import slow
-from .exchanges import play
+from .exchanges import LIMIT, play
 from .hostile import exchange, source
 from .journal import Journal
 
@@ -34,12 +34,12 @@ NICE = 10
 TOLD = "hostile exchanges are answered, and by no 5xx"
 
 
-async def _attack(url: str, seed: int, numbers: Iterator[int], rng: random.Random) -> None:
+async def _attack(url: str, seed: int, numbers: Iterator[int], rng: random.Random, limit: float) -> None:
     for number in numbers:
         one, began = exchange(seed, number), time.perf_counter()
         try:
-            outcome = await play(url, one, source(number))
-            wrong, excusable = outcome.objection(one), outcome.has_an_excuse
+            outcome = await play(url, one, source(number), limit)
+            wrong, excusable = outcome.objection(one, limit), outcome.has_an_excuse
         except (OSError, TimeoutError) as error:
             wrong, excusable = f"no connection: {type(error).__name__}: {error}", True
         print(json.dumps({"number": number, "name": one.name, "from": began, "to": time.perf_counter(), "wrong": wrong,
@@ -47,11 +47,11 @@ async def _attack(url: str, seed: int, numbers: Iterator[int], rng: random.Rando
         await asyncio.sleep(rng.expovariate(1 / PAUSE))
 
 
-async def _all(url: str, seed: int, hostile: bool, slowly: int) -> None:
-    rng, numbers = random.Random(f"{seed}-attackers"), itertools.count()
-    tasks = [_attack(url, seed, numbers, random.Random(rng.random())) for _ in range(AT_ONCE if hostile else 0)]
-    if slowly:
-        tasks.append(slow.crowd(url, rng, slowly))
+async def _all(asked: argparse.Namespace) -> None:
+    rng, numbers = random.Random(f"{asked.seed}-attackers"), itertools.count()
+    tasks = [_attack(asked.url, asked.seed, numbers, random.Random(rng.random()), LIMIT * asked.patience)
+             for _ in range(AT_ONCE)]
+    tasks.append(slow.crowd(asked.url, rng))
     await asyncio.gather(*tasks)
 
 
@@ -59,12 +59,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("url")
     parser.add_argument("seed", type=int)
-    parser.add_argument("--slow", type=int, default=1)
-    parser.add_argument("--no-hostile", action="store_true")
+    parser.add_argument("--patience", type=float, default=1.0, help="by which limits of time are stretched")
     asked = parser.parse_args()
     os.nice(NICE)
     with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
-        asyncio.run(_all(asked.url, asked.seed, not asked.no_hostile, asked.slow))
+        asyncio.run(_all(asked))
 
 
 # -- from outside ------------------------------------------------------------------------------------------------
@@ -82,11 +81,11 @@ class Seen:
 
 
 @asynccontextmanager
-async def attacking(url: str, journal: Journal, *options: str) -> AsyncIterator[Seen]:
+async def attacking(url: str, journal: Journal, patience: float = 1.0) -> AsyncIterator[Seen]:
     """Attackers beside what the block does; what they find is told to the journal."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "benchmarks.reliability.attackers", url, str(journal.seed), *options,
-        stdout=asyncio.subprocess.PIPE, cwd=Path(__file__).parents[2])
+        sys.executable, "-m", "benchmarks.reliability.attackers", url, str(journal.seed), "--patience",
+        str(patience), stdout=asyncio.subprocess.PIPE, cwd=Path(__file__).parents[2])
     seen = Seen()
     task = asyncio.create_task(_listen(process, seen, journal))
     try:

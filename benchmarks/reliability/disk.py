@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 MIB = 1 << 20
+USUAL_FILES, MANY_FILES = 1024, 8192  # of a server when it starts, and of this process
 
 
 class Disk:
@@ -37,9 +39,18 @@ class Disk:
         """Variables that make a server keep everything here."""
         return {"XDG_CACHE_HOME": str(self.folder / "cache"), "TMPDIR": str(self.folder / "tmp")}
 
+    @property
+    def _kernels(self) -> Path:
+        return self.folder / "cache" / "slotwise" / "kernels"
+
+    def adopt(self, kernels: Path) -> None:
+        """Begin with a copy of kernels that were compiled before, if there are any."""
+        if kernels.is_dir():
+            shutil.copytree(kernels, self._kernels, dirs_exist_ok=True)
+
     def kernels(self) -> list[Path]:
         """Files of compiled kernels."""
-        return sorted(path for path in (self.folder / "cache" / "slotwise" / "kernels").rglob("*") if path.is_file())
+        return sorted(path for path in self._kernels.rglob("*") if path.is_file())
 
     def leftovers(self) -> list[str]:
         """Temporary files, in the folder for them and in the caches."""
@@ -87,6 +98,17 @@ def small_disk(size: int, tell: Callable[[str], None] = print) -> Iterator[Disk]
         finally:
             if mounted:
                 subprocess.run(["umount", "--lazy", name], capture_output=True)
+
+
+@contextlib.contextmanager
+def usual_files() -> Iterator[None]:
+    """Processes started in the block find the soft limit of files that most systems set, whatever this one's is."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(USUAL_FILES, hard), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(MANY_FILES, hard)), hard))
 
 
 def open_files(pid: int) -> int:

@@ -75,13 +75,13 @@ class Outcome:
     ended: float = 0.0
     body: str = ""  # the beginning of the last
 
-    def objection(self, exchange: Exchange) -> str:
+    def objection(self, exchange: Exchange, limit: float = LIMIT) -> str:
         """Which law it breaks; empty: none."""
         if self.garbage:
             return f"no HTTP: {self.garbage}"
         if bad := [status for status in self.statuses if status >= 500 and status not in ALLOWED]:
             return f"status {bad[0]}: {self.body}"
-        seconds = f"within {LIMIT:g} s, after {self.ended - self.began:.1f} s in all"
+        seconds = f"within {limit:g} s, after {self.ended - self.began:.1f} s in all"
         if exchange.expect == ANSWERED and self.whole < exchange.answers:
             how = "closed" if self.closed else "silent"
             return f"{self.whole} of {exchange.answers} answers {seconds} ({how}; {self.statuses})"
@@ -97,8 +97,8 @@ class Outcome:
         return not self.garbage
 
 
-async def play(url: str, exchange: Exchange, source: str = "127.0.0.1") -> Outcome:
-    """Do it, from the address `source`.
+async def play(url: str, exchange: Exchange, source: str = "127.0.0.1", limit: float = LIMIT) -> Outcome:
+    """Do it, from the address `source`, and wait `limit` seconds after the last byte for what must come.
 
     Raises:
         OSError: no connection can be had.
@@ -115,7 +115,7 @@ async def play(url: str, exchange: Exchange, source: str = "127.0.0.1") -> Outco
         try:
             stays = await _act(one, exchange, place.netloc, responses)
             if stays:
-                await _wait(reading, exchange, responses)
+                await _wait(reading, exchange, responses, limit)
         except (ConnectionError, TimeoutError, OSError):
             with contextlib.suppress(asyncio.CancelledError):  # the rest of what it had said
                 await asyncio.wait([reading], timeout=1.0)
@@ -169,9 +169,9 @@ async def _read(one: socket.socket, responses: Responses) -> None:
             return
 
 
-async def _wait(reading: asyncio.Task[None], exchange: Exchange, responses: Responses) -> None:
+async def _wait(reading: asyncio.Task[None], exchange: Exchange, responses: Responses, limit: float) -> None:
     """Until what is expected has come, or can come no more."""
-    end = time.perf_counter() + LIMIT
+    end = time.perf_counter() + limit
     while not reading.done() and (left := end - time.perf_counter()) > 0 and not _is_there(exchange, responses):
         await responses.something(min(left, 0.5))
 

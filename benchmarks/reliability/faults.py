@@ -36,6 +36,7 @@ class Field:
     disk: Disk
     journal: Journal
     health: HealthWatch
+    patience: float = 1.0  # by which limits of time are stretched
     alone: asyncio.Lock = made(default_factory=asyncio.Lock)  # held by whatever stops or kills a process
 
     @property
@@ -53,12 +54,14 @@ class Field:
 
     async def tells_the_truth(self, struck: float, what: str) -> None:
         """/health must stop saying 200 within three seconds."""
-        down = await self.health.until(lambda status: status != OK, struck, TRUTH + 0.5)
-        if down > TRUTH:
-            self.journal.violated("/health tells the truth", f"still 200 {TRUTH:g} s after {what}", struck)
+        limit = TRUTH * self.patience
+        down = await self.health.until(lambda status: status != OK, struck, limit + 0.5)
+        if down > limit:
+            self.journal.violated("/health tells the truth", f"still 200 {limit:g} s after {what}", struck)
 
     async def recovers(self, struck: float, what: str, limit: float) -> None:
         """/health must say 200 again."""
+        limit *= self.patience
         seconds = await self.health.until(lambda status: status == OK, struck, limit)
         if seconds == float("inf"):
             self.journal.violated("an engine comes back", f"no 200 within {limit:g} s of {what}", struck)
@@ -104,13 +107,15 @@ async def _stopped(field: Field, what: str, seconds: float) -> None:
     field.journal.did(f"{what} (pid {pid})")
     if not pid or not field.strike(pid, signal.SIGSTOP):
         return
-    truth = asyncio.create_task(field.tells_the_truth(struck, what)) if seconds > TRUTH + 0.5 else None
+    timeout = TIMEOUT * field.patience
+    told = seconds > timeout / 2 + SLACK
+    truth = asyncio.create_task(field.tells_the_truth(struck, what)) if told else None
     await asyncio.sleep(seconds)
     thawed = time.perf_counter()
     field.strike(pid, signal.SIGCONT)
     if truth:
         await truth
-    if seconds < TIMEOUT - SLACK:
+    if seconds < timeout - SLACK:
         await field.recovers(thawed, f"the end of {what}", TRUTH)
         if field.server.engine_pid != pid:
             field.journal.violated("an engine that thaws in time goes on", f"replaced after {what}", struck)
@@ -198,8 +203,7 @@ async def silent_crowd(field: Field, rng: random.Random) -> None:
     """Very many connections that send nothing, or the beginning of something, and stay."""
     seconds, number = rng.uniform(2.0, 8.0), rng.randint(100, CROWD)
     field.journal.did(f"{number} silent connections for {seconds:.1f} s")
-    url = urlsplit(field.server.url)
-    place = (url.hostname or "", url.port or 0)
+    place = place_of(field.server)
     crowd: list[socket.socket] = []
     try:
         for count in range(number):
@@ -216,6 +220,12 @@ async def silent_crowd(field: Field, rng: random.Random) -> None:
 BEGINNINGS = (b"", b"G", b"GET /health HTTP/1.1\r\nHost: x\r\nX-A: ",
               b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
               b"Content-Length: 4000\r\n\r\n{\"prompt\"")
+
+
+def place_of(server: Server) -> tuple[str, int]:
+    """Its host and port."""
+    url = urlsplit(server.url)
+    return url.hostname or "", url.port or 0
 
 
 def connection(place: tuple[str, int], rng: random.Random) -> socket.socket:

@@ -17,7 +17,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from . import hostile_bodies, hostile_connections, hostile_heads
-from .exchanges import Exchange, Outcome, add_to_corpus, play
+from .exchanges import LIMIT, Exchange, Outcome, add_to_corpus, play
 from .journal import Journal
 from .watch import Stderr
 
@@ -50,10 +50,11 @@ Bite = tuple[Exchange, str, Outcome]
 
 
 async def play_all(url: str, exchanges: Iterable[Exchange], at_once: int = AT_ONCE,
-                   complaint: Callable[[], str] = str) -> list[Bite]:
+                   complaint: Callable[[], str] = str, limit: float = LIMIT) -> list[Bite]:
     """Play them, a few at a time; those that broke a law.
 
     Args:
+        limit: seconds within which each must have what it expects.
         complaint: what else is wrong since it was last called; of use with one at a time.
     """
     found: list[Bite] = []
@@ -62,8 +63,8 @@ async def play_all(url: str, exchanges: Iterable[Exchange], at_once: int = AT_ON
     async def work() -> None:
         for number, one in numbered:
             try:
-                outcome = await play(url, one, source(number))
-                wrong = outcome.objection(one) or complaint()
+                outcome = await play(url, one, source(number), limit)
+                wrong = outcome.objection(one, limit) or complaint()
             except (OSError, TimeoutError) as error:
                 outcome, wrong = Outcome(ended=time.perf_counter()), f"no connection: {type(error).__name__}: {error}"
             if wrong:

@@ -1,9 +1,10 @@
 """A stream that is read and timed in a process of its own: how long its reader waits from one token to the next.
 
-usage: python -m benchmarks.reliability.paced URL
+usage: python -m benchmarks.reliability.paced URL PID
 
-Prints JSON lines until it is killed: {"from": s, "to": s} for each wait between two tokens, {"text": ..., "tokens": n}
-for each whole answer, {"failed": why, "at": s} for each that was none.  Times are those of `time.perf_counter`.
+Prints JSON lines until it is killed: {"from": s, "to": s, "computing": s} for each wait between two tokens, {"text":
+..., "tokens": n} for each whole answer, {"failed": why, "at": s} for each that was none.  Times are those of
+`time.perf_counter`; computing is that of the main thread of PID, the API process, which serves every stream.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from .clients import PATH
+from .probe import computed
 
 BODY = {"prompt": "def main(", "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
 WORTH_TELLING = 0.02  # seconds; shorter waits are nobody's largest
@@ -27,7 +29,7 @@ def tell(**fields: Any) -> None:
     print(json.dumps(fields), flush=True)
 
 
-def stream(connection: HTTPConnection) -> None:
+def stream(connection: HTTPConnection, pid: int) -> None:
     """One answer.
 
     Raises:
@@ -38,7 +40,7 @@ def stream(connection: HTTPConnection) -> None:
     if response.status != 200:
         raise ValueError(f"status {response.status}: {response.read(300).decode(errors='replace')}")
     texts: list[str] = []
-    before = 0.0
+    before = computing = 0.0
     while line := response.readline():
         now = time.perf_counter()
         if not line.startswith(b"data: "):
@@ -52,17 +54,17 @@ def stream(connection: HTTPConnection) -> None:
             raise ValueError(str(event["error"]))
         texts += [choice["text"] for choice in event["choices"]]
         if before and now - before > WORTH_TELLING:
-            tell(**{"from": before, "to": now})
-        before = now
+            tell(**{"from": before, "to": now, "computing": computed(pid) / 1000 - computing})
+        before, computing = now, computed(pid) / 1000
     raise ValueError("the stream broke off")
 
 
 def main() -> None:
-    url = urlsplit(sys.argv[1])
+    url, pid = urlsplit(sys.argv[1]), int(sys.argv[2])
     while True:
         connection = HTTPConnection(url.hostname or "", url.port, timeout=PATIENCE)
         try:
-            stream(connection)
+            stream(connection, pid)
         except (OSError, HTTPException, ValueError) as error:
             tell(failed=f"{type(error).__name__}: {error}", at=time.perf_counter())
             time.sleep(PAUSE)

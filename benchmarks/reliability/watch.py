@@ -22,6 +22,7 @@ from .server import Server
 POLL = 0.05  # seconds between two looks at /health
 PATIENCE = 2.0  # seconds that /health may take; beyond, it gave no answer
 INSTANT = 1e-6  # seconds: a moment and its own sum with a difference
+GAP = 0.100  # seconds by which the paced stream's largest gap may exceed that of the quiet run
 TRUTH = 3.0  # seconds after which /health must tell the truth
 NO_ANSWER = 0
 OK = 200
@@ -31,11 +32,14 @@ class HealthWatch:
     """Looks at `/health` all the time, and holds it to the law that 200 is said where nothing was done to the server.
 
     Each change of status is kept with the moment at which the question was put.
+
+    Args:
+        patience: by which the limit of time for an answer is stretched.
     """
 
-    def __init__(self, server: Server, journal: Journal) -> None:
+    def __init__(self, server: Server, journal: Journal, patience: float = 1.0) -> None:
         self.changes: list[tuple[float, int]] = []
-        self._server, self._journal = server, journal
+        self._server, self._journal, self._patience = server, journal, PATIENCE * patience
         self._told = False
 
     @property
@@ -52,7 +56,7 @@ class HealthWatch:
             await asyncio.gather(task, return_exceptions=True)
 
     async def _watch(self) -> None:
-        timeout = aiohttp.ClientTimeout(total=PATIENCE)
+        timeout = aiohttp.ClientTimeout(total=self._patience)
         async with aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=timeout) as http:
             while True:
@@ -99,6 +103,7 @@ class Gaps:
     """What the paced stream told: waits (from, to), and whole answers."""
 
     waits: list[tuple[float, float]] = field(default_factory=list)
+    computing: dict[float, float] = field(default_factory=dict)  # seconds of the API process in the wait from then
     answers: int = 0
     failures: list[tuple[float, str]] = field(default_factory=list)
     text: str = ""  # of the first whole answer, and so of all
@@ -114,8 +119,8 @@ class Gaps:
 async def paced(server: Server, journal: Journal, gaps: Gaps) -> AsyncIterator[None]:
     """A stream beside what the block does, in a process of its own (see `paced`), told to `gaps`."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "benchmarks.reliability.paced", server.url, stdout=asyncio.subprocess.PIPE,
-        cwd=Path(__file__).parents[2])
+        sys.executable, "-m", "benchmarks.reliability.paced", server.url, str(server.process.pid),
+        stdout=asyncio.subprocess.PIPE, cwd=Path(__file__).parents[2])
     task = asyncio.create_task(_listen(process, gaps, journal))
     try:
         yield
@@ -129,9 +134,13 @@ async def paced(server: Server, journal: Journal, gaps: Gaps) -> AsyncIterator[N
 async def _listen(process: asyncio.subprocess.Process, gaps: Gaps, journal: Journal) -> None:
     assert process.stdout is not None
     async for line in process.stdout:
-        said = json.loads(line)
+        try:
+            said = json.loads(line)
+        except ValueError:  # cut off when it was killed
+            continue
         if "from" in said:
             gaps.waits.append((said["from"], said["to"]))
+            gaps.computing[said["from"]] = said["computing"]
         elif "failed" in said:
             gaps.failures.append((said["at"], said["failed"]))
         else:

@@ -141,7 +141,7 @@ def test_a_frozen_engine_is_unhealthy_and_then_replaced(folder: Path, tmp_path: 
 
 @pytest.mark.slow
 def test_an_engine_that_thaws_goes_on(folder: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
-    with running(folder, tmp_path / "engine", "seconds_per_step=0.01", "engine_timeout=10") as server:
+    with running(folder, tmp_path / "engine", "seconds_per_step=0.01", "engine_timeout=24") as server:
         asking = Asking(server, {"prompt": [40], "max_tokens": 200})
         eventually(lambda: gauge(server, "num_requests_running") == 1)
         os.kill(server.engine_pid, signal.SIGSTOP)

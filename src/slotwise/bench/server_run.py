@@ -26,7 +26,7 @@ from slotwise.bench.measures import COMPLETED, Outcome, summary
 from slotwise.bench.serving import Measured, measure, resolve
 from slotwise.workload.requests import Workload
 
-GREETING = re.compile(r" on \w+ \((\w+)\): ")  # type of the weights
+GREETING = re.compile(r" on \w+ \((\w+)[,)]")  # type of the weights
 READY = re.compile(r"Ready after .* on (http://\S+)")
 EXIT_SECONDS = 20.0  # the server gets to end once asked
 ADMIN_SECONDS = 30.0  # a change of scheduling may take

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,11 +69,3 @@ def descendants(pid: int) -> list[int]:
     """Children of a process, and theirs."""
     found = children(pid)
     return found + [one for child in found for one in descendants(child)]
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except OSError:
-        return False
-    return True

@@ -133,8 +133,7 @@ def checked(source: str) -> str:
 
 
 @pytest.mark.parametrize(("source", "says"), [
-    ("{{ 9 ** (9 ** 9) }}", "took more than 3 seconds"),  # constants are folded when a template is compiled
-    ("{{ 'a' * 10 ** 10 }}", ""), ("{{ 2 ** 99999999 }}", "does not compile"),
+    ("{{ 9 ** (9 ** 9) }}", ""), ("{{ 'a' * 10 ** 10 }}", ""), ("{{ 2 ** 99999999 }}", ""),  # nothing is folded
     ("{{" + "(" * 5000 + "1" + ")" * 5000 + "}}", "does not compile"),
     ("{% if x %}" * 5000 + "{% endif %}" * 5000, "does not compile"),
     ("{{ x" + "[1]" * 20000 + " }}", "does not compile"),

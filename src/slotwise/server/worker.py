@@ -12,13 +12,13 @@ import asyncio
 import logging
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
+from slotwise import child
 from slotwise.engine.channel import ChannelClosed, Unframer, frame, pair
 from slotwise.server.turns import Turns
 from slotwise.server.worker_main import DONE, FAILED, OUT_OF_MEMORY, REFUSED, TOO_LARGE, Limits
@@ -66,11 +66,11 @@ class Worker:
         """
         async with self.turns.turn(holder):
             message = frame(msgspec.msgpack.encode((function, arguments())))
-            child = await self._ready()
+            ready = await self._ready()
             try:
                 async with asyncio.timeout(self._limits.seconds):
-                    await child.send(message)
-                    outcome, value = msgspec.msgpack.decode(await child.receive())
+                    await ready.send(message)
+                    outcome, value = msgspec.msgpack.decode(await ready.receive())
             except TimeoutError:
                 self._end(f"a call took more than {self._limits.seconds:g} seconds")
                 raise CallError(f"took more than {self._limits.seconds:g} seconds") from None
@@ -94,17 +94,17 @@ class Worker:
             raise CallError("cannot run: the server is closing")
         if self._child is not None:
             return self._child
-        child = self._child = _Child(self._module, self._limits)
+        started = self._child = _Child(self._module, self._limits)
         try:
             async with asyncio.timeout(START):
-                await child.receive()
+                await started.receive()
         except (OSError, ChannelClosed, TimeoutError) as error:
             self._end("it did not start")
             raise CallError("could not be started") from error
         except BaseException:
             self._end("its start was cancelled")
             raise
-        return child
+        return started
 
     def _result(self, outcome: str, value: Any) -> Any:
         if outcome == DONE:
@@ -160,6 +160,7 @@ class _Child:
 def _start(module: str, limits: Limits, theirs: socket.socket) -> subprocess.Popen[bytes]:
     """A Python process with nothing of this one but `theirs`, its standard error and its environment."""
     descriptor = theirs.fileno()
-    command = [sys.executable, "-P", "-m", "slotwise.server.worker_main", module,
-               msgspec.json.encode(limits).decode(), str(descriptor)]
-    return subprocess.Popen(command, pass_fds=[descriptor], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    command = child.python(
+        "slotwise.server.worker_main", module, msgspec.json.encode(limits).decode(), str(descriptor))
+    return subprocess.Popen(command, pass_fds=[descriptor], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                            env=child.environment(), cwd=child.HOME)

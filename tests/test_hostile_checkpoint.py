@@ -19,7 +19,8 @@ from slotwise.kernels.reference import ReferenceKernels
 from slotwise.model.checkpoint import read_config
 from slotwise.model.errors import CheckpointError
 from slotwise.model.load import load_model
-from slotwise.text.chat import MAX_TEMPLATE, ChatTemplateError, load_chat_template
+from slotwise.text.chat import ChatTemplateError, load_chat_template
+from slotwise.text.chat_source import MAX_SOURCE
 from slotwise.text.tokenizer import Tokenizer, TokenizerError
 
 REFUSALS = (CheckpointError, ConfigError, TokenizerError, ChatTemplateError)
@@ -158,7 +159,7 @@ def test_a_file_that_is_no_description(folder: Path, name: str, content: bytes) 
 @pytest.mark.parametrize(("template", "told"), [
     (["a", "b"], "a text, or a list of objects with name and template"), (7, "must be a text"), ({"a": 1}, "must be a"),
     ([{"name": "tool", "template": "x"}], "is named 'default'"), ([{"name": "default"}], ""),
-    ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "does not compile"), ("x" * (MAX_TEMPLATE + 1), "at most"),
+    ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "does not compile"), ("x" * (MAX_SOURCE + 1), "more than"),
     ("{% for %}", "does not compile"), ("{{ 'a'\n.\n }}\x1b", "does not compile")])
 def test_templates(folder: Path, template: object, told: str, bounded: None) -> None:
     assert told in mutated(folder / "tokenizer_config.json", ("chat_template",), template)

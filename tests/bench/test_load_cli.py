@@ -91,18 +91,12 @@ def test_an_interrupted_run_keeps_what_it_measured(tmp_path: Path) -> None:
     (("serve", "--base-url", "localhost"), "http://"),
     (("serve", "--max-concurrency", "4", "--request-rate", "2"), "--max-concurrency"),
     (("serve", "--max-concurrency", "4", "--arrivals", "at-once"), "--max-concurrency"),
-    (("serve", "--max-concurrency", "0"), "users"),
-    (("serve", "--vocab-size", "0"), "--vocab-size"),
-    (("serve", "--num-warmups", "-1"), "--num-warmups"),
     (("serve", "--hidden-lengths", "--no-ignore-eos"), "--ignore-eos"),
     (("serve", "--result-filename", "/nowhere/at/all.json"), "/nowhere/at/all.json"),
     (("serve", "--workload", "/nowhere.jsonl"), "/nowhere.jsonl"),
     (("serve", "--input-lengths", "short"), "fixed:TOKENS"),
     (("throughput", "--output-json", "/nowhere/at/all.json"), "/nowhere/at/all.json"),
-    (("throughput", "--num-prompts", "0"), "number of requests"),
     (("throughput", "--model", "/nowhere"), "/nowhere"),
-    (("latency", "--num-iters", "0"), "num_iters"),
-    (("latency", "--output-len", "0"), "length"),
 ])
 def test_what_cannot_be_is_refused_in_one_line(
     capsys: pytest.CaptureFixture[str], words: tuple[str, ...], says: str,

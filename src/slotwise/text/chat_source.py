@@ -33,7 +33,7 @@ def find_chat_template(folder: str | Path, file: str | Path | None = None) -> st
     if isinstance(source, list):
         source = _default_of(source)
     if source is not None and not isinstance(source, str):
-        raise ChatTemplateError(f"the chat template in {folder} is no text, but {source!r:.40}")
+        raise ChatTemplateError(f"the chat template in {folder} must be a text, not {source!r:.40}")
     return _bounded(source, path) if source else None
 
 

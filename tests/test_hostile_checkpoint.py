@@ -157,7 +157,8 @@ def test_a_file_that_is_no_description(folder: Path, name: str, content: bytes) 
 
 
 @pytest.mark.parametrize(("template", "told"), [
-    (["a", "b"], "a text, or a list of objects with name and template"), (7, "must be a text"), ({"a": 1}, "must be a text"),
+    (["a", "b"], "a text, or a list of objects with name and template"), (7, "must be a text"),
+    ({"a": 1}, "must be a text"),
     ([{"name": "tool", "template": "x"}], "is named 'default'"), ([{"name": "default"}], ""),
     ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "does not compile"), ("x" * (MAX_SOURCE + 1), "more than"),
     ("{% for %}", "does not compile"), ("{{ 'a'\n.\n }}\x1b", "does not compile")])

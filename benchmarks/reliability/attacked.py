@@ -42,6 +42,9 @@ DISK = (192 * MIB, 256 << 10)  # bytes of the small disk: at least, and for each
 SETTLED = 20.0  # seconds after which files and processes must be what they were
 EXIT = 15.0  # seconds to exit, beside --shutdown-timeout
 SHUTDOWN = 5.0
+CACHE = 64 * MIB  # bytes of the key-value cache: the load fills it
+MEMORY = 1.1  # times what the ready line says, that the engine process may take at most
+WORKER = "slotwise.server.worker_main"
 
 
 @dataclass
@@ -69,7 +72,7 @@ def random_faults(seconds: float, seed: int, patience: float = 1.0) -> tuple[led
     run, family = Attacked(seconds, seed, patience), Family()
     with small_disk(DISK[0] + int(seconds * DISK[1])) as disk:
         options = ("--dtype", "float32", "--log-format", "json", "--admin-api-key", "not-the-attackers",
-                   "--engine-timeout", f"{faults.TIMEOUT * patience:g}",
+                   "--kv-cache-memory", str(CACHE), "--engine-timeout", f"{faults.TIMEOUT * patience:g}",
                    "--shutdown-timeout", f"{SHUTDOWN:g}", "--event-log", str(disk.event_log))
         disk.adopt(helpers.home())
         with contextlib.ExitStack() as stack:
@@ -104,6 +107,9 @@ async def _attacked(server: Server, disk: Disk, family: Family, run: Attacked) -
         await asyncio.gather(*beside, return_exceptions=True)
         stderr.look()
         memory.look()
+    said = promised(dict(server.ready)).get("memory_bytes", 0)
+    if memory.engine > MEMORY * said:
+        journal.violated("memory as said", f"{memory.engine / MIB:.0f} MiB resident, {said / MIB:.0f} MiB said")
     run.figures |= {"gaps": gaps, "paced_answers": gaps.answers, "refusals": dict(load.refused),
                     "memory_most_engine": memory.engine, "memory_most_api": memory.api}
     return ledger.tally(load.fates.elements())
@@ -175,7 +181,7 @@ async def _settled(server: Server, disk: Disk, family: Family, run: Attacked) ->
     if not await _comes(lambda: open_files(server.process.pid) <= most, limit):
         files = open_files(server.process.pid)
         journal.violated("no file or socket left", f"{files} descriptors, {most - SPARE_FILES} in the quiet run")
-    if not await _comes(lambda: len(family.living()) == 2 and not zombies(server.process.pid), limit):
+    if not await _comes(lambda: not _surplus(family) and not zombies(server.process.pid), limit):
         journal.violated("no process left", f"{[command(pid) for pid in family.living()]}, "
                          f"{zombies(server.process.pid)} zombies")
     if left := disk.leftovers():
@@ -183,6 +189,14 @@ async def _settled(server: Server, disk: Disk, family: Family, run: Attacked) ->
     run.figures |= {"files_end": open_files(server.process.pid), "memory_promised": promised(dict(server.ready)),
                     "memory_end_engine_pss": proportional(server.engine_pid),
                     "memory_end_engine_rss": resident(server.engine_pid)}
+
+
+def _surplus(family: Family) -> list[str]:
+    """Processes beyond the API process, its engine and a worker of each kind."""
+    commands = sorted(map(command, family.living()))
+    workers = {one for one in commands if WORKER in one}
+    others = [one for one in commands if WORKER not in one]
+    return [one for one in commands if WORKER in one and commands.count(one) > 1] + others[2:] + sorted(workers)[2:]
 
 
 async def _comes(holds: Callable[[], bool], limit: float) -> bool:
@@ -234,10 +248,10 @@ def _row(run: Attacked, fates: dict[str, int]) -> ledger.Row:
     journal, figures = run.journal, run.figures
     laws = ("each request ends once", "tokens as in the quiet run", "no error where nothing was done to the engine",
             "/health tells the truth", "an engine comes back", "no file or socket left", "no process left",
-            "no temporary file left", "no traceback in stderr", "the paced stream's gap")
+            "no temporary file left", "no traceback in stderr", "memory as said", "the paced stream's gap")
     counts = journal.counts
     holds = {law: law not in counts for law in dict.fromkeys([*laws, *counts])}
-    said = sum(figures.get("memory_promised", {}).values())
+    said = figures.get("memory_promised", {}).get("memory_bytes", 0)
     figures |= {"seed": run.seed, "excluded_seconds": journal.excluded(), "violated": counts,
                 "violations": journal.as_json()["violations"][:50]}
     return ledger.Row(

@@ -132,7 +132,8 @@ def soon(holds: Callable[[], bool]) -> None:
 def engine_of(server: int) -> int:
     """The engine process of a server that has one."""
     children = [Path(f"/proc/{server}/task/{thread}/children") for thread in threads_of(server)]
-    (pid,) = " ".join(path.read_text() for path in children).split()
+    (pid,) = [pid for pid in " ".join(path.read_text() for path in children).split()
+              if b"slotwise.compose.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     return int(pid)
 
 

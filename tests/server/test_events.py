@@ -174,7 +174,7 @@ def test_a_viewer_that_does_not_read_is_disconnected(folder: Path, tmp_path: Pat
                 one = open_sockets.enter_context(socket.socket())
                 one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
                 one.connect((address.host, address.port))
-                one.sendall(b"GET /events HTTP/1.1\r\nHost: x\r\n\r\n")
+                one.sendall(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
                 silent.append(one)
             for one in silent:
                 assert one.recv(1)

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from live_server import Server
+from live_server import JSON, Server
 
 from slotwise.core.params import MAX_BIAS, RANGES
 from slotwise.engine import scheduling
@@ -96,7 +96,7 @@ def test_a_setting_of_the_scheduler_takes_any_value_or_is_named(server: Server, 
     before = server.get(ADMIN).json()
     try:
         for value in (*NUMBERS, *WRONG):
-            answer = server.client.put(server.url + ADMIN, content=written(kind, name, value))
+            answer = server.client.put(server.url + ADMIN, headers=JSON, content=written(kind, name, value))
             assert answer.status_code in (200, 400), (value, answer.text)
             assert answer.status_code == 200 or names_it(answer, name), (value, answer.text)
             generated = server.post(COMPLETIONS, BODIES[COMPLETIONS][1])
@@ -111,7 +111,8 @@ def test_a_number_of_a_tier_is_checked(server: Server, name: str) -> None:
     try:
         for value in NUMBERS:
             tier = written({"name": "t"}, name, value)
-            answer = server.client.put(server.url + ADMIN, content=f'{{"tiers":[{tier}],"scheduling_policy":"fair"}}')
+            body = f'{{"tiers":[{tier}],"scheduling_policy":"fair"}}'
+            answer = server.client.put(server.url + ADMIN, headers=JSON, content=body)
             assert answer.status_code in (200, 400), (value, answer.text)
             assert answer.status_code == 200 or answer.json()["error"]["message"], (value, answer.text)
             if answer.status_code == 200:

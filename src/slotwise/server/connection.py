@@ -26,7 +26,7 @@ from slotwise.server.connections import RESERVE_TIMEOUT, Connections
 MAX_HEAD = 512 << 10  # bytes; the socket is read in pieces of up to half of it
 MAX_PIPELINED = 64 << 10  # bytes kept of requests behind one whose response is under way; then no more is read
 PATIENCE = 1.0  # seconds after which a connection that is not read is closed: its client might have left
-MAX_REQUESTS = 16  # that one piece read from the socket may begin while a response is under way
+MAX_REQUESTS = 64  # that one piece read from the socket may begin while a response is under way
 INTERIM = b"HTTP/1.1 1"  # how a response begins that only says to go on
 FINAL = b"HTTP/1.1 "
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # Python's http.client knows no other interim response

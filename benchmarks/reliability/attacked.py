@@ -33,7 +33,7 @@ from .faults import Fault, Field
 from .journal import Journal
 from .mixed import MixedLoad
 from .server import MIB, Server, serving
-from .watch import GAP, Gaps, HealthWatch, MemoryWatch, Stderr, paced, promised
+from .watch import GAP, Gaps, HealthWatch, MemoryWatch, Stderr, paced
 
 QUIET = (5.0, 60.0)  # seconds of the quiet run, at least and at most; else a quarter of the attacked one
 LOSING, HARMLESS = 45.0, 6.0  # seconds from one fault to the next on average: those that lose the engine, and others
@@ -86,7 +86,8 @@ def random_faults(seconds: float, seed: int, patience: float = 1.0) -> tuple[led
 
 async def _attacked(server: Server, disk: Disk, family: Family, run: Attacked) -> dict[str, int]:
     journal = run.journal
-    load, memory, stderr = MixedLoad(server, journal), MemoryWatch(server), Stderr(server.log, journal)
+    load, memory = MixedLoad(server, journal), MemoryWatch(server)
+    stderr = Stderr(server.log, journal, memory.hear)
     gaps = Gaps()
     run.figures["memory_ready"] = resident(server.engine_pid)
     async with clients.session() as http:
@@ -107,11 +108,11 @@ async def _attacked(server: Server, disk: Disk, family: Family, run: Attacked) -
         await asyncio.gather(*beside, return_exceptions=True)
         stderr.look()
         memory.look()
-    said = promised(dict(server.ready)).get("memory_bytes", 0)
-    if memory.engine > MEMORY * said:
-        journal.violated("memory as said", f"{memory.engine / MIB:.0f} MiB resident, {said / MIB:.0f} MiB said")
+    held, said = memory.closest()
+    if held > MEMORY * said:
+        journal.violated("memory as said", f"{held / MIB:.0f} MiB resident, {said / MIB:.0f} MiB said")
     run.figures |= {"gaps": gaps, "paced_answers": gaps.answers, "refusals": dict(load.refused),
-                    "memory_most_engine": memory.engine, "memory_most_api": memory.api}
+                    "memory_engine": held, "memory_said": said, "memory_most_api": memory.api}
     return ledger.tally(load.fates.elements())
 
 
@@ -186,7 +187,7 @@ async def _settled(server: Server, disk: Disk, family: Family, run: Attacked) ->
                          f"{zombies(server.process.pid)} zombies")
     if left := disk.leftovers():
         journal.violated("no temporary file left", ", ".join(left[:10]))
-    run.figures |= {"files_end": open_files(server.process.pid), "memory_promised": promised(dict(server.ready)),
+    run.figures |= {"files_end": open_files(server.process.pid),
                     "memory_end_engine_pss": proportional(server.engine_pid),
                     "memory_end_engine_rss": resident(server.engine_pid)}
 
@@ -251,7 +252,6 @@ def _row(run: Attacked, fates: dict[str, int]) -> ledger.Row:
             "no temporary file left", "no traceback in stderr", "memory as said", "the paced stream's gap")
     counts = journal.counts
     holds = {law: law not in counts for law in dict.fromkeys([*laws, *counts])}
-    said = figures.get("memory_promised", {}).get("memory_bytes", 0)
     figures |= {"seed": run.seed, "excluded_seconds": journal.excluded(), "violated": counts,
                 "violations": journal.as_json()["violations"][:50]}
     return ledger.Row(
@@ -261,8 +261,8 @@ def _row(run: Attacked, fates: dict[str, int]) -> ledger.Row:
          "around kills and stops are excluded from the gap's law",
          f"the paced stream's largest gap {figures['gap_attacked_ms']:.0f} ms, {figures['gap_quiet_ms']:.0f} ms in the "
          "quiet run",
-         f"engine memory at the end {figures.get('memory_end_engine_pss', 0) / MIB:.0f} MiB (proportional), at most "
-         f"{figures['memory_most_engine'] / MIB:.0f} MiB resident, {said / MIB:.0f} MiB said at the start"],
+         f"engines held at most {100 * figures['memory_engine'] / figures['memory_said']:.0f}% of the memory that was "
+         f"said of them ({figures['memory_said'] / MIB:.0f} MiB)"],
         figures)
 
 

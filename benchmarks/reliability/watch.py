@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -26,6 +27,7 @@ GAP = 0.100  # seconds by which the paced stream's largest gap may exceed that o
 TRUTH = 3.0  # seconds after which /health must tell the truth
 NO_ANSWER = 0
 OK = 200
+AGAIN = re.compile(r"ready again, with (\d+) bytes of memory")
 
 
 class HealthWatch:
@@ -153,8 +155,9 @@ async def _listen(process: asyncio.subprocess.Process, gaps: Gaps, journal: Jour
 class Stderr:
     """Reads what a server writes to stderr, once, and looks for tracebacks."""
 
-    def __init__(self, log: Path, journal: Journal) -> None:
-        self._log, self._journal = log, journal
+    def __init__(self, log: Path, journal: Journal, hear: Callable[[str], None] = lambda message: None) -> None:
+        """`hear` is told each line's message."""
+        self._log, self._journal, self._hear = log, journal, hear
         self._read = 0
         self._rest = ""
 
@@ -172,6 +175,7 @@ class Stderr:
             except ValueError:
                 fields = {"message": line, "level": "raw"}
             found.append(fields)
+            self._hear(str(fields.get("message")))
             if "exception" in fields or "Traceback" in str(fields.get("message")):
                 told = fields.get("exception") or fields["message"]
                 self._journal.violated(
@@ -185,22 +189,30 @@ class Stderr:
 
 
 class MemoryWatch:
-    """The most memory that the engine and the API process held."""
+    """The most memory that each engine and the API process held, and what each engine was said to take at most."""
 
     def __init__(self, server: Server) -> None:
-        self.engine = self.api = 0  # bytes
+        self.api = 0  # bytes
+        self.engines: dict[int, int] = {}  # bytes, by process
+        self.said = {server.engine_pid: int(dict(server.ready)["memory_bytes"])}  # likewise
         self._server = server
 
     async def follow(self) -> None:
         while True:
             self.look()
-            await asyncio.sleep(2.0)
+            await asyncio.sleep(1.0)
 
     def look(self) -> None:
-        self.engine = max(self.engine, resident(self._server.engine_pid))
+        pid = self._server.engine_pid
+        self.engines[pid] = max(self.engines.get(pid, 0), resident(pid))
         self.api = max(self.api, resident(self._server.process.pid))
 
+    def hear(self, message: str) -> None:
+        """A line of the server's log: an engine that takes the place of another has a figure of its own."""
+        if found := AGAIN.search(message):
+            self.said[self._server.engine_pid] = int(found[1])
 
-def promised(ready: dict[str, Any]) -> dict[str, int]:
-    """What a ready line says of the engine's memory: its fields that count bytes."""
-    return {name: value for name, value in ready.items() if name.endswith("_bytes")}
+    def closest(self) -> tuple[int, int]:
+        """Bytes held and bytes said of the engine that came closest to what was said of it, or went beyond."""
+        pairs = [(self.engines.get(pid, 0), said) for pid, said in self.said.items() if pid]
+        return max(pairs, key=lambda pair: pair[0] / pair[1])

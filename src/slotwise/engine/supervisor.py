@@ -183,7 +183,7 @@ class Supervisor:
                     service.hopeless.set()
                     return
                 logger.error("the engine did not start: %s; the next starts in %g s", service.failure, backoff.pause)
-            logger.info("the engine is ready again")
+            logger.info("the engine is ready again, with %d bytes of memory at most", service.info.memory.total)
 
     async def _again(self) -> bool:
         """Bury the last engine, pause, and start one; False when it did not become ready."""

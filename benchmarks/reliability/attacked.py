@@ -33,6 +33,7 @@ from .faults import Fault, Field
 from .journal import Journal
 from .mixed import MixedLoad
 from .server import MIB, Server, serving
+from .paced import WORTH_TELLING
 from .watch import GAP, Gaps, HealthWatch, MemoryWatch, Stderr, paced
 
 QUIET = (5.0, 60.0)  # seconds of the quiet run, at least and at most; else a quarter of the attacked one
@@ -233,7 +234,7 @@ def _judge_gaps(run: Attacked) -> None:
     seen: Seen = run.figures.pop("seen", Seen())
     quiet = gaps.largest(*run.figures.pop("quiet"), lambda since, until: False)
     attacked = gaps.largest(*run.figures.pop("attacked"), run.journal.excused)
-    most = quiet[0][0] if quiet else 0.0
+    most = quiet[0][0] if quiet else WORTH_TELLING
     for seconds, at in attacked[:20]:
         if run.patience == 1.0 and seconds > most + GAP:
             run.journal.violated("the paced stream's gap",
@@ -259,8 +260,8 @@ def _row(run: Attacked, fates: dict[str, int]) -> ledger.Row:
         [f"{len(journal.windows)} times a process was killed or stopped, {len(journal.actions)} actions in all; "
          f"{figures['hostile_exchanges']:,} hostile exchanges; {figures['excluded_seconds']:.0f} s of windows "
          "around kills and stops are excluded from the gap's law",
-         f"the paced stream's largest gap {figures['gap_attacked_ms']:.0f} ms, {figures['gap_quiet_ms']:.0f} ms in the "
-         "quiet run",
+         f"the paced stream's largest gap {figures['gap_attacked_ms']:.0f} ms, at most {figures['gap_quiet_ms']:.0f} ms in "
+         "the quiet run",
          f"engines held at most {100 * figures['memory_engine'] / figures['memory_said']:.0f}% of the memory that was "
          f"said of them ({figures['memory_said'] / MIB:.0f} MiB)"],
         figures)

@@ -32,8 +32,8 @@ from .family import Family, command, proportional, resident, zombies
 from .faults import Fault, Field
 from .journal import Journal
 from .mixed import MixedLoad
-from .server import MIB, Server, serving
 from .paced import WORTH_TELLING
+from .server import MIB, Server, serving
 from .watch import GAP, Gaps, HealthWatch, MemoryWatch, Stderr, paced
 
 QUIET = (5.0, 60.0)  # seconds of the quiet run, at least and at most; else a quarter of the attacked one
@@ -260,8 +260,8 @@ def _row(run: Attacked, fates: dict[str, int]) -> ledger.Row:
         [f"{len(journal.windows)} times a process was killed or stopped, {len(journal.actions)} actions in all; "
          f"{figures['hostile_exchanges']:,} hostile exchanges; {figures['excluded_seconds']:.0f} s of windows "
          "around kills and stops are excluded from the gap's law",
-         f"the paced stream's largest gap {figures['gap_attacked_ms']:.0f} ms, at most {figures['gap_quiet_ms']:.0f} ms in "
-         "the quiet run",
+         f"the paced stream's largest gap {figures['gap_attacked_ms']:.0f} ms, in the quiet run at most "
+         f"{figures['gap_quiet_ms']:.0f} ms",
          f"engines held at most {100 * figures['memory_engine'] / figures['memory_said']:.0f}% of the memory that was "
          f"said of them ({figures['memory_said'] / MIB:.0f} MiB)"],
         figures)

@@ -160,7 +160,9 @@ def upgrades(rng: random.Random) -> Exchange:
         "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n",
         "Connection: upgrade\r\nUpgrade: \r\n", "Upgrade: TLS/1.0\r\nConnection: Upgrade\r\n"))
     if rng.random() < 0.5:
-        return Exchange("upgrade", [["send", head(path=rng.choice(ROUTES[6:]), headers=told)], ["half_close"]])
+        path = rng.choice(ROUTES[6:])  # /events goes on for a client that is half closed
+        return Exchange("upgrade", [["send", head(path=path, headers=told)], ["half_close"]],
+                        BEGUN if path == "/events" else SETTLED)
     return Exchange("upgrade", [["send", post(headers=told)], ["half_close"]])
 
 

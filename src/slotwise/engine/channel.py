@@ -70,6 +70,8 @@ class BlockingChannel:
         self._sock = sock
         self._unframer = Unframer()
         self._sending = threading.Lock()
+        self._readable = select.poll()  # select() knows no descriptor beyond 1,023, which a busy server may give out
+        self._readable.register(sock, select.POLLIN)
 
     def send(self, message: bytes) -> None:
         """Raises ChannelClosed when the other end is gone."""
@@ -84,8 +86,7 @@ class BlockingChannel:
 
         Raises ChannelClosed when the other end is gone.
         """
-        readable, _, _ = select.select([self._sock], [], [], timeout)
-        if not readable:
+        if not self._readable.poll(None if timeout is None else 1000 * timeout):
             return []
         try:
             data = self._sock.recv(1 << 20)

@@ -110,33 +110,6 @@ def _streams(where: Where, asked: Sequence[Ask], options: dict[str, object]) -> 
     return gaps, [outcome.ttft for ask, outcome in zip(asked, outcomes, strict=True) if ask.num_prompt == GIANT]
 
 
-# -- long contexts beside short ones -------------------------------------------------------------------------------
-
-LONG, STEP_CONTEXT = 700, 6000  # tokens of a long prompt; positions of a step, where they are capped
-
-
-def contexts(where: Where) -> list[Finding]:
-    """Long sequences come in crowds; what their contexts do to the gaps of short streams is what the cap is to cure."""
-    asked = [Ask(STREAM_EVERY * n, 32, 300) for n in range(int(where.seconds / STREAM_EVERY))]
-    crowds = int(where.seconds / GIANT_EVERY / 2)
-    asked += [Ask(1.5 + 2 * GIANT_EVERY * crowd, LONG, 60) for crowd in range(crowds) for _ in range(SLOTS // 2)]
-    asked.sort(key=lambda ask: ask.at)
-    settings = {label: Setting({"max_num_seqs": SLOTS, "max_num_batched_tokens": 64, "max_step_context": cap})
-                for label, cap in (("no cap", 0), (f"--max-step-context {STEP_CONTEXT}", STEP_CONTEXT))}
-    turns = where.in_turns(asked, settings)
-    curves, spread, took = {}, {}, {}
-    for label in settings:
-        paired = [pair for turn in turns for pair in zip(asked, turn[label], strict=True)]
-        curves[label] = [gap for ask, outcome in paired if ask.num_prompt < LONG for gap in outcome.itls]
-        spread[label] = p99(curves[label]) / percentile(sorted(curves[label]), 50)
-        took[label] = fmean(outcome.e2el for ask, outcome in paired if ask.num_prompt == LONG)
-    before, after = spread.values()
-    figures = {f"p99/p50 {label}": value for label, value in spread.items()} | {
-        f"long answers, s, {label}": value for label, value in took.items()}
-    return [Finding("gaps of short streams vary less (p99 / p50) where long contexts take turns", after < before,
-                    figures, curves)]
-
-
 # -- two tiers at twice the load -----------------------------------------------------------------------------------
 
 PREMIUM = Tier("premium", ttft=0.5, tpot=0.05, priority=-10, weight=4.0, slots=8)
@@ -324,4 +297,4 @@ def _light_waits(asks: Sequence[Ask], outcomes: Sequence[Outcome]) -> list[float
 
 
 RUNS: dict[str, Callable[[Where], list[Finding]]] = {
-    run.__name__: run for run in (giants, contexts, tiers, goodput, shortest, fair)}
+    run.__name__: run for run in (giants, tiers, goodput, shortest, fair)}

@@ -33,7 +33,7 @@ POLICIES = (
     Ordering(), Ordering("priority", ageing=5.0), Ordering("shortest"), Ordering("fair"),
     Ordering("deadline", ageing=30.0, default_ttft_ms=20_000.0),
     Ordering("deadline", default_ttft_ms=30_000.0, shed_late=True))
-TIERS = (Tier("gold", slots=1, weight=2.0), Tier("bulk", max_step_context=20))
+TIERS = (Tier("gold", slots=1, weight=2.0), Tier("bulk"))
 BEGINNINGS = ([], [3] * 12, [3] * 6 + [7] * 6, list(range(16)))
 SEEN: Counter[str] = Counter()
 
@@ -94,7 +94,7 @@ class Life(Driver):
         draw, limits = self.draw, self.limits
         self.limits = replace(
             limits, tiers=draw.choice(((), TIERS)), max_step_ms=draw.choice((None, 900.0, 4000.0)),
-            max_stall_ms=draw.choice((None, 700.0)), max_step_context=draw.choice((0, 0, 12)))
+            max_stall_ms=draw.choice((None, 700.0)))
         policy = draw.choice(POLICIES).policy(self.limits.tiers, self.scheduler.times)
         self.configure(
             self.discipline, limits.max_num_seqs, limits.max_num_batched_tokens - limits.max_num_seqs, policy)

@@ -13,7 +13,7 @@ from slotwise.batching.continuous import Alone, Chunked, Inline
 from slotwise.batching.groups import Dynamic, OneAtATime, Static
 from slotwise.batching.orca import Orca
 from slotwise.core.limits import ERROR, RECOMPUTE, SchedulerLimits
-from slotwise.core.reasons import ENDING, PROMPTS_ALONE, STEP_CONTEXT, TIME_BUDGET, TOKEN_BUDGET
+from slotwise.core.reasons import ENDING, PROMPTS_ALONE, TIME_BUDGET, TOKEN_BUDGET
 from slotwise.core.seams import Discipline
 from slotwise.core.steptime import StepTimes
 from slotwise.core.terms import Terms, Tier
@@ -43,10 +43,10 @@ POLICY = st.sampled_from((
     Ordering("deadline", ageing=9.0, default_ttft_ms=5000.0),
     Ordering("deadline", default_ttft_ms=9000.0, shed_late=True)))
 STEPS = st.builds(
-    lambda step_ms, stall_ms, context, kept: {
-        "max_step_ms": step_ms, "max_stall_ms": stall_ms, "max_step_context": context,
-        "tiers": (Tier("gold", slots=1, max_step_context=context), Tier("bulk", weight=2.0)) if kept else ()},
-    st.sampled_from((None, 800.0, 5000.0)), st.sampled_from((None, 500.0)), st.sampled_from((0, 9)), st.booleans())
+    lambda step_ms, stall_ms, kept: {
+        "max_step_ms": step_ms, "max_stall_ms": stall_ms,
+        "tiers": (Tier("gold", slots=1), Tier("bulk", weight=2.0)) if kept else ()},
+    st.sampled_from((None, 800.0, 5000.0)), st.sampled_from((None, 500.0)), st.booleans())
 OPERATION = st.one_of(
     st.tuples(st.just("add"), PROMPT, st.integers(1, 20), st.integers(0, 3), TERMS, PATIENCE),
     st.tuples(st.just("jump"), st.floats(0, 5)),
@@ -129,7 +129,7 @@ def test_whoever_has_a_slot_runs_or_is_told_why_and_so_is_the_first_who_waits(li
         rows = set(plan.request_ids)
         assert rows <= set(seated.values())
         for name in set(seated.values()) - rows:
-            assert named[name] in (ENDING, TOKEN_BUDGET, PROMPTS_ALONE, TIME_BUDGET, STEP_CONTEXT)
+            assert named[name] in (ENDING, TOKEN_BUDGET, PROMPTS_ALONE, TIME_BUDGET)
         if plan.stop:
             assert named[plan.stop.first_blocked] == plan.stop.reason
 

@@ -18,7 +18,6 @@ from slotwise.core.params import SamplingParams
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.steptime import StepTimes
 from slotwise.core.terms import Terms, Tier
-from slotwise.core.turns import SHORT
 from slotwise.engine.executor import FakeExecutor
 from slotwise.engine.loop import NO_STEP, Engine
 from slotwise.engine.messages import Add, Configure, StepRecord
@@ -41,16 +40,14 @@ def change(whims: random.Random) -> dict[str, Any]:
     for name in whims.sample(NAMES, whims.randint(0, 3)):
         kept = whims.randint(0, spare // 2)
         spare -= kept
-        tiers.append(Tier(name, slots=kept, weight=whims.choice((1, 4)), tpot=whims.choice((None, 0.004)),
-                          max_step_context=whims.choice((0, 0, 60))))
+        tiers.append(Tier(name, slots=kept, weight=whims.choice((1, 4)), tpot=whims.choice((None, 0.004))))
     parts: dict[str, dict[str, Any]] = {
         "policy": {"scheduling_policy": whims.choice(POLICIES)},
         "discipline": {"batching": whims.choice(KINDS)},
         "prefill": {"batching": "continuous", "prefill": whims.choice(PREFILLS)},
         "limits": {"max_num_seqs": slots, "max_num_batched_tokens": slots + whims.randint(0, 40), "tiers": tiers},
         "tiers": {"tiers": tiers}, "time": {"max_step_ms": whims.choice((None, 3.0, 6.0))},
-        "stall": {"max_stall_ms": whims.choice((None, 2.0, 5.0))},
-        "context": {"max_step_context": whims.choice((0, 40, 90))}}
+        "stall": {"max_stall_ms": whims.choice((None, 2.0, 5.0))}}
     chosen: dict[str, Any] = {}
     for part in whims.sample(sorted(parts), whims.randint(1, 3)):
         chosen |= parts[part]
@@ -131,11 +128,6 @@ def obeys(record: StepRecord, scheduling: Scheduling, before: set[str]) -> None:
         assert not before & set(record.request_ids)
     if scheduling.batching.prefill == "alone" and record.admitted:
         assert set(record.admitted) == set(record.request_ids)
-    if cap := scheduling.max_step_context:
-        decoding = [record.starts[row] + 1 for row in rows
-                    if record.counts[row] == 1 and record.request_ids[row] not in record.admitted]
-        long = [context for context in decoding if context * SHORT >= cap]
-        assert sum(long) <= cap or len(long) == 1
 
 
 def keeps_slots(scheduling: Scheduling, used: Counter[str], admitted: Collection[str]) -> None:

@@ -31,11 +31,10 @@ TIGHT = replace(ROOMY, max_model_len=40, num_blocks=15, max_num_seqs=4, max_num_
 ANY_TERMS = terms(
     ("", "a", "b"), ("", "gold", "bulk"), (-1, 0, 3), (None, 2.0, 12.0), (None, None, 0.5))
 LIMITS = st.builds(
-    lambda blocks, passes, tiers, step, stall, context: replace(
-        TIGHT, num_blocks=blocks, max_passes=passes, tiers=tiers, max_step_ms=step, max_stall_ms=stall,
-        max_step_context=context),
+    lambda blocks, passes, tiers, step, stall: replace(
+        TIGHT, num_blocks=blocks, max_passes=passes, tiers=tiers, max_step_ms=step, max_stall_ms=stall),
     st.integers(10, 24), st.integers(0, 2), st.sampled_from(((), TIERS)), st.sampled_from((None, 500.0, 3000.0)),
-    st.sampled_from((None, 700.0, 2000.0)), st.sampled_from((0, 0, 12)))
+    st.sampled_from((None, 700.0, 2000.0)))
 
 
 def driver_of(limits, batching: Batching, ordering: Ordering) -> Driver:

@@ -31,8 +31,7 @@ def change(whims: random.Random) -> dict[str, Any]:
     parts: list[dict[str, Any]] = [
         {"scheduling_policy": whims.choice(POLICIES)}, {"batching": whims.choice(KINDS)},
         {"max_num_seqs": slots, "max_num_batched_tokens": slots + whims.randint(0, 64)}, {"tiers": tiers},
-        {"max_step_ms": whims.choice((None, 2, 20))}, {"max_stall_ms": whims.choice((None, 1, 30))},
-        {"max_step_context": whims.choice((0, 50, 200))}]
+        {"max_step_ms": whims.choice((None, 2, 20))}, {"max_stall_ms": whims.choice((None, 1, 30))}]
     return {name: value for part in whims.sample(parts, whims.randint(1, 3)) for name, value in part.items()}
 
 

@@ -34,7 +34,6 @@ max_num_queued_reqs = 3
 name = "bronze"
 ttft_ms = 5000
 priority = 5
-max_step_context = 300
 """
 
 
@@ -205,7 +204,7 @@ def test_what_is_told_of_tiers_can_be_asked_for_and_replaces_what_was(server: Se
     before = server.get(SCHEDULING, Authorization="Bearer root").json()
     assert before["tiers"][1] == {
         "name": "silver", "ttft_ms": None, "tpot_ms": None, "priority": 0, "weight": 1.0, "slots": 0,
-        "max_num_queued_reqs": 3, "max_step_context": 0, "requests_per_minute": None, "tokens_per_minute": None,
+        "max_num_queued_reqs": 3, "requests_per_minute": None, "tokens_per_minute": None,
         "max_num_queued_reqs_per_key": None}
     assert put(server, "root", {"tiers": before["tiers"]}).json() == before
     try:
@@ -251,6 +250,16 @@ def test_a_file_becomes_what_the_engine_and_the_server_need(tmp_path: Path) -> N
     path = Path(__file__).parents[2] / "examples" / "tiers.toml"
     interactive, standard, batch = load_tiers(str(path), 64, {"INTERACTIVE_KEYS": " a, b,,a"})
     assert interactive.api_keys == ("a", "b") and interactive.tier.slots == 16
-    assert (interactive.tier.ttft, interactive.tier.tpot) == (1.0, 0.1) and batch.tier.max_step_context == 20_000
+    assert (interactive.tier.ttft, interactive.tier.tpot) == (1.0, 0.1) and batch.tier.weight == 1.0
     assert standard.settings.max_num_queued_reqs == 200 and not standard.api_keys
     assert load_tiers(str(path), 2, {"INTERACTIVE_KEYS": "a"})[0].tier.slots == 1  # a share is never nothing
+
+
+def test_a_retired_field_is_accepted_and_said_to_have_no_effect(
+        tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "tiers.toml"
+    path.write_text('[[tier]]\nname = "a"\nmax_step_context = 300\n')
+    with caplog.at_level("WARNING"):
+        (served,) = load_tiers(str(path), 8, {})
+    assert served.tier.name == "a"
+    assert "tier a: max_step_context has no effect any more" in caplog.text

@@ -71,9 +71,7 @@ ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
         "default": STALL_MS, "metavar": "MS", "help": "how long prompts may "
         "hold up streams that run, as learned; longer where more requests begin than run, and up to twice what those "
         f"who run take alone (default: {STALL_MS:g}; 0: no limit)"}),
-    ("--max-step-context", {
-        "default": 0, "metavar": "TOKENS", "help": "context that the decoding rows of a step attend to "
-        "together; long ones take turns (default: no limit)"}),
+    ("--max-step-context", {"default": 0, "help": argparse.SUPPRESS}),  # retired: see engine.config
     ("--block-size", {"metavar": "TOKENS", "help": "tokens of a cache block (default: the best)"}),
     ("--kv-cache-memory", {"metavar": "BYTES", "help": "memory of the cache (default: what the slots "
                            "can use, within 40%% of what is free)"}),

@@ -2,29 +2,45 @@
 
 from __future__ import annotations
 
-from slotwise.core.cruise import Cruise
-from slotwise.core.flight import Flight, Lineup
+from collections.abc import Iterator
+from typing import NamedTuple
+
 from slotwise.core.host import Copies
 from slotwise.core.pace import StepTime
-from slotwise.core.plan import Decision, Grant, Join, StepPlan, Stop
+from slotwise.core.plan import Decision, Grant, Join, StepPlan, StepResult, Stop
 from slotwise.core.reasons import NO_BLOCKS, TOKEN_BUDGET
 from slotwise.core.request import Request
+
+
+class InFlight(NamedTuple):
+    """A step that is planned and not committed: the requests of its rows, each in the epoch it was planned in."""
+
+    plan: StepPlan
+    requests: tuple[Request, ...]
+    epochs: tuple[int, ...]
+
+    def declared(self, result: StepResult, ended: set[str]) -> Iterator[tuple[Request, str]]:
+        """Requests that the executor ended, complete or unable to sample, but for the `ended`."""
+        for rows, reason in ((result.complete, "stop"), (result.failed, "error")):
+            for row in rows:
+                request = self.requests[row]
+                if not request.reason and request.request_id not in ended:
+                    yield request, reason
 
 
 class Draft:
     """Filled by one `Scheduler.plan`, then closed into a StepPlan."""
 
     __slots__ = (
-        "beginning", "budget", "cruise", "grants", "has_piece", "held", "is_pressed", "joins", "lanes", "now",
+        "beginning", "budget", "grants", "has_piece", "held", "is_pressed", "joins", "lanes", "now",
         "padding", "preempted", "put_off", "refused", "rest", "rests", "rows", "shortage", "step", "stop", "time",
     )
 
-    def __init__(self, step: int, now: float, budget: int, cruise: Cruise, time: StepTime | None = None) -> None:
+    def __init__(self, step: int, now: float, budget: int, time: StepTime | None = None) -> None:
         self.step = step
         self.now = now  # seconds
         self.shortage = TOKEN_BUDGET  # why nobody gets more tokens once there are none left
         self.budget = budget  # tokens this step may still take; a prompt that is not cut may take it below zero
-        self.cruise = cruise  # the rows that come first, and are not listed here
         self.time = time  # what it may still compute in the time it has; None: as long as it takes
         self.has_piece = False  # of a prompt, and there is a limit to its time
         self.beginning: list[Request] = []  # for whom others rest
@@ -55,11 +71,11 @@ class Draft:
 
     @property
     def num_rows(self) -> int:
-        return len(self.cruise) + len(self.rows)
+        return len(self.rows)
 
     @property
     def counts(self) -> list[int]:
-        return [1] * len(self.cruise) + [count for _, _, count, _ in self.rows]
+        return [count for _, _, count, _ in self.rows]
 
     def has(self, request: Request) -> bool:
         return any(row[0] is request for row in self.rows)
@@ -75,24 +91,17 @@ class Draft:
         self.is_pressed |= reason == NO_BLOCKS
         self.preempted.append(Decision(request.request_id, reason))
 
-    def close(self, leaves: tuple[int, ...], before: Lineup, copies: Copies) -> Flight:
+    def close(self, leaves: tuple[int, ...], copies: Copies) -> InFlight:
         """The finished plan, with the requests its rows belong to.  Columns are cut here, all at once.
 
         Args:
             leaves: slots given back since the last plan.
-            before: that plan's lineup of those who did not cruise, which is this one's, too, where nobody came or went.
             copies: between the device and host memory.
         """
         requests, starts, counts, samples = zip(*self.rows, strict=True) if self.rows else ((), (), (), ())
-        others = before
-        if leaves or self.joins or requests != before.requests:
-            others = Lineup.of(requests)
-        leg = self.cruise.depart()
-        lineup, first = leg.lineup.beside(others), len(leg.starts)
         plan = StepPlan(
             self.step, self.now, leaves, tuple(self.joins), tuple(self.grants),
-            lineup.request_ids, lineup.slots,
-            leg.starts + starts, (1,) * first + counts, (True,) * first + samples,
-            self.padding, tuple([first + row for row in self.held]),
+            tuple([request.request_id for request in requests]), tuple([request.slot for request in requests]),
+            starts, counts, samples, self.padding, tuple(self.held),
             tuple(self.preempted), tuple(self.refused), self.stop, *copies)
-        return Flight(plan, leg, others, lineup)
+        return InFlight(plan, requests, tuple([request.epoch for request in requests]))

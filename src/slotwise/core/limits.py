@@ -30,7 +30,6 @@ class SchedulerLimits:
     on_pressure: str = RECOMPUTE  # what becomes of who must yield
     max_step_ms: float | None = None  # milliseconds a step may take, as predicted; None: only a promised pace counts
     max_stall_ms: float | None = None  # milliseconds prompts may hold up who decodes (core/pace.py); None: any
-    max_step_context: int = 0  # positions the decoding rows of a step attend to, summed; 0: no limit
     tiers: tuple[Tier, ...] = ()  # classes of service; requests may belong to none of them
     num_host_blocks: int = 0  # places in host memory for what the pool evicts
 
@@ -38,7 +37,7 @@ class SchedulerLimits:
         for name in ("max_model_len", "num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("watermark_blocks", "max_passes", "max_step_context", "num_host_blocks"):
+        for name in ("watermark_blocks", "max_passes", "num_host_blocks"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, and is {getattr(self, name)}")
         if self.on_pressure not in PRESSURES:

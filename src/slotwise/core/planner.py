@@ -1,14 +1,12 @@
 """Who runs in the next step, with how many tokens: running rows first, then those who wait (see `core/admission.py`).
 
     running rows     a token each, or a piece of a prompt; blocks for them, if need be from those last in line;
-                     most of them cruise: they get theirs unseen (see `core/cruise.py`)
     those who wait   while the discipline's gate is open and there are slots, tokens, time and blocks
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
 from math import inf
 from operator import length_hint
 
@@ -18,14 +16,12 @@ from slotwise.core.draft import Draft
 from slotwise.core.limits import ERROR, SchedulerLimits
 from slotwise.core.pace import Stall, StepTime, stall
 from slotwise.core.pieces import Pieces
-from slotwise.core.reasons import ENDING, NO_BLOCKS, PROMPTS_ALONE, STEP_CONTEXT, TIME_BUDGET
+from slotwise.core.reasons import ENDING, NO_BLOCKS, PROMPTS_ALONE, TIME_BUDGET
 from slotwise.core.request import Request, State
 from slotwise.core.roster import Roster
 from slotwise.core.seams import Discipline
 from slotwise.core.steptime import StepTimes
-from slotwise.core.turns import ALL, resting
 
-MAX_BOARDING = 32  # rows that begin to cruise in a step, which costs more than to plan one for once
 AIM = 0.9  # of the time a step may take: predictions are of the middle, and half of the steps take longer
 
 
@@ -47,9 +43,6 @@ class Planner:
         self._admission = Admission(self._roster, limits, discipline, self._pieces)
         cuts_prompts = discipline.chunk(2, 1) == 1
         self._stall = limits.max_stall_ms / 1000 if limits.max_stall_ms is not None and cuts_prompts else None
-        self._caps = {tier.name: tier.max_step_context for tier in limits.tiers if tier.max_step_context}
-        if limits.max_step_context:
-            self._caps[ALL] = limits.max_step_context
 
     @property
     def is_priced(self) -> bool:
@@ -60,11 +53,11 @@ class Planner:
     def draft(self, step: int, now: float) -> Draft:
         """Step number `step`, made at `now` seconds."""
         self._expire(now)
-        draft = Draft(step, now, self.discipline.budget(self.limits), self._roster.cruise, self._step_time())
+        draft = Draft(step, now, self.discipline.budget(self.limits), self._step_time())
         if self._roster.policy.may_preempt:
             self._admission.make_room(draft)
         if not self.discipline.prompts_alone:
-            if self._roster.policy.holds_back and not (self.discipline.leaves_together or self._caps):
+            if self._roster.policy.holds_back and not self.discipline.leaves_together:
                 self._plan_courteously(draft)
             else:
                 self._plan_running(draft)
@@ -132,8 +125,6 @@ class Planner:
         roster = self._roster
         num_running = len(roster.running)
         joining = min(len(roster.waiting), max(0, self.limits.max_num_seqs - num_running))
-        if not joining and len(roster.cruise) == num_running:
-            return None
         contexts = [request.num_scheduled for request in roster.running.values() if request.unscheduled <= 1]
         newcomers = joining + num_running - len(contexts)
         if not contexts or not newcomers:
@@ -145,7 +136,6 @@ class Planner:
         running = tuple(self._roster.running.values())
         self._admission.plan(draft)
         if draft.joins:
-            draft.cruise.dissolve()
             for request in running:
                 draft.refuse(request, PROMPTS_ALONE)
         return bool(draft.joins)
@@ -156,58 +146,28 @@ class Planner:
         """Every running row gets at least a token, so a long prompt never stalls those behind it.
 
         Only when the budget was lowered below the number who run do the last of them wait until others have ended, and
-        only under a budget in time, or one of context, do rows wait for their turn.
+        only under a budget in time do rows wait for their turn.
         """
-        running = self._in_order(self._embark(draft), draft.now)
+        running = self._in_order(tuple(self._roster.running.values()), draft.now)
         if draft.rest or draft.put_off:
             left_out = draft.rest.union(one.request_id for one in draft.put_off)
             running = [request for request in running if request.request_id not in left_out]
         self._plan_rows(running, draft)
 
-    def _embark(self, draft: Draft) -> Sequence[Request]:
-        """Let whoever can cruise through this step do so: those who run and must be looked at."""
-        cruise, running = draft.cruise, self._roster.running
-        if self._caps or draft.rest or draft.budget < len(running):
-            cruise.dissolve()  # somebody may have to rest
-            return tuple(running.values())
-        self._answer(cruise.called(), draft)
-        looked_at: list[Request] = []
-        if len(cruise) < len(running):
-            looked_at = [request for request in running.values() if request.cruise is None]
-        for request in islice(filter(cruise.may_take, looked_at), MAX_BOARDING):
-            cruise.take(request)
-        draft.budget -= len(cruise)
-        if draft.time is not None:
-            draft.time.take_rows(cruise.starts)
-        return [request for request in looked_at if request.cruise is None]
-
-    def _answer(self, called: Sequence[Request], draft: Draft) -> None:
-        """Let go those who are about to end, and give the others room, where it is certain that nobody has to yield."""
-        cruise, kv = draft.cruise, self._roster.kv
-        num_others = len(self._roster.running) - len(cruise)  # nobody needs more than a block
-        is_scarce = len(called) + num_others > kv.pool.num_available
-        for request in called:
-            if is_scarce or request.num_known >= request.end - 1:
-                cruise.drop(request)
-            else:
-                draft.grant(request, kv.extend(request, request.room + 1) or ())
-                cruise.go_on(request)
-
     def _plan_rows(self, running: Sequence[Request], draft: Draft) -> None:
-        rest = self._set_apart(running, draft)
+        if draft.time is not None:
+            self._count_decoding(running, draft.time)
         left = iter(running)
         for request in left:
             if draft.preempted and request.state is not State.RUNNING:
                 continue  # preempted a moment ago, for one before it
-            known, count = len(request.tokens) + request.awaited, request.unscheduled  # nobody here cruises
+            known = request.num_known
+            count = known - request.num_scheduled
             if request.reason or known >= request.end:
                 self._plan_ended(request, draft)
                 continue
             if draft.budget < 1:
                 draft.refuse(request, draft.shortage)
-                continue
-            if request.request_id in rest:
-                draft.refuse(request, STEP_CONTEXT)
                 continue
             start = known - count
             if count > 1 and not (count := self._pieces.of(request, count, draft, length_hint(left))):
@@ -223,18 +183,11 @@ class Planner:
             return running
         return sorted(running, key=lambda request: (policy.running_key(request, now), request.arrival))
 
-    def _set_apart(self, running: Sequence[Request], draft: Draft) -> frozenset[str]:
-        """Those who rest in this step; the time that the other decoding rows take is spent already."""
-        if draft.time is None and not self._caps:
-            return frozenset()
-        decoding = [request for request in running
-                    if request.unscheduled == 1 and request.num_known < request.end and not request.reason]
-        rest = resting(decoding, self._caps, draft.step) if self._caps else frozenset()
-        if draft.time is not None:
-            for request in decoding:
-                if request.request_id not in rest:
-                    draft.time.take(request.num_scheduled, 1)
-        return rest
+    @staticmethod
+    def _count_decoding(running: Sequence[Request], time: StepTime) -> None:
+        """The rows that decode take their part of the step's time before any prompt does."""
+        time.take_rows([request.num_scheduled for request in running
+                        if request.unscheduled == 1 and request.num_known < request.end and not request.reason])
 
     def _plan_ended(self, request: Request, draft: Draft) -> None:
         """Its last token is known or in flight."""

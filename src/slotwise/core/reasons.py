@@ -5,7 +5,6 @@ NO_BLOCKS = "no_blocks"  # the cache has no room for it
 TOKEN_BUDGET = "token_budget"  # the step's tokens are spent
 SHORT_STEP = "short_step"  # the step is kept short for a tenant that may come while it runs
 TIME_BUDGET = "time_budget"  # the step would take longer than it may
-STEP_CONTEXT = "step_context"  # the step attends to as many positions as it may: long rows take turns
 TIER_CAP = "tier_cap"  # the slots that are free are kept for another tier
 FIRST_TOKEN = "first_token"  # the step is left to one who waits for its first token, of a tenant far behind
 OUTRANKED = "outranked"  # it gave its slot to one that goes before it

@@ -8,9 +8,6 @@ recompute after a preemption are that one rule.
     scheduled  |■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■|       advanced by plan()
     computed   |■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■|         advanced by commit()
 
-Kept are the known tokens and how far the other two *lag behind* them.  While a request decodes both lags are one token,
-after every plan and every commit, so that there is nothing to advance (see `core/cruise.py`).
-
 Two rules govern a life:
  1. The scheduler alone changes a state, along TRANSITIONS, and every request ends exactly once.
  2. A preemption starts a new *epoch*: results of steps planned before it keep the token they sampled, and nothing else.
@@ -20,14 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from slotwise.core.params import SamplingParams
 from slotwise.core.prefix import Trail
 from slotwise.core.terms import Terms
-
-if TYPE_CHECKING:
-    from slotwise.core.cruise import Cruise
 
 
 class State(Enum):
@@ -47,7 +40,6 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 }
 
 NO_SLOT_HELD = -1
-NO_TURN = -2
 NO_TERMS = Terms()
 
 
@@ -69,9 +61,9 @@ class Request:
     """
 
     __slots__ = (
-        "arrival", "arrived_at", "awaited", "blocks", "cruise", "deadline", "end", "epoch", "expected_tokens",
-        "num_passed", "num_prompt", "params", "publish_at", "reason", "request_id", "room", "seed", "slot", "state",
-        "stop_ids", "terms", "tokens", "trail", "turn", "uncomputed", "unscheduled",
+        "arrival", "arrived_at", "blocks", "deadline", "end", "epoch", "expected_tokens", "num_computed", "num_passed",
+        "num_prompt", "num_scheduled", "params", "pending", "publish_at", "reason", "request_id", "room", "seed",
+        "slot", "state", "stop_ids", "terms", "tokens", "trail",
     )
 
     def __init__(
@@ -80,7 +72,10 @@ class Request:
     ) -> None:
         self.request_id = request_id
         self.tokens = list(prompt)  # known tokens, but for those that are pending
-        self.num_prompt = self.unscheduled = self.uncomputed = len(self.tokens)
+        self.num_prompt = len(self.tokens)
+        self.num_scheduled = 0  # tokens that steps were given
+        self.num_computed = 0  # tokens whose keys and values are in the cache, by the last commit
+        self.pending = 0  # tokens that steps in flight are about to sample
         self.params = params
         self.seed = seed
         self.terms = terms
@@ -99,31 +94,19 @@ class Request:
         self.trail = Trail(salt)
         self.publish_at = 0  # computed tokens at which its next block is full
         self.epoch = 0
-        self.awaited = 0  # tokens that steps in flight are about to sample, while it does not cruise
-        self.cruise: Cruise | None = None
-        self.turn = NO_TURN  # the last step that it was given while rows took turns
 
     @property
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt
 
     @property
-    def pending(self) -> int:
-        """Tokens that steps in flight are about to sample."""
-        return self.awaited if self.cruise is None else self.cruise.in_flight
-
-    @property
     def num_known(self) -> int:
-        return len(self.tokens) + (self.awaited if self.cruise is None else self.cruise.in_flight)
+        return len(self.tokens) + self.pending
 
     @property
-    def num_scheduled(self) -> int:
-        awaited = self.awaited if self.cruise is None else self.cruise.in_flight
-        return len(self.tokens) + awaited - self.unscheduled
-
-    @property
-    def num_computed(self) -> int:
-        return len(self.tokens) - self.uncomputed
+    def unscheduled(self) -> int:
+        """Known tokens that no step was given: 1 while it decodes."""
+        return len(self.tokens) + self.pending - self.num_scheduled
 
     @property
     def ended(self) -> bool:
@@ -137,32 +120,29 @@ class Request:
 
     def start_from(self, num_computed: int) -> None:
         """The cache holds so many of its tokens, and no step was given any other."""
-        self.unscheduled = self.num_known - num_computed
-        self.uncomputed = len(self.tokens) - num_computed
+        self.num_scheduled = self.num_computed = num_computed
 
     def schedule(self, count: int) -> bool:
         """A step computes the next `count` tokens: whether it samples one, which it does when they are the last."""
-        self.unscheduled -= count
-        if self.unscheduled:
+        self.num_scheduled += count
+        if self.num_scheduled < len(self.tokens) + self.pending:
             return False
-        self.unscheduled = 1
-        self.awaited += 1
+        self.pending += 1
         return True
 
     def unschedule(self) -> None:
         """Forget all steps in flight."""
-        self.awaited = 0
-        self.unscheduled = self.uncomputed
+        self.pending = 0
+        self.num_scheduled = self.num_computed
 
     def append(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
         """Add what a step sampled in the place of one pending token, up to the token that ends the request: those kept,
         and why it ends ("" when it goes on).
         """
         known, kept, reason = self.tokens, tokens, ""
-        self.awaited -= 1
+        self.pending -= 1
         if len(tokens) == 1 and tokens[0] not in self.stop_ids and len(known) + 1 < self.end:  # nearly always
             known.append(tokens[0])
-            self.uncomputed += 1
             return tokens, ""
         for index, token in enumerate(tokens):
             known.append(token)
@@ -172,8 +152,6 @@ class Request:
                 kept, reason = tokens[: index + 1], "length"
             if reason:
                 break
-        self.unscheduled += len(kept) - 1
-        self.uncomputed += len(kept)
         return kept, reason
 
     def __repr__(self) -> str:

@@ -9,11 +9,7 @@ Every change of a state is made here, along the table in `core/request.py`, and 
 
 from __future__ import annotations
 
-from collections import deque
-
-from slotwise.core.cruise import Cruise
 from slotwise.core.events import Admitted, Arrived, Event, Finished, Preempted, Rejected
-from slotwise.core.flight import Flight
 from slotwise.core.host import HostTier
 from slotwise.core.kv import BlockTables, Seat
 from slotwise.core.limits import SchedulerLimits
@@ -36,8 +32,6 @@ class Roster:
         self.living: dict[str, Request] = {}  # in order of arrival
         self.waiting = WaitingQueue(policy.lane_key)
         self.running: dict[str, Request] = {}  # in the order they took their slots
-        self.flights: deque[Flight] = deque()  # steps that are planned and not committed, oldest first
-        self.cruise = Cruise(self.flights)
         self.withheld = Withheld()
         self.events: list[Event] = []
         self.num_paced = 0  # of those alive, to whom a pace was promised
@@ -55,7 +49,6 @@ class Roster:
             assert not holds_slot or request.num_known <= request.room + 1, request
         assert len(self.living) == len(self.running) + len(self.waiting)
         self.slots.check(request.slot for request in self.running.values())
-        self.cruise.check()
 
     def enter(self, request: Request, objection: str, now: float) -> None:
         """Let a request in, or, with an objection, refuse it for good."""
@@ -121,7 +114,6 @@ class Roster:
 
     def hold(self, request: Request, reason: str) -> None:
         """It has all its tokens, and stays until its batch has drained."""
-        self.cruise.drop(request)
         request.reason = reason
 
     def end(self, request: Request, reason: str, now: float, message: str = "") -> None:
@@ -140,7 +132,6 @@ class Roster:
 
     def _vacate(self, request: Request) -> None:
         """Slot and blocks come back, and may be given out in the very next plan: executors run plans in order."""
-        self.cruise.drop(request)
         self.kv.release(request)
         self.slots.give_back(request.slot)
         request.slot = NO_SLOT_HELD

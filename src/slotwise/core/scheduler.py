@@ -13,11 +13,12 @@ the arrival number; nothing here reads a clock, draws a random number or iterate
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Mapping
 from itertools import compress
 
+from slotwise.core.draft import InFlight
 from slotwise.core.events import Committed, Event
-from slotwise.core.flight import Lineup
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.plan import StepPlan, StepResult, TokenLogprobs
 from slotwise.core.planner import Planner
@@ -40,8 +41,7 @@ class Scheduler:
         self._roster = Roster(limits, policy)
         self._times = times or StepTimes()
         self._planner = Planner(self._roster, limits, discipline, self._times)
-        self._flights = self._roster.flights
-        self._others = Lineup()  # of the last plan, those who did not cruise
+        self._in_flight: deque[InFlight] = deque()  # steps that are planned and not committed, oldest first
         self._steps = 0
 
     # -- what others may read ------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._roster.living) or bool(self._flights)
+        return bool(self._roster.living) or bool(self._in_flight)
 
     def requests(self) -> tuple[Request, ...]:
         """All who live, in order of arrival."""
@@ -140,14 +140,13 @@ class Scheduler:
         Raises:
             RuntimeError: more than one step is uncommitted.
         """
-        if len(self._flights) > MAX_IN_FLIGHT:
+        if len(self._in_flight) > MAX_IN_FLIGHT:
             raise RuntimeError("commit the step in flight before planning two ahead")
         draft = self._planner.draft(self._steps, now)
-        flight = draft.close(self._roster.slots.take_leaves(), self._others, self._roster.kv.host.take_copies())
-        self._others = flight.others
+        planned = draft.close(self._roster.slots.take_leaves(), self._roster.kv.host.take_copies())
         self._steps += 1
-        self._flights.append(flight)
-        return flight.plan
+        self._in_flight.append(planned)
+        return planned.plan
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> None:
         """Take in what the oldest uncommitted step yielded.
@@ -155,40 +154,33 @@ class Scheduler:
         Raises:
             RuntimeError: `plan` is not that step, or `result` is another's.
         """
-        if not self._flights or self._flights[0].plan is not plan or result.step != plan.step:
+        if not self._in_flight or self._in_flight[0].plan is not plan or result.step != plan.step:
             raise RuntimeError(f"step {plan.step} is not the next to commit, or result {result.step} is not its own")
         if len(result.tokens) != plan.num_rows:
             raise RuntimeError(f"step {plan.step} has {plan.num_rows} rows, and its result {len(result.tokens)}")
-        flight = self._flights[0]
-        looked_at = self._roster.cruise.arrive(flight, result.tokens)
-        self._flights.popleft()
+        step = self._in_flight.popleft()
         ended: list[tuple[Request, str]] = []
         kept: dict[int, tuple[int, ...]] = {}  # by row, where it may be less than what was sampled
         overrun = 0
-        requests, epochs = flight.requests, flight.lineup.epochs
-        for row in looked_at:
-            request, tokens = requests[row], result.tokens[row]
+        for row, (request, epoch, tokens) in enumerate(zip(step.requests, step.epochs, result.tokens, strict=True)):
             if request.reason:  # ended or held meanwhile
                 overrun += len(tokens)
                 kept[row] = ()
                 continue
-            if request.epoch == epochs[row]:
-                request.uncomputed -= plan.counts[row]
-                if len(request.tokens) - request.uncomputed >= request.publish_at:
+            if request.epoch == epoch:
+                request.num_computed += plan.counts[row]
+                if request.num_computed >= request.publish_at:
                     self._roster.kv.publish(request)
             some, reason = request.append(tokens) if tokens else ((), "")
             if not some or some != tokens:
                 kept[row] = some
             if reason:
                 ended.append((request, reason))
-        for request in flight.leg.full:
-            if request.cruise is not None:
-                self._roster.kv.publish(request)
         if result.complete or result.failed:
-            ended += flight.declared(result, {request.request_id for request, _ in ended})
+            ended += step.declared(result, {request.request_id for request, _ in ended})
         if self._planner.is_priced:
             self._times.step(work_of(plan.starts, plan.counts, plan.padding), plan.now, now)
-        self._roster.policy.served(flight.requests, plan.counts, result.tokens)
+        self._roster.policy.served(step.requests, plan.counts, result.tokens)
         told = self._release(_told(plan, result, kept), ended, plan)
         overrun -= sum(len(result.tokens[row]) for row in plan.held)
         self._roster.events.append(Committed(
@@ -219,13 +211,12 @@ class Scheduler:
 
         Returns the ids of the requests that stood in the oldest of them.
         """
-        self._roster.cruise.dissolve()
-        flights = list(self._flights)
-        self._flights.clear()
-        for flight in flights:
-            for request in flight.requests:
+        steps = list(self._in_flight)
+        self._in_flight.clear()
+        for step in steps:
+            for request in step.requests:
                 request.unschedule()
-        first = flights[0].requests if flights else ()
+        first = steps[0].requests if steps else ()
         return [request.request_id for request in first if not request.ended]
 
 

@@ -40,7 +40,6 @@ class Tier:
     priority: int = 0  # of requests that bring none
     weight: float = 1.0  # of its service beside that of others, where a policy shares
     slots: int = 0  # kept for it: others may not take them, even while they are free
-    max_step_context: int = 0  # positions its decoding rows attend to in one step, summed; 0: no limit
 
     def __post_init__(self) -> None:
         Terms("", self.name, self.priority, self.ttft, self.tpot)
@@ -49,5 +48,5 @@ class Tier:
         if not LEAST_WEIGHT <= self.weight <= MOST_WEIGHT:
             raise ValueError(f"tier {self.name}: weight must be between {LEAST_WEIGHT:g} and {MOST_WEIGHT:g}, not "
                              f"{self.weight}")
-        if self.slots < 0 or self.max_step_context < 0:
-            raise ValueError(f"tier {self.name}: slots and max_step_context must not be negative")
+        if self.slots < 0:
+            raise ValueError(f"tier {self.name}: slots must not be negative")

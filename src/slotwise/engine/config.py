@@ -5,6 +5,7 @@ Names are vLLM's where vLLM has them.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, fields, replace
 
 from slotwise.batching.settings import Batching
@@ -23,6 +24,11 @@ STEP_TOKENS = 512  # a chunk this long reaches most of the product rate on any d
 STALL_MS = 70.0  # a gap that a reader does not notice; shorter ones take more steps, each of which reads all weights
 WATERMARK = 100  # one block in so many is left to those who run, when somebody joins them
 MAX_PASSES = 16  # smaller requests that may start before one which waits for blocks
+
+
+RETIRED = frozenset({"max_step_context"})  # accepted for one release, without effect
+
+logger = logging.getLogger(__name__)
 
 
 class ConfigError(OneLineError, ValueError):
@@ -59,7 +65,6 @@ class EngineConfig:
     shed_late: bool = False
     max_step_ms: float | None = None  # milliseconds a step may take, as predicted; None: as long as its tokens take
     max_stall_ms: float = STALL_MS  # milliseconds prompts may hold up who decodes, as predicted; 0: any number
-    max_step_context: int = 0  # positions the decoding rows of a step attend to, summed; 0: no limit
     tiers: tuple[Tier, ...] = ()  # classes of service
     block_size: int | None = None  # tokens of a cache block; None: what the device's kernels like best
     kv_cache_memory: int | None = None  # bytes; None: what the slots can use, within a share of free memory
@@ -115,8 +120,11 @@ class EngineConfig:
 
     @classmethod
     def of(cls, **settings: object) -> EngineConfig:
-        """Raises ConfigError for a name that is no setting."""
+        """Raises ConfigError for a name that is no setting.  Settings of RETIRED are left out, with a warning."""
         known = [field.name for field in fields(cls)]
+        for name in RETIRED & settings.keys():
+            if settings.pop(name):
+                logger.warning("%s has no effect any more: prompts are cut by max_stall_ms and max_step_ms", name)
         for name in settings:
             if name not in known:
                 raise ConfigError(f"there is no setting {name!r}; there are {', '.join(known)}")
@@ -163,7 +171,7 @@ class EngineConfig:
             self.default_ttft_ms, self.shed_late)
         return Scheduling(
             batching, self.max_num_seqs, self.step_tokens, ordering, self.max_step_ms,
-            self.max_stall_ms or None, self.max_step_context, self.tiers)
+            self.max_stall_ms or None, self.tiers)
 
     def limits(
         self, model_tokens: int, num_blocks: int, block_size: int, num_host_blocks: int = 0,
@@ -189,6 +197,6 @@ class EngineConfig:
                 max_num_batched_tokens=self.step_tokens, enable_prefix_caching=self.enable_prefix_caching,
                 watermark_blocks=num_blocks // WATERMARK, max_passes=MAX_PASSES, on_pressure=self.on_pressure,
                 max_step_ms=self.max_step_ms, max_stall_ms=self.max_stall_ms or None,
-                max_step_context=self.max_step_context, tiers=self.tiers, num_host_blocks=num_host_blocks)
+                tiers=self.tiers, num_host_blocks=num_host_blocks)
         except ValueError as error:
             raise ConfigError(str(error)) from error

@@ -50,7 +50,7 @@ class _Rows:
 
     def __init__(self, executor: Executor, limits: SchedulerLimits, clock: Clock) -> None:
         alone = replace(
-            limits, enable_prefix_caching=False, max_step_ms=None, max_stall_ms=None, max_step_context=0, tiers=())
+            limits, enable_prefix_caching=False, max_step_ms=None, max_stall_ms=None, tiers=())
         self._engine = Engine(Scheduler(alone, Chunked(), FirstComeFirstServed()), executor, clock)
         self._limits = limits
         self._names: list[str] = []  # of those who decode

@@ -19,11 +19,11 @@ from slotwise.core.terms import Tier
 from slotwise.policies import settings as policy_settings
 from slotwise.policies.settings import POLICIES, Ordering
 
-LIMITS = ("max_num_seqs", "max_num_batched_tokens", "max_step_ms", "max_stall_ms", "max_step_context")
+LIMITS = ("max_num_seqs", "max_num_batched_tokens", "max_step_ms", "max_stall_ms")
 RANGES: dict[str, tuple[float, float]] = {  # of all numbers that may be changed, both ends included
     **batching_settings.RANGES, **policy_settings.RANGES,
     "max_num_seqs": (1, LARGEST), "max_num_batched_tokens": (1, LARGEST), "max_step_ms": (LEAST_MS, MOST_MS),
-    "max_stall_ms": (LEAST_MS, MOST_MS), "max_step_context": (0, LARGEST)}
+    "max_stall_ms": (LEAST_MS, MOST_MS)}
 MAX_TIERS = 64
 
 Settings = TypeVar("Settings", Batching, Ordering)
@@ -39,9 +39,8 @@ class Scheduling:
     max_num_seqs: int  # slots in use, at most those made at the start
     max_num_batched_tokens: int  # tokens of one step
     ordering: Ordering = field(default_factory=Ordering)
-    max_step_ms: float | None = None  # as in SchedulerLimits, like the next three
+    max_step_ms: float | None = None  # as in SchedulerLimits, like the next
     max_stall_ms: float | None = None
-    max_step_context: int = 0
     tiers: tuple[Tier, ...] = ()
 
     def __post_init__(self) -> None:

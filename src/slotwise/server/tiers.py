@@ -12,6 +12,7 @@ the file's alone: tied to its name, they outlast any change of the tiers in forc
 
 from __future__ import annotations
 
+import logging
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from slotwise.core.terms import LEAST_WEIGHT, MOST_WEIGHT, Tier
 from slotwise.engine.scheduling import LARGEST, MAX_TIERS
 from slotwise.server.protocol import Milliseconds, Priority
 from slotwise.server.quotas import Quota
+
+logger = logging.getLogger(__name__)
 
 BEST = ("auto", "default")  # OpenAI's words for whatever is best
 MAX_KEYS = 4096  # of a tier
@@ -45,7 +48,6 @@ class TierSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     weight: Annotated[float, msgspec.Meta(ge=LEAST_WEIGHT, le=MOST_WEIGHT)] = 1.0
     slots: Annotated[int, msgspec.Meta(ge=0, le=LARGEST)] = 0  # kept for it
     max_num_queued_reqs: Count | None = None  # that wait for their first slot; None: only the server's bound holds
-    max_step_context: Annotated[int, msgspec.Meta(ge=0, le=LARGEST)] = 0
     requests_per_minute: Count | None = None  # of each key whose own tier this is, whatever tier it asks for
     tokens_per_minute: Count | None = None  # of prompts and outputs, likewise
     max_num_queued_reqs_per_key: Count | None = None  # likewise
@@ -56,8 +58,7 @@ class TierSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     def tier(self) -> Tier:
         """As the engine knows it.  Raises ValueError for numbers that mean nothing."""
-        return Tier(self.name, seconds(self.ttft_ms), seconds(self.tpot_ms), self.priority, self.weight, self.slots,
-                    self.max_step_context)
+        return Tier(self.name, seconds(self.ttft_ms), seconds(self.tpot_ms), self.priority, self.weight, self.slots)
 
 
 class Listed(TierSettings, kw_only=True):
@@ -66,6 +67,7 @@ class Listed(TierSettings, kw_only=True):
     share: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None  # of all slots, instead of a number of them
     api_keys: Annotated[list[str], msgspec.Meta(max_length=MAX_KEYS)] | None = None  # None: open to other keys
     api_keys_env: str | None = None  # a variable of the environment that holds more of them, comma separated
+    max_step_context: Annotated[int, msgspec.Meta(ge=0, le=LARGEST)] = 0  # retired: told, and without effect
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,8 @@ def _served(listed: Listed, max_num_seqs: int, environment: Mapping[str, str]) -
             raise TiersError(
                 f"tier {listed.name}: share and slots both say how many slots are kept: give one of them")
         listed.slots = _slots(listed.share, max_num_seqs)
+    if listed.max_step_context:
+        logger.warning("tier %s: max_step_context has no effect any more", listed.name)
     settings = TierSettings(**{name: getattr(listed, name) for name in TierSettings.__struct_fields__})
     return ServedTier(settings, _keys(listed, environment))
 

@@ -2,8 +2,7 @@
 
 Three workloads, each on an engine of its own that knows what it found out at its start and nothing of earlier runs.  Of
 each: the error of predictions made after 200 steps.  Then it is run again, and requests of it with nobody else, whose
-steps nobody learns from: what the explanation says that their decode would take alone is held against it.  It is asked
-for once the engine has had time to rehearse, as a server has after a burst.
+steps nobody learns from: what the explanation says that their decode would take alone is held against it.
 
 A machine that others share is a third faster or slower by the next second.  So the two take turns, and a request counts
 by the middle one of its turns.  And a metronome runs beside all of it: another engine on the same weights, with one row
@@ -36,7 +35,6 @@ from slotwise.core.params import SamplingParams
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.loop import Engine
 from slotwise.engine.messages import Add, EngineInfo
-from slotwise.engine.rehearsal import Leisure
 from slotwise.observe import kept
 from slotwise.observe.explain import Story, explain
 from slotwise.observe.facts import gather
@@ -89,7 +87,6 @@ class Lab:
         kept.place(traits(config, info)).unlink(missing_ok=True)
         self.engine, self.info = loaded.engine(config)
         self._metronome = Metronome(loaded.engine(replace(config, max_num_seqs=1))[0])
-        self._leisure = Leisure(self.engine)
         self.beats: list[float] = []  # of the last run, seconds
         self._recorder = Recorder(Ring(1 << 40))
         self._recorder.started(self.info)
@@ -122,14 +119,6 @@ class Lab:
             else:
                 time.sleep(0.001)
 
-    def rest(self, times: StepTimes) -> None:
-        """Nobody asks for anything until the engine has rehearsed all it wants to: `times` is told."""
-        self._leisure.served()
-        while (wait := self._leisure.wait()) is not None:
-            time.sleep(wait)
-            if (report := self._leisure.spend()) is not None:
-                times.rehearsed(report)
-
     def steps(self) -> list[Step]:
         """Of the last run."""
         return [entry for entry in map(decode, self._recorder.ring.lines()[self._began:]) if isinstance(entry, Step)]
@@ -153,7 +142,6 @@ def measure(model: str, name: str, num_solo: int) -> Outcome:
     """One workload: first to learn from, then in turns with those of its requests that had neighbours."""
     lab = Lab(model)
     workload, times = workload_of(name, lab.info, seconds_of_a_token(lab)), StepTimes(lab.info.learned)
-    lab.rest(times)
     knew = StepTimes(times.learned())
     lab.run(workload, workload.requests, times)
     steps, stories = lab.steps(), lab.stories(times)
@@ -199,10 +187,9 @@ class Turn(NamedTuple):
 
 
 def compared(lab: Lab, workload: Workload, times: StepTimes, alone: Iterable[WorkRequest]) -> Turn:
-    """Run all together, rest, and run some of them alone."""
+    """Run all together, then some of them alone."""
     lab.run(workload, workload.requests, times)
     turn = Turn({}, {}, lab.beats)
-    lab.rest(times)
     stories = lab.stories(times)
     for request in alone:
         lab.run(workload, [replace(request, arrives_at=0.0)], StepTimes())

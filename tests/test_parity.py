@@ -18,7 +18,6 @@ from slotwise.core.params import SamplingParams
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.loop import Engine
 from slotwise.engine.messages import Add, Finish
-from slotwise.engine.rehearsal import Leisure
 
 NUM_REQUESTS, OUTPUT = 32, 24
 LONG = 1_050
@@ -86,19 +85,6 @@ def test_in_a_batch_of_32_arriving_at_random_steps(family, overlap):
     folder, prompts, expected = family
     outputs = run(engine(folder, overlap=overlap), at_random_steps(prompts))
     assert outputs == dict(enumerate(expected))
-
-
-def test_a_row_of_nobody_s_touches_nothing(family):
-    """Before anybody came, and while what the first left is cached."""
-    folder, prompts, expected = family
-    subject = engine(folder, enable_prefix_caching=True)
-    leisure = Leisure(subject)
-    for _ in range(2):
-        while leisure.spend() is None:
-            assert leisure.wait() is not None
-        leisure.served()
-        arriving = {step: [add(index, prompts[index]) for index in range(step, NUM_REQUESTS, 9)] for step in range(9)}
-        assert run(subject, arriving) == dict(enumerate(expected))
 
 
 DISCIPLINES = (

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from slotwise.core.params import SamplingParams
-from slotwise.engine.messages import Add, Rehearsed, StepRecord
+from slotwise.engine.messages import Add, StepRecord
 from slotwise.engine.observer import Observer
 from slotwise.observe import later
 from slotwise.observe.later import Later
@@ -24,9 +24,6 @@ class Notes(Observer):
 
     def stepped(self, record: StepRecord) -> None:
         self.heard.append(f"stepped {record.step}")
-
-    def rehearsed(self, report: Rehearsed) -> None:
-        self.heard.append(f"rehearsed {report.took_ns}")
 
     def sent(self, request_id: str, first_ns: int, last_ns: int, num_events: int) -> None:
         self.heard.append(f"sent {request_id} {num_events}")
@@ -61,10 +58,9 @@ def some(subject: Later) -> None:
     subject.stepped(StepRecord(0, 2, 3))
     subject.stepped(StepRecord(1, 3, 4))
     subject.sent("a", 4, 5, 2)
-    subject.rehearsed(Rehearsed(6, 7, 8))
 
 
-SOME = ["arrived a 3", "commanded", "stepped 0", "stepped 1", "sent a 2", "rehearsed 7"]
+SOME = ["arrived a 3", "commanded", "stepped 0", "stepped 1", "sent a 2"]
 
 
 def test_all_is_told_in_order_and_not_at_once() -> None:

@@ -94,18 +94,6 @@ def test_a_stream_tells_of_each_request_from_its_first_byte_to_its_last(folder: 
         assert 1 <= sent.num_events <= most_events
 
 
-def test_an_engine_at_leisure_tells_what_a_row_alone_takes(folder: Path, tmp_path: Path) -> None:
-    with running(folder, tmp_path / "engine", SLOW) as server:
-        watching = Watching(server)
-        eventually(lambda: bool(watching.of(log.Rehearsed)))
-        assert not watching.of(log.Step), "nobody asked for anything"
-        answer = server.post(COMPLETIONS, {"prompt": [50], "max_tokens": 1, "explain": True}).json()
-        server.process.send_signal(signal.SIGTERM)
-        watching.ended()
-    assert all(report.took_ns > 20_000_000 for report in watching.of(log.Rehearsed))
-    assert answer["slotwise"]["explain"]["step_time_model"]["steps"] > 1, "more than its own: who explains has learned"
-
-
 def test_it_goes_on_with_the_next_engine_and_names_nobody_twice(folder: Path, tmp_path: Path) -> None:
     with running(folder, tmp_path / "engine", SLOW) as server:
         watching = Watching(server)

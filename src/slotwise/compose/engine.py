@@ -177,7 +177,7 @@ def _runner(decoder: Decoder, limits: SchedulerLimits) -> Executor:
     caches = [
         kernels.allocate_cache(limits.num_blocks + 1, limits.block_size, shape, decoder.config.dtype)
         for shape in decoder.attention_shapes]
-    num_slots = limits.max_num_seqs + 1  # likewise; rehearsals have that slot and that block
+    num_slots = limits.max_num_seqs
     slots = SlotTable(num_slots, limits.max_model_len, limits.block_size, null_block, kernels.device)
     sampler: Sampling = (
         Sampler(num_slots, vocab_size, team_of(kernels)) if kernels.name == "cpu"

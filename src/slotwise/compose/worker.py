@@ -19,9 +19,8 @@ from slotwise.compose.garbage import hold_off, settle
 from slotwise.engine.channel import BlockingChannel, ChannelClosed
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.loop import Engine
-from slotwise.engine.messages import Add, EngineFailed, Loading, Locate, StepRecord
+from slotwise.engine.messages import Add, EngineFailed, Loading, Locate
 from slotwise.engine.pulse import Heart
-from slotwise.engine.rehearsal import Leisure
 from slotwise.engine.wire import decode_command, encode
 from slotwise.errors import OneLineError, one_line
 from slotwise.kernels.helpers import call_early
@@ -89,21 +88,15 @@ def _told(error: Exception) -> str:
 def serve(engine: Engine, channel: BlockingChannel, heart: Heart) -> NoReturn:
     """Until the channel closes: commands, a step, its record."""
     waiting: deque[bytes] = deque()
-    leisure = Leisure(engine)
     while True:
         if len(waiting) < MAX_ARRIVALS:
-            waiting += channel.receive(engine.wait() if engine.has_work or waiting else leisure.wait())
+            waiting += channel.receive(engine.wait() if engine.has_work or waiting else None)
         _take_in(engine, waiting, channel)
         heart.step_began = time.monotonic_ns()
-        report = _served(engine, leisure) if engine.has_work or waiting else engine.idle_record() or leisure.spend()
+        report = engine.step() if engine.has_work else engine.idle_record()
         heart.step_began = 0
         if report is not None:
             channel.send(encode(report))
-
-
-def _served(engine: Engine, leisure: Leisure) -> StepRecord | None:
-    leisure.served()
-    return engine.step() if engine.has_work else engine.idle_record()
 
 
 def _take_in(engine: Engine, waiting: deque[bytes], channel: BlockingChannel) -> None:

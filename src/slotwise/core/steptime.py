@@ -280,12 +280,6 @@ class StepTimes:
         if sums.weight < FAMILIAR or self.num_steps % SELDOM == 0:
             self._take_in(work, kind, seconds)
 
-    def study(self, work: Work, seconds: float) -> None:
-        """Learn from a step that was computed for this alone, however familiar it is."""
-        kind = self._kind(work)
-        self._compare(work, kind, seconds)
-        self._take_in(work, kind, seconds)
-
     def _compare(self, work: Work, kind: str, seconds: float) -> Sums:
         """Hold a step against what was said of it: what is known of its size."""
         size = _size(work, kind)

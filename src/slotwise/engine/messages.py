@@ -163,14 +163,6 @@ class StepRecord(Struct, tag="step", omit_defaults=True):
     num_free_blocks: int = 0
 
 
-class Rehearsed(Struct, tag="rehearsed"):
-    """What a step of a row of nobody's took, while there was nothing else to do (see `engine.rehearsal`)."""
-
-    ended_ns: int  # monotonic
-    took_ns: int
-    context: int  # positions it attended to
-
-
 class Standing(Struct, array_like=True):
     """Where a living request stands."""
 
@@ -199,4 +191,4 @@ class EngineFailed(Struct, tag="failed"):
     message: str
 
 
-Report = Loading | EngineInfo | Beat | StepRecord | Rehearsed | Located | EngineFailed
+Report = Loading | EngineInfo | Beat | StepRecord | Located | EngineFailed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from slotwise.engine.messages import Command, EngineInfo, Rehearsed, StepRecord
+    from slotwise.engine.messages import Command, EngineInfo, StepRecord
 
 
 class Observer:
@@ -28,9 +28,6 @@ class Observer:
 
     def stepped(self, record: StepRecord) -> None:
         """The engine tells what it did."""
-
-    def rehearsed(self, report: Rehearsed) -> None:
-        """The engine had nothing to do, and tells what a row alone takes just now."""
 
     def sent(self, request_id: str, first_ns: int, last_ns: int, num_events: int) -> None:
         """A response to it was given to the socket whole, in so many pieces."""

@@ -25,7 +25,6 @@ from slotwise.engine.messages import (
     Loading,
     Locate,
     Located,
-    Rehearsed,
     Report,
     RowEnd,
     Standing,
@@ -267,8 +266,6 @@ class EngineService:
     def _take(self, report: Report) -> None:
         if isinstance(report, StepRecord):
             self._hand_out(report)
-        elif isinstance(report, Rehearsed):
-            self._tell(lambda observer: observer.rehearsed(report))
         elif isinstance(report, Located):
             self._questions.answered(report)
         elif isinstance(report, Loading):

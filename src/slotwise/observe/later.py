@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from slotwise.engine.observer import Observer
 
 if TYPE_CHECKING:
-    from slotwise.engine.messages import Command, EngineInfo, Rehearsed, StepRecord
+    from slotwise.engine.messages import Command, EngineInfo, StepRecord
 
 DELAY = 0.25  # seconds
 MOST = 256  # news kept until then: told in some ten milliseconds
@@ -41,9 +41,6 @@ class Later(Observer):
 
     def stepped(self, record: StepRecord) -> None:
         self._keep("stepped", record)
-
-    def rehearsed(self, report: Rehearsed) -> None:
-        self._keep("rehearsed", report)
 
     def sent(self, request_id: str, first_ns: int, last_ns: int, num_events: int) -> None:
         self._keep("sent", request_id, first_ns, last_ns, num_events)

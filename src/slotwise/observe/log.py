@@ -3,7 +3,6 @@
     Run                               an engine is ready: what it obeys from here on
     Request, Command                  sent to the engine, in this order
     Step                              one for every record of the engine: plan, tokens, ends, where it stands
-    Rehearsed                         between steps: what a row alone takes just now
     Sent                              a response is complete
     Refusal, Engine, Gap              who was not let in; an engine lost; entries missing
 
@@ -166,14 +165,6 @@ class Sent(_Entry, tag="sent"):
     num_events: int
 
 
-class Rehearsed(_Entry, tag="rehearsed"):
-    """The engine had nothing to do, and tried what a row alone takes that attends to `context` positions."""
-
-    ended_ns: int
-    took_ns: int
-    context: int
-
-
 class Refusal(_Entry, tag="refusal"):
     """Somebody was turned away before the engine heard of it."""
 
@@ -195,7 +186,7 @@ class Gap(_Entry, tag="gap"):
     missed: int
 
 
-Entry = Run | Request | Command | Step | Rehearsed | Sent | Refusal | Engine | Gap
+Entry = Run | Request | Command | Step | Sent | Refusal | Engine | Gap
 
 
 class LogError(ValueError):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from slotwise.observe.explain import STEP_UNDER_WAY
 from slotwise.observe.facts import Facts
-from slotwise.observe.log import NO_STEP, Entry, LogError, Rehearsed, Run, Step
+from slotwise.observe.log import NO_STEP, Entry, LogError, Run, Step
 from slotwise.observe.steptime import StepTimes, work_of
 
 
@@ -45,8 +45,6 @@ def times_of(entries: Iterable[Entry]) -> StepTimes:
             times = StepTimes(entry.learned)
         elif isinstance(entry, Step):
             times.stepped(entry)
-        elif isinstance(entry, Rehearsed):
-            times.rehearsed(entry)
     return times
 
 

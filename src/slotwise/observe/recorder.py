@@ -10,7 +10,7 @@ from typing import Protocol
 import msgspec
 
 import slotwise
-from slotwise.engine.messages import Add, Command, EngineInfo, Finish, Rehearsed, StepRecord
+from slotwise.engine.messages import Add, Command, EngineInfo, Finish, StepRecord
 from slotwise.engine.observer import Observer
 from slotwise.observe import log
 from slotwise.observe.log import Entry, line_of
@@ -90,9 +90,6 @@ class Recorder(Observer):
         self._write(step_entry(record, self._numbers))
         for end in record.ended:
             self._forget_later(end.request_id)
-
-    def rehearsed(self, report: Rehearsed) -> None:
-        self._write(log.Rehearsed(report.ended_ns, report.took_ns, report.context))
 
     def lost(self, message: str, now_ns: int) -> None:
         self._write(log.Engine(now_ns, log.LOST, message))

@@ -9,7 +9,7 @@ from slotwise.core.steptime import Learned, Prediction, Work, work_of
 from slotwise.engine.observer import Observer
 
 if TYPE_CHECKING:
-    from slotwise.engine.messages import Rehearsed, StepRecord
+    from slotwise.engine.messages import StepRecord
     from slotwise.observe import log
 
 __all__ = ["Learned", "Prediction", "StepTimes", "Work", "work_of"]
@@ -22,7 +22,3 @@ class StepTimes(steptime.StepTimes, Observer):
         """Learn from a step of the engine's."""
         work = work_of(record.starts, record.counts, record.padding)
         self.step(work, record.started_ns * NS, record.ended_ns * NS)
-
-    def rehearsed(self, report: Rehearsed | log.Rehearsed) -> None:
-        """Learn from a row that was alone, and not the first of its kind: many came before it."""
-        self.study(Work(1, 1, report.context, 0.0), report.took_ns * NS)

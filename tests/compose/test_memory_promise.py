@@ -15,7 +15,7 @@ from slotwise.engine.messages import MemoryUse
 # In a process of its own, as an engine is.  All blocks are in use when 64 long rows fill the cache.
 STEPS = """
 import json, random, sys
-from slotwise.kernels.later import spare_torch
+from slotwise.kernels.lazy_imports import spare_torch
 spare_torch()
 from slotwise import builtin
 from slotwise.compose.engine import build_engine

@@ -24,7 +24,7 @@ from slotwise.engine.pulse import Heart
 from slotwise.engine.wire import decode_command, encode
 from slotwise.errors import OneLineError, one_line
 from slotwise.kernels.helpers import call_early
-from slotwise.kernels.later import spare_torch
+from slotwise.kernels.lazy_imports import spare_torch
 from slotwise.observe import lines
 
 MAX_ARRIVALS = 64  # taken in between two steps, so that a flood of them cannot hold up who runs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 
 from slotwise.core.draft import Draft
 from slotwise.core.kv import Seat
@@ -31,40 +30,11 @@ class Admission:
 
     # -- joining -------------------------------------------------------------------------------------------------
 
-    def plan(self, draft: Draft, look_at: Callable[[Draft, Request], None] | None = None) -> None:
-        """Admit from the head of the queue.  One that waits for blocks may be passed by a few who need fewer.
+    def start(self, draft: Draft) -> AdmissionPass:
+        """One pass over the waiting requests, in the policy's order."""
+        return AdmissionPass(self, self._roster, draft, self.gate(draft.now))
 
-        Args:
-            look_at: is told of each before it is tried.
-        """
-        waiting = self._roster.waiting
-        if not waiting:
-            return
-        gate = self._gate(draft.now)
-        walk = waiting.walk(draft.now)
-        passed: list[Request] = []  # examined, and left waiting for blocks or for a slot of their tier
-        while (request := walk.next()) is not None:
-            if not all(self._may_be_passed(before) for before in passed):
-                break
-            if look_at is not None:
-                look_at(draft, request)
-            reason = gate.reason if len(draft.joins) >= gate.max_new else self._try(request, draft)
-            if not reason:
-                for before in passed:
-                    before.num_passed += 1
-                continue
-            draft.refuse(request, reason)
-            draft.stop = draft.stop or Stop(reason, request.request_id, 0, min(gate.reopens_at, waiting.next_moment))
-            if reason == TIER_CAP:
-                walk.close_tier(request.terms.tier)
-                continue
-            passed.append(request)
-            if reason != NO_BLOCKS or draft.is_pressed or len(passed) > MAX_LOOK:
-                break
-        if draft.stop:
-            draft.stop = draft.stop._replace(num_behind=len(waiting) - 1)
-
-    def _try(self, request: Request, draft: Draft) -> str:
+    def admit(self, request: Request, draft: Draft) -> str:
         """Admit it; or why it cannot be.
 
         One that gave way in this plan may have a token in flight: it cannot come back before that is known.
@@ -87,17 +57,18 @@ class Admission:
         start = len(seat.found) * self._limits.block_size
         if not self._pieces.fits(start, len(request.tokens) - start, draft):
             return TIME_BUDGET
-        self._admit(request, seat, draft)
+        self._join(request, seat, draft)
         return ""
 
     def next_in_line(self, draft: Draft) -> Request | None:
         """Who joins this step if anybody does, and the cache has room."""
-        if not self._roster.waiting or not self._roster.slots.num_free or self._gate(draft.now).max_new < 1:
+        if not self._roster.waiting or not self._roster.slots.num_free or self.gate(draft.now).max_new < 1:
             return None
         request = self._roster.waiting.walk(draft.now).next()
         return request if request is not None and self._free_for(request) > 0 else None
 
-    def _gate(self, now: float) -> Gate:
+    def gate(self, now: float) -> Gate:
+        """How many requests may join now, by the discipline."""
         roster = self._roster
         oldest = next(iter(roster.living.values())).arrived_at
         return self._discipline.gate(
@@ -126,11 +97,12 @@ class Admission:
         spare = self._limits.watermark_blocks if self._roster.running and grows else 0
         return self._roster.kv.find(request, reserved, spare)
 
-    def _may_be_passed(self, request: Request) -> bool:
+    def may_be_passed(self, request: Request) -> bool:
+        """Whether a later arrival may take a slot before this request, which waits for blocks."""
         most = 0 if self._discipline.in_strict_order else self._limits.max_passes
         return request.state is State.WAITING and request.num_passed < most
 
-    def _admit(self, request: Request, seat: Seat, draft: Draft) -> None:
+    def _join(self, request: Request, seat: Seat, draft: Draft) -> None:
         self._roster.admit(request, seat, draft.step, draft.now)
         draft.joins.append(Join(
             request.request_id, request.slot, tuple(request.tokens), request.num_prompt, request.params, request.seed,
@@ -164,7 +136,7 @@ class Admission:
         if not self._roster.waiting:
             return None, 0
         walk = self._roster.waiting.walk(draft.now)
-        num_free = min(self._roster.slots.num_free, max(0, self._gate(draft.now).max_new))
+        num_free = min(self._roster.slots.num_free, max(0, self.gate(draft.now).max_new))
         for before in range(num_free + 1):
             request = walk.next()
             if request is None or min(num_free, self._free_for(request)) <= before:
@@ -182,7 +154,7 @@ class Admission:
             (running for running in self._roster.running.values() if not running.reason),
             key=lambda running: (policy.victim_key(running, draft.now), running.arrival), reverse=True)
         missing = self._roster.kv.missing(request, self._discipline.reserve(request))
-        slots = min(self._free_for(request), self._gate(draft.now).max_new) - before
+        slots = min(self._free_for(request), self.gate(draft.now).max_new) - before
         victims: list[Request] = []
         for running in ranked:
             if (slots >= 1 and missing <= 0) or len(victims) == MAX_OUTRANKED:
@@ -197,3 +169,48 @@ class Admission:
             slots += 1
             missing -= len(running.blocks)
         return victims if slots >= 1 and missing <= 0 else []
+
+
+class AdmissionPass:
+    """Walks through the waiting requests of one step.  A request that waits for blocks may be passed by a few others.
+
+        while (request := admission_pass.next()) is not None:
+            admission_pass.examine(request)
+    """
+
+    def __init__(self, admission: Admission, roster: Roster, draft: Draft, gate: Gate) -> None:
+        self._admission = admission
+        self._waiting = roster.waiting
+        self._draft = draft
+        self._gate = gate
+        self._walk = roster.waiting.walk(draft.now)
+        self._passed: list[Request] = []  # examined, and left waiting for blocks
+        self._ended = False
+
+    def next(self) -> Request | None:
+        """The next request to examine; None: the pass is over."""
+        if self._ended or not all(map(self._admission.may_be_passed, self._passed)):
+            return None
+        return self._walk.next()
+
+    def examine(self, request: Request) -> None:
+        """Admit `request`, or write into the plan why it waits."""
+        draft, gate = self._draft, self._gate
+        reason = gate.reason if len(draft.joins) >= gate.max_new else self._admission.admit(request, draft)
+        if not reason:
+            for before in self._passed:
+                before.num_passed += 1
+            return
+        draft.refuse(request, reason)
+        draft.stop = draft.stop or Stop(
+            reason, request.request_id, 0, min(gate.reopens_at, self._waiting.next_moment))
+        if reason == TIER_CAP:
+            self._walk.close_tier(request.terms.tier)
+            return
+        self._passed.append(request)
+        self._ended = reason != NO_BLOCKS or draft.is_pressed or len(self._passed) > MAX_LOOK
+
+    def close(self) -> None:
+        """Write into the plan how many requests wait behind the first that was refused."""
+        if self._draft.stop:
+            self._draft.stop = self._draft.stop._replace(num_behind=len(self._waiting) - 1)

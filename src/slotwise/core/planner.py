@@ -61,7 +61,7 @@ class Planner:
                 self._plan_courteously(draft)
             else:
                 self._plan_running(draft)
-                self._admission.plan(draft)
+                self._plan_waiting(draft)
         elif not self._plan_prompts(draft):
             self._plan_running(draft)
         if draft.joins:
@@ -72,11 +72,22 @@ class Planner:
         """Those who are to rest come last: if the step computes nobody for whom they would, they do not."""
         self._courtesy.ask(draft, self._admission.next_in_line(draft))
         self._plan_running(draft)
-        self._admission.plan(draft, self._catch_up)
+        self._plan_waiting(draft)
         self._plan_late([one for one in draft.put_off if one in draft.beginning], draft)
         self._plan_late(self._courtesy.settle(draft), draft)
         self._plan_late([one for one in draft.put_off if one not in draft.beginning], draft)
         self._courtesy.count(draft)
+
+    def _plan_waiting(self, draft: Draft) -> None:
+        """Admit from the head of the queue; a prompt that was put off goes on before the requests it goes before."""
+        if not self._roster.waiting:
+            return
+        admission_pass = self._admission.start(draft)
+        while (request := admission_pass.next()) is not None:
+            if draft.put_off:
+                self._catch_up(draft, request)
+            admission_pass.examine(request)
+        admission_pass.close()
 
     def _catch_up(self, draft: Draft, request: Request) -> None:
         """Go on with the prompts that were put off and go before `request`, which waits; a token is kept for each of
@@ -134,7 +145,7 @@ class Planner:
     def _plan_prompts(self, draft: Draft) -> bool:
         """A step of newcomers alone; False when nobody can join."""
         running = tuple(self._roster.running.values())
-        self._admission.plan(draft)
+        self._plan_waiting(draft)
         if draft.joins:
             for request in running:
                 draft.refuse(request, PROMPTS_ALONE)

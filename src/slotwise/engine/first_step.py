@@ -1,7 +1,7 @@
 """Real steps before an engine says that it is ready: it has computed, and what came of it were probabilities.
 
 A damaged kernel, weights that overflow and a device that fails show here, and the engine does not start.  The row has
-the slot and the block that no request can have (see `engine.rehearsal`), so nothing of it is left.
+the first slot and the first block, before any request is there, and gives both back.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from slotwise.core.scheduler import Scheduler
 from slotwise.engine.executor import Executor
 from slotwise.engine.loop import Clock, Engine
 from slotwise.engine.messages import Add
-from slotwise.engine.rehearsal import Behind
 from slotwise.errors import OneLineError
 from slotwise.policies.fcfs import FirstComeFirstServed
 
@@ -31,7 +30,7 @@ class FirstStepError(OneLineError, RuntimeError):
 
 
 def check(executor: Executor, limits: SchedulerLimits, clock: Clock) -> None:
-    """Runs a prompt and steps that decode, greedily and drawn.  `executor` has a slot and a block beyond `limits`.
+    """Runs a prompt and steps that decode, greedily and drawn, on an executor that serves no request yet.
 
     Raises:
         FirstStepError: a step failed, or its logits are not finite.
@@ -43,7 +42,7 @@ def check(executor: Executor, limits: SchedulerLimits, clock: Clock) -> None:
     alone = SchedulerLimits(
         max_model_len=longest, num_blocks=1, block_size=limits.block_size, max_num_seqs=1,
         max_num_batched_tokens=prompt)
-    engine = Engine(Scheduler(alone, Chunked(), FirstComeFirstServed()), Behind(executor, limits), clock)
+    engine = Engine(Scheduler(alone, Chunked(), FirstComeFirstServed()), executor, clock)
     for number, params in enumerate(KINDS):
         engine.handle(Add(f"first-{number}", [ANY_TOKEN] * prompt, params, seed=0))
         _run(engine)

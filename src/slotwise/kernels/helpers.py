@@ -84,7 +84,7 @@ def main() -> None:
     """A helper: imports, then what it is told on its standard input, which is nothing if it is not needed."""
     gc.disable()  # all that it makes is kept until it ends
     logging.disable()  # the process that called it says the same
-    from slotwise.kernels.later import spare_torch
+    from slotwise.kernels.lazy_imports import spare_torch
 
     spare_torch()
     from slotwise.kernels.cpu.compiled import share_named

@@ -5,7 +5,7 @@ import sys
 
 SCRIPT = """
 import sys
-from slotwise.kernels.later import UNUSED, spare_torch
+from slotwise.kernels.lazy_imports import UNUSED, spare_torch
 spare_torch()
 import torch
 module = sys.modules[UNUSED]

@@ -17,8 +17,8 @@ from collections.abc import Callable
 import torch
 from kernels import SHAPE, bytes_per_microsecond, step
 
-from slotwise.kernels.base import RaggedBatch
 from slotwise.kernels.cpu import CpuKernels
+from slotwise.kernels.interface import RaggedBatch
 
 FORMATS = ("auto", "int8")
 BLOCK = 64  # tokens

@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 import torch
 
-from slotwise.kernels.base import AttentionShape, RaggedBatch
 from slotwise.kernels.cpu import CpuKernels
+from slotwise.kernels.interface import AttentionShape, RaggedBatch
 
 HIDDEN, INTERMEDIATE, VOCABULARY = 576, 1536, 49152
 SHAPE = AttentionShape(num_heads=9, num_kv_heads=3, head_dim=64, scale=0.125)

@@ -52,11 +52,11 @@ def serve(arguments: list[str]) -> int:
 
     def build_app(*given: Any) -> Any:
         app = whole(*given)
-        service, door = app.api.service, app.api.door
-        everyone = list(service.observers)
+        engine_client, admission_control = app.api.engine_client, app.api.admission_control
+        everyone = list(engine_client.observers)
 
         def observe(number: int, _: object) -> None:
-            service.observers[:] = everyone if number == OBSERVED else [door]
+            engine_client.observers[:] = everyone if number == OBSERVED else [admission_control]
 
         for number in (BARE, OBSERVED):
             signal.signal(number, observe)

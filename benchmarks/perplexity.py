@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from slotwise import builtin
-from slotwise.kernels.base import RaggedBatch
+from slotwise.kernels.interface import RaggedBatch
 from slotwise.kernels.select import choose
 from slotwise.model.decoder import Decoder
 from slotwise.model.load import load_model

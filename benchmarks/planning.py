@@ -19,11 +19,11 @@ from slotwise.batching.settings import Batching
 from slotwise.compose.garbage import hold_off, settle
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
-from slotwise.core.plan import StepPlan, StepResult
 from slotwise.core.request import Request
 from slotwise.core.scheduler import Scheduler
-from slotwise.core.steptime import StepTimes
-from slotwise.core.terms import Terms
+from slotwise.core.slo import SLO
+from slotwise.core.step import StepPlan, StepResult
+from slotwise.core.step_time import StepTimeModel
 from slotwise.policies.settings import POLICIES, Ordering
 
 CROWDS = ((64, 0, 75.0), (256, 0, 300.0), (1024, 10_000, 1200.0))  # running, waiting, microseconds aimed at
@@ -37,18 +37,18 @@ def crowd(policy: str, running: int, waiting: int) -> Scheduler:
     blocks = running * (LONGEST // BLOCK + 1)
     limits = SchedulerLimits(
         LONGEST, blocks, BLOCK, running, max(running, 8192), enable_prefix_caching=True, max_passes=16)
-    times = StepTimes()
+    times = StepTimeModel()
     scheduler = Scheduler(limits, Batching().discipline(running), Ordering(policy).policy((), times), times)
     asked = SamplingParams(max_tokens=OUTPUT, ignore_eos=True)
     for number in range(running + waiting):
         prompt = [number % 251, *range(SHORTEST - 1 + number % BLOCK)]  # so that blocks fill up at every step
-        terms = Terms(f"tenant {number % TENANTS}", priority=number % 5)
-        scheduler.add(Request(f"cmpl-{number:08d}", prompt, asked, number, terms=terms), number * 1e-3)
+        slo = SLO(f"tenant {number % TENANTS}", priority=number % 5)
+        scheduler.add(Request(f"cmpl-{number:08d}", prompt, asked, number, slo=slo), number * 1e-3)
     now = 100.0
     while True:
         plan = scheduler.plan(now)
         scheduler.commit(plan, result(plan), now + 0.01)
-        scheduler.take_events()
+        scheduler.pop_events()
         now += 0.02
         if plan.num_rows == running and max(plan.counts) == 1:
             return scheduler
@@ -72,7 +72,7 @@ def microseconds(policy: str, running: int, waiting: int, steps: int) -> float:
         outcome = result(plan)
         computed = time.perf_counter()
         scheduler.commit(plan, outcome, now + 0.01)
-        scheduler.take_events()
+        scheduler.pop_events()
         took.append((planned - began) + (time.perf_counter() - computed))
     return statistics.median(took) * 1e6
 

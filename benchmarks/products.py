@@ -15,19 +15,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from slotwise.kernels.base import Linear
 from slotwise.kernels.cpu import CpuKernels, paths
-from slotwise.kernels.cpu.half import half_linear, multiplies_halves
+from slotwise.kernels.cpu.launcher import KernelLauncher
 from slotwise.kernels.cpu.linear import tiled_linear
+from slotwise.kernels.cpu.linear_fp16 import fp16_linear, has_fp16_gemm
+from slotwise.kernels.cpu.linear_int import int_linear
 from slotwise.kernels.cpu.onednn import onednn_linear
-from slotwise.kernels.cpu.quantised import quantised_linear
-from slotwise.kernels.cpu.team import Team
+from slotwise.kernels.interface import Linear
 
 HIDDEN, INTERMEDIATE = 576, 1536
 PRODUCTS = ((960, HIDDEN), (HIDDEN, HIDDEN), (2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE))  # [out, in]
 LAYERS = 30
 KERNELS = CpuKernels()
-TEAM = Team(torch.get_num_threads())
+TEAM = KernelLauncher(torch.get_num_threads())
 
 
 def today(weight: Tensor) -> Linear:
@@ -41,7 +41,7 @@ def widened(weight: Tensor) -> Linear:
 
 def halves(weight: Tensor) -> Linear:
     """bfloat16 in half precision."""
-    return half_linear(weight, None, TEAM)
+    return fp16_linear(weight, None, TEAM)
 
 
 def by_torch(weight: Tensor) -> Linear:
@@ -50,11 +50,11 @@ def by_torch(weight: Tensor) -> Linear:
 
 
 def own_int8(weight: Tensor) -> Linear:
-    return quantised_linear(weight, None, 8, paths.quantised(""), TEAM)
+    return int_linear(weight, None, 8, paths.quantised(""), TEAM)
 
 
 def own_int4(weight: Tensor) -> Linear:
-    return quantised_linear(weight, None, 4, paths.quantised(""), TEAM)
+    return int_linear(weight, None, 4, paths.quantised(""), TEAM)
 
 
 def per_channel(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -133,7 +133,7 @@ def dyn_quant(weight: Tensor) -> Linear:
 
 
 WAYS: tuple[Callable[[Tensor], Linear], ...] = (
-    today, widened, *([halves] if multiplies_halves() else []), by_torch, own_int8, own_int4, fbgemm, onednn,
+    today, widened, *([halves] if has_fp16_gemm() else []), by_torch, own_int8, own_int4, fbgemm, onednn,
     int_mm, int8pack, int4pack, dyn_quant)
 
 

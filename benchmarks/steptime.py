@@ -33,15 +33,15 @@ from slotwise.compose.engine import load
 from slotwise.compose.step_times import traits
 from slotwise.core.params import SamplingParams
 from slotwise.engine.config import EngineConfig
-from slotwise.engine.loop import Engine
+from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add, EngineInfo
-from slotwise.observe import kept
-from slotwise.observe.explain import Story, explain
-from slotwise.observe.facts import gather
-from slotwise.observe.log import Step, decode
+from slotwise.observe import step_time_store
+from slotwise.observe.event_log import Step, decode
+from slotwise.observe.explain import Explanation, explain
 from slotwise.observe.recorder import Recorder
+from slotwise.observe.request_timeline import gather
 from slotwise.observe.ring import Ring
-from slotwise.observe.steptime import StepTimes, work_of
+from slotwise.observe.step_time import StepTimeModel, work_of
 from slotwise.workload import arrivals, lengths
 from slotwise.workload.requests import Recipe, Workload, WorkRequest, generate
 
@@ -84,7 +84,7 @@ class Lab:
         config = EngineConfig(model=model, enable_prefix_caching=False)
         loaded = load(config)
         _, info = loaded.engine(config)
-        kept.place(traits(config, info)).unlink(missing_ok=True)
+        step_time_store.place(traits(config, info)).unlink(missing_ok=True)
         self.engine, self.info = loaded.engine(config)
         self._metronome = Metronome(loaded.engine(replace(config, max_num_seqs=1))[0])
         self.beats: list[float] = []  # of the last run, seconds
@@ -94,7 +94,7 @@ class Lab:
         self._numbers: dict[int, int] = {}  # of the last run: in the log -> in the workload
         self._began = 0  # the last run: position in the log
 
-    def run(self, workload: Workload, requests: Iterable[WorkRequest], times: StepTimes) -> None:
+    def run(self, workload: Workload, requests: Iterable[WorkRequest], times: StepTimeModel) -> None:
         """Run `requests` of `workload` and teach `times`."""
         recorder, pending = self._recorder, sorted(requests, key=lambda request: request.arrives_at or 0.0)
         self._numbers, self._began, began = {}, recorder.ring.end, time.monotonic()
@@ -123,7 +123,7 @@ class Lab:
         """Of the last run."""
         return [entry for entry in map(decode, self._recorder.ring.lines()[self._began:]) if isinstance(entry, Step)]
 
-    def stories(self, times: StepTimes) -> dict[int, Story]:
+    def explanations(self, times: StepTimeModel) -> dict[int, Explanation]:
         """Of the last run's requests, by their numbers in the workload, as `times` prices them now."""
         entries = list(map(decode, self._recorder.ring.lines()))
         facts = gather(entries)
@@ -141,14 +141,14 @@ class Outcome(NamedTuple):
 def measure(model: str, name: str, num_solo: int) -> Outcome:
     """One workload: first to learn from, then in turns with those of its requests that had neighbours."""
     lab = Lab(model)
-    workload, times = workload_of(name, lab.info, seconds_of_a_token(lab)), StepTimes(lab.info.learned)
-    knew = StepTimes(times.learned())
+    workload, times = workload_of(name, lab.info, seconds_of_a_token(lab)), StepTimeModel(lab.info.learned)
+    knew = StepTimeModel(times.learned())
     lab.run(workload, workload.requests, times)
-    steps, stories = lab.steps(), lab.stories(times)
+    steps, explanations = lab.steps(), lab.stories(times)
     errors, num_steps = predicted(steps, knew), len(steps)
     alone = [
         request for request in workload.requests
-        if stories[request.number].ns("neighbours") and request.num_output >= FEWEST_DECODED][:num_solo]
+        if explanations[request.number].ns("neighbours") and request.num_output >= FEWEST_DECODED][:num_solo]
     turns = [compared(lab, workload, times, alone) for _ in range(TURNS)]
     pace = statistics.median([beat for turn in turns for beat in turn.beats])
     ratios = [turn.ratios for turn in turns]
@@ -161,12 +161,12 @@ def seconds_of_a_token(lab: Lab) -> float:
     """Of a request alone; it runs twice, for an engine's first steps find everything cold."""
     alone = Workload((WorkRequest(0, 0.0, 64, 48),), 48)
     for _ in range(2):
-        lab.run(alone, alone.requests, StepTimes())
-    (story,) = lab.stories(StepTimes()).values()
-    return story.ns("decode") * NS / 47
+        lab.run(alone, alone.requests, StepTimeModel())
+    (explanation,) = lab.stories(StepTimeModel()).values()
+    return explanation.ns("decode") * NS / 47
 
 
-def predicted(steps: Iterable[Step], times: StepTimes) -> list[float]:
+def predicted(steps: Iterable[Step], times: StepTimeModel) -> list[float]:
     """Relative errors of what `times` says of each step before it learns from it, after the first LEARNING."""
     errors, end = [], 0
     for count, step in enumerate(steps):
@@ -186,15 +186,15 @@ class Turn(NamedTuple):
     beats: list[float]  # seconds, of all the turn
 
 
-def compared(lab: Lab, workload: Workload, times: StepTimes, alone: Iterable[WorkRequest]) -> Turn:
+def compared(lab: Lab, workload: Workload, times: StepTimeModel, alone: Iterable[WorkRequest]) -> Turn:
     """Run all together, then some of them alone."""
     lab.run(workload, workload.requests, times)
     turn = Turn({}, {}, lab.beats)
-    stories = lab.stories(times)
+    explanations = lab.stories(times)
     for request in alone:
-        lab.run(workload, [replace(request, arrives_at=0.0)], StepTimes())
-        took = lab.stories(StepTimes())[request.number].ns("decode")
-        turn.ratios[request.number] = stories[request.number].ns("decode") / took
+        lab.run(workload, [replace(request, arrives_at=0.0)], StepTimeModel())
+        took = lab.stories(StepTimeModel())[request.number].ns("decode")
+        turn.ratios[request.number] = explanations[request.number].ns("decode") / took
         turn.solo_beats[request.number] = statistics.median(lab.beats)
         turn.beats.extend(lab.beats)
     return turn

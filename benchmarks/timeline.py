@@ -22,8 +22,8 @@ from slotwise.batching.settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.core.scheduler import Scheduler
+from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
-from slotwise.engine.loop import Engine
 from slotwise.engine.messages import Add, EngineInfo
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe.recorder import Recorder

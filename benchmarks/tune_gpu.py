@@ -20,7 +20,7 @@ from typing import TypeVar
 import torch
 from benchmarks.kernels import step
 
-from slotwise.kernels.base import AttentionShape, RaggedBatch
+from slotwise.kernels.interface import AttentionShape, RaggedBatch
 
 PREFILL = {"block_m": (32, 64, 128, 256), "block_n": (16, 32, 64, 128), "num_warps": (4, 8), "num_stages": (2, 3, 4, 5)}
 DECODE = {"block_n": (16, 32, 64, 128), "min_split": (128, 256, 512), "max_splits": (16, 32, 64),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from toy import Driver, alone, request
 
-from slotwise.core import prefix
+from slotwise.core import prefix_cache
 from slotwise.core.events import Admitted
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.request import Request
@@ -31,7 +31,7 @@ class Watching(Driver):
         self.cached: dict[str, list[int]] = {}
 
     def _fold(self) -> None:
-        for event in list(self.scheduler._roster.events):
+        for event in list(self.scheduler._table.events):
             if isinstance(event, Admitted):
                 self.cached.setdefault(event.request_id, []).append(event.num_cached)
         super()._fold()
@@ -56,8 +56,8 @@ FORGES = pytest.mark.parametrize("forge", [
 
 def use_digest(digest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have caches of prefixes that are made from here on believe in `digest`."""
-    class Forged(prefix.PrefixCache):
+    class Forged(prefix_cache.PrefixCache):
         def __init__(self, block_size: int) -> None:
             super().__init__(block_size, digest)
 
-    monkeypatch.setattr("slotwise.core.kv.PrefixCache", Forged)
+    monkeypatch.setattr("slotwise.core.kv_manager.PrefixCache", Forged)

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from toy import VOCAB, Driver, alone, request
 
 from slotwise.core.events import Admitted
+from slotwise.core.interfaces import Policy
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.plan import StepPlan
-from slotwise.core.request import NO_TERMS, Request, State
-from slotwise.core.seams import Policy
-from slotwise.core.steptime import StepTimes, Work
-from slotwise.core.terms import Terms
+from slotwise.core.request import NO_SLO, Request, State
+from slotwise.core.slo import SLO
+from slotwise.core.step import StepPlan
+from slotwise.core.step_time import StepTimeModel, Work
 
 ROOMY = SchedulerLimits(
     max_model_len=128, num_blocks=512, block_size=4, max_num_seqs=3, max_num_batched_tokens=1024)
@@ -29,10 +29,10 @@ class Comer:
     gap: int
     prompt: int
     most: int  # tokens of output
-    terms: Terms = NO_TERMS
+    slo: SLO = NO_SLO
 
 
-class KnownTimes(StepTimes):
+class KnownTimes(StepTimeModel):
     """Step times that need not be learned."""
 
     TOKEN = 0.25  # seconds
@@ -54,15 +54,15 @@ class Priced(KnownTimes):
         return 0.010 + 0.001 * work.tokens + 1e-6 * work.context + 2e-6 * work.pairs
 
 
-def terms(
+def slo(
     tenants: tuple[str, ...] = ("",), tiers: tuple[str, ...] = ("",), priorities: tuple[int, ...] = (0,),
     ttfts: tuple[float | None, ...] = (None,), tpots: tuple[float | None, ...] = (None,),
-) -> st.SearchStrategy[Terms]:
-    return st.builds(Terms, *(st.sampled_from(values) for values in (tenants, tiers, priorities, ttfts, tpots)))
+) -> st.SearchStrategy[SLO]:
+    return st.builds(SLO, *(st.sampled_from(values) for values in (tenants, tiers, priorities, ttfts, tpots)))
 
 
 def comers(
-    on: st.SearchStrategy[Terms], max_prompt: int = 12, max_output: int = 24, max_size: int = 25,
+    on: st.SearchStrategy[SLO], max_prompt: int = 12, max_output: int = 24, max_size: int = 25,
 ) -> st.SearchStrategy[list[Comer]]:
     """Crowds, on the terms `on`, that come faster than they are served."""
     one = st.builds(
@@ -76,7 +76,7 @@ def crowd(comers: Iterable[Comer]) -> list[tuple[float, Request]]:
     for number, comer in enumerate(comers):
         now += comer.gap
         prompt = [(5 * number + place) % VOCAB for place in range(comer.prompt)]
-        found.append((now, request(f"r{number}", prompt, comer.most, terms=comer.terms)))
+        found.append((now, request(f"r{number}", prompt, comer.most, slo=comer.slo)))
     return found
 
 
@@ -119,7 +119,7 @@ class Starts(Driver):
         super().add(new)
 
     def _fold(self) -> None:
-        for event in self.scheduler._roster.events:
+        for event in self.scheduler._table.events:
             if isinstance(event, Admitted):
                 went = self.everyone[event.request_id]
                 self._unstarted.pop(went.request_id, None)

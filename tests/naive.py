@@ -18,7 +18,7 @@ class One:
     """A request, its arrival, and the tokens that it will have."""
 
     def __init__(self, request: Request, number: int, arrived: float, length: int) -> None:
-        self.name, self.terms, self.prompt = request.request_id, request.terms, request.num_prompt
+        self.name, self.slo, self.prompt = request.request_id, request.slo, request.num_prompt
         self.number, self.arrived, self.length, self.done = number, arrived, length, 0
         self.most = request.params.max_tokens
 
@@ -60,7 +60,7 @@ class Naive:
         resting = [one for one in self.running if self.rests(one, first)]
         while self.waiting and len(self.running) < self.slots:
             one = self._in_order(now)[0]
-            if stands_back := one.terms.tenant in {other.terms.tenant for other in resting}:
+            if stands_back := one.slo.tenant in {other.slo.tenant for other in resting}:
                 break
             self.waiting.remove(one)
             self.running.append(one)
@@ -94,13 +94,13 @@ class NaivePriority(Naive):
         self.ageing, self.gap = ageing, gap
 
     def key(self, one: One, now: float) -> Key:
-        return (one.terms.priority + one.arrived / self.ageing,)
+        return (one.slo.priority + one.arrived / self.ageing,)
 
     def victim(self, one: One) -> Key:
         return (floor(self.key(one, 0)[0]),)
 
     def outranks(self, waiting: One, running: One) -> bool:
-        is_ahead = running.terms.priority - waiting.terms.priority >= self.gap
+        is_ahead = running.slo.priority - waiting.slo.priority >= self.gap
         return is_ahead and self.key(waiting, 0) < self.key(running, 0)
 
 
@@ -119,7 +119,7 @@ class NaiveShortest(Naive):
         return power, prompt >= 1.5 * power
 
     def guess(self, one: One) -> float:
-        own = (one.terms.tenant, self.bucket(one.prompt))
+        own = (one.slo.tenant, self.bucket(one.prompt))
         for alike in (lambda t, b: (t, b) == own, lambda t, b: b == own[1], lambda t, b: t == own[0],
                       lambda t, b: True):
             lengths = [length for tenant, bucket, length in self.past if alike(tenant, bucket)][-128:]
@@ -135,7 +135,7 @@ class NaiveShortest(Naive):
         return (self.keys[one.name],)
 
     def ends(self, one: One) -> None:
-        self.past.append((one.terms.tenant, self.bucket(one.prompt), one.length))
+        self.past.append((one.slo.tenant, self.bucket(one.prompt), one.length))
 
 
 class NaiveOracle(NaiveShortest):
@@ -151,47 +151,47 @@ class NaiveFair(Naive):
         self.began: dict[str, float] = {}  # the counter before its prompt was charged
 
     def key(self, one: One, now: float) -> Key:
-        return (self.counters[one.terms.tenant],)
+        return (self.counters[one.slo.tenant],)
 
     def arrives(self, one: One) -> None:
-        tenants = {other.terms.tenant for other in self.waiting}
-        if one.terms.tenant not in tenants:
+        tenants = {other.slo.tenant for other in self.waiting}
+        if one.slo.tenant not in tenants:
             least = min((self.counters[tenant] for tenant in tenants), default=self.last)
-            self.counters[one.terms.tenant] = max(self.counters[one.terms.tenant], least - self.credit)
+            self.counters[one.slo.tenant] = max(self.counters[one.slo.tenant], least - self.credit)
         super().arrives(one)
 
     def weight(self, one: One) -> float:
-        return self.weights.get(one.terms.tier, 1.0)
+        return self.weights.get(one.slo.tier, 1.0)
 
     def outranks(self, waiting: One, running: One) -> bool:
-        mine, its = ((self.counters[one.terms.tenant], one.number) for one in (waiting, running))
+        mine, its = ((self.counters[one.slo.tenant], one.number) for one in (waiting, running))
         return mine < its and self.is_far_behind(waiting, running)
 
     def is_far_behind(self, waiting: One, running: One) -> bool:
-        light, heavy = waiting.terms.tenant, running.terms.tenant
-        tenants = [one.terms.tenant for one in self.running]
+        light, heavy = waiting.slo.tenant, running.slo.tenant
+        tenants = [one.slo.tenant for one in self.running]
         rows = tenants.count(light) + (waiting not in self.running)
         is_far_ahead = 3 * rows / self.weight(waiting) <= tenants.count(heavy) / self.weight(running)
         return light != heavy and is_far_ahead and self.before(waiting) <= self.counters[heavy]
 
     def before(self, one: One) -> float:
-        counter = self.counters[one.terms.tenant]
+        counter = self.counters[one.slo.tenant]
         return counter if one.done else self.began.get(one.name, counter)
 
     def victim(self, one: One) -> Key:
-        return (self.counters[one.terms.tenant],)
+        return (self.counters[one.slo.tenant],)
 
     def rests(self, one: One, first: One | None) -> bool:
         return first is not None and not first.done and self.rested < 4 and self.is_far_behind(first, one)
 
     def _charge(self, one: One, work: float) -> None:
-        self.counters[one.terms.tenant] += work / self.weight(one)
+        self.counters[one.slo.tenant] += work / self.weight(one)
 
     def starts(self, one: One) -> None:
         if one.name not in self.began:
-            self.began[one.name] = self.counters[one.terms.tenant]
+            self.began[one.name] = self.counters[one.slo.tenant]
             self._charge(one, one.prompt)
-        self.last = self.counters[one.terms.tenant]
+        self.last = self.counters[one.slo.tenant]
 
     def samples(self, one: One) -> None:
         self._charge(one, 2)
@@ -203,7 +203,7 @@ class NaiveDeadline(Naive):
         self.ttft, self.ageing, self.sheds = ttft, ageing, sheds
 
     def latest(self, one: One) -> float:
-        return one.arrived + (one.terms.ttft or self.ttft) - 0.25 * one.prompt
+        return one.arrived + (one.slo.ttft or self.ttft) - 0.25 * one.prompt
 
     def key(self, one: One, now: float) -> Key:
         if now < self.latest(one):

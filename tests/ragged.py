@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from slotwise.kernels.base import RaggedBatch
+from slotwise.kernels.interface import RaggedBatch
 from slotwise.model.decoder import Decoder
 
 Row = tuple[int, list[int]]  # which sequence, and the tokens it is given in this step

@@ -11,12 +11,12 @@ from toy import EOS, VOCAB, next_token, scheduler
 from slotwise.batching.settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
-from slotwise.core.plan import StepResult
+from slotwise.core.step import StepResult
+from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
-from slotwise.engine.loop import Engine
 from slotwise.engine.messages import Add, Command, Configure, EngineInfo, Finish
 from slotwise.engine.scheduling import Scheduling
-from slotwise.observe.log import Entry, decode
+from slotwise.observe.event_log import Entry, decode
 from slotwise.observe.recorder import Recorder
 
 MS = 1_000_000

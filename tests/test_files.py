@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from slotwise.bench.results import write_json
-from slotwise.core.steptime import StepTimes, Work
+from slotwise.core.step_time import StepTimeModel, Work
 from slotwise.files import PRIVATE, write_whole
-from slotwise.observe import kept
+from slotwise.observe import step_time_store
 from slotwise.observe.log_file import LogFile
 
 
@@ -89,12 +89,12 @@ def test_step_times_on_a_full_disk_are_not_kept_and_leave_nothing(
     with (full / "more").open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
         while True:
             file.write(bytes(4096))
-    times = StepTimes()
+    times = StepTimeModel()
     for number in range(40):
         times.step(Work(1 + number % 4, 1 + number % 4, 10 * number, 0), number * 0.01, number * 0.01 + 0.005)
     before = sorted(one.name for one in full.iterdir())
     for _ in range(3):
-        kept.save(full / "times.json", times)
+        step_time_store.save(full / "times.json", times)
     assert "step times are not kept: [Errno 28]" in caplog.text
     assert sorted(one.name for one in full.iterdir()) == before
 

@@ -19,8 +19,8 @@ from slotwise.kernels.reference import ReferenceKernels
 from slotwise.model.checkpoint import read_config
 from slotwise.model.errors import CheckpointError
 from slotwise.model.load import load_model
-from slotwise.text.chat import ChatTemplateError, load_chat_template
 from slotwise.text.chat_source import MAX_SOURCE
+from slotwise.text.chat_template import ChatTemplateError, load_chat_template
 from slotwise.text.tokenizer import Tokenizer, TokenizerError
 
 REFUSALS = (CheckpointError, ConfigError, TokenizerError, ChatTemplateError)

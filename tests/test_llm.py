@@ -9,7 +9,7 @@ import pytest
 
 from slotwise import LLM, SamplingParams
 from slotwise.engine.config import ConfigError
-from slotwise.observe import log
+from slotwise.observe import event_log
 from slotwise.simulate.replay import replay
 
 pytestmark = pytest.mark.slow
@@ -121,5 +121,5 @@ def test_what_it_does_can_be_logged_and_replayed(tmp_path: Path):
     generate(llm, PROMPTS, SamplingParams(temperature=1.0, max_tokens=20, n=2, stop=("e",)))
     del llm  # so that the rest is written
     gc.collect()
-    outcome = replay(log.read_file(tmp_path / "log"))
+    outcome = replay(event_log.read_file(tmp_path / "log"))
     assert outcome.difference is None and outcome.requests == 2 * len(PROMPTS) and outcome.steps > 5

@@ -160,8 +160,8 @@ def test_the_terminal_view_is_refreshed_in_place_until_it_is_left(seen: Seen) ->
                 drawn += more
     os.close(ours)
     assert process.returncode == 130
-    enters, leaves = drawn.index(b"\x1b[?1049h"), drawn.rindex(b"\x1b[?1049l")
-    assert enters < drawn.index(b"nobody waits") < leaves, "on a screen of its own"
+    enters, released_slots = drawn.index(b"\x1b[?1049h"), drawn.rindex(b"\x1b[?1049l")
+    assert enters < drawn.index(b"nobody waits") < released_slots, "on a screen of its own"
 
 
 def test_the_terminal_view_says_why_it_shows_nothing(seen: Seen) -> None:

@@ -16,7 +16,7 @@ import pytest
 from slotwise.compose.engine import build_engine, load
 from slotwise.core.params import SamplingParams
 from slotwise.engine.config import EngineConfig
-from slotwise.engine.loop import Engine
+from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add, Finish
 
 NUM_REQUESTS, OUTPUT = 32, 24

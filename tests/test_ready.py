@@ -21,7 +21,7 @@ from slotwise.model.checkpoint import read_config
 from slotwise.model.decoder import tensor_shapes
 from slotwise.model.errors import CheckpointError
 from slotwise.model.load import load_model
-from slotwise.observe import kept
+from slotwise.observe import step_time_store
 
 NAMES = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", "model.layers.1.self_attn.k_proj.weight",
          "model.layers.2.mlp.up_proj.bias", "model.layers.0.input_layernorm.weight")
@@ -97,7 +97,8 @@ def test_a_step_is_run_also_where_step_times_are_known(folder: Path, monkeypatch
     monkeypatch.setenv("NUMBA_CACHE_DIR", "")
     asked = config(folder, device="reference")
     _, info = build_engine(asked)
-    assert kept.load(kept.place(traits(asked, info))).knows, "the next start computes no step to learn from"
+    kept = step_time_store.load(step_time_store.place(traits(asked, info)))
+    assert kept.knows, "the next start computes no step to learn from"
     spoil(folder, "model.norm.weight", LARGE)
     with pytest.raises(FirstStepError):
         build_engine(asked)

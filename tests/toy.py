@@ -8,14 +8,14 @@ from dataclasses import replace
 
 from slotwise.batching.continuous import Chunked
 from slotwise.core.events import Admitted, Committed, Finished, Preempted, Rejected
+from slotwise.core.interfaces import Discipline, Policy
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
-from slotwise.core.plan import StepPlan
-from slotwise.core.request import NO_TERMS, Request
+from slotwise.core.request import NO_SLO, Request
 from slotwise.core.scheduler import Scheduler
-from slotwise.core.seams import Discipline, Policy
-from slotwise.core.steptime import StepTimes
-from slotwise.core.terms import Terms
+from slotwise.core.slo import SLO
+from slotwise.core.step import StepPlan
+from slotwise.core.step_time import StepTimeModel
 from slotwise.engine.executor import FakeExecutor
 from slotwise.policies.fcfs import FirstComeFirstServed
 
@@ -41,17 +41,17 @@ def alone(request: Request, limits: SchedulerLimits) -> list[int]:
 
 def scheduler(
     limits: SchedulerLimits, discipline: Discipline | None = None, policy: Policy | None = None,
-    times: StepTimes | None = None,
+    times: StepTimeModel | None = None,
 ) -> Scheduler:
     return Scheduler(limits, discipline or Chunked(), policy or FirstComeFirstServed(), times)
 
 
 def request(
-    name: str, prompt: Sequence[int], max_tokens: int | None = 8, salt: str = "", terms: Terms = NO_TERMS,
+    name: str, prompt: Sequence[int], max_tokens: int | None = 8, salt: str = "", slo: SLO = NO_SLO,
     **params: object,
 ) -> Request:
     asked = SamplingParams(max_tokens=max_tokens, **params)
-    return Request(name, prompt, asked, eos_ids=(EOS,), salt=salt, terms=terms)
+    return Request(name, prompt, asked, eos_ids=(EOS,), salt=salt, slo=slo)
 
 
 class Driver:
@@ -59,7 +59,7 @@ class Driver:
 
     def __init__(
         self, limits: SchedulerLimits, discipline: Discipline | None = None, policy: Policy | None = None,
-        times: StepTimes | None = None,
+        times: StepTimeModel | None = None,
     ) -> None:
         self.limits = limits
         self.discipline = discipline or Chunked()
@@ -96,7 +96,7 @@ class Driver:
         self.scheduler.check()
         self._check_budget(plan)
         assert len(plan.slots) == len(set(plan.slots))
-        assert not plan.joins or len(plan.slots) <= self.limits.max_num_seqs
+        assert not plan.new_requests or len(plan.slots) <= self.limits.max_num_seqs
         self.executor.submit(plan)
         self.plans.append(plan)
         self.flying.append(plan)
@@ -128,7 +128,7 @@ class Driver:
         raise AssertionError(f"no end after {most_steps} steps: {list(self.scheduler.requests())}")
 
     def _fold(self) -> None:
-        for event in self.scheduler.take_events():
+        for event in self.scheduler.pop_events():
             match event:
                 case Committed():
                     for name, tokens in zip(event.request_ids, event.tokens, strict=True):

@@ -12,8 +12,8 @@ from toy import EOS, VOCAB, next_token, scheduler
 from slotwise.batching.settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
+from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
-from slotwise.engine.loop import Engine
 from slotwise.engine.messages import Add, Command, EngineInfo, StepRecord
 from slotwise.engine.observer import Observer
 from slotwise.engine.scheduling import Scheduling

@@ -52,7 +52,7 @@ PARTS = (
     _measured("peer", 75.0),
     _measured("start", 40.0),
     _tests("parity", "tests/test_parity.py -k random_steps or preempted or alone",
-           "tests/runner/test_sampler.py -k greedy", 75.0),
+           "tests/runner/sampling/test_cpu.py -k greedy", 75.0),
 )
 
 

@@ -15,7 +15,7 @@ from slotwise.compose.engine import Loaded, Warming
 from slotwise.core.params import SamplingParams
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import Add
-from slotwise.kernels.base import Kernels
+from slotwise.kernels.interface import Kernels
 from slotwise.kernels.select import choose
 from slotwise.model.config import ModelConfig
 from slotwise.model.decoder import Decoder, tensor_shapes

@@ -15,7 +15,7 @@ from benchmarks.gpu.figures import tell
 from benchmarks.gpu.setup import asked, load
 from torch import Tensor
 
-from slotwise.kernels.base import Kernels, Recording
+from slotwise.kernels.interface import Graph, Kernels
 
 
 class Counted:
@@ -28,7 +28,7 @@ class Counted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._kernels, name)
 
-    def record(self, work: Callable[[], Tensor]) -> Recording | None:
+    def record(self, work: Callable[[], Tensor]) -> Graph | None:
         recording = self._kernels.record(work)
         self.recordings += recording is not None
         return recording
@@ -56,7 +56,7 @@ def main(started: float) -> None:
             raise RuntimeError(record.failure)
         if any(record.token_ids) and "first_token_seconds" not in figures:
             figures["first_token_seconds"] = time.monotonic() - started
-    sizes = {counted[0].recording_size(size, 1)[0] for size in range(1, rows + 1)} - {0}
+    sizes = {counted[0].graph_size(size, 1)[0] for size in range(1, rows + 1)} - {0}
     tell(start=figures | {
         "recorded_seconds": time.monotonic() - started, "recordings": counted[0].recordings, "sizes": len(sizes)})
 

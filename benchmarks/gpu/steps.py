@@ -17,7 +17,7 @@ from benchmarks.gpu.figures import tell
 from benchmarks.gpu.idle import Span, idle_share, shares, watch
 from benchmarks.gpu.setup import Setup, asked, load
 
-from slotwise.engine.loop import Engine
+from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Finish, StepRecord
 from slotwise.kernels.select import choose
 

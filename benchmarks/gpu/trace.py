@@ -9,7 +9,7 @@ from benchmarks.gpu.figures import tell
 from benchmarks.gpu.setup import Setup, asked, load
 
 from slotwise.core.params import SamplingParams
-from slotwise.engine.loop import Engine
+from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add
 from slotwise.workload.lengths import parse
 from slotwise.workload.requests import Recipe, Workload, generate

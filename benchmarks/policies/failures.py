@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from statistics import fmean
 
-from slotwise.core.terms import Terms
+from slotwise.core.slo import SLO
 
 from .runs import Finding, Where, p99, setting
 from .worlds import Ask
 
 SHORT, LONG = 24, 300  # tokens of answers
-LOW, HIGH = Terms(priority=9), Terms(priority=0)
+LOW, HIGH = SLO(priority=9), SLO(priority=0)
 
 
 def steady(rate: float, seconds: float, ask: Ask, start: float = 0.0) -> list[Ask]:
@@ -22,10 +22,10 @@ def merged(*streams: list[Ask]) -> list[Ask]:
     return sorted((ask for stream in streams for ask in stream), key=lambda ask: ask.at)
 
 
-def waits(where: Where, asked: Sequence[Ask], policy: str, who: Terms, **options: object) -> list[float]:
+def waits(where: Where, asked: Sequence[Ask], policy: str, who: SLO, **options: object) -> list[float]:
     """Seconds to the first token of those on the terms `who`."""
     outcomes = where.serve(asked, setting(policy, **options))
-    return [outcome.ttft for ask, outcome in zip(asked, outcomes, strict=True) if ask.terms == who]
+    return [outcome.ttft for ask, outcome in zip(asked, outcomes, strict=True) if ask.slo == who]
 
 
 def starvation(where: Where) -> list[Finding]:
@@ -48,7 +48,7 @@ def inversion(where: Where) -> list[Finding]:
 
 def thrashing(where: Where) -> list[Finding]:
     """Ten priorities that come in turn: each step of difference takes places, and what was computed is lost."""
-    asked = [Ask(number / 22, 500, 100, Terms(priority=number * 7 % 10)) for number in range(int(22 * where.seconds))]
+    asked = [Ask(number / 22, 500, 100, SLO(priority=number * 7 % 10)) for number in range(int(22 * where.seconds))]
     curves = {}
     for label, gap in (("gap 1", 1), ("gap 10, nobody yields", 10)):
         outcomes = where.serve(asked, setting("priority", preemption_gap=gap))
@@ -58,7 +58,7 @@ def thrashing(where: Where) -> list[Finding]:
 
 def gaming(where: Where) -> list[Finding]:
     """Answers as long as each other's; one client cuts its own into requests of few max_tokens."""
-    honest, gamer = Terms("honest"), Terms("gamer")
+    honest, gamer = SLO("honest"), SLO("gamer")
     asked = merged(steady(30, where.seconds, Ask(0, 64, 160, honest)),
                    steady(250, where.seconds, Ask(0, 64, 16, gamer, max_tokens=16), 0.01))
     curves = {"honest, shortest": waits(where, asked, "shortest", honest),

@@ -10,7 +10,7 @@ from statistics import fmean, median
 from typing import Any
 
 from slotwise.bench.measures import COMPLETED, Outcome, percentile
-from slotwise.core.terms import Terms, Tier
+from slotwise.core.slo import SLO, Tier
 from slotwise.policies.settings import AGED_TOKENS, AGEING
 from slotwise.policies.shortest import PROMPT_SHARE
 from slotwise.workload import arrivals
@@ -125,12 +125,12 @@ def tiers(where: Where) -> list[Finding]:
         capacity = where.capacity(make)
         count = int(OVERLOAD * capacity * where.seconds)
         draw = random.Random(where.seed)
-        asked = [ask._replace(terms=Terms(tier=PREMIUM.name if draw.random() < PREMIUM_LOAD / OVERLOAD else BULK.name))
+        asked = [ask._replace(slo=SLO(tier=PREMIUM.name if draw.random() < PREMIUM_LOAD / OVERLOAD else BULK.name))
                  for ask in make(count, OVERLOAD * capacity)]
         curves, served = {}, {}
         for policy, options in (("fcfs", {}), ("priority", {"preemption_gap": NEVER_YIELDS})):
             outcomes = where.serve(asked, setting(policy, (PREMIUM, BULK), **options))
-            premium, bulk = ([o for ask, o in zip(asked, outcomes, strict=True) if ask.terms.tier == tier.name]
+            premium, bulk = ([o for ask, o in zip(asked, outcomes, strict=True) if ask.slo.tier == tier.name]
                              for tier in (PREMIUM, BULK))
             curves[policy] = [outcome.ttft for outcome in premium]
             served[policy] = _tokens_by(asked[-1].at, premium), _tokens_by(asked[-1].at, bulk)
@@ -220,12 +220,12 @@ def _hard_pressed(where: Where, make: Callable[[int, float], list[Ask]]) -> tupl
 def _promised(where: Where, make: Callable[[int, float], list[Ask]], rate: float) -> list[Ask]:
     """Requests with objectives."""
     draw = random.Random(where.seed)
-    return [ask._replace(terms=Terms(ttft=draw.choice(OBJECTIVES)))
+    return [ask._replace(slo=SLO(ttft=draw.choice(OBJECTIVES)))
             for ask in make(max(50, int(rate * where.seconds)), rate)]
 
 
 def _met(asked: Sequence[Ask], outcomes: Sequence[Outcome]) -> float:
-    good = sum(outcome.status == COMPLETED and outcome.ttft <= (ask.terms.ttft or 0.0)
+    good = sum(outcome.status == COMPLETED and outcome.ttft <= (ask.slo.ttft or 0.0)
                for ask, outcome in zip(asked, outcomes, strict=True))
     return good / len(asked)
 
@@ -272,14 +272,14 @@ def fair(where: Where) -> list[Finding]:
         rate = LIGHT_LOAD * where.capacity(make)
         count, draw = int(rate * where.seconds), random.Random(where.seed)
         times = arrivals.Poisson(rate).times(draw, count)
-        light = [ask._replace(at=at, terms=Terms("light")) for at, ask in zip(times, make(count, rate), strict=True)]
-        flood = [ask._replace(terms=Terms("flood"), whole=True) for ask in make(FLOOD * count, FLOOD * rate)]
+        light = [ask._replace(at=at, slo=SLO("light")) for at, ask in zip(times, make(count, rate), strict=True)]
+        flood = [ask._replace(slo=SLO("flood"), whole=True) for ask in make(FLOOD * count, FLOOD * rate)]
         both = sorted(light + flood, key=lambda ask: ask.at)
         curves: dict[str, list[float]] = {"alone": [], "fcfs": _light_waits(both, where.serve(both, FCFS)), "fair": []}
         for _ in range(where.turns):  # all their waits together: of one turn's few requests the slowest is the 99th
             curves["alone"] += [outcome.ttft for outcome in where.serve(light, setting("fair"))]
             curves["fair"] += _light_waits(both, where.serve(both, setting("fair")))
-        named = [ask._replace(terms=Terms(ask.terms.tenant, ask.terms.tenant)) for ask in both]
+        named = [ask._replace(slo=SLO(ask.slo.tenant, ask.slo.tenant)) for ask in both]
         curves["fair, 4 slots kept"] = _light_waits(both, where.serve(named, setting("fair", KEPT)))
         ratio = p99(curves["fair"]) / p99(curves["alone"])
         figures = {f"{label}_p99_ms": 1000 * p99(values) for label, values in curves.items()} | {"ratio": ratio}
@@ -290,7 +290,7 @@ def fair(where: Where) -> list[Finding]:
 
 def _light_waits(asks: Sequence[Ask], outcomes: Sequence[Outcome]) -> list[float]:
     """Seconds to the first token of those who are few, all of whom must have been served."""
-    light = [outcome for ask, outcome in zip(asks, outcomes, strict=True) if ask.terms.tenant == "light"]
+    light = [outcome for ask, outcome in zip(asks, outcomes, strict=True) if ask.slo.tenant == "light"]
     if refused := sum(outcome.status != COMPLETED for outcome in light):
         raise RuntimeError(f"{refused} of {len(light)} light requests were refused: the flood closed the door to them")
     return [outcome.ttft for outcome in light]

@@ -22,11 +22,11 @@ from slotwise.bench.measures import COMPLETED, REJECTED, Outcome
 from slotwise.bench.serving import resolve
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
-from slotwise.core.steptime import Work
-from slotwise.core.terms import Terms, Tier
+from slotwise.core.slo import SLO, Tier
+from slotwise.core.step_time import Work
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import Add
-from slotwise.simulate.virtual import simulate
+from slotwise.simulate.simulator import simulate
 from slotwise.workload.requests import Workload, WorkRequest
 
 from .whole import post
@@ -43,7 +43,7 @@ class Ask(NamedTuple):
     at: float  # seconds
     num_prompt: int  # tokens
     num_output: int
-    terms: Terms = Terms()
+    slo: SLO = SLO()
     max_tokens: int = 0  # asked for; 0: as much as the longest answer of all
     whole: bool = False  # the answer comes at once, not as a stream: what a client reads costs the server's processors
 
@@ -86,8 +86,8 @@ def simulated(asks: Sequence[Ask], setting: Setting, seed: int) -> list[Outcome]
     arrivals = []
     for number, ask in enumerate(asks):
         params = SamplingParams(max_tokens=ask.max_tokens or longest, ignore_eos=True)
-        terms = _of_tier(ask.terms, setting)
-        arrivals.append((ask.at, Add(str(number), [5] * ask.num_prompt, params, number, ask.num_output, terms=terms)))
+        slo = _of_tier(ask.slo, setting)
+        arrivals.append((ask.at, Add(str(number), [5] * ask.num_prompt, params, number, ask.num_output, slo=slo)))
     lives = simulate(arrivals, config.scheduling(), limits, cost_of(seed))
     return [
         Outcome(number, REJECTED if (life := lives[str(number)]).reason == "shed" else COMPLETED, ask.at, ask.at,
@@ -95,13 +95,13 @@ def simulated(asks: Sequence[Ask], setting: Setting, seed: int) -> list[Outcome]
         for number, ask in enumerate(asks)]
 
 
-def _of_tier(terms: Terms, setting: Setting) -> Terms:
+def _of_tier(slo: SLO, setting: Setting) -> SLO:
     """With what the tier gives to those who bring nothing of their own, as the server's door does."""
-    tier = next((tier for tier in setting.tiers if tier.name == terms.tier), None)
+    tier = next((tier for tier in setting.tiers if tier.name == slo.tier), None)
     if tier is None:
-        return terms
-    return Terms(terms.tenant, terms.tier, terms.priority or tier.priority, terms.ttft or tier.ttft,
-                 terms.tpot or tier.tpot)
+        return slo
+    return SLO(slo.tenant, slo.tier, slo.priority or tier.priority, slo.ttft or tier.ttft,
+               slo.tpot or tier.tpot)
 
 
 # -- on a real server ----------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ def _of_tier(terms: Terms, setting: Setting) -> Terms:
 
 def real(asks: Sequence[Ask], setting: Setting, seed: int, model: str = "") -> list[Outcome]:
     """By `slotwise serve`, by default with the built-in model.  A tenant is a key, or within a tier the tier's."""
-    tenants = sorted({ask.terms.tenant for ask in asks if ask.terms.tenant})
+    tenants = sorted({ask.slo.tenant for ask in asks if ask.slo.tenant})
     with ExitStack() as stack:
         arguments = [model] if model else []
         arguments += [word for name, value in setting.options.items() for word in _argument(name, value)]
@@ -123,7 +123,7 @@ def real(asks: Sequence[Ask], setting: Setting, seed: int, model: str = "") -> l
         server = stack.enter_context(serving(
             "--max-num-queued-reqs", "100000", "--max-num-queued-tokens", "100000000", *arguments))
         target, vocab_size = resolve(Target(server.url, api_key=_key(tenants[0]) if tenants else ""))
-        _drive(target, [Ask(0.05 * n, 200 if n % 3 else 900, 16, Terms(tenants[0] if tenants else ""))
+        _drive(target, [Ask(0.05 * n, 200 if n % 3 else 900, 16, SLO(tenants[0] if tenants else ""))
                         for n in range(WARM_UP)], vocab_size, seed + 1)  # step times are learned
         return _drive(target, asks, vocab_size, seed)
 
@@ -135,16 +135,16 @@ def _drive(target: Target, asks: Sequence[Ask], vocab_size: int, seed: int) -> l
     async def run() -> None:
         async with open_session() as session:
             clients: dict[str, Client] = {}
-            for tenant in {ask.terms.tenant for ask in asks}:
+            for tenant in {ask.slo.tenant for ask in asks}:
                 clients[tenant] = Client(session, _target(target, tenant), load.clock)
 
             async def send(body: bytes, reply: Reply) -> None:
                 ask = asks[reply.number]
                 if ask.whole:
-                    await _take_whole(_target(target, ask.terms.tenant), body, reply)
+                    await _take_whole(_target(target, ask.slo.tenant), body, reply)
                     reply.ended = load.clock()
                 else:
-                    await clients[ask.terms.tenant].complete(body, reply)
+                    await clients[ask.slo.tenant].complete(body, reply)
 
             await asyncio.wait_for(load.run(send), LIMIT)
 
@@ -171,16 +171,16 @@ async def _take_whole(target: Target, body: bytes, reply: Reply) -> None:
 
 
 def _body(body: bytes, ask: Ask) -> bytes:
-    terms = ask.terms
+    slo = ask.slo
     extras: dict[str, Any] = {"stream": False, "stream_options": None} if ask.whole else {}
-    if terms.tier:
-        extras["service_tier"] = terms.tier
-    if terms.priority:
-        extras["priority"] = terms.priority
-    if terms.ttft is not None:
-        extras["ttft_ms"] = 1000 * terms.ttft
-    if terms.tpot is not None:
-        extras["tpot_ms"] = 1000 * terms.tpot
+    if slo.tier:
+        extras["service_tier"] = slo.tier
+    if slo.priority:
+        extras["priority"] = slo.priority
+    if slo.ttft is not None:
+        extras["ttft_ms"] = 1000 * slo.ttft
+    if slo.tpot is not None:
+        extras["tpot_ms"] = 1000 * slo.tpot
     return msgspec.json.encode(msgspec.json.decode(body) | extras) if extras else body
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from slotwise.kernels import helpers
+from slotwise.kernels import compile_worker
 
 from . import attackers, clients, faults, ledger
 from .attackers import Seen
@@ -75,7 +75,7 @@ def random_faults(seconds: float, seed: int, patience: float = 1.0) -> tuple[led
         options = ("--dtype", "float32", "--log-format", "json", "--admin-api-key", "not-the-attackers",
                    "--kv-cache-memory", str(CACHE), "--engine-timeout", f"{faults.TIMEOUT * patience:g}",
                    "--shutdown-timeout", f"{SHUTDOWN:g}", "--event-log", str(disk.event_log))
-        disk.adopt(helpers.home())
+        disk.adopt(compile_worker.home())
         with contextlib.ExitStack() as stack:
             with usual_files():
                 server = stack.enter_context(serving(*options, environment=disk.environment | family.environment))

@@ -19,13 +19,13 @@ from tqdm import tqdm
 from slotwise import builtin
 from slotwise.compose.engine import build_engine
 from slotwise.core.params import SamplingParams
-from slotwise.core.plan import TokenLogprobs
+from slotwise.core.step import TokenLogprobs
 from slotwise.engine.config import EngineConfig
-from slotwise.engine.loop import Engine
+from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add, Finish, RowEnd, StepRecord
 from slotwise.model.locate import locate
 from slotwise.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from slotwise.text.chat import load_chat_template
+from slotwise.text.chat_template import load_chat_template
 from slotwise.text.continuation import Continuation
 from slotwise.text.tokenizer import Tokenizer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from slotwise.core.plan import TokenLogprobs
+from slotwise.core.step import TokenLogprobs
 
 
 @dataclass(slots=True)

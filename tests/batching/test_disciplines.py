@@ -10,8 +10,8 @@ from slotwise.batching.continuous import Alone, Chunked, Inline
 from slotwise.batching.groups import Dynamic, OneAtATime, Static
 from slotwise.batching.orca import Orca
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.plan import StepPlan
 from slotwise.core.reasons import BATCH_RUNNING, NO_BLOCKS, ONE_AT_A_TIME, PROMPTS_ALONE, WINDOW_OPEN
+from slotwise.core.step import StepPlan
 
 
 def limits(**changes: int) -> SchedulerLimits:

@@ -11,10 +11,10 @@ from toy import VOCAB, next_token
 from slotwise.batching.settings import Batching
 from slotwise.bench.offline_run import Clock, Stand
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.plan import StepPlan, StepResult
 from slotwise.core.scheduler import Scheduler
+from slotwise.core.step import StepPlan, StepResult
+from slotwise.engine.engine import Engine
 from slotwise.engine.executor import Executor, FakeExecutor
-from slotwise.engine.loop import Engine
 from slotwise.policies.fcfs import FirstComeFirstServed
 from slotwise.workload.requests import Workload, WorkRequest
 

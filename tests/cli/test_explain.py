@@ -9,8 +9,8 @@ import pytest
 from observe.played import Play
 
 from slotwise.cli import main
-from slotwise.observe.facts import gather
-from slotwise.observe.log import encode_lines
+from slotwise.observe.event_log import encode_lines
+from slotwise.observe.request_timeline import gather
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from live import Live, cli, serving
 
-from slotwise.observe import log
+from slotwise.observe import event_log
 
 pytestmark = pytest.mark.slow
 BODY = {"ignore_eos": True, "temperature": 0.8}
@@ -70,13 +70,13 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_record_of_a_server_comes_out_again(written: Path) -> None:
-    entries = list(log.read_file(written))
+    entries = list(event_log.read_file(written))
     replayed = cli("replay", str(written))
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
     assert "byte for byte" in replayed.stdout
     figures = dict(re.findall(r"│ ([a-z ]+?) +│ ([\d,]+) ", replayed.stdout))
     assert figures["engines"] == "2" and figures["requests"] == "22"  # one, then 9, 6 and 6 continuations
-    steps = [entry for entry in entries if isinstance(entry, log.Step)]
+    steps = [entry for entry in entries if isinstance(entry, event_log.Step)]
     assert int(figures["identical records"].replace(",", "")) == len(steps) - 1  # one was told in a lost engine's name
     assert any(end.reason == "abort" for step in steps for end in step.ended) and any(step.held for step in steps)
 

@@ -10,7 +10,7 @@ import pytest
 from live import cli, serving
 
 from slotwise.cli import main, serve
-from slotwise.core.terms import Tier
+from slotwise.core.slo import Tier
 
 
 def asked(*arguments: str) -> argparse.Namespace:

@@ -10,21 +10,21 @@ import re
 from observe.timeline.logs import everything
 
 from slotwise.cli import main
-from slotwise.observe import log
+from slotwise.observe import event_log
 
 
 def test_a_log_becomes_a_page_without_its_prompts(tmp_path, capsys):
     entries = everything()
     path = tmp_path / "run.jsonl"
-    path.write_bytes(log.encode_lines(entries))
+    path.write_bytes(event_log.encode_lines(entries))
     assert main(["timeline", str(path)]) == 0
     assert capsys.readouterr().out == f"wrote {path}.html\n"
     packed = re.search(r'id="log" data-name="run.jsonl">([^<]+)<', (tmp_path / "run.jsonl.html").read_text())[1]
     lines = gzip.decompress(base64.b64decode(packed)).splitlines()
     assert len(lines) == len(entries)
     for line, entry in zip(lines, entries, strict=True):
-        told = json.loads(log.encode(entry))
-        assert ("prompt" in told) == isinstance(entry, log.Request)
+        told = json.loads(event_log.encode(entry))
+        assert ("prompt" in told) == isinstance(entry, event_log.Request)
         told.pop("prompt", None)
         assert json.loads(line) == told
 

@@ -10,8 +10,8 @@ import torch
 from slotwise.compose import sizes
 from slotwise.compose.sizes import sized, step_tokens
 from slotwise.engine.config import ConfigError, EngineConfig
-from slotwise.kernels.base import AttentionShape
-from slotwise.runner import memory, offload
+from slotwise.kernels.interface import AttentionShape
+from slotwise.runner import kv_offload, memory
 
 GIB = 1 << 30
 SHAPE = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, scale=1.0)
@@ -20,7 +20,7 @@ SHAPE = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, scale=1.0)
 def decoder(device: str, rate: float, layer_weights: int = 7_000_000_000) -> SimpleNamespace:
     kernels = SimpleNamespace(
         name=device, device=torch.device(device), operations_per_second=lambda kind: rate,
-        recording_size=lambda rows, context: (-(-rows // 8) * 8, context),
+        graph_size=lambda rows, context: (-(-rows // 8) * 8, context),
         library_bytes=lambda kind: 0,
         cache_bytes_per_block=lambda block_size, shape, kind: 4096 * block_size)
     config = SimpleNamespace(dtype=torch.bfloat16, layer_weights=layer_weights, max_position_embeddings=131_072)
@@ -58,8 +58,8 @@ def test_host_memory_is_asked_for_beside_the_gpus(gpu):
     limits, used = sized(EngineConfig.of(**asked, kv_offloading_size=40.0), decoder("cuda", 8e14))
     block = 32 * 4096 * 64
     assert without.num_host_blocks == 0 and limits.num_host_blocks == 40 * GIB // block
-    assert used.host == limits.num_host_blocks * block and used.workspace == 4 * GIB + offload.STAGING
-    assert without.num_blocks - limits.num_blocks == offload.STAGING // block, "what is copied passes through the GPU"
+    assert used.host == limits.num_host_blocks * block and used.workspace == 4 * GIB + kv_offload.STAGING
+    assert without.num_blocks - limits.num_blocks == kv_offload.STAGING // block, "copies pass through the GPU"
     with pytest.raises(MemoryError, match=r"65\.00 GiB of host memory .* 64\.00 GiB that are free"):
         sized(EngineConfig.of(**asked, kv_offloading_size=65.0), decoder("cuda", 8e14))
 

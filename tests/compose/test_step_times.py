@@ -12,7 +12,7 @@ from slotwise.compose.step_times import remembered
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import EngineInfo
 from slotwise.engine.scheduling import Scheduling
-from slotwise.observe.steptime import Work
+from slotwise.observe.step_time import Work
 
 ALONE = Work(1, 1, 10, 0.0)
 INFO = EngineInfo("toy", "cpu", "bfloat16", 100, LIMITS, Scheduling(Batching(), 6, 16), ())

@@ -7,7 +7,7 @@ import pytest
 
 from slotwise.compose.engine import load
 from slotwise.engine.config import EngineConfig
-from slotwise.kernels.base import Kernels
+from slotwise.kernels.interface import Kernels
 
 
 def breaking(kernels: Kernels) -> Kernels:

@@ -21,7 +21,7 @@ from toy import VOCAB, Driver, alone, request
 from slotwise.batching.settings import Batching
 from slotwise.core.events import Admitted
 from slotwise.core.limits import ERROR, RECOMPUTE, SchedulerLimits
-from slotwise.core.terms import Terms, Tier
+from slotwise.core.slo import SLO, Tier
 from slotwise.policies.settings import Ordering
 
 EXAMPLES, OPERATIONS = 200, 500
@@ -64,10 +64,10 @@ class Life(Driver):
     def arrive(self) -> None:
         draw, name = self.draw, f"r{len(self.expected)}"
         prompt = draw.choice(BEGINNINGS) + [draw.randrange(VOCAB) for _ in range(draw.randint(1, 9))]
-        terms = Terms(
+        slo = SLO(
             draw.choice("abc"), draw.choice(("", "gold", "bulk")), draw.randint(-2, 2), draw.choice((None, 3.0, 60.0)),
             draw.choice((None, None, None, 1.0)))
-        new = request(name, prompt, draw.randint(1, 20), draw.choice(("", "", "other")), terms)
+        new = request(name, prompt, draw.randint(1, 20), draw.choice(("", "", "other")), slo)
         new.deadline = self.now + draw.choice((inf, inf, inf, inf, 20.0, 0.0))
         self.expected[name] = alone(new, self.limits)
         self.add(new)
@@ -86,7 +86,7 @@ class Life(Driver):
         self.now += self.draw.choice((0.0, 0.5, 10.0))
 
     def switch(self) -> None:
-        slots = self.draw.randint(2, self.scheduler._roster.slots.total)
+        slots = self.draw.randint(2, self.scheduler._table.slots.total)
         self.configure(self.draw.choice(DISCIPLINES).discipline(slots), slots, self.draw.randint(0, 20))
 
     def order(self) -> None:
@@ -100,7 +100,7 @@ class Life(Driver):
             self.discipline, limits.max_num_seqs, limits.max_num_batched_tokens - limits.max_num_seqs, policy)
 
     def _fold(self) -> None:
-        for event in self.scheduler._roster.events:
+        for event in self.scheduler._table.events:
             if isinstance(event, Admitted) and event.num_cached:
                 SEEN["hit"] += 1
         super()._fold()

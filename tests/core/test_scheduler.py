@@ -6,11 +6,11 @@ import pytest
 from toy import EOS, Driver, alone, next_token, request
 
 from slotwise.batching.continuous import Chunked
+from slotwise.core.interfaces import NEVER
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.plan import StepResult
 from slotwise.core.reasons import NO_BLOCKS, NO_SLOT, TOKEN_BUDGET
 from slotwise.core.request import IllegalTransition, State
-from slotwise.core.seams import NEVER
+from slotwise.core.step import StepResult
 
 
 def limits(**changes: int) -> SchedulerLimits:
@@ -35,7 +35,7 @@ def test_a_freed_slot_is_refilled_at_the_very_next_step():
     assert driver.ended == {"short": "length"}
     plan = driver.plan()
     assert plan.request_ids == ("long", "next")
-    assert plan.joins[0].slot == 0 and plan.leaves == (0,)
+    assert plan.new_requests[0].slot == 0 and plan.released_slots == (0,)
 
 
 def test_decode_rows_and_a_chunk_of_a_long_prompt_share_a_step():
@@ -99,7 +99,7 @@ def test_a_preempted_request_keeps_what_it_sampled_and_computes_it_again():
     assert driver.preempted.count("second") >= 1 and "first" not in driver.preempted
     assert driver.output["first"] == alone(first, driver.limits)
     assert driver.output["second"] == alone(second, driver.limits)
-    rejoined = [join for plan in driver.plans for join in plan.joins if join.request_id == "second"][1]
+    rejoined = [join for plan in driver.plans for join in plan.new_requests if join.request_id == "second"][1]
     assert len(rejoined.tokens) > rejoined.num_prompt == 3
 
 
@@ -129,7 +129,7 @@ def test_a_row_that_ends_while_planned_again_is_void_and_counted():
     assert driver.ended == {"ends": "stop"}
     events = driver.scheduler
     events.commit(driver.flying.pop(0), driver.executor.collect(), 2.0)
-    (committed,) = events.take_events()
+    (committed,) = events.pop_events()
     assert committed.num_overrun == 1 and committed.request_ids == ()
 
 
@@ -187,9 +187,9 @@ def test_the_largest_request_that_fits_runs_to_its_end():
 def test_a_name_in_use_is_refused_and_its_owner_unharmed():
     driver = Driver(limits())
     driver.add(lasting("same"))
-    driver.scheduler.take_events()
+    driver.scheduler.pop_events()
     driver.scheduler.add(lasting("same"), 0.0)
-    (rejected,) = driver.scheduler.take_events()
+    (rejected,) = driver.scheduler.pop_events()
     assert "still alive" in rejected.message
     driver.run()
     assert driver.ended == {"same": "length"}
@@ -224,10 +224,10 @@ def test_steps_are_committed_in_order_and_at_most_one_is_in_flight():
 
 def test_states_change_along_the_table_only():
     ended = lasting("ended")
-    ended.become(State.RUNNING)
-    ended.become(State.FINISHED)
+    ended.transition(State.RUNNING)
+    ended.transition(State.FINISHED)
     with pytest.raises(IllegalTransition, match="FINISHED -> RUNNING"):
-        ended.become(State.RUNNING)
+        ended.transition(State.RUNNING)
 
 
 @pytest.mark.parametrize("changes", [

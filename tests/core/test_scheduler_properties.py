@@ -12,11 +12,11 @@ from toy import VOCAB, Driver, alone, request
 from slotwise.batching.continuous import Alone, Chunked, Inline
 from slotwise.batching.groups import Dynamic, OneAtATime, Static
 from slotwise.batching.orca import Orca
+from slotwise.core.interfaces import Discipline
 from slotwise.core.limits import ERROR, RECOMPUTE, SchedulerLimits
 from slotwise.core.reasons import ENDING, PROMPTS_ALONE, TIME_BUDGET, TOKEN_BUDGET
-from slotwise.core.seams import Discipline
-from slotwise.core.steptime import StepTimes
-from slotwise.core.terms import Terms, Tier
+from slotwise.core.slo import SLO, Tier
+from slotwise.core.step_time import StepTimeModel
 from slotwise.policies.settings import Ordering
 
 LIMITS = st.builds(
@@ -36,7 +36,7 @@ PROMPT = st.builds(
 TENANT = st.sampled_from(("", "", "other"))
 PATIENCE = st.sampled_from((inf, inf, 3.0, 0.0))  # seconds in the queue
 TERMS = st.builds(
-    Terms, TENANT, st.sampled_from(("", "gold", "bulk")), st.integers(-2, 2), st.sampled_from((None, 2.0, 20.0)),
+    SLO, TENANT, st.sampled_from(("", "gold", "bulk")), st.integers(-2, 2), st.sampled_from((None, 2.0, 20.0)),
     st.sampled_from((None, None, 1.0)))
 POLICY = st.sampled_from((
     Ordering(), Ordering("priority", ageing=5.0), Ordering("shortest"), Ordering("fair"),
@@ -62,16 +62,16 @@ def play(
     limits: SchedulerLimits, discipline: Discipline, operations: list[tuple],
 ) -> tuple[Driver, dict[str, list[int]]]:
     """Carry out `operations`, then run to the end: the driver, and the output each request should have had."""
-    times = StepTimes()
+    times = StepTimeModel()
     driver, expected = Driver(limits, discipline, times=times), {}
     for operation in operations:
         match operation:
             case ("jump", seconds):
                 driver.now += seconds
-            case ("add", prompt, max_tokens, min_tokens, terms, patience):
+            case ("add", prompt, max_tokens, min_tokens, slo, patience):
                 name = f"r{len(expected)}"
                 new = request(
-                    name, prompt, max_tokens, terms.tenant, terms, min_tokens=min(min_tokens, max_tokens))
+                    name, prompt, max_tokens, slo.tenant, slo, min_tokens=min(min_tokens, max_tokens))
                 new.deadline = driver.now + patience
                 expected[name] = alone(new, limits)
                 driver.add(new)
@@ -122,9 +122,9 @@ def test_whoever_has_a_slot_runs_or_is_told_why_and_so_is_the_first_who_waits(li
     driver, _ = play(limits, discipline, operations)
     seated: dict[int, str] = {}
     for plan in driver.plans:
-        for slot in plan.leaves:
+        for slot in plan.released_slots:
             seated.pop(slot, None)
-        seated |= {join.slot: join.request_id for join in plan.joins}
+        seated |= {join.slot: join.request_id for join in plan.new_requests}
         named = {decision.request_id: decision.reason for decision in plan.refused}
         rows = set(plan.request_ids)
         assert rows <= set(seated.values())

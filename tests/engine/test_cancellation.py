@@ -11,8 +11,8 @@ from toy import EOS, alone, next_token, scheduler
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import Request, State
+from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
-from slotwise.engine.loop import Engine
 from slotwise.engine.messages import Add, Finish
 
 LIMITS = SchedulerLimits(max_model_len=64, num_blocks=14, block_size=4, max_num_seqs=3, max_num_batched_tokens=8)

@@ -8,7 +8,7 @@ import pytest
 from observe.played import LIMITS, Clock
 from toy import next_token
 
-from slotwise.core.plan import StepPlan, StepResult
+from slotwise.core.step import StepPlan, StepResult
 from slotwise.engine.executor import FakeExecutor
 from slotwise.engine.first_step import PROMPT, FirstStepError, check
 from slotwise.errors import MOST_CHARACTERS
@@ -44,9 +44,10 @@ def test_a_prompt_and_a_decode_step_run_in_a_place_that_no_request_can_have() ->
     executor = Watched(32)
     check(executor, limits, Clock())
     assert [plan.counts for plan in executor.plans if plan.counts] == [(PROMPT,), (1,), (PROMPT,)]
-    assert [join.params.temperature for plan in executor.plans for join in plan.joins] == [0.0, 1.0]
+    assert [join.params.temperature for plan in executor.plans for join in plan.new_requests] == [0.0, 1.0]
     assert {slot for plan in executor.plans for slot in plan.slots} == {limits.max_num_seqs}
-    assert {block for plan in executor.plans for _, blocks in plan.grants for block in blocks} == {limits.num_blocks}
+    assert {block for plan in executor.plans for _, blocks in plan.new_blocks
+            for block in blocks} == {limits.num_blocks}
     assert not executor._tokens and not executor._tables, "nothing is left of them"
 
 

@@ -8,19 +8,19 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from engine.test_service import FOREVER, INFO, SCHEDULING, Notes
+from engine.test_client import FOREVER, INFO, SCHEDULING, Notes
 
 from slotwise.engine.channel import BlockingChannel, pair
+from slotwise.engine.client import EngineClient, EngineError, Refused
+from slotwise.engine.heartbeat import HEARTBEAT_SECONDS
 from slotwise.engine.messages import (
     Add,
-    Beat,
     Configure,
     EngineFailed,
     EngineInfo,
+    Heartbeat,
     StepRecord,
 )
-from slotwise.engine.pulse import BEAT
-from slotwise.engine.service import EngineError, EngineService, Refused
 from slotwise.engine.supervisor import EXIT, REAP, Backoff, Supervisor
 from slotwise.engine.wire import decode_command, encode
 
@@ -52,7 +52,7 @@ class Process:
         self.theirs.close()
 
     def beat(self, step_ns: int = 0) -> None:
-        self.other.send(encode(Beat(step_ns)))
+        self.other.send(encode(Heartbeat(step_ns)))
 
     def crash(self) -> None:
         self.theirs.close()
@@ -71,10 +71,10 @@ class World:
         self.after: list[EngineInfo | None] = []
         self.next: dict[str, Any] = {}
         self.notes = Notes()
-        self.service = EngineService()
-        self.service.observers.append(self.notes)
+        self.client = EngineClient()
+        self.client.observers.append(self.notes)
         self.supervisor = Supervisor(
-            self.service, self._launch, TIMEOUT, Backoff(**backoff), lambda: self.now, self._sleep)
+            self.client, self._launch, TIMEOUT, Backoff(**backoff), lambda: self.now, self._sleep)
         self._sleepers: list[tuple[float, float, asyncio.Future[None]]] = []
 
     def _launch(self, last: EngineInfo | None) -> Process:
@@ -132,16 +132,16 @@ def test_pauses_grow_and_begin_anew_after_a_long_life() -> None:
         for pause in (1, 2, 4, 8):
             world.processes[-1].crash()
             await world.until(at + pause - 0.1)
-            assert not world.service.healthy and world.service.state == "down"
+            assert not world.client.healthy and world.client.state == "down"
             await world.until(at + pause)
-            assert world.service.healthy and world.launches[-1] == at + pause
+            assert world.client.healthy and world.launches[-1] == at + pause
             at += pause
         for turn in range(61):
             world.processes[-1].beat()
             await world.until(at + turn)
         world.processes[-1].crash()
         await world.until(at + 62)
-        assert world.service.healthy and len(world.launches) == 6
+        assert world.client.healthy and len(world.launches) == 6
         assert all(process.killed for process in world.processes[:-1])
         assert world.after == [None] + [INFO] * 5 and world.notes.engines == [INFO] * 6
 
@@ -160,8 +160,8 @@ def test_pauses_are_bounded() -> None:
 
 def test_those_inside_end_once_and_the_next_engine_knows_nothing_of_them() -> None:
     async def play(world: World) -> None:
-        generation = world.service.submit(Add("a", [1], FOREVER, 0))
-        leaving = world.service.submit(Add("b", [1], FOREVER, 0))
+        generation = world.client.submit(Add("a", [1], FOREVER, 0))
+        leaving = world.client.submit(Add("b", [1], FOREVER, 0))
         leaving.finish("stop")
         await world.settle()
         world.processes[0].crash()
@@ -169,59 +169,59 @@ def test_those_inside_end_once_and_the_next_engine_knows_nothing_of_them() -> No
         assert [chunk.finish_reason for chunk in chunks] == ["error"]
         assert "ended" in chunks[-1].message
         with pytest.raises(Refused) as refused:
-            world.service.submit(Add("c", [1], FOREVER, 0))
+            world.client.submit(Add("c", [1], FOREVER, 0))
         assert refused.value.kind == "engine_dead"
         await world.until(1)
         assert sorted(world.notes.ends) == [("a", "error"), ("b", "stop")]
-        world.service.submit(Add("a", [1], FOREVER, 0))
+        world.client.submit(Add("a", [1], FOREVER, 0))
         await world.settle()
         (command,) = world.processes[1].commands()
         assert isinstance(command, Add) and command.request_id == "a"
-        assert world.service.num_live == 1
+        assert world.client.num_live == 1
 
     scenario(play)
 
 
 def test_the_next_engine_is_scheduled_as_the_last_one_was_asked_to_be() -> None:
     async def play(world: World) -> None:
-        asked = world.service.reschedule({"max_num_seqs": 3})
+        asked = world.client.reschedule({"max_num_seqs": 3})
         assert asked != SCHEDULING
         world.processes[0].crash()
         await world.until(1)
         assert world.processes[1].commands() == [Configure(asked)]
-        assert world.service.scheduling == asked
+        assert world.client.scheduling == asked
 
     scenario(play)
 
 
 def test_a_silent_engine_is_unhealthy_and_then_killed() -> None:
     async def play(world: World) -> None:
-        generation = world.service.submit(Add("a", [1], FOREVER, 0))
+        generation = world.client.submit(Add("a", [1], FOREVER, 0))
         await world.until(TIMEOUT / 2 - 1)
-        assert world.service.state == "busy" and world.service.healthy
+        assert world.client.state == "busy" and world.client.healthy
         await world.until(TIMEOUT / 2)
-        assert world.service.state == "frozen" and not world.service.healthy
+        assert world.client.state == "frozen" and not world.client.healthy
         with pytest.raises(Refused, match="no sign of life"):
-            world.service.submit(Add("b", [1], FOREVER, 0))
+            world.client.submit(Add("b", [1], FOREVER, 0))
         assert not generation.ended and not world.processes[0].killed
         await world.until(TIMEOUT)
         assert generation.ended and world.processes[0].killed
         await world.until(TIMEOUT + 1)
-        assert world.service.state == "idle" and len(world.processes) == 2
+        assert world.client.state == "idle" and len(world.processes) == 2
 
     scenario(play)
 
 
 def test_an_engine_that_is_busy_for_long_is_left_alone() -> None:
     async def play(world: World) -> None:
-        world.service.submit(Add("a", [1], FOREVER, 0))
-        for turn in range(1, int(1.2 * TIMEOUT / BEAT)):
-            world.processes[0].beat(int(turn * BEAT * 1e9))
-            await world.until(turn * BEAT)
-            assert world.service.state == "busy"
+        world.client.submit(Add("a", [1], FOREVER, 0))
+        for turn in range(1, int(1.2 * TIMEOUT / HEARTBEAT_SECONDS)):
+            world.processes[0].beat(int(turn * HEARTBEAT_SECONDS * 1e9))
+            await world.until(turn * HEARTBEAT_SECONDS)
+            assert world.client.state == "busy"
         world.processes[0].other.send(encode(StepRecord(0, 0, 0)))
         await world.settle()
-        assert world.service.last_step_age is not None and world.service.healthy
+        assert world.client.last_step_age is not None and world.client.healthy
 
     scenario(play)
 
@@ -232,10 +232,10 @@ def test_several_false_starts_in_a_row_are_hopeless(how: str) -> None:
         world.next = {"starts": False} if how == "says so" else {"os_error": True}
         world.processes[0].crash()
         await world.until(1 + 2)
-        assert not world.service.hopeless.is_set() and world.service.state == "down"
+        assert not world.client.hopeless.is_set() and world.client.state == "down"
         await world.until(1 + 2 + 4)
-        assert world.service.hopeless.is_set() and world.launches == [0, 1, 3, 7]
-        assert ("no memory" if how == "says so" else "no more processes") in world.service.failure
+        assert world.client.hopeless.is_set() and world.launches == [0, 1, 3, 7]
+        assert ("no memory" if how == "says so" else "no more processes") in world.client.failure
         await world.until(1000)
         assert len(world.launches) == 4
 
@@ -251,9 +251,9 @@ def test_a_good_start_forgives_the_false_ones() -> None:
             while len(world.launches) < launched + 2:
                 await world.until(world.now + 1)
             world.next = {}
-            while not world.service.healthy:
+            while not world.client.healthy:
                 await world.until(world.now + 1)
-        assert not world.service.hopeless.is_set()
+        assert not world.client.hopeless.is_set()
 
     scenario(play)
 
@@ -273,7 +273,7 @@ def test_a_first_start_that_fails_is_told_to_whoever_started_it() -> None:
 
 def test_nothing_is_started_for_a_server_that_is_ending() -> None:
     async def play(world: World) -> None:
-        await world.service.drain(1)
+        await world.client.drain(1)
         world.processes[0].crash()
         await world.until(100)
         assert len(world.launches) == 1
@@ -297,7 +297,7 @@ def test_the_end_is_kind_to_a_living_engine_and_quick_with_others() -> None:
             world.supervisor.launch()
             await world.supervisor.ready()
             await world.until(silent)
-            assert world.service.healthy == (not silent)
+            assert world.client.healthy == (not silent)
             assert await ending(world) <= longest and world.processes[0].killed == killed
 
     asyncio.run(whole())
@@ -311,6 +311,6 @@ def test_a_supervisor_that_fails_does_not_leave_a_server_that_looks_well() -> No
         world.supervisor._launch = launch
         world.processes[0].crash()
         await world.until(1)
-        assert world.service.hopeless.is_set() and not world.service.healthy
+        assert world.client.hopeless.is_set() and not world.client.healthy
 
     scenario(play)

@@ -16,10 +16,10 @@ from slotwise.batching.settings import KINDS, PREFILLS, Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.core.scheduler import Scheduler
-from slotwise.core.steptime import StepTimes
-from slotwise.core.terms import Terms, Tier
+from slotwise.core.slo import SLO, Tier
+from slotwise.core.step_time import StepTimeModel
+from slotwise.engine.engine import NO_STEP, Engine
 from slotwise.engine.executor import FakeExecutor
-from slotwise.engine.loop import NO_STEP, Engine
 from slotwise.engine.messages import Add, Configure, StepRecord
 from slotwise.engine.scheduling import Scheduling
 from slotwise.policies.settings import POLICIES, Ordering
@@ -61,7 +61,7 @@ class Busy:
         self.whims = random.Random(seed)
         self._now = 1000 * MS
         self.scheduling = Scheduling(Batching(), LIMITS.max_num_seqs, LIMITS.max_num_batched_tokens, Ordering())
-        times = StepTimes()
+        times = StepTimeModel()
         self.scheduler = Scheduler(LIMITS, self.scheduling.discipline(), self.scheduling.policy(times), times)
         self.engine = Engine(
             self.scheduler, FakeExecutor(4, next_token), self.clock, (EOS,), depth=depth, scheduling=self.scheduling)
@@ -79,11 +79,11 @@ class Busy:
         whims, name = self.whims, f"r{next(self.serials)}"
         prompt = [3] * whims.choice((0, 8)) + [whims.randrange(1, 23) for _ in range(whims.randint(1, 20))]
         length = whims.randint(1, 12)
-        terms = Terms(whims.choice("ab"), whims.choice(("", *NAMES)), whims.randint(-3, 3),
-                      whims.choice((None, 0.02)), whims.choice((None, None, 0.005)))
+        slo = SLO(whims.choice("ab"), whims.choice(("", *NAMES)), whims.randint(-3, 3),
+                  whims.choice((None, 0.02)), whims.choice((None, None, 0.005)))
         self.asked[name] = alone(request(name, prompt, length), LIMITS)
-        self.tiers[name] = terms.tier
-        self.engine.handle(Add(name, prompt, SamplingParams(max_tokens=length), 0, terms=terms))
+        self.tiers[name] = slo.tier
+        self.engine.handle(Add(name, prompt, SamplingParams(max_tokens=length), 0, slo=slo))
 
     def slots(self) -> set[str]:
         """Who has one."""
@@ -147,7 +147,7 @@ def test_a_thousand_switches_lose_nobody(depth: int) -> None:
     busy = Busy(depth, depth)
     refused = 0
     for _ in range(SWITCHES // 2):
-        while busy.scheduler.num_living < 12:
+        while busy.scheduler.num_unfinished < 12:
             busy.ask()
         try:
             scheduling = busy.scheduling.changed(change(busy.whims), LIMITS)
@@ -183,7 +183,7 @@ def test_the_first_plan_after_a_change_follows_the_new_policy(policy: str) -> No
     busy.engine.handle(Configure(busy.scheduling))
     for number in range(7):
         params = SamplingParams(max_tokens=9 - number, ignore_eos=True)
-        busy.engine.handle(Add(f"q{number}", [2], params, 0, terms=Terms(priority=-number)))
+        busy.engine.handle(Add(f"q{number}", [2], params, 0, slo=SLO(priority=-number)))
     assert busy.step().admitted == ("q0",)
     other = busy.scheduling.changed({"scheduling_policy": policy, **({"preemption_gap": 99} if policy == "priority" else
                                                                      {})}, LIMITS)

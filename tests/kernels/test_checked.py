@@ -14,8 +14,8 @@ from slotwise.compose.engine import load
 from slotwise.core.params import SamplingParams
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import Add
-from slotwise.kernels.base import AttentionShape, QKNorm
 from slotwise.kernels.checked import CheckedKernels, KernelArgumentError
+from slotwise.kernels.interface import AttentionShape, QKNorm
 from slotwise.kernels.reference import ReferenceKernels
 
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=8, scale=0.5)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.paged import Layer, chunks, decodes, distance, layers, rotary
 
-from slotwise.kernels.base import AttentionShape, QKNorm
 from slotwise.kernels.cpu import CpuKernels
+from slotwise.kernels.interface import AttentionShape, QKNorm
 from slotwise.kernels.reference import ReferenceKernels
 
 CPU, REFERENCE = CpuKernels(threads=2), ReferenceKernels()

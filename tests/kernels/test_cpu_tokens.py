@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from kernels.paged import distance
 
 from slotwise.kernels.cpu import CpuKernels, onednn, paths
+from slotwise.kernels.cpu.launcher import KernelLauncher
 from slotwise.kernels.cpu.linear import tiled_linear
 from slotwise.kernels.cpu.onednn import onednn_linear
-from slotwise.kernels.cpu.team import Team
 from slotwise.kernels.reference import ReferenceKernels
 
 CPU, REFERENCE = CpuKernels(threads=2, path="float32"), ReferenceKernels()
@@ -33,7 +33,7 @@ def test_linear(kind, tokens, depth, outputs, with_bias):
     weight, x = numbers(kind, outputs, depth), numbers(kind, tokens, depth)
     bias = numbers(kind, outputs) if with_bias else None
     expected = x.double() @ weight.double().T + (bias.double() if with_bias else 0)
-    assert distance(tiled_linear(weight, bias, Team(2))(x), expected) < CLOSE[kind]
+    assert distance(tiled_linear(weight, bias, KernelLauncher(2))(x), expected) < CLOSE[kind]
     assert distance(CPU.linear(weight, bias)(x), expected) < CLOSE[kind]
 
 
@@ -62,7 +62,7 @@ def test_gated(path, kind, tokens, depth, size, with_bias):
 
 def test_linear_of_more_rows_than_are_widened_at_once():
     weight, x = numbers(torch.bfloat16, 96, 576), numbers(torch.bfloat16, 500, 576)
-    assert distance(tiled_linear(weight, None, Team(2))(x), x.double() @ weight.double().T) < 3e-3
+    assert distance(tiled_linear(weight, None, KernelLauncher(2))(x), x.double() @ weight.double().T) < 3e-3
 
 
 @product_paths.each(["onednn"])
@@ -94,7 +94,7 @@ def test_what_a_product_takes_is_measured(path):
 
 @FLOATS
 def test_a_product_does_not_depend_on_the_rows_beside_it(kind):
-    product, x = tiled_linear(numbers(kind, 100, 200), None, Team(2)), numbers(kind, 41, 200)
+    product, x = tiled_linear(numbers(kind, 100, 200), None, KernelLauncher(2)), numbers(kind, 41, 200)
     together = product(x)
     assert all(torch.equal(product(x[i : i + 1])[0], together[i]) for i in range(41))
 
@@ -125,11 +125,12 @@ def test_bfloat16_is_rounded_to_nearest_even():
     weight = torch.eye(len(values), dtype=torch.bfloat16)
     high = values.bfloat16()  # a product of exact parts whose sum needs rounding: value = high + low
     low = (values - high.float()).bfloat16()
-    product = tiled_linear(torch.cat((weight, weight), dim=1), None, Team(1))
+    product = tiled_linear(torch.cat((weight, weight), dim=1), None, KernelLauncher(1))
     x = torch.cat((torch.diag(high), torch.diag(low)), dim=1)
     assert torch.equal(product(x).diagonal(), values.bfloat16())
 
 
 def test_results_are_the_same_on_any_number_of_threads():
     weight, x = numbers(torch.float32, 640, 64), numbers(torch.float32, 30, 64)
-    assert torch.equal(tiled_linear(weight, None, Team(1))(x), tiled_linear(weight, None, Team(4))(x))
+    assert torch.equal(tiled_linear(weight, None, KernelLauncher(1))(x),
+                       tiled_linear(weight, None, KernelLauncher(4))(x))

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from kernels.paged import HEAD_DIMS, Layer, chunks, decodes, distance, layers, rotary
 from torch import Tensor
 
-from slotwise.kernels.base import AttentionShape, QKNorm
 from slotwise.kernels.cpu import CpuKernels
 from slotwise.kernels.cpu.cache import CpuCache
+from slotwise.kernels.interface import AttentionShape, QKNorm
 from slotwise.kernels.reference import QuantisedPagedCache, ReferenceKernels, quantise
 
 CPU, REFERENCE = CpuKernels(threads=2, kv_cache_dtype="int8"), ReferenceKernels(kv_cache_dtype="int8")

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from slotwise.kernels.base import AttentionShape
 from slotwise.kernels.cpu.cache import CpuCache
 from slotwise.kernels.cpu.pages import LARGE, populate
+from slotwise.kernels.interface import AttentionShape
 
 SHAPE = AttentionShape(num_heads=8, num_kv_heads=4, head_dim=64, scale=1.0)
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from kernels.paged import Layer, distance, rotary
 
-from slotwise.kernels.base import AttentionShape, QKNorm
+from slotwise.kernels.interface import AttentionShape, QKNorm
 from slotwise.kernels.reference import ReferenceKernels
 
 KERNELS = ReferenceKernels()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from checkpoints import make, one_thread
 
-from slotwise.kernels.base import Kernels
+from slotwise.kernels.interface import Kernels
 from slotwise.kernels.select import choose
 
 

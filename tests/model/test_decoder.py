@@ -16,7 +16,7 @@ from checkpoints import FAMILIES, LLAMA3_ROPE, edit_config, greedy, make, one_th
 from ragged import Driver
 from safetensors.torch import load_file, save_file
 
-from slotwise.kernels.base import Kernels
+from slotwise.kernels.interface import Kernels
 from slotwise.kernels.reference import ReferenceKernels
 from slotwise.model.load import load_model
 

@@ -10,15 +10,15 @@ from toy import EOS, VOCAB, next_token, scheduler
 from slotwise.batching.settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
-from slotwise.core.plan import StepPlan
+from slotwise.core.step import StepPlan
+from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
-from slotwise.engine.loop import Engine
 from slotwise.engine.messages import Add, Command, EngineInfo, Finish, StepRecord
 from slotwise.engine.scheduling import Scheduling
-from slotwise.observe.log import Entry, decode
+from slotwise.observe.event_log import Entry, decode
 from slotwise.observe.recorder import Recorder
 from slotwise.observe.ring import Ring
-from slotwise.observe.steptime import Work, work_of
+from slotwise.observe.step_time import Work, work_of
 
 LIMITS = SchedulerLimits(max_model_len=64, num_blocks=40, block_size=4, max_num_seqs=6, max_num_batched_tokens=16,
                          enable_prefix_caching=True, max_passes=2)

@@ -12,57 +12,58 @@ from observe.played import LIMITS, MS, Play
 from slotwise.batching.settings import Batching
 from slotwise.core.params import SamplingParams
 from slotwise.engine.scheduling import Scheduling
-from slotwise.observe import log
-from slotwise.observe.explain import PARTS, STEP_UNDER_WAY, Solo, Story, explain
-from slotwise.observe.facts import Facts, gather
-from slotwise.observe.log import Entry
-from slotwise.observe.moment import times_of
-from slotwise.observe.steptime import StepTimes, Work, work_of
+from slotwise.observe import event_log
+from slotwise.observe.event_log import Entry
+from slotwise.observe.explain import PARTS, STEP_UNDER_WAY, Explanation, Solo, explain
+from slotwise.observe.request_timeline import RequestTimeline, gather
+from slotwise.observe.step_time import StepTimeModel, Work, work_of
+from slotwise.observe.step_view import times_of
 
 DISCIPLINES = (Batching("static", batch_size=4), Batching("orca"), Batching(prefill="alone"),
                Batching("dynamic", batch_size=3, max_wait_ms=5), Batching("one_at_a_time"))
 
 
 @cache
-def crowd(depth: int = 0) -> tuple[Play, list[Entry], dict[str, Story]]:
+def crowd(depth: int = 0) -> tuple[Play, list[Entry], dict[str, Explanation]]:
     """Five hundred requests in a cache that is too small, some of which leave: the stories of them all, by id."""
     play = Play(7, depth=depth).run(500, arriving=(0, 0, 0, 1, 1))
     entries = play.entries
-    return play, entries, stories(entries)
+    return play, entries, explanations(entries)
 
 
-def stories(entries: list[Entry]) -> dict[str, Story]:
+def explanations(entries: list[Entry]) -> dict[str, Explanation]:
     times = times_of(entries)
-    return {facts.request.id: explain(facts, entries, times) for facts in gather(entries).values()}
+    return {timeline.request.id: explain(timeline, entries, times) for timeline in gather(entries).values()}
 
 
-def steps(entries: list[Entry]) -> dict[int, log.Step]:
-    return {entry.step: entry for entry in entries if isinstance(entry, log.Step)}
+def steps(entries: list[Entry]) -> dict[int, event_log.Step]:
+    return {entry.step: entry for entry in entries if isinstance(entry, event_log.Step)}
 
 
-def check_sums(play: Play, told: dict[str, Story]) -> None:
+def check_sums(play: Play, told: dict[str, Explanation]) -> None:
     assert told.keys() == play.waited.keys()
-    for name, story in told.items():
-        assert story.total_ns == play.waited[name] == sum(share.ns for share in story.shares), story.facts
-        assert all(piece.ns > 0 and piece.part in PARTS for piece in story.pieces)
+    for name, explanation in told.items():
+        assert explanation.total_ns == play.waited[name] == sum(share.ns
+                                                                for share in explanation.shares), explanation.timeline
+        assert all(span.ns > 0 and span.part in PARTS for span in explanation.spans)
 
 
-def check_reasons(entries: list[Entry], told: dict[str, Story]) -> None:
+def check_reasons(entries: list[Entry], told: dict[str, Explanation]) -> None:
     """Each wait for a reason names a step, and that step's plan names the request and the reason."""
     by_number = steps(entries)
-    for story in told.values():
-        number = story.facts.request.number
-        for piece in story.pieces:
-            if piece.part not in ("queue", "preempted", "paused"):
-                assert not piece.reason
+    for explanation in told.values():
+        number = explanation.timeline.request.number
+        for span in explanation.spans:
+            if span.part not in ("queue", "preempted", "paused"):
+                assert not span.reason
                 continue
-            step = by_number[piece.step]
-            if piece.reason == STEP_UNDER_WAY:
-                assert step.started_ns < story.facts.taken_ns or not story.facts.taken_ns
+            step = by_number[span.step]
+            if span.reason == STEP_UNDER_WAY:
+                assert step.started_ns < explanation.timeline.taken_ns or not explanation.timeline.taken_ns
                 continue
             assert number not in step.numbers
             given = [one.reason for one in (*step.refused, *step.preempted) if one.number == number]
-            assert piece.reason in given or (not given and step.stop.reason == piece.reason), (piece, step)
+            assert span.reason in given or (not given and step.stop.reason == span.reason), (span, step)
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -70,14 +71,15 @@ def test_the_parts_of_five_hundred_requests_are_what_their_clients_waited(depth:
     play, _, told = crowd(depth)
     assert len(told) == 500
     check_sums(play, told)
-    ends = Counter(story.facts.end_reason for story in told.values())
+    ends = Counter(explanation.timeline.end_reason for explanation in told.values())
     assert set(ends) == {"length", "stop", "abort", "timeout"}
-    parts = {(share.part, share.reason) for story in told.values() for share in story.shares}
+    parts = {(share.part, share.reason) for explanation in told.values() for share in explanation.shares}
     assert {"tokenising", "handing_over", "prefill", "decode", "neighbours", "recompute", "sending"} <= {
         part for part, _ in parts}
     assert {("queue", "no_slot"), ("queue", "no_blocks"), ("queue", "token_budget"), ("queue", STEP_UNDER_WAY),
             ("preempted", "no_blocks")} <= parts
-    assert any(story.num_cached for story in told.values()) and any(story.num_preemptions for story in told.values())
+    assert any(explanation.num_cached for explanation in told.values()) and any(explanation.num_preemptions
+                                                                                for explanation in told.values())
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -90,13 +92,14 @@ def test_each_reason_stands_in_the_plan_of_the_step_it_names(depth: int) -> None
 @pytest.mark.parametrize("batching", DISCIPLINES, ids=lambda batching: f"{batching.kind}-{batching.prefill}")
 def test_every_discipline_is_explained(batching: Batching, depth: int) -> None:
     play = Play(3, depth=depth, batching=batching).run(80)
-    told = stories(play.entries)
+    told = explanations(play.entries)
     check_sums(play, told)
     check_reasons(play.entries, told)
     if batching.kind in ("static", "dynamic"):
-        assert sum(story.ns("held") for story in told.values()) > 0
+        assert sum(explanation.ns("held") for explanation in told.values()) > 0
     if batching.prefill == "alone":
-        assert any(share[:2] == ("paused", "prompts_alone") for story in told.values() for share in story.shares)
+        assert any(share[:2] == ("paused", "prompts_alone") for explanation in told.values()
+                   for share in explanation.shares)
 
 
 def test_what_decode_would_take_alone_is_what_it_takes_alone() -> None:
@@ -104,17 +107,17 @@ def test_what_decode_would_take_alone_is_what_it_takes_alone() -> None:
     _, entries, told = crowd()
     times = times_of(entries)
     checked = 0
-    for story in told.values():
-        facts = story.facts
-        if facts.end_reason != "length" or facts.num_output < 10 or not story.ns("neighbours"):
+    for explanation in told.values():
+        timeline = explanation.timeline
+        if timeline.end_reason != "length" or timeline.num_output < 10 or not explanation.ns("neighbours"):
             continue
         alone = Play(1)
-        name = alone.arrive(facts.request.num_prompt, facts.num_output)
+        name = alone.arrive(timeline.request.num_prompt, timeline.num_output)
         alone.run(1, leaving=0.0)
-        (facts,) = gather(alone.entries).values()
-        measured = explain(facts, alone.entries, times)
-        assert measured.facts.request.id == name and not measured.ns("neighbours")
-        assert story.ns("decode") == pytest.approx(measured.ns("decode"), rel=0.15)
+        (timeline,) = gather(alone.entries).values()
+        measured = explain(timeline, alone.entries, times)
+        assert measured.timeline.request.id == name and not measured.ns("neighbours")
+        assert explanation.ns("decode") == pytest.approx(measured.ns("decode"), rel=0.15)
         checked += 1
         if checked == 50:
             return
@@ -125,38 +128,38 @@ def test_a_request_alone_has_no_neighbours_and_nothing_is_guessed_about_it() -> 
     play = Play(5)
     play.arrive(20, 8)
     play.run(1, leaving=0.0)
-    (facts,) = gather(play.entries).values()
-    known, unknown = (explain(facts, play.entries, times) for times in (times_of(play.entries), StepTimes()))
+    (timeline,) = gather(play.entries).values()
+    known, unknown = (explain(timeline, play.entries, times) for times in (times_of(play.entries), StepTimeModel()))
     assert known.shares == unknown.shares
-    computed = [entry for entry in play.entries if isinstance(entry, log.Step) and entry.numbers]
+    computed = [entry for entry in play.entries if isinstance(entry, event_log.Step) and entry.numbers]
     assert known.ns("prefill") + known.ns("decode") == sum(step.ended_ns - step.started_ns for step in computed)
     assert {share.part for share in known.shares} <= {
         "tokenising", "handing_over", "scheduling", "prefill", "decode", "sending"}
 
 
 def test_pieces_of_a_prompt_are_shares_of_what_it_would_take_alone() -> None:
-    times = StepTimes()
+    times = StepTimeModel()
     for tokens in range(1, 200):
         times.learn(work_of([0], [tokens]), 0.002 + 1e-5 * tokens)
     solo = Solo(times, Scheduling(Batching(), 4, 64))
-    whole = solo.piece(first=0, known=100, start=0, count=100)
+    whole = solo.chunk(first=0, known=100, start=0, count=100)
     assert whole == pytest.approx((0.002 + 0.002 + 1e-3) * 1e9, rel=0.02), "alone, it runs in two steps"
-    assert sum(solo.piece(0, 100, start, 10) for start in range(0, 100, 10)) == pytest.approx(whole, abs=10)
+    assert sum(solo.chunk(0, 100, start, 10) for start in range(0, 100, 10)) == pytest.approx(whole, abs=10)
     solo.scheduled(Scheduling(Batching(prefill="inline"), 4, 64))
-    assert solo.piece(0, 100, 0, 100) == pytest.approx(0.003 * 1e9, rel=0.02), "in one, where it is not cut"
-    assert Solo(StepTimes(), None).token(5) == 0
+    assert solo.chunk(0, 100, 0, 100) == pytest.approx(0.003 * 1e9, rel=0.02), "in one, where it is not cut"
+    assert Solo(StepTimeModel(), None).token(5) == 0
 
 
 def test_a_living_request_is_explained_as_far_as_the_log_goes() -> None:
     play = Play(2)
     play.arrive(20, 30)
     entries = play.run(1, leaving=0.0).entries
-    last = max(at for at, entry in enumerate(entries) if isinstance(entry, log.Step) and not entry.ended)
-    (facts,) = gather(entries[: last + 1]).values()
-    story = explain(facts, entries[: last + 1], times_of(entries))
-    assert not facts.ended and facts.total_ns == 0
-    assert story.total_ns == entries[last].ended_ns - facts.received_ns and not story.ns("sending")
-    assert story.as_json()["finish_reason"] is None
+    last = max(at for at, entry in enumerate(entries) if isinstance(entry, event_log.Step) and not entry.ended)
+    (timeline,) = gather(entries[: last + 1]).values()
+    explanation = explain(timeline, entries[: last + 1], times_of(entries))
+    assert not timeline.ended and timeline.total_ns == 0
+    assert explanation.total_ns == entries[last].ended_ns - timeline.received_ns and not explanation.ns("sending")
+    assert explanation.as_json()["finish_reason"] is None
 
 
 def test_one_whose_first_steps_are_forgotten_is_not_explained() -> None:
@@ -164,45 +167,45 @@ def test_one_whose_first_steps_are_forgotten_is_not_explained() -> None:
     play = Play(2)
     play.run(30, leaving=0.0)
     whole = play.entries
-    first = next(at for at, entry in enumerate(whole) if isinstance(entry, log.Step) and entry.step == 20)
-    there = [entry for entry in whole[:first] if isinstance(entry, log.Run | log.Request)]
+    first = next(at for at, entry in enumerate(whole) if isinstance(entry, event_log.Step) and entry.step == 20)
+    there = [entry for entry in whole[:first] if isinstance(entry, event_log.Run | event_log.Request)]
     cut = gather([*there, *whole[first:]])
     began = whole[first].started_ns
-    assert cut and all(facts.request.ns >= began for facts in cut.values())
+    assert cut and all(timeline.request.ns >= began for timeline in cut.values())
     complete = gather(whole)
-    assert {number: facts.ended_ns for number, facts in cut.items()} == {
-        number: facts.ended_ns for number, facts in complete.items() if facts.request.ns >= began}
+    assert {number: timeline.ended_ns for number, timeline in cut.items()} == {
+        number: timeline.ended_ns for number, timeline in complete.items() if timeline.request.ns >= began}
 
 
-def request(number: int, name: str, ns: int, **more: object) -> log.Request:
-    return log.Request(number, name, ns, 4, SamplingParams(), 0, **more)
+def request(number: int, name: str, ns: int, **more: object) -> event_log.Request:
+    return event_log.Request(number, name, ns, 4, SamplingParams(), 0, **more)
 
 
-def row(step: int, numbers: tuple[int, ...], start: int, **more: object) -> log.Step:
+def row(step: int, numbers: tuple[int, ...], start: int, **more: object) -> event_log.Step:
     """A step of ten milliseconds that begins a millisecond after the last."""
     began = (step * 11 + 1) * MS
-    return log.Step(step, began, began + 10 * MS, numbers=numbers, slots=numbers, starts=(start,) * len(numbers),
-                    counts=(4 if start == 0 else 1,) * len(numbers), tokens=((7,),) * len(numbers), **more)
+    return event_log.Step(step, began, began + 10 * MS, numbers=numbers, slots=numbers, starts=(start,) * len(numbers),
+                          counts=(4 if start == 0 else 1,) * len(numbers), tokens=((7,),) * len(numbers), **more)
 
 
 def joined(*numbers: int) -> dict[str, object]:
-    return {"admitted": tuple(log.Admission(number, 0) for number in numbers), "taken": (MS,) * len(numbers)}
+    return {"admitted": tuple(event_log.Admission(number, 0) for number in numbers), "taken": (MS,) * len(numbers)}
 
 
-def told(facts: Facts, entries: list[Entry], until_ns: int = 0) -> dict[str, float]:
-    times = StepTimes()
+def told(timeline: RequestTimeline, entries: list[Entry], until_ns: int = 0) -> dict[str, float]:
+    times = StepTimeModel()
     for _ in range(9):
         times.learn(work_of([0], [4]), 0.004)
         times.learn(Work(1, 1, 5, 0), 0.002)
-    return {share.part: round(share.ns / MS, 2) for share in explain(facts, entries, times, until_ns).shares}
+    return {share.part: round(share.ns / MS, 2) for share in explain(timeline, entries, times, until_ns).shares}
 
 
 def test_choices_of_a_response_wait_for_each_other() -> None:
     entries = [
         request(0, "cmpl-x-0", MS, received_ns=MS // 2), request(1, "cmpl-x-1", MS, received_ns=MS // 2),
-        row(0, (0, 1), 0, **joined(0, 1), ended=(log.End(0, "length", 1),)),
-        row(1, (1,), 4, ended=(log.End(1, "length", 2),)),
-        log.Sent(0, 23 * MS, 24 * MS, 1), log.Sent(1, 23 * MS, 24 * MS, 1)]
+        row(0, (0, 1), 0, **joined(0, 1), ended=(event_log.End(0, "length", 1),)),
+        row(1, (1,), 4, ended=(event_log.End(1, "length", 2),)),
+        event_log.Sent(0, 23 * MS, 24 * MS, 1), event_log.Sent(1, 23 * MS, 24 * MS, 1)]
     first, second = gather(entries).values()
     assert told(first, entries) == {"tokenising": 0.5, "prefill": 4, "neighbours": 6, "siblings": 11, "sending": 2}
     assert told(second, entries) == {
@@ -212,56 +215,59 @@ def test_choices_of_a_response_wait_for_each_other() -> None:
 
 def test_after_a_stop_string_everything_is_sending() -> None:
     """The engine hears of it in the middle of a step that computes one token too many."""
-    entries = [request(0, "cmpl-x-0", MS), row(0, (0,), 0, **joined(0)), log.Command(12 * MS, 0, "stop"),
-               row(1, (0,), 4), row(2, (), 0, taken=(22 * MS,), ended=(log.End(0, "stop", 2),))]
-    (facts,) = gather(entries[:3]).values()
-    assert told(facts, entries[:3], until_ns=13 * MS) == {"prefill": 10, "sending": 2}
-    entries.append(log.Sent(0, 13 * MS, 13 * MS, 1))
-    (facts,) = gather(entries).values()
-    assert told(facts, entries) == {"prefill": 10, "sending": 2} and facts.end_reason == "stop"
+    entries = [request(0, "cmpl-x-0", MS), row(0, (0,), 0, **joined(0)), event_log.Command(12 * MS, 0, "stop"),
+               row(1, (0,), 4), row(2, (), 0, taken=(22 * MS,), ended=(event_log.End(0, "stop", 2),))]
+    (timeline,) = gather(entries[:3]).values()
+    assert told(timeline, entries[:3], until_ns=13 * MS) == {"prefill": 10, "sending": 2}
+    entries.append(event_log.Sent(0, 13 * MS, 13 * MS, 1))
+    (timeline,) = gather(entries).values()
+    assert told(timeline, entries) == {"prefill": 10, "sending": 2} and timeline.end_reason == "stop"
 
 
 def test_an_abort_in_the_middle_of_a_step_ends_the_story_there() -> None:
-    entries = [request(0, "cmpl-x-0", MS), row(0, (0,), 0, **joined(0)), log.Command(15 * MS, 0, "abort"),
-               row(1, (0,), 4), row(2, (), 0, taken=(22 * MS,), ended=(log.End(0, "abort", 2),))]
-    (facts,) = gather(entries).values()
-    assert told(facts, entries) == {"prefill": 10, "scheduling": 1, "decode": 3}
+    entries = [request(0, "cmpl-x-0", MS), row(0, (0,), 0, **joined(0)), event_log.Command(15 * MS, 0, "abort"),
+               row(1, (0,), 4), row(2, (), 0, taken=(22 * MS,), ended=(event_log.End(0, "abort", 2),))]
+    (timeline,) = gather(entries).values()
+    assert told(timeline, entries) == {"prefill": 10, "scheduling": 1, "decode": 3}
 
 
 def test_an_engine_that_is_lost_takes_the_rest() -> None:
     entries = [request(0, "cmpl-x-0", MS), request(1, "cmpl-y-1", 2 * MS), row(0, (0,), 0, **joined(0)),
-               log.Engine(50 * MS, log.LOST, "killed"), log.Step(
-                   log.NO_STEP, 50 * MS, 50 * MS, ended=(log.End(0, "error", 0), log.End(1, "error", 0)))]
+               event_log.Engine(50 * MS, event_log.LOST, "killed"), event_log.Step(
+                   event_log.NO_STEP, 50 * MS, 50 * MS,
+                   ended=(event_log.End(0, "error", 0), event_log.End(1, "error", 0)))]
     running, waiting = gather(entries).values()
     assert told(running, entries) == {"prefill": 10, "failed_step": 39}
     assert told(waiting, entries) == {"queue": 9, "handing_over": 39}
 
 
 def test_a_failed_step_is_named() -> None:
-    entries = [request(0, "cmpl-x-0", MS), row(0, (0,), 0, **joined(0)), log.Step(
-        log.NO_STEP, 12 * MS, 15 * MS, ended=(log.End(0, "error", 1, "it broke"),), failure="it broke")]
-    (facts,) = gather(entries).values()
-    assert told(facts, entries) == {"prefill": 10, "scheduling": 1, "failed_step": 3}
+    entries = [request(0, "cmpl-x-0", MS), row(0, (0,), 0, **joined(0)), event_log.Step(
+        event_log.NO_STEP, 12 * MS, 15 * MS, ended=(event_log.End(0, "error", 1, "it broke"),), failure="it broke")]
+    (timeline,) = gather(entries).values()
+    assert told(timeline, entries) == {"prefill": 10, "scheduling": 1, "failed_step": 3}
 
 
 def test_a_gap_takes_those_who_lived_with_it() -> None:
-    entries = [request(0, "cmpl-x-0", MS), row(0, (0,), 0, **joined(0)), log.Gap(3), request(1, "cmpl-y-1", 40 * MS),
-               row(9, (1,), 0, admitted=(log.Admission(1, 0),), taken=(41 * MS,))]
+    entries = [request(0, "cmpl-x-0", MS), row(0, (0,), 0, **joined(0)), event_log.Gap(3),
+               request(1, "cmpl-y-1", 40 * MS),
+               row(9, (1,), 0, admitted=(event_log.Admission(1, 0),), taken=(41 * MS,))]
     assert list(gather(entries)) == [1]
 
 
 def test_a_tenant_sees_its_own_and_no_more() -> None:
     entries = [request(0, "cmpl-x-0", MS, salt="one"), request(1, "cmpl-x-1", MS, salt="one:extra"),
                request(2, "cmpl-x-2", MS, salt="two")]
-    assert [facts.belongs_to("one") for facts in gather(entries).values()] == [True, True, False]
-    assert all(facts.belongs_to("") for facts in gather(entries).values())
+    assert [timeline.belongs_to("one") for timeline in gather(entries).values()] == [True, True, False]
+    assert all(timeline.belongs_to("") for timeline in gather(entries).values())
 
 
 def test_a_log_read_from_a_file_tells_the_same(tmp_path) -> None:
     _, entries, told = crowd()
     path = tmp_path / "events.jsonl"
-    path.write_bytes(log.encode_lines(entries))
-    again = stories(list(log.read_file(path)))
-    assert {name: story.pieces for name, story in again.items()} == {name: story.pieces for name, story in told.items()}
-    assert next(entry for entry in log.read_file(path) if isinstance(entry, log.Run)).limits == LIMITS
-    assert msgspec.json.encode([story.as_json() for story in again.values()])
+    path.write_bytes(event_log.encode_lines(entries))
+    again = explanations(list(event_log.read_file(path)))
+    assert {name: explanation.spans for name, explanation in again.items()} == {name: explanation.spans for name,
+                                                                                explanation in told.items()}
+    assert next(entry for entry in event_log.read_file(path) if isinstance(entry, event_log.Run)).limits == LIMITS
+    assert msgspec.json.encode([explanation.as_json() for explanation in again.values()])

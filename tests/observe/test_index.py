@@ -9,24 +9,24 @@ import pytest
 from observe.played import Play
 
 from slotwise.core.params import SamplingParams
-from slotwise.observe import log
+from slotwise.observe import event_log
+from slotwise.observe.event_log import Entry
 from slotwise.observe.explain import explain
 from slotwise.observe.explaining import CALLS
-from slotwise.observe.facts import Facts, gather
-from slotwise.observe.log import Entry
-from slotwise.observe.moment import times_of
+from slotwise.observe.request_timeline import RequestTimeline, gather
 from slotwise.observe.ring import Ring
-from slotwise.observe.steptime import StepTimes, work_of
+from slotwise.observe.step_time import StepTimeModel, work_of
+from slotwise.observe.step_view import times_of
 
 MOST = 16
 
 
-def passed_over(ring: Ring) -> tuple[list[Entry], dict[int, Facts]]:
-    entries = list(map(log.decode, ring.lines()))
+def passed_over(ring: Ring) -> tuple[list[Entry], dict[int, RequestTimeline]]:
+    entries = list(map(event_log.decode, ring.lines()))
     return entries, gather(entries)
 
 
-def extracted(ring: Ring, found: list[Facts], times: StepTimes) -> list[dict[str, Any]]:
+def extracted(ring: Ring, found: list[RequestTimeline], times: StepTimeModel) -> list[dict[str, Any]]:
     """By the function that a worker runs, through the bytes it is sent."""
     sent = msgspec.msgpack.encode((*ring.extract(found), times.prediction(), 0))
     return CALLS["explain"](*msgspec.msgpack.decode(sent))
@@ -39,7 +39,7 @@ def test_every_request_whose_steps_are_there_is_explained_as_by_the_whole_log(ca
     times, ring = times_of(play.entries), Ring(capacity)
     compared = 0
     for at, entry in enumerate(play.entries):
-        ring.append(entry, log.line_of(entry))
+        ring.append(entry, event_log.line_of(entry))
         if at % 151 and at != len(play.entries) - 1:
             continue
         written = play.entries[: at + 1]
@@ -60,34 +60,34 @@ def test_only_lines_of_its_life_are_extracted() -> None:
     play = Play(7).run(120, arriving=(0, 0, 0, 1, 1))
     ring = Ring()
     for entry in play.entries:
-        ring.append(entry, log.line_of(entry))
+        ring.append(entry, event_log.line_of(entry))
     entries, expected = passed_over(ring)
     shares = []
     for facts in expected.values():
         (found,) = ring.named("", facts.response_id, MOST)
-        lines = list(map(log.decode, ring.extract([found]).lines.splitlines()))
-        assert all(isinstance(line, log.Step | log.Command | log.Engine) for line in lines)
-        life = [line for line in lines if isinstance(line, log.Step) and line.step >= 0]
+        lines = list(map(event_log.decode, ring.extract([found]).lines.splitlines()))
+        assert all(isinstance(line, event_log.Step | event_log.Command | event_log.Engine) for line in lines)
+        life = [line for line in lines if isinstance(line, event_log.Step) and line.step >= 0]
         assert all(line.ended_ns >= facts.request.ns for line in life)
         assert all(facts.request.number not in line.numbers for line in entries[facts.over_at + 1:]
-                   if isinstance(line, log.Step))
+                   if isinstance(line, event_log.Step))
         shares.append(len(lines) / len(entries))
     assert sum(shares) / len(shares) < 0.2
 
 
-def request(number: int, name: str, salt: str) -> log.Request:
-    return log.Request(number, f"cmpl-{name}-{number}", number + 1, 4, SamplingParams(), 0, salt=salt)
+def request(number: int, name: str, salt: str) -> event_log.Request:
+    return event_log.Request(number, f"cmpl-{name}-{number}", number + 1, 4, SamplingParams(), 0, salt=salt)
 
 
 def test_what_is_gone_from_the_ring_is_gone_from_the_index() -> None:
     ring = Ring(20_000)
     for number in range(2000):
         entry = request(number, "x", "one")
-        ring.append(entry, log.line_of(entry))
-        step = log.Step(number, number + 1, number + 2, numbers=(number,), slots=(0,), starts=(0,), counts=(4,),
-                        tokens=((5,),), ended=(log.End(number, "length", 1),))
-        ring.append(step, log.line_of(step))
-    known = len(gather(map(log.decode, ring.lines())))
+        ring.append(entry, event_log.line_of(entry))
+        step = event_log.Step(number, number + 1, number + 2, numbers=(number,), slots=(0,), starts=(0,), counts=(4,),
+                              tokens=((5,),), ended=(event_log.End(number, "length", 1),))
+        ring.append(step, event_log.line_of(step))
+    known = len(gather(map(event_log.decode, ring.lines())))
     assert 10 < len(ring.named("", "x", 9999)) <= known < 200
     assert len(ring._index._together) <= known + 1 and len(ring._index._named) <= 2
     assert sum(map(len, ring._index._named.values())) <= 2 * (known + 1)
@@ -97,7 +97,7 @@ def test_the_latest_of_a_name_and_only_a_tenants_own() -> None:
     ring = Ring()
     for number in range(100):
         entry = request(number, "x", ("one", "two", "one:salt")[number % 3])
-        ring.append(entry, log.line_of(entry))
+        ring.append(entry, event_log.line_of(entry))
     assert [facts.request.number for facts in ring.named("two", "x", 3)] == [91, 94, 97]
     assert [facts.request.number for facts in ring.named("one", "cmpl-x", 3)] == [96, 98, 99]
     assert [facts.request.number for facts in ring.named("", "x", 3)] == [97, 98, 99]
@@ -108,9 +108,9 @@ def test_the_latest_of_a_name_and_only_a_tenants_own() -> None:
 def test_a_prediction_is_that_of_the_model() -> None:
     play = Play(3).run(80)
     times = times_of(play.entries)
-    again = StepTimes.predicting(times.prediction())
+    again = StepTimeModel.predicting(times.prediction())
     assert times.knows
     for entry in play.entries:
-        if isinstance(entry, log.Step) and entry.numbers:
+        if isinstance(entry, event_log.Step) and entry.numbers:
             work = work_of(entry.starts, entry.counts, entry.padding)
             assert again.typical(work) == times.typical(work) > 0

@@ -6,7 +6,7 @@ import logging
 import pytest
 from toy_engine import MS, engine
 
-from slotwise.core.plan import Decision, Stop
+from slotwise.core.step import Decision, Stop
 from slotwise.engine.messages import RowEnd, StepRecord
 from slotwise.observe.load import LoadLine, report, sentence
 from slotwise.observe.metrics import Metrics

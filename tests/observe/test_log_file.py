@@ -14,11 +14,11 @@ from slotwise import LLM
 from slotwise.batching.settings import Batching
 from slotwise.cli import main
 from slotwise.engine.scheduling import Scheduling
-from slotwise.observe import log
+from slotwise.observe import event_log
 from slotwise.observe.log_file import LogFile, LogFileError, check
 
-RUN = log.line_of(log.Run("1", "m", "float32", "cpu", 1.0, 2, LIMITS, Scheduling(Batching(), 4, 64)))
-OTHER = log.line_of(log.Gap(3))
+RUN = event_log.line_of(event_log.Run("1", "m", "float32", "cpu", 1.0, 2, LIMITS, Scheduling(Batching(), 4, 64)))
+OTHER = event_log.line_of(event_log.Gap(3))
 
 
 def written(path: Path, **options: bool) -> None:
@@ -101,4 +101,4 @@ def test_commands_refuse_before_an_engine_loads(tmp_path: Path, capsys: pytest.C
     assert path.read_text() == "precious"
     told = ["bench", "throughput", "--num-prompts", "1", "--max-tokens", "1", "--overwrite-event-log"]
     assert main([*told, "--event-log", str(path)]) == 0
-    assert isinstance(next(iter(log.read_file(path))), log.Run)
+    assert isinstance(next(iter(event_log.read_file(path))), event_log.Run)

@@ -13,8 +13,8 @@ from toy_engine import LIMITS, MS, Rehearsal, engine
 from slotwise.batching.settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
-from slotwise.core.plan import Copy, Decision, Stop
 from slotwise.core.roofline import Machine, Roofline
+from slotwise.core.step import Copy, Decision, Stop
 from slotwise.engine.messages import Add, Configure, MemoryUse, RowEnd, StepRecord
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe import waste

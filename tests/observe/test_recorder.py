@@ -13,7 +13,7 @@ from recorded import Recorded
 from slotwise.batching.settings import Batching
 from slotwise.core.params import SamplingParams
 from slotwise.engine.messages import Add, Finish, RowEnd, StepRecord
-from slotwise.observe import log, log_file, recorder
+from slotwise.observe import event_log, log_file, recorder
 from slotwise.observe.log_file import LogFile
 from slotwise.observe.recorder import Recorder
 from slotwise.observe.ring import Known, Ring
@@ -21,35 +21,35 @@ from slotwise.observe.ring import Known, Ring
 ENTRIES = Recorded(0, Batching(), depth=1).play(60)
 
 
-def known(entries: list[log.Entry]) -> list[log.Entry]:
+def known(entries: list[event_log.Entry]) -> list[event_log.Entry]:
     state = Known()
     for entry in entries:
-        state.take(entry)
+        state.feed(entry)
     return state.entries()
 
 
-def remembered(ring: Ring) -> list[log.Entry]:
-    return list(map(log.decode, ring.lines()))
+def remembered(ring: Ring) -> list[event_log.Entry]:
+    return list(map(event_log.decode, ring.lines()))
 
 
 def test_lines_are_read_as_they_were_written() -> None:
-    lines = log.encode_lines(ENTRIES).splitlines(keepends=True)
-    assert list(log.read(lines)) == ENTRIES
-    assert list(log.read([*lines, b'{"kind":"st'])) == ENTRIES  # whoever wrote it was killed
-    with pytest.raises(log.LogError, match="line 3"):
-        list(log.read([*lines[:2], b"{}\n"]))
-    with pytest.raises(log.LogError, match="No such file"):
-        list(log.read_file("/no/such/log"))
+    lines = event_log.encode_lines(ENTRIES).splitlines(keepends=True)
+    assert list(event_log.read(lines)) == ENTRIES
+    assert list(event_log.read([*lines, b'{"kind":"st'])) == ENTRIES  # whoever wrote it was killed
+    with pytest.raises(event_log.LogError, match="line 3"):
+        list(event_log.read([*lines[:2], b"{}\n"]))
+    with pytest.raises(event_log.LogError, match="No such file"):
+        list(event_log.read_file("/no/such/log"))
 
 
 @given(capacity=st.integers(1, 60_000))
 def test_a_ring_is_bounded_and_tells_what_comes_before_it(capacity: int) -> None:
     ring = Ring(capacity)
     for position, entry in enumerate(ENTRIES):
-        ring.append(entry, log.line_of(entry))
+        ring.append(entry, event_log.line_of(entry))
         assert ring.end == position + 1
     held = [line.data for line in ring.since(ring.first, 1 << 30).lines]
-    assert list(log.read(held)) == ENTRIES[ring.first :]
+    assert list(event_log.read(held)) == ENTRIES[ring.first :]
     assert len(held) == 1 or sum(map(len, held)) <= capacity
     assert ring.preface() == known(ENTRIES[: ring.first])
     assert ring.living() == known(ENTRIES) == known(remembered(ring))
@@ -61,10 +61,10 @@ def test_a_reader_misses_nothing_without_being_told(capacity: int, turns: list[i
     coming = iter(ENTRIES)
     for turn in turns:
         for _, entry in zip(range(turn), coming, strict=False):
-            ring.append(entry, log.line_of(entry))
+            ring.append(entry, event_log.line_of(entry))
         batch = ring.since(position, most)
         start = seen + batch.missed
-        entries = [log.decode(line.data) for line in batch.lines]
+        entries = [event_log.decode(line.data) for line in batch.lines]
         assert entries == ENTRIES[start : start + len(entries)] and len(entries) <= most
         position, seen = batch.position, start + len(entries)
     assert seen == position <= ring.end
@@ -73,8 +73,8 @@ def test_a_reader_misses_nothing_without_being_told(capacity: int, turns: list[i
 def test_a_stream_tells_neither_prompts_nor_whatever_else_is_only_in_the_file() -> None:
     run = Recorded(0, Batching())
     run.play(20)
-    assert not any(entry.prompt for entry in remembered(run.recorder.ring) if isinstance(entry, log.Request))
-    assert all(entry.prompt for entry in run.file.entries if isinstance(entry, log.Request))
+    assert not any(entry.prompt for entry in remembered(run.recorder.ring) if isinstance(entry, event_log.Request))
+    assert all(entry.prompt for entry in run.file.entries if isinstance(entry, event_log.Request))
 
 
 def test_numbers_count_arrivals_and_names_may_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,10 +87,10 @@ def test_numbers_count_arrivals_and_names_may_come_again(monkeypatch: pytest.Mon
         assert subject.number_of("same") == turn
     subject.sent("same", 10, 11, 4)
     subject.sent("another", 10, 11, 4)
-    requests = [entry for entry in remembered(subject.ring) if isinstance(entry, log.Request)]
+    requests = [entry for entry in remembered(subject.ring) if isinstance(entry, event_log.Request)]
     assert [(entry.number, entry.received_ns, entry.tokenised_ns, entry.ns) for entry in requests] == [
         (turn, 5, 6, 7) for turn in range(3)]
-    assert remembered(subject.ring)[-1] == log.Sent(2, 10, 11, 4)
+    assert remembered(subject.ring)[-1] == event_log.Sent(2, 10, 11, 4)
     for name in "abc":
         subject.commanded(Add(name, [1], SamplingParams(), 0), 12)
         subject.stepped(StepRecord(-1, 13, 13, ended=(RowEnd(name, "length", 1),)))
@@ -100,8 +100,8 @@ def test_numbers_count_arrivals_and_names_may_come_again(monkeypatch: pytest.Mon
 def test_a_file_has_everything_in_its_order(tmp_path: Path) -> None:
     with LogFile(tmp_path / "log") as file:
         for entry in ENTRIES:
-            file.write(log.line_of(entry))
-    assert list(log.read_file(tmp_path / "log")) == ENTRIES
+            file.write(event_log.line_of(entry))
+    assert list(event_log.read_file(tmp_path / "log")) == ENTRIES
 
 
 def test_a_file_that_cannot_keep_up_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,17 +116,17 @@ def test_a_file_that_cannot_keep_up_keeps_nobody_waiting(tmp_path: Path, monkeyp
     monkeypatch.setattr(LogFile, "_put", put)
     monkeypatch.setattr(log_file, "GATHER", 0.0)
     file = LogFile(tmp_path / "log", max_waiting=4000)
-    file.write(log.line_of(ENTRIES[0]))
+    file.write(event_log.line_of(ENTRIES[0]))
     assert written.wait(10)
     for entry in ENTRIES[1:]:
-        file.write(log.line_of(entry))  # by this very thread: were it kept waiting, the test would not end
+        file.write(event_log.line_of(entry))  # by this very thread: were it kept waiting, the test would not end
     stuck.set()
     file.close()
-    found = list(log.read_file(tmp_path / "log"))
+    found = list(event_log.read_file(tmp_path / "log"))
     missed = found[-1]
-    assert isinstance(missed, log.Gap) and found[:-1] == ENTRIES[: len(found) - 1]
+    assert isinstance(missed, event_log.Gap) and found[:-1] == ENTRIES[: len(found) - 1]
     assert missed.missed == len(ENTRIES) - len(found) + 1
-    assert sum(len(log.line_of(entry)) for entry in found[1:-1]) <= 4000
+    assert sum(len(event_log.line_of(entry)) for entry in found[1:-1]) <= 4000
 
 
 def test_a_full_disk_is_told_once_and_harms_nobody(
@@ -138,5 +138,5 @@ def test_a_full_disk_is_told_once_and_harms_nobody(
     monkeypatch.setattr(log_file, "GATHER", 0.0)
     with LogFile(tmp_path / "log") as file:
         for entry in ENTRIES:
-            file.write(log.line_of(entry))
+            file.write(event_log.line_of(entry))
     assert [record.levelname for record in caplog.records] == ["ERROR"] and "No space left" in caplog.text

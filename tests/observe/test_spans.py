@@ -9,9 +9,21 @@ from slotwise.batching.settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.observe import spans
-from slotwise.observe.log import Admission, Command, End, Entry, Preemption, Refused, Request, Run, Sent, Step, Stop
+from slotwise.observe.event_log import (
+    Admission,
+    Command,
+    End,
+    Entry,
+    Preemption,
+    Refused,
+    Request,
+    Run,
+    Sent,
+    Step,
+    Stop,
+)
 from slotwise.observe.recorder import Recorder
-from slotwise.observe.spans import Life, Spans
+from slotwise.observe.spans import RequestSpans, Spans
 
 
 def request(number: int, at_ms: float, **more: object) -> Request:
@@ -23,12 +35,12 @@ def step(at_ms: int, **columns: object) -> Step:
     return Step(at_ms, at_ms * MS, (at_ms + 10) * MS, **columns)
 
 
-def told(entries: list[Entry]) -> list[Life]:
+def told(entries: list[Entry]) -> list[RequestSpans]:
     folding = Spans()
-    return [life for entry in entries for life in folding.take(entry)]
+    return [life for entry in entries for life in folding.feed(entry)]
 
 
-def stages(life: Life) -> list[tuple[str, float, float]]:
+def stages(life: RequestSpans) -> list[tuple[str, float, float]]:
     return [(span.name, span.start_ns / MS, span.end_ns / MS) for span in life.spans]
 
 
@@ -36,11 +48,11 @@ class Told:
     """Those whose way is complete."""
 
     def __init__(self) -> None:
-        self.lives: list[Life] = []
+        self.lives: list[RequestSpans] = []
         self._spans = Spans()
 
     def write(self, entry: Entry) -> None:
-        self.lives += self._spans.take(entry)
+        self.lives += self._spans.feed(entry)
 
 
 @pytest.mark.parametrize("depth", [0, 1])

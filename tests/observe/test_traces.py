@@ -10,7 +10,7 @@ from otlp import attributes, collecting
 from toy_engine import MS, engine
 
 from slotwise.core.params import SamplingParams
-from slotwise.observe.log import Admission, End, Request, Run, Sent, Step
+from slotwise.observe.event_log import Admission, End, Request, Run, Sent, Step
 from slotwise.observe.traces import Traces, TracesError
 
 UNIX = 1_800_000_000.5

@@ -6,16 +6,16 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from crowds import ROOMY, Comer, KnownTimes, comers, crowd, play, running, terms, waiting
+from crowds import ROOMY, Comer, KnownTimes, comers, crowd, play, running, slo, waiting
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy import Driver, alone
 
 from slotwise.batching.settings import Batching
 from slotwise.core import reasons
-from slotwise.core.courtesy import SHORT
-from slotwise.core.plan import StepPlan
-from slotwise.core.terms import Terms, Tier
+from slotwise.core.prefill_isolation import SHORT
+from slotwise.core.slo import SLO, Tier
+from slotwise.core.step import StepPlan
 from slotwise.policies.settings import Ordering
 
 BATCHINGS = (
@@ -28,7 +28,7 @@ ORDERINGS = (
     Ordering("deadline", default_ttft_ms=9000.0, shed_late=True))
 TIERS = (Tier("gold", weight=3.0, slots=1), Tier("bulk", priority=2))
 TIGHT = replace(ROOMY, max_model_len=40, num_blocks=15, max_num_seqs=4, max_num_batched_tokens=9, watermark_blocks=1)
-ANY_TERMS = terms(
+ANY_TERMS = slo(
     ("", "a", "b"), ("", "gold", "bulk"), (-1, 0, 3), (None, 2.0, 12.0), (None, None, 0.5))
 LIMITS = st.builds(
     lambda blocks, passes, tiers, step, stall: replace(
@@ -82,15 +82,15 @@ def assert_nothing_is_idle(driver: Driver, plan: StepPlan) -> None:
         case reasons.TIME_BUDGET:
             assert plan.counts and driver.scheduler.num_running
         case reasons.TIER_CAP:
-            names = [one.terms.tier for one in running(driver)]
+            names = [one.slo.tier for one in running(driver)]
             kept = sum(max(0, tier.slots - names.count(tier.name)) for tier in limits.tiers
-                       if tier.name != first.terms.tier)
+                       if tier.name != first.slo.tier)
             assert num_free <= kept + pressed
         case reasons.BATCH_RUNNING | reasons.ONE_AT_A_TIME:
             assert running(driver)
         case reasons.FIRST_TOKEN:
-            tenants = {one.request_id: one.terms.tenant for one in running(driver)}
-            assert any(tenants[name] != first.terms.tenant for name in plan.request_ids)
+            tenants = {one.request_id: one.slo.tenant for one in running(driver)}
+            assert any(tenants[name] != first.slo.tenant for name in plan.request_ids)
         case reasons.WINDOW_OPEN:
             assert driver.now < plan.stop.reopens_at
         case other:
@@ -110,7 +110,7 @@ def test_everyone_ends_once_with_their_own_tokens_and_no_slot_is_idle(limits, ba
 def test_the_product_gives_equal_plans_for_equal_input(batching, ordering):
     draw = Random(7)
     coming = [
-        Comer(draw.choice((0, 0, 1, 5)), draw.randint(1, 14), draw.randint(1, 20), Terms(
+        Comer(draw.choice((0, 0, 1, 5)), draw.randint(1, 14), draw.randint(1, 20), SLO(
             draw.choice("ab"), draw.choice(("gold", "bulk", "")), draw.randint(-1, 3), draw.choice((None, 5.0, 20.0))))
         for _ in range(25)]
     limits = replace(TIGHT, tiers=TIERS, max_passes=2)

@@ -6,13 +6,13 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from crowds import TIGHT, Comer, Starts, assert_right, comers, crowd, play, running, terms, waiting
+from crowds import TIGHT, Comer, Starts, assert_right, comers, crowd, play, running, slo, waiting
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from slotwise.core.interfaces import Policy
 from slotwise.core.request import State
-from slotwise.core.seams import Policy
-from slotwise.core.terms import Terms
+from slotwise.core.slo import SLO
 from slotwise.policies import fair
 from slotwise.policies.fair import OUTPUT, PROMPT, Fair
 from slotwise.policies.fcfs import FirstComeFirstServed
@@ -31,14 +31,14 @@ class Served:
 
     def look(self, driver: Starts, plan) -> None:
         for name, one in driver.everyone.items():
-            share = self.weights.get(one.terms.tier, 1.0)
+            share = self.weights.get(one.slo.tier, 1.0)
             tokens = len(driver.output.get(name, ()))
-            self.work[one.terms.tenant] += OUTPUT * (tokens - self.told[name]) / share
+            self.work[one.slo.tenant] += OUTPUT * (tokens - self.told[name]) / share
             self.told[name] = tokens
             if name not in self.charged and one.state is State.RUNNING:
                 self.charged.add(name)
-                self.work[one.terms.tenant] += PROMPT * one.num_prompt / share
-        backlogged = sorted({one.terms.tenant for one in waiting(driver)})
+                self.work[one.slo.tenant] += PROMPT * one.num_prompt / share
+        backlogged = sorted({one.slo.tenant for one in waiting(driver)})
         pairs = [(a, b) for a in backlogged for b in backlogged if a < b]
         self.spread = {pair: self._wider(pair) for pair in pairs}
         self.widest = max([self.widest, *(high - low for low, high in self.spread.values())])
@@ -58,7 +58,7 @@ SMALL = replace(TIGHT, max_model_len=24, num_blocks=6)
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from((0.0, 0.0, 20.0)),
-       comers(terms(tenants=("a", "a", "a", "b", "c")), max_prompt=12, max_output=12, max_size=60))
+       comers(slo(tenants=("a", "a", "a", "b", "c")), max_prompt=12, max_output=12, max_size=60))
 def test_two_backlogged_tenants_never_drift_apart(credit, coming):
     driver, served = Starts(Fair({}, credit), SMALL), Served({})
     play(driver, crowd(coming), served.look)
@@ -66,7 +66,7 @@ def test_two_backlogged_tenants_never_drift_apart(credit, coming):
     assert served.widest <= bound(12, SMALL.cache_tokens) + 2 * credit
 
 
-HEAVY_A, LIGHT_A, HEAVY_B, LIGHT_B = (Terms(tenant, tier) for tenant in "ab" for tier in ("gold", ""))
+HEAVY_A, LIGHT_A, HEAVY_B, LIGHT_B = (SLO(tenant, tier) for tenant in "ab" for tier in ("gold", ""))
 FOR_EVER = [  # of one step after another: r6 took r5's place, and r5, first in line at a tie, took the free one
     Comer(0, 8, 19, HEAVY_B), Comer(2, 2, 4, HEAVY_A), Comer(1, 8, 8, LIGHT_B), Comer(0, 3, 2, HEAVY_B),
     Comer(0, 7, 2, LIGHT_A), Comer(0, 7, 5, LIGHT_B), Comer(0, 3, 15, HEAVY_A), Comer(0, 7, 4, LIGHT_A)]
@@ -74,7 +74,7 @@ FOR_EVER = [  # of one step after another: r6 took r5's place, and r5, first in 
 
 @settings(max_examples=60, deadline=None)
 @example(FOR_EVER)
-@given(comers(terms(tenants=("a", "b"), tiers=("gold", "")), max_size=60))
+@given(comers(slo(tenants=("a", "b"), tiers=("gold", "")), max_size=60))
 def test_service_is_counted_by_weight(coming):
     driver, served = Starts(Fair({"gold": 4.0}, 0.0), SMALL), Served({"gold": 4.0})
     play(driver, crowd(coming), served.look)
@@ -84,8 +84,8 @@ def test_service_is_counted_by_weight(coming):
 
 def flood(policy: Policy) -> float:
     """How far tenants drift apart where one brought a hundred before another came with twenty."""
-    coming = [Comer(0, 4, 8, Terms(tenant="flood"))] * 100 + [Comer(1, 4, 8, Terms(tenant="light"))]
-    coming += [Comer(0, 4, 8, Terms(tenant="light"))] * 20
+    coming = [Comer(0, 4, 8, SLO(tenant="flood"))] * 100 + [Comer(1, 4, 8, SLO(tenant="light"))]
+    coming += [Comer(0, 4, 8, SLO(tenant="light"))] * 20
     driver, served = Starts(policy, SMALL), Served({})
     play(driver, crowd(coming), served.look)
     return served.widest
@@ -96,37 +96,37 @@ def test_the_bound_is_one_that_first_come_first_served_breaks():
 
 
 def test_twice_the_weight_is_twice_the_service():
-    heavy, light = Terms("heavy", "gold"), Terms("light", "")
+    heavy, light = SLO("heavy", "gold"), SLO("light", "")
     driver, done = Starts(Fair({"gold": 2.0})), Counter()
 
     def look(driver, plan):
-        if {one.terms.tenant for one in waiting(driver)} == {"heavy", "light"}:
+        if {one.slo.tenant for one in waiting(driver)} == {"heavy", "light"}:
             for one in driver.everyone.values():
                 done[one.request_id] = len(driver.output.get(one.request_id, ()))
 
-    play(driver, crowd([Comer(0, 1, 6, terms) for _ in range(60) for terms in (heavy, light)]), look)
+    play(driver, crowd([Comer(0, 1, 6, slo) for _ in range(60) for slo in (heavy, light)]), look)
     shares = Counter()
     for name, tokens in done.items():
-        shares[driver.everyone[name].terms.tenant] += tokens
+        shares[driver.everyone[name].slo.tenant] += tokens
     assert 1.7 < shares["heavy"] / shares["light"] < 2.3
 
 
 @pytest.mark.parametrize("credit", [0.0, 90.0])
 def test_being_away_earns_no_credit_beyond_what_is_allowed(credit):
-    busy, back = Terms("busy"), Terms("back")
+    busy, back = SLO("busy"), SLO("back")
     coming = [Comer(0, 1, 4, back), *[Comer(0, 1, 4, busy)] * 60, Comer(9, 1, 4, back), *[Comer(0, 1, 4, back)] * 39]
     driver, served = Starts(Fair({}, credit)), Served({})
     play(driver, crowd(coming), served.look)
     assert served.widest <= bound(1, TIGHT.cache_tokens) + 2 * credit
     first = driver.admitted.index("r61") + int(credit / 9)  # of one token and four, each is 9
-    soon = [driver.everyone[name].terms.tenant for name in driver.admitted[first : first + 12]]
+    soon = [driver.everyone[name].slo.tenant for name in driver.admitted[first : first + 12]]
     assert 3 <= soon.count("busy") <= 9, "they share from the moment its credit is used"
 
 
 def test_no_slot_is_kept_empty_for_a_share():
     driver = Starts(Fair({}), replace(TIGHT, num_blocks=64))
     free = []
-    play(driver, crowd([Comer(0, 1, 9, Terms("one"))] * 12),
+    play(driver, crowd([Comer(0, 1, 9, SLO("one"))] * 12),
          lambda driver, plan: free.append(4 - len(running(driver)) if waiting(driver) else 0))
     assert not any(free)
 
@@ -136,7 +136,7 @@ def test_what_is_kept_of_tenants_is_bounded(monkeypatch):
     policy = Fair({})
     driver = Starts(policy)
     for number in range(3 * 100):
-        one = crowd([Comer(0, 1, 1, Terms(f"tenant {number}"))])[0][1]
+        one = crowd([Comer(0, 1, 1, SLO(f"tenant {number}"))])[0][1]
         driver.add(one)
         driver.plan()
         driver.commit()

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from crowds import ROOMY, TIGHT, Comer, KnownTimes, Starts, assert_right, comers, crowd, play, running, terms, waiting
+from crowds import ROOMY, TIGHT, Comer, KnownTimes, Starts, assert_right, comers, crowd, play, running, slo, waiting
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy import alone
 
+from slotwise.core.interfaces import Policy
 from slotwise.core.reasons import NO_SLOT, OUTRANKED
 from slotwise.core.request import Request, State
-from slotwise.core.seams import Policy
-from slotwise.core.terms import Terms
+from slotwise.core.slo import SLO
 from slotwise.policies.deadline import Deadline
 from slotwise.policies.fcfs import FirstComeFirstServed
 from slotwise.policies.lengths import ENOUGH, KEPT, MAX_KINDS, Guesses
@@ -27,18 +27,18 @@ bounded = settings(max_examples=25, deadline=None)
 
 
 @bounded
-@given(SECONDS, st.integers(1, 3), comers(terms(priorities=(-2, 0, 1, 4))))
+@given(SECONDS, st.integers(1, 3), comers(slo(priorities=(-2, 0, 1, 4))))
 def test_waiting_makes_up_for_any_priority(ageing, gap, coming):
     driver = Starts(Priority(ageing, gap))
     play(driver, crowd(coming))
     assert_right(driver)
     for went, left in driver.passed:
         later = went.arrived_at - left.arrived_at
-        assert later <= ageing * (left.terms.priority - went.terms.priority)
+        assert later <= ageing * (left.slo.priority - went.slo.priority)
 
 
 @bounded
-@given(SECONDS, st.integers(1, 3), comers(terms(priorities=(-2, 0, 1, 4)), max_prompt=6, max_output=9))
+@given(SECONDS, st.integers(1, 3), comers(slo(priorities=(-2, 0, 1, 4)), max_prompt=6, max_output=9))
 def test_nobody_waits_for_a_slot_that_one_behind_it_has(ageing, gap, coming):
     def look(driver, plan):
         outranked = sum(decision.reason == OUTRANKED for decision in plan.preempted)
@@ -46,9 +46,9 @@ def test_nobody_waits_for_a_slot_that_one_behind_it_has(ageing, gap, coming):
             return
         first = next(one for one in waiting(driver) if one.request_id == plan.stop.first_blocked)
         for one in running(driver):
-            is_ahead = one.terms.priority - first.terms.priority >= gap
+            is_ahead = one.slo.priority - first.slo.priority >= gap
             earlier = first.arrived_at - one.arrived_at
-            assert not (is_ahead and earlier < ageing * (one.terms.priority - first.terms.priority))
+            assert not (is_ahead and earlier < ageing * (one.slo.priority - first.slo.priority))
 
     driver = Starts(Priority(ageing, gap), replace(TIGHT, num_blocks=30))
     play(driver, crowd(coming), look)
@@ -56,19 +56,19 @@ def test_nobody_waits_for_a_slot_that_one_behind_it_has(ageing, gap, coming):
 
 
 def test_who_had_to_give_way_comes_back_and_ends():
-    low = [Comer(0, 4, 20, Terms(priority=5))] * 4
-    high = [Comer(1, 4, 6, Terms(priority=0))] * 12
+    low = [Comer(0, 4, 20, SLO(priority=5))] * 4
+    high = [Comer(1, 4, 6, SLO(priority=0))] * 12
     driver = Starts(Priority(60.0, 1))
     play(driver, crowd(low + high))
     assert {"r0", "r1", "r2", "r3"} & set(driver.preempted)
     assert_right(driver)
 
 
-@given(st.builds(Terms, priority=st.integers(-9, 9)), st.builds(Terms, priority=st.integers(-9, 9)),
+@given(st.builds(SLO, priority=st.integers(-9, 9)), st.builds(SLO, priority=st.integers(-9, 9)),
        st.floats(0, 100), st.floats(0, 100), SECONDS, st.integers(1, 9))
 def test_only_who_goes_before_takes_a_place(terms_a, terms_b, came_a, came_b, ageing, gap):
     policy = Priority(ageing, gap)
-    one, other = (crowd([Comer(0, 1, 1, terms)])[0][1] for terms in (terms_a, terms_b))
+    one, other = (crowd([Comer(0, 1, 1, slo)])[0][1] for slo in (terms_a, terms_b))
     one.arrived_at, other.arrived_at = came_a, came_b
     if policy.preempts(one, other, 100.0):
         assert policy.waiting_key(one, 100.0) < policy.running_key(other, 100.0)
@@ -79,7 +79,7 @@ def test_only_who_goes_before_takes_a_place(terms_a, terms_b, came_a, came_b, ag
 
 
 @bounded
-@given(SECONDS, st.booleans(), comers(terms(tenants=("a", "b")), max_size=40))
+@given(SECONDS, st.booleans(), comers(slo(tenants=("a", "b")), max_size=40))
 def test_nobody_is_passed_by_those_who_come_later_than_its_work_is_worth(ageing, oracle, coming):
     people = crowd(coming)
     for _, one in people:
@@ -142,21 +142,21 @@ def test_what_is_kept_of_lengths_is_bounded():
 
 
 def latest_start(one: Request, default: float) -> float:
-    return one.arrived_at + (one.terms.ttft or default) - KnownTimes.TOKEN * one.num_prompt
+    return one.arrived_at + (one.slo.ttft or default) - KnownTimes.TOKEN * one.num_prompt
 
 
 @bounded
-@given(SECONDS, SECONDS, comers(terms(ttfts=(None, 1.0, 6.0, 25.0))))
+@given(SECONDS, SECONDS, comers(slo(ttfts=(None, 1.0, 6.0, 25.0))))
 def test_nobody_who_is_late_waits_for_ever(ttft, ageing, coming):
     driver = Starts(Deadline(KnownTimes(), ttft, ageing, sheds=False))
     play(driver, crowd(coming))
     assert_right(driver)
     for went, left in driver.passed:
-        assert went.arrived_at - left.arrived_at <= max(ageing, left.terms.ttft or ttft)
+        assert went.arrived_at - left.arrived_at <= max(ageing, left.slo.ttft or ttft)
 
 
 @bounded
-@given(SECONDS, comers(terms(ttfts=(None, 1.0, 6.0, 25.0)), max_prompt=8))
+@given(SECONDS, comers(slo(ttfts=(None, 1.0, 6.0, 25.0)), max_prompt=8))
 def test_only_who_can_no_longer_be_in_time_is_shed_and_only_before_it_started(ttft, coming):
     driver = Starts(Deadline(KnownTimes(), ttft, 5.0, sheds=True))
 
@@ -183,7 +183,7 @@ def test_one_that_yielded_before_its_first_token_is_aged_as_well():
     one = crowd([Comer(0, 30, 4)])[0][1]
     driver.add(one)
     driver.plan(), driver.commit()
-    driver.scheduler._roster.yield_place(one, 0, driver.now)
+    driver.scheduler._table.preempt(one, 0, driver.now)
     for number in range(30):
         later = crowd([Comer(0, 3, 4)])[0][1]
         later.request_id = f"later {number}"
@@ -196,7 +196,7 @@ def test_one_that_yielded_before_its_first_token_is_aged_as_well():
 
 
 def test_late_ones_step_back():
-    late, soon = Terms(ttft=0.5), Terms(ttft=20.0)
+    late, soon = SLO(ttft=0.5), SLO(ttft=20.0)
     driver = Starts(Deadline(KnownTimes(), 9.0, 60.0, sheds=False), replace(ROOMY, max_num_seqs=1))
     play(driver, crowd([Comer(0, 1, 5), Comer(0, 4, 5, late), Comer(0, 4, 5, soon)]))
     assert driver.admitted == ["r0", "r2", "r1"]

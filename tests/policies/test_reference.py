@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from crowds import ROOMY, Comer, KnownTimes, comers, crowd, play, terms
+from crowds import ROOMY, Comer, KnownTimes, comers, crowd, play, slo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from naive import Naive, NaiveDeadline, NaiveFair, NaiveOracle, NaivePriority, NaiveShortest, One
 from toy import Driver, alone
 
-from slotwise.core.seams import Policy
+from slotwise.core.interfaces import Policy
 from slotwise.policies.deadline import Deadline
 from slotwise.policies.fair import Fair
 from slotwise.policies.fcfs import FirstComeFirstServed
@@ -47,37 +47,37 @@ def agree(policy: Policy, naive: Naive, coming: list[Comer]) -> None:
 
 
 @quick
-@given(SLOTS, comers(terms()))
+@given(SLOTS, comers(slo()))
 def test_first_come_first_served(slots, coming):
     agree(FirstComeFirstServed(), Naive(slots), coming)
 
 
 @settings(max_examples=40, deadline=None)
-@given(SLOTS, SECONDS, st.integers(1, 3), comers(terms(priorities=(-2, -1, 0, 1, 4))))
+@given(SLOTS, SECONDS, st.integers(1, 3), comers(slo(priorities=(-2, -1, 0, 1, 4))))
 def test_priority(slots, ageing, gap, coming):
     agree(Priority(ageing, gap), NaivePriority(slots, ageing, gap), coming)
 
 
 @quick
-@given(SLOTS, SECONDS, SHARES, comers(terms(tenants=("a", "b")), max_size=60, max_output=40))
+@given(SLOTS, SECONDS, SHARES, comers(slo(tenants=("a", "b")), max_size=60, max_output=40))
 def test_shortest_by_guesses(slots, ageing, quantile, coming):
     agree(Shortest(ageing, quantile), NaiveShortest(slots, ageing, quantile), coming)
 
 
 @quick
-@given(SLOTS, SECONDS, comers(terms()))
+@given(SLOTS, SECONDS, comers(slo()))
 def test_shortest_by_an_oracle(slots, ageing, coming):
     agree(Shortest(ageing, 0.5, oracle=True), NaiveOracle(slots, ageing, 0.5), coming)
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 12), st.sampled_from((0.0, 8.0, 100.0)),
-       comers(terms(tenants=("a", "a", "a", "b", "c"), tiers=TIERS), max_size=60))
+       comers(slo(tenants=("a", "a", "a", "b", "c"), tiers=TIERS), max_size=60))
 def test_fair(slots, credit, coming):
     agree(Fair(WEIGHTS, credit), NaiveFair(slots, WEIGHTS, credit), coming)
 
 
 @settings(max_examples=40, deadline=None)
-@given(SLOTS, SECONDS, SECONDS, st.booleans(), comers(terms(ttfts=(None, 0.5, 1.0, 4.0, 30.0))))
+@given(SLOTS, SECONDS, SECONDS, st.booleans(), comers(slo(ttfts=(None, 0.5, 1.0, 4.0, 30.0))))
 def test_deadline(slots, ttft, ageing, sheds, coming):
     agree(Deadline(KnownTimes(), ttft, ageing, sheds=sheds), NaiveDeadline(slots, ttft, ageing, sheds), coming)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from slotwise.core.params import BIAS, RANGES, InvalidParams, SamplingParams
-from slotwise.core.plan import Join
-from slotwise.runner.sampler import Sampler
+from slotwise.core.step import NewRequest
+from slotwise.runner.sampling.cpu import Sampler
 
 VALUES: tuple[Any, ...] = (
     0, -1, 1, True, False, None, 0.5, -0.5, 1.0, 5e-324, 1e-320, 1e-45, 1e-38, 1e-30, 0.01, 100, 1e38, 1e308, -1e308,
@@ -23,7 +23,7 @@ LARGE = 40.0  # of logits: as large as models have
 
 def sampled(params: SamplingParams) -> int:
     sampler = Sampler(1, VOCAB)
-    sampler.join(Join("r", 0, (1, 2, 3), 3, params, 5, ()))
+    sampler.join(NewRequest("r", 0, (1, 2, 3), 3, params, 5, ()))
     logits = torch.linspace(-LARGE, LARGE, VOCAB)[None]
     for position in (3, 4, 5):
         (token,) = sampler.sample(logits, [0], [position]).tokens

@@ -24,13 +24,13 @@ from typing import Any
 from slotwise.batching.settings import Batching
 from slotwise.compose.worker import serve
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.plan import Join, StepPlan, StepResult, TokenLogprobs
 from slotwise.core.scheduler import Scheduler
-from slotwise.core.terms import Tier
+from slotwise.core.slo import Tier
+from slotwise.core.step import NewRequest, StepPlan, StepResult, TokenLogprobs
 from slotwise.engine.channel import BlockingChannel, ChannelClosed
-from slotwise.engine.loop import Engine
+from slotwise.engine.engine import Engine
+from slotwise.engine.heartbeat import HeartbeatSender
 from slotwise.engine.messages import Command, EngineFailed, EngineInfo, Finish, Loading
-from slotwise.engine.pulse import Heart
 from slotwise.engine.scheduling import Scheduling
 from slotwise.engine.wire import encode
 from slotwise.policies.fcfs import FirstComeFirstServed
@@ -45,7 +45,7 @@ LIMITS = SchedulerLimits(max_model_len=512, num_blocks=2048, block_size=16, max_
 class Row:
     """A slot: the token it was last known to have, and what its request is."""
 
-    def __init__(self, join: Join) -> None:
+    def __init__(self, join: NewRequest) -> None:
         self.kind, self.last, self.logprobs = join.tokens[0], join.tokens[-1], join.params.logprobs
         self.num_sampled = 0
 
@@ -69,9 +69,9 @@ class Executor:
         self._plans: deque[StepPlan] = deque()
 
     def submit(self, plan: StepPlan) -> None:
-        if any(join.tokens[0] == FALLING for join in plan.joins):
+        if any(join.tokens[0] == FALLING for join in plan.new_requests):
             raise MemoryError("more than the engine can take")
-        self._rows |= {join.slot: Row(join) for join in plan.joins}
+        self._rows |= {join.slot: Row(join) for join in plan.new_requests}
         self._plans.append(plan)
 
     def collect(self) -> StepResult:
@@ -107,8 +107,8 @@ def main(seconds: float, broken: Path, changed: dict[str, Any], descriptor: int)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     channel = BlockingChannel(socket.socket(fileno=descriptor))
-    heart = Heart(channel)
-    heart.start()
+    heartbeat_sender = HeartbeatSender(channel)
+    heartbeat_sender.start()
     limits = replace(LIMITS, **changed | {"tiers": tuple([Tier(**one) for one in changed.pop("tiers", [])])})
     scheduling = Scheduling(Batching(), limits.max_num_seqs, limits.max_num_batched_tokens, tiers=limits.tiers)
     scheduler = Scheduler(limits, scheduling.discipline(), FirstComeFirstServed())
@@ -118,7 +118,7 @@ def main(seconds: float, broken: Path, changed: dict[str, Any], descriptor: int)
         channel.send(encode(EngineFailed("the model is not there")))
         return
     channel.send(encode(EngineInfo("toy", "cpu", "float32", VOCAB, limits, scheduling, (EOS,))))
-    serve(engine, channel, heart)
+    serve(engine, channel, heartbeat_sender)
 
 
 if __name__ == "__main__":

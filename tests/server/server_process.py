@@ -15,7 +15,7 @@ from typing import Any
 import uvloop
 
 from slotwise.compose.launch import ChildProcess
-from slotwise.engine.service import EngineService
+from slotwise.engine.client import EngineClient
 from slotwise.engine.supervisor import Backoff, Supervisor
 from slotwise.server.app import build_app
 from slotwise.server.serve import listen, serve
@@ -40,7 +40,7 @@ async def main(folder: Path, log: Path, *given: str) -> int:
     named = dict(one.split("=") for one in given)
     seconds = named.pop("seconds_per_step", "0.001")
     backoff = Backoff(first=float(named.pop("backoff", "0.1")), max_false_starts=int(named.pop("false_starts", "6")))
-    service = EngineService(max_live=int(named.pop("max_live", "4096")))
+    engine_client = EngineClient(max_live=int(named.pop("max_live", "4096")))
     limits: dict[str, Any] = {name: kind(int(named.pop(name))) for name, kind in LIMITS.items() if name in named}
     tiers = load_tiers(path, limits.get("max_num_seqs", 64), {}) if (path := named.pop("tiers", "")) else ()
     limits["tiers"] = [asdict(served.tier) for served in tiers]
@@ -55,19 +55,19 @@ async def main(folder: Path, log: Path, *given: str) -> int:
                 [sys.executable, str(program), seconds, str(broken), json.dumps(limits)], stdout=output))
         return engines[-1]
 
-    supervisor = Supervisor(service, launch, settings.engine_timeout, backoff)
+    supervisor = Supervisor(engine_client, launch, settings.engine_timeout, backoff)
     supervisor.launch()
     await supervisor.ready()
     tokenizer = Tokenizer.load(folder)
     template = Template(find_chat_template(folder) or "", tokenizer.special_tokens)
-    app = build_app(service, tokenizer, template, settings)
+    app = build_app(engine_client, tokenizer, template, settings)
     for heavy in ("torch", "numpy", "numba", "jinja2"):
         assert heavy not in sys.modules, f"the API process has imported {heavy}"
     await serve(app, listen("127.0.0.1", 0), lambda url: print(url, engines[-1].process.pid, flush=True))
     app.api.close()
     await supervisor.end()
     print("engine", engines[-1].process.returncode, flush=True)
-    return 1 if service.hopeless.is_set() else 0
+    return 1 if engine_client.hopeless.is_set() else 0
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import pytest
 from live_server import Server, counted, running
 from server.test_lifecycle import COMPLETIONS, LONG, SLOW, eventually, gauge
 
-from slotwise.server.outline import MAX_ABORTS
+from slotwise.server.body_precheck import MAX_ABORTS
 from slotwise.text.tokenizer import Tokenizer
 
 

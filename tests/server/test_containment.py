@@ -15,16 +15,16 @@ from typing import Any
 
 import httpx
 import pytest
-from engine.test_service import INFO, LIMITS
+from engine.test_client import INFO, LIMITS
 from toy import EOS, next_token, scheduler
 
 from slotwise.compose.worker import serve
-from slotwise.core.plan import StepResult
+from slotwise.core.step import StepResult
 from slotwise.engine.channel import BlockingChannel, ChannelClosed, pair
+from slotwise.engine.client import EngineClient
+from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
-from slotwise.engine.loop import Engine
-from slotwise.engine.pulse import Heart, Pulse
-from slotwise.engine.service import EngineService
+from slotwise.engine.heartbeat import HeartbeatMonitor, HeartbeatSender
 from slotwise.engine.wire import encode
 from slotwise.server.app import App, build_app
 from slotwise.server.settings import ServerSettings
@@ -53,7 +53,7 @@ class Paced(FakeExecutor):
 def engine(channel: BlockingChannel, executor: FakeExecutor) -> None:
     channel.send(encode(INFO))
     try:
-        serve(Engine(scheduler(LIMITS), executor, time.monotonic_ns, (EOS,)), channel, Heart(channel))
+        serve(Engine(scheduler(LIMITS), executor, time.monotonic_ns, (EOS,)), channel, HeartbeatSender(channel))
     except ChannelClosed:
         return
 
@@ -65,17 +65,17 @@ def scenario(folder: Path, play: Callable[[App, httpx.AsyncClient], Awaitable[No
         thread = threading.Thread(target=engine, args=(
             BlockingChannel(theirs), executor(LIMITS.block_size, next_token)))
         thread.start()
-        service = EngineService()
+        engine_client = EngineClient()
         try:
-            await service.attach(ours, Pulse(60))
+            await engine_client.attach(ours, HeartbeatMonitor(60))
             tokenizer = Tokenizer.load(folder)
             template = Template(find_chat_template(folder) or "", tokenizer.special_tokens)
-            app = build_app(service, tokenizer, template, ServerSettings("toy"))
+            app = build_app(engine_client, tokenizer, template, ServerSettings("toy"))
             async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://toy") as client:
                 await play(app, client)
         finally:
             app.api.close()
-            service.give_up("enough")
+            engine_client.give_up("enough")
             await asyncio.sleep(0.01)
             thread.join(10)
             theirs.close()
@@ -108,7 +108,7 @@ async def neighbours(client: httpx.AsyncClient, besides: Awaitable[Any]) -> Any:
 
 
 async def nobody_is_left(app: App, client: httpx.AsyncClient) -> None:
-    while app.api.service.state != "idle":
+    while app.api.engine_client.state != "idle":
         await asyncio.sleep(0.01)
     text = (await client.get("/metrics")).text
     assert 'num_requests_running{model_name="toy"} 0.0' in text

@@ -20,18 +20,18 @@ from server.test_lifecycle import COMPLETIONS, LONG, SLOW, eventually
 
 from slotwise.batching.settings import Batching
 from slotwise.core.params import SamplingParams
-from slotwise.observe import log
+from slotwise.observe import event_log
 from slotwise.observe.ring import Ring
 from slotwise.server.app import ROUTES
 from slotwise.server.events import _View
-from slotwise.server.viewers import MAX_OF_ONE, MAX_VIEWERS, Curtain
+from slotwise.server.subscribers import MAX_OF_ONE, MAX_SUBSCRIBERS, TenantFilter
 
 
 class Watching:
     """Reads `/events` in a thread of its own."""
 
     def __init__(self, server: Server, query: str = "", key: str = "") -> None:
-        self.entries: list[log.Entry] = []
+        self.entries: list[event_log.Entry] = []
         self._opened = threading.Event()
         self._thread = threading.Thread(target=self._read, args=(server, "/events" + query, key))
         self._thread.start()
@@ -42,13 +42,13 @@ class Watching:
         with server.client.stream("GET", server.url + path, headers=headers) as response:
             assert response.headers["content-type"] == "application/x-ndjson"
             for line in response.iter_lines():
-                self.entries.append(log.decode(line))
+                self.entries.append(event_log.decode(line))
                 self._opened.set()
 
     def of(self, kind: type) -> list[Any]:
         return [entry for entry in self.entries if isinstance(entry, kind)]
 
-    def ended(self) -> list[log.Entry]:
+    def ended(self) -> list[event_log.Entry]:
         """All there was, once the stream has ended."""
         self._thread.join(30)
         assert not self._thread.is_alive()
@@ -76,19 +76,20 @@ def test_a_stream_tells_of_each_request_from_its_first_byte_to_its_last(folder: 
         server.events(COMPLETIONS, {"prompt": [40, 41, 42], "max_tokens": 5, "n": 2})
         server.post(COMPLETIONS, {"prompt": [50], "max_tokens": 3})
         assert server.client.put(server.url + "/admin/scheduling", json={"max_num_seqs": 2}).status_code == 200
-        eventually(lambda: len(watching.of(log.Sent)) == 3 and any(step.configured for step in watching.of(log.Step)))
+        eventually(lambda: len(watching.of(event_log.Sent)) == 3
+                   and any(step.configured for step in watching.of(event_log.Step)))
         again = written(server)
         server.process.send_signal(signal.SIGTERM)
         entries = watching.ended()
-    assert isinstance(entries[0], log.Run) and again.entries == entries[: len(again.entries)]
-    requests, steps = watching.of(log.Request), watching.of(log.Step)
+    assert isinstance(entries[0], event_log.Run) and again.entries == entries[: len(again.entries)]
+    requests, steps = watching.of(event_log.Request), watching.of(event_log.Step)
     assert [(request.number, request.num_prompt, request.prompt) for request in requests] == [
         (0, 3, ()), (1, 3, ()), (2, 1, ())]
     assert sum(len(step.taken) for step in steps) == len(requests) + 1
     for request, length, most_events in zip(requests, (5, 5, 3), (5, 5, 1), strict=True):
         rows = [(step, step.numbers.index(request.number)) for step in steps if request.number in step.numbers]
         assert sum(len(step.tokens[row]) for step, row in rows) == length
-        (sent,) = [sent for sent in watching.of(log.Sent) if sent.number == request.number]
+        (sent,) = [sent for sent in watching.of(event_log.Sent) if sent.number == request.number]
         times = [request.received_ns, request.tokenised_ns, request.ns, rows[0][0].started_ns, rows[-1][0].ended_ns]
         assert times == sorted(times) and request.ns <= sent.first_ns <= sent.last_ns >= times[-1]
         assert 1 <= sent.num_events <= most_events
@@ -99,15 +100,15 @@ def test_it_goes_on_with_the_next_engine_and_names_nobody_twice(folder: Path, tm
         watching = Watching(server)
         with contextlib.suppress(httpx.HTTPError), long_request(server):
             os.kill(server.engine_pid, signal.SIGKILL)
-            eventually(lambda: len(watching.of(log.Run)) == 2)
+            eventually(lambda: len(watching.of(event_log.Run)) == 2)
         assert server.post(COMPLETIONS, {"prompt": [50], "max_tokens": 3}).status_code == 200
-        eventually(lambda: bool(watching.of(log.Sent)))
-    first, second = [index for index, entry in enumerate(watching.entries) if isinstance(entry, log.Run)]
-    (lost,) = watching.of(log.Engine)
+        eventually(lambda: bool(watching.of(event_log.Sent)))
+    first, second = [index for index, entry in enumerate(watching.entries) if isinstance(entry, event_log.Run)]
+    (lost,) = watching.of(event_log.Engine)
     ending = watching.entries[watching.entries.index(lost) + 1]
-    assert lost.state == log.LOST and first < watching.entries.index(lost) < second
+    assert lost.state == event_log.LOST and first < watching.entries.index(lost) < second
     assert [(end.number, end.reason) for end in ending.ended] == [(0, "error")]
-    assert [request.number for request in watching.of(log.Request)] == [0, 1]
+    assert [request.number for request in watching.of(event_log.Request)] == [0, 1]
 
 
 def test_without_the_backlog_it_begins_with_who_lives(folder: Path, tmp_path: Path) -> None:
@@ -115,8 +116,8 @@ def test_without_the_backlog_it_begins_with_who_lives(folder: Path, tmp_path: Pa
         assert server.post(COMPLETIONS, {"prompt": [50], "max_tokens": 3}).status_code == 200
         with long_request(server):
             seen = written(server, "&backlog=0").entries
-    assert [type(entry) for entry in seen[:2]] == [log.Run, log.Request] and seen[1].number == 1
-    assert not any(isinstance(entry, log.Step) and entry.numbers == (0,) for entry in seen)
+    assert [type(entry) for entry in seen[:2]] == [event_log.Run, event_log.Request] and seen[1].number == 1
+    assert not any(isinstance(entry, event_log.Step) and entry.numbers == (0,) for entry in seen)
 
 
 def test_viewers_are_counted_and_who_leaves_makes_room(folder: Path, tmp_path: Path) -> None:
@@ -138,13 +139,13 @@ def test_viewers_are_counted_and_who_leaves_makes_room(folder: Path, tmp_path: P
 
 
 def test_one_key_leaves_places_to_others(folder: Path, tmp_path: Path) -> None:
-    keys = [f"key{number}" for number in range(MAX_VIEWERS // MAX_OF_ONE + 1)]
+    keys = [f"key{number}" for number in range(MAX_SUBSCRIBERS // MAX_OF_ONE + 1)]
     with running(folder, tmp_path / "engine", f"api_keys={','.join(keys)}") as server:
         watching = [Watching(server, key=keys[0]) for _ in range(MAX_OF_ONE)]
         refused = server.get("/events", Authorization=f"Bearer {keys[0]}")
         assert refused.status_code == 429 and refused.json()["error"]["code"] == "too_many_viewers"
         watching += [Watching(server, key=key) for key in keys[1:-1] for _ in range(MAX_OF_ONE)]
-        assert len(watching) == MAX_VIEWERS
+        assert len(watching) == MAX_SUBSCRIBERS
         assert server.get("/events", Authorization=f"Bearer {keys[-1]}").status_code == 503
         server.process.send_signal(signal.SIGTERM)
         assert all(viewer.ended() for viewer in watching)
@@ -185,11 +186,11 @@ def test_others_requests_are_seen_and_not_read(folder: Path, tmp_path: Path) -> 
             assert answer.status_code == 200
         for key, other, tokens in (("one", "two", {41, 42, 43, 0}), ("two", "one", {51, 52, 53, 0})):
             watching = written(server, key=key)
-            text = log.encode_lines(watching.entries).decode()
+            text = event_log.encode_lines(watching.entries).decode()
             assert f"secret of {key}" in text and f"name-of-{key}" in text
             assert f"secret of {other}" not in text and f"name-of-{other}" not in text
-            assert not any(request.salt for request in watching.of(log.Request))
-            told = [row for step in watching.of(log.Step) for row in step.tokens]
+            assert not any(request.salt for request in watching.of(event_log.Request))
+            told = [row for step in watching.of(event_log.Step) for row in step.tokens]
             assert {token for row in told for token in row} == tokens and sum(map(len, told)) == 6
 
 
@@ -221,7 +222,7 @@ def test_a_tenant_sees_its_own_requests_and_the_admin_those_of_all(
         eventually(lambda: all(server.get(f"/explain/name-of-{key}", Authorization="Bearer admin").status_code == 200
                                for key in keys))
         for key in keys:
-            text = log.encode_lines(written(server, key=key).entries).decode()
+            text = event_log.encode_lines(written(server, key=key).entries).decode()
             for other in keys:
                 may = other == key or key == "admin"
                 assert (f"secret of {other}" in text) == (f"name-of-{other}" in text) == may, (key, other)
@@ -249,12 +250,13 @@ def test_a_head_is_answered_as_a_get_would_be_and_ends(server: Server, path: str
 
 
 def test_a_curtain_hides_what_is_said_of_others_ends() -> None:
-    curtain = Curtain("mine")
-    seen = [curtain.before(entry) for entry in (
-        log.Request(0, "a", 1, 1, SamplingParams(), 0, salt="mine:x"), log.Request(1, "b", 1, 1, SamplingParams(), 0),
-        log.Request(2, "c", 1, 1, SamplingParams(max_tokens=4, stop=("x",)), 7, salt="mineral"),
-        log.Step(0, 1, 2, numbers=(0, 1, 2), tokens=((5,), (6, 7), ()), sampled=((5,), (6, 7), (8,)),
-                 ended=(log.End(0, "error", 1, "own"), log.End(1, "error", 1, "another's"))))]
+    tenant_filter = TenantFilter("mine")
+    seen = [tenant_filter.before(entry) for entry in (
+        event_log.Request(0, "a", 1, 1, SamplingParams(), 0, salt="mine:x"),
+        event_log.Request(1, "b", 1, 1, SamplingParams(), 0),
+        event_log.Request(2, "c", 1, 1, SamplingParams(max_tokens=4, stop=("x",)), 7, salt="mineral"),
+        event_log.Step(0, 1, 2, numbers=(0, 1, 2), tokens=((5,), (6, 7), ()), sampled=((5,), (6, 7), (8,)),
+                       ended=(event_log.End(0, "error", 1, "own"), event_log.End(1, "error", 1, "another's"))))]
     assert [entry.id for entry in seen[:3]] == ["a", "", ""] and seen[2].params == SamplingParams(max_tokens=4)
     assert (seen[3].tokens, seen[3].sampled) == (((5,), (0, 0), ()), ((5,), (0, 0), (0,)))
     assert [end.message for end in seen[3].ended] == ["own", ""]
@@ -263,29 +265,29 @@ def test_a_curtain_hides_what_is_said_of_others_ends() -> None:
 def test_who_is_too_slow_is_told_how_much_is_missing_and_begins_anew() -> None:
     entries = Recorded(0, Batching()).play(40)
     ring = Ring(10_000)
-    view = _View(ring, Curtain(""))
+    view = _View(ring, TenantFilter(""))
     view.opening()
-    seen: list[log.Entry] = []
+    seen: list[event_log.Entry] = []
     for position, entry in enumerate(entries):
-        ring.append(entry, log.line_of(entry))
+        ring.append(entry, event_log.line_of(entry))
         if position % 50 == 49:
-            seen += log.read(view.more().splitlines(keepends=True))
-    gaps = [index for index, entry in enumerate(seen) if isinstance(entry, log.Gap)]
-    assert gaps and all(isinstance(seen[index + 1], log.Run) for index in gaps)
+            seen += event_log.read(view.more().splitlines(keepends=True))
+    gaps = [index for index, entry in enumerate(seen) if isinstance(entry, event_log.Gap)]
+    assert gaps and all(isinstance(seen[index + 1], event_log.Run) for index in gaps)
 
 
 def test_who_missed_its_own_request_sees_its_tokens_all_the_same() -> None:
     params = SamplingParams()
-    step = log.Step(0, 1, 2, numbers=(0, 1), tokens=((5,), (6,)))
-    entries = [log.Request(0, "a", 1, 1, params, 0, salt="mine:x"),
-               log.Request(1, "b", 1, 1, params, 0, salt="other:x"), step]
-    ring = Ring(len(log.line_of(step)))
-    view = _View(ring, Curtain("mine"))
+    step = event_log.Step(0, 1, 2, numbers=(0, 1), tokens=((5,), (6,)))
+    entries = [event_log.Request(0, "a", 1, 1, params, 0, salt="mine:x"),
+               event_log.Request(1, "b", 1, 1, params, 0, salt="other:x"), step]
+    ring = Ring(len(event_log.line_of(step)))
+    view = _View(ring, TenantFilter("mine"))
     view.opening()
     for entry in entries:
-        ring.append(entry, log.line_of(entry))
-    *known, seen = log.read(view.more().splitlines(keepends=True))
-    assert known[0] == log.Gap(2) and [entry.id for entry in known[1:]] == ["a", ""]
+        ring.append(entry, event_log.line_of(entry))
+    *known, seen = event_log.read(view.more().splitlines(keepends=True))
+    assert known[0] == event_log.Gap(2) and [entry.id for entry in known[1:]] == ["a", ""]
     assert seen.tokens == ((5,), (0,))
 
 
@@ -295,4 +297,4 @@ def test_it_ends_with_the_server_whoever_still_runs(folder: Path, tmp_path: Path
         with long_request(server):
             server.process.send_signal(signal.SIGTERM)
             entries = watching.ended()
-    assert [end.reason for entry in entries if isinstance(entry, log.Step) for end in entry.ended] == ["abort"]
+    assert [end.reason for entry in entries if isinstance(entry, event_log.Step) for end in entry.ended] == ["abort"]

@@ -14,21 +14,21 @@ import pytest
 from canary import singing
 from live_server import Server, children, counted, running
 
+from slotwise.observe.event_log import Sent, decode
 from slotwise.observe.explain import PARTS, explain
-from slotwise.observe.facts import gather
-from slotwise.observe.log import Sent, decode
-from slotwise.observe.steptime import StepTimes
+from slotwise.observe.request_timeline import gather
+from slotwise.observe.step_time import StepTimeModel
 from slotwise.text.tokenizer import Tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
-def check(story: dict[str, Any]) -> dict[str, float]:
+def check(explanation: dict[str, Any]) -> dict[str, float]:
     """Its parts, in milliseconds."""
-    assert all(part["part"] in PARTS and part["ms"] > 0 for part in story["parts"])
-    assert sum(part["ms"] for part in story["parts"]) == pytest.approx(story["total_ms"], abs=0.001)
+    assert all(part["part"] in PARTS and part["ms"] > 0 for part in explanation["parts"])
+    assert sum(part["ms"] for part in explanation["parts"]) == pytest.approx(explanation["total_ms"], abs=0.001)
     parts: dict[str, float] = {}
-    for part in story["parts"]:
+    for part in explanation["parts"]:
         parts[part["part"]] = parts.get(part["part"], 0) + part["ms"]
     return parts
 
@@ -45,32 +45,34 @@ def test_by_the_names_its_client_knows(server: Server, path: str) -> None:
     body = {"prompt": [40, 41]} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "hi"}]}
     began = time.monotonic()
     answer = server.post(path, body | {"max_tokens": 30}, **{"X-Request-Id": name}).json()
-    (story,) = explained(server, answer["id"].replace("?", "%3F"))
+    (explanation,) = explained(server, answer["id"].replace("?", "%3F"))
     waited_ms = (time.monotonic() - began) * 1e3  # a client may have its answer before the server knows that it is sent
-    assert explained(server, name.replace("?", "%3F")) == [story] == explained(server, story["id"].replace("?", "%3F"))
-    parts = check(story)
+    assert explained(server, name.replace("?", "%3F")) == [explanation] == explained(server,
+                                                                                     explanation["id"].replace("?",
+                                                                                                               "%3F"))
+    parts = check(explanation)
     assert {"tokenising", "prefill", "decode", "sending"} <= parts.keys() and "neighbours" not in parts
-    assert story["completion_tokens"] == 30 and story["finish_reason"] == "length"
+    assert explanation["completion_tokens"] == 30 and explanation["finish_reason"] == "length"
     assert parts["decode"] > 29, "29 tokens at a millisecond each"
-    assert story["total_ms"] <= waited_ms
+    assert explanation["total_ms"] <= waited_ms
 
 
 def test_a_client_that_reads_its_stream_finds_the_same_as_the_log(server: Server) -> None:
     events = server.events(COMPLETIONS, {"prompt": [7], "max_tokens": 20})
-    (story,) = explained(server, events[0]["id"])
+    (explanation,) = explained(server, events[0]["id"])
     entries = [decode(line) for line in server.get("/events?follow=0").text.splitlines()]
-    (facts,) = [facts for facts in gather(entries).values() if facts.is_named(events[0]["id"])]
-    (sent,) = [entry for entry in entries if isinstance(entry, Sent) and entry.number == facts.request.number]
-    told = explain(facts, entries, StepTimes())
-    assert told.total_ns == sent.last_ns - facts.request.received_ns
-    assert story["total_ms"] == pytest.approx(told.total_ns / 1e6, abs=1e-5)
+    (timeline,) = [timeline for timeline in gather(entries).values() if timeline.is_named(events[0]["id"])]
+    (sent,) = [entry for entry in entries if isinstance(entry, Sent) and entry.number == timeline.request.number]
+    told = explain(timeline, entries, StepTimeModel())
+    assert told.total_ns == sent.last_ns - timeline.request.received_ns
+    assert explanation["total_ms"] == pytest.approx(told.total_ns / 1e6, abs=1e-5)
 
 
 def test_in_the_response(server: Server) -> None:
     body = {"prompt": [40], "max_tokens": 12, "explain": True}
     answer = server.post(COMPLETIONS, body).json()
-    (story,) = answer["slotwise"]["explain"]["requests"]
-    assert {"prefill", "decode"} <= check(story).keys() and story["id"].startswith(answer["id"])
+    (explanation,) = answer["slotwise"]["explain"]["requests"]
+    assert {"prefill", "decode"} <= check(explanation).keys() and explanation["id"].startswith(answer["id"])
     assert answer["slotwise"]["explain"]["step_time_model"]["steps"] > 0
     assert "slotwise" not in server.post(COMPLETIONS, body | {"explain": False}).json()
 
@@ -81,17 +83,17 @@ def test_at_the_end_of_a_stream(server: Server, options: Any) -> None:
     *events, last = server.events(CHAT, body | {"stream_options": options})
     assert last["choices"] == [] and last["usage"]["completion_tokens"] == 24
     assert all("slotwise" not in event for event in events)
-    stories = last["slotwise"]["explain"]["requests"]
-    assert [story["finish_reason"] for story in stories] == ["length", "length"]
-    for story in stories:
-        check(story)
+    explanations = last["slotwise"]["explain"]["requests"]
+    assert [explanation["finish_reason"] for explanation in explanations] == ["length", "length"]
+    for explanation in explanations:
+        check(explanation)
 
 
 def test_a_stop_string_ends_the_engines_part(server: Server) -> None:
     text = server.post(COMPLETIONS, {"prompt": [50], "max_tokens": 20}).json()["choices"][0]["text"]
     body = {"prompt": [50], "max_tokens": 200, "stop": text[8:12], "explain": True}
-    (story,) = server.post(COMPLETIONS, body).json()["slotwise"]["explain"]["requests"]
-    assert story["finish_reason"] == "stop" and check(story)["sending"] > 0
+    (explanation,) = server.post(COMPLETIONS, body).json()["slotwise"]["explain"]["requests"]
+    assert explanation["finish_reason"] == "stop" and check(explanation)["sending"] > 0
 
 
 def test_one_that_still_runs(folder: Path, tmp_path: Path) -> None:
@@ -100,16 +102,18 @@ def test_one_that_still_runs(folder: Path, tmp_path: Path) -> None:
             headers={"X-Request-Id": "running"}) as response:
         lines = response.iter_lines()
         next(lines)
-        (story,) = explained(server, "running")
-        assert story["finish_reason"] is None and "prefill" in check(story) and "sending" not in check(story)
+        (explanation,) = explained(server, "running")
+        assert explanation["finish_reason"] is None
+        assert "prefill" in check(explanation) and "sending" not in check(explanation)
 
 
 def test_names_may_repeat(server: Server) -> None:
     for _ in range(18):
         server.post(COMPLETIONS, {"prompt": [40], "max_tokens": 1, "request_id": "again"})
-    stories = explained(server, "again")
-    assert len(stories) == 16, "the latest"
-    assert [story["number"] for story in stories] == sorted(story["number"] for story in stories)
+    explanations = explained(server, "again")
+    assert len(explanations) == 16, "the latest"
+    assert [explanation["number"] for explanation in explanations] == sorted(explanation["number"]
+                                                                             for explanation in explanations)
 
 
 def test_nobody_sees_anothers(folder: Path, tmp_path: Path) -> None:

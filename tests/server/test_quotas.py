@@ -15,7 +15,7 @@ import pytest
 from live_server import Server, eventually, running
 
 from slotwise.core.limits import SchedulerLimits
-from slotwise.engine.door import Door
+from slotwise.engine.admission_control import AdmissionControl
 from slotwise.server.errors import ApiError
 from slotwise.server.quotas import Quota, Quotas, duration
 
@@ -33,7 +33,7 @@ class Bank:
         self.now = SECOND
         self.of = quotas
         self.refused: list[str] = []
-        self.quotas = Quotas(lambda tenant: self.of.get(tenant, Quota()), Door(LIMITS), self.refused.append,
+        self.quotas = Quotas(lambda tenant: self.of.get(tenant, Quota()), AdmissionControl(LIMITS), self.refused.append,
                              lambda: self.now)
 
     def ask(self, tenant: str, most: int = 0, used: int = 0) -> None:

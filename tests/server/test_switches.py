@@ -15,7 +15,7 @@ from live import serving
 from live_server import Server, counted, running
 
 from slotwise.batching.settings import KINDS
-from slotwise.observe import log
+from slotwise.observe import event_log
 from slotwise.policies.settings import POLICIES
 from slotwise.text.tokenizer import Tokenizer
 
@@ -67,9 +67,11 @@ def test_changes_lose_nobody_and_are_in_the_log(folder: Path, tmp_path: Path, to
         assert answer["choices"][0]["text"] == tokenizer.decode(counted(first, length)), answer
         assert len(answer["choices"][0]["logprobs"]["tokens"]) == length
     assert len(answers) > SWITCHES
-    entries = list(log.read_file(path))
-    told = [entry.scheduling for entry in entries if isinstance(entry, log.Command) and entry.scheduling is not None]
-    obeyed = [entry.configured for entry in entries if isinstance(entry, log.Step) and entry.configured is not None]
+    entries = list(event_log.read_file(path))
+    told = [entry.scheduling for entry in entries if isinstance(entry, event_log.Command)
+            and entry.scheduling is not None]
+    obeyed = [entry.configured for entry in entries if isinstance(entry, event_log.Step)
+              and entry.configured is not None]
     assert len(told) == SWITCHES and set(map(repr, obeyed)) <= set(map(repr, told))
     assert obeyed[-1] == told[-1]
 

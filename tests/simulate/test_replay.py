@@ -11,9 +11,9 @@ import pytest
 from recorded import TIGHT, Recorded
 
 from slotwise.batching.settings import KINDS, Batching
-from slotwise.engine.loop import NO_STEP
+from slotwise.engine.engine import NO_STEP
 from slotwise.engine.messages import RowEnd, StepRecord
-from slotwise.observe import log
+from slotwise.observe import event_log
 from slotwise.observe.log_file import LogFile
 from slotwise.simulate.replay import ReplayError, replay
 
@@ -22,8 +22,8 @@ BATCHINGS = [*(Batching(kind) for kind in KINDS), Batching(prefill="inline"), Ba
              Batching("dynamic", batch_size=2, max_wait_ms=7.0), Batching(long_prefill_token_threshold=3)]
 
 
-def steps(entries: list[log.Entry]) -> list[log.Step]:
-    return [entry for entry in entries if isinstance(entry, log.Step)]
+def steps(entries: list[event_log.Entry]) -> list[event_log.Step]:
+    return [entry for entry in entries if isinstance(entry, event_log.Step)]
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -31,7 +31,7 @@ def steps(entries: list[log.Entry]) -> list[log.Step]:
 def test_every_record_comes_out_again(batching: Batching, depth: int) -> None:
     for seed in range(2):
         entries = Recorded(seed, batching, depth=depth).play(60)
-        outcome = replay(log.decode(log.encode(entry)) for entry in entries)
+        outcome = replay(event_log.decode(event_log.encode(entry)) for entry in entries)
         assert outcome.difference is None
         assert (outcome.requests, outcome.records) == (60, len(steps(entries)))
 
@@ -43,15 +43,15 @@ def test_so_does_what_was_copied_to_the_host_and_back(batching: Batching, depth:
         entries = Recorded(seed, batching, depth=depth, limits=WITH_HOST).play(60)
         records = steps(entries)
         assert any(record.saves for record in records) and any(record.loads for record in records)
-        outcome = replay(log.decode(log.encode(entry)) for entry in entries)
+        outcome = replay(event_log.decode(event_log.encode(entry)) for entry in entries)
         assert outcome.difference is None and outcome.records == len(records)
 
 
 def test_a_log_from_before_there_was_a_host_is_played_as_ever() -> None:
-    lines = [log.encode(entry) for entry in Recorded(0, Batching()).play(20)]
+    lines = [event_log.encode(entry) for entry in Recorded(0, Batching()).play(20)]
     assert b'"num_host_blocks":0' in lines[0] and not any(b"saves" in line or b"loads" in line for line in lines)
     lines[0] = lines[0].replace(b',"num_host_blocks":0', b"")
-    assert replay(map(log.decode, lines)).difference is None
+    assert replay(map(event_log.decode, lines)).difference is None
 
 
 def test_what_was_played_had_everything_in_it() -> None:
@@ -82,20 +82,20 @@ def test_a_log_goes_through_a_file_and_through_the_loss_of_an_engine(tmp_path: P
         run.turn()
     with LogFile(tmp_path / "log") as file:
         for entry in run.file.entries:
-            file.write(log.line_of(entry))
-    outcome = replay(log.read_file(tmp_path / "log"))
+            file.write(event_log.line_of(entry))
+    outcome = replay(event_log.read_file(tmp_path / "log"))
     assert outcome.difference is None and (outcome.engines, outcome.requests) == (2, 40)
 
 
-CHANGES: dict[str, Callable[[log.Step], log.Step]] = {
+CHANGES: dict[str, Callable[[event_log.Step], event_log.Step]] = {
     "tokens": lambda step: msgspec.structs.replace(
         step, tokens=tuple((row[0] + 1,) if row else () for row in step.tokens), sampled=step.tokens),
     "slots": lambda step: msgspec.structs.replace(step, slots=tuple(slot + 1 for slot in step.slots)),
     "numbers": lambda step: msgspec.structs.replace(step, numbers=tuple(number + 1 for number in step.numbers)),
-    "grants": lambda step: msgspec.structs.replace(step, grants=(*step.grants, log.Grant(0, (1,)))),
-    "loads": lambda step: msgspec.structs.replace(step, loads=(log.Copy(0, 1),)),
+    "grants": lambda step: msgspec.structs.replace(step, new_blocks=(*step.new_blocks, event_log.NewBlocks(0, (1,)))),
+    "loads": lambda step: msgspec.structs.replace(step, loads=(event_log.Copy(0, 1),)),
     "num_waiting": lambda step: msgspec.structs.replace(step, num_waiting=step.num_waiting + 1),
-    "stop": lambda step: msgspec.structs.replace(step, stop=log.Stop("no_slot", 0, 7)),
+    "stop": lambda step: msgspec.structs.replace(step, stop=event_log.Stop("no_slot", 0, 7)),
 }
 
 
@@ -112,7 +112,7 @@ def test_whatever_is_changed_is_found(field: str) -> None:
 
 def test_a_request_that_is_not_there_is_missed() -> None:
     entries = Recorded(0, Batching()).play(20)
-    gone = next(entry for entry in entries if isinstance(entry, log.Request) and entry.number == 7)
+    gone = next(entry for entry in entries if isinstance(entry, event_log.Request) and entry.number == 7)
     with pytest.raises(ReplayError, match="not in the log"):
         replay(entry for entry in entries if entry is not gone)
 
@@ -121,8 +121,8 @@ def test_what_cannot_be_replayed_says_why() -> None:
     run = Recorded(0, Batching())
     run.play(5)
     with pytest.raises(ReplayError, match="no prompts"):
-        replay(map(log.decode, run.recorder.ring.lines()))
+        replay(map(event_log.decode, run.recorder.ring.lines()))
     with pytest.raises(ReplayError, match="engine's start"):
         replay(run.file.entries[1:])
     with pytest.raises(ReplayError, match="3 entries are missing"):
-        replay([*run.file.entries, log.Gap(3)])
+        replay([*run.file.entries, event_log.Gap(3)])

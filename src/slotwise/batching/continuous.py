@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from slotwise.core.interfaces import Gate, View
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.reasons import NO_SLOT
 from slotwise.core.request import Request
-from slotwise.core.seams import Gate, View
 
 
 class Inline:

@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slotwise.batching.orca import Orca
+from slotwise.core.interfaces import Gate, View
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.reasons import BATCH_RUNNING, ONE_AT_A_TIME, WINDOW_OPEN
-from slotwise.core.seams import Gate, View
 
 
 class OneAtATime(Orca):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from slotwise.batching.continuous import Alone, Chunked, Inline
 from slotwise.batching.groups import Dynamic, OneAtATime, Static
 from slotwise.batching.orca import Orca
-from slotwise.core.seams import Discipline
+from slotwise.core.interfaces import Discipline
 
 KINDS = ("continuous", "orca", "dynamic", "static", "one_at_a_time")
 PREFILLS = ("chunked", "inline", "alone")

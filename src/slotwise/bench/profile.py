@@ -16,7 +16,7 @@ from slotwise.bench.roofline import Achieved
 from slotwise.compose.engine import load
 from slotwise.compose.machine import measure_machine
 from slotwise.engine.config import EngineConfig
-from slotwise.engine.loop import Engine
+from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Command, StepRecord
 from slotwise.kernels.timed import TimedKernels
 from slotwise.workload.requests import Workload

@@ -14,11 +14,11 @@ from rich.text import Text
 from slotwise.cli.numbers import Number
 from slotwise.cli.options import add_command
 from slotwise.engine.ranges import whole
-from slotwise.observe.explain import MS, PARTS, Story, explain
-from slotwise.observe.facts import Facts, gather
-from slotwise.observe.log import Entry, LogError, read_file
-from slotwise.observe.moment import Moment, moment, times_of
-from slotwise.observe.steptime import StepTimes
+from slotwise.observe.event_log import Entry, LogError, read_file
+from slotwise.observe.explain import MS, PARTS, Explanation, explain
+from slotwise.observe.request_timeline import RequestTimeline, gather
+from slotwise.observe.step_time import StepTimeModel
+from slotwise.observe.step_view import StepView, step_view, times_of
 
 SLOWEST = 10
 FILE_WIDTH = 160  # columns of the tables where they are not shown in a terminal
@@ -43,19 +43,19 @@ def run(asked: argparse.Namespace) -> int:
     if asked.request is not None and (asked.slowest is not None or asked.step is not None):
         raise ValueError("give a request, --slowest or --step")
     entries = list(read_file(asked.log))
-    facts, times = gather(entries), times_of(entries)
+    timelines, times = gather(entries), times_of(entries)
     console = Console(width=None if sys.stdout.isatty() else FILE_WIDTH)
     if asked.step is not None:
-        _show_moment(console, moment(entries, facts, asked.step, times), facts)
+        _show_step(console, step_view(entries, timelines, asked.step, times), timelines)
     elif asked.request is not None:
         name = asked.request
-        found = [one for one in facts.values() if name == str(one.request.number) or one.is_named(name)]
+        found = [one for one in timelines.values() if name == str(one.request.number) or one.is_named(name)]
         if not found:
             raise LogError(f"no request in {asked.log} is called {asked.request!r}")
         for one in found:
-            _show_story(console, explain(one, entries, times))
+            _show_explanation(console, explain(one, entries, times))
     else:
-        _show_slowest(console, asked.slowest or SLOWEST, entries, (facts, times))
+        _show_slowest(console, asked.slowest or SLOWEST, entries, (timelines, times))
     console.print(f"[dim]step times: median error {times.error:.1%} over the log's last steps[/]")
     return 0
 
@@ -64,31 +64,31 @@ def _ms(ns: float) -> str:
     return f"{ns * MS:,.2f}"
 
 
-def _show_story(console: Console, story: Story) -> None:
-    facts, total = story.facts, story.total_ns
-    table = Table("part", "why", title=Text(_heading(story)), title_justify="left")
+def _show_explanation(console: Console, explanation: Explanation) -> None:
+    timeline, total = explanation.timeline, explanation.total_ns
+    table = Table("part", "why", title=Text(_heading(explanation)), title_justify="left")
     for name in ("ms", "share", "steps"):
         table.add_column(name, justify="right")
     table.add_column("which is")
-    for share in story.shares:
+    for share in explanation.shares:
         table.add_row(
             share.part.replace("_", " "), share.reason.replace("_", " "), _ms(share.ns),
             f"{share.ns / total:.1%}" if total else "", _steps(share.first_step, share.last_step),
             PARTS[share.part], style="" if share.ns > total * TINY else "dim")
     table.add_section()
-    table.add_row("all", "", _ms(total), "100.0%" if total else "", "", "as its client waited" if facts.ended else
+    table.add_row("all", "", _ms(total), "100.0%" if total else "", "", "as its client waited" if timeline.ended else
                   "so far: the log ends before it does")
     console.print(table)
 
 
-def _heading(story: Story) -> str:
-    facts = story.facts
-    told = [f"request {facts.request.number} ({facts.request.id})",
-            f"{facts.request.num_prompt} prompt tokens, {story.num_cached} of them cached",
-            f"{facts.num_output} output tokens"]
-    if story.num_preemptions:
-        told.append(f"preempted {story.num_preemptions} times")
-    return "; ".join([*told, f"ended: {facts.end_reason}" if facts.ended else "still running"])
+def _heading(explanation: Explanation) -> str:
+    timeline = explanation.timeline
+    told = [f"request {timeline.request.number} ({timeline.request.id})",
+            f"{timeline.request.num_prompt} prompt tokens, {explanation.num_cached} of them cached",
+            f"{timeline.num_output} output tokens"]
+    if explanation.num_preemptions:
+        told.append(f"preempted {explanation.num_preemptions} times")
+    return "; ".join([*told, f"ended: {timeline.end_reason}" if timeline.ended else "still running"])
 
 
 def _steps(first: int, last: int) -> str:
@@ -98,30 +98,33 @@ def _steps(first: int, last: int) -> str:
 
 
 def _show_slowest(console: Console, most: int, entries: Sequence[Entry],
-                  known: tuple[dict[int, Facts], StepTimes]) -> None:
+                  known: tuple[dict[int, RequestTimeline], StepTimeModel]) -> None:
     """One line a request, one column a part that matters."""
-    facts, times = known
-    ended = sorted((one for one in facts.values() if one.ended), key=lambda one: one.total_ns, reverse=True)[:most]
+    timelines, times = known
+    ended = sorted((one for one in timelines.values() if one.ended), key=lambda one: one.total_ns, reverse=True)[:most]
     if not ended:
         raise LogError("no request has ended in this log")
-    stories = [explain(one, entries, times) for one in ended]
-    total = sum(story.total_ns for story in stories)
-    parts = [part for part in PARTS if sum(story.ns(part) for story in stories) > TINY * total]
-    table = Table("request", "ended", title=f"The {len(stories)} slowest of {len(facts)} requests, in ms",
+    explanations = [explain(one, entries, times) for one in ended]
+    total = sum(explanation.total_ns for explanation in explanations)
+    parts = [part for part in PARTS if sum(explanation.ns(part) for explanation in explanations) > TINY * total]
+    table = Table("request", "ended", title=f"The {len(explanations)} slowest of {len(timelines)} requests, in ms",
                   title_justify="left")
     for part in ("total", *parts):
         table.add_column(part.replace("_", " "), justify="right")
-    for story in stories:
-        request = story.facts.request
-        table.add_row(f"{request.number} {request.id[:WIDEST_ID]}", story.facts.end_reason, _ms(story.total_ns),
-                      *(_ms(story.ns(part)) for part in parts))
+    for explanation in explanations:
+        request = explanation.timeline.request
+        table.add_row(f"{request.number} {request.id[:WIDEST_ID]}", explanation.timeline.end_reason,
+                      _ms(explanation.total_ns),
+                      *(_ms(explanation.ns(part)) for part in parts))
     table.add_section()
-    table.add_row("all of them", "", _ms(total), *(_ms(sum(story.ns(part) for story in stories)) for part in parts))
-    table.add_row("share", "", "", *(f"{sum(story.ns(part) for story in stories) / total:.1%}" for part in parts))
+    table.add_row("all of them", "", _ms(total),
+                  *(_ms(sum(explanation.ns(part) for explanation in explanations)) for part in parts))
+    table.add_row("share", "", "",
+                  *(f"{sum(explanation.ns(part) for explanation in explanations) / total:.1%}" for part in parts))
     console.print(table)
 
 
-def _show_moment(console: Console, shown: Moment, facts: dict[int, Facts]) -> None:
+def _show_step(console: Console, shown: StepView, timelines: dict[int, RequestTimeline]) -> None:
     step = shown.step
     console.print(
         f"Step {step.step}: {len(shown.ran)} rows, {sum(step.counts)} tokens and {sum(step.padding)} of padding in "
@@ -130,17 +133,17 @@ def _show_moment(console: Console, shown: Moment, facts: dict[int, Facts]) -> No
     ran = Table("request", "slot", "computed", "what", "joined", title="Who ran", title_justify="left")
     for row in shown.ran:
         joined = "" if row.cached < 0 else f"now, {row.cached} tokens cached" if row.cached else "now"
-        ran.add_row(_name(row.number, facts), str(row.slot), f"{row.count} from {row.start}", row.what, joined)
+        ran.add_row(_name(row.number, timelines), str(row.slot), f"{row.count} from {row.start}", row.what, joined)
     console.print(ran)
     out = Table("request", "state", "why not", title="Who did not", title_justify="left")
     for one in shown.left_out[:MOST_LEFT_OUT]:
-        out.add_row(_name(one.number, facts), one.state, one.reason.replace("_", " "))
+        out.add_row(_name(one.number, timelines), one.state, one.reason.replace("_", " "))
     console.print(out if shown.left_out else "Nobody else was there.")
     if len(shown.left_out) > MOST_LEFT_OUT:
         console.print(f"... and {len(shown.left_out) - MOST_LEFT_OUT} more")
     for end in step.ended:
-        console.print(f"{_name(end.number, facts)} ended: {end.reason}, {end.num_output} tokens {end.message}")
+        console.print(f"{_name(end.number, timelines)} ended: {end.reason}, {end.num_output} tokens {end.message}")
 
 
-def _name(number: int, facts: dict[int, Facts]) -> str:
-    return f"{number} {facts[number].request.id[:WIDEST_ID]}" if number in facts else str(number)
+def _name(number: int, timelines: dict[int, RequestTimeline]) -> str:
+    return f"{number} {timelines[number].request.id[:WIDEST_ID]}" if number in timelines else str(number)

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from slotwise.cli.options import add_command
-from slotwise.observe.log import read_file
+from slotwise.observe.event_log import read_file
 from slotwise.simulate.replay import Outcome, replay
 
 DIFFERENT = 1  # exit status

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from slotwise import builtin
 from slotwise.cli.numbers import Number
 from slotwise.cli.options import BUILTIN_NAME, add_command, add_engine_options, add_overwrite_option, engine_settings
+from slotwise.engine.admission_control import PATIENCE
 from slotwise.engine.config import EngineConfig
-from slotwise.engine.door import PATIENCE
-from slotwise.engine.pulse import ENGINE_TIMEOUT, SHORTEST_TIMEOUT
+from slotwise.engine.heartbeat import ENGINE_TIMEOUT, SHORTEST_TIMEOUT
 from slotwise.engine.ranges import DAY, real, whole
 from slotwise.model.locate import locate
 from slotwise.observe.lines import FORMATS, TEXT

@@ -12,7 +12,7 @@ import msgspec
 
 from slotwise.cli.options import add_command
 from slotwise.files import write_whole
-from slotwise.observe import log
+from slotwise.observe import event_log
 from slotwise.observe.timeline import page
 
 
@@ -34,7 +34,7 @@ def run(asked: argparse.Namespace) -> int:
 
 def _drawn(path: Path) -> Iterator[bytes]:
     """The entries of a log, checked, without what is not drawn."""
-    for entry in log.read_file(path):
-        if isinstance(entry, log.Request):
+    for entry in event_log.read_file(path):
+        if isinstance(entry, event_log.Request):
             entry = msgspec.structs.replace(entry, prompt=())
-        yield log.encode(entry) + b"\n"
+        yield event_log.encode(entry) + b"\n"

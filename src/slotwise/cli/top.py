@@ -18,7 +18,7 @@ from slotwise.engine.ranges import real
 if TYPE_CHECKING:
     import aiohttp
 
-    from slotwise.observe.board import Board
+    from slotwise.observe.live_state import LiveState
 
 MAX_LINE = 8 << 20  # bytes of an entry: the tokens of a whole static batch are told at once
 SETTLES = 0.3  # seconds without an entry after which what is known is what there is
@@ -55,10 +55,10 @@ class Watch:
     """A board that follows a server's `/events`."""
 
     def __init__(self, url: str, api_key: str) -> None:
-        from slotwise.observe.board import Board
+        from slotwise.observe.live_state import LiveState
 
         self.url = url
-        self.board: Board = Board()
+        self.state: LiveState = LiveState()
         self.trouble = ""  # why nothing comes
         self.heard = 0.0  # of the last entry: seconds, on this machine's clock
         self._connected = 0.0  # likewise
@@ -68,8 +68,8 @@ class Watch:
     def now_ns(self) -> int:
         """On the server's clock: its latest entry, or what it called now, and what has gone by since."""
         now = time.monotonic()
-        ours = self.board.now_ns + (now - self.heard) * 1e9
-        if (run := self.board.run) is None or not self._date:
+        ours = self.state.now_ns + (now - self.heard) * 1e9
+        if (run := self.state.run) is None or not self._date:
             return int(ours)
         return int(max(ours, run.started_ns + (self._date - run.started_unix + now - self._connected) * 1e9))
 
@@ -98,13 +98,13 @@ class Watch:
             raise TopError(f"{self.url}/events answers with {response.status} {response.reason}")
 
     async def _read(self, lines: aiohttp.StreamReader) -> None:
-        from slotwise.observe.log import decode
+        from slotwise.observe.event_log import decode
 
         async for line in lines:
             self.trouble = ""
             self.heard = time.monotonic()
             if line.strip():
-                self.board.take(decode(line))
+                self.state.feed(decode(line))
 
 
 def _date(header: str) -> float:
@@ -133,7 +133,7 @@ async def _once(watch: Watch) -> None:
         following.result()
     following.cancel()
     console = Console()
-    console.print(frame(watch.board, watch.now_ns(), most_rows=10_000, trouble=watch.trouble))
+    console.print(frame(watch.state, watch.now_ns(), most_rows=10_000, trouble=watch.trouble))
 
 
 async def _live(watch: Watch, interval: float) -> None:
@@ -146,7 +146,7 @@ async def _live(watch: Watch, interval: float) -> None:
         with Live(screen=True, auto_refresh=False) as live:
             while not following.done():
                 room = live.console.size.height
-                live.update(frame(watch.board, watch.now_ns(), most_rows=room, trouble=watch.trouble), refresh=True)
+                live.update(frame(watch.state, watch.now_ns(), most_rows=room, trouble=watch.trouble), refresh=True)
                 await asyncio.sleep(interval)
         following.result()
     finally:

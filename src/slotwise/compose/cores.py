@@ -2,7 +2,8 @@
 
 The engine's main thread leads every kernel, and is bound to a core (`compose.launch.THREADS_STAY`).  Whatever the API
 process does on that core, each step waits for, to the last microsecond.  On any other it takes from a helper, which is
-as nice as can be and waited for only while it holds work (`kernels.cpu.crew`).  So this process keeps off the one core:
+as nice as can be and waited for only while it holds work (`kernels.cpu.threads`).  So this process keeps off the one
+core:
 
     core 0    engine: main thread ……………………………………………………………………………
     core 1    engine: a helper …… │ API process │ …… a helper …………… │ API process │ ……

@@ -18,28 +18,28 @@ from slotwise.core.roofline import Machine, Roofline
 from slotwise.core.scheduler import Scheduler
 from slotwise.engine import first_step
 from slotwise.engine.config import ConfigError, EngineConfig
+from slotwise.engine.engine import Engine
 from slotwise.engine.executor import Executor
-from slotwise.engine.loop import Engine
 from slotwise.engine.messages import EngineInfo, MemoryUse
-from slotwise.engine.probe import probe
-from slotwise.kernels import helpers
-from slotwise.kernels.base import Kernels
+from slotwise.engine.warmup import warmup
+from slotwise.kernels import compile_worker
 from slotwise.kernels.checked import CheckedKernels
 from slotwise.kernels.cpu.openmp import roam
 from slotwise.kernels.cpu.pages import LARGE
-from slotwise.kernels.select import choose, draw_for, resolve, team_of
+from slotwise.kernels.interface import Kernels
+from slotwise.kernels.select import choose, draw_for, launcher_of, resolve
 from slotwise.model.config import ModelConfig
 from slotwise.model.decoder import Decoder
 from slotwise.model.load import describe, load_model
 from slotwise.model.locate import locate
 from slotwise.runner import memory
-from slotwise.runner.ahead import Ahead
-from slotwise.runner.batch import SlotTable
-from slotwise.runner.device_sampler import DeviceSampler
-from slotwise.runner.offload import HostBlocks
-from slotwise.runner.runner import Runner
-from slotwise.runner.sampler import Sampler
-from slotwise.runner.sampling import Sampling
+from slotwise.runner.input_batch import SlotTable
+from slotwise.runner.kv_offload import HostBlocks
+from slotwise.runner.model_runner import ModelRunner
+from slotwise.runner.prefault import Prefault
+from slotwise.runner.sampling.cpu import Sampler
+from slotwise.runner.sampling.gpu import DeviceSampler
+from slotwise.runner.sampling.interface import Sampling
 
 Progress = Callable[[str, int, int], None]
 """Told `(stage, done, total)` while an engine is being built."""
@@ -66,7 +66,7 @@ class Warming:
         except BaseException as error:
             self._error = error
         finally:
-            helpers.dismiss()  # who turned out not to be needed
+            compile_worker.dismiss()  # who turned out not to be needed
 
     def finish(self) -> None:
         """Wait until all kernels are ready; raises what has kept one from it."""
@@ -119,7 +119,7 @@ class Loaded:
             threads=torch.get_num_threads(), product_path=kernels.product_path(decoder.config.dtype))
         runner = _runner(decoder, limits)
         first_step.check(runner, limits, time.monotonic_ns)
-        times = known(config, info, lambda: probe(runner, limits, time.monotonic_ns))
+        times = known(config, info, lambda: warmup(runner, limits, time.monotonic_ns))
         scheduler = Scheduler(limits, scheduling.discipline(), scheduling.policy(times), times)
         engine = Engine(scheduler, runner, time.monotonic_ns, eos_ids, depth=depth, scheduling=scheduling)
         info.learned = times.learned() if times.knows else None
@@ -150,7 +150,7 @@ def load(config: EngineConfig, progress: Progress = silent, wrap: Callable[[Kern
         raise ConfigError(str(error)) from error
     kernels = wrap(CheckedKernels(kernels) if os.environ.get("SLOTWISE_DEBUG") == "1" else kernels)
     kind = describe(locate(config.model), config.dtype, kernels).dtype
-    packing = 1 if helpers.are_waiting() else torch.get_num_threads()  # all others will be compiling
+    packing = 1 if compile_worker.are_waiting() else torch.get_num_threads()  # all others will be compiling
     warming = Warming(kernels, kind)  # reading kernels is work for the interpreter, packing weights is none
     with _threads(packing):
         decoder = load_model(
@@ -180,14 +180,14 @@ def _runner(decoder: Decoder, limits: SchedulerLimits) -> Executor:
     num_slots = limits.max_num_seqs
     slots = SlotTable(num_slots, limits.max_model_len, limits.block_size, null_block, kernels.device)
     sampler: Sampling = (
-        Sampler(num_slots, vocab_size, team_of(kernels)) if kernels.name == "cpu"
+        Sampler(num_slots, vocab_size, launcher_of(kernels)) if kernels.name == "cpu"
         else DeviceSampler(slots, vocab_size, draw_for(kernels), kernels.device))
     pieces = [piece for cache in caches for piece in kernels.cache_pieces(cache)]
-    runner = Runner(decoder, caches, slots, sampler, HostBlocks(limits.num_host_blocks, pieces))
+    runner = ModelRunner(decoder, caches, slots, sampler, HostBlocks(limits.num_host_blocks, pieces))
     if kernels.name != "cpu":
         return runner
     per_block = kernels.cache_bytes_per_block(limits.block_size, decoder.attention_shapes[0], decoder.config.dtype)
-    return Ahead(runner, caches, limits.num_blocks, max(2 * limits.max_num_seqs, 2 * LARGE // per_block))
+    return Prefault(runner, caches, limits.num_blocks, max(2 * limits.max_num_seqs, 2 * LARGE // per_block))
 
 
 def build_engine(config: EngineConfig, progress: Progress = silent) -> tuple[Engine, EngineInfo]:

@@ -18,9 +18,9 @@ from slotwise.compose.cores import Cores
 from slotwise.compose.garbage import settle
 from slotwise.compose.launch import ChildProcess, launch_engine
 from slotwise.compose.step_times import remembered
+from slotwise.engine.client import EngineClient
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import EngineInfo, Loading
-from slotwise.engine.service import EngineService
 from slotwise.engine.supervisor import Supervisor
 from slotwise.observe import lines
 from slotwise.observe.load import report
@@ -66,7 +66,7 @@ async def _serve(
 ) -> int:
     bar = _LoadingBar(settings.log_format)
     traces = Traces(endpoint, settings.served_model_name) if (endpoint := settings.otlp_traces_endpoint) else None
-    service, cores = EngineService(bar), Cores()
+    engine_client, cores = EngineClient(bar), Cores()
 
     def launch(last: EngineInfo | None) -> ChildProcess:
         if last is None:
@@ -74,7 +74,7 @@ async def _serve(
         with cores.lent():
             return launch_engine(_like(config, last), settings.log_format)
 
-    supervisor = Supervisor(service, launch, settings.engine_timeout)
+    supervisor = Supervisor(engine_client, launch, settings.engine_timeout)
     chat: Template | None = None
     try:
         supervisor.launch()
@@ -86,7 +86,7 @@ async def _serve(
             info = await supervisor.ready()
         cores.leave_to(first.process.pid)
         with remembered(config, info) as step_times:
-            app = build_app(service, tokenizer, chat, settings, step_times)
+            app = build_app(engine_client, tokenizer, chat, settings, step_times)
             settle()
             async with _observed(app.api, traces, settings):
                 await serve(app, listener, lambda url: _greet(url, info, settings, time.monotonic() - first.started))
@@ -94,7 +94,7 @@ async def _serve(
         if chat is not None:
             chat.close()
         await supervisor.end()
-    return 1 if service.hopeless.is_set() else 0
+    return 1 if engine_client.hopeless.is_set() else 0
 
 
 @contextlib.asynccontextmanager
@@ -109,7 +109,7 @@ async def _observed(api: Api, traces: Traces | None, settings: ServerSettings) -
             if file is not None:
                 api.recorder.write_to(file)
             yield
-            api.later.flush()
+            api.batched_observer.flush()
     finally:
         reporting.cancel()
         api.close()

@@ -9,11 +9,11 @@ from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.messages import MemoryUse
 from slotwise.kernels.select import draw_for
 from slotwise.model.decoder import Decoder
-from slotwise.runner import memory, offload
+from slotwise.runner import kv_offload, memory
 from slotwise.runner.profile import measured_workspace
 
 STEP_SECONDS = 0.1  # where streams wait for the whole of a step
-BURST_SECONDS = 0.5  # where steps are that long only when hardly any stream is there to wait for them (core/pace.py)
+BURST_SECONDS = 0.5  # where steps are that long only when hardly any stream waits for them (core/step_budget.py)
 STEP_SIZES = (512, 256, 128)  # tokens; fewer would read the weights too often for what they compute
 GPU_STEP_SIZES = (8192, 4096, 2048)  # products reach their rate at a few thousand tokens
 BLOCK_SIZE = 64  # tokens; what the figures in benchmarks/results/kernels-cpu.md were measured with
@@ -47,7 +47,7 @@ def sized(config: EngineConfig, decoder: Decoder) -> tuple[SchedulerLimits, Memo
     useful = config.max_num_seqs * -(-longest // block_size)
     size = _on_gpu if kernels.device.type == "cuda" else _on_host
     asked = config.offloading_bytes
-    workspace, budget = size(config, decoder, longest, offload.staging_bytes(asked // per_block, per_block))
+    workspace, budget = size(config, decoder, longest, kv_offload.staging_bytes(asked // per_block, per_block))
     num_blocks = memory.num_blocks(per_block, useful, budget)
     beside = 0 if kernels.device.type == "cuda" else workspace + num_blocks * per_block
     num_host_blocks = memory.num_host_blocks(per_block, asked, beside)
@@ -68,7 +68,7 @@ def _on_host(config: EngineConfig, decoder: Decoder, longest: int, staging: int)
 def _on_gpu(config: EngineConfig, decoder: Decoder, longest: int, staging: int) -> tuple[int, int]:
     """Bytes of workspace and cache, by what the largest steps were seen to take, beside those of a staging area."""
     kernels, rows, tokens = decoder.kernels, config.max_num_seqs, config.largest_step(longest)
-    recorded = max(rows, kernels.recording_size(rows, longest)[0])
+    recorded = max(rows, kernels.graph_size(rows, longest)[0])
     shapes = [(tokens, min(rows, tokens), longest), (recorded, recorded, longest)]
     block_size = config.block_size or BLOCK_SIZE
     workspace = measured_workspace(decoder, draw_for(kernels), block_size, shapes) + staging

@@ -9,42 +9,42 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slotwise import __version__
-from slotwise.core.steptime import StepTimes
+from slotwise.core.step_time import StepTimeModel
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import EngineInfo
 
 if TYPE_CHECKING:
-    from slotwise.observe import steptime
+    from slotwise.observe import step_time
 
 
-def known(config: EngineConfig, info: EngineInfo, probe: Callable[[], StepTimes]) -> StepTimes:
-    """What the last run of such a model learned; where there was none, what `probe` learns, for the next one too."""
+def known(config: EngineConfig, info: EngineInfo, warmup: Callable[[], StepTimeModel]) -> StepTimeModel:
+    """What the last run of such a model learned; where there was none, what `warmup` learns, for the next one too."""
     try:
-        from slotwise.observe import kept
+        from slotwise.observe import step_time_store
     except ImportError:  # what reads it is not installed
-        return StepTimes(probe().learned())
-    path = kept.place(traits(config, info))
-    times = kept.load(path)
+        return StepTimeModel(warmup().learned())
+    path = step_time_store.place(traits(config, info))
+    times = step_time_store.load(path)
     if times.knows:
         return times
-    probed = probe()
-    if probed.knows:
-        kept.save(path, probed)
-    return StepTimes(probed.learned())
+    measured = warmup()
+    if measured.knows:
+        step_time_store.save(path, measured)
+    return StepTimeModel(measured.learned())
 
 
 @contextmanager
-def remembered(config: EngineConfig, info: EngineInfo) -> Iterator[steptime.StepTimes]:
+def remembered(config: EngineConfig, info: EngineInfo) -> Iterator[step_time.StepTimeModel]:
     """What the last run of such a model learned; what this one has learned is kept in the end."""
-    from slotwise.observe import kept
+    from slotwise.observe import step_time_store
 
-    path = kept.place(traits(config, info))
-    times = kept.load(path)
+    path = step_time_store.place(traits(config, info))
+    times = step_time_store.load(path)
     try:
         yield times
     finally:
         if times.num_steps:
-            kept.save(path, times)
+            step_time_store.save(path, times)
 
 
 def traits(config: EngineConfig, info: EngineInfo) -> tuple[str, ...]:

@@ -18,12 +18,12 @@ import msgspec
 from slotwise.compose.garbage import hold_off, settle
 from slotwise.engine.channel import BlockingChannel, ChannelClosed
 from slotwise.engine.config import EngineConfig
-from slotwise.engine.loop import Engine
-from slotwise.engine.messages import Add, EngineFailed, Loading, Locate
-from slotwise.engine.pulse import Heart
+from slotwise.engine.engine import Engine
+from slotwise.engine.heartbeat import HeartbeatSender
+from slotwise.engine.messages import Add, EngineFailed, Loading, QueuePositionQuery
 from slotwise.engine.wire import decode_command, encode
 from slotwise.errors import OneLineError, one_line
-from slotwise.kernels.helpers import call_early
+from slotwise.kernels.compile_worker import call_early
 from slotwise.kernels.lazy_imports import spare_torch
 from slotwise.observe import lines
 
@@ -36,21 +36,21 @@ def main(log_format: str, descriptor: int) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # they reach the whole group; the API process decides when to end
         signal.signal(number, signal.SIG_IGN)
     channel = BlockingChannel(socket.socket(fileno=descriptor))
-    heart = Heart(channel)
-    heart.start()
+    heartbeat_sender = HeartbeatSender(channel)
+    heartbeat_sender.start()
     try:
         engine = _load(channel)
         if engine is None:
             return 1
-        _guarded(engine, channel, heart)
+        _guarded(engine, channel, heartbeat_sender)
     except ChannelClosed:
         return 0
 
 
-def _guarded(engine: Engine, channel: BlockingChannel, heart: Heart) -> NoReturn:
+def _guarded(engine: Engine, channel: BlockingChannel, heartbeat_sender: HeartbeatSender) -> NoReturn:
     """Serve; a fault of the engine itself is told to the API process before it ends this one."""
     try:
-        serve(engine, channel, heart)
+        serve(engine, channel, heartbeat_sender)
     except ChannelClosed:
         raise
     except Exception as error:
@@ -85,16 +85,16 @@ def _told(error: Exception) -> str:
     return one_line(str(error) if named else f"{type(error).__name__}: {error}")
 
 
-def serve(engine: Engine, channel: BlockingChannel, heart: Heart) -> NoReturn:
+def serve(engine: Engine, channel: BlockingChannel, heartbeat_sender: HeartbeatSender) -> NoReturn:
     """Until the channel closes: commands, a step, its record."""
     waiting: deque[bytes] = deque()
     while True:
         if len(waiting) < MAX_ARRIVALS:
             waiting += channel.receive(engine.wait() if engine.has_work or waiting else None)
         _take_in(engine, waiting, channel)
-        heart.step_began = time.monotonic_ns()
+        heartbeat_sender.step_began = time.monotonic_ns()
         report = engine.step() if engine.has_work else engine.idle_record()
-        heart.step_began = 0
+        heartbeat_sender.step_began = 0
         if report is not None:
             channel.send(encode(report))
 
@@ -105,8 +105,8 @@ def _take_in(engine: Engine, waiting: deque[bytes], channel: BlockingChannel) ->
     while waiting and num_arrived < MAX_ARRIVALS:
         command = decode_command(waiting.popleft())
         num_arrived += isinstance(command, Add)
-        if isinstance(command, Locate):
-            channel.send(encode(engine.locate(command)))
+        if isinstance(command, QueuePositionQuery):
+            channel.send(encode(engine.queue_positions(command)))
         else:
             engine.handle(command)
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 
-from slotwise.core.draft import Draft
-from slotwise.core.kv import Seat
+from slotwise.core.chunking import Chunking
+from slotwise.core.interfaces import Discipline, Gate, View
+from slotwise.core.kv_manager import Allocation
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.pieces import Pieces
-from slotwise.core.plan import Join, Stop
+from slotwise.core.plan_builder import PlanBuilder
 from slotwise.core.reasons import FIRST_TOKEN, NO_BLOCKS, NO_SLOT, OUTRANKED, TIER_CAP, TIME_BUDGET, TOKEN_BUDGET
 from slotwise.core.request import Request, State
-from slotwise.core.roster import Roster
-from slotwise.core.seams import Discipline, Gate, View
+from slotwise.core.request_table import RequestTable
+from slotwise.core.step import NewRequest, Stop
 
 MAX_LOOK = 8  # who wait behind one that waits for blocks, and may be examined in a step
 MAX_OUTRANKED = 4  # who run and may have to give way in a step
@@ -21,99 +21,101 @@ MAX_OUTRANKED = 4  # who run and may have to give way in a step
 class Admission:
     """Seats those who wait, one draft after another, under limits and a discipline that stay as they are."""
 
-    def __init__(self, roster: Roster, limits: SchedulerLimits, discipline: Discipline, pieces: Pieces) -> None:
-        self._roster = roster
+    def __init__(
+        self, table: RequestTable, limits: SchedulerLimits, discipline: Discipline, chunking: Chunking,
+    ) -> None:
+        self._table = table
         self._limits = limits
         self._discipline = discipline
-        self._pieces = pieces
+        self._chunking = chunking
         self._kept = {tier.name: tier.slots for tier in limits.tiers if tier.slots}
 
     # -- joining -------------------------------------------------------------------------------------------------
 
-    def start(self, draft: Draft) -> AdmissionPass:
+    def start(self, builder: PlanBuilder) -> AdmissionPass:
         """One pass over the waiting requests, in the policy's order."""
-        return AdmissionPass(self, self._roster, draft, self.gate(draft.now))
+        return AdmissionPass(self, self._table, builder, self.gate(builder.now))
 
-    def admit(self, request: Request, draft: Draft) -> str:
+    def admit(self, request: Request, builder: PlanBuilder) -> str:
         """Admit it; or why it cannot be.
 
         One that gave way in this plan may have a token in flight: it cannot come back before that is known.
         """
         if request.pending:
             return OUTRANKED
-        if not self._roster.slots.num_free:
+        if not self._table.slots.num_free:
             return NO_SLOT
         if self._free_for(request) < 1:
             return TIER_CAP
-        if draft.budget < 1:
-            return draft.shortage
-        if draft.lanes and self._roster.policy.lane(request) in draft.lanes:
+        if builder.budget < 1:
+            return builder.shortage
+        if builder.lanes and self._table.policy.lane(request) in builder.lanes:
             return FIRST_TOKEN
-        seat = self._seat(request, draft)
-        if seat is None:
+        allocation = self._allocation(request, builder)
+        if allocation is None:
             return NO_BLOCKS
-        if len(seat.away) > self._roster.kv.host.num_loads_left:
+        if len(allocation.on_host) > self._table.kv.host.num_loads_left:
             return TOKEN_BUDGET
-        start = len(seat.found) * self._limits.block_size
-        if not self._pieces.fits(start, len(request.tokens) - start, draft):
+        start = len(allocation.found) * self._limits.block_size
+        if not self._chunking.fits(start, len(request.tokens) - start, builder):
             return TIME_BUDGET
-        self._join(request, seat, draft)
+        self._join(request, allocation, builder)
         return ""
 
-    def next_in_line(self, draft: Draft) -> Request | None:
+    def next_in_line(self, builder: PlanBuilder) -> Request | None:
         """Who joins this step if anybody does, and the cache has room."""
-        if not self._roster.waiting or not self._roster.slots.num_free or self.gate(draft.now).max_new < 1:
+        if not self._table.waiting or not self._table.slots.num_free or self.gate(builder.now).max_new < 1:
             return None
-        request = self._roster.waiting.walk(draft.now).next()
+        request = self._table.waiting.walk(builder.now).next()
         return request if request is not None and self._free_for(request) > 0 else None
 
     def gate(self, now: float) -> Gate:
         """How many requests may join now, by the discipline."""
-        roster = self._roster
-        oldest = next(iter(roster.living.values())).arrived_at
+        table = self._table
+        oldest = next(iter(table.unfinished.values())).arrived_at
         return self._discipline.gate(
-            View(len(roster.running), len(roster.waiting), self._limits.max_num_seqs, oldest), now)
+            View(len(table.running), len(table.waiting), self._limits.max_num_seqs, oldest), now)
 
     def _free_for(self, request: Request) -> int:
         """Free slots that are not kept for other tiers than its own."""
-        free = min(self._roster.slots.num_free, self._limits.max_num_seqs - len(self._roster.running))
+        free = min(self._table.slots.num_free, self._limits.max_num_seqs - len(self._table.running))
         if not self._kept:
             return free
         spare = self._spare()
-        return free - sum(max(0, -spare[tier]) for tier in self._kept if tier != request.terms.tier)
+        return free - sum(max(0, -spare[tier]) for tier in self._kept if tier != request.slo.tier)
 
     def _spare(self) -> Counter[str]:
         """Of each tier, the slots it uses beyond those kept for it; below zero: what it does not use of them."""
-        used = Counter(request.terms.tier for request in self._roster.running.values())
+        used = Counter(request.slo.tier for request in self._table.running.values())
         used.subtract(self._kept)
         return used
 
-    def _seat(self, request: Request, draft: Draft) -> Seat | None:
+    def _allocation(self, request: Request, builder: PlanBuilder) -> Allocation | None:
         """Room for one who waits; who just yielded must not come straight back, nor anyone in its place."""
-        if draft.is_pressed:
+        if builder.is_pressed:
             return None
         reserved = self._discipline.reserve(request)
         grows = reserved < request.end - 1  # else all are given what they can ever need, and nothing need be spared
-        spare = self._limits.watermark_blocks if self._roster.running and grows else 0
-        return self._roster.kv.find(request, reserved, spare)
+        spare = self._limits.watermark_blocks if self._table.running and grows else 0
+        return self._table.kv.find(request, reserved, spare)
 
     def may_be_passed(self, request: Request) -> bool:
         """Whether a later arrival may take a slot before this request, which waits for blocks."""
         most = 0 if self._discipline.in_strict_order else self._limits.max_passes
         return request.state is State.WAITING and request.num_passed < most
 
-    def _join(self, request: Request, seat: Seat, draft: Draft) -> None:
-        self._roster.admit(request, seat, draft.step, draft.now)
-        draft.joins.append(Join(
+    def _join(self, request: Request, allocation: Allocation, builder: PlanBuilder) -> None:
+        self._table.admit(request, allocation, builder.step, builder.now)
+        builder.new_requests.append(NewRequest(
             request.request_id, request.slot, tuple(request.tokens), request.num_prompt, request.params, request.seed,
             tuple(sorted(request.stop_ids))))
-        draft.grant(request, tuple(request.blocks))
-        count = self._pieces.first(request, draft) or 1  # 0: fewer are predicted to take longer
-        draft.row(request, request.num_scheduled, count)
+        builder.add_blocks(request, tuple(request.blocks))
+        count = self._chunking.first(request, builder) or 1  # 0: fewer are predicted to take longer
+        builder.add_row(request, request.num_scheduled, count)
 
     # -- outranking ----------------------------------------------------------------------------------------------
 
-    def make_room(self, draft: Draft) -> None:
+    def make_room(self, builder: PlanBuilder) -> None:
         """Let the first of those for whom there is no room take the places of some who run, where the policy says so.
 
         Those who wait are asked about in their order, and all that one needs is taken or nothing is.
@@ -121,48 +123,48 @@ class Admission:
         if self._discipline.leaves_together:
             return
         for _ in range(MAX_OUTRANKED):
-            request, before = self._first_without_room(draft)
-            victims = self._victims(request, before, draft) if request is not None else []
+            request, before = self._first_without_room(builder)
+            victims = self._victims(request, before, builder) if request is not None else []
             if not victims:
                 return
             for victim in victims:
-                draft.preempt(victim, OUTRANKED)
-                self._roster.yield_place(victim, draft.step, draft.now)
+                builder.preempt(victim, OUTRANKED)
+                self._table.preempt(victim, builder.step, builder.now)
 
-    def _first_without_room(self, draft: Draft) -> tuple[Request | None, int]:
+    def _first_without_room(self, builder: PlanBuilder) -> tuple[Request | None, int]:
         """The first of those who wait who would find no slot, or, at the head, no blocks, and how many go before it;
         None: all find room.
         """
-        if not self._roster.waiting:
+        if not self._table.waiting:
             return None, 0
-        walk = self._roster.waiting.walk(draft.now)
-        num_free = min(self._roster.slots.num_free, max(0, self.gate(draft.now).max_new))
+        walk = self._table.waiting.walk(builder.now)
+        num_free = min(self._table.slots.num_free, max(0, self.gate(builder.now).max_new))
         for before in range(num_free + 1):
             request = walk.next()
             if request is None or min(num_free, self._free_for(request)) <= before:
                 break
-            if before == 0 and self._seat(request, draft) is None:
+            if before == 0 and self._allocation(request, builder) is None:
                 break
         return request, before
 
-    def _victims(self, request: Request, before: int, draft: Draft) -> list[Request]:
+    def _victims(self, request: Request, before: int, builder: PlanBuilder) -> list[Request]:
         """Who must yield so that `request`, with `before` others ahead of it, finds a slot, and blocks; nobody, where
         those who would are not enough.
         """
-        policy, spare = self._roster.policy, self._spare()
+        policy, spare = self._table.policy, self._spare()
         ranked = sorted(
-            (running for running in self._roster.running.values() if not running.reason),
-            key=lambda running: (policy.victim_key(running, draft.now), running.arrival), reverse=True)
-        missing = self._roster.kv.missing(request, self._discipline.reserve(request))
-        slots = min(self._free_for(request), self.gate(draft.now).max_new) - before
+            (running for running in self._table.running.values() if not running.reason),
+            key=lambda running: (policy.victim_key(running, builder.now), running.arrival), reverse=True)
+        missing = self._table.kv.missing(request, self._discipline.reserve(request))
+        slots = min(self._free_for(request), self.gate(builder.now).max_new) - before
         victims: list[Request] = []
         for running in ranked:
             if (slots >= 1 and missing <= 0) or len(victims) == MAX_OUTRANKED:
                 break
-            tier = running.terms.tier
-            if tier in self._kept and spare[tier] <= 0 and tier != request.terms.tier:
+            tier = running.slo.tier
+            if tier in self._kept and spare[tier] <= 0 and tier != request.slo.tier:
                 continue  # its slot is kept for its tier
-            if not policy.preempts(request, running, draft.now):
+            if not policy.preempts(request, running, builder.now):
                 continue
             victims.append(running)
             spare[tier] -= 1
@@ -178,12 +180,12 @@ class AdmissionPass:
             admission_pass.examine(request)
     """
 
-    def __init__(self, admission: Admission, roster: Roster, draft: Draft, gate: Gate) -> None:
+    def __init__(self, admission: Admission, table: RequestTable, builder: PlanBuilder, gate: Gate) -> None:
         self._admission = admission
-        self._waiting = roster.waiting
-        self._draft = draft
+        self._waiting = table.waiting
+        self._builder = builder
         self._gate = gate
-        self._walk = roster.waiting.walk(draft.now)
+        self._walk = table.waiting.walk(builder.now)
         self._passed: list[Request] = []  # examined, and left waiting for blocks
         self._ended = False
 
@@ -195,22 +197,22 @@ class AdmissionPass:
 
     def examine(self, request: Request) -> None:
         """Admit `request`, or write into the plan why it waits."""
-        draft, gate = self._draft, self._gate
-        reason = gate.reason if len(draft.joins) >= gate.max_new else self._admission.admit(request, draft)
+        builder, gate = self._builder, self._gate
+        reason = gate.reason if len(builder.new_requests) >= gate.max_new else self._admission.admit(request, builder)
         if not reason:
             for before in self._passed:
                 before.num_passed += 1
             return
-        draft.refuse(request, reason)
-        draft.stop = draft.stop or Stop(
+        builder.refuse(request, reason)
+        builder.stop = builder.stop or Stop(
             reason, request.request_id, 0, min(gate.reopens_at, self._waiting.next_moment))
         if reason == TIER_CAP:
-            self._walk.close_tier(request.terms.tier)
+            self._walk.close_tier(request.slo.tier)
             return
         self._passed.append(request)
-        self._ended = reason != NO_BLOCKS or draft.is_pressed or len(self._passed) > MAX_LOOK
+        self._ended = reason != NO_BLOCKS or builder.is_pressed or len(self._passed) > MAX_LOOK
 
     def close(self) -> None:
         """Write into the plan how many requests wait behind the first that was refused."""
-        if self._draft.stop:
-            self._draft.stop = self._draft.stop._replace(num_behind=len(self._waiting) - 1)
+        if self._builder.stop:
+            self._builder.stop = self._builder.stop._replace(num_behind=len(self._waiting) - 1)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from slotwise.core.plan import TokenLogprobs
+from slotwise.core.step import TokenLogprobs
 
 
 class Arrived(NamedTuple):

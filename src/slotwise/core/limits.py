@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slotwise.core.terms import Tier
+from slotwise.core.slo import Tier
 
 RECOMPUTE = "recompute"  # it waits, and is computed again
 ERROR = "error"  # it ends, and is told why
@@ -29,7 +29,7 @@ class SchedulerLimits:
     max_passes: int = 0  # later arrivals that may take a slot before one that waits for blocks
     on_pressure: str = RECOMPUTE  # what becomes of who must yield
     max_step_ms: float | None = None  # milliseconds a step may take, as predicted; None: only a promised pace counts
-    max_stall_ms: float | None = None  # milliseconds prompts may hold up who decodes (core/pace.py); None: any
+    max_stall_ms: float | None = None  # milliseconds prompts may hold up who decodes (core/step_budget.py); None: any
     tiers: tuple[Tier, ...] = ()  # classes of service; requests may belong to none of them
     num_host_blocks: int = 0  # places in host memory for what the pool evicts
 

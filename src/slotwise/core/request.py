@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from enum import Enum
 
 from slotwise.core.params import SamplingParams
-from slotwise.core.prefix import Trail
-from slotwise.core.terms import Terms
+from slotwise.core.prefix_cache import BlockHashes
+from slotwise.core.slo import SLO
 
 
 class State(Enum):
@@ -40,7 +40,7 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 }
 
 NO_SLOT_HELD = -1
-NO_TERMS = Terms()
+NO_SLO = SLO()
 
 
 class IllegalTransition(AssertionError):
@@ -57,18 +57,18 @@ class Request:
         seed: 64 bits for the sampler.
         eos_ids: the model's end tokens; they end this request unless it ignores them.
         salt: requests share cached beginnings only with those of the same salt: a tenant, an adapter.
-        terms: who asks, and what they were promised.
+        slo: who asks, and what they were promised.
     """
 
     __slots__ = (
-        "arrival", "arrived_at", "blocks", "deadline", "end", "epoch", "expected_tokens", "num_computed", "num_passed",
-        "num_prompt", "num_scheduled", "params", "pending", "publish_at", "reason", "request_id", "room", "seed",
-        "slot", "state", "stop_ids", "terms", "tokens", "trail",
+        "arrival", "arrived_at", "block_hashes", "blocks", "capacity", "deadline", "end", "epoch", "expected_tokens",
+        "num_computed", "num_passed", "num_prompt", "num_scheduled", "params", "pending", "publish_at", "reason",
+        "request_id", "seed", "slo", "slot", "state", "stop_ids", "tokens",
     )
 
     def __init__(
         self, request_id: str, prompt: Sequence[int], params: SamplingParams, seed: int = 0,
-        eos_ids: Sequence[int] = (), salt: str = "", terms: Terms = NO_TERMS,
+        eos_ids: Sequence[int] = (), salt: str = "", slo: SLO = NO_SLO,
     ) -> None:
         self.request_id = request_id
         self.tokens = list(prompt)  # known tokens, but for those that are pending
@@ -78,7 +78,7 @@ class Request:
         self.pending = 0  # tokens that steps in flight are about to sample
         self.params = params
         self.seed = seed
-        self.terms = terms
+        self.slo = slo
         self.stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else eos_ids)
         self.state = State.WAITING
         self.reason = ""  # why it ended; one still RUNNING is held: it has all its tokens and waits for its batch
@@ -90,8 +90,8 @@ class Request:
         self.end = 0  # as many tokens as it may ever have
         self.slot = NO_SLOT_HELD
         self.blocks: list[int] = []  # its block table
-        self.room = 0  # tokens that its blocks hold
-        self.trail = Trail(salt)
+        self.capacity = 0  # tokens that its blocks hold
+        self.block_hashes = BlockHashes(salt)
         self.publish_at = 0  # computed tokens at which its next block is full
         self.epoch = 0
 
@@ -112,7 +112,7 @@ class Request:
     def ended(self) -> bool:
         return self.state is State.FINISHED or self.state is State.REJECTED
 
-    def become(self, state: State) -> None:
+    def transition(self, state: State) -> None:
         """Raises IllegalTransition for a change the table does not list."""
         if state not in TRANSITIONS[self.state]:
             raise IllegalTransition(f"{self.request_id}: {self.state.name} -> {state.name}")

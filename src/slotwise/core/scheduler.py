@@ -17,16 +17,16 @@ from collections import deque
 from collections.abc import Collection, Mapping
 from itertools import compress
 
-from slotwise.core.draft import InFlight
 from slotwise.core.events import Committed, Event
+from slotwise.core.held_outputs import Outputs
+from slotwise.core.interfaces import Discipline, Policy
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.plan import StepPlan, StepResult, TokenLogprobs
+from slotwise.core.plan_builder import InFlight
 from slotwise.core.planner import Planner
 from slotwise.core.request import Request, State
-from slotwise.core.roster import Roster
-from slotwise.core.seams import Discipline, Policy
-from slotwise.core.steptime import StepTimes, work_of
-from slotwise.core.withheld import Told
+from slotwise.core.request_table import RequestTable
+from slotwise.core.step import StepPlan, StepResult, TokenLogprobs
+from slotwise.core.step_time import StepTimeModel, work_of
 
 MAX_IN_FLIGHT = 1  # uncommitted steps that plan() may look past
 
@@ -35,12 +35,12 @@ class Scheduler:
     """The one owner of every request's state, through its roster."""
 
     def __init__(
-        self, limits: SchedulerLimits, discipline: Discipline, policy: Policy, times: StepTimes | None = None,
+        self, limits: SchedulerLimits, discipline: Discipline, policy: Policy, times: StepTimeModel | None = None,
     ) -> None:
         """`times` prices steps, and learns from those that are committed while somebody asks for prices."""
-        self._roster = Roster(limits, policy)
-        self._times = times or StepTimes()
-        self._planner = Planner(self._roster, limits, discipline, self._times)
+        self._table = RequestTable(limits, policy)
+        self._times = times or StepTimeModel()
+        self._planner = Planner(self._table, limits, discipline, self._times)
         self._in_flight: deque[InFlight] = deque()  # steps that are planned and not committed, oldest first
         self._steps = 0
 
@@ -52,45 +52,45 @@ class Scheduler:
 
     @property
     def policy(self) -> Policy:
-        return self._roster.policy
+        return self._table.policy
 
     @property
-    def times(self) -> StepTimes:
+    def times(self) -> StepTimeModel:
         """What prices steps."""
         return self._times
 
     @property
     def num_running(self) -> int:
-        return len(self._roster.running)
+        return len(self._table.running)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._roster.waiting)
+        return len(self._table.waiting)
 
     @property
-    def num_living(self) -> int:
-        return len(self._roster.living)
+    def num_unfinished(self) -> int:
+        return len(self._table.unfinished)
 
     @property
     def num_free_blocks(self) -> int:
         """Blocks that nobody refers to; some of them may hold beginnings worth finding."""
-        return self._roster.kv.pool.num_available
+        return self._table.kv.pool.num_available
 
     @property
     def has_work(self) -> bool:
-        return bool(self._roster.living) or bool(self._in_flight)
+        return bool(self._table.unfinished) or bool(self._in_flight)
 
     def requests(self) -> tuple[Request, ...]:
         """All who live, in order of arrival."""
-        return tuple(self._roster.living.values())
+        return tuple(self._table.unfinished.values())
 
-    def places(self, request_ids: Collection[str], now: float) -> dict[str, int]:
+    def queue_positions(self, request_ids: Collection[str], now: float) -> dict[str, int]:
         """Of those of these requests that wait: how many are to start before each, by the order of this moment."""
-        living = self._roster.living
-        left = {name for name in request_ids if name in living and living[name].state is not State.RUNNING}
+        unfinished = self._table.unfinished
+        left = {name for name in request_ids if name in unfinished and unfinished[name].state is not State.RUNNING}
         found: dict[str, int] = {}
-        walk = self._roster.waiting.walk(now)
-        for before in range(len(self._roster.waiting)):
+        walk = self._table.waiting.walk(now)
+        for before in range(len(self._table.waiting)):
             if not left or (request := walk.next()) is None:
                 break
             if request.request_id in left:
@@ -98,14 +98,14 @@ class Scheduler:
                 found[request.request_id] = before
         return found
 
-    def take_events(self) -> list[Event]:
+    def pop_events(self) -> list[Event]:
         """What happened since the last call."""
-        events, self._roster.events = self._roster.events, []
+        events, self._table.events = self._table.events, []
         return events
 
     def check(self) -> None:
         """Law 4, conservation.  Raises an AssertionError that names what is wrong."""
-        self._roster.check()
+        self._table.check()
 
     # -- what is asked of it -------------------------------------------------------------------------------------
 
@@ -117,22 +117,22 @@ class Scheduler:
         """
         if limits.fixed != self.limits.fixed:
             raise ValueError("the cache and the longest sequence are fixed at the start")
-        if limits.max_num_seqs > self._roster.slots.total:
-            raise ValueError(f"max_num_seqs is at most the {self._roster.slots.total} slots made at the start")
-        self._planner.obey(limits, discipline)
-        if policy is not self._roster.policy:
-            self._roster.follow(policy, now)
+        if limits.max_num_seqs > self._table.slots.total:
+            raise ValueError(f"max_num_seqs is at most the {self._table.slots.total} slots made at the start")
+        self._planner.configure(limits, discipline)
+        if policy is not self._table.policy:
+            self._table.set_policy(policy, now)
 
     def add(self, request: Request, now: float) -> None:
         """Let a request in, or refuse it for good when it could never run."""
         request.end = self.limits.longest(request.num_prompt, request.params.max_tokens)
-        self._roster.enter(request, self.limits.objection(request.num_prompt, request.params.max_tokens), now)
+        self._table.add(request, self.limits.objection(request.num_prompt, request.params.max_tokens), now)
 
     def finish(self, request_id: str, reason: str, now: float) -> None:
         """End a request from outside, in any state.  One that has ended already, or never was, is left alone."""
-        request = self._roster.living.get(request_id)
+        request = self._table.unfinished.get(request_id)
         if request is not None:
-            self._roster.end(request, reason, now)
+            self._table.end(request, reason, now)
 
     def plan(self, now: float) -> StepPlan:
         """The next step; it has no rows when nothing can run.
@@ -142,8 +142,8 @@ class Scheduler:
         """
         if len(self._in_flight) > MAX_IN_FLIGHT:
             raise RuntimeError("commit the step in flight before planning two ahead")
-        draft = self._planner.draft(self._steps, now)
-        planned = draft.close(self._roster.slots.take_leaves(), self._roster.kv.host.take_copies())
+        builder = self._planner.plan(self._steps, now)
+        planned = builder.close(self._table.slots.pop_released(), self._table.kv.host.pop_copies())
         self._steps += 1
         self._in_flight.append(planned)
         return planned.plan
@@ -170,7 +170,7 @@ class Scheduler:
             if request.epoch == epoch:
                 request.num_computed += plan.counts[row]
                 if request.num_computed >= request.publish_at:
-                    self._roster.kv.publish(request)
+                    self._table.kv.publish(request)
             some, reason = request.append(tokens) if tokens else ((), "")
             if not some or some != tokens:
                 kept[row] = some
@@ -178,33 +178,33 @@ class Scheduler:
                 ended.append((request, reason))
         if result.complete or result.failed:
             ended += step.declared(result, {request.request_id for request, _ in ended})
-        if self._planner.is_priced:
+        if self._planner.needs_step_times:
             self._times.step(work_of(plan.starts, plan.counts, plan.padding), plan.now, now)
-        self._roster.policy.served(step.requests, plan.counts, result.tokens)
-        told = self._release(_told(plan, result, kept), ended, plan)
+        self._table.policy.served(step.requests, plan.counts, result.tokens)
+        outputs = self._release(_outputs_of(plan, result, kept), ended, plan)
         overrun -= sum(len(result.tokens[row]) for row in plan.held)
-        self._roster.events.append(Committed(
-            now, plan.step, tuple(told.request_ids), tuple(told.tokens), tuple(told.logprobs), overrun))
+        self._table.events.append(Committed(
+            now, plan.step, tuple(outputs.request_ids), tuple(outputs.tokens), tuple(outputs.logprobs), overrun))
         for request, reason in ended:
-            self._roster.end(request, reason, now)
+            self._table.end(request, reason, now)
 
-    def _release(self, told: Told, ended: list[tuple[Request, str]], plan: StepPlan) -> Told:
+    def _release(self, outputs: Outputs, ended: list[tuple[Request, str]], plan: StepPlan) -> Outputs:
         """What may be told now, to those with a row in `plan`; `ended` is left with those of them who may go now."""
         together = self._planner.discipline.leaves_together
-        if not (together or self._roster.withheld):
-            return told
-        self._roster.withheld.keep(told)
+        if not (together or self._table.held_outputs):
+            return outputs
+        self._table.held_outputs.keep(outputs)
         gone = [(request, reason) for request, reason in ended if request.state is not State.RUNNING]
         for request, reason in ended:
             if request.state is State.RUNNING:
-                self._roster.hold(request, reason)
-        held = [request for request in self._roster.running.values() if request.reason]
-        if together and len(held) < len(self._roster.running):
+                self._table.hold(request, reason)
+        held = [request for request in self._table.running.values() if request.reason]
+        if together and len(held) < len(self._table.running):
             ended[:] = gone
-            return self._roster.withheld.release(request.request_id for request, _ in gone)
+            return self._table.held_outputs.release(request.request_id for request, _ in gone)
         present = frozenset(plan.request_ids)  # whoever rests in this step is told, and goes, in the next it is in
         ended[:] = gone + [(request, request.reason) for request in held if request.request_id in present]
-        return self._roster.withheld.release(plan.request_ids)
+        return self._table.held_outputs.release(plan.request_ids)
 
     def rollback(self) -> list[str]:
         """Forget all steps in flight, after a failed one: their rows will be planned again from the last commit.
@@ -220,13 +220,13 @@ class Scheduler:
         return [request.request_id for request in first if not request.ended]
 
 
-def _told(plan: StepPlan, result: StepResult, kept: Mapping[int, tuple[int, ...]]) -> Told:
+def _outputs_of(plan: StepPlan, result: StepResult, kept: Mapping[int, tuple[int, ...]]) -> Outputs:
     """What a step's rows sampled; of those rows that `kept` names, what they kept, if anything."""
     logprobs: tuple[tuple[TokenLogprobs, ...], ...] = result.logprobs or ((),) * plan.num_rows
     if not kept:
-        return Told(plan.request_ids, result.tokens, logprobs)
+        return Outputs(plan.request_ids, result.tokens, logprobs)
     tokens = list(result.tokens)
     for row, some in kept.items():
         tokens[row] = some
-    return Told(
+    return Outputs(
         list(compress(plan.request_ids, tokens)), list(compress(tokens, tokens)), list(compress(logprobs, tokens)))

@@ -12,23 +12,23 @@ class Slots:
     def __init__(self, total: int) -> None:
         self.total = total
         self._free = list(range(total))  # a heap
-        self._leaves: list[int] = []
+        self._released: list[int] = []
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
-    def take(self) -> int:
+    def pop(self) -> int:
         return heapq.heappop(self._free)
 
-    def give_back(self, slot: int) -> None:
+    def release(self, slot: int) -> None:
         heapq.heappush(self._free, slot)
-        self._leaves.append(slot)
+        self._released.append(slot)
 
-    def take_leaves(self) -> tuple[int, ...]:
+    def pop_released(self) -> tuple[int, ...]:
         """Those given back since the last call."""
-        leaves, self._leaves = tuple(self._leaves), []
-        return leaves
+        released_slots, self._released = tuple(self._released), []
+        return released_slots
 
     def check(self, taken: Iterable[int]) -> None:
         """Each slot is either taken or free.  Raises AssertionError."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 
 from slotwise.batching.settings import Batching
 from slotwise.core.limits import PRESSURES, RECOMPUTE, SchedulerLimits
-from slotwise.core.terms import Tier
+from slotwise.core.slo import Tier
 from slotwise.engine.ranges import ENGINE
 from slotwise.engine.scheduling import Scheduling
 from slotwise.errors import OneLineError

@@ -1,9 +1,9 @@
 """The seam between planning and computing.
 
 An executor obeys plans strictly in order.  `submit` may return before the step is computed; `collect` gives the result
-of the oldest step submitted.  Slots and blocks named in a plan's `leaves`, `joins`, `grants`, `saves` and `loads` take
-effect when it is submitted, even if computing it fails, so that the next plan finds them as the scheduler believes them
-to be.
+of the oldest step submitted.  Slots and blocks named in a plan's `released_slots`, `new_requests`, `new_blocks`,
+`saves` and `loads` take effect when it is submitted, even if computing it fails, so that the next plan finds them as
+the scheduler believes them to be.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from slotwise.core.plan import StepPlan, StepResult
+from slotwise.core.step import StepPlan, StepResult
 
 
 class Executor(Protocol):
@@ -49,12 +49,12 @@ class FakeExecutor:
             self._host |= {(place, offset): self._cache[block, offset] for offset in range(self._block_size)}
         for place, block in plan.loads:
             self._cache |= {(block, offset): self._host[place, offset] for offset in range(self._block_size)}
-        for slot in plan.leaves:
+        for slot in plan.released_slots:
             del self._tokens[slot], self._tables[slot]
-        for join in plan.joins:
+        for join in plan.new_requests:
             assert join.slot not in self._tokens, f"slot {join.slot} is taken"
             self._tokens[join.slot], self._tables[join.slot] = list(join.tokens), []
-        for slot, blocks in plan.grants:
+        for slot, blocks in plan.new_blocks:
             self._tables[slot].extend(blocks)
         tokens = tuple(
             self._run(*row) for row in zip(plan.slots, plan.starts, plan.counts, plan.samples, strict=True))

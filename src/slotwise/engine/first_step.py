@@ -10,8 +10,8 @@ from slotwise.batching.continuous import Chunked
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.core.scheduler import Scheduler
+from slotwise.engine.engine import Clock, Engine
 from slotwise.engine.executor import Executor
-from slotwise.engine.loop import Clock, Engine
 from slotwise.engine.messages import Add
 from slotwise.errors import OneLineError
 from slotwise.policies.fcfs import FirstComeFirstServed

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from slotwise.core.plan import TokenLogprobs
+from slotwise.core.step import TokenLogprobs
 
 AT_THE_END = 1 << 62  # as `Generation.interval`: one chunk, when it has ended
 

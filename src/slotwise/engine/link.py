@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import cast
 
 from slotwise.engine.channel import ChannelClosed, Unframer, frame
-from slotwise.engine.messages import Beat, Command, EngineFailed, Locate, Report, StepRecord
-from slotwise.engine.pulse import Pulse
+from slotwise.engine.heartbeat import HeartbeatMonitor
+from slotwise.engine.messages import Command, EngineFailed, Heartbeat, QueuePositionQuery, Report, StepRecord
 from slotwise.engine.wire import decode_report, encode
 
 
@@ -17,13 +17,15 @@ class Link(asyncio.Protocol):
     """Made by `linked`.
 
     Args:
-        pulse: told of every sign of life.
+        heartbeat: told of every sign of life.
         on_report: told of every report but beats and the last.
         on_lost: told once why the engine is gone; nothing is reported after that.
     """
 
-    def __init__(self, pulse: Pulse, on_report: Callable[[Report], None], on_lost: Callable[[str], None]) -> None:
-        self.pulse = pulse
+    def __init__(
+        self, heartbeat: HeartbeatMonitor, on_report: Callable[[Report], None], on_lost: Callable[[str], None],
+    ) -> None:
+        self.heartbeat = heartbeat
         self.lost = False
         self._on_report = on_report
         self._on_lost = on_lost
@@ -35,7 +37,7 @@ class Link(asyncio.Protocol):
         """Bytes of commands that the engine has not taken yet."""
         return self._transport.get_write_buffer_size() if self._transport is not None else 0
 
-    def send(self, command: Command | Locate) -> None:
+    def send(self, command: Command | QueuePositionQuery) -> None:
         """Never waits: what the engine has not read yet stays in the transport's buffer."""
         if self._transport is not None and not self.lost:
             self._transport.write(frame(encode(command)))
@@ -55,25 +57,25 @@ class Link(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but its class
 
     def data_received(self, data: bytes) -> None:
-        self.pulse.heard()
+        self.heartbeat.heard()
         try:
             for message in self._unframer.feed(data):
                 if not self.lost:
-                    self._take(decode_report(message))
+                    self._dispatch(decode_report(message))
         except (ChannelClosed, ValueError) as error:  # msgspec's are ValueErrors, as are columns of unequal length
             self.cut(f"the engine sent what cannot be read ({error})")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.cut("the engine process ended" + (f" ({exc})" if exc else ""))
 
-    def _take(self, report: Report) -> None:
-        if isinstance(report, Beat):
-            self.pulse.beat(report.step_ns)
+    def _dispatch(self, report: Report) -> None:
+        if isinstance(report, Heartbeat):
+            self.heartbeat.on_heartbeat(report.step_ns)
         elif isinstance(report, EngineFailed):
             self.cut(report.message)
         else:
             if isinstance(report, StepRecord):
-                self.pulse.stepped()
+                self.heartbeat.stepped()
             self._on_report(report)
 
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
-from slotwise.core.plan import Copy, Decision, Grant, Stop, TokenLogprobs
-from slotwise.core.request import NO_TERMS
+from slotwise.core.request import NO_SLO
 from slotwise.core.roofline import Roofline
-from slotwise.core.steptime import Learned
-from slotwise.core.terms import Terms
+from slotwise.core.slo import SLO
+from slotwise.core.step import Copy, Decision, NewBlocks, Stop, TokenLogprobs
+from slotwise.core.step_time import Learned
 from slotwise.engine.scheduling import Scheduling
 from slotwise.engine.struct import Struct
 
@@ -19,7 +19,8 @@ from slotwise.engine.struct import Struct
 class Add(Struct, tag="add"):
     """Start a generation.  `prompt` are token ids; `seed` is what the sampler draws from.
 
-    `output_tokens` is for benchmarks: the output ends there as if the model had said so (see `engine.drawn`); 0: never.
+    `output_tokens` is for benchmarks: the output ends there as if the model had said so (see `engine.forced_lengths`);
+    0: never.
     """
 
     request_id: str
@@ -31,7 +32,7 @@ class Add(Struct, tag="add"):
     queue_timeout: float = 0.0  # seconds it may wait for its first slot; 0: as long as it takes
     received_ns: int = 0  # monotonic, when its request came in and when its prompt was known, for those who tell where
     tokenised_ns: int = 0  # the time went; 0: not over HTTP
-    terms: Terms = NO_TERMS  # who asks, and what they were promised
+    slo: SLO = NO_SLO  # who asks, and what they were promised
 
 
 class Finish(Struct, tag="finish"):
@@ -50,7 +51,7 @@ class Configure(Struct, tag="configure"):
 Command = Add | Finish | Configure
 
 
-class Locate(Struct, tag="locate"):
+class QueuePositionQuery(Struct, tag="locate"):
     """Ask where requests stand: no command, for it changes nothing and is no part of what is replayed."""
 
     number: int  # told back in the answer
@@ -125,7 +126,7 @@ class StepRecord(Struct, tag="step", omit_defaults=True):
     With the commands sent, records tell all that an engine did not decide itself, so that it can be replayed: what its
     clock showed whenever it looked, and what its executor gave back.
 
-    Rows are columns, as in `core.plan.StepPlan`.  `token_ids[i]` belongs to `request_ids[i]`; a void row is empty, and
+    Rows are columns, as in `core.step.StepPlan`.  `token_ids[i]` belongs to `request_ids[i]`; a void row is empty, and
     so is one whose batch returns as one: all its tokens stand in the record of the step that ends the batch.
     A record may also carry no rows (`step` -1): something that happened between steps, or a step that broke.
     """
@@ -148,8 +149,8 @@ class StepRecord(Struct, tag="step", omit_defaults=True):
     refused: tuple[Decision, ...] = ()
     stop: Stop | None = None
     ended: tuple[RowEnd, ...] = ()
-    leaves: tuple[int, ...] = ()
-    grants: tuple[Grant, ...] = ()
+    released_slots: tuple[int, ...] = ()
+    new_blocks: tuple[NewBlocks, ...] = ()
     saves: tuple[Copy, ...] = ()
     loads: tuple[Copy, ...] = ()
     planned: tuple[int, ...] = ()  # monotonic: when each plan was begun that was made meanwhile, this or the next
@@ -163,24 +164,24 @@ class StepRecord(Struct, tag="step", omit_defaults=True):
     num_free_blocks: int = 0
 
 
-class Standing(Struct, array_like=True):
+class RequestPosition(Struct, array_like=True):
     """Where a living request stands."""
 
     request_id: str
     state: str
     num_output: int
-    place: int | None = None  # how many are to start before it, by the policy in force; None: it has a slot
+    position: int | None = None  # how many are to start before it, by the policy in force; None: it has a slot
 
 
-class Located(Struct, tag="located"):
-    """Answers a `Locate` between two steps; who has ended is not in it."""
+class QueuePositionAnswer(Struct, tag="located"):
+    """Answers a `QueuePositionQuery` between two steps; who has ended is not in it."""
 
     number: int
-    standings: tuple[Standing, ...]
+    positions: tuple[RequestPosition, ...]
 
 
-class Beat(Struct, tag="beat"):
-    """A sign of life, sent twice a second by a thread of its own (see `engine.pulse`)."""
+class Heartbeat(Struct, tag="beat"):
+    """A sign of life, sent twice a second by a thread of its own (see `engine.heartbeat`)."""
 
     step_ns: int  # nanoseconds that the step under way has taken so far; 0: none is
 
@@ -191,4 +192,4 @@ class EngineFailed(Struct, tag="failed"):
     message: str
 
 
-Report = Loading | EngineInfo | Beat | StepRecord | Located | EngineFailed
+Report = Loading | EngineInfo | Heartbeat | StepRecord | QueuePositionAnswer | EngineFailed

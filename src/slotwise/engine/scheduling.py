@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 from slotwise.batching import settings as batching_settings
 from slotwise.batching.settings import KINDS, LARGEST, PREFILLS, Batching
+from slotwise.core.interfaces import Discipline, Policy
 from slotwise.core.limits import LEAST_MS, MOST_MS, SchedulerLimits
-from slotwise.core.seams import Discipline, Policy
-from slotwise.core.steptime import StepTimes
-from slotwise.core.terms import Tier
+from slotwise.core.slo import Tier
+from slotwise.core.step_time import StepTimeModel
 from slotwise.policies import settings as policy_settings
 from slotwise.policies.settings import POLICIES, Ordering
 
@@ -54,7 +54,7 @@ class Scheduling:
     def discipline(self) -> Discipline:
         return self.batching.discipline(self.max_num_seqs)
 
-    def policy(self, times: StepTimes) -> Policy:
+    def policy(self, times: StepTimeModel) -> Policy:
         """Args: times: predicts, where the policy must know how long something takes."""
         return self.ordering.policy(self.tiers, times)
 

@@ -18,9 +18,9 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from slotwise.engine.client import EngineClient, EngineError
+from slotwise.engine.heartbeat import ENGINE_TIMEOUT, HEARTBEAT_SECONDS, Clock, HeartbeatMonitor
 from slotwise.engine.messages import EngineInfo
-from slotwise.engine.pulse import BEAT, ENGINE_TIMEOUT, Clock, Pulse
-from slotwise.engine.service import EngineError, EngineService
 
 EXIT = 3.0  # seconds that an engine process gets to end once its channel is closed
 REAP = 10.0  # seconds that the kernel gets to take a killed one apart
@@ -86,16 +86,16 @@ class Supervisor:
         clock, sleep: time, in seconds.
     """
 
-    def __init__(self, service: EngineService, launch: Launch, timeout: float = ENGINE_TIMEOUT,
+    def __init__(self, client: EngineClient, launch: Launch, timeout: float = ENGINE_TIMEOUT,
                  backoff: Backoff | None = None, clock: Clock = time.monotonic, sleep: Sleep = asyncio.sleep) -> None:
-        self._service = service
+        self._client = client
         self._launch = launch
         self._timeout = timeout
         self._backoff = backoff or Backoff()
         self._clock = clock
         self._sleep = sleep
         self._process: EngineProcess | None = None
-        self._pulse: Pulse | None = None
+        self._heartbeat: HeartbeatMonitor | None = None
         self._ready_at = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -114,18 +114,18 @@ class Supervisor:
             EngineError: it could not start.
         """
         assert self._process is not None, "launch() first"
-        self._spawn(self._feel())
+        self._spawn(self._watch_heartbeat())
         info = await self._attach(self._process)
         self._spawn(self._keep())
         return info
 
     async def end(self) -> None:
         """Let the engine go, kindly if it is alive; in bounded time in any case."""
-        alive = self._service.healthy
+        alive = self._client.healthy
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._service.give_up("the server is shutting down")
+        self._client.give_up("the server is shutting down")
         if self._process is not None and not (alive and await self._ended(self._process, EXIT)):
             await self._bury()
 
@@ -138,64 +138,64 @@ class Supervisor:
         """A server that nobody watches over any more must not look as if it were."""
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.critical("the supervisor failed", exc_info=error)
-            self._service.hopeless.set()
+            self._client.hopeless.set()
 
-    async def _feel(self) -> None:
+    async def _watch_heartbeat(self) -> None:
         """The pulse of whoever is attached, until the supervisor's end."""
         warned = False
         while True:
-            await self._sleep(BEAT)
-            pulse = self._pulse
-            if pulse is None:
+            await self._sleep(HEARTBEAT_SECONDS)
+            heartbeat = self._heartbeat
+            if heartbeat is None:
                 continue
-            pulse.feel()
-            if pulse.verdict:
-                self._pulse = None
-                self._service.give_up(pulse.verdict)
-            elif pulse.frozen and not warned:
+            heartbeat.tick()
+            if heartbeat.verdict:
+                self._heartbeat = None
+                self._client.give_up(heartbeat.verdict)
+            elif heartbeat.frozen and not warned:
                 logger.warning("the engine shows no sign of life: unhealthy until it does, or is killed")
-            warned = pulse.frozen
+            warned = heartbeat.frozen
 
     async def _attach(self, process: EngineProcess) -> EngineInfo:
-        self._pulse = Pulse(self._timeout, self._clock)
+        self._heartbeat = HeartbeatMonitor(self._timeout, self._clock)
         try:
-            info = await self._service.attach(process.channel, self._pulse)
+            info = await self._client.attach(process.channel, self._heartbeat)
         except EngineError:
-            self._pulse = None
+            self._heartbeat = None
             raise
         self._ready_at = self._clock()
         return info
 
     async def _keep(self) -> None:
         """Start an engine whenever there is none, until nobody needs one or none can be had."""
-        service, backoff = self._service, self._backoff
+        client, backoff = self._client, self._backoff
         while True:
-            why = await service.lost()
-            self._pulse = None
-            if service.draining:
+            why = await client.lost()
+            self._heartbeat = None
+            if client.draining:
                 return
             backoff.served(self._clock() - self._ready_at)
             logger.error("lost the engine: %s; the next starts in %g s", why, backoff.pause)
             while not await self._again():
                 backoff.failed()
                 if backoff.is_hopeless:
-                    logger.error("no engine can be started any more: %s", service.failure)
-                    service.hopeless.set()
+                    logger.error("no engine can be started any more: %s", client.failure)
+                    client.hopeless.set()
                     return
-                logger.error("the engine did not start: %s; the next starts in %g s", service.failure, backoff.pause)
-            logger.info("the engine is ready again, with %d bytes of memory at most", service.info.memory.total)
+                logger.error("the engine did not start: %s; the next starts in %g s", client.failure, backoff.pause)
+            logger.info("the engine is ready again, with %d bytes of memory at most", client.info.memory.total)
 
     async def _again(self) -> bool:
         """Bury the last engine, pause, and start one; False when it did not become ready."""
         await self._bury()
         await self._sleep(self._backoff.pause)
         try:
-            self._process = self._launch(self._service.info)
+            self._process = self._launch(self._client.info)
             await self._attach(self._process)
         except EngineError:
             return False
         except OSError as error:
-            self._service.failure = f"no process could be started ({error})"
+            self._client.failure = f"no process could be started ({error})"
             return False
         return True
 

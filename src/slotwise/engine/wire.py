@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from slotwise.engine.messages import Command, Locate, Report
+from slotwise.engine.messages import Command, QueuePositionQuery, Report
 
 encode = msgspec.msgpack.Encoder().encode
-decode_command = msgspec.msgpack.Decoder(Command | Locate).decode
+decode_command = msgspec.msgpack.Decoder(Command | QueuePositionQuery).decode
 decode_report = msgspec.msgpack.Decoder(Report).decode

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slotwise.kernels.base import AttentionShape, Kernels, LayerCache, Linear, QKNorm, RaggedBatch
+from slotwise.kernels.interface import AttentionShape, Kernels, LayerCache, Linear, QKNorm, RaggedBatch
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class KernelArgumentError(ValueError):
-    """A kernel was given what the contract of `kernels/base.py` does not allow."""
+    """A kernel was given what the contract of `kernels/interface.py` does not allow."""
 
 
 class CheckedKernels:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slotwise.kernels.base import (
+from slotwise.kernels.interface import (
     CACHE_KINDS,
     FP8_LARGEST,
     AttentionShape,
@@ -142,7 +142,7 @@ class ReferenceKernels:
         """None that is known."""
         return 0
 
-    def recording_size(self, rows: int, context: int) -> tuple[int, int]:
+    def graph_size(self, rows: int, context: int) -> tuple[int, int]:
         """None."""
         return 0, context
 

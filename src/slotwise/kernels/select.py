@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from slotwise.kernels import sampling
-from slotwise.kernels.base import Kernels
+from slotwise.kernels.interface import Kernels
 
 if TYPE_CHECKING:
-    from slotwise.kernels.cpu.team import Team
+    from slotwise.kernels.cpu.launcher import KernelLauncher
 
 
 def resolve(device: str) -> str:
@@ -60,9 +60,9 @@ def draw_for(kernels: Kernels) -> sampling.Draw:
     return sampling.draw
 
 
-def team_of(kernels: Kernels) -> Team:
+def launcher_of(kernels: Kernels) -> KernelLauncher:
     """The threads that the CPU's kernels, wrapped or not, work on: for whoever computes between them."""
-    return cast("Team", cast(Any, kernels).team)
+    return cast("KernelLauncher", cast(Any, kernels).launcher)
 
 
 def _cuda_kernels(kv_cache_dtype: str) -> Kernels:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, dtype
 
-from slotwise.kernels.base import AttentionShape, Kernels, LayerCache, Linear, QKNorm, RaggedBatch, Recording
+from slotwise.kernels.interface import AttentionShape, Graph, Kernels, LayerCache, Linear, QKNorm, RaggedBatch
 
 PRODUCTS, ATTENTION, SMALL = "products", "attention", "small operators"
 
@@ -31,7 +31,7 @@ class TimedKernels:
         """What computes nothing."""
         return getattr(self._kernels, name)
 
-    def record(self, work: Callable[[], Tensor]) -> Recording | None:
+    def record(self, work: Callable[[], Tensor]) -> Graph | None:
         """As long as nobody keeps time."""
         return None if self._keeps_time else self._kernels.record(work)
 

@@ -1,5 +1,5 @@
-"""The decoder every family shares.  A step's tokens lie end to end (see `kernels/base.py`); only attention tells rows
-apart.
+"""The decoder every family shares.  A step's tokens lie end to end (see `kernels/interface.py`); only attention tells
+rows apart.
 
     embed ─► norm
     a layer: q,k,v ─► rotate, store ─► attend ─► project ─► add, norm ─► gate,up,silu·mul ─► down ─► add, norm
@@ -14,7 +14,7 @@ from math import prod
 
 from torch import Tensor
 
-from slotwise.kernels.base import AttentionShape, Kernels, LayerCache, Linear, QKNorm, RaggedBatch
+from slotwise.kernels.interface import AttentionShape, Kernels, LayerCache, Linear, QKNorm, RaggedBatch
 from slotwise.model.config import ModelConfig
 from slotwise.model.rope import RotaryTable
 from slotwise.model.weights import Read

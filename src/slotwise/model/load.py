@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from slotwise.kernels.base import Kernels
+from slotwise.kernels.interface import Kernels
 from slotwise.model.checkpoint import read_config
 from slotwise.model.config import ModelConfig
 from slotwise.model.decoder import Decoder, tensor_shapes

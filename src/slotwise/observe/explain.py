@@ -14,9 +14,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from slotwise.engine.scheduling import Scheduling
-from slotwise.observe.facts import Facts
-from slotwise.observe.log import NO_STEP, Command, End, Engine, Entry, Preemption, Step
-from slotwise.observe.steptime import StepTimes, Work, work_of
+from slotwise.observe.event_log import NO_STEP, Command, End, Engine, Entry, Preemption, Step
+from slotwise.observe.request_timeline import RequestTimeline
+from slotwise.observe.step_time import StepTimeModel, Work, work_of
 
 NS = 1e-9
 MS = 1e-6
@@ -42,7 +42,7 @@ PARTS = {
 ORDER = {part: place for place, part in enumerate(PARTS)}
 
 
-class Piece(NamedTuple):
+class Span(NamedTuple):
     """A stretch of a request's time, or of a step's share in it."""
 
     part: str
@@ -68,105 +68,109 @@ class Share(NamedTuple):
         return shown
 
 
-class Story(NamedTuple):
-    """A request's time: `pieces` in order, which sum to `total_ns`."""
+class Explanation(NamedTuple):
+    """A request's time: `spans` in order, which sum to `total_ns`."""
 
-    facts: Facts
-    pieces: tuple[Piece, ...]
+    timeline: RequestTimeline
+    spans: tuple[Span, ...]
     num_cached: int
     num_preemptions: int
 
     @property
     def total_ns(self) -> int:
-        return sum(piece.ns for piece in self.pieces)
+        return sum(span.ns for span in self.spans)
 
     @property
     def shares(self) -> list[Share]:
         """Pieces of a kind together, in the order of `PARTS`."""
-        found: dict[tuple[str, str], list[Piece]] = {}
-        for piece in self.pieces:
-            found.setdefault((piece.part, piece.reason), []).append(piece)
+        found: dict[tuple[str, str], list[Span]] = {}
+        for span in self.spans:
+            found.setdefault((span.part, span.reason), []).append(span)
         shares = []
-        for (part, reason), pieces in sorted(found.items(), key=lambda one: ORDER[one[0][0]]):
-            steps = dict.fromkeys(piece.step for piece in pieces if piece.step >= 0)
+        for (part, reason), spans in sorted(found.items(), key=lambda one: ORDER[one[0][0]]):
+            steps = dict.fromkeys(span.step for span in spans if span.step >= 0)
             first, last = (min(steps), max(steps)) if steps else (NOWHERE, NOWHERE)
-            shares.append(Share(part, reason, sum(piece.ns for piece in pieces), len(steps), first, last))
+            shares.append(Share(part, reason, sum(span.ns for span in spans), len(steps), first, last))
         return shares
 
     def ns(self, part: str) -> int:
-        return sum(piece.ns for piece in self.pieces if piece.part == part)
+        return sum(span.ns for span in self.spans if span.part == part)
 
     def as_json(self) -> dict[str, Any]:
-        facts = self.facts
+        timeline = self.timeline
         return {
-            "id": facts.request.id, "number": facts.request.number, "finish_reason": facts.end_reason or None,
-            "prompt_tokens": facts.request.num_prompt, "cached_tokens": self.num_cached,
-            "completion_tokens": facts.num_output, "preemptions": self.num_preemptions,
+            "id": timeline.request.id, "number": timeline.request.number, "finish_reason": timeline.end_reason or None,
+            "prompt_tokens": timeline.request.num_prompt, "cached_tokens": self.num_cached,
+            "completion_tokens": timeline.num_output, "preemptions": self.num_preemptions,
             "total_ms": round(self.total_ns * MS, 6), "parts": [share.as_json() for share in self.shares]}
 
 
-def explain(facts: Facts, entries: Sequence[Entry], times: StepTimes, until_ns: int = 0) -> Story:
+def explain(
+    timeline: RequestTimeline, entries: Sequence[Entry], times: StepTimeModel, until_ns: int = 0,
+) -> Explanation:
     """The story of one request.
 
     Args:
-        entries: the log, of which `facts` were gathered.
+        entries: the log, of which `timeline` was gathered.
         until_ns: when its response is complete, if the log does not say so yet; 0: as far as the log goes.
     """
-    return explain_by(facts, (entries[at] for at in range(facts.position + 1, len(entries))), times, until_ns)
+    return explain_by(timeline, (entries[at] for at in range(timeline.position + 1, len(entries))), times, until_ns)
 
 
-def explain_by(facts: Facts, following: Iterable[Entry], times: StepTimes, until_ns: int = 0) -> Story:
+def explain_by(
+    timeline: RequestTimeline, following: Iterable[Entry], times: StepTimeModel, until_ns: int = 0,
+) -> Explanation:
     """The same by the steps, commands and lost engines that follow it in the log, at least until it is over."""
-    telling = _Telling(facts, Solo(times, facts.scheduling), until_ns)
-    telling.follow(following)
-    return telling.story()
+    builder = _ExplanationBuilder(timeline, Solo(times, timeline.scheduling), until_ns)
+    builder.feed(following)
+    return builder.explanation()
 
 
 class Solo:
     """What work takes when there is nobody else, at the machine's typical speed.  0 where the model knows nothing."""
 
-    def __init__(self, times: StepTimes, scheduling: Scheduling | None) -> None:
+    def __init__(self, times: StepTimeModel, scheduling: Scheduling | None) -> None:
         self._times = times
         self.scheduled(scheduling)
 
     def scheduled(self, scheduling: Scheduling | None) -> None:
         """Take note of how a prompt is cut from now on."""
-        self._piece = 1 << 30  # tokens of a prompt in one step
+        self._chunk = 1 << 30  # tokens of a prompt in one step
         if scheduling is None or scheduling.batching.kind != "continuous":
             return
         if scheduling.batching.prefill in (None, "chunked"):
             longest = scheduling.batching.long_prefill_token_threshold
-            self._piece = min(longest or self._piece, scheduling.max_num_batched_tokens)
+            self._chunk = min(longest or self._chunk, scheduling.max_num_batched_tokens)
 
     def token(self, start: int) -> int:
         """Nanoseconds of one more token behind `start` others."""
         return round(self._times.typical(Work(1, 1, start + 1, 0.0)) / NS)
 
-    def piece(self, first: int, known: int, start: int, count: int) -> int:
+    def chunk(self, first: int, known: int, start: int, count: int) -> int:
         """Nanoseconds of `count` tokens from `start` on, of a prompt that is computed from `first` to `known`.
 
         Alone it would be cut into as few pieces as there can be; these tokens are a share of theirs.
         """
         seconds, end = 0.0, start + count
         while start < end:
-            low = first + (start - first) // self._piece * self._piece
-            high = max(min(low + self._piece, known), start + 1)
+            low = first + (start - first) // self._chunk * self._chunk
+            high = max(min(low + self._chunk, known), start + 1)
             part = min(high, end) - start
             seconds += self._times.typical(work_of([low], [high - low])) * part / (high - low)
             start += part
         return round(seconds / NS)
 
 
-class _Telling:
+class _ExplanationBuilder:
     """Follows one request through the log, cutting its time into pieces: `_at` is how far it has come."""
 
-    def __init__(self, facts: Facts, solo: Solo, until_ns: int) -> None:
-        self._facts = facts
-        self._number = facts.request.number
+    def __init__(self, timeline: RequestTimeline, solo: Solo, until_ns: int) -> None:
+        self._timeline = timeline
+        self._number = timeline.request.number
         self._solo = solo
-        self._end = facts.end_ns if facts.last_byte_ns else until_ns or facts.end_ns
-        self._pieces: list[Piece] = []
-        self._at = facts.received_ns
+        self._end = timeline.end_ns if timeline.last_byte_ns else until_ns or timeline.end_ns
+        self._spans: list[Span] = []
+        self._at = timeline.received_ns
         self._running = False
         self._why: tuple[str, str, int] | None = None  # part, reason and step of the plan that it waits by
         self._first = 0  # position it was computed from, this time
@@ -175,10 +179,10 @@ class _Telling:
         self._num_cached = -1
         self._num_preemptions = 0
         self._over = False
-        self._spend(facts.tokenised_ns, "tokenising")
-        self._spend(facts.request.ns, "handing_over")
+        self._spend(timeline.tokenised_ns, "tokenising")
+        self._spend(timeline.request.ns, "handing_over")
 
-    def follow(self, entries: Iterable[Entry]) -> None:
+    def feed(self, entries: Iterable[Entry]) -> None:
         for entry in entries:
             if self._over:
                 return
@@ -189,24 +193,24 @@ class _Telling:
             elif isinstance(entry, Engine):
                 self._lost(entry.ns)
 
-    def story(self) -> Story:
-        facts = self._facts
-        if facts.ended:
+    def explanation(self) -> Explanation:
+        timeline = self._timeline
+        if timeline.ended:
             if not self._over and not self._running:
-                self._waits(facts.left_ns)
+                self._waits(timeline.left_ns)
             self._over = True
-            self._spend(facts.siblings_ended_ns, "siblings")
+            self._spend(timeline.siblings_ended_ns, "siblings")
             self._spend(self._end, "sending")
-        return Story(facts, tuple(self._pieces), max(0, self._num_cached), self._num_preemptions)
+        return Explanation(timeline, tuple(self._spans), max(0, self._num_cached), self._num_preemptions)
 
     def _spend(self, until: int, part: str, reason: str = "", step: int = NOWHERE) -> None:
         """Everything up to `until` went to `part`."""
         if self._end:
             until = min(until, self._end)
-        if not self._over and self._facts.left_ns:
-            until = min(until, self._facts.left_ns)  # aborted there, whatever the engine did after that
+        if not self._over and self._timeline.left_ns:
+            until = min(until, self._timeline.left_ns)  # aborted there, whatever the engine did after that
         if until > self._at:
-            self._pieces.append(Piece(part, reason, until - self._at, step))
+            self._spans.append(Span(part, reason, until - self._at, step))
             self._at = until
 
     # -- a step --------------------------------------------------------------------------------------------------
@@ -216,13 +220,13 @@ class _Telling:
             self._between(entry)
         else:
             self._waits(entry.started_ns)
-            if not self._facts.taken_ns or self._facts.taken_ns > entry.started_ns:
+            if not self._timeline.taken_ns or self._timeline.taken_ns > entry.started_ns:
                 self._spend(entry.ended_ns, "queue", STEP_UNDER_WAY, entry.step)
             else:
                 self._turn(entry)
         if entry.configured is not None:
             self._solo.scheduled(entry.configured)
-        gone = 0 < self._facts.left_ns <= self._at
+        gone = 0 < self._timeline.left_ns <= self._at
         self._over = gone or _is_among(self._number, entry.ended)
 
     def _turn(self, entry: Step) -> None:
@@ -235,7 +239,7 @@ class _Telling:
             self._why = (part, reason, entry.step)
             self._spend(entry.ended_ns, *self._why)
         else:  # only one who ended when the step was planned is neither in it nor told why not
-            self._spend(entry.ended_ns, "sending" if self._facts.ended else "scheduling")
+            self._spend(entry.ended_ns, "sending" if self._timeline.ended else "scheduling")
 
     def _places(self, entry: Step) -> None:
         """Whether the plan gave it a slot, or took it away."""
@@ -262,13 +266,13 @@ class _Telling:
         if row in entry.held:
             self._spend(entry.ended_ns, "held", "", step)
             return
-        known = self._facts.request.num_prompt + self._num_output
+        known = self._timeline.request.num_prompt + self._num_output
         again = min(max(self._reached - start, 0), count)
-        is_decode = count == 1 and start >= self._facts.request.num_prompt and not again
+        is_decode = count == 1 and start >= self._timeline.request.num_prompt and not again
         began = self._at
         own = entry.ended_ns - began
         if len(entry.numbers) > 1 or entry.padding:
-            alone = self._solo.token(start) if is_decode else self._solo.piece(self._first, known, start, count)
+            alone = self._solo.token(start) if is_decode else self._solo.chunk(self._first, known, start, count)
             own = min(own, alone or own)
         self._spend(began + own * again // count, "recompute", "", step)
         self._spend(began + own, "decode" if is_decode else "prefill", "", step)
@@ -280,7 +284,7 @@ class _Telling:
 
     def _waits(self, until: int) -> None:
         """The time to the next step: what the last plan said of one who waits is true until there is another."""
-        taken = self._facts.taken_ns
+        taken = self._timeline.taken_ns
         self._spend(min(taken, until) if taken else until, "handing_over")
         if not self._running and self._why is not None:
             self._spend(until, *self._why)
@@ -290,7 +294,7 @@ class _Telling:
     def _between(self, entry: Step) -> None:
         """A record without a step: something ended, or a step failed."""
         self._places(entry)
-        failed = _is_among(self._number, entry.ended) and self._facts.end_reason == "error"
+        failed = _is_among(self._number, entry.ended) and self._timeline.end_reason == "error"
         if self._running and (failed or entry.ended_ns > entry.started_ns):
             self._spend(entry.started_ns, "scheduling")
             self._spend(entry.ended_ns, "failed_step", "", entry.step)

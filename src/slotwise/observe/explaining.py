@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
+from slotwise.observe.event_log import decode
 from slotwise.observe.explain import explain_by
-from slotwise.observe.facts import Facts
-from slotwise.observe.log import decode
-from slotwise.observe.steptime import Prediction, StepTimes
+from slotwise.observe.request_timeline import RequestTimeline
+from slotwise.observe.step_time import Prediction, StepTimeModel
 
 
 def explain(facts: Sequence[Any], positions: Sequence[int], lines: bytes, prediction: Any, until_ns: int,
@@ -22,10 +22,10 @@ def explain(facts: Sequence[Any], positions: Sequence[int], lines: bytes, predic
         prediction: what step times are predicted by.
         until_ns: when a response is complete, where the log does not say so yet.
     """
-    times = StepTimes.predicting(msgspec.convert(prediction, Prediction))
+    times = StepTimeModel.predicting(msgspec.convert(prediction, Prediction))
     entries = list(map(decode, lines.splitlines()))
     told = []
-    for one in msgspec.convert(facts, list[Facts]):
+    for one in msgspec.convert(facts, list[RequestTimeline]):
         last = one.over_at if one.over_at >= 0 else max(positions, default=0)
         following = [entry for position, entry in zip(positions, entries, strict=True)
                      if one.position < position <= last]

@@ -10,19 +10,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
-from slotwise.observe.facts import SHAPES, Facts, Gathering
-from slotwise.observe.log import Entry, Request, Step
+from slotwise.observe.event_log import Entry, Request, Step
+from slotwise.observe.request_timeline import SHAPES, Gathering, RequestTimeline
 
 Name = tuple[str, str]  # a tenant, or "" for all, and the id of a response
 
 
 class Index:
-    """Requests by number and by name.  Tenants are told apart by their salts (see `Facts.belongs_to`)."""
+    """Requests by number and by name.  Tenants are told apart by their salts (see `RequestTimeline.belongs_to`)."""
 
     def __init__(self) -> None:
         self._gathering = Gathering()
         self._named: dict[Name, dict[int, None]] = {}  # numbers, in order of arrival
-        self._together: dict[tuple[int, str], dict[int, Facts]] = {}  # choices of a response
+        self._together: dict[tuple[int, str], dict[int, RequestTimeline]] = {}  # choices of a response
 
     def take(self, position: int, entry: Entry) -> None:
         """A line that was appended."""
@@ -39,7 +39,7 @@ class Index:
                 if (facts := self._gathering.drop(end.number)) is not None:
                     self._remove(facts)
 
-    def named(self, tenant: str, name: str) -> Iterator[Facts]:
+    def named(self, tenant: str, name: str) -> Iterator[RequestTimeline]:
         """The requests of a tenant ("": of all) that have this name, the latest first."""
         ids = dict.fromkeys([name, name.rpartition("-")[0], *[shape + name for shape in SHAPES]])
         numbers = [self._named[tenant, one] for one in ids if (tenant, one) in self._named]
@@ -50,20 +50,20 @@ class Index:
             if facts is not None and facts.is_named(name) and facts.belongs_to(tenant):
                 yield facts
 
-    def numbered(self, numbers: Iterable[int]) -> Iterator[Facts]:
+    def numbered(self, numbers: Iterable[int]) -> Iterator[RequestTimeline]:
         """Those of `numbers` that are known, in their order."""
         for number in numbers:
             if (facts := self._gathering.of(number)) is not None:
                 yield facts
 
-    def latest(self, found: Iterable[Facts], most: int) -> list[Facts]:
+    def latest(self, found: Iterable[RequestTimeline], most: int) -> list[RequestTimeline]:
         """The first `most` of those found, in order of arrival, with what their responses' choices tell."""
         chosen = sorted(islice(found, most), key=lambda facts: facts.request.number)
         for facts in chosen:
             facts.meet(self._together[facts.received_ns, facts.response_id].values())
         return chosen
 
-    def _remove(self, facts: Facts) -> None:
+    def _remove(self, facts: RequestTimeline) -> None:
         number = facts.request.number
         for name in _names(facts):
             del self._named[name][number]
@@ -75,6 +75,6 @@ class Index:
             del self._together[key]
 
 
-def _names(facts: Facts) -> list[Name]:
+def _names(facts: RequestTimeline) -> list[Name]:
     tenant = facts.request.salt.partition(":")[0]
     return [("", facts.response_id), *([(tenant, facts.response_id)] if tenant else [])]

@@ -12,7 +12,7 @@ from types import TracebackType
 
 from slotwise.errors import OneLineError
 from slotwise.files import PRIVATE
-from slotwise.observe.log import Gap, LogError, Run, decode, line_of
+from slotwise.observe.event_log import Gap, LogError, Run, decode, line_of
 
 GATHER = 0.25  # seconds between two writes: fewer and larger ones take less from whoever logs
 MAX_WAITING = 32 << 20  # bytes that may wait to be written

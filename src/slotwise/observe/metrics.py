@@ -27,7 +27,7 @@ NS = 1e-9
 LATELY = 256  # steps that the roofline's fraction is of
 
 
-class _Life:
+class _RequestState:
     """What is known of a living request; times are monotonic nanoseconds, 0 while unknown."""
 
     __slots__ = ("arrived", "first", "last", "lost", "num_output", "num_prompt", "scheduled")
@@ -63,7 +63,7 @@ class Metrics(Collector, Observer):
         self._shown = Shown(model_name)
         self.told: dict[str, Callable[[], float]] = {}  # gauges that somebody else keeps
         self._healthy = healthy
-        self._lives: dict[str, _Life] = {}
+        self._requests: dict[str, _RequestState] = {}
         self._together = _Together()
         self.waits = waste.Waits()
         self.counters = dict.fromkeys(COUNTERS, 0)
@@ -92,7 +92,7 @@ class Metrics(Collector, Observer):
         self.counters["engine_starts_total"] += 1
 
     def arrived(self, request_id: str, num_prompt: int, now_ns: int) -> None:
-        self._lives[request_id] = _Life(now_ns, num_prompt)
+        self._requests[request_id] = _RequestState(now_ns, num_prompt)
 
     def commanded(self, command: Command, now_ns: int) -> None:
         self.waits.commanded(now_ns, is_arrival=isinstance(command, Add))
@@ -126,11 +126,11 @@ class Metrics(Collector, Observer):
         """Some yielded, and some took their places."""
         self.counters["num_preemptions_total"] += len(record.preempted)
         for (request_id, _), lost in zip(record.preempted, record.lost, strict=True):
-            if (life := self._lives.get(request_id)) is not None:
-                life.lost = max(lost, self._in_flight(request_id))
+            if (state := self._requests.get(request_id)) is not None:
+                state.lost = max(lost, self._in_flight(request_id))
         for request_id, num_cached in zip(record.admitted, record.cached, strict=True):
-            if (life := self._lives.get(request_id)) is not None:
-                self._admitted(life, num_cached, record.started_ns)
+            if (state := self._requests.get(request_id)) is not None:
+                self._admitted(state, num_cached, record.started_ns)
 
     def _in_flight(self, request_id: str) -> int:
         """Tokens that were computed by the end of the step before, which may have been under way when it yielded."""
@@ -191,26 +191,26 @@ class Metrics(Collector, Observer):
         together = self._together
         if together.tokens:
             for request_id in together.request_ids:
-                life = self._lives[request_id]
-                life.num_output += together.tokens
-                life.last = together.last
+                state = self._requests[request_id]
+                state.num_output += together.tokens
+                state.last = together.last
             together.tokens = 0
 
     def _each_token(self, record: StepRecord) -> int:
         """How many living rows got tokens."""
-        now, lives = record.ended_ns, self._lives
+        now, requests = record.ended_ns, self._requests
         generated = served = 0
         since: dict[int, int] = {}  # when rows had their last token: nearly always all at the same time
         for request_id, tokens in zip(record.request_ids, record.token_ids, strict=False):
-            if tokens and (life := lives.get(request_id)) is not None:
+            if tokens and (state := requests.get(request_id)) is not None:
                 served += 1
                 generated += len(tokens)
-                life.num_output += len(tokens)
-                if life.last:
-                    since[life.last] = since.get(life.last, 0) + 1
+                state.num_output += len(tokens)
+                if state.last:
+                    since[state.last] = since.get(state.last, 0) + 1
                 else:
-                    self._first_token(life, now)
-                life.last = now
+                    self._first_token(state, now)
+                state.last = now
         for last, count in since.items():
             self._gap(last, now, count)
         self.counters["generation_tokens_total"] += generated
@@ -219,13 +219,13 @@ class Metrics(Collector, Observer):
     def _gap(self, last: int, now: int, rows: int) -> None:
         self._histograms["inter_token_latency_seconds"].observe((now - last) * NS, rows)
 
-    def _admitted(self, life: _Life, num_cached: int, now: int) -> None:
+    def _admitted(self, state: _RequestState, num_cached: int, now: int) -> None:
         counters = self.counters
-        counters["prefix_cache_queries_total"] += life.num_prompt + life.num_output
-        if life.scheduled:  # it had to yield, and is computed again
-            counters["recomputed_tokens_total"] += max(0, life.lost - num_cached)
+        counters["prefix_cache_queries_total"] += state.num_prompt + state.num_output
+        if state.scheduled:  # it had to yield, and is computed again
+            counters["recomputed_tokens_total"] += max(0, state.lost - num_cached)
         else:
-            life.scheduled = now
+            state.scheduled = now
             counters["prompt_tokens_cached_total"] += num_cached
 
     def _tiers(self, record: StepRecord) -> None:
@@ -238,29 +238,29 @@ class Metrics(Collector, Observer):
         self._count("kv_offload_total_bytes_total", TO_HOST, len(record.saves) * block_bytes)
         self._count("kv_offload_total_bytes_total", TO_DEVICE, len(record.loads) * block_bytes)
 
-    def _first_token(self, life: _Life, now: int) -> None:
-        life.first = now
-        life.scheduled = life.scheduled or life.arrived
-        self._observe("time_to_first_token_seconds", now - life.arrived)
-        self._observe("request_queue_time_seconds", life.scheduled - life.arrived)
-        self._observe("request_prefill_time_seconds", now - life.scheduled)
-        self.counters["prompt_tokens_total"] += life.num_prompt
+    def _first_token(self, state: _RequestState, now: int) -> None:
+        state.first = now
+        state.scheduled = state.scheduled or state.arrived
+        self._observe("time_to_first_token_seconds", now - state.arrived)
+        self._observe("request_queue_time_seconds", state.scheduled - state.arrived)
+        self._observe("request_prefill_time_seconds", now - state.scheduled)
+        self.counters["prompt_tokens_total"] += state.num_prompt
 
     def _ended(self, request_id: str, reason: str, now: int) -> None:
-        life = self._lives.pop(request_id, None)
-        if life is None:
+        state = self._requests.pop(request_id, None)
+        if state is None:
             return
         if reason == "rejected":
             self._count("admission_rejections_total", reason)
             return
         self._count("request_success_total", reason)
-        self._observe("e2e_request_latency_seconds", now - life.arrived)
-        self._histograms["request_prompt_tokens"].observe(life.num_prompt)
-        self._histograms["request_generation_tokens"].observe(life.num_output)
-        if life.first:
-            self._observe("request_decode_time_seconds", life.last - life.first)
-        if life.num_output > 1:
-            self._observe("request_time_per_output_token_seconds", (life.last - life.first) / (life.num_output - 1))
+        self._observe("e2e_request_latency_seconds", now - state.arrived)
+        self._histograms["request_prompt_tokens"].observe(state.num_prompt)
+        self._histograms["request_generation_tokens"].observe(state.num_output)
+        if state.first:
+            self._observe("request_decode_time_seconds", state.last - state.first)
+        if state.num_output > 1:
+            self._observe("request_time_per_output_token_seconds", (state.last - state.first) / (state.num_output - 1))
 
     def _observe(self, name: str, nanoseconds: float) -> None:
         self._histograms[name].observe(max(nanoseconds, 0) * NS)

@@ -9,7 +9,7 @@ from slotwise.observe.recorder import File, Recorder
 from slotwise.observe.ring import Ring
 
 if TYPE_CHECKING:
-    from slotwise.engine.loop import Engine
+    from slotwise.engine.engine import Engine
     from slotwise.engine.messages import Command, EngineInfo, StepRecord
 
 

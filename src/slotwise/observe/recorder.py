@@ -12,8 +12,8 @@ import msgspec
 import slotwise
 from slotwise.engine.messages import Add, Command, EngineInfo, Finish, StepRecord
 from slotwise.engine.observer import Observer
-from slotwise.observe import log
-from slotwise.observe.log import Entry, line_of
+from slotwise.observe import event_log
+from slotwise.observe.event_log import Entry, line_of
 from slotwise.observe.ring import Ring
 
 REMEMBERED = 8192  # numbers of requests that have ended: a response may still be sent, a step under way names them
@@ -46,7 +46,7 @@ class Recorder(Observer):
         self._calendar = calendar
         self._file: File | None = None
         self._sinks: list[Sink] = []
-        self._run: log.Run | None = None
+        self._run: event_log.Run | None = None
         self._arrivals = 0
         self._numbers: dict[str, int] = {}
         self._ended: deque[tuple[str, int]] = deque()  # of those, the oldest first
@@ -70,21 +70,21 @@ class Recorder(Observer):
     # -- listening -----------------------------------------------------------------------------------------------
 
     def started(self, info: EngineInfo) -> None:
-        self._run = log.Run(
+        self._run = event_log.Run(
             slotwise.__version__, info.model, info.dtype, info.device, self._calendar(), self._clock(), info.limits,
             info.scheduling, info.eos_token_ids, info.depth, info.learned)
         self._write(self._run)
 
     def refused(self, kind: str) -> None:
-        self._write(log.Refusal(self._clock(), kind))
+        self._write(event_log.Refusal(self._clock(), kind))
 
     def commanded(self, command: Command, now_ns: int) -> None:
         if isinstance(command, Add):
             self._asked(command, now_ns)
         elif isinstance(command, Finish):
-            self._write(log.Command(now_ns, self.number_of(command.request_id), command.reason))
+            self._write(event_log.Command(now_ns, self.number_of(command.request_id), command.reason))
         else:
-            self._write(log.Command(now_ns, scheduling=command.scheduling))
+            self._write(event_log.Command(now_ns, scheduling=command.scheduling))
 
     def stepped(self, record: StepRecord) -> None:
         self._write(step_entry(record, self._numbers))
@@ -92,20 +92,20 @@ class Recorder(Observer):
             self._forget_later(end.request_id)
 
     def lost(self, message: str, now_ns: int) -> None:
-        self._write(log.Engine(now_ns, log.LOST, message))
+        self._write(event_log.Engine(now_ns, event_log.LOST, message))
 
     def sent(self, request_id: str, first_ns: int, last_ns: int, num_events: int) -> None:
         if (number := self.number_of(request_id)) >= 0:
-            self._write(log.Sent(number, first_ns, last_ns, num_events))
+            self._write(event_log.Sent(number, first_ns, last_ns, num_events))
 
     # -- writing -------------------------------------------------------------------------------------------------
 
     def _asked(self, request: Add, now_ns: int) -> None:
         number = self._numbers[request.request_id] = self._arrivals
         self._arrivals += 1
-        entry = log.Request(
+        entry = event_log.Request(
             number, request.request_id, now_ns, len(request.prompt), request.params, request.seed, request.received_ns,
-            request.tokenised_ns, request.output_tokens, request.queue_timeout, request.terms, request.salt)
+            request.tokenised_ns, request.output_tokens, request.queue_timeout, request.slo, request.salt)
         if self._file is not None:
             self._file.write(line_of(msgspec.structs.replace(entry, prompt=tuple(request.prompt))))
         self._show(entry, line_of(entry))
@@ -129,18 +129,18 @@ class Recorder(Observer):
                 del self._numbers[oldest]
 
 
-def step_entry(record: StepRecord, numbers: dict[str, int]) -> log.Step:
+def step_entry(record: StepRecord, numbers: dict[str, int]) -> event_log.Step:
     """The entry that tells of `record`, by the `numbers` of its requests.
 
     Raises:
         KeyError: it names a request that has none.
     """
-    entry = log.Step(
+    entry = event_log.Step(
         record.step, record.started_ns, record.ended_ns, record.planned, record.taken,
         tuple([numbers[name] for name in record.request_ids]), record.slots, record.starts, record.counts,
         record.padding, record.held, record.token_ids, record.sampled, record.failed)
     _who_came_and_went(entry, record, numbers)
-    entry.leaves, entry.grants = record.leaves, record.grants
+    entry.released_slots, entry.new_blocks = record.released_slots, record.new_blocks
     entry.saves, entry.loads = record.saves, record.loads
     entry.configured, entry.failure = record.configured, record.failure
     entry.num_running, entry.num_waiting = record.num_running, record.num_waiting
@@ -148,21 +148,21 @@ def step_entry(record: StepRecord, numbers: dict[str, int]) -> log.Step:
     return entry
 
 
-def _who_came_and_went(entry: log.Step, record: StepRecord, numbers: dict[str, int]) -> None:
+def _who_came_and_went(entry: event_log.Step, record: StepRecord, numbers: dict[str, int]) -> None:
     """Fill in what most steps have none of."""
     if record.admitted:
         entry.admitted = tuple([
-            log.Admission(numbers[name], cached)
+            event_log.Admission(numbers[name], cached)
             for name, cached in zip(record.admitted, record.cached, strict=True)])
     if record.preempted:
         entry.preempted = tuple([
-            log.Preemption(numbers[name], reason, lost)
+            event_log.Preemption(numbers[name], reason, lost)
             for (name, reason), lost in zip(record.preempted, record.lost, strict=True)])
     if record.refused:
-        entry.refused = tuple([log.Refused(numbers[name], reason) for name, reason in record.refused])
+        entry.refused = tuple([event_log.Refused(numbers[name], reason) for name, reason in record.refused])
     if (stop := record.stop) is not None:
         reopens_at = None if stop.reopens_at == float("inf") else stop.reopens_at
-        entry.stop = log.Stop(stop.reason, numbers[stop.first_blocked], stop.num_behind, reopens_at)
+        entry.stop = event_log.Stop(stop.reason, numbers[stop.first_blocked], stop.num_behind, reopens_at)
     if record.ended:
         entry.ended = tuple([
-            log.End(numbers[end.request_id], end.reason, end.num_output, end.message) for end in record.ended])
+            event_log.End(numbers[end.request_id], end.reason, end.num_output, end.message) for end in record.ended])

@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from slotwise.observe.facts import Facts
+from slotwise.observe.event_log import Command, Engine, Entry, Request, Run, Step, line_of
 from slotwise.observe.index import Index
-from slotwise.observe.log import Command, Engine, Entry, Request, Run, Step, line_of
+from slotwise.observe.request_timeline import RequestTimeline
 
 CAPACITY = 5 << 20  # bytes; about 2,000 steps of 64 rows, as many as a page shows smoothly
 
@@ -41,7 +41,7 @@ class Batch(NamedTuple):
 class Extract(NamedTuple):
     """What it takes to explain requests: lines of steps, commands and lost engines, one behind the other."""
 
-    facts: list[Facts]
+    facts: list[RequestTimeline]
     positions: list[int]  # of the lines
     lines: bytes
 
@@ -53,7 +53,7 @@ class Known:
         self._run = run
         self._requests = dict(requests or {})
 
-    def take(self, entry: Entry) -> None:
+    def feed(self, entry: Entry) -> None:
         if isinstance(entry, Step):
             for end in entry.ended:
                 self._requests.pop(end.number, None)
@@ -111,7 +111,7 @@ class Ring:
             gone = self._lines.popleft()
             self._size -= len(gone.data)
             if gone.told is not None:
-                self._before.take(gone.told)
+                self._before.feed(gone.told)
                 self._index.forget(gone.told)
 
     def preface(self) -> list[Entry]:
@@ -123,10 +123,10 @@ class Ring:
         known = self._before.copy()
         for line in self._lines:
             if line.told is not None:
-                known.take(line.told)
+                known.feed(line.told)
         return known.entries()
 
-    def named(self, tenant: str, name: str, most: int) -> list[Facts]:
+    def named(self, tenant: str, name: str, most: int) -> list[RequestTimeline]:
         """The latest requests of this name all of whose lines are here, in order of arrival.
 
         Args:
@@ -134,16 +134,16 @@ class Ring:
         """
         return self._index.latest(takewhile(self._is_whole, self._index.named(tenant, name)), most)
 
-    def numbered(self, numbers: Iterable[int], most: int) -> list[Facts]:
+    def numbered(self, numbers: Iterable[int], most: int) -> list[RequestTimeline]:
         """The same of those with these numbers."""
         found = [facts for facts in self._index.numbered(numbers) if self._is_whole(facts)]
         return self._index.latest(reversed(found), most)
 
-    def _is_whole(self, facts: Facts) -> bool:
+    def _is_whole(self, facts: RequestTimeline) -> bool:
         """The lines behind its own are here: it is known what became of it."""
         return facts.position + 1 >= self.first
 
-    def extract(self, found: Sequence[Facts]) -> Extract:
+    def extract(self, found: Sequence[RequestTimeline]) -> Extract:
         """The lines that tell of the requests found."""
         positions: list[int] = []
         lines: list[bytes] = []

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from slotwise.observe.log import Command, Entry, Request, Run, Sent, Step
+from slotwise.observe.event_log import Command, Entry, Request, Run, Sent, Step
 from slotwise.observe.waste import STEP_UNDER_WAY
 
 TOKENISING, QUEUE, PREFILL, DECODE, PREEMPTED, RECOMPUTE, SENDING = (
@@ -31,7 +31,7 @@ class Span(NamedTuple):
     waited: dict[str, float]  # seconds, by reason
 
 
-class Life:
+class RequestSpans:
     """A request's stages so far; the last one is open until `since`."""
 
     def __init__(self, request: Request) -> None:
@@ -85,81 +85,81 @@ class Spans:
     """
 
     def __init__(self) -> None:
-        self._lives: dict[int, Life] = {}
-        self._waiting: dict[int, Life] = {}
-        self._starting: dict[int, Life] = {}  # seated, and without a token since
-        self._unsent: dict[int, Life] = {}  # ended
+        self._requests: dict[int, RequestSpans] = {}
+        self._waiting: dict[int, RequestSpans] = {}
+        self._starting: dict[int, RequestSpans] = {}  # seated, and without a token since
+        self._unsent: dict[int, RequestSpans] = {}  # ended
 
-    def take(self, entry: Entry) -> Iterator[Life]:
+    def feed(self, entry: Entry) -> Iterator[RequestSpans]:
         match entry:
             case Step():
                 yield from self._step(entry)
             case Request():
-                self._lives[entry.number] = self._waiting[entry.number] = Life(entry)
+                self._requests[entry.number] = self._waiting[entry.number] = RequestSpans(entry)
             case Command():
-                if (life := self._lives.get(entry.number)) is not None:
-                    life.left_ns = entry.ns
+                if (request_spans := self._requests.get(entry.number)) is not None:
+                    request_spans.left_ns = entry.ns
             case Sent():
                 yield from self._sent(entry)
             case Run():
-                for lives in (self._lives, self._waiting, self._starting):
-                    lives.clear()
+                for requests in (self._requests, self._waiting, self._starting):
+                    requests.clear()
 
-    def _step(self, step: Step) -> Iterator[Life]:
-        for life in self._waiting.values():
-            life.charge(step.started_ns)
+    def _step(self, step: Step) -> Iterator[RequestSpans]:
+        for request_spans in self._waiting.values():
+            request_spans.charge(step.started_ns)
         for number, _, _ in step.preempted:
-            if (life := self._lives.get(number)) is not None:
+            if (request_spans := self._requests.get(number)) is not None:
                 self._starting.pop(number, None)
-                life.num_preemptions += 1
-                life.turn(step.started_ns, PREEMPTED)
-                life.charged_ns = life.since_ns
-                self._waiting[number] = life
+                request_spans.num_preemptions += 1
+                request_spans.turn(step.started_ns, PREEMPTED)
+                request_spans.charged_ns = request_spans.since_ns
+                self._waiting[number] = request_spans
         for number, cached in step.admitted:
-            if (life := self._waiting.pop(number, None)) is not None:
-                life.num_cached = life.num_cached if life.num_preemptions else cached
-                life.turn(step.started_ns, RECOMPUTE if life.num_preemptions else PREFILL)
-                self._starting[number] = life
+            if (request_spans := self._waiting.pop(number, None)) is not None:
+                request_spans.num_cached = request_spans.num_cached if request_spans.num_preemptions else cached
+                request_spans.turn(step.started_ns, RECOMPUTE if request_spans.num_preemptions else PREFILL)
+                self._starting[number] = request_spans
         self._reasons(step)
         if self._starting:
             self._tokens(step)
         for number, reason, num_output, message in step.ended:
-            if (life := self._lives.pop(number, None)) is not None:
+            if (request_spans := self._requests.pop(number, None)) is not None:
                 self._waiting.pop(number, None)
                 self._starting.pop(number, None)
-                life.end_reason, life.num_output, life.message = reason, num_output, message
-                life.end(step.ended_ns)
-                yield from self._ended(number, life)
+                request_spans.end_reason, request_spans.num_output, request_spans.message = reason, num_output, message
+                request_spans.end(step.ended_ns)
+                yield from self._ended(number, request_spans)
 
     def _reasons(self, step: Step) -> None:
         """What those wait for who wait after this plan; it does not know who came after it was made."""
         if step.stop is None:
             return
         named = dict(step.refused)
-        for number, life in self._waiting.items():
-            if life.request.ns <= step.started_ns:
-                life.waits_for = named.get(number, step.stop.reason)
+        for number, request_spans in self._waiting.items():
+            if request_spans.request.ns <= step.started_ns:
+                request_spans.waits_for = named.get(number, step.stop.reason)
 
     def _tokens(self, step: Step) -> None:
         for number, tokens in zip(step.numbers, step.sampled or step.tokens, strict=False):
-            if tokens and (life := self._starting.pop(number, None)) is not None:
-                life.first_token_ns = life.first_token_ns or step.ended_ns
-                life.turn(step.ended_ns, DECODE)
+            if tokens and (request_spans := self._starting.pop(number, None)) is not None:
+                request_spans.first_token_ns = request_spans.first_token_ns or step.ended_ns
+                request_spans.turn(step.ended_ns, DECODE)
 
-    def _ended(self, number: int, life: Life) -> Iterator[Life]:
-        if life.sent_ns:  # its client needed no more of it
-            life.turn(life.sent_ns, "")
-        if life.sent_ns or life.end_reason not in ANSWERED:
-            yield life
+    def _ended(self, number: int, request_spans: RequestSpans) -> Iterator[RequestSpans]:
+        if request_spans.sent_ns:  # its client needed no more of it
+            request_spans.turn(request_spans.sent_ns, "")
+        if request_spans.sent_ns or request_spans.end_reason not in ANSWERED:
+            yield request_spans
             return
-        self._unsent[number] = life
+        self._unsent[number] = request_spans
         if len(self._unsent) > MAX_UNSENT:
             yield self._unsent.pop(next(iter(self._unsent)))
 
-    def _sent(self, sent: Sent) -> Iterator[Life]:
-        if (living := self._lives.get(sent.number)) is not None:
+    def _sent(self, sent: Sent) -> Iterator[RequestSpans]:
+        if (living := self._requests.get(sent.number)) is not None:
             living.sent_ns = sent.last_ns
-        elif (life := self._unsent.pop(sent.number, None)) is not None:
-            life.sent_ns = sent.last_ns
-            life.turn(sent.last_ns, "")
-            yield life
+        elif (request_spans := self._unsent.pop(sent.number, None)) is not None:
+            request_spans.sent_ns = sent.last_ns
+            request_spans.turn(sent.last_ns, "")
+            yield request_spans

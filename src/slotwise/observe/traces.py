@@ -14,8 +14,8 @@ from queue import Full, Queue
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit, urlunsplit
 
-from slotwise.observe.log import Entry, Run
-from slotwise.observe.spans import Life, Spans
+from slotwise.observe.event_log import Entry, Run
+from slotwise.observe.spans import RequestSpans, Spans
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -52,7 +52,7 @@ class Traces:
         self._spans = Spans()
         self._callers: OrderedDict[str, str] = OrderedDict()  # `traceparent` by the engine's id of a request
         self._offset_ns = 0  # from the monotonic clock to the calendar
-        self._complete: Queue[tuple[Life, str, int] | None] = Queue(MAX_COMPLETE)
+        self._complete: Queue[tuple[RequestSpans, str, int] | None] = Queue(MAX_COMPLETE)
         self._teller = threading.Thread(target=self._tell_all, name="traces", daemon=True)
         self._teller.start()
 
@@ -66,9 +66,10 @@ class Traces:
         """Take note of an entry of the event log, in its order.  Never waits."""
         if isinstance(entry, Run):
             self._offset_ns = round(entry.started_unix / NS) - entry.started_ns
-        for life in self._spans.take(entry):
+        for request_spans in self._spans.feed(entry):
             with contextlib.suppress(Full):
-                self._complete.put_nowait((life, self._callers.pop(life.request.id, ""), self._offset_ns))
+                self._complete.put_nowait((request_spans, self._callers.pop(request_spans.request.id, ""),
+                                           self._offset_ns))
 
     def close(self) -> None:
         """Send what is left; takes a few seconds when nobody listens."""
@@ -81,44 +82,46 @@ class Traces:
         while (complete := self._complete.get()) is not None:
             self._tell(*complete)
 
-    def _tell(self, life: Life, caller: str, offset: int) -> None:
+    def _tell(self, request_spans: RequestSpans, caller: str, offset: int) -> None:
         from opentelemetry import trace
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         above = TraceContextTextMapPropagator().extract({"traceparent": caller}) if caller else None
         root = self._tracer.start_span(
-            SPAN, above, trace.SpanKind.SERVER, _attributes(life, self._model_name), start_time=life.start_ns + offset)
+            SPAN, above, trace.SpanKind.SERVER, _attributes(request_spans, self._model_name),
+            start_time=request_spans.start_ns + offset)
         inside = trace.set_span_in_context(root)
-        for span in life.spans:
+        for span in request_spans.spans:
             waited = {f"slotwise.waited.{reason}_s": seconds for reason, seconds in span.waited.items()}
             child = self._tracer.start_span(span.name, inside, attributes=waited, start_time=span.start_ns + offset)
             child.end(span.end_ns + offset)
-        if life.end_reason in ("error", "timeout", "shed", "rejected"):
-            root.set_status(trace.StatusCode.ERROR, life.message or life.end_reason)
-        root.end(life.end_ns + offset)
+        if request_spans.end_reason in ("error", "timeout", "shed", "rejected"):
+            root.set_status(trace.StatusCode.ERROR, request_spans.message or request_spans.end_reason)
+        root.end(request_spans.end_ns + offset)
 
 
-def _attributes(life: Life, model_name: str) -> dict[str, Any]:
-    request, params = life.request, life.request.params
+def _attributes(request_spans: RequestSpans, model_name: str) -> dict[str, Any]:
+    request, params = request_spans.request, request_spans.request.params
     known: dict[str, Any] = {
         "gen_ai.operation.name": "chat" if request.id.startswith("chatcmpl-") else "text_completion",
         "gen_ai.response.model": model_name,
         "gen_ai.response.id": request.id.rpartition("-")[0] or request.id,
-        "gen_ai.response.finish_reasons": (life.end_reason,),
+        "gen_ai.response.finish_reasons": (request_spans.end_reason,),
         "gen_ai.request.temperature": params.temperature,
         "gen_ai.request.top_p": params.top_p,
         "gen_ai.usage.input_tokens": request.num_prompt,
-        "gen_ai.usage.output_tokens": life.num_output,
-        "gen_ai.usage.cached_tokens": life.num_cached,
-        "gen_ai.latency.e2e": (life.end_ns - life.start_ns) * NS,
-        "gen_ai.latency.time_in_queue": sum(span.end_ns - span.start_ns for span in life.spans if span.waited) * NS,
+        "gen_ai.usage.output_tokens": request_spans.num_output,
+        "gen_ai.usage.cached_tokens": request_spans.num_cached,
+        "gen_ai.latency.e2e": (request_spans.end_ns - request_spans.start_ns) * NS,
+        "gen_ai.latency.time_in_queue": sum(span.end_ns - span.start_ns for span in request_spans.spans
+                                            if span.waited) * NS,
         "slotwise.request.number": request.number,
-        "slotwise.preemptions": life.num_preemptions,
+        "slotwise.preemptions": request_spans.num_preemptions,
     }
     if params.max_tokens is not None:
         known["gen_ai.request.max_tokens"] = params.max_tokens
-    if life.first_token_ns:
-        known["gen_ai.latency.time_to_first_token"] = (life.first_token_ns - life.start_ns) * NS
+    if request_spans.first_token_ns:
+        known["gen_ai.latency.time_to_first_token"] = (request_spans.first_token_ns - request_spans.start_ns) * NS
     return known
 
 

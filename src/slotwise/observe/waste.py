@@ -1,6 +1,7 @@
 """What a step computes for nothing, what it leaves empty, and why those are not in it who are not.
 
-Folds over steps alike, whether the engine tells of them (`engine.messages.StepRecord`) or a log (`observe.log.Step`).
+Folds over steps alike, whether the engine tells of them (`engine.messages.StepRecord`) or a log
+(`observe.event_log.Step`).
 """
 
 from __future__ import annotations

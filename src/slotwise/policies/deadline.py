@@ -14,9 +14,9 @@ stepped back and have waited `ageing` seconds go before everybody: nobody waits 
 
 from __future__ import annotations
 
+from slotwise.core.interfaces import NEVER, Key
 from slotwise.core.request import Request, State
-from slotwise.core.seams import NEVER, Key
-from slotwise.core.steptime import StepTimes, Work
+from slotwise.core.step_time import StepTimeModel, Work
 from slotwise.policies.fcfs import FirstComeFirstServed
 
 UNDERWAY, AGED, IN_TIME, LATE = range(4)  # classes, first to last
@@ -32,9 +32,9 @@ class Deadline(FirstComeFirstServed):
     """
 
     orders_running = True
-    needs_prices = True
+    needs_step_times = True
 
-    def __init__(self, times: StepTimes, ttft: float, ageing: float, *, sheds: bool) -> None:
+    def __init__(self, times: StepTimeModel, ttft: float, ageing: float, *, sheds: bool) -> None:
         self._times = times
         self._ttft = ttft
         self._ageing = ageing
@@ -42,7 +42,7 @@ class Deadline(FirstComeFirstServed):
 
     def _due(self, request: Request) -> float:
         """Seconds, the moment of its objective."""
-        return request.arrived_at + (request.terms.ttft or self._ttft)
+        return request.arrived_at + (request.slo.ttft or self._ttft)
 
     def _latest_start(self, request: Request) -> float:
         count = len(request.tokens) - request.num_computed
@@ -79,5 +79,5 @@ class Deadline(FirstComeFirstServed):
     def overdue(self, request: Request, now: float) -> str:
         if not self._sheds or request.state is not State.WAITING or now < self._latest_start(request):
             return ""
-        objective = request.terms.ttft or self._ttft
+        objective = request.slo.ttft or self._ttft
         return f"its first token could no longer come within the {objective:g} s that it is promised"

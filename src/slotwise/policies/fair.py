@@ -11,9 +11,9 @@ two requests that come together would wait until everyone else was served as muc
 which with no credit is their theorem 4.4.  An order of those who wait does not help one who comes when a flood has
 every slot and fills every step.  So one that begins, beside a tenant far ahead (FAR times its rows, by weight, and not
 served less), takes a place where none is free, and rows of that tenant rest while its prompt is computed: at most
-`core.courtesy.MAX_RESTS` steps in a row.  Whoever took a place goes before the one who yielded it, so places never
-change hands back and forth, and tenants of like size do neither to each other.  And where another tenant was here
-lately, steps are short in which nobody is waited for: it may come back while one is under way.
+`core.prefill_isolation.MAX_ISOLATED_STEPS` steps in a row.  Whoever took a place goes before the one who yielded it, so
+places never change hands back and forth, and tenants of like size do neither to each other.  And where another tenant
+was here lately, steps are short in which nobody is waited for: it may come back while one is under way.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import inf
 
+from slotwise.core.interfaces import Key
 from slotwise.core.request import Request, State
-from slotwise.core.seams import Key
 from slotwise.policies.fcfs import FirstComeFirstServed
 
 PROMPT = 1.0  # work of a prompt's token, as in the paper
@@ -57,7 +57,7 @@ class Fair(FirstComeFirstServed):
         self._company = -inf  # the level when that was another than before
 
     def lane(self, request: Request) -> str:
-        return request.terms.tenant
+        return request.slo.tenant
 
     def lane_key(self, lane: str, now: float) -> Key:
         return (self.counters.get(lane, 0.0),)
@@ -68,28 +68,28 @@ class Fair(FirstComeFirstServed):
 
     def _standing(self, request: Request) -> float:
         """The counter of its tenant; until its first token, the one before its own prompt was charged."""
-        counter = self.counters.get(request.terms.tenant, 0.0)
+        counter = self.counters.get(request.slo.tenant, 0.0)
         return counter if request.num_output else self._charged.get(request.request_id, counter)
 
     def victim_key(self, request: Request, now: float) -> Key:
-        return (self.counters.get(request.terms.tenant, 0.0), request.arrival)
+        return (self.counters.get(request.slo.tenant, 0.0), request.arrival)
 
     def preempts(self, waiting: Request, running: Request, now: float) -> bool:
         """Only if it goes before the other where both wait: else whoever yielded would be the first to come back."""
-        mine, its = ((self.counters[one.terms.tenant], one.arrival) for one in (waiting, running))
+        mine, its = ((self.counters[one.slo.tenant], one.arrival) for one in (waiting, running))
         return mine < its and self._is_far_behind(waiting, running)
 
-    def resting(self, requests: Sequence[Request], beginning: Sequence[Request], now: float) -> frozenset[str]:
+    def paused(self, requests: Sequence[Request], beginning: Sequence[Request], now: float) -> frozenset[str]:
         found: dict[tuple[str, str], bool] = {}  # alike for all of a tenant's requests of one tier
         for request in requests:
-            kind = request.terms.tenant, request.terms.tier
+            kind = request.slo.tenant, request.slo.tier
             if kind not in found:
                 found[kind] = any(self._is_far_behind(one, request) for one in beginning)
-        return frozenset([one.request_id for one in requests if found[one.terms.tenant, one.terms.tier]])
+        return frozenset([one.request_id for one in requests if found[one.slo.tenant, one.slo.tier]])
 
     def _is_far_behind(self, request: Request, other: Request) -> bool:
         """Its tenant was not served more than the other's, and has hardly any of the rows."""
-        tenant, ahead = request.terms.tenant, other.terms.tenant
+        tenant, ahead = request.slo.tenant, other.slo.tenant
         if tenant == ahead:
             return False
         rows = self._rows[tenant] + (request.state is not State.RUNNING)
@@ -97,7 +97,7 @@ class Fair(FirstComeFirstServed):
                 and self._standing(request) <= self.counters[ahead])
 
     def arrived(self, request: Request, now: float) -> None:
-        tenant = request.terms.tenant
+        tenant = request.slo.tenant
         self._living[tenant] += 1
         self._reckon(tenant)
         if not self._waiting[tenant]:
@@ -111,7 +111,7 @@ class Fair(FirstComeFirstServed):
         self.counters[tenant] = counter
 
     def admitted(self, request: Request, now: float) -> None:
-        tenant = request.terms.tenant
+        tenant = request.slo.tenant
         self._leave_queue(tenant)
         self._rows[tenant] += 1
         if request.request_id not in self._charged:
@@ -121,8 +121,8 @@ class Fair(FirstComeFirstServed):
         self._reckon(tenant)
 
     def preempted(self, request: Request, now: float) -> None:
-        self._waiting[request.terms.tenant] += 1
-        self._leave_slot(request.terms.tenant)
+        self._waiting[request.slo.tenant] += 1
+        self._leave_slot(request.slo.tenant)
 
     def served(self, requests: Sequence[Request], counts: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
         for request, sampled in zip(requests, tokens, strict=True):
@@ -130,7 +130,7 @@ class Fair(FirstComeFirstServed):
                 self._charge(request, OUTPUT * len(sampled))
 
     def finished(self, request: Request, reason: str, now: float) -> None:
-        tenant = request.terms.tenant
+        tenant = request.slo.tenant
         if request.state is not State.RUNNING:
             self._leave_queue(tenant)
         else:
@@ -146,13 +146,13 @@ class Fair(FirstComeFirstServed):
         if len(self._living) > 1 or self._latest not in (tenant, None):
             self._company = self._level
         self._latest = tenant
-        self.holds_back = self._level - self._company < LATELY
+        self.isolates_prefill = self._level - self._company < LATELY
 
     def _charge(self, request: Request, work: float) -> None:
-        self.counters[request.terms.tenant] += work / self._weight(request)
+        self.counters[request.slo.tenant] += work / self._weight(request)
 
     def _weight(self, request: Request) -> float:
-        return self._weights.get(request.terms.tier, 1.0)
+        return self._weights.get(request.slo.tier, 1.0)
 
     def _leave_slot(self, tenant: str) -> None:
         self._rows[tenant] -= 1

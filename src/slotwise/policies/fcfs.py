@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from slotwise.core.interfaces import NEVER, Key
 from slotwise.core.request import Request
-from slotwise.core.seams import NEVER, Key
 
 
 class FirstComeFirstServed:
     orders_running = False
     may_preempt = False
-    needs_prices = False
-    holds_back = False
+    needs_step_times = False
+    isolates_prefill = False
 
     def lane(self, request: Request) -> str:
         return ""
@@ -39,7 +39,7 @@ class FirstComeFirstServed:
     def cap(self, request: Request, wanted: int, now: float) -> int:
         return wanted
 
-    def resting(self, requests: Sequence[Request], beginning: Sequence[Request], now: float) -> frozenset[str]:
+    def paused(self, requests: Sequence[Request], beginning: Sequence[Request], now: float) -> frozenset[str]:
         return frozenset()
 
     def patience(self, request: Request, now: float) -> float:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from slotwise.core.interfaces import Policy
 from slotwise.core.limits import LEAST_MS
-from slotwise.core.seams import Policy
-from slotwise.core.steptime import StepTimes
-from slotwise.core.terms import Tier
+from slotwise.core.slo import Tier
+from slotwise.core.step_time import StepTimeModel
 from slotwise.policies.deadline import Deadline
 from slotwise.policies.fair import Fair
 from slotwise.policies.fcfs import FirstComeFirstServed
@@ -60,7 +60,7 @@ class Ordering:
         if given and self.kind not in kinds:
             raise ValueError(f"{name} belongs to scheduling_policy {' and '.join(kinds)}, not to {self.kind}")
 
-    def policy(self, tiers: tuple[Tier, ...], times: StepTimes) -> Policy:
+    def policy(self, tiers: tuple[Tier, ...], times: StepTimeModel) -> Policy:
         """The policy, which predicts by `times` where it has to predict."""
         ageing = AGEING.get(self.kind, 0.0) if self.ageing is None else self.ageing
         if self.kind == "priority":

@@ -10,8 +10,8 @@ more than (work / ageing) seconds after a request goes before it, where work is 
 
 from __future__ import annotations
 
+from slotwise.core.interfaces import Key
 from slotwise.core.request import Request
-from slotwise.core.seams import Key
 from slotwise.policies.fcfs import FirstComeFirstServed
 from slotwise.policies.lengths import Guesses
 
@@ -46,10 +46,10 @@ class Shortest(FirstComeFirstServed):
         most = request.end - request.num_prompt
         if self._oracle and request.expected_tokens:
             return min(most, request.expected_tokens)
-        guess = self._guesses.guess(request.terms.tenant, request.num_prompt, request.num_output)
+        guess = self._guesses.guess(request.slo.tenant, request.num_prompt, request.num_output)
         return most if guess is None else min(most, guess)
 
     def finished(self, request: Request, reason: str, now: float) -> None:
         """Learn how long it was; an answer that was cut off by somebody else tells nothing."""
         if reason in ("stop", "length"):
-            self._guesses.learn(request.terms.tenant, request.num_prompt, request.num_output)
+            self._guesses.learn(request.slo.tenant, request.num_prompt, request.num_output)

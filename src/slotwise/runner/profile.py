@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from slotwise.kernels.base import RaggedBatch
+from slotwise.kernels.interface import RaggedBatch
 from slotwise.kernels.sampling import Draw
 from slotwise.model.decoder import Decoder
 from slotwise.runner.staging import sender

@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 
 from slotwise import __version__
-from slotwise.engine.service import DRAINING, ENGINE_DEAD, Refused
+from slotwise.engine.client import DRAINING, ENGINE_DEAD, Refused
+from slotwise.server.active_requests import AbortRequest
 from slotwise.server.errors import bad_request, from_refusal
-from slotwise.server.exchange import Exchange
 from slotwise.server.generate import Api
+from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.protocol import DetokenizeRequest, TokenizeRequest, check_model, decode, decode_object
 from slotwise.server.tiers import read_tiers
-from slotwise.server.underway import AbortRequest
 
 logger = logging.getLogger(__name__)
 
@@ -24,60 +24,62 @@ STARTED = int(time.time())
 PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
 
 
-async def health(api: Api, exchange: Exchange) -> None:
+async def health(api: Api, exchange: HttpExchange) -> None:
     """200 while requests are taken.  An engine in a long step is busy, one that shows no sign of life is frozen."""
-    service = api.service
+    engine_client = api.engine_client
     state: dict[str, Any] = {
-        "status": "ok", "engine": service.state, "last_step_age_s": service.last_step_age, "num_live": service.num_live}
-    if service.healthy and not service.draining:
+        "status": "ok", "engine": engine_client.state, "last_step_age_s": engine_client.last_step_age,
+        "num_live": engine_client.num_live}
+    if engine_client.healthy and not engine_client.draining:
         await exchange.respond_json(state)
         return
-    if service.draining:
+    if engine_client.draining:
         error = from_refusal(Refused(DRAINING, "the server is shutting down"))
     else:
-        error = from_refusal(Refused(ENGINE_DEAD, service.trouble))
+        error = from_refusal(Refused(ENGINE_DEAD, engine_client.trouble))
     state |= {"status": "unavailable", "error": error.content()}
     await exchange.respond(msgspec.json.encode(state), error.status, headers=error.headers())
 
 
-async def version(api: Api, exchange: Exchange) -> None:
+async def version(api: Api, exchange: HttpExchange) -> None:
     await exchange.respond_json({"version": __version__})
 
 
-async def load(api: Api, exchange: Exchange) -> None:
+async def load(api: Api, exchange: HttpExchange) -> None:
     """Requests under way in this server, this one not counted."""
     await exchange.respond_json({"server_load": api.num_exchanges - 1})
 
 
-async def metrics(api: Api, exchange: Exchange) -> None:
-    api.later.flush()
+async def metrics(api: Api, exchange: HttpExchange) -> None:
+    api.batched_observer.flush()
     await exchange.respond(api.metrics.exposition(), content_type=PROMETHEUS)
 
 
 def _model(api: Api) -> dict[str, object]:
     return {
         "id": api.settings.served_model_name, "object": "model", "created": STARTED, "owned_by": "slotwise",
-        "root": api.service.info.model, "parent": None, "max_model_len": api.service.info.limits.max_model_len,
+        "root": api.engine_client.info.model, "parent": None,
+        "max_model_len": api.engine_client.info.limits.max_model_len,
     }
 
 
-async def scheduling(api: Api, exchange: Exchange) -> None:
+async def scheduling(api: Api, exchange: HttpExchange) -> None:
     """How batches are made now."""
     await exchange.respond_json(_scheduling(api))
 
 
 def _scheduling(api: Api) -> dict[str, Any]:
-    return api.service.scheduling.as_settings() | {"tiers": api.tiers.settings}
+    return api.engine_client.scheduling.as_settings() | {"tiers": api.tiers.settings}
 
 
-async def reschedule(api: Api, exchange: Exchange) -> None:
+async def reschedule(api: Api, exchange: HttpExchange) -> None:
     """Change how batches are made, from the next step on: the whole body or nothing of it."""
     async with api.bodies.reading(exchange, MAX_SETTINGS) as body:
         changes = decode_object(body)
     try:
         tiers = read_tiers(changes["tiers"]) if "tiers" in changes else api.tiers.settings
         api.tiers.check(tiers)
-        api.service.reschedule(changes | {"tiers": [tier.tier() for tier in tiers]})
+        api.engine_client.reschedule(changes | {"tiers": [tier.tier() for tier in tiers]})
     except ValueError as error:
         raise bad_request(str(error)) from error
     except Refused as refused:
@@ -88,27 +90,27 @@ async def reschedule(api: Api, exchange: Exchange) -> None:
     await exchange.respond_json(told)
 
 
-async def abort_requests(api: Api, exchange: Exchange) -> None:
+async def abort_requests(api: Api, exchange: HttpExchange) -> None:
     """End requests in any state by their ids; each that was under way ends with finish_reason `abort`."""
     async with api.bodies.reading(exchange) as body:
         names = AbortRequest.decode(body).names
     scope = api.keys.scope_of(exchange.tenant)
-    found = {name: api.underway.abort(scope, name) for name in names}
+    found = {name: api.active_requests.abort(scope, name) for name in names}
     await exchange.respond_json({
         "aborted": [name for name, was_there in found.items() if was_there],
         "not_found": [name for name, was_there in found.items() if not was_there]})
 
 
-async def models(api: Api, exchange: Exchange) -> None:
+async def models(api: Api, exchange: HttpExchange) -> None:
     await exchange.respond_json({"object": "list", "data": [_model(api)]})
 
 
-async def model(api: Api, exchange: Exchange) -> None:
+async def model(api: Api, exchange: HttpExchange) -> None:
     check_model(exchange.scope["path_params"]["model"], api.settings.served_model_name)
     await exchange.respond_json(_model(api))
 
 
-async def tokenize(api: Api, exchange: Exchange) -> None:
+async def tokenize(api: Api, exchange: HttpExchange) -> None:
     """Token ids of a text, or of messages through the chat template."""
     async with api.bodies.reading(exchange) as body:
         request = decode(TokenizeRequest, body)
@@ -122,11 +124,11 @@ async def tokenize(api: Api, exchange: Exchange) -> None:
             tokens = await api.prompts.plain(request.prompt, add_special_tokens=special)
     texts = [api.prompts.tokenizer.inner.id_to_token(token) for token in tokens] if request.return_token_strs else None
     await exchange.respond_json({
-        "count": len(tokens), "max_model_len": api.service.info.limits.max_model_len, "tokens": tokens,
+        "count": len(tokens), "max_model_len": api.engine_client.info.limits.max_model_len, "tokens": tokens,
         "token_strs": texts})
 
 
-async def detokenize(api: Api, exchange: Exchange) -> None:
+async def detokenize(api: Api, exchange: HttpExchange) -> None:
     async with api.bodies.reading(exchange) as body:
         request = decode(DetokenizeRequest, body)
         check_model(request.model, api.settings.served_model_name)

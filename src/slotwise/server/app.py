@@ -15,16 +15,16 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 
-from slotwise.engine.service import EngineService
-from slotwise.observe.steptime import StepTimes
-from slotwise.server import admin, explain, whereabouts
+from slotwise.engine.client import EngineClient
+from slotwise.observe.step_time import StepTimeModel
+from slotwise.server import admin, explain, queue_position
 from slotwise.server.browsers import PREFLIGHT, WITH_A_BODY, check_json, is_preflight
 from slotwise.server.completions import chat_completions, completions
 from slotwise.server.connections import ALWAYS
 from slotwise.server.errors import ApiError, ClientGone
 from slotwise.server.events import events
-from slotwise.server.exchange import Exchange, Message, checked_request_id
 from slotwise.server.generate import Api
+from slotwise.server.http_exchange import HttpExchange, Message, checked_request_id
 from slotwise.server.openapi import document
 from slotwise.server.prompts import Prompts
 from slotwise.server.settings import ServerSettings
@@ -32,10 +32,10 @@ from slotwise.server.templates import Template
 from slotwise.server.timeline import timeline
 from slotwise.text.tokenizer import Tokenizer
 
-Endpoint = Callable[[Api, Exchange], Awaitable[None]]
+Endpoint = Callable[[Api, HttpExchange], Awaitable[None]]
 
 
-async def openapi(api: Api, exchange: Exchange) -> None:
+async def openapi(api: Api, exchange: HttpExchange) -> None:
     """This service, described."""
     await exchange.respond(document(ROUTES, OPEN_TO_ALL))
 
@@ -60,7 +60,7 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("GET", "/timeline", timeline),
     ("GET", "/events", events),
     ("GET", "/explain/{request_id:path}", explain.of_request),
-    ("GET", "/requests/{request_id:path}", whereabouts.of_request),
+    ("GET", "/requests/{request_id:path}", queue_position.of_request),
 )
 OPEN_TO_ALL = ("/health", "/ping", "/timeline")  # the last is a page without data, which asks for a key itself
 ADMIN = "/admin/"  # what is below it changes how the server works
@@ -69,15 +69,15 @@ REJECTIONS = ("context_length_exceeded", "tokenizer_busy")  # codes of errors th
 logger = logging.getLogger(__name__)
 
 
-def build_app(service: EngineService, tokenizer: Tokenizer, chat_template: Template | None,
-              settings: ServerSettings, step_times: StepTimes | None = None) -> App:
+def build_app(engine_client: EngineClient, tokenizer: Tokenizer, chat_template: Template | None,
+              settings: ServerSettings, step_times: StepTimeModel | None = None) -> App:
     """The application over an engine that is ready.
 
     Args:
         step_times: what is known of them already; None: nothing.
     """
-    prompts = Prompts(tokenizer, chat_template, service.info)
-    return App(Api(service, prompts, settings, step_times or StepTimes()))
+    prompts = Prompts(tokenizer, chat_template, engine_client.info)
+    return App(Api(engine_client, prompts, settings, step_times or StepTimeModel()))
 
 
 class App:
@@ -95,7 +95,7 @@ class App:
         if scope["type"] != "http":
             raise NotImplementedError(f"this application does not speak {scope['type']}")
         headers = dict(scope["headers"])
-        exchange = Exchange(scope, receive, send, secrets.token_hex(16))
+        exchange = HttpExchange(scope, receive, send, secrets.token_hex(16))
         scope["exchange"] = exchange
         scope["app"] = self  # so that the router raises what it cannot answer
         self.api.num_exchanges += 1

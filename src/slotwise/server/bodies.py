@@ -12,10 +12,10 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 
-from slotwise.engine.room import Room
+from slotwise.engine.tenant_capacity import TenantCapacity
 from slotwise.server.connections import client_of
 from slotwise.server.errors import ApiError
-from slotwise.server.exchange import STEP, Exchange
+from slotwise.server.http_exchange import STEP, HttpExchange
 from slotwise.server.settings import ServerSettings
 
 MOST = 256 << 20  # bytes
@@ -31,12 +31,12 @@ class Bodies:
         self._max_bytes = settings.max_body_bytes
         self._timeout = settings.body_timeout
         self._most = max(MOST, LEAST_BODIES * (settings.max_body_bytes + STEP))
-        self._room = Room("bytes of bodies are on their way")
+        self._room = TenantCapacity("bytes of bodies are on their way")
         self._freed = 0  # bytes, since memory was last given back
         self._trim = _trim()
 
     @asynccontextmanager
-    async def reading(self, exchange: Exchange, max_bytes: int | None = None) -> AsyncIterator[bytes]:
+    async def reading(self, exchange: HttpExchange, max_bytes: int | None = None) -> AsyncIterator[bytes]:
         """A request's body, for as long as it or what was decoded from it is needed.
 
         Args:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from slotwise.core.plan import TokenLogprobs
+from slotwise.core.step import TokenLogprobs
 from slotwise.engine.generation import AT_THE_END, Chunk, Generation
 from slotwise.server.errors import from_ending
 from slotwise.text.continuation import Continuation
 
 
-class Piece(NamedTuple):
+class Delta(NamedTuple):
     """What came since the last piece.  The last one has a finish reason."""
 
     text: str
@@ -37,7 +37,7 @@ class Choice:
         """Prompt tokens found in the cache."""
         return max(0, self.generation.num_cached)
 
-    def read(self, chunk: Chunk) -> Piece:
+    def read(self, chunk: Chunk) -> Delta:
         """The next piece.  A stop string in it ends the generation.
 
         Raises:
@@ -57,10 +57,10 @@ class Choice:
             reason = "stop"
         kept = continuation.num_tokens - before
         if kept == len(chunk.token_ids):
-            return Piece(text, chunk.token_ids, chunk.logprobs, reason)
-        return Piece(text, chunk.token_ids[:kept], chunk.logprobs[:kept], reason)
+            return Delta(text, chunk.token_ids, chunk.logprobs, reason)
+        return Delta(text, chunk.token_ids[:kept], chunk.logprobs[:kept], reason)
 
-    async def whole(self) -> Piece:
+    async def whole(self) -> Delta:
         """Everything in one piece.  Nobody wakes up for a token unless stop strings are to be looked for.
 
         Raises:
@@ -68,13 +68,13 @@ class Choice:
         """
         if not self.continuation.looks_for_stops:
             self.generation.interval = AT_THE_END
-        pieces: list[Piece] = []
+        deltas: list[Delta] = []
         async for chunk in self.generation:
-            pieces.append(self.read(chunk))
-            if pieces[-1].finish_reason is not None:
+            deltas.append(self.read(chunk))
+            if deltas[-1].finish_reason is not None:
                 break
-        return Piece(
-            "".join(piece.text for piece in pieces),
-            [token for piece in pieces for token in piece.token_ids],
-            [entry for piece in pieces for entry in piece.logprobs],
-            pieces[-1].finish_reason)
+        return Delta(
+            "".join(delta.text for delta in deltas),
+            [token for delta in deltas for token in delta.token_ids],
+            [entry for delta in deltas for entry in delta.logprobs],
+            deltas[-1].finish_reason)

@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from slotwise.core.params import InvalidParams, SamplingParams
-from slotwise.core.terms import Terms
+from slotwise.core.slo import SLO
 from slotwise.server.errors import bad_request, from_params
-from slotwise.server.exchange import Exchange, checked_request_id
 from slotwise.server.generate import Api, Job, answer
+from slotwise.server.http_exchange import HttpExchange, checked_request_id
 from slotwise.server.protocol import ChatRequest, CompletionRequest, Generate, check_model, decode
 from slotwise.server.shapes import CHAT, COMPLETION, Heading, Shape
-from slotwise.server.terms import UNTIERED
+from slotwise.server.slo import UNTIERED
 
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens; a chat's is whatever fits
 RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 
 
-async def completions(api: Api, exchange: Exchange) -> None:
+async def completions(api: Api, exchange: HttpExchange) -> None:
     _enter(api, exchange)
     async with api.bodies.reading(exchange) as body:
         asked = await _completion(api, exchange, body)
@@ -25,7 +25,7 @@ async def completions(api: Api, exchange: Exchange) -> None:
     await _answer(api, exchange, COMPLETION, asked)
 
 
-async def chat_completions(api: Api, exchange: Exchange) -> None:
+async def chat_completions(api: Api, exchange: HttpExchange) -> None:
     _enter(api, exchange)
     async with api.bodies.reading(exchange) as body:
         asked = await _chat(api, exchange, body)
@@ -33,62 +33,62 @@ async def chat_completions(api: Api, exchange: Exchange) -> None:
     await _answer(api, exchange, CHAT, asked)
 
 
-async def _completion(api: Api, exchange: Exchange, body: bytes) -> Asked:
+async def _completion(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
     request = decode(CompletionRequest, body)
-    terms = _check(api, exchange, request)
-    api.check_room(terms)
-    with api.door.entering(terms):
+    slo = _check(api, exchange, request)
+    api.check_room(slo)
+    with api.admission_control.entering(slo):
         prompts = await api.prompts.of_completion(request.prompt, api.settings.max_choices)
     request.prompt = ""
-    default = _default(api, terms, request, prompts, COMPLETION_TOKENS)
+    default = _default(api, slo, request, prompts, COMPLETION_TOKENS)
     max_tokens = api.prompts.max_tokens(request.max_tokens, max(map(len, prompts)), default)
     params = request.sampling_params(max_tokens, request.logprobs)
-    return Asked(request, terms, prompts, params)
+    return Asked(request, slo, prompts, params)
 
 
-async def _chat(api: Api, exchange: Exchange, body: bytes) -> Asked:
+async def _chat(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
     request = decode(ChatRequest, body)
-    terms = _check(api, exchange, request)
+    slo = _check(api, exchange, request)
     variables = request.chat_template_kwargs or {}
     if not variables.keys().isdisjoint(RESERVED_VARIABLES):
         raise bad_request("chat_template_kwargs: names a variable that the request sets", "chat_template_kwargs")
-    api.check_room(terms)
-    with api.door.entering(terms):
+    api.check_room(slo)
+    with api.admission_control.entering(slo):
         prompt = await api.prompts.of_chat(request, exchange.holder, variables)
     request.messages = []
     param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
-    default = _default(api, terms, request, [prompt], None)
+    default = _default(api, slo, request, [prompt], None)
     max_tokens = api.prompts.max_tokens(getattr(request, param), len(prompt), default, param)
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     params = request.sampling_params(max_tokens, logprobs)
-    return Asked(request, terms, [prompt], params)
+    return Asked(request, slo, [prompt], params)
 
 
 class Asked(NamedTuple):
     """A checked request."""
 
     request: Generate
-    terms: Terms
+    slo: SLO
     prompts: list[list[int]]
     params: SamplingParams
 
 
-async def _answer(api: Api, exchange: Exchange, shape: Shape, asked: Asked) -> None:
-    request, terms, prompts, params = asked
+async def _answer(api: Api, exchange: HttpExchange, shape: Shape, asked: Asked) -> None:
+    request, slo, prompts, params = asked
     try:
-        params.check_vocabulary(api.service.info.vocab_size)
+        params.check_vocabulary(api.engine_client.info.vocab_size)
     except InvalidParams as error:
         raise from_params(error) from error
-    tier = terms.tier or (UNTIERED if request.service_tier is not None else "")
+    tier = slo.tier or (UNTIERED if request.service_tier is not None else "")
     heading = Heading.now(shape, exchange.request_id, api.settings.served_model_name, tier)
     salt = _salt(exchange.tenant, request.cache_salt)
-    job = Job(request, prompts, params, heading, terms, salt, exchange.received_ns, exchange.traceparent)
+    job = Job(request, prompts, params, heading, slo, salt, exchange.received_ns, exchange.traceparent)
     await answer(api, exchange, job)
 
 
-def _default(api: Api, terms: Terms, request: Generate, prompts: list[list[int]], usual: int | None) -> int | None:
+def _default(api: Api, slo: SLO, request: Generate, prompts: list[list[int]], usual: int | None) -> int | None:
     """Of `max_tokens`: what is usual, as far as it can ever fit the client's quota; None: what fits the context."""
-    room = api.quotas.account(terms.tenant).room(sum(map(len, prompts)), len(prompts) * (request.n or 1))
+    room = api.quotas.account(slo.tenant).room(sum(map(len, prompts)), len(prompts) * (request.n or 1))
     return min((bound for bound in (usual, room) if bound is not None), default=None)
 
 
@@ -97,19 +97,19 @@ def _salt(tenant: str, cache_salt: str | None) -> str:
     return f"{tenant}:{cache_salt}" if cache_salt else tenant
 
 
-def _enter(api: Api, exchange: Exchange) -> None:
+def _enter(api: Api, exchange: HttpExchange) -> None:
     """A body is not read at all when the queue is full, or the client's quota of requests is used up."""
-    api.check_room(Terms(exchange.tenant))
+    api.check_room(SLO(exchange.tenant))
     account = api.quotas.account(exchange.tenant)
     exchange.last_told = account.headers
     api.quotas.check_queue(account)
     api.quotas.count_request(account)
 
 
-def _check(api: Api, exchange: Exchange, request: Generate) -> Terms:
+def _check(api: Api, exchange: HttpExchange, request: Generate) -> SLO:
     """Whatever can be said before a prompt is read: the terms it would be served on."""
     check_model(request.model, api.settings.served_model_name)
     request.refuse_unsupported()
     if request.request_id is not None:
         exchange.request_id = checked_request_id(request.request_id, "request_id")
-    return api.terms(request, exchange.tenant)
+    return api.slo(request, exchange.tenant)

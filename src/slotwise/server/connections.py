@@ -16,7 +16,7 @@ import time
 from ipaddress import IPv6Address, ip_address
 from typing import Protocol
 
-from slotwise.engine.room import Room
+from slotwise.engine.tenant_capacity import TenantCapacity
 
 ALWAYS = ("/health", "/ping", "/metrics")  # paths that are answered on connections of the reserve
 MOST = 16_384  # connections, however many files there may be: some hundred MB
@@ -47,7 +47,7 @@ class Connections:
     def __init__(self, most: int) -> None:
         reserve = min(RESERVE, most // 8)
         self._open, self._most_reserved = most - reserve, reserve
-        self._room = Room("connections are open")
+        self._room = TenantCapacity("connections are open")
         self._clients: dict[Timed, str] = {}
         self._reserved: dict[Timed, None] = {}  # in order of arrival
         self._told = -TOLD_EVERY

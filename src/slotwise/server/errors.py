@@ -8,7 +8,7 @@ from http import HTTPStatus
 import msgspec
 
 from slotwise.core.params import InvalidParams
-from slotwise.engine.service import DRAINING, DUPLICATE_ID, Refused
+from slotwise.engine.client import DRAINING, DUPLICATE_ID, Refused
 from slotwise.text.chat_source import ChatTemplateError
 from slotwise.text.tokenizer import TextTooLong, TokenizerError
 

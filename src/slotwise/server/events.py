@@ -7,12 +7,12 @@ import logging
 from collections.abc import Iterable
 from urllib.parse import parse_qsl
 
-from slotwise.observe.log import Entry, Gap, encode_lines
+from slotwise.observe.event_log import Entry, Gap, encode_lines
 from slotwise.observe.ring import Ring
 from slotwise.server.errors import bad_request
-from slotwise.server.exchange import Exchange
 from slotwise.server.generate import Api
-from slotwise.server.viewers import Curtain
+from slotwise.server.http_exchange import HttpExchange
+from slotwise.server.subscribers import TenantFilter
 
 SWITCHES = ("backlog", "follow")  # 0 or 1, both 1 where they are not given
 EVERY = 0.1  # seconds between two looks at what is new
@@ -24,17 +24,17 @@ NDJSON = b"application/x-ndjson"
 logger = logging.getLogger(__name__)
 
 
-async def events(api: Api, exchange: Exchange) -> None:
+async def events(api: Api, exchange: HttpExchange) -> None:
     """The event log, live: a JSON object a line (see observe.log).
 
     It begins with what is still remembered, or with `backlog=0` with those who live; it ends with the server, or with
     `follow=0` with what has been written.
     """
     switches = _switches(exchange)
-    api.later.flush()
-    view = _View(api.recorder.ring, Curtain(api.keys.scope_of(exchange.tenant)))
+    api.batched_observer.flush()
+    view = _View(api.recorder.ring, TenantFilter(api.keys.scope_of(exchange.tenant)))
     gone = asyncio.Event()
-    with api.viewers.entering(exchange.holder):
+    with api.subscribers.entering(exchange.holder):
         if exchange.is_head:
             await exchange.event(b"", NDJSON)
             await exchange.close()
@@ -43,8 +43,8 @@ async def events(api: Api, exchange: Exchange) -> None:
         async with exchange.watched(gone.set):
             await _tell(exchange, view.opening() if switches["backlog"] else view.opening_now(), gone)
             while not gone.is_set():
-                is_ending = not switches["follow"] or (api.service.draining and api.service.state != "busy")
-                api.later.flush()
+                is_ending = not switches["follow"] or (api.engine_client.draining and api.engine_client.state != "busy")
+                api.batched_observer.flush()
                 if lines := view.more():
                     await _tell(exchange, lines, gone)
                     await asyncio.sleep(0)  # a socket that takes all at once would let nobody else have a turn
@@ -55,7 +55,7 @@ async def events(api: Api, exchange: Exchange) -> None:
             await exchange.close()
 
 
-async def _tell(exchange: Exchange, lines: bytes, gone: asyncio.Event) -> None:
+async def _tell(exchange: HttpExchange, lines: bytes, gone: asyncio.Event) -> None:
     """Write `lines`.  A viewer that leaves them unread for `UNREAD` seconds is disconnected, and `gone` is set."""
     try:
         async with asyncio.timeout(UNREAD):
@@ -66,7 +66,7 @@ async def _tell(exchange: Exchange, lines: bytes, gone: asyncio.Event) -> None:
         await gone.wait()
 
 
-def _switches(exchange: Exchange) -> dict[str, bool]:
+def _switches(exchange: HttpExchange) -> dict[str, bool]:
     found = dict.fromkeys(SWITCHES, True)
     for name, value in parse_qsl(exchange.scope["query_string"].decode("latin-1"), keep_blank_values=True):
         if name in found:
@@ -79,9 +79,9 @@ def _switches(exchange: Exchange) -> dict[str, bool]:
 class _View:
     """What one viewer has seen of a ring, which waits for nobody."""
 
-    def __init__(self, ring: Ring, curtain: Curtain) -> None:
+    def __init__(self, ring: Ring, tenant_filter: TenantFilter) -> None:
         self._ring = ring
-        self._curtain = curtain
+        self._filter = tenant_filter
         self._position = 0
 
     def opening(self) -> bytes:
@@ -100,7 +100,7 @@ class _View:
         self._position = batch.position
         known = [Gap(batch.missed), *self._ring.preface()] if batch.missed else []
         opening = self._lines(known)  # before the rest, for it tells whose requests those are
-        return opening + b"".join(map(self._curtain.line, batch.lines))
+        return opening + b"".join(map(self._filter.line, batch.lines))
 
     def _lines(self, entries: Iterable[Entry]) -> bytes:
-        return encode_lines([self._curtain.before(entry) for entry in entries])
+        return encode_lines([self._filter.before(entry) for entry in entries])

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from slotwise.observe.facts import Facts
-from slotwise.observe.steptime import StepTimes
+from slotwise.observe.request_timeline import RequestTimeline
+from slotwise.observe.step_time import StepTimeModel
 from slotwise.server.errors import ApiError
-from slotwise.server.exchange import Exchange
+from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.turns import QueueFull, Turns
 from slotwise.server.worker import CallError, Limits, Worker
 
@@ -44,7 +44,7 @@ class Explainer:
         if turns.num_waiting >= MAX_ASKING:
             raise _busy(HTTPStatus.SERVICE_UNAVAILABLE)
 
-    async def explain(self, api: Api, holder: str, find: Callable[[], list[Facts]]) -> list[dict[str, Any]]:
+    async def explain(self, api: Api, holder: str, find: Callable[[], list[RequestTimeline]]) -> list[dict[str, Any]]:
         """The stories of the requests that `find` finds, in order of arrival.
 
         Args:
@@ -54,12 +54,12 @@ class Explainer:
             ApiError: too many wait, or it takes more than it may.
         """
         until_ns = time.monotonic_ns()
-        api.later.flush()
+        api.batched_observer.flush()
         if not find():
             return []
 
         def arguments() -> tuple[Any, ...]:
-            api.later.flush()
+            api.batched_observer.flush()
             return (*api.recorder.ring.extract(find()), api.step_times.prediction(), until_ns)
 
         try:
@@ -79,7 +79,7 @@ def _busy(status: HTTPStatus) -> ApiError:
     return ApiError(status, "too many explanations at once; try again later", code=BUSY, retry_after=RETRY_AFTER)
 
 
-async def of_request(api: Api, exchange: Exchange) -> None:
+async def of_request(api: Api, exchange: HttpExchange) -> None:
     """Where the time of a request went, by its `X-Request-Id` or the `id` of its response."""
     account = api.quotas.account(exchange.tenant)
     exchange.last_told = account.headers
@@ -105,6 +105,6 @@ async def of_response(api: Api, holder: str, request_ids: Sequence[str]) -> dict
     return {"explain": told | {"step_time_model": told_of(api.step_times)}}
 
 
-def told_of(times: StepTimes) -> dict[str, Any]:
+def told_of(times: StepTimeModel) -> dict[str, Any]:
     """How far what a request would have taken alone can be trusted."""
     return {"median_error": round(times.error, 4), "steps": times.num_steps}

@@ -11,31 +11,31 @@ from http import HTTPStatus
 from typing import Any, NamedTuple
 
 from slotwise.core.params import SamplingParams
-from slotwise.core.terms import Terms
-from slotwise.engine.door import Door
+from slotwise.core.slo import SLO
+from slotwise.engine.admission_control import AdmissionControl
+from slotwise.engine.client import QUEUE_FULL, EngineClient, Refused
 from slotwise.engine.messages import Add
-from slotwise.engine.service import QUEUE_FULL, EngineService, Refused
-from slotwise.observe.later import Later
+from slotwise.observe.batched_observer import BatchedObserver
 from slotwise.observe.metrics import Metrics
 from slotwise.observe.recorder import Recorder
-from slotwise.observe.steptime import StepTimes
+from slotwise.observe.step_time import StepTimeModel
 from slotwise.observe.traces import Traces
 from slotwise.server import explain
+from slotwise.server.active_requests import ActiveRequest, ActiveRequests
 from slotwise.server.bodies import Bodies
 from slotwise.server.browsers import Browsers
-from slotwise.server.choice import Choice, Piece
+from slotwise.server.choice import Choice, Delta
 from slotwise.server.errors import SHED, ApiError, bad_request, from_refusal
-from slotwise.server.exchange import Exchange
+from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.keys import Keys
 from slotwise.server.prompts import Prompts
 from slotwise.server.protocol import Generate
+from slotwise.server.queue_position import headers_of
 from slotwise.server.quotas import Quotas
 from slotwise.server.settings import ServerSettings
 from slotwise.server.shapes import Events, Heading, Shape, usage, whole_choice, whole_response
-from slotwise.server.terms import Tiers, terms_of
-from slotwise.server.underway import Life, Underway
-from slotwise.server.viewers import Viewers
-from slotwise.server.whereabouts import headers_of
+from slotwise.server.slo import Tiers, slo_of
+from slotwise.server.subscribers import Subscribers
 from slotwise.text.continuation import Continuation
 
 
@@ -46,56 +46,58 @@ class Api:
         step_times: what is known of them already.
     """
 
-    def __init__(self, service: EngineService, prompts: Prompts, settings: ServerSettings,
-                 step_times: StepTimes) -> None:
-        limits = service.info.limits
+    def __init__(self, engine_client: EngineClient, prompts: Prompts, settings: ServerSettings,
+                 step_times: StepTimeModel) -> None:
+        limits = engine_client.info.limits
         self.keys = Keys(settings.all_keys, settings.admin_api_key)
         self.browsers = Browsers(settings)
         self.bodies = Bodies(settings)
         self.tiers = Tiers(settings.tiers, self.keys)
-        self.service = service
+        self.engine_client = engine_client
         self.prompts = prompts
         self.settings = settings
-        self.metrics = Metrics(settings.served_model_name, service.info, lambda: service.healthy)
-        self.door = Door(limits, settings.max_num_queued_reqs, settings.max_num_queued_tokens, service.max_live)
+        self.metrics = Metrics(settings.served_model_name, engine_client.info, lambda: engine_client.healthy)
+        self.admission_control = AdmissionControl(limits, settings.max_num_queued_reqs, settings.max_num_queued_tokens,
+                                                  engine_client.max_live)
         self.recorder = Recorder()
-        self.recorder.started(service.info)
-        self.quotas = Quotas(self.tiers.quota, self.door, self.refused)
-        self.viewers = Viewers()
+        self.recorder.started(engine_client.info)
+        self.quotas = Quotas(self.tiers.quota, self.admission_control, self.refused)
+        self.subscribers = Subscribers()
         self.step_times = step_times
         self.metrics.told["step_time_model_error"] = lambda: step_times.error
         self.explainer = explain.Explainer()
         self._traces: Traces | None = None
-        self.later = Later([self.metrics, self.recorder, self.step_times])
-        service.observers += [self.door, self.later]
-        self.underway = Underway()
+        self.batched_observer = BatchedObserver([self.metrics, self.recorder, self.step_times])
+        engine_client.observers += [self.admission_control, self.batched_observer]
+        self.active_requests = ActiveRequests()
         self.num_exchanges = 0  # under way, of any kind
         self._seeds = random.Random(settings.seed)
         self._serials = itertools.count()
 
-    def check_room(self, terms: Terms, num_requests: int = 1, num_tokens: int = 0) -> None:
+    def check_room(self, slo: SLO, num_requests: int = 1, num_tokens: int = 0) -> None:
         """Raises ApiError when so many more cannot wait, in all or of their tier, or nobody is let in at all.
 
         Args:
-            terms: as far as they are known.
+            slo: as far as they are known.
         """
-        door = self.door
+        admission_control = self.admission_control
         try:
-            self.service.check_open()
+            self.engine_client.check_open()
         except Refused as refused:
-            raise from_refusal(refused, door.retry_after) from refused
-        objection, retry_after = door.objection(terms.tenant, num_requests, num_tokens), 0
-        if not objection and (bound := self.tiers.bound(terms.tier)) is not None:
-            objection = door.tier_objection(terms, bound, num_requests)
-            retry_after = door.tier_retry_after(terms.tier, bound)
+            raise from_refusal(refused, admission_control.retry_after) from refused
+        objection, retry_after = admission_control.objection(slo.tenant, num_requests, num_tokens), 0
+        if not objection and (bound := self.tiers.bound(slo.tier)) is not None:
+            objection = admission_control.tier_objection(slo, bound, num_requests)
+            retry_after = admission_control.tier_retry_after(slo.tier, bound)
         if objection:
             self.refused(QUEUE_FULL)
             raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, objection, code=QUEUE_FULL,
-                           retry_after=retry_after or door.retry_after, more=headers_of(door.outlook()))
+                           retry_after=retry_after or admission_control.retry_after,
+                           more=headers_of(admission_control.wait_estimate()))
 
-    def terms(self, request: Generate, tenant: str) -> Terms:
+    def slo(self, request: Generate, tenant: str) -> SLO:
         """On what terms a request is served.  Raises ApiError for one that asks for more than it may."""
-        return terms_of(request, tenant, self.tiers.choose(request.service_tier, tenant))
+        return slo_of(request, tenant, self.tiers.choose(request.service_tier, tenant))
 
     def close(self) -> None:
         """End the processes that work beside this one."""
@@ -109,7 +111,7 @@ class Api:
 
     def refused(self, kind: str) -> None:
         """Somebody was turned away before the engine service heard of it."""
-        self.later.refused(kind)
+        self.batched_observer.refused(kind)
 
     def start(self, job: Job) -> list[Choice]:
         """`n` continuations of every prompt, in OpenAI's order: all or none.
@@ -121,9 +123,9 @@ class Api:
         prompts, params = job.prompts, job.params
         if len(prompts) * params.n > self.settings.max_choices:
             raise bad_request(f"n: at most {self.settings.max_choices} choices in one request", "n")
-        lengths = job.request.drawn_lengths(len(prompts))
-        self.check_room(job.terms, len(prompts) * params.n, sum(map(len, prompts)) * params.n)
-        self.quotas.check_queue(self.quotas.account(job.terms.tenant), len(prompts) * params.n)
+        lengths = job.request.forced_lengths(len(prompts))
+        self.check_room(job.slo, len(prompts) * params.n, sum(map(len, prompts)) * params.n)
+        self.quotas.check_queue(self.quotas.account(job.slo.tenant), len(prompts) * params.n)
         timeout = self._queue_timeout(job.request.queue_timeout)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         choices: list[Choice] = []
@@ -135,14 +137,14 @@ class Api:
                     text = Continuation(self.prompts.tokenizer, prompt, params.stop, params.min_tokens)
                     if self._traces is not None and job.traceparent:
                         self._traces.caller(unique, job.traceparent)
-                    generation = self.service.submit(Add(
+                    generation = self.engine_client.submit(Add(
                         unique, prompt, params, (seed + k) % 2**64, drawn, job.salt, timeout,
-                        job.received_ns, tokenised_ns, job.terms))
+                        job.received_ns, tokenised_ns, job.slo))
                     choices.append(Choice(len(choices), generation, text))
         except Exception as error:
             finish(choices, "abort")
             if isinstance(error, Refused):
-                raise from_refusal(error, self.door.retry_after) from error
+                raise from_refusal(error, self.admission_control.retry_after) from error
             raise
         return choices
 
@@ -159,7 +161,7 @@ class Job(NamedTuple):
     prompts: list[list[int]]
     params: SamplingParams
     heading: Heading
-    terms: Terms
+    slo: SLO
     salt: str
     received_ns: int  # monotonic
     traceparent: str  # W3C's header; empty when its caller is not traced
@@ -180,34 +182,34 @@ def finish(choices: list[Choice], reason: str) -> None:
         choice.generation.finish(reason)
 
 
-async def answer(api: Api, exchange: Exchange, job: Job) -> None:
+async def answer(api: Api, exchange: HttpExchange, job: Job) -> None:
     """Generate and respond.  A client that goes away takes its generations with it.
 
     Raises:
         ApiError: the engine refused the request, was too late for it, or failed.
     """
-    outlook = api.door.outlook()
+    wait_estimate = api.admission_control.wait_estimate()
     choices: list[Choice] = []
-    account = api.quotas.account(job.terms.tenant)
+    account = api.quotas.account(job.slo.tenant)
     with api.quotas.reserved(account, job.most_tokens, lambda: _used(job, choices)):
         choices += api.start(job)
-        exchange.more += headers_of(outlook)
+        exchange.more += headers_of(wait_estimate)
         await _answered(api, exchange, job, choices)
 
 
-async def _answered(api: Api, exchange: Exchange, job: Job, choices: list[Choice]) -> None:
+async def _answered(api: Api, exchange: HttpExchange, job: Job, choices: list[Choice]) -> None:
     names = (exchange.request_id, job.heading.response_id)
 
     def abort() -> None:
         finish(choices, "abort")
 
     try:
-        with api.underway.listed(names, Life(exchange.tenant, abort, choices, job.terms.tier)):
+        with api.active_requests.listed(names, ActiveRequest(exchange.tenant, abort, choices, job.slo.tier)):
             async with exchange.watched(abort):
                 await (_stream if job.request.stream else _whole)(api, exchange, job, choices)
     except ApiError as error:
         if error.code == SHED:
-            error.retry_after = api.door.retry_after
+            error.retry_after = api.admission_control.retry_after
         raise
     except asyncio.CancelledError:
         raise
@@ -218,21 +220,21 @@ async def _answered(api: Api, exchange: Exchange, job: Job, choices: list[Choice
         abort()
 
 
-async def _whole(api: Api, exchange: Exchange, job: Job, choices: list[Choice]) -> None:
-    pieces = await _together([choice.whole() for choice in choices])
+async def _whole(api: Api, exchange: HttpExchange, job: Job, choices: list[Choice]) -> None:
+    deltas = await _together([choice.whole() for choice in choices])
     answers = []
-    for choice, piece in zip(choices, pieces, strict=True):
-        logprobs = job.shape.logprobs(api.prompts.tokenizer).of(piece) if job.params.logprobs is not None else None
-        answers.append(whole_choice(job.shape, choice.index, piece, logprobs))
+    for choice, delta in zip(choices, deltas, strict=True):
+        logprobs = job.shape.logprobs(api.prompts.tokenizer).of(delta) if job.params.logprobs is not None else None
+        answers.append(whole_choice(job.shape, choice.index, delta, logprobs))
     told = await _told(api, exchange, job, choices)
     first_ns = time.monotonic_ns()
     await exchange.respond(whole_response(job.heading, answers, _usage(job, choices), told))
     last_ns = time.monotonic_ns()
     for choice in choices:
-        api.later.sent(choice.generation.request_id, first_ns, last_ns, 1)
+        api.batched_observer.sent(choice.generation.request_id, first_ns, last_ns, 1)
 
 
-async def _stream(api: Api, exchange: Exchange, job: Job, choices: list[Choice]) -> None:
+async def _stream(api: Api, exchange: HttpExchange, job: Job, choices: list[Choice]) -> None:
     options = job.request.stream_options
     has_usage = options is not None and bool(options.include_usage)
     events = Events(job.heading, has_usage=has_usage)
@@ -242,10 +244,10 @@ async def _stream(api: Api, exchange: Exchange, job: Job, choices: list[Choice])
     await exchange.end(events.last(_usage(job, choices), told) if has_usage or told else b"")
     last_ns = time.monotonic_ns()
     for stream, choice in zip(streams, choices, strict=True):
-        api.later.sent(choice.generation.request_id, stream.first_ns, last_ns, stream.num_events)
+        api.batched_observer.sent(choice.generation.request_id, stream.first_ns, last_ns, stream.num_events)
 
 
-async def _told(api: Api, exchange: Exchange, job: Job, choices: list[Choice]) -> dict[str, Any]:
+async def _told(api: Api, exchange: HttpExchange, job: Job, choices: list[Choice]) -> dict[str, Any]:
     """Of the response itself, where that was asked for: fields of our own."""
     if not job.request.explain:
         return {}
@@ -256,7 +258,7 @@ async def _told(api: Api, exchange: Exchange, job: Job, choices: list[Choice]) -
 class _Streamed:
     """Writes one choice's events."""
 
-    def __init__(self, api: Api, exchange: Exchange, job: Job, events: Events) -> None:
+    def __init__(self, api: Api, exchange: HttpExchange, job: Job, events: Events) -> None:
         options = job.request.stream_options
         self._exchange, self._events, self._job = exchange, events, job
         self._interval = api.settings.stream_interval
@@ -274,24 +276,24 @@ class _Streamed:
         """
         opening = self._events.opening(choice.index)
         async for chunk in choice.generation:
-            piece = choice.read(chunk)
-            if not self._is_plain or piece.finish_reason is not None:
-                await self._exchange.event(opening + self._full(choice, piece))
+            delta = choice.read(chunk)
+            if not self._is_plain or delta.finish_reason is not None:
+                await self._exchange.event(opening + self._full(choice, delta))
             else:
-                await self._exchange.event(opening + self._events.plain(choice.index, piece.text))
+                await self._exchange.event(opening + self._events.plain(choice.index, delta.text))
             if not self.num_events:
                 self.first_ns = time.monotonic_ns()
             self.num_events += 1
-            if piece.finish_reason is not None:
+            if delta.finish_reason is not None:
                 return
             opening = b""
             choice.generation.interval = self._interval
 
-    def _full(self, choice: Choice, piece: Piece) -> bytes:
-        logprobs = self._logprobs.of(piece) if self._logprobs is not None else None
+    def _full(self, choice: Choice, delta: Delta) -> bytes:
+        logprobs = self._logprobs.of(delta) if self._logprobs is not None else None
         prompt = self._job.prompts[choice.index // self._job.params.n]
         used = usage(len(prompt), choice.num_tokens, choice.num_cached) if self._counts else None
-        return self._events.full(choice.index, piece, logprobs, used)
+        return self._events.full(choice.index, delta, logprobs, used)
 
 
 def _usage(job: Job, choices: list[Choice]) -> dict[str, Any]:

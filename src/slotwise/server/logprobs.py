@@ -5,8 +5,8 @@ from __future__ import annotations
 from math import isfinite
 from typing import Any, Protocol
 
-from slotwise.core.plan import TokenLogprobs
-from slotwise.server.choice import Piece
+from slotwise.core.step import TokenLogprobs
+from slotwise.server.choice import Delta
 from slotwise.text.tokenizer import Tokenizer
 
 LEAST = -9999.0  # JSON has no infinity; vLLM writes this for an impossible token
@@ -15,7 +15,7 @@ LEAST = -9999.0  # JSON has no infinity; vLLM writes this for an impossible toke
 class LogprobFormat(Protocol):
     def __init__(self, tokenizer: Tokenizer) -> None: ...
 
-    def of(self, piece: Piece) -> dict[str, Any]: ...
+    def of(self, piece: Delta) -> dict[str, Any]: ...
 
 
 class CompletionLogprobs:
@@ -25,7 +25,7 @@ class CompletionLogprobs:
         self._tokenizer = tokenizer
         self._offset = 0
 
-    def of(self, piece: Piece) -> dict[str, Any]:
+    def of(self, piece: Delta) -> dict[str, Any]:
         texts = [self._tokenizer.token_text(token) for token in piece.token_ids]
         offsets = []
         for text in texts:
@@ -53,7 +53,7 @@ class ChatLogprobs:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def of(self, piece: Piece) -> dict[str, Any]:
+    def of(self, piece: Delta) -> dict[str, Any]:
         content = []
         for token, entry in zip(piece.token_ids, piece.logprobs, strict=False):
             top = zip(entry.top_ids, entry.top_logprobs, strict=True)

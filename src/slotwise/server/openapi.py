@@ -12,9 +12,10 @@ import msgspec
 
 from slotwise import __version__
 from slotwise.engine.scheduling import MAX_TIERS, changes_schema
+from slotwise.server.active_requests import AbortRequest
+from slotwise.server.body_precheck import MAX_MESSAGES
 from slotwise.server.errors import TRY_LATER, ErrorBody
 from slotwise.server.events import SWITCHES
-from slotwise.server.outline import MAX_MESSAGES
 from slotwise.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -22,9 +23,8 @@ from slotwise.server.protocol import (
     TokenizeRequest,
     unsupported_fields,
 )
+from slotwise.server.queue_position import POSITION, START
 from slotwise.server.tiers import TierSettings
-from slotwise.server.underway import AbortRequest
-from slotwise.server.whereabouts import POSITION, START
 
 Json = dict[str, Any]
 BODIES: dict[str, type] = {

@@ -9,8 +9,8 @@ from http import HTTPStatus
 from typing import Any
 
 from slotwise.engine.messages import EngineInfo
+from slotwise.server.body_precheck import MAX_MESSAGES
 from slotwise.server.errors import ApiError, bad_request, from_text, too_long
-from slotwise.server.outline import MAX_MESSAGES
 from slotwise.server.protocol import ChatRequest, Prompt, TokenizeRequest
 from slotwise.server.templates import Template
 from slotwise.text.chat_source import ChatTemplateError

@@ -16,8 +16,8 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from slotwise.core.params import BIAS, INT64, MAX_STOP_LENGTH, RANGES, TOKEN_ID, InvalidParams, Range, SamplingParams
-from slotwise.core.terms import PRIORITIES
-from slotwise.server import outline
+from slotwise.core.slo import PRIORITIES
+from slotwise.server import body_precheck
 from slotwise.server.errors import ApiError, bad_request, from_decoding, from_params
 
 MAX_NAME = 200  # characters of a name that is told back
@@ -117,7 +117,7 @@ class Generate(Unsupported, kw_only=True):
         if self.stream_options is not None and not self.stream:
             raise bad_request("stream_options: only allowed when stream is true", "stream_options")
 
-    def drawn_lengths(self, num_prompts: int) -> list[int]:
+    def forced_lengths(self, num_prompts: int) -> list[int]:
         """Of each prompt, the tokens after which a benchmark wants its output to end; 0: no such wish.
 
         Raises:
@@ -213,7 +213,7 @@ def unsupported_fields(kind: type[Generate]) -> dict[str, tuple[Any, ...]]:
 def decode(kind: type[Body], body: bytes) -> Body:
     """Raises ApiError, with the field at fault as its `param`."""
     with _decoding(body):
-        return _DECODERS[kind].decode(outline.trimmed(kind, body) if len(body) > outline.LARGE else body)
+        return _DECODERS[kind].decode(body_precheck.trimmed(kind, body) if len(body) > body_precheck.LARGE else body)
 
 
 def decode_object(body: bytes) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from http import HTTPStatus
 from math import ceil
 from typing import NamedTuple
 
-from slotwise.engine.door import Door
+from slotwise.engine.admission_control import AdmissionControl
 from slotwise.server.bucket import Bucket
 from slotwise.server.errors import ApiError, bad_request
 
@@ -73,10 +73,11 @@ class Quotas:
         clock: monotonic nanoseconds.
     """
 
-    def __init__(self, quota_of: Callable[[str], Quota], door: Door, refused: Callable[[str], None],
+    def __init__(self, quota_of: Callable[[str], Quota], admission_control: AdmissionControl,
+                 refused: Callable[[str], None],
                  clock: Callable[[], int] = time.monotonic_ns) -> None:
         self._quota_of = quota_of
-        self._door = door
+        self._admission_control = admission_control
         self._refused = refused
         self._clock = clock
         self._accounts: dict[str, Account] = {}
@@ -97,8 +98,9 @@ class Quotas:
         """Raises ApiError when so many more of a client cannot wait."""
         if (bound := account.quota.max_num_queued_reqs) is None:
             return
-        if objection := self._door.tenant_objection(account.tenant, bound, num_requests):
-            raise self._refusal(OVER_QUEUE, objection, self._door.tenant_retry_after(account.tenant, bound))
+        if objection := self._admission_control.tenant_objection(account.tenant, bound, num_requests):
+            raise self._refusal(OVER_QUEUE, objection,
+                                self._admission_control.tenant_retry_after(account.tenant, bound))
 
     def count_request(self, account: Account) -> None:
         """One more, whatever comes of it.  Raises ApiError when that is one too many."""

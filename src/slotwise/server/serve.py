@@ -85,12 +85,12 @@ async def serve(app: App, listener: socket.socket, on_listening: Callable[[str],
 
 
 async def _drain(app: App, server: uvicorn.Server) -> None:
-    await app.api.service.drain(app.api.settings.shutdown_timeout)
+    await app.api.engine_client.drain(app.api.settings.shutdown_timeout)
     server.should_exit = True
 
 
 async def _without_hope(app: App, stop: Callable[[], None]) -> None:
-    await app.api.service.hopeless.wait()
+    await app.api.engine_client.hopeless.wait()
     stop()
 
 

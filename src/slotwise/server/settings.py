@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slotwise.engine.pulse import ENGINE_TIMEOUT
+from slotwise.engine.heartbeat import ENGINE_TIMEOUT
 from slotwise.observe.lines import TEXT
 from slotwise.server.tiers import ServedTier
 
@@ -21,7 +21,7 @@ class ServerSettings:
     max_choices: int = 1024  # continuations that one request may ask for, prompts times `n`
     shutdown_timeout: float = 30.0  # seconds that running requests get at the end
     engine_timeout: float = ENGINE_TIMEOUT  # seconds without a sign of life after which the engine is started anew
-    max_num_queued_reqs: int | None = None  # requests that wait for their first slot; None: see engine.door
+    max_num_queued_reqs: int | None = None  # requests that wait for their first slot; None: engine.admission_control
     max_num_queued_tokens: int | None = None  # of their prompts, likewise
     queue_timeout: float = 0.0  # seconds a request may wait for its first slot; 0: as long as it takes
     stream_interval: int = 1  # tokens per streamed event, after the first

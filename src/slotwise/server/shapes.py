@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from slotwise.server.choice import Piece
+from slotwise.server.choice import Delta
 from slotwise.server.logprobs import ChatLogprobs, CompletionLogprobs, LogprobFormat
 
 to_json = msgspec.json.Encoder().encode
@@ -72,7 +72,7 @@ def whole_response(heading: Heading, choices: list[dict[str, Any]], used: dict[s
     return to_json(heading.of(heading.shape.whole_object) | {"choices": choices, "usage": used} | extras)
 
 
-def whole_choice(shape: Shape, index: int, piece: Piece, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+def whole_choice(shape: Shape, index: int, piece: Delta, logprobs: dict[str, Any] | None) -> dict[str, Any]:
     return {"index": index} | shape.whole(piece.text) | {"logprobs": logprobs, "finish_reason": piece.finish_reason}
 
 
@@ -101,7 +101,7 @@ class Events:
         """Text and nothing else: nearly every event."""
         return b'%b{"index":%d%b%b%b' % (self._head, index, self._before, to_json(text), self._plain)
 
-    def full(self, index: int, piece: Piece, logprobs: dict[str, Any] | None, used: dict[str, Any] | None) -> bytes:
+    def full(self, index: int, piece: Delta, logprobs: dict[str, Any] | None, used: dict[str, Any] | None) -> bytes:
         """Any of log-probabilities, finish reason and usage so far."""
         usage_field = self._no_usage if used is None else b',"usage":' + to_json(used)
         return b'%b{"index":%d%b%b%b,"logprobs":%b,"finish_reason":%b}]%b}\n\n' % (

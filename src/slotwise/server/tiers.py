@@ -6,7 +6,7 @@
     requests_per_minute = 60
     api_keys_env = "INTERACTIVE_KEYS"
 
-The engine knows of a tier what it schedules by (`core.terms.Tier`); queue bounds and quotas stay here.  Its keys are
+The engine knows of a tier what it schedules by (`core.slo.Tier`); queue bounds and quotas stay here.  Its keys are
 the file's alone: tied to its name, they outlast any change of the tiers in force.
 """
 
@@ -21,7 +21,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from slotwise.core.terms import LEAST_WEIGHT, MOST_WEIGHT, Tier
+from slotwise.core.slo import LEAST_WEIGHT, MOST_WEIGHT, Tier
 from slotwise.engine.scheduling import LARGEST, MAX_TIERS
 from slotwise.server.protocol import Milliseconds, Priority
 from slotwise.server.quotas import Quota

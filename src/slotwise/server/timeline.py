@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from slotwise.observe.timeline import page
-from slotwise.server.exchange import Exchange
 from slotwise.server.generate import Api
+from slotwise.server.http_exchange import HttpExchange
 
 HTML = b"text/html; charset=utf-8"
 
 
-async def timeline(api: Api, exchange: Exchange) -> None:
+async def timeline(api: Api, exchange: HttpExchange) -> None:
     """The batch drawn as it is rebuilt, step by step: a page for people."""
     await exchange.respond(page.live(), content_type=HTML, headers=[
         (b"content-security-policy", page.policy()), (b"cache-control", b"no-cache"),

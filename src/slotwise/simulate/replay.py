@@ -15,12 +15,12 @@ from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from slotwise.core.plan import StepPlan, StepResult
 from slotwise.core.scheduler import Scheduler
-from slotwise.core.steptime import StepTimes
-from slotwise.engine.loop import NO_STEP, Engine
+from slotwise.core.step import StepPlan, StepResult
+from slotwise.core.step_time import StepTimeModel
+from slotwise.engine.engine import NO_STEP, Engine
 from slotwise.engine.messages import Add, Command, Configure, Finish
-from slotwise.observe import log
+from slotwise.observe import event_log
 from slotwise.observe.recorder import step_entry
 
 
@@ -47,7 +47,7 @@ class Outcome(NamedTuple):
     difference: Difference | None
 
 
-def replay(entries: Iterable[log.Entry]) -> Outcome:
+def replay(entries: Iterable[event_log.Entry]) -> Outcome:
     """Play a log to its end, or to the first difference.
 
     Raises:
@@ -55,7 +55,7 @@ def replay(entries: Iterable[log.Entry]) -> Outcome:
     """
     player = _Player()
     for entry in entries:
-        player.take(entry)
+        player.feed(entry)
         if player.difference is not None:
             break
     return player.outcome()
@@ -64,7 +64,7 @@ def replay(entries: Iterable[log.Entry]) -> Outcome:
 class _Player:
     def __init__(self) -> None:
         self.difference: Difference | None = None
-        self._life: _Life | None = None  # of the engine that lives
+        self._engine_run: _EngineRun | None = None  # of the engine that lives
         self._engines = self._records = self._steps = self._tokens = 0
         self._numbers: dict[str, int] = {}
         self._names: dict[int, str] = {}
@@ -73,67 +73,68 @@ class _Player:
         return Outcome(
             self._engines, len(self._names), self._records, self._steps, self._tokens, self.difference)
 
-    def take(self, entry: log.Entry) -> None:
+    def feed(self, entry: event_log.Entry) -> None:
         match entry:
-            case log.Run():
+            case event_log.Run():
                 self._engines += 1
-                self._life = _Life(entry, self._numbers)
-            case log.Gap():
+                self._engine_run = _EngineRun(entry, self._numbers)
+            case event_log.Gap():
                 raise ReplayError(f"{entry.missed} entries are missing behind record {self._records}")
-            case log.Engine():
-                self._life = None  # what follows was told in its name
-            case log.Request():
+            case event_log.Engine():
+                self._engine_run = None  # what follows was told in its name
+            case event_log.Request():
                 self._numbers[entry.id], self._names[entry.number] = entry.number, entry.id
-                self._lives().commands.append(_arrival(entry))
-            case log.Command():
-                self._lives().commands.append(self._command(entry))
-            case log.Step() if self._life is not None:
-                self._compare(entry, self._life.play(entry))
+                self._current_run().commands.append(_arrival(entry))
+            case event_log.Command():
+                self._current_run().commands.append(self._command(entry))
+            case event_log.Step() if self._engine_run is not None:
+                self._compare(entry, self._engine_run.play(entry))
 
-    def _lives(self) -> _Life:
-        if self._life is None:
+    def _current_run(self) -> _EngineRun:
+        if self._engine_run is None:
             raise ReplayError("the log does not begin with an engine's start: was it saved from a stream?")
-        return self._life
+        return self._engine_run
 
-    def _command(self, entry: log.Command) -> Command:
+    def _command(self, entry: event_log.Command) -> Command:
         if entry.scheduling is not None:
             return Configure(entry.scheduling)
         return Finish(self._names.get(entry.number, ""), entry.reason)
 
-    def _compare(self, logged: log.Step, replayed: log.Step | None) -> None:
+    def _compare(self, logged: event_log.Step, replayed: event_log.Step | None) -> None:
         if replayed is None:
             self.difference = Difference(self._records, logged.step, "record", "something happened", "nothing did")
-        elif log.encode(logged) != log.encode(replayed):
+        elif event_log.encode(logged) != event_log.encode(replayed):
             name = next(name for name in logged.__struct_fields__ if getattr(logged, name) != getattr(replayed, name))
+            field = logged.__struct_encode_fields__[logged.__struct_fields__.index(name)]  # as it stands in the log
             self.difference = Difference(
-                self._records, logged.step, name, str(getattr(logged, name)), str(getattr(replayed, name)))
+                self._records, logged.step, field, str(getattr(logged, name)), str(getattr(replayed, name)))
         else:
             self._records += 1
             self._steps += bool(logged.counts)
             self._tokens += sum(logged.counts)
 
 
-def _arrival(entry: log.Request) -> Add:
+def _arrival(entry: event_log.Request) -> Add:
     if len(entry.prompt) != entry.num_prompt:
         raise ReplayError("the log has no prompts: only one that was written to a file can be replayed")
     return Add(entry.id, list(entry.prompt), entry.params, entry.seed, entry.output_tokens, entry.salt,
-               entry.queue_timeout, terms=entry.terms)
+               entry.queue_timeout, slo=entry.slo)
 
 
-class _Life:
+class _EngineRun:
     """One engine, from its start on."""
 
-    def __init__(self, run: log.Run, numbers: dict[str, int]) -> None:
+    def __init__(self, run: event_log.Run, numbers: dict[str, int]) -> None:
         self.commands: deque[Command] = deque()  # sent, not yet taken in
         self._numbers = numbers
         self._executor = _Recorded(numbers)
-        times = StepTimes(run.learned)
+        times = StepTimeModel(run.learned)
         scheduler = Scheduler(run.limits, run.scheduling.discipline(), run.scheduling.policy(times), times)
         self._engine = Engine(
             scheduler, self._executor, self._executor.clock, run.eos_token_ids, depth=run.depth,
             scheduling=run.scheduling)
 
-    def play(self, logged: log.Step) -> log.Step | None:
+    def play(self, logged: event_log.Step) -> event_log.Step | None:
         """What the engine tells where it told `logged`.
 
         Raises:
@@ -156,14 +157,14 @@ class _Recorded:
     def __init__(self, numbers: dict[str, int]) -> None:
         self.now = 0  # nanoseconds
         self._numbers = numbers
-        self._logged = log.Step(NO_STEP, 0, 0)
+        self._logged = event_log.Step(NO_STEP, 0, 0)
         self._readings: deque[int] = deque()  # of the clock, still to come
         self._plans: deque[StepPlan] = deque()
 
     def clock(self) -> int:
         return self.now
 
-    def expect(self, logged: log.Step) -> None:
+    def expect(self, logged: event_log.Step) -> None:
         """The next record should be `logged`."""
         self._logged = logged
         self._readings = deque([*logged.planned, logged.ended_ns])

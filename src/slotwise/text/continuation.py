@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slotwise.text.detokenize import detokenizer
-from slotwise.text.stop import StopStrings
+from slotwise.text.detokenizer import detokenizer
+from slotwise.text.stop_strings import StopStrings
 from slotwise.text.tokenizer import Tokenizer
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from slotwise.text.chat import ChatTemplate
+from slotwise.text.chat_template import ChatTemplate
 
 Special = Sequence[Sequence[str]]  # pairs of a variable's name and its value
 

@@ -11,7 +11,7 @@ from typing import Any
 import tokenizers
 
 from slotwise.errors import OneLineError
-from slotwise.text.pieces import pieces_of
+from slotwise.text.token_bytes import token_bytes_of
 
 MAX_JSON_BYTES = 16 << 20  # of the files beside `tokenizer.json`
 SHORT = 4096  # characters; encoding these takes well under a millisecond
@@ -63,7 +63,7 @@ class Tokenizer:
         self.special_tokens = special_tokens or {}
         added = inner.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self.pieces = pieces_of(inner)
+        self.bytes_by_id = token_bytes_of(inner)
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer:
@@ -119,8 +119,8 @@ class Tokenizer:
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        if self.pieces is not None:
-            return self.pieces[token_id]
+        if self.bytes_by_id is not None:
+            return self.bytes_by_id[token_id]
         return self.inner.decode([token_id], skip_special_tokens=False).encode()
 
 

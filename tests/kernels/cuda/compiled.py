@@ -19,10 +19,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from slotwise.kernels.base import AttentionShape, QKNorm, RaggedBatch
 from slotwise.kernels.cuda import attention, pointwise, rotary, sampling
 from slotwise.kernels.cuda.cache import CudaCache
 from slotwise.kernels.cuda.configs import default_tuning
+from slotwise.kernels.interface import AttentionShape, QKNorm, RaggedBatch
 
 
 class Absent:

@@ -9,10 +9,10 @@ from kernels.cuda.device import DEVICE, KERNELS
 from kernels.paged import Layer, distance
 from torch import Tensor
 
-from slotwise.kernels.base import RaggedBatch
 from slotwise.kernels.cuda import attention
 from slotwise.kernels.cuda.cache import CudaCache
 from slotwise.kernels.cuda.configs import DecodeConfig, PrefillConfig, Tuning
+from slotwise.kernels.interface import RaggedBatch
 from slotwise.kernels.reference import PagedCache, ReferenceKernels
 
 REFERENCE = ReferenceKernels()

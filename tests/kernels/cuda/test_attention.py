@@ -10,9 +10,9 @@ from kernels.cuda.device import DEVICE, EXAMPLES, geometry
 from kernels.cuda.ragged import SMALL, apart, attend, caches
 from kernels.paged import Layer
 
-from slotwise.kernels.base import AttentionShape
 from slotwise.kernels.cuda import attention, decode, prefill
 from slotwise.kernels.cuda.configs import default_tuning
+from slotwise.kernels.interface import AttentionShape
 
 KINDS = [torch.float32, torch.bfloat16, torch.float16]
 CLOSE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}  # norm of the difference over norm

@@ -9,7 +9,7 @@ import pytest
 import torch
 from kernels.cuda.device import DEVICE, KERNELS, interpreted
 
-from slotwise.kernels.base import RaggedBatch
+from slotwise.kernels.interface import RaggedBatch
 from slotwise.model.decoder import Decoder
 from slotwise.model.load import load_model
 

@@ -12,9 +12,9 @@ from kernels.cuda.device import DEVICE
 from kernels.cuda.ragged import attend, moved
 from kernels.paged import Layer, distance, rotary
 
-from slotwise.kernels.base import FP8_LARGEST, AttentionShape, as_bytes
 from slotwise.kernels.cuda import CudaKernels
 from slotwise.kernels.cuda.cache import CudaCache
+from slotwise.kernels.interface import FP8_LARGEST, AttentionShape, as_bytes
 from slotwise.kernels.reference import ReferenceKernels
 
 if DEVICE == "cuda" and torch.cuda.get_device_capability() < (8, 9):

@@ -27,7 +27,7 @@ def test_the_sizes_are_those_that_are_documented():
     sizes = sorted({graphs.capture_size(rows, 1)[0] for rows in range(1, 41)})
     assert sizes == [1, 2, 4, 8, 16, 24, 32, 40]
     assert graphs.capture_size(graphs.MAX_ROWS + 1, 1)[0] == 0
-    assert [KERNELS.recording_size(rows, 5) for rows in (3, 9)] == [(4, graphs.SHORTEST), (16, graphs.SHORTEST)]
+    assert [KERNELS.graph_size(rows, 5) for rows in (3, 9)] == [(4, graphs.SHORTEST), (16, graphs.SHORTEST)]
 
 
 def test_what_cannot_be_captured_is_left_to_be_started_kernel_by_kernel(monkeypatch):

@@ -9,7 +9,7 @@ import sys
 import pytest
 from kernels.cuda.device import DEVICE, KERNELS
 
-from slotwise.kernels.base import Kernels
+from slotwise.kernels.interface import Kernels
 
 CODE = """
 import sys, slotwise, slotwise.compose.engine

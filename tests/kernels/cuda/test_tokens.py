@@ -10,7 +10,7 @@ from kernels.cuda.device import DEVICE, EXAMPLES, KERNELS, geometry
 from kernels.cuda.ragged import REFERENCE, moved
 from kernels.paged import Layer, distance, rotary
 
-from slotwise.kernels.base import AttentionShape, QKNorm
+from slotwise.kernels.interface import AttentionShape, QKNorm
 
 KINDS = [torch.float32, torch.bfloat16, torch.float16]
 # Norm of the difference over norm.  Of bfloat16 the interpreter cuts off up to 2^-7, of a sum and again of its norm.

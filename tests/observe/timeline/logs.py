@@ -11,13 +11,13 @@ from toy import EOS, next_token
 from slotwise.batching.settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
-from slotwise.core.plan import StepResult
 from slotwise.core.scheduler import Scheduler
+from slotwise.core.step import StepResult
+from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
-from slotwise.engine.loop import Engine
 from slotwise.engine.messages import Add, Configure, EngineInfo, Finish
 from slotwise.engine.scheduling import Scheduling
-from slotwise.observe import log
+from slotwise.observe import event_log
 from slotwise.observe.recorder import Recorder
 from slotwise.policies.fcfs import FirstComeFirstServed
 
@@ -29,10 +29,10 @@ STEP_NS = 4_000_000
 
 @dataclass
 class Sink:
-    entries: list[log.Entry] = field(default_factory=list)
+    entries: list[event_log.Entry] = field(default_factory=list)
 
     def write(self, line: bytes) -> None:
-        self.entries.append(log.decode(line))
+        self.entries.append(event_log.decode(line))
 
 
 class _Slow(FakeExecutor):
@@ -87,7 +87,7 @@ class Run:
             self.step()
 
 
-def everything(seed: int = 1, depth: int = 0) -> list[log.Entry]:
+def everything(seed: int = 1, depth: int = 0) -> list[event_log.Entry]:
     """Static batches, then continuous ones with too few blocks, aborts, and another discipline at the end."""
     run = Run(seed, depth)
     for kind in ("static", "continuous", "one_at_a_time"):
@@ -110,18 +110,18 @@ class Cell:
     beside: int  # padding and those found in the cache
 
 
-def cells(entries: Iterable[log.Entry]) -> list[dict[int, Cell]]:
+def cells(entries: Iterable[event_log.Entry]) -> list[dict[int, Cell]]:
     """Of each executed step, what each slot should show: told from the plans alone."""
     prompts: dict[int, int] = {}
     reached: dict[int, int] = {}
     ended: set[int] = set()
     steps = []
     for entry in entries:
-        if isinstance(entry, log.Request):
+        if isinstance(entry, event_log.Request):
             prompts[entry.number] = entry.num_prompt
-        if not isinstance(entry, log.Step):
+        if not isinstance(entry, event_log.Step):
             continue
-        if entry.step != log.NO_STEP:
+        if entry.step != event_log.NO_STEP:
             cached = dict(entry.admitted)
             padding = entry.padding or (0,) * len(entry.numbers)
             shown = {}

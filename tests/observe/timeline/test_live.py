@@ -13,7 +13,7 @@ from live import serving
 from observe.timeline.logs import cells
 from observe.timeline.looking import compare, frame, looked_at
 
-from slotwise.observe import log
+from slotwise.observe import event_log
 
 KEY = "a key of ours"
 SLOTS = 12
@@ -59,7 +59,7 @@ def get(server, path):
 
 
 def log_of(server):
-    return list(log.read(line + b"\n" for line in get(server, "/events?follow=0").content.splitlines()))
+    return list(event_log.read(line + b"\n" for line in get(server, "/events?follow=0").content.splitlines()))
 
 
 def test_a_key_is_asked_for_and_a_wrong_one_again(chromium, server):
@@ -118,7 +118,7 @@ def test_records_that_come_late_are_waited_for(opened):
 
 def test_a_freed_slot_is_taken_at_the_very_next_step(server):
     """What the picture is there to show, of the run that it has just shown."""
-    entries = [entry for entry in log_of(server) if isinstance(entry, log.Step)]
+    entries = [entry for entry in log_of(server) if isinstance(entry, event_log.Step)]
     kind, refilled, freed = "", {"static": 0, "continuous": 0}, {"static": 0, "continuous": 0}
     for entry, after in pairwise(entries):
         if entry.configured is not None:

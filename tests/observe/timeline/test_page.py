@@ -10,7 +10,7 @@ from browser import browser
 from observe.timeline.logs import cells, everything
 from observe.timeline.looking import compare, frame, looked_at
 
-from slotwise.observe import log
+from slotwise.observe import event_log
 from slotwise.observe.timeline import page as timeline
 
 EVIL = "</script><script>window.hacked = 1</script>"
@@ -30,7 +30,7 @@ def entries():
 @pytest.fixture(scope="module")
 def url(entries, tmp_path_factory):
     path = tmp_path_factory.mktemp("timeline") / "page.html"
-    path.write_bytes(timeline.saved(EVIL, [log.encode(entry) + b"\n" for entry in entries]))
+    path.write_bytes(timeline.saved(EVIL, [event_log.encode(entry) + b"\n" for entry in entries]))
     return path.as_uri()
 
 
@@ -44,7 +44,7 @@ def opened(chromium, url):
 
 
 def steps_of(entries):
-    return [entry for entry in entries if isinstance(entry, log.Step) and entry.step != log.NO_STEP]
+    return [entry for entry in entries if isinstance(entry, event_log.Step) and entry.step != event_log.NO_STEP]
 
 
 @pytest.mark.parametrize("unit", ["steps", "seconds"])
@@ -57,7 +57,7 @@ def test_every_cell_drawn_is_what_the_plan_says(opened, entries, unit):
 def test_a_row_computed_after_its_request_has_ended_is_told_apart(chromium, tmp_path):
     entries = everything(seed=2, depth=1)
     path = tmp_path / "page.html"
-    path.write_bytes(timeline.saved("depth 1", [log.encode(entry) + b"\n" for entry in entries]))
+    path.write_bytes(timeline.saved("depth 1", [event_log.encode(entry) + b"\n" for entry in entries]))
     with looked_at(chromium, path.as_uri()) as (page, complaints):
         page.wait_for_function("slotwise.history.steps.length > 0")
         assert compare(page, cells(entries)).keys() >= {"void", "held"}
@@ -185,7 +185,7 @@ FOLD = """([lines, most]) => {
 
 
 def fold(opened, entries, most=10**6):
-    return opened.evaluate(FOLD, [[log.encode(entry).decode() for entry in entries], most])
+    return opened.evaluate(FOLD, [[event_log.encode(entry).decode() for entry in entries], most])
 
 
 def as_told(steps):
@@ -202,14 +202,15 @@ def test_only_so_many_steps_are_remembered(opened, entries):
 
 def test_after_a_gap_nobody_waits_who_was_not_named_again(opened, entries):
     """The stream leaves out a part and then names who lives, as `/events` does for a viewer who was too slow."""
-    places = [place for place, entry in enumerate(entries) if isinstance(entry, log.Step) and entry.num_waiting > 2]
+    places = [place for place, entry in enumerate(entries) if isinstance(entry, event_log.Step)
+              and entry.num_waiting > 2]
     cut = places[len(places) // 2]
     rest = entries[cut + 12:]
-    asked = {entry.number: entry for entry in entries[:cut + 12] if isinstance(entry, log.Request)}
+    asked = {entry.number: entry for entry in entries[:cut + 12] if isinstance(entry, event_log.Request)}
     for entry in entries[:cut + 12]:
         for end in getattr(entry, "ended", ()):
             asked.pop(end.number, None)
-    found = fold(opened, [*entries[:cut], log.Gap(12), entries[0], *asked.values(), *rest])
+    found = fold(opened, [*entries[:cut], event_log.Gap(12), entries[0], *asked.values(), *rest])
     assert found["queued"] == 0
     after = cells(entries)[-len(steps_of(rest)):]
     drawn = found["cells"][-len(after):]

@@ -17,8 +17,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from slotwise.kernels.cpu.compiled import Compiled
-from slotwise.kernels.cpu.cut import (
+from slotwise.kernels.cpu.attention_tiling import (
     ARRIVALS,
     BLOCK,
     BLOCK_PADDED,
@@ -54,9 +53,11 @@ from slotwise.kernels.cpu.cut import (
     TOKENS,
     WINDOW,
 )
+from slotwise.kernels.cpu.compiled import Compiled
+from slotwise.kernels.cpu.gemm import LINE, STRIP, STRIP_ROW_BYTES, call_multiply
+from slotwise.kernels.cpu.launcher import THREAD_COUNTER
 from slotwise.kernels.cpu.parts import kernel
 from slotwise.kernels.cpu.processor import PAIR
-from slotwise.kernels.cpu.queues import NOTHING, take, upcoming
 from slotwise.kernels.cpu.simd import (
     BFLOAT16,
     FLOAT32,
@@ -73,9 +74,8 @@ from slotwise.kernels.cpu.simd import (
     load,
     store,
 )
-from slotwise.kernels.cpu.strip import ask_for, ask_for_scales, strip_weights
-from slotwise.kernels.cpu.team import THREAD_COUNTER
-from slotwise.kernels.cpu.tile import LINE, STRIP, STRIP_ROW_BYTES, call_multiply
+from slotwise.kernels.cpu.softmax import ask_for, ask_for_scales, softmax_strip
+from slotwise.kernels.cpu.work_queue import NOTHING, pop, upcoming
 
 ASKED = 16  # lines asked for while scores become weights: what a core has room for under way
 NO_SCORE = np.float32(-1e20)  # below every score
@@ -116,7 +116,7 @@ def _softmax(words, tile, scores, sums, state, low, high, base, scales, stored):
         start = max(low, here - window + 1) if window > 0 else low
         for _ in range(group):
             before = load(state, row, FLOAT32)
-            top, added = strip_weights(scores, start, end, before, scales, columns, stored)
+            top, added = softmax_strip(scores, start, end, before, scales, columns, stored)
             keep = exp2(before - top)
             store(state, row, top, FLOAT32)
             store(state, tokens * group + row, load(state, tokens * group + row, FLOAT32) * keep + added, FLOAT32)
@@ -254,7 +254,7 @@ def _attend(words, kind, stored):
     scores = queries + most * ((width + STRIP - 1) // STRIP) * STRIP_ROW_BYTES
     sums = scores + most * STRIP_ROW_BYTES
     items = load(load(words, TILES, INT64), 0, INT64) * kv_heads
-    item = take(words, thread, threads, items)
+    item = pop(words, thread, threads, items)
     while item != NOTHING:
         tile, head = _tile(words, item), item % kv_heads
         after = upcoming(words, thread, threads, items)
@@ -272,7 +272,7 @@ def _attend(words, kind, stored):
         elif _leave_part(words, tile, head, sums):
             _join_parts(words, tile, head, sums, totals)
             _store_outputs(words, tile, head, sums, totals, kind)
-        item = take(words, thread, threads, items)
+        item = pop(words, thread, threads, items)
 
 
 def _attend_bfloat16(words):

@@ -1,12 +1,12 @@
 """The paged cache as the CPU wants to read it.
 
 One block of one key-value head is contiguous: its keys with tokens as columns, its values with dimensions as columns,
-so that scores and outputs are both products of `tile.py` and neither needs a sum across lanes.
+so that scores and outputs are both products of `gemm.py` and neither needs a sum across lanes.
 
     blocks x kv_heads x [ keys [head_dim, tokens] | values [tokens, head_dim] ]
 
 Columns are padded to the lanes of a vector, 16 or 8.  In bfloat16 two vectors lie together, element beside element,
-which is how `tile.py` reads them for nothing.  Of 16 lanes:
+which is how `gemm.py` reads them for nothing.  Of 16 lanes:
 
     0 16  1 17  2 18 ... 15 31 | 32 48  33 49 ... 47 63 | ... an odd last vector as it is
 
@@ -26,9 +26,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slotwise.kernels.base import AttentionShape
 from slotwise.kernels.cpu.pages import populate, untouched_pages
 from slotwise.kernels.cpu.processor import LANES, PAIR
+from slotwise.kernels.interface import AttentionShape
 
 
 def padded(columns: int) -> int:

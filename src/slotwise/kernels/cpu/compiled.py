@@ -16,7 +16,7 @@ from pathlib import Path
 from numba import cfunc
 from numba.core.sigutils import normalize_signature
 
-from slotwise.kernels import helpers
+from slotwise.kernels import compile_worker
 from slotwise.kernels.cpu import disk, objects
 
 _known: dict[str, Compiled] = {}
@@ -80,7 +80,7 @@ def compile_all(codes: Sequence[Compiled]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         claims = Path(folder)
         number = max(0, min(processors, len(missing)) - 1)
-        called = helpers.set_to_work(number, claims, [code.name for code in missing])
+        called = compile_worker.set_to_work(number, claims, [code.name for code in missing])
         _share(claims, missing)
         for helper in called:
             helper.wait()  # if it failed, what it claimed is compiled below

@@ -1,4 +1,4 @@
-"""The contract of `kernels/base.py` for the CPU: bfloat16 and float32."""
+"""The contract of `kernels/interface.py` for the CPU: bfloat16 and float32."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from slotwise.kernels.base import AttentionShape, Linear, QKNorm, RaggedBatch, cache_kind, in_two_steps
 from slotwise.kernels.cpu import (
     attention,
-    cut,
-    half,
+    attention_tiling,
+    gemm,
     linear,
+    linear_fp16,
+    linear_int,
     onednn,
     paths,
     pointwise,
     processor,
-    quantised,
     sampling,
-    tile,
 )
 from slotwise.kernels.cpu.cache import CpuCache, head_block_elements, padded
 from slotwise.kernels.cpu.compiled import Compiled, compile_all
-from slotwise.kernels.cpu.crew import HELP, LEAD
-from slotwise.kernels.cpu.recording import PROGRAM, Arena, Recorder, Recording
-from slotwise.kernels.cpu.team import Team
+from slotwise.kernels.cpu.graph import PROGRAM, Arena, Graph, GraphRecorder
+from slotwise.kernels.cpu.launcher import KernelLauncher
+from slotwise.kernels.cpu.threads import RUN_SHARED, WORK
+from slotwise.kernels.interface import AttentionShape, Linear, QKNorm, RaggedBatch, cache_kind, in_two_steps
 
 LOG2_E = math.log2(math.e)
 SMALL = 1 << 14  # elements one thread is through with sooner than two have met
@@ -50,15 +50,15 @@ class CpuKernels:
         """`threads` compute; None: as many as torch uses.  `path` is one of `paths.ALL`; None: see `paths.py`.
 
         Raises:
-            ValueError: `quantization` is neither "none" nor one of `quantised.BITS`, `kv_cache_dtype` neither "auto"
+            ValueError: `quantization` is neither "none" nor one of `linear_int.BITS`, `kv_cache_dtype` neither "auto"
                 nor "int8", or the path that is forced is unknown or cannot run here.
         """
-        if quantization != "none" and quantization not in quantised.BITS:
-            raise ValueError(f"quantization must be none, {' or '.join(quantised.BITS)}, not {quantization!r}")
+        if quantization != "none" and quantization not in linear_int.BITS:
+            raise ValueError(f"quantization must be none, {' or '.join(linear_int.BITS)}, not {quantization!r}")
         self._cached = cache_kind(kv_cache_dtype, self.name, ("auto", "int8"))
         self._forced = paths.forced(path)
-        self.team = Team(threads or torch.get_num_threads())
-        self._bits = quantised.BITS.get(quantization, 0)  # of a weight; 0: as it comes
+        self.launcher = KernelLauncher(threads or torch.get_num_threads())
+        self._bits = linear_int.BITS.get(quantization, 0)  # of a weight; 0: as it comes
         self._head_bits = 8 if self._bits else 0  # the head keeps 8: each of its errors is a token's
         self._arena = Arena()
 
@@ -83,21 +83,21 @@ class CpuKernels:
     def warm_up(self, kind: torch.dtype) -> None:
         """Have all kernels of one type ready, compiled or read from disk, before the first request needs them."""
         products = [
-            quantised.PRODUCT[bits, kind, self._quantised] for bits in {self._bits, self._head_bits} if bits]
+            linear_int.PRODUCT[bits, kind, self._quantised] for bits in {self._bits, self._head_bits} if bits]
         stored = self._stored(kind)
         of_the_cache = [attention.ATTEND[kind, stored], pointwise.ROTARY_STORE[kind, stored]]
-        multiply = [tile.MULTIPLY[each] for each in dict.fromkeys((kind, stored))]
+        multiply = [gemm.MULTIPLY[each] for each in dict.fromkeys((kind, stored))]
         dense = {
-            "fp16": [half.PRODUCT], "onednn": [pointwise.SILU_MUL[kind]],
+            "fp16": [linear_fp16.PRODUCT], "onednn": [pointwise.SILU_MUL[kind]],
             "float32": [linear.PRODUCT[kind], pointwise.SILU_MUL[kind]]}.get(self.product_path(kind), [])
         of_logits = [sampling.DRAW, sampling.LOG_PROBABILITIES, sampling.GREEDY[kind], sampling.WIDEN[kind]]
-        compile_all([*(products or dense), *of_the_cache, *multiply, *of_logits, cut.PLAN, pointwise.EMBED,
-                     pointwise.NORM[kind], PROGRAM, HELP, LEAD])
+        compile_all([*(products or dense), *of_the_cache, *multiply, *of_logits, attention_tiling.PLAN, pointwise.EMBED,
+                     pointwise.NORM[kind], PROGRAM, WORK, RUN_SHARED])
 
     def operations_per_second(self, kind: torch.dtype) -> float:
         """By what the processor multiplies, for each thread."""
         of_a_thread = {"onednn": 7e11, "fp16": 1.6e11}.get(self.product_path(kind), 1e11 if processor.AVX512 else 6e10)
-        return of_a_thread * self.team.threads
+        return of_a_thread * self.launcher.threads
 
     def allocate_cache(self, num_blocks: int, block_size: int, shape: AttentionShape, kind: torch.dtype) -> CpuCache:
         """One layer's zeroed cache of `num_blocks` blocks of `block_size` tokens."""
@@ -123,9 +123,9 @@ class CpuKernels:
     def gated(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """`weight [2 * intermediate, in]`, gates first: quantised or in halves, activation is part of the product."""
         if self._bits:
-            return quantised.quantised_gated(weight, bias, self._bits, self._quantised, self.team)
+            return linear_int.int_gated(weight, bias, self._bits, self._quantised, self.launcher)
         if self._in_halves(weight):
-            return half.half_gated(weight, bias, self.team)
+            return linear_fp16.fp16_gated(weight, bias, self.launcher)
         return in_two_steps(self, weight, bias)
 
     def head(self, weight: Tensor) -> Linear:
@@ -134,48 +134,48 @@ class CpuKernels:
 
     def _in_halves(self, weight: Tensor) -> bool:
         """Whether products with `weight` are made in half precision."""
-        return self._path_of(weight.dtype) == "fp16" and half.fits(weight)
+        return self._path_of(weight.dtype) == "fp16" and linear_fp16.fits(weight)
 
     def _packed(self, weight: Tensor, bias: Tensor | None, bits: int) -> Linear:
         if bits:
-            return quantised.quantised_linear(weight, bias, bits, self._quantised, self.team)
+            return linear_int.int_linear(weight, bias, bits, self._quantised, self.launcher)
         if self._path_of(weight.dtype) == "onednn":
-            self.team.join_torch()
+            self.launcher.join_torch()
             return onednn.onednn_linear(weight, bias)
         if self._in_halves(weight):
-            return half.half_linear(weight, bias, self.team)
-        return linear.tiled_linear(weight, bias, self.team)
+            return linear_fp16.fp16_linear(weight, bias, self.launcher)
+        return linear.tiled_linear(weight, bias, self.launcher)
 
     def linear_bytes(self, outputs: int, depth: int, kind: torch.dtype) -> int:
         """Bytes of a packed `linear`."""
-        return quantised.weight_bytes(outputs, depth, self._bits) if self._bits else outputs * depth * kind.itemsize
+        return linear_int.weight_bytes(outputs, depth, self._bits) if self._bits else outputs * depth * kind.itemsize
 
     def head_bytes(self, outputs: int, depth: int, kind: torch.dtype) -> int:
         """Bytes of a packed `head`."""
         bits = self._head_bits
-        return quantised.weight_bytes(outputs, depth, bits) if bits else outputs * depth * kind.itemsize
+        return linear_int.weight_bytes(outputs, depth, bits) if bits else outputs * depth * kind.itemsize
 
     def library_bytes(self, kind: torch.dtype) -> int:
         """Those of oneDNN, where it multiplies."""
         return onednn.cache_bytes() if self.product_path(kind) == "onednn" else 0
 
-    def recording_size(self, rows: int, context: int) -> tuple[int, int]:
+    def graph_size(self, rows: int, context: int) -> tuple[int, int]:
         """So many rows exactly: computing others for nothing costs more than recording them."""
         return rows if rows <= MAX_RECORDED else 0, max(SHORTEST, 1 << (context - 1).bit_length())
 
-    def record(self, work: Callable[[], Tensor]) -> Recording | None:
+    def record(self, work: Callable[[], Tensor]) -> Graph | None:
         """Do `work`, which starts these kernels and nothing else, so that it can be run again.
 
         None, and `work` was not done, on the path `onednn`: torch computes the products there, and a recording holds
         kernels of ours alone.
         """
-        return None if self.team.is_beside_torch else Recorder(self.team, self._arena).record(work)
+        return None if self.launcher.is_beside_torch else GraphRecorder(self.launcher, self._arena).record(work)
 
     def embed(self, table: Tensor, token_ids: Tensor) -> Tensor:
         """Rows of `table [vocabulary, hidden]`: `[tokens, hidden]`."""
         tokens, size = len(token_ids), table.shape[1]
-        out = self.team.empty((tokens, size), table.dtype)
-        self.team.give(table.data_ptr(), token_ids.data_ptr(), out.data_ptr(), tokens, size * table.itemsize)
+        out = self.launcher.empty((tokens, size), table.dtype)
+        self.launcher.give(table.data_ptr(), token_ids.data_ptr(), out.data_ptr(), tokens, size * table.itemsize)
         self._run(pointwise.EMBED, tokens * size)
         return out
 
@@ -190,8 +190,8 @@ class CpuKernels:
     def _norm(self, x: Tensor, residual_at: int, weight: Tensor, eps: float) -> Tensor:
         x = x.contiguous()
         tokens, size = x.shape
-        out = self.team.empty((tokens, size), x.dtype)
-        self.team.give(x.data_ptr(), residual_at, weight.data_ptr(), out.data_ptr(), tokens, size, _bits(eps))
+        out = self.launcher.empty((tokens, size), x.dtype)
+        self.launcher.give(x.data_ptr(), residual_at, weight.data_ptr(), out.data_ptr(), tokens, size, _bits(eps))
         self._run(pointwise.NORM[x.dtype], x.numel())
         return out
 
@@ -199,8 +199,8 @@ class CpuKernels:
         """`silu(gate) * up` for `gate_up [tokens, 2 * intermediate]`."""
         gate_up = gate_up.contiguous()
         tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
-        out = self.team.empty((tokens, size), gate_up.dtype)
-        self.team.give(gate_up.data_ptr(), 0, 0, out.data_ptr(), tokens, size)
+        out = self.launcher.empty((tokens, size), gate_up.dtype)
+        self.launcher.give(gate_up.data_ptr(), 0, 0, out.data_ptr(), tokens, size)
         self._run(pointwise.SILU_MUL[gate_up.dtype], gate_up.numel())
         return out
 
@@ -211,12 +211,12 @@ class CpuKernels:
         """Split, norm and rotate; keys and values go to `batch.slot_mapping`; queries `[tokens, heads, head_dim]`."""
         qkv = qkv.contiguous()
         tokens = qkv.shape[0]
-        query = self.team.empty((tokens, shape.num_heads, shape.head_dim), qkv.dtype)
+        query = self.launcher.empty((tokens, shape.num_heads, shape.head_dim), qkv.dtype)
         norms = (0, 0, 0) if norm is None else (norm.query.data_ptr(), norm.key.data_ptr(), _bits(norm.eps))
-        self.team.give(
+        self.launcher.give(
             qkv.data_ptr(), query.data_ptr(), cache.address, rotary.data_ptr(), batch.positions.data_ptr(),
             batch.slot_mapping.data_ptr(), tokens, *cache.geometry, *norms,
-            self.team.scratch(self.team.threads * padded(shape.head_dim)),
+            self.launcher.scratch(self.launcher.threads * padded(shape.head_dim)),
         )
         self._run(pointwise.ROTARY_STORE[qkv.dtype, cache.storage.dtype], qkv.numel())
         return query
@@ -224,24 +224,25 @@ class CpuKernels:
     def attention(self, query: Tensor, cache: CpuCache, batch: RaggedBatch, shape: AttentionShape) -> Tensor:
         """Causal attention of every row over its own cached context: `[tokens, heads * head_dim]`."""
         tokens, rows, tables = query.shape[0], batch.context_lens.shape[0], batch.block_tables
-        team, out = self.team, self.team.empty((tokens, shape.num_heads * shape.head_dim), query.dtype)
-        room = cut.room(shape, rows, tokens, batch.max_context_len)
-        base = team.scratch(room.floats(team.threads))
-        team.give(
-            tile.MULTIPLY[cache.storage.dtype].address, query.data_ptr(), out.data_ptr(), cache.address,
+        launcher, out = self.launcher, self.launcher.empty((tokens, shape.num_heads * shape.head_dim), query.dtype)
+        workspace = attention_tiling.workspace(shape, rows, tokens, batch.max_context_len)
+        base = launcher.scratch(workspace.floats(launcher.threads))
+        launcher.give(
+            gemm.MULTIPLY[cache.storage.dtype].address, query.data_ptr(), out.data_ptr(), cache.address,
             tables.data_ptr(), tables.stride(0), batch.query_starts.data_ptr(), batch.context_lens.data_ptr(), rows,
-            base, base + room.arrivals, base + room.parts, base + room.threads, room.thread_bytes, *cache.geometry,
-            shape.window, _bits(shape.scale * LOG2_E), team.threads,
+            base, base + workspace.arrivals, base + workspace.parts, base + workspace.threads, workspace.thread_bytes,
+            *cache.geometry,
+            shape.window, _bits(shape.scale * LOG2_E), launcher.threads,
         )
-        team.alone(cut.PLAN)
-        team.together(attention.ATTEND[query.dtype, cache.storage.dtype])
+        launcher.alone(attention_tiling.PLAN)
+        launcher.together(attention.ATTEND[query.dtype, cache.storage.dtype])
         return out
 
     def _run(self, code: Compiled, elements: int) -> None:
         if elements < SMALL:
-            self.team.alone(code)
+            self.launcher.alone(code)
         else:
-            self.team.together(code)
+            self.launcher.together(code)
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,6 +1,6 @@
 """Products with weights that are packed once.
 
-Bfloat16 is widened on its way into registers, by `tile.py`; only where the processor multiplies it faster than float32
+Bfloat16 is widened on its way into registers, by `gemm.py`; only where the processor multiplies it faster than float32
 does `onednn.py` do better.  float32 products take the same path, which makes a token's result independent of its
 batch-mates, bit for bit.
 """
@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slotwise.kernels.base import Linear
 from slotwise.kernels.cpu.cache import stored_order
 from slotwise.kernels.cpu.compiled import Compiled
+from slotwise.kernels.cpu.gemm import MULTIPLY, STRIP, STRIP_ROW_BYTES, call_multiply
+from slotwise.kernels.cpu.launcher import HEADER, THREAD_COUNTER, KernelLauncher
 from slotwise.kernels.cpu.parts import kernel
 from slotwise.kernels.cpu.processor import PAIR
 from slotwise.kernels.cpu.simd import BFLOAT16, FLOAT32, INT64, ZERO, bytes_of, fetch_add, fill, load, store
-from slotwise.kernels.cpu.team import HEADER, THREAD_COUNTER, Team
-from slotwise.kernels.cpu.tile import MULTIPLY, STRIP, STRIP_ROW_BYTES, call_multiply
+from slotwise.kernels.interface import Linear
 
 PANEL = 32  # outputs computed together: the weights of each PAIR of them lie together
 TILE = 12  # rows multiplied at once
@@ -105,8 +105,8 @@ def pack_panels(weight: Tensor) -> Tensor:
     return filled[:, stored_order(PAIR, weight.dtype)].transpose(1, 2).contiguous()
 
 
-def tiled_linear(weight: Tensor, bias: Tensor | None, team: Team) -> Linear:
-    """`weight [out, in]` through `tile.py`."""
+def tiled_linear(weight: Tensor, bias: Tensor | None, launcher: KernelLauncher) -> Linear:
+    """`weight [out, in]` through `gemm.py`."""
     outputs, depth = weight.shape
     panels = pack_panels(weight)
     code, multiply = PRODUCT[weight.dtype], MULTIPLY[weight.dtype]
@@ -115,12 +115,12 @@ def tiled_linear(weight: Tensor, bias: Tensor | None, team: Team) -> Linear:
 
     def product(x: Tensor) -> Tensor:
         x = x.contiguous()
-        out = team.empty((*x.shape[:-1], outputs), x.dtype)
-        team.give(
+        out = launcher.empty((*x.shape[:-1], outputs), x.dtype)
+        launcher.give(
             multiply.address, x.data_ptr(), panels.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(),
-            x.numel() // depth, depth, outputs, block, team.scratch(team.threads * floats), floats * 4,
+            x.numel() // depth, depth, outputs, block, launcher.scratch(launcher.threads * floats), floats * 4,
         )
-        team.together(code)
+        launcher.together(code)
         return out
 
     return product

@@ -12,7 +12,7 @@ import time
 import torch
 from torch import Tensor
 
-from slotwise.kernels.base import Linear
+from slotwise.kernels.interface import Linear
 
 WORTH = 1.5  # times as fast as float32: beside products of our own a decode step can be recorded, too
 ROWS, DEPTH, OUTPUTS = 128, 512, 1024  # of a product that is measured: about a millisecond

@@ -1,12 +1,12 @@
 """The paths that products of weights can take on a CPU, what each needs, and which is taken.
 
     weights      path       products
-    float32      float32    as they are (`tile.py`)
+    float32      float32    as they are (`gemm.py`)
     bfloat16     onednn     by oneDNN, through torch (`onednn.py`); decode steps are not recorded
-                 fp16       in half precision (`half.py`): AVX-512 FP16, and a depth of whole chains
-                 float32    widened to float32 on the way into registers (`tile.py`)
-    int8, int4   vnni       of bytes, added in fours by one instruction (`dot.py`): AVX-512 VNNI
-                 integer    of bytes, added in pairs (`dot.py`)
+                 fp16       in half precision (`linear_fp16.py`): AVX-512 FP16, and a depth of whole chains
+                 float32    widened to float32 on the way into registers (`gemm.py`)
+    int8, int4   vnni       of bytes, added in fours by one instruction (`gemm_int.py`): AVX-512 VNNI
+                 integer    of bytes, added in pairs (`gemm_int.py`)
 
 By default the first path of a group is taken that this processor can execute and, for oneDNN, that was measured to be
 faster than float32.  One path can be forced, by an argument of `CpuKernels` or by the environment variable
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 
-from slotwise.kernels.cpu import half, onednn
+from slotwise.kernels.cpu import linear_fp16, onednn
 from slotwise.kernels.cpu.processor import has
 
 VARIABLE = "SLOTWISE_CPU_LINEAR"
@@ -30,7 +30,7 @@ def obstacle(path: str) -> str:
     """Why this processor cannot execute `path`; empty where it can."""
     if path == "onednn":
         return onednn.obstacle()
-    if path == "fp16" and not half.multiplies_halves():
+    if path == "fp16" and not linear_fp16.has_fp16_gemm():
         return "it needs a processor with AVX-512 FP16"
     if path == "vnni" and not has("avx512vnni"):
         return "it needs a processor with AVX-512 VNNI"

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from slotwise.kernels.cpu.compiled import Compiled
+from slotwise.kernels.cpu.launcher import HEADER, THREAD_COUNTER
 from slotwise.kernels.cpu.parts import kernel
 from slotwise.kernels.cpu.processor import LANES, PAIR
 from slotwise.kernels.cpu.simd import (
@@ -27,7 +28,6 @@ from slotwise.kernels.cpu.simd import (
     load,
     store,
 )
-from slotwise.kernels.cpu.team import HEADER, THREAD_COUNTER
 
 SIZE_BITS, INFINITY_BITS = 0x7FFFFFFF, 0x7F800000  # of a float32: all but its sign; NaN lies above infinity
 STEPS = np.float32(127)  # of int8, on either side of zero

@@ -25,6 +25,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from slotwise.kernels.cpu.compiled import Compiled
+from slotwise.kernels.cpu.launcher import HEADER, THREAD_COUNTER
 from slotwise.kernels.cpu.parts import kernel
 from slotwise.kernels.cpu.simd import (
     BFLOAT16,
@@ -38,7 +39,6 @@ from slotwise.kernels.cpu.simd import (
     load,
     store,
 )
-from slotwise.kernels.cpu.team import HEADER, THREAD_COUNTER
 from slotwise.kernels.sampling import FAILED
 
 # Arguments in words after the header: addresses, but for VOCAB, NUM_ROWS and NUM_TOP, which are sizes.

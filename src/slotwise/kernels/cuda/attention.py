@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slotwise.kernels.base import AttentionShape, RaggedBatch
 from slotwise.kernels.cuda import decode, prefill
 from slotwise.kernels.cuda.cache import CudaCache
 from slotwise.kernels.cuda.configs import Tuning
 from slotwise.kernels.cuda.tile import INTERPRETED
+from slotwise.kernels.interface import AttentionShape, RaggedBatch
 
 LOG2_E = math.log2(math.e)
 SHORT = 1  # new tokens of a row that decodes; each more of them takes as much memory for splits again

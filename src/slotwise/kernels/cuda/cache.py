@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slotwise.kernels.base import AttentionShape
+from slotwise.kernels.interface import AttentionShape
 
 
 @dataclass(frozen=True, slots=True)

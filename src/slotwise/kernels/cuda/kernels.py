@@ -1,4 +1,4 @@
-"""The contract of `kernels/base.py` for NVIDIA GPUs: bfloat16, float16 and float32."""
+"""The contract of `kernels/interface.py` for NVIDIA GPUs: bfloat16, float16 and float32."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slotwise.kernels.base import (
-    AttentionShape,
-    Linear,
-    QKNorm,
-    RaggedBatch,
-    Recording,
-    as_bytes,
-    cache_kind,
-    in_two_steps,
-)
 from slotwise.kernels.cuda import attention, configs, graphs, pointwise
 from slotwise.kernels.cuda.cache import CudaCache, bytes_per_block
 from slotwise.kernels.cuda.rotary import rotary_store
 from slotwise.kernels.cuda.tile import INTERPRETED
+from slotwise.kernels.interface import (
+    AttentionShape,
+    Graph,
+    Linear,
+    QKNorm,
+    RaggedBatch,
+    as_bytes,
+    cache_kind,
+    in_two_steps,
+)
 
 _DENSE_RATES = {8: 2.5e14, 9: 8e14, 10: 1.8e15}  # of 16-bit products a second, by major compute capability
 FP8_SINCE = 8, 9  # compute capability: what rounds to fp8, and back
@@ -100,11 +100,11 @@ class CudaKernels:
         """None that is known."""
         return 0
 
-    def recording_size(self, rows: int, context: int) -> tuple[int, int]:
+    def graph_size(self, rows: int, context: int) -> tuple[int, int]:
         """Few sizes, which rows of nothing fill up."""
         return graphs.capture_size(rows, context)
 
-    def record(self, work: Callable[[], Tensor]) -> Recording | None:
+    def record(self, work: Callable[[], Tensor]) -> Graph | None:
         """Do `work`, then capture it; None where that is not possible."""
         return self._graphs.record(work) if self._graphs else None
 

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slotwise.kernels.base import FP8_LARGEST, AttentionShape, QKNorm, RaggedBatch
 from slotwise.kernels.cuda.cache import CudaCache
+from slotwise.kernels.interface import FP8_LARGEST, AttentionShape, QKNorm, RaggedBatch
 
 HEADS_A_PROGRAM = 8
 

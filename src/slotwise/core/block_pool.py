@@ -1,0 +1,116 @@
+"""The pool of cache blocks: who holds how many references to which, which are free, and which are worth keeping.
+
+A block is a place for `block_size` tokens in every layer's cache.  Blocks are numbers here; the memory behind them
+belongs to the runner.  After Kwon et al., "PagedAttention" (SOSP 2023).
+
+    free ──take──► referenced ──give_back──► free
+                      ▲  │
+                share │  └──give_back, published──► cached ──evict──► free
+                      └──────────────────────────────┘
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+
+
+class ConservationError(AssertionError):
+    """Blocks were lost or counted twice: a bug, never a client's fault."""
+
+
+class BlockPool:
+    """Free blocks in the order they came back, cached ones in the order they were last used, references to the others.
+
+    Args:
+        is_published: whether what a block holds can still be found, so that it is kept when nobody refers to it.
+    """
+
+    def __init__(self, total: int, is_published: Callable[[int], bool] = lambda block: False) -> None:
+        self.total = total
+        self._is_published = is_published
+        self._free = deque(range(total))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._references = [0] * total
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that hold nothing worth keeping."""
+        return len(self._free)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that nobody refers to: free and cached."""
+        return len(self._free) + len(self._cached)
+
+    def pop(self, count: int) -> list[int]:
+        """`count` free blocks, each with one reference.  The caller has looked at `num_free`."""
+        free, references = self._free, self._references
+        blocks = [free.popleft() for _ in range(count)]
+        for block in blocks:
+            references[block] = 1
+        return blocks
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """One more reference to each of `blocks`, which are referenced or cached."""
+        for block in blocks:
+            if not self._references[block]:
+                if block not in self._cached:
+                    raise ConservationError(f"block {block} is free and cannot be shared")
+                del self._cached[block]
+            self._references[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Drop one reference to each of `blocks`; those that nobody holds any more are free or cached."""
+        references = self._references
+        for block in blocks:
+            references[block] -= 1
+            if references[block] == 0:
+                if self._is_published(block):
+                    self._cached[block] = None
+                else:
+                    self._free.append(block)
+            elif references[block] < 0:
+                raise ConservationError(f"block {block} was given back twice")
+
+    def is_cached(self, block: int) -> bool:
+        """Kept though nobody refers to it."""
+        return block in self._cached
+
+    def evict(self, count: int) -> list[int]:
+        """Free `count` cached blocks, least recently used first; the caller sees to it that nobody finds them."""
+        cached = self._cached  # a plain dict would look through all that was taken from its front
+        blocks = [cached.popitem(last=False)[0] for _ in range(min(count, len(cached)))]
+        self._free.extend(blocks)
+        return blocks
+
+    def discard(self, block: int) -> None:
+        """What `block` holds is worth nothing any more."""
+        if block in self._cached:
+            del self._cached[block]
+            self._free.append(block)
+
+    def check(self, holders: Iterable[Iterable[int]]) -> None:
+        """Law 4: free + referenced + cached == total, and each reference has a holder.
+
+        Args:
+            holders: the block tables of all requests that hold any.
+
+        Raises:
+            ConservationError: naming the first block that is lost, free while held, or miscounted.
+        """
+        held = [0] * self.total
+        for blocks in holders:
+            for block in blocks:
+                held[block] += 1
+        free = set(self._free)
+        if len(free) != len(self._free):
+            raise ConservationError("a block is free twice")
+        for block, (expected, counted) in enumerate(zip(held, self._references, strict=True)):
+            places = (block in free) + (block in self._cached) + (counted > 0)
+            if expected != counted or places != 1:
+                raise ConservationError(
+                    f"block {block}: {expected} holders, {counted} references, {'free, ' if block in free else ''}"
+                    f"{'cached' if block in self._cached else 'not cached'}")
+            if block in self._cached and not self._is_published(block):
+                raise ConservationError(f"block {block} is kept and can never be found")

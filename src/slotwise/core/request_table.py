@@ -1,0 +1,138 @@
+"""The roster: who lives, in which state, with which slot and which blocks.
+
+    enter ──► WAITING ──admit──► RUNNING ──end──► FINISHED
+                 ▲                  │
+                 └── yield_place ◄──┘  PREEMPTED
+
+Every change of a state is made here, along the table in `core/request.py`, and told as an event.
+"""
+
+from __future__ import annotations
+
+from slotwise.core.events import Admitted, Arrived, Event, Finished, Preempted, Rejected
+from slotwise.core.held_outputs import HeldOutputs
+from slotwise.core.host_cache import HostCache
+from slotwise.core.interfaces import Policy
+from slotwise.core.kv_manager import Allocation, KVManager
+from slotwise.core.limits import SchedulerLimits
+from slotwise.core.request import NO_SLOT_HELD, Request, State
+from slotwise.core.slots import Slots
+from slotwise.core.waiting_queue import Lane, WaitingQueue
+
+
+class RequestTable:
+    """Everyone alive.  Read by the planner, changed by it and by the scheduler alone."""
+
+    def __init__(self, limits: SchedulerLimits, policy: Policy) -> None:
+        self.policy = policy
+        self.kv = KVManager(
+            limits.num_blocks, limits.block_size, HostCache(limits.num_host_blocks, limits.max_loads),
+            shares=limits.enable_prefix_caching)
+        self.slots = Slots(limits.max_num_seqs)
+        self.unfinished: dict[str, Request] = {}  # in order of arrival
+        self.waiting = WaitingQueue(policy.lane_key)
+        self.running: dict[str, Request] = {}  # in the order they took their slots
+        self.held_outputs = HeldOutputs()
+        self.events: list[Event] = []
+        self.num_with_tpot = 0  # of those alive, to whom a pace was promised
+        self._arrivals = 0
+
+    def check(self) -> None:
+        """Law 4, conservation.  Raises an AssertionError that names what is wrong."""
+        self.kv.check(self.unfinished.values())
+        for request in self.unfinished.values():
+            holds_slot = request.slot != NO_SLOT_HELD
+            assert holds_slot == (request.state is State.RUNNING) == (request.request_id in self.running), request
+            assert request.num_computed <= request.num_scheduled <= request.num_known, request
+            assert request.pending >= 0, request
+            assert request.num_scheduled <= request.capacity == len(request.blocks) * self.kv.block_size, request
+            assert not holds_slot or request.num_known <= request.capacity + 1, request
+        assert len(self.unfinished) == len(self.running) + len(self.waiting)
+        self.slots.check(request.slot for request in self.running.values())
+
+    def add(self, request: Request, objection: str, now: float) -> None:
+        """Let a request in, or, with an objection, refuse it for good."""
+        request.arrived_at = now
+        request.arrival = self._arrivals
+        self._arrivals += 1
+        if request.request_id in self.unfinished:
+            objection = f"a request named {request.request_id} is still alive"
+        if objection:
+            request.transition(State.REJECTED)
+            request.reason = objection
+            self.events.append(Rejected(now, request.request_id, objection))
+            return
+        self.unfinished[request.request_id] = request
+        self.num_with_tpot += request.slo.tpot is not None
+        self.policy.arrived(request, now)
+        self._enqueue(request, now)
+        self.events.append(Arrived(now, request.request_id, request.num_prompt))
+
+    def admit(self, request: Request, allocation: Allocation, step: int, now: float) -> None:
+        """Give a slot and the blocks of `allocation` to one who waits; what they hold already counts as computed."""
+        self.waiting.remove(request)
+        request.transition(State.RUNNING)
+        request.slot = self.slots.pop()
+        self.running[request.request_id] = request
+        request.start_from(self.kv.allocate(request, allocation))
+        self.policy.admitted(request, now)
+        self.events.append(Admitted(now, request.request_id, request.slot, step, request.num_computed))
+
+    def set_policy(self, policy: Policy, now: float) -> None:
+        """Obey another policy from now on: everyone who waits is given a place by it."""
+        self.policy = policy
+        self.waiting = WaitingQueue(policy.lane_key)
+        for request in self.unfinished.values():
+            policy.arrived(request, now)
+            if request.state is State.RUNNING:
+                policy.admitted(request, now)
+            else:
+                self._enqueue(request, now)
+
+    def requeue(self, request: Request, now: float) -> None:
+        """Give one that waits the place it has by now."""
+        self.waiting.remove(request)
+        self._enqueue(request, now)
+
+    def _enqueue(self, request: Request, now: float) -> None:
+        policy = self.policy
+        moment = policy.patience(request, now)
+        if request.state is State.WAITING:
+            moment = min(moment, request.deadline)
+        lane = Lane(request.slo.tier, policy.lane(request))
+        self.waiting.add(request, lane, policy.waiting_key(request, now), moment)
+
+    def preempt(self, request: Request, step: int, now: float) -> None:
+        """Drop what was computed; the tokens stay, and so does one that a step in flight is about to sample."""
+        self.events.append(Preempted(now, request.request_id, step, request.num_computed))
+        self._release(request)
+        request.transition(State.PREEMPTED)
+        request.epoch += 1
+        request.start_from(0)
+        self.policy.preempted(request, now)
+        self._enqueue(request, now)
+
+    def hold(self, request: Request, reason: str) -> None:
+        """It has all its tokens, and stays until its batch has drained."""
+        request.reason = reason
+
+    def end(self, request: Request, reason: str, now: float, message: str = "") -> None:
+        self.policy.finished(request, reason, now)
+        if request.state is State.RUNNING:
+            self._release(request)
+        else:
+            self.waiting.remove(request)
+        self.held_outputs.drop(request.request_id)
+        request.transition(State.FINISHED)
+        request.reason = reason
+        request.epoch += 1
+        del self.unfinished[request.request_id]
+        self.num_with_tpot -= request.slo.tpot is not None
+        self.events.append(Finished(now, request.request_id, reason, request.num_output, message))
+
+    def _release(self, request: Request) -> None:
+        """Slot and blocks come back, and may be given out in the very next plan: executors run plans in order."""
+        self.kv.release(request)
+        self.slots.release(request.slot)
+        request.slot = NO_SLOT_HELD
+        del self.running[request.request_id]

@@ -1,0 +1,243 @@
+"""The door: how many may wait for their first slot, or live at all, and what is said to those who may not.
+
+    entering ──► waiting ──► first slot ──► an end
+    (tokenised)  (bounded)   └─ the drain rate: what leaves for a slot in a second, while others still wait
+    ├────────── living (bounded) ─────────┤
+
+By Little's law (1961) a queue that drains at `r` requests a second keeps its last for `waiting / r` seconds.  So a
+bound of `r` times what a client may sensibly be kept is found by measuring, and follows the engine's speed.  Each
+bound is a room that tenants share (`engine.tenant_capacity`): a flood of one is refused while there are places for the
+others.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import ceil, exp
+from typing import NamedTuple
+
+from slotwise.core.limits import SchedulerLimits
+from slotwise.core.request import NO_SLO
+from slotwise.core.slo import SLO
+from slotwise.engine.client import MAX_LIVE
+from slotwise.engine.messages import Add, Command, EngineInfo, StepRecord
+from slotwise.engine.observer import Observer
+from slotwise.engine.tenant_capacity import TenantCapacity
+
+PATIENCE = 60.0  # seconds: who comes last is expected to start within this time
+MEMORY = 30.0  # seconds of queueing after which a measurement counts for 1/e
+ENOUGH = 2.0  # seconds of queueing that make a measurement
+UNMEASURED = (16, 4)  # slots' worth of requests and caches' worth of tokens that may wait before there is one
+LEAST = (4, 1)  # and at all times, so that slots and cache find somebody when they become free
+LONGEST_RETRY = 60  # seconds; OpenAI's client ignores what is longer
+NS = 1e-9
+
+
+class DrainRate:
+    """Requests, and tokens of their prompts, that leave the queue for a slot in a second.
+
+    An exponentially weighted mean over the time in which somebody waited: what starts at other times says how many
+    came, not how many could have.
+    """
+
+    def __init__(self) -> None:
+        self._requests = self._tokens = self._seconds = 0.0
+
+    def observe(self, requests: int, tokens: int, seconds: float) -> None:
+        kept = exp(-seconds / MEMORY)
+        self._requests = self._requests * kept + requests
+        self._tokens = self._tokens * kept + tokens
+        self._seconds = self._seconds * kept + seconds
+
+    @property
+    def measured(self) -> bool:
+        return self._seconds >= ENOUGH
+
+    @property
+    def requests(self) -> float:
+        """A second."""
+        return self._requests / self._seconds if self._seconds else 0.0
+
+    @property
+    def tokens(self) -> float:
+        """A second."""
+        return self._tokens / self._seconds if self._seconds else 0.0
+
+
+class WaitEstimate(NamedTuple):
+    """What somebody who comes now may expect, where everybody is served in the order of arrival."""
+
+    position: int  # how many wait for a slot before it
+    start: float | None  # seconds until it has one; None: nothing was measured yet
+
+
+class AdmissionControl(Observer):
+    """An observer of the engine service that knows who waits.
+
+    Args:
+        max_requests: most requests that may wait; None: what the engine is expected to start within `PATIENCE`.
+        max_tokens: most tokens of their prompts, likewise.
+        max_live: most requests that may wait or run.
+    """
+
+    def __init__(self, limits: SchedulerLimits, max_requests: int | None = None, max_tokens: int | None = None,
+                 max_live: int = MAX_LIVE) -> None:
+        self.rate = DrainRate()
+        self._asked = (max_requests, max_tokens)
+        self._max_live = max_live
+        self._limits = limits
+        self._requests, self._tokens = TenantCapacity("requests wait"), TenantCapacity("prompt tokens wait")
+        self._unfinished = TenantCapacity("requests wait or run")
+        self._living: dict[str, str] = {}  # whose each is
+        self._waiting: dict[str, tuple[SLO, int]] = {}  # and tokens of each prompt
+        self._in_tier: defaultdict[str, TenantCapacity] = defaultdict(lambda: TenantCapacity("requests wait"))
+        self._slots = limits.max_num_seqs
+        self._free = (self._slots, limits.cache_tokens)  # slots and tokens that nobody needs to wait for
+        self._queueing_since = 0  # nanoseconds; 0: nobody was left waiting by the last step
+
+    # -- who waits -----------------------------------------------------------------------------------------------
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        return self._tokens.total
+
+    @contextmanager
+    def entering(self, slo: SLO = NO_SLO) -> Iterator[None]:
+        """Holds a place for who is about to be submitted, so that a crowd is not tokenised only to be refused."""
+        self._unfinished.acquire(slo.tenant, 1)
+        self._count(slo, 1, 0)
+        try:
+            yield
+        finally:
+            self._unfinished.release(slo.tenant, 1)
+            self._count(slo, -1, 0)
+
+    def started(self, info: EngineInfo) -> None:
+        """An engine without anybody in it."""
+        self._limits, self._slots = info.limits, info.scheduling.max_num_seqs
+        self._free = (self._slots, info.limits.cache_tokens)
+        self._queueing_since = 0
+
+    def commanded(self, command: Command, now_ns: int) -> None:
+        if isinstance(command, Add):
+            slo, num_tokens = command.slo, len(command.prompt)
+            self._living[command.request_id] = slo.tenant
+            self._unfinished.acquire(slo.tenant, 1)
+            self._waiting[command.request_id] = slo, num_tokens
+            self._count(slo, 1, num_tokens)
+
+    def stepped(self, record: StepRecord) -> None:
+        before = self._tokens.total
+        started = sum([self._leave_queue(request_id) for request_id in record.admitted])
+        if self._queueing_since:
+            seconds = max(0.0, (record.ended_ns - self._queueing_since) * NS)
+            self.rate.observe(started, before - self._tokens.total, seconds)
+        for row in record.ended:
+            self._leave_queue(row.request_id)
+            if (tenant := self._living.pop(row.request_id, None)) is not None:
+                self._unfinished.release(tenant, 1)
+        self._queueing_since = record.ended_ns if record.num_waiting else 0
+        if record.configured is not None:
+            self._slots = record.configured.max_num_seqs
+        if record.num_waiting:
+            self._free = (0, 0)
+        else:
+            self._free = (self._slots - record.num_running, record.num_free_blocks * self._limits.block_size)
+
+    def _leave_queue(self, request_id: str) -> bool:
+        """Whether it was there: a request that had to yield takes a slot more than once."""
+        if (left := self._waiting.pop(request_id, None)) is None:
+            return False
+        slo, num_tokens = left
+        self._count(slo, -1, -num_tokens)
+        return True
+
+    def _count(self, slo: SLO, requests: int, tokens: int) -> None:
+        self._requests.acquire(slo.tenant, requests)
+        self._tokens.acquire(slo.tenant, tokens)
+        self._in_tier[slo.tier].acquire(slo.tenant, requests)
+
+    # -- who may come in -----------------------------------------------------------------------------------------
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Most requests and most tokens that may wait now."""
+        batches, caches = LEAST if self.rate.measured else UNMEASURED
+        requests, tokens = batches * self._slots, caches * self._limits.cache_tokens
+        if self.rate.measured:
+            requests = max(requests, int(PATIENCE * self.rate.requests))
+            tokens = max(tokens, int(PATIENCE * self.rate.tokens))
+        max_requests, max_tokens = self._asked
+        return requests if max_requests is None else max_requests, tokens if max_tokens is None else max_tokens
+
+    def objection(self, tenant: str, num_requests: int = 1, num_tokens: int = 0) -> str:
+        """Why so many of a tenant cannot wait as well, with the numbers; empty when they can."""
+        max_requests, max_tokens = self.bounds
+        free_slots, free_tokens = self._free
+        why = (self._requests.objection(tenant, num_requests, max_requests, free_slots)
+               or self._tokens.objection(tenant, num_tokens, max_tokens, free_tokens)
+               or self._unfinished.objection(tenant, num_requests, self._max_live))
+        if not why:
+            return ""
+        pace = f"; about {self.rate.requests:.2g} start a second" if self.rate.measured else ""
+        return f"the queue is full: {why}{pace}; this one adds {num_requests} ({num_tokens} tokens)"
+
+    def tier_objection(self, slo: SLO, bound: int, num_requests: int = 1) -> str:
+        """Why so many more of a tenant cannot wait in a tier, in which at most `bound` may; empty when they can."""
+        why = self._in_tier[slo.tier].objection(slo.tenant, num_requests, bound, self._free[0])
+        return f"the queue of the tier {slo.tier} is full: {why}; this one adds {num_requests}" if why else ""
+
+    def tenant_objection(self, tenant: str, bound: int, num_requests: int = 1) -> str:
+        """Why so many more of a tenant cannot wait, of which at most `bound` may; empty when they can."""
+        waiting = self._requests.held(tenant)
+        if not waiting or waiting + num_requests <= bound + self._free[0]:
+            return ""
+        return f"this key's queue is full: {waiting} requests wait, at most {bound} may; this one adds {num_requests}"
+
+    def wait_estimate(self) -> WaitEstimate:
+        """Of one more."""
+        ahead = self._requests.total
+        if ahead < self._free[0]:
+            return WaitEstimate(0, 0.0)
+        position = ahead - self._free[0]
+        return WaitEstimate(position, self.start_of(position))
+
+    def start_of(self, position: int) -> float | None:
+        """Seconds until somebody has a slot before whom `position` others are to start; None: nobody knows."""
+        return (position + 1) / self.rate.requests if self.rate.measured and self.rate.requests else None
+
+    def tier_retry_after(self, tier: str, bound: int) -> int:
+        """Seconds until half of a tier's full queue has drained, were all slots its own."""
+        return self._until_half(self._in_tier[tier].total, bound)
+
+    def tenant_retry_after(self, tenant: str, bound: int) -> int:
+        """Likewise of a tenant's."""
+        return self._until_half(self._requests.held(tenant), bound)
+
+    def _until_half(self, waiting: int, bound: int) -> int:
+        surplus = waiting - bound / 2
+        return max(1, min(LONGEST_RETRY, ceil(surplus / self.rate.requests))) if (
+            self.rate.measured and self.rate.requests) else 1
+
+    @property
+    def retry_after(self) -> int:
+        """Seconds until half of whatever is full should be free: who returns finds a place, the engine still work.
+
+        That is also when a tenant finds one whose share was full: a share is refused where hardly a place is free.
+        """
+        if not self.rate.measured:
+            return 1
+        max_requests, max_tokens = self.bounds
+        waits = [0.0]
+        for held, bound, rate in ((self._requests.total, max_requests, self.rate.requests),
+                                  (self._tokens.total, max_tokens, self.rate.tokens),
+                                  (self._unfinished.total, self._max_live, self.rate.requests)):
+            if held > bound / 2:
+                waits.append((held - bound / 2) / rate if rate else LONGEST_RETRY)
+        return max(1, min(LONGEST_RETRY, ceil(max(waits))))

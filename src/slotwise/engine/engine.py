@@ -1,0 +1,244 @@
+"""The engine: plan, execute, commit, again and again.
+
+    submit   events ◄─┐
+      │               │
+    add ─► Scheduler.plan ─► Executor ─► Scheduler.commit ─► StepRecord
+                ▲                              │
+                └──────────────────────────────┘
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from slotwise.core.events import Admitted, Committed, Event, Finished, Preempted, Rejected
+from slotwise.core.limits import SchedulerLimits
+from slotwise.core.request import Request
+from slotwise.core.scheduler import Scheduler
+from slotwise.core.step import StepPlan, StepResult, TokenLogprobs
+from slotwise.engine.executor import Executor
+from slotwise.engine.forced_lengths import ForcedLengths
+from slotwise.engine.messages import (
+    Add,
+    Command,
+    Finish,
+    QueuePositionAnswer,
+    QueuePositionQuery,
+    RequestPosition,
+    RowEnd,
+    StepRecord,
+)
+from slotwise.engine.scheduling import DEFAULT_ORDER, Scheduling
+
+NO_STEP = -1  # a record of what happened between steps
+NO_PROBABILITIES = "the model gave no valid probabilities for the next token"  # of a row that failed alone
+
+Clock = Callable[[], int]
+"""Monotonic nanoseconds."""
+
+
+class Engine:
+    """One scheduler, one executor, one clock.  Owned by one thread.
+
+    Args:
+        depth: steps that may be in flight while the next is planned, 0 or 1.
+        scheduling: what `scheduler` obeys; None: an order of first come, first served.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor, clock: Clock, eos_ids: tuple[int, ...] = (), *, depth: int = 0,
+        scheduling: Scheduling | None = None,
+    ) -> None:
+        self._scheduler = scheduler
+        self.executor = executor
+        self.clock = clock
+        self._eos_ids = eos_ids
+        self.depth = depth
+        self._in_flight: deque[tuple[StepPlan, int]] = deque()
+        self._forced_lengths = ForcedLengths()
+        self._order = scheduling.order if scheduling else DEFAULT_ORDER
+        self._configured: Scheduling | None = None  # not yet told, like those below
+        self._taken: list[int] = []
+        self._planned: list[int] = []
+        self._ahead: list[Admitted | Preempted] = []  # of plans whose own records are still to come
+        self._idle_until = 0.0  # seconds; before that only a command gives `step` something to do
+
+    @property
+    def limits(self) -> SchedulerLimits:
+        return self._scheduler.limits
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work
+
+    def handle(self, command: Command) -> None:
+        """Take in one command; what it causes shows in the next record."""
+        taken = self.clock()
+        self._taken.append(taken)
+        now = taken * 1e-9
+        self._idle_until = 0.0
+        if isinstance(command, Add):
+            request = Request(
+                command.request_id, command.prompt, command.params, command.seed, self._eos_ids, command.salt,
+                command.slo)
+            request.expected_tokens = command.output_tokens
+            if command.queue_timeout:
+                request.deadline = now + command.queue_timeout
+            self._scheduler.add(request, now)
+            if command.output_tokens:
+                self._forced_lengths.expect(command.request_id, len(command.prompt) + command.output_tokens)
+        elif isinstance(command, Finish):
+            self._scheduler.finish(command.request_id, command.reason, now)
+        else:
+            self._configured = command.scheduling
+            self._configure(command.scheduling, now)
+
+    def queue_positions(self, query: QueuePositionQuery) -> QueuePositionAnswer:
+        """Where those stand who live.  Asking leaves no trace in what follows."""
+        asked = frozenset(query.request_ids)
+        positions = self._scheduler.queue_positions(query.request_ids, self.clock() * 1e-9)
+        return QueuePositionAnswer(query.number, tuple([
+            RequestPosition(name, request.state.value, request.num_output, positions.get(name))
+            for request in self._scheduler.requests() if (name := request.request_id) in asked]))
+
+    def _configure(self, scheduling: Scheduling, now: float) -> None:
+        """A policy whose settings stay as they were goes on with all that it knows."""
+        policy = self._scheduler.policy
+        if scheduling.order != self._order:
+            policy = scheduling.policy(self._scheduler.times)
+        self._order = scheduling.order
+        self._scheduler.configure(scheduling.limits(self._scheduler.limits), scheduling.discipline(), policy, now)
+
+    def wait(self) -> float:
+        """Seconds until `step` may have something to do, when only the clock keeps it from that; else 0."""
+        return max(0.0, self._idle_until - self.clock() * 1e-9)
+
+    def step(self) -> StepRecord:
+        """Plan as far ahead as `depth` allows, then wait for the oldest step and commit it."""
+        while len(self._in_flight) <= self.depth and (self._scheduler.num_unfinished or not self._in_flight):
+            started = self.clock()
+            self._planned.append(started)
+            plan = self._scheduler.plan(started * 1e-9)
+            self._in_flight.append((plan, started))
+            self.executor.submit(plan)
+        plan, started = self._in_flight.popleft()
+        try:
+            result = self.executor.collect()
+        except Exception as error:
+            return self._failed(error, plan, started)
+        ended = self.clock()
+        if self._forced_lengths:
+            result = self._forced_lengths.applied(plan, result)
+        self._scheduler.commit(plan, result, ended * 1e-9)
+        self._idle_until = plan.stop.reopens_at if plan.stop and not plan.slots else 0.0
+        return self._record(plan, result, started, ended)
+
+    def idle_record(self) -> StepRecord | None:
+        """What happened since the last step, when there is nothing to run; None when nothing did."""
+        events = self._scheduler.pop_events()
+        if not events and self._configured is None:
+            return None
+        now = self.clock()
+        return self._stand(StepRecord(NO_STEP, now, now, ended=ends(events)))
+
+    def _failed(self, error: Exception, plan: StepPlan, started: int) -> StepRecord:
+        """A step broke: forget what is in flight and end its rows; everyone else goes on from the last commit."""
+        plans = [plan]
+        while self._in_flight:
+            plans.append(self._in_flight.popleft()[0])
+            try:
+                self.executor.collect()
+            except Exception:  # the successor of a failed step is void, whatever becomes of it
+                continue
+        now = self.clock()
+        for request_id in self._scheduler.rollback():
+            self._scheduler.finish(request_id, "error", now * 1e-9)
+        events = self._events(plans[-1].step)
+        failure = f"{type(error).__name__}: {error}"
+        record = StepRecord(NO_STEP, started, now, ended=ends(events, failure), failure=failure)
+        return self._stand(_with_changes(record, plans, events))
+
+    def _record(self, plan: StepPlan, result: StepResult, started: int, ended: int) -> StepRecord:
+        events = self._events(plan.step)
+        tokens, logprobs = published(plan, events)
+        record = StepRecord(
+            plan.step, started, ended, plan.request_ids, plan.slots, plan.starts, plan.counts, plan.padding, plan.held,
+            tokens, logprobs, refused=plan.refused, stop=plan.stop, ended=ends(events), failed=result.failed)
+        if tokens != result.tokens:
+            record.sampled = result.tokens
+        return self._stand(_with_changes(record, [plan], events))
+
+    def _events(self, step: int) -> list[Event]:
+        """What happened and is not told yet, without who joined and who yielded in plans after `step`."""
+        events: list[Event] = [*self._ahead, *self._scheduler.pop_events()]
+        if not self._in_flight:
+            self._ahead = []
+            return events
+        self._ahead = [event for event in events if isinstance(event, Admitted | Preempted) and event.step > step]
+        return [event for event in events if not (isinstance(event, Admitted | Preempted) and event.step > step)]
+
+    def _stand(self, record: StepRecord) -> StepRecord:
+        """`record`, with where the engine stands now."""
+        if self._forced_lengths:
+            for end in record.ended:
+                self._forced_lengths.forget(end.request_id)
+        record.configured, self._configured = self._configured, None
+        record.planned, record.taken = tuple(self._planned), tuple(self._taken)
+        self._planned.clear()
+        self._taken.clear()
+        record.num_running = self._scheduler.num_running
+        record.num_waiting = self._scheduler.num_waiting
+        record.num_free_blocks = self._scheduler.num_free_blocks
+        return record
+
+
+def ends(events: list[Event], error: str = NO_PROBABILITIES) -> tuple[RowEnd, ...]:
+    """The requests that `events` end; those that end in error are told `error`."""
+    found = []
+    for event in events:
+        if isinstance(event, Finished):
+            message = event.message or (error if event.reason == "error" else "")
+            found.append(RowEnd(event.request_id, event.reason, event.num_output, message))
+        elif isinstance(event, Rejected):
+            found.append(RowEnd(event.request_id, "rejected", 0, event.message))
+    return tuple(found)
+
+
+def _with_changes(record: StepRecord, plans: Sequence[StepPlan], events: list[Event]) -> StepRecord:
+    """`record`, with what `plans` change: who joins and who yields, slots, blocks and what is copied into them."""
+    record.released_slots = tuple([slot for plan in plans for slot in plan.released_slots])
+    record.new_blocks = tuple([blocks for plan in plans for blocks in plan.new_blocks])
+    if any(plan.saves or plan.loads for plan in plans):
+        record.saves = tuple([copy for plan in plans for copy in plan.saves])
+        record.loads = tuple([copy for plan in plans for copy in plan.loads])
+    if any(plan.new_requests for plan in plans):
+        record.admitted = tuple([join.request_id for plan in plans for join in plan.new_requests])
+        record.cached = tuple([event.num_cached for event in events if isinstance(event, Admitted)])
+    if any(plan.preempted for plan in plans):
+        lost = {event.request_id: event.num_computed for event in events if isinstance(event, Preempted)}
+        record.preempted = tuple([decision for plan in plans for decision in plan.preempted])
+        record.lost = tuple([lost.get(request_id, 0) for request_id, _ in record.preempted])
+    return record
+
+
+Tokens = tuple[int, ...]
+Logprobs = tuple[TokenLogprobs, ...]
+
+
+def published(plan: StepPlan, events: list[Event]) -> tuple[tuple[Tokens, ...], tuple[Logprobs, ...]]:
+    """Tokens of each row of `plan` that its commit made known, and their log-probabilities, () when nobody asked.
+
+    Void rows and unfinished prompts have none, nor do rows whose batch has not drained.
+    """
+    for event in events:
+        if isinstance(event, Committed) and event.step == plan.step:
+            if event.request_ids == plan.request_ids:  # all but a few steps
+                return event.tokens, event.logprobs if any(event.logprobs) else ()
+            place = {request_id: index for index, request_id in enumerate(event.request_ids)}
+            rows = [place.get(request_id) for request_id in plan.request_ids]
+            tokens = tuple([() if row is None else event.tokens[row] for row in rows])
+            if not any(event.logprobs):
+                return tokens, ()
+            return tokens, tuple([() if row is None else event.logprobs[row] for row in rows])
+    return (), ()

@@ -1,0 +1,77 @@
+"""What happens, told to observers a little later and many steps at a time.
+
+Between two steps a processor's caches fill with other work, so that folding one record takes several times as long as
+folding one of many; and whatever the API process does while a step runs, it takes from the step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from slotwise.engine.observer import Observer
+
+if TYPE_CHECKING:
+    from slotwise.engine.messages import Command, EngineInfo, StepRecord
+
+DELAY = 0.25  # seconds
+MOST = 256  # news kept until then: told in some ten milliseconds
+
+logger = logging.getLogger(__name__)
+
+
+class BatchedObserver(Observer):
+    """Passes on all that it hears, in its order; to be used within an event loop.
+
+    Whoever reads what `observers` know calls `flush` before.
+    """
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self.observers = list(observers)
+        self._pending: list[tuple[str, tuple[Any, ...]]] = []
+        self._timer: asyncio.TimerHandle | None = None  # runs while there is news
+
+    def arrived(self, request_id: str, num_prompt: int, now_ns: int) -> None:
+        self._keep("arrived", request_id, num_prompt, now_ns)
+
+    def commanded(self, command: Command, now_ns: int) -> None:
+        self._keep("commanded", command, now_ns)
+
+    def stepped(self, record: StepRecord) -> None:
+        self._keep("stepped", record)
+
+    def sent(self, request_id: str, first_ns: int, last_ns: int, num_events: int) -> None:
+        self._keep("sent", request_id, first_ns, last_ns, num_events)
+
+    def started(self, info: EngineInfo) -> None:
+        self._keep("started", info)
+        self.flush()
+
+    def refused(self, kind: str) -> None:
+        self._keep("refused", kind)
+
+    def lost(self, message: str, now_ns: int) -> None:
+        self._keep("lost", message, now_ns)
+        self.flush()
+
+    def _keep(self, name: str, *arguments: Any) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(DELAY, self.flush)
+        self._pending.append((name, arguments))
+        if len(self._pending) >= MOST:
+            self.flush()
+
+    def flush(self) -> None:
+        """Tell what has not been told yet."""
+        if self._timer is not None:
+            self._timer.cancel()  # or every flush would be followed by another a little later
+            self._timer = None
+        pending, self._pending = self._pending, []
+        for observer in self.observers:
+            for name, arguments in pending:
+                try:
+                    getattr(observer, name)(*arguments)
+                except Exception:  # who only listens must not end what it listens to
+                    logger.exception("an observer failed")

@@ -1,0 +1,73 @@
+"""Memory for the blocks that come next, asked for before a step writes to them.
+
+A cache takes memory as it fills, and the system clears each page when it is first written: with large pages, two
+megabytes in every layer at once, which holds up the step that begins a new page by a tenth of a second.  So a thread
+stays a page ahead of the blocks handed out, which come in ascending order until all were used once.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from slotwise.core.step import StepPlan, StepResult
+from slotwise.engine.executor import Executor
+from slotwise.kernels.cpu.openmp import roam
+
+REST = 2.0  # times what was worked, after each layer
+
+
+class Touchable(Protocol):
+    """A layer's cache in host memory."""
+
+    def touch(self, first: int, end: int) -> bool:
+        """Have memory for the blocks from `first` to before `end`; False where there is no way to."""
+        ...
+
+
+class Prefault:
+    """An executor that obeys another's plans by passing them on.
+
+    Args:
+        caches: one a layer, of `num_blocks` blocks.
+        distance: blocks to be ahead of the last one handed out.
+    """
+
+    def __init__(self, executor: Executor, caches: Sequence[Touchable], num_blocks: int, distance: int) -> None:
+        self._executor = executor
+        self._caches = caches
+        self._num_blocks = num_blocks
+        self._distance = distance
+        self._touched = 0  # blocks from the first on
+        self._thread: threading.Thread | None = None
+        self._reach(0)
+
+    def submit(self, plan: StepPlan) -> None:
+        if plan.new_blocks:
+            self._reach(max((max(blocks) for _, blocks in plan.new_blocks if blocks), default=0))
+        self._executor.submit(plan)
+
+    def collect(self) -> StepResult:
+        return self._executor.collect()
+
+    def _reach(self, block: int) -> None:
+        """`block` was handed out, or is nobody's.  Half of the distance may be used up: few threads are started."""
+        if block >= self._num_blocks or self._touched >= min(block + self._distance // 2, self._num_blocks):
+            return
+        if self._thread is None or not self._thread.is_alive():
+            end = min(block + self._distance, self._num_blocks)
+            self._thread = threading.Thread(target=self._touch, args=(end,), name="pages", daemon=True)
+            self._thread.start()
+
+    def _touch(self, end: int) -> None:
+        """Layer by layer, for steps that run meanwhile want the processors; who cannot be asked is not asked again."""
+        roam()
+        for cache in self._caches:
+            began = time.monotonic()
+            if not cache.touch(self._touched, end):
+                self._touched = self._num_blocks
+                return
+            time.sleep(REST * (time.monotonic() - began))
+        self._touched = end

@@ -1,0 +1,166 @@
+"""One HTTP exchange over raw ASGI: the body in, JSON or server-sent events out, and whether the client is still there.
+
+Streams write straight to `send`: a layer between would cost as much as everything else done for a token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+
+from slotwise.server.errors import ApiError, ClientGone, bad_request
+
+Message = dict[str, Any]
+Headers = list[tuple[bytes, bytes]]
+STEP = 256 << 10  # bytes claimed ahead of a body whose length is not announced: what is received in one piece
+DONE = b"data: [DONE]\n\n"
+
+
+class HttpExchange:
+    """A request and its response.
+
+    Args:
+        scope, receive, send: ASGI's.
+        request_id: the client's or ours; goes out in every response.
+    """
+
+    def __init__(self, scope: Message, receive: Callable[[], Any], send: Callable[[Message], Any],
+                 request_id: str) -> None:
+        self.scope = scope
+        self.request_id = request_id
+        self.tenant = ""  # whose key it came with
+        self.traceparent = dict(scope["headers"]).get(b"traceparent", b"").decode("latin-1")
+        self.received_ns = time.monotonic_ns()
+        self.started = False
+        self.more: Headers = []  # of the response, whatever it is
+        self.last_told: Callable[[], Headers] = list  # more of them, as they are when the response begins
+        self._receive = receive
+        self._send = send
+
+    @property
+    def is_head(self) -> bool:
+        """Only the head of the response was asked for."""
+        return bool(self.scope["method"] == "HEAD")
+
+    @property
+    def holder(self) -> str:
+        """What per-client bounds count by: the tenant of the key, else the client's address."""
+        client = self.scope.get("client")
+        return self.tenant or (client[0] if client else "")
+
+    # -- in ------------------------------------------------------------------------------------------------------
+
+    async def body(self, max_bytes: int, timeout: float, claim: Callable[[int], None] = lambda size: None) -> bytes:
+        """
+        Args:
+            claim: told how many bytes it will have at least, before they are received; raises if they may not come.
+
+        Raises:
+            ApiError: it is too large or too slow.
+            ClientGone: it does not come to its end.
+        """
+        announced = int(dict(self.scope["headers"]).get(b"content-length", b"0"))
+        if announced > max_bytes:
+            raise _too_large(max_bytes)
+        claim(announced)
+        try:
+            async with asyncio.timeout(timeout):
+                return await self._body(max_bytes, lambda size: claim(max(announced, size + STEP)))
+        except TimeoutError as error:
+            raise ApiError(HTTPStatus.REQUEST_TIMEOUT, f"the body took more than {timeout:g} seconds") from error
+
+    async def _body(self, max_bytes: int, claim: Callable[[int], None]) -> bytes:
+        parts, size = [], 0
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            part = message.get("body", b"")
+            size += len(part)
+            if size > max_bytes:
+                raise _too_large(max_bytes)
+            parts.append(part)
+            if not message.get("more_body", False):
+                return b"".join(parts)
+            claim(size)
+
+    @asynccontextmanager
+    async def watched(self, on_gone: Callable[[], None]) -> AsyncIterator[None]:
+        """Call `on_gone` when the client goes away meanwhile.  For use once the body is read."""
+        watcher = asyncio.create_task(self._watch(on_gone))
+        try:
+            yield
+        finally:
+            watcher.cancel()
+
+    async def _watch(self, on_gone: Callable[[], None]) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        on_gone()
+
+    # -- out -----------------------------------------------------------------------------------------------------
+
+    async def respond(self, body: bytes, status: int = HTTPStatus.OK, content_type: bytes = b"application/json",
+                      headers: Headers | None = None) -> None:
+        length = (b"content-length", str(len(body)).encode())
+        await self._start(status, [(b"content-type", content_type), length, *(headers or [])])
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def respond_json(self, value: Any) -> None:
+        await self.respond(msgspec.json.encode(value))
+
+    async def respond_error(self, error: ApiError) -> None:
+        """As a response, or as the last event of a stream under way."""
+        if self.started:
+            await self.end(b"data: " + error.body() + b"\n\n")
+        else:
+            await self.respond(error.body(), error.status, headers=error.headers())
+
+    async def event(self, data: bytes, content_type: bytes = b"text/event-stream; charset=utf-8") -> None:
+        """A piece of a stream: whole events.  The first starts the response, so that errors before it have a status."""
+        if not self.started:
+            await self._start(HTTPStatus.OK, [(b"content-type", content_type), (b"cache-control", b"no-cache")])
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self, events: bytes = b"") -> None:
+        """The last events of a stream of OpenAI's kind."""
+        await self.close(events + DONE)
+
+    async def close(self, rest: bytes = b"") -> None:
+        """The rest of a stream."""
+        await self._send({"type": "http.response.body", "body": rest})
+
+    def abort(self) -> None:
+        """Close the connection at once; what is written and not yet sent is dropped."""
+        self.scope["transport"].abort()
+
+    def limit_unsent(self, num_bytes: int) -> None:
+        """Bound what the kernel keeps for a client that does not read; Linux allows twice as much."""
+        sock = self.scope["transport"].get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, num_bytes)
+
+    async def _start(self, status: int, headers: Headers) -> None:
+        self.started = True
+        headers += self.more
+        headers += self.last_told()
+        headers.append((b"x-request-id", self.request_id.encode("ascii")))
+        await self._send({"type": "http.response.start", "status": int(status), "headers": headers})
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    return ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body has more than {max_bytes} bytes",
+                    code="body_too_large")
+
+
+def checked_request_id(request_id: str, param: str) -> str:
+    """Raises ApiError for an id that cannot stand in a header or a log."""
+    if not (0 < len(request_id) <= 128 and request_id.isascii() and request_id.isprintable()):
+        raise bad_request("a request id has 1 to 128 printable ASCII characters", param)
+    return request_id

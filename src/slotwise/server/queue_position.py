@@ -1,0 +1,69 @@
+"""Where am I: `GET /requests/{request_id}`, and what responses and refusals say of the queue in their headers.
+
+A header tells what the API process knows without asking: how many waited when a request came.  The route asks the
+engine, whose answer is exact: how many are to start before it by the policy in force, at that moment.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+from slotwise.engine.admission_control import WaitEstimate
+from slotwise.engine.client import Refused
+from slotwise.engine.messages import RequestPosition
+from slotwise.server.choice import Choice
+from slotwise.server.errors import ApiError, from_refusal
+from slotwise.server.http_exchange import HttpExchange
+
+if TYPE_CHECKING:
+    from slotwise.server.generate import Api
+
+MOST = 16  # choices told of at once: names for tracing may repeat, and a response may have many
+FINISHED = "finished"
+POSITION, START = "X-Queue-Position", "X-Estimated-Start-Ms"
+
+
+def headers_of(wait_estimate: WaitEstimate) -> tuple[tuple[bytes, bytes], ...]:
+    """What was to be expected on arrival.  Without a measured pace there is no estimate."""
+    position = (POSITION.lower().encode(), b"%d" % wait_estimate.position)
+    if wait_estimate.start is None:
+        return (position,)
+    return position, (START.lower().encode(), b"%d" % round(wait_estimate.start * 1000))
+
+
+async def of_request(api: Api, exchange: HttpExchange) -> None:
+    """Where a request under way stands, by its `X-Request-Id` or the `id` of its response."""
+    name = exchange.scope["path_params"]["request_id"]
+    requests = api.active_requests.named(api.keys.scope_of(exchange.tenant), name)
+    found = [(choice, request.tier) for request in requests for choice in request.choices][-MOST:]
+    if not found:
+        raise ApiError(HTTPStatus.NOT_FOUND, "no request of that name is under way", "request_id", "request_not_found")
+    positions = await _positions(api, [choice for choice, _ in found])
+    statuses = [_status(api, choice, tier, positions.get(choice.generation.request_id)) for choice, tier in found]
+    await exchange.respond_json({"object": "request.status", "requests": statuses})
+
+
+async def _positions(api: Api, choices: Sequence[Choice]) -> dict[str, RequestPosition]:
+    """Of those who live."""
+    unfinished = [choice.generation.request_id for choice in choices if not choice.generation.ended]
+    if not unfinished:
+        return {}
+    try:
+        return {position.request_id: position for position in await api.engine_client.queue_positions(unfinished)}
+    except Refused as refused:
+        raise from_refusal(refused, api.admission_control.retry_after) from refused
+
+
+def _status(api: Api, choice: Choice, tier: str, position: RequestPosition | None) -> dict[str, Any]:
+    generation = choice.generation
+    num_ahead = position.position if position is not None else None
+    start = api.admission_control.start_of(num_ahead) if num_ahead is not None else None
+    return {
+        "id": generation.request_id, "index": choice.index, "service_tier": tier or None,
+        "state": position.state if position is not None else FINISHED,
+        "since": round(time.time() - (time.monotonic_ns() - generation.moved_ns) * 1e-9, 3),
+        "queue_position": num_ahead, "estimated_start_s": None if start is None else round(start, 3),
+        "completion_tokens": position.num_output if position is not None else choice.num_tokens}

@@ -1,0 +1,93 @@
+"""Who watches the event log: a bounded number, each of whom sees only what its tenant may."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from http import HTTPStatus
+
+import msgspec
+
+from slotwise.core.params import SamplingParams
+from slotwise.core.request import NO_SLO
+from slotwise.observe import event_log
+from slotwise.observe.ring import Line
+from slotwise.server.errors import ApiError
+
+MAX_SUBSCRIBERS = 16
+MAX_OF_ONE = 4  # viewers with one key, or from one address where there are no keys
+
+
+class Subscribers:
+    """Counts viewers, in all and by holder: a key, or an address where there are no keys."""
+
+    def __init__(self) -> None:
+        self._holders: Counter[str] = Counter()
+
+    @contextmanager
+    def entering(self, holder: str) -> Iterator[None]:
+        """Raises ApiError when there are as many as there may be, in all or of this holder."""
+        if self._holders[holder] >= MAX_OF_ONE:
+            message = f"{MAX_OF_ONE} viewers of this client watch the events already"
+            raise ApiError(HTTPStatus.TOO_MANY_REQUESTS, message, code="too_many_viewers")
+        if (num := self._holders.total()) >= MAX_SUBSCRIBERS:
+            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, f"{num} viewers watch the events already",
+                           code="too_many_viewers")
+        self._holders[holder] += 1
+        try:
+            yield
+        finally:
+            self._holders[holder] -= 1
+            if not self._holders[holder]:
+                del self._holders[holder]
+
+
+class TenantFilter:
+    """Shows that others' requests are there, how long they are and where they run; not their names, nor their tokens.
+
+    Args:
+        tenant: who looks.  Empty where all are one; nothing but the salts is hidden then.
+    """
+
+    def __init__(self, tenant: str) -> None:
+        self._tenant = tenant
+        self._own: set[int] = set()  # of those who live
+
+    def line(self, line: Line) -> bytes:
+        """A line of the log as it may be seen."""
+        if line.kind is event_log.Request or (line.kind is event_log.Step and self._tenant):
+            return event_log.line_of(self.before(event_log.decode(line.data)))
+        return line.data
+
+    def before(self, entry: event_log.Entry) -> event_log.Entry:
+        """`entry` as it may be seen.  Entries come in the order of the log."""
+        if isinstance(entry, event_log.Request):
+            return self._request(entry)
+        if isinstance(entry, event_log.Step) and self._tenant:
+            return self._step(entry)
+        return entry
+
+    def _request(self, entry: event_log.Request) -> event_log.Request:
+        if not self._tenant or entry.salt.partition(":")[0] == self._tenant:
+            self._own.add(entry.number)
+            if not entry.salt and not entry.slo.tenant:
+                return entry
+            return msgspec.structs.replace(entry, salt="", slo=replace(entry.slo, tenant=""))
+        hidden = SamplingParams(max_tokens=entry.params.max_tokens)
+        return msgspec.structs.replace(entry, salt="", id="", seed=0, params=hidden, slo=NO_SLO)
+
+    def _step(self, entry: event_log.Step) -> event_log.Step:
+        own = self._own
+        seen = msgspec.structs.replace(
+            entry, tokens=self._covered(entry, entry.tokens), sampled=self._covered(entry, entry.sampled))
+        if entry.ended:
+            seen.ended = tuple([end if end.number in own else end._replace(message="") for end in entry.ended])
+            own.difference_update([end.number for end in entry.ended])
+        return seen
+
+    def _covered(self, entry: event_log.Step, tokens: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+        own = self._own
+        return tuple([row if number in own else (0,) * len(row)
+                      for number, row in zip(entry.numbers, tokens, strict=False)])

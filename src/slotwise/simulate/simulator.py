@@ -1,0 +1,93 @@
+"""The engine that serves, on a clock of its own: what a policy does to an hour of traffic, in seconds.
+
+Nothing is computed.  A step takes what a cost function says, and the clock jumps.  Scheduler, discipline, policy and
+loop are those of the server, so what is seen here of orders, bounds and shares is what a server does; times are as good
+as the cost function.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from slotwise.core.limits import SchedulerLimits
+from slotwise.core.scheduler import Scheduler
+from slotwise.core.step import StepPlan, StepResult
+from slotwise.core.step_time import StepTimeModel, Work, work_of
+from slotwise.engine.engine import Engine
+from slotwise.engine.messages import Add
+from slotwise.engine.scheduling import Scheduling
+
+Cost = Callable[[Work], float]
+"""Seconds that a step of some work takes."""
+
+FILLER = 7  # the token that every step samples
+IDLE = 0.001  # seconds that pass where a plan has no rows
+
+
+class NoEnd(RuntimeError):
+    """The simulation did not come to its end within the steps it had."""
+
+
+@dataclass(slots=True)
+class SimulatedRequest:
+    """What became of one request.  Times are seconds of the virtual clock."""
+
+    arrived: float
+    token_times: list[float] = field(default_factory=list)
+    ended: float = 0.0
+    reason: str = ""  # as in the engine's records
+
+
+class _Machine:
+    """An executor that takes its time on a clock that nobody else moves."""
+
+    def __init__(self, cost: Cost) -> None:
+        self.now = 0.0  # seconds
+        self._cost = cost
+        self._plans: deque[StepPlan] = deque()
+
+    def clock(self) -> int:
+        return round(self.now * 1e9)
+
+    def submit(self, plan: StepPlan) -> None:
+        self._plans.append(plan)
+
+    def collect(self) -> StepResult:
+        plan = self._plans.popleft()
+        work = work_of(plan.starts, plan.counts, plan.padding)
+        self.now += self._cost(work) if work.rows else IDLE
+        return StepResult(plan.step, tuple([(FILLER,) if samples else () for samples in plan.samples]))
+
+
+def simulate(
+    arrivals: Iterable[tuple[float, Add]], scheduling: Scheduling, limits: SchedulerLimits, cost: Cost,
+    max_steps: int = 1_000_000,
+) -> dict[str, SimulatedRequest]:
+    """Serve `arrivals`, (seconds, request) in order, until all have ended.
+
+    Raises:
+        NoEnd: they have not after `max_steps` steps.
+    """
+    machine, times = _Machine(cost), StepTimeModel()
+    scheduler = Scheduler(scheduling.limits(limits), scheduling.discipline(), scheduling.policy(times), times)
+    engine = Engine(scheduler, machine, machine.clock, scheduling=scheduling)
+    coming, requests = deque(arrivals), dict[str, SimulatedRequest]()
+    for _ in range(max_steps):
+        while coming and coming[0][0] <= machine.now:
+            at, command = coming.popleft()
+            requests[command.request_id] = SimulatedRequest(at)
+            engine.handle(command)
+        if not engine.has_work:
+            if not coming:
+                return requests
+            machine.now = max(machine.now, coming[0][0])
+            continue
+        record = engine.step()
+        for request_id, tokens in zip(record.request_ids, record.token_ids, strict=True):
+            requests[request_id].token_times += [machine.now] * len(tokens)
+        for end in record.ended:
+            requests[end.request_id].ended, requests[end.request_id].reason = machine.now, end.reason
+    raise NoEnd(
+        f"{len(coming)} requests are still to come, and {scheduler.num_unfinished} to end, after {max_steps} steps")

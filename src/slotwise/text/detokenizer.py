@@ -1,0 +1,112 @@
+"""Token ids to text while they are generated, never half a character.
+
+A character may be spread over several tokens.  Bytes are kept until they form characters; what can no longer become one
+turns into U+FFFD, as in the Unicode standard's "maximal subpart" practice.  The pieces together are what decoding all
+bytes at once gives.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Protocol
+
+from tokenizers.decoders import DecodeStream
+
+from slotwise.text.token_bytes import TokenBytes
+from slotwise.text.tokenizer import Tokenizer
+
+
+class Detokenizer(Protocol):
+    """The text of one continuation.  Special tokens have none."""
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """The text that `token_ids` complete."""
+        ...
+
+    def flush(self) -> str:
+        """What is left at the end: U+FFFD for a character that never came to its end."""
+        ...
+
+
+def detokenizer(tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> Detokenizer:
+    """A detokenizer for what follows `prompt_ids`.
+
+    SentencePiece texts lose the space before their first token; a continuation is not a text's beginning, so it keeps
+    its space unless there is nothing but special tokens before it.
+    """
+    if tokenizer.bytes_by_id is None:
+        return WindowDetokenizer(tokenizer, prompt_ids)
+    begins = tokenizer.bytes_by_id.drops_leading_space and all(i in tokenizer.special_ids for i in prompt_ids)
+    return ByteDetokenizer(tokenizer.bytes_by_id, tokenizer.special_ids, begins_text=begins)
+
+
+class ByteDetokenizer:
+    """For vocabularies whose texts are their tokens' bytes, one after the other.  Constant time a token.
+
+    It differs from `tokenizers` in one case: that library replaces every byte of a run of "<0x..>" tokens when any of
+    them is invalid, for which the whole run would have to be held back.
+    """
+
+    def __init__(self, token_bytes: TokenBytes, special_ids: frozenset[int], *, begins_text: bool) -> None:
+        self._bytes_by_id = token_bytes
+        self._special_ids = special_ids
+        self._begins_text = begins_text
+        self._left = b""  # at most three bytes: the beginning of a character
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        if not self._special_ids.isdisjoint(token_ids):
+            token_ids = [token_id for token_id in token_ids if token_id not in self._special_ids]
+        token_bytes = list(map(self._bytes_by_id.__getitem__, token_ids))
+        if self._begins_text:
+            self._begin(token_ids, token_bytes)
+        data = self._left + b"".join(token_bytes)
+        text, used = codecs.utf_8_decode(data, "replace", False)
+        self._left = data[used:]
+        return text
+
+    def _begin(self, token_ids: Sequence[int], token_bytes: list[bytes]) -> None:
+        for i, piece in enumerate(token_bytes):
+            if piece:  # an unknown id has none, and begins nothing
+                token_bytes[i] = self._bytes_by_id.first(token_ids[i])
+                self._begins_text = False
+                return
+
+    def flush(self) -> str:
+        left, self._left = self._left, b""
+        return left.decode("utf-8", errors="replace")
+
+
+class WindowDetokenizer:
+    """For all other decoders: `tokenizers` decodes a window of recent tokens again at each token.
+
+    What its window cannot settle before the end, one decoding of everything settles there.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._prompt = [i for i in prompt_ids if i not in tokenizer.special_ids][-8:]  # enough to show word boundaries
+        self._stream: DecodeStream | None = DecodeStream(ids=self._prompt, skip_special_tokens=True)
+        self._ids: list[int] = []
+        self._length = 0  # characters given out
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        self._ids += token_ids
+        text = "".join(self._step(token_id) for token_id in token_ids)
+        self._length += len(text)
+        return text
+
+    def _step(self, token_id: int) -> str:
+        if self._stream is None:
+            return ""
+        try:
+            return self._stream.step(self._tokenizer.inner, token_id) or ""
+        except Exception:  # its decoder changes text already given out; the rest follows at the end
+            self._stream = None
+            return ""
+
+    def flush(self) -> str:
+        before = len(self._tokenizer.decode(self._prompt))
+        rest = self._tokenizer.decode(self._prompt + self._ids)[before + self._length :]
+        self._length += len(rest)
+        return rest

@@ -1,0 +1,134 @@
+"""The device's sampler on tensors of the CPU, against the CPU's own: the same tokens, the same probabilities."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from slotwise.core.params import SamplingParams
+from slotwise.core.step import NewRequest, StepPlan
+from slotwise.kernels.sampling import FAILED, draw, uniform
+from slotwise.runner.input_batch import SlotTable
+from slotwise.runner.sampling.cpu import Sampler
+from slotwise.runner.sampling.gpu import DeviceSampler, largest
+from slotwise.runner.sampling.interface import Sampled
+
+CPU = torch.device("cpu")
+VOCAB, SLOTS, TOKENS = 300, 24, 64
+
+
+class Both:
+    """Both samplers, told the same; tokens go to the table, as the runner does it."""
+
+    def __init__(self, vocab: int = VOCAB, num_slots: int = SLOTS) -> None:
+        self.table = SlotTable(num_slots, TOKENS, 4, 99)
+        self.device = DeviceSampler(self.table, vocab, draw, CPU)
+        self.host = Sampler(num_slots, vocab)
+
+    def join(self, *new_requests: NewRequest) -> None:
+        self.table.apply(StepPlan(0, 0.0, (), new_requests, (), (), (), (), (), (), (), (), (), (), None))
+        for join in new_requests:
+            self.device.join(join)
+            self.host.join(join)
+
+    def sample(self, logits: torch.Tensor, slots: list[int], positions: list[int]) -> tuple[Sampled, Sampled]:
+        expected = self.host.sample(logits, slots, positions)
+        drawn = self.device.sample(logits, slots, positions)
+        places = torch.tensor([slot * (TOKENS + 1) + position for slot, position in zip(slots, positions, strict=True)])
+        self.table.append(places, drawn.column)
+        return drawn.read(), expected
+
+
+def asked(seed: int) -> SamplingParams:
+    """Anything a client may ask, or nothing."""
+    pick = random.Random(seed)
+    return SamplingParams(
+        temperature=pick.choice([0.0, 0.0, 0.7, 1.3]), top_k=pick.choice([0, 1, 20]),
+        top_p=pick.choice([1.0, 0.9, 0.3]), min_p=pick.choice([0.0, 0.0, 0.05]), min_tokens=pick.choice([0, 3]),
+        logprobs=pick.choice([None, None, 0, 5]), presence_penalty=pick.choice([0.0, 0.0, 0.8]),
+        frequency_penalty=pick.choice([0.0, 0.0, 0.5]), repetition_penalty=pick.choice([1.0, 1.0, 1.4]),
+        logit_bias=pick.choice([{}, {}, {5: 4.0, 999: 1.0, 7: -3.0}]))
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_the_same_tokens_whatever_is_asked(kind):
+    both, generator = Both(), torch.Generator().manual_seed(1)
+    prompts = [tuple(random.Random(slot).choices(range(VOCAB), k=3 + slot % 5)) for slot in range(SLOTS)]
+    both.join(*(NewRequest(f"r{slot}", slot, prompt, len(prompt), asked(slot), 7 * slot + 1, (1, 2))
+                for slot, prompt in enumerate(prompts)))
+    for step in range(6):
+        logits = (torch.randn(SLOTS, VOCAB, generator=generator) * 3).to(kind)
+        before = logits.clone()
+        found, expected = both.sample(logits, list(range(SLOTS)), [len(prompt) + step for prompt in prompts])
+        assert found.tokens == expected.tokens and found.failed == expected.failed
+        assert torch.equal(logits, before)
+        for ours, theirs in zip(found.logprobs, expected.logprobs, strict=True):
+            assert (ours is None) == (theirs is None)
+            if ours is not None:
+                assert ours.rank == theirs.rank and ours.top_ids == theirs.top_ids
+                np.testing.assert_allclose([ours.logprob, *ours.top_logprobs], [theirs.logprob, *theirs.top_logprobs],
+                                           rtol=1e-5, atol=1e-5)
+
+
+def test_rows_that_cannot_sample_fail_alone():
+    both = Both()
+    both.join(*(NewRequest(f"r{slot}", slot, (3,), 1, SamplingParams(temperature=slot % 2, logprobs=1), slot, ())
+                for slot in range(8)))
+    logits = torch.randn(8, VOCAB)
+    logits[1, 4], logits[2, 9], logits[3] = torch.nan, torch.inf, -torch.inf
+    found, expected = both.sample(logits, list(range(8)), [1] * 8)
+    assert found.failed == expected.failed == (1, 2, 3)
+    assert found.tokens == expected.tokens and found.tokens[1] == FAILED
+    assert [one is None for one in found.logprobs] == [row in (1, 2, 3) for row in range(8)]
+
+
+def test_edits_that_fail_cost_their_own_row_alone(monkeypatch):
+    both = Both()
+    penalty = SamplingParams(temperature=0, presence_penalty=1.0)
+    both.join(NewRequest("a", 0, (3,), 1, SamplingParams(temperature=0), 0, ()),
+              NewRequest("b", 1, (3,), 1, penalty, 0, ()))
+    monkeypatch.setattr(both.table, "known", lambda *where: 1 / 0)
+    assert both.device.sample(torch.randn(2, VOCAB), [0, 1], [1, 1]).read().failed == (1,)
+
+
+def test_a_token_still_on_its_way_is_penalised():
+    """The host never saw the first token when the second was drawn."""
+    both = Both(vocab=3)
+    params = SamplingParams(temperature=0, frequency_penalty=1.0)
+    both.join(NewRequest("r", 0, (0,), 1, params, 0, ()))
+    logits, drawn = torch.tensor([[2.5, 2.0, 0.0]]), []
+    for position in range(1, 7):
+        drawn.append(both.device.sample(logits, [0], [position]))
+        both.table.append(torch.tensor([position]), drawn[-1].column)
+    assert [one.read().tokens[0] for one in drawn] == [0, 1, 0, 1, 0, 1]
+
+
+def test_tokens_outside_the_vocabulary_are_ignored():
+    both = Both(vocab=8)
+    params = SamplingParams(temperature=0, logprobs=8, repetition_penalty=2.0, logit_bias={99: 5.0}, min_tokens=2)
+    both.join(NewRequest("r", 0, (20, 1, 300), 3, params, 0, (77,)))
+    found, expected = both.sample(torch.randn(1, 8), [0], [3])
+    assert found.tokens == expected.tokens and found.logprobs[0].top_ids == expected.logprobs[0].top_ids
+
+
+def test_a_slot_forgets_its_last_request():
+    both, logits = Both(vocab=3), torch.tensor([[1.0, 0.0, 0.0]])
+    both.join(NewRequest("a", 0, (0,), 1, SamplingParams(temperature=0, logit_bias={2: 100.0}), 0, ()))
+    assert both.sample(logits, [0], [1])[0].tokens == [2]
+    both.device.leave(0)
+    both.join(NewRequest("b", 0, (0,), 1, SamplingParams(temperature=0), 0, ()))
+    assert both.device.sample(logits, [0], [1]).read().tokens == [0]
+
+
+def test_the_largest_come_in_order_and_ties_by_place():
+    scores = torch.tensor([[0.5, 2.0, -1.0, 2.0, -torch.inf, 0.5], [-3.0, -2.0, -2.0, -5.0, -2.0, -1.0]])
+    assert largest(scores, 5).tolist() == [[1, 3, 0, 5, 2], [5, 1, 2, 4, 0]]
+
+
+def test_uniform_numbers_are_those_of_philox():
+    """Random123's published answer for key and counter 0 begins 6627e8d5 e169c58d."""
+    zero = torch.zeros(1, dtype=torch.int64)
+    assert uniform(zero, zero).item() == (0xE169C58D6627E8D5 >> 11) * 2.0**-53

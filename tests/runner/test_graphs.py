@@ -1,0 +1,95 @@
+"""Decode steps run from a recording, against the same steps kernel by kernel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import product_paths
+import pytest
+import torch
+from checkpoints import FAMILIES, make
+
+from slotwise.kernels.cpu import CpuKernels, paths
+from slotwise.kernels.interface import RaggedBatch
+from slotwise.model.decoder import Decoder
+from slotwise.model.load import load_model
+from slotwise.runner.graphs import DecodeGraphs
+from slotwise.runner.input_batch import SlotTable
+
+BLOCK, BLOCKS, WIDTH = 16, 700, 40
+
+
+def decode_batch(contexts: list[int], vocabulary: int) -> RaggedBatch:
+    """A row for each context, its blocks anywhere."""
+    rows, width = len(contexts), -(-max(contexts) // BLOCK)
+    tables = torch.randperm(BLOCKS).int()[: rows * width].view(rows, width)
+    positions = torch.tensor(contexts) - 1
+    places = tables[torch.arange(rows), positions // BLOCK].long() * BLOCK + positions % BLOCK
+    return RaggedBatch(
+        torch.randint(3, vocabulary, (rows,)), positions, places, torch.arange(rows + 1, dtype=torch.int32),
+        torch.tensor(contexts, dtype=torch.int32), tables, torch.arange(rows), 1, max(contexts))
+
+
+class Pair:
+    """The same decoder and caches, recorded and not."""
+
+    def __init__(
+        self, folder: Path, kind: str, num_slots: int = 16, cached: str = "auto", path: str = "float32",
+        quantization: str = "none",
+    ) -> None:
+        kernels = CpuKernels(quantization=quantization, kv_cache_dtype=cached, path=path)
+        self.decoder: Decoder = load_model(folder, kernels=kernels, dtype=kind)
+        make_cache = self.decoder.kernels.allocate_cache
+        self.caches = [make_cache(BLOCKS, BLOCK, shape, self.decoder.config.dtype)
+                       for shape in self.decoder.attention_shapes]
+        for cache in self.caches:
+            if cached == "int8":
+                cache.storage.random_(0, 64)  # four such bytes are a scale below 1
+            else:
+                cache.storage.normal_()
+        self.steps = DecodeGraphs(self.decoder, self.caches, SlotTable(num_slots, WIDTH * BLOCK, BLOCK, BLOCKS - 1))
+
+    def check(self, contexts: list[int]) -> None:
+        batch = decode_batch(contexts, self.decoder.config.vocab_size)
+        actual = self.steps.logits(batch)
+        assert actual is not None
+        assert torch.equal(actual, self.decoder.logits(self.decoder.hidden(batch, self.caches))), contexts
+
+
+@pytest.mark.parametrize(("family", "kind", "cached", "path"), [
+    *(product_paths.param("float32", family, "float32", "auto") for family in FAMILIES),
+    product_paths.param("float32", "mistral", "float32", "int8"),
+    *(product_paths.param(path, "qwen3", "bfloat16", cached)
+      for path in paths.DENSE if path != "onednn" for cached in ("auto", "int8"))])
+def test_a_recorded_step_is_the_step(family: str, kind: str, cached: str, path: str, tmp_path: Path) -> None:
+    check_recorded(Pair(make(family, tmp_path), kind, cached=cached, path=path))
+
+
+@product_paths.each(paths.QUANTISED)
+def test_a_recorded_step_of_quantised_weights_is_the_step(path: str, tmp_path: Path) -> None:
+    check_recorded(Pair(make("qwen3", tmp_path), "bfloat16", path=path, quantization="int4"))
+
+
+@product_paths.each(["onednn"])
+def test_steps_that_torch_computes_a_part_of_are_left_to_others(path: str, tmp_path: Path) -> None:
+    pair = Pair(make("qwen3", tmp_path), "bfloat16", path=path)
+    for contexts in ([5, 9, 30], [5], [5, 9, 30]):
+        assert pair.steps.logits(decode_batch(contexts, pair.decoder.config.vocab_size)) is None
+
+
+def check_recorded(pair: Pair) -> None:
+    torch.manual_seed(0)
+    for rows in (3, 1, 16, 3):
+        for longest in (20, 300, 600, 40):  # short ones run from recordings made for longer ones, and before them
+            pair.check(torch.randint(1, longest, (rows,)).tolist())
+
+
+def test_other_steps_are_left_to_others(tmp_path: Path) -> None:
+    pair = Pair(make("llama3", tmp_path), "float32", num_slots=4)
+    batch = decode_batch([5, 9, 30], 1000)
+    chunk = RaggedBatch(
+        torch.zeros(3, dtype=torch.int64), torch.arange(3), torch.arange(3), torch.tensor([0, 3], dtype=torch.int32),
+        torch.tensor([3], dtype=torch.int32), batch.block_tables[:1], torch.tensor([2]), 3, 3)
+    assert pair.steps.logits(chunk) is None
+    assert pair.steps.logits(decode_batch([5] * 5, 1000)) is None  # more rows than there are slots
+    assert pair.steps.logits(batch) is not None

@@ -1,0 +1,62 @@
+"""Blocks have memory before they are handed out, as far as somebody is quick enough."""
+
+from __future__ import annotations
+
+import time
+
+from slotwise.core.step import NewBlocks, StepPlan, StepResult
+from slotwise.runner.prefault import Prefault
+
+
+class Layer:
+    def __init__(self, can: bool = True) -> None:
+        self.can, self.asked = can, []
+
+    def touch(self, first: int, end: int) -> bool:
+        self.asked.append((first, end))
+        return self.can
+
+
+class Nothing:
+    """An executor that notes what it is given."""
+
+    def __init__(self) -> None:
+        self.given = []
+
+    def submit(self, plan: StepPlan) -> None:
+        self.given.append(plan)
+
+    def collect(self) -> StepResult:
+        return StepResult(len(self.given), ())
+
+
+def granting(*blocks: tuple[int, ...]) -> StepPlan:
+    new_blocks = tuple(NewBlocks(slot, some) for slot, some in enumerate(blocks))
+    return StepPlan(0, 0.0, (), (), new_blocks, (), (), (), (), (), (), (), (), (), None)
+
+
+def settled(ahead: Prefault) -> None:
+    while ahead._thread is not None and ahead._thread.is_alive():
+        time.sleep(0.001)
+
+
+def test_memory_stays_ahead_of_the_blocks_that_are_handed_out():
+    layers, executor = [Layer(), Layer()], Nothing()
+    ahead = Prefault(executor, layers, num_blocks=100, distance=20)
+    for plan in (granting((0, 1), ()), granting((9,)), granting((12, 11), (3,)), granting(), granting((95,)),
+                 granting((99,)), granting((5,))):
+        settled(ahead)
+        ahead.submit(plan)
+        assert executor.given[-1] is plan
+    settled(ahead)
+    assert layers[0].asked == layers[1].asked == [(0, 20), (20, 32), (32, 100)]
+    assert ahead.collect().step == 7
+
+
+def test_who_cannot_be_asked_is_not_asked_again():
+    layers = [Layer(), Layer(can=False)]
+    ahead = Prefault(Nothing(), layers, num_blocks=100, distance=20)
+    for block in range(0, 100, 7):
+        settled(ahead)
+        ahead.submit(granting((block,)))
+    assert layers[1].asked == [(0, 20)]

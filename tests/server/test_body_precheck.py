@@ -1,0 +1,151 @@
+"""What it costs to take in the largest bodies, generated: every shape of junk in every field.
+
+The measure is computing time, as a ratio to that of a body of the same size that is right: a prompt of token ids.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+
+from slotwise.server.active_requests import AbortRequest
+from slotwise.server.body_precheck import MAX_ELEMENTS
+from slotwise.server.errors import ApiError
+from slotwise.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    decode,
+    decode_object,
+)
+from slotwise.server.settings import ServerSettings
+
+LARGEST = ServerSettings("toy").max_body_bytes
+MOST = 2.5  # times what the body that is right costs; 4.5 and more before bodies were looked at by their shape
+
+
+def filled(item: str, opening: str = "[", closing: str = "]", first: str = "") -> Callable[[int], str]:
+    """As many of `item` as fit; a number counts up where it has a #."""
+    def build(size: int) -> str:
+        count = max(1, (size - len(first) - 2) // (len(item.replace("#", "1000000")) + 1))
+        items = [item.replace("#", str(1_000_000 + i)) for i in range(count)] if "#" in item else [item] * count
+        return opening + first + ",".join(items) + closing
+    return build
+
+
+def repeated(item: str, opening: str = "", closing: str = "") -> Callable[[int], str]:
+    return lambda size: opening + item * ((size - len(opening) - len(closing)) // len(item)) + closing
+
+
+SHAPES: dict[str, Callable[[int], str]] = {
+    "lists": filled("[]"), "objects": filled("{}"), "nested lists": filled("[[],[[]]]"), "digits": filled("5"),
+    "texts": filled('"a"'), "empty texts": filled('""'), "nothings": filled("null"), "fractions": filled("1.5"),
+    "a text, then lists": filled("[]", first='"a",'), "a text, then objects": filled("{}", first='"a",'),
+    "a list, then texts": filled('"a"', first="[2],"), "lists of ids": filled("[2]"), "tiny objects": filled('{"a":1}'),
+    "keys": filled('"k#":1', "{", "}"), "one key": filled('"k":[]', "{", "}"),
+    "deep lists": repeated("["), "deep objects": repeated('{"a":'),
+    "many as deep as they may be": filled("[" * 400 + "]" * 400), "a huge number": repeated("9"),
+    "a long exponent": repeated("9", "1e"), "huge numbers": filled("9" * 19),
+    "escapes": repeated("\\u00e9", '"', '"'), "pairs": repeated("\\ud83d\\ude00", '"', '"'),
+    "quotes": repeated('\\"', '"', '"'), "backslashes": filled('"\\\\"'),
+    "brackets in a text": repeated("[],{", '"', '"'),
+    "roles": filled('{"role":"user","content":"x"}'), "parts": filled('{"type":"text","text":"x"}'),
+    "wrong parts": filled('{"content":[[],[],[],[]]}'),
+}
+COMPLETION, CHAT = '{"prompt":[2],"max_tokens":1,%s}', '{"messages":[{"role":"user","content":"x"}],%s}'
+MESSAGE = '{"messages":[{"role":"user",%s}]}'
+PLACES: dict[str, tuple[str, str]] = {
+    "prompt": ("completion", '{"prompt":%s}'),
+    **{name: ("completion", COMPLETION % f'"{name}":%s') for name in (
+        "stop", "stop_token_ids", "logit_bias", "response_format", "n", "temperature", "unknown", "stream_options",
+        "bench_output_tokens", "user")},
+    "said again": ("completion", '{"prompt":%s,"prompt":[2]}'),
+    "messages": ("chat", '{"messages":%s}'), "message": ("chat", '{"messages":[%s]}'),
+    "content": ("chat", MESSAGE % '"content":%s'), "junk": ("chat", MESSAGE % '"content":"x","junk":%s'),
+    "name": ("chat", MESSAGE % '"name":%s,"content":"x"'),
+    "content again": ("chat", MESSAGE % '"content":%s,"content":""'),
+    "part": ("chat", MESSAGE % '"content":[%s]'),
+    "part's junk": ("chat", MESSAGE % '"content":[{"type":"text","text":"x","junk":%s}]'),
+    "part's content": ("chat", MESSAGE % '"content":[{"type":"text","content":%s}]'),
+    "tools": ("chat", CHAT % '"tools":%s'), "variables": ("chat", CHAT % '"chat_template_kwargs":%s'),
+    "tokenize": ("tokenize", '{"prompt":%s}'), "tokenized messages": ("tokenize", '{"messages":[{"role":%s}]}'),
+    "detokenize": ("detokenize", '{"tokens":%s}'), "abort": ("abort", '{"request_ids":%s}'),
+    "abort one": ("abort", '{"request_id":%s}'), "abort junk": ("abort", '{"request_id":"x","junk":%s}'),
+}
+READ: dict[str, Callable[[bytes], object]] = {
+    "completion": lambda body: decode(CompletionRequest, body), "chat": lambda body: decode(ChatRequest, body),
+    "tokenize": lambda body: decode(TokenizeRequest, body), "detokenize": lambda body: decode(DetokenizeRequest, body),
+    "abort": AbortRequest.decode,
+}
+
+
+def cost(read: Callable[[bytes], object], body: bytes) -> float:
+    """Seconds of computing, the best of three."""
+    spent = []
+    for _ in range(3):
+        before = time.process_time()
+        try:
+            read(body)
+        except ApiError as error:
+            assert 400 <= error.status < 500 and len(error.message) < 1000
+        spent.append(time.process_time() - before)
+    return min(spent)
+
+
+@cache
+def right() -> float:
+    body = ('{"prompt":' + filled("5")(LARGEST - 12) + "}").encode()
+    return min(cost(READ["completion"], body) for _ in range(2))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("place", PLACES)
+def test_no_body_costs_much_more_than_one_that_is_right(place: str, shape: str) -> None:
+    kind, frame = PLACES[place]
+    body = (frame % SHAPES[shape](LARGEST - len(frame) - 2)).encode()
+    assert LARGEST * 0.9 < len(body) <= LARGEST
+    assert cost(READ[kind], body) < MOST * right()
+
+
+@pytest.mark.parametrize("item", ['"k#":1', '"n":1', '"prompt":[2]', '"#":[]'])
+def test_nor_do_many_fields(item: str) -> None:
+    assert cost(READ["completion"], filled(item, "{", "}")(LARGEST).encode()) < MOST * right()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_nor_does_a_change_of_settings(shape: str) -> None:
+    assert cost(decode_object, b'{"tiers":%b}' % SHAPES[shape](64 << 10).encode()) < MOST * right()
+
+
+def test_what_is_right_is_taken_however_large() -> None:
+    text = '[],{"a":[1,2]},' * 20_000
+    mixed = decode(CompletionRequest, json.dumps({"prompt": [text, [2, 3], "x\\", '"'] * 8}).encode())
+    assert mixed.prompt == [text, [2, 3], "x\\", '"'] * 8
+    prompts = ["a" * 30] * MAX_ELEMENTS
+    assert decode(CompletionRequest, json.dumps({"prompt": prompts}).encode()).prompt == prompts
+    parts = [{"type": "text", "text": text}, {"type": "text", "text": "x"}]
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": text}}]
+    messages = [{"role": "user", "content": text}, {"role": "assistant", "content": None, "tool_calls": calls},
+                {"role": "user", "content": parts}, {"role": "tool", "content": "", "name": "n" * 100_000}]
+    assert decode(ChatRequest, json.dumps({"messages": messages}).encode()).messages == messages
+    names = ["é" * 20] * MAX_ELEMENTS
+    assert AbortRequest.decode(json.dumps({"request_ids": names}).encode()).names == names
+
+
+@pytest.mark.parametrize(("kind", "body", "param"), [
+    ("completion", {"prompt": ["a" * 30] * (MAX_ELEMENTS + 1)}, "prompt"),
+    ("completion", {"prompt": ["a", *[[]] * 50_000]}, "prompt"),
+    ("chat", {"messages": [{"role": "user", "content": "x"}] * (MAX_ELEMENTS + 1)}, "messages"),
+    ("chat", {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 3000}] * 2}, "messages"),
+    ("chat", {"messages": [{"role": "user", "content": "x", "junk": [[]] * 140_000}]}, "messages"),
+    ("abort", {"request_ids": ["a" * 30] * (MAX_ELEMENTS + 1)}, "request_ids"),
+])
+def test_what_is_too_much_is_named(kind: str, body: dict[str, object], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        READ[kind](json.dumps(body, separators=(",", ":")).encode())
+    assert caught.value.status == 400 and caught.value.param == param

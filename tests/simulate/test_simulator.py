@@ -1,0 +1,59 @@
+"""An engine on a virtual clock: times are what the cost function says, orders are the scheduler's."""
+
+from __future__ import annotations
+
+import pytest
+
+from slotwise.batching.settings import Batching
+from slotwise.core.limits import SchedulerLimits
+from slotwise.core.params import SamplingParams
+from slotwise.core.slo import SLO
+from slotwise.core.step_time import Work
+from slotwise.engine.messages import Add
+from slotwise.engine.scheduling import Scheduling
+from slotwise.policies.settings import Ordering
+from slotwise.simulate.simulator import NoEnd, simulate
+
+LIMITS = SchedulerLimits(max_model_len=64, num_blocks=64, block_size=4, max_num_seqs=1, max_num_batched_tokens=64)
+
+
+def cost(work: Work) -> float:
+    return 0.010 + 0.001 * work.tokens
+
+
+def ask(name: str, at: float, prompt: int, output: int, slo: SLO | None = None) -> tuple[float, Add]:
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    return at, Add(name, [5] * prompt, params, 0, output, slo=slo or SLO())
+
+
+def scheduling(kind: str = "fcfs", **settings: object) -> Scheduling:
+    return Scheduling(Batching(), 1, 64, Ordering(kind, **settings))
+
+
+def test_every_token_comes_when_its_step_has_ended():
+    lives = simulate([ask("a", 1.0, 10, 3), ask("b", 1.005, 4, 1)], scheduling(), LIMITS, cost)
+    assert lives["a"].token_times == pytest.approx([1.020, 1.031, 1.042])
+    assert lives["a"].ended == pytest.approx(1.042) and lives["a"].reason == "stop"
+    assert lives["b"].token_times == pytest.approx([1.042 + 0.014])
+
+
+def test_the_policy_decides_who_is_first():
+    asks = [ask("long", 0.0, 4, 20), ask("later", 0.01, 4, 20, SLO(priority=5)), ask("urgent", 0.02, 4, 2)]
+    lives = simulate(asks, scheduling("priority", preemption_gap=10), LIMITS, cost)
+    assert lives["long"].ended < lives["urgent"].ended < lives["later"].token_times[0]
+
+
+def test_who_is_shed_has_no_tokens():
+    asks = [ask("long", 0.0, 4, 40), ask("late", 0.01, 4, 2, SLO(ttft=0.1))]
+    lives = simulate(asks, scheduling("deadline", shed_late=True), LIMITS, cost)
+    assert lives["late"].reason == "shed" and lives["late"].token_times == []
+
+
+def test_the_same_asks_give_the_same_times():
+    asks = [ask(f"r{number}", number / 100, 3 + number % 7, 1 + number % 5) for number in range(40)]
+    assert simulate(asks, scheduling("fair"), LIMITS, cost) == simulate(asks, scheduling("fair"), LIMITS, cost)
+
+
+def test_a_simulation_is_bounded():
+    with pytest.raises(NoEnd, match="after 5 steps"):
+        simulate([ask("a", 0.0, 4, 20)], scheduling(), LIMITS, cost, max_steps=5)

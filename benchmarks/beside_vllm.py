@@ -1,10 +1,10 @@
-"""The same requests through the same offline API, on Slotwise or on vLLM: output tokens a second.
+"""Measures output tokens per second of the same requests through the same offline API, on Slotwise or on vLLM.
 
     python benchmarks/checkpoint.py CHECKPOINT                                     # a shape with random weights
     python benchmarks/beside_vllm.py slotwise CHECKPOINT --workload mixed:0 mixed:1 azure:0
     VLLM_ENVIRONMENT/bin/python benchmarks/beside_vllm.py vllm CHECKPOINT --workload mixed:0 mixed:1 azure:0
 
-Each engine in an environment of its own, one after the other, never side by side; quote ratios of one sitting.  A
+Each engine runs in an environment of its own, one after the other, never side by side; quote ratios of one session.  A
 workload is a name and a seed; one request of each length class is computed first and not counted.
 
     mixed    log-normal prompts (median 128, sigma 0.9, at most 1,024) and outputs (median 64, sigma 0.9, at most 512)
@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-# Of Slotwise vLLM's environment sees the workload alone; and nothing of this folder, for vLLM imports a `kernels`, too.
+# vLLM's environment imports only the workload of Slotwise, and nothing of this folder: vLLM imports a `kernels`, too.
 HERE = Path(__file__).parent
 sys.path[:] = [str(HERE.parent / "src"), *(path for path in sys.path if path != str(HERE))]
 
@@ -37,7 +37,7 @@ VLLM = {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_CPU_OMP_THREADS_BIND": "0-1", "VLLM
 
 
 def workload(name: str, count: int) -> Workload:
-    """Raises ValueError for a name that is none."""
+    """Returns the workload named `name`.  Raises ValueError for an unknown name."""
     kind, _, seed = name.partition(":")
     if kind not in SHAPES or not seed.isdigit():
         raise ValueError(f"a workload is {' or '.join(SHAPES)}, a colon and a seed, not {name!r}")
@@ -46,7 +46,7 @@ def workload(name: str, count: int) -> Workload:
 
 
 def engine(name: str) -> tuple[type, type]:
-    """Its `LLM` and its `SamplingParams`."""
+    """Returns the engine's `LLM` and `SamplingParams`."""
     if name == "vllm":
         os.environ.update({key: os.environ.get(key, value) for key, value in VLLM.items()})
         import vllm

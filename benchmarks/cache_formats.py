@@ -1,8 +1,8 @@
-"""Times attention and the cache write over an int8 cache against the model's own type: cold, taking turns.
+"""Times attention and the cache write over an int8 cache against the model's own type, with cold caches, in turns.
 
-Each call finds another layer's memory, as in `benchmarks/kernels.py`, whose geometry this is; a round of one kind of
-cache is followed by a round of the other, so that a busy neighbour slows both.  Prints microseconds a layer, what the
-bytes that must be read take at the bandwidth measured in the same run, and how often the one fits into the other.
+Each call reads another layer's memory, with the geometry of `benchmarks/kernels.py`; rounds of the two formats
+alternate, so that a busy neighbour slows both.  Prints microseconds per layer, the time of the bytes that must be read
+at the bandwidth measured in the same run, and the ratio of the two formats.
 
     OMP_PROC_BIND=true python benchmarks/cache_formats.py --rows 64 --contexts 256 1024
 """
@@ -37,7 +37,7 @@ def in_turns(calls: list[Callable[[int], object]], layers: int, rounds: int) -> 
 
 
 class Bench:
-    """The same layers' memory in each format."""
+    """The memory of the same layers in each format."""
 
     def __init__(self, layers: int, rounds: int, kind: torch.dtype) -> None:
         self.layers, self.rounds, self.kind = layers, rounds, kind
@@ -49,7 +49,7 @@ class Bench:
         print(f"{'what':28}{'auto':>9}{'floor':>9}{'int8':>9}{'floor':>9}{'ratio':>8}", flush=True)
 
     def compare(self, name: str, query_lens: list[int], context_lens: list[int]) -> None:
-        """One step's attention, and its cache write."""
+        """Times one step's attention and its cache write."""
         batch = step(query_lens, context_lens, BLOCK)
         blocks = int(batch.block_tables.max()) + 1
         caches = [[kernels.allocate_cache(blocks, BLOCK, SHAPE, self.kind) for _ in range(self.layers)]
@@ -72,14 +72,14 @@ class Bench:
             for k, c in zip(self.kernels, caches, strict=True)], [0.0, 0.0])
 
     def line(self, name: str, calls: list[Callable[[int], object]], sizes: list[float]) -> None:
-        """Time what is done to both and print it; `sizes` in bytes."""
+        """Times both formats and prints a line; `sizes` in bytes."""
         times = in_turns(calls, self.layers, self.rounds)
         cells = "".join(f"{us:9.0f}{size / self.bandwidth:9.0f}" for us, size in zip(times, sizes, strict=True))
         print(f"{name:28}{cells}{times[0] / times[1]:8.2f}", flush=True)
 
 
 def whole(tokens: int) -> RaggedBatch:
-    """A prompt that fills the cache from its first place on."""
+    """Returns a prompt that fills the cache from its first position on."""
     places = torch.arange(tokens)
     return RaggedBatch(
         torch.zeros(tokens, dtype=torch.int64), places, places, torch.tensor([0, tokens], dtype=torch.int32),

@@ -1,4 +1,4 @@
-"""Writes a checkpoint with a real model's shape and random weights: speed does not depend on what the weights say.
+"""Writes a checkpoint with a real model's shape and random weights: speed does not depend on the weights' values.
 
 usage: python benchmarks/checkpoint.py FOLDER [--shape smollm2-135m | qwen3-0.6b]      (needs the `dev` extra)
 """

@@ -1,9 +1,9 @@
-"""Pure decode steps of a whole engine against what the machine allows.
+"""Times pure decode steps of a whole engine against the roofline of the machine.
 
-For each number of rows and tokens of context: the median step, and the share of it that two bounds explain, each the
-mean of what was measured right before and right after, for neighbours halve a machine's bandwidth from one minute to
-the next.  Bytes: every weight once and every row's keys and values, at the bandwidth of a large sum.
-Operations: of products and attention, at the rate of a large float32 product.  A step cannot be faster than the larger.
+For each number of rows and tokens of context it prints the median step, and the share of it that two bounds explain.
+Each bound is the mean of measurements right before and after, because neighbours halve a machine's bandwidth from one
+minute to the next.  Bytes: every weight once and every row's keys and values, at the bandwidth of a large sum.
+Operations: of products and attention, at the rate of a large float32 product.  The larger one is a lower bound.
 
     python benchmarks/checkpoint.py CHECKPOINT
     python benchmarks/decode.py CHECKPOINT --output benchmarks/results/decode-cpu.json
@@ -33,7 +33,7 @@ BEGINNING = 512  # steps after which the last row has begun, and the first has n
 
 def median_step(loaded: Loaded, config: EngineConfig, shape: tuple[int, int], steps: int, roofline: Roofline
                 ) -> tuple[float, Cost]:
-    """Seconds of a step in which all rows decode, each with about `context` tokens, and what it must cost.
+    """Returns the seconds of a step in which all rows decode with about `context` tokens, and its lower bound.
 
     Args:
         shape: rows and context.
@@ -56,7 +56,7 @@ def median_step(loaded: Loaded, config: EngineConfig, shape: tuple[int, int], st
 
 
 def main() -> None:
-    """Parse the command line, print the table and keep it."""
+    """Parse the command line, print the table and write it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a checkpoint's folder")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64])
@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24, help="decode steps to take the median of")
     parser.add_argument("--output", type=Path, help="write the figures here as JSON")
     args = parser.parse_args()
-    config = EngineConfig.of(  # rows that decode already must not hold up those that have yet to begin
+    config = EngineConfig.of(  # decoding rows must not delay rows that have not begun
         model=args.model, max_num_seqs=max(args.rows), enable_prefix_caching=False, max_stall_ms=0,
         max_model_len=max(args.context) + args.steps + BEGINNING)
     loaded = load(config)

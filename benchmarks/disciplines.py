@@ -1,8 +1,8 @@
-"""The figures of docs/batching.md: every discipline on one workload, and what changes the gain.
+"""Measures the figures of docs/batching.md: every discipline on one workload, and the sweeps that change the gain.
 
 usage: python benchmarks/disciplines.py RESULTS [--model FOLDER] [-- MORE OPTIONS OF slotwise compare]
-Runs `slotwise compare`, keeps its JSON as RESULTS.json and its page as RESULTS.html.  With --pictures FOLDER the slot
-charts go there too, one SVG a discipline.
+Runs `slotwise compare`, writes its JSON as RESULTS.json and its page as RESULTS.html, and with --pictures FOLDER the
+slot charts, one SVG per discipline.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from slotwise.bench.report import slot_charts
 
 
 def compare(results: Path, options: list[str]) -> dict:
-    """The result of one comparison; its table goes to the terminal."""
+    """Returns the result of one comparison; its table goes to the terminal."""
     kept = results.with_suffix(".json")
     command = [sys.executable, "-m", "slotwise.cli", "compare", "--json", str(kept),
                "--output", str(results.with_suffix(".html")), *options]

@@ -1,7 +1,7 @@
-"""Times the CPU kernels as a step would find them: cold, each call on another layer's memory.
+"""Times the CPU kernels under a step's conditions: cold caches, each call on another layer's memory.
 
-Prints microseconds a layer beside the floor that memory sets: bytes that must be read, at the bandwidth measured in
-the same run.  The geometry is SmolLM2-135M's.
+Prints microseconds per layer beside the memory bound: bytes that must be read, at the bandwidth measured in the same
+run.  The geometry is SmolLM2-135M's.
 
     python benchmarks/kernels.py --rows 1 16 64 --context 256
 """
@@ -25,7 +25,7 @@ PRODUCTS = {"qkv": (HIDDEN, 960), "out": (576, HIDDEN), "gate_up": (HIDDEN, 2 * 
 
 
 def microseconds(call: Callable[[int], object], layers: int, repeats: int) -> float:
-    """A call's median time over `repeats` rounds through all layers."""
+    """Returns a call's median time over `repeats` rounds through all layers."""
     call(0)
     rounds = []
     for _ in range(repeats):
@@ -37,13 +37,13 @@ def microseconds(call: Callable[[int], object], layers: int, repeats: int) -> fl
 
 
 def bytes_per_microsecond() -> float:
-    """Memory read bandwidth: the best of a few sums over 256 MiB."""
+    """Returns the memory read bandwidth: the best of a few sums over 256 MiB."""
     data = torch.ones(1 << 26)
     return data.numel() * 4 / min(microseconds(lambda _: data.sum(), 1, 1) for _ in range(7))
 
 
 def step(query_lens: list[int], context_lens: list[int], block_size: int) -> RaggedBatch:
-    """A step of rows whose blocks lie scattered."""
+    """Returns a step of rows whose blocks are scattered."""
     blocks = [-(-context // block_size) for context in context_lens]
     order = torch.randperm(sum(blocks)).int()
     tables = torch.zeros(len(blocks), max(blocks), dtype=torch.int32)
@@ -75,16 +75,16 @@ class Bench:
         print(f"{'what':40} {'us':>9} {'floor':>9} {'GFLOP/s':>9}")
 
     def line(self, what: str, call: Callable[[int], object], size: int, flops: int) -> None:
-        """Time a call and print it; `size` in bytes."""
+        """Times a call and prints it; `size` in bytes."""
         us = microseconds(call, self.layers, self.repeats)
         print(f"{what:40} {us:9.0f} {size / self.bandwidth:9.0f} {flops / us / 1e3:9.0f}", flush=True)
 
     def random(self, *size: int) -> torch.Tensor:
-        """Random numbers of the type under test."""
+        """Returns random numbers of the type under test."""
         return torch.randn(*size).to(self.kind)
 
     def attention(self, name: str, query_lens: list[int], context_lens: list[int]) -> None:
-        """Attention and the cache write of one step."""
+        """Times attention and the cache write of one step."""
         batch = step(query_lens, context_lens, self.block_size)
         blocks = int(batch.block_tables.max()) + 1
         caches = [self.kernels.allocate_cache(blocks, self.block_size, SHAPE, self.kind) for _ in range(self.layers)]
@@ -100,7 +100,7 @@ class Bench:
                   lambda i: self.kernels.rotary_store(qkv, table, batch, caches[i], SHAPE, None), qkv.nbytes * 2, 0)
 
     def products(self, rows: int) -> None:
-        """The four products of a layer."""
+        """Times the four products of a layer."""
         for name, (depth, outputs) in PRODUCTS.items():
             weights = [self.kernels.linear(self.random(outputs, depth)) for _ in range(self.layers)]
             x = self.random(rows, depth)
@@ -108,13 +108,13 @@ class Bench:
                       depth * outputs * self.kind.itemsize, 2 * rows * depth * outputs)
 
     def head(self, rows: int) -> None:
-        """Logits."""
+        """Times the head."""
         weight, x = self.kernels.linear(self.random(VOCABULARY, HIDDEN)), self.random(rows, HIDDEN)
         self.line(f"head, {rows} rows", lambda _: weight(x), VOCABULARY * HIDDEN * self.kind.itemsize,
                   2 * rows * HIDDEN * VOCABULARY)
 
     def small(self, rows: int) -> None:
-        """Norms and activation."""
+        """Times norms and activation."""
         x, residual, weight = self.random(rows, HIDDEN), self.random(rows, HIDDEN), self.random(HIDDEN)
         gate_up = self.random(rows, 2 * INTERMEDIATE)
         self.line(f"add_rms_norm, {rows} rows", lambda _: self.kernels.add_rms_norm(x, residual, weight, 1e-5),

@@ -1,10 +1,10 @@
-"""What others on the same cores cost: throughput over HTTP, and the longest gap, alone and beside busy programs.
+"""Measures the cost of busy programs on the same cores: throughput over HTTP and the longest gap of a stream.
 
 usage: python benchmarks/neighbours.py [--beside SRC] [--model FOLDER] [--busy 0 1 2] [--rounds 4]
                                          [--prompts LENGTHS] [--json FILE]
 
-The server, its clients and so many programs that never rest share this machine.  To compare with another version give
-the `src` of a checkout of it: both servers stand side by side and are loaded in turn, so that a slow minute slows both.
+The server, its clients and --busy programs that never sleep share this machine.  To compare with another version give
+the `src` of its checkout: both servers run side by side and are loaded in turn, so that a slow minute slows both.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ RESTLESS = [sys.executable, "-c", "while True: pass"]
 
 @contextlib.contextmanager
 def served(source: Path, model: list[str]) -> Iterator[Target]:
-    """A server of the version whose `src` this is."""
+    """Yields a server of the version in `source`."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = str(source)
     with serving([*model, "--max-num-seqs", str(SLOTS)]) as server:
@@ -51,7 +51,7 @@ def served(source: Path, model: list[str]) -> Iterator[Target]:
 
 @contextlib.contextmanager
 def busy(number: int) -> Iterator[None]:
-    """So many programs that never rest."""
+    """Runs `number` programs that never sleep."""
     programs = [subprocess.Popen(RESTLESS) for _ in range(number)]
     try:
         yield
@@ -62,7 +62,7 @@ def busy(number: int) -> Iterator[None]:
 
 
 def load(target: Target, workload: Workload) -> tuple[float, float]:
-    """Output tokens per second, and milliseconds of the longest gap in a stream."""
+    """Returns output tokens per second, and the longest gap in a stream in milliseconds."""
     target, vocab_size = resolve(target)
     result = serving_result(
         target, workload, measure(target, workload, Phrasing(vocab_size=vocab_size), num_warmups=4), Objectives({}))
@@ -70,7 +70,7 @@ def load(target: Target, workload: Workload) -> tuple[float, float]:
 
 
 def compare(targets: dict[str, Target], workload: Workload, numbers: list[int], rounds: int) -> list[dict[str, object]]:
-    """For each version and number of neighbours, what each run gave."""
+    """Returns the results of each run, by version and number of busy programs."""
     found: dict[tuple[str, int], list[tuple[float, float]]] = {}
     turns = [(turn, number) for number in numbers for turn in range(rounds)]
     for turn, number in track(turns, "neighbours", console=Console(stderr=True)):

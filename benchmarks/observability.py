@@ -1,10 +1,10 @@
-"""What observing costs: throughput with the event log, metrics and an open viewer, against the same server without any.
+"""Measures the cost of observers: throughput with event log, metrics and a subscriber, against none of them.
 
 usage: python benchmarks/observability.py [--model FOLDER] [--slots 16] [--pairs 7] [--json FILE]
 
-One server is loaded again and again, in turn with its observers and without them: two servers differ by more than what
-is measured here.  Where it is observed, it writes its log to a file, streams it to a viewer in a process of its own,
-and is asked for its metrics every five seconds by the same.
+One server is loaded repeatedly, in turn with its observers and without them: two servers differ by more than the
+effect measured here.  With observers it writes its log to a file and streams it to a viewer in a process of its own,
+which also reads the metrics every five seconds.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from slotwise.workload import arrivals, lengths
 from slotwise.workload.requests import Recipe, Workload, generate
 
 READY = re.compile(r"Ready after .* on (http://\S+)")
-SERVE, VIEW = "serve", "view"  # what this program does in processes of its own
+SERVE, VIEW = "serve", "view"  # roles of this program in child processes
 SCRAPED_EVERY = 5.0  # seconds; 15 and 60 are common
 BARE, OBSERVED = signal.SIGUSR1, signal.SIGUSR2
-SETTLED = 1.0  # seconds after a signal, by which time whoever ended has been told of
+SETTLED = 1.0  # seconds after a signal, after which all ended requests have been published
 Figures = dict[str, list[float]]
 
 
 def serve(arguments: list[str]) -> int:
-    """`slotwise serve`, whose engine at a signal is observed by nobody but the door, and at another by all again."""
+    """Runs `slotwise serve`; one signal removes all observers but admission control, another restores them."""
     from slotwise.cli import main
     from slotwise.compose import server
 
@@ -67,7 +67,7 @@ def serve(arguments: list[str]) -> int:
 
 
 def view(url: str) -> None:
-    """Read all events, and now and then the metrics, until the server ends."""
+    """Reads all events, and the metrics at intervals, until the server ends."""
 
     def scrape() -> None:
         with contextlib.suppress(OSError):
@@ -84,7 +84,7 @@ def view(url: str) -> None:
 
 @contextlib.contextmanager
 def serving(arguments: list[str]) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server, once it is ready, and its address."""
+    """Yields a ready server and its address."""
     with subprocess.Popen(
             [sys.executable, __file__, SERVE, "--port", "0", *NO_QUEUE_BOUND, *arguments], stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL, text=True) as process:
@@ -101,7 +101,7 @@ def serving(arguments: list[str]) -> Iterator[tuple[subprocess.Popen[str], str]]
 
 @contextlib.contextmanager
 def viewing(url: str) -> Iterator[None]:
-    """A viewer that has seen the first of it: starting a process takes more than watching."""
+    """Runs a viewer that has received its first entry: starting a process costs more than viewing."""
     with subprocess.Popen([sys.executable, __file__, VIEW, url], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -113,14 +113,14 @@ def viewing(url: str) -> Iterator[None]:
 
 
 def throughput(url: str, workload: Workload) -> float:
-    """Output tokens per second, as clients see them."""
+    """Returns output tokens per second, as clients see them."""
     target, vocab_size = resolve(Target(url))
     measured = measure(target, workload, Phrasing(vocab_size=vocab_size), num_warmups=4)
     return float(serving_result(target, workload, measured, Objectives({}))["output_throughput"])
 
 
 def compare(arguments: list[str], workload: Workload, pairs: int) -> tuple[Figures, int]:
-    """Tokens per second of each run, and the bytes of the log they left."""
+    """Returns tokens per second of each run, and the bytes of their log."""
     figures: Figures = {"bare": [], "observed": []}
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"

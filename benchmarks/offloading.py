@@ -1,10 +1,10 @@
-"""What a second tier of the prefix cache saves: more shared prompts than the device's pool holds, with and without it.
+"""Measures what the host-memory tier of the prefix cache saves, with more shared prompts than the device pool holds.
 
 usage: python -m benchmarks.offloading [--model FOLDER] [--device DEVICE] [--groups 12:512] [--requests 96]
 
-The same requests go through three engines in this process: one whose pool holds everything, one whose pool holds a
-part, and that one with host memory for what it evicts.  Counted are the tokens computed, which no clock and no
-neighbour changes; seconds mean something on a GPU only.
+The same requests run on three engines in this process: one whose pool holds everything, one whose pool holds a part,
+and the latter with host memory for evicted blocks.  It counts computed tokens, which do not depend on clock or
+neighbours; seconds are meaningful on a GPU only.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from slotwise.core.params import SamplingParams
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import Add
 
-QUESTION, ANSWER, CLIENTS = 48, 16, 4  # tokens, tokens, requests under way at once
+QUESTION, ANSWER, CLIENTS = 48, 16, 4  # tokens, tokens, concurrent requests
 EVERYTHING, PART, TIERS = "everything fits", "a part fits", "a part, and host memory"
 
 
 def requests(groups: int, tokens: int, count: int, vocab_size: int) -> list[Add]:
-    """Each begins with one of `groups` system prompts of `tokens` tokens, as likely as any other."""
+    """Returns requests that each begin with one of `groups` equally likely system prompts of `tokens` tokens."""
     draw = random.Random(1)
     beginnings = [[draw.randrange(2, vocab_size) for _ in range(tokens)] for _ in range(groups)]
     asked = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
@@ -42,7 +42,7 @@ def requests(groups: int, tokens: int, count: int, vocab_size: int) -> list[Add]
 
 
 def run(loaded: Loaded, config: EngineConfig, workload: list[Add]) -> dict[str, Any]:
-    """What an engine computed, found and copied."""
+    """Returns the tokens that an engine computed, found and copied."""
     engine, info = loaded.engine(config)
     block_size = info.limits.block_size
     seen: dict[str, Any] = {"num_blocks": info.limits.num_blocks, "num_host_blocks": info.limits.num_host_blocks}

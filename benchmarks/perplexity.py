@@ -1,8 +1,8 @@
-"""Perplexity of the built-in model on functions it never saw, with each kind of weights and of cache.
+"""Measures the built-in model's perplexity on held-out functions, for each type of weights and of cache.
 
-The text is what `training/corpus.py` held out: functions of the standard library's modules that were left out of the
-training, here of the library proper, its tests excluded.  It is computed as in serving: the same decoder and kernels,
-over a paged cache, many functions a step.
+The text is held out by `training/corpus.py`: functions of standard library modules that are not in the training data,
+tests excluded.  It is computed as in serving: the same decoder and kernels, over a paged cache, many functions per
+step.
 
     python benchmarks/perplexity.py --documents 300
 """
@@ -38,14 +38,14 @@ STEP = 512  # tokens
 
 
 def held_out(count: int) -> list[list[int]]:
-    """Token ids of `count` documents, end token included."""
+    """Returns the token ids of `count` documents, end token included."""
     tokenizer = Tokenizer.load(builtin.path())
     _, documents = split(read_documents(standard_library()))
     return [[*tokenizer.encode(document.text), 1] for document in library_sample(documents, count, seed=2)]
 
 
 def steps(texts: list[list[int]]) -> Iterator[list[list[int]]]:
-    """Texts gathered to steps of about `STEP` tokens."""
+    """Yields texts in steps of about `STEP` tokens."""
     gathered: list[list[int]] = []
     for text in texts:
         if gathered and sum(map(len, gathered)) + len(text) > STEP:
@@ -56,7 +56,7 @@ def steps(texts: list[list[int]]) -> Iterator[list[list[int]]]:
 
 
 def as_batch(texts: list[list[int]]) -> RaggedBatch:
-    """Whole texts as rows, each with blocks of its own; every position's logits are wanted."""
+    """Returns a batch of whole texts as rows, each with blocks of its own and logits at every position."""
     lengths = torch.tensor([len(text) for text in texts])
     blocks = -(-lengths // BLOCK)
     firsts = blocks.cumsum(0) - blocks
@@ -72,7 +72,7 @@ def as_batch(texts: list[list[int]]) -> RaggedBatch:
 
 
 def loss(decoder: Decoder, texts: list[list[int]]) -> tuple[float, int]:
-    """Nats over all tokens that follow another, and how many these are."""
+    """Returns the nats over all tokens but each text's first, and their number."""
     longest = max(map(len, texts))
     num_blocks = (STEP + longest) // BLOCK + STEP
     caches = [decoder.kernels.allocate_cache(num_blocks, BLOCK, shape, decoder.config.dtype)

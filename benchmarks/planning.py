@@ -1,9 +1,9 @@
-"""What a step costs before and after it is computed: `plan`, `commit` and the events of both, in steady decode.
+"""Times the scheduler in steady decode: `plan`, `commit` and the events of both.
 
     python -m benchmarks.planning [--policy NAME ...] [--steps N]
 
-Prefix caching, reasons and events are on, blocks fill up at every step, the garbage collector is set as in a server.
-Nobody computes: what is timed is the scheduler alone, on one core.
+Prefix caching, reasons and events are on, blocks fill up in every step, the garbage collector is set as in a server.
+No model runs: it times the scheduler alone, on one core.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from slotwise.core.step import StepPlan, StepResult
 from slotwise.core.step_time import StepTimeModel
 from slotwise.policies.settings import POLICIES, Ordering
 
-CROWDS = ((64, 0, 75.0), (256, 0, 300.0), (1024, 10_000, 1200.0))  # running, waiting, microseconds aimed at
-SHORTEST, OUTPUT, BLOCK = 64, 4000, 64  # tokens of the shortest prompt, of an answer, of a block
+CROWDS = ((64, 0, 75.0), (256, 0, 300.0), (1024, 10_000, 1200.0))  # running, waiting, target in microseconds
+SHORTEST, OUTPUT, BLOCK = 64, 4000, 64  # tokens of the shortest prompt, of an output, of a block
 LONGEST = SHORTEST + BLOCK - 1 + OUTPUT
 TENANTS = 16
 
 
 def crowd(policy: str, running: int, waiting: int) -> Scheduler:
-    """Everyone who can runs, and is past its prompt."""
+    """Returns a scheduler whose `running` requests are past their prompts."""
     blocks = running * (LONGEST // BLOCK + 1)
     limits = SchedulerLimits(
         LONGEST, blocks, BLOCK, running, max(running, 8192), enable_prefix_caching=True, max_passes=16)
@@ -41,7 +41,7 @@ def crowd(policy: str, running: int, waiting: int) -> Scheduler:
     scheduler = Scheduler(limits, Batching().discipline(running), Ordering(policy).policy((), times), times)
     asked = SamplingParams(max_tokens=OUTPUT, ignore_eos=True)
     for number in range(running + waiting):
-        prompt = [number % 251, *range(SHORTEST - 1 + number % BLOCK)]  # so that blocks fill up at every step
+        prompt = [number % 251, *range(SHORTEST - 1 + number % BLOCK)]  # so that blocks fill up in every step
         slo = SLO(f"tenant {number % TENANTS}", priority=number % 5)
         scheduler.add(Request(f"cmpl-{number:08d}", prompt, asked, number, slo=slo), number * 1e-3)
     now = 100.0
@@ -59,7 +59,7 @@ def result(plan: StepPlan) -> StepResult:
 
 
 def microseconds(policy: str, running: int, waiting: int, steps: int) -> float:
-    """Median of `plan`, `commit` and taking the events of a step."""
+    """Returns the median time of `plan`, `commit` and popping the events of a step."""
     hold_off()
     scheduler = crowd(policy, running, waiting)
     settle()  # as a server does

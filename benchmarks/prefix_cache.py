@@ -1,4 +1,4 @@
-"""What the prefix cache is worth: one workload with shared system prompts, with and without it, behind a real server.
+"""Measures the prefix cache: one workload with shared system prompts, with and without it, on a real server.
 
 usage: python benchmarks/prefix_cache.py [--model FOLDER] [--rate R] [--json FILE]
 """
@@ -25,7 +25,7 @@ SHOWN = ("median_ttft_ms", "p99_ttft_ms", "output_throughput", "median_itl_ms", 
 
 
 def counter(target: Target, name: str) -> float:
-    """A counter of the server's, summed over its labels."""
+    """Returns a counter of the server, summed over its labels."""
     key = {"Authorization": f"Bearer {target.api_key}"}
     request = urllib.request.Request(f"{target.base_url}/metrics", headers=key)
     with urllib.request.urlopen(request, timeout=30) as response:

@@ -1,6 +1,7 @@
-"""Times the four products of a SmolLM2-135M layer, in bfloat16 and with quantised weights, each by whoever offers it.
+"""Times the four products of a SmolLM2-135M layer in bfloat16 and with quantized weights, by every implementation.
 
-Cold: each call finds another of 30 layers' weights.  Prints microseconds for a layer's four products together.
+Caches are cold: each call reads another of 30 layers' weights.  Prints microseconds for a layer's four products
+together.
 
     python benchmarks/products.py --rows 1 16 64 512
 """
@@ -35,7 +36,7 @@ def today(weight: Tensor) -> Linear:
 
 
 def widened(weight: Tensor) -> Linear:
-    """bfloat16 as float32, as on processors that multiply nothing smaller."""
+    """bfloat16 widened to float32, as on processors without smaller products."""
     return tiled_linear(weight, None, TEAM)
 
 
@@ -90,7 +91,7 @@ def fbgemm(weight: Tensor) -> Linear:
 
 
 def onednn(weight: Tensor) -> Linear:
-    """`onednn.qlinear_pointwise`; one scale for all tokens of a step, the only one it takes."""
+    """`onednn.qlinear_pointwise`; one scale for all tokens of a step, the only form it supports."""
     steps, scales = per_channel(weight)
     packed = torch.ops.onednn.qlinear_prepack(steps, None)
     zeros = torch.zeros(len(steps), dtype=torch.long)
@@ -138,7 +139,7 @@ WAYS: tuple[Callable[[Tensor], Linear], ...] = (
 
 
 def microseconds(layers: list[list[Linear]], inputs: list[Tensor], repeats: int) -> float:
-    """The median over rounds of a layer's time."""
+    """Returns the median over rounds of a layer's time."""
     rounds = []
     for _ in range(repeats + 1):
         start = time.perf_counter()

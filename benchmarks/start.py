@@ -1,7 +1,7 @@
 """Times a server's start: from its command to "Ready" to the first token of its first answer.
 
-First with an empty folder of compiled kernels, as on a machine that never ran Slotwise, then as often as asked with the
-kernels that are there by then.  Weights lie in the system's file cache, and Python's bytecode is compiled, in all runs.
+The first run has an empty folder of compiled kernels, as on a machine that never ran Slotwise; --repeats further runs
+find the kernels of the first.  Weights are in the system's file cache, and Python's bytecode is compiled, in all runs.
 
     python benchmarks/start.py                             the built-in model
     python benchmarks/start.py FOLDER --repeats 5          a checkpoint
@@ -28,17 +28,17 @@ BODY = {"prompt": "def area(self):", "max_tokens": 4, "ignore_eos": True, "strea
 
 
 class Start(NamedTuple):
-    """Seconds since the command was given."""
+    """Seconds since the command started."""
 
     ready: float
     first_token: float
 
 
 def start(command: Sequence[str], environment: dict[str, str]) -> Start:
-    """Start a server, ask it once, end it.
+    """Starts a server, sends one request, and stops it.
 
     Raises:
-        RuntimeError: it did not become ready, or did not answer.
+        RuntimeError: the server did not become ready, or did not respond.
     """
     began = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | environment) as server:

@@ -1,13 +1,13 @@
-"""How good the step-time model is, and whether explanations name the right decode time: against a real model.
+"""Measures the errors of the step-time model and of explained decode times, against a real model.
 
-Three workloads, each on an engine of its own that knows what it found out at its start and nothing of earlier runs.  Of
-each: the error of predictions made after 200 steps.  Then it is run again, and requests of it with nobody else, whose
-steps nobody learns from: what the explanation says that their decode would take alone is held against it.
+There are three workloads, each on an engine of its own with the data of its warm-up and none of earlier runs.  For
+each it prints the error of predictions after 200 steps.  Then it runs the workload again, and some of its requests
+alone, without learning from these steps, and compares their decode time with the explained one.
 
-A machine that others share is a third faster or slower by the next second.  So the two take turns, and a request counts
-by the middle one of its turns.  And a metronome runs beside all of it: another engine on the same weights, with one row
-that nobody learns from, does two steps after every few.  Ratios are told as they are, and `steady`: what is explained
-is what is typical, and counted in the beats of all the turns; what was measured in those of its own seconds.
+A shared machine is a third faster or slower a second later.  So both kinds of run alternate, and a request counts by
+its median turn.  A metronome, another engine on the same weights with one row that no model learns from, runs two steps
+after every few.  Ratios are printed as measured and as `steady`: the explained time, which is typical, in beats of all
+turns, the measured one in beats of its own seconds.
 
 usage: python benchmarks/steptime.py [--model FOLDER] [--solo N] [--workload NAME] [--json FILE]
 """
@@ -46,16 +46,16 @@ from slotwise.workload import arrivals, lengths
 from slotwise.workload.requests import Recipe, Workload, WorkRequest, generate
 
 LEARNING = 200  # steps before predictions count
-FEWEST_DECODED = 8  # tokens of a request that is run alone
+FEWEST_DECODED = 8  # output tokens of a request that runs alone
 TURNS = 3
 BEAT = 4  # steps from one beat to the next
-BEAT_TOKENS = 64  # that the metronome's row grows by before it begins anew
+BEAT_TOKENS = 64  # by which the metronome's row grows before it restarts
 NS = 1e-9
 BURST, ARRIVALS, LONG = WORKLOADS = ("a burst", "arrivals", "long prompts")
 
 
 class Metronome:
-    """One row of an engine, whose steps tell how fast the machine is just now."""
+    """One row of an engine, whose steps measure the machine's current speed."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -64,7 +64,7 @@ class Metronome:
             self.beat()
 
     def beat(self) -> float:
-        """Seconds of a step: the second of two, for the first finds the processor's caches full of another's."""
+        """Returns the seconds of a step: the second of two, because the first runs with cold caches."""
         self._step()
         return self._step()
 
@@ -78,7 +78,7 @@ class Metronome:
 
 
 class Lab:
-    """An engine in this process, its event log, and nothing known of its steps: what earlier runs kept is deleted."""
+    """An engine in this process with its event log, without stored step times of earlier runs."""
 
     def __init__(self, model: str) -> None:
         config = EngineConfig(model=model, enable_prefix_caching=False)
@@ -95,7 +95,7 @@ class Lab:
         self._began = 0  # the last run: position in the log
 
     def run(self, workload: Workload, requests: Iterable[WorkRequest], times: StepTimeModel) -> None:
-        """Run `requests` of `workload` and teach `times`."""
+        """Runs `requests` of `workload` and trains `times`."""
         recorder, pending = self._recorder, sorted(requests, key=lambda request: request.arrives_at or 0.0)
         self._numbers, self._began, began = {}, recorder.ring.end, time.monotonic()
         self.beats, num_steps = [self._metronome.beat()], 0
@@ -120,11 +120,11 @@ class Lab:
                 time.sleep(0.001)
 
     def steps(self) -> list[Step]:
-        """Of the last run."""
+        """The steps of the last run."""
         return [entry for entry in map(decode, self._recorder.ring.lines()[self._began:]) if isinstance(entry, Step)]
 
     def explanations(self, times: StepTimeModel) -> dict[int, Explanation]:
-        """Of the last run's requests, by their numbers in the workload, as `times` prices them now."""
+        """Returns the explanations of the last run's requests, by number in the workload, predicted by `times`."""
         entries = list(map(decode, self._recorder.ring.lines()))
         facts = gather(entries)
         return {known: explain(facts[number], entries, times) for number, known in self._numbers.items()}
@@ -134,17 +134,17 @@ class Outcome(NamedTuple):
     name: str
     num_steps: int
     errors: list[float]  # of predictions made after LEARNING steps, relative
-    ratios: list[float]  # decode alone, as explained over as measured: of each request the middle one of its turns
+    ratios: list[float]  # decode alone, explained over measured: of each request the median of its turns
     steady: list[float]  # the same, both counted in beats
 
 
 def measure(model: str, name: str, num_solo: int) -> Outcome:
-    """One workload: first to learn from, then in turns with those of its requests that had neighbours."""
+    """Runs one workload, first to learn from, then in turns with those of its requests that shared steps."""
     lab = Lab(model)
     workload, times = workload_of(name, lab.info, seconds_of_a_token(lab)), StepTimeModel(lab.info.learned)
     knew = StepTimeModel(times.learned())
     lab.run(workload, workload.requests, times)
-    steps, explanations = lab.steps(), lab.stories(times)
+    steps, explanations = lab.steps(), lab.explanations(times)
     errors, num_steps = predicted(steps, knew), len(steps)
     alone = [
         request for request in workload.requests
@@ -158,16 +158,16 @@ def measure(model: str, name: str, num_solo: int) -> Outcome:
 
 
 def seconds_of_a_token(lab: Lab) -> float:
-    """Of a request alone; it runs twice, for an engine's first steps find everything cold."""
+    """Returns the seconds per token of a request alone; it runs twice, because an engine's first steps are cold."""
     alone = Workload((WorkRequest(0, 0.0, 64, 48),), 48)
     for _ in range(2):
         lab.run(alone, alone.requests, StepTimeModel())
-    (explanation,) = lab.stories(StepTimeModel()).values()
+    (explanation,) = lab.explanations(StepTimeModel()).values()
     return explanation.ns("decode") * NS / 47
 
 
 def predicted(steps: Iterable[Step], times: StepTimeModel) -> list[float]:
-    """Relative errors of what `times` says of each step before it learns from it, after the first LEARNING."""
+    """Returns the relative errors of `times` for each step before it learns from it, after the first LEARNING."""
     errors, end = [], 0
     for count, step in enumerate(steps):
         work, began = work_of(step.starts, step.counts, step.padding), max(step.started_ns, end)
@@ -179,21 +179,21 @@ def predicted(steps: Iterable[Step], times: StepTimeModel) -> list[float]:
 
 
 class Turn(NamedTuple):
-    """By the numbers of requests."""
+    """The results of one turn, by the numbers of requests."""
 
-    ratios: dict[int, float]  # decode times as explained over as measured
-    solo_beats: dict[int, float]  # seconds, while it ran alone
-    beats: list[float]  # seconds, of all the turn
+    ratios: dict[int, float]  # decode times, explained over measured
+    solo_beats: dict[int, float]  # seconds, while the request ran alone
+    beats: list[float]  # seconds, of the whole turn
 
 
 def compared(lab: Lab, workload: Workload, times: StepTimeModel, alone: Iterable[WorkRequest]) -> Turn:
-    """Run all together, then some of them alone."""
+    """Runs all requests together, then some of them alone."""
     lab.run(workload, workload.requests, times)
     turn = Turn({}, {}, lab.beats)
-    explanations = lab.stories(times)
+    explanations = lab.explanations(times)
     for request in alone:
         lab.run(workload, [replace(request, arrives_at=0.0)], StepTimeModel())
-        took = lab.stories(StepTimeModel())[request.number].ns("decode")
+        took = lab.explanations(StepTimeModel())[request.number].ns("decode")
         turn.ratios[request.number] = explanations[request.number].ns("decode") / took
         turn.solo_beats[request.number] = statistics.median(lab.beats)
         turn.beats.extend(lab.beats)
@@ -201,12 +201,12 @@ def compared(lab: Lab, workload: Workload, times: StepTimeModel, alone: Iterable
 
 
 def medians(turns: Sequence[dict[int, float]]) -> list[float]:
-    """Of every request, over the turns."""
+    """Returns the median of every request, over the turns."""
     return [statistics.median(turn[number] for turn in turns) for number in turns[0]]
 
 
 def workload_of(name: str, info: EngineInfo, token_s: float) -> Workload:
-    """At once, one after the other, and long prompts beside streams, at a pace that fits a model of that speed."""
+    """Returns the workload `name`, all at once, in sequence, or long prompts beside streams, at the model's pace."""
     short = lengths.parse("lognormal:64:0.8:256"), lengths.parse("lognormal:48:0.6:128")
     if name == BURST:
         return generate(Recipe(256, *short), seed=1)
@@ -243,7 +243,7 @@ def figures(outcome: Outcome) -> dict[str, Any]:
 
 
 def spread(ratios: list[float]) -> dict[str, float]:
-    """Of decode times as explained over as measured."""
+    """Returns median, errors and the share within 15% of ratios of explained over measured decode times."""
     off = sorted(abs(ratio - 1) for ratio in ratios)
     return {
         "explained_over_measured": statistics.median(ratios), "median_off": statistics.median(off),

@@ -1,9 +1,9 @@
-"""How smoothly the timeline page moves: the time of a frame over pans and zooms of a full batch.
+"""Measures the frame time of the timeline page over pans and zooms of a full batch.
 
 usage: python -m benchmarks.timeline [--slots 64] [--steps 2000] [--moves 100] [--out FILE]
 
 A real scheduler plans the steps over an executor that computes nothing; a headless Chromium of the system draws them,
-in software.  A frame is measured from the move that asks for it to the moment at which the next one may begin.
+in software.  A frame lasts from the move that requests it to the moment at which the next one may begin.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Sink:
 
 
 def full_batch(slots: int, steps: int, seed: int = 0) -> list[bytes]:
-    """The event log of `steps` steps in which nearly every slot is taken, requests of mixed lengths waiting."""
+    """Returns the event log of `steps` steps with nearly full slots and waiting requests of mixed lengths."""
     limits = SchedulerLimits(
         max_model_len=1024, num_blocks=slots * 64, block_size=16, max_num_seqs=slots, max_num_batched_tokens=16 * slots)
     now = [0]
@@ -94,7 +94,7 @@ def _requests(seed: int) -> Iterator[Add]:
 
 
 def measure(lines: list[bytes], moves: int) -> dict[str, Any]:
-    """Milliseconds of each frame."""
+    """Returns the milliseconds of each frame."""
     from playwright.sync_api import sync_playwright
 
     found = next(path for path in BROWSERS if Path(path).exists())

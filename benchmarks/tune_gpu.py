@@ -1,11 +1,11 @@
-"""Finds the sizes that make attention fast on the GPU at hand, and writes them where the engine reads them.
+"""Tunes the sizes of the attention kernels on this GPU, and writes them to the file that the engine reads.
 
     python -m benchmarks.tune_gpu --head-dims 64 128 --dtypes bfloat16
 
-Every parameter of `kernels/cuda/configs.py` is varied with the others held, round after round until nothing improves.
-The cost of a configuration is the product of its times over some typical steps, so each counts by what it gains in
-percent.  The file is `src/slotwise/kernels/cuda/configs/<device name>.json`; entries of other sizes and types in it
-stay.  About two minutes for each, most of them spent compiling.
+It varies each parameter of `kernels/cuda/configs.py` with the others fixed, in rounds until none improves.  The cost of
+a configuration is the product of its times over some typical steps, so that each step counts by its gain in percent.
+The file is `src/slotwise/kernels/cuda/configs/<device name>.json`; entries of other sizes and types in it stay.  Each
+takes about two minutes, mostly for compiling.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Config = TypeVar("Config")
 
 
 def descend(start: Config, choices: Mapping[str, Sequence[int]], cost: Callable[[Config], float]) -> Config:
-    """The best configuration that varying one field at a time leads to; `cost` is asked once for each."""
+    """Returns the best configuration by coordinate descent; calls `cost` once for each configuration."""
     known: dict[Config, float] = {}
 
     def cost_of(config: Config) -> float:
@@ -58,7 +58,7 @@ def on_gpu(batch: RaggedBatch) -> RaggedBatch:
 
 
 def timer(shape: AttentionShape, kind: torch.dtype, steps: Sequence) -> Callable[[object], float]:
-    """The cost of a tuning: the sum of the logarithms of its milliseconds; infinite where it cannot be launched."""
+    """Returns a cost function: the sum of the logarithms of milliseconds; infinite if the kernel cannot launch."""
     from triton.runtime.errors import TritonError
     from triton.testing import do_bench
 
@@ -85,7 +85,7 @@ def timer(shape: AttentionShape, kind: torch.dtype, steps: Sequence) -> Callable
 
 
 def tune(shape: AttentionShape, kind: torch.dtype) -> dict[str, dict[str, int]]:
-    """The entry of one size and type."""
+    """Returns the entry of one size and type."""
     from slotwise.kernels.cuda.configs import default_tuning
 
     tuning = default_tuning(shape.head_dim, kind)

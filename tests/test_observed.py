@@ -142,7 +142,7 @@ def test_the_terminal_view_shows_who_runs_and_who_waits(seen: Seen) -> None:
     assert seen.busy.startswith("slotwise ") and " builtin on cpu " in seen.busy
     assert "continuous batching" in seen.busy and re.search(rf"slots .* \d of {SLOTS}", seen.busy), seen.busy
     idle = top(seen.url, "--api-key", KEY).stdout
-    assert f"0 of {SLOTS}" in idle and "nobody waits" in idle, idle
+    assert f"0 of {SLOTS}" in idle and "no requests wait" in idle, idle
 
 
 def test_the_terminal_view_is_refreshed_in_place_until_it_is_left(seen: Seen) -> None:
@@ -152,7 +152,7 @@ def test_the_terminal_view_is_refreshed_in_place_until_it_is_left(seen: Seen) ->
             "TERM": "xterm", "COLUMNS": "120", "LINES": "30"}) as process:
         os.close(theirs)
         drawn = b""
-        while drawn.count(b"nobody waits") < 3:
+        while drawn.count(b"no requests wait") < 3:
             drawn += os.read(ours, 65536)
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(OSError):  # how a terminal says that nobody writes to it any more
@@ -161,7 +161,7 @@ def test_the_terminal_view_is_refreshed_in_place_until_it_is_left(seen: Seen) ->
     os.close(ours)
     assert process.returncode == 130
     enters, released_slots = drawn.index(b"\x1b[?1049h"), drawn.rindex(b"\x1b[?1049l")
-    assert enters < drawn.index(b"nobody waits") < released_slots, "on a screen of its own"
+    assert enters < drawn.index(b"no requests wait") < released_slots, "on a screen of its own"
 
 
 def test_the_terminal_view_says_why_it_shows_nothing(seen: Seen) -> None:

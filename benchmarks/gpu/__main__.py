@@ -1,7 +1,7 @@
 """Checks and measures everything on a GPU in eight minutes, and writes one JSON file: `make gpu-check`.
 
     PYTHONPATH=src python -m benchmarks.gpu                  all of it, gpu-check.json
-    PYTHONPATH=src python -m benchmarks.gpu --rehearse       all of it in small, on the CPU: whether it runs, no figures
+    PYTHONPATH=src python -m benchmarks.gpu --rehearse       all of it in small, on the CPU: tests that it runs
     PYTHONPATH=src python -m benchmarks.gpu --parts steps    one part
 """
 
@@ -22,7 +22,7 @@ SECONDS = 480.0  # for all of it
 
 
 def main() -> int:
-    """0 when all went well or there is no GPU, else 1; a target that is missed is reported, and no failure."""
+    """Returns 0 on success or without a GPU, else 1; a missed target is reported, and no failure."""
     asked = _parse()
     missing = "" if asked.rehearse else _why_not()
     if missing:
@@ -40,7 +40,7 @@ def main() -> int:
         left = asked.seconds - (time.monotonic() - started)
         result["parts"][part.name] = done = run(part, rehearse=asked.rehearse, time_left=left)
         print(f"{part.name}: {done['status']} after {done.get('seconds', 0)} s", flush=True)
-        _write(asked.output, result)  # what there is, should this be stopped
+        _write(asked.output, result)  # partial results, in case this process is stopped
     failed = [name for name, done in result["parts"].items() if done["status"] != OK]
     result |= {"status": f"not complete: {', '.join(failed)}" if failed else "completed",
                "seconds": round(time.monotonic() - started, 1),
@@ -61,7 +61,7 @@ def _parse() -> argparse.Namespace:
 
 
 def _why_not() -> str:
-    """What is missing for a check on a GPU; empty when nothing is."""
+    """Returns what is missing for a check on a GPU; empty when nothing is."""
     for package in ("torch", "triton"):
         if importlib.util.find_spec(package) is None:
             return f"{package} is not installed"

@@ -1,4 +1,4 @@
-"""What a step must do at least: read all weights and the cache it attends to, and multiply (Williams et al., 2009)."""
+"""The roofline of a step: bytes of weights and cache it reads, and its operations (Williams et al., 2009)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from slotwise.model.decoder import tensor_shapes
 
 
 class Machine(NamedTuple):
-    """What was measured."""
+    """The measured rates of the device."""
 
     bytes_per_second: float  # of a copy, those read and those written
     operations_per_second: float  # of a large product
 
 
 class Bounds:
-    """The steps of a model whose head is not its embedding table: of that table a step reads next to nothing."""
+    """Lower bounds of steps, for a model whose head is not its embedding table, of which a step reads few rows."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._weights = config.dtype.itemsize * sum(
@@ -28,12 +28,12 @@ class Bounds:
         self._pair = 4 * config.num_layers * config.num_heads * config.head_dim
 
     def bytes(self, record: StepRecord) -> int:
-        """All weights once, and the keys and values of every row's context."""
+        """Returns the bytes of all weights, and of the keys and values of every row's context."""
         return self._weights + self._cached * sum(record.starts + record.counts)
 
     def operations(self, record: StepRecord) -> int:
-        """Two for each weight and token, the head's for rows that sample; four for each pair of a query and a key, head
-        and dimension."""
+        """Returns the operations: two per weight and token, the head's for rows that sample; four per pair of a query
+        and a key, head and dimension."""
         ends = [start + count for start, count in zip(record.starts, record.counts, strict=True)]
         pairs = sum(count * (2 * end - count + 1) // 2 for count, end in zip(record.counts, ends, strict=True))
         sampled = sum(1 for tokens in record.token_ids if tokens)

@@ -1,4 +1,4 @@
-"""How a part of the check tells its figures: a line each as it has them, so a part cut short keeps what it had."""
+"""How a part of the check reports figures: one line each at once, so that a part cut short keeps its figures."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ MARK = "FIGURES "
 
 
 def tell(**figures: Any) -> None:
-    """Print figures by name for whoever started this process."""
+    """Prints figures by name for the parent process."""
     print(MARK + json.dumps(figures), flush=True)
 
 
 def told(output: str) -> dict[str, Any]:
-    """All figures in what a process printed; one that was told twice counts as told last."""
+    """Returns all figures in a process' output; of several values of one figure the last counts."""
     found: dict[str, Any] = {}
     for line in output.splitlines():
         if line.startswith(MARK):

@@ -1,4 +1,4 @@
-"""How busy the device is: what it ran, by the profiler's own account, as intervals of time."""
+"""The device's activity as intervals of time, from the profiler."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAMED = 12  # kinds of work that take longest
 
 
 class Span(NamedTuple):
-    """Something the device did."""
+    """One kernel or copy on the device."""
 
     name: str
     start: float  # microseconds
@@ -25,7 +25,7 @@ class Span(NamedTuple):
 
 
 def watch(work: Callable[[], None], device: torch.device) -> list[Span]:
-    """What the device did during `work`.  On the CPU, for rehearsals, what torch did."""
+    """Returns the device's spans during `work`; on the CPU, for rehearsals, torch's operators."""
     on_gpu = device.type == "cuda"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
@@ -41,10 +41,10 @@ def watch(work: Callable[[], None], device: torch.device) -> list[Span]:
 
 
 def idle_share(spans: Sequence[Span]) -> float:
-    """Share of the time between the first and the last of them in which there was none.
+    """Returns the share of the time between the first and the last span that no span covers.
 
     Raises:
-        ValueError: there are none.
+        ValueError: `spans` is empty.
     """
     if not spans:
         raise ValueError("the profiler saw no work of the device")
@@ -57,7 +57,7 @@ def idle_share(spans: Sequence[Span]) -> float:
 
 
 def shares(spans: Sequence[Span]) -> list[dict[str, Any]]:
-    """The kinds of work that took longest, and their share of all of it."""
+    """Returns the kinds of work that took longest, with their share of the total."""
     seconds: defaultdict[str, float] = defaultdict(float)
     for span in spans:
         seconds[span.name] += span.end - span.start

@@ -1,4 +1,4 @@
-"""What the device can do: bytes copied and operations of a large product, in the run of what is held against them."""
+"""The device's copy bandwidth and product rate, measured in the same run as the figures compared with them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PACKAGES = ("torch", "triton", "numpy", "numba", "safetensors", "tokenizers", "t
 
 
 def measure(setup: Setup) -> Machine:
-    """Bytes a second of a device copy, read and written ones, and operations a second of a square product."""
+    """Returns bytes per second of a device copy (read and written), and operations per second of a square product."""
     device = torch.device("cuda" if setup.device == "cuda" else "cpu")
     source = torch.randint(0, 255, (setup.copied,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -32,7 +32,7 @@ def measure(setup: Setup) -> Machine:
 
 
 def median_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """The median of `REPEATS`, after three that do not count."""
+    """Returns the median of `REPEATS` runs, after three that do not count."""
     for _ in range(3):
         work()
     return statistics.median(_seconds(work, device) for _ in range(REPEATS))
@@ -52,7 +52,7 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def facts() -> dict[str, Any]:
-    """Device, software, commit."""
+    """Returns device, software versions and commit."""
     found = environment() | {"platform": platform.platform(), "packages": {name: _version(name) for name in PACKAGES}}
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)

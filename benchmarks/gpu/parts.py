@@ -1,4 +1,4 @@
-"""The parts of the check, each a process with a time of its own: none can take another down, nor its time."""
+"""The parts of the check, each a process with a time limit of its own, so that no part can end another."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from benchmarks.gpu.figures import MARK, told
 
 ROOT = Path(__file__).resolve().parents[2]
 WORTHWHILE = 5.0  # seconds; with less left a part is not begun
-REHEARSAL_PATIENCE = 6  # times the time of a part: whoever rehearses has a slow machine, and need not hurry
-KEPT = 3000  # characters of what a part that failed said last
+REHEARSAL_PATIENCE = 6  # times the limit of a part, for the slow machines on which rehearsals run
+KEPT = 3000  # characters of the end of a failed part's output
 OK, FAILED, OUT_OF_TIME, SKIPPED = "ok", "failed", "out of time", "skipped"
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Arguments for Python, and how long they may take."""
+    """Arguments for Python, and their time limit in seconds."""
 
     name: str
     arguments: tuple[str, ...]
@@ -34,7 +34,7 @@ class Part:
 
 
 def _tests(name: str, on_gpu: str, rehearsal: str, seconds: float) -> Part:
-    """Most of the time of tests goes into compiling, which several processes share where pytest-xdist is installed."""
+    """Returns a part that runs tests, in several processes where pytest-xdist is installed: compiling dominates."""
     command = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
     together = ("-n", str(min(8, os.cpu_count() or 1))) if importlib.util.find_spec("xdist") else ()
     return Part(name, (*command, *together, *on_gpu.split(" ", 2)), (*command, *rehearsal.split(" ", 2)), seconds)
@@ -57,7 +57,7 @@ PARTS = (
 
 
 def run(part: Part, *, rehearse: bool, time_left: float) -> dict[str, Any]:
-    """What came of a part: its status, seconds and figures, and what it said last when it did not go well."""
+    """Returns a part's status, seconds and figures, and the end of its output if it failed."""
     budget = min(part.seconds * (REHEARSAL_PATIENCE if rehearse else 1), time_left)
     if budget < WORTHWHILE:
         return {"status": SKIPPED, "why": f"{max(time_left, 0.0):.0f} s of the check are left"}
@@ -76,7 +76,7 @@ def run(part: Part, *, rehearse: bool, time_left: float) -> dict[str, Any]:
 
 
 def _finished(arguments: tuple[str, ...], output: int, budget: float) -> str:
-    """Run Python to its end, or to the end of its time."""
+    """Runs Python until it ends or its time is over."""
     paths = os.pathsep.join(filter(None, (str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", ""))))
     process = subprocess.Popen(
         [sys.executable, *arguments], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
@@ -92,6 +92,6 @@ def _finished(arguments: tuple[str, ...], output: int, budget: float) -> str:
 
 
 def _counts(text: str) -> dict[str, int]:
-    """Tests by what became of them, from pytest's last line."""
+    """Returns the number of tests by outcome, from pytest's last line."""
     found = re.findall(r"(\d+) (passed|failed|errors?|skipped)", text[-400:])
     return {outcome: int(number) for number, outcome in found}

@@ -1,4 +1,4 @@
-"""The same trace through the continuous batching of transformers, a model of the same shape with random weights."""
+"""Runs the same trace through the continuous batching of transformers, on the same shape with random weights."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def main() -> None:
 
 
 def run(manager: Any, name: str, trace: list[tuple[list[int], int]]) -> tuple[float, int]:
-    """Seconds and output tokens.
+    """Returns seconds and output tokens.
 
     Raises:
-        RuntimeError: a request failed, or nothing comes any more.
+        RuntimeError: a request failed, or no result came within `PATIENCE`.
     """
     started = heard = time.perf_counter()
     for number, (prompt, num_output) in enumerate(trace):
@@ -66,7 +66,7 @@ def _manager(setup: Setup, model: Any) -> Any:
     from transformers import GenerationConfig
 
     generation = GenerationConfig(max_new_tokens=64, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    if setup.device == "cuda":  # as large as it likes, and as fast as it can
+    if setup.device == "cuda":  # its default sizes, and its fastest settings
         return model.init_continuous_batching(generation_config=generation)
     from transformers import ContinuousBatchingConfig
 

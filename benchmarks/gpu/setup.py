@@ -1,4 +1,4 @@
-"""What is measured: a model's shape with random weights, how large, on what device.  A rehearsal is all of it, tiny."""
+"""The setup of a check: model shape, random weights, sizes and device.  A rehearsal is the same, tiny."""
 
 from __future__ import annotations
 
@@ -43,29 +43,29 @@ class Setup:
 
     @property
     def longest(self) -> int:
-        """Tokens of a sequence."""
+        """The longest sequence, in tokens."""
         return self.prefill_tokens + 256
 
     def engine_config(self) -> EngineConfig:
-        """One engine for all parts."""
+        """Returns the config of the engine, the same for all parts."""
         return EngineConfig.of(
             model=self._folder(), device=self.device, max_num_seqs=max(self.rows), enable_prefix_caching=False,
             max_num_batched_tokens=self.prefill_tokens, max_model_len=self.longest, overlap=1)
 
     def _folder(self) -> str:
-        """Where a checkpoint of this shape would lie: its description alone."""
+        """Returns a folder with the description of a checkpoint of this shape, without weights."""
         folder = Path(tempfile.gettempdir()) / f"slotwise-gpu-check-{self.model.hidden_size}"
         folder.mkdir(exist_ok=True)
         (folder / "config.json").write_text(f"{self.model}\n")
         return str(folder)
 
     def prompt(self, length: int, seed: int) -> list[int]:
-        """Random token ids."""
+        """Returns random token ids."""
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(10, self.model.vocab_size, (length,), generator=generator).tolist()
 
     def request(self, name: str, num_prompt: int, num_output: int, seed: int) -> Add:
-        """Greedy, and as long as asked."""
+        """Returns a greedy request with exactly `num_output` tokens."""
         params = SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True)
         return Add(name, self.prompt(num_prompt, seed), params, seed)
 
@@ -91,14 +91,14 @@ REHEARSAL = Setup(
 
 
 def asked(description: str) -> Setup:
-    """What the command line of a part asks for."""
+    """Returns the setup that the command line of a part selects."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--rehearse", action="store_true", help="everything tiny, on the CPU")
     return REHEARSAL if parser.parse_args().rehearse else FULL
 
 
 def load(setup: Setup, wrap: Callable[[Kernels], Kernels] = lambda kernels: kernels) -> Loaded:
-    """The model with random weights, made on the device."""
+    """Returns the model with random weights, made on the device."""
     kernels = wrap(choose(setup.device))
     ready = Warming(kernels, setup.model.dtype)
     decoder = Decoder(setup.model, random_weights(setup.model, kernels.device), kernels, setup.longest)
@@ -106,7 +106,7 @@ def load(setup: Setup, wrap: Callable[[Kernels], Kernels] = lambda kernels: kern
 
 
 def random_weights(config: ModelConfig, device: torch.device) -> Read:
-    """Every weight of a decoder: normal, norms about one."""
+    """Returns a reader of random weights: normal, norms about one."""
     shapes = tensor_shapes(config)
     generator = torch.Generator(device).manual_seed(0)
 

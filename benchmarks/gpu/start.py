@@ -1,6 +1,6 @@
-"""From the start of a process until it serves, and until steps of every size are recorded; weights are made, not read.
+"""Times a process from its start until it serves, and until steps of every size are captured; weights are generated.
 
-The batch is filled, then loses a row at every step, so that a step of every size is met.
+The batch is filled, then loses a row in every step, so that every size occurs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from slotwise.kernels.interface import Graph, Kernels
 
 
 class Counted:
-    """Kernels whose recordings are counted."""
+    """Kernels that count captures."""
 
     def __init__(self, kernels: Kernels) -> None:
         self.recordings = 0
@@ -35,7 +35,7 @@ class Counted:
 
 
 def main(started: float) -> None:
-    """`started` is when the process was, in seconds of the clock that is the same for all processes."""
+    """`started` is the start of the process, in seconds of the monotonic clock that all processes share."""
     setup = asked(__doc__)
     counted: list[Counted] = []
 
@@ -62,7 +62,7 @@ def main(started: float) -> None:
 
 
 def _process_started() -> float:
-    """When this process was started, on the monotonic clock."""
+    """Returns the start of this process on the monotonic clock, in seconds."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return ticks / os.sysconf("SC_CLK_TCK") - (time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic())
 

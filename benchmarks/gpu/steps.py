@@ -1,7 +1,7 @@
-"""Decode and prefill steps of the whole engine against what the device allows, and how much of the time it idles.
+"""Times decode and prefill steps of the whole engine against the roofline, and measures the device's idle share.
 
-A step's time is from the end of one to the end of the next, as the engine sees it, so whatever the host keeps the
-device waiting for counts.
+A step's time is from the end of one step to the end of the next, as the engine sees it, so it includes every delay by
+the host.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Finish, StepRecord
 from slotwise.kernels.select import choose
 
-SETTLING = 6  # first steps of a kind, which record and compile
+SETTLING = 6  # first steps of a kind, which capture and compile
 WATCHED = 12  # steps under the profiler
 NANO = 1e-9
 
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 class Bench:
-    """An engine, and what bounds it."""
+    """An engine and its bounds."""
 
     def __init__(self, engine: Engine, setup: Setup, machine: Machine, bounds: Bounds) -> None:
         self._engine = engine
@@ -53,7 +53,7 @@ class Bench:
         self._bounds = bounds
 
     def prefill(self) -> dict[str, Any]:
-        """Steps that are one whole prompt each."""
+        """Returns figures of steps that are one whole prompt each."""
         tokens = self._setup.prefill_tokens
         for number in range(self._setup.prefill_steps + 2):
             self._engine.handle(self._setup.request(f"prompt-{number}", tokens, 1, seed=number))
@@ -69,7 +69,7 @@ class Bench:
                 "tokens_per_second": tokens / seconds}
 
     def decode(self, rows: int) -> dict[str, Any]:
-        """Steps in which `rows` rows decode, each with about `Setup.context` tokens."""
+        """Returns figures of steps in which `rows` rows decode, each with about `Setup.context` tokens."""
         self._fill(rows)
         records = [self._steady(rows) for _ in range(SETTLING + self._setup.decode_steps)][SETTLING - 1 :]
         self._clear(rows)
@@ -80,7 +80,7 @@ class Bench:
                 "of_roofline": bound / seconds, "tokens_per_second": rows / seconds}
 
     def idle(self, watching: Callable[[Callable[[], None]], list[Span]]) -> dict[str, Any]:
-        """The device's idle share while all rows decode, and what it is busy with."""
+        """Returns the device's idle share while all rows decode, and its longest kinds of work."""
         rows = max(self._setup.rows)
         self._fill(rows)
         records = [self._steady(rows) for _ in range(SETTLING)]
@@ -90,7 +90,7 @@ class Bench:
                 "step_seconds": statistics.median(_durations(records[SETTLING:])), "busy_with": shares(spans)}
 
     def _fill(self, rows: int) -> None:
-        """Start `rows` requests, and step until all of them decode."""
+        """Adds `rows` requests, and steps until all of them decode."""
         steps = SETTLING + max(self._setup.decode_steps, WATCHED)
         num_prompt = max(1, self._setup.context - steps // 2)
         for row in range(rows):
@@ -121,7 +121,7 @@ def _sound(record: StepRecord) -> StepRecord:
 
 
 def _durations(records: list[StepRecord]) -> list[float]:
-    """Seconds from the end of each to the end of the next."""
+    """Returns the seconds from the end of each record to the end of the next."""
     return [(after.ended_ns - before.ended_ns) * NANO for before, after in pairwise(records)]
 
 

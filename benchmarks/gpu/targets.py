@@ -1,4 +1,4 @@
-"""What the figures are held against."""
+"""The targets of the figures."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TARGETS = (
 
 
 def judged(parts: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every target, with what was found and whether it is met; None where it was not measured."""
+    """Returns every target with its measured value and whether it is met; None where it was not measured."""
     figures: Figures = {}
     for part in parts.values():
         figures |= part.get("figures", {})

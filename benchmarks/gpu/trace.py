@@ -1,4 +1,4 @@
-"""The mixed trace through our engine: all requests at once, lengths drawn, greedy, none ending early."""
+"""Runs the mixed trace through this engine: all requests at once, random lengths, greedy, no early end."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from slotwise.workload.requests import Recipe, Workload, generate
 
 
 def workload(setup: Setup) -> Workload:
-    """The same for every engine."""
+    """Returns the workload, the same for every engine."""
     inputs, outputs = map(parse, setup.trace)
     return generate(Recipe(setup.num_requests, inputs, outputs))
 
 
 def requests(setup: Setup) -> Iterator[tuple[list[int], int]]:
-    """Token ids of each prompt, and tokens of its output."""
+    """Yields the token ids of each prompt, and the length of its output."""
     trace = workload(setup)
     for request in trace.requests:
         yield trace.prompt_ids(request, setup.model.vocab_size), request.num_output
@@ -40,10 +40,10 @@ def main() -> None:
 
 
 def run(engine: Engine, name: str, trace: list[tuple[list[int], int]]) -> tuple[float, int, int]:
-    """Seconds, output tokens and steps.
+    """Returns seconds, output tokens and steps.
 
     Raises:
-        RuntimeError: a request failed, or ended with fewer tokens than it was to have.
+        RuntimeError: a request failed, or ended with too few tokens.
     """
     started, tokens, steps = time.perf_counter(), 0, 0
     for number, (prompt, num_output) in enumerate(trace):

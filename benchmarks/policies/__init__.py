@@ -1,1 +1,1 @@
-"""What policies do to those who wait: the five promises of docs/policies.md, on real servers or on a virtual clock."""
+"""Measures the five promises of docs/policies.md, on real servers or on a virtual clock."""

@@ -1,7 +1,7 @@
 """usage: python -m benchmarks.policies [--only NAME] [--simulated | --model FOLDER] [--trace FILE] [--no-record]
 
 --trace is the Azure conversation trace of 2023 as CSV (arrived_at, num_prefill_tokens, num_decode_tokens); without it
-lengths are drawn from its quantiles, prompts and answers apart, which leaves `shortest` nothing to learn from prompts.
+lengths are drawn from its quantiles, prompts and outputs independently, so that `shortest` learns nothing from prompts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FIRST_TOKEN = "time to the first token"
 
 
 def record(world: str, name: str, findings: list[Finding], facts: dict[str, object]) -> None:
-    """Keep figures beside those of other runs, and draw their curves."""
+    """Writes figures beside those of other runs, and draws their curves."""
     kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"version": 1, "simulated": {}, "real": {}}
     kept.setdefault(world, {})[name] = facts | {
         "environment": environment(), "findings": [found.as_json() for found in findings]}
@@ -40,7 +40,7 @@ def record(world: str, name: str, findings: list[Finding], facts: dict[str, obje
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="What policies do to those who wait.")
+    parser = argparse.ArgumentParser(description="Measures the promises of scheduling policies.")
     parser.add_argument("--only", action="append", choices=RUNS | FAILURES, help="one run; may be given again")
     parser.add_argument("--simulated", action="store_true", help="on a virtual clock, in seconds")
     parser.add_argument("--trace", type=Path, help="the Azure conversation trace, CSV")

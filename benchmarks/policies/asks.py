@@ -15,7 +15,7 @@ MAX_PROMPT, MAX_OUTPUT = 700, 300
 
 
 def azure(path: Path | None, count: int, rate: float, seed: int) -> list[Ask]:
-    """Requests of the trace with its bursts, `rate` a second on average; without a file, of its quantiles."""
+    """Returns requests of the trace with its bursts, `rate` per second on average; without a file, of its quantiles."""
     if path is None:
         inputs, outputs = lengths.AzurePrompt(SCALE), lengths.AzureOutput(SCALE)
         drawn = random.Random(seed)
@@ -27,13 +27,13 @@ def azure(path: Path | None, count: int, rate: float, seed: int) -> list[Ask]:
 
 
 def _paced(trace: Trace, rate: float) -> list[float]:
-    """The trace's times, stretched to `rate` requests a second."""
+    """Returns the trace's times, scaled to `rate` requests per second."""
     scale = len(trace.times) / rate / max(trace.times[-1], 1e-9)
     return [at * scale for at in trace.times]
 
 
 def bursty(count: int, rate: float, seed: int, sigma: float = 1.0) -> list[Ask]:
-    """Gaps of a gamma distribution, three times as uneven as Poisson's; lengths that tell nothing of each other."""
+    """Returns requests with gamma-distributed gaps (coefficient of variation 3) and independent lengths."""
     drawn = random.Random(seed)
     times = arrivals.Gamma(rate, 3.0).times(drawn, count)
     inputs, outputs = lengths.LogNormal(64, sigma, MAX_PROMPT), lengths.LogNormal(24, sigma, MAX_OUTPUT)

@@ -1,4 +1,4 @@
-"""Charts of runs: what share of the requests waited at most how long, one curve a policy."""
+"""Charts of runs: the cumulative share of requests over their waits, one curve per policy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ POINTS = 200  # of a curve
 
 
 def chart(title: str, measured: str, curves: Mapping[str, Sequence[float]]) -> str:
-    """SVG of cumulative shares over seconds, on a logarithmic axis; ink follows the reader's light or dark page."""
+    """Returns an SVG of cumulative shares over seconds, on a logarithmic axis; colours follow the page's theme."""
     values = [max(value, 1e-4) for curve in curves.values() for value in curve]
     axis = logarithmic(measured, values, _seconds)
     parts = [

@@ -1,4 +1,4 @@
-"""How each policy fails where it is set up badly, or gamed; and what its settings do about it.  On a virtual clock."""
+"""Measures how each policy fails if misconfigured or gamed, and the effect of its settings.  On a virtual clock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slotwise.core.slo import SLO
 from .runs import Finding, Where, p99, setting
 from .worlds import Ask
 
-SHORT, LONG = 24, 300  # tokens of answers
+SHORT, LONG = 24, 300  # output tokens
 LOW, HIGH = SLO(priority=9), SLO(priority=0)
 
 
@@ -23,13 +23,13 @@ def merged(*streams: list[Ask]) -> list[Ask]:
 
 
 def waits(where: Where, asked: Sequence[Ask], policy: str, who: SLO, **options: object) -> list[float]:
-    """Seconds to the first token of those on the terms `who`."""
+    """Returns the seconds to the first token of requests with the objectives `who`."""
     outcomes = where.serve(asked, setting(policy, **options))
     return [outcome.ttft for ask, outcome in zip(asked, outcomes, strict=True) if ask.slo == who]
 
 
 def starvation(where: Where) -> list[Finding]:
-    """More high priority than can be served, and a few of low priority."""
+    """Requests of high priority exceed the capacity, beside a few of low priority."""
     asked = merged(steady(150, where.seconds, Ask(0, 64, SHORT, HIGH)),
                    steady(3, where.seconds / 4, Ask(0, 64, SHORT, LOW)))
     curves = {"hardly any ageing": waits(where, asked, "priority", LOW, ageing=86_400),
@@ -38,7 +38,7 @@ def starvation(where: Where) -> list[Finding]:
 
 
 def inversion(where: Where) -> list[Finding]:
-    """Long answers of low priority have every slot when high priority comes."""
+    """Long outputs of low priority hold every slot when requests of high priority arrive."""
     asked = merged(steady(60, where.seconds, Ask(0, 64, LONG, LOW)),
                    steady(4, where.seconds, Ask(0, 64, SHORT, HIGH), 1))
     curves = {"running is left alone": waits(where, asked, "priority", HIGH, preemption_gap=10_000),
@@ -47,17 +47,17 @@ def inversion(where: Where) -> list[Finding]:
 
 
 def thrashing(where: Where) -> list[Finding]:
-    """Ten priorities that come in turn: each step of difference takes places, and what was computed is lost."""
+    """Ten priorities arrive in turn: each step of difference preempts, and computed tokens are lost."""
     asked = [Ask(number / 22, 500, 100, SLO(priority=number * 7 % 10)) for number in range(int(22 * where.seconds))]
     curves = {}
-    for label, gap in (("gap 1", 1), ("gap 10, nobody yields", 10)):
+    for label, gap in (("gap 1", 1), ("gap 10, no preemption", 10)):
         outcomes = where.serve(asked, setting("priority", preemption_gap=gap))
         curves[label] = [outcome.e2el for outcome in outcomes]
-    return [_finding("thrashing: time to the whole answer", curves, "gap 10, nobody yields", "gap 1")]
+    return [_finding("thrashing: time to the whole answer", curves, "gap 10, no preemption", "gap 1")]
 
 
 def gaming(where: Where) -> list[Finding]:
-    """Answers as long as each other's; one client cuts its own into requests of few max_tokens."""
+    """Outputs of equal length; one client splits its own into requests of few max_tokens."""
     honest, gamer = SLO("honest"), SLO("gamer")
     asked = merged(steady(30, where.seconds, Ask(0, 64, 160, honest)),
                    steady(250, where.seconds, Ask(0, 64, 16, gamer, max_tokens=16), 0.01))

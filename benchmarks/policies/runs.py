@@ -1,4 +1,4 @@
-"""The five runs: what each promises, measured in a world that serves."""
+"""The five runs: one promise each, measured on a real server or a virtual clock."""
 
 from __future__ import annotations
 
@@ -25,37 +25,37 @@ FCFS = Setting({"max_num_seqs": SLOTS})
 
 @dataclass(frozen=True)
 class Where:
-    """What a run may use, and how long it may be."""
+    """The resources and the duration of a run."""
 
     world: World
     trace: Path | None
     seconds: float  # of arrivals
     kinds: tuple[str, ...] = ("azure", "bursty")
     seed: int = 1
-    turns: int = 1  # of what is compared: a machine that others share may be twice as fast by the next minute
+    turns: int = 1  # of each comparison: a shared machine may be twice as fast a minute later
 
     def in_turns(self, asked: Sequence[Ask], settings: dict[str, Setting]) -> list[dict[str, list[Outcome]]]:
-        """The same requests under each of some settings, one after the other, as often as there are turns."""
+        """Runs the same requests under each of the settings, one after the other, `turns` times."""
         return [{name: self.serve(asked, one) for name, one in settings.items()} for _ in range(self.turns)]
 
     def serve(self, asked: Sequence[Ask], setting: Setting) -> list[Outcome]:
         return self.world(asked, setting, self.seed)
 
     def workloads(self) -> dict[str, Callable[[int, float], list[Ask]]]:
-        """By name: of a count and a rate."""
+        """Returns makers of workloads by name, each of a count and a rate."""
         known = {"azure": lambda count, rate: asks.azure(self.trace, count, rate, self.seed),
                  "bursty": lambda count, rate: asks.bursty(count, rate, self.seed)}
         return {kind: known[kind] for kind in self.kinds}
 
     def capacity(self, make: Callable[[int, float], list[Ask]]) -> float:
-        """Requests a second that first come, first served brings to their end when everyone is there at once."""
+        """Returns the requests per second that `fcfs` completes when all requests arrive at once."""
         outcomes = self.serve([ask._replace(at=0.0) for ask in make(300, 100.0)], FCFS)
         return len(outcomes) / max(outcome.ended for outcome in outcomes)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: what was promised, what was measured, and curves to draw, by name."""
+    """One line: the promise, the measurement, and curves to draw, by name."""
 
     promise: str
     holds: bool
@@ -76,10 +76,10 @@ def setting(policy: str, tiers: tuple[Tier, ...] = (), **options: object) -> Set
 
 # -- giant prompts against running streams -------------------------------------------------------------------------
 
-GIANT, TOGETHER = 600, 8  # tokens of its prompt; so many come at once
+GIANT, TOGETHER = 600, 8  # tokens of its prompt; requests that arrive at once
 STREAM_TOKENS, STREAM_EVERY, GIANT_EVERY = 400, 0.6, 1.2  # seconds
-LEAST = 20  # milliseconds of a budget, that two busy cores do not swamp
-LOOSE = 1.25  # of the budget, that 99 of 100 gaps stay within
+LEAST = 20  # milliseconds of a budget, above the noise of two busy cores
+LOOSE = 1.25  # times the budget, within which 99 of 100 gaps stay
 WORTH = 1.3  # times an unlimited chunk's time to the first token
 
 
@@ -104,7 +104,7 @@ def giants(where: Where) -> list[Finding]:
 
 
 def _streams(where: Where, asked: Sequence[Ask], options: dict[str, object]) -> tuple[list[float], list[float]]:
-    """Gaps of streams, and giants' times to the first token; seconds."""
+    """Returns the gaps of streams and the giants' times to the first token, in seconds."""
     outcomes = where.serve(asked, Setting({"max_num_seqs": SLOTS, **options}))
     gaps = [gap for ask, outcome in zip(asked, outcomes, strict=True) if ask.num_prompt < GIANT for gap in outcome.itls]
     return gaps, [outcome.ttft for ask, outcome in zip(asked, outcomes, strict=True) if ask.num_prompt == GIANT]
@@ -114,9 +114,9 @@ def _streams(where: Where, asked: Sequence[Ask], options: dict[str, object]) -> 
 
 PREMIUM = Tier("premium", ttft=0.5, tpot=0.05, priority=-10, weight=4.0, slots=8)
 BULK = Tier("bulk", priority=0)
-NEVER_YIELDS = 1000  # steps of priority: places that were taken would be computed again, out of bulk's part
+NEVER_YIELDS = 1000  # steps of priority: preempted requests would be recomputed at the cost of bulk's share
 PREMIUM_LOAD, OVERLOAD = 0.5, 2.0
-BULK_SHARE = 0.6  # of what premium leaves of the tokens that are served, by the end, to the same arrivals without tiers
+BULK_SHARE = 0.6  # of the tokens that the same arrivals received without tiers by the same moment, less premium's
 
 
 def tiers(where: Where) -> list[Finding]:
@@ -145,16 +145,16 @@ def tiers(where: Where) -> list[Finding]:
 
 
 def _tokens_by(moment: float, outcomes: Sequence[Outcome]) -> float:
-    """Output tokens that had come by then; an event may carry several."""
+    """Returns the output tokens received by `moment`; an event may contain several."""
     return sum(o.num_output * sum(time <= moment for time in o.token_times) / len(o.token_times)
                for o in outcomes if o.token_times)
 
 
 # -- goodput -------------------------------------------------------------------------------------------------------
 
-OBJECTIVES, MET, BETTER = (0.4, 4.0), 0.6, 1.3  # seconds to the first token, as likely; FCFS's share; the promise
+OBJECTIVES, MET, BETTER = (0.4, 4.0), 0.6, 1.3  # seconds to the first token, equally likely; FCFS's share; the promise
 AGAIN = "fcfs again"
-ABOUT, CORRECTED, TRIES = 0.15, 0.05, 4  # from FCFS's share, in a turn that counts; of the load; for each such turn
+ABOUT, CORRECTED, TRIES = 0.15, 0.05, 4  # tolerance of FCFS's share; correction of the load; attempts per turn
 
 
 def goodput(where: Where) -> list[Finding]:
@@ -175,8 +175,8 @@ def goodput(where: Where) -> list[Finding]:
 def _pressed_turns(
     where: Where, make: Callable[[int, float], list[Ask]]
 ) -> tuple[float, list[tuple[list[Ask], dict[str, list[Outcome]]]]]:
-    """The last load, and turns that count: first come, first served, before and after, meets about MET of the
-    objectives.  Where a machine has become faster or slower so does the load, and another turn is made.
+    """Returns the last load, and the counted turns: those in which FCFS, before and after, meets about MET of the
+    objectives.  If the machine has become faster or slower, the load is corrected and the turn repeated.
     """
     rate, asked = _hard_pressed(where, make)
     deadline = {"deadline": setting("deadline"), "deadline, shedding": setting("deadline", shed_late=True)}
@@ -200,12 +200,12 @@ def _usual_of(asked: Sequence[Ask], served: dict[str, list[Outcome]]) -> float:
 
 
 def _usual(met: dict[str, float]) -> float:
-    """What first come, first served met, before and after."""
+    """Returns the mean share that FCFS met, before and after."""
     return fmean(share for label, share in met.items() if label.startswith("fcfs"))
 
 
 def _hard_pressed(where: Where, make: Callable[[int, float], list[Ask]]) -> tuple[float, list[Ask]]:
-    """The load at which first come, first served meets about MET of the objectives: halving an interval."""
+    """Returns the load at which FCFS meets about MET of the objectives, by bisection."""
     low, high = 0.5 * where.capacity(make), 2.0 * where.capacity(make)
     for _ in range(5):
         rate = (low + high) / 2
@@ -218,7 +218,7 @@ def _hard_pressed(where: Where, make: Callable[[int, float], list[Ask]]) -> tupl
 
 
 def _promised(where: Where, make: Callable[[int, float], list[Ask]], rate: float) -> list[Ask]:
-    """Requests with objectives."""
+    """Returns requests with objectives."""
     draw = random.Random(where.seed)
     return [ask._replace(slo=SLO(ttft=draw.choice(OBJECTIVES)))
             for ask in make(max(50, int(rate * where.seconds)), rate)]
@@ -276,7 +276,7 @@ def fair(where: Where) -> list[Finding]:
         flood = [ask._replace(slo=SLO("flood"), whole=True) for ask in make(FLOOD * count, FLOOD * rate)]
         both = sorted(light + flood, key=lambda ask: ask.at)
         curves: dict[str, list[float]] = {"alone": [], "fcfs": _light_waits(both, where.serve(both, FCFS)), "fair": []}
-        for _ in range(where.turns):  # all their waits together: of one turn's few requests the slowest is the 99th
+        for _ in range(where.turns):  # pooled: of one turn's few requests the slowest is the 99th percentile
             curves["alone"] += [outcome.ttft for outcome in where.serve(light, setting("fair"))]
             curves["fair"] += _light_waits(both, where.serve(both, setting("fair")))
         named = [ask._replace(slo=SLO(ask.slo.tenant, ask.slo.tenant)) for ask in both]
@@ -289,10 +289,10 @@ def fair(where: Where) -> list[Finding]:
 
 
 def _light_waits(asks: Sequence[Ask], outcomes: Sequence[Outcome]) -> list[float]:
-    """Seconds to the first token of those who are few, all of whom must have been served."""
+    """Returns the light tenant's seconds to the first token.  Raises RuntimeError if a request was refused."""
     light = [outcome for ask, outcome in zip(asks, outcomes, strict=True) if ask.slo.tenant == "light"]
     if refused := sum(outcome.status != COMPLETED for outcome in light):
-        raise RuntimeError(f"{refused} of {len(light)} light requests were refused: the flood closed the door to them")
+        raise RuntimeError(f"{refused} of {len(light)} light requests were refused because of the flood")
     return [outcome.ttft for outcome in light]
 
 

@@ -1,7 +1,7 @@
-"""One request over a connection of its own, with as little work as can be.
+"""Sends one request over a connection of its own, with as little work as possible.
 
-Whoever measures shares the server's processors, and a flood is thousands of requests: a client made for everything
-takes as long for each as the server does.
+The load generator shares the server's processors, and a flood is thousands of requests: a general client takes as long
+for each as the server does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MOST = 1 << 20  # bytes of a response
 
 
 async def post(target: Target, body: bytes) -> tuple[int, bytes]:
-    """Status and body of the response, which comes as one.
+    """Returns status and body of the response, read as a whole.
 
     Raises:
         OSError: the connection failed, or was closed before the response was whole.
@@ -36,7 +36,7 @@ async def post(target: Target, body: bytes) -> tuple[int, bytes]:
 
 
 class _Exchange(asyncio.Protocol):
-    """Writes a request, and keeps what comes until the server closes."""
+    """Writes a request, and stores the response until the server closes."""
 
     def __init__(self, request: bytes, received: asyncio.Future[bytes]) -> None:
         self._request = request

@@ -1,4 +1,4 @@
-"""Where requests are served: by a real server, or by its engine on a virtual clock.  Both give the same outcomes."""
+"""Serves requests on a real server, or on its engine with a virtual clock.  Both return the same kind of outcome."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ from .whole import post
 MAX_MODEL_LEN, BLOCK_SIZE = 1024, 64  # of the built-in model, and of its cache on a CPU
 NOISE = 0.04  # deviation of a step's logarithm
 LIMIT = 400.0  # seconds after which a real run is given up
-WARM_UP = 60  # requests before one: hundreds of steps, and half a minute of a model of 135 million weights on two cores
+WARM_UP = 60  # requests before a run: hundreds of steps, half a minute of a model of 135 million weights on two cores
 
 
 class Ask(NamedTuple):
-    """One request: when it comes, how long it and its answer are, and on what terms."""
+    """One request: its arrival, the lengths of prompt and output, and its objectives."""
 
     at: float  # seconds
     num_prompt: int  # tokens
     num_output: int
     slo: SLO = SLO()
-    max_tokens: int = 0  # asked for; 0: as much as the longest answer of all
-    whole: bool = False  # the answer comes at once, not as a stream: what a client reads costs the server's processors
+    max_tokens: int = 0  # of the request; 0: the longest output of all requests
+    whole: bool = False  # not streamed: a client's reads cost the server's processors
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How a server is started: options by `EngineConfig`'s names, and tiers."""
+    """The options of a server, by `EngineConfig`'s names, and its tiers."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
     tiers: tuple[Tier, ...] = ()
@@ -66,7 +66,7 @@ def workload_of(asks: Sequence[Ask], seed: int) -> Workload:
 
 
 def cost_of(seed: int):
-    """Step times like those of the built-in model on two cores, give or take."""
+    """Returns noisy step times like those of the built-in model on two cores."""
     draw = random.Random(seed)
 
     def cost(work: Work) -> float:
@@ -96,7 +96,7 @@ def simulated(asks: Sequence[Ask], setting: Setting, seed: int) -> list[Outcome]
 
 
 def _of_tier(slo: SLO, setting: Setting) -> SLO:
-    """With what the tier gives to those who bring nothing of their own, as the server's door does."""
+    """Returns `slo` with the tier's objectives where it has none of its own, as the server resolves them."""
     tier = next((tier for tier in setting.tiers if tier.name == slo.tier), None)
     if tier is None:
         return slo
@@ -108,7 +108,7 @@ def _of_tier(slo: SLO, setting: Setting) -> SLO:
 
 
 def real(asks: Sequence[Ask], setting: Setting, seed: int, model: str = "") -> list[Outcome]:
-    """By `slotwise serve`, by default with the built-in model.  A tenant is a key, or within a tier the tier's."""
+    """Runs `slotwise serve`, by default with the built-in model.  A tenant is a key, within a tier the tier's key."""
     tenants = sorted({ask.slo.tenant for ask in asks if ask.slo.tenant})
     with ExitStack() as stack:
         arguments = [model] if model else []

@@ -1,6 +1,6 @@
 """usage: python -m benchmarks.reliability [--only NAME] [--seconds S] [--seed N] [--no-record]
 
-To be called from the repository's root.
+Run it in the repository's root.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def faults(seconds: float, seed: int) -> ledger.Row:
     return row
 
 
-ATTACKS: dict[str, Callable[[float, int], ledger.Row]] = {  # each by seconds and seed
+ATTACKS: dict[str, Callable[[float, int], ledger.Row]] = {  # each takes seconds and seed
     "hostile": besieged.hostile, "slow": besieged.slow_clients, "faults": faults}
 
 
 def record(rows: dict[str, dict]) -> None:
-    """Keep results beside those of scenarios that did not run, and write the page's table anew."""
+    """Writes results beside those of scenarios that did not run, and regenerates the page's table."""
     kept = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else {}
     merged = kept | rows
     merged = {name: merged[name] for name in sorted(merged, key=_place)}
@@ -45,7 +45,7 @@ def record(rows: dict[str, dict]) -> None:
 
 
 def _place(name: str) -> tuple[int, str]:
-    """Of a row in the table: the scenarios in their order, attacks behind them."""
+    """Returns the sort key of a row in the table: the scenarios in their order, then attacks."""
     known = list(SCENARIOS)
     return (known.index(name), "") if name in known else (len(known), name)
 

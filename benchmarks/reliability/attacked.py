@@ -1,8 +1,8 @@
-"""Random faults under mixed load and attack, and the laws that hold all the same.
+"""Runs random faults under mixed load and attack, and checks the laws.
 
-    quiet     the legitimate load alone: the tokens of each request, the paced stream's largest gap, open files
-    attacked  the same load, hostile clients beside it, and a fault at random moments
-    settled   all clients gone: blocks, files, processes and memory are what they were
+    quiet     the legitimate load alone: tokens of each request, the paced stream's largest gap, open files
+    attacked  the same load with hostile clients, and faults at random moments
+    settled   all clients disconnected: blocks, files, processes and memory are as before
     ended     SIGTERM: exit status 0, and no process or file left
 """
 
@@ -38,23 +38,23 @@ from .watch import GAP, Gaps, HealthWatch, MemoryWatch, Stderr, paced
 
 QUIET = (5.0, 60.0)  # seconds of the quiet run, at least and at most; else a quarter of the attacked one
 LOSING, HARMLESS = 45.0, 6.0  # seconds from one fault to the next on average: those that lose the engine, and others
-SPARE_FILES = 2  # descriptors that an API process may have beyond the quiet number
+SPARE_FILES = 2  # descriptors of an API process beyond the quiet number
 DISK = (192 * MIB, 256 << 10)  # bytes of the small disk: at least, and for each second
-SETTLED = 20.0  # seconds after which files and processes must be what they were
+SETTLED = 20.0  # seconds after which files and processes must be as before
 EXIT = 15.0  # seconds to exit, beside --shutdown-timeout
 SHUTDOWN = 5.0
 CACHE = 64 * MIB  # bytes of the key-value cache: the load fills it
-MEMORY = 1.1  # times what the ready line says, that the engine process may take at most
+MEMORY = 1.1  # times the ready line's figure: the limit of the engine process
 WORKER = "slotwise.server.worker_main"
 
 
 @dataclass
 class Attacked:
-    """One run: what it was told and what it found."""
+    """One run: its settings and its findings."""
 
     seconds: float
     seed: int
-    patience: float  # by which limits of time are stretched
+    patience: float  # factor of time limits
     journal: Journal = field(init=False)
     figures: dict[str, Any] = field(default_factory=dict)
     leaked: int = 0
@@ -64,11 +64,11 @@ class Attacked:
 
 
 def random_faults(seconds: float, seed: int, patience: float = 1.0) -> tuple[ledger.Row, Journal]:
-    """Run it all.
+    """Runs all phases.
 
     Args:
-        patience: by which limits of time are stretched, for machines that do other things too.  Where it is more than
-            1, the paced stream's gaps are not judged.
+        patience: factor of time limits, for machines with other load.  Above 1 the paced stream's gaps are not
+            judged.
     """
     run, family = Attacked(seconds, seed, patience), Family()
     with small_disk(DISK[0] + int(seconds * DISK[1])) as disk:
@@ -118,11 +118,11 @@ async def _attacked(server: Server, disk: Disk, family: Family, run: Attacked) -
 
 
 async def _quiet(server: Server, load: MixedLoad, gaps: Gaps, run: Attacked) -> None:
-    """The same load with nothing done to the server."""
+    """Runs the same load without faults."""
     seconds = min(max(QUIET[0], run.seconds / 4), QUIET[1])
     print(f"    quiet for {seconds:g} s", flush=True)
     async with load.running(salt=0):
-        await asyncio.sleep(2.0)  # until it runs
+        await asyncio.sleep(2.0)  # until the load runs
         began = time.perf_counter()
         await asyncio.sleep(seconds)
     run.figures["quiet"] = (began, time.perf_counter())
@@ -132,7 +132,7 @@ async def _quiet(server: Server, load: MixedLoad, gaps: Gaps, run: Attacked) -> 
 
 
 async def _strike(field: Field, run: Attacked) -> None:
-    """Faults of two kinds, each at random moments of its own, for as long as the run takes."""
+    """Runs faults of two kinds, each at random moments of its own, for the whole run."""
     began = time.perf_counter()
     tasks = [asyncio.create_task(_every(LOSING, faults.LOSING, field, run)),
              asyncio.create_task(_every(HARMLESS, faults.HARMLESS, field, run))]
@@ -151,7 +151,7 @@ async def _strike(field: Field, run: Attacked) -> None:
 
 
 async def _every(mean: float, among: dict[Fault, int], field: Field, run: Attacked) -> None:
-    """Faults until the run's time is over; the one under way then is brought to its end."""
+    """Runs faults until the run's time is over; the one in progress then completes."""
     mean = min(mean, run.seconds / (4 if among is faults.LOSING else 8))
     rng = random.Random(f"{run.seed}-{'losing' if among is faults.LOSING else 'harmless'}")
     end = time.perf_counter() + run.seconds
@@ -170,7 +170,7 @@ async def _finish(tasks: list[asyncio.Task[None]], run: Attacked) -> None:
 
 
 async def _settled(server: Server, disk: Disk, family: Family, run: Attacked) -> None:
-    """All clients are gone, and what they held has come back."""
+    """Checks that everything is freed after all clients have disconnected."""
     journal = run.journal
     async with clients.session() as http:
         await clients.quiet(http, server)
@@ -194,7 +194,7 @@ async def _settled(server: Server, disk: Disk, family: Family, run: Attacked) ->
 
 
 def _surplus(family: Family) -> list[str]:
-    """Processes beyond the API process, its engine and a worker of each kind."""
+    """Returns processes beyond the API process, its engine and a worker of each kind."""
     commands = sorted(map(command, family.living()))
     workers = {one for one in commands if WORKER in one}
     others = [one for one in commands if WORKER not in one]
@@ -202,7 +202,7 @@ def _surplus(family: Family) -> list[str]:
 
 
 async def _comes(holds: Callable[[], bool], limit: float) -> bool:
-    """Whether it holds within so many seconds."""
+    """Returns whether `holds` becomes true within `limit` seconds."""
     began = time.perf_counter()
     while not holds():
         if time.perf_counter() - began > limit:
@@ -212,7 +212,7 @@ async def _comes(holds: Callable[[], bool], limit: float) -> bool:
 
 
 def _ended(server: Server, disk: Disk, family: Family, run: Attacked) -> None:
-    """SIGTERM, and nothing is left."""
+    """Sends SIGTERM, and checks that nothing is left."""
     journal = run.journal
     asked = time.perf_counter()
     if server.process.poll() is None:
@@ -229,7 +229,7 @@ def _ended(server: Server, disk: Disk, family: Family, run: Attacked) -> None:
 
 
 def _judge_gaps(run: Attacked) -> None:
-    """The paced stream's largest gap outside of windows, against that of the quiet run."""
+    """Compares the paced stream's largest gap outside of windows with that of the quiet run."""
     gaps: Gaps = run.figures.pop("gaps")
     seen: Seen = run.figures.pop("seen", Seen())
     quiet = gaps.largest(*run.figures.pop("quiet"), lambda since, until: False)
@@ -268,7 +268,7 @@ def _row(run: Attacked, fates: dict[str, int]) -> ledger.Row:
 
 
 def keep_log(journal: Journal, folder: Path | None = None) -> Path:
-    """Write the whole log of actions and violations; where it is."""
+    """Writes the whole log of actions and violations.  Returns its path."""
     place = (folder or Path(tempfile.gettempdir())) / f"slotwise-faults-seed{journal.seed}.json"
     place.write_text(json.dumps(journal.as_json(), indent=1) + "\n")
     return place

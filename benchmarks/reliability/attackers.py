@@ -1,9 +1,9 @@
-"""Hostile exchanges and slow clients in a process of its own, which gives way to all others.
+"""Runs hostile exchanges and slow clients in a process of its own, at the lowest priority.
 
 usage: python -m benchmarks.reliability.attackers URL SEED [--patience FACTOR]
 
 Prints a JSON line for each exchange until it is killed: {"number": n, "name": kind, "from": s, "to": s, "wrong": law
-broken or empty, "excusable": whether a lost engine explains it}.  An exchange is made again from seed and number.
+broken or empty, "excusable": whether a lost engine explains it}.  Seed and number reproduce an exchange.
 """
 
 from __future__ import annotations
@@ -71,18 +71,18 @@ def main() -> None:
 
 @dataclass
 class Seen:
-    """What attackers told of each exchange: (from, to, number, kind)."""
+    """The attackers' report of each exchange: (from, to, number, kind)."""
 
     exchanges: list[tuple[float, float, int, str]] = field(default_factory=list)
 
     def during(self, since: float, until: float) -> list[str]:
-        """Exchanges that were under way between two moments."""
+        """Returns the exchanges in progress between two moments."""
         return [f"{name} {number}" for start, end, number, name in self.exchanges if start <= until and since <= end]
 
 
 @asynccontextmanager
 async def attacking(url: str, journal: Journal, patience: float = 1.0) -> AsyncIterator[Seen]:
-    """Attackers beside what the block does; what they find is told to the journal."""
+    """Runs attackers during the block; the journal records their findings."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "benchmarks.reliability.attackers", url, str(journal.seed), "--patience",
         str(patience), stdout=asyncio.subprocess.PIPE, cwd=Path(__file__).parents[2])
@@ -106,7 +106,7 @@ async def _listen(process: asyncio.subprocess.Process, seen: Seen, journal: Jour
     async for line in process.stdout:
         try:
             said: dict[str, Any] = json.loads(line)
-        except ValueError:  # cut off when it was killed
+        except ValueError:  # truncated when the process was killed
             continue
         seen.exchanges.append((said["from"], said["to"], said["number"], said["name"]))
         if said["wrong"] and not (said["excusable"] and journal.excused(said["from"], said["to"])):

@@ -1,4 +1,4 @@
-"""Hostile HTTP, and slow and silent clients, each beside legitimate load and a paced stream, with no other fault."""
+"""Runs hostile HTTP, and slow and silent clients, each beside legitimate load and a paced stream, without faults."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .watch import GAP, Gaps, HealthWatch, Stderr, paced
 OPTIONS = ("--dtype", "float32", "--log-format", "json", "--admin-api-key", "not-the-attackers")
 COUNT = 1000  # exchanges of a corpus
 QUIET = 10.0  # seconds
-SLOW_TIMES = 5  # times the usual crowd of slow clients
+SLOW_TIMES = 5  # times the usual number of slow clients
 LAWS = ("each request ends once", "tokens as in the quiet run", "no error where nothing was done to the engine",
         "/health tells the truth", "no traceback in stderr", "no file or socket left", "the paced stream's gap",
         "hostile exchanges are answered, and by no 5xx")
@@ -30,13 +30,13 @@ Attack = Callable[[Server, Journal], Awaitable[str]]
 
 
 def hostile(seconds: float, seed: int) -> ledger.Row:
-    """A thousand exchanges of a seed, and those that were kept."""
+    """Runs a thousand exchanges of a seed, and the stored corpus."""
     with serving(*OPTIONS) as server:
         return asyncio.run(_beside(server, Journal(seed), f"{COUNT:,} hostile exchanges, seed {seed}", _hostile))
 
 
 def slow_clients(seconds: float, seed: int) -> ledger.Row:
-    """Crowds that send nothing, too slowly, or read nothing."""
+    """Runs many clients that send nothing, send too slowly, or read nothing."""
     async def attack(server: Server, journal: Journal) -> str:
         return await _slow(server, journal, seconds)
 
@@ -72,7 +72,7 @@ async def _slow(server: Server, journal: Journal, seconds: float) -> str:
 
 
 async def _beside(server: Server, journal: Journal, name: str, attack: Attack) -> ledger.Row:
-    """The attack beside legitimate load, and the laws."""
+    """Runs the attack beside legitimate load, and checks the laws."""
     load, stderr, gaps = MixedLoad(server, journal), Stderr(server.log, journal), Gaps()
     async with clients.session() as http:
         await load.learn(http)
@@ -102,6 +102,6 @@ async def _beside(server: Server, journal: Journal, name: str, attack: Attack) -
 
 
 def _largest(gaps: Gaps, since: float, until: float) -> tuple[float, float]:
-    """Seconds, and when; 0: there was no wait worth telling."""
+    """Returns the largest gap in seconds and its time; 0 without a reported one."""
     found = gaps.largest(since, until, lambda start, end: False)
     return found[0] if found else (0.0, since)

@@ -1,4 +1,4 @@
-"""Clients that account for what they get, and those that go away before they got it."""
+"""Clients that account for their responses, and clients that disconnect early."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from .server import Metrics, Server
 
 PATH = "/v1/completions"
 GIVE_UP = 150.0  # seconds after which a request that has not ended counts as lost
-SETTLED = 60.0  # seconds after which nobody should be left
+SETTLED = 60.0  # seconds after which no request should be left
 CANARY = {"prompt": "def main(", "max_tokens": 48, "temperature": 0, "ignore_eos": True}
-CANARY_BLOCKS = 1  # of 64 tokens, that the canary needs
+CANARY_BLOCKS = 1  # of 64 tokens, needed by the canary
 
 
 class Leave(Exception):
-    """This client has waited as long as it wanted to."""
+    """This client's own time limit is over."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """What one request brought.  Times are seconds of `time.perf_counter`."""
+    """The outcome of one request.  Times are seconds of `time.perf_counter`."""
 
     sent: float
     status: int = 0
     texts: dict[int, str] = field(default_factory=dict)  # of each choice
     num_tokens: int = 0
     finish_reason: str = ""
-    error: str = ""  # explicit ones
+    error: str = ""  # an explicit error
     ends: int = 0
     first: float = 0.0  # the first text
     ended: float = 0.0
     hung_up: bool = False
-    unheard: bool = False  # nobody listened
-    broken: str = ""  # why there was no proper end
+    unheard: bool = False  # the connection was refused
+    broken: str = ""  # why the response has no valid end
 
     @property
     def fate(self) -> str:
@@ -53,18 +53,18 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """Of all choices, in their order."""
+        """The text of all choices, in their order."""
         return "".join(self.texts[index] for index in sorted(self.texts))
 
     @property
     def tokens(self) -> tuple[str, int]:
-        """What must not change."""
+        """The text and token count, which must not change."""
         return self.text, self.num_tokens
 
 
 @asynccontextmanager
 async def session() -> AsyncIterator[aiohttp.ClientSession]:
-    """As many connections as there are requests, each its own: none is lost to a connection that closes when idle."""
+    """Yields a session with one connection per request, so that no idle close loses a request."""
     timeout = aiohttp.ClientTimeout(total=GIVE_UP)
     async with aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=timeout) as opened:
@@ -73,10 +73,10 @@ async def session() -> AsyncIterator[aiohttp.ClientSession]:
 
 async def ask(http: aiohttp.ClientSession, server: Server, body: dict[str, Any], leave_after: int = 0,
               path: str = PATH) -> Answer:
-    """One streamed request to its end, whatever that is.
+    """Sends one streamed request and reads it to its end.
 
     Args:
-        leave_after: events after which this client hangs up; 0: it stays.
+        leave_after: events after which this client disconnects; 0: never.
         path: of completions or of chat completions.
     """
     answer = Answer(time.perf_counter())
@@ -102,7 +102,7 @@ async def ask(http: aiohttp.ClientSession, server: Server, body: dict[str, Any],
 
 
 async def ask_whole(http: aiohttp.ClientSession, server: Server, body: dict[str, Any], path: str = PATH) -> Answer:
-    """One request that is answered in one piece."""
+    """Sends one request that is not streamed."""
     answer = Answer(time.perf_counter())
     try:
         async with http.post(server.url + path, json=body) as response:
@@ -120,7 +120,7 @@ async def ask_whole(http: aiohttp.ClientSession, server: Server, body: dict[str,
 
 
 async def ask_briefly(http: aiohttp.ClientSession, server: Server, body: dict[str, Any], seconds: float) -> Answer:
-    """Hang up after `seconds`, most likely before the first token."""
+    """Disconnects after `seconds`, most likely before the first token."""
     began = time.perf_counter()
     try:
         async with asyncio.timeout(seconds):
@@ -164,14 +164,14 @@ def _take(event: dict[str, Any], answer: Answer) -> None:
 
 
 def _said(choice: dict[str, Any]) -> str:
-    """The text of a completion's choice, of a chat's, or of a piece of it."""
+    """Returns the text of a choice of a completion, a chat, or a chunk."""
     if "text" in choice:
         return choice["text"]
     return (choice.get("delta") or choice.get("message") or {}).get("content") or ""
 
 
 def _num_choices(body: dict[str, Any]) -> int:
-    """Each of several prompts, and each of `n`, comes to an end of its own."""
+    """Returns the number of choices: each of several prompts, and each of `n`, has an end of its own."""
     prompt = body.get("prompt")
     prompts = len(prompt) if isinstance(prompt, list) and isinstance(prompt[0], list) else 1
     return prompts * body.get("n", 1)
@@ -181,11 +181,11 @@ def _message(said: dict[str, Any]) -> str:
     return str(said["error"]["message"])
 
 
-# -- what is seen from beside ------------------------------------------------------------------------------------
+# -- checks beside the load --------------------------------------------------------------------------------------
 
 
 class Canary:
-    """A greedy request that is sent again and again while others are ill-treated, and must bring the same each time."""
+    """A greedy request that is repeated during the attack, and must return the same tokens each time."""
 
     def __init__(self, http: aiohttp.ClientSession, server: Server) -> None:
         self.answers: list[Answer] = []
@@ -199,7 +199,7 @@ class Canary:
 
     @asynccontextmanager
     async def singing(self) -> AsyncIterator[Canary]:
-        """First alone, then beside what the block does."""
+        """Sends the canary first alone, then during the block."""
         alone = await ask(self._http, self._server, CANARY)
         self._alone = alone.tokens
         task = asyncio.create_task(self._sing())
@@ -216,7 +216,7 @@ class Canary:
 
 
 async def quiet(http: aiohttp.ClientSession, server: Server, but: int = 0) -> float:
-    """Seconds until nobody runs and nobody waits `but` so many; at least `SETTLED` when that does not come."""
+    """Returns the seconds until at most `but` requests run or wait; at least `SETTLED` if that does not happen."""
     began = time.perf_counter()
     while (await Metrics.read(http, server)).num_inside > but and time.perf_counter() - began < SETTLED:
         await asyncio.sleep(0.01)
@@ -224,9 +224,9 @@ async def quiet(http: aiohttp.ClientSession, server: Server, but: int = 0) -> fl
 
 
 async def leaked(http: aiohttp.ClientSession, server: Server) -> int:
-    """Blocks that nobody who lives has: those in use beside a request of one block.
+    """Returns the blocks without an unfinished request: those in use beside a request of one block.
 
-    An idle server's metrics say nothing of its cache, so it is read while that request runs alone.
+    An idle server's metrics do not show its cache, so they are read while that request runs alone.
     """
     for _ in range(20):
         task = asyncio.create_task(ask(http, server, CANARY | {"prompt": [5], "max_tokens": 60}))
@@ -241,7 +241,7 @@ async def leaked(http: aiohttp.ClientSession, server: Server) -> int:
 
 
 async def health(http: aiohttp.ClientSession, server: Server) -> tuple[int, dict[str, Any]]:
-    """Status and body of `/health`; status 0: no answer."""
+    """Returns status and body of `/health`; status 0: no response."""
     try:
         async with http.get(f"{server.url}/health") as response:
             return response.status, await response.json(content_type=None)
@@ -250,7 +250,7 @@ async def health(http: aiohttp.ClientSession, server: Server) -> tuple[int, dict
 
 
 class HealthWatch:
-    """Asks for `/health` all the time: (seconds, status, body) of each answer."""
+    """Polls `/health`: (seconds, status, body) of each response."""
 
     def __init__(self, http: aiohttp.ClientSession, server: Server) -> None:
         self.seen: list[tuple[float, int, dict[str, Any]]] = []
@@ -272,11 +272,11 @@ class HealthWatch:
             await asyncio.sleep(0.02)
 
     def first(self, status: int, since: float) -> float:
-        """Seconds from `since` to the first such answer; infinite: none came."""
+        """Returns the seconds from `since` to the first response with `status`; infinite without one."""
         return min((at - since for at, seen, _ in self.seen if at >= since and seen == status), default=float("inf"))
 
     async def until(self, status: int, since: float, limit: float) -> float:
-        """Wait for the first such answer after `since`."""
+        """Waits for the first response with `status` after `since`."""
         while self.first(status, since) == float("inf") and time.perf_counter() - since < limit:
             await asyncio.sleep(0.02)
         return self.first(status, since)

@@ -1,4 +1,4 @@
-"""A small disk under a server's caches, event log and temporary files, which can be filled and freed again."""
+"""A small disk for a server's caches, event log and temporary files, which can be filled and freed."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 MIB = 1 << 20
-USUAL_FILES, MANY_FILES = 1024, 8192  # of a server when it starts, and of this process
+USUAL_FILES, MANY_FILES = 1024, 8192  # limits of a server at its start, and of this process
 
 
 class Disk:
     """A folder whose space can run out.
 
     Args:
-        folder: where it is.
-        mounted: it is a file system of its own; otherwise a limit on the size of files stands in for a full disk.
+        folder: its path.
+        mounted: whether it is a file system of its own; otherwise a limit on the size of files replaces a full disk.
     """
 
     def __init__(self, folder: Path, mounted: bool) -> None:
@@ -36,7 +36,7 @@ class Disk:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables that make a server keep everything here."""
+        """Returns variables that make a server store all its files here."""
         return {"XDG_CACHE_HOME": str(self.folder / "cache"), "TMPDIR": str(self.folder / "tmp")}
 
     @property
@@ -44,22 +44,22 @@ class Disk:
         return self.folder / "cache" / "slotwise" / "kernels"
 
     def adopt(self, kernels: Path) -> None:
-        """Begin with a copy of kernels that were compiled before, if there are any."""
+        """Copies earlier compiled kernels to the disk, if there are any."""
         if kernels.is_dir():
             shutil.copytree(kernels, self._kernels, dirs_exist_ok=True)
 
     def kernels(self) -> list[Path]:
-        """Files of compiled kernels."""
+        """Returns the files of compiled kernels."""
         return sorted(path for path in self._kernels.rglob("*") if path.is_file())
 
     def leftovers(self) -> list[str]:
-        """Temporary files, in the folder for them and in the caches."""
+        """Returns temporary files, in their folder and in the caches."""
         temporary = list((self.folder / "tmp").rglob("*"))
         kept = [path for path in (self.folder / "cache").rglob("*") if "tmp" in path.name and path.is_file()]
         return sorted(str(path.relative_to(self.folder)) for path in [*temporary, *kept])
 
     def fill(self, processes: Iterable[int]) -> None:
-        """Leave no byte to anybody, `processes` above all."""
+        """Fills the disk, or without a mount limits the file size of `processes` to zero."""
         if not self.mounted:
             self._limit(processes, 0)
             return
@@ -70,7 +70,7 @@ class Disk:
                     chunk = chunk[:max(1, len(chunk) // 2)]
 
     def free(self, processes: Iterable[int]) -> None:
-        """Give the space back."""
+        """Frees the space, or removes the limit of `processes`."""
         if self.mounted:
             self._ballast.unlink(missing_ok=True)
         else:
@@ -84,7 +84,7 @@ class Disk:
 
 @contextlib.contextmanager
 def small_disk(size: int, tell: Callable[[str], None] = print) -> Iterator[Disk]:
-    """A file system in memory of `size` bytes, or a plain folder where none may be mounted."""
+    """Yields a file system in memory of `size` bytes, or a plain folder without the right to mount."""
     with tempfile.TemporaryDirectory(prefix="slotwise-attacked-") as name:
         asked = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=0700", "tmpfs", name]
         try:
@@ -102,7 +102,7 @@ def small_disk(size: int, tell: Callable[[str], None] = print) -> Iterator[Disk]
 
 @contextlib.contextmanager
 def usual_files() -> Iterator[None]:
-    """Processes started in the block find the soft limit of files that most systems set, whatever this one's is."""
+    """Sets the soft limit of open files that most systems have, for processes started in the block."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(USUAL_FILES, hard), hard))
     try:
@@ -112,7 +112,7 @@ def usual_files() -> Iterator[None]:
 
 
 def open_files(pid: int) -> int:
-    """File descriptors of a process, sockets among them; 0: there is no such process."""
+    """Returns the number of file descriptors of a process, sockets included; 0 without such a process."""
     try:
         return len(os.listdir(f"/proc/{pid}/fd"))
     except OSError:

@@ -1,4 +1,4 @@
-"""Engines that die, freeze, or take long over one step."""
+"""Scenarios with engines that die, freeze, or compute one long step."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .server import Metrics, Server, serving
 
 CROWD = 96  # requests at once, for 64 slots
 LATER = 20  # requests after the engine has come back
-BACK = 60.0  # seconds within which it must
+BACK = 60.0  # seconds within which the engine must return
 TIMEOUT = 4.0  # --engine-timeout: the shortest there may be
-SLACK = 1.5  # seconds by which a watch that looks twice a second may be late on a busy machine
+SLACK = 1.5  # seconds by which a watch that polls twice a second may be late on a busy machine
 WHOLE_PROMPTS = 63  # that make one long step
 STEP_TOKENS = 65536
 
@@ -88,7 +88,7 @@ async def _frozen(server: Server) -> ledger.Row:
 
 
 async def _busy(http: aiohttp.ClientSession, server: Server, watch: HealthWatch) -> tuple[Answer, float, bool]:
-    """One step over very many tokens: its answer, the longest silence of steps, and whether /health was ever bad."""
+    """Returns the answer of one very long step, the longest time without a step, and whether /health was ever bad."""
     rng = random.Random(8)
     await ask(http, server, {"prompt": [5], "max_tokens": 1})
     began = time.perf_counter()
@@ -100,7 +100,7 @@ async def _busy(http: aiohttp.ClientSession, server: Server, watch: HealthWatch)
 
 
 async def _crowd(http: aiohttp.ClientSession, server: Server) -> list[asyncio.Task[Answer]]:
-    """Requests that hold every slot, and some that wait."""
+    """Starts requests that hold every slot, and some that wait."""
     rng = random.Random(5)
     tasks = [asyncio.create_task(ask(http, server, body)) for body in _long(rng)]
     while (await Metrics.read(http, server))["num_requests_running"] < 60:

@@ -1,7 +1,7 @@
-"""An HTTP exchange as data: what is sent to a socket and when, and what may come of it.
+"""An HTTP exchange as data: the bytes sent to a socket, their times, and the expected outcome.
 
-Bytes are text in which each character is a byte (latin-1), so that an exchange is a line of JSON; `HOST` in them stands
-for the server's own address.
+Bytes are text in which each character is a byte (latin-1), so that an exchange is a line of JSON; `HOST` in them is
+replaced by the server's address.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from urllib.parse import urlsplit
 from .responses import Responses
 
 HOST = "{{HOST}}"
-ANSWERED = "answered"  # whole requests: as many whole answers
-BEGUN = "begun"  # a request whose answer has no end: the answer's head
-SETTLED = "settled"  # an answer, or the connection is closed
-ANYTHING = "anything"  # it was abandoned, or is not whole
-LIMIT = 10.0  # seconds after the last byte within which it must be so
-SENDING = 30.0  # seconds that the server may leave our bytes unread
-ALLOWED = (501, 503, 504, 505)  # of 5xx: not implemented, not now, not as soon as was asked, not this version
+ANSWERED = "answered"  # complete requests: as many complete responses
+BEGUN = "begun"  # a request with an endless response: the response's head
+SETTLED = "settled"  # a response, or a closed connection
+ANYTHING = "anything"  # abandoned or incomplete requests
+LIMIT = 10.0  # seconds after the last byte within which the expectation must hold
+SENDING = 30.0  # seconds for which the server may leave the client's bytes unread
+ALLOWED = (501, 503, 504, 505)  # of 5xx: not implemented, overloaded, queue timeout, HTTP version
 
 Action = list[Any]
 """[name, argument ...]: send TEXT, repeat TEXT COUNT, pause SECONDS, half_close, reset, close, read SECONDS."""
@@ -35,13 +35,13 @@ Action = list[Any]
 
 @dataclass(frozen=True)
 class Exchange:
-    """One connection's worth of hostility.
+    """The hostile traffic of one connection.
 
     Args:
         name: of its kind.
-        actions: in order; what comes is read while they go on, and afterwards.
+        actions: in order; responses are read during and after them.
         expect: one of the above.
-        answers: how many, where it is `ANSWERED`.
+        answers: the number of responses, for `ANSWERED`.
     """
 
     name: str
@@ -59,24 +59,24 @@ class Exchange:
 
     @property
     def is_head(self) -> bool:
-        """Whether answers have no body."""
+        """Whether responses have no body."""
         return bool(self.actions) and str(self.actions[0][1]).startswith("HEAD ")
 
 
 @dataclass
 class Outcome:
-    """What came of an exchange."""
+    """The outcome of an exchange."""
 
-    statuses: list[int] = field(default_factory=list)  # of answers that have begun
-    whole: int = 0  # answers that came to their end
+    statuses: list[int] = field(default_factory=list)  # of responses that have begun
+    whole: int = 0  # complete responses
     closed: bool = False  # by the server
-    garbage: str = ""  # what was no HTTP
+    garbage: str = ""  # bytes that are not HTTP
     began: float = 0.0  # `time.perf_counter`
     ended: float = 0.0
-    body: str = ""  # the beginning of the last
+    body: str = ""  # the beginning of the last body
 
     def objection(self, exchange: Exchange, limit: float = LIMIT) -> str:
-        """Which law it breaks; empty: none."""
+        """Returns the broken law; empty: none."""
         if self.garbage:
             return f"no HTTP: {self.garbage}"
         if bad := [status for status in self.statuses if status >= 500 and status not in ALLOWED]:
@@ -93,21 +93,21 @@ class Outcome:
 
     @property
     def has_an_excuse(self) -> bool:
-        """A lost engine explains errors and late answers, but neither garbage nor silence of the parser."""
+        """Whether a lost engine explains it: errors and late responses, but neither garbage nor a silent parser."""
         return not self.garbage
 
 
 async def play(url: str, exchange: Exchange, source: str = "127.0.0.1", limit: float = LIMIT) -> Outcome:
-    """Do it, from the address `source`, and wait `limit` seconds after the last byte for what must come.
+    """Plays an exchange from the address `source`; waits `limit` seconds after the last byte for its expectation.
 
     Raises:
-        OSError: no connection can be had.
+        OSError: no connection is possible.
     """
     place, loop = urlsplit(url), asyncio.get_running_loop()
     outcome = Outcome(began=time.perf_counter())
     with socket.socket() as one:
         one.setblocking(False)
-        with contextlib.suppress(OSError):  # another address than the usual one where there is one
+        with contextlib.suppress(OSError):  # another address than the default, if there is one
             one.bind((source, 0))
         await asyncio.wait_for(loop.sock_connect(one, (place.hostname or "", place.port or 0)), SENDING)
         responses = Responses(exchange.is_head)
@@ -117,7 +117,7 @@ async def play(url: str, exchange: Exchange, source: str = "127.0.0.1", limit: f
             if stays:
                 await _wait(reading, exchange, responses, limit)
         except (ConnectionError, TimeoutError, OSError):
-            with contextlib.suppress(asyncio.CancelledError):  # the rest of what it had said
+            with contextlib.suppress(asyncio.CancelledError):  # the rest of the response
                 await asyncio.wait([reading], timeout=1.0)
         finally:
             reading.cancel()
@@ -128,7 +128,7 @@ async def play(url: str, exchange: Exchange, source: str = "127.0.0.1", limit: f
 
 
 async def _act(one: socket.socket, exchange: Exchange, host: str, responses: Responses) -> bool:
-    """Whether the connection is still ours to read from."""
+    """Performs the actions.  Returns whether the connection is still readable."""
     loop = asyncio.get_running_loop()
     for name, *arguments in exchange.actions:
         match name:
@@ -170,7 +170,7 @@ async def _read(one: socket.socket, responses: Responses) -> None:
 
 
 async def _wait(reading: asyncio.Task[None], exchange: Exchange, responses: Responses, limit: float) -> None:
-    """Until what is expected has come, or can come no more."""
+    """Waits until the expectation holds or cannot hold any more."""
     end = time.perf_counter() + limit
     while not reading.done() and (left := end - time.perf_counter()) > 0 and not _is_there(exchange, responses):
         await responses.something(min(left, 0.5))
@@ -191,7 +191,7 @@ def read_corpus(path: Path) -> list[Exchange]:
 
 
 def add_to_corpus(path: Path, exchanges: Iterable[Exchange]) -> int:
-    """Append those that are not there yet; how many."""
+    """Appends new exchanges to the corpus.  Returns their number."""
     known = set(path.read_text().splitlines()) if path.exists() else set()
     new = [line for line in dict.fromkeys(one.as_line() for one in exchanges) if line not in known]
     with path.open("a") as file:

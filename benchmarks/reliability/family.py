@@ -1,4 +1,4 @@
-"""Every process that comes of one server, even when its parent has died: all carry a mark in their environment."""
+"""Finds all processes of one server, even of a dead parent, by a mark in their environment."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Family:
         return {MARK: self.mark}
 
     def living(self) -> list[int]:
-        """All that live; a zombie has no environment and does not count."""
+        """Returns the running processes; a zombie has no environment and does not count."""
         wanted, found = f"{MARK}={self.mark}".encode(), []
         for place in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -40,7 +40,7 @@ def command(pid: int) -> str:
 
 
 def zombies(pid: int) -> int:
-    """Children that have ended and that nobody waited for."""
+    """Returns the number of children that have ended and were not reaped."""
     found = 0
     for child in children(pid):
         with contextlib.suppress(OSError):
@@ -49,7 +49,7 @@ def zombies(pid: int) -> int:
 
 
 def resident(pid: int) -> int:
-    """Bytes in memory, pages shared with others included; 0: there is no such process."""
+    """Returns resident bytes, shared pages included; 0 without such a process."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE
     except (OSError, IndexError):
@@ -57,7 +57,7 @@ def resident(pid: int) -> int:
 
 
 def proportional(pid: int) -> int:
-    """Bytes in memory, pages shared with others divided among them; 0: there is no such process."""
+    """Returns resident bytes, shared pages divided among their processes; 0 without such a process."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):
@@ -66,6 +66,6 @@ def proportional(pid: int) -> int:
 
 
 def descendants(pid: int) -> list[int]:
-    """Children of a process, and theirs."""
+    """Returns the children of a process, and theirs."""
     found = children(pid)
     return found + [one for child in found for one in descendants(child)]

@@ -1,4 +1,4 @@
-"""What is done to a server's processes, disk and sockets, and what must be true of its health afterwards."""
+"""Faults of a server's processes, disk and sockets, and the health that must follow."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from .journal import Journal
 from .server import Server
 from .watch import OK, TRUTH, HealthWatch
 
-START = 60.0  # seconds that an engine may take to start, beside load
+START = 60.0  # seconds of an engine's start beside load
 LONGEST_PAUSE = 60.0  # seconds that the supervisor pauses before a start
 TIMEOUT = 4.0  # --engine-timeout: the shortest there may be
-SLACK = 1.5  # seconds by which watches that look twice a second may be late on a busy machine
+SLACK = 1.5  # seconds by which watches that poll twice a second may be late on a busy machine
 CROWD = 1500  # connections of a burst, more than the 1,024 files that a process may have by default
-SOURCES = 8  # addresses that they come from, none of which is the legitimate clients'
+SOURCES = 8  # client addresses, different from those of legitimate clients
 
 
 @dataclass
 class Field:
-    """Everything that faults need."""
+    """The context of faults."""
 
     server: Server
     disk: Disk
     journal: Journal
     health: HealthWatch
-    patience: float = 1.0  # by which limits of time are stretched
-    alone: asyncio.Lock = made(default_factory=asyncio.Lock)  # held by whatever stops or kills a process
+    patience: float = 1.0  # factor of time limits
+    alone: asyncio.Lock = made(default_factory=asyncio.Lock)  # held by a fault that stops or kills a process
 
     @property
     def family(self) -> list[int]:
-        """The API process and all below it."""
+        """Returns the API process and its descendants."""
         return [self.server.process.pid, *descendants(self.server.process.pid)]
 
     def strike(self, pid: int, number: int) -> bool:
-        """Send a signal; False where there is no such process any more."""
+        """Sends a signal.  Returns False if the process has ended."""
         try:
             os.kill(pid, number)
         except ProcessLookupError:
@@ -53,14 +53,14 @@ class Field:
         return True
 
     async def tells_the_truth(self, struck: float, what: str) -> None:
-        """/health must stop saying 200 within three seconds."""
+        """Checks that /health stops returning 200 within three seconds."""
         limit = TRUTH * self.patience
         down = await self.health.until(lambda status: status != OK, struck, limit + 0.5)
         if down > limit:
             self.journal.violated("/health tells the truth", f"still 200 {limit:g} s after {what}", struck)
 
     async def recovers(self, struck: float, what: str, limit: float) -> None:
-        """/health must say 200 again."""
+        """Checks that /health returns 200 again within `limit` seconds."""
         limit *= self.patience
         seconds = await self.health.until(lambda status: status == OK, struck, limit)
         if seconds == float("inf"):
@@ -94,7 +94,7 @@ async def _until_back(field: Field, what: str, pid: int) -> None:
 
 
 async def stop_engine(field: Field, rng: random.Random) -> None:
-    """Frozen for a while that may be longer than --engine-timeout, and thawed."""
+    """Stops the engine for a time that may exceed --engine-timeout, and continues it."""
     seconds = rng.uniform(0.2, 6.0)
     what = f"SIGSTOP of the engine process for {seconds:.1f} s"
     async with field.alone:
@@ -125,7 +125,7 @@ async def _stopped(field: Field, what: str, seconds: float) -> None:
 
 
 async def damage_kernels(field: Field, rng: random.Random) -> None:
-    """Compiled kernels are emptied, halved, flipped or deleted; the next engine must not be worse for it."""
+    """Empties, halves, flips or deletes compiled kernels; the next engine must start and serve as before."""
     files = field.disk.kernels()
     chosen = rng.sample(files, rng.randint(1, len(files))) if files else []
     how = rng.choice(("emptied", "halved", "flipped", "deleted"))
@@ -133,7 +133,7 @@ async def damage_kernels(field: Field, rng: random.Random) -> None:
     for path in chosen:
         with contextlib.suppress(OSError):
             data = path.read_bytes()
-            path.unlink()  # a running engine may have it mapped
+            path.unlink()  # a running engine may have mapped the file
             if how != "deleted":
                 path.write_bytes(_damaged(data, how, rng))
     await _killed(field, f"kill -9 of the engine process, its kernels {how}")
@@ -148,11 +148,11 @@ def _damaged(data: bytes, how: str, rng: random.Random) -> bytes:
     return data[:place] + bytes([data[place] ^ 0xFF]) + data[place + 1:]
 
 
-# -- beside it ---------------------------------------------------------------------------------------------------
+# -- other processes ---------------------------------------------------------------------------------------------
 
 
 async def stop_api(field: Field, rng: random.Random) -> None:
-    """The API process stands still; its engine is not to be blamed for that."""
+    """Stops the API process; its engine must not count as lost."""
     seconds, pid = rng.uniform(0.1, 1.0), field.server.process.pid
     what = f"SIGSTOP of the API process for {seconds:.1f} s"
     async with field.alone:
@@ -170,7 +170,7 @@ async def stop_api(field: Field, rng: random.Random) -> None:
 
 
 async def fill_disk(field: Field, rng: random.Random) -> None:
-    """No space under event log, caches and temporary files; requests must not notice."""
+    """Fills the disk of event log, caches and temporary files; requests must not be affected."""
     seconds = rng.uniform(1.0, 5.0)
     field.journal.did(f"the disk is full for {seconds:.1f} s")
     try:
@@ -184,7 +184,7 @@ async def fill_disk(field: Field, rng: random.Random) -> None:
 
 
 async def kill_others(field: Field, rng: random.Random) -> None:
-    """Any process below the API process that is not the engine."""
+    """Kills a descendant of the API process that is not the engine."""
     others = [pid for pid in descendants(field.server.process.pid) if pid != field.server.engine_pid]
     if not others:
         field.journal.did("no other process to kill")
@@ -200,7 +200,7 @@ async def kill_others(field: Field, rng: random.Random) -> None:
 
 
 async def silent_crowd(field: Field, rng: random.Random) -> None:
-    """Very many connections that send nothing, or the beginning of something, and stay."""
+    """Opens many connections that send nothing or an incomplete head, and keeps them open."""
     seconds, number = rng.uniform(2.0, 8.0), rng.randint(100, CROWD)
     field.journal.did(f"{number} silent connections for {seconds:.1f} s")
     place = place_of(field.server)
@@ -223,16 +223,16 @@ BEGINNINGS = (b"", b"G", b"GET /health HTTP/1.1\r\nHost: x\r\nX-A: ",
 
 
 def place_of(server: Server) -> tuple[str, int]:
-    """Its host and port."""
+    """Returns the server's host and port."""
     url = urlsplit(server.url)
     return url.hostname or "", url.port or 0
 
 
 def connection(place: tuple[str, int], rng: random.Random) -> socket.socket:
-    """From an address of its own, which has sent nothing or a beginning.  Never waits for an answer.
+    """Returns a connection from another address, which has sent nothing or an incomplete head.  Reads no response.
 
     Raises:
-        OSError: none can be had.
+        OSError: no connection is possible.
     """
     one = socket.socket()
     try:

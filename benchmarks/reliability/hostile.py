@@ -2,7 +2,7 @@
 
 usage: python -m benchmarks.reliability.hostile URL [--seed N] [--count N] [--keep FILE]
 
-plays a corpus against a server, prints what bites, and keeps that in FILE.
+plays a corpus against a server, prints violations, and appends their exchanges to FILE.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ GENERATORS: tuple[Generator, ...] = (
 CORPUS = Path(__file__).with_name("corpus.jsonl")
 AT_ONCE = 4
 LATE = 0.1  # seconds that a traceback may take to reach its file
-SOURCES = 8  # addresses that exchanges come from, none of which is the legitimate clients'
+SOURCES = 8  # client addresses, different from those of legitimate clients
 
 
 def exchange(seed: int, number: int) -> Exchange:
-    """The exchange of that number; kinds take turns, so that a few of each are in any stretch."""
+    """Returns exchange `number`; kinds take turns, so that every range has a few of each."""
     rng = random.Random(f"{seed}-{number}")
     return GENERATORS[number % len(GENERATORS)](rng)
 
@@ -41,7 +41,7 @@ def generate(seed: int, count: int) -> list[Exchange]:
 
 
 def source(number: int) -> str:
-    """An address of this machine."""
+    """Returns a loopback address for exchange `number`."""
     return f"127.0.2.{1 + number % SOURCES}"
 
 
@@ -51,11 +51,11 @@ Bite = tuple[Exchange, str, Outcome]
 
 async def play_all(url: str, exchanges: Iterable[Exchange], at_once: int = AT_ONCE,
                    complaint: Callable[[], str] = str, limit: float = LIMIT) -> list[Bite]:
-    """Play them, a few at a time; those that broke a law.
+    """Plays exchanges, `at_once` at a time.  Returns those that broke a law.
 
     Args:
-        limit: seconds within which each must have what it expects.
-        complaint: what else is wrong since it was last called; of use with one at a time.
+        limit: seconds within which the expectation of each must hold.
+        complaint: returns another violation since its last call; useful with one exchange at a time.
     """
     found: list[Bite] = []
     numbered = enumerate(tqdm(list(exchanges), desc="    hostile", mininterval=5.0))
@@ -75,7 +75,7 @@ async def play_all(url: str, exchanges: Iterable[Exchange], at_once: int = AT_ON
 
 
 def _tracebacks(stderr: Stderr) -> Callable[[], str]:
-    """The first that was written since the last call."""
+    """Returns a function that returns the first traceback since its last call."""
     stderr.look()
 
     def latest() -> str:

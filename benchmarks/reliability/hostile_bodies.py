@@ -10,7 +10,7 @@ from .exchanges import ANSWERED, Exchange
 from .hostile_heads import BODY, head
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-LIMIT = 4 << 20  # bytes that a body may have
+LIMIT = 4 << 20  # maximum bytes of a body
 COMMON = ("model", "stream", "stream_options", "request_id", "service_tier", "priority", "ttft_ms", "tpot_ms", "user",
           "queue_timeout", "cache_salt", "n", "temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens",
           "stop",
@@ -52,7 +52,7 @@ NUMERIC = ("n", "temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tok
 
 
 def request(path: str, body: str, content_type: str = "application/json") -> str:
-    """A whole request.  `body` is text of bytes."""
+    """Returns a complete request.  `body` is text of bytes."""
     method = "PUT" if path.startswith("/admin/") else "POST"
     return head(method, path, f"Content-Type: {content_type}\r\nContent-Length: {len(body)}\r\n") + body
 
@@ -62,7 +62,7 @@ def _asked(name: str, path: str, body: str) -> Exchange:
 
 
 def _latin(value: Any) -> str:
-    """JSON with surrogates escaped, as text of bytes."""
+    """Returns JSON with surrogates escaped, as text of bytes."""
     return json.dumps(value)
 
 
@@ -81,7 +81,7 @@ def numbers(rng: random.Random) -> Exchange:
 
 
 def sampled(rng: random.Random) -> Exchange:
-    """Extreme numbers that are in range, or nearly, together with sampling, so that they reach the sampler."""
+    """Extreme numbers in or near their range, combined with sampling, so that they reach the sampler."""
     tiny = ("5e-324", "1e-300", "1e-45", "1e-38", "1e-20", "1e-6", "0.01", "1e6", "1e30", "1e38", "1e300", "100")
     body = {"prompt": "def f(", "max_tokens": 4, "seed": rng.randrange(100)}
     told = "".join(f',"{name}":{rng.choice(tiny)}' for name in rng.sample(
@@ -148,7 +148,7 @@ def depths(rng: random.Random) -> Exchange:
 
 
 def sizes(rng: random.Random) -> Exchange:
-    """Large bodies: many of something small, within a mebibyte; now and then one beyond what is allowed."""
+    """Large bodies of many small elements, within a mebibyte; sometimes one beyond the limit."""
     item = rng.choice(("[]", '""', "5", "[2]", '"a"', "{}", "null", "1e5", "[[]]", '"\\""', '"\\u0041"', "-1",
                        '"a",[]'))
     count = rng.choice((1000, 50_000, (1 << 20) // (len(item) + 1)))

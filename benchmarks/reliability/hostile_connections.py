@@ -13,7 +13,7 @@ LEAVE = ("close", "reset")
 
 
 def chunks(rng: random.Random) -> Exchange:
-    """Chunk sizes and framing that are wrong."""
+    """Invalid chunk sizes and framing."""
     size = f"{len(BODY):x}"
     body = rng.choice((
         f"zz\r\n{BODY}\r\n0\r\n\r\n", f"-1\r\n{BODY}\r\n0\r\n\r\n", f"ffffffffffffffff\r\n{BODY}",
@@ -32,7 +32,7 @@ def chunks(rng: random.Random) -> Exchange:
 
 
 def small_chunks(rng: random.Random) -> Exchange:
-    """A body of one-byte chunks, which is right."""
+    """A valid body of one-byte chunks."""
     body = "".join(f"1\r\n{byte}\r\n" for byte in BODY)
     pieces: list[Action] = [["send", head("POST", "/v1/completions", CHUNKED)]]
     step = rng.choice((7, 50, 1000))
@@ -43,7 +43,7 @@ def small_chunks(rng: random.Random) -> Exchange:
 
 
 def many_chunks(rng: random.Random) -> Exchange:
-    """More than a body may have, in chunks that never end."""
+    """A body beyond the limit, in endless chunks."""
     return Exchange("many chunks", [
         ["send", head("POST", "/v1/completions", CHUNKED)], ["repeat", "400\r\n" + " " * 1024 + "\r\n",
                                                              rng.choice((64, 4500))],
@@ -51,21 +51,21 @@ def many_chunks(rng: random.Random) -> Exchange:
 
 
 def pipelines(rng: random.Random) -> Exchange:
-    """Several whole requests at once, each of which has an answer."""
+    """Several complete requests at once, each with a response."""
     parts = [rng.choice((head(), post(), head(path="/v1/models"), head(path="/nowhere"), post("{}"), post(STREAM)))
              for _ in range(rng.choice((2, 3, 8, 30)))]
     return Exchange("pipeline", [["send", "".join(parts)]], ANSWERED, len(parts))
 
 
 def pipelines_left(rng: random.Random) -> Exchange:
-    """Several requests, and gone before or amid the answers."""
+    """Several requests, and a disconnect before or during the responses."""
     parts = [rng.choice((head(), post(), post(STREAM))) for _ in range(rng.choice((2, 3, 20)))]
     return Exchange("pipeline, gone", [["send", post(STREAM) + "".join(parts)], ["pause", rng.uniform(0, 0.2)],
                                        [rng.choice(LEAVE)]], ANYTHING)
 
 
 def half_closed(rng: random.Random) -> Exchange:
-    """A whole request, and then no more from this side; the answer is still read."""
+    """A complete request, then a half-closed connection; the response is still read."""
     text = rng.choice((post(), post(STREAM), head(), head(path="/metrics"), post("{}")))
     pause: list[Action] = [["pause", rng.uniform(0, 0.05)]] if rng.random() < 0.5 else []
     return Exchange("half-closed", [["send", text], *pause, ["half_close"]], ANSWERED)
@@ -93,7 +93,7 @@ def abandoned_bodies(rng: random.Random) -> Exchange:
 
 
 def slow_bytes(rng: random.Random) -> Exchange:
-    """A whole request in small pieces, over a second at most."""
+    """A complete request in small parts, over a second at most."""
     text, actions = rng.choice((head(), post(), head(path="/v1/models"))), []
     step = rng.choice((1, 3, 10))
     for start in range(0, len(text), step):
@@ -115,7 +115,7 @@ def too_long_and_more(rng: random.Random) -> Exchange:
 
 
 def idle_then_more(rng: random.Random) -> Exchange:
-    """A connection that is used again after a while."""
+    """A connection that is reused after a pause."""
     return Exchange("used again", [["send", head()], ["pause", rng.uniform(0, 1.0)], ["send", post()],
                                    ["pause", rng.uniform(0, 0.5)], ["send", head(path="/version")]], ANSWERED, 3)
 

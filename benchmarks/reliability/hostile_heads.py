@@ -20,7 +20,7 @@ def head(method: str = "GET", path: str = "/health", headers: str = "", host: st
 
 
 def post(body: str = BODY, headers: str = "", path: str = "/v1/completions") -> str:
-    """A whole request, whose length is right."""
+    """Returns a complete request with the right length."""
     return head("POST", path, f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n{headers}") + body
 
 
@@ -29,7 +29,7 @@ def _send(name: str, text: str, expect: str = SETTLED, answers: int = 1) -> Exch
 
 
 def request_line(rng: random.Random) -> Exchange:
-    """Ends with a half-closed connection, so that even what looks unfinished must be settled."""
+    """Odd request lines; the connection is half-closed, so that the server must settle even incomplete ones."""
     path = "/health"
     line = rng.choice((
         "GET", "GET ", "GET /health", "GET  /health  HTTP/1.1", f"get {path} HTTP/1.1", f"GET {path} HTTP/9.9",
@@ -160,7 +160,7 @@ def upgrades(rng: random.Random) -> Exchange:
         "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n",
         "Connection: upgrade\r\nUpgrade: \r\n", "Upgrade: TLS/1.0\r\nConnection: Upgrade\r\n"))
     if rng.random() < 0.5:
-        path = rng.choice(ROUTES[6:])  # /events goes on for a client that is half closed
+        path = rng.choice(ROUTES[6:])  # /events continues for a half-closed client
         return Exchange("upgrade", [["send", head(path=path, headers=told)], ["half_close"]],
                         BEGUN if path == "/events" else SETTLED)
     return Exchange("upgrade", [["send", post(headers=told)], ["half_close"]])

@@ -1,8 +1,8 @@
-"""What was done to a server, when, and which laws it broke meanwhile.
+"""The log of actions on a server, and of violated laws.
 
-A *window* is a stretch of time in which an answer may be an explicit error, because the engine or the API process was
-killed or stopped.  Everything outside of windows is held to all laws.  Times are seconds of `time.perf_counter`, which
-all processes of a machine share; those told to people are seconds since the run began.
+In a *window* a response may be an explicit error, because the engine or the API process was killed or stopped.
+Outside of windows all laws hold.  Times are seconds of `time.perf_counter`, which all processes of a machine share;
+printed ones are seconds since the run began.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-SETTLE = 0.5  # seconds after a window's end in which its consequences may still arrive
-MAX_KEPT = 200  # violations told one by one; more are only counted
-MAX_SHOWN = 10  # of each law, while the run goes on
-LATEST = 12  # actions told beside a violation
+SETTLE = 0.5  # seconds after a window's end in which its errors may still arrive
+MAX_KEPT = 200  # violations stored one by one; more are only counted
+MAX_SHOWN = 10  # violations printed for each law
+LATEST = 12  # actions printed with a violation
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class Violation:
 
 @dataclass(slots=True)
 class Journal:
-    """One run's account: actions, windows and violations."""
+    """The journal of one run: actions, windows and violations."""
 
     seed: int
     began: float = field(default_factory=time.perf_counter)
@@ -58,14 +58,14 @@ class Journal:
         return round(at - self.began, 3)
 
     def did(self, what: str) -> None:
-        """Note an action that is needed to do the run again."""
+        """Records an action, with what a repetition of the run needs."""
         self.actions.append((self.since(time.perf_counter()), what))
 
     def violated(self, law: str, what: str, at: float | None = None) -> None:
-        """Note that `law` was broken, and tell it at once.
+        """Records a violation of `law`, and prints it at once.
 
         Args:
-            at: when; None: now.
+            at: its time; None: now.
         """
         self.counts[law] = self.counts.get(law, 0) + 1
         if self.counts[law] > MAX_KEPT:
@@ -78,7 +78,7 @@ class Journal:
 
     @contextlib.contextmanager
     def window(self, why: str) -> Iterator[Window]:
-        """Excuse what happens in the block, and shortly after it."""
+        """Opens a window for the block and shortly after it."""
         opened = Window(why, time.perf_counter())
         self.windows.append(opened)
         try:
@@ -87,11 +87,11 @@ class Journal:
             opened.ended = time.perf_counter()
 
     def excused(self, since: float, until: float) -> bool:
-        """Whether anything between the two moments has a window to blame."""
+        """Returns whether a window overlaps the time between two moments."""
         return any(window.overlaps(since, until) for window in self.windows)
 
     def excluded(self) -> float:
-        """Seconds within windows."""
+        """Returns the seconds within windows."""
         total, reached = 0.0, 0.0
         for window in sorted(self.windows, key=lambda one: one.began):
             start, end = max(window.began, reached), min(window.ended, time.perf_counter()) + SETTLE

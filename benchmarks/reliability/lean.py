@@ -1,7 +1,7 @@
-"""A client that costs as little as one in Python can: the load generator shares two cores with the server it loads.
+"""A client of minimal cost: the load generator shares two cores with the server.
 
-It knows one server, one route and answers of two kinds: a stream of completion events, and an error.  What it takes for
-a token is an event that is neither the last nor usage; `slotwise.bench.client` looks closer, at three times the price.
+It supports one server, one route and two kinds of responses: a stream of completion events, and an error.  It counts an
+event that is neither the last nor usage as a token; `slotwise.bench.client` is more exact, at three times the cost.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 from slotwise.bench.client import Reply, Target
 from slotwise.bench.measures import COMPLETED, FAILED, REJECTED
 
-SILENT = 300.0  # seconds without a byte after which an answer is given up
+SILENT = 300.0  # seconds without a byte after which a response is aborted
 
 
 class _Usage(msgspec.Struct):
@@ -31,7 +31,7 @@ _last = msgspec.json.Decoder(_Last).decode
 
 
 class LeanClient:
-    """As many connections as there are requests under way; they are used again."""
+    """One connection per active request; connections are reused."""
 
     def __init__(self, target: Target, clock: Callable[[], float]) -> None:
         place = urlsplit(target.base_url)
@@ -42,7 +42,7 @@ class LeanClient:
         self._idle: list[_Connection] = []
 
     async def complete(self, body: bytes, reply: Reply) -> None:
-        """Send `body` and write into `reply` what comes, whatever comes."""
+        """Sends `body` and writes the response or its failure into `reply`."""
         reply.sent = self._clock()
         try:
             connection = await self._free()
@@ -54,7 +54,7 @@ class LeanClient:
         reply.ended = reply.ended or self._clock()
 
     async def _free(self) -> _Connection:
-        """One that the server has not closed, or a new one."""
+        """Returns an open connection, or a new one."""
         while self._idle:
             connection = self._idle.pop()
             if connection.is_open:
@@ -69,7 +69,7 @@ class LeanClient:
 
 
 class _Connection(asyncio.Protocol):
-    """One answer at a time."""
+    """A connection with one response at a time."""
 
     is_open = False
 
@@ -109,7 +109,7 @@ class _Connection(asyncio.Protocol):
         else:
             self._ended.set_exception(error)
 
-    # -- what the parser found -----------------------------------------------------------------------------------
+    # -- parser callbacks ----------------------------------------------------------------------------------------
 
     def on_body(self, body: bytes) -> None:
         reply = self._reply

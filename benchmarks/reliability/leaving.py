@@ -1,4 +1,4 @@
-"""Clients that go away, and a server that is asked to."""
+"""Scenarios with clients that disconnect, and a server that receives SIGTERM."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .clients import Answer, Canary, ask, ask_briefly
 from .server import Metrics, Server, serving
 
 NUM_DISCONNECTS = 1000
-CROWD = 160  # clients at a time, for 64 slots
-SHUTDOWN = 5.0  # seconds, as asked of the server
-SPARE = 5.0  # seconds beyond it that a server may take to exit
-LONG, SHORT = 800, 20  # output tokens: longer than the server's patience, and not
+CROWD = 160  # concurrent clients, for 64 slots
+SHUTDOWN = 5.0  # seconds, --shutdown-timeout
+SPARE = 5.0  # further seconds that a server may take to exit
+LONG, SHORT = 800, 20  # output tokens, of requests that exceed the shutdown timeout and that do not
 
 
 def prompt(rng: random.Random, most: int = 200) -> list[int]:
@@ -58,7 +58,7 @@ async def _disconnects(server: Server) -> ledger.Row:
     spoken = sum(1 for answer in answers if answer.first)
     return ledger.Row(
         f"{NUM_DISCONNECTS:,} disconnects", fates, leaked,
-        {"nobody left": status == 200 and state["num_live"] == 0, "all quiet within a second": settled <= 1.0,
+        {"no request left": status == 200 and state["num_live"] == 0, "all quiet within a second": settled <= 1.0,
          "the canary's tokens unchanged": canary.unchanged},
         [f"gone while a body was sent, while queued (up to {most_waiting} waited), before the first token, and in "
          f"mid-stream ({spoken})", f"all quiet {settled:.2f} s after the last had left; {aborted:.0f} aborted in the "
@@ -68,7 +68,7 @@ async def _disconnects(server: Server) -> ledger.Row:
 
 
 async def _leave(http: aiohttp.ClientSession, server: Server, rng: random.Random, number: int) -> Answer:
-    """A request that is given up in one of the phases of its life."""
+    """Sends a request and disconnects in one of its phases."""
     body = {"prompt": prompt(rng), "max_tokens": 400, "ignore_eos": True}
     match number % 10:
         case 0:
@@ -131,7 +131,7 @@ async def _sigterm(server: Server) -> ledger.Row:
 
 
 async def _newcomers(http: aiohttp.ClientSession, server: Server, asked: float) -> list[Answer]:
-    """Somebody new every 50 ms until the server has exited."""
+    """Sends a new request every 50 ms until the server has exited."""
     await asyncio.sleep(0.1)  # until the signal has arrived
     tasks = []
     while server.process.poll() is None and time.perf_counter() - asked < SHUTDOWN + 6 * SPARE:

@@ -1,4 +1,4 @@
-"""Arithmetic of the table: what became of requests, which blocks did not come back, and how that is written down."""
+"""The table's arithmetic: outcomes of requests, leaked blocks, and their Markdown."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 COMPLETED = "completed"
-ABORTED = "aborted"  # ended by the server, which said so in the stream
+ABORTED = "aborted"  # ended by the server, with a finish reason in the stream
 FAILED = "error"  # ended by an explicit error
 REFUSED = "refused (503)"
 IMPOSSIBLE = "refused (400)"
 HUNG_UP = "hung up"  # ended by this client
-NOBODY = "door closed"  # nobody listened any more: the request never was the server's
+NOBODY = "door closed"  # the connection was refused: the request never reached the server
 LOST = "lost"  # no end, or not exactly one
 FATES = (COMPLETED, ABORTED, FAILED, REFUSED, IMPOSSIBLE, HUNG_UP, NOBODY, LOST)
 
@@ -22,11 +22,11 @@ HEADINGS = ("scenario", "sent", "ended", "lost", "leaked blocks", "holds", "what
 
 
 def fate(status: int, ends: int, finish_reason: str, failed: bool) -> str:
-    """What became of a request that was left to the server.
+    """Returns the outcome of a request that its client did not abort.
 
     Args:
-        status: of the response; 0: there was none.
-        ends: finish reasons and errors it brought, each of which says that it is over.
+        status: of the response; 0 without one.
+        ends: the number of finish reasons and errors, each of which ends a request.
     """
     if ends != 1:
         return LOST
@@ -41,14 +41,14 @@ def fate(status: int, ends: int, finish_reason: str, failed: bool) -> str:
 
 @dataclass(slots=True)
 class Row:
-    """One scenario's account."""
+    """The account of one scenario."""
 
     scenario: str
     fates: dict[str, int]
     leaked: int  # blocks
     holds: dict[str, bool]  # each promise, and whether it was kept
-    seen: list[str]  # what was measured, for people
-    figures: dict[str, Any] = field(default_factory=dict)  # the same for programs
+    seen: list[str]  # measurements as text
+    figures: dict[str, Any] = field(default_factory=dict)  # the same as numbers
 
     @property
     def sent(self) -> int:
@@ -64,7 +64,7 @@ class Row:
 
     @property
     def broken(self) -> list[str]:
-        """Promises that were not kept."""
+        """Returns the promises that were not kept."""
         kept = {"no request lost": self.lost == 0, "no block leaked": self.leaked == 0} | self.holds
         return [promise for promise, was_kept in kept.items() if not was_kept]
 
@@ -74,13 +74,13 @@ class Row:
 
 
 def tally(fates: Iterable[str]) -> dict[str, int]:
-    """How many met which fate, in the order of `FATES`."""
+    """Returns the number of requests by outcome, in the order of `FATES`."""
     counts = Counter(fates)
     return {name: counts[name] for name in FATES if counts[name]}
 
 
 def leaked_blocks(usage: float, num_blocks: int, needed: int) -> int:
-    """Blocks in use beyond those that the only request under way needs.
+    """Returns the blocks in use beyond those of the only active request.
 
     Args:
         usage: share of all blocks in use.
@@ -89,12 +89,12 @@ def leaked_blocks(usage: float, num_blocks: int, needed: int) -> int:
 
 
 def drift(first: float, last: float) -> float:
-    """Growth from `first` to `last` as a share of `first`."""
+    """Returns the growth from `first` to `last` as a share of `first`."""
     return last / first - 1
 
 
 def table(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Markdown, from rows as `Row.as_json` made them."""
+    """Returns Markdown from rows of `Row.as_json`."""
     lines = ["| " + " | ".join(HEADINGS) + " |", "|---|--:|--:|--:|--:|---|---|"]
     for row in rows:
         fates = ", ".join(f"{count:,} {name}" for name, count in row["fates"].items() if name not in (LOST, NOBODY))
@@ -106,10 +106,10 @@ def table(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def refreshed(page: str, content: str) -> str:
-    """`page` with `content` between the two marks.
+    """Returns `page` with `content` between the two markers.
 
     Raises:
-        ValueError: the page has no place for it.
+        ValueError: the page has no markers.
     """
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)

@@ -1,7 +1,7 @@
-"""Mixed, legitimate load: greedy requests whose tokens are known from a quiet server, aborts, disconnects and readers.
+"""Mixed legitimate load: greedy requests with expected tokens from a quiet server, aborts, disconnects and readers.
 
-Every answer is judged as it comes: it must end once, tell its tokens as they were in the quiet run, and be no error
-unless something was done to the engine meanwhile.
+Every response is checked on arrival: it must end once, have the tokens of the quiet run, and be no error outside of
+windows.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from .journal import Journal
 from .server import Server
 
 CHAT = "/v1/chat/completions"
-LOOKED = 0.5  # seconds between two looks at /metrics, /explain and the like
+LOOKED = 0.5  # seconds between two reads of /metrics, /explain and the like
 SIZES = ((3, 60), (17, 200), (64, 33), (130, 150), (300, 90), (500, 24), (700, 120), (900, 48))  # prompt, output tokens
 TEXTS = ("import os\n\n", "class Queue:\n    def __init__(self", "# Returns the largest of ", "for i in range(10):\n")
 
 
 def bodies() -> list[tuple[str, dict[str, Any]]]:
-    """(path, body) of greedy requests of many shapes; the same ones in every run."""
+    """Returns (path, body) of greedy requests of many shapes; the same ones in every run."""
     rng = random.Random(23)
     greedy = {"temperature": 0, "ignore_eos": True}
     known: list[tuple[str, dict[str, Any]]] = []
@@ -43,19 +43,19 @@ def bodies() -> list[tuple[str, dict[str, Any]]]:
 
 
 class MixedLoad:
-    """So many `workers` that each send one request after the other."""
+    """`workers` clients that each send one request after the other."""
 
     def __init__(self, server: Server, journal: Journal, workers: int = 6) -> None:
         self.fates: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()  # messages of errors and refusals
-        self.latest = ""  # id of a request that is under way, or was
+        self.latest = ""  # id of the latest request
         self._server, self._journal, self._workers = server, journal, workers
         self._bodies = bodies()
         self._known: list[tuple[str, int]] = []
         self._stop = asyncio.Event()
 
     async def learn(self, http: aiohttp.ClientSession) -> None:
-        """The tokens of a quiet server, each request alone.
+        """Records the tokens of a quiet server, each request alone.
 
         Raises:
             RuntimeError: a request did not complete.
@@ -68,7 +68,7 @@ class MixedLoad:
 
     @asynccontextmanager
     async def running(self, salt: int) -> AsyncIterator[MixedLoad]:
-        """Load for as long as the block runs; what is under way then is waited for.
+        """Runs the load during the block, then waits for active requests.
 
         Args:
             salt: makes another sequence of requests of the same seed.
@@ -120,7 +120,7 @@ class MixedLoad:
     async def _aborted(
         self, http: aiohttp.ClientSession, rng: random.Random, path: str, body: dict[str, Any],
     ) -> Answer:
-        """A request that another connection aborts, at whatever stage it is then."""
+        """Sends a request that another connection aborts, in any state."""
         name = f"aborted-{rng.getrandbits(48):x}"
         task = asyncio.create_task(ask(http, self._server, body | {"request_id": name}, path=path))
         await asyncio.sleep(rng.uniform(0, 0.6))
@@ -131,16 +131,16 @@ class MixedLoad:
         return await task
 
     def _judged(self, answer: Answer, number: int, choices: int = 1) -> Answer:
-        """Hold `answer` to the laws.
+        """Checks the laws on `answer`.
 
         Args:
             number: of its body.
-            choices: whose tokens must be those of the quiet run; 0: it may have been ended early.
+            choices: number of choices whose tokens must equal the quiet run's; 0: the request may have ended early.
         """
         journal, body = self._journal, self._bodies[number]
         what = f"body {number} ({body[0]}, {body[1]['max_tokens']} tokens)"
         if answer.fate in (ledger.LOST, ledger.NOBODY):
-            journal.violated("each request ends once", f"{what}: {answer.broken or 'nobody listened'}; "
+            journal.violated("each request ends once", f"{what}: {answer.broken or 'connection refused'}; "
                              f"status {answer.status}, {answer.ends} ends", answer.sent)
         elif answer.fate in (ledger.FAILED, ledger.REFUSED, ledger.IMPOSSIBLE):
             if not journal.excused(answer.sent, answer.ended):
@@ -161,7 +161,7 @@ class MixedLoad:
     # -- readers -------------------------------------------------------------------------------------------------
 
     async def _read(self, http: aiohttp.ClientSession) -> None:
-        """/metrics, /load, /explain and /requests, in turn."""
+        """Reads /metrics, /load, /explain and /requests, in turn."""
         while not self._stop.is_set():
             for path in ("/metrics", f"/explain/{self.latest or 'x'}", "/load", f"/requests/{self.latest or 'x'}"):
                 began, status, said = time.perf_counter(), 0, ""
@@ -175,7 +175,7 @@ class MixedLoad:
                 await asyncio.sleep(LOOKED)
 
     async def _view(self, http: aiohttp.ClientSession) -> None:
-        """/events, for three seconds at a time."""
+        """Reads /events, for three seconds at a time."""
         while not self._stop.is_set():
             with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
                 async with asyncio.timeout(3), http.get(f"{self._server.url}/events") as response:

@@ -1,4 +1,4 @@
-"""Five times as many requests as the server can serve."""
+"""Scenario with five times the server's capacity."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from .lean import LeanClient
 from .server import MIB, Server, serving
 
 FACTOR = 5
-TRIAL = 10.0  # seconds of each closed loop that looks for the best
+TRIAL = 10.0  # seconds of each closed loop that measures the best goodput
 USERS = (64, 96)  # of the closed loops; there are 64 slots
 INPUTS, OUTPUTS = lengths.parse("uniform:32:256"), lengths.parse("uniform:64:256")
 MEAN_OUTPUT = 160  # tokens
 RAMP = 0.2  # share of a run before which its goodput is not counted
 GOOD = 0.9  # of the best goodput
-FLAT = 0.03  # growth of memory from the first quarter to the end, as a share, that counts as none
+FLAT = 0.03  # share of memory growth, from the first quarter to the end, that counts as none
 AT_ONCE = 20.0  # milliseconds
-DRAIN = 120.0  # seconds that the queue gets to empty
+DRAIN = 120.0  # seconds for the queue to drain
 
 
 def requests(pattern: str, count: int, seed: int) -> Workload:
@@ -44,7 +44,7 @@ def requests(pattern: str, count: int, seed: int) -> Workload:
 
 
 def drive(target: Target, workload: Workload, phrasing: Phrasing, limit: float) -> list[Outcome]:
-    """What became of `workload` within `limit` seconds; whoever is under way then is cut off."""
+    """Returns the outcomes of `workload` within `limit` seconds; active requests are aborted then."""
     load = Load(workload, lambda request: phrasing.body(target, workload, request))
     replies: list[Reply] = []
 
@@ -64,9 +64,9 @@ def drive(target: Target, workload: Workload, phrasing: Phrasing, limit: float) 
 
 
 def goodput(outcomes: Sequence[Outcome], seconds: float) -> float:
-    """Output tokens a second in the steady part of a run, of requests that are not refused.
+    """Returns output tokens per second in the steady part of a run, of requests that are not refused.
 
-    An event may carry several tokens; how many on average is known of the answers that came to their end.
+    An event may contain several tokens; the mean is taken from completed responses.
     """
     whole = [outcome for outcome in outcomes if outcome.status == COMPLETED]
     events = sum(len(outcome.token_times) for outcome in whole)
@@ -77,7 +77,7 @@ def goodput(outcomes: Sequence[Outcome], seconds: float) -> float:
 
 
 def closed_loops(target: Target, phrasing: Phrasing) -> dict[int, float]:
-    """Goodput by the number of users who each ask again once they are answered."""
+    """Returns goodput by the number of users, each of which sends a request after the last response."""
     found = {}
     for users in USERS:
         outcomes = drive(target, requests(f"closed:{users}", 60 * users, seed=users), phrasing, TRIAL)
@@ -88,12 +88,12 @@ def closed_loops(target: Target, phrasing: Phrasing) -> dict[int, float]:
 
 
 def best(before: dict[int, float], after: dict[int, float]) -> float:
-    """The best of the closed loops, each the mean of its two runs: a shared machine is not as fast all the time."""
+    """Returns the best closed loop, each the mean of its two runs, because a shared machine's speed varies."""
     return max((before[users] + after[users]) / 2 for users in USERS)
 
 
 class MemoryWatch:
-    """Memory of all processes at five times of a run, the start and the end among them."""
+    """Memory of all processes at five times of a run, including start and end."""
 
     def __init__(self, server: Server, seconds: float) -> None:
         self._server = server
@@ -113,7 +113,7 @@ class MemoryWatch:
 
 
 def stolen() -> list[int]:
-    """Ticks so far that the host of this machine took for others, and of all kinds; zeros where nobody counts them."""
+    """Returns the ticks stolen by the host of this machine, and all ticks; zeros where they are not counted."""
     try:
         ticks = list(map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]))
     except OSError:
@@ -128,7 +128,7 @@ def latencies(milliseconds: Sequence[float]) -> dict[str, float]:
 
 
 def fate(outcome: Outcome) -> str:
-    """What the load generator's words mean here; a stream that broke for any reason counts as lost."""
+    """Maps the load generator's outcomes to fates; a broken stream counts as lost."""
     if outcome.status == COMPLETED:
         return ledger.COMPLETED
     if outcome.status == REJECTED:
@@ -137,7 +137,7 @@ def fate(outcome: Outcome) -> str:
 
 
 def overload(seconds: float) -> ledger.Row:
-    """An open loop at five times the capacity; its queue drains before the account is closed."""
+    """Runs an open loop at five times the capacity, and drains its queue before accounting."""
     with serving() as server:
         target, vocab_size = resolve(Target(server.url))
         phrasing = Phrasing(vocab_size)

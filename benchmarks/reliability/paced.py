@@ -1,9 +1,9 @@
-"""A stream that is read and timed in a process of its own: how long its reader waits from one token to the next.
+"""Reads and times a stream in a process of its own: the reader's wait from one token to the next.
 
 usage: python -m benchmarks.reliability.paced URL PID
 
 Prints JSON lines until it is killed: {"from": s, "to": s, "computing": s} for each wait between two tokens, {"text":
-..., "tokens": n} for each whole answer, {"failed": why, "at": s} for each that was none.  Times are those of
+..., "tokens": n} for each complete response, {"failed": why, "at": s} for each failed one.  Times are those of
 `time.perf_counter`; computing is that of the main thread of PID, the API process, which serves every stream.
 """
 
@@ -20,8 +20,8 @@ from .clients import PATH
 from .probe import computed
 
 BODY = {"prompt": "def main(", "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
-WORTH_TELLING = 0.02  # seconds; shorter waits are nobody's largest
-PAUSE = 0.2  # seconds after an answer that was none
+WORTH_TELLING = 0.02  # seconds; shorter waits are never the largest
+PAUSE = 0.2  # seconds after a failed response
 PATIENCE = 30.0  # seconds without a byte
 
 
@@ -30,10 +30,10 @@ def tell(**fields: Any) -> None:
 
 
 def stream(connection: HTTPConnection, pid: int) -> None:
-    """One answer.
+    """Reads one response.
 
     Raises:
-        OSError, HTTPException, ValueError: it was none.
+        OSError, HTTPException, ValueError: the response failed.
     """
     connection.request("POST", PATH, json.dumps(BODY), {"Content-Type": "application/json"})
     response = connection.getresponse()

@@ -1,4 +1,4 @@
-"""Requests that can never fit, and a cache that is far too small for those that can."""
+"""Scenarios with requests that can never fit, and with a cache that is far too small."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .server import Metrics, Server, serving
 NUM_IMPOSSIBLE = 200
 NUM_POOLED = 64
 POOLED_OUTPUT = 192  # tokens
-SCARCITY = 20  # the demand is so many times the pool
+SCARCITY = 20  # demand over pool size
 BLOCK = 64  # tokens
 F32 = 4  # bytes
 
@@ -31,7 +31,7 @@ def impossible(seconds: float) -> ledger.Row:
 
 
 def impossible_bodies(rng: random.Random) -> list[tuple[dict[str, Any], str]]:
-    """Requests, each with a number that its refusal must name."""
+    """Returns requests, each with a number that its refusal must name."""
     bodies: list[tuple[dict[str, Any], str]] = []
     for number in range(NUM_IMPOSSIBLE):
         if number % 4 == 0:
@@ -75,7 +75,7 @@ async def _impossible(server: Server) -> ledger.Row:
 
 
 def block_bytes() -> int:
-    """Of a block of keys and values of the built-in model, over all layers."""
+    """Returns the bytes of one block of the built-in model, over all layers."""
     model = json.loads((builtin.path() / "config.json").read_text())
     return 2 * model["num_hidden_layers"] * model["num_key_value_heads"] * model["head_dim"] * BLOCK * F32
 
@@ -89,7 +89,7 @@ def pooled_bodies() -> list[dict[str, Any]]:
 def small_pool(seconds: float) -> ledger.Row:
     bodies = pooled_bodies()
     demand = sum(-(-(len(body["prompt"]) + POOLED_OUTPUT - 1) // BLOCK) for body in bodies)
-    # A small cache makes for a short queue, and here everyone is to wait.
+    # A small cache implies a short queue; here all requests must wait.
     options = ("--dtype", "float32", "--block-size", str(BLOCK), "--max-num-queued-tokens", "100000")
     with serving(*options) as server:
         plenty, _, _ = asyncio.run(_pooled(server, bodies))
@@ -102,7 +102,7 @@ def small_pool(seconds: float) -> ledger.Row:
     return ledger.Row(
         f"a cache of 1/{SCARCITY} of the demand", ledger.tally(answer.fate for answer in [*plenty, *answers]), leaked,
         {"the same greedy tokens": same == len(bodies), "it was scarce": num_blocks * SCARCITY <= demand,
-         "somebody had to yield": preemptions > 0},
+         "requests were preempted": preemptions > 0},
         [f"{num_blocks} blocks for {len(bodies)} requests at once that need {demand}: {same} of {len(bodies)} gave the "
          "tokens they give with a large cache (greedy, float32)",
          f"{preemptions:,.0f} preemptions, {again:,.0f} tokens computed again, {again / computed:.1%} of all computed"],

@@ -1,9 +1,9 @@
-"""A client that does nothing but ask now and then, in a process of its own: how long a refusal takes.
+"""Measures the time of refusals, with a client in a process of its own that sends requests at intervals.
 
 usage: python -m benchmarks.reliability.probe URL PID SECONDS; prints JSON.
 
-Wall time is also that of everything else on the machine.  So it is measured, too, how long the API process computed in
-between, for this refusal and whatever stood before it: an upper bound of what the refusal costs.
+Wall time includes all other load of the machine.  So it also measures the API process' computing time in between, for
+this refusal and all work before it: an upper bound of the refusal's cost.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from .clients import PATH
 from .ledger import COMPLETED, HUNG_UP, LOST, REFUSED
 
 PAUSE = 0.1  # seconds
-PATIENCE = 2.0  # seconds; who was let in waits for long, and is not what this is about
+PATIENCE = 2.0  # seconds; accepted requests wait longer and do not count
 BODY = json.dumps({"prompt": [5], "max_tokens": 1})
 
 
 class Seen(NamedTuple):
-    """What became of one request, and after how many milliseconds."""
+    """The outcome of one request, and its milliseconds."""
 
     fate: str
     ms: float = 0.0
@@ -33,7 +33,7 @@ class Seen(NamedTuple):
 
 
 def computed(pid: int) -> float:
-    """Milliseconds that the main thread of `pid`, which answers every request, has computed."""
+    """Returns the computing time of the main thread of `pid`, which serves every request, in milliseconds."""
     return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) * 1e-6
 
 

@@ -1,6 +1,6 @@
-"""Answers on one connection, as they come: their statuses, and where each ends.
+"""Parses the responses on one connection: their statuses and their ends.
 
-Strict, for it judges a server: what is not the beginning of an HTTP answer is garbage.
+The parser is strict, because it judges a server: bytes that do not begin an HTTP response are garbage.
 """
 
 from __future__ import annotations
@@ -8,16 +8,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-MOST = 64 << 20  # bytes of one answer
-KEPT = 300  # bytes of a body, to be told
+MOST = 64 << 20  # bytes of one response
+KEPT = 300  # bytes of a body, for messages
 NO_BODY = (204, 304)
 
 
 class Responses:
-    """What a server says on one connection.
+    """The responses of a server on one connection.
 
     Args:
-        without_bodies: they answer HEAD.
+        without_bodies: the requests are HEAD.
     """
 
     def __init__(self, without_bodies: bool = False) -> None:
@@ -27,13 +27,13 @@ class Responses:
         self.garbage = ""
         self._without_bodies = without_bodies
         self._data = b""
-        self._left: int | None = None  # bytes of a body of known length; None: between two answers
+        self._left: int | None = None  # bytes of a body of known length; None: between two responses
         self._chunked = self._until_closed = False
         self._kept = b""
         self._news = asyncio.Event()
 
     async def something(self, seconds: float) -> None:
-        """Wait until more has come, or the time is over."""
+        """Waits until more data arrives, or the time is over."""
         self._news.clear()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._news.wait(), seconds)
@@ -42,7 +42,7 @@ class Responses:
         return self._kept.decode("latin-1")
 
     def feed(self, data: bytes) -> None:
-        """Take what came; nothing: the server closed."""
+        """Parses `data`; empty: the server closed."""
         self._news.set()
         if not data:
             self.closed = True
@@ -55,7 +55,7 @@ class Responses:
             pass
 
     def _advance(self) -> bool:
-        """Take one piece of what is there; False where it is not whole yet."""
+        """Parses the next element.  Returns False if it is incomplete."""
         if self._until_closed:
             self._kept = (self._kept + self._data)[:KEPT]
             self._data = b""

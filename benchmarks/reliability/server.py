@@ -27,7 +27,7 @@ PAGE = resource.getpagesize()
 
 @dataclass
 class Server:
-    """`log` is the file that takes its stderr; `ready` the fields of the ready line, where lines are JSON."""
+    """A running server.  `log` is the file of its stderr; `ready` the fields of the ready line, if lines are JSON."""
 
     process: subprocess.Popen[str]
     url: str
@@ -38,20 +38,20 @@ class Server:
 
     @property
     def engine_pid(self) -> int:
-        """The engine process of the moment; 0: there is none."""
+        """Returns the current engine process; 0 without one."""
         for pid in children(self.process.pid):
             if b"slotwise.compose.worker" in _command(pid):
                 return pid
         return 0
 
     def said(self) -> str:
-        """The end of what it wrote to stderr."""
+        """Returns the end of its stderr."""
         return self.log.read_text(errors="replace")[-3000:]
 
     def memory(self) -> int:
-        """Bytes resident in all its processes, pages they share counted twice.
+        """Returns the resident bytes of all its processes, shared pages counted twice.
 
-        The kernel has the figure at hand; dividing shared pages would make it walk all pages, and the server wait.
+        The kernel keeps this figure; dividing shared pages would make it walk all pages and stall the server.
         """
         pids = [self.process.pid, *children(self.process.pid)]
         return sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids) * PAGE
@@ -59,13 +59,13 @@ class Server:
 
 @contextlib.contextmanager
 def serving(*arguments: str, environment: Mapping[str, str] | None = None) -> Iterator[Server]:
-    """The built-in model on a free port, until the block ends.
+    """Serves the built-in model on a free port, until the block ends.
 
     Args:
-        environment: variables that replace or join those of this process.
+        environment: variables that replace or extend those of this process.
 
     Raises:
-        RuntimeError: it ended before it was ready.
+        RuntimeError: the server ended before it was ready.
     """
     command = [sys.executable, "-m", "slotwise.cli", "serve", "--port", "0", *arguments]
     with tempfile.NamedTemporaryFile() as log, subprocess.Popen(
@@ -93,7 +93,7 @@ def _greeted(process: subprocess.Popen[str], log: Path) -> Server:
 
 
 def _greeted_json(process: subprocess.Popen[str], log: Path) -> Server:
-    """With `--log-format json` the ready line is an object on stderr."""
+    """Reads the ready line of `--log-format json`, an object on stderr."""
     while process.poll() is None:
         for line in log.read_text(errors="replace").splitlines():
             with contextlib.suppress(ValueError):
@@ -104,7 +104,7 @@ def _greeted_json(process: subprocess.Popen[str], log: Path) -> Server:
 
 
 def children(pid: int) -> list[int]:
-    """Processes that `pid` started and that still are."""
+    """Returns the running children of `pid`."""
     found: list[int] = []
     for tasks in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
@@ -120,7 +120,7 @@ def _command(pid: int) -> bytes:
 
 
 class Metrics:
-    """One reading of `/metrics`: samples summed over the labels that are not asked for."""
+    """One reading of `/metrics`: samples summed over the labels that are not given."""
 
     def __init__(self, text: str) -> None:
         self._lines = [line for line in text.splitlines() if not line.startswith("#")]
@@ -131,11 +131,11 @@ class Metrics:
             return cls(await response.text())
 
     def __getitem__(self, name: str) -> float:
-        """Of `name`, without its prefix; `name{label="value"` picks some."""
+        """Returns the sum of `name`, without its prefix; `name{label="value"` selects samples."""
         start = f"slotwise:{name}" + ("" if "{" in name else "{")
         return sum(float(line.rpartition(" ")[2]) for line in self._lines if line.startswith(start))
 
     @property
     def num_inside(self) -> float:
-        """Requests that run or wait."""
+        """Returns the number of running and waiting requests."""
         return self["num_requests_running"] + self["num_requests_waiting"]

@@ -1,4 +1,4 @@
-"""Slow and silent clients: connections that send nothing, or too slowly, and readers that do not read."""
+"""Slow and silent clients: connections that send nothing or too slowly, and readers that do not read."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 from .hostile_heads import HOST, head, post
 
 LONG = '{"prompt":[2],"max_tokens":900,"stream":true,"ignore_eos":true}'
-SOURCES = 8  # addresses that they come from, none of which is the legitimate clients'
-HELD = (2.0, 30.0)  # seconds that one stays
+SOURCES = 8  # client addresses, different from those of legitimate clients
+HELD = (2.0, 30.0)  # seconds of one connection
 SMALL = 4096  # bytes of a receive buffer that is never read
 
 Client = Callable[[socket.socket, str, random.Random], Awaitable[None]]
@@ -26,7 +26,7 @@ async def silent(one: socket.socket, host: str, rng: random.Random) -> None:
 
 
 async def slow_head(one: socket.socket, host: str, rng: random.Random) -> None:
-    """One header a second, for ever."""
+    """Sends one header a second, without end."""
     await _send(one, f"GET /health HTTP/1.1\r\nHost: {host}\r\n")
     while True:
         await _send(one, f"X-{rng.getrandbits(32):x}: y\r\n")
@@ -34,7 +34,7 @@ async def slow_head(one: socket.socket, host: str, rng: random.Random) -> None:
 
 
 async def slow_body(one: socket.socket, host: str, rng: random.Random) -> None:
-    """One token id a second, of a million that were announced."""
+    """Sends one token id a second, of a million announced."""
     await _send(one, head("POST", "/v1/completions", "Content-Type: application/json\r\nContent-Length: 3000000\r\n")
                 .replace(HOST, host) + '{"prompt":[5')
     while True:
@@ -43,13 +43,13 @@ async def slow_body(one: socket.socket, host: str, rng: random.Random) -> None:
 
 
 async def deaf_to_a_stream(one: socket.socket, host: str, rng: random.Random) -> None:
-    """Asks for a long answer and reads none of it."""
+    """Requests a long response and reads none of it."""
     await _send(one, post(LONG).replace(HOST, host))
     await asyncio.sleep(HELD[1])
 
 
 async def deaf_to_events(one: socket.socket, host: str, rng: random.Random) -> None:
-    """Asks for all that happens and reads none of it."""
+    """Requests all events and reads none of them."""
     await _send(one, head(path="/events").replace(HOST, host))
     await asyncio.sleep(HELD[1])
 
@@ -59,10 +59,10 @@ KINDS: dict[Client, int] = {silent: 20, slow_head: 10, slow_body: 10, deaf_to_a_
 
 
 async def crowd(url: str, rng: random.Random, times: int = 1) -> None:
-    """All kinds for ever: whenever one leaves or is thrown out, the next of its kind comes.
+    """Runs all kinds without end: each closed connection is replaced by one of its kind.
 
     Args:
-        times: so many times the usual number of each.
+        times: factor of the usual number of each.
     """
     await asyncio.gather(*(_again(kind, url, random.Random(f"{rng.random()}-{number}"), number)
                            for kind, count in KINDS.items() for number in range(count * times)))

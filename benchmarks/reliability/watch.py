@@ -1,4 +1,4 @@
-"""What is seen from beside while a server is attacked: its health, a stream's gaps, its stderr, its memory."""
+"""Monitors of an attacked server: its health, a stream's gaps, its stderr, its memory."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from .family import resident
 from .journal import Journal
 from .server import Server
 
-POLL = 0.05  # seconds between two looks at /health
-PATIENCE = 2.0  # seconds that /health may take; beyond, it gave no answer
-INSTANT = 1e-6  # seconds: a moment and its own sum with a difference
+POLL = 0.05  # seconds between two polls of /health
+PATIENCE = 2.0  # seconds after which /health counts as unanswered
+INSTANT = 1e-6  # seconds: the rounding error of a moment
 GAP = 0.100  # seconds by which the paced stream's largest gap may exceed that of the quiet run
-TRUTH = 3.0  # seconds after which /health must tell the truth
+TRUTH = 3.0  # seconds after which /health must be correct
 NO_ANSWER = 0
 OK = 200
 AGAIN = re.compile(r"ready again, with (\d+) bytes of memory")
 
 
 class HealthWatch:
-    """Looks at `/health` all the time, and holds it to the law that 200 is said where nothing was done to the server.
+    """Polls `/health`, and checks that it returns 200 outside of windows.
 
-    Each change of status is kept with the moment at which the question was put.
+    Each change of status is stored with the time of its request.
 
     Args:
-        patience: by which the limit of time for an answer is stretched.
+        patience: factor of the time limit of a response.
     """
 
     def __init__(self, server: Server, journal: Journal, patience: float = 1.0) -> None:
@@ -77,7 +77,7 @@ class HealthWatch:
             return NO_ANSWER, f"{type(error).__name__}: {error}"
 
     def _judge(self, asked: float, status: int, said: str) -> None:
-        """Each stretch of bad health that nothing excuses is told once."""
+        """Reports each period of bad health outside of windows once."""
         if status == OK:
             self._told = False
         elif not self._told and not self._journal.excused(asked, time.perf_counter()):
@@ -86,7 +86,7 @@ class HealthWatch:
                                    f"engine: {said}", asked)
 
     def first(self, wanted: Callable[[int], bool], since: float) -> float:
-        """Seconds from `since`, when the last status known may be such, to the first such; infinite: none came yet."""
+        """Returns the seconds from `since` to the first wanted status, at `since` or later; infinite without one."""
         inside = [(at, status) for at, status in self.changes if at > since + INSTANT]
         before = [status for at, status in self.changes if at <= since + INSTANT]
         if before and wanted(before[-1]):
@@ -94,7 +94,7 @@ class HealthWatch:
         return min((at - since for at, status in inside if wanted(status)), default=float("inf"))
 
     async def until(self, wanted: Callable[[int], bool], since: float, limit: float) -> float:
-        """Wait for the first such status after `since`, up to `limit` seconds from then; seconds, or infinity."""
+        """Waits at most `limit` seconds after `since` for a wanted status.  Returns the seconds, or infinity."""
         while self.first(wanted, since) == float("inf") and time.perf_counter() - since < limit:
             await asyncio.sleep(POLL / 2)
         return self.first(wanted, since)
@@ -102,16 +102,16 @@ class HealthWatch:
 
 @dataclass
 class Gaps:
-    """What the paced stream told: waits (from, to), and whole answers."""
+    """The reports of the paced stream: waits (from, to), and complete responses."""
 
     waits: list[tuple[float, float]] = field(default_factory=list)
-    computing: dict[float, float] = field(default_factory=dict)  # seconds of the API process in the wait from then
+    computing: dict[float, float] = field(default_factory=dict)  # seconds of the API process, by the start of the wait
     answers: int = 0
     failures: list[tuple[float, str]] = field(default_factory=list)
-    text: str = ""  # of the first whole answer, and so of all
+    text: str = ""  # of the first complete response, and so of all
 
     def largest(self, since: float, until: float, excused: Callable[[float, float], bool]) -> list[tuple[float, float]]:
-        """(seconds, when) of waits within the two moments that have no excuse, the largest first."""
+        """Returns (seconds, time) of waits between two moments and outside of windows, the largest first."""
         found = [(end - start, start) for start, end in self.waits
                  if start >= since and end <= until and not excused(start, end)]
         return sorted(found, reverse=True)
@@ -119,7 +119,7 @@ class Gaps:
 
 @asynccontextmanager
 async def paced(server: Server, journal: Journal, gaps: Gaps) -> AsyncIterator[None]:
-    """A stream beside what the block does, in a process of its own (see `paced`), told to `gaps`."""
+    """Runs a stream during the block, in a process of its own (see `paced`), and reports to `gaps`."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "benchmarks.reliability.paced", server.url, str(server.process.pid),
         stdout=asyncio.subprocess.PIPE, cwd=Path(__file__).parents[2])
@@ -138,7 +138,7 @@ async def _listen(process: asyncio.subprocess.Process, gaps: Gaps, journal: Jour
     async for line in process.stdout:
         try:
             said = json.loads(line)
-        except ValueError:  # cut off when it was killed
+        except ValueError:  # truncated when the process was killed
             continue
         if "from" in said:
             gaps.waits.append((said["from"], said["to"]))
@@ -153,16 +153,16 @@ async def _listen(process: asyncio.subprocess.Process, gaps: Gaps, journal: Jour
 
 
 class Stderr:
-    """Reads what a server writes to stderr, once, and looks for tracebacks."""
+    """Reads a server's stderr once, and searches it for tracebacks."""
 
     def __init__(self, log: Path, journal: Journal, hear: Callable[[str], None] = lambda message: None) -> None:
-        """`hear` is told each line's message."""
+        """`hear` is called with each line's message."""
         self._log, self._journal, self._hear = log, journal, hear
         self._read = 0
         self._rest = ""
 
     def look(self) -> list[dict[str, Any]]:
-        """The lines since the last look; a traceback among them breaks a law."""
+        """Returns the lines since the last call; a traceback among them breaks a law."""
         with self._log.open("rb") as file:
             file.seek(self._read)
             data = file.read()
@@ -189,7 +189,7 @@ class Stderr:
 
 
 class MemoryWatch:
-    """The most memory that each engine and the API process held, and what each engine was said to take at most."""
+    """The peak memory of each engine and of the API process, and each engine's stated limit."""
 
     def __init__(self, server: Server) -> None:
         self.api = 0  # bytes
@@ -208,11 +208,11 @@ class MemoryWatch:
         self.api = max(self.api, resident(self._server.process.pid))
 
     def hear(self, message: str) -> None:
-        """A line of the server's log: an engine that takes the place of another has a figure of its own."""
+        """Reads a line of the server's log: a replacement engine states a figure of its own."""
         if found := AGAIN.search(message):
             self.said[self._server.engine_pid] = int(found[1])
 
     def closest(self) -> tuple[int, int]:
-        """Bytes held and bytes said of the engine that came closest to what was said of it, or went beyond."""
+        """Returns used and stated bytes of the engine with the largest share of its stated limit."""
         pairs = [(self.engines.get(pid, 0), said) for pid, said in self.said.items() if pid]
         return max(pairs, key=lambda pair: pair[0] / pair[1])

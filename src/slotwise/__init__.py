@@ -21,7 +21,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: the API process and the simulator must not pay for torch."""
+    """Imports a name on first use, so that the API process and the simulator do not load torch."""
     if name not in _HOMES:
         raise AttributeError(f"module 'slotwise' has no attribute {name!r}")
     from importlib import import_module

@@ -1,4 +1,4 @@
-"""How this package starts Python processes, and where it and they find modules: never in the current folder.
+"""Starts Python processes of this package; neither it nor they import modules from the current folder.
 
 The current folder may be a checkpoint's, whose `torch.py` would run in the place of torch.  `python -m` puts it first
 on the module path, and an empty or relative entry of PYTHONPATH means it or a folder in it.
@@ -9,21 +9,21 @@ from __future__ import annotations
 import os
 import sys
 
-CACHES = ("XDG_CACHE_HOME", "NUMBA_CACHE_DIR")  # folders that parent and child must agree on
-HOME = "/"  # the current folder of children: libraries read configuration from theirs
+CACHES = ("XDG_CACHE_HOME", "NUMBA_CACHE_DIR")  # folders that parent and child must share
+HOME = "/"  # the current folder of children, since libraries read configuration from it
 OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the folder in which this package lies
 COMMAND = "slotwise"
 INSTALLED = ("site-packages", "dist-packages")
 
 
 def python(module: str, *arguments: str, options: tuple[str, ...] = ()) -> list[str]:
-    """The command that runs `module` of this package in a new interpreter.  To be started in `HOME`.
+    """Returns the command that runs `module` of this package in a new interpreter, to be started in `HOME`.
 
     Args:
         options: of the interpreter.
 
     Raises:
-        RuntimeError: this process does not know its interpreter, as where it is embedded in another program.
+        RuntimeError: the interpreter's path is unknown, as when Python is embedded in another program.
     """
     if not os.path.isabs(sys.executable or ""):
         raise RuntimeError("Python does not know the path of its interpreter (sys.executable): start it by a full path")
@@ -31,9 +31,9 @@ def python(module: str, *arguments: str, options: tuple[str, ...] = ()) -> list[
 
 
 def environment() -> dict[str, str]:
-    """The environment of a new process: this one's, with a module path of absolute folders, for its children too.
+    """Returns the environment of a new process: this one's, with only absolute folders on the module path.
 
-    Where this package is not installed, its own folder is among them: a child runs the same code as its parent.
+    If this package is not installed, its own folder is added: a child runs the same code as its parent.
     """
     found = dict(os.environ)
     path = [entry for entry in found.pop("PYTHONPATH", "").split(os.pathsep) if os.path.isabs(entry)]
@@ -48,11 +48,11 @@ def environment() -> dict[str, str]:
 
 
 def leave_current_folder() -> None:
-    """Takes the current folder, and what is relative to it, off the module path of a process that runs a command.
+    """Removes the current folder and relative entries from the module path of a process that runs a command.
 
-    For the first line of the command's package.  Modules imported before stay; other programs keep their path.
+    Called first in the command's package.  Modules already imported stay; other programs keep their path.
     """
-    by_name = sys.argv[0] == "-m"  # so it is until the module that was named has been found
+    by_name = sys.argv[0] == "-m"  # its value until the named module has been found
     if not by_name and os.path.basename(sys.argv[0]) != COMMAND:
         return
     if by_name and not sys.flags.safe_path:

@@ -1,4 +1,4 @@
-"""Errors whose message is one line for a person, whatever a damaged file or a library put into it."""
+"""Errors with a message of one printable line, whatever a damaged file or a library put into it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ MOST_CHARACTERS = 500  # of a message
 
 
 def one_line(message: str) -> str:
-    """`message` in one line of at most `MOST_CHARACTERS`, without control characters or lone surrogates."""
+    """Returns `message` as one line of at most `MOST_CHARACTERS`, without control characters or lone surrogates."""
     line = " ".join(message[: 8 * MOST_CHARACTERS].split())
     shown = "".join([c if c.isprintable() else c.encode("unicode_escape").decode() for c in line[:MOST_CHARACTERS + 1]])
     return shown if len(shown) <= MOST_CHARACTERS else shown[: MOST_CHARACTERS - 4] + " ..."

@@ -1,4 +1,4 @@
-"""Files written whole or not at all: a reader finds the old content or the new one, also after a crash."""
+"""Atomic writes: a reader finds the old content or the new one, also after a crash."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import secrets
 from pathlib import Path
 
 PRIVATE = 0o600
-PUBLIC = 0o666  # less what the process' umask takes away
+PUBLIC = 0o666  # before the process' umask
 
 
 def write_whole(path: Path | str, data: bytes, mode: int = PUBLIC) -> None:
-    """Writes `data` to `path`: a temporary file beside it, synchronised, then renamed.  It is removed on failure.
+    """Writes `data` to `path`: to a temporary file beside it, synchronised, then renamed; removed on failure.
 
-    What is no regular file, such as a terminal or a pipe, is written to as it is.
+    A target that is no regular file, such as a terminal or a pipe, is written directly.
 
     Raises:
-        OSError: it cannot be written; the old content is there as it was.
+        OSError: the file cannot be written; the old content is unchanged.
     """
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
@@ -39,7 +39,7 @@ def write_whole(path: Path | str, data: bytes, mode: int = PUBLIC) -> None:
 
 
 def _synchronise(folder: Path) -> None:
-    """Have the name on disk, too, where the file system can."""
+    """Synchronises the folder, where the file system supports it, so that the rename is on disk."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:

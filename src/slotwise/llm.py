@@ -1,4 +1,4 @@
-"""The offline API: many prompts in, many continuations out, batched continuously in this process.
+"""The offline API: continues many prompts with continuous batching in this process.
 
     llm = LLM()                                   # the built-in model
     llm.generate(["def fibonacci(n):"], SamplingParams(temperature=0.2, max_tokens=64))
@@ -41,8 +41,8 @@ class LLM:
 
     Args:
         model: a checkpoint's folder or a hub id; by default the built-in model.
-        event_log: a file that is written anew, with all that happens (see observe.log), unless it is something else
-            than an event log; empty: none.
+        event_log: a file to which the event log is written (see observe.event_log); an older event log is replaced,
+            any other file is refused; empty: none.
         settings: any field of `engine.config.EngineConfig`.
 
     Raises:
@@ -52,7 +52,7 @@ class LLM:
     def __init__(self, model: str | None = None, *, event_log: str | Path = "", **settings: Any) -> None:
         self._config = EngineConfig.of(model=str(locate(model or builtin.path())), **settings)
         if event_log:
-            from slotwise.observe import log_file  # brings msgspec, which a machine may be without
+            from slotwise.observe import log_file  # needs msgspec, which may not be installed
 
             log_file.check(event_log)
         engine, self.info = build_engine(self._config)
@@ -66,19 +66,19 @@ class LLM:
         self.tokenizer = Tokenizer.load(self._config.model)
         self._seeds = random.Random(self._config.seed)
         self._names = itertools.count()
-        self._readers: dict[str, _Reader] = {}  # of everyone under way: a step of one call's loop serves them all
+        self._readers: dict[str, _Reader] = {}  # of all unfinished requests: a step serves every call's
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *, use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Continue every prompt; results stand in the order of the prompts.
+        """Continues every prompt and returns the results in the order of the prompts.
 
         Args:
             prompts: strings, lists of token ids, or `{"prompt_token_ids": [...]}`; one or many.
-            sampling_params: one for all, or one for each.
+            sampling_params: one for all prompts, or one for each.
 
         Raises:
-            ValueError: a prompt that can never run, or parameters that do not match; nothing was started.
+            ValueError: a prompt that can never run, or parameters that do not match; no request was started.
         """
         batch = _as_batch(prompts)
         params = _as_params(sampling_params, len(batch))
@@ -89,15 +89,15 @@ class LLM:
     def chat(
         self, messages: Sequence[Any], sampling_params: Params = None, *, use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of several, through the model's chat template."""
+        """Answers one conversation, or each of several, through the model's chat template."""
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         return self.generate([self.template(c) for c in conversations], sampling_params, use_tqdm=use_tqdm)
 
     def template(self, conversation: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a conversation, ready to be answered.
+        """Returns the token ids of a conversation, rendered with the model's chat template.
 
         Raises:
-            ChatTemplateError: the model has no chat template, or it refuses these messages.
+            ChatTemplateError, ValueError: the template refuses these messages, or the model has none.
         """
         template = load_chat_template(self._config.model, self.tokenizer.special_tokens)
         if template is None:
@@ -118,7 +118,7 @@ class LLM:
         return _Job(output, params, self.tokenizer)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
-        """Continue one prompt, yielding its text as it comes.  `n` must be 1.
+        """Continues one prompt and yields its text as it comes.  `n` must be 1.
 
         Raises:
             ValueError: the prompt can never run.
@@ -140,9 +140,9 @@ class LLM:
                 bar.update(num_ended)
 
     def _steps(self, jobs: Sequence[_Job]) -> Iterator[int]:
-        """Step until every job has ended, yielding how many continuations ended in each step.
+        """Runs steps until every job has ended; yields how many continuations ended in each step.
 
-        Whoever stops iterating, by an interrupt say, ends those still running.
+        Continuations still running when the iteration stops, for instance by an interrupt, are aborted.
         """
         own = [reader for job in jobs for reader in job.readers]
         for job in jobs:
@@ -209,7 +209,7 @@ class _Reader:
         self._text = Continuation(tokenizer, job.output.prompt_token_ids, params.stop, params.min_tokens)
 
     def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], now: float, *, reason: str) -> None:
-        """Add a step's tokens; with `reason` "stop" the last of them ended the model's turn and has no text."""
+        """Adds a step's tokens; with `reason` "stop" the last one is the model's end token and has no text."""
         completion, metrics = self.completion, self._job.output.metrics
         if completion.stop_reason is not None:
             return

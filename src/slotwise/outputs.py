@@ -1,4 +1,4 @@
-"""What the offline API gives back.  Names are vLLM's."""
+"""Results of the offline API.  Names are vLLM's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class CompletionOutput:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str = ""  # stop, length, abort, error
     stop_reason: str | None = None  # the stop string that ended it
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # empty unless asked for
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # empty unless requested
 
 
 @dataclass(slots=True)

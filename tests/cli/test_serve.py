@@ -98,7 +98,7 @@ def test_tiers_are_read_before_anything_is_started(tmp_path: Path) -> None:
     assert wrong.stderr.startswith(f"slotwise serve: {path}: tier gold: slots: with it, tiers keep 2 of the 1")
     path.write_text('[[tier]]\nname = "gold"\nrequests_per_minute = 5\n')
     assert serve._tiers(asked("--tiers", str(path), "--api-key", "k"))[0].settings.requests_per_minute == 5
-    with pytest.raises(ValueError, match="tier gold: a quota is a key's, and nobody has keys"):
+    with pytest.raises(ValueError, match="tier gold: a quota is a key's, and the server has no keys"):
         serve._tiers(asked("--tiers", str(path)))
 
 

@@ -223,5 +223,5 @@ def test_what_is_wrong_is_found(breaks):
     tier.check(lambda entry: True)
     if breaks == "lost":
         tier._free.popleft()
-    with pytest.raises(ConservationError, match="places free" if breaks == "lost" else "never be found"):
+    with pytest.raises(ConservationError, match="host blocks free" if breaks == "lost" else "never be found"):
         tier.check(lambda entry: breaks == "lost")

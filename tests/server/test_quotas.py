@@ -331,7 +331,7 @@ def test_quotas_change_while_the_server_runs(server: Server) -> None:
 def test_where_nobody_has_keys_a_quota_is_refused(folder: Path, tmp_path: Path) -> None:
     with running(folder, tmp_path / "engine") as server:
         answer = server.client.put(server.url + SCHEDULING, json={"tiers": [{"name": "a", "requests_per_minute": 1}]})
-        assert answer.status_code == 400 and "a quota is a key's, and nobody has keys" in answer.text
+        assert answer.status_code == 400 and "a quota is a key's, and the server has no keys" in answer.text
         assert server.get(SCHEDULING).json()["tiers"] == []
         assert [server.post(COMPLETIONS, {"prompt": [40], "max_tokens": 1, "user": "a"}).status_code
                 for _ in range(3)] == [200] * 3

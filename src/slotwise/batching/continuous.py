@@ -1,10 +1,10 @@
-"""Continuous batching: whoever waits takes a free slot at the next step.
+"""Continuous batching: waiting requests take free slots at the next step.
 
-Iteration-level scheduling after Orca (Yu et al., OSDI 2022) over vLLM's paged memory (Kwon et al., SOSP 2023).  What
-distinguishes the three here is what a waiting prompt does to those who decode:
+Iteration-level scheduling after Orca (Yu et al., OSDI 2022) over vLLM's paged KV cache (Kwon et al., SOSP 2023).  The
+three classes differ in what a prompt does to decoding rows:
 
     step           1        2        3        4
-    Chunked        d d p    d d p    d d p    d d d      pieces run beside decode: steps stay short
+    Chunked        d d p    d d p    d d p    d d d      chunks run beside decode: steps stay short
     Inline         d d P    d d d                        the whole prompt beside decode: one long step
     Alone          P        d d d                        decode pauses while prompts run
 """
@@ -20,7 +20,7 @@ from slotwise.core.request import Request
 
 
 class Inline:
-    """A prompt is computed whole, beside whoever decodes.  The budget of a step ends admission, it cuts nobody."""
+    """A prompt is computed whole, beside decoding rows.  The token budget ends admission, and cuts no prompt."""
 
     prompts_alone = False
     leaves_together = False
@@ -30,7 +30,7 @@ class Inline:
         return Gate(view.max_num_seqs - view.num_running, NO_SLOT)
 
     def reserve(self, request: Request) -> int:
-        """Room for what is known: whoever joins needs no further block until its first token."""
+        """Capacity for the known tokens: no further block is needed until the first token."""
         return len(request.tokens)
 
     def budget(self, limits: SchedulerLimits) -> int:
@@ -44,12 +44,12 @@ class Inline:
 
 
 class Chunked(Inline):
-    """Prompts are cut into pieces that fill what decode leaves of the budget.
+    """Chunked prefill: prompts are split into chunks that fill what decode leaves of the token budget.
 
     Sarathi-Serve (Agrawal et al., OSDI 2024).
 
     Args:
-        longest: most tokens a prompt gets in a step; 0: what the budget leaves.
+        longest: maximum chunk, in tokens; 0: what the budget leaves.
     """
 
     def __init__(self, longest: int = 0) -> None:
@@ -60,6 +60,6 @@ class Chunked(Inline):
 
 
 class Alone(Inline):
-    """Decode pauses while prompts run, as in the first engines with paged memory."""
+    """Decode pauses while prompts run, as in the first engines with a paged KV cache."""
 
     prompts_alone = True

@@ -1,12 +1,12 @@
-"""Batching whole requests: the servers that continuous batching replaced, made of the same parts.
+"""Request-level batching: the baselines that continuous batching replaced, on the same scheduler.
 
     slot 0   P d d d d d d d d d ┐         P prompt, padded to the longest of its group
     slot 1   P d d H H H H H H H ├ all     d decode
-    slot 2   P d d d d H H H H H ┘ return  H held: ended, computed again, told nothing until the batch has drained
+    slot 2   P d d d d H H H H H ┘ return  H held: ended, computed again, output held until the batch has ended
 
-They are honest: padding and held rows pass through the same executor and the same kernels.  They are also treated
-kindly: a decoding row attends to its own context rather than to a padded one, as FasterTransformer does, and a static
-batch takes whoever waits when the one before has drained, so that the last few requests never wait for company.
+The baselines are honest: padding and held rows pass through the same executor and kernels.  They are also favoured: a
+decoding row attends to its own context rather than to a padded one, as FasterTransformer does, and a static batch takes
+all waiting requests when the previous one has ended, so that the last few requests never wait for a full batch.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from slotwise.core.reasons import BATCH_RUNNING, ONE_AT_A_TIME, WINDOW_OPEN
 
 
 class OneAtATime(Orca):
-    """The naive server: whoever came first has the machine to itself."""
+    """No batching: requests run alone, in order of arrival."""
 
     def gate(self, view: View, now: float) -> Gate:
         return Gate(1 - view.num_running, ONE_AT_A_TIME)
 
 
 class Static(Orca):
-    """Those who wait when a batch has drained are the next batch.
+    """Requests that wait when a batch has ended form the next batch.
 
     Args:
-        batch_size: most requests of a batch.
+        batch_size: maximum number of requests in a batch.
     """
 
     leaves_together = True
@@ -53,7 +53,7 @@ class Static(Orca):
 
 
 class Dynamic(Static):
-    """As static, but a batch is started by its size or by the time its first request has waited, whichever is sooner.
+    """As Static, but a batch starts when it is full or when its first request has waited `max_wait`.
 
     Args:
         max_wait: seconds.

@@ -1,4 +1,4 @@
-"""How a batch is made, as asked for: checked whole, then turned into a discipline."""
+"""Settings of the batching discipline: validated together, then turned into a Discipline."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from slotwise.core.interfaces import Discipline
 
 KINDS = ("continuous", "orca", "dynamic", "static", "one_at_a_time")
 PREFILLS = ("chunked", "inline", "alone")
-LARGEST = 1 << 31  # of integers: larger ones mean nothing, and could not be sent to an engine
+LARGEST = 1 << 31  # of integers: larger ones could not be sent to an engine
 RANGES: dict[str, tuple[float, float]] = {  # of numbers, both ends included
     "batch_size": (1, LARGEST), "max_wait_ms": (0, 3_600_000), "long_prefill_token_threshold": (0, LARGEST)}
-MAX_WAIT_MS = 50.0  # where `dynamic` is not told
+MAX_WAIT_MS = 50.0  # default of `dynamic`
 
 
 @dataclass(frozen=True, slots=True)
 class Batching:
-    """None stands for a setting's default, so that one which does not belong to `kind` can be refused.
+    """Settings of a discipline.  None is the default, so that a setting which does not belong to `kind` can be refused.
 
     Raises:
         ValueError: one line that says which settings contradict each other.
     """
 
     kind: str = "continuous"
-    prefill: str | None = None  # continuous: how a prompt meets those who decode; None: chunked
-    batch_size: int | None = None  # static, dynamic: most requests of a batch; None: as many as there are slots
-    max_wait_ms: float | None = None  # dynamic: how long the first of a batch waits for company; None: 50
-    long_prefill_token_threshold: int = 0  # chunked: most tokens a prompt gets in a step; 0: what the budget leaves
+    prefill: str | None = None  # continuous: how prefill runs beside decode; None: chunked
+    batch_size: int | None = None  # static, dynamic: maximum requests of a batch; None: max_num_seqs
+    max_wait_ms: float | None = None  # dynamic: how long the first request of a batch waits for others; None: 50
+    long_prefill_token_threshold: int = 0  # chunked: maximum chunk, in tokens; 0: what the budget leaves
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -53,10 +53,10 @@ class Batching:
             raise ValueError(f"{name} belongs to batching {' and '.join(kinds)}, not to {self.kind}")
 
     def discipline(self, max_num_seqs: int) -> Discipline:
-        """The discipline for a scheduler of `max_num_seqs` slots.
+        """Returns the discipline for a scheduler of `max_num_seqs` slots.
 
         Raises:
-            ValueError: a batch larger than there are slots.
+            ValueError: the batch is larger than `max_num_seqs`.
         """
         batch_size = self.batch_size or max_num_seqs
         if batch_size > max_num_seqs:

@@ -1,1 +1,1 @@
-"""Measurements: a load generator for any server, offline runs, and how they are summed up."""
+"""Measurements: a load generator for any server, offline runs, and their results."""

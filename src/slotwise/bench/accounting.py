@@ -4,12 +4,12 @@ A *slot-step* is one slot during one step that computed anything; a step has as 
 rows it had.  Each is one of:
 
     prefill   tokens of a prompt, or tokens computed again after a preemption
-    decode    the last token known, to sample the next: both are what somebody wanted
+    decode    the last token known, to sample the next: both are useful work
     held      a request that has ended, computed again until its batch has drained
     empty     nothing: no request holds the slot, or the one that does was left out of the step
 
 so that  occupancy = (prefill + decode) / (steps x slots).  Nothing runs between steps, so idle time has no slot-steps;
-it is seen in the seconds that requests wait.
+it shows in the seconds that requests wait.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ NANO = 1e-9
 
 @dataclass(slots=True)
 class _Progress:
-    """A request on its way."""
+    """A request in progress."""
 
     number: int
     num_prompt: int
-    arrived_at: float  # seconds
+    arrived_at: float  # seconds, absolute
     known: int  # tokens: prompt and sampled
     computed: int = 0  # tokens in the cache
-    last_published: float = 0.0  # seconds; 0: nothing was
+    last_published: float = 0.0  # seconds; 0: none so far
     output: list[int] = field(default_factory=list)
 
 
 class Accounts:
-    """Fed with arrivals and records in the order they come; `entry()` tells what they add up to.
+    """Folds arrivals and records, in the order they come; `entry()` returns the totals.
 
     Args:
         limits: the engine's slots, and the blocks of its cache.
-        started_at: seconds on the records' clock; the run's second 0.
+        started_at: seconds on the records' clock when the run begins.
     """
 
     def __init__(self, limits: SchedulerLimits, started_at: float) -> None:
@@ -63,22 +63,22 @@ class Accounts:
         self._output_tokens = self._padded_tokens = self._preemptions = 0
         self._reserved_unused = 0.0  # summed over steps
         self.ttft: dict[int, float] = {}  # seconds, by request number
-        self.outputs: dict[int, list[int]] = {}  # by request number: the tokens of those that have ended
+        self.outputs: dict[int, list[int]] = {}  # by request number: tokens of completed requests
         self.failures: list[str] = []
-        self.sampled_tokens = 0  # of which a batch that has not drained returned none yet
+        self.sampled_tokens = 0  # includes tokens that an undrained batch has not returned yet
         self.ended_at = started_at  # seconds; of the last record
         self.decode_times = Steps()  # of steps without a prompt, by rows
         self.prompt_times = Steps()  # of the others, by tokens
 
-    # -- what happens ----------------------------------------------------------------------------------------------
+    # -- events ----------------------------------------------------------------------------------------------------
 
     def arrived(self, request_id: str, number: int, num_prompt: int, at: float) -> None:
-        """A request was handed over, due at `at` seconds: its latencies count from there."""
+        """Count a request added now, due at `at` seconds: its latencies count from there."""
         self._living[request_id] = _Progress(number, num_prompt, at, num_prompt)
         self._waiting.arrived(at)
 
     def step(self, record: StepRecord) -> int:
-        """Take in a step; how many requests ended in it."""
+        """Count a step.  Returns the number of requests that ended in it."""
         now = record.ended_ns * NANO
         if record.slots:
             self._computed(record, now)
@@ -152,13 +152,13 @@ class Accounts:
             self.failures.append(f"request {progress.number}: {end.reason} {end.message}".rstrip())
 
     def _unused_blocks(self, record: StepRecord) -> int:
-        """Blocks that requests hold when the step has been committed, and that no token of theirs is in."""
+        """Blocks that requests hold after the step's commit, without any of their tokens."""
         limits = self._limits
         reserved = limits.num_blocks - record.num_free_blocks
         filled = sum(-(-progress.computed // limits.block_size) for progress in self._living.values())
         return max(0, reserved - filled)
 
-    # -- what it adds up to ------------------------------------------------------------------------------------------
+    # -- result --------------------------------------------------------------------------------------------------------
 
     def entry(self) -> dict[str, Any]:
         """The measured part of a run in the result, JSON-ready; seconds, tokens, shares between 0 and 1."""
@@ -188,10 +188,10 @@ class Accounts:
 
 
 class _Waiting:
-    """Head-of-line blocking: seconds, summed over requests, spent waiting while a slot stood empty or held.
+    """Head-of-line blocking: seconds, summed over requests, spent waiting while a slot was empty or held.
 
-    During a step a slot is wasted if it has no row or a held one; between steps, if no request holds it or one that
-    has ended does.
+    During a step a slot is wasted if it has no row or a held one; between steps, if no request holds it or an ended one
+    does.
     """
 
     def __init__(self, started_at: float) -> None:
@@ -201,11 +201,11 @@ class _Waiting:
         self._wasted_in_step = self._wasted_between = True
 
     def arrived(self, at: float) -> None:
-        """Someone is told of who came at `at`: during the step that has just ended, or after it."""
+        """Count a request that came at `at`, during the step that has just ended or after it."""
         self._count += 1
         early = self._ended_at - at
         if self._wasted_in_step if early > 0 else self._wasted_between:
-            self.seconds += early  # after the step: the gap up to the next is counted for all alike
+            self.seconds += early  # negative after the step: the gap to the next is counted for all alike
 
     def step(self, record: StepRecord, num_slots: int) -> None:
         started, ended = record.started_ns * NANO, record.ended_ns * NANO
@@ -220,7 +220,7 @@ class _Waiting:
 
 
 class _Curve:
-    """Points of a growing sum, halved in number whenever there are too many."""
+    """Points of a growing sum, thinned by half when there are too many."""
 
     def __init__(self) -> None:
         self._points: list[list[float]] = [[0.0, 0]]

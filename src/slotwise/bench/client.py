@@ -19,11 +19,11 @@ CHAT = "/v1/chat/completions"
 ENDPOINTS = (COMPLETIONS, CHAT)
 SAFE_VOCAB_SIZE = 4000  # token ids below it exist in nearly every vocabulary
 CONNECT_SECONDS = 30.0
-SILENT_SECONDS = 3600.0  # without a byte, after which an answer is given up
-IDLE_SECONDS = 2.0  # connections are kept for the next request, for less time than servers keep them
+SILENT_SECONDS = 3600.0  # without a byte, after which an answer is abandoned
+IDLE_SECONDS = 2.0  # connections are kept for the next request, shorter than servers keep them
 MAX_EVENT = 1 << 20  # bytes of one server-sent event
-MAX_REASON = 300  # characters kept of what a server says of an error
-MAX_ANSWER = 1 << 22  # bytes of an answer that is no stream
+MAX_REASON = 300  # characters kept of a server's error message
+MAX_ANSWER = 1 << 22  # bytes of an answer that is not streamed
 WORDS = (
     "time", "year", "people", "way", "day", "thing", "life", "world", "school", "state", "family", "group", "country",
     "problem", "hand", "part", "place", "case", "week", "company", "system", "program", "question", "work", "number",
@@ -31,16 +31,16 @@ WORDS = (
 
 
 class BenchError(RuntimeError):
-    """A measurement that cannot begin; the message is one line that says why."""
+    """A measurement cannot begin; the message is one line that says why."""
 
 
 class BrokenStream(Exception):
-    """What came is no complete answer."""
+    """The answer is incomplete or malformed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where requests go.  Raises ValueError for an address that is none."""
+    """The server and endpoint of requests.  Raises ValueError for an invalid address."""
 
     base_url: str
     endpoint: str = COMPLETIONS
@@ -61,7 +61,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Phrasing:
-    """How a workload's requests are put to a server.
+    """How a workload's requests are written for a server.
 
     Raises:
         ValueError: the parts contradict each other.
@@ -70,7 +70,7 @@ class Phrasing:
     vocab_size: int = SAFE_VOCAB_SIZE  # prompts are random ids below it
     text_prompts: bool = False  # words instead of token ids, about a token each
     ignore_eos: bool = True
-    hidden_lengths: bool = False  # all ask for the common max_tokens; Slotwise ends each at its own length
+    hidden_lengths: bool = False  # all have the common max_tokens; Slotwise ends each at its own length
     temperature: float = 0.0
 
     def __post_init__(self) -> None:
@@ -110,7 +110,7 @@ def prompt_text(workload: Workload, request: WorkRequest) -> str:
 
 @dataclass(slots=True)
 class Reply:
-    """An answer as it comes.  Until it has ended, it is unfinished."""
+    """An answer while it arrives; unfinished until it has ended."""
 
     number: int
     due: float  # seconds since the run began, as all its times
@@ -142,7 +142,7 @@ class _Delta(msgspec.Struct):
     @property
     def text(self) -> str | None:
         said = self.content or self.reasoning_content or self.reasoning
-        return said if said or self.role else self.content  # a role with nothing said opens an answer before any token
+        return said if said or self.role else self.content  # a role without text opens an answer before any token
 
 
 class _Choice(msgspec.Struct):
@@ -152,7 +152,7 @@ class _Choice(msgspec.Struct):
 
     @property
     def has_token(self) -> bool:
-        """Also one that gives no text yet: half a character, or what may begin a stop string."""
+        """True also for a token without text yet: half a character, or what may begin a stop string."""
         text = self.text if self.delta is None else self.delta.text
         return bool(text) or (text is not None and not self.finish_reason)
 
@@ -167,7 +167,7 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 class Client:
-    """Sends requests over connections of its own, as many as there are requests under way.
+    """Sends requests over its own connections, as many as there are requests in progress.
 
     Args:
         clock: seconds since the run began.
@@ -180,7 +180,7 @@ class Client:
         self._clock = clock
 
     async def complete(self, body: bytes, reply: Reply) -> None:
-        """Send `body` and write into `reply` what comes, whatever comes."""
+        """Send `body` and record the outcome in `reply`, whatever it is."""
         reply.sent = self._clock()
         try:
             async with self._session.post(self._url, data=body, headers=self._headers) as response:
@@ -197,7 +197,7 @@ class Client:
         reply.ended = reply.ended or self._clock()
 
     async def _read(self, response: aiohttp.ClientResponse, reply: Reply) -> None:
-        """Raises BrokenStream when the answer does not end as it should."""
+        """Raises BrokenStream when the answer is incomplete."""
         has_ended = False
         async for data in _events(response):
             now = self._clock()
@@ -234,7 +234,7 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
 
 
 async def _body(response: aiohttp.ClientResponse) -> bytes:
-    """A whole answer, cut where it is too long."""
+    """A whole answer, cut at MAX_ANSWER bytes."""
     body = b""
     async for chunk in response.content.iter_any():
         body += chunk
@@ -244,7 +244,7 @@ async def _body(response: aiohttp.ClientResponse) -> bytes:
 
 
 async def _reason(response: aiohttp.ClientResponse) -> str:
-    """What the server says of an error, on one line."""
+    """The server's error message, on one line."""
     body = await _body(response)
     try:
         return _message(msgspec.json.decode(body))
@@ -260,14 +260,14 @@ def _message(said: Any) -> str:
 
 
 def open_session() -> aiohttp.ClientSession:
-    """A session without a limit of connections: the workload alone decides how many there are."""
+    """A session without a limit of connections: the workload alone determines their number."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=SILENT_SECONDS))
 
 
 class ModelCard(msgspec.Struct):
-    """What a server says of a model; `meta` is llama.cpp's."""
+    """A server's description of a model; `meta` is llama.cpp's."""
 
     id: str
     vocab_size: int | None = None
@@ -275,7 +275,7 @@ class ModelCard(msgspec.Struct):
 
     @property
     def known_vocab_size(self) -> int:
-        """0 when the server does not tell."""
+        """0 when the server does not report it."""
         told = self.vocab_size or (self.meta or {}).get("n_vocab")
         return told if isinstance(told, int) and told > 0 else 0
 
@@ -306,7 +306,7 @@ async def list_models(session: aiohttp.ClientSession, target: Target) -> list[Mo
 
 
 def _reason_of(error: Exception) -> str:
-    """The system's words for what went wrong, without the library's around them."""
+    """The system's message for an error, without the library's text around it."""
     inner = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
     number = getattr(inner, "errno", None)
     words = os.strerror(number) if number and number > 0 else getattr(inner, "strerror", None)

@@ -1,10 +1,10 @@
-"""Disciplines side by side: the same workload through one engine after another, gathered into one result.
+"""Disciplines side by side: the same workload through one engine after another, in one result.
 
     Contender ──make──► Stand ──run_offline──► Accounts ──┐
                                                           ├──► Comparison.result() ──► table, JSON, HTML
     Contender ──switch a server──► load generator ────────┘
 
-A comparison grows run by run, so an interrupted one still has whatever it has measured.
+A comparison grows run by run, so an interrupted one still has all complete measurements.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from slotwise.bench.results import workload_facts
 from slotwise.bench.theory import DECODE_STEPS
 from slotwise.workload.requests import Workload
 
-VERSION = 1  # of the result
-DISCIPLINES = tuple(reversed(KINDS))  # from the naive server on, continuous last
+VERSION = 1  # of the result's format
+DISCIPLINES = tuple(reversed(KINDS))  # from the naive one on, continuous last
 LABELS = {"one_at_a_time": "one at a time"}
 
 Make = Callable[[Mapping[str, Any]], Stand]
@@ -30,7 +30,7 @@ Make = Callable[[Mapping[str, Any]], Stand]
 
 
 class Contender(NamedTuple):
-    """One way to batch, as the engine is told."""
+    """One discipline, with the engine's settings for it."""
 
     name: str
     label: str
@@ -40,11 +40,11 @@ class Contender(NamedTuple):
 def contenders(
     disciplines: Sequence[str], slots: int, batch_size: int | None = None, max_wait_ms: float | None = None,
 ) -> list[Contender]:
-    """The disciplines as asked for, each checked before anything is loaded.
+    """The disciplines as contenders, each checked before anything is loaded.
 
     Raises:
-        ValueError: one line: an unknown or repeated discipline, or a setting that none of them or its number of slots
-            can use.
+        ValueError: one line: an unknown or repeated discipline, or a setting that none of them can use or that does not
+            fit the number of slots.
     """
     if len(set(disciplines)) < len(disciplines) or not disciplines:
         raise ValueError(f"disciplines: give each once, at least one of {', '.join(DISCIPLINES)}")
@@ -76,7 +76,7 @@ def same_cache(cache_bytes: int, slots: int) -> list[Contender]:
 
 @dataclass
 class Comparison:
-    """What has been measured so far."""
+    """All measurements so far."""
 
     workload: Workload
     head: dict[str, Any]  # environment, model, dtype, mode, seed, slots
@@ -95,14 +95,14 @@ class Comparison:
         self.add(contender, {**accounts.entry(), "theory_steps": self._theory_steps(contender)})
 
     def add(self, contender: Contender, measured: Mapping[str, Any]) -> None:
-        """Take in a run that has been measured."""
+        """Add a run that has been measured."""
         self.runs.append({
             "name": contender.name, "label": contender.label, "settings": contender.settings, **measured,
             "cost_per_million": self._cost(measured), "step_time": None})
 
     @property
     def identical_tokens(self) -> bool | None:
-        """Whether every run gave every request the same tokens; None where there are not two runs to compare."""
+        """Whether every run gave every request the same tokens; None with fewer than two runs."""
         if len(self._accounts) < 2:
             return None
         return all(accounts.outputs == self._accounts[0].outputs for accounts in self._accounts)
@@ -114,7 +114,7 @@ class Comparison:
         return sum(all(one[number] == outputs[0][number] for one in outputs) for number in outputs[0])
 
     def result(self) -> dict[str, Any]:
-        """The result as JSON, version 1; the report is drawn from it."""
+        """The result as JSON, version 1; the report is made from it."""
         for run, accounts in zip(self.runs, self._accounts, strict=False):
             run["step_time"] = self._step_time(accounts)
         return {
@@ -125,7 +125,7 @@ class Comparison:
         }
 
     def _theory_steps(self, contender: Contender) -> int | None:
-        """Decode steps by arithmetic; None where arrivals or memory have a say, of which arithmetic knows nothing."""
+        """Decode steps by theory; None where arrivals or memory matter, which theory does not model."""
         queued = all(request.arrives_at == 0.0 for request in self.workload.requests)
         if not queued or "kv_cache_memory" in contender.settings:
             return None
@@ -133,7 +133,7 @@ class Comparison:
         return DECODE_STEPS[contender.name]([request.num_output for request in self.workload.requests], slots)
 
     def _cost(self, measured: Mapping[str, Any]) -> float | None:
-        """Of a million output tokens, in the currency of the price."""
+        """Cost of a million output tokens, in the currency of the price."""
         throughput: float = measured["output_throughput"]
         if self.price_per_hour is None or not throughput:
             return None
@@ -143,8 +143,8 @@ class Comparison:
         """One line through the decode steps of all runs, and how far this run lies from it.
 
         `error` is predicted over measured seconds of the run's decode steps, less one; `wall_error` the same for the
-        whole run, with steps that compute prompts on a second line, through their tokens.  None for a single run: a
-        line lies on its own points whatever they are.
+        whole run, with steps that compute prompts on a second line, through their tokens.  None for a single run: its
+        own line would always fit.
         """
         decode, prompts = accounts.decode_times, accounts.prompt_times
         if len(self._accounts) < 2 or not decode.total:

@@ -13,7 +13,7 @@ NONE = "–"
 
 
 def comparison_tables(result: Mapping[str, Any]) -> RenderableType:
-    """What `slotwise compare` prints at the end: speed, then waste, then what else was found."""
+    """The output of `slotwise compare`: speed, then waste, then other findings."""
     runs = result["runs"]
     parts: list[RenderableType] = []
     if runs:
@@ -76,7 +76,7 @@ def _findings(result: Mapping[str, Any]) -> list[str]:
 
 
 def _headline(runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """How continuous compares with static: what headlines are about."""
+    """How continuous compares with static."""
     if not {"static", "continuous"} <= runs.keys():
         return []
     static, continuous = runs["static"], runs["continuous"]

@@ -1,10 +1,10 @@
 """Step time as a straight line: seconds = a + b x, with x the rows of a decode step, or the tokens of one with prompts.
 
-`a` is what a step costs however few take part (weights read once, launches, Python): what batching shares out.  `b` is
-what each row adds.  At a/b rows the two are level, and further rows no longer come nearly free.
+`a` is what a step costs for any number of rows (weights read once, launches, Python): what batching shares out.  `b` is
+what each row adds.  At a/b rows the two are equal, and further rows no longer come nearly free.
 
-The line is that of least squares through the median of all steps with the same x, each median counting as often as
-there were such steps: a step that some other process delayed does not bend it.
+The line is the least-squares fit through the median of all steps with the same x, each median weighted by the number of
+such steps: a step that some other process delayed does not bend it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Fitted(NamedTuple):
 
 
 class Steps:
-    """Seconds of steps, by x: eight bytes a step."""
+    """Seconds of steps, by x: eight bytes per step."""
 
     def __init__(self) -> None:
         self.by_x: dict[int, array[float]] = {}
@@ -41,7 +41,7 @@ class Steps:
 
     @property
     def total(self) -> float:
-        """Seconds measured."""
+        """Seconds, summed."""
         return sum(sum(seconds) for seconds in self.by_x.values())
 
     def fitted(self) -> Fitted:

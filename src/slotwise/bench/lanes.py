@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-MAX_STEPS = 3000  # more than a screen can show; what comes after is counted but not drawn
+MAX_STEPS = 3000  # more than a screen can show; later steps are counted but not drawn
 
 PREFILL = "prefill"  # tokens of a prompt, or tokens computed again after a preemption
 DECODE = "decode"  # the last token known, to sample the next
@@ -16,7 +16,7 @@ HELD = "held"  # a request that has ended, computed again until its batch has dr
 
 
 class Lanes:
-    """Grows step by step; a run is `[slot, first step, steps, kind, request number, tokens]`."""
+    """Collects rows step by step; a run is `[slot, first step, steps, kind, request number, tokens]`."""
 
     def __init__(self, num_slots: int) -> None:
         self._num_slots = num_slots
@@ -27,7 +27,7 @@ class Lanes:
         self._truncated = False
 
     def row(self, slot: int, kind: str, number: int, tokens: int, padding: int) -> None:
-        """A row of the step that `end_step` closes."""
+        """Add a row to the step that `end_step` closes."""
         if self._full:
             return
         step = len(self._step_ends) - 1
@@ -42,7 +42,7 @@ class Lanes:
             self._pads.append([slot, step, padding])
 
     def end_step(self, at: float) -> None:
-        """The step ended `at` seconds after the run began."""
+        """Close the step, which ended `at` seconds after the run began."""
         if self._full:
             self._truncated = True
         else:

@@ -1,7 +1,7 @@
-"""Open and closed loops: who sends the next request, and when.
+"""Open and closed loops: when the next request is sent.
 
-An open loop sends each request at its time, whether or not others have come back: the server cannot slow the traffic
-down by being slow, which is how users behave and what shows queues.  In a closed loop N users wait for their answers.
+An open loop sends each request at its time, whether or not others have ended: a slow server cannot slow the traffic
+down, which is how users behave and what shows queues.  In a closed loop N users wait for their answers.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from slotwise.workload.requests import Workload, WorkRequest
 Prepare = Callable[[WorkRequest], bytes]
 Send = Callable[[bytes, Reply], Awaitable[None]]
 Watch = Callable[[Outcome], None]
-PREPARED_TOKENS = 10_000_000  # of prompts made before the start; those beyond are made when their turn comes
+PREPARED_TOKENS = 10_000_000  # of prompts made before the start; later ones are made when they are sent
 
 
 def ignore(outcome: Outcome) -> None:
-    """Watches nothing."""
+    """A `Watch` that does nothing."""
 
 
 class Load:
-    """A workload on its way to a server.  `outcomes` holds, at any time, what is known.
+    """Sends a workload to a server.  `outcomes` holds those so far.
 
     Args:
         prepare: makes a request's body.
-        watch: told each outcome as it comes.
+        watch: receives each outcome.
     """
 
     def __init__(self, workload: Workload, prepare: Prepare, watch: Watch = ignore) -> None:
@@ -46,7 +46,7 @@ class Load:
         return time.perf_counter() - self._start
 
     async def run(self, send: Send) -> None:
-        """Until every request has an outcome.  Cancelled, it keeps those it has; what is under way is unfinished.
+        """Run until every request has an outcome.  When cancelled, requests in progress become unfinished outcomes.
 
         Args:
             send: sends a body and fills the reply; does not raise for anything a server does.
@@ -86,6 +86,6 @@ class Load:
 
 
 def _affordable(workload: Workload) -> list[WorkRequest]:
-    """The first requests, as long as their prompts together have at most `PREPARED_TOKENS`."""
+    """The first requests, whose prompts together have at most `PREPARED_TOKENS`."""
     totals = accumulate(request.num_prompt for request in workload.requests)
     return [request for request, total in zip(workload.requests, totals, strict=True) if total <= PREPARED_TOKENS]

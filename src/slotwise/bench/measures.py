@@ -1,4 +1,4 @@
-"""From the times at which tokens came to the figures of a run.  Names of fields are those of `vllm bench serve`.
+"""Computes a run's figures from the times of its tokens.  Field names are those of `vllm bench serve`.
 
     due  sent      token  token    token  end of stream
      │    │          │      │        │        │
@@ -23,26 +23,26 @@ PERCENTILES = {"median": 50.0, "p90": 90.0, "p99": 99.0}
 COMPLETED = "completed"
 REJECTED = "rejected"  # refused by the server: a status of 4xx or 503
 FAILED = "failed"  # no answer, an answer of another kind, or a stream that broke
-UNFINISHED = "unfinished"  # under way when the run was interrupted
+UNFINISHED = "unfinished"  # in progress when the run was interrupted
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one request.  Times are seconds since the run began."""
+    """The outcome of one request.  Times are seconds since the run began."""
 
     number: int
     status: str
     due: float  # when it should have been sent
     sent: float
-    token_times: tuple[float, ...] = ()  # of the events that carried a token, whatever text it gives
+    token_times: tuple[float, ...] = ()  # of the events that carried a token, with text or without
     ended: float = 0.0  # the last event of the answer
-    num_prompt: int = 0  # tokens, as the server counts them
+    num_prompt: int = 0  # tokens, by the server's count
     num_output: int = 0
     error: str = ""
 
     @property
     def ttft(self) -> float:
-        """Seconds to the first text; to the end, if there was none."""
+        """Seconds to the first token; to the end, if there was none."""
         return (self.token_times[0] if self.token_times else self.ended) - self.sent
 
     @property
@@ -55,7 +55,7 @@ class Outcome:
 
     @property
     def tpot(self) -> float:
-        """Seconds for each token after the first; 0 when there is none."""
+        """Seconds per token after the first; 0 when there is none."""
         return (self.e2el - self.ttft) / (self.num_output - 1) if self.num_output > 1 else 0.0
 
 
@@ -65,13 +65,13 @@ MEASURES: dict[str, Callable[[Outcome], float]] = {
 
 @dataclass(frozen=True, slots=True)
 class Objectives:
-    """Milliseconds that a good request stays within, by measure; none given: no goodput."""
+    """Limits in milliseconds for goodput, by measure; empty: no goodput."""
 
     limits: dict[str, float]
 
     @classmethod
     def parse(cls, words: Iterable[str]) -> Objectives:
-        """Of words as `ttft:500`.  Raises ValueError with one line that says what would be right."""
+        """Parse words such as `ttft:500`.  Raises ValueError with one line that says what is allowed."""
         limits: dict[str, float] = {}
         for word in words:
             name, _, number = word.partition(":")
@@ -91,7 +91,7 @@ class Objectives:
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Of values in ascending order, on a straight line between the two nearest ranks; 0 of no values."""
+    """Of values in ascending order, interpolated linearly between the two nearest ranks; 0 of no values."""
     if not ordered:
         return 0.0
     rank = (len(ordered) - 1) * percent / 100
@@ -140,7 +140,7 @@ def serving_metrics(outcomes: Sequence[Outcome], duration: float, objectives: Ob
 
 
 def samples(outcomes: Iterable[Outcome]) -> dict[str, list[Any]]:
-    """What was measured of each request, in the workload's order; seconds."""
+    """The measurements of each request, in the workload's order; seconds."""
     ordered = sorted(outcomes, key=lambda outcome: outcome.number)
     return {
         "input_lens": [outcome.num_prompt for outcome in ordered],
@@ -165,7 +165,7 @@ def latencies(name: str, seconds: Sequence[float]) -> dict[str, float]:
 
 
 def most_at_once(spans: Iterable[tuple[float, float]]) -> int:
-    """How many of the spans of time (start, end) overlap at most; one that ends as another starts does not."""
+    """The most spans (start, end) that overlap; one that ends as another starts does not overlap it."""
     changes = sorted(change for start, end in spans for change in ((start, 1), (end, -1)))
     most = running = 0
     for _, change in changes:

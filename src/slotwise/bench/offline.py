@@ -16,20 +16,20 @@ from slotwise.workload.requests import Recipe, Workload, generate
 MAX_ITERATIONS = 100_000
 PERCENTS = (10, 25, 50, 75, 90, 99)
 Watch = Callable[[int], None]
-"""Told how many requests, or iterations, are done."""
+"""Receives the number of requests, or iterations, done."""
 
 
 def ignore(done: int) -> None:
-    """Watches nothing."""
+    """A `Watch` that does nothing."""
 
 
 def throughput(stand: Stand, workload: Workload, watch: Watch = ignore) -> dict[str, Any]:
-    """Run a workload as fast as the engine goes.  An interrupt ends it, and the figures are of what had ended.
+    """Run a workload as fast as possible.  An interrupt ends it, and the figures are those of completed requests.
 
     Field names are those of `vllm bench throughput` where it has them; latencies are in seconds.
 
     Raises:
-        ValueError: a request that could never run.
+        ValueError: a request can never run.
         KeyboardInterrupt: before any request had ended.
     """
     warm_up(stand, workload)
@@ -80,9 +80,9 @@ class Batch:
 
 
 def latency(stand: Stand, batch: Batch, seed: int = 0, watch: Watch = ignore) -> dict[str, Any]:
-    """Seconds from handing a batch over to its last token, again and again with other prompts.
+    """Seconds from adding a batch to its last token, repeated with other prompts.
 
-    An interrupt ends it, and the figures are of the iterations that had ended.  Field names are those of
+    An interrupt ends it, and the figures are those of complete iterations.  Field names are those of
     `vllm bench latency`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""One workload through one engine in this process: requests are handed over as they fall due, between steps."""
+"""One workload through one engine in this process: requests are added when they are due, between steps."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from slotwise.core.params import SamplingParams
 from slotwise.engine.messages import Add, Command, StepRecord
 from slotwise.workload.requests import Workload, WorkRequest
 
-WARM_UP_OUTPUT = 3  # tokens: the first of a prompt's step, then of steps without one
+WARM_UP_OUTPUT = 3  # tokens: the first in a prompt's step, the others in decode steps
 WARM_UP_PROMPT = 64  # tokens, at most
 
 OnStep = Callable[[Accounts], None]
-"""Told after every step; for progress bars."""
+"""Called after every step; for progress bars."""
 
 
 class Clock(NamedTuple):
-    """The clock that the engine was built with, and how to wait on it."""
+    """The engine's clock, and how to wait on it."""
 
     now_ns: Callable[[], int] = time.monotonic_ns
     sleep: Callable[[float], None] = time.sleep
 
 
 class Stepped(Protocol):
-    """An engine, or what stands before one."""
+    """An engine, or a wrapper around one."""
 
     @property
     def has_work(self) -> bool: ...
@@ -42,7 +42,7 @@ class Stepped(Protocol):
 
 
 class Stand(NamedTuple):
-    """An engine ready to be loaded, and what its requests must fit."""
+    """An engine ready for requests, and its limits."""
 
     engine: Stepped
     limits: SchedulerLimits
@@ -51,7 +51,7 @@ class Stand(NamedTuple):
 
 
 def objection(workload: Workload, limits: SchedulerLimits) -> str:
-    """Why an engine with these limits cannot take this workload; empty when it can."""
+    """Why an engine with these limits cannot run this workload; empty when it can."""
     for request in workload.requests:
         found = limits.objection(request.num_prompt, workload.max_tokens)
         if not found and request.num_prompt + request.num_output > limits.max_model_len:
@@ -66,8 +66,8 @@ def run_offline(stand: Stand, workload: Workload, on_step: OnStep = lambda accou
     """Run the whole workload, greedily, and account for it.
 
     Raises:
-        ValueError: a request that could never run; nothing was started.
-        RuntimeError: a request that ended without all its tokens.
+        ValueError: a request can never run; nothing was started.
+        RuntimeError: a request ended without all its tokens.
     """
     if found := objection(workload, stand.limits):
         raise ValueError(found)
@@ -88,7 +88,7 @@ def run_offline(stand: Stand, workload: Workload, on_step: OnStep = lambda accou
 
 
 def warm_up(stand: Stand, workload: Workload) -> None:
-    """A few short requests shaped like the workload's, so that nothing is compiled or first touched while measured.
+    """Run a few short requests like the workload's, so that nothing is compiled or first touched while measured.
 
     Their prompts are others, so that none of the workload's is found in a prefix cache.
     """
@@ -102,7 +102,7 @@ def warm_up(stand: Stand, workload: Workload) -> None:
 
 
 class _Feed:
-    """Hands requests over: at their times, or, in a closed loop, one for each that has ended."""
+    """Adds requests to the engine: at their times, or in a closed loop, one for each that has ended."""
 
     def __init__(self, stand: Stand, workload: Workload) -> None:
         self._engine = stand.engine
@@ -118,14 +118,13 @@ class _Feed:
 
     @property
     def next_at(self) -> float:
-        """Seconds on the clock when the next request falls due; infinite when nobody is left, or time decides nothing.
-        """
+        """Seconds on the clock when the next request is due; infinite when none is left, or none at a fixed time."""
         if self._next is None or self._next.arrives_at is None:
             return math.inf
         return self._started_at + self._next.arrives_at
 
     def hand_over(self, now: float) -> None:
-        """Everyone due by `now`."""
+        """Add the requests due by `now`."""
         while self._next is not None:
             if self._next.arrives_at is None and not self._idle_users:
                 return
@@ -135,7 +134,7 @@ class _Feed:
             self._next = next(self._requests, None)
 
     def ended(self, ends: int) -> None:
-        """So many requests have ended: in a closed loop their users ask again."""
+        """Count ended requests: in a closed loop their users send the next ones."""
         if self._workload.users:
             self._idle_users += ends
 

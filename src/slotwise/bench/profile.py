@@ -1,7 +1,7 @@
-"""Where a run's time went: beside its roofline, and divided among kernels and everything else.
+"""Where a run's time went: compared with its roofline, and divided among kernels and everything else.
 
-Two runs of the same workload on the same weights.  The first is as fast as the engine goes and is held against the
-roofline; in the second every kernel is started by itself and timed, which makes it slower and says what for.
+Two runs of the same workload on the same weights.  The first is as fast as possible and is compared with the roofline;
+in the second every kernel is started by itself and timed, which makes it slower and shows the shares.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BETWEEN = "commit and between steps"
 
 
 class Watched:
-    """An engine, stepped by its owner, whose records somebody else sees too."""
+    """An engine whose records also go to `watch`."""
 
     def __init__(self, engine: Engine, watch: Callable[[StepRecord], None]) -> None:
         self._engine = engine
@@ -50,7 +50,7 @@ class Watched:
 
 
 class Profiler:
-    """A model in memory, on kernels that can keep time."""
+    """A loaded model, on kernels with timers."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
@@ -62,10 +62,10 @@ class Profiler:
         return self._kernels[0]
 
     def run(self, workload: Workload, on_step: OnStep) -> dict[str, Any]:
-        """Both runs, the machine measured before them; seconds throughout.
+        """Both runs, after measuring the machine; seconds throughout.
 
         Raises:
-            ValueError: a request that could never run.
+            ValueError: a request can never run.
         """
         loaded = self._loaded
         achieved = Achieved(loaded.roofline(measure_machine()))
@@ -79,7 +79,7 @@ class Profiler:
             "kinds": {kind: vars(tally) | {"achieved": tally.achieved} for kind, tally in achieved.kinds.items()}}
 
     def _once(self, workload: Workload, watch: Callable[[StepRecord], None], on_step: OnStep) -> float:
-        """Seconds that the workload took."""
+        """Seconds of the workload."""
         engine, info = self._loaded.engine(self._config)
         warm_up(Stand(engine, info.limits, info.vocab_size), workload)
         for name in self._kernels[0].seconds:

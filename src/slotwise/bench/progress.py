@@ -1,4 +1,4 @@
-"""How far a long comparison has come, for whoever waits at a terminal."""
+"""Progress of a long comparison, on a terminal."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 Advance = Callable[[int], None]
-"""Told how much of a task's total is done."""
+"""Receives how much of a task's total is done."""
 
 
 class Bar:
-    """A line for each task; silent where nobody watches."""
+    """A line for each task; silent without a terminal."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -22,13 +22,13 @@ class Bar:
 
     @contextlib.contextmanager
     def task(self, label: str, total: int | None = None) -> Iterator[Advance]:
-        """One task; without a `total` nobody knows how long it takes."""
+        """One task; without a `total` its length is unknown."""
         task = self._current = self._progress.add_task(label, total=total)
         yield lambda done: self._progress.update(task, completed=done)
         self._progress.update(task, total=total or 1, completed=total or 1)
 
     def say(self, what: str) -> None:
-        """What the current task is about."""
+        """Set the description of the current task."""
         if self._current is not None:
             self._progress.update(self._current, description=what)
 

@@ -1,4 +1,4 @@
-"""Results on disk: what ran where, so that two files can be compared honestly."""
+"""Results on disk, with what ran where, so that two files can be compared."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def environment() -> dict[str, Any]:
 
 
 def workload_facts(workload: Workload) -> dict[str, Any]:
-    """What a result says of its workload."""
+    """The description of a workload in a result."""
     return {
         "description": workload.description, "num_requests": len(workload.requests), "max_tokens": workload.max_tokens,
         "prompt_tokens": workload.prompt_tokens, "output_tokens": workload.output_tokens,
@@ -37,7 +37,7 @@ def workload_facts(workload: Workload) -> dict[str, Any]:
 
 
 def commit(folder: Path | None = None) -> str:
-    """The commit checked out in `folder`, by default where this package's own source lies; empty if there is none."""
+    """The commit checked out in `folder`, by default that of this package's source; empty if there is none."""
     folder = folder or Path(slotwise.__file__).parents[2]
     if not (folder / ".git").exists():
         return ""
@@ -50,7 +50,7 @@ def commit(folder: Path | None = None) -> str:
 
 
 def machine() -> str:
-    """The processor's model, as far as the system tells."""
+    """The processor's model, as far as the system reports it."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             name, _, value = line.partition(":")
@@ -62,17 +62,17 @@ def machine() -> str:
 
 
 def write_json(path: Path | str, result: dict[str, Any]) -> None:
-    """Write whole or not at all.
+    """Write the whole file or nothing.
 
     Raises:
         OSError: the folder cannot be written to.
-        ValueError: the result holds a number that JSON has no word for.
+        ValueError: the result holds NaN or an infinity.
     """
     write_whole(path, f"{json.dumps(result, allow_nan=False)}\n".encode())
 
 
 def default_filename(kind: str, model: str) -> str:
-    """A name that says what ran and when."""
+    """A name with kind, model and time."""
     name = "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in Path(model).name)
     return f"{kind}-{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
 
@@ -85,5 +85,5 @@ def _installed(package: str) -> str:
 
 
 def _cores() -> int:
-    """Those this process may use."""
+    """Processors this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""A run held against what its steps had to cost (see `core.roofline`), the machine measured in the same sitting."""
+"""Achieved share of the roofline by kind of step (see `core.roofline`), on a machine measured in the same process."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Tally:
         self.steps = 0
         self.tokens = 0
         self.seconds = 0.0
-        self.bytes_seconds = 0.0  # at the machine's bandwidth
-        self.operations_seconds = 0.0  # at its rate
+        self.bytes_seconds = 0.0  # by memory bandwidth alone
+        self.operations_seconds = 0.0  # by compute rate alone
         self.bound_seconds = 0.0  # the larger of both, step by step
 
     @property
@@ -28,14 +28,14 @@ class Tally:
 
 
 class Achieved:
-    """Folds step records into what they had to cost and what they did."""
+    """Folds step records into their costs and times, by kind."""
 
     def __init__(self, roofline: Roofline) -> None:
         self.roofline = roofline
         self.kinds = {kind: Tally() for kind in KINDS}
 
     def step(self, record: StepRecord) -> None:
-        """Count one step; a record without rows is none."""
+        """Count one step; a record without rows is ignored."""
         if not record.counts:
             return
         cost, machine = cost_of(record, self.roofline), self.roofline.machine
@@ -53,7 +53,7 @@ def cost_of(record: StepRecord, roofline: Roofline) -> Cost:
 
 
 def kind_of(record: StepRecord) -> str:
-    """Decode: a token a row; prefill: nothing but pieces of prompts; mixed: both."""
+    """Decode: one token per row; prefill: only chunks of prompts; mixed: both."""
     pieces = sum(count > 1 for count in record.counts)
     if not pieces:
         return DECODE

@@ -1,7 +1,7 @@
-"""One workload against one real server under discipline after discipline, measured where its clients stand.
+"""One workload against one real server under discipline after discipline, measured at its clients.
 
-The server runs in processes of its own and is told over HTTP how to batch (`PUT /admin/scheduling`).  What happens in
-its slots is not seen from here: that a client waited, not why.
+The server runs in processes of its own and is reconfigured over HTTP (`PUT /admin/scheduling`).  What happens in its
+slots is not visible here: that a client waited, not why.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from slotwise.bench.measures import COMPLETED, Outcome, summary
 from slotwise.bench.serving import Measured, measure, resolve
 from slotwise.workload.requests import Workload
 
-GREETING = re.compile(r" on \w+ \((\w+)[,)]")  # type of the weights
+GREETING = re.compile(r" on \w+ \((\w+)[,)]")  # dtype of the weights
 READY = re.compile(r"Ready after .* on (http://\S+)")
-EXIT_SECONDS = 20.0  # the server gets to end once asked
-ADMIN_SECONDS = 30.0  # a change of scheduling may take
-NO_QUEUE_BOUND = ("--max-num-queued-reqs", "1000000", "--max-num-queued-tokens", "1000000000")  # all are to be measured
+EXIT_SECONDS = 20.0  # seconds for the server to end
+ADMIN_SECONDS = 30.0  # seconds for a change of scheduling
+NO_QUEUE_BOUND = ("--max-num-queued-reqs", "1000000", "--max-num-queued-tokens", "1000000000")  # measure all
 WARM_UPS = 4  # requests before each run
 
 
@@ -43,16 +43,16 @@ class Served(NamedTuple):
 
 @contextlib.contextmanager
 def serving(arguments: Sequence[str]) -> Iterator[Served]:
-    """A `slotwise serve` of one's own on a free port, with a key nobody else has.
+    """A `slotwise serve` of its own on a free port, with a secret key.
 
     Args:
-        arguments: of the command line, after `serve`; paths are absolute.
+        arguments: of the command line, after `serve`; paths must be absolute.
 
     Raises:
-        RuntimeError: it ended before it was ready; the message is the last line it wrote.
+        RuntimeError: it ended before it was ready; the message is its last line of output.
     """
     key = secrets.token_urlsafe(16)
-    options = [*NO_QUEUE_BOUND, *arguments, "--port", "0", f"--api-key={key}"]  # which may begin with a dash
+    options = [*NO_QUEUE_BOUND, *arguments, "--port", "0", f"--api-key={key}"]  # a key may begin with a dash
     command = child.python("slotwise.cli", "serve", *options)
     with tempfile.TemporaryFile("w+") as log, subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True, env=child.environment(),
@@ -69,7 +69,7 @@ def serving(arguments: Sequence[str]) -> Iterator[Served]:
 
 
 def _greeting(process: subprocess.Popen[str], log: IO[str]) -> tuple[str, str]:
-    """Its address and the type of its weights."""
+    """The server's address and the dtype of its weights."""
     assert process.stdout is not None
     dtype = ""
     for line in process.stdout:
@@ -83,10 +83,10 @@ def _greeting(process: subprocess.Popen[str], log: IO[str]) -> tuple[str, str]:
 
 
 def reschedule(target: Target, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Have the server batch as `settings` say; the whole scheduling that is then in force.
+    """Change the server's scheduling settings; returns all settings then in force.
 
     Raises:
-        RuntimeError: what the server said against it.
+        RuntimeError: the server refused; the message is its answer.
     """
     request = urllib.request.Request(
         f"{target.base_url}/admin/scheduling", json.dumps(dict(settings)).encode(), method="PUT",
@@ -103,11 +103,11 @@ def reschedule(target: Target, settings: Mapping[str, Any]) -> dict[str, Any]:
 def run_online(
     target: Target, workload: Workload, settings: Mapping[str, Any], watch: Watch = ignore,
 ) -> dict[str, Any]:
-    """Run the workload under one discipline: the measured part of a run in the result.
+    """Run the workload under one discipline; returns the measured part of a run in the result.
 
     Raises:
-        KeyboardInterrupt: interrupted, also where a part had been measured.
-        RuntimeError: the server refused the discipline, or did not answer every request.
+        KeyboardInterrupt: interrupted, even if part was measured.
+        RuntimeError: the server refused the discipline, or did not complete every request.
     """
     scheduling = reschedule(target, settings)
     target, vocab_size = resolve(target)
@@ -122,7 +122,7 @@ def run_online(
 
 
 def _entry(measured: Measured) -> dict[str, Any]:
-    """As `Accounts.entry`, with null for what a client cannot see."""
+    """As `Accounts.entry`, with null for what a client cannot measure."""
     outcomes, seconds = measured.outcomes, measured.duration
     output_tokens = sum(outcome.num_output for outcome in outcomes)
     ttft = array("d", [outcome.ttft for outcome in outcomes])
@@ -138,7 +138,7 @@ def _entry(measured: Measured) -> dict[str, Any]:
 
 
 def _cumulative(outcomes: Sequence[Outcome]) -> list[list[float]]:
-    """Seconds and output tokens received by then; the tokens of an answer are spread over its events alike."""
+    """Seconds and output tokens received by then; an answer's tokens are spread evenly over its events."""
     events = sorted(
         (at, outcome.num_output / len(times))
         for outcome in outcomes for times in (outcome.token_times or (outcome.ended,),) for at in times)

@@ -1,4 +1,4 @@
-"""Measures a server under a workload: check that it is there, warm it up, send everything, sum up."""
+"""Measures a server under a workload: resolves the model, warms up, sends all requests, computes the figures."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from slotwise.bench.measures import COMPLETED, Objectives, Outcome, samples, ser
 from slotwise.bench.results import environment, workload_facts
 from slotwise.workload.requests import Workload
 
-WARMUP_TOKENS = 16  # of a warm-up request's answer, at most
+WARMUP_TOKENS = 16  # the most output tokens of a warm-up request
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a run brought."""
+    """The outcome of a run."""
 
-    outcomes: list[Outcome]  # in the order they came
+    outcomes: list[Outcome]  # in order of completion
     duration: float  # seconds from the start to the last answer's end
     interrupted: bool
 
 
 def resolve(target: Target, vocab_size: int = 0) -> tuple[Target, int]:
-    """Ask a server for what was left open: the target with its model, and the size of the vocabulary.
+    """Query a server for what was not given: the target with its model, and the size of the vocabulary.
 
     Args:
-        vocab_size: as asked; 0: the server's if it tells, else a safe one.
+        vocab_size: as given; 0: the server's if it reports one, else a safe one.
 
     Raises:
-        BenchError: no server answers, or it names no model and none was asked for.
+        BenchError: no server answers, or it lists no model and none was given.
     """
     async def ask() -> tuple[Target, int]:
         async with open_session() as session:
@@ -61,11 +61,11 @@ def resolve(target: Target, vocab_size: int = 0) -> tuple[Target, int]:
 def measure(
     target: Target, workload: Workload, phrasing: Phrasing, *, num_warmups: int = 1, watch: Watch = ignore,
 ) -> Measured:
-    """Send a workload and time the answers.  An interrupt ends it, and what was measured is kept.
+    """Send a workload and time the answers.  An interrupt ends it, and completed measurements are kept.
 
     Raises:
-        BenchError: a warm-up request failed; the message has what the server said.
-        KeyboardInterrupt: before anything was sent.
+        BenchError: a warm-up request failed; the message has the server's answer.
+        KeyboardInterrupt: before any request had an outcome.
     """
     load = Load(workload, lambda request: phrasing.body(target, workload, request), watch)
 
@@ -88,7 +88,7 @@ def measure(
 
 
 def _warmup_body(target: Target, workload: Workload, phrasing: Phrasing, number: int) -> bytes:
-    """A request as the first of the workload, with a short answer and a prompt that does not come again."""
+    """A request like the first of the workload, with a short answer and a prompt that does not recur."""
     first = workload.requests[0]
     number += len(workload.requests)
     return phrasing.body(
@@ -110,7 +110,7 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
 def serving_result(
     target: Target, workload: Workload, measured: Measured, objectives: Objectives,
 ) -> dict[str, Any]:
-    """Everything that is known of a run, with the field names of `vllm bench serve` where it has them."""
+    """The result of a run, with the field names of `vllm bench serve` where it has them."""
     where = environment()
     return {
         "version": 1, "kind": "serve", "status": "interrupted" if measured.interrupted else "completed",
@@ -124,6 +124,6 @@ def serving_result(
 
 
 def offered_rate(workload: Workload) -> float | str:
-    """Requests per second at which a workload arrives; "inf" for those that come at once or in a closed loop."""
+    """Requests per second at which a workload arrives; "inf" if all at once or in a closed loop."""
     last = workload.requests[-1].arrives_at
     return (len(workload.requests) - 1) / last if last else "inf"

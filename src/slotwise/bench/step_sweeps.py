@@ -1,4 +1,4 @@
-"""What a step costs: against the rows that share it, and while long prompts arrive beside running streams."""
+"""The cost of a step: by rows, and while long prompts arrive beside running streams."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from slotwise.workload.requests import Workload, WorkRequest
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 PROMPT = 64  # tokens of each row
-DECODE_STEPS = 32  # of which the median counts
-REPEATS = 3  # of a step of prompts
+DECODE_STEPS = 32  # the median is used
+REPEATS = 3  # of a prefill step
 
 STREAMS = 8  # that decode while long prompts arrive
 STREAM_OUTPUT = 160  # tokens of each
 LONG_PROMPTS = 4
 LONG_PROMPT = 1024  # tokens, or three quarters of the longest sequence
-STEP_TOKENS = 128  # of a step with pieces of a prompt
+STEP_TOKENS = 128  # of a step with chunks of a prompt
 PERCENTILES = (50, 75, 90, 95, 99, 100)
 
 
 def rows(make: Make, on_point: OnPoint) -> dict[str, Any]:
     """Throughput and speed per user against rows: why batching helps decode and hardly helps prefill.
 
-    A decode step reads all weights for one token a row, so that rows share what it costs.  A prompt's step has work
-    enough for the processor with one row.
+    A decode step reads all weights for one token per row, so that rows share its cost.  A prefill step has enough work
+    for the processor with one row.
     """
     stand = make({"batching": "continuous", "max_num_seqs": max(ROWS), "max_num_batched_tokens": max(ROWS) * PROMPT})
     warm_up(stand, _alike(max(ROWS), DECODE_STEPS))
@@ -65,7 +65,7 @@ def rows(make: Make, on_point: OnPoint) -> dict[str, Any]:
 
 
 def _knee(fitted: Fitted) -> str:
-    """Where further rows cost as much as they bring."""
+    """The number of rows from which further rows cost as much as they bring."""
     costs = f"a decode step takes {fitted.a * 1e3:.2f} ms and {fitted.b * 1e3:.3f} ms for each row"
     if fitted.b <= 0 or fitted.a / fitted.b > 10 * max(ROWS):
         return f"{costs}: no knee up to {max(ROWS)} rows, each comes nearly free"
@@ -100,7 +100,7 @@ def prefill(make: Make, on_point: OnPoint) -> dict[str, Any]:
 
 
 def _interrupted_streams(stand: Stand) -> Workload:
-    """Streams from the start, and long prompts that arrive while they run, evenly over the time they would take."""
+    """Streams from the start, and long prompts that arrive while they run, spread evenly over their expected time."""
     streams = [(0.0, PROMPT // 2, STREAM_OUTPUT)] * STREAMS
     calibration = _workload([(0.0, PROMPT // 2, DECODE_STEPS)] * STREAMS)
     warm_up(stand, calibration)
@@ -116,7 +116,7 @@ def _workload(asked: list[tuple[float, int, int]]) -> Workload:
 
 
 def _felt(mode: str, accounts: Accounts) -> str:
-    """What steps take, and what those who wait for tokens see of it."""
+    """Times of steps, and the gaps between tokens that streams see."""
     def told(values: dict[str, float]) -> str:
         return f"p50 {values['p50'] * 1e3:.1f}, p99 {values['p99'] * 1e3:.1f}, max {values['max'] * 1e3:.1f} ms"
 

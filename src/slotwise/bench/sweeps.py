@@ -1,7 +1,7 @@
-"""What changes when one thing is varied: pictures of a law, each beside what theory says.
+"""Sweeps of one parameter: measurements, each beside its theory.
 
 The two sweeps of ratios run static and continuous batching on prompts of a few tokens, so that steps are those of
-decoding, and put the control beside them: outputs of one fixed length, for which no discipline can gain a step.
+decoding, and include the control: outputs of one fixed length, for which no discipline can gain a step.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from slotwise.workload.lengths import Exponential, Fixed, Lengths, LogNormal, Un
 from slotwise.workload.requests import Workload, WorkRequest
 
 SLOTS = (4, 8, 16, 32)
-PROMPT = 8  # tokens: the prompts of every slot fit the first step
-TAIL = 16  # times the mean: longer outputs are cut to it
+PROMPT = 8  # tokens: the prompts of all slots fit the first step
+TAIL = 16  # times the mean: the longest output
 CONTROL_GROUPS = 3  # batches of the fixed-length control
 
 OnPoint = Callable[[str], None]
-"""Told what is about to be measured."""
+"""Receives a description of what is measured next."""
 
 
 class Ratio(NamedTuple):

@@ -14,11 +14,11 @@ LATENCIES = {
     "ttft": "time to first token", "tpot": "time per output token", "itl": "between events of a stream",
     "max_itl": "longest gap of a request", "e2el": "end to end"}
 COLUMNS = {"mean": "mean", "std": "std", "median": "p50", "p90": "p90", "p99": "p99"}
-MAX_ERRORS = 3  # kinds of errors that are shown
+MAX_ERRORS = 3  # kinds of errors in the table
 
 
 def serving_table(result: Mapping[str, Any]) -> RenderableType:
-    """What `bench serve` prints at the end."""
+    """The output of `bench serve`."""
     facts = [
         ("requests", _counts(result)), ("duration", f"{result['duration']:.2f} s"),
         ("tokens", f"{result['total_input_tokens']:,} in, {result['total_output_tokens']:,} out"),
@@ -58,7 +58,7 @@ def latency_table(result: Mapping[str, Any]) -> RenderableType:
 
 
 def roofline_table(result: Mapping[str, Any]) -> RenderableType:
-    """How near to the machine's limits each kind of step came, and where a run's time goes."""
+    """Achieved share of the machine's limits by kind of step, and where a run's time goes."""
     machine = result["machine"]
     title = (f"bench throughput --roofline: {result.get('model', '')}, {result['seconds']:.1f} s; reads at "
              f"{machine['bytes_per_second'] / 1e9:.1f} GB/s, products at "
@@ -97,7 +97,7 @@ def _facts(title: str, facts: Iterable[tuple[str, str]]) -> Table:
 
 
 def _counts(result: Mapping[str, Any]) -> str:
-    """How many of the requests ended how."""
+    """The number of requests by status."""
     others = [f"{result[status]} {status}" for status in ("rejected", "failed", "unfinished") if result[status]]
     return ", ".join([f"{result['completed']} of {result['num_prompts']} completed", *others])
 
@@ -113,7 +113,7 @@ def _latencies(result: Mapping[str, Any]) -> Table:
 
 
 def _errors(errors: Iterable[str]) -> list[Text]:
-    """The commonest errors, with how often they came."""
+    """The commonest errors, with their counts."""
     found = Counter(filter(None, errors)).most_common(MAX_ERRORS)
     return [Text(f"{count} × {error}", style="red") for error, count in found]
 

@@ -1,4 +1,4 @@
-"""What arithmetic alone says of a discipline: decode steps counted from the output lengths, without any engine.
+"""The theory of disciplines: decode steps computed from the output lengths, without an engine.
 
 Everything is queued before the first step, prompts fit the step they join in, and a request of L output tokens takes
 part in L steps: its first token comes with its prompt's step.
@@ -24,7 +24,7 @@ Draw = Callable[[random.Random], int]
 
 
 def one_at_a_time_steps(lengths: Sequence[int], slots: int = 1) -> int:
-    """Decode steps when nobody shares a step with anybody, however many slots there are."""
+    """Decode steps when each request runs alone, however many slots there are."""
     return sum(lengths)
 
 
@@ -34,7 +34,7 @@ def static_steps(lengths: Sequence[int], slots: int) -> int:
 
 
 def continuous_steps(lengths: Sequence[int], slots: int) -> int:
-    """Decode steps when whoever is next in line takes the slot that is free first."""
+    """Decode steps when the next request in the queue takes the first free slot."""
     free_at = [0] * slots  # a heap: the step from which each slot is free
     for length in lengths:
         heapq.heapreplace(free_at, free_at[0] + length)
@@ -45,16 +45,16 @@ DECODE_STEPS: dict[str, Callable[[Sequence[int], int], int]] = {
     "one_at_a_time": one_at_a_time_steps, "static": static_steps, "dynamic": static_steps, "orca": continuous_steps,
     "continuous": continuous_steps,
 }
-"""By discipline, where every slot can be filled: with the whole workload queued and cache enough for all slots."""
+"""By discipline, where every slot can be filled: with the whole workload queued and enough cache for all slots."""
 
 
 def step_ratio(lengths: Sequence[int], slots: int) -> float:
-    """Decode steps of static over continuous batching for these very lengths; 1.0 when they are all the same."""
+    """Decode steps of static over continuous batching for these lengths; 1.0 when they are all the same."""
     return static_steps(lengths, slots) / continuous_steps(lengths, slots)
 
 
 def padded_tokens(prompts: Sequence[int], slots: int) -> int:
-    """Prompt tokens computed for nothing when each group of `slots` is padded to its longest prompt."""
+    """Prompt tokens wasted when each group of `slots` is padded to its longest prompt."""
     return sum(max(group) * len(group) - sum(group) for group in _groups(prompts, slots))
 
 

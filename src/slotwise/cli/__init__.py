@@ -1,4 +1,4 @@
-"""The command line: one module a command, joined here."""
+"""The command line: one module per command."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODULES = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; a failure is one line on stderr and a status of 1."""
+    """Run one command; a failure is one line on stderr and an exit status of 1."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = build_parser(arguments[0] if arguments else "")
     asked = parser.parse_args(arguments)
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return asked.run(asked)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # whoever read our output has seen enough
+    except BrokenPipeError:  # the reader of our output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, OSError, MemoryError, RuntimeError, OneLineError) as error:
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def build_parser(command: str) -> argparse.ArgumentParser:
-    """A parser of the whole command line, knowing only `command` if that is one: a server needs no benchmarks."""
+    """The parser; only with `command`'s options if that is a command: a server needs no benchmarks."""
     parser = Parser(
         prog="slotwise", description="Serve language models with continuous batching.",
         epilog="`slotwise COMMAND --help` explains each command.")

@@ -1,4 +1,4 @@
-"""slotwise bench: how fast a server answers, and how fast an engine in this process is."""
+"""slotwise bench: measure a server, or an engine in this process."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _add_throughput(kinds: Any) -> None:
 
 def _add_latency(kinds: Any) -> None:
     summary = "time one batch in this process, again and again"
-    command = kinds.add_parser(  # its batch size takes the place of the engine's: static and dynamic gather as many
+    command = kinds.add_parser(  # `--batch-size` replaces the engine's: static and dynamic batches have that size
         "latency", help=summary, description=summary.capitalize() + ".", conflict_handler="resolve")
     command.set_defaults(run=run_latency)
     _add_offline(command)
@@ -145,7 +145,7 @@ def run_serve(asked: argparse.Namespace) -> int:
 
 
 def _close_loop(asked: argparse.Namespace) -> None:
-    """Take --max-concurrency for the arrivals it means.  Raises ValueError where others were asked for."""
+    """Turn --max-concurrency into --arrivals closed:N.  Raises ValueError if other arrivals are given."""
     if asked.max_concurrency is None:
         return
     rate = asked.request_rate
@@ -188,7 +188,7 @@ def _run_roofline(asked: argparse.Namespace, workload: Workload) -> int:
 
 
 class _Steady:
-    """Moves a bar over several runs, each of which counts from nothing."""
+    """Advances a bar over several runs, each of which counts from zero."""
 
     def __init__(self, bar: tqdm) -> None:
         self._bar = bar
@@ -214,7 +214,7 @@ def run_latency(asked: argparse.Namespace) -> int:
 
 
 def _stand(asked: argparse.Namespace, file: LogFile | None = None) -> tuple[Stand, dict[str, Any]]:
-    """An engine in this process, which tells `file` what it does, and what a result says of it."""
+    """An engine in this process, logged to `file`, and the head of its result."""
     from slotwise.bench.offline_run import Stand
     from slotwise.compose.engine import build_engine
     from slotwise.observe.offline import Logged
@@ -234,7 +234,7 @@ def _config(asked: argparse.Namespace) -> EngineConfig:
 
 
 def _check_writable(path: str | None) -> None:
-    """Raises ValueError before anything is measured, rather than after."""
+    """Raises ValueError before the measurement rather than after."""
     if path and not Path(path).absolute().parent.is_dir():
         raise ValueError(f"there is no folder for {path}")
 
@@ -248,7 +248,7 @@ def _advance(bar: tqdm[Any], done: int) -> None:
 
 
 def _show(table: RenderableType, result: dict[str, Any], path: str | None) -> int:
-    """Print a result and write it, if a path was given; the exit status."""
+    """Print a result, and write it if a path is given.  Returns the exit status."""
     from rich.console import Console
 
     from slotwise.bench.results import write_json

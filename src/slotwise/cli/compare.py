@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from slotwise.compose.engine import Loaded
 
 INTERRUPTED = 130  # exit status
-FILE_WIDTH = 160  # columns of the tables where they are not shown in a terminal
+FILE_WIDTH = 160  # columns of the tables without a terminal
 SLOTS = 16
 MAX_SAME_CACHE_SLOTS = 256
 SWEEPS = ("output-cv", "slots", "rows", "prefill")
 WORKLOAD = Defaults(input_lengths="lognormal:64:0.8:256", output_lengths="lognormal:64:1.0:512")
 ENGINE = ("--device", "--dtype", "--max-model-len", "--max-num-batched-tokens", "--block-size", "--kv-cache-memory")
-UNCACHED = {"enable_prefix_caching": False}  # a discipline must not profit from what another part of an engine does
+UNCACHED = {"enable_prefix_caching": False}  # only the discipline may differ
 
 
 def add(commands: Any) -> None:
@@ -70,19 +70,19 @@ def add(commands: Any) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """What was asked, checked before anything is loaded."""
+    """The options, checked before anything is loaded."""
 
-    model: str  # as it is called
+    model: str  # as it is named in the report
     settings: dict[str, Any]  # of EngineConfig, the same for every discipline
     contenders: list[Contender]
     workload: Workload
     slots: int
-    equal_memory: int | None  # bytes; 0: decide
+    equal_memory: int | None  # bytes; 0: what Orca needs
     sweeps: tuple[str, ...]
 
     @classmethod
     def of(cls, asked: argparse.Namespace) -> Plan:
-        """Raises ValueError with one line for options that contradict each other or cannot be."""
+        """Raises ValueError with one line for options that contradict each other or are out of range."""
         if asked.online and (asked.vary or asked.equal_memory is not None):
             raise ValueError("--vary and --equal-memory look into the engine: leave out --online")
         if asked.equal_memory is not None and asked.kv_cache_memory is not None:
@@ -165,7 +165,7 @@ def _by_answers(advance: Advance) -> Watch:
 
 
 def _maker(loaded: Loaded, plan: Plan, comparison: Comparison) -> Make:
-    """Engines on the weights that are loaded."""
+    """Returns a function that makes engines on the loaded weights."""
     from slotwise.bench.offline_run import Stand
 
     def make(settings: Mapping[str, Any]) -> Stand:
@@ -178,7 +178,7 @@ def _maker(loaded: Loaded, plan: Plan, comparison: Comparison) -> Make:
 
 
 def _orca_bytes(plan: Plan) -> int:
-    """Cache in which Orca's reservations for this workload fill the slots: keys and values in every layer."""
+    """Bytes of cache in which Orca's reservations for this workload fill the slots: keys and values of every layer."""
     from slotwise.compose.sizes import BLOCK_SIZE
     from slotwise.model.checkpoint import read_config
     from slotwise.model.load import DTYPES

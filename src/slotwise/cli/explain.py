@@ -1,4 +1,4 @@
-"""slotwise explain: where a request's time went, which requests took longest, who ran in a step and who did not."""
+"""slotwise explain: where a request's time went, the slowest requests, the rows of a step and the requests left out."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from slotwise.observe.step_view import StepView, step_view, times_of
 SLOWEST = 10
 FILE_WIDTH = 160  # columns of the tables where they are not shown in a terminal
 WIDEST_ID = 24  # characters of an id in a table
-MOST_LEFT_OUT = 64  # lines of who did not run
-TINY = 0.0005  # of the total: parts below are not given a column
+MOST_LEFT_OUT = 64  # lines of requests that did not run
+TINY = 0.0005  # of the total: smaller parts have no column
 
 
 def add(commands: Any) -> None:
@@ -99,7 +99,7 @@ def _steps(first: int, last: int) -> str:
 
 def _show_slowest(console: Console, most: int, entries: Sequence[Entry],
                   known: tuple[dict[int, RequestTimeline], StepTimeModel]) -> None:
-    """One line a request, one column a part that matters."""
+    """One row per request, one column per part that matters."""
     timelines, times = known
     ended = sorted((one for one in timelines.values() if one.ended), key=lambda one: one.total_ns, reverse=True)[:most]
     if not ended:
@@ -138,7 +138,7 @@ def _show_step(console: Console, shown: StepView, timelines: dict[int, RequestTi
     out = Table("request", "state", "why not", title="Who did not", title_justify="left")
     for one in shown.left_out[:MOST_LEFT_OUT]:
         out.add_row(_name(one.number, timelines), one.state, one.reason.replace("_", " "))
-    console.print(out if shown.left_out else "Nobody else was there.")
+    console.print(out if shown.left_out else "No other request was unfinished.")
     if len(shown.left_out) > MOST_LEFT_OUT:
         console.print(f"... and {len(shown.left_out) - MOST_LEFT_OUT} more")
     for end in step.ended:

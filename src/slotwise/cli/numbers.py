@@ -1,4 +1,4 @@
-"""Numbers of the command line: each option has a range, and what is not in it is refused in a line that says so."""
+"""Numbers of the command line: each option has a range, and values outside it are refused in one line."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ MOST_DIGITS = 64
 
 
 class Number:
-    """A type of argparse's: the number that a text is, in ASCII digits."""
+    """An argparse type: a number in ASCII digits, within a range."""
 
     def __init__(self, range_: Range, words: dict[str, float] | None = None) -> None:
-        """`words` stand for numbers, in the range or not."""
+        """Args: words: texts that stand for numbers, in the range or not."""
         self.range = range_
         self.words = words or {}
 
@@ -36,7 +36,7 @@ class Number:
 
 
 class Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong with a command."""
+    """Reports an error in a command in one line."""
 
     def error(self, message: str) -> NoReturn:
         print(f"{self.prog}: {one_line(message)} ({self.prog} --help tells what there is)", file=sys.stderr)

@@ -43,9 +43,9 @@ def _sampling_params(asked: argparse.Namespace) -> SamplingParams:
 
 
 def _load(asked: argparse.Namespace) -> Any:
-    """An engine in this process, with a word to whoever waits for it."""
+    """An engine in this process, with a notice on a terminal while it loads."""
     folder, settings = str(locate(asked.model or builtin.path())), engine_settings(asked)
-    EngineConfig.of(model=folder, **settings)  # what cannot work is told without the seconds that torch takes to load
+    EngineConfig.of(model=folder, **settings)  # invalid settings fail before the seconds that torch takes to load
     if sys.stderr.isatty():
         print("Loading the model ...", end="\r", file=sys.stderr, flush=True)
     from slotwise.llm import LLM

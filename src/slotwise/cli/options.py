@@ -1,4 +1,4 @@
-"""Options that several commands share, and what they make of them."""
+"""Options that several commands share, and the settings they stand for."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from slotwise.engine.config import DEVICES, DTYPES, KV_CACHE_DTYPES, QUANTIZATIO
 from slotwise.engine.ranges import ENGINE
 from slotwise.policies.settings import GAP, POLICIES, QUANTILE, TTFT_MS
 
-BUILTIN_NAME = "slotwise-builtin"  # what clients call the model that ships with the package
+BUILTIN_NAME = "slotwise-builtin"  # the served name of the model in the package
 
-# Numbers among them have the ranges of `engine.ranges`.
+# Numbers have the ranges of `engine.ranges`.
 ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--device", {"choices": DEVICES, "default": "auto", "help": "what computes (default: the best there is)"}),
     ("--dtype", {"choices": DTYPES, "default": "auto", "help": "type of the weights (default: auto, the checkpoint's; "
@@ -32,7 +32,7 @@ ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
                                   "GPU up to 8192; and one for each slot)"}),
     ("--batching", {"choices": KINDS, "default": "continuous", "help": "how a batch is made (default: continuous)"}),
     ("--prefill", {
-        "choices": PREFILLS, "help": "continuous: how a prompt meets those who decode, in pieces beside them, whole "
+        "choices": PREFILLS, "help": "continuous: how a prompt meets rows that decode, in chunks beside them, whole "
         "beside them, or while they pause (default: chunked)"}),
     ("--batch-size", {
         "metavar": "N",
@@ -69,8 +69,8 @@ ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
         "to fit, without the exceptions of --max-stall-ms (default: no limit)"}),
     ("--max-stall-ms", {
         "default": STALL_MS, "metavar": "MS", "help": "how long prompts may "
-        "hold up streams that run, as learned; longer where more requests begin than run, and up to twice what those "
-        f"who run take alone (default: {STALL_MS:g}; 0: no limit)"}),
+        "hold up streams that run, as learned; longer where more requests begin than run, and up to twice what the "
+        f"running ones take alone (default: {STALL_MS:g}; 0: no limit)"}),
     ("--max-step-context", {"default": 0, "help": argparse.SUPPRESS}),  # retired: see engine.config
     ("--block-size", {"metavar": "TOKENS", "help": "tokens of a cache block (default: the best)"}),
     ("--kv-cache-memory", {"metavar": "BYTES", "help": "memory of the cache (default: what the slots "
@@ -92,7 +92,7 @@ ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 Run = Callable[[argparse.Namespace], int]
-"""Carries out a command: its exit status."""
+"""Runs a command and returns its exit status."""
 
 
 def add_command(commands: Any, name: str, summary: str, run: Run) -> argparse.ArgumentParser:
@@ -102,7 +102,7 @@ def add_command(commands: Any, name: str, summary: str, run: Run) -> argparse.Ar
 
 
 def add_engine_options(command: argparse.ArgumentParser, names: Collection[str] = ()) -> None:
-    """All of them, or those of these `names`."""
+    """Add all engine options, or those of these `names`."""
     group = command.add_argument_group("engine")
     for name, options in ENGINE_OPTIONS:
         if not names or name in names:
@@ -111,13 +111,13 @@ def add_engine_options(command: argparse.ArgumentParser, names: Collection[str] 
 
 
 def add_overwrite_option(group: Any) -> None:
-    """Beside `--event-log`."""
+    """The companion option of `--event-log`."""
     group.add_argument("--overwrite-event-log", action="store_true",
                        help="replace the file of --event-log also where it is no event log, or another user's")
 
 
 def engine_settings(asked: argparse.Namespace) -> dict[str, Any]:
-    """What was asked of the engine, as `EngineConfig` names it."""
+    """The engine options given, by the names of `EngineConfig`."""
     names = [_setting(name) for name, _ in ENGINE_OPTIONS]
     return {name: getattr(asked, name) for name in names}
 

@@ -1,4 +1,4 @@
-"""slotwise replay: play a recorded event log again, and compare every record."""
+"""slotwise replay: replay a recorded event log, and compare every record."""
 
 from __future__ import annotations
 

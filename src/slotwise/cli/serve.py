@@ -38,8 +38,8 @@ def _server_options(serve: argparse.ArgumentParser) -> None:
                        help="clients must send one of the keys given as a bearer token; each key's prefix cache is its "
                        "own (default: those in $SLOTWISE_API_KEY, comma separated)")
     group.add_argument("--admin-api-key", type=_key, metavar="KEY",
-                       help="the only key that may use /admin (default: $SLOTWISE_ADMIN_API_KEY; without one, whoever "
-                       "may come in may)")
+                       help="the only key that may use /admin (default: $SLOTWISE_ADMIN_API_KEY; without one, any "
+                       "key may)")
     group.add_argument("--tiers", metavar="FILE",
                        help="classes of service, in TOML: objectives, shares, queues, keys and their quotas; "
                        "docs/tiers.md tells all")
@@ -83,7 +83,7 @@ def _browser_options(group: Any) -> None:
 
 
 def _listed(text: str) -> list[str]:
-    """One value as it is, or several as a JSON list."""
+    """One value, or several as a JSON list."""
     if not text.startswith("["):
         return [text]
     try:
@@ -121,7 +121,7 @@ def _from_environment(name: str) -> tuple[str, ...]:
     """The keys of a variable; () where it is not set.
 
     Raises:
-        ValueError: it is set and holds none, so that a server meant to be closed would be open.
+        ValueError: it is set and holds no key, so that a server meant to be closed would be open.
     """
     if name not in os.environ:
         return ()
@@ -133,12 +133,12 @@ def _from_environment(name: str) -> tuple[str, ...]:
 
 
 def _keys(given: list[str]) -> tuple[str, ...]:
-    """Those of the command line, else those of the environment.  Raises ValueError like `_from_environment`."""
+    """The keys of the command line, else those of the environment.  Raises ValueError like `_from_environment`."""
     return tuple(given) or _from_environment("SLOTWISE_API_KEY")
 
 
 def _admin_key(given: str | None) -> str:
-    """"" where there is none.  Raises ValueError like `_from_environment`, and for more than one."""
+    """The admin key, "" where there is none.  Raises ValueError like `_from_environment`, and for more than one."""
     keys = (given,) if given else _from_environment("SLOTWISE_ADMIN_API_KEY")
     if len(keys) > 1:
         raise ValueError("SLOTWISE_ADMIN_API_KEY holds a comma: there is one admin key")
@@ -146,7 +146,7 @@ def _admin_key(given: str | None) -> str:
 
 
 def _tiers(asked: argparse.Namespace) -> tuple[ServedTier, ...]:
-    """Raises ValueError, OSError: one line that says what is wrong with the file."""
+    """The tiers of the file.  Raises ValueError, OSError: one line that says what is wrong with it."""
     if not asked.tiers:
         return ()
     from slotwise.server.tiers import load_tiers, objection

@@ -1,4 +1,4 @@
-"""slotwise timeline: a saved event log as a page of its own."""
+"""slotwise timeline: a saved event log as an HTML page."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(asked: argparse.Namespace) -> int:
 
 
 def _drawn(path: Path) -> Iterator[bytes]:
-    """The entries of a log, checked, without what is not drawn."""
+    """The entries of a log, checked, without fields that are not drawn."""
     for entry in event_log.read_file(path):
         if isinstance(entry, event_log.Request):
             entry = msgspec.structs.replace(entry, prompt=())

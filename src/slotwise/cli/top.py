@@ -1,4 +1,4 @@
-"""slotwise top: a server's batch in a terminal, as it is rebuilt."""
+"""slotwise top: a server's batch in a terminal, live."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
     from slotwise.observe.live_state import LiveState
 
-MAX_LINE = 8 << 20  # bytes of an entry: the tokens of a whole static batch are told at once
-SETTLES = 0.3  # seconds without an entry after which what is known is what there is
-BACKLOG = 2.0  # seconds that the past may take to arrive
-PATIENCE = 15.0  # seconds that a single frame waits for a server's first word
+MAX_LINE = 8 << 20  # bytes of an entry: the tokens of a whole static batch are in one
+SETTLES = 0.3  # seconds without an entry after which the backlog is complete
+BACKLOG = 2.0  # seconds that the backlog may take to arrive
+PATIENCE = 15.0  # seconds that --once waits for a server's first entry
 CONNECTS = 5.0  # seconds
 AGAIN = 1.0  # seconds until a lost server is tried again
 
 
 class TopError(RuntimeError):
-    """There is nothing to look at; the message is one line that says why."""
+    """There is nothing to show; the message is one line that says why."""
 
 
 def add(commands: Any) -> None:
@@ -52,21 +52,21 @@ def run(asked: argparse.Namespace) -> int:
 
 
 class Watch:
-    """A board that follows a server's `/events`."""
+    """A `LiveState` that follows a server's `/events`."""
 
     def __init__(self, url: str, api_key: str) -> None:
         from slotwise.observe.live_state import LiveState
 
         self.url = url
         self.state: LiveState = LiveState()
-        self.trouble = ""  # why nothing comes
-        self.heard = 0.0  # of the last entry: seconds, on this machine's clock
-        self._connected = 0.0  # likewise
+        self.trouble = ""  # why no entries arrive
+        self.heard = 0.0  # time of the last entry: seconds, on this machine's clock
+        self._connected = 0.0  # time of the connection, likewise
         self._date = 0.0  # seconds, on the server's calendar, when connected
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     def now_ns(self) -> int:
-        """On the server's clock: its latest entry, or what it called now, and what has gone by since."""
+        """Now on the server's clock: its latest entry, or its date at the connection, plus the time since."""
         now = time.monotonic()
         ours = self.state.now_ns + (now - self.heard) * 1e9
         if (run := self.state.run) is None or not self._date:
@@ -74,10 +74,10 @@ class Watch:
         return int(max(ours, run.started_ns + (self._date - run.started_unix + now - self._connected) * 1e9))
 
     async def follow(self) -> None:
-        """Until the server ends the stream.
+        """Read entries until the server ends the stream.
 
         Raises:
-            TopError: it is not there, or shows nothing.
+            TopError: the server cannot be reached, or refuses.
         """
         import aiohttp
 
@@ -108,7 +108,7 @@ class Watch:
 
 
 def _date(header: str) -> float:
-    """Seconds on the calendar; 0 when there is none."""
+    """Seconds since the epoch; 0 when there is no date."""
     try:
         return parsedate_to_datetime(header).timestamp()
     except ValueError:
@@ -116,7 +116,7 @@ def _date(header: str) -> float:
 
 
 async def _once(watch: Watch) -> None:
-    """The past comes at once; what comes later comes step by step."""
+    """Print one frame when the backlog has arrived: it comes at once, later entries step by step."""
     from rich.console import Console
 
     from slotwise.cli.top_frame import frame
@@ -154,7 +154,7 @@ async def _live(watch: Watch, interval: float) -> None:
 
 
 async def _follow_on(watch: Watch) -> None:
-    """Through restarts of the server; to have never heard of it is the end."""
+    """Follow through restarts of the server; raises TopError if it was never reached."""
     while True:
         try:
             await watch.follow()

@@ -1,4 +1,4 @@
-"""What `slotwise top` shows: the numbers, the slots, and who waits."""
+"""The frame of `slotwise top`: the gauges, the slots, and the queue."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from slotwise.observe.live_state import DECODE, HELD, PREFILL, STALLED, LiveRequ
 STYLES = {PREFILL: "cyan", DECODE: "green", HELD: "bright_black", STALLED: "yellow"}
 HEADER_ROWS = 10  # lines around the table of slots
 GAUGE_WIDTH = 24
-MOST_WAITING = 3  # named in the last line
+MOST_WAITING = 3  # requests named in the last line
 
 
 def frame(state: LiveState, now_ns: int, most_rows: int, trouble: str = "") -> RenderableType:
-    """A picture of at most about `most_rows` lines, as things stand at `now_ns` on the server's clock."""
+    """A frame of at most about `most_rows` lines, as of `now_ns` on the server's clock."""
     if state.run is None:
         return Text(trouble or "waiting for a first word from the server ...", style="bold")
     parts: list[RenderableType] = [_title(state, trouble), _gauges(state), _rates(state, now_ns)]
@@ -86,7 +86,7 @@ def _slots(seated: Sequence[LiveRequest], now_ns: int) -> Table:
 
 
 def _progress(live: LiveRequest, style: str) -> ProgressBar:
-    """Of the prompt while it is computed, then of the longest answer that was asked for, if that is known."""
+    """Of the prompt during prefill, then of the longest output allowed, if that is known."""
     request = live.request
     if live.phase == PREFILL:
         return ProgressBar(total=request.num_prompt, completed=min(live.computed, request.num_prompt), width=16,
@@ -102,7 +102,7 @@ def _name(live: LiveRequest) -> str:
 
 def _queue(queue: Sequence[LiveRequest], now_ns: int) -> Text:
     if not queue:
-        return Text("nobody waits", style="dim")
+        return Text("no requests wait", style="dim")
     named = "   ".join(f"{_name(live)} {(now_ns - live.request.ns) * 1e-9:.1f} s {live.reason}"
                        for live in queue[:MOST_WAITING])
     more = f"   and {len(queue) - MOST_WAITING} more" if len(queue) > MOST_WAITING else ""

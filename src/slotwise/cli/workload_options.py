@@ -17,7 +17,7 @@ from slotwise.workload.trace import read_trace, replay
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """What a command takes where nothing was asked."""
+    """A command's values for options that are not given."""
 
     num_prompts: int = 64
     input_lengths: str = "uniform:16:256"
@@ -33,7 +33,7 @@ SHAPE = ("trace", "num_prompts", *DRAWN, "arrivals", "request_rate", "burstiness
 
 
 def add_workload_options(command: argparse.ArgumentParser, defaults: Defaults = DEFAULTS) -> None:
-    """All but `--seed`, which a command with engine options has already; others call `add_seed_option`."""
+    """Add all but `--seed`, which a command with engine options has already; others call `add_seed_option`."""
     group = command.add_argument_group("workload")
     group.add_argument("--workload", metavar="FILE", help="repeat one that was saved")
     group.add_argument("--trace", metavar="CSV", help="replay recorded requests: a file with the columns arrived_at, "
@@ -69,10 +69,10 @@ def add_seed_option(command: argparse.ArgumentParser) -> None:
 
 
 def workload_of(asked: argparse.Namespace, defaults: Defaults = DEFAULTS) -> Workload:
-    """The workload that was asked for, saved if that was asked too.
+    """The workload of the options, saved if `--save-workload` is given.
 
     Raises:
-        ValueError: one line about options that contradict each other or cannot be.
+        ValueError: one line about options that contradict each other or are out of range.
         OSError: a file cannot be read or written.
     """
     _refuse_contradictions(asked)
@@ -109,7 +109,7 @@ def _arrivals(asked: argparse.Namespace, default: str) -> Arrivals:
 
 
 def _refuse_contradictions(asked: argparse.Namespace) -> None:
-    """Raises ValueError for two options of which one would be without effect."""
+    """Raises ValueError for two options of which one would have no effect."""
     if asked.workload:
         _refuse(asked, SHAPE, "--workload repeats what was saved")
     if asked.trace:

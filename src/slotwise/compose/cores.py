@@ -1,14 +1,13 @@
-"""Leaves the engine's first core to the engine.
+"""Keeps the API process off the core of the engine's main thread.
 
-The engine's main thread leads every kernel, and is bound to a core (`compose.launch.THREADS_STAY`).  Whatever the API
-process does on that core, each step waits for, to the last microsecond.  On any other it takes from a helper, which is
-as nice as can be and waited for only while it holds work (`kernels.cpu.threads`).  So this process keeps off the one
-core:
+The engine's main thread leads every kernel, and is bound to a core (`compose.launch.THREADS_STAY`).  Time that the API
+process takes on that core delays each step in full.  On any other core it delays only a helper thread, which has the
+lowest priority and is waited for only while it holds work (`kernels.cpu.threads`).  So this process avoids one core:
 
     core 0    engine: main thread ……………………………………………………………………………
     core 1    engine: a helper …… │ API process │ …… a helper …………… │ API process │ ……
 
-Where that thread is bound to nothing, or to all there is, everybody goes everywhere, as the system likes.
+Where that thread is bound to no core, or to all cores, nothing is changed.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from collections.abc import Iterator
 
 
 class Cores:
-    """Those that this process had when it was asked for the first time; it takes no others."""
+    """The cores of this process: a subset of those it had when this was created."""
 
     def __init__(self) -> None:
         self._all = self._ours = _of(0)
 
     def leave_to(self, engine: int) -> None:
-        """Keep every thread of this process off the cores to which the main thread of process `engine` is bound."""
+        """Keeps all threads of this process off the cores to which the main thread of process `engine` is bound."""
         self._ours = self._all - _of(engine) or self._all
         if self._ours != self._all:
             for thread in os.listdir("/proc/self/task"):
@@ -34,9 +33,9 @@ class Cores:
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
-        """A process started in here may use them all."""
+        """A process started in this context may use all cores."""
         before = _of(0)
-        if before != self._ours:  # somebody moved this process, and will have known why
+        if before != self._ours:  # the affinity was changed from outside: leave it
             yield
             return
         _move(0, self._all)
@@ -47,7 +46,7 @@ class Cores:
 
 
 def _of(thread: int) -> frozenset[int]:
-    """The cores of a thread, 0 for the calling one, or of a process' main thread; empty where that cannot be told."""
+    """Returns the cores of a thread, 0: the calling one, or of a process' main thread; empty if unavailable."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             return frozenset(os.sched_getaffinity(thread))
@@ -56,5 +55,5 @@ def _of(thread: int) -> frozenset[int]:
 
 def _move(thread: int, cores: frozenset[int]) -> None:
     if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # it has ended, or nobody may be moved here: it serves all the same
+        with contextlib.suppress(OSError):  # the thread has ended or may not be moved: not an error
             os.sched_setaffinity(thread, cores)

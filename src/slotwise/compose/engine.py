@@ -1,4 +1,4 @@
-"""Builds an engine: the one place where scheduler, runner, model and kernels meet."""
+"""Builds an engine from scheduler, runner, model and kernels."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ from slotwise.runner.sampling.gpu import DeviceSampler
 from slotwise.runner.sampling.interface import Sampling
 
 Progress = Callable[[str, int, int], None]
-"""Told `(stage, done, total)` while an engine is being built."""
+"""Called with `(stage, done, total)` while an engine is built."""
 
 
 def silent(stage: str, done: int, total: int) -> None:
-    """The progress of someone who does not want to hear of it."""
+    """Ignores progress."""
 
 
 class Warming:
-    """Kernels being made ready by a thread of their own, while weights are read."""
+    """Warms up the kernels on a thread of its own while weights are read."""
 
     def __init__(self, kernels: Kernels, kind: torch.dtype) -> None:
         self._kernels = kernels
@@ -66,17 +66,17 @@ class Warming:
         except BaseException as error:
             self._error = error
         finally:
-            compile_worker.dismiss()  # who turned out not to be needed
+            compile_worker.dismiss()  # workers that were not needed
 
     def finish(self) -> None:
-        """Wait until all kernels are ready; raises what has kept one from it."""
+        """Waits until all kernels are ready; raises the error of one that failed to compile."""
         self._thread.join()
         if self._error is not None:
             raise self._error
 
 
 class Loaded:
-    """A model in memory, from which engines are made: one, or one after another to compare them."""
+    """A model in memory, from which one engine or several in turn (for comparisons) are built."""
 
     def __init__(self, name: str, device: str, decoder: Decoder, warming: Warming) -> None:
         self._name = name
@@ -86,20 +86,20 @@ class Loaded:
 
     @property
     def model_config(self) -> ModelConfig:
-        """The model's description."""
+        """The model's configuration."""
         return self._decoder.config
 
     def roofline(self, machine: Machine) -> Roofline:
-        """What its steps must cost on `machine`."""
+        """Returns lower bounds of the costs of its steps on `machine`."""
         return roofline(self._decoder, machine)
 
     def engine(self, config: EngineConfig, progress: Progress = silent) -> tuple[Engine, EngineInfo]:
-        """An engine with a cache of its own; of `config`, the model, the device and the type are taken as loaded.
+        """Returns an engine with its own cache; model, device and dtype of `config` are those already loaded.
 
         Raises:
             ConfigError: the settings contradict each other or the model.
-            Exception: whatever has kept a kernel from being compiled.
-            FirstStepError: it cannot compute.
+            Exception: a kernel failed to compile.
+            FirstStepError: the engine cannot compute.
         """
         decoder = self._decoder
         kernels = decoder.kernels
@@ -127,7 +127,7 @@ class Loaded:
         return engine, info
 
     def _with_runtime(self, used: MemoryUse) -> MemoryUse:
-        """`used`, and what the process takes beside: asked once kernels are ready, and before the cache is there."""
+        """Returns `used` with the runtime's bytes, measured when kernels are ready and before the cache exists."""
         memory.give_back()
         weights = 0 if self._decoder.kernels.device.type == "cuda" else used.weights
         runtime = used.runtime + max(0, memory.resident_bytes() - weights) + memory.STEPS_LEAVE
@@ -135,13 +135,13 @@ class Loaded:
 
 
 def load(config: EngineConfig, progress: Progress = silent, wrap: Callable[[Kernels], Kernels] = lambda k: k) -> Loaded:
-    """Read the model's weights and pack them for the device, whose kernels may be wrapped in others.
+    """Reads the model's weights and packs them for the device; `wrap` may wrap its kernels.
 
-    With SLOTWISE_DEBUG=1 in the environment they check all that they are given.
+    With SLOTWISE_DEBUG=1 in the environment the kernels check all their arguments.
 
     Raises:
-        CheckpointError: something is wrong with the model's files.
-        ConfigError: the device is not there, or cannot do what is asked.
+        CheckpointError: the model's files are invalid.
+        ConfigError: the device is missing, or does not support the settings.
     """
     try:
         device = resolve(config.device)
@@ -150,8 +150,8 @@ def load(config: EngineConfig, progress: Progress = silent, wrap: Callable[[Kern
         raise ConfigError(str(error)) from error
     kernels = wrap(CheckedKernels(kernels) if os.environ.get("SLOTWISE_DEBUG") == "1" else kernels)
     kind = describe(locate(config.model), config.dtype, kernels).dtype
-    packing = 1 if compile_worker.are_waiting() else torch.get_num_threads()  # all others will be compiling
-    warming = Warming(kernels, kind)  # reading kernels is work for the interpreter, packing weights is none
+    packing = 1 if compile_worker.are_waiting() else torch.get_num_threads()  # all other threads compile
+    warming = Warming(kernels, kind)  # loading kernels holds the GIL, packing weights does not
     with _threads(packing):
         decoder = load_model(
             config.model, kernels=kernels, dtype=config.dtype, max_positions=config.max_model_len,
@@ -161,7 +161,7 @@ def load(config: EngineConfig, progress: Progress = silent, wrap: Callable[[Kern
 
 @contextmanager
 def _threads(number: int) -> Iterator[None]:
-    """So many for torch's operators."""
+    """Sets the number of torch's operator threads within the context."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
@@ -171,9 +171,9 @@ def _threads(number: int) -> Iterator[None]:
 
 
 def _runner(decoder: Decoder, limits: SchedulerLimits) -> Executor:
-    """The executor, with a cache of its own, and places of the host."""
+    """Returns the executor, with its own cache and host blocks."""
     kernels, vocab_size = decoder.kernels, decoder.config.vocab_size
-    null_block = limits.num_blocks  # one more than the scheduler knows of
+    null_block = limits.num_blocks  # one beyond the scheduler's blocks
     caches = [
         kernels.allocate_cache(limits.num_blocks + 1, limits.block_size, shape, decoder.config.dtype)
         for shape in decoder.attention_shapes]
@@ -191,10 +191,10 @@ def _runner(decoder: Decoder, limits: SchedulerLimits) -> Executor:
 
 
 def build_engine(config: EngineConfig, progress: Progress = silent) -> tuple[Engine, EngineInfo]:
-    """Load the model, size the cache and put the engine together.
+    """Loads the model, sizes the cache and builds the engine.
 
     Raises:
-        CheckpointError: something is wrong with the model's files.
+        CheckpointError: the model's files are invalid.
         ConfigError: the settings contradict each other or the model.
         FirstStepError: the engine cannot compute.
     """

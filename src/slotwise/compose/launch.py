@@ -1,4 +1,4 @@
-"""Starts the engine process, from a process that never imports torch."""
+"""Starts the engine process from a process that never imports torch."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from slotwise import child
 from slotwise.engine.channel import frame, pair
 from slotwise.engine.config import EngineConfig
 
-# Compute threads that move between cores meet this process's work there: while they all waited for each other at every
-# kernel, the mixed trace over HTTP took anything from 43 to 71 s without this, and 41 to 43 s with it.
+# Compute threads that move between cores compete with this process there: when all threads synchronised at every
+# kernel, the mixed trace over HTTP took 43 to 71 s without this, and 41 to 43 s with it.
 THREADS_STAY = {"OMP_PROC_BIND": "true"}
 
 
 class ChildProcess:
-    """A child process that is given one end of a channel.  Closing the other end stops it.
+    """A child process with one end of a channel.  Closing the other end stops it.
 
     Args:
-        command: the number of its end's file descriptor is appended.
+        command: its arguments; the file descriptor of its end is appended.
         options: of `subprocess.Popen`.
     """
 
@@ -48,7 +48,7 @@ class ChildProcess:
 
 
 def launch_engine(config: EngineConfig, log_format: str) -> ChildProcess:
-    """The engine process, loading already; what it writes to stderr has `log_format` (see observe.lines)."""
+    """Starts the engine process, which begins to load; its stderr has `log_format` (see observe.lines)."""
     process = ChildProcess(
         child.python("slotwise.compose.worker", log_format), env=THREADS_STAY | child.environment(), cwd=child.HOME)
     config = replace(config, model=str(Path(config.model).absolute()))

@@ -1,4 +1,4 @@
-"""What the machine can do, measured, and what a model asks of it."""
+"""Measures the machine's memory and compute rates, and builds a model's roofline from them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slotwise.core.roofline import Machine, Roofline
 from slotwise.model.decoder import Decoder
 
 MIB = 1 << 20
-BLOCK = 64  # tokens; whole vectors, so that nothing is counted that only rounds a block up
+BLOCK = 64  # tokens; a multiple of the vector length, so that no padding of blocks is counted
 
 
 CPU = torch.device("cpu")
@@ -21,7 +21,7 @@ def measure_machine(
     megabytes: int = 256, size: int = 2048, repeats: int = 8, device: torch.device = CPU,
     kind: torch.dtype = torch.float32,
 ) -> Machine:
-    """Reads of `megabytes` and products of `size` x `size`, the best of `repeats`; takes about two seconds on a CPU."""
+    """Times reads of `megabytes` and products of `size` x `size`, best of `repeats`; about two seconds on a CPU."""
     data = torch.ones(megabytes * MIB // 4, device=device)
     square = torch.randn(size, size, device=device, dtype=kind)
     reads = _best(lambda: data.sum().item(), repeats)
@@ -30,7 +30,7 @@ def measure_machine(
 
 
 def glance(device: torch.device, kind: torch.dtype) -> Machine:
-    """The same in a moment, on less, for whoever is about to serve."""
+    """Measures the same on smaller data, quickly enough for the start of a server."""
     if device.type == "cuda":
         return measure_machine(1024, 8192, 3, device, kind)
     return measure_machine(32, 768, 2)

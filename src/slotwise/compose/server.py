@@ -1,4 +1,4 @@
-"""Builds and runs the server: an engine process, and in this process the HTTP service over it.  No torch here."""
+"""Builds and runs the server: an engine process, and in this process its HTTP service.  No torch here."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ logger = logging.getLogger(__name__)
 def run_server(
     config: EngineConfig, settings: ServerSettings, address: tuple[str, int], template: str | None, first: ChildProcess,
 ) -> int:
-    """Serve until a signal comes; the exit status.
+    """Serves until a signal arrives; returns the exit status.
 
     Args:
-        address: host and port; port 0 takes any free one.
-        template: a chat template's file; None takes the model's own.
-        first: an engine process, started with `config`; it ends with the server.
+        address: host and port; port 0: any free port.
+        template: a chat template's file; None: the model's own.
+        first: an engine process started with `config`; it ends with the server.
 
     Raises:
         OSError, TokenizerError, ChatTemplateError, EngineError, TracesError: one line that says what is wrong, before
@@ -99,7 +99,7 @@ async def _serve(
 
 @contextlib.asynccontextmanager
 async def _observed(api: Api, traces: Traces | None, settings: ServerSettings) -> AsyncIterator[None]:
-    """What is told beside the answers, for as long as they are given."""
+    """Runs traces, the load report and the event log while the server runs."""
     if traces is not None:
         api.trace(traces)
     reporting = asyncio.create_task(report(api.metrics))
@@ -118,12 +118,12 @@ async def _observed(api: Api, traces: Traces | None, settings: ServerSettings) -
 
 
 def _like(config: EngineConfig, last: EngineInfo) -> EngineConfig:
-    """For an engine that takes the place of another: requests are checked against what that one could hold."""
+    """Returns the config of a replacement engine: requests are validated against the first one's max_model_len."""
     return replace(config, max_model_len=last.limits.max_model_len)
 
 
 class _LoadingBar:
-    """A progress bar for whoever waits for the engine at a terminal."""
+    """A progress bar of the engine's loading, shown on a terminal."""
 
     def __init__(self, log_format: str) -> None:
         watched = sys.stderr.isatty() and log_format == lines.TEXT
@@ -142,7 +142,7 @@ class _LoadingBar:
 
 
 def _greet(url: str, info: EngineInfo, settings: ServerSettings, seconds: float) -> None:
-    """The budget: three lines on stdout for a person, or one on stderr with all the numbers."""
+    """Reports the budget: three lines of text on stdout, or one JSON line on stderr with all the numbers."""
     limits, used, name = info.limits, info.memory, settings.served_model_name
     if settings.log_format == lines.JSON:
         lines.tell(logger, f"ready on {url}", {

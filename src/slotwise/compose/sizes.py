@@ -1,4 +1,4 @@
-"""How large an engine is made: tokens of a step, blocks of its cache, from the model, the device and what was asked."""
+"""Sizes an engine, tokens of a step and blocks of the cache, from the model, the device and the settings."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from slotwise.model.decoder import Decoder
 from slotwise.runner import kv_offload, memory
 from slotwise.runner.profile import measured_workspace
 
-STEP_SECONDS = 0.1  # where streams wait for the whole of a step
+STEP_SECONDS = 0.1  # where streams wait for whole steps
 BURST_SECONDS = 0.5  # where steps are that long only when hardly any stream waits for them (core/step_budget.py)
-STEP_SIZES = (512, 256, 128)  # tokens; fewer would read the weights too often for what they compute
+STEP_SIZES = (512, 256, 128)  # tokens; fewer would read the weights too often for the tokens they compute
 GPU_STEP_SIZES = (8192, 4096, 2048)  # products reach their rate at a few thousand tokens
-BLOCK_SIZE = 64  # tokens; what the figures in benchmarks/results/kernels-cpu.md were measured with
+BLOCK_SIZE = 64  # tokens; as in the measurements of benchmarks/results/kernels-cpu.md
 
 
 def step_tokens(decoder: Decoder, *, stalls_are_bounded: bool) -> int:
-    """Tokens that the longest step has room for."""
+    """Returns the token capacity of the longest step."""
     seconds = BURST_SECONDS if stalls_are_bounded else STEP_SECONDS
     sizes = GPU_STEP_SIZES if decoder.kernels.device.type == "cuda" else STEP_SIZES
     rate = decoder.kernels.operations_per_second(decoder.config.dtype)
@@ -29,11 +29,11 @@ def step_tokens(decoder: Decoder, *, stalls_are_bounded: bool) -> int:
 
 
 def sized(config: EngineConfig, decoder: Decoder) -> tuple[SchedulerLimits, MemoryUse]:
-    """The scheduler's limits, and what is taken for them: of the runtime only what libraries will come to keep.
+    """Returns the scheduler's limits and the memory they take; of the runtime only the libraries' buffers.
 
     Raises:
         ConfigError: the settings contradict each other or the model.
-        MemoryError: they ask for more memory than there is.
+        MemoryError: the settings need more memory than there is.
     """
     kernels = decoder.kernels
     if config.kv_offloading_size and kernels.name == "cpu":
@@ -58,7 +58,7 @@ def sized(config: EngineConfig, decoder: Decoder) -> tuple[SchedulerLimits, Memo
 
 
 def _on_host(config: EngineConfig, decoder: Decoder, longest: int, staging: int) -> tuple[int, int]:
-    """Bytes of workspace and cache, by what steps are known to hold, beside those of a staging area."""
+    """Returns bytes of workspace and cache budget, from the computed size of the largest step plus `staging`."""
     workspace = decoder.workspace_bytes(config.largest_step(longest), config.max_num_seqs) + staging
     others = workspace + decoder.kernels.library_bytes(decoder.config.dtype)
     asked, share = config.kv_cache_memory, config.gpu_memory_utilization
@@ -66,7 +66,7 @@ def _on_host(config: EngineConfig, decoder: Decoder, longest: int, staging: int)
 
 
 def _on_gpu(config: EngineConfig, decoder: Decoder, longest: int, staging: int) -> tuple[int, int]:
-    """Bytes of workspace and cache, by what the largest steps were seen to take, beside those of a staging area."""
+    """Returns bytes of workspace and cache budget, from the measured size of the largest steps plus `staging`."""
     kernels, rows, tokens = decoder.kernels, config.max_num_seqs, config.largest_step(longest)
     recorded = max(rows, kernels.graph_size(rows, longest)[0])
     shapes = [(tokens, min(rows, tokens), longest), (recorded, recorded, longest)]

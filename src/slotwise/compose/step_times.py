@@ -1,4 +1,4 @@
-"""What is known of step times outlives a server: learned once for a model on a machine, refined by each run."""
+"""Loads and saves step-time models: learned once for a model on a machine, refined by each run."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def known(config: EngineConfig, info: EngineInfo, warmup: Callable[[], StepTimeModel]) -> StepTimeModel:
-    """What the last run of such a model learned; where there was none, what `warmup` learns, for the next one too."""
+    """Returns the step-time model saved for these traits; if there is none, the one `warmup` learns, and saves it."""
     try:
         from slotwise.observe import step_time_store
-    except ImportError:  # what reads it is not installed
+    except ImportError:  # msgspec is not installed
         return StepTimeModel(warmup().learned())
     path = step_time_store.place(traits(config, info))
     times = step_time_store.load(path)
@@ -35,7 +35,7 @@ def known(config: EngineConfig, info: EngineInfo, warmup: Callable[[], StepTimeM
 
 @contextmanager
 def remembered(config: EngineConfig, info: EngineInfo) -> Iterator[step_time.StepTimeModel]:
-    """What the last run of such a model learned; what this one has learned is kept in the end."""
+    """Yields the step-time model saved for these traits, and saves it at the end if it has learned."""
     from slotwise.observe import step_time_store
 
     path = step_time_store.place(traits(config, info))
@@ -48,7 +48,7 @@ def remembered(config: EngineConfig, info: EngineInfo) -> Iterator[step_time.Ste
 
 
 def traits(config: EngineConfig, info: EngineInfo) -> tuple[str, ...]:
-    """All that makes steps faster or slower: the model's shape, what computes it, and where."""
+    """Returns all that determines the speed of steps: the model's shape, types, kernels, threads and machine."""
     shape = (Path(config.model) / "config.json").read_text()
     return (shape, info.dtype, info.quantization, info.cache_dtype, info.device, info.product_path, str(info.threads),
             platform.node(), platform.machine(), __version__)

@@ -1,6 +1,6 @@
 """The engine process: `python -m slotwise.compose.worker LOG_FORMAT FD`, started by `compose.launch` alone.
 
-It reads its config from the channel, loads, says it is ready, and then steps for as long as there is work, looking for
+It reads its config from the channel, loads, reports that it is ready, and then runs steps while there is work, reading
 commands between steps.  It ends when the API process does.
 """
 
@@ -27,13 +27,13 @@ from slotwise.kernels.compile_worker import call_early
 from slotwise.kernels.lazy_imports import spare_torch
 from slotwise.observe import lines
 
-MAX_ARRIVALS = 64  # taken in between two steps, so that a flood of them cannot hold up who runs
+MAX_ARRIVALS = 64  # handled between two steps, so that a flood of requests cannot delay running ones
 
 
 def main(log_format: str, descriptor: int) -> int:
     hold_off()
     lines.set_up(log_format)
-    for number in (signal.SIGINT, signal.SIGTERM):  # they reach the whole group; the API process decides when to end
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole process group; the API process handles them
         signal.signal(number, signal.SIG_IGN)
     channel = BlockingChannel(socket.socket(fileno=descriptor))
     heartbeat_sender = HeartbeatSender(channel)
@@ -48,7 +48,7 @@ def main(log_format: str, descriptor: int) -> int:
 
 
 def _guarded(engine: Engine, channel: BlockingChannel, heartbeat_sender: HeartbeatSender) -> NoReturn:
-    """Serve; a fault of the engine itself is told to the API process before it ends this one."""
+    """Serves; reports a fault of the engine itself to the API process before it ends this one."""
     try:
         serve(engine, channel, heartbeat_sender)
     except ChannelClosed:
@@ -59,7 +59,7 @@ def _guarded(engine: Engine, channel: BlockingChannel, heartbeat_sender: Heartbe
 
 
 def _load(channel: BlockingChannel) -> Engine | None:
-    """The engine, once the API process was told about it; None when it could not be built, and why was told."""
+    """Returns the engine after reporting it to the API process; None after reporting why it could not be built."""
     while not (messages := channel.receive(None)):
         pass
     config = msgspec.msgpack.decode(messages[0], type=EngineConfig)
@@ -71,7 +71,7 @@ def _load(channel: BlockingChannel) -> Engine | None:
         engine, info = build_engine(config, lambda *progress: channel.send(encode(Loading(*progress))))
     except ChannelClosed:
         raise
-    except Exception as error:  # whatever it was, the person who started the server must hear of it
+    except Exception as error:  # every failure must reach the operator
         channel.send(encode(EngineFailed(_told(error))))
         return None
     settle()
@@ -80,13 +80,13 @@ def _load(channel: BlockingChannel) -> Engine | None:
 
 
 def _told(error: Exception) -> str:
-    """One line; errors that are not about what was asked, or what there is, are named by their type."""
+    """Returns one line; unexpected errors, those outside the listed types, are prefixed with their type."""
     named = isinstance(error, (OneLineError, ValueError, OSError, MemoryError, RuntimeError)) and str(error)
     return one_line(str(error) if named else f"{type(error).__name__}: {error}")
 
 
 def serve(engine: Engine, channel: BlockingChannel, heartbeat_sender: HeartbeatSender) -> NoReturn:
-    """Until the channel closes: commands, a step, its record."""
+    """Handles commands, runs a step and sends its record, until the channel closes."""
     waiting: deque[bytes] = deque()
     while True:
         if len(waiting) < MAX_ARRIVALS:
@@ -100,7 +100,7 @@ def serve(engine: Engine, channel: BlockingChannel, heartbeat_sender: HeartbeatS
 
 
 def _take_in(engine: Engine, waiting: deque[bytes], channel: BlockingChannel) -> None:
-    """Hand over commands in their order, as many as one step may bring: who leaves costs nothing and is not counted."""
+    """Handles commands in order, with at most `MAX_ARRIVALS` new requests; other commands are cheap and not counted."""
     num_arrived = 0
     while waiting and num_arrived < MAX_ARRIVALS:
         command = decode_command(waiting.popleft())

@@ -1,4 +1,4 @@
-"""Who of those that wait joins a step: in the policy's order, through the discipline's gate, where there is room."""
+"""Admission of waiting requests into a step: in the policy's order, through the discipline's gate, within capacity."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from slotwise.core.request import Request, State
 from slotwise.core.request_table import RequestTable
 from slotwise.core.step import NewRequest, Stop
 
-MAX_LOOK = 8  # who wait behind one that waits for blocks, and may be examined in a step
-MAX_OUTRANKED = 4  # who run and may have to give way in a step
+MAX_LOOK = 8  # requests examined per step behind one that waits for blocks
+MAX_OUTRANKED = 4  # running requests that may be preempted per step for waiting ones
 
 
 class Admission:
-    """Seats those who wait, one draft after another, under limits and a discipline that stay as they are."""
+    """Admits waiting requests into one plan after another, under fixed limits and a fixed discipline."""
 
     def __init__(
         self, table: RequestTable, limits: SchedulerLimits, discipline: Discipline, chunking: Chunking,
@@ -30,16 +30,16 @@ class Admission:
         self._chunking = chunking
         self._kept = {tier.name: tier.slots for tier in limits.tiers if tier.slots}
 
-    # -- joining -------------------------------------------------------------------------------------------------
+    # -- admission -----------------------------------------------------------------------------------------------
 
     def start(self, builder: PlanBuilder) -> AdmissionPass:
-        """One pass over the waiting requests, in the policy's order."""
+        """Returns a pass over the waiting requests, in the policy's order."""
         return AdmissionPass(self, self._table, builder, self.gate(builder.now))
 
     def admit(self, request: Request, builder: PlanBuilder) -> str:
-        """Admit it; or why it cannot be.
+        """Admit `request` into the plan.  Returns "" if admitted, else the reason.
 
-        One that gave way in this plan may have a token in flight: it cannot come back before that is known.
+        A request preempted in this plan may have a token in flight, and is not admitted again before its commit.
         """
         if request.pending:
             return OUTRANKED
@@ -63,21 +63,21 @@ class Admission:
         return ""
 
     def next_in_line(self, builder: PlanBuilder) -> Request | None:
-        """Who joins this step if anybody does, and the cache has room."""
+        """Returns the request to admit first in this step, if blocks suffice; None: no slot, or a closed gate."""
         if not self._table.waiting or not self._table.slots.num_free or self.gate(builder.now).max_new < 1:
             return None
         request = self._table.waiting.walk(builder.now).next()
         return request if request is not None and self._free_for(request) > 0 else None
 
     def gate(self, now: float) -> Gate:
-        """How many requests may join now, by the discipline."""
+        """Returns how many requests the discipline admits now."""
         table = self._table
         oldest = next(iter(table.unfinished.values())).arrived_at
         return self._discipline.gate(
             View(len(table.running), len(table.waiting), self._limits.max_num_seqs, oldest), now)
 
     def _free_for(self, request: Request) -> int:
-        """Free slots that are not kept for other tiers than its own."""
+        """Free slots that are not reserved for other tiers."""
         free = min(self._table.slots.num_free, self._limits.max_num_seqs - len(self._table.running))
         if not self._kept:
             return free
@@ -85,22 +85,22 @@ class Admission:
         return free - sum(max(0, -spare[tier]) for tier in self._kept if tier != request.slo.tier)
 
     def _spare(self) -> Counter[str]:
-        """Of each tier, the slots it uses beyond those kept for it; below zero: what it does not use of them."""
+        """By tier: slots in use minus slots reserved; below zero, reserved slots that are unused."""
         used = Counter(request.slo.tier for request in self._table.running.values())
         used.subtract(self._kept)
         return used
 
     def _allocation(self, request: Request, builder: PlanBuilder) -> Allocation | None:
-        """Room for one who waits; who just yielded must not come straight back, nor anyone in its place."""
+        """Returns blocks for a waiting request; None: too few, or this plan preempted a request for want of them."""
         if builder.is_pressed:
             return None
         reserved = self._discipline.reserve(request)
-        grows = reserved < request.end - 1  # else all are given what they can ever need, and nothing need be spared
+        grows = reserved < request.end - 1  # else every request reserves its maximum, and no watermark is needed
         spare = self._limits.watermark_blocks if self._table.running and grows else 0
         return self._table.kv.find(request, reserved, spare)
 
     def may_be_passed(self, request: Request) -> bool:
-        """Whether a later arrival may take a slot before this request, which waits for blocks."""
+        """Whether a later arrival may be admitted before this request, which waits for blocks."""
         most = 0 if self._discipline.in_strict_order else self._limits.max_passes
         return request.state is State.WAITING and request.num_passed < most
 
@@ -110,15 +110,15 @@ class Admission:
             request.request_id, request.slot, tuple(request.tokens), request.num_prompt, request.params, request.seed,
             tuple(sorted(request.stop_ids))))
         builder.add_blocks(request, tuple(request.blocks))
-        count = self._chunking.first(request, builder) or 1  # 0: fewer are predicted to take longer
+        count = self._chunking.first(request, builder) or 1  # 0: fewer tokens are predicted to take longer
         builder.add_row(request, request.num_scheduled, count)
 
     # -- outranking ----------------------------------------------------------------------------------------------
 
     def make_room(self, builder: PlanBuilder) -> None:
-        """Let the first of those for whom there is no room take the places of some who run, where the policy says so.
+        """Preempt running requests for the first waiting requests without capacity, where the policy allows it.
 
-        Those who wait are asked about in their order, and all that one needs is taken or nothing is.
+        Waiting requests are considered in order.  All victims that one of them needs are preempted, or none.
         """
         if self._discipline.leaves_together:
             return
@@ -132,9 +132,7 @@ class Admission:
                 self._table.preempt(victim, builder.step, builder.now)
 
     def _first_without_room(self, builder: PlanBuilder) -> tuple[Request | None, int]:
-        """The first of those who wait who would find no slot, or, at the head, no blocks, and how many go before it;
-        None: all find room.
-        """
+        """Returns the first waiting request without slot (at the head: or blocks), and its position; None: all fit."""
         if not self._table.waiting:
             return None, 0
         walk = self._table.waiting.walk(builder.now)
@@ -148,8 +146,9 @@ class Admission:
         return request, before
 
     def _victims(self, request: Request, before: int, builder: PlanBuilder) -> list[Request]:
-        """Who must yield so that `request`, with `before` others ahead of it, finds a slot, and blocks; nobody, where
-        those who would are not enough.
+        """Returns the requests to preempt so that `request`, at queue position `before`, gets a slot and blocks.
+
+        Empty if the victims that the policy allows are not enough.
         """
         policy, spare = self._table.policy, self._spare()
         ranked = sorted(
@@ -163,7 +162,7 @@ class Admission:
                 break
             tier = running.slo.tier
             if tier in self._kept and spare[tier] <= 0 and tier != request.slo.tier:
-                continue  # its slot is kept for its tier
+                continue  # its slot is reserved for its tier
             if not policy.preempts(request, running, builder.now):
                 continue
             victims.append(running)
@@ -174,7 +173,7 @@ class Admission:
 
 
 class AdmissionPass:
-    """Walks through the waiting requests of one step.  A request that waits for blocks may be passed by a few others.
+    """Iterates over the waiting requests of one step.  A few may pass a request that waits for blocks.
 
         while (request := admission_pass.next()) is not None:
             admission_pass.examine(request)
@@ -186,17 +185,17 @@ class AdmissionPass:
         self._builder = builder
         self._gate = gate
         self._walk = table.waiting.walk(builder.now)
-        self._passed: list[Request] = []  # examined, and left waiting for blocks
+        self._passed: list[Request] = []  # examined, and not admitted
         self._ended = False
 
     def next(self) -> Request | None:
-        """The next request to examine; None: the pass is over."""
+        """Returns the next request to examine; None: the pass is over."""
         if self._ended or not all(map(self._admission.may_be_passed, self._passed)):
             return None
         return self._walk.next()
 
     def examine(self, request: Request) -> None:
-        """Admit `request`, or write into the plan why it waits."""
+        """Admit `request`, or record in the plan why it waits."""
         builder, gate = self._builder, self._gate
         reason = gate.reason if len(builder.new_requests) >= gate.max_new else self._admission.admit(request, builder)
         if not reason:
@@ -213,6 +212,6 @@ class AdmissionPass:
         self._ended = reason != NO_BLOCKS or builder.is_pressed or len(self._passed) > MAX_LOOK
 
     def close(self) -> None:
-        """Write into the plan how many requests wait behind the first that was refused."""
+        """Record in the plan how many requests wait behind the first one refused."""
         if self._builder.stop:
             self._builder.stop = self._builder.stop._replace(num_behind=len(self._waiting) - 1)

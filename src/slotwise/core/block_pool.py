@@ -1,12 +1,12 @@
-"""The pool of cache blocks: who holds how many references to which, which are free, and which are worth keeping.
+"""Block pool of the KV cache: free blocks, cached blocks in LRU order, and reference counts of the others.
 
-A block is a place for `block_size` tokens in every layer's cache.  Blocks are numbers here; the memory behind them
-belongs to the runner.  After Kwon et al., "PagedAttention" (SOSP 2023).
+A block holds `block_size` tokens in every layer's cache.  Blocks are numbers here; the runner owns the memory.  After
+Kwon et al., "PagedAttention" (SOSP 2023).
 
-    free ──take──► referenced ──give_back──► free
+    free ──pop──► referenced ──release──► free
                       ▲  │
-                share │  └──give_back, published──► cached ──evict──► free
-                      └──────────────────────────────┘
+                share │  └──release, published──► cached ──evict──► free
+                      └────────────────────────────┘
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class ConservationError(AssertionError):
 
 
 class BlockPool:
-    """Free blocks in the order they came back, cached ones in the order they were last used, references to the others.
+    """Free blocks in the order of release, cached blocks in LRU order, and reference counts.
 
     Args:
-        is_published: whether what a block holds can still be found, so that it is kept when nobody refers to it.
+        is_published: whether the prefix cache can find the block, so that it is kept when its last reference goes.
     """
 
     def __init__(self, total: int, is_published: Callable[[int], bool] = lambda block: False) -> None:
@@ -35,16 +35,16 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that hold nothing worth keeping."""
+        """Number of free blocks, without cached ones."""
         return len(self._free)
 
     @property
     def num_available(self) -> int:
-        """Blocks that nobody refers to: free and cached."""
+        """Number of blocks without references: free and cached."""
         return len(self._free) + len(self._cached)
 
     def pop(self, count: int) -> list[int]:
-        """`count` free blocks, each with one reference.  The caller has looked at `num_free`."""
+        """Returns `count` free blocks, each with one reference.  The caller has checked `num_free`."""
         free, references = self._free, self._references
         blocks = [free.popleft() for _ in range(count)]
         for block in blocks:
@@ -52,7 +52,7 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One more reference to each of `blocks`, which are referenced or cached."""
+        """Add a reference to each of `blocks`, which are referenced or cached."""
         for block in blocks:
             if not self._references[block]:
                 if block not in self._cached:
@@ -61,7 +61,7 @@ class BlockPool:
             self._references[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Drop one reference to each of `blocks`; those that nobody holds any more are free or cached."""
+        """Drop one reference to each of `blocks`; those without references become free or cached."""
         references = self._references
         for block in blocks:
             references[block] -= 1
@@ -74,27 +74,27 @@ class BlockPool:
                 raise ConservationError(f"block {block} was given back twice")
 
     def is_cached(self, block: int) -> bool:
-        """Kept though nobody refers to it."""
+        """Whether `block` is cached: published and without references."""
         return block in self._cached
 
     def evict(self, count: int) -> list[int]:
-        """Free `count` cached blocks, least recently used first; the caller sees to it that nobody finds them."""
-        cached = self._cached  # a plain dict would look through all that was taken from its front
+        """Free up to `count` cached blocks, least recently used first; the caller unmaps them in the prefix cache."""
+        cached = self._cached  # OrderedDict: a plain dict scans past all entries removed from its front
         blocks = [cached.popitem(last=False)[0] for _ in range(min(count, len(cached)))]
         self._free.extend(blocks)
         return blocks
 
     def discard(self, block: int) -> None:
-        """What `block` holds is worth nothing any more."""
+        """Free `block` if it is cached: its contents cannot be found any more."""
         if block in self._cached:
             del self._cached[block]
             self._free.append(block)
 
     def check(self, holders: Iterable[Iterable[int]]) -> None:
-        """Law 4: free + referenced + cached == total, and each reference has a holder.
+        """Check law 4: free + referenced + cached == total, and each reference has a holder.
 
         Args:
-            holders: the block tables of all requests that hold any.
+            holders: the block tables of all requests with blocks.
 
         Raises:
             ConservationError: naming the first block that is lost, free while held, or miscounted.

@@ -1,4 +1,4 @@
-"""How much of a prompt a step computes: the least of what policy, discipline, token budget and time allow."""
+"""Chunked prefill: the tokens of a prompt that a step computes, as policy, discipline and both budgets allow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Chunking:
         self._discipline = discipline
 
     def fits(self, start: int, wanted: int, builder: PlanBuilder) -> bool:
-        """Whether there is time for somebody to begin; where nobody else runs there is."""
+        """Whether the step has time to start a prompt of `wanted` tokens; always true for an empty step."""
         if builder.time is None or not builder.num_rows:
             return True
         least = min(FLOOR, wanted)
@@ -24,15 +24,15 @@ class Chunking:
         return builder.time.lets_begin(start, least)
 
     def of(self, request: Request, wanted: int, builder: PlanBuilder, behind: int = 0) -> int:
-        """Of the `wanted` tokens of a prompt those to compute, while `behind` rows follow; 0: there is no time.
+        """Returns how many of `wanted` prompt tokens to compute, with `behind` rows still to plan; 0: no time left.
 
-        The first piece of a step gets at least FLOOR tokens whatever it takes, so that every prompt comes to its end.
+        The first chunk of a step gets at least FLOOR tokens whatever it takes, so that every prompt completes.
         """
         count = self._allowed(request, wanted, builder, behind)
         if builder.time is None:
             return count
         start = request.num_scheduled
-        is_first = not builder.has_chunk and request in builder.starting  # those behind would only make it wait
+        is_first = not builder.has_chunk and request in builder.starting  # later chunks would only delay it
         fitting = builder.time.fitting(start, count, builder.isolated_steps if is_first else 1)
         if fitting < min(FLOOR, count):
             if builder.has_chunk:
@@ -44,7 +44,7 @@ class Chunking:
         return count
 
     def first(self, request: Request, builder: PlanBuilder) -> int:
-        """The same of one who joins; a short prompt is computed whole where that holds nobody up for long."""
+        """As `of`, for a newly admitted request; a short prompt is computed whole if its stall is acceptable."""
         start, wanted, time = request.num_scheduled, request.unscheduled, builder.time
         if time is None or builder.has_chunk or not time.takes_whole(start, wanted):
             return self.of(request, wanted, builder)
@@ -54,6 +54,6 @@ class Chunking:
         return count
 
     def _allowed(self, request: Request, wanted: int, builder: PlanBuilder, behind: int = 0) -> int:
-        """By policy, discipline and token budget."""
+        """Returns the tokens that policy, discipline and token budget allow."""
         cap = max(1, self._table.policy.cap(request, wanted, builder.now))
         return self._discipline.chunk(min(wanted, cap), builder.budget - behind)

@@ -1,6 +1,6 @@
-"""What happened, as the core tells it.  Observers fold over these; nothing in the core reads them back.
+"""Events of the scheduler.  Observers fold over them; the core never reads them back.
 
-Every event starts with the engine's time in seconds and, but for `Committed`, the request's id.
+Every event starts with the engine's time in seconds and, except `Committed`, the request id.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Arrived(NamedTuple):
 
 
 class Rejected(NamedTuple):
-    """Refused at the door: it could never run.  Ends the request."""
+    """Refused on arrival, because it could never run.  Ends the request."""
 
     now: float
     request_id: str
@@ -29,11 +29,11 @@ class Admitted(NamedTuple):
     request_id: str
     slot: int
     step: int
-    num_cached: int  # tokens whose blocks were found, so that they are not computed
+    num_cached: int  # tokens found in the prefix cache, and not computed
 
 
 class Preempted(NamedTuple):
-    """Gave its slot and blocks back; keeps its tokens and waits to compute them again."""
+    """Released its slot and blocks; keeps its tokens and waits to be recomputed."""
 
     now: float
     request_id: str
@@ -42,17 +42,17 @@ class Preempted(NamedTuple):
 
 
 class Committed(NamedTuple):
-    """Tokens published by one step, in plan order.  Rows that yielded nothing are not named.
+    """Tokens published by one step, in plan order; rows without tokens are left out.
 
-    Where a batch returns as one they are published by the step that ends the batch, all at once.
+    Tokens of a batch that leaves together are published at once, by the step that ends the batch.
     """
 
     now: float
     step: int
     request_ids: tuple[str, ...]
     tokens: tuple[tuple[int, ...], ...]
-    logprobs: tuple[tuple[TokenLogprobs, ...], ...]  # an entry is () where nobody asked
-    num_overrun: int  # results dropped because their request had ended meanwhile
+    logprobs: tuple[tuple[TokenLogprobs, ...], ...]  # an entry is () for a request without log-probabilities
+    num_overrun: int  # sampled tokens dropped because their request had ended
 
 
 class Finished(NamedTuple):

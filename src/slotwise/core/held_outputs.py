@@ -1,4 +1,4 @@
-"""Tokens that were sampled and are told to nobody yet, because their batch returns as one."""
+"""Sampled tokens that are not published yet, because their batch leaves together."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ Logprobs = tuple[TokenLogprobs, ...]
 
 
 class Outputs(NamedTuple):
-    """What a step makes known: columns, one entry a request."""
+    """Outputs that a step publishes: columns, one entry a request."""
 
     request_ids: Sequence[str]
     tokens: Sequence[Tokens]
-    logprobs: Sequence[Logprobs]  # an entry is () where nobody asked
+    logprobs: Sequence[Logprobs]  # an entry is () for a request without log-probabilities
 
 
 class HeldOutputs:
-    """Falsy while it holds nothing."""
+    """Held tokens and log-probabilities by request.  False while empty."""
 
     def __init__(self) -> None:
         self._kept: dict[str, tuple[Tokens, Logprobs]] = {}
@@ -29,16 +29,16 @@ class HeldOutputs:
         return bool(self._kept)
 
     def keep(self, outputs: Outputs) -> None:
-        """Add to what is kept of each request."""
+        """Append `outputs` to what is held for each request."""
         for request_id, tokens, logprobs in zip(*outputs, strict=True):
             before = self._kept.get(request_id, ((), ()))
             self._kept[request_id] = (before[0] + tokens, before[1] + logprobs)
 
     def drop(self, request_id: str) -> None:
-        """Its client will never see them."""
+        """Discard what is held for a request."""
         self._kept.pop(request_id, None)
 
     def release(self, request_ids: Iterable[str]) -> Outputs:
-        """All that is kept of these requests."""
+        """Remove and return what is held for these requests."""
         found = [(request_id, *self._kept.pop(request_id)) for request_id in request_ids if request_id in self._kept]
         return Outputs(*zip(*found, strict=True)) if found else Outputs((), (), ())

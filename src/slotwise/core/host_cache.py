@@ -1,16 +1,16 @@
-"""The second tier of the prefix cache: blocks that the device's pool gave up, kept in host memory.
+"""Host-memory tier of the prefix cache.  Holds blocks evicted from the device pool.
 
-A place is a number here, like a block; the memory behind it belongs to the runner.  What moves is said by the plan: its
-saves are copied before its loads, and both before its forward pass.  So a block may be given to somebody else in the
-plan that saves it, and read in the plan that loads it.
+A host block is a number here, like a device block; the runner owns the memory.  The plan lists the copies: saves run
+before loads, and both before the forward pass.  So the plan that saves a device block may reallocate it, and the plan
+that loads one may read it.
 
-    device   cached ──evicted──► written again      taken ──────► cached, shared
+    device   cached ──evicted──► reallocated      allocated ────► cached, shared
                         │ save                        ▲ load
     host     free ──► kept ───────────hold──────► loading ──plan is closed──► kept, as the most recently used
                ▲        │
-               └──drop──┘ the least recently used, for one that is saved
+               └──drop──┘ the least recently used, to save another
 
-What was loaded stays, for it is never written: evicted from the device again it costs no second copy.
+A loaded block stays on the host, and is never written there: its next eviction from the device needs no copy.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from slotwise.core.step import Copy
 
 
 class Copies(NamedTuple):
-    """Of one plan."""
+    """The block copies of one plan."""
 
-    saves: tuple[Copy, ...]  # from a block of the device to a place of the host
-    loads: tuple[Copy, ...]  # the other way
+    saves: tuple[Copy, ...]  # from a device block to a host block
+    loads: tuple[Copy, ...]  # from a host block to a device block
 
 
 NO_COPIES = Copies((), ())
 
 
 class HostCache:
-    """Which place holds which entry, and what the plan in the making copies.
+    """Maps host blocks to cache entries, and collects the copies of the plan under construction.
 
     Args:
-        total: places; with none every eviction is for good.
+        total: number of host blocks; with 0 evicted blocks are lost.
         max_loads: blocks that one plan may load.
     """
 
@@ -46,20 +46,20 @@ class HostCache:
         self.total = total
         self.max_loads = max_loads
         self._free = deque(range(total))
-        self._kept: dict[int, Entry] = {}  # by place, least recently used first
-        self._loading: dict[int, Entry] = {}  # by place; this plan reads them, so it must not write there
-        self._saves: dict[int, int] = {}  # block by place: a place given out twice by one plan is written once
+        self._kept: dict[int, Entry] = {}  # by host block, least recently used first
+        self._loading: dict[int, Entry] = {}  # by host block; read by this plan, so not to be written
+        self._saves: dict[int, int] = {}  # device block by host block; of two saves to one host block the last counts
         self._loads: list[Copy] = []
 
     @property
     def num_loads_left(self) -> int:
-        """Blocks that this plan may still load."""
+        """Number of blocks that this plan may still load."""
         return self.max_loads - len(self._loads)
 
     def keep(self, entry: Entry, block: int) -> Entry | None:
-        """Find a place for `entry`, whose `block` is about to be written again.
+        """Save `entry`, whose device `block` is about to be reallocated.
 
-        Returns who lost its place for it: the least recently used, or `entry` itself where there is no place.
+        Returns the entry that lost its host block for it: the least recently used, or `entry` itself if none is free.
         """
         if entry.host_block != NOWHERE:
             self._kept[entry.host_block] = self._kept.pop(entry.host_block)
@@ -76,23 +76,23 @@ class HostCache:
         return lost
 
     def drop(self, entry: Entry) -> None:
-        """What the host holds of `entry`, if anything, is worth nothing any more."""
+        """Free the host block of `entry`, if it has one."""
         if entry.host_block != NOWHERE:
             del self._kept[entry.host_block]
             self._free.append(entry.host_block)
             entry.host_block = NOWHERE
 
     def hold(self, entries: Sequence[Entry]) -> None:
-        """Let nobody take the places of `entries`, which this plan will load."""
+        """Protect the host blocks of `entries`, which this plan will load."""
         for entry in entries:
             self._loading[entry.host_block] = self._kept.pop(entry.host_block)
 
     def load(self, entry: Entry, block: int) -> None:
-        """Copy `entry`, which is held, into `block`."""
+        """Copy `entry`, which is held, into device block `block`."""
         self._loads.append(Copy(entry.host_block, block))
 
     def pop_copies(self) -> Copies:
-        """The plan is closed: what it copies.  A beginning that was loaded outlives its continuation."""
+        """Returns the copies of the closed plan.  Loaded prefixes will be evicted after their continuations."""
         if not (self._saves or self._loading):
             return NO_COPIES
         copies = Copies(tuple([Copy(block, host_block) for host_block, block in self._saves.items()]),
@@ -104,14 +104,14 @@ class HostCache:
         return copies
 
     def check(self, is_known: Callable[[Entry], bool]) -> None:
-        """Between two plans: free + kept == total, and whatever is kept can be found.
+        """Check between two plans: free + kept == total, and every kept entry can be found.
 
         Raises:
             ConservationError: naming what is wrong.
         """
         host_blocks = [*self._free, *self._kept]
         if sorted(host_blocks) != list(range(self.total)):
-            raise ConservationError(f"{len(self._free)} places free and {len(self._kept)} kept, of {self.total}")
+            raise ConservationError(f"{len(self._free)} host blocks free and {len(self._kept)} kept, of {self.total}")
         for host_block, entry in self._kept.items():
             if entry.host_block != host_block or not is_known(entry):
-                raise ConservationError(f"place {host_block} of the host holds what can never be found")
+                raise ConservationError(f"host block {host_block} is kept and can never be found")

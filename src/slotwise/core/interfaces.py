@@ -1,6 +1,6 @@
-"""Where batching disciplines and scheduling policies plug in.
+"""Interfaces of the scheduler: Discipline (how a batch is formed) and Policy (in which order).
 
-The scheduler alone acts.  A discipline only restricts, a policy only orders and caps; neither changes a state.
+The scheduler alone changes state.  A discipline restricts batches and chunks, a policy orders requests and caps chunks.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from slotwise.core.request import Request
 
 Key = tuple[float, ...]
 
-NEVER = float("inf")  # seconds: no moment of the clock opens the gate
+NEVER = float("inf")  # seconds; time alone never opens the gate
 
 
 class View(NamedTuple):
-    """What a discipline may know of the moment."""
+    """The scheduler's state as a discipline sees it."""
 
     num_running: int
     num_waiting: int
     max_num_seqs: int
-    oldest_arrival: float  # seconds; of whoever has lived longest
+    oldest_arrival: float  # seconds; of the oldest unfinished request
 
 
 class Gate(NamedTuple):
-    """How many may join in this step, the reason nobody else may, and when the clock alone will let more in."""
+    """Requests that may join this step, the reason for refusing others, and when time alone admits more."""
 
     max_new: int
     reason: str
@@ -34,118 +34,118 @@ class Gate(NamedTuple):
 
 
 class Discipline(Protocol):
-    """When a request may join a batch, how its prompt may be cut, and when it may leave."""
+    """Decides when a request may join a batch, how its prompt is chunked, and when it may leave."""
 
     prompts_alone: bool
-    """A step that starts prompts runs nothing beside them."""
+    """A step that starts prompts computes no other rows."""
 
     leaves_together: bool
-    """Who has ended is held in the batch, computed again at every step and told nothing, until everyone has ended."""
+    """An ended request stays in the batch: computed again at every step, output held, until the whole batch ends."""
 
     in_strict_order: bool
-    """One that waits for blocks keeps everyone behind it waiting, too."""
+    """A request that waits for blocks blocks every request behind it."""
 
     def gate(self, view: View, now: float) -> Gate: ...
 
     def reserve(self, request: Request) -> int:
-        """Tokens of cache a request must be given when it takes a slot."""
+        """Tokens of cache capacity that a request is allocated on admission."""
         ...
 
     def budget(self, limits: SchedulerLimits) -> int:
-        """Tokens after which a step takes in nobody else."""
+        """Token budget of a step: once spent, no further request is admitted."""
         ...
 
     def chunk(self, wanted: int, left: int) -> int:
-        """Of the `wanted` tokens of a prompt, those one step computes, with `left` of its budget."""
+        """Returns how many of `wanted` prompt tokens one step computes, with `left` tokens of its budget."""
         ...
 
     def padding(self, counts: Sequence[int]) -> tuple[int, ...]:
-        """Tokens of nothing computed beside the `counts` of a step that somebody joins; () for none."""
+        """Returns padding tokens a row, for a step of `counts` tokens that a request joins; () for none."""
         ...
 
 
 class Policy(Protocol):
-    """Who goes next, who yields, how much a prompt gets.  Smaller keys go first; ties fall to the arrival number.
+    """Orders requests, chooses victims and caps chunks.  Smaller keys go first; ties fall to the arrival number.
 
-    A policy reads requests and is told what becomes of them; it changes none, and it knows no time but the one it is
-    given.  Orders must be total, and the same for the same history: a recorded run is planned again to the byte.
+    A policy reads requests and is notified of their transitions; it changes none, and reads no clock.  Orders are total
+    and depend on the history alone: replaying a recorded run reproduces every plan to the byte.
     """
 
     orders_running: bool
     """Running rows are planned in the order of `running_key`; else in the order in which they took their slots."""
 
     may_preempt: bool
-    """Somebody who waits may take the place of somebody who runs: `preempts` is asked."""
+    """A waiting request may preempt a running one: the scheduler calls `preempts`."""
 
     needs_step_times: bool
-    """It asks the model of step times, which then learns from every step."""
+    """The policy reads the step-time model, which then learns from every step."""
 
     isolates_prefill: bool
-    """Somebody who runs may have to rest where somebody begins: `paused` is asked, and other steps are kept short."""
+    """Running rows may pause while a prompt is computed: the scheduler calls `paused`, and shortens other steps."""
 
     # -- orders --------------------------------------------------------------------------------------------------
 
     def lane(self, request: Request) -> str:
-        """The lane it waits in.  Within a lane the order is that of `waiting_key`."""
+        """Returns the lane (sub-queue) it waits in.  `waiting_key` orders requests within a lane."""
         ...
 
     def lane_key(self, lane: str, now: float) -> Key:
-        """Of lanes in which somebody waits; asked again whenever somebody was admitted from one."""
+        """Orders non-empty lanes; read again after every admission from one."""
         ...
 
     def waiting_key(self, request: Request, now: float) -> Key:
-        """Its place in its lane, asked when it comes, when it comes back, and when its `patience` is at an end."""
+        """Orders a lane; read when a request arrives, is preempted, or reaches its `patience`."""
         ...
 
     def running_key(self, request: Request, now: float) -> Key: ...
 
     def victim_key(self, request: Request, now: float) -> Key:
-        """Its rank, and its place within the rank.
+        """Returns (rank, order within the rank).
 
-        When blocks run out, somebody of the largest rank yields: of the last in line the one with the least to lose.
+        When blocks run out, the victim is, among the last of the largest rank, the one with the fewest computed tokens.
         """
         ...
 
     # -- decisions -----------------------------------------------------------------------------------------------
 
     def preempts(self, waiting: Request, running: Request, now: float) -> bool:
-        """Whether one that waits may take the place of one that runs."""
+        """Whether `waiting` may preempt `running`."""
         ...
 
     def cap(self, request: Request, wanted: int, now: float) -> int:
-        """Of the `wanted` tokens of a prompt, at least one: most that it may have in a step."""
+        """Returns the maximum, at least 1, of the `wanted` prompt tokens that it may get in a step."""
         ...
 
     def paused(self, requests: Sequence[Request], starting: Sequence[Request], now: float) -> frozenset[str]:
-        """Of those who run, or would, the names of those who rest while the prompts of others are computed."""
+        """Returns the ids among `requests` to pause while the prompts of `starting` are computed."""
         ...
 
     def patience(self, request: Request, now: float) -> float:
-        """The moment, in seconds, at which one that waits is to be looked at again; NEVER."""
+        """Returns when a waiting request is to be checked again, in seconds; NEVER: not at all."""
         ...
 
     def overdue(self, request: Request, now: float) -> str:
-        """Its patience is at an end: why it is given up, in words for its client; "" to give it another place."""
+        """Called when `patience` is reached.  Returns the message with which it is shed; "": requeue it."""
         ...
 
-    # -- what it is told -----------------------------------------------------------------------------------------
+    # -- notifications -------------------------------------------------------------------------------------------
 
     def arrived(self, request: Request, now: float) -> None:
-        """It waits, for the first time or because this policy took over from another."""
+        """It is enqueued, or it is unfinished when this policy replaces another."""
         ...
 
     def admitted(self, request: Request, now: float) -> None:
-        """It has a slot; `num_computed` of its tokens need not be computed."""
+        """It holds a slot; `num_computed` of its tokens are cached."""
         ...
 
     def preempted(self, request: Request, now: float) -> None:
-        """It gave its slot back, and waits again."""
+        """It released its slot and waits again."""
         ...
 
     def served(self, requests: Sequence[Request], counts: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
-        """A step was committed: of each row, the tokens computed and those sampled."""
+        """A step was committed: by row, the number of tokens computed, and the tokens sampled."""
         ...
 
     def finished(self, request: Request, reason: str, now: float) -> None:
-        """It ends; its state is the one in which that happens."""
+        """It is about to finish; `request.state` is still the state before."""
         ...

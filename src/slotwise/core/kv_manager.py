@@ -1,10 +1,10 @@
-"""Block tables: which blocks hold a request's keys and values.
+"""Block tables: the cache blocks that hold each request's keys and values.
 
     tokens   0 ........ 15 | 16 ....... 31 | 32 .. 40          block_size 16, 41 tokens scheduled
-    blocks       [7]              [2]            [9]           room up to token 47
-                 found            found          taken         by another request that began with the same 32 tokens
+    blocks       [7]              [2]            [9]           capacity: 48 tokens
+                 cached           cached         allocated     the first 32 tokens are shared with another request
 
-What was found in host memory alone (`core/host_cache.py`) needs a block, too, into which the plan loads it.
+A prefix found only in host memory (`core/host_cache.py`) needs a device block, too, into which the plan loads it.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ NEVER_PUBLISHED = 1 << 62  # tokens
 
 
 class Allocation(NamedTuple):
-    """Room for a request that waits: what was found, and how many blocks must be taken beside those of the device."""
+    """Blocks for a waiting request: the cached prefix, and how many blocks must be allocated."""
 
-    found: list[Entry]
-    on_host: list[Entry]  # those of the found that are in host memory alone
+    found: list[Entry]  # cached prefix, in order
+    on_host: list[Entry]  # the entries of `found` that are only in host memory
     num_missing: int
 
 
 class KVManager:
-    """Hands out the pool's blocks to requests.  `Request.blocks` is changed nowhere else.
+    """Allocates the pool's blocks to requests.  Only this class changes `Request.blocks`.
 
     Args:
-        host: keeps what is evicted.
-        shares: whether equal beginnings share blocks.
+        host: host-memory tier for evicted blocks.
+        shares: enables prefix caching.
     """
 
     def __init__(self, num_blocks: int, block_size: int, host: HostCache, *, shares: bool) -> None:
@@ -44,15 +44,15 @@ class KVManager:
         self._shares = shares
 
     def find(self, request: Request, num_tokens: int, spare: int) -> Allocation | None:
-        """Room for `num_tokens` tokens of a request that holds no blocks, leaving `spare` blocks; None: there is none.
+        """Returns blocks for `num_tokens` tokens of a request without blocks, leaving `spare` free; None: too few.
 
-        Of the known tokens at least one is left to compute, for somebody must yield the next one.
+        The cached prefix ends before the last known token, which must be computed to sample the next one.
         """
         allocation = self._match(request, num_tokens)
         return None if self._num_lacking(allocation) + spare > 0 else allocation
 
     def missing(self, request: Request, num_tokens: int) -> int:
-        """Blocks that would have to come free for `num_tokens` tokens of one that holds none; less than 1: none."""
+        """Blocks to be freed before `num_tokens` tokens of a request without blocks fit; below 1: they fit."""
         return self._num_lacking(self._match(request, num_tokens))
 
     def _num_lacking(self, allocation: Allocation) -> int:
@@ -60,7 +60,7 @@ class KVManager:
         return allocation.num_missing - (self.pool.num_available - idle)
 
     def _match(self, request: Request, num_tokens: int) -> Allocation:
-        """As much of its beginning as was found and one plan may load."""
+        """Match the cached prefix, up to the host blocks that one plan may load."""
         found = self.prefix.match(request.block_hashes, request.tokens, len(request.tokens) - 1) if self._shares else []
         on_host = [index for index, entry in enumerate(found) if entry.block == NOWHERE]
         if len(on_host) > self.host.max_loads:
@@ -69,10 +69,10 @@ class KVManager:
         return Allocation(found, [found[index] for index in on_host], missing)
 
     def allocate(self, request: Request, allocation: Allocation) -> int:
-        """Give `request` its blocks: how many of its tokens they hold, or will when they are loaded."""
+        """Set the block table of `request`.  Returns its cached tokens, including those the plan will load."""
         found, on_host = allocation.found, allocation.on_host
         self.pool.share(entry.block for entry in found if entry.block != NOWHERE)
-        self.host.hold(on_host)  # what is taken may be saved, and must not be saved there
+        self.host.hold(on_host)  # evictions below may save to the host, but not to these blocks
         taken = self._pop_blocks(allocation.num_missing)
         for entry, block in zip(on_host, taken, strict=False):
             self.host.load(entry, block)
@@ -86,7 +86,7 @@ class KVManager:
         return len(found) * self.block_size
 
     def extend(self, request: Request, num_tokens: int) -> tuple[int, ...] | None:
-        """Make room for `num_tokens` tokens in all: the blocks appended; None, and no change, when there is none."""
+        """Append blocks up to a capacity of `num_tokens` tokens.  Returns them; None, and no change, if too few."""
         missing = max(0, -(-num_tokens // self.block_size) - len(request.blocks))
         if missing > self.pool.num_available:
             return None
@@ -96,7 +96,7 @@ class KVManager:
         return tuple(blocks)
 
     def publish(self, request: Request) -> None:
-        """Let others find the blocks that `request` has computed to their ends."""
+        """Add the full computed blocks of `request` to the prefix cache."""
         block_hashes = request.block_hashes
         while (block_hashes.length + 1) * self.block_size <= request.num_computed:
             replaced = self.prefix.publish(block_hashes, request.tokens, request.blocks[block_hashes.length])
@@ -106,14 +106,14 @@ class KVManager:
         self._set_publish_at(request)
 
     def release(self, request: Request) -> None:
-        """Give back all blocks, last one first, so that a beginning outlives its continuation."""
+        """Release all blocks, the last one first: a prefix is evicted after its continuation."""
         self.pool.release(reversed(request.blocks))
         request.blocks = []
         request.capacity = 0
         request.block_hashes.rewind()
 
     def check(self, requests: Iterable[Request]) -> None:
-        """Conservation of blocks; `requests` are all that live.  Raises ConservationError."""
+        """Check conservation of blocks over all unfinished `requests`.  Raises ConservationError."""
         unfinished = list(requests)
         self.pool.check(request.blocks for request in unfinished)
         self.host.check(self.prefix.knows)

@@ -1,4 +1,4 @@
-"""Least squares without negative shares, over a handful of columns: standard library only, and the same everywhere."""
+"""Non-negative least squares over a handful of columns: standard library only, deterministic."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ Matrix = list[list[float]]
 
 
 def non_negative(matrix: Matrix, target: Sequence[float], ridge: Sequence[float]) -> list[float]:
-    """x of `matrix` x = `target` in the least-squares sense, with no x below zero.
+    """Returns the least-squares solution x >= 0 of `matrix` x = `target`.
 
-    Normal equations in, symmetric and positive semi-definite.  Whoever would be most negative is left out, until nobody
-    would: nearly always what non-negative least squares (Lawson and Hanson, 1974) find, in at most as many solutions as
-    there are columns.
+    Drops the column with the most negative coefficient until none is negative.  This is nearly always the solution of
+    non-negative least squares (Lawson and Hanson, 1974), in at most as many solves as there are columns.
 
     Args:
-        ridge: of each column's own weight, towards nothing: decides between columns that were always alike.
+        matrix, target: the normal equations; `matrix` is symmetric and positive semi-definite.
+        ridge: regularisation towards 0, by column, relative to its weight: decides between collinear columns.
     """
     kept = [at for at, row in enumerate(matrix) if row[at] > 0]
     while kept:
-        scale = [matrix[at][at] ** -0.5 for at in kept]  # columns of unit length: counts and pairs are worlds apart
+        scale = [matrix[at][at] ** -0.5 for at in kept]  # columns of unit length: their magnitudes differ widely
         system = [
             [matrix[i][j] * scale[row] * scale[column] + ridge[i] * (i == j) for column, j in enumerate(kept)]
             + [target[i] * scale[row]] for row, i in enumerate(kept)]

@@ -1,4 +1,4 @@
-"""The numbers a scheduler obeys."""
+"""Limits of the scheduler: capacities, budgets and service tiers."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ from dataclasses import dataclass
 
 from slotwise.core.slo import Tier
 
-RECOMPUTE = "recompute"  # it waits, and is computed again
-ERROR = "error"  # it ends, and is told why
+RECOMPUTE = "recompute"  # a preempted request waits, and is recomputed
+ERROR = "error"  # it ends with an error
 PRESSURES = (RECOMPUTE, ERROR)
 
-LEAST_MS, MOST_MS = 0.001, 3_600_000.0  # of times in milliseconds
+LEAST_MS, MOST_MS = 0.001, 3_600_000.0  # milliseconds; range of all time limits
 
-LOADS = 4  # tokens a step may load from host memory for each that it may compute, which takes several times as long
+LOADS = 4  # tokens a step may load from host memory per token of its budget; computing one takes several times as long
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """Raises ValueError for numbers that no request could run under."""
+    """Capacities and budgets.  Raises ValueError for numbers that no request could run under."""
 
-    max_model_len: int  # tokens of one sequence, prompt and output together
-    num_blocks: int  # cache blocks in the pool
+    max_model_len: int  # tokens of one sequence, prompt and output
+    num_blocks: int  # KV cache blocks in the pool
     block_size: int  # tokens a block holds
     max_num_seqs: int = 64  # slots
-    max_num_batched_tokens: int = 1024  # tokens of one step
-    enable_prefix_caching: bool = False  # equal beginnings share blocks
-    watermark_blocks: int = 0  # left free when somebody joins those who run
-    max_passes: int = 0  # later arrivals that may take a slot before one that waits for blocks
-    on_pressure: str = RECOMPUTE  # what becomes of who must yield
-    max_step_ms: float | None = None  # milliseconds a step may take, as predicted; None: only a promised pace counts
-    max_stall_ms: float | None = None  # milliseconds prompts may hold up who decodes (core/step_budget.py); None: any
-    tiers: tuple[Tier, ...] = ()  # classes of service; requests may belong to none of them
-    num_host_blocks: int = 0  # places in host memory for what the pool evicts
+    max_num_batched_tokens: int = 1024  # token budget of one step
+    enable_prefix_caching: bool = False  # equal prefixes share blocks
+    watermark_blocks: int = 0  # blocks left free by admission while other requests run
+    max_passes: int = 0  # later arrivals admitted before a request that waits for blocks
+    on_pressure: str = RECOMPUTE  # what becomes of the victim when blocks run out
+    max_step_ms: float | None = None  # predicted milliseconds a step may take; None: only TPOT objectives count
+    max_stall_ms: float | None = None  # milliseconds prefill may delay decode (core/step_budget.py); None: any
+    tiers: tuple[Tier, ...] = ()  # service tiers; a request may belong to none
+    num_host_blocks: int = 0  # blocks in host memory for evicted device blocks
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens"):
@@ -60,12 +60,12 @@ class SchedulerLimits:
 
     @property
     def fixed(self) -> tuple[int, ...]:
-        """What cannot change while a scheduler lives."""
+        """The limits that cannot change after the start."""
         return (self.num_blocks, self.block_size, self.max_model_len, self.enable_prefix_caching, self.num_host_blocks)
 
     @property
     def max_loads(self) -> int:
-        """Blocks that a step may load from host memory."""
+        """Blocks that one step may load from host memory."""
         return max(1, LOADS * self.max_num_batched_tokens // self.block_size)
 
     @property
@@ -73,18 +73,18 @@ class SchedulerLimits:
         return self.num_blocks * self.block_size
 
     def longest(self, num_prompt: int, max_tokens: int | None) -> int:
-        """Tokens a sequence may grow to."""
+        """Returns the maximum length of a sequence, in tokens."""
         limit = self.max_model_len
         return limit if max_tokens is None else min(limit, num_prompt + max_tokens)
 
     def objection(self, num_prompt: int, max_tokens: int | None) -> str:
-        """Why such a request can never run, with the numbers; empty when it can."""
+        """Returns why such a request can never run, with the numbers; "" if it can."""
         if num_prompt < 1:
             return "the prompt has no tokens"
         if num_prompt >= self.max_model_len:
             return (f"the prompt has {num_prompt} tokens; this model takes at most {self.max_model_len}, "
                     "output included")
-        # The last token sampled is never computed, so it needs no place in the cache.
+        # The last token sampled is never computed, so it needs no position in the cache.
         needed = self.longest(num_prompt, max_tokens) - 1
         if needed > self.cache_tokens:
             return (f"{num_prompt} prompt tokens and up to {needed + 1 - num_prompt} output tokens need {needed} "

@@ -1,4 +1,4 @@
-"""What a client may ask of one generation.  Field names and defaults are vLLM's."""
+"""Sampling parameters of a request.  Field names and defaults are vLLM's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INT64 = 2**63 - 1
 
 
 class Range(NamedTuple):
-    """The values a number may have, both ends included."""
+    """The allowed values of a number, both ends included."""
 
     kind: type[int] | type[float]
     least: float
@@ -31,7 +31,7 @@ class Range(NamedTuple):
         return f"must be {what} between {self.least:g} and " + ("2^63 - 1" if self.most == INT64 else f"{self.most:g}")
 
     def checked(self, value: object) -> int | float | None:
-        """`value` as an `int`, a `float` or None.
+        """Returns `value` as an `int`, a `float` or None.
 
         Raises:
             ValueError: it is not a number of this kind, or out of range.
@@ -93,7 +93,7 @@ def _checked(param: str, allowed: Range, value: object) -> int | float | None:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to continue one prompt.
+    """Sampling parameters of one prompt.
 
     Raises:
         InvalidParams: a field is out of range; nothing is clamped silently.
@@ -105,8 +105,8 @@ class SamplingParams:
     top_k: int = 0  # keep the k most probable tokens; 0 or -1: all
     min_p: float = 0.0  # drop tokens less probable than this share of the most probable one
     max_tokens: int | None = 16  # None: as many as fit the model's context
-    min_tokens: int = 0  # end and stop tokens cannot be sampled before this many
-    stop: tuple[str, ...] = ()  # strings that end the text; not part of it
+    min_tokens: int = 0  # end and stop tokens are masked before this many
+    stop: tuple[str, ...] = ()  # strings that end the text, and are not part of it
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int | None = None  # the same seed gives the same tokens, whatever the batch

@@ -1,4 +1,4 @@
-"""A plan in the making: columns that grow row by row, and the token budget that shrinks."""
+"""PlanBuilder: a StepPlan under construction; and InFlight, a step that is planned and not committed."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from slotwise.core.step_budget import StepBudget
 
 
 class InFlight(NamedTuple):
-    """A step that is planned and not committed: the requests of its rows, each in the epoch it was planned in."""
+    """A planned, uncommitted step: its rows' requests, and the epoch in which each was planned."""
 
     plan: StepPlan
     requests: tuple[Request, ...]
     epochs: tuple[int, ...]
 
     def declared(self, result: StepResult, ended: set[str]) -> Iterator[tuple[Request, str]]:
-        """Requests that the executor ended, complete or unable to sample, but for the `ended`."""
+        """Yields requests that the executor ended (complete or failed), with the reason, except those in `ended`."""
         for rows, reason in ((result.complete, "stop"), (result.failed, "error")):
             for row in rows:
                 request = self.requests[row]
@@ -29,7 +29,7 @@ class InFlight(NamedTuple):
 
 
 class PlanBuilder:
-    """Filled by one `Scheduler.plan`, then closed into a StepPlan."""
+    """Filled by one `Scheduler.plan`, row by row, then closed into a StepPlan."""
 
     __slots__ = (
         "budget", "deferred", "has_chunk", "held", "is_pressed", "isolated_steps", "lanes", "new_blocks",
@@ -40,32 +40,32 @@ class PlanBuilder:
     def __init__(self, step: int, now: float, budget: int, time: StepBudget | None = None) -> None:
         self.step = step
         self.now = now  # seconds
-        self.shortage = TOKEN_BUDGET  # why nobody gets more tokens once there are none left
-        self.budget = budget  # tokens this step may still take; a prompt that is not cut may take it below zero
-        self.time = time  # what it may still compute in the time it has; None: as long as it takes
-        self.has_chunk = False  # of a prompt, and there is a limit to its time
-        self.starting: list[Request] = []  # for whom others rest
-        self.lanes: frozenset[str] = frozenset()  # of those who rest
-        self.paused: frozenset[str] = frozenset()  # names of those who run, and rest if any of them begins
-        self.isolated_steps = 1  # that this step may be for them, in one
-        self.deferred: list[Request] = []  # who run, and whose prompts go on behind those who wait and go before them
+        self.shortage = TOKEN_BUDGET  # the reason for refusing rows once `budget` is spent
+        self.budget = budget  # tokens left in this step; a prompt computed whole may take it below zero
+        self.time = time  # the step's time budget; None: unlimited
+        self.has_chunk = False  # the step has a prefill chunk, and a time budget
+        self.starting: list[Request] = []  # prompts for which other rows pause
+        self.lanes: frozenset[str] = frozenset()  # lanes of the paused requests
+        self.paused: frozenset[str] = frozenset()  # ids of running requests that pause if any of `starting` gets tokens
+        self.isolated_steps = 1  # number of isolated steps that this one may last for
+        self.deferred: list[Request] = []  # running prefills planned after waiting requests that outrank them
         self.rows: list[tuple[Request, int, int, bool]] = []  # request, start, count, samples
         self.padding: tuple[int, ...] = ()
         self.held: list[int] = []
         self.new_requests: list[NewRequest] = []
         self.new_blocks: list[NewBlocks] = []
         self.preempted: list[Decision] = []
-        self.is_pressed = False  # somebody had to yield for want of blocks
+        self.is_pressed = False  # a request was preempted for want of blocks
         self.refused: list[Decision] = []
         self.stop: Stop | None = None
 
     def add_row(self, request: Request, start: int, count: int) -> None:
-        """Plan `count` tokens of `request` from position `start`; at the end of the known ones it will sample."""
+        """Plan `count` tokens of `request` from position `start`; the row samples at the last known token."""
         self.budget -= count
         self.rows.append((request, start, count, request.schedule(count)))
 
     def hold(self, request: Request) -> None:
-        """Compute the last token of `request` once more, for nothing: its batch has not drained."""
+        """Compute the last token of an ended `request` again: its batch has not ended."""
         self.held.append(len(self.rows))
         self.budget -= 1
         self.rows.append((request, request.num_scheduled - 1, 1, True))
@@ -93,11 +93,11 @@ class PlanBuilder:
         self.preempted.append(Decision(request.request_id, reason))
 
     def close(self, released_slots: tuple[int, ...], copies: Copies) -> InFlight:
-        """The finished plan, with the requests its rows belong to.  Columns are cut here, all at once.
+        """Returns the finished plan, with the requests of its rows.  Rows become columns here.
 
         Args:
-            released_slots: slots given back since the last plan.
-            copies: between the device and host memory.
+            released_slots: slots released since the last plan.
+            copies: block copies between device and host memory.
         """
         requests, starts, counts, samples = zip(*self.rows, strict=True) if self.rows else ((), (), (), ())
         plan = StepPlan(

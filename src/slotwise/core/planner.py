@@ -1,7 +1,7 @@
-"""Who runs in the next step, with how many tokens: running rows first, then those who wait (see `core/admission.py`).
+"""Schedules one step: running requests first, then waiting ones (`core/admission.py`).
 
-    running rows     a token each, or a piece of a prompt; blocks for them, if need be from those last in line;
-    those who wait   while the discipline's gate is open and there are slots, tokens, time and blocks
+    running    one token each, or a prefill chunk (`core/chunking.py`); if blocks run out, the last are preempted
+    waiting    admitted while the discipline's gate is open and slots, token budget, step time and blocks suffice
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from slotwise.core.request_table import RequestTable
 from slotwise.core.step_budget import StallLimit, StepBudget, stall_limit
 from slotwise.core.step_time import StepTimeModel
 
-AIM = 0.9  # of the time a step may take: predictions are of the middle, and half of the steps take longer
+AIM = 0.9  # of a step's time limit: predictions are medians, and half of the steps take longer
 
 
 class Planner:
-    """Fills a draft from a roster.  Limits and discipline may be changed between two plans."""
+    """Fills a PlanBuilder from the RequestTable.  Limits and discipline may change between two plans."""
 
     def __init__(
         self, table: RequestTable, limits: SchedulerLimits, discipline: Discipline, times: StepTimeModel,
@@ -38,7 +38,7 @@ class Planner:
         self.configure(limits, discipline)
 
     def configure(self, limits: SchedulerLimits, discipline: Discipline) -> None:
-        """From the next draft on."""
+        """Replace limits and discipline from the next plan on."""
         self.limits = limits
         self.discipline = discipline
         self._chunking = Chunking(self._table, discipline)
@@ -48,12 +48,12 @@ class Planner:
 
     @property
     def needs_step_times(self) -> bool:
-        """Somebody asks what a step will take."""
+        """True if any policy, limit or request needs step-time predictions."""
         return (self.limits.max_step_ms is not None or self._stall is not None or self._table.num_with_tpot > 0
                 or self._table.policy.needs_step_times)
 
     def plan(self, step: int, now: float) -> PlanBuilder:
-        """Step number `step`, made at `now` seconds."""
+        """Returns step number `step`, planned at `now` seconds."""
         self._expire(now)
         builder = PlanBuilder(step, now, self.discipline.budget(self.limits), self._step_time())
         if self._table.policy.may_preempt:
@@ -71,7 +71,7 @@ class Planner:
         return builder
 
     def _plan_isolated(self, builder: PlanBuilder) -> None:
-        """Those who are to rest come last: if the step computes nobody for whom they would, they do not."""
+        """Plan paused rows last: they run after all if the step computes no prompt that they would pause for."""
         self._isolation.start(builder, self._admission.next_in_line(builder))
         self._plan_running(builder)
         self._plan_waiting(builder)
@@ -81,7 +81,7 @@ class Planner:
         self._isolation.count(builder)
 
     def _plan_waiting(self, builder: PlanBuilder) -> None:
-        """Admit from the head of the queue; a prompt that was put off goes on before the requests it goes before."""
+        """Admit from the head of the queue; a deferred prefill continues before the requests that it outranks."""
         if not self._table.waiting:
             return
         admission_pass = self._admission.start(builder)
@@ -92,9 +92,7 @@ class Planner:
         admission_pass.close()
 
     def _catch_up(self, builder: PlanBuilder, request: Request) -> None:
-        """Go on with the prompts that were put off and go before `request`, which waits; a token is kept for each of
-        those who rest, should nobody begin.
-        """
+        """Continue deferred prefills that outrank the waiting `request`; reserve a token for each paused row."""
         ahead = [one for one in builder.deferred if goes_before(self._table.policy, one, request, builder.now)]
         if ahead:
             builder.deferred = builder.deferred[len(ahead):]
@@ -103,13 +101,13 @@ class Planner:
             builder.budget += len(builder.paused)
 
     def _plan_late(self, running: Sequence[Request], builder: PlanBuilder) -> None:
-        """Behind some who waited.  Who runs is told of first all the same."""
+        """Plan running rows after admissions; in `refused` they are still listed before waiting requests."""
         refused, builder.refused = builder.refused, []
         self._plan_rows(running, builder)
         builder.refused += refused
 
     def _expire(self, now: float) -> None:
-        """End those who waited longer than they were to, before they cost a forward pass."""
+        """Finish waiting requests past their deadline or shed by the policy; requeue the others that are due."""
         policy = self._table.policy
         for request in list(self._table.waiting.due(now)):
             if request.state is State.WAITING and request.deadline <= now:
@@ -121,9 +119,7 @@ class Planner:
                 self._table.requeue(request, now)
 
     def _step_time(self) -> StepBudget | None:
-        """The time a step may take: what is asked for, the closest pace that was promised to one who runs, or what
-        those who decode may be held up.
-        """
+        """Returns the time budget by `max_step_ms`, TPOT objectives of running requests and stall limit; or None."""
         running = self._table.running.values()
         bounds = [] if self.limits.max_step_ms is None else [self.limits.max_step_ms / 1000]
         if self._table.num_with_tpot:
@@ -134,7 +130,7 @@ class Planner:
         return StepBudget(self._times, min(bounds, default=inf) * AIM, held_up)
 
     def _held_up(self, bound: float) -> StallLimit | None:
-        """What a step may take in which a prompt can be computed beside those who decode; None: there is none."""
+        """Returns the stall limit of a step that mixes prefill and decode; None if this step cannot."""
         table = self._table
         num_running = len(table.running)
         joining = min(len(table.waiting), max(0, self.limits.max_num_seqs - num_running))
@@ -145,7 +141,7 @@ class Planner:
         return StallLimit(*(AIM * limit for limit in stall_limit(self._times, bound, contexts, newcomers)))
 
     def _plan_prompts(self, builder: PlanBuilder) -> bool:
-        """A step of newcomers alone; False when nobody can join."""
+        """Plan a step of new prompts only; False if no request can be admitted."""
         running = tuple(self._table.running.values())
         self._plan_waiting(builder)
         if builder.new_requests:
@@ -153,13 +149,13 @@ class Planner:
                 builder.refuse(request, PROMPTS_ALONE)
         return bool(builder.new_requests)
 
-    # -- those who run -------------------------------------------------------------------------------------------
+    # -- running requests ----------------------------------------------------------------------------------------
 
     def _plan_running(self, builder: PlanBuilder) -> None:
-        """Every running row gets at least a token, so a long prompt never stalls those behind it.
+        """Give every running row at least one token, so that a long prompt never stalls the rows after it.
 
-        Only when the budget was lowered below the number who run do the last of them wait until others have ended, and
-        only under a budget in time do rows wait for their turn.
+        Rows are left out only if the token budget was lowered below the number of running rows (the last ones wait), or
+        if a time budget leaves no time for another prefill chunk.
         """
         running = self._in_order(tuple(self._table.running.values()), builder.now)
         if builder.paused or builder.deferred:
@@ -173,7 +169,7 @@ class Planner:
         left = iter(running)
         for request in left:
             if builder.preempted and request.state is not State.RUNNING:
-                continue  # preempted a moment ago, for one before it
+                continue  # preempted in this plan, for a row before it
             known = request.num_known
             count = known - request.num_scheduled
             if request.reason or known >= request.end:
@@ -198,24 +194,24 @@ class Planner:
 
     @staticmethod
     def _count_decoding(running: Sequence[Request], time: StepBudget) -> None:
-        """The rows that decode take their part of the step's time before any prompt does."""
+        """Charge all decoding rows to the time budget before any prefill chunk."""
         time.add_decodes([request.num_scheduled for request in running
                           if request.unscheduled == 1 and request.num_known < request.end and not request.reason])
 
     def _plan_ended(self, request: Request, builder: PlanBuilder) -> None:
-        """Its last token is known or in flight."""
+        """Plan a request whose last token is known or in flight: held with its batch, or left out."""
         if request.reason or self.discipline.leaves_together:
             builder.hold(request)
         else:
             builder.refuse(request, ENDING)
 
     def _extend(self, request: Request, num_tokens: int, builder: PlanBuilder) -> bool:
-        """Find blocks for a running row, taking them from those last in line; False when it had to yield itself."""
+        """Allocate the blocks a running row needs, preempting victims; False if the row itself was preempted."""
         while (blocks := self._table.kv.extend(request, num_tokens)) is None:
             victim = self._victim(builder)
             builder.preempt(victim, NO_BLOCKS)
             if self.limits.on_pressure == ERROR:
-                message = "the cache is full, and this server ends whoever must yield; try again later"
+                message = "the cache is full, and this server ends requests instead of preempting them; try again later"
                 self._table.end(victim, "error", builder.now, message)
             else:
                 self._table.preempt(victim, builder.step, builder.now)
@@ -225,7 +221,10 @@ class Planner:
         return True
 
     def _victim(self, builder: PlanBuilder) -> Request:
-        """Of those last in line the one with the least to compute again, and nobody twice while others can yield."""
+        """Choose the victim: of the last rank (at most half of all rows) the one with the fewest computed tokens.
+
+        Never the same victim twice in a row if another exists.
+        """
         key = self._table.policy.victim_key
         ranked = [(key(r, builder.now), r.arrival, r)
                   for r in self._table.running.values() if not r.reason and not builder.has(r)]

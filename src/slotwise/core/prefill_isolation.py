@@ -1,21 +1,21 @@
-"""Courtesy towards those of other tenants: short steps before they come, steps of their own when they begin.
+"""Prefill isolation between tenants: a tenant's prompt in a step of its own, and short steps before it arrives.
 
-A prompt that is computed beside sixty decoding rows waits for all of them.  Where the policy says that those who run
-are far ahead of one who begins, its step is left to it:
+A prompt computed beside sixty decoding rows waits for all of them.  If the policy finds running rows far ahead of a
+starting prompt, these rows pause while it is computed:
 
-    far ahead   ■ ■ ■ ■ . . ■ ■      . rests: FIRST_TOKEN
+    far ahead   ■ ■ ■ ■ . . ■ ■      . paused: FIRST_TOKEN
     far ahead   ■ ■ ■ ■ . . ■ ■
-    begins              ▓ ▓ ■ ■      ▓ a piece of its prompt
+    starts              ▓ ▓ ■ ■      ▓ prefill chunk
 
-Who rests is a policy's to say; for how long is not: after MAX_RESTS such steps in a row comes one in which nobody
-rests, and a step that holds up those who decode for as long as several might counts as so many.  And nobody rests for
-nothing: where no one of those who were to begin was given a token, everyone runs.
+The policy chooses the paused rows, this module the duration.  After MAX_ISOLATED_STEPS such steps in a row, one step
+runs all rows; a step that delays decode for as long as several stall limits counts as that many.  If no starting prompt
+got a token, the paused rows run after all.
 
-Where nobody is far ahead, a prompt under way still goes on behind one who waits and goes before it, with what that one
-leaves: else a few tokens of one tenant would wait for thousands of another.
+If no row is far ahead, a running prefill is still deferred behind a waiting request that outranks it: else a few tokens
+of one tenant would wait for thousands of another.
 
-Whoever comes waits for the step under way first.  So a step in which nobody rests takes in a part of the prompts it
-could: all of a step is for those who begin where others are far ahead, or go behind them.
+A new request first waits for the step in flight.  So a step without paused rows computes only a part of the prefill it
+could (SHORT), except for prompts that outrank rows of other tenants.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from slotwise.core.request import Request
 from slotwise.core.request_table import RequestTable
 from slotwise.core.step import Decision
 
-MAX_ISOLATED_STEPS = 4  # in a row in which somebody rests: steps, or stalls within one
-SHORT = 4  # such a part of its tokens has a step, beside its decoding rows, in which nobody is waited for
+MAX_ISOLATED_STEPS = 4  # in a row with paused rows: steps, or stall limits within one step
+SHORT = 4  # a step without paused rows gets 1/SHORT of its token budget for prefill
 
 
 def starts_prefill(request: Request) -> bool:
-    """Some of its prompt is to be computed before its first token."""
+    """Whether part of its prompt is still to be computed before its first token."""
     return request.num_scheduled < request.num_prompt and not request.num_output
 
 
 def goes_before(policy: Policy, request: Request, other: Request, now: float) -> bool:
-    """Among those who run, both of them taken to do so."""
+    """Whether `request` precedes `other` in the order of running rows, as if both ran."""
     mine, its = ((policy.running_key(one, now), one.arrival) for one in (request, other))
     return mine < its
 
 
 class PrefillIsolation:
-    """Of one step after another: who begins in it, and who rests for that."""
+    """Decides in each step which prompts start, which rows pause for them, and which prefills are deferred."""
 
     def __init__(self, table: RequestTable) -> None:
         self._table = table
-        self._num_isolated = 0  # in a row, as many for a step as it has stalls
+        self._num_isolated = 0  # isolated steps in a row; a step counts once per stall limit it lasts
 
     def start(self, builder: PlanBuilder, next_in_line: Request | None) -> None:
-        """Note in the draft whom its step may begin to compute, and who is to rest if it does."""
+        """Set in `builder` the starting prompts, the rows that pause for them, and the deferred prefills."""
         running = [request for request in self._table.running.values() if self._goes_on(request)]
         if self._num_isolated < MAX_ISOLATED_STEPS:
             starting = [one for one in running if starts_prefill(one)]
@@ -64,7 +64,7 @@ class PrefillIsolation:
         self._defer(builder, running, next_in_line)
 
     def _pause(self, builder: PlanBuilder, running: list[Request], starting: list[Request]) -> None:
-        """Who rests keeps its word, whatever the places of newcomers change: nobody of its lane joins either."""
+        """Choose the rows to pause.  No request of their lanes is admitted in the same step."""
         policy = self._table.policy
         builder.paused = policy.paused(running, starting, builder.now) if starting else frozenset()
         if not builder.paused:
@@ -76,7 +76,7 @@ class PrefillIsolation:
             builder.isolated_steps = MAX_ISOLATED_STEPS - self._num_isolated
 
     def _defer(self, builder: PlanBuilder, running: list[Request], next_in_line: Request | None) -> None:
-        """Prompts under way that go behind who waits; where others rest, also those for which they do not."""
+        """Defer running prefills that `next_in_line` outranks, and, if rows pause, those they do not pause for."""
         policy, now = self._table.policy, builder.now
 
         def is_behind(one: Request) -> bool:
@@ -89,20 +89,20 @@ class PrefillIsolation:
         builder.deferred = sorted(behind, key=lambda one: (policy.running_key(one, now), one.arrival))
 
     def _shorten(self, builder: PlanBuilder, running: list[Request], starting: list[Request]) -> None:
-        """Leave out some of what prompts could have, but nothing of those for whom others would be waited for."""
-        last: dict[str, tuple[Key, int]] = {}  # of each lane, who goes behind all others of it
+        """Reduce the step's prefill budget, but not below the starting prompts that outrank another lane's rows."""
+        last: dict[str, tuple[Key, int]] = {}  # by lane: the place of its last running row
         for lane, place in self._places(running, builder.now):
             last[lane] = max(place, last.get(lane, place))
         owed = sum(
             one.unscheduled for one, (lane, place) in zip(starting, self._places(starting, builder.now), strict=True)
             if any(lane != other and place < its for other, its in last.items()))
-        # somebody gets on, whatever is asked for
+        # at least one row makes progress
         budget = max(1, len(running) + max(owed, builder.budget // SHORT))
         if budget < builder.budget:
             builder.budget, builder.shortage = budget, SHORT_STEP
 
     def _places(self, requests: Iterable[Request], now: float) -> Iterator[tuple[str, tuple[Key, int]]]:
-        """The lane of each, and where it stands among those who run."""
+        """Yields the lane of each request, and its place in the order of running rows."""
         policy = self._table.policy
         return ((policy.lane(one), (policy.running_key(one, now), one.arrival)) for one in requests)
 
@@ -111,7 +111,7 @@ class PrefillIsolation:
         return not request.reason and request.num_known < request.end
 
     def settle(self, builder: PlanBuilder) -> Sequence[Request]:
-        """Now that the others have their tokens: those who need not rest, where nobody that they rest for begins."""
+        """Returns the paused rows to plan after all, if no starting prompt got a token; else records their refusal."""
         if not builder.paused:
             return ()
         idle = [request for request in self._table.running.values() if request.request_id in builder.paused]
@@ -121,7 +121,7 @@ class PrefillIsolation:
         return ()
 
     def count(self, builder: PlanBuilder) -> None:
-        """The draft is complete."""
+        """Update the count of isolated steps; called when the plan is complete."""
         stalls = builder.time.stalls if builder.time is not None else 1
         self._num_isolated = self._num_isolated + stalls if self._is_isolated(builder) else 0
 

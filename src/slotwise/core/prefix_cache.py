@@ -1,13 +1,12 @@
-"""Blocks whose contents are known, so that equal beginnings of requests are computed once.
+"""Prefix cache: full blocks by content, so that equal prefixes of requests are computed once.
 
-    salt ◄── t0 ... t15 ◄── t16 ... t31 ◄── t32 ... t47        each entry knows the one before it
+    salt ◄── t0 ... t15 ◄── t16 ... t31 ◄── t32 ... t47        each entry points to its predecessor
               block 7         block 2          block 9
 
-An entry is found by a digest that covers its tokens and, through the entry before it, everything back to the salt.  A
-digest is only a hint: a hit is believed when the tokens are the same and so is the entry before, back to the salt
-itself.  So equal digests of different contents cost a hit and never give one, and tenants with different salts never
-share.  After vLLM's automatic prefix caching; the chain of verified entries is SGLang's radix tree, a block an edge
-(Zheng et al., 2024).
+An entry is looked up by a digest of its tokens and the predecessor's digest, back to the salt.  A hit counts only if
+the tokens and the predecessor entry are the same, too.  So a digest collision may cost a hit but never gives a false
+one, and tenants with different salts never share.  After vLLM's automatic prefix caching; the chain of verified entries
+is SGLang's radix tree, a block an edge (Zheng et al., 2024).
 """
 
 from __future__ import annotations
@@ -15,20 +14,20 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 
-NOWHERE = -1  # no block of the device, no place of the host
+NOWHERE = -1  # no device block, no host block
 
 Digest = Callable[[tuple[int, tuple[int, ...]]], int]
-"""Of the digest before and a block's tokens.  Python's own hash of integers is the same in every process."""
+"""Digest of (previous digest, tokens of the block).  Python's hash of integers is the same in every process."""
 
 
 class Entry:
-    """One block's contents, published: computed, and never written again.  On the device, in host memory, or both."""
+    """A published block: computed, and never written again.  On the device, in host memory, or both."""
 
     __slots__ = ("before", "block", "digest", "host_block", "tokens")
 
     def __init__(self, block: int, digest: int, tokens: tuple[int, ...], before: Entry | str) -> None:
-        self.block = block  # of the device
-        self.host_block = NOWHERE  # in host memory
+        self.block = block  # device block
+        self.host_block = NOWHERE
         self.digest = digest
         self.tokens = tokens
         self.before = before  # the entry before, or the salt
@@ -38,7 +37,7 @@ class Entry:
 
 
 class BlockHashes:
-    """A request's known tokens, cut into blocks, and how far along them it is published or was found."""
+    """A request's known tokens by block, their digests, and how many of these blocks are in the prefix cache."""
 
     __slots__ = ("before", "digests", "length", "parts", "salt")
 
@@ -46,17 +45,17 @@ class BlockHashes:
         self.salt = salt
         self.parts: list[tuple[int, ...]] = []
         self.digests: list[int] = []
-        self.before: Entry | str = salt  # the last entry of those that count
-        self.length = 0  # entries behind us
+        self.before: Entry | str = salt  # the last of the `length` entries, or the salt
+        self.length = 0  # blocks published or found
 
     def rewind(self) -> None:
-        """The request gave its blocks back."""
+        """Reset to the salt: the request released its blocks."""
         self.before = self.salt
         self.length = 0
 
 
 class PrefixCache:
-    """What is known of which block.  References and eviction are the pool's, places in host memory the host tier's."""
+    """Maps digests to published blocks.  BlockPool counts references and evicts; HostCache owns the host blocks."""
 
     def __init__(self, block_size: int, digest: Digest = hash) -> None:
         self._block_size = block_size
@@ -66,11 +65,11 @@ class PrefixCache:
 
     @property
     def blocks(self) -> Sequence[int]:
-        """Those that are published."""
+        """Published device blocks."""
         return tuple(self._of_block)
 
     def match(self, block_hashes: BlockHashes, tokens: Sequence[int], num_tokens: int) -> list[Entry]:
-        """Entries for the beginning of `tokens`, up to `num_tokens` of them, in order."""
+        """Returns the cached entries of the longest prefix of `tokens[:num_tokens]`, in order."""
         found: list[Entry] = []
         before: Entry | str = block_hashes.salt
         for index in range(num_tokens // self._block_size):
@@ -83,9 +82,9 @@ class PrefixCache:
         return found
 
     def publish(self, block_hashes: BlockHashes, tokens: Sequence[int], block: int) -> Entry | None:
-        """Let `block` be found as the next of `block_hashes`, unless its contents are on the device already.
+        """Publish `block` as the next of `block_hashes`, unless its contents are on the device already.
 
-        Returns an entry that was in its way, whose own beginning is gone: it can be found no more.
+        Returns the entry it replaced, if any: same digest, but its predecessor is gone, so it cannot be found any more.
         """
         index = block_hashes.length
         self._extend(block_hashes, tokens, index)
@@ -108,26 +107,26 @@ class PrefixCache:
         return block in self._of_block
 
     def knows(self, entry: Entry) -> bool:
-        """It can be found by its digest."""
+        """Whether `entry` can be found by its digest."""
         return self._entries.get(entry.digest) is entry
 
     def put(self, entry: Entry, block: int) -> None:
-        """`block` holds an entry that was not on the device."""
+        """Map `entry`, which was not on the device, to device block `block`."""
         entry.block = block
         self._of_block[block] = entry
 
     def vacate(self, block: int) -> Entry:
-        """`block` is about to be written again: what it held, which is on the device no more."""
+        """Unmap `block`, which is about to be reallocated.  Returns the entry that it held."""
         entry = self._of_block.pop(block)
         entry.block = NOWHERE
         return entry
 
     def forget(self, entry: Entry) -> None:
-        """It is held nowhere."""
+        """Remove `entry`, which is neither on the device nor on the host."""
         del self._entries[entry.digest]
 
     def _extend(self, block_hashes: BlockHashes, tokens: Sequence[int], index: int) -> None:
-        """Cut `tokens` up to block `index`; each block is cut and digested once in a request's life."""
+        """Split `tokens` up to block `index`; each block of a request is split and digested once."""
         size = self._block_size
         for at in range(len(block_hashes.parts), index + 1):
             part = tuple(tokens[at * size : (at + 1) * size])

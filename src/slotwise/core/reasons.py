@@ -1,15 +1,15 @@
-"""Why a request that could run does not run in a step.  Every refusal in a plan has one of these."""
+"""Reasons why an unfinished request does not run in a step.  Every refusal in a plan has one of them."""
 
-NO_SLOT = "no_slot"  # every slot is taken
-NO_BLOCKS = "no_blocks"  # the cache has no room for it
-TOKEN_BUDGET = "token_budget"  # the step's tokens are spent
-SHORT_STEP = "short_step"  # the step is kept short for a tenant that may come while it runs
-TIME_BUDGET = "time_budget"  # the step would take longer than it may
-TIER_CAP = "tier_cap"  # the slots that are free are kept for another tier
-FIRST_TOKEN = "first_token"  # the step is left to one who waits for its first token, of a tenant far behind
-OUTRANKED = "outranked"  # it gave its slot to one that goes before it
-ENDING = "ending"  # its last token is already in flight
-PROMPTS_ALONE = "prompts_alone"  # the step belongs to prompts
-BATCH_RUNNING = "batch_running"  # nobody joins a batch of whole requests once it runs
-WINDOW_OPEN = "window_open"  # a batch is being collected
-ONE_AT_A_TIME = "one_at_a_time"  # somebody has the machine to itself
+NO_SLOT = "no_slot"  # all slots are in use
+NO_BLOCKS = "no_blocks"  # too few cache blocks
+TOKEN_BUDGET = "token_budget"  # the step's token budget is spent
+SHORT_STEP = "short_step"  # the token budget is reduced for a tenant that may arrive while the step runs
+TIME_BUDGET = "time_budget"  # the step would exceed its time budget
+TIER_CAP = "tier_cap"  # the free slots are reserved for other tiers
+FIRST_TOKEN = "first_token"  # paused for the prefill of a tenant far behind
+OUTRANKED = "outranked"  # preempted for a request that goes before it
+ENDING = "ending"  # its last token is in flight
+PROMPTS_ALONE = "prompts_alone"  # the step computes new prompts only
+BATCH_RUNNING = "batch_running"  # a static batch admits no request while it runs
+WINDOW_OPEN = "window_open"  # a dynamic batch is still being collected
+ONE_AT_A_TIME = "one_at_a_time"  # another request is running alone

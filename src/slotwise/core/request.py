@@ -1,16 +1,16 @@
-"""A request: what is known of it, how far it is computed, and which states it may pass through.
+"""A request: its tokens, how many of them are computed, and its state machine.
 
-There are no phases.  A request has *known* tokens (its prompt, then what it sampled) and *computed* ones, whose keys
-and values are in the cache.  A step gives it up to `known - computed` tokens.  Prefill, chunked prefill, decode and
-recompute after a preemption are that one rule.
+There is no prefill or decode phase.  A request has *known* tokens (the prompt, then the output) and *computed* tokens,
+whose keys and values are in the KV cache.  A step computes up to `known - computed` of them.  Prefill, chunked prefill,
+decode and recomputation after a preemption all follow from this rule (as in vLLM's v1 scheduler).
 
-    known      |■■■■■■■■ prompt ■■■■■■■■|■ output ■|?|     ? pending: about to be sampled by a step not yet committed
+    known      |■■■■■■■■ prompt ■■■■■■■■|■ output ■|?|     ? pending: sampled by a step in flight, not yet committed
     scheduled  |■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■|       advanced by plan()
     computed   |■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■|         advanced by commit()
 
-Two rules govern a life:
- 1. The scheduler alone changes a state, along TRANSITIONS, and every request ends exactly once.
- 2. A preemption starts a new *epoch*: results of steps planned before it keep the token they sampled, and nothing else.
+Invariants:
+ 1. Only the scheduler changes a state, along TRANSITIONS; every request ends exactly once.
+ 2. A preemption starts a new *epoch*.  Of a step planned in an earlier epoch, commit() keeps the sampled token only.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from slotwise.core.slo import SLO
 
 
 class State(Enum):
-    WAITING = "waiting"  # has no slot yet
+    WAITING = "waiting"  # in the queue, never admitted
     RUNNING = "running"  # holds a slot and blocks
-    PREEMPTED = "preempted"  # gave both back; waits to be computed again
-    FINISHED = "finished"  # ended, with a reason
-    REJECTED = "rejected"  # refused at the door
+    PREEMPTED = "preempted"  # slot and blocks released; in the queue, to be recomputed
+    FINISHED = "finished"  # ended, with a finish reason
+    REJECTED = "rejected"  # refused on arrival: it could never run
 
 
 TRANSITIONS: dict[State, frozenset[State]] = {
@@ -44,20 +44,20 @@ NO_SLO = SLO()
 
 
 class IllegalTransition(AssertionError):
-    """A state was asked to change in a way the table does not allow: a bug, never a client's fault."""
+    """A state change that TRANSITIONS does not list: a bug, never a client's fault."""
 
 
 class Request:
-    """One generation.  Read by everyone in the core, changed by the scheduler alone.
+    """One sequence to generate.  Every component of the core reads it; only the scheduler changes it.
 
     Args:
-        request_id: unique among the living.
+        request_id: unique among unfinished requests.
         prompt: token ids, at least one.
-        params: what the client asked for.
+        params: sampling parameters.
         seed: 64 bits for the sampler.
-        eos_ids: the model's end tokens; they end this request unless it ignores them.
-        salt: requests share cached beginnings only with those of the same salt: a tenant, an adapter.
-        slo: who asks, and what they were promised.
+        eos_ids: the model's end-of-sequence tokens; they stop the request unless `params.ignore_eos` is set.
+        salt: requests share cached prefixes only within the same salt (a tenant, an adapter).
+        slo: tenant, tier, priority and latency objectives.
     """
 
     __slots__ = (
@@ -71,28 +71,28 @@ class Request:
         eos_ids: Sequence[int] = (), salt: str = "", slo: SLO = NO_SLO,
     ) -> None:
         self.request_id = request_id
-        self.tokens = list(prompt)  # known tokens, but for those that are pending
+        self.tokens = list(prompt)  # known tokens, without the pending ones
         self.num_prompt = len(self.tokens)
-        self.num_scheduled = 0  # tokens that steps were given
-        self.num_computed = 0  # tokens whose keys and values are in the cache, by the last commit
-        self.pending = 0  # tokens that steps in flight are about to sample
+        self.num_scheduled = 0  # tokens given to planned steps
+        self.num_computed = 0  # tokens whose keys and values are in the cache, as of the last commit
+        self.pending = 0  # tokens being sampled by steps in flight
         self.params = params
         self.seed = seed
         self.slo = slo
         self.stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else eos_ids)
         self.state = State.WAITING
-        self.reason = ""  # why it ended; one still RUNNING is held: it has all its tokens and waits for its batch
-        self.arrival = -1  # its number at the door: the tie-breaker of every order
+        self.reason = ""  # finish reason; set while RUNNING: held, all tokens sampled, waits for its batch to end
+        self.arrival = -1  # arrival number: the tie-breaker of every order
         self.arrived_at = 0.0  # seconds
-        self.deadline = float("inf")  # seconds; of the wait for its first slot
-        self.expected_tokens = 0  # of output, where a benchmark drew them; 0: nobody knows
-        self.num_passed = 0  # later arrivals that took a slot while it waited for blocks
-        self.end = 0  # as many tokens as it may ever have
+        self.deadline = float("inf")  # seconds; a request not admitted by then times out
+        self.expected_tokens = 0  # output length fixed by a benchmark; 0: unknown
+        self.num_passed = 0  # later arrivals admitted while it waited for blocks
+        self.end = 0  # maximum length, prompt and output, in tokens
         self.slot = NO_SLOT_HELD
-        self.blocks: list[int] = []  # its block table
-        self.capacity = 0  # tokens that its blocks hold
+        self.blocks: list[int] = []  # block table
+        self.capacity = 0  # tokens that fit in `blocks`
         self.block_hashes = BlockHashes(salt)
-        self.publish_at = 0  # computed tokens at which its next block is full
+        self.publish_at = 0  # number of computed tokens at which the next block is full
         self.epoch = 0
 
     @property
@@ -105,7 +105,7 @@ class Request:
 
     @property
     def unscheduled(self) -> int:
-        """Known tokens that no step was given: 1 while it decodes."""
+        """Known tokens not yet scheduled: 1 while decoding."""
         return len(self.tokens) + self.pending - self.num_scheduled
 
     @property
@@ -113,17 +113,17 @@ class Request:
         return self.state is State.FINISHED or self.state is State.REJECTED
 
     def transition(self, state: State) -> None:
-        """Raises IllegalTransition for a change the table does not list."""
+        """Change the state.  Raises IllegalTransition for a change that TRANSITIONS does not list."""
         if state not in TRANSITIONS[self.state]:
             raise IllegalTransition(f"{self.request_id}: {self.state.name} -> {state.name}")
         self.state = state
 
     def start_from(self, num_computed: int) -> None:
-        """The cache holds so many of its tokens, and no step was given any other."""
+        """Set the first `num_computed` tokens as computed (cached prefix, or 0 after a preemption)."""
         self.num_scheduled = self.num_computed = num_computed
 
     def schedule(self, count: int) -> bool:
-        """A step computes the next `count` tokens: whether it samples one, which it does when they are the last."""
+        """Schedule the next `count` tokens.  Returns whether the step samples: it does at the last known token."""
         self.num_scheduled += count
         if self.num_scheduled < len(self.tokens) + self.pending:
             return False
@@ -131,17 +131,18 @@ class Request:
         return True
 
     def unschedule(self) -> None:
-        """Forget all steps in flight."""
+        """Undo the scheduling of all steps in flight."""
         self.pending = 0
         self.num_scheduled = self.num_computed
 
     def append(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
-        """Add what a step sampled in the place of one pending token, up to the token that ends the request: those kept,
-        and why it ends ("" when it goes on).
+        """Append sampled `tokens` for one pending token.  Returns those kept, and the finish reason or "".
+
+        Tokens after the one that ends the request are dropped.
         """
         known, kept, reason = self.tokens, tokens, ""
         self.pending -= 1
-        if len(tokens) == 1 and tokens[0] not in self.stop_ids and len(known) + 1 < self.end:  # nearly always
+        if len(tokens) == 1 and tokens[0] not in self.stop_ids and len(known) + 1 < self.end:  # the common case
             known.append(tokens[0])
             return tokens, ""
         for index, token in enumerate(tokens):

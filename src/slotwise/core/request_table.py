@@ -1,10 +1,10 @@
-"""The roster: who lives, in which state, with which slot and which blocks.
+"""Request table: all unfinished requests, with their states, slots and blocks.
 
-    enter ──► WAITING ──admit──► RUNNING ──end──► FINISHED
-                 ▲                  │
-                 └── yield_place ◄──┘  PREEMPTED
+    add ──► WAITING ──admit──► RUNNING ──end──► FINISHED      also: end from WAITING and PREEMPTED,
+                        preempt ▼   ▲ admit                   and add to REJECTED, with an objection
+                              PREEMPTED
 
-Every change of a state is made here, along the table in `core/request.py`, and told as an event.
+Every state change happens here, along TRANSITIONS of `core/request.py`, and is recorded as an event.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slotwise.core.waiting_queue import Lane, WaitingQueue
 
 
 class RequestTable:
-    """Everyone alive.  Read by the planner, changed by it and by the scheduler alone."""
+    """All unfinished requests.  Only the scheduler and its planner change it."""
 
     def __init__(self, limits: SchedulerLimits, policy: Policy) -> None:
         self.policy = policy
@@ -31,14 +31,14 @@ class RequestTable:
         self.slots = Slots(limits.max_num_seqs)
         self.unfinished: dict[str, Request] = {}  # in order of arrival
         self.waiting = WaitingQueue(policy.lane_key)
-        self.running: dict[str, Request] = {}  # in the order they took their slots
+        self.running: dict[str, Request] = {}  # in order of admission
         self.held_outputs = HeldOutputs()
         self.events: list[Event] = []
-        self.num_with_tpot = 0  # of those alive, to whom a pace was promised
+        self.num_with_tpot = 0  # unfinished requests with a TPOT objective
         self._arrivals = 0
 
     def check(self) -> None:
-        """Law 4, conservation.  Raises an AssertionError that names what is wrong."""
+        """Check law 4, conservation of requests, slots and blocks.  Raises AssertionError naming the violation."""
         self.kv.check(self.unfinished.values())
         for request in self.unfinished.values():
             holds_slot = request.slot != NO_SLOT_HELD
@@ -51,7 +51,7 @@ class RequestTable:
         self.slots.check(request.slot for request in self.running.values())
 
     def add(self, request: Request, objection: str, now: float) -> None:
-        """Let a request in, or, with an objection, refuse it for good."""
+        """Enqueue a request; with an objection, reject it."""
         request.arrived_at = now
         request.arrival = self._arrivals
         self._arrivals += 1
@@ -69,7 +69,7 @@ class RequestTable:
         self.events.append(Arrived(now, request.request_id, request.num_prompt))
 
     def admit(self, request: Request, allocation: Allocation, step: int, now: float) -> None:
-        """Give a slot and the blocks of `allocation` to one who waits; what they hold already counts as computed."""
+        """Give a waiting request a slot and the blocks of `allocation`; cached tokens count as computed."""
         self.waiting.remove(request)
         request.transition(State.RUNNING)
         request.slot = self.slots.pop()
@@ -79,7 +79,7 @@ class RequestTable:
         self.events.append(Admitted(now, request.request_id, request.slot, step, request.num_computed))
 
     def set_policy(self, policy: Policy, now: float) -> None:
-        """Obey another policy from now on: everyone who waits is given a place by it."""
+        """Replace the policy, and requeue all waiting requests by it."""
         self.policy = policy
         self.waiting = WaitingQueue(policy.lane_key)
         for request in self.unfinished.values():
@@ -90,7 +90,7 @@ class RequestTable:
                 self._enqueue(request, now)
 
     def requeue(self, request: Request, now: float) -> None:
-        """Give one that waits the place it has by now."""
+        """Re-insert a waiting request by its key as of `now`."""
         self.waiting.remove(request)
         self._enqueue(request, now)
 
@@ -103,7 +103,7 @@ class RequestTable:
         self.waiting.add(request, lane, policy.waiting_key(request, now), moment)
 
     def preempt(self, request: Request, step: int, now: float) -> None:
-        """Drop what was computed; the tokens stay, and so does one that a step in flight is about to sample."""
+        """Release slot and blocks, and requeue; known tokens are kept, and so is one that a step in flight samples."""
         self.events.append(Preempted(now, request.request_id, step, request.num_computed))
         self._release(request)
         request.transition(State.PREEMPTED)
@@ -113,10 +113,11 @@ class RequestTable:
         self._enqueue(request, now)
 
     def hold(self, request: Request, reason: str) -> None:
-        """It has all its tokens, and stays until its batch has drained."""
+        """Mark a running request as ended; it keeps its slot until its batch has ended."""
         request.reason = reason
 
     def end(self, request: Request, reason: str, now: float, message: str = "") -> None:
+        """Finish an unfinished request: release what it holds, and record the event."""
         self.policy.finished(request, reason, now)
         if request.state is State.RUNNING:
             self._release(request)
@@ -131,7 +132,7 @@ class RequestTable:
         self.events.append(Finished(now, request.request_id, reason, request.num_output, message))
 
     def _release(self, request: Request) -> None:
-        """Slot and blocks come back, and may be given out in the very next plan: executors run plans in order."""
+        """Release slot and blocks.  The next plan may reuse them, because executors run plans in order."""
         self.kv.release(request)
         self.slots.release(request.slot)
         request.slot = NO_SLOT_HELD

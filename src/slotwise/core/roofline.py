@@ -1,8 +1,8 @@
-"""What a step must cost on a machine, however well it is computed.
+"""Roofline: the lower bound of a step's time on a machine.
 
 The roofline (Williams, Waterman and Patterson, 2009): a step cannot be faster than its bytes at the machine's
-bandwidth, nor than its operations at the machine's rate.  Both are taken from the step's own plan, so the bound knows
-of every row, chunk and context.
+bandwidth, nor than its operations at the machine's rate.  Both come from the step's plan, so the bound accounts for
+every row, chunk and context.
 
     a step    bytes       all weights once, and the keys and values of every row's context
               operations  two for each weight and token, the head's only for rows that sample; four for each pair of a
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 
 class Cost(NamedTuple):
-    """What a step must do at least."""
+    """The least that a step must read and compute."""
 
     bytes: int
     operations: int
@@ -25,10 +25,10 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What was measured."""
+    """Measured peak rates."""
 
     bytes_per_second: float  # of memory reads
-    operations_per_second: float  # of large products
+    operations_per_second: float  # of large matrix products
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,11 @@ class Roofline:
     weight_bytes: int  # of all weights that a step reads, quantised or not
     position_bytes: int  # keys and values of one position, in all layers
     token_weights: int  # weights that each token is multiplied by
-    head_weights: int  # and each sampling row besides
-    pair_operations: int  # of a query and a key, in all layers
+    head_weights: int  # weights that each sampling row is multiplied by in addition
+    pair_operations: int  # operations of a query and a key, in all layers
 
     def cost(self, starts: Sequence[int], counts: Sequence[int], num_sampled: int) -> Cost:
-        """Rows that compute `counts` tokens from positions `starts` on; padding counts for nothing."""
+        """Returns the cost of rows that compute `counts` tokens from positions `starts`; padding is not counted."""
         computed, contexts = sum(counts), sum(starts) + sum(counts)
         pairs = contexts
         if computed > len(counts):
@@ -53,6 +53,6 @@ class Roofline:
             2 * (computed * self.token_weights + num_sampled * self.head_weights) + pairs * self.pair_operations)
 
     def seconds(self, cost: Cost) -> float:
-        """The larger of both bounds."""
+        """Returns the larger of the memory and the compute bound, in seconds."""
         machine = self.machine
         return max(cost.bytes / machine.bytes_per_second, cost.operations / machine.operations_per_second)

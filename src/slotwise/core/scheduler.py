@@ -1,14 +1,12 @@
-"""The scheduler: at every step, who runs, with how many tokens, in which blocks.
+"""The scheduler: which requests run in the next step, with how many tokens and which cache blocks.
 
-A step is three verbs, and two of them are here:
-
-    plan(now)                    running rows first, then those who wait
+    plan(now)                    running requests first, then waiting ones; returns a StepPlan
     ... the executor runs it ...
-    commit(plan, result, now)    append tokens, end, free, tell what happened
+    commit(plan, result, now)    appends tokens, finishes requests, frees blocks, records events
 
-One step may be in flight: `plan` works from *scheduled* counts, `commit` advances *computed* ones.  A request that ends
-while it stands in a planned step leaves a *void* row there, whose result is dropped.  Time is an argument; ties fall to
-the arrival number; nothing here reads a clock, draws a random number or iterates a set.
+One step may be in flight: plan() works from *scheduled* token counts, commit() advances *computed* ones.  The result of
+a row whose request finished after it was planned is dropped (a *void* row).  The scheduler is deterministic: time is an
+argument, ties fall to the arrival number, and no code here reads a clock, draws a random number or iterates a set.
 """
 
 from __future__ import annotations
@@ -28,23 +26,23 @@ from slotwise.core.request_table import RequestTable
 from slotwise.core.step import StepPlan, StepResult, TokenLogprobs
 from slotwise.core.step_time import StepTimeModel, work_of
 
-MAX_IN_FLIGHT = 1  # uncommitted steps that plan() may look past
+MAX_IN_FLIGHT = 1  # uncommitted steps that may exist when plan() is called
 
 
 class Scheduler:
-    """The one owner of every request's state, through its roster."""
+    """Owns the state of every request, through its RequestTable."""
 
     def __init__(
         self, limits: SchedulerLimits, discipline: Discipline, policy: Policy, times: StepTimeModel | None = None,
     ) -> None:
-        """`times` prices steps, and learns from those that are committed while somebody asks for prices."""
+        """`times` predicts step times; commit() trains it while any policy, limit or request needs predictions."""
         self._table = RequestTable(limits, policy)
         self._times = times or StepTimeModel()
         self._planner = Planner(self._table, limits, discipline, self._times)
-        self._in_flight: deque[InFlight] = deque()  # steps that are planned and not committed, oldest first
+        self._in_flight: deque[InFlight] = deque()  # planned and not yet committed, oldest first
         self._steps = 0
 
-    # -- what others may read ------------------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------------------------
 
     @property
     def limits(self) -> SchedulerLimits:
@@ -56,7 +54,7 @@ class Scheduler:
 
     @property
     def times(self) -> StepTimeModel:
-        """What prices steps."""
+        """The step-time model."""
         return self._times
 
     @property
@@ -73,7 +71,7 @@ class Scheduler:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that nobody refers to; some of them may hold beginnings worth finding."""
+        """Blocks without a reference; some of them may hold cached prefixes."""
         return self._table.kv.pool.num_available
 
     @property
@@ -81,11 +79,11 @@ class Scheduler:
         return bool(self._table.unfinished) or bool(self._in_flight)
 
     def requests(self) -> tuple[Request, ...]:
-        """All who live, in order of arrival."""
+        """All unfinished requests, in order of arrival."""
         return tuple(self._table.unfinished.values())
 
     def queue_positions(self, request_ids: Collection[str], now: float) -> dict[str, int]:
-        """Of those of these requests that wait: how many are to start before each, by the order of this moment."""
+        """Queue position of each waiting request among `request_ids`: how many are to start before it, as of `now`."""
         unfinished = self._table.unfinished
         left = {name for name in request_ids if name in unfinished and unfinished[name].state is not State.RUNNING}
         found: dict[str, int] = {}
@@ -99,21 +97,21 @@ class Scheduler:
         return found
 
     def pop_events(self) -> list[Event]:
-        """What happened since the last call."""
+        """Events since the last call."""
         events, self._table.events = self._table.events, []
         return events
 
     def check(self) -> None:
-        """Law 4, conservation.  Raises an AssertionError that names what is wrong."""
+        """Check law 4, conservation of requests, slots and blocks.  Raises AssertionError naming the violation."""
         self._table.check()
 
-    # -- what is asked of it -------------------------------------------------------------------------------------
+    # -- operations ----------------------------------------------------------------------------------------------
 
     def configure(self, limits: SchedulerLimits, discipline: Discipline, policy: Policy, now: float) -> None:
-        """Other limits, another discipline and perhaps another policy, from the next plan on.  Whoever runs goes on.
+        """Replace limits, discipline and policy from the next plan on.  Running requests keep their slots.
 
         Raises:
-            ValueError: the limits ask for what was fixed at the start: the cache, the longest sequence, more slots.
+            ValueError: the limits change what is fixed at the start: the cache, `max_model_len`, or more slots.
         """
         if limits.fixed != self.limits.fixed:
             raise ValueError("the cache and the longest sequence are fixed at the start")
@@ -124,18 +122,18 @@ class Scheduler:
             self._table.set_policy(policy, now)
 
     def add(self, request: Request, now: float) -> None:
-        """Let a request in, or refuse it for good when it could never run."""
+        """Enqueue a request, or reject it if it could never run."""
         request.end = self.limits.longest(request.num_prompt, request.params.max_tokens)
         self._table.add(request, self.limits.objection(request.num_prompt, request.params.max_tokens), now)
 
     def finish(self, request_id: str, reason: str, now: float) -> None:
-        """End a request from outside, in any state.  One that has ended already, or never was, is left alone."""
+        """Finish a request in any state.  Does nothing if the id is unknown or already finished."""
         request = self._table.unfinished.get(request_id)
         if request is not None:
             self._table.end(request, reason, now)
 
     def plan(self, now: float) -> StepPlan:
-        """The next step; it has no rows when nothing can run.
+        """Returns the next step; it has no rows when no request can run.
 
         Raises:
             RuntimeError: more than one step is uncommitted.
@@ -149,10 +147,10 @@ class Scheduler:
         return planned.plan
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> None:
-        """Take in what the oldest uncommitted step yielded.
+        """Apply the result of the oldest uncommitted step: append tokens, finish requests, record events.
 
         Raises:
-            RuntimeError: `plan` is not that step, or `result` is another's.
+            RuntimeError: `plan` is not that step, or `result` belongs to another step.
         """
         if not self._in_flight or self._in_flight[0].plan is not plan or result.step != plan.step:
             raise RuntimeError(f"step {plan.step} is not the next to commit, or result {result.step} is not its own")
@@ -160,10 +158,10 @@ class Scheduler:
             raise RuntimeError(f"step {plan.step} has {plan.num_rows} rows, and its result {len(result.tokens)}")
         step = self._in_flight.popleft()
         ended: list[tuple[Request, str]] = []
-        kept: dict[int, tuple[int, ...]] = {}  # by row, where it may be less than what was sampled
+        kept: dict[int, tuple[int, ...]] = {}  # by row: the tokens kept, where these are not all that was sampled
         overrun = 0
         for row, (request, epoch, tokens) in enumerate(zip(step.requests, step.epochs, result.tokens, strict=True)):
-            if request.reason:  # ended or held meanwhile
+            if request.reason:  # finished or held since it was planned
                 overrun += len(tokens)
                 kept[row] = ()
                 continue
@@ -189,7 +187,10 @@ class Scheduler:
             self._table.end(request, reason, now)
 
     def _release(self, outputs: Outputs, ended: list[tuple[Request, str]], plan: StepPlan) -> Outputs:
-        """What may be told now, to those with a row in `plan`; `ended` is left with those of them who may go now."""
+        """Returns the outputs to publish now, and reduces `ended` to the requests that may finish now.
+
+        Both stay as they are, except in a batch that leaves together: its outputs are held until all of it has ended.
+        """
         together = self._planner.discipline.leaves_together
         if not (together or self._table.held_outputs):
             return outputs
@@ -202,14 +203,14 @@ class Scheduler:
         if together and len(held) < len(self._table.running):
             ended[:] = gone
             return self._table.held_outputs.release(request.request_id for request, _ in gone)
-        present = frozenset(plan.request_ids)  # whoever rests in this step is told, and goes, in the next it is in
+        present = frozenset(plan.request_ids)  # a held row that pauses here finishes in its next step
         ended[:] = gone + [(request, request.reason) for request in held if request.request_id in present]
         return self._table.held_outputs.release(plan.request_ids)
 
     def rollback(self) -> list[str]:
-        """Forget all steps in flight, after a failed one: their rows will be planned again from the last commit.
+        """Drop all steps in flight after a failure; their rows are planned again from the last commit.
 
-        Returns the ids of the requests that stood in the oldest of them.
+        Returns the ids of the unfinished requests in the oldest of these steps.
         """
         steps = list(self._in_flight)
         self._in_flight.clear()
@@ -221,7 +222,7 @@ class Scheduler:
 
 
 def _outputs_of(plan: StepPlan, result: StepResult, kept: Mapping[int, tuple[int, ...]]) -> Outputs:
-    """What a step's rows sampled; of those rows that `kept` names, what they kept, if anything."""
+    """Returns the tokens each row sampled; for rows in `kept` the tokens kept, and no entry if none were."""
     logprobs: tuple[tuple[TokenLogprobs, ...], ...] = result.logprobs or ((),) * plan.num_rows
     if not kept:
         return Outputs(plan.request_ids, result.tokens, logprobs)

@@ -1,6 +1,6 @@
-"""On what terms a request is served: who asks, and what they were promised.
+"""Service-level objectives: tenant, tier, priority and latency targets of a request.
 
-Fixed when it came in.  Policies read it; nothing else in the core does.
+Fixed on arrival.  Policies read all of them, the rest of the core `tier` and `tpot` only.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ LEAST_WEIGHT, MOST_WEIGHT = 0.001, 1e6
 
 @dataclass(frozen=True, slots=True)
 class SLO:
-    """Raises ValueError for promises that mean nothing."""
+    """Objectives of one request.  Raises ValueError for values out of range."""
 
-    tenant: str = ""  # whose service is counted together: a key's holder, or the `user` of a request
-    tier: str = ""  # the name of one of the limits' tiers; "": of none
+    tenant: str = ""  # the unit of fairness: the holder of an API key, or the `user` of a request
+    tier: str = ""  # name of one of the limits' tiers; "": none
     priority: int = 0  # lower is earlier
-    ttft: float | None = None  # seconds from its arrival in which its first token is promised
-    tpot: float | None = None  # seconds between two tokens that it is promised
+    ttft: float | None = None  # seconds from arrival to the first token
+    tpot: float | None = None  # seconds between two output tokens
 
     def __post_init__(self) -> None:
         if self.priority not in PRIORITIES:
@@ -32,14 +32,14 @@ class SLO:
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A class of service.  Raises ValueError for numbers that mean nothing."""
+    """A class of service.  Raises ValueError for values out of range."""
 
     name: str
-    ttft: float | None = None  # seconds, as in Terms, of requests that bring no objective of their own
+    ttft: float | None = None  # seconds, as in SLO; the default of its requests
     tpot: float | None = None
-    priority: int = 0  # of requests that bring none
-    weight: float = 1.0  # of its service beside that of others, where a policy shares
-    slots: int = 0  # kept for it: others may not take them, even while they are free
+    priority: int = 0  # the default of its requests
+    weight: float = 1.0  # share of the service, under a policy that shares
+    slots: int = 0  # slots reserved for it, even while they are free
 
     def __post_init__(self) -> None:
         SLO("", self.name, self.priority, self.ttft, self.tpot)

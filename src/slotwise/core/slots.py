@@ -1,4 +1,4 @@
-"""Slots: the places of a batch, and who has left one since the executor was last told."""
+"""Slots: the batch indices of running requests, and those released since the last plan."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class Slots:
-    """The lowest free number is given out first."""
+    """Allocates the lowest free slot first."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -26,10 +26,10 @@ class Slots:
         self._released.append(slot)
 
     def pop_released(self) -> tuple[int, ...]:
-        """Those given back since the last call."""
+        """Slots released since the last call."""
         released_slots, self._released = tuple(self._released), []
         return released_slots
 
     def check(self, taken: Iterable[int]) -> None:
-        """Each slot is either taken or free.  Raises AssertionError."""
+        """Check that each slot is either taken or free.  Raises AssertionError."""
         assert sorted([*taken, *self._free]) == list(range(self.total))

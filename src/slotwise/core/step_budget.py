@@ -1,11 +1,11 @@
-"""A step budgeted in time: what it may still compute, by the model of step times.
+"""Time budget of a step: how many prompt tokens it may still compute, as the step-time model predicts.
 
-    |■ decode rows ■|■■ a piece of a prompt ■■|              |      predicted seconds
+    |■ decode rows ■|■■■■ prefill chunk ■■■■■■|              |      predicted seconds
     0                                          ...            `seconds`
 
-A budget in tokens cannot keep streams flowing: 256 tokens behind a context of 8,000 take several times as long as 256
-at the beginning, and sixty-four decoding rows take longer than four.  After Sarathi-Serve's observation (Agrawal et
-al., OSDI 2024) that a step's time, not its tokens, is what decoding requests wait for.
+A token budget does not bound inter-token latency: 256 tokens behind a context of 8,000 take several times as long as
+256 at the start of a prompt, and sixty-four decoding rows take longer than four.  After Sarathi-Serve's observation
+(Agrawal et al., OSDI 2024) that decoding requests wait for a step's time, not for its tokens.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from typing import NamedTuple
 
 from slotwise.core.step_time import StepTimeModel, Work
 
-FLOOR = 16  # tokens that one prompt gets at every step, whatever they cost: a long prompt must get on
-MOST = 4.0  # times the bound, however many more begin
-WHOLE = 2.5  # times the bound, for a prompt that is over with it
-SHARE = 2.0  # times what the decoding rows take alone, that they may always be held up: prompts get half of a full step
+FLOOR = 16  # tokens that one prompt gets at every step at any cost, so that a long prompt progresses
+MOST = 4.0  # times the bound at most, however many prompts start
+WHOLE = 2.5  # times the bound, for a prompt that completes in this step
+SHARE = 2.0  # times the decoding rows' own time, always allowed: prompts get half of a full step
 
 
 class StallLimit(NamedTuple):
-    """How long a step with prompts may hold up those who decode, in seconds."""
+    """How long a step with prefill chunks may take beside decoding rows, in seconds."""
 
     seconds: float
-    whole: float  # if it computes all of a prompt: to cut a short one holds them up longer in all, and it, too
+    whole: float  # if it computes a whole prompt: chunking a short one delays the rows, and the prompt, longer in total
 
 
 def stall_limit(times: StepTimeModel, bound: float, contexts: Sequence[int], num_newcomers: int) -> StallLimit:
-    """What a step with prompts may take so that nobody who decodes is held up for long.
+    """Returns the stall limit of a step with `num_newcomers` prompts beside decoding rows.
 
-    A step of `bound` delays each of the decoding rows by as much as it brings the newcomers on.  Where more of them
-    come on than are delayed, it is longer, by as much as they are more: so a burst is taken in at nearly full speed,
-    and a few long prompts are cut finely.
+    A step of `bound` seconds delays each decoding row as much as it advances each newcomer.  If newcomers outnumber
+    decoding rows, the limit grows by that ratio: a burst is computed at nearly full speed, a few long prompts in small
+    chunks.
 
     Args:
-        times: of steps.
-        bound: seconds, where newcomers are at most as many as those who decode, and these leave time for prompts.
-        contexts: tokens that are computed of each request that decodes, at least one.
-        num_newcomers: who run and have no token yet, and who wait and find a slot.
+        times: step-time model.
+        bound: seconds; the limit if newcomers do not outnumber decoding rows, and these leave time for prompts.
+        contexts: computed tokens of each decoding request; at least one request.
+        num_newcomers: running requests without a token, and waiting ones that get a slot.
     """
     decode = Work(len(contexts), len(contexts), sum(contexts) + len(contexts), 0.0)
     plain = max(bound, SHARE * times.seconds(decode))
@@ -49,12 +49,12 @@ def stall_limit(times: StepTimeModel, bound: float, contexts: Sequence[int], num
 
 
 class StepBudget:
-    """What a step computes so far, and how much of a prompt it may take in.
+    """The work planned into a step so far, and the prompt tokens that still fit its time.
 
     Args:
-        times: nothing is held back while it knows nothing.
-        asked: seconds that the step was asked to take at most; infinite: nobody asked.
-        held_up: what those who decode in it may be held up; None: nobody is.
+        times: step-time model; while it is untrained, nothing is limited.
+        asked: the step's time limit in seconds (`max_step_ms` or a TPOT objective); infinite: none.
+        held_up: stall limit for the decoding rows; None: no row decodes.
     """
 
     def __init__(self, times: StepTimeModel, asked: float, held_up: StallLimit | None = None) -> None:
@@ -65,33 +65,31 @@ class StepBudget:
 
     @property
     def stalls(self) -> int:
-        """As many are in this step, as far as it is filled; at least one."""
+        """Number of stall limits that the step planned so far lasts for; at least 1."""
         return max(1, ceil(self._times.seconds(self._work) / self._stall.seconds))
 
     def lets_begin(self, start: int, count: int) -> bool:
-        """Whether one who waits may begin with `count` tokens: only what was asked for makes it wait while others
-        run.
-        """
+        """Whether a waiting request may start with `count` tokens: only the time limit delays it, no stall limit."""
         return self._takes(start, count, self._asked)
 
     def takes_whole(self, start: int, count: int) -> bool:
-        """Whether all `count` tokens of a prompt may be computed that nobody has begun."""
+        """Whether all `count` tokens of a new prompt may be computed in this step."""
         return self._takes(start, count, min(self._asked, self._stall.whole))
 
     def add(self, start: int, count: int) -> None:
-        """A row computes `count` tokens from position `start` on."""
+        """Add a row that computes `count` tokens from position `start`."""
         self._work = self._with(start, count)
 
     def add_decodes(self, starts: Sequence[int]) -> None:
-        """Rows compute a token each, at `starts`."""
+        """Add decoding rows, which compute one token each, at positions `starts`."""
         tokens, rows, context, pairs, _ = self._work
         self._work = Work(tokens + len(starts), rows + len(starts), context + sum(starts) + len(starts), pairs)
 
     def fitting(self, start: int, wanted: int, stalls: int = 1) -> int:
-        """Of `wanted` tokens from position `start` on, as many as the time that is left allows; 0: none.
+        """Returns how many of `wanted` tokens from position `start` fit the time left; 0: none.
 
         Args:
-            stalls: that the step may take in one: more only where all who decode rest for so many.
+            stalls: stall limits that the step may last for; above 1 only if all decoding rows pause.
         """
         seconds = min(self._asked, self._stall.seconds * stalls)
         if self._takes(start, wanted, seconds):
@@ -106,7 +104,7 @@ class StepBudget:
         return fits
 
     def _takes(self, start: int, count: int, seconds: float) -> bool:
-        """With these, at most so long; so it is believed while nothing is known."""
+        """Whether the step with these tokens takes at most `seconds`; true while the model is untrained."""
         return not self._times.knows or self._times.seconds(self._with(start, count)) <= seconds
 
     def _with(self, start: int, count: int) -> Work:

@@ -1,26 +1,26 @@
-"""What a step will take, learned from the steps there were.
+"""Step-time model: predicts a step's seconds, and learns on-line from committed steps.
 
-A step's seconds are a sum of non-negative shares, linear in what it computes, times a factor of its size and a level:
+A step's seconds are a non-negative linear function of its work, times a factor of its size and a level:
 
     seconds ≈ level · factor(size) · (a + l·launched + b·tokens + c·rows + d·context + e·pairs)
 
-`a` is reading the weights, `l` starting the kernels one by one, `b` the products, `c` the head and sampling, `d`
-reading the cache, `e` the attention of prompts.  The coefficients minimise squared *relative* errors (a step's terms
-are divided by what it took), so that a step of two milliseconds counts as much as one of two hundred, and one that
-somebody else's work made ten times longer hardly counts.
+`a` is reading the weights, `l` launching the kernels one by one, `b` the matrix products, `c` the head and sampling,
+`d` reading the KV cache, `e` prefill attention.  The coefficients minimise squared *relative* errors (a step's terms
+are divided by its seconds), so that a step of two milliseconds counts as much as one of two hundred, and a step that
+other processes made ten times longer hardly counts.
 
-Three kinds of steps differ by more than their terms say.  Steps of decoding rows alone are recorded on the device and
-run again as one (see `runner/graphs.py`); the *first* of as many rows, behind a context of such a length, pays for the
-recording; and those with prompts in them are never recorded.  Only the first kind knows no `launched`.
+Three kinds of steps differ by more than their terms.  DECODE steps, of decoding rows alone, replay a captured graph
+(see `runner/graphs.py`); a FIRST step, with a row count and context length not seen before, pays for the capture;
+PROMPTS steps, with prefill chunks, are never captured.  `launched` is 0 for DECODE, else 1.
 
-Memory is kept by kind and size: steps of 1, 2-3, 4-7 ... tokens each have sums of their own (of a least-squares
-problem's normal equations), and only steps of the same size make older ones fade.  An hour of full batches therefore
-forgets nothing about a row alone, unless predictions turn out to be far off and to one side: then everything older
-counts for little.  A size whose steps take persistently more or less than the line says is corrected by a factor,
-between two sizes by what lies between their factors: processors have kinks that lines have not.
+Steps are remembered by kind and size: steps of 1, 2-3, 4-7 ... tokens each have their own sums (the normal equations of
+a least-squares problem), and only steps of the same size fade older ones.  So an hour of full batches forgets nothing
+about a single row, unless predictions turn out to be far off and to one side: then everything older counts for little.
+A factor corrects a size whose steps persistently take more or less than the linear function, interpolated between two
+sizes: processors have non-linearities.
 
-The level follows the last dozens of steps, of any size: a machine that others share is faster or slower from one minute
-to the next.  What something *typically* takes leaves it out.
+The level follows the last dozens of steps, of any size: a shared machine is faster or slower from one minute to the
+next.  The *typical* time leaves it out.
 """
 
 from __future__ import annotations
@@ -36,44 +36,44 @@ from typing import NamedTuple
 
 from slotwise.core.least_squares import non_negative
 
-FADE = 0.98  # what a step's sums keep when the next of its size comes: half is forgotten after 34
-REMEMBERED = 10.0  # steps of a size that what was learned in another run counts for at most
-DOUBT = 0.5  # steps of a size that its factor must outweigh
-REFIT = 32  # steps after which coefficients are found anew, unless they are few
-FAMILIAR = 24.0  # steps of a size after which only one in SELDOM is learned from: it is done beside the engine
+FADE = 0.98  # decay of a size's sums at its next step: half is forgotten after 34
+REMEMBERED = 10.0  # steps of a size that sums learned in another run count for at most
+DOUBT = 0.5  # prior weight of a factor of 1, in steps of its size
+REFIT = 32  # steps between two fits; fewer in the first steps
+FAMILIAR = 24.0  # steps of a size after which only one in SELDOM is learned from: learning takes time beside the engine
 SELDOM = 8
-ROUTINE = 4  # of steps of a familiar kind and size, one in so many is looked at, for the same reason
-# Towards nothing, of each term.  A step's own share is the cheapest, for eight streams that never change tell nothing
-# about one of them, and most of a step is reading weights.
+ROUTINE = 4  # of steps of a familiar kind and size, one in this many is compared, for the same reason
+# Regularisation of each term towards 0.  A step's constant is regularised least: eight unchanging streams say nothing
+# about a single one, and most of a step is reading weights.
 RIDGE = (1e-6, 1e-4, 1e-3, 1e-2, 1e-3, 1e-3)
-JUDGED = 256  # steps that the error is told of
-DONE_BEFORE = 0.25  # of what was predicted: a step in flight that took less was computed in the time of the one before
-ANOTHER = 0.25  # error, to one side, of half of REFIT steps after which this must be another machine, or a busier one
-AFRESH = 2.0  # steps of a size that everything older counts for then
-HASTE = 0.3  # of a step's error that the level takes on
-HICCUP = 0.1  # of its logarithm: what is off by more tells of something else than the machine's speed
-TRUSTED = 3.0  # steps of a size before its errors tell of the level
-SHORT = 256  # positions: contexts up to here are alike for a recorded step, then up to twice as many, and so on
+JUDGED = 256  # steps that `error` is computed over
+DONE_BEFORE = 0.25  # of the prediction: an overlapped step that took less was computed during the step before
+ANOTHER = 0.25  # median relative error of REFIT steps above which this must be another machine, or a busier one
+AFRESH = 2.0  # steps of a size that all older ones then count for
+HASTE = 0.3  # share of a step's error that moves the level
+HICCUP = 0.1  # maximum logarithmic error used: larger ones have other causes than the machine's speed
+TRUSTED = 3.0  # steps of a size before its errors move the level
+SHORT = 256  # positions: graphs are captured for contexts up to this, up to twice as many, and so on
 
 NUM_TERMS = 6
-PAIRS = [(i, j) for i in range(NUM_TERMS) for j in range(i + 1)]  # of a symmetric matrix, the lower half
+PAIRS = [(i, j) for i in range(NUM_TERMS) for j in range(i + 1)]  # lower triangle of a symmetric matrix
 DECODE, FIRST, PROMPTS = "decode", "first", "prompts"
 KINDS = (DECODE, FIRST, PROMPTS)
-SIZES = {kind: [f"{kind}-{1 << bits >> 1}" for bits in range(64)] for kind in KINDS}  # by the tokens' bits
+SIZES = {kind: [f"{kind}-{1 << bits >> 1}" for bits in range(64)] for kind in KINDS}  # by bit length of the tokens
 
 
 class Work(NamedTuple):
-    """What a step computes, or would."""
+    """The work of a step."""
 
     tokens: int  # padding included
     rows: int
-    context: int  # positions that rows of one token attend to, summed
-    pairs: float  # of a prompt's token and a position it attends to
-    longest: int = 0  # of `context`, the most of one row in a step of such rows alone; 0: as much as there often was
+    context: int  # positions attended to by rows of one token, summed
+    pairs: float  # (prompt token, attended position) pairs of prefill chunks
+    longest: int = 0  # largest context of a row, in a step of decoding rows alone; 0: one seen before
 
 
 def work_of(starts: Sequence[int], counts: Sequence[int], padding: Sequence[int] = ()) -> Work:
-    """The work of rows that compute `counts` tokens from positions `starts` on, and `padding` behind them."""
+    """Returns the work of rows that compute `counts` tokens from positions `starts`, and `padding` after them."""
     if not counts:
         return Work(0, 0, 0, 0.0)
     if max(counts) == 1 and not padding:
@@ -103,19 +103,19 @@ class Sums:
         self.products = [known * FADE + share[i] * share[j] for known, (i, j) in zip(self.products, PAIRS, strict=True)]
 
     def faded(self, weight: float) -> Sums:
-        """The same, counting for at most `weight` steps."""
+        """Returns a copy that counts for at most `weight` steps."""
         share = min(1.0, weight / self.weight) if self.weight else 1.0
         return Sums(self.weight * share, [one * share for one in self.products], [one * share for one in self.totals])
 
     def tokens(self) -> float:
-        """Of these steps, about the mean."""
+        """Returns about the mean number of tokens of these steps."""
         return self.totals[2] / self.totals[0]
 
     def factor(self, shares: Sequence[float]) -> float:
-        """What a line of these shares must be multiplied by so that its part of a step is one on the mean.
+        """Returns the factor for `shares` that makes predicted / measured 1 on the mean over these steps.
 
-        The least relative error would be further below what a step takes on the mean, by the variance of whatever
-        disturbed them; here too one that was interrupted for ten times as long hardly counts.
+        The factor of least squared relative error would predict less than the mean, by the variance of disturbances.
+        Here, too, a step that was interrupted for ten times its length hardly counts.
         """
         told: float = sum(map(mul, shares, self.totals))
         return (self.weight + DOUBT) / (told + DOUBT)
@@ -123,7 +123,7 @@ class Sums:
 
 @dataclass(slots=True)
 class Learned:
-    """All that a model knows, to be kept and taken up again.  Raises ValueError for another model's."""
+    """The learned state of a model, to be saved and restored.  Raises ValueError for sums of another shape."""
 
     sizes: dict[str, Sums]
 
@@ -138,23 +138,23 @@ class Learned:
 
 @dataclass(slots=True)
 class Prediction:
-    """What is typical of work, to be asked elsewhere (see `StepTimeModel.typical`)."""
+    """The parameters of `StepTimeModel.typical`, to predict in another process."""
 
     shares: list[float]
-    factors: dict[str, dict[str, tuple[float, float]]]  # of each kind, by size: logarithm of its tokens, factor
+    factors: dict[str, dict[str, tuple[float, float]]]  # by kind and size: log2 of the tokens, factor
     met: list[tuple[int, int]]
 
 
 class Factors:
-    """The factors of one kind's sizes, and what lies between them."""
+    """The factors of one kind's sizes, interpolated between sizes."""
 
     def __init__(self) -> None:
-        self.known: dict[str, tuple[float, float]] = {}  # size -> logarithm of its tokens, factor
+        self.known: dict[str, tuple[float, float]] = {}  # by size: log2 of the tokens, factor
         self._at: list[float] = []
         self._factors: list[float] = []
 
     def restore(self, known: dict[str, tuple[float, float]]) -> None:
-        """Take up what was `known`."""
+        """Restore the factors `known`."""
         self.known = dict(known)
         self._arrange()
 
@@ -167,7 +167,7 @@ class Factors:
         self._at, self._factors = [at for at, _ in curve], [factor for _, factor in curve]
 
     def of(self, tokens: int) -> float:
-        """Before the first and behind the last that is known, theirs; 1 where nothing is."""
+        """Returns the factor for `tokens`: constant outside the known sizes, 1 if none is known."""
         if not self._at:
             return 1.0
         at = math.log2(tokens)
@@ -186,53 +186,53 @@ class StepTimeModel:
         self._sizes = {size: sums.faded(REMEMBERED) for size, sums in learned.sizes.items()} if learned else {}
         self._shares = [0.0] * NUM_TERMS
         self._factors = {kind: Factors() for kind in KINDS}
-        self._level = 0.0  # its logarithm
-        self._met: set[tuple[int, int]] = set()  # rows and bits of the longest context, of steps of decoding rows alone
+        self._level = 0.0  # natural logarithm of the level
+        self._met: set[tuple[int, int]] = set()  # DECODE steps seen: rows, bits of the longest context
         self._errors: deque[float] = deque(maxlen=JUDGED)
-        self._recent: deque[float] = deque(maxlen=REFIT)  # of what is typical, with their sign
-        self._last_end = 0.0  # seconds; of the step before
+        self._recent: deque[float] = deque(maxlen=REFIT)  # signed errors of `typical`
+        self._last_end = 0.0  # seconds; end of the previous step
         self._unfitted = 0
-        self._passed = dict.fromkeys(KINDS, 0)  # routine steps since the last that was looked at
-        self.num_steps = 0  # learned from
+        self._passed = dict.fromkeys(KINDS, 0)  # routine steps since the last one compared
+        self.num_steps = 0  # steps learned from
         if self._sizes:
             self._fit()
 
-    # -- asking --------------------------------------------------------------------------------------------------
+    # -- predicting ----------------------------------------------------------------------------------------------
 
     @property
     def knows(self) -> bool:
-        """It has something to say."""
+        """True once the model has learned from a step."""
         return bool(self._sizes)
 
     def seconds(self, work: Work) -> float:
-        """What a step of this work should take now; 0 while nothing is known, and for no work at all."""
+        """Returns the predicted seconds of a step at the current level; 0 while untrained, and for no work."""
         return self.typical(work) * math.exp(self._level)
 
     def typical(self, work: Work) -> float:
-        """The same at a speed between those that the machine was seen at."""
+        """Returns the predicted seconds at level 1, an average speed of the machine."""
         return self._typical(work, self._kind(work)) if work.rows else 0.0
 
     @property
     def error(self) -> float:
-        """Median of |predicted - taken| / taken over the last steps, each predicted before it was learned from."""
+        """Median of |predicted - measured| / measured over the last steps, each predicted before learning from it."""
         return statistics.median(self._errors) if self._errors else 0.0
 
     @property
     def coefficients(self) -> dict[str, float]:
-        """Seconds of a step, of starting its kernels, of a token, of a row, of a position of context and of a pair."""
+        """Seconds per step, kernel launch, token, row, context position and attention pair."""
         return dict(zip(("step", "launch", "token", "row", "context", "pair"), self._shares, strict=True))
 
     def learned(self) -> Learned:
         return Learned({size: sums.faded(sums.weight) for size, sums in self._sizes.items()})
 
     def prediction(self) -> Prediction:
-        """What it predicts by at present."""
+        """Returns the current parameters of `typical`."""
         factors = {kind: dict(known.known) for kind, known in self._factors.items()}
         return Prediction(list(self._shares), factors, sorted(self._met))
 
     @classmethod
     def predicting(cls, known: Prediction) -> StepTimeModel:
-        """A model to which the same is typical."""
+        """Returns a model with these parameters of `typical`."""
         times = cls()
         times._shares, times._met = list(known.shares), set(known.met)
         for kind, factors in known.factors.items():
@@ -253,8 +253,9 @@ class StepTimeModel:
     # -- learning ------------------------------------------------------------------------------------------------
 
     def step(self, work: Work, started: float, ended: float) -> None:
-        """Learn from a step, in seconds of one clock; steps are told in order, and one that was planned ahead is taken
-        to have begun when the one before had ended.
+        """Learn from a step that ran from `started` to `ended`, in seconds of one clock.
+
+        Steps arrive in order; a step planned ahead counts from the end of the previous one.
         """
         overlapped = started < self._last_end
         began, self._last_end = max(started, self._last_end), ended
@@ -265,7 +266,7 @@ class StepTimeModel:
         self.learn(work, ended - began)
 
     def _is_routine(self, work: Work) -> bool:
-        """Nothing about such a step is new, and it is not this one's turn to be looked at all the same."""
+        """Whether to skip a step of a familiar kind and size; one in ROUTINE is not skipped."""
         kind = self._kind(work)
         sums = self._sizes.get(_size(work, kind))
         if kind == FIRST or sums is None or sums.weight < FAMILIAR:
@@ -274,14 +275,14 @@ class StepTimeModel:
         return passed != 0
 
     def learn(self, work: Work, seconds: float) -> None:
-        """Learn from a step that took so long."""
+        """Learn from a step of this work that took `seconds`."""
         kind = self._kind(work)
         sums = self._compare(work, kind, seconds)
         if sums.weight < FAMILIAR or self.num_steps % SELDOM == 0:
             self._take_in(work, kind, seconds)
 
     def _compare(self, work: Work, kind: str, seconds: float) -> Sums:
-        """Hold a step against what was said of it: what is known of its size."""
+        """Compare a step with its prediction.  Returns the sums of its size."""
         size = _size(work, kind)
         if kind == FIRST:
             self._met.add(_met_as(work))
@@ -295,7 +296,7 @@ class StepTimeModel:
         return sums
 
     def _judge(self, ratio: float, is_trusted: bool) -> None:
-        """Take note of how what is typical compares with what a step took."""
+        """Record the error of a prediction, typical / measured, and move the level."""
         self._errors.append(abs(ratio * math.exp(self._level) - 1))
         self._recent.append(ratio - 1)
         if is_trusted:
@@ -339,5 +340,5 @@ def _size(work: Work, kind: str) -> str:
 
 
 def _met_as(work: Work) -> tuple[int, int]:
-    """Steps of decoding rows that share a recording: as many rows, and contexts up to the same power of two."""
+    """Returns the key of a captured graph: number of rows, and the context up to a power of two."""
     return work.rows, max(SHORT - 1, work.longest - 1).bit_length()

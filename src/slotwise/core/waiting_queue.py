@@ -1,10 +1,10 @@
-"""The waiting room: lanes of requests, each in the order the policy gives it.
+"""Waiting queue: lanes of requests, each sorted by the policy's key.
 
-    lane "a"   ■ ■ ■ ■ ■        a lane's requests are sorted once, when they come: by key, then by arrival
-    lane "b"   ■ ■              which lane is next is asked again whenever somebody was taken from one
+    lane "a"   ■ ■ ■ ■ ■        requests of a lane are sorted once, on insertion: by key, then by arrival number
+    lane "b"   ■ ■              the order of lanes is computed again after every admission
 
-Most policies need one lane.  One that shares between tenants gives each a lane of its own, so that what changes at
-every step is a number for each tenant, and never the order of ten thousand who wait.
+Most policies need one lane.  A policy that shares between tenants uses a lane a tenant, so that a step changes one
+number a tenant, and never the order of ten thousand waiting requests.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ Entry = tuple[Key, int, Request]
 
 
 class Lane(NamedTuple):
-    """Requests that keep the order of their keys among each other."""
+    """A sub-queue: requests whose relative order is fixed by their keys."""
 
     tier: str
-    name: str  # the policy's
+    name: str  # from Policy.lane
 
 
 class Place(NamedTuple):
-    """Where a request stands."""
+    """The position of a request in the queue."""
 
     lane: Lane
     key: Key
     arrival: int
-    moment: float  # seconds; when it is due
+    moment: float  # seconds; when the request is due
 
 
 class WaitingQueue:
-    """Sorted by `(lane, key, arrival number)`; a request's key holds until it is put in again.
+    """Sorted by `(lane, key, arrival number)`; a request keeps its key until it is inserted again.
 
     Args:
-        lane_key: of a lane's name, now: the policy's order of lanes.
+        lane_key: Policy.lane_key: from a lane's name and the time, its sort key.
     """
 
     def __init__(self, lane_key: Callable[[str, float], Key]) -> None:
         self.lane_key = lane_key
-        self._moments: list[tuple[float, int, Request]] = []  # a heap; may name some who have left
+        self._moments: list[tuple[float, int, Request]] = []  # a heap; may hold requests that have left
         self._lanes: dict[Lane, list[Entry]] = {}
         self._places: dict[str, Place] = {}
 
@@ -54,20 +54,20 @@ class WaitingQueue:
         return len(self._places)
 
     def __iter__(self) -> Iterator[Request]:
-        """Everyone, in no order that means anything between lanes."""
+        """Yields all requests; the order between lanes is arbitrary."""
         return (request for entries in self._lanes.values() for _, _, request in entries)
 
     def walk(self, now: float) -> Walk:
-        """Who is next, one after the other; whoever was shown may be taken out before the next is asked for."""
+        """Returns an iterator in queue order; the request shown last may be removed before the next call."""
         return Walk(self._lanes, self.lane_key, now)
 
     @property
     def next_moment(self) -> float:
-        """Seconds; when somebody may have waited too long."""
+        """When the next request is due, in seconds; infinite: none."""
         return self._moments[0][0] if self._moments else inf
 
     def due(self, now: float) -> Iterator[Request]:
-        """Those whose moment has come.  The caller takes them out, or puts them in again."""
+        """Yields the requests due by `now`.  The caller removes or re-inserts them."""
         while self._moments and self._moments[0][0] <= now:
             moment, arrival, request = heappop(self._moments)
             place = self._places.get(request.request_id)
@@ -75,7 +75,7 @@ class WaitingQueue:
                 yield request
 
     def add(self, request: Request, lane: Lane, key: Key, moment: float = inf) -> None:
-        """Let in at its place.  At `moment`, in seconds, it is `due`."""
+        """Insert a request by its key.  At `moment`, in seconds, it is `due`."""
         self._places[request.request_id] = Place(lane, key, request.arrival, moment)
         if moment < inf:
             heappush(self._moments, (moment, request.arrival, request))
@@ -90,14 +90,14 @@ class WaitingQueue:
 
 
 class Walk:
-    """Steps through a queue from its head, whatever is taken out of it on the way."""
+    """Iterates over a queue from its head; requests shown may be removed on the way."""
 
     def __init__(self, lanes: dict[Lane, list[Entry]], lane_key: Callable[[str, float], Key], now: float) -> None:
         self._lanes = lanes
         self._lane_key = lane_key
         self._now = now
         self._shown: Request | None = None
-        self._at = dict.fromkeys(lanes, 0)  # of each lane, how many were shown and left where they were
+        self._at = dict.fromkeys(lanes, 0)  # by lane: requests shown and not removed
         self._heads = [self._head(lane) for lane in lanes]  # a heap
         heapify(self._heads)
 
@@ -106,11 +106,11 @@ class Walk:
         return self._lane_key(lane.name, self._now), key, arrival, lane
 
     def next(self) -> Request | None:
-        """Who is next; None: everyone was shown."""
+        """Returns the next request; None: all were shown."""
         if self._shown is not None:
             self._step_past(self._shown)
         while self._heads and (head := self._head(self._heads[0][3])) != self._heads[0]:
-            heapreplace(self._heads, head)  # somebody was admitted from another tier's lane of the same name
+            heapreplace(self._heads, head)  # an admission from another tier's lane of this name changed the key
         if not self._heads:
             self._shown = None
             return None
@@ -130,7 +130,7 @@ class Walk:
             heappop(self._heads)
 
     def close_tier(self, tier: str) -> None:
-        """Show nobody else of a tier."""
+        """Skip all further requests of `tier`."""
         self._shown = None
         self._heads = [head for head in self._heads if head[3].tier != tier]
         heapify(self._heads)

@@ -1,13 +1,12 @@
-"""The door: how many may wait for their first slot, or live at all, and what is said to those who may not.
+"""Admission control: bounds on waiting and unfinished requests, and the answer to a refused one.
 
     entering ──► waiting ──► first slot ──► an end
-    (tokenised)  (bounded)   └─ the drain rate: what leaves for a slot in a second, while others still wait
-    ├────────── living (bounded) ─────────┤
+    (tokenised)  (bounded)   └─ the drain rate: requests a second that get a slot, while others still wait
+    ├──────── unfinished (bounded) ───────┤
 
-By Little's law (1961) a queue that drains at `r` requests a second keeps its last for `waiting / r` seconds.  So a
-bound of `r` times what a client may sensibly be kept is found by measuring, and follows the engine's speed.  Each
-bound is a room that tenants share (`engine.tenant_capacity`): a flood of one is refused while there are places for the
-others.
+By Little's law (1961) the last request of a queue that drains at `r` requests a second waits `waiting / r` seconds.
+The bound is `r` times the longest acceptable wait, so it is measured and follows the engine's speed.  Tenants share
+the capacity of each bound (`engine.tenant_capacity`): a flood of one is refused while others still have capacity.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ from slotwise.engine.messages import Add, Command, EngineInfo, StepRecord
 from slotwise.engine.observer import Observer
 from slotwise.engine.tenant_capacity import TenantCapacity
 
-PATIENCE = 60.0  # seconds: who comes last is expected to start within this time
+PATIENCE = 60.0  # seconds within which the last request of the queue is expected to start
 MEMORY = 30.0  # seconds of queueing after which a measurement counts for 1/e
 ENOUGH = 2.0  # seconds of queueing that make a measurement
-UNMEASURED = (16, 4)  # slots' worth of requests and caches' worth of tokens that may wait before there is one
-LEAST = (4, 1)  # and at all times, so that slots and cache find somebody when they become free
-LONGEST_RETRY = 60  # seconds; OpenAI's client ignores what is longer
+UNMEASURED = (16, 4)  # slots' worth of requests and caches' worth of tokens that may wait before a measurement
+LEAST = (4, 1)  # the same at all times, so that free slots and blocks always find a request
+LONGEST_RETRY = 60  # seconds; OpenAI's client ignores longer ones
 NS = 1e-9
 
 
 class DrainRate:
-    """Requests, and tokens of their prompts, that leave the queue for a slot in a second.
+    """Requests, and their prompt tokens, that leave the queue for a slot per second.
 
-    An exponentially weighted mean over the time in which somebody waited: what starts at other times says how many
-    came, not how many could have.
+    An exponentially weighted mean over the time in which the queue was not empty: at other times the starts measure
+    the arrivals, not the capacity.
     """
 
     def __init__(self) -> None:
@@ -57,28 +56,28 @@ class DrainRate:
 
     @property
     def requests(self) -> float:
-        """A second."""
+        """Requests per second."""
         return self._requests / self._seconds if self._seconds else 0.0
 
     @property
     def tokens(self) -> float:
-        """A second."""
+        """Prompt tokens per second."""
         return self._tokens / self._seconds if self._seconds else 0.0
 
 
 class WaitEstimate(NamedTuple):
-    """What somebody who comes now may expect, where everybody is served in the order of arrival."""
+    """The expected wait of a request that arrives now, under first come, first served."""
 
-    position: int  # how many wait for a slot before it
-    start: float | None  # seconds until it has one; None: nothing was measured yet
+    position: int  # requests that wait for a slot before it
+    start: float | None  # seconds until it has a slot; None: not measured yet
 
 
 class AdmissionControl(Observer):
-    """An observer of the engine service that knows who waits.
+    """Observes the engine service, counts the waiting requests and refuses those beyond the bounds.
 
     Args:
-        max_requests: most requests that may wait; None: what the engine is expected to start within `PATIENCE`.
-        max_tokens: most tokens of their prompts, likewise.
+        max_requests: most requests that may wait; None: as many as the engine is expected to start within `PATIENCE`.
+        max_tokens: most prompt tokens that may wait, likewise.
         max_live: most requests that may wait or run.
     """
 
@@ -90,14 +89,14 @@ class AdmissionControl(Observer):
         self._limits = limits
         self._requests, self._tokens = TenantCapacity("requests wait"), TenantCapacity("prompt tokens wait")
         self._unfinished = TenantCapacity("requests wait or run")
-        self._living: dict[str, str] = {}  # whose each is
-        self._waiting: dict[str, tuple[SLO, int]] = {}  # and tokens of each prompt
+        self._living: dict[str, str] = {}  # unfinished request -> tenant
+        self._waiting: dict[str, tuple[SLO, int]] = {}  # waiting request -> objectives, prompt tokens
         self._in_tier: defaultdict[str, TenantCapacity] = defaultdict(lambda: TenantCapacity("requests wait"))
         self._slots = limits.max_num_seqs
-        self._free = (self._slots, limits.cache_tokens)  # slots and tokens that nobody needs to wait for
-        self._queueing_since = 0  # nanoseconds; 0: nobody was left waiting by the last step
+        self._free = (self._slots, limits.cache_tokens)  # slots and tokens that are free at once
+        self._queueing_since = 0  # nanoseconds; 0: the last step left the queue empty
 
-    # -- who waits -----------------------------------------------------------------------------------------------
+    # -- waiting requests ----------------------------------------------------------------------------------------
 
     @property
     def num_waiting(self) -> int:
@@ -109,7 +108,7 @@ class AdmissionControl(Observer):
 
     @contextmanager
     def entering(self, slo: SLO = NO_SLO) -> Iterator[None]:
-        """Holds a place for who is about to be submitted, so that a crowd is not tokenised only to be refused."""
+        """Reserves a place for a request before it is tokenised, so that a burst is refused before that work."""
         self._unfinished.acquire(slo.tenant, 1)
         self._count(slo, 1, 0)
         try:
@@ -119,7 +118,7 @@ class AdmissionControl(Observer):
             self._count(slo, -1, 0)
 
     def started(self, info: EngineInfo) -> None:
-        """An engine without anybody in it."""
+        """Resets the free capacity: the new engine holds no requests."""
         self._limits, self._slots = info.limits, info.scheduling.max_num_seqs
         self._free = (self._slots, info.limits.cache_tokens)
         self._queueing_since = 0
@@ -151,7 +150,7 @@ class AdmissionControl(Observer):
             self._free = (self._slots - record.num_running, record.num_free_blocks * self._limits.block_size)
 
     def _leave_queue(self, request_id: str) -> bool:
-        """Whether it was there: a request that had to yield takes a slot more than once."""
+        """Returns whether the request waited: a preempted one is admitted more than once."""
         if (left := self._waiting.pop(request_id, None)) is None:
             return False
         slo, num_tokens = left
@@ -163,11 +162,11 @@ class AdmissionControl(Observer):
         self._tokens.acquire(slo.tenant, tokens)
         self._in_tier[slo.tier].acquire(slo.tenant, requests)
 
-    # -- who may come in -----------------------------------------------------------------------------------------
+    # -- admission -----------------------------------------------------------------------------------------------
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """Most requests and most tokens that may wait now."""
+        """The most requests and the most prompt tokens that may wait now."""
         batches, caches = LEAST if self.rate.measured else UNMEASURED
         requests, tokens = batches * self._slots, caches * self._limits.cache_tokens
         if self.rate.measured:
@@ -177,7 +176,7 @@ class AdmissionControl(Observer):
         return requests if max_requests is None else max_requests, tokens if max_tokens is None else max_tokens
 
     def objection(self, tenant: str, num_requests: int = 1, num_tokens: int = 0) -> str:
-        """Why so many of a tenant cannot wait as well, with the numbers; empty when they can."""
+        """Why a tenant's `num_requests` more cannot wait, with the numbers; empty when they can."""
         max_requests, max_tokens = self.bounds
         free_slots, free_tokens = self._free
         why = (self._requests.objection(tenant, num_requests, max_requests, free_slots)
@@ -189,19 +188,19 @@ class AdmissionControl(Observer):
         return f"the queue is full: {why}{pace}; this one adds {num_requests} ({num_tokens} tokens)"
 
     def tier_objection(self, slo: SLO, bound: int, num_requests: int = 1) -> str:
-        """Why so many more of a tenant cannot wait in a tier, in which at most `bound` may; empty when they can."""
+        """Why a tenant's requests cannot wait in a tier that takes at most `bound`; empty when they can."""
         why = self._in_tier[slo.tier].objection(slo.tenant, num_requests, bound, self._free[0])
         return f"the queue of the tier {slo.tier} is full: {why}; this one adds {num_requests}" if why else ""
 
     def tenant_objection(self, tenant: str, bound: int, num_requests: int = 1) -> str:
-        """Why so many more of a tenant cannot wait, of which at most `bound` may; empty when they can."""
+        """Why a tenant that may have at most `bound` waiting cannot add these; empty when it can."""
         waiting = self._requests.held(tenant)
         if not waiting or waiting + num_requests <= bound + self._free[0]:
             return ""
         return f"this key's queue is full: {waiting} requests wait, at most {bound} may; this one adds {num_requests}"
 
     def wait_estimate(self) -> WaitEstimate:
-        """Of one more."""
+        """The expected wait of one more request."""
         ahead = self._requests.total
         if ahead < self._free[0]:
             return WaitEstimate(0, 0.0)
@@ -209,15 +208,15 @@ class AdmissionControl(Observer):
         return WaitEstimate(position, self.start_of(position))
 
     def start_of(self, position: int) -> float | None:
-        """Seconds until somebody has a slot before whom `position` others are to start; None: nobody knows."""
+        """Seconds until the request at `position` of the queue has a slot; None: not measured."""
         return (position + 1) / self.rate.requests if self.rate.measured and self.rate.requests else None
 
     def tier_retry_after(self, tier: str, bound: int) -> int:
-        """Seconds until half of a tier's full queue has drained, were all slots its own."""
+        """Seconds until half of a tier's full queue has drained, if every slot went to the tier."""
         return self._until_half(self._in_tier[tier].total, bound)
 
     def tenant_retry_after(self, tenant: str, bound: int) -> int:
-        """Likewise of a tenant's."""
+        """Seconds until half of a tenant's full queue has drained, likewise."""
         return self._until_half(self._requests.held(tenant), bound)
 
     def _until_half(self, waiting: int, bound: int) -> int:
@@ -227,9 +226,9 @@ class AdmissionControl(Observer):
 
     @property
     def retry_after(self) -> int:
-        """Seconds until half of whatever is full should be free: who returns finds a place, the engine still work.
+        """Seconds until every full bound should be half free: a retry then succeeds, and the engine still has work.
 
-        That is also when a tenant finds one whose share was full: a share is refused where hardly a place is free.
+        It also holds for a tenant whose share was full: shares refuse only where hardly any capacity is free.
         """
         if not self.rate.measured:
             return 1

@@ -1,7 +1,7 @@
 """A bounded, two-way message channel over a Unix socket pair: four bytes of length, then MessagePack.
 
-The socket buffer is the bound: an engine whose API process is hopelessly behind waits for it rather than piling up
-tokens in memory.
+The socket buffer is the bound: the engine blocks when the API process is that far behind, so unsent tokens do not
+accumulate in memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 
 HEADER = struct.Struct("<I")
 MAX_MESSAGE = 64 << 20  # bytes; a prompt of a million tokens takes about 5 MB
-BUFFER = 4 << 20  # bytes asked of the kernel for each direction
+BUFFER = 4 << 20  # bytes requested from the kernel for each direction
 
 
 class ChannelClosed(Exception):
@@ -21,7 +21,7 @@ class ChannelClosed(Exception):
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """Two connected ends, one for each process."""
+    """Returns two connected ends, one for each process."""
     ends = socket.socketpair()
     for end in ends:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
@@ -29,21 +29,21 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 
 def frame(message: bytes) -> bytes:
-    """The bytes of one message on the wire."""
+    """Returns the bytes of one message as sent: its length, then the message."""
     return HEADER.pack(len(message)) + message
 
 
 class Unframer:
-    """Cuts a byte stream back into messages."""
+    """Splits a byte stream into messages."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Messages completed by `data`.
+        """Returns the messages completed by `data`.
 
         Raises:
-            ChannelClosed: the other end announces a message larger than any it may send.
+            ChannelClosed: the other end announces a message larger than `MAX_MESSAGE`.
         """
         self._bytes += data
         messages, at = [], 0
@@ -61,7 +61,7 @@ class Unframer:
 
 
 class BlockingChannel:
-    """The engine's end: it looks for commands between steps and sleeps only when it has nothing to run.
+    """The engine's end: polled for commands between steps, waited on only when nothing runs.
 
     Any thread may send; one receives.
     """
@@ -82,7 +82,7 @@ class BlockingChannel:
             raise ChannelClosed(str(error)) from error
 
     def receive(self, timeout: float | None) -> list[bytes]:
-        """What has arrived, waiting up to `timeout` seconds for the first message (None: without end).
+        """Returns the messages that arrived, after up to `timeout` seconds for the first (None: without end).
 
         Raises ChannelClosed when the other end is gone.
         """

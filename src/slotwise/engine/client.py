@@ -1,8 +1,8 @@
-"""The engine as the API process sees it: submit, stream, finish, drain.  asyncio, one thread, no torch.
+"""The API process' client of the engine: submit, stream, finish, drain.  asyncio, one thread, no torch.
 
-One message arrives per step; it is decoded once and its tokens are handed to the generations they belong to.  Every
-generation ends exactly once, also when the engine dies.  Engines may come and go behind one service: each is attached
-when the last is gone, and finds the scheduling that was last asked for.
+One message arrives per step; it is decoded once and its tokens go to their generations.  Every generation ends exactly
+once, also when the engine is lost.  A service may outlive its engines: the next one is attached when the last is gone,
+and receives the scheduling settings last requested.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from slotwise.engine.queue_position import QueuePositionQueries, TooManyQueries
 from slotwise.engine.scheduling import Scheduling
 
 MAX_LIVE = 4096  # generations submitted and not yet ended by the engine
-MAX_UNSENT = 64 << 20  # bytes of commands that the engine has not taken yet
+MAX_UNSENT = 64 << 20  # bytes of commands that the engine has not read yet
 
 logger = logging.getLogger(__name__)
 
@@ -62,18 +62,18 @@ DUPLICATE_ID = "duplicate_id"
 
 
 class EngineClient:
-    """The engine, whichever is attached.
+    """Client of the attached engine.
 
     Args:
-        on_loading: told how far an engine is, until it is ready.
-        max_live: generations that may be alive at once.
+        on_loading: receives the loading progress of an engine until it is ready.
+        max_live: most unfinished generations.
     """
 
     def __init__(self, on_loading: Callable[[Loading], None] = lambda progress: None, max_live: int = MAX_LIVE) -> None:
         self.observers: list[Observer] = []
-        self.failure = ""  # why there is no engine, when it was not asked to go
+        self.failure = ""  # why the engine was lost, unless it was stopped on purpose
         self.draining = False
-        self.hopeless = asyncio.Event()  # there will be no engine any more
+        self.hopeless = asyncio.Event()  # no further engine will be started
         self._on_loading = on_loading
         self.max_live = max_live
         self._link: Link | None = None
@@ -81,21 +81,21 @@ class EngineClient:
         self._info: EngineInfo | None = None  # of the engine attached last
         self._scheduling: Scheduling | None = None  # as changed since the first start
         self._live: dict[str, Generation] = {}
-        self._leaving: dict[str, str] = {}  # finished from this side, why; the engine has not said so yet
+        self._leaving: dict[str, str] = {}  # finished by this process -> reason; not yet confirmed by the engine
         self._idle = asyncio.Event()
         self._idle.set()
         self._lost = asyncio.Event()
         self._queries = QueuePositionQueries()
 
-    # -- engines come and go -------------------------------------------------------------------------------------
+    # -- attaching engines ---------------------------------------------------------------------------------------
 
     async def attach(self, sock: socket.socket, heartbeat: HeartbeatMonitor) -> EngineInfo:
-        """Take the engine behind `sock`, one end of `channel.pair()`, and wait until it can take requests.
+        """Attaches the engine behind `sock`, one end of `channel.pair()`, and waits until it is ready.
 
-        Its end, `give_up` included, ends every generation.
+        The loss of the engine, `give_up` included, ends every generation.
 
         Raises:
-            EngineError: it could not start, with the reason.
+            EngineError: the engine could not start; the message says why.
         """
         assert self._link is None or self._link.lost, "one engine at a time"
         self._lost.clear()
@@ -111,24 +111,24 @@ class EngineClient:
         return info
 
     async def lost(self) -> str:
-        """Wait until the engine is gone: why."""
+        """Waits until the engine is lost and returns why."""
         await self._lost.wait()
         return self.failure
 
     def give_up(self, why: str) -> None:
-        """Have nothing to do with the engine any more; it may not even notice."""
+        """Closes the connection to the engine and ends every generation."""
         if self._link is not None:
             self._link.cut(why)
 
     @property
     def info(self) -> EngineInfo:
-        """What the engine said when it was ready; the last one, when there is none."""
+        """What the engine reported when it became ready; of the last engine when there is none."""
         assert self._info is not None
         return self._info
 
     @property
     def state(self) -> str:
-        """The engine's: `idle`, `busy` and, when it takes no requests, `down`, `loading` or `frozen`."""
+        """The engine's state: `idle` or `busy`; `down`, `loading` or `frozen` when it takes no requests."""
         if self._link is None or self._link.lost:
             return "down"
         if self._starting is None or not self._starting.done():
@@ -139,19 +139,19 @@ class EngineClient:
 
     @property
     def healthy(self) -> bool:
-        """There is an engine, and it lives."""
+        """True if an engine is attached, ready and responsive."""
         return self.state in ("idle", "busy")
 
     @property
     def trouble(self) -> str:
-        """Why no request can be taken, for a person."""
+        """Why no request can be taken, as an error message."""
         if self.state == "frozen":
             return "the engine shows no sign of life"
         return f"the engine is not running: {self.failure or 'it has not started'}"
 
     @property
     def last_step_age(self) -> float | None:
-        """Seconds since this engine's last step was heard of; None: never."""
+        """Seconds since the attached engine's last step record arrived; None: none has."""
         return self._link.heartbeat.last_step_age if self._link is not None and not self._link.lost else None
 
     @property
@@ -159,7 +159,7 @@ class EngineClient:
         return len(self._live)
 
     async def drain(self, timeout: float) -> None:
-        """Refuse newcomers, give those who run `timeout` seconds to end, then abort them."""
+        """Refuses new requests, waits up to `timeout` seconds for the unfinished ones, then aborts them."""
         self.draining = True
         try:
             await asyncio.wait_for(self._idle.wait(), timeout)
@@ -171,15 +171,15 @@ class EngineClient:
 
     @property
     def scheduling(self) -> Scheduling:
-        """What was last asked for."""
+        """The settings last requested; those of the start if none were."""
         return self._scheduling or self.info.scheduling
 
     def reschedule(self, changes: Mapping[str, Any]) -> Scheduling:
-        """Change discipline and limits from the next plan on: all that `changes` names, or nothing.
+        """Changes discipline and limits from the next plan on: every setting in `changes`, or none.
 
         Raises:
             ValueError: one line that says what is wrong.
-            Refused: the engine is gone.
+            Refused: there is no engine.
         """
         scheduling = self.scheduling.changed(changes, self.info.limits)
         if not self.healthy:
@@ -191,10 +191,10 @@ class EngineClient:
     # -- requests ------------------------------------------------------------------------------------------------
 
     def submit(self, request: Add) -> Generation:
-        """Start a generation.
+        """Starts a generation.
 
         Raises:
-            Refused: not now, or not under this name.
+            Refused: the engine takes no requests, the queue is full, or the id is in use.
         """
         request_id = request.request_id
         self._admit(request_id)
@@ -207,10 +207,10 @@ class EngineClient:
         return generation
 
     async def queue_positions(self, request_ids: Sequence[str]) -> tuple[RequestPosition, ...]:
-        """Where those of these requests stand that live, as the engine knows it once the step under way has ended.
+        """Queue positions of those of these requests that are unfinished, after the current step of the engine.
 
         Raises:
-            Refused: the engine is gone, or too many ask.
+            Refused: there is no engine, or too many queries wait.
         """
         try:
             return await self._queries.ask(request_ids, self._ask)
@@ -223,7 +223,7 @@ class EngineClient:
         self._link.send(query)
 
     def check_open(self) -> None:
-        """Raises Refused while nobody at all is let in: known before a request is read."""
+        """Raises Refused while no request is taken; called before a request is read."""
         if not self.healthy:
             self._refuse(ENGINE_DEAD, self.trouble)
         if self.draining:
@@ -242,7 +242,7 @@ class EngineClient:
         raise Refused(kind, message)
 
     def _finish_here(self, generation: Generation, reason: str) -> None:
-        """Called by a living generation."""
+        """Called by an unfinished generation."""
         request_id = generation.request_id
         self._forget(request_id)
         self._leaving[request_id] = reason
@@ -255,7 +255,7 @@ class EngineClient:
             self._idle.set()
 
     def _send(self, command: Command) -> None:
-        """Never waits; what may pile up unsent is bounded by `_admit`."""
+        """Never waits; `_admit` bounds the bytes left unsent."""
         if self._link is not None and not self._link.lost:
             now = time.monotonic_ns()
             self._notify(lambda observer: observer.commanded(command, now))
@@ -304,11 +304,11 @@ class EngineClient:
         for observer in self.observers:
             try:
                 news(observer)
-            except Exception:  # who only listens must not end what it listens to
+            except Exception:  # an observer's failure must not end the service
                 logger.exception("an observer failed")
 
     def _on_lost(self, message: str) -> None:
-        """The engine is gone: end everyone, once."""
+        """Ends every generation, once, after the engine was lost."""
         self.failure = message
         self._lost.set()
         if self._starting is not None and not self._starting.done():

@@ -1,6 +1,6 @@
-"""What an engine may be told, and what it makes of it.  The one place where defaults are resolved.
+"""Settings of an engine and their validation.  The one place where defaults are resolved.
 
-Names are vLLM's where vLLM has them.
+Names are vLLM's where vLLM has the setting.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ QUANTIZATIONS = ("none", "int8", "int4")
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 DEVICES = ("auto", "cpu", "cuda", "reference")
 STEP_TOKENS = 512  # a chunk this long reaches most of the product rate on any device
-STALL_MS = 70.0  # a gap that a reader does not notice; shorter ones take more steps, each of which reads all weights
-WATERMARK = 100  # one block in so many is left to those who run, when somebody joins them
-MAX_PASSES = 16  # smaller requests that may start before one which waits for blocks
+STALL_MS = 70.0  # a gap that a reader does not notice; shorter ones need more steps, each of which reads all weights
+WATERMARK = 100  # one block in so many stays free for running requests when another is admitted
+MAX_PASSES = 16  # smaller requests that may start before one that waits for blocks
 
 
 RETIRED = frozenset({"max_step_context"})  # accepted for one release, without effect
@@ -32,12 +32,12 @@ logger = logging.getLogger(__name__)
 
 
 class ConfigError(OneLineError, ValueError):
-    """Settings that cannot work, or contradict each other; the message is one line that says what to do."""
+    """Settings that are invalid or contradict each other; the message is one line that says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """As asked.  None means: decide from the model and the machine.
+    """The settings as given.  None means: decide from the model and the machine.
 
     Raises:
         ConfigError: a value out of range.
@@ -46,17 +46,17 @@ class EngineConfig:
     model: str  # a checkpoint's folder, or a hub id
     device: str = "auto"
     dtype: str = "auto"  # the checkpoint's
-    quantization: str = "none"  # what the weights of products become as they are loaded
-    kv_cache_dtype: str = "auto"  # of keys and values: auto, as they are computed; int8 (CPU) or fp8 (GPU)
-    max_model_len: int | None = None  # tokens of a sequence; None: as the model was trained, if the cache holds it
+    quantization: str = "none"  # type to which the weights of products are converted as they are loaded
+    kv_cache_dtype: str = "auto"  # of keys and values: auto, as computed; int8 (CPU) or fp8 (GPU)
+    max_model_len: int | None = None  # tokens of a sequence; None: the model's own, if the cache holds it
     max_num_seqs: int = 64  # slots
     max_num_batched_tokens: int | None = None  # of a step; None: by its time (compose/sizes.py), one for each slot
-    batching: str = "continuous"  # how a batch is made: see batching.settings, as for the next four
+    batching: str = "continuous"  # how a batch is formed: see batching.settings, as for the next four
     prefill: str | None = None
     batch_size: int | None = None
     max_wait_ms: float | None = None
     long_prefill_token_threshold: int = 0
-    scheduling_policy: str = "fcfs"  # who goes next: see policies.settings, as for the next six
+    scheduling_policy: str = "fcfs"  # order of the queue: see policies.settings, as for the next six
     ageing: float | None = None
     preemption_gap: int | None = None
     length_quantile: float | None = None
@@ -64,15 +64,15 @@ class EngineConfig:
     default_ttft_ms: float | None = None
     shed_late: bool = False
     max_step_ms: float | None = None  # milliseconds a step may take, as predicted; None: as long as its tokens take
-    max_stall_ms: float = STALL_MS  # milliseconds prompts may hold up who decodes, as predicted; 0: any number
+    max_stall_ms: float = STALL_MS  # milliseconds prompts may delay decode rows, as predicted; 0: unbounded
     tiers: tuple[Tier, ...] = ()  # classes of service
-    block_size: int | None = None  # tokens of a cache block; None: what the device's kernels like best
+    block_size: int | None = None  # tokens of a cache block; None: the best size for the device's kernels
     kv_cache_memory: int | None = None  # bytes; None: what the slots can use, within a share of free memory
     gpu_memory_utilization: float | None = None  # share of all memory for weights, workspace and cache; None: decide
-    enable_prefix_caching: bool = True  # equal beginnings of requests are computed once
+    enable_prefix_caching: bool = True  # shared prefixes of requests are computed once
     kv_offloading_size: float = 0.0  # GiB of host memory for blocks that the cache evicts, to be copied back; 0: none
-    on_pressure: str = RECOMPUTE  # who must yield when blocks run out waits and is computed again, or ends in "error"
-    seed: int = 0  # of the requests that bring none
+    on_pressure: str = RECOMPUTE  # what happens to a victim when blocks run out: recomputed later, or ended in "error"
+    seed: int = 0  # of the requests without one
     overlap: int | None = None  # steps in flight while the next is planned, 0 or 1; None: 1 where a GPU computes
 
     def __post_init__(self) -> None:
@@ -102,7 +102,7 @@ class EngineConfig:
             raise ConfigError(f"on_pressure must be one of {', '.join(PRESSURES)}, not {self.on_pressure!r}")
 
     def _check_kinds(self) -> None:
-        """Raises ConfigError for a number out of its range, and for a value of another type than its field's."""
+        """Raises ConfigError for a number out of range or a value of the wrong type."""
         for field in fields(self):
             value, name = getattr(self, field.name), field.name
             if name in ENGINE:
@@ -120,7 +120,7 @@ class EngineConfig:
 
     @classmethod
     def of(cls, **settings: object) -> EngineConfig:
-        """Raises ConfigError for a name that is no setting.  Settings of RETIRED are left out, with a warning."""
+        """Returns the configuration; drops RETIRED settings with a warning.  Raises ConfigError for an unknown name."""
         known = [field.name for field in fields(cls)]
         for name in RETIRED & settings.keys():
             if settings.pop(name):
@@ -131,31 +131,31 @@ class EngineConfig:
         return cls(**settings)  # type: ignore[arg-type]
 
     def sized(self, step_tokens: int) -> EngineConfig:
-        """With steps of `step_tokens` and one for each slot, where nobody asked for others.
+        """Returns the settings with steps of `step_tokens` and one token for each slot, unless given.
 
-        Prompts like to be of round lengths, and one of 512 tokens is not to leave a few for another step, and all
-        weights to be read once more, because somebody decodes beside it.
+        Prompts often have round lengths: with the extra tokens, one of 512 beside decode rows needs no second step,
+        which would read all weights again for its last few tokens.
         """
         return self if self.max_num_batched_tokens else replace(
             self, max_num_batched_tokens=step_tokens + self.max_num_seqs)
 
     @property
     def offloading_bytes(self) -> int:
-        """Of host memory."""
+        """Bytes of host memory for evicted blocks."""
         return int(self.kv_offloading_size * 2**30)
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of a step, decided."""
+        """Most tokens of a step, with the default resolved."""
         return self.max_num_batched_tokens or STEP_TOKENS + self.max_num_seqs
 
     @property
     def bounds_stalls(self) -> bool:
-        """Prompts are cut so that those who decode are not held up for long."""
+        """True if prefills are chunked to bound the delay of decode rows."""
         return self.max_stall_ms > 0 and self.batching == "continuous" and self.prefill in (None, "chunked")
 
     def largest_step(self, longest: int) -> int:
-        """Tokens that a step may have at most, where sequences have up to `longest`."""
+        """Most tokens that a step can have with sequences of up to `longest` tokens."""
         if self.batching in ("static", "dynamic"):
             return (self.batch_size or self.max_num_seqs) * longest
         if self.batching == "continuous" and self.prefill in (None, "chunked"):
@@ -163,7 +163,7 @@ class EngineConfig:
         return self.step_tokens + longest  # prompts run whole, and the last of a step may exceed its budget
 
     def scheduling(self) -> Scheduling:
-        """What may change later, as it is at the start."""
+        """Returns the initial values of the settings that may change while the engine runs."""
         batching = Batching(
             self.batching, self.prefill, self.batch_size, self.max_wait_ms, self.long_prefill_token_threshold)
         ordering = Ordering(
@@ -176,13 +176,13 @@ class EngineConfig:
     def limits(
         self, model_tokens: int, num_blocks: int, block_size: int, num_host_blocks: int = 0,
     ) -> SchedulerLimits:
-        """The scheduler's numbers, once the model and the size of its cache are known.
+        """Returns the scheduler's limits for a model and a cache size.
 
         Args:
-            model_tokens: the longest sequence the model was made for.
+            model_tokens: the longest sequence that the model supports.
 
         Raises:
-            ConfigError: the numbers contradict each other.
+            ConfigError: the limits contradict each other.
         """
         cache_tokens = num_blocks * block_size
         longest = self.max_model_len or min(model_tokens, cache_tokens)

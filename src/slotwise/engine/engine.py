@@ -1,4 +1,4 @@
-"""The engine: plan, execute, commit, again and again.
+"""The engine loop: plan a step, execute it, commit its result.
 
     submit   events ◄─┐
       │               │
@@ -39,11 +39,11 @@ Clock = Callable[[], int]
 
 
 class Engine:
-    """One scheduler, one executor, one clock.  Owned by one thread.
+    """One scheduler, one executor, one clock; used by one thread.
 
     Args:
         depth: steps that may be in flight while the next is planned, 0 or 1.
-        scheduling: what `scheduler` obeys; None: an order of first come, first served.
+        scheduling: the settings that `scheduler` was built with; None: first come, first served.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class Engine:
         self._in_flight: deque[tuple[StepPlan, int]] = deque()
         self._forced_lengths = ForcedLengths()
         self._order = scheduling.order if scheduling else DEFAULT_ORDER
-        self._configured: Scheduling | None = None  # not yet told, like those below
+        self._configured: Scheduling | None = None  # not yet in a record, as the two below
         self._taken: list[int] = []
         self._planned: list[int] = []
-        self._ahead: list[Admitted | Preempted] = []  # of plans whose own records are still to come
-        self._idle_until = 0.0  # seconds; before that only a command gives `step` something to do
+        self._ahead: list[Admitted | Preempted] = []  # of plans whose records are not made yet
+        self._idle_until = 0.0  # seconds; until then only a command gives `step` work
 
     @property
     def limits(self) -> SchedulerLimits:
@@ -73,7 +73,7 @@ class Engine:
         return self._scheduler.has_work
 
     def handle(self, command: Command) -> None:
-        """Take in one command; what it causes shows in the next record."""
+        """Executes one command; its effects are in the next record."""
         taken = self.clock()
         self._taken.append(taken)
         now = taken * 1e-9
@@ -95,7 +95,7 @@ class Engine:
             self._configure(command.scheduling, now)
 
     def queue_positions(self, query: QueuePositionQuery) -> QueuePositionAnswer:
-        """Where those stand who live.  Asking leaves no trace in what follows."""
+        """Returns the positions of the unfinished requests of `query`; changes nothing."""
         asked = frozenset(query.request_ids)
         positions = self._scheduler.queue_positions(query.request_ids, self.clock() * 1e-9)
         return QueuePositionAnswer(query.number, tuple([
@@ -103,7 +103,7 @@ class Engine:
             for request in self._scheduler.requests() if (name := request.request_id) in asked]))
 
     def _configure(self, scheduling: Scheduling, now: float) -> None:
-        """A policy whose settings stay as they were goes on with all that it knows."""
+        """Applies new settings; a policy whose settings are unchanged keeps its state."""
         policy = self._scheduler.policy
         if scheduling.order != self._order:
             policy = scheduling.policy(self._scheduler.times)
@@ -111,11 +111,11 @@ class Engine:
         self._scheduler.configure(scheduling.limits(self._scheduler.limits), scheduling.discipline(), policy, now)
 
     def wait(self) -> float:
-        """Seconds until `step` may have something to do, when only the clock keeps it from that; else 0."""
+        """Seconds until `step` may have work, when it waits for the clock alone; else 0."""
         return max(0.0, self._idle_until - self.clock() * 1e-9)
 
     def step(self) -> StepRecord:
-        """Plan as far ahead as `depth` allows, then wait for the oldest step and commit it."""
+        """Plans as far ahead as `depth` allows, then waits for the oldest step and commits it."""
         while len(self._in_flight) <= self.depth and (self._scheduler.num_unfinished or not self._in_flight):
             started = self.clock()
             self._planned.append(started)
@@ -135,7 +135,7 @@ class Engine:
         return self._record(plan, result, started, ended)
 
     def idle_record(self) -> StepRecord | None:
-        """What happened since the last step, when there is nothing to run; None when nothing did."""
+        """Returns a record of what happened since the last step when nothing runs; None when nothing happened."""
         events = self._scheduler.pop_events()
         if not events and self._configured is None:
             return None
@@ -143,13 +143,13 @@ class Engine:
         return self._stand(StepRecord(NO_STEP, now, now, ended=ends(events)))
 
     def _failed(self, error: Exception, plan: StepPlan, started: int) -> StepRecord:
-        """A step broke: forget what is in flight and end its rows; everyone else goes on from the last commit."""
+        """Rolls back to the last commit after a failed step and ends the requests of all steps in flight in error."""
         plans = [plan]
         while self._in_flight:
             plans.append(self._in_flight.popleft()[0])
             try:
                 self.executor.collect()
-            except Exception:  # the successor of a failed step is void, whatever becomes of it
+            except Exception:  # the successor of a failed step is void, whatever its result
                 continue
         now = self.clock()
         for request_id in self._scheduler.rollback():
@@ -170,7 +170,7 @@ class Engine:
         return self._stand(_with_changes(record, [plan], events))
 
     def _events(self, step: int) -> list[Event]:
-        """What happened and is not told yet, without who joined and who yielded in plans after `step`."""
+        """Returns the events not yet in a record, without admissions and preemptions of plans after `step`."""
         events: list[Event] = [*self._ahead, *self._scheduler.pop_events()]
         if not self._in_flight:
             self._ahead = []
@@ -179,7 +179,7 @@ class Engine:
         return [event for event in events if not (isinstance(event, Admitted | Preempted) and event.step > step)]
 
     def _stand(self, record: StepRecord) -> StepRecord:
-        """`record`, with where the engine stands now."""
+        """Returns `record` with the engine's current counters, and the commands and plans since the last record."""
         if self._forced_lengths:
             for end in record.ended:
                 self._forced_lengths.forget(end.request_id)
@@ -194,7 +194,7 @@ class Engine:
 
 
 def ends(events: list[Event], error: str = NO_PROBABILITIES) -> tuple[RowEnd, ...]:
-    """The requests that `events` end; those that end in error are told `error`."""
+    """Returns the ends among `events`; `error` is the message of failed rows without one."""
     found = []
     for event in events:
         if isinstance(event, Finished):
@@ -206,7 +206,7 @@ def ends(events: list[Event], error: str = NO_PROBABILITIES) -> tuple[RowEnd, ..
 
 
 def _with_changes(record: StepRecord, plans: Sequence[StepPlan], events: list[Event]) -> StepRecord:
-    """`record`, with what `plans` change: who joins and who yields, slots, blocks and what is copied into them."""
+    """Returns `record` with what `plans` change: admissions, preemptions, slots, blocks and block copies."""
     record.released_slots = tuple([slot for plan in plans for slot in plan.released_slots])
     record.new_blocks = tuple([blocks for plan in plans for blocks in plan.new_blocks])
     if any(plan.saves or plan.loads for plan in plans):
@@ -227,7 +227,7 @@ Logprobs = tuple[TokenLogprobs, ...]
 
 
 def published(plan: StepPlan, events: list[Event]) -> tuple[tuple[Tokens, ...], tuple[Logprobs, ...]]:
-    """Tokens of each row of `plan` that its commit made known, and their log-probabilities, () when nobody asked.
+    """Returns the tokens that the commit of `plan` published per row, and their log-probabilities, () if not requested.
 
     Void rows and unfinished prompts have none, nor do rows whose batch has not drained.
     """

@@ -1,9 +1,9 @@
-"""The seam between planning and computing.
+"""The interface between planning and computing.
 
-An executor obeys plans strictly in order.  `submit` may return before the step is computed; `collect` gives the result
+An executor runs plans strictly in order.  `submit` may return before the step is computed; `collect` returns the result
 of the oldest step submitted.  Slots and blocks named in a plan's `released_slots`, `new_requests`, `new_blocks`,
-`saves` and `loads` take effect when it is submitted, even if computing it fails, so that the next plan finds them as
-the scheduler believes them to be.
+`saves` and `loads` take effect when it is submitted, even if computing it fails, so that the executor's state agrees
+with the scheduler's when the next plan comes.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ class Executor(Protocol):
     def submit(self, plan: StepPlan) -> None: ...
 
     def collect(self) -> StepResult:
-        """Raises whatever went wrong while the step was computed."""
+        """Returns the result of the oldest step submitted; raises the error of a step that failed."""
         ...
 
 
 NextToken = Callable[[Sequence[int]], int]
-"""A toy model: the token that follows a sequence."""
+"""A toy model: returns the token that follows a sequence."""
 
 
 class FakeExecutor:
-    """An executor without a model: a paged cache and a host that hold histories, and a function as the model.
+    """An executor with a function as the model, and a paged cache and host blocks that hold digests.
 
-    A place of the cache holds a digest of its token and all that came before, as keys and values do.  What is computed
-    comes from the cache alone, so a block handed out too early, one found where it does not belong, or a table out of
-    step with the scheduler's shows as a failed assertion.
+    A cache entry is a digest of its token and all before it, as keys and values depend on them.  Each step computes
+    from the cache alone, so a block reused too early, a wrong prefix hit or a block table that differs from the
+    scheduler's fails an assertion.
     """
 
     def __init__(self, block_size: int, next_token: NextToken) -> None:
@@ -40,8 +40,8 @@ class FakeExecutor:
         self._next_token = next_token
         self._tokens: dict[int, list[int]] = {}  # slot -> known tokens
         self._tables: dict[int, list[int]] = {}  # slot -> block table
-        self._cache: dict[tuple[int, int], int] = {}  # (block, offset) -> history
-        self._host: dict[tuple[int, int], int] = {}  # (place, offset) -> history
+        self._cache: dict[tuple[int, int], int] = {}  # (block, offset) -> digest
+        self._host: dict[tuple[int, int], int] = {}  # (host block, offset) -> digest
         self._results: deque[StepResult] = deque()
 
     def submit(self, plan: StepPlan) -> None:
@@ -74,7 +74,7 @@ class FakeExecutor:
             assert self._cache[self._place(slot, position)] == history, f"slot {slot} reads another request's cache"
         if not samples:
             return ()
-        known[start + count :] = [self._next_token(known[: start + count])]  # a rollback may have left an old one
+        known[start + count :] = [self._next_token(known[: start + count])]  # a rollback may have left an old token
         return (known[-1],)
 
     def _place(self, slot: int, position: int) -> tuple[int, int]:

@@ -1,7 +1,7 @@
-"""Real steps before an engine says that it is ready: it has computed, and what came of it were probabilities.
+"""Checks at start that the engine computes valid probabilities, with real steps on the real executor.
 
-A damaged kernel, weights that overflow and a device that fails show here, and the engine does not start.  The row has
-the first slot and the first block, before any request is there, and gives both back.
+A damaged kernel, weights that overflow or a failing device stop the start here.  The row uses the first slot and the
+first block, before there is any request, and releases both.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from slotwise.policies.fcfs import FirstComeFirstServed
 
 PROMPT = 16  # tokens, at most
 ANY_TOKEN = 0
-KINDS = (  # the two ways through a sampler; the second token is a decode step's
+KINDS = (  # the two paths through a sampler; the second token comes from a decode step
     SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True),
     SamplingParams(temperature=1.0, max_tokens=1, logprobs=1, ignore_eos=True))
 OVERFLOW = ("its logits are NaN or infinite: a kernel computes wrongly, or the model's numbers are too large for its "
@@ -30,10 +30,10 @@ class FirstStepError(OneLineError, RuntimeError):
 
 
 def check(executor: Executor, limits: SchedulerLimits, clock: Clock) -> None:
-    """Runs a prompt and steps that decode, greedily and drawn, on an executor that serves no request yet.
+    """Runs a prompt and decode steps, greedy and sampled, on an executor that serves no request yet.
 
     Raises:
-        FirstStepError: a step failed, or its logits are not finite.
+        FirstStepError: a step failed, or its logits were not finite.
     """
     longest = min(limits.block_size + 1, limits.max_model_len)
     if longest < 2:  # then no request can run
@@ -60,7 +60,7 @@ def _run(engine: Engine) -> None:
         tokens += sum(map(len, record.token_ids))
     if not tokens:
         raise _failed("it yielded no token")
-    engine.step()  # its plan says who has left
+    engine.step()  # its plan releases the slot
 
 
 def _failed(why: str) -> FirstStepError:

@@ -1,7 +1,6 @@
-"""Lengths that a benchmark drew: the output ends there as if the model had said so.
+"""Output lengths fixed by a workload: the output ends there as if the model had ended it.
 
-Neither scheduler, nor discipline, nor policy can see them: like a model's own end they come to light only with the
-token that ends the output.
+Scheduler, discipline and policy cannot see them: as with a model's own end, only the last token reveals it.
 """
 
 from __future__ import annotations
@@ -10,10 +9,10 @@ from slotwise.core.step import StepPlan, StepResult
 
 
 class ForcedLengths:
-    """Falsy while nobody alive has one."""
+    """The forced lengths of the unfinished requests; false when there are none."""
 
     def __init__(self) -> None:
-        self._lengths: dict[str, int] = {}  # known tokens, prompt and output, with which a request ends
+        self._lengths: dict[str, int] = {}  # request -> tokens, prompt and output, at which it ends
 
     def __bool__(self) -> bool:
         return bool(self._lengths)
@@ -25,7 +24,7 @@ class ForcedLengths:
         self._lengths.pop(request_id, None)
 
     def applied(self, plan: StepPlan, result: StepResult) -> StepResult:
-        """`result`, with those complete whose sampled token is their last."""
+        """Returns `result` with `complete`: the rows whose sampled token is their last."""
         known = self._lengths
         complete = tuple(
             row for row, (request_id, start, count) in enumerate(

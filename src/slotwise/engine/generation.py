@@ -1,6 +1,6 @@
-"""One request's tokens on their way to whoever asked.
+"""Delivers one request's tokens to its consumer.
 
-A consumer that is behind finds several steps' tokens in one chunk, so that it costs less the busier its process is.
+A slow consumer receives several steps' tokens in one chunk, so its cost falls as its process becomes busier.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 from slotwise.core.step import TokenLogprobs
 
-AT_THE_END = 1 << 62  # as `Generation.interval`: one chunk, when it has ended
+AT_THE_END = 1 << 62  # as `Generation.interval`: one chunk, at the end
 
 
 class Chunk(NamedTuple):
-    """What came since the last chunk; the last one has a `finish_reason`, and a `message` if that needs one."""
+    """The tokens since the last chunk; the final chunk has a `finish_reason`, and a `message` if that needs one."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[TokenLogprobs]
@@ -34,8 +34,8 @@ class Generation:
     def __init__(self, request_id: str, finish: Callable[[Generation, str], None]) -> None:
         self.request_id = request_id
         self.interval = 1  # tokens to wait for before the consumer is woken
-        self.num_cached = -1  # prompt tokens found in the cache when it first took a slot; -1: it has not
-        self.moved_ns = time.monotonic_ns()  # when it came, ended, or the engine gave it a slot or took it away
+        self.num_cached = -1  # prompt tokens found in the cache at its first admission; -1: not admitted yet
+        self.moved_ns = time.monotonic_ns()  # time of its last change: arrival, admission, preemption or end
         self._finish = finish
         self._loop = asyncio.get_running_loop()
         self._tokens: list[int] = []
@@ -45,7 +45,7 @@ class Generation:
         self._waiter: asyncio.Future[None] | None = None
 
     def finish(self, reason: str) -> None:
-        """End it from this side, once; what the engine still sends is ignored."""
+        """Ends the generation from the API process, once; later tokens of the engine are ignored."""
         if self._end is None:
             self._finish(self, reason)
 
@@ -55,7 +55,7 @@ class Generation:
 
     @property
     def num_unread(self) -> int:
-        """Tokens that came and that nobody has taken yet."""
+        """Tokens received and not yet consumed."""
         return len(self._tokens)
 
     def __aiter__(self) -> Generation:

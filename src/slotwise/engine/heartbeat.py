@@ -1,14 +1,14 @@
-"""Whether an engine lives, felt from outside of it.
+"""Heartbeats of the engine process, and the detection of a frozen one.
 
-A thread of the engine process sends a beat every half second, through compute and sleep alike, and says how long the
-step under way has taken.  So the API process can tell apart
+A thread of the engine process sends a heartbeat every half second, also while the engine computes or sleeps, with the
+time that the current step has taken.  So the API process can distinguish
 
-    idle     beats, no step under way
-    busy     beats, a step under way, however long
-    frozen   silence: the process is stopped, swapped out or gone astray; also one step that takes beyond all reason
+    idle     heartbeats, no step in progress
+    busy     heartbeats, a step in progress, however long
+    frozen   silence: the process is stopped, swapped out or stuck; also a step far beyond its limit
 
-A frozen engine is unhealthy at half its time, and given up at all of it: who routes requests hears of it before those
-inside are cut off, and one that thaws in between has lost nothing.
+A frozen engine is unhealthy after half of its timeout and given up after all of it: a load balancer is notified before
+the requests inside are cut off, and an engine that recovers in between loses nothing.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from slotwise.engine.wire import encode
 
 HEARTBEAT_SECONDS = 0.5
 ENGINE_TIMEOUT = 60.0  # seconds of silence after which an engine is given up
-SHORTEST_TIMEOUT = 4.0  # a few beats may be late on a busy machine
-STUCK = 10  # times its limit of silence that an engine which beats may spend on one step
-SUSPECT = 0.5  # share of the limit after which an engine counts as frozen
-LAST_WORDS = 5.0  # seconds that the engine's thread gets to see for itself that the channel has closed
+SHORTEST_TIMEOUT = 4.0  # seconds; a few heartbeats may be late on a busy machine
+STUCK = 10  # timeouts that one step may take while heartbeats arrive
+SUSPECT = 0.5  # share of the timeout after which an engine counts as frozen
+LAST_WORDS = 5.0  # seconds that the engine's thread gets to notice by itself that the channel is closed
 
 Clock = Callable[[], float]
 """Monotonic seconds."""
 
 
 def exit_process() -> None:
-    """End this process: nobody is left to serve, and the engine's thread is caught in a step, or it would have left."""
+    """Ends this process after a grace period: the API process is gone and the engine's thread is stuck in a step."""
     time.sleep(LAST_WORDS)
     os._exit(1)
 
 
 class HeartbeatSender:
-    """The engine's side: `step_began` is kept by whoever steps.
+    """The engine's side; the loop that runs the steps sets `step_began`.
 
     Args:
-        deserted: called by the heart's thread when the channel has closed.
+        deserted: called by the heartbeat thread when the channel has closed.
     """
 
     def __init__(self, channel: BlockingChannel, deserted: Callable[[], None] = exit_process) -> None:
-        self.step_began = 0  # monotonic nanoseconds; 0: no step is under way
+        self.step_began = 0  # monotonic nanoseconds; 0: no step in progress
         self._channel = channel
         self._deserted = deserted
 
@@ -65,9 +65,9 @@ class HeartbeatSender:
 
 
 class HeartbeatMonitor:
-    """The API process' side: one engine's signs of life.
+    """The API process' side: measures one engine's silence and the time of its current step.
 
-    Silence is counted in turns of our own watch, so that a stall of this process is not held against the engine.
+    A tick adds at most two heartbeat intervals of silence, so a stall of this process does not count.
 
     Args:
         timeout: seconds of silence after which an engine is given up.
@@ -78,40 +78,40 @@ class HeartbeatMonitor:
         self._clock = clock
         self._ticked_at = clock()
         self._silence = 0.0
-        self._step = 0.0  # seconds that the step under way has taken, when last heard
+        self._step = 0.0  # seconds that the current step has taken, by the last heartbeat
         self._last_step: float | None = None
 
     def heard(self) -> None:
-        """Anything at all has come from the engine."""
+        """Resets the silence: called for all data from the engine."""
         self._silence = 0.0
 
     def on_heartbeat(self, step_ns: int) -> None:
         self._step = step_ns * 1e-9
 
     def stepped(self) -> None:
-        """A step's record has come."""
+        """Called for each step record."""
         self._step = 0.0
         self._last_step = self._clock()
 
     def tick(self) -> None:
-        """To be called every `HEARTBEAT_SECONDS`."""
+        """Updates the silence; called every `HEARTBEAT_SECONDS`."""
         now = self._clock()
         self._silence += min(now - self._ticked_at, 2 * HEARTBEAT_SECONDS)
         self._ticked_at = now
 
     @property
     def last_step_age(self) -> float | None:
-        """Seconds since the last step's record came; None: none has."""
+        """Seconds since the last step record; None: there was none."""
         return None if self._last_step is None else self._clock() - self._last_step
 
     @property
     def frozen(self) -> bool:
-        """No sign of life for so long that nobody should be sent there."""
+        """True after `SUSPECT` of the timeout: the engine should get no further requests."""
         return self._doubt >= SUSPECT * self._timeout
 
     @property
     def verdict(self) -> str:
-        """Why the engine is to be given up; empty: it is not."""
+        """Why the engine must be given up; empty if it need not be."""
         if self._doubt < self._timeout:
             return ""
         if self._silence >= self._timeout:

@@ -1,4 +1,4 @@
-"""One life of an engine, from the API process' side of its channel: commands out, reports in, and one end."""
+"""The API process' connection to one engine process: commands out, reports in, closed once."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from slotwise.engine.wire import decode_report, encode
 
 
 class Link(asyncio.Protocol):
-    """Made by `linked`.
+    """The protocol of the connection; `linked` connects it.
 
     Args:
-        heartbeat: told of every sign of life.
-        on_report: told of every report but beats and the last.
-        on_lost: told once why the engine is gone; nothing is reported after that.
+        heartbeat: notified of all data, heartbeats and steps.
+        on_report: receives every report except heartbeats and `EngineFailed`.
+        on_lost: called once with the reason when the engine is lost; no report follows.
     """
 
     def __init__(
@@ -34,16 +34,16 @@ class Link(asyncio.Protocol):
 
     @property
     def num_unsent(self) -> int:
-        """Bytes of commands that the engine has not taken yet."""
+        """Bytes of commands that the engine has not read yet."""
         return self._transport.get_write_buffer_size() if self._transport is not None else 0
 
     def send(self, command: Command | QueuePositionQuery) -> None:
-        """Never waits: what the engine has not read yet stays in the transport's buffer."""
+        """Never waits: unread commands stay in the transport's buffer."""
         if self._transport is not None and not self.lost:
             self._transport.write(frame(encode(command)))
 
     def cut(self, message: str) -> None:
-        """End it, for the reason `message`; what is unsent is dropped.  The process ends when its channel does."""
+        """Closes the connection for the reason `message`; drops unsent commands.  The engine process then ends."""
         if self.lost:
             return
         self.lost = True
@@ -54,7 +54,7 @@ class Link(asyncio.Protocol):
     # -- called by the event loop --------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but its class
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's has the interface, not the class
 
     def data_received(self, data: bytes) -> None:
         self.heartbeat.heard()
@@ -80,6 +80,6 @@ class Link(asyncio.Protocol):
 
 
 async def linked(sock: socket.socket, link: Link) -> None:
-    """Put `link` on `sock`, one end of `channel.pair()`, which it takes over and closes."""
+    """Connects `link` to `sock`, one end of `channel.pair()`, which `link` then owns and closes."""
     sock.setblocking(False)
     await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=sock)

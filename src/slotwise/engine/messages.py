@@ -1,4 +1,4 @@
-"""What passes between the API process and the engine process: commands in, one record per step out.
+"""Messages between the API process and the engine process: commands in, one record per step out.
 
 Encoded as MessagePack by msgspec (see `engine.wire`), so that nothing received can run code.
 """
@@ -17,9 +17,9 @@ from slotwise.engine.struct import Struct
 
 
 class Add(Struct, tag="add"):
-    """Start a generation.  `prompt` are token ids; `seed` is what the sampler draws from.
+    """Starts a generation.  `prompt` are token ids; `seed` is the sampler's.
 
-    `output_tokens` is for benchmarks: the output ends there as if the model had said so (see `engine.forced_lengths`);
+    `output_tokens` is for benchmarks: the output ends there as if the model had ended it (see `engine.forced_lengths`);
     0: never.
     """
 
@@ -28,22 +28,22 @@ class Add(Struct, tag="add"):
     params: SamplingParams
     seed: int
     output_tokens: int = 0
-    salt: str = ""  # cached beginnings are shared only with requests of the same salt
-    queue_timeout: float = 0.0  # seconds it may wait for its first slot; 0: as long as it takes
-    received_ns: int = 0  # monotonic, when its request came in and when its prompt was known, for those who tell where
-    tokenised_ns: int = 0  # the time went; 0: not over HTTP
-    slo: SLO = NO_SLO  # who asks, and what they were promised
+    salt: str = ""  # cached prefixes are shared only among requests of the same salt
+    queue_timeout: float = 0.0  # seconds it may wait for its first slot; 0: without limit
+    received_ns: int = 0  # monotonic, when the HTTP request arrived, for traces and timelines; 0: not over HTTP
+    tokenised_ns: int = 0  # monotonic, when its prompt was tokenised; likewise
+    slo: SLO = NO_SLO  # tenant, tier and objectives
 
 
 class Finish(Struct, tag="finish"):
-    """End a generation: `abort` when its client went away, `stop` when a stop string showed up."""
+    """Ends a generation: `abort` when its client disconnected, `stop` when a stop string matched."""
 
     request_id: str
     reason: str
 
 
 class Configure(Struct, tag="configure"):
-    """Schedule differently from the next plan on.  Checked by whoever sends it."""
+    """Changes the scheduling settings from the next plan on.  The sender validates them."""
 
     scheduling: Scheduling
 
@@ -52,14 +52,14 @@ Command = Add | Finish | Configure
 
 
 class QueuePositionQuery(Struct, tag="locate"):
-    """Ask where requests stand: no command, for it changes nothing and is no part of what is replayed."""
+    """Asks for queue positions.  No command: it changes nothing and is not replayed."""
 
-    number: int  # told back in the answer
+    number: int  # repeated in the answer
     request_ids: tuple[str, ...]
 
 
 class Loading(Struct, tag="loading"):
-    """Progress before the engine is ready."""
+    """Loading progress, before the engine is ready."""
 
     stage: str
     done: int
@@ -67,22 +67,22 @@ class Loading(Struct, tag="loading"):
 
 
 class MemoryUse(Struct, frozen=True):
-    """Bytes an engine takes at most: of its device, and `runtime` and `host` of the host, which the CPU's device is."""
+    """Most bytes an engine takes: device memory, but host memory for `runtime` and `host` (on the CPU, for all)."""
 
     weights: int = 0
     workspace: int = 0  # activations of the largest step
     cache: int = 0
-    host: int = 0  # memory of the host for blocks that the cache evicts
-    runtime: int = 0  # interpreter, libraries, compiled kernels and what libraries keep: all else of the process
+    host: int = 0  # host memory for blocks that the cache evicts
+    runtime: int = 0  # the rest of the process: interpreter, libraries and their buffers, compiled kernels
 
     @property
     def total(self) -> int:
-        """All of it; on the CPU what the process may take."""
+        """The sum; on the CPU the most that the process takes."""
         return self.weights + self.workspace + self.cache + self.host + self.runtime
 
 
 class EngineInfo(Struct, tag="ready"):
-    """Sent once, when the engine can take requests."""
+    """Sent once, when the engine is ready for requests."""
 
     model: str
     device: str
@@ -95,24 +95,24 @@ class EngineInfo(Struct, tag="ready"):
     depth: int = 0  # steps that may be in flight while the next is planned
     quantization: str = "none"
     kv_cache_dtype: str = "auto"
-    learned: Learned | None = None  # what it knew of step times at the start
-    roofline: Roofline | None = None  # what its steps must cost here; None: nobody measured
-    threads: int = 1  # that compute
-    product_path: str = ""  # what multiplies with the weights, by the kernels' name for it
+    learned: Learned | None = None  # state of the step-time model at the start
+    roofline: Roofline | None = None  # lower bounds of step costs on this machine; None: not measured
+    threads: int = 1  # compute threads
+    product_path: str = ""  # the kernels' name of the path for products with the weights
 
     @property
     def weights(self) -> str:
-        """What the weights are held as, in words."""
+        """The type in which weights are held, as text."""
         return self.dtype if self.quantization == "none" else f"{self.quantization}, {self.dtype}"
 
     @property
     def cache_dtype(self) -> str:
-        """What keys and values are held as."""
+        """The type in which keys and values are held."""
         return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
 
 
 class RowEnd(Struct, array_like=True):
-    """A request's end: `message` explains `rejected`, `timeout` and `error`, else it is empty."""
+    """The end of a request: `message` explains `rejected`, `timeout` and `error`, else it is empty."""
 
     request_id: str
     reason: str
@@ -121,14 +121,14 @@ class RowEnd(Struct, array_like=True):
 
 
 class StepRecord(Struct, tag="step", omit_defaults=True):
-    """One step: the plan without its prompt tokens, what it yielded, who ended, and where the engine stands.
+    """One step: the plan without its prompt tokens, its results, the requests that ended, and the engine's counters.
 
-    With the commands sent, records tell all that an engine did not decide itself, so that it can be replayed: what its
-    clock showed whenever it looked, and what its executor gave back.
+    Together with the commands, records hold every input of the engine, so that it can be replayed: each reading of its
+    clock and each result of its executor.
 
-    Rows are columns, as in `core.step.StepPlan`.  `token_ids[i]` belongs to `request_ids[i]`; a void row is empty, and
-    so is one whose batch returns as one: all its tokens stand in the record of the step that ends the batch.
-    A record may also carry no rows (`step` -1): something that happened between steps, or a step that broke.
+    Rows are columns, as in `core.step.StepPlan`.  `token_ids[i]` belongs to `request_ids[i]`; a void row is empty, as
+    is one with held outputs: all its tokens are in the record of the step that completes the batch.
+    A record may have no rows (`step` -1): for events between steps, or a failed step.
     """
 
     step: int
@@ -143,9 +143,9 @@ class StepRecord(Struct, tag="step", omit_defaults=True):
     token_ids: tuple[tuple[int, ...], ...] = ()
     logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
     admitted: tuple[str, ...] = ()
-    cached: tuple[int, ...] = ()  # of each admitted, the tokens that were found in the cache
+    cached: tuple[int, ...] = ()  # of each admitted, the tokens found in the cache
     preempted: tuple[Decision, ...] = ()
-    lost: tuple[int, ...] = ()  # of each preempted, the tokens that were computed
+    lost: tuple[int, ...] = ()  # of each preempted, the tokens computed
     refused: tuple[Decision, ...] = ()
     stop: Stop | None = None
     ended: tuple[RowEnd, ...] = ()
@@ -153,41 +153,41 @@ class StepRecord(Struct, tag="step", omit_defaults=True):
     new_blocks: tuple[NewBlocks, ...] = ()
     saves: tuple[Copy, ...] = ()
     loads: tuple[Copy, ...] = ()
-    planned: tuple[int, ...] = ()  # monotonic: when each plan was begun that was made meanwhile, this or the next
-    taken: tuple[int, ...] = ()  # monotonic: when each command since the record before was taken in, in their order
-    sampled: tuple[tuple[int, ...], ...] = ()  # what the executor gave for each row, where that is not `token_ids`
+    planned: tuple[int, ...] = ()  # monotonic: start of each plan made since the last record, this step's or the next
+    taken: tuple[int, ...] = ()  # monotonic: when each command since the last record was handled, in order
+    sampled: tuple[tuple[int, ...], ...] = ()  # the executor's tokens of each row, where they differ from `token_ids`
     failed: tuple[int, ...] = ()  # rows that could not sample
-    failure: str = ""  # why the step broke; its rows' requests are among the `ended`
-    configured: Scheduling | None = None  # since the record before
+    failure: str = ""  # why the step failed; its rows' requests are among the `ended`
+    configured: Scheduling | None = None  # settings applied since the last record
     num_running: int = 0
     num_waiting: int = 0
     num_free_blocks: int = 0
 
 
 class RequestPosition(Struct, array_like=True):
-    """Where a living request stands."""
+    """State and queue position of an unfinished request."""
 
     request_id: str
     state: str
     num_output: int
-    position: int | None = None  # how many are to start before it, by the policy in force; None: it has a slot
+    position: int | None = None  # requests that start before it, by the policy in force; None: it has a slot
 
 
 class QueuePositionAnswer(Struct, tag="located"):
-    """Answers a `QueuePositionQuery` between two steps; who has ended is not in it."""
+    """Answers a `QueuePositionQuery` between two steps; omits requests that have ended."""
 
     number: int
     positions: tuple[RequestPosition, ...]
 
 
 class Heartbeat(Struct, tag="beat"):
-    """A sign of life, sent twice a second by a thread of its own (see `engine.heartbeat`)."""
+    """Sent twice a second by a thread of its own (see `engine.heartbeat`)."""
 
-    step_ns: int  # nanoseconds that the step under way has taken so far; 0: none is
+    step_ns: int  # nanoseconds that the current step has taken so far; 0: no step in progress
 
 
 class EngineFailed(Struct, tag="failed"):
-    """The engine cannot go on (or could not start); `message` is one line for a person."""
+    """The engine failed or could not start; `message` is one line for a person."""
 
     message: str
 

@@ -1,4 +1,4 @@
-"""Who listens to an engine service: metrics, the event log, the door."""
+"""The interface of observers of an engine service: metrics, the event log, admission control."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ if TYPE_CHECKING:
 
 
 class Observer:
-    """Told of engines, requests, commands and steps; whoever listens overrides what it wants to hear of.
+    """Notified of engines, requests, commands and steps; a subclass overrides the methods it needs.
 
-    Times are monotonic nanoseconds, on one clock with the engine's.
+    Times are monotonic nanoseconds on the engine's clock.
     """
 
     def started(self, info: EngineInfo) -> None:
-        """An engine is ready, and nobody lives in it."""
+        """An engine is ready; it holds no requests."""
 
     def arrived(self, request_id: str, num_prompt: int, now_ns: int) -> None:
-        """A generation was let in."""
+        """A generation was accepted."""
 
     def refused(self, kind: str) -> None:
-        """Somebody was not."""
+        """A generation was refused."""
 
     def commanded(self, command: Command, now_ns: int) -> None:
-        """Sent to the engine: heard of in the order in which the engine takes them in, those that let in included."""
+        """A command, `Add` included, was sent; called in the order in which the engine handles them."""
 
     def stepped(self, record: StepRecord) -> None:
-        """The engine tells what it did."""
+        """A step record arrived."""
 
     def sent(self, request_id: str, first_ns: int, last_ns: int, num_events: int) -> None:
-        """A response to it was given to the socket whole, in so many pieces."""
+        """A complete response was written to the socket, as `num_events` events."""
 
     def lost(self, message: str, now_ns: int) -> None:
-        """The engine is gone, why.  A record of everybody's end follows."""
+        """The engine is lost, for the reason `message`.  A record with the end of every request follows."""

@@ -1,6 +1,6 @@
-"""Questions to the engine that change nothing: where requests stand.
+"""Queries for the queue positions of requests, answered by the engine between two steps.
 
-One at a time, for the answer may have to walk through all who wait, between two steps; a few more may wait for it.
+One query is in progress at a time, because its answer may have to visit the whole queue; a few more may wait.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ MAX_WAITING = 64
 
 
 class TooManyQueries(Exception):
-    """More than may wait."""
+    """`MAX_WAITING` queries wait already."""
 
 
 class QueuePositionQueries:
-    """The API process' side: each answer finds who asked, and nobody waits for an engine that is gone."""
+    """The API process' side: matches answers to queries, and fails the pending query when the engine is lost."""
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
         self._num_waiting = 0
-        self._number = 0  # of the latest question
+        self._number = 0  # of the latest query
         self._answer: asyncio.Future[tuple[RequestPosition, ...]] | None = None  # to that one
 
     async def ask(
         self, request_ids: Sequence[str], send: Callable[[QueuePositionQuery], None],
     ) -> tuple[RequestPosition, ...]:
-        """Where those of these requests stand that live.
+        """Returns the positions of those of these requests that are unfinished.
 
         Args:
-            send: called when it is this question's turn; may raise.
+            send: called when it is this query's turn; may raise.
 
         Raises:
-            TooManyQuestions: too many ask.
-            Exception: what `give_up` was told.
+            TooManyQueries: `MAX_WAITING` queries wait already.
+            Exception: the one given to `give_up`.
         """
         if self._num_waiting >= MAX_WAITING:
             raise TooManyQueries
@@ -51,11 +51,11 @@ class QueuePositionQueries:
             self._num_waiting -= 1
 
     def answered(self, answer: QueuePositionAnswer) -> None:
-        """Whoever asked may have gone meanwhile."""
+        """Completes the pending query; ignores the answer to a cancelled one."""
         if answer.number == self._number and self._answer is not None and not self._answer.done():
             self._answer.set_result(answer.positions)
 
     def give_up(self, why: Exception) -> None:
-        """There will be no answer."""
+        """Fails the pending query with `why`."""
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(why)

@@ -1,4 +1,4 @@
-"""The numbers that settings may be: one range for each, checked alike on the command line and in the offline API."""
+"""Ranges of numeric settings, checked alike on the command line and in the offline API."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Range:
     may_be_infinite: bool = False
 
     def objection(self, value: object) -> str:
-        """What is wrong with it, "" if nothing is."""
+        """What is wrong with `value`; "" if nothing is."""
         kind: type = Integral if self.is_whole else Real
         if isinstance(value, bool) or not isinstance(value, kind) or not self._holds(value):
             return f"must be {self}, not {value!r:.40}"

@@ -1,7 +1,7 @@
-"""What may be changed while an engine runs: how batches are made, who goes next, and the limits of a step.
+"""Scheduling settings that may change while an engine runs: batching, queue order and the limits of a step.
 
-`PUT /admin/scheduling` is answered from here: a change is checked whole, by the process that asks for it, and is either
-in force from the next plan on or refused with one line.
+`PUT /admin/scheduling` uses this module: the requesting process validates a change as a whole, which then either
+applies from the next plan on or is refused with one line.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from slotwise.policies import settings as policy_settings
 from slotwise.policies.settings import POLICIES, Ordering
 
 LIMITS = ("max_num_seqs", "max_num_batched_tokens", "max_step_ms", "max_stall_ms")
-RANGES: dict[str, tuple[float, float]] = {  # of all numbers that may be changed, both ends included
+RANGES: dict[str, tuple[float, float]] = {  # of all numeric settings that may change, both ends included
     **batching_settings.RANGES, **policy_settings.RANGES,
     "max_num_seqs": (1, LARGEST), "max_num_batched_tokens": (1, LARGEST), "max_step_ms": (LEAST_MS, MOST_MS),
     "max_stall_ms": (LEAST_MS, MOST_MS)}
@@ -33,10 +33,10 @@ DEFAULT_ORDER: Order = (Ordering(), ())
 
 @dataclass(frozen=True, slots=True)
 class Scheduling:
-    """Raises ValueError for settings that contradict each other."""
+    """The settings in force.  Raises ValueError when they contradict each other."""
 
     batching: Batching
-    max_num_seqs: int  # slots in use, at most those made at the start
+    max_num_seqs: int  # slots in use, at most those allocated at the start
     max_num_batched_tokens: int  # tokens of one step
     ordering: Ordering = field(default_factory=Ordering)
     max_step_ms: float | None = None  # as in SchedulerLimits, like the next
@@ -48,37 +48,37 @@ class Scheduling:
 
     @property
     def order(self) -> Order:
-        """All that makes a policy."""
+        """The settings that determine the policy."""
         return self.ordering, self.tiers
 
     def discipline(self) -> Discipline:
         return self.batching.discipline(self.max_num_seqs)
 
     def policy(self, times: StepTimeModel) -> Policy:
-        """Args: times: predicts, where the policy must know how long something takes."""
+        """Returns the policy; `times` predicts step times for policies that need them."""
         return self.ordering.policy(self.tiers, times)
 
     def limits(self, now: SchedulerLimits) -> SchedulerLimits:
-        """Raises ValueError for numbers that nothing can run under."""
+        """Returns `now` with these settings.  Raises ValueError for limits under which no request can run."""
         return replace(now, tiers=self.tiers, **{name: getattr(self, name) for name in LIMITS})
 
     def as_settings(self) -> dict[str, Any]:
-        """Flat, by the names of the command line; without tiers, of which there is more to tell than is known here."""
+        """Returns the settings by their command-line names; without tiers, which the server describes in full."""
         batching, ordering = asdict(self.batching), asdict(self.ordering)
         return {
             "batching": batching.pop("kind"), **batching, "scheduling_policy": ordering.pop("kind"), **ordering,
             **{name: getattr(self, name) for name in LIMITS}}
 
     def changed(self, changes: Mapping[str, Any], slots: SchedulerLimits) -> Scheduling:
-        """With `changes`, named as on the command line; `tiers` are a list of `Tier`.
+        """Returns the settings with `changes`, named as on the command line; `tiers` are a list of `Tier`.
 
-        Another `batching`, or another `scheduling_policy`, lets go of what belonged to the last one.
+        A new `batching` or `scheduling_policy` resets the settings of the last one.
 
         Args:
-            slots: as the engine was started.
+            slots: the limits that the engine was started with.
 
         Raises:
-            ValueError: one line that says why nothing was changed.
+            ValueError: nothing was changed; one line says why.
         """
         for name, value in changes.items():
             if name not in SETTINGS:
@@ -111,7 +111,7 @@ def _changed(now: Settings, kind: str, changes: Mapping[str, Any]) -> Settings:
 
 
 def _tiers(given: object) -> tuple[Tier, ...]:
-    """Raises ValueError for anything but a list of tiers."""
+    """Returns the tiers; raises ValueError for anything but a list of tiers."""
     if not isinstance(given, (list, tuple)) or len(given) > MAX_TIERS or not all(
             isinstance(tier, Tier) for tier in given):
         raise ValueError(f"tiers must be a list of at most {MAX_TIERS} tiers")
@@ -119,8 +119,8 @@ def _tiers(given: object) -> tuple[Tier, ...]:
 
 
 def changes_schema() -> dict[str, Any]:
-    """What `changed` takes, tiers excepted, as JSON schema."""
-    import msgspec  # of those who serve: an engine that is called does not need it
+    """Returns the JSON schema of what `changed` takes, without tiers."""
+    import msgspec  # needed by the server only, not by the offline API
 
     def of(settings: type) -> dict[str, Any]:
         return dict(msgspec.json.schema(settings)["$defs"][settings.__name__]["properties"])
@@ -138,7 +138,7 @@ def changes_schema() -> dict[str, Any]:
 
 
 def _check(name: str, value: object, kind: str) -> None:
-    """Raises ValueError where `value` is not of `kind`, a field's annotation."""
+    """Raises ValueError if `value` is not of `kind`, a field's annotation."""
     wanted = kind.removesuffix(" | None")
     fits = KINDS_OF[wanted]
     if value is None and kind.endswith("None"):

@@ -1,6 +1,6 @@
-"""What messages are made of: msgspec's Struct, or a plain dataclass where msgspec is not installed.
+"""The base class of messages: msgspec's Struct, or a plain dataclass where msgspec is not installed.
 
-An engine in a process of its own needs msgspec; one that is called, as on a machine with little but torch, does not.
+An engine in a process of its own needs msgspec; the offline API, as on a machine with little but torch, does not.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ else:
     except ImportError:
 
         class Struct:
-            """Takes what msgspec's takes; `wire` says how it travels, which it cannot."""
+            """Accepts the arguments of msgspec's; ignores `wire`, the options of its encoding."""
 
             def __init_subclass__(cls, *, frozen: bool = False, **wire: Any) -> None:
                 dataclass(frozen=frozen)(cls)

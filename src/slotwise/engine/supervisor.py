@@ -1,10 +1,10 @@
-"""Keeps an engine behind the service: starts it, feels its pulse, buries it and starts the next.
+"""Supervises the engine process of a service: starts it, monitors its heartbeats, and replaces it when it is lost.
 
     launch ─► attach ─► serving ─► lost ─► killed ─► pause ─┐
                  ▲                                          │      pause   1, 2, 4 ... 60 seconds, from the start
-                 └──────────────── launch ◄─────────────────┘              again after a life that was long enough
+                 └──────────────── launch ◄─────────────────┘              again after an engine that served long enough
 
-An engine that does not become ready is a false start; after several in a row the service is told that it is hopeless.
+An engine that does not become ready is a false start; after several in a row the supervisor gives up.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from slotwise.engine.client import EngineClient, EngineError
 from slotwise.engine.heartbeat import ENGINE_TIMEOUT, HEARTBEAT_SECONDS, Clock, HeartbeatMonitor
 from slotwise.engine.messages import EngineInfo
 
-EXIT = 3.0  # seconds that an engine process gets to end once its channel is closed
-REAP = 10.0  # seconds that the kernel gets to take a killed one apart
+EXIT = 3.0  # seconds that an engine process gets to exit once its channel is closed
+REAP = 10.0  # seconds that the operating system gets to end a killed one
 
 logger = logging.getLogger(__name__)
 
@@ -32,15 +32,15 @@ Sleep = Callable[[float], Awaitable[None]]
 
 
 class EngineProcess(Protocol):
-    """An engine that was started; its end of the channel belongs to it."""
+    """An engine process; it owns its end of the channel."""
 
-    channel: socket.socket  # ours
+    channel: socket.socket  # this process' end
 
     @property
     def ended(self) -> bool: ...
 
     def kill(self) -> None:
-        """End it as it stands, stopped or not."""
+        """Kills the process in any state, also when it is stopped."""
         ...
 
 
@@ -49,17 +49,17 @@ Launch = Callable[[EngineInfo | None], EngineProcess]
 
 @dataclass(slots=True)
 class Backoff:
-    """How long to wait before the next start.  Units are seconds."""
+    """Exponential backoff between starts.  Units are seconds."""
 
     first: float = 1.0
     longest: float = 60.0
-    recovered: float = 60.0  # an engine that served this long begins the count anew
+    recovered: float = 60.0  # an engine that served this long resets the count
     max_false_starts: int = 6  # in a row
     _failures: int = 0
     _false_starts: int = 0
 
     def served(self, seconds: float) -> None:
-        """An engine was ready, and is gone after `seconds`."""
+        """An engine was lost after it served for `seconds`."""
         self._false_starts = 0
         self._failures = 1 if seconds >= self.recovered else self._failures + 1
 
@@ -78,10 +78,10 @@ class Backoff:
 
 
 class Supervisor:
-    """The owner of engine processes, one at a time.
+    """Owns the engine processes, one at a time.
 
     Args:
-        launch: starts one, in the place of the one described, if there was any; may raise OSError.
+        launch: starts one; receives the info of the one it replaces, if any; may raise OSError.
         timeout: seconds of silence after which an engine is killed.
         clock, sleep: time, in seconds.
     """
@@ -100,18 +100,18 @@ class Supervisor:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def launch(self) -> None:
-        """Start the first engine process.  It loads while others do, too.
+        """Starts the first engine process, which loads while the caller goes on.
 
         Raises:
-            OSError: there can be no process.
+            OSError: the process could not be started.
         """
         self._process = self._launch(None)
 
     async def ready(self) -> EngineInfo:
-        """Wait until the first engine is ready; from then on there is always one, or one to come.
+        """Waits until the first engine is ready; from then on a lost engine is replaced.
 
         Raises:
-            EngineError: it could not start.
+            EngineError: the engine could not start.
         """
         assert self._process is not None, "launch() first"
         self._spawn(self._watch_heartbeat())
@@ -120,7 +120,7 @@ class Supervisor:
         return info
 
     async def end(self) -> None:
-        """Let the engine go, kindly if it is alive; in bounded time in any case."""
+        """Ends the engine in bounded time: by closing its channel if it is healthy, else by killing it."""
         alive = self._client.healthy
         for task in self._tasks:
             task.cancel()
@@ -135,13 +135,13 @@ class Supervisor:
         task.add_done_callback(self._ended_by_itself)
 
     def _ended_by_itself(self, task: asyncio.Task[None]) -> None:
-        """A server that nobody watches over any more must not look as if it were."""
+        """Declares the service hopeless when a supervising task failed: it would run without supervision."""
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.critical("the supervisor failed", exc_info=error)
             self._client.hopeless.set()
 
     async def _watch_heartbeat(self) -> None:
-        """The pulse of whoever is attached, until the supervisor's end."""
+        """Monitors the heartbeats of the attached engine, until the supervisor ends."""
         warned = False
         while True:
             await self._sleep(HEARTBEAT_SECONDS)
@@ -167,7 +167,7 @@ class Supervisor:
         return info
 
     async def _keep(self) -> None:
-        """Start an engine whenever there is none, until nobody needs one or none can be had."""
+        """Replaces each lost engine, until the service drains or no engine can be started."""
         client, backoff = self._client, self._backoff
         while True:
             why = await client.lost()
@@ -186,7 +186,7 @@ class Supervisor:
             logger.info("the engine is ready again, with %d bytes of memory at most", client.info.memory.total)
 
     async def _again(self) -> bool:
-        """Bury the last engine, pause, and start one; False when it did not become ready."""
+        """Kills the last engine, pauses and starts the next; returns False if it did not become ready."""
         await self._bury()
         await self._sleep(self._backoff.pause)
         try:
@@ -200,7 +200,7 @@ class Supervisor:
         return True
 
     async def _bury(self) -> None:
-        """Nothing of an engine may be left when the next one asks for its memory."""
+        """Kills the engine process and waits for its end: its memory must be free before the next one starts."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -211,7 +211,7 @@ class Supervisor:
             logger.error("an engine process was killed and is still there")
 
     async def _ended(self, process: EngineProcess, seconds: float) -> bool:
-        """Wait for its end, up to `seconds`: whether it came."""
+        """Waits up to `seconds` for the process to end; returns whether it did."""
         step = 0.02
         for _ in range(int(seconds / step)):
             if process.ended:

@@ -1,11 +1,11 @@
-"""A few real steps before anybody asks, for a model of step times to begin with.
+"""Runs a few real steps at start, to fit the initial step-time model.
 
-An engine that has just started has seen no step, and one whose first minutes are a burst has seen no small one: it
-could not tell what a row alone would take.  Rooflines know nothing of starting kernels, and of caches that hold half of
-the weights; a handful of steps of few rows is cheaper than any theory of them, for small steps are the fast ones.
+A new engine has measured no step, and after a burst at its start no small one, so it could not predict the time of a
+single row.  Rooflines ignore kernel launches and caches that hold half of the weights; a few small, fast steps are
+cheaper than a model of those.
 
-The first stage is the largest, and nothing is learned from it: its steps are the first to touch their memory, which no
-later one pays for.
+The first stage is the largest, and the model does not learn from it: its steps are the first to touch their memory, a
+cost that no later step has.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from slotwise.engine.executor import Executor
 from slotwise.engine.messages import Add, Finish
 from slotwise.policies.fcfs import FirstComeFirstServed
 
-COLD = (16, 64, 2)  # rows that decode, tokens of a prompt beside them in the end, steps before it
-STAGES = ((1, 16, 4), (4, 64, 4), (12, 0, 4), (1, 0, 16))  # likewise; the first step of so many rows is recorded
-SECONDS = 1.0  # after which no further step is begun
-OUTPUT = 64  # tokens that a row may grow by: more than there are steps
+COLD = (16, 64, 2)  # decode rows, tokens of a prompt beside them in the last step, steps before it
+STAGES = ((1, 16, 4), (4, 64, 4), (12, 0, 4), (1, 0, 16))  # likewise; the first step of a row count captures a graph
+SECONDS = 1.0  # after which no further step starts
+OUTPUT = 64  # tokens that a row may grow by: more than the number of steps
 ANY_TOKEN = 0
 
 
 def warmup(executor: Executor, limits: SchedulerLimits, clock: Clock, seconds: float = SECONDS) -> StepTimeModel:
-    """What steps of this executor take; afterwards all its slots and blocks are free again.
+    """Returns a model of this executor's step times; afterwards all its slots and blocks are free again.
 
-    A step that breaks is the last: whoever serves will meet what broke it, and can tell somebody.
+    Stops at a step that fails: the first served step meets the same failure and reports it.
     """
     times, ends = StepTimeModel(), clock() + round(seconds * 1e9)
     rows = _Rows(executor, limits, clock)
@@ -46,18 +46,18 @@ def warmup(executor: Executor, limits: SchedulerLimits, clock: Clock, seconds: f
 
 
 class _Rows:
-    """Requests of an engine of their own, as many as are wanted."""
+    """Runs decode rows and prompts on an engine of their own."""
 
     def __init__(self, executor: Executor, limits: SchedulerLimits, clock: Clock) -> None:
         alone = replace(
             limits, enable_prefix_caching=False, max_step_ms=None, max_stall_ms=None, tiers=())
         self._engine = Engine(Scheduler(alone, Chunked(), FirstComeFirstServed()), executor, clock)
         self._limits = limits
-        self._names: list[str] = []  # of those who decode
+        self._names: list[str] = []  # ids of the decode rows
         self._asked = 0
 
     def play(self, stage: tuple[int, int, int], times: StepTimeModel, goes_on: Callable[[], bool]) -> bool:
-        """Whether all steps could be run, which `times` learns from."""
+        """Runs one stage, from which `times` learns; returns whether all its steps ran."""
         rows, prompt, steps = stage
         rows = min(rows, max(1, self._limits.max_num_seqs - 1))
         while len(self._names) > rows:
@@ -74,7 +74,7 @@ class _Rows:
     def leave(self) -> None:
         for number in range(self._asked):
             self._engine.handle(Finish(f"probe-{number}", "abort"))
-        self._engine.step()  # its plan says who has left
+        self._engine.step()  # its plan releases the slots
 
     def _ask(self, tokens: int, max_tokens: int) -> str:
         longest = self._limits.max_model_len - 1
@@ -85,7 +85,7 @@ class _Rows:
         return name
 
     def _taught(self, times: StepTimeModel, goes_on: Callable[[], bool]) -> bool:
-        """Whether another step could be run."""
+        """Runs one step, from which `times` learns; returns whether it ran."""
         if not goes_on():
             return False
         record = self._engine.step()

@@ -1,4 +1,4 @@
-"""Messages as MessagePack, for the channel between two processes.  An engine alone in its process never comes here."""
+"""Encodes messages as MessagePack for the channel between two processes; not imported by the offline API."""
 
 from __future__ import annotations
 

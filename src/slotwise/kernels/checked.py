@@ -1,8 +1,7 @@
-"""Kernels that look at what they are given: shapes, types, devices, before a single pointer is read.
+"""Kernels that check their arguments: shapes, types, devices, before a single pointer is read.
 
-For whoever changes the runner, the model or kernels: what would be a wrong token or a broken device elsewhere is an
-error here that names the tensor.  Only descriptions are looked at, so nothing waits for the device, and a step can be
-recorded as ever.
+For changes to the runner, the model or kernels: what would be a wrong token or a broken device elsewhere is an error
+here that names the tensor.  Only metadata is checked, so nothing waits for the device, and steps can be captured.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class KernelArgumentError(ValueError):
-    """A kernel was given what the contract of `kernels/interface.py` does not allow."""
+    """A kernel's argument breaks the contract of `kernels/interface.py`."""
 
 
 class CheckedKernels:
-    """Wraps any kernels; results are theirs, and are checked as well."""
+    """Wraps any kernels; their results are checked as well."""
 
     def __init__(self, kernels: Kernels) -> None:
         self.name = kernels.name
@@ -31,7 +30,7 @@ class CheckedKernels:
         self._kernels = kernels
 
     def __getattr__(self, name: str) -> Any:
-        """What takes no tensors."""
+        """Attributes and methods without tensors."""
         return getattr(self._kernels, name)
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
@@ -49,7 +48,7 @@ class CheckedKernels:
     def _product(
         self, pack: Callable[[Tensor, Tensor | None], Linear], name: str, weight: Tensor, bias: Tensor | None, made: int
     ) -> Linear:
-        """`made`: how many numbers there are of each token afterwards."""
+        """Args: made: numbers per token in the result."""
         outputs, depth = weight.shape
         kind = weight.dtype
         self._check(f"{name} weight", weight, (outputs, depth), FLOATS)
@@ -105,7 +104,7 @@ class CheckedKernels:
         return self._check("attention: result", result, (size[0], size[1] * size[2]), (query.dtype,))
 
     def check_batch(self, batch: RaggedBatch) -> None:
-        """Raises KernelArgumentError where the columns of a step do not belong together."""
+        """Raises KernelArgumentError for columns of a step that do not match each other."""
         tokens, rows = len(batch.token_ids), len(batch.context_lens)
         for name in ("token_ids", "positions", "slot_mapping"):
             self._check(f"batch.{name}", getattr(batch, name), (tokens,), (torch.int64,))

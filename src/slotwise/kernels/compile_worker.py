@@ -1,10 +1,10 @@
-"""Processes that help to compile kernels: Python's work for the greater part, which threads would not share out.
+"""Processes that compile kernels in parallel: compilation is mostly Python code, which threads would not share out.
 
-A helper has two seconds of imports before it is of any use.  So where nothing was ever compiled, helpers are called
-before the engine process imports anything itself, and told what there is to do once a model's description was read:
+A worker needs two seconds of imports before it can compile.  So where the cache of kernels is empty, workers are
+started before the engine process imports anything itself, and receive their work once a model's config was read:
 
     engine   call_early │ imports …………… │ set_to_work │ compiles ………
-    helper              └─ imports ………………… waits ──────┘ compiles ………
+    worker              └─ imports ………………… waits ──────┘ compiles ………
 
 Nothing here imports what takes long.
 """
@@ -23,15 +23,15 @@ from slotwise import child
 from slotwise.kernels.home import home
 
 HELPER = "slotwise.kernels.compile_worker"  # this module
-GPU = Path("/dev/nvidiactl")  # of the driver
-MOST = 13  # beside this process; no model needs more kernels
+GPU = Path("/dev/nvidiactl")  # the NVIDIA driver's
+MOST = 13  # workers; no model needs more kernels
 
 CompileWorker = subprocess.Popen[str]
-_waiting: list[CompileWorker] = []  # called, and not told yet what to do
+_waiting: list[CompileWorker] = []  # started, without work so far
 
 
 def call_early(device: str) -> None:
-    """Call helpers if nothing was ever compiled here, and `device` is the CPU, as far as can be told without torch."""
+    """Start workers if the kernel cache is empty and `device` is the CPU, as far as can be seen without torch."""
     is_cpu = device == "cpu" or (device == "auto" and not GPU.exists())
     place = home() if is_cpu else None
     if place is not None and not any(place.glob("*")):
@@ -39,18 +39,18 @@ def call_early(device: str) -> None:
 
 
 def are_waiting() -> bool:
-    """Whether some were called, and not told yet what to do."""
+    """Whether workers are waiting for work."""
     return bool(_waiting)
 
 
 def set_to_work(number: int, claims: Path, names: list[str]) -> list[CompileWorker]:
-    """Have so many helpers compile what nobody has claimed of `names`, those called early before others.
+    """Have `number` workers compile the kernels among `names` that are unclaimed; waiting workers are used first.
 
     Args:
         claims: a folder in which to claim work.
 
     Returns:
-        Who was told.  Each ends when there is nothing left, and may have failed.
+        The workers.  Each ends when there is nothing left, and may have failed.
     """
     _call(number - len(_waiting))
     chosen = [_waiting.pop() for _ in range(number)]
@@ -60,7 +60,7 @@ def set_to_work(number: int, claims: Path, names: list[str]) -> list[CompileWork
 
 
 def dismiss() -> None:
-    """Let those go who wait."""
+    """End the workers that are waiting."""
     while _waiting:
         _tell(_waiting.pop(), "")
 
@@ -75,15 +75,15 @@ def _call(number: int) -> None:
     if number < 1:
         return
     command, free = child.python(HELPER, options=("-W", "ignore")), child.environment()
-    free.pop("OMP_PROC_BIND", None)  # or all had the first core
+    free.pop("OMP_PROC_BIND", None)  # or all would be bound to the first core
     _waiting.extend(subprocess.Popen(command, stdin=subprocess.PIPE, text=True, env=free, cwd=child.HOME)
                     for _ in range(number))
 
 
 def main() -> None:
-    """A helper: imports, then what it is told on its standard input, which is nothing if it is not needed."""
-    gc.disable()  # all that it makes is kept until it ends
-    logging.disable()  # the process that called it says the same
+    """A worker: imports, then compiles what it reads on its standard input; nothing if that is empty."""
+    gc.disable()  # all its objects are kept until it ends
+    logging.disable()  # the parent process logs the same
     from slotwise.kernels.lazy_imports import spare_torch
 
     spare_torch()

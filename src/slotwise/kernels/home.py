@@ -1,9 +1,9 @@
-"""Where compiled kernels are kept, which is machine code that is loaded: only where no other user could have put any.
+"""Where compiled kernels are stored.  They are machine code that is loaded, so no other user may be able to write them.
 
 A folder is used if it, every folder above it and every link on the way belong to this user or to root, and no other
 user may write there (into a folder above: or replace what is in it, which a sticky bit forbids).  A new one is made
 for this user alone.  The folder of the environment comes first, then one in the system's folder for temporary files,
-which is looked at in the same way.  Only the standard library is imported here.
+which is checked in the same way.  Only the standard library is imported here.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def wanted() -> Path:
-    """The folder of all compiled kernels that the environment names; it need not be there."""
+    """The folder of all compiled kernels that the environment names; it may not exist."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(os.environ.get("NUMBA_CACHE_DIR") or cache / "slotwise" / "kernels")
 
 
 def homes() -> list[Path]:
-    """Folders for compiled kernels, the first that is safe to be used."""
+    """Folders for compiled kernels; the first safe one is used."""
     return [wanted(), Path(tempfile.gettempdir()) / f"slotwise-{os.geteuid()}" / "kernels"]
 
 
 def home() -> Path | None:
-    """The first of `homes` that is safe; None: there is none."""
+    """The first safe folder of `homes`; None: there is none."""
     return next((folder for folder in homes() if not objection(folder)), None)
 
 
 def objection(folder: Path) -> str:
-    """Why others could change what is in `folder`, which need not be there; empty where they could not."""
+    """Why other users could change what is in `folder`, which may not exist; empty where they could not."""
     given, real = Path(os.path.abspath(folder)), Path(os.path.realpath(folder))
     for path in (given, *given.parents, real, *real.parents):
         try:
             info = path.lstat()
-        except OSError:  # not there, or behind a folder that is closed to this user: it cannot be read either
+        except OSError:  # missing, or behind a folder closed to this user: it cannot be read either
             continue
         if not is_trusted(info):
             return f"{path} belongs to another user (uid {info.st_uid})"
@@ -49,12 +49,12 @@ def objection(folder: Path) -> str:
 
 
 def is_trusted(info: os.stat_result) -> bool:
-    """Whether the owner is this user, or root, who could change everything anyway."""
+    """Whether the owner is this user or root, who could change everything anyway."""
     return info.st_uid in (os.geteuid(), 0)
 
 
 def may_be_changed(info: os.stat_result) -> bool:
-    """Whether others than the owner may write."""
+    """Whether users other than the owner may write."""
     return bool(info.st_mode & OTHERS_WRITE)
 
 

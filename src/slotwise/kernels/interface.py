@@ -25,19 +25,19 @@ LayerCache = Any
 """One layer's keys and values; its layout belongs to the kernels that made it."""
 
 CACHE_KINDS: dict[str, dtype | None] = {"auto": None, "int8": int8, "fp8": float8_e4m3fn}
-"""What a cache may hold, by its name for users; None: what the model computes in.
+"""The types of a cache, by the names of options; None: the type that the model computes in.
 
-int8 comes with a scale for each token and head.  fp8 is stored as it is, and what is larger than FP8_LARGEST as that.
+int8 has a scale for each token and head.  fp8 has none; values beyond FP8_LARGEST are stored as FP8_LARGEST.
 """
 
 FP8_LARGEST = 448.0  # of four bits of exponent and three of fraction (Micikevicius et al., 2022)
 
 
 def cache_kind(name: str, device: str, kept: Sequence[str]) -> dtype | None:
-    """What `CACHE_KINDS` says of `name`, which is one of those `kept` on a device.
+    """The type of `CACHE_KINDS` for `name`, which must be in `kept`, the names a device supports.
 
     Raises:
-        ValueError: it is none of them.
+        ValueError: it is not in `kept`.
     """
     if name not in kept:
         raise ValueError(f"kv_cache_dtype must be {' or '.join(kept)} on device {device}, not {name!r}")
@@ -45,7 +45,7 @@ def cache_kind(name: str, device: str, kept: Sequence[str]) -> dtype | None:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """`x` itself, or where its elements are bytes that torch does not index, a view of them as bytes that it does."""
+    """`x` itself, or for one-byte elements that torch does not index, a view as int8, which it does."""
     return x.view(int8) if x.itemsize == 1 else x
 
 
@@ -63,14 +63,14 @@ class RaggedBatch:
     query_starts: Tensor  # [rows + 1] int32, where each row's tokens begin
     context_lens: Tensor  # [rows] int32
     block_tables: Tensor  # [rows, width] int32, entries past a row's context are undefined but in range
-    sample_at: Tensor  # [samples] int64, flat token indices whose logits are wanted
+    sample_at: Tensor  # [samples] int64, flat indices of the tokens whose logits are computed
     max_query_len: int  # longest row of this step, in tokens
     max_context_len: int
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What attention needs to know about a layer."""
+    """The sizes of a layer's attention."""
 
     num_heads: int
     num_kv_heads: int
@@ -89,50 +89,50 @@ class QKNorm:
 
 
 class Graph(Protocol):
-    """Work that can be done again on what then stands in the same memory."""
+    """Captured work that can run again on the current contents of the same memory."""
 
     @property
     def result(self) -> Tensor:
-        """What it yielded; it holds until any recording is run."""
+        """The result; it is valid until any graph runs."""
         ...
 
     def run(self) -> Tensor:
-        """Do it again, and return its result."""
+        """Run it again, and return its result."""
         ...
 
 
 class Kernels(Protocol):
-    """Everything a decoder layer computes.  Implementations hold no request state."""
+    """All operations of a decoder layer.  Implementations hold no request state."""
 
     name: str
     device: device  # where all tensors live
-    kinds: tuple[dtype, ...]  # that weights may have
+    kinds: tuple[dtype, ...]  # of weights that are supported
 
     def warm_up(self, kind: dtype) -> None:
-        """Have everything for weights of one type ready before the first request needs it."""
+        """Compile or load everything for weights of one type before the first request needs it."""
         ...
 
     def product_path(self, kind: dtype) -> str:
-        """The name of what multiplies with weights of `kind`, for people and bug reports."""
+        """The name of the path that multiplies with weights of `kind`, for people and bug reports."""
         ...
 
     def operations_per_second(self, kind: dtype) -> float:
-        """Roughly, in large products: what the size of a step is chosen by where nobody says."""
+        """Roughly, in large products.  Determines the size of a step where no option does."""
         ...
 
     def allocate_cache(self, num_blocks: int, block_size: int, shape: AttentionShape, kind: dtype) -> LayerCache:
         """One layer's zeroed cache of `num_blocks` blocks of `block_size` tokens, for a model that computes in `kind`.
 
-        What it holds of keys and values is the kernels' choice, made when they are.
+        The type of its elements is fixed when the kernels are constructed.
         """
         ...
 
     def cache_bytes_per_block(self, block_size: int, shape: AttentionShape, kind: dtype) -> int:
-        """Bytes one block takes in one layer, keys and values together, and whatever is kept to read them by."""
+        """Bytes of one block in one layer: keys, values and their scales, if any."""
         ...
 
     def cache_pieces(self, cache: LayerCache) -> tuple[Tensor, ...]:
-        """All that a layer's cache holds, as views `[blocks, ...]`, contiguous: what is copied when blocks move."""
+        """All of a layer's cache, as contiguous views `[blocks, ...]`: what is copied when blocks are offloaded."""
         ...
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
@@ -142,7 +142,7 @@ class Kernels(Protocol):
     def gated(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Pack `weight [2 * intermediate, in]`, gates first, once for many `silu(gate) * up`: `[tokens, intermediate]`.
 
-        It takes as many bytes as `linear` does.
+        It takes as many bytes as a `linear`.
         """
         ...
 
@@ -151,28 +151,28 @@ class Kernels(Protocol):
         ...
 
     def linear_bytes(self, outputs: int, depth: int, kind: dtype) -> int:
-        """Bytes that a packed `linear` takes."""
+        """Bytes of a packed `linear`."""
         ...
 
     def head_bytes(self, outputs: int, depth: int, kind: dtype) -> int:
-        """Bytes that a packed `head` takes."""
+        """Bytes of a packed `head`."""
         ...
 
     def library_bytes(self, kind: dtype) -> int:
-        """Bytes of host memory that a library keeps at most for products with weights of `kind`, beside the weights."""
+        """The most bytes of host memory a library keeps for products with weights of `kind`, beside the weights."""
         ...
 
     def graph_size(self, rows: int, context: int) -> tuple[int, int]:
-        """Rows and tokens of context for which a decode step is recorded that is to serve so many.
+        """Rows and tokens of context of the graph that serves a decode step of this size.
 
-        No rows where running a step again gains nothing.  Never fewer for more rows, nor for more context.
+        No rows where running a graph gains nothing.  Never fewer for more rows, nor for more context.
         """
         ...
 
     def record(self, work: Callable[[], Tensor]) -> Graph | None:
-        """Do `work`, which starts these kernels and nothing else, so that it can be run again without being called.
+        """Run `work`, which calls these kernels and nothing else, and capture it as a graph.
 
-        None, and `work` was not done, where that is not possible.
+        Returns None without running `work` where that is not possible.
         """
         ...
 
@@ -209,6 +209,6 @@ class Kernels(Protocol):
 
 
 def in_two_steps(kernels: Kernels, weight: Tensor, bias: Tensor | None) -> Linear:
-    """`gated` of kernels that multiply first, and gate what they have stored."""
+    """`gated` for kernels without a fused one: the product, then `silu_mul`."""
     product = kernels.linear(weight, bias)
     return lambda x: kernels.silu_mul(product(x))

@@ -1,4 +1,4 @@
-"""Imports that wait until somebody needs them."""
+"""Imports that are executed at first use."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-# Shapes of results without results, for torch's compiler, which the engine never calls: a quarter of torch's import.
+# Shape functions for torch's compiler, which the engine never calls: a quarter of torch's import time.
 UNUSED = "torch._meta_registrations"
 
 
 def spare_torch() -> None:
-    """Before torch is imported: its module `UNUSED` is loaded when something in it is asked for, and not before."""
+    """Before torch is imported: make the import of its module `UNUSED` lazy."""
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None or UNUSED in sys.modules or "torch" in sys.modules:
         return
@@ -25,7 +25,7 @@ def spare_torch() -> None:
 
 
 class _Waiting(ModuleType):
-    """A module that is executed when a name is asked for that is not there yet."""
+    """A module that is executed at the first access to a missing attribute."""
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):

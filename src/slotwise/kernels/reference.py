@@ -1,7 +1,7 @@
-"""The contract in plain torch: slow, short, obviously right.  Every other implementation is held against it.
+"""The contract in plain torch: slow, short, obviously right.  All other implementations are tested against it.
 
 Arithmetic is float32 whatever the tensors' type, rounded once where a result is stored.  Attention reads only the
-cache places a query may see, so what stands in the others never matters.
+cache places a query may see, so the contents of the others never matter.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class PagedCache(NamedTuple):
             as_bytes(stored).flatten(0, 1)[places] = as_bytes(kept)
 
     def read(self, blocks: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values there, as float32."""
+        """Keys and values at these places, as float32."""
         places = blocks, offsets
         kind = self.keys.dtype
         return as_bytes(self.keys)[places].view(kind).float(), as_bytes(self.values)[places].view(kind).float()
 
 
 class QuantisedPagedCache(NamedTuple):
-    """Whole numbers of 8 bits, and for each token and head what one of them is worth."""
+    """int8 keys and values, with a scale for each token and head."""
 
     keys: Tensor  # [blocks, block_size, kv_heads, head_dim] int8
     values: Tensor
@@ -55,24 +55,24 @@ class QuantisedPagedCache(NamedTuple):
     value_scales: Tensor
 
     def write(self, places: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Set `places [tokens]` to what float32 `[tokens, kv_heads, head_dim]` is nearest to."""
+        """Set `places [tokens]` to quantised float32 `[tokens, kv_heads, head_dim]`."""
         for stored, scales, new in ((self.keys, self.key_scales, keys), (self.values, self.value_scales, values)):
             stored.flatten(0, 1)[places], scales.flatten(0, 1)[places] = quantise(new)
 
     def read(self, blocks: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-        """What keys and values there stand for, as float32."""
+        """Dequantised keys and values at these places, as float32."""
         places = blocks, offsets
         return (self.keys[places] * self.key_scales[places].unsqueeze(-1),
                 self.values[places] * self.value_scales[places].unsqueeze(-1))
 
 
 def narrowed(x: Tensor, kind: torch.dtype) -> Tensor:
-    """`x` as another type of float.  What is too large for fp8 becomes its largest; torch would make it a NaN."""
+    """`x` as another float type.  Values beyond fp8's range become its largest; torch would make them NaN."""
     return (x.clamp(-FP8_LARGEST, FP8_LARGEST) if kind == torch.float8_e4m3fn else x).to(kind)
 
 
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`x [..., head_dim]` as whole numbers up to 127 on either side (int8), and their scales `[...]`, float32."""
+    """`x [..., head_dim]` as int8 in -127 ... 127, and the scales `[...]` float32."""
     scales = x.float().abs().amax(-1) / 127
     return (x.float() / scales.clamp_min(1e-30 / 127).unsqueeze(-1)).round().nan_to_num_().to(torch.int8), scales
 
@@ -84,19 +84,19 @@ class ReferenceKernels:
     kinds = (torch.bfloat16, torch.float16, torch.float32)
 
     def __init__(self, device: str = "cpu", kv_cache_dtype: str = "auto") -> None:
-        """Raises ValueError where `kv_cache_dtype` is none of `CACHE_KINDS`."""
+        """Raises ValueError if `kv_cache_dtype` is not in `CACHE_KINDS`."""
         self.device = torch.device(device)
         self._cached = cache_kind(kv_cache_dtype, self.name, tuple(CACHE_KINDS))
 
     def warm_up(self, kind: torch.dtype) -> None:
-        """Plain torch is always ready."""
+        """Nothing: plain torch is always ready."""
 
     def product_path(self, kind: torch.dtype) -> str:
-        """Plain torch."""
+        """Always torch."""
         return "torch"
 
     def operations_per_second(self, kind: torch.dtype) -> float:
-        """Nobody waits for the reference."""
+        """Infinite: steps on the reference need no bound."""
         return float("inf")
 
     def allocate_cache(
@@ -117,7 +117,7 @@ class ReferenceKernels:
         return 2 * block_size * shape.num_kv_heads * head
 
     def cache_pieces(self, cache: PagedCache | QuantisedPagedCache) -> tuple[Tensor, ...]:
-        """Keys and values, and the bytes of their scales."""
+        """Keys and values, and their scales, as bytes where the type has one byte."""
         return tuple(piece.view(torch.int8) if cache.keys.itemsize == 1 else piece for piece in cache)
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
@@ -125,7 +125,7 @@ class ReferenceKernels:
         return lambda x: F.linear(x, weight, bias)
 
     def gated(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """A product, and its activation."""
+        """A product, then its activation."""
         return in_two_steps(self, weight, bias)
 
     def head(self, weight: Tensor) -> Linear:
@@ -133,21 +133,21 @@ class ReferenceKernels:
         return self.linear(weight)
 
     def linear_bytes(self, outputs: int, depth: int, kind: torch.dtype) -> int:
-        """As many as before."""
+        """Bytes of the unpacked weight."""
         return outputs * depth * kind.itemsize
 
     head_bytes = linear_bytes
 
     def library_bytes(self, kind: torch.dtype) -> int:
-        """None that is known."""
+        """None is known."""
         return 0
 
     def graph_size(self, rows: int, context: int) -> tuple[int, int]:
-        """None."""
+        """No rows: nothing is captured."""
         return 0, context
 
     def record(self, work: Callable[[], Tensor]) -> None:
-        """Never: plain torch is not run twice alike."""
+        """None: plain torch is not captured."""
 
     def embed(self, table: Tensor, token_ids: Tensor) -> Tensor:
         """Rows of `table [vocabulary, hidden]`: `[tokens, hidden]`."""

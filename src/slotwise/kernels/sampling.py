@@ -1,4 +1,4 @@
-"""Drawing tokens in plain torch, on any device: what every other implementation for tensors is held against.
+"""Sampling in plain torch, on any device: the reference for every other implementation on tensors.
 
 The same rules and the same random numbers as `cpu/sampling.py`: min-p, top-k and top-p in this order, ties
 kept together, and one uniform number of Philox4x32-10 (Salmon et al., "Parallel Random Numbers", SC 2011) under key
@@ -16,7 +16,7 @@ from torch import Tensor
 Draw = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """`draw(logits, controls, seeds, indices)`, as below."""
 
-FAILED = -1  # instead of a token, in a row without a sound distribution
+FAILED = -1  # in place of a token, in a row without a sound distribution
 LOG2_E = math.log2(math.e)
 _LOW = 0xFFFFFFFF
 
@@ -28,7 +28,7 @@ def draw(logits: Tensor, controls: Tensor, seeds: Tensor, indices: Tensor) -> Te
         logits: `[rows, vocab]` of any float type.
         controls: `[rows, 4]` float32: temperature (0 is greedy), top_k (0 keeps all), top_p, min_p.
         seeds: `[rows]` int64, 64 bits each.
-        indices: `[rows]` int64, outputs before this one.
+        indices: `[rows]` int64, the number of outputs before this one.
     """
     scores = logits.float()
     temperature = controls[:, 0]
@@ -45,7 +45,7 @@ def draw(logits: Tensor, controls: Tensor, seeds: Tensor, indices: Tensor) -> Te
 
 
 def _filtered(weights: Tensor, controls: Tensor) -> Tensor:
-    """Weights `[rows, vocab]` of those that stay, 0 for the others."""
+    """Weights `[rows, vocab]`, 0 for the tokens that are filtered out."""
     top_k, top_p, min_p = controls[:, 1].long(), controls[:, 2], controls[:, 3]
     vocab = weights.shape[1]
     weights = torch.where(weights >= min_p[:, None], weights, 0)
@@ -65,7 +65,7 @@ def uniform(seeds: Tensor, indices: Tensor) -> Tensor:
     a, b = indices & _LOW, (indices >> 32) & _LOW
     c, d = torch.zeros_like(a), torch.zeros_like(a)
     for _ in range(10):
-        left, right = 0xD2511F53 * a, 0xCD9E8D57 * c  # they wrap around, which leaves their 64 bits as they should be
+        left, right = 0xD2511F53 * a, 0xCD9E8D57 * c  # wraps around, which leaves the 64 bits correct
         a, b = ((right >> 32) & _LOW) ^ b ^ key_low, right & _LOW
         c, d = ((left >> 32) & _LOW) ^ d ^ key_high, left & _LOW
         key_low, key_high = (key_low + 0x9E3779B9) & _LOW, (key_high + 0xBB67AE85) & _LOW

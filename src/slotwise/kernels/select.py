@@ -1,4 +1,4 @@
-"""Which kernels compute for which device."""
+"""Selects the kernels of a device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def resolve(device: str) -> str:
-    """What `auto` stands for on this machine: `cuda` where torch sees a GPU, else `cpu`.
+    """The device that `auto` stands for on this machine: `cuda` where torch sees a GPU, else `cpu`.
 
     Raises:
         ValueError: `device` is `cuda`, and there is none.
@@ -33,7 +33,7 @@ def choose(device: str, quantization: str = "none", kv_cache_dtype: str = "auto"
     Only the CPU's quantise weights.  A cache of another type than the model's is int8 on the CPU, fp8 on a GPU.
 
     Raises:
-        ValueError: any other name, a device that is not there, or a quantization or a cache that it does not offer.
+        ValueError: an unknown name, a device that is missing, or a quantization or cache type that it does not support.
     """
     if device == "cpu":
         from slotwise.kernels.cpu import CpuKernels
@@ -52,7 +52,7 @@ def choose(device: str, quantization: str = "none", kv_cache_dtype: str = "auto"
 
 
 def draw_for(kernels: Kernels) -> sampling.Draw:
-    """How tokens are drawn beside kernels other than the CPU's, whose sampler brings its own."""
+    """The sampling function for kernels other than the CPU's, whose sampler has its own."""
     if kernels.name == "cuda":
         from slotwise.kernels.cuda.sampling import sample
 
@@ -61,7 +61,7 @@ def draw_for(kernels: Kernels) -> sampling.Draw:
 
 
 def launcher_of(kernels: Kernels) -> KernelLauncher:
-    """The threads that the CPU's kernels, wrapped or not, work on: for whoever computes between them."""
+    """The launcher of the CPU's kernels, wrapped or not, for other work on the same threads."""
     return cast("KernelLauncher", cast(Any, kernels).launcher)
 
 

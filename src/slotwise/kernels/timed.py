@@ -1,4 +1,4 @@
-"""Kernels that can keep time: the same results, started one by one, and how long each kind of work took."""
+"""Kernels with timers: the same results, called one by one, and the seconds of each kind of work."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ PRODUCTS, ATTENTION, SMALL = "products", "attention", "small operators"
 
 
 class TimedKernels:
-    """Wraps any kernels; keeps time once `start` was called.  Nothing is recorded then: a recording runs as a whole."""
+    """Wraps any kernels; measures once `start` was called.  Nothing is captured then: a graph runs as a whole."""
 
     def __init__(self, kernels: Kernels) -> None:
         self.name = kernels.name
-        self.seconds = {PRODUCTS: 0.0, ATTENTION: 0.0, SMALL: 0.0}  # that each kind of work has taken
+        self.seconds = {PRODUCTS: 0.0, ATTENTION: 0.0, SMALL: 0.0}  # of each kind of work
         self._kernels = kernels
         self._keeps_time = False
 
     def start(self) -> None:
-        """Keep time from here on."""
+        """Measure from here on."""
         self._keeps_time = True
         self.seconds = dict.fromkeys(self.seconds, 0.0)
 
     def __getattr__(self, name: str) -> Any:
-        """What computes nothing."""
+        """Attributes and methods that compute nothing."""
         return getattr(self._kernels, name)
 
     def record(self, work: Callable[[], Tensor]) -> Graph | None:
-        """As long as nobody keeps time."""
+        """None while it measures."""
         return None if self._keeps_time else self._kernels.record(work)
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """A product that keeps time."""
+        """A timed product."""
         return self._timed_product(self._kernels.linear(weight, bias))
 
     def gated(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """A product that keeps time, with what is done to its results."""
+        """A timed product, its activation included."""
         return self._timed_product(self._kernels.gated(weight, bias))
 
     def head(self, weight: Tensor) -> Linear:
-        """A product that keeps time."""
+        """A timed product."""
         return self._timed_product(self._kernels.head(weight))
 
     def embed(self, table: Tensor, token_ids: Tensor) -> Tensor:

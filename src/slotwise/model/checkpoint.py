@@ -1,4 +1,4 @@
-"""Read a checkpoint's description."""
+"""Reads a checkpoint's config."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from slotwise.model.fields import read_json
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The checkpoint's config.json, and the further end tokens its generation_config.json names.
+    """The checkpoint's config.json, with the further end tokens of its generation_config.json.
 
-    Raises CheckpointError when config.json is missing, malformed or describes something not served.
+    Raises CheckpointError when config.json is missing, malformed or describes an unsupported model.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -27,6 +27,6 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def _ending(config: ModelConfig, more: tuple[int, ...]) -> ModelConfig:
-    """With `more` end tokens; none stands twice, and those that the model cannot produce are left out."""
+    """Add `more` end tokens, without duplicates and without those outside the vocabulary."""
     ends = dict.fromkeys(config.eos_token_ids + more)
     return replace(config, eos_token_ids=tuple([token for token in ends if token < config.vocab_size]))

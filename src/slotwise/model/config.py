@@ -1,4 +1,4 @@
-"""What a decoder is made of, as its checkpoint says."""
+"""The architecture and sizes of a decoder, from its checkpoint's config."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ModelConfig:
     num_layers: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int  # need not be hidden_size / num_heads
+    head_dim: int  # may differ from hidden_size / num_heads
     rms_norm_eps: float
     rope: Rope
     max_position_embeddings: int  # tokens
@@ -67,9 +67,9 @@ class ModelConfig:
 
 
 def read_common(fields: Fields) -> ModelConfig:
-    """What every family writes alike; a family's file replaces what it does differently.
+    """The fields that all families write alike; a family's module replaces what differs.
 
-    Raises CheckpointError when a field is absent, malformed or asks for something not implemented.
+    Raises CheckpointError when a field is absent, malformed or needs something not implemented.
     """
     fields.refuse(("quantization_config",), "is set: quantised checkpoints are not supported")
     activation = fields.text("hidden_act", default="silu")
@@ -97,7 +97,7 @@ def read_common(fields: Fields) -> ModelConfig:
 
 
 def read_layer_windows(fields: Fields) -> tuple[int, ...]:
-    """Qwen's way to say which layers look back without limit and which on a window."""
+    """Windows by layer, as Qwen's configs write them: 0 without limit, else in tokens."""
     num_layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
     window = fields.integer("sliding_window", default=4096) if fields.flag("use_sliding_window") else 0
     kinds = fields.texts("layer_types")
@@ -119,7 +119,7 @@ def _head_dim(fields: Fields, hidden: int, heads: int) -> int:
 
 
 def _stored_dtype(fields: Fields) -> torch.dtype:
-    """`dtype` since transformers 5, `torch_dtype` before; a file that says nothing holds float32."""
+    """`dtype` since transformers 5, `torch_dtype` before; float32 in a file with neither."""
     name = fields.text("dtype", default=fields.text("torch_dtype", default="float32")).removeprefix("torch.")
     if name not in _DTYPES:
         raise fields.error("dtype", f"must be one of {', '.join(_DTYPES)}, not {name!r:.40}")

@@ -1,5 +1,4 @@
-"""The decoder every family shares.  A step's tokens lie end to end (see `kernels/interface.py`); only attention tells
-rows apart.
+"""The decoder of all families, on flat batches (see `kernels/interface.py`): only attention tells rows apart.
 
     embed ─► norm
     a layer: q,k,v ─► rotate, store ─► attend ─► project ─► add, norm ─► gate,up,silu·mul ─► down ─► add, norm
@@ -20,7 +19,7 @@ from slotwise.model.rope import RotaryTable
 from slotwise.model.weights import Read
 
 Pack = Callable[[Tensor, Tensor | None], Linear]
-FLOAT32 = 4  # bytes, of a logit that the sampler edits
+FLOAT32 = 4  # bytes of a logit that the sampler edits
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +51,19 @@ class Decoder:
 
     @property
     def attention_shapes(self) -> list[AttentionShape]:
-        """What each layer's cache must be allocated for."""
+        """The shapes for which the layers' caches must be allocated."""
         return [layer.attention for layer in self._layers]
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights, as they are held."""
+        """Bytes of all weights, as packed."""
         config, kernels = self.config, self.kernels
         kind, total = config.dtype, 0
         for name, shape in tensor_shapes(config).items():
             is_product = len(shape) == 2 and name.startswith("model.layers.")
             total += kernels.linear_bytes(*shape, kind) if is_product else prod(shape) * kind.itemsize
         head = (config.vocab_size, config.hidden_size)
-        own_head = 0 if config.tie_word_embeddings else prod(head) * kind.itemsize  # counted above as it was read
+        own_head = 0 if config.tie_word_embeddings else prod(head) * kind.itemsize  # counted above, unpacked
         return total + kernels.head_bytes(*head, kind) - own_head
 
     @property
@@ -74,11 +73,11 @@ class Decoder:
         return self.weight_bytes - config.vocab_size * config.hidden_size * config.dtype.itemsize
 
     def reach(self, num_positions: int) -> None:
-        """Have what steps of up to so many positions need.  To be called before a recorded step is run again."""
+        """Compute the rotary table for `num_positions` positions.  Call before a captured step runs again."""
         self._rotary.until(num_positions)
 
     def workspace_bytes(self, num_tokens: int, num_samples: int) -> int:
-        """Most bytes of activations that a step of so many tokens and sampling rows holds at a time."""
+        """The most bytes of activations that a step of so many tokens and sampling rows holds at a time."""
         config = self.config
         heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         attending = 2 * heads + 2 * config.num_heads * config.head_dim
@@ -89,7 +88,7 @@ class Decoder:
     def hidden(self, batch: RaggedBatch, caches: Sequence[LayerCache]) -> Tensor:
         """Run one step: write every token to the caches, and return `[samples, hidden]`, normed, at `sample_at`.
 
-        `caches` has one entry a layer, made by `kernels.allocate_cache` from `attention_shapes`.
+        `caches` has one entry per layer, made by `kernels.allocate_cache` from `attention_shapes`.
         """
         kernels, eps, rotary = self.kernels, self.config.rms_norm_eps, self._rotary.until(batch.max_context_len)
         last = self._layers[-1]
@@ -99,7 +98,7 @@ class Decoder:
         for layer, cache in zip(self._layers, caches, strict=True):
             query = kernels.rotary_store(layer.qkv(x), rotary, batch, cache, layer.attention, layer.qk_norm)
             if layer is last and not len(batch.sample_at):
-                return x[:0]  # a chunk in mid-prompt: its last keys and values are stored, and nothing else is wanted
+                return x[:0]  # a chunk in mid-prompt: its last keys and values are stored, and no logits are needed
             x = kernels.attention(query, cache, batch, layer.attention)
             if layer is last and not all_sample:
                 x, residual = x.index_select(0, batch.sample_at), residual.index_select(0, batch.sample_at)
@@ -114,7 +113,7 @@ class Decoder:
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor a decoder of this description reads, by its name in the checkpoint."""
+    """Every tensor that a decoder with this config reads, by its name in the checkpoint."""
     hidden, vocabulary = config.hidden_size, config.vocab_size
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (vocabulary, hidden),
@@ -153,7 +152,7 @@ def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _read_layer(index: int, config: ModelConfig, read: Read, kernels: Kernels) -> Layer:
-    """Read, fuse and pack.  The unpacked tensors die here: memory never holds more than one layer twice."""
+    """Read, fuse and pack.  The unpacked tensors are freed here: memory never holds more than one layer twice."""
     prefix = f"model.layers.{index}."
 
     def product(*names: str, biased: bool, pack: Pack = kernels.linear) -> Linear:

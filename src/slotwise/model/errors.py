@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint, in one line that says what to do."""
+"""Errors in checkpoints, in one line that says what to do."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from slotwise.errors import OneLineError
 
 
 class CheckpointError(OneLineError):
-    """A checkpoint that cannot be served.  The message is one line, fit for a command line or an API error."""
+    """The checkpoint cannot be served.  The message is one line, fit for a command line or an API error."""

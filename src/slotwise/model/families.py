@@ -1,4 +1,4 @@
-"""Which file reads which architecture."""
+"""Maps architectures to the modules that read their configs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
 
 
 def configure(fields: Fields) -> ModelConfig:
-    """The decoder a config.json describes.  Raises CheckpointError for architectures not served."""
+    """The decoder a config.json describes.  Raises CheckpointError for unsupported architectures."""
     architectures = fields.texts("architectures")
     if not architectures or architectures[0] not in FAMILIES:
         named = architectures[0] if architectures else "none"

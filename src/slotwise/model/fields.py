@@ -1,4 +1,4 @@
-"""A checkpoint's JSON, read with suspicion: every value has a type and a range, and an error names the field."""
+"""A checkpoint's JSON, validated: every value has a type and a range, and an error names the field."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from slotwise.model.errors import CheckpointError
 
 MAX_JSON_BYTES = 64 * 1024 * 1024
-MOST = 1e30  # of a number: products of two have room in a float64, and it in a float32
+MOST = 1e30  # of a number: products of two fit a float64, and the number a float32
 MAX_TOKEN_IDS = 1024  # in a list
 MAX_TOKEN_ID = 2**31
 
@@ -79,7 +79,7 @@ class Fields:
         return Fields(value, f"{self.where}, {name}")
 
     def refuse(self, names: Iterable[str], why: str) -> None:
-        """Raises CheckpointError when a field is there whose meaning is not implemented."""
+        """Raises CheckpointError when a field is present whose meaning is not implemented."""
         for name in names:
             if self.has(name):
                 raise self.error(name, why)
@@ -97,7 +97,7 @@ class Fields:
 
 
 def read_json(path: Path) -> Fields:
-    """One JSON object from a file.  Raises CheckpointError when it cannot be read or is something else."""
+    """One JSON object from a file.  Raises CheckpointError when it cannot be read or is no object."""
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise CheckpointError(f"{path} is larger than {MAX_JSON_BYTES} bytes: not a checkpoint's JSON file")

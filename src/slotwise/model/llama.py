@@ -2,7 +2,7 @@
 
     x = x + attention(norm(x)),  x = x + down(silu(gate(norm(x))) * up(norm(x)))
 
-Later versions differ in numbers alone: fewer key than query heads, a larger rotary base, `llama3` scaling, a head tied
+Later versions differ only in numbers: fewer key than query heads, a larger rotary base, `llama3` scaling, a head tied
 to the embedding.
 """
 

@@ -1,4 +1,4 @@
-"""From a checkpoint to a decoder that runs."""
+"""Loads a decoder from a checkpoint."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def load_model(
 ) -> Decoder:
     """Load a Hugging Face checkpoint: a folder, or a hub id.
 
-    `dtype` is one of `DTYPES` that the kernels compute in, or `auto`: as stored, float16 becoming bfloat16 where the
-    kernels know none; the decoder's `config.dtype` says what came of it.  `max_positions` (tokens) spares the part of
-    the rotary table that will not be used.
+    `dtype` is one of `DTYPES` that the kernels compute in, or `auto`: as stored, with float16 as bfloat16 where the
+    kernels do not support it; the decoder's `config.dtype` is the result.  `max_positions` (tokens) bounds the rotary
+    table.
 
-    Raises CheckpointError, with one line that says what to do, for whatever is wrong with the checkpoint.
+    Raises CheckpointError, with one line that says what to do, for any fault of the checkpoint.
     """
     folder = locate(model)
     config = describe(folder, dtype, kernels)
@@ -39,9 +39,9 @@ def load_model(
 
 
 def describe(folder: Path, dtype: str, kernels: Kernels) -> ModelConfig:
-    """A checkpoint's config, its `dtype` being what the weights will be loaded as for these kernels.
+    """A checkpoint's config, with the `dtype` that the weights will be loaded as for these kernels.
 
-    Raises CheckpointError when the checkpoint's description is missing, malformed or of something not served.
+    Raises CheckpointError when the config is missing, malformed or describes an unsupported model.
     """
     config = read_config(folder)
     return replace(config, dtype=_resolve(dtype, config.dtype, kernels))

@@ -1,4 +1,4 @@
-"""Find a checkpoint: a folder, or a model id of the Hugging Face hub.  Needs no torch."""
+"""Finds a checkpoint: a folder, or a model id of the Hugging Face hub.  Does not import torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HUB_SKIPPED = ["*/*", "consolidated*"]  # other formats of the same weights
 def locate(model: str | Path) -> Path:
     """The folder of a checkpoint.  A hub id that is not a folder here is downloaded, or found in the hub's cache.
 
-    Raises CheckpointError when there is no such folder, or the hub cannot be reached or does not know the id.
+    Raises CheckpointError when there is no such folder, or the hub cannot be reached or has no such model.
     """
     folder = Path(model).expanduser()
     if folder.is_dir():
@@ -28,7 +28,7 @@ def locate(model: str | Path) -> Path:
 
 
 def _download(name: str) -> Path:
-    # Imported here: it costs a tenth of a second that a folder need not pay.
+    # Imported here: it costs a tenth of a second that a folder does not need.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 

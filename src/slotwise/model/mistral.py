@@ -1,4 +1,4 @@
-"""Mistral (Jiang et al., 2023): Llama whose queries look back on a sliding window, the same in every layer."""
+"""Mistral (Jiang et al., 2023): Llama with a sliding attention window, the same in every layer."""
 
 from __future__ import annotations
 

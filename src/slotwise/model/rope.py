@@ -1,7 +1,7 @@
-"""Rotary position embeddings (Su et al., "RoFormer", 2021) and the ways to stretch them over longer contexts.
+"""Rotary position embeddings (Su et al., "RoFormer", 2021) and their scaling to longer contexts.
 
-Each pair of a head's dimensions turns by an angle proportional to the token's position; pair i turns
-`theta ** (-2i / head_dim)` radians a token.  A stretched variant slows some of the pairs down.
+Each pair of a head's dimensions is rotated by an angle proportional to the token's position; pair i by
+`theta ** (-2i / head_dim)` radians per token.  A scaled variant slows some of the pairs down.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slotwise.model.fields import Fields
 
-CHUNK = 8192  # positions computed at a time: few milliseconds
+CHUNK = 8192  # positions computed at a time: a few milliseconds
 
 
 @dataclass(frozen=True)
@@ -24,19 +24,19 @@ class Rope:
     theta: float  # the base
 
     def inverse_frequencies(self, head_dim: int) -> Tensor:
-        """Radians a token for each pair of dimensions, `[head_dim / 2]` float32."""
+        """Radians per token for each pair of dimensions, `[head_dim / 2]` float32."""
         return 1.0 / self.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
 
     @property
     def magnitude(self) -> float:
-        """What sines and cosines are multiplied with."""
+        """The factor of sines and cosines."""
         return 1.0
 
     def is_finite(self, head_dim: int, max_positions: int) -> bool:
-        """Whether every angle up to `max_positions`, and the magnitude, is a number in float32."""
+        """Whether every angle up to `max_positions`, and the magnitude, is finite in float32."""
         try:
             greatest = self.inverse_frequencies(head_dim).amax() * max_positions * torch.tensor(self.magnitude)
-        except (ArithmeticError, ValueError, RuntimeError):  # on the way there
+        except (ArithmeticError, ValueError, RuntimeError):  # in computing them
             return False
         return bool(greatest.isfinite())
 
@@ -53,7 +53,7 @@ class LinearRope(Rope):
 
 @dataclass(frozen=True)
 class Llama3Rope(Rope):
-    """Llama 3.1's scaling: slow pairs are interpolated, fast ones left alone, those between blended.
+    """Llama 3.1's scaling: slow pairs are interpolated, fast ones unchanged, those between blended.
 
     A pair is slow when it turns fewer than `low_freq_factor` times over the original context, and fast when it turns
     more than `high_freq_factor` times.
@@ -77,7 +77,7 @@ class YarnRope(Rope):
 
     factor: float
     original_max_positions: int
-    beta_fast: float  # pairs that turn more often than this over the original context are left alone
+    beta_fast: float  # pairs that turn more often than this over the original context are unchanged
     beta_slow: float  # pairs that turn less often are interpolated
     attention_factor: float
     truncate: bool  # round the bounds of the blend to whole pairs
@@ -109,13 +109,13 @@ def rotary_table(rope: Rope, head_dim: int, start: int, end: int) -> Tensor:
 
 
 class RotaryTable:
-    """The rotary table of a model, computed as far as its steps have come.
+    """The rotary table of a model, computed for the longest context so far.
 
-    Its place in memory is fixed, for recorded steps know it; on a CPU, what was never written takes no memory.
+    Its address is fixed, because captured steps use it; on a CPU, rows that were never written take no memory.
     """
 
     def __init__(self, rope: Rope, head_dim: int, max_positions: int, device: torch.device) -> None:
-        """Raises MemoryError where so many positions do not even have addresses."""
+        """Raises MemoryError where so many positions cannot even be reserved."""
         self._rope = rope
         self._known = 0  # positions
         try:
@@ -124,7 +124,7 @@ class RotaryTable:
             raise MemoryError(f"no room for {max_positions} positions: lower max_model_len") from error
 
     def until(self, end: int) -> Tensor:
-        """The table, `[max_positions, head_dim]`, whose rows before `end` hold what `rotary_table` says."""
+        """The table, `[max_positions, head_dim]`, whose rows before `end` are those of `rotary_table`."""
         while self._known < min(end, len(self._table)):
             upto = min(self._known + CHUNK, len(self._table))
             self._table[self._known : upto] = rotary_table(self._rope, self._table.shape[1], self._known, upto)
@@ -133,10 +133,10 @@ class RotaryTable:
 
 
 def read_rope(fields: Fields) -> Rope:
-    """The embedding a config.json asks for, written in either of the two ways in use.
+    """The embedding of a config.json, in either of the two formats in use.
 
-    Since transformers 5 one object, `rope_parameters`, holds everything; before, `rope_theta` stood alone and
-    `rope_scaling` held the rest.  Raises CheckpointError for variants that are not implemented.
+    Since transformers 5 one object, `rope_parameters`, holds everything; before, `rope_theta` was a separate field
+    and `rope_scaling` held the rest.  Raises CheckpointError for variants that are not implemented.
     """
     name = "rope_scaling" if fields.has("rope_scaling") else "rope_parameters"
     scaling = fields.section(name)

@@ -16,7 +16,7 @@ from slotwise.model.fields import read_json
 
 Shapes = Mapping[str, tuple[int, ...]]
 Progress = Callable[[int, int], None]
-"""Called with bytes read so far and bytes in all."""
+"""Receives bytes read so far and bytes in all."""
 
 Read = Callable[..., Tensor]
 """`read(name, ...)`: one tensor, or several stacked along their first dimension, in memory of its own."""
@@ -30,7 +30,7 @@ class Weights:
     """An open checkpoint: `model.safetensors`, or the shards of `model.safetensors.index.json`.
 
     Raises:
-        CheckpointError: no safetensors file is there, one is damaged, or the index does not fit the files.
+        CheckpointError: there is no safetensors file, one is damaged, or the index does not match the files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -41,10 +41,10 @@ class Weights:
             self._source.update(dict.fromkeys(file.keys(), file))
 
     def reader(self, expected: Shapes, dtype: torch.dtype, progress: Progress | None = None) -> Read:
-        """Checks that exactly the expected tensors are there, and returns what reads them as `dtype`.
+        """Check that exactly the expected tensors exist; returns a function that reads them as `dtype`.
 
-        Raises CheckpointError when tensors are missing, have another shape or are quantised, or when a served layer
-        has tensors that nobody would read: its output would be silently wrong.  So does what reads them, for a tensor
+        Raises CheckpointError when tensors are missing, have another shape or are quantised, or when a served layer has
+        tensors that are not expected: its output would be silently wrong.  The returned function raises it for a tensor
         that holds NaN, infinity or a number too large for `dtype`.
         """
         self._check_names(expected)
@@ -76,7 +76,7 @@ class Weights:
         unread = sorted(
             name for name in self._source
             if name not in expected and name.startswith("model.layers.") and name.split(".")[2] in layers
-            and not name.endswith("rotary_emb.inv_freq")  # old checkpoints store it; it follows from the config
+            and not name.endswith("rotary_emb.inv_freq")  # in old checkpoints; it follows from the config
         )
         if unread:
             raise CheckpointError(
@@ -97,7 +97,7 @@ class Weights:
                 )
 
     def _not_finite(self, names: tuple[str, ...], dtype: torch.dtype) -> CheckpointError:
-        """About the first of these tensors, one of which is not finite as `dtype`."""
+        """The error for the first of these tensors that is not finite as `dtype`."""
         tensors = {name: self._source[name].get_tensor(name) for name in names}
         name = next(name for name, tensor in tensors.items() if not _is_finite(tensor.to(dtype)))
         if _is_finite(tensors[name]):
@@ -142,7 +142,7 @@ def _shards(index: Path) -> list[Path]:
 
 
 def _is_file_name(name: object) -> bool:
-    """Of a file in the same folder, in characters that every file system takes."""
+    """Whether it names a file in the same folder, in characters that every file system supports."""
     return (isinstance(name, str) and name.isprintable() and Path(name).name == name
             and len(name.encode()) <= MAX_NAME_BYTES)
 

@@ -1,7 +1,7 @@
-"""What happens, told to observers a little later and many steps at a time.
+"""Passes events to observers in batches, up to `DELAY` late.
 
-Between two steps a processor's caches fill with other work, so that folding one record takes several times as long as
-folding one of many; and whatever the API process does while a step runs, it takes from the step.
+Between two steps other work fills the processor's caches, so folding a single record takes several times as long as
+folding one of many; and work of the API process during a step slows the step.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     from slotwise.engine.messages import Command, EngineInfo, StepRecord
 
 DELAY = 0.25  # seconds
-MOST = 256  # news kept until then: told in some ten milliseconds
+MOST = 256  # pending events that force a flush, which takes some ten milliseconds
 
 logger = logging.getLogger(__name__)
 
 
 class BatchedObserver(Observer):
-    """Passes on all that it hears, in its order; to be used within an event loop.
+    """Passes on all events in order; used within an event loop.
 
-    Whoever reads what `observers` know calls `flush` before.
+    Call `flush` before reading the state of `observers`.
     """
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self.observers = list(observers)
         self._pending: list[tuple[str, tuple[Any, ...]]] = []
-        self._timer: asyncio.TimerHandle | None = None  # runs while there is news
+        self._timer: asyncio.TimerHandle | None = None  # set while events are pending
 
     def arrived(self, request_id: str, num_prompt: int, now_ns: int) -> None:
         self._keep("arrived", request_id, num_prompt, now_ns)
@@ -64,14 +64,14 @@ class BatchedObserver(Observer):
             self.flush()
 
     def flush(self) -> None:
-        """Tell what has not been told yet."""
+        """Passes on all pending events."""
         if self._timer is not None:
-            self._timer.cancel()  # or every flush would be followed by another a little later
+            self._timer.cancel()  # else another flush would follow
             self._timer = None
         pending, self._pending = self._pending, []
         for observer in self.observers:
             for name, arguments in pending:
                 try:
                     getattr(observer, name)(*arguments)
-                except Exception:  # who only listens must not end what it listens to
+                except Exception:  # an observer's failure must not end the service
                     logger.exception("an observer failed")

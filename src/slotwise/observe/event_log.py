@@ -1,19 +1,19 @@
-"""The event log: what a run was asked, what it planned and what it told, as one stream of entries.
+"""The event log: requests, plans and results of a run, as one stream of entries.
 
-    Run                               an engine is ready: what it obeys from here on
+    Run                               an engine is ready, with its settings
     Request, Command                  sent to the engine, in this order
-    Step                              one for every record of the engine: plan, tokens, ends, where it stands
+    Step                              one for every record of the engine: plan, tokens, ends, counters
     Sent                              a response is complete
-    Refusal, Engine, Gap              who was not let in; an engine lost; entries missing
+    Refusal, Engine, Gap              a request refused; an engine lost; entries missing
 
-A file has one entry a line, as JSON; `GET /events` streams the same lines.  Requests have *numbers*, 0, 1, 2 ... in the
-order of their arrival in a log, so that a step's columns are small integers.  Times are monotonic nanoseconds of one
-clock, those called `seconds` apart; `Run.started_unix` ties them to the calendar.  Whoever draws, explains, counts or
-replays folds over these entries, live or from a file.
+A file has one JSON entry per line; `GET /events` streams the same lines.  Requests have *numbers*, 0, 1, 2 ... in order
+of arrival in a log, so that a step's columns are small integers.  Times are monotonic nanoseconds of one clock, except
+those called `seconds`; `Run.started_unix` relates them to the calendar.  The timeline page, explanations, metrics of a
+log and the replay are folds over these entries, live or from a file.
 
-A file tells everything, and can be replayed.  A stream leaves prompts and salts out; it begins with the last `Run` and
-the `Request`s that are still of interest, and after a `Gap` it begins like that again: forget who was alive.  In a file
-what a `Gap` stands for is lost.
+A file is complete, and can be replayed.  A stream omits prompts and salts; it begins with the last `Run` and the
+`Request`s still unfinished, and after a `Gap` it begins like that again: readers drop the requests they had.  In a file
+the entries that a `Gap` counts are lost.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ LOST = "lost"  # the state of an engine
 
 
 class _Entry(msgspec.Struct, tag_field="kind", omit_defaults=True, gc=False):
-    """What is at its default is not written."""
+    """Fields at their defaults are not written."""
 
 
 class Run(_Entry, tag="run"):
-    """An engine is ready to take requests, the first or one that follows a lost one.  Nobody lives in it yet."""
+    """An engine is ready, the first or the replacement of a lost one.  It holds no requests yet."""
 
     version: str
     model: str
@@ -53,29 +53,29 @@ class Run(_Entry, tag="run"):
     scheduling: Scheduling
     eos_token_ids: tuple[int, ...] = ()
     depth: int = 0  # steps that may be in flight while the next is planned
-    learned: Learned | None = None  # what the engine knew of step times
+    learned: Learned | None = None  # state of the engine's step-time model
 
 
 class Request(_Entry, tag="request", rename={"slo": "terms"}):
-    """A generation was asked for.  The engine takes it in later: see `Step.taken`."""
+    """A generation was requested.  The engine handles it later: see `Step.taken`."""
 
     number: int
-    id: str  # the engine's; begins with that of the response
-    ns: int  # given to the engine
+    id: str  # the engine's; begins with the response's
+    ns: int  # sent to the engine
     num_prompt: int
     params: SamplingParams
     seed: int
-    received_ns: int = 0  # the first of it was read; 0: it did not come over HTTP
-    tokenised_ns: int = 0  # its prompt was known
-    output_tokens: int = 0  # a benchmark drew its length; 0: none did
+    received_ns: int = 0  # its first bytes were read; 0: not over HTTP
+    tokenised_ns: int = 0  # its prompt was tokenised
+    output_tokens: int = 0  # output length forced by a benchmark; 0: none
     queue_timeout: float = 0.0  # seconds; 0: none
-    slo: SLO = NO_SLO  # what it was promised; whose it is, in a file only
-    salt: str = ""  # what it shares cached beginnings under, in a stream empty
+    slo: SLO = NO_SLO  # its tier and objectives; its tenant, in a file only
+    salt: str = ""  # of its cached prefixes; empty in a stream
     prompt: tuple[int, ...] = ()  # in a file only
 
 
 class Command(_Entry, tag="command"):
-    """The engine was told to end `number` for `reason`, or to obey `scheduling` from its next plan on."""
+    """The engine received a command to end `number` for `reason`, or to apply `scheduling` from its next plan on."""
 
     ns: int
     number: int = -1
@@ -84,34 +84,34 @@ class Command(_Entry, tag="command"):
 
 
 class Admission(NamedTuple):
-    """It took a slot in this step."""
+    """A request admitted to a slot in this step."""
 
     number: int
-    cached: int  # tokens whose keys and values were found
+    cached: int  # tokens found in the cache
 
 
 class Preemption(NamedTuple):
-    """It gave its slot up for this step."""
+    """A request that lost its slot in this step."""
 
     number: int
     reason: str
-    lost: int  # tokens that had been computed
+    lost: int  # tokens computed before
 
 
 class Refused(NamedTuple):
-    """It was examined, and is not in this step."""
+    """A request examined and not in this step."""
 
     number: int
     reason: str
 
 
 class Stop(NamedTuple):
-    """Where admission ended: everyone from `first_blocked` on waits for `reason`."""
+    """Where admission ended: all requests of the queue from `first_blocked` on wait for `reason`."""
 
     reason: str
     first_blocked: int
     num_behind: int
-    reopens_at: float | None = None  # seconds, on the clock of all the times; None: not by the clock alone
+    reopens_at: float | None = None  # seconds, on the log's clock; None: not by the clock alone
 
 
 class End(NamedTuple):
@@ -123,41 +123,41 @@ class End(NamedTuple):
 
 class Step(_Entry, tag="step", rename={"released_slots": "leaves", "new_blocks": "grants"}):
     """One record of the engine.  Rows are columns: row i is request `numbers[i]` in slot `slots[i]`, of which
-    `counts[i]` tokens from `starts[i]` on are computed.  `step` -1 has no rows: something happened between steps.
+    `counts[i]` tokens from `starts[i]` on are computed.  `step` -1 has no rows: for events between steps.
     """
 
     step: int
-    started_ns: int  # it was planned
-    ended_ns: int  # its tokens were there
-    planned: tuple[int, ...] = ()  # ns at which each plan was begun that was made for this record: its own, or the next
-    taken: tuple[int, ...] = ()  # ns at which each command was taken in since the record before, in the order sent
+    started_ns: int  # its plan was started
+    ended_ns: int  # its tokens were available
+    planned: tuple[int, ...] = ()  # ns at which each plan made since the last record was started: its own, or the next
+    taken: tuple[int, ...] = ()  # ns at which each command since the last record was handled, in the order sent
     numbers: tuple[int, ...] = ()
     slots: tuple[int, ...] = ()
     starts: tuple[int, ...] = ()
     counts: tuple[int, ...] = ()
-    padding: tuple[int, ...] = ()  # tokens of nothing beside each row; () when there are none
-    held: tuple[int, ...] = ()  # rows that have their last token and are computed for nothing
-    tokens: tuple[tuple[int, ...], ...] = ()  # told: () for a row that yielded none, or whose batch has not drained
-    sampled: tuple[tuple[int, ...], ...] = ()  # of each row, where that is not what was told
+    padding: tuple[int, ...] = ()  # padding tokens beside each row; () when there are none
+    held: tuple[int, ...] = ()  # rows that have their last token and are computed without use
+    tokens: tuple[tuple[int, ...], ...] = ()  # published; () for a row without any, or whose batch has not drained
+    sampled: tuple[tuple[int, ...], ...] = ()  # of each row, where they differ from `tokens`
     failed: tuple[int, ...] = ()  # rows that could not sample
     admitted: tuple[Admission, ...] = ()
     preempted: tuple[Preemption, ...] = ()
     refused: tuple[Refused, ...] = ()
     stop: Stop | None = None
     ended: tuple[End, ...] = ()
-    released_slots: tuple[int, ...] = ()  # slots given back since the plan before
+    released_slots: tuple[int, ...] = ()  # slots released since the last plan
     new_blocks: tuple[NewBlocks, ...] = ()  # blocks appended to a slot's block table
-    saves: tuple[Copy, ...] = ()  # from blocks of the device to places of the host, before anything was written
-    loads: tuple[Copy, ...] = ()  # and back, before anything was read
-    configured: Scheduling | None = None  # obeyed from the next plan on
-    failure: str = ""  # the forward pass broke: why
+    saves: tuple[Copy, ...] = ()  # copies from device blocks to host blocks, before any write of the step
+    loads: tuple[Copy, ...] = ()  # copies from host blocks to device blocks, before any read of the step
+    configured: Scheduling | None = None  # settings in force from the next plan on
+    failure: str = ""  # why the forward pass failed
     num_running: int = 0
     num_waiting: int = 0
     num_free_blocks: int = 0
 
 
 class Sent(_Entry, tag="sent"):
-    """The response to `number` was given to the socket: its first byte, its last, in so many pieces."""
+    """The response to `number` was written to the socket: times of its first and last byte, number of events."""
 
     number: int
     first_ns: int
@@ -166,14 +166,14 @@ class Sent(_Entry, tag="sent"):
 
 
 class Refusal(_Entry, tag="refusal"):
-    """Somebody was turned away before the engine heard of it."""
+    """A request was refused before it reached the engine."""
 
     ns: int
     reason: str
 
 
 class Engine(_Entry, tag="engine"):
-    """The engine is gone.  A `Step` that ends whoever lived in it follows; the next engine begins with a `Run`."""
+    """The engine is lost.  A `Step` that ends all its requests follows; the next engine begins with a `Run`."""
 
     ns: int
     state: str
@@ -181,7 +181,7 @@ class Engine(_Entry, tag="engine"):
 
 
 class Gap(_Entry, tag="gap"):
-    """So many entries are missing here: whoever writes or reads could not keep up."""
+    """`missed` entries are missing here: the writer or the reader could not keep up."""
 
     missed: int
 
@@ -190,7 +190,7 @@ Entry = Run | Request | Command | Step | Sent | Refusal | Engine | Gap
 
 
 class LogError(ValueError):
-    """What is there is no event log; the message is one line for a person."""
+    """Invalid content of an event log; the message is one line for a person."""
 
 
 _encoder = msgspec.json.Encoder()
@@ -200,12 +200,12 @@ encode_lines = _encoder.encode_lines
 
 
 def line_of(entry: Entry) -> bytes:
-    """An entry as it is written, the end of its line included."""
+    """Returns the line of an entry, with its line end."""
     return encode_lines((entry,))
 
 
 def decode(line: bytes | str) -> Entry:
-    """Raises LogError."""
+    """Returns the entry of a line; raises LogError if it is none."""
     try:
         return _decoder.decode(line)
     except msgspec.MsgspecError as error:
@@ -213,10 +213,10 @@ def decode(line: bytes | str) -> Entry:
 
 
 def read(lines: Iterable[bytes]) -> Iterator[Entry]:
-    """The entries in `lines`.  A last line without an end was being written: it is left out.
+    """Yields the entries in `lines`, without an incomplete last line.
 
     Raises:
-        LogError: a line is no entry; says which one.
+        LogError: a line is no entry; the message has its number.
     """
     for number, line in enumerate(lines, 1):
         if not line.endswith(b"\n"):
@@ -228,10 +228,10 @@ def read(lines: Iterable[bytes]) -> Iterator[Entry]:
 
 
 def read_file(path: Path | str) -> Iterator[Entry]:
-    """The entries of a file, read as they are asked for.
+    """Yields the entries of a file, read lazily.
 
     Raises:
-        LogError: it cannot be read, or is no event log.
+        LogError: the file cannot be read, or is no event log.
     """
     try:
         with Path(path).open("rb") as file:

@@ -1,11 +1,11 @@
-"""Where a request's time went: its life cut into named parts that sum to what its client waited, to the nanosecond.
+"""Divides a request's time into named parts that sum to the time its client waited, to the nanosecond.
 
     received                                                                                       last byte sent
        │ tokenising │ handing over │ queue, by reason │ prefill, decode; neighbours; ... │ siblings │ sending │
 
-Inside the engine a life is cut at the steps: the time between the end of one and the end of the next is whatever the
-later one's plan says of the request.  If it is a row, its own share is what that work takes alone, by the step-time
-model, and the rest is its neighbours'; if not, the plan has the reason.  Nothing is left over, so there is no "other".
+Inside the engine the time is divided at the steps: the time between the ends of two steps gets the part that the later
+step's plan gives the request.  If the request is a row, its own share is the time of that work alone, by the step-time
+model, and the rest is its neighbours'; if not, the plan has the reason.  The parts cover all time; there is no "other".
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from slotwise.observe.step_time import StepTimeModel, Work, work_of
 
 NS = 1e-9
 MS = 1e-6
-NOWHERE = -2  # a piece that no step has to do with
-STEP_UNDER_WAY = "step_under_way"  # it came in the middle of a step, which could not have known it
+NOWHERE = -2  # step of a span outside all steps
+STEP_UNDER_WAY = "step_under_way"  # it arrived during a step, whose plan cannot have it
 
 PARTS = {
     "tokenising": "reading the body, template, tokens",
@@ -43,21 +43,21 @@ ORDER = {part: place for place, part in enumerate(PARTS)}
 
 
 class Span(NamedTuple):
-    """A stretch of a request's time, or of a step's share in it."""
+    """An interval of a request's time."""
 
     part: str
     reason: str  # of the plan, where it is one; else empty
     ns: int
-    step: int  # whose record says so; NO_STEP and NOWHERE where none does
+    step: int  # the step it belongs to; NO_STEP or NOWHERE if none
 
 
 class Share(NamedTuple):
-    """All of a request's time that went one way."""
+    """The sum of a request's spans of one part and reason."""
 
     part: str
     reason: str
     ns: int
-    steps: int  # that had to do with it
+    steps: int  # number of its steps
     first_step: int
     last_step: int
 
@@ -82,7 +82,7 @@ class Explanation(NamedTuple):
 
     @property
     def shares(self) -> list[Share]:
-        """Pieces of a kind together, in the order of `PARTS`."""
+        """The spans summed by part and reason, in the order of `PARTS`."""
         found: dict[tuple[str, str], list[Span]] = {}
         for span in self.spans:
             found.setdefault((span.part, span.reason), []).append(span)
@@ -108,11 +108,11 @@ class Explanation(NamedTuple):
 def explain(
     timeline: RequestTimeline, entries: Sequence[Entry], times: StepTimeModel, until_ns: int = 0,
 ) -> Explanation:
-    """The story of one request.
+    """Explains one request.
 
     Args:
-        entries: the log, of which `timeline` was gathered.
-        until_ns: when its response is complete, if the log does not say so yet; 0: as far as the log goes.
+        entries: the log from which `timeline` was gathered.
+        until_ns: when its response is complete, if the log has no `Sent` yet; 0: up to the end of the log.
     """
     return explain_by(timeline, (entries[at] for at in range(timeline.position + 1, len(entries))), times, until_ns)
 
@@ -120,21 +120,21 @@ def explain(
 def explain_by(
     timeline: RequestTimeline, following: Iterable[Entry], times: StepTimeModel, until_ns: int = 0,
 ) -> Explanation:
-    """The same by the steps, commands and lost engines that follow it in the log, at least until it is over."""
+    """Explains one request by the steps, commands and lost engines that follow it in the log, up to its end."""
     builder = _ExplanationBuilder(timeline, Solo(times, timeline.scheduling), until_ns)
     builder.feed(following)
     return builder.explanation()
 
 
 class Solo:
-    """What work takes when there is nobody else, at the machine's typical speed.  0 where the model knows nothing."""
+    """Predicts the time of work that runs alone, at the machine's typical speed.  0 while the model is empty."""
 
     def __init__(self, times: StepTimeModel, scheduling: Scheduling | None) -> None:
         self._times = times
         self.scheduled(scheduling)
 
     def scheduled(self, scheduling: Scheduling | None) -> None:
-        """Take note of how a prompt is cut from now on."""
+        """Sets the chunk size of prompts from now on."""
         self._chunk = 1 << 30  # tokens of a prompt in one step
         if scheduling is None or scheduling.batching.kind != "continuous":
             return
@@ -143,13 +143,13 @@ class Solo:
             self._chunk = min(longest or self._chunk, scheduling.max_num_batched_tokens)
 
     def token(self, start: int) -> int:
-        """Nanoseconds of one more token behind `start` others."""
+        """Returns the nanoseconds of one token after `start` others."""
         return round(self._times.typical(Work(1, 1, start + 1, 0.0)) / NS)
 
     def chunk(self, first: int, known: int, start: int, count: int) -> int:
-        """Nanoseconds of `count` tokens from `start` on, of a prompt that is computed from `first` to `known`.
+        """Returns the nanoseconds of `count` tokens from `start` on, of a prompt computed from `first` to `known`.
 
-        Alone it would be cut into as few pieces as there can be; these tokens are a share of theirs.
+        Alone, the prompt would have the fewest possible chunks; these tokens get their share of those chunks' times.
         """
         seconds, end = 0.0, start + count
         while start < end:
@@ -162,7 +162,7 @@ class Solo:
 
 
 class _ExplanationBuilder:
-    """Follows one request through the log, cutting its time into pieces: `_at` is how far it has come."""
+    """Divides one request's time into spans while it reads the log; `_at` is the end of the last span."""
 
     def __init__(self, timeline: RequestTimeline, solo: Solo, until_ns: int) -> None:
         self._timeline = timeline
@@ -172,9 +172,9 @@ class _ExplanationBuilder:
         self._spans: list[Span] = []
         self._at = timeline.received_ns
         self._running = False
-        self._why: tuple[str, str, int] | None = None  # part, reason and step of the plan that it waits by
-        self._first = 0  # position it was computed from, this time
-        self._reached = 0  # as far as it was ever computed
+        self._why: tuple[str, str, int] | None = None  # part, reason and step of the plan that left it waiting
+        self._first = 0  # position from which it is computed since its last admission
+        self._reached = 0  # highest position ever computed
         self._num_output = 0
         self._num_cached = -1
         self._num_preemptions = 0
@@ -189,7 +189,7 @@ class _ExplanationBuilder:
             if isinstance(entry, Step):
                 self._step(entry)
             elif isinstance(entry, Command) and entry.number == self._number and entry.reason == "stop":
-                self._over = True  # a stop string: what it was given after that, it had no use for
+                self._over = True  # a stop string matched: later tokens are discarded
             elif isinstance(entry, Engine):
                 self._lost(entry.ns)
 
@@ -204,11 +204,11 @@ class _ExplanationBuilder:
         return Explanation(timeline, tuple(self._spans), max(0, self._num_cached), self._num_preemptions)
 
     def _spend(self, until: int, part: str, reason: str = "", step: int = NOWHERE) -> None:
-        """Everything up to `until` went to `part`."""
+        """Assigns the time up to `until` to `part`."""
         if self._end:
             until = min(until, self._end)
         if not self._over and self._timeline.left_ns:
-            until = min(until, self._timeline.left_ns)  # aborted there, whatever the engine did after that
+            until = min(until, self._timeline.left_ns)  # aborted then, whatever the engine did later
         if until > self._at:
             self._spans.append(Span(part, reason, until - self._at, step))
             self._at = until
@@ -230,7 +230,7 @@ class _ExplanationBuilder:
         self._over = gone or _is_among(self._number, entry.ended)
 
     def _turn(self, entry: Step) -> None:
-        """A step that was planned when it was there."""
+        """Handles a step whose plan was made after the engine had received the request."""
         self._places(entry)
         if self._number in entry.numbers:
             self._row(entry, entry.numbers.index(self._number))
@@ -238,11 +238,11 @@ class _ExplanationBuilder:
             part = "paused" if self._running else "preempted" if self._num_preemptions else "queue"
             self._why = (part, reason, entry.step)
             self._spend(entry.ended_ns, *self._why)
-        else:  # only one who ended when the step was planned is neither in it nor told why not
+        else:  # neither a row nor refused: the request had ended when the step was planned
             self._spend(entry.ended_ns, "sending" if self._timeline.ended else "scheduling")
 
     def _places(self, entry: Step) -> None:
-        """Whether the plan gave it a slot, or took it away."""
+        """Updates its state with the plan's admissions and preemptions."""
         for admitted in entry.admitted:
             if admitted.number == self._number:
                 self._running, self._first = True, admitted.cached
@@ -253,7 +253,7 @@ class _ExplanationBuilder:
             self._num_preemptions += 1
 
     def _refusal(self, entry: Step) -> str:
-        """Why the plan of `entry` leaves it out; empty when that does not say."""
+        """Why the plan of `entry` leaves the request out; empty if it gives no reason."""
         for decision in (*entry.preempted, *entry.refused):
             if decision.number == self._number:
                 return decision.reason
@@ -261,7 +261,7 @@ class _ExplanationBuilder:
         return entry.stop.reason if entry.stop is not None and waits else ""
 
     def _row(self, entry: Step, row: int) -> None:
-        """Its own share of the step, then its neighbours'."""
+        """Adds its own share of the step, then its neighbours'."""
         start, count, step = entry.starts[row], entry.counts[row], entry.step
         if row in entry.held:
             self._spend(entry.ended_ns, "held", "", step)
@@ -283,7 +283,7 @@ class _ExplanationBuilder:
     # -- between steps -------------------------------------------------------------------------------------------
 
     def _waits(self, until: int) -> None:
-        """The time to the next step: what the last plan said of one who waits is true until there is another."""
+        """Adds the time to the next step: the last plan's reason holds until there is another plan."""
         taken = self._timeline.taken_ns
         self._spend(min(taken, until) if taken else until, "handing_over")
         if not self._running and self._why is not None:
@@ -292,7 +292,7 @@ class _ExplanationBuilder:
             self._spend(until, "scheduling")
 
     def _between(self, entry: Step) -> None:
-        """A record without a step: something ended, or a step failed."""
+        """Handles a record without a step: a request ended, or a step failed."""
         self._places(entry)
         failed = _is_among(self._number, entry.ended) and self._timeline.end_reason == "error"
         if self._running and (failed or entry.ended_ns > entry.started_ns):

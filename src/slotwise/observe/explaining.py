@@ -1,4 +1,4 @@
-"""Explanations for a worker process (see `server.worker`): decoding a life's steps may take a tenth of a second."""
+"""Explanations in a worker process (see `server.worker`): decoding a request's steps may take a tenth of a second."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from slotwise.observe.step_time import Prediction, StepTimeModel
 
 def explain(facts: Sequence[Any], positions: Sequence[int], lines: bytes, prediction: Any, until_ns: int,
             ) -> list[dict[str, Any]]:
-    """The stories of requests, as JSON.
+    """Returns the explanations of requests, as JSON objects.
 
     Args:
         facts, positions, lines: an `observe.ring.Extract`.
-        prediction: what step times are predicted by.
-        until_ns: when a response is complete, where the log does not say so yet.
+        prediction: parameters of the step-time model.
+        until_ns: when a response is complete, if the log has no `Sent` yet.
     """
     times = StepTimeModel.predicting(msgspec.convert(prediction, Prediction))
     entries = list(map(decode, lines.splitlines()))

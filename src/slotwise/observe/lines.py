@@ -1,4 +1,4 @@
-"""Log lines: for people, or as one JSON object each (`--log-format json`)."""
+"""Log lines: as text, or as one JSON object each (`--log-format json`)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from types import TracebackType
 from typing import Any
 
 TEXT, JSON = FORMATS = ("text", "json")
-FIELDS = "fields"  # of a log record: what a JSON line tells beside the message
+FIELDS = "fields"  # attribute of a log record: the fields of a JSON line beside the message
 
 
 class JsonLines(logging.Formatter):
-    """One object a line: `time` (UTC), `level`, `logger`, `message`, the fields of `tell`, and perhaps `exception`."""
+    """One object per line: `time` (UTC), `level`, `logger`, `message`, the fields of `tell`, perhaps `exception`."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -28,7 +28,7 @@ class JsonLines(logging.Formatter):
 
 
 def set_up(log_format: str) -> None:
-    """Everything this process has to say goes to stderr, in one form: warnings and its last words as well."""
+    """Sends all logging, warnings and uncaught exceptions of this process to stderr, in one format."""
     handler = logging.StreamHandler(sys.stderr)
     if log_format == JSON:
         handler.setFormatter(JsonLines())
@@ -44,5 +44,5 @@ def _last_words(kind: type[BaseException], error: BaseException, trace: Tracebac
 
 
 def tell(log: logging.Logger, message: str, fields: Mapping[str, Any]) -> None:
-    """A line whose numbers are fields of the JSON object, too."""
+    """Logs a line with `fields` added to its JSON object."""
     log.info(message, extra={FIELDS: dict(fields)})

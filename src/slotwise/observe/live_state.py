@@ -1,4 +1,4 @@
-"""The roster as it stands: who has which slot and how far it is, who waits and why, and what came out lately.
+"""The live state: running requests with slot and progress, waiting requests with reasons, and recent rates.
 
 Folded from the entries of an event log, live or from a file.
 """
@@ -12,14 +12,14 @@ from slotwise.engine.scheduling import Scheduling
 from slotwise.observe import waste
 from slotwise.observe.event_log import Engine, Entry, Gap, Request, Run, Sent, Step
 
-WINDOW = 10.0  # seconds that rates are taken over
-MAX_LATELY = 8192  # steps of them that are kept
+WINDOW = 10.0  # seconds over which rates are computed
+MAX_LATELY = 8192  # most steps kept of them
 NOT_SEATED = -1
 PREFILL, DECODE, HELD, STALLED, WAITS = "prefill", "decode", "held", "stalled", "waits"
 
 
 class LiveRequest:
-    """A living request."""
+    """State of an unfinished request."""
 
     __slots__ = ("admitted_ns", "cached", "computed", "phase", "reason", "request", "slot")
 
@@ -29,11 +29,11 @@ class LiveRequest:
         self.cached = self.computed = 0  # tokens
         self.admitted_ns = 0
         self.phase = WAITS
-        self.reason = ""  # why it waits, or has no row, if it was examined
+        self.reason = ""  # why it waits or has no row
 
     @property
     def num_output(self) -> int:
-        """The last of them may not be told yet."""
+        """Tokens generated; the last one may not be published yet."""
         past = self.computed - self.request.num_prompt
         return past + 1 if past >= 0 and self.computed else 0
 
@@ -45,7 +45,7 @@ class Lately(NamedTuple):
     seconds: float
     tokens: int  # computed for requests
     prompt: int  # those of prompts
-    told: int  # tokens generated
+    told: int  # tokens published
     wasted: int  # padding and held
     slots: int
     rows: int
@@ -53,7 +53,7 @@ class Lately(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """Over the last seconds; counts are per second."""
+    """Rates over the window; counts are per second."""
 
     steps: float
     prompt_tokens: float
@@ -62,16 +62,16 @@ class Rates(NamedTuple):
     step_seconds: float  # the mean
     step_tokens: float  # the mean
     empty: float  # share of the slots without a row
-    wasted: float  # share of what was computed
+    wasted: float  # share of the computed tokens
 
 
 class LiveState:
-    """Takes entries in their order; what it keeps is bounded by who lives and by the window."""
+    """Folds entries in order; its size is bounded by the unfinished requests and the window."""
 
     def __init__(self) -> None:
         self.run: Run | None = None
         self.scheduling: Scheduling | None = None
-        self.down = ""  # why there is no engine
+        self.down = ""  # why there is no engine; empty while there is one
         self.requests: dict[int, LiveRequest] = {}  # in order of arrival
         self.waiting: dict[str, int] = {}  # by reason
         self.last: Step | None = None  # with rows
@@ -104,19 +104,19 @@ class LiveState:
 
     @property
     def usage(self) -> float:
-        """Share of cache blocks that somebody refers to."""
+        """Share of cache blocks held by requests."""
         return 1 - self.num_free_blocks / self.run.limits.num_blocks if self.run is not None else 0.0
 
     def seated(self) -> list[LiveRequest]:
-        """Those who run, by slot."""
+        """The running requests, by slot."""
         return sorted((live for live in self.requests.values() if live.slot != NOT_SEATED), key=lambda live: live.slot)
 
     def queue(self) -> list[LiveRequest]:
-        """Those who wait, in order of arrival."""
+        """The waiting requests, in order of arrival."""
         return [live for live in self.requests.values() if live.slot == NOT_SEATED]
 
     def rates(self, now_ns: int) -> Rates:
-        """Over the last seconds before `now_ns`, or since the first step that is known."""
+        """Returns the rates over the window before `now_ns`, or since the first step kept."""
         lately = [step for step in self._lately if now_ns - step.ended_ns < WINDOW * 1e9]
         if not lately:
             return Rates(0, 0, 0, 0, 0, 0, 0, 0)
@@ -169,7 +169,7 @@ class LiveState:
         self.num_free_blocks = step.num_free_blocks
 
     def _reasons(self, step: Step) -> None:
-        """Whoever was not examined waits for what stopped the first, if the plan knew of it."""
+        """Sets the reasons: a request in the plan's queue that was not examined waits for the stop's reason."""
         if step.stop is not None:
             for live in self.requests.values():
                 if live.slot == NOT_SEATED and live.request.ns <= step.started_ns:
@@ -180,7 +180,7 @@ class LiveState:
                 live.phase = WAITS if live.slot == NOT_SEATED else STALLED
 
     def _rows(self, step: Step) -> int:
-        """Where each of them stands now; tokens of prompts among those computed."""
+        """Updates slot, progress and phase of each row; returns the prompt tokens among those computed."""
         prompt = 0
         for number, slot, start, count in zip(step.numbers, step.slots, step.starts, step.counts, strict=True):
             live = self.requests.get(number)

@@ -1,4 +1,4 @@
-"""The line that is written again and again under load: rates, the roster, the cache, and why requests wait."""
+"""The periodic log line under load: rates, running and waiting requests, the cache, and why requests wait."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class LoadLine:
-    """What happened since the line before, from the counters that `/metrics` shows."""
+    """Rates since the last line, from the counters of `/metrics`."""
 
     COUNTED = ("prompt_tokens_total", "generation_tokens_total", "prefix_cache_queries_total",
                "prefix_cache_hits_total", "num_preemptions_total")
@@ -32,7 +32,7 @@ class LoadLine:
                 sum(metrics.labelled["request_success_total"].values()))
 
     def fields(self, now: float) -> dict[str, Any]:
-        """Rates are per second since the last call, at `now` seconds; empty when nothing happens."""
+        """Returns the fields of a line; rates are per second since the last call, `now` in seconds; empty when idle."""
         counted, waits, ended = self._read()
         seconds = max(now - self._then, 1e-9)
         since = {name: counted[name] - self._counted[name] for name in self.COUNTED}
@@ -55,7 +55,7 @@ class LoadLine:
 
 
 def sentence(fields: Mapping[str, Any]) -> str:
-    """The same for a person."""
+    """Returns the fields as a text line."""
     parts = [
         f"{fields['running']} running, {fields['waiting']} waiting",
         f"{fields['generation_tokens_per_s']:,.1f} tokens/s out, {fields['prompt_tokens_per_s']:,.1f} in, "
@@ -73,7 +73,7 @@ def sentence(fields: Mapping[str, Any]) -> str:
 
 
 async def report(metrics: Metrics, every: float = EVERY) -> None:
-    """A line every `every` seconds for as long as there is something to tell; runs until it is cancelled."""
+    """Logs a line every `every` seconds unless idle; runs until cancelled."""
     line = LoadLine(metrics, time.monotonic())
     while True:
         await asyncio.sleep(every)

@@ -1,4 +1,4 @@
-"""An event log on its way into a file, written by a thread of its own: whoever logs is never kept waiting."""
+"""Writes an event log to a file on a thread of its own, so that `write` never waits."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from slotwise.errors import OneLineError
 from slotwise.files import PRIVATE
 from slotwise.observe.event_log import Gap, LogError, Run, decode, line_of
 
-GATHER = 0.25  # seconds between two writes: fewer and larger ones take less from whoever logs
+GATHER = 0.25  # seconds between two writes: fewer and larger ones cost the logging thread less
 MAX_WAITING = 32 << 20  # bytes that may wait to be written
 
-MAX_FIRST_LINE = 8 << 20  # bytes: it describes an engine, tiers included
+MAX_FIRST_LINE = 8 << 20  # bytes: the first entry describes an engine, tiers included
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class LogFileError(OneLineError, ValueError):
 
 
 def check(path: Path | str, *, overwrite: bool = False) -> None:
-    """That a `LogFile` can be made of `path`, which keeps its content; where there is no such file, one is made, empty.
+    """Checks that `path` can become a `LogFile`; keeps its content, or creates an empty file.
 
     Raises:
         LogFileError, OSError: as `LogFile`.
@@ -36,7 +36,7 @@ def check(path: Path | str, *, overwrite: bool = False) -> None:
 
 
 def _opened(path: Path | str, *, overwrite: bool) -> int:
-    """A descriptor of the file, nothing of which has been changed."""
+    """Returns a descriptor of the file, created or unchanged."""
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe is refused, not waited for
     try:
         return os.open(path, flags | os.O_CREAT | os.O_EXCL, PRIVATE)
@@ -54,7 +54,7 @@ def _opened(path: Path | str, *, overwrite: bool) -> int:
 
 
 def _objection(descriptor: int, *, overwrite: bool) -> str:
-    """Why an existing file is not replaced; "" if it may be."""
+    """Why an existing file must not be replaced; "" if it may be."""
     about = os.fstat(descriptor)
     if not stat.S_ISREG(about.st_mode):
         return "is no regular file, and cannot become an event log"
@@ -76,10 +76,9 @@ def _is_log(beginning: bytes) -> bool:
 
 
 class LogFile:
-    """A new event log, for its owner alone; an older log of that name is replaced.  A context manager: at its end all
-    that waits is written.
+    """A new event log, readable by its owner only; replaces an older log of that name.  A context manager.
 
-    Where the file cannot keep up, lines are left out, and a `Gap` says how many.
+    Closing writes all pending lines.  When the file cannot keep up, lines are dropped and a `Gap` counts them.
 
     Args:
         path: of the file.
@@ -87,8 +86,8 @@ class LogFile:
         overwrite: replace any file.
 
     Raises:
-        OSError: it cannot be made.
-        LogFileError: there is a file of that name that is no event log, or belongs to another user.
+        OSError: the file cannot be created.
+        LogFileError: the existing file is no event log, or belongs to another user.
     """
 
     def __init__(self, path: Path | str, max_waiting: int = MAX_WAITING, *, overwrite: bool = False) -> None:
@@ -130,7 +129,7 @@ class LogFile:
             self._news.set()
 
     def close(self) -> None:
-        """Write what waits, and end."""
+        """Writes all pending lines and closes the file."""
         self._closing.set()
         self._news.set()
         self._thread.join()

@@ -1,7 +1,7 @@
 """Prometheus metrics, folded from step records.
 
-The fold runs beside the engine for every token, so it keeps plain integers and lists; Prometheus' own objects are made
-when somebody reads them.
+The fold processes every token, so its state is plain integers and lists; Prometheus' own objects are built when the
+metrics are read.
 """
 
 from __future__ import annotations
@@ -24,44 +24,44 @@ if TYPE_CHECKING:
     from slotwise.engine.messages import Command, EngineInfo, StepRecord
 
 NS = 1e-9
-LATELY = 256  # steps that the roofline's fraction is of
+LATELY = 256  # steps over which the roofline fraction is computed
 
 
 class _RequestState:
-    """What is known of a living request; times are monotonic nanoseconds, 0 while unknown."""
+    """State of an unfinished request; times are monotonic nanoseconds, 0 while unknown."""
 
     __slots__ = ("arrived", "first", "last", "lost", "num_output", "num_prompt", "scheduled")
 
     def __init__(self, arrived: int, num_prompt: int) -> None:
         self.arrived, self.num_prompt = arrived, num_prompt
         self.scheduled = self.first = self.last = self.num_output = 0
-        self.lost = 0  # computed tokens it gave up when it last yielded
+        self.lost = 0  # computed tokens lost at its last preemption
 
 
 class _Together:
-    """Rows that get a token each, step after step: what their lives have in common is noted once."""
+    """Rows that get one token each in every step: their common updates are made once for all."""
 
     def __init__(self, request_ids: tuple[str, ...] = (), last: int = 0) -> None:
         self.request_ids, self.last = request_ids, last
-        self.tokens = 0  # of each, that their lives do not know of yet
+        self.tokens = 0  # of each, not yet added to its `_RequestState`
 
     def are_all_of(self, record: StepRecord) -> bool:
-        """They have a token each in this step, and nobody else has one."""
+        """True if the step's rows are exactly these and have one token each."""
         return record.request_ids == self.request_ids and set(map(len, record.token_ids)) == {1}
 
 
 class Metrics(Collector, Observer):
-    """An observer of the engine service, and what `/metrics` shows.
+    """Observes the engine service and provides the samples of `/metrics`.
 
     Args:
         model_name: the label on every sample.
-        info: of the engine that is ready.
-        healthy: whether there is an engine that shows signs of life.
+        info: of the ready engine.
+        healthy: whether a responsive engine is attached.
     """
 
     def __init__(self, model_name: str, info: EngineInfo, healthy: Callable[[], bool] = lambda: True) -> None:
         self._shown = Shown(model_name)
-        self.told: dict[str, Callable[[], float]] = {}  # gauges that somebody else keeps
+        self.told: dict[str, Callable[[], float]] = {}  # gauges of other components
         self._healthy = healthy
         self._requests: dict[str, _RequestState] = {}
         self._together = _Together()
@@ -72,18 +72,18 @@ class Metrics(Collector, Observer):
         self.labelled["request_wait_seconds_total"] = self.waits.seconds
         self._histograms = {name: Histogram(bounds) for name, (bounds, _) in HISTOGRAMS.items()}
         self._step_times = step_times()
-        self._lately: deque[tuple[float, float]] = deque(maxlen=LATELY)  # seconds a step must have taken, and did
+        self._lately: deque[tuple[float, float]] = deque(maxlen=LATELY)  # roofline and measured seconds of steps
         self.started(info)
 
     @property
     def usage(self) -> float:
-        """Share of cache blocks that somebody refers to."""
+        """Share of cache blocks held by requests."""
         return 1 - self._num_free_blocks / self._info.limits.num_blocks
 
-    # -- listening -----------------------------------------------------------------------------------------------
+    # -- observing -----------------------------------------------------------------------------------------------
 
     def started(self, info: EngineInfo) -> None:
-        """Another engine, perhaps with another cache; those who lived in the last one were told to have ended."""
+        """Resets the engine's state for a new engine; the requests of the last one have ended."""
         self._info = info
         self._slots = info.scheduling.max_num_seqs
         self._before: StepRecord | None = None  # the last one with rows
@@ -123,7 +123,7 @@ class Metrics(Collector, Observer):
         self._num_free_blocks = record.num_free_blocks
 
     def _made_way(self, record: StepRecord) -> None:
-        """Some yielded, and some took their places."""
+        """Counts preemptions and admissions."""
         self.counters["num_preemptions_total"] += len(record.preempted)
         for (request_id, _), lost in zip(record.preempted, record.lost, strict=True):
             if (state := self._requests.get(request_id)) is not None:
@@ -133,7 +133,7 @@ class Metrics(Collector, Observer):
                 self._admitted(state, num_cached, record.started_ns)
 
     def _in_flight(self, request_id: str) -> int:
-        """Tokens that were computed by the end of the step before, which may have been under way when it yielded."""
+        """Tokens computed by the end of the last step, which may have been in flight at the preemption."""
         before = self._before
         if before is None or request_id not in before.request_ids:
             return 0
@@ -141,7 +141,7 @@ class Metrics(Collector, Observer):
         return before.starts[row] + before.counts[row]
 
     def _step(self, record: StepRecord) -> None:
-        """What it took, and what of it was for nothing.  The executor takes up a step when the one before has ended."""
+        """Observes a step's time and waste.  The executor starts a step when the previous one has ended."""
         counters = self.counters
         before, self._before = self._before, record
         began = max(record.started_ns, before.ended_ns) if before is not None else record.started_ns
@@ -170,7 +170,7 @@ class Metrics(Collector, Observer):
 
     @property
     def roofline_fraction(self) -> float:
-        """Of the time of the latest steps; 0 before the first."""
+        """Roofline seconds per measured second of the latest steps; 0 before the first."""
         taken = sum(seconds for _, seconds in self._lately)
         return sum(bound for bound, _ in self._lately) / taken if taken > 0 else 0.0
 
@@ -187,7 +187,7 @@ class Metrics(Collector, Observer):
             self._together = _Together(record.request_ids if served == len(record.request_ids) else (), now)
 
     def _settle(self) -> None:
-        """Let lives know of what was noted for all of them."""
+        """Adds the common updates of `_together` to each request's state."""
         together = self._together
         if together.tokens:
             for request_id in together.request_ids:
@@ -197,10 +197,10 @@ class Metrics(Collector, Observer):
             together.tokens = 0
 
     def _each_token(self, record: StepRecord) -> int:
-        """How many living rows got tokens."""
+        """Counts the tokens of each row; returns the number of unfinished rows with tokens."""
         now, requests = record.ended_ns, self._requests
         generated = served = 0
-        since: dict[int, int] = {}  # when rows had their last token: nearly always all at the same time
+        since: dict[int, int] = {}  # time of the last token -> rows: nearly always one entry
         for request_id, tokens in zip(record.request_ids, record.token_ids, strict=False):
             if tokens and (state := requests.get(request_id)) is not None:
                 served += 1
@@ -222,14 +222,14 @@ class Metrics(Collector, Observer):
     def _admitted(self, state: _RequestState, num_cached: int, now: int) -> None:
         counters = self.counters
         counters["prefix_cache_queries_total"] += state.num_prompt + state.num_output
-        if state.scheduled:  # it had to yield, and is computed again
+        if state.scheduled:  # it was preempted, and is recomputed
             counters["recomputed_tokens_total"] += max(0, state.lost - num_cached)
         else:
             state.scheduled = now
             counters["prompt_tokens_cached_total"] += num_cached
 
     def _tiers(self, record: StepRecord) -> None:
-        """What was found where, and what was copied between."""
+        """Counts the prefix hits of each tier and the copies between them."""
         limits = self._info.limits
         loaded = len(record.loads) * limits.block_size
         self.counters["prefix_cache_hits_total"] += sum(record.cached) - loaded
@@ -269,10 +269,10 @@ class Metrics(Collector, Observer):
         counts = self.labelled[name]
         counts[label] = counts.get(label, 0) + times
 
-    # -- telling -------------------------------------------------------------------------------------------------
+    # -- exposition ----------------------------------------------------------------------------------------------
 
     def exposition(self) -> bytes:
-        """Prometheus' text format."""
+        """Returns the metrics in Prometheus' text format."""
         registry = CollectorRegistry()
         registry.register(self)
         return generate_latest(registry)

@@ -1,4 +1,4 @@
-"""The event log of an engine in this process, as `LLM` and the offline benchmarks drive it."""
+"""Writes the event log of an engine in this process, for `LLM` and the offline benchmarks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Logged:
-    """An engine, stepped by its owner, that tells `file` of all that it is given and does."""
+    """An engine that also writes its commands and steps to `file`."""
 
     def __init__(self, engine: Engine, info: EngineInfo, file: File) -> None:
         self._engine = engine

@@ -1,4 +1,4 @@
-"""Writes the event log of an engine service: into a ring for those who look on, and into a file if there is one."""
+"""Writes the event log of an engine service: to a ring for live readers, and to a file if there is one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slotwise.observe import event_log
 from slotwise.observe.event_log import Entry, line_of
 from slotwise.observe.ring import Ring
 
-REMEMBERED = 8192  # numbers of requests that have ended: a response may still be sent, a step under way names them
+REMEMBERED = 8192  # ended requests whose numbers are kept: `Sent`, or a step in flight, may still name them
 
 
 class File(Protocol):
@@ -32,7 +32,7 @@ class Sink(Protocol):
 
 
 class Recorder(Observer):
-    """An observer of the engine service.
+    """Converts the events of an engine service to entries of the log.
 
     Args:
         clock: monotonic nanoseconds.
@@ -52,22 +52,22 @@ class Recorder(Observer):
         self._ended: deque[tuple[str, int]] = deque()  # of those, the oldest first
 
     def write_to(self, file: File) -> None:
-        """From here on to `file` as well, prompts included."""
+        """Also writes to `file` from now on, prompts included."""
         self._file = file
         if self._run is not None:
             file.write(line_of(self._run))
 
     def tell(self, sink: Sink) -> None:
-        """From here on `sink` as well, which is told what the ring is: no prompts."""
+        """Also writes to `sink` from now on: the entries of the ring, without prompts."""
         self._sinks.append(sink)
         if self._run is not None:
             sink.write(self._run)
 
     def number_of(self, request_id: str) -> int:
-        """Of a request that lives, or ended not long ago; else -1."""
+        """Returns the number of an unfinished or recently ended request; else -1."""
         return self._numbers.get(request_id, -1)
 
-    # -- listening -----------------------------------------------------------------------------------------------
+    # -- observing -----------------------------------------------------------------------------------------------
 
     def started(self, info: EngineInfo) -> None:
         self._run = event_log.Run(
@@ -125,15 +125,15 @@ class Recorder(Observer):
         self._ended.append((request_id, self.number_of(request_id)))
         if len(self._ended) > REMEMBERED:
             oldest, number = self._ended.popleft()
-            if self.number_of(oldest) == number:  # the name is not another's by now
+            if self.number_of(oldest) == number:  # the id was not reused
                 del self._numbers[oldest]
 
 
 def step_entry(record: StepRecord, numbers: dict[str, int]) -> event_log.Step:
-    """The entry that tells of `record`, by the `numbers` of its requests.
+    """Returns the log entry of `record`, with the `numbers` of its requests.
 
     Raises:
-        KeyError: it names a request that has none.
+        KeyError: a request has no number.
     """
     entry = event_log.Step(
         record.step, record.started_ns, record.ended_ns, record.planned, record.taken,
@@ -149,7 +149,7 @@ def step_entry(record: StepRecord, numbers: dict[str, int]) -> event_log.Step:
 
 
 def _who_came_and_went(entry: event_log.Step, record: StepRecord, numbers: dict[str, int]) -> None:
-    """Fill in what most steps have none of."""
+    """Sets the fields that are empty in most steps."""
     if record.admitted:
         entry.admitted = tuple([
             event_log.Admission(numbers[name], cached)

@@ -1,4 +1,4 @@
-"""What a log says of each request, gathered in one pass: when it came, when the engine took it in, when it ended."""
+"""The history of each request, gathered from a log in one pass: arrival, handling by the engine, end."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import msgspec
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe.event_log import NO_STEP, Command, Engine, Entry, Gap, Request, Run, Sent, Step
 
-SHAPES = ("cmpl-", "chatcmpl-")  # what the ids of responses begin with
+SHAPES = ("cmpl-", "chatcmpl-")  # prefixes of response ids
 
 
 class RequestTimeline(msgspec.Struct):
-    """Times are monotonic nanoseconds; 0: not yet, or not told."""
+    """The history of a request.  Times are monotonic nanoseconds; 0: not yet, or unknown."""
 
     request: Request
     position: int  # of its entry in the log
-    scheduling: Scheduling | None  # as it was when it came
-    taken_ns: int = 0  # by the engine
-    left_ns: int = 0  # its client was gone, or somebody aborted it
+    scheduling: Scheduling | None  # at its arrival
+    taken_ns: int = 0  # handled by the engine
+    left_ns: int = 0  # its client disconnected, or it was aborted
     ended_ns: int = 0
     end_reason: str = ""
     num_output: int = 0
     last_byte_ns: int = 0
-    siblings_ended_ns: int = 0  # the last of the choices of its response
-    over_at: int = -1  # position of the entry behind which none concerns it but `Sent`; -1: there is none yet
+    siblings_ended_ns: int = 0  # end of the last of the other choices of its response
+    over_at: int = -1  # position of the last entry about it except `Sent`; -1: not ended yet
 
     def meet(self, together: Iterable[RequestTimeline]) -> None:
-        """Take note of the choices of its response."""
+        """Records the end of the other choices of its response."""
         others = [other.left_ns or other.ended_ns for other in together if other is not self]
         self.siblings_ended_ns = max(others, default=0)
 
@@ -47,30 +47,30 @@ class RequestTimeline(msgspec.Struct):
 
     @property
     def end_ns(self) -> int:
-        """When nothing more was done for it; 0 while something is."""
+        """End of all work for the request; 0 before."""
         return max(self.last_byte_ns, self.left_ns) or self.ended_ns
 
     @property
     def total_ns(self) -> int:
-        """What its client waited; 0 while it waits."""
+        """Time from its arrival to `end_ns`; 0 before."""
         return self.end_ns - self.received_ns if self.end_ns else 0
 
     @property
     def response_id(self) -> str:
-        """An engine's id is a response's and a serial number."""
+        """The engine's id without its serial number."""
         return self.request.id.rpartition("-")[0] or self.request.id
 
     def is_named(self, name: str) -> bool:
-        """By the engine's id, the response's, or the client's `X-Request-Id`."""
+        """True if `name` is the engine's id, the response's, or the client's `X-Request-Id`."""
         return name in (self.request.id, self.response_id) or self.response_id in [shape + name for shape in SHAPES]
 
     def belongs_to(self, tenant: str) -> bool:
-        """What it shares cached beginnings under begins with whose it is."""
+        """True if the request's salt begins with `tenant`, or `tenant` is empty."""
         return not tenant or self.request.salt == tenant or self.request.salt.startswith(tenant + ":")
 
 
 def gather(entries: Iterable[Entry]) -> dict[int, RequestTimeline]:
-    """Facts of each request in a log, by number, in order of arrival; without those of whose steps some are missing."""
+    """Returns the timelines of a log by request number, in order of arrival; omits requests with missing steps."""
     builder = Gathering()
     for position, entry in enumerate(entries):
         builder.feed(position, entry)
@@ -78,15 +78,15 @@ def gather(entries: Iterable[Entry]) -> dict[int, RequestTimeline]:
 
 
 class Gathering:
-    """Facts by the number of their request, as entries come."""
+    """Builds the timelines by request number, entry by entry."""
 
     def __init__(self) -> None:
         self._timelines: dict[int, RequestTimeline] = {}
         self._scheduling: Scheduling | None = None
-        self._sent: deque[tuple[int, int]] = deque()  # commands not yet taken: when, and whose arrival (-1: none)
-        self._starts_anew = True  # the next step is the first that is here
+        self._sent: deque[tuple[int, int]] = deque()  # commands not yet handled: time, arriving request (-1: none)
+        self._starts_anew = True  # the next step is the first one available
 
-    def take(self, position: int, entry: Entry) -> None:
+    def feed(self, position: int, entry: Entry) -> None:
         match entry:
             case Step():
                 self._step(position, entry)
@@ -111,7 +111,7 @@ class Gathering:
         return self._timelines.get(number)
 
     def drop(self, number: int) -> RequestTimeline | None:
-        """Forget a request; what was known of it."""
+        """Removes and returns the timeline of a request."""
         return self._timelines.pop(number, None)
 
     def finished(self) -> dict[int, RequestTimeline]:
@@ -127,7 +127,7 @@ class Gathering:
         return [timeline for timeline in self._timelines.values() if not timeline.ended]
 
     def _forget(self, those: Iterable[RequestTimeline]) -> None:
-        """Steps of their lives are missing."""
+        """Drops requests some of whose steps are missing."""
         for timeline in those:
             del self._timelines[timeline.request.number]
         self._sent.clear()
@@ -135,11 +135,11 @@ class Gathering:
     def _step(self, position: int, entry: Step) -> None:
         if self._starts_anew and entry.step != NO_STEP:
             self._starts_anew = False
-            if entry.step > 0:  # a ring that has lost its beginning
+            if entry.step > 0:  # the ring has dropped its beginning
                 began = entry.started_ns
                 self._forget([timeline for timeline in self._living() if timeline.request.ns < began])
         for ns in entry.taken:
-            if self._sent and self._sent[0][0] <= ns:  # else it was sent before what is here began
+            if self._sent and self._sent[0][0] <= ns:  # else it was sent before the first entry
                 _, number = self._sent.popleft()
                 if timeline := self._timelines.get(number):
                     timeline.taken_ns = ns

@@ -1,11 +1,11 @@
-"""The latest lines of a log in bounded memory, and what a newcomer must know before them.
+"""Holds the latest lines of a log in bounded memory, and the state that a new reader needs before them.
 
-An entry is encoded once, for the file and for all who look on.  As bytes it takes a fraction of the memory, and the
-memory of what came with it can be used again at once: entries that are kept whole would have every new one begin in
-memory that no cache has seen for minutes.
+An entry is encoded once, for the file and all readers.  As bytes it takes a fraction of the memory, and the memory of
+its objects is reused at once: if entries were kept as objects, each new one would start in memory that has not been in
+a processor cache for minutes.
 
-Lines have positions, counted from the first that ever came.  Each reader keeps its own and is never waited for: one
-that is too slow finds that lines are gone, and how many.
+Lines have positions, counted from the first line ever.  Each reader holds its own position, and the ring never waits
+for it: a slow reader gets the number of lines it missed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CAPACITY = 5 << 20  # bytes; about 2,000 steps of 64 rows, as many as a page sho
 
 
 class Line(NamedTuple):
-    """An entry as it is written, and what is to be known of it by who comes later."""
+    """An encoded entry, with the part of it that later readers need."""
 
     data: bytes
     kind: type[Entry]
@@ -34,12 +34,12 @@ class Line(NamedTuple):
 
 class Batch(NamedTuple):
     lines: list[Line]
-    missed: int  # lines gone between the reader's position and the first of these
-    position: int  # to read on from
+    missed: int  # lines dropped between the reader's position and the first of these
+    position: int  # of the next read
 
 
 class Extract(NamedTuple):
-    """What it takes to explain requests: lines of steps, commands and lost engines, one behind the other."""
+    """The input of explanations: timelines, and the lines of steps, commands and lost engines, concatenated."""
 
     facts: list[RequestTimeline]
     positions: list[int]  # of the lines
@@ -47,7 +47,7 @@ class Extract(NamedTuple):
 
 
 class Known:
-    """What must be known in order to understand the entries behind it: the run as it stands, and who lives."""
+    """The state needed to read the entries that follow: the run with its current settings, and unfinished requests."""
 
     def __init__(self, run: Run | None = None, requests: Mapping[int, Request] | None = None) -> None:
         self._run = run
@@ -72,7 +72,7 @@ class Known:
 
 
 def _told(entry: Entry) -> Entry | None:
-    """What `Known` learns from it: most steps tell it nothing, and no step's columns do."""
+    """Returns the part of an entry that `Known` uses: none of most steps, and never their columns."""
     if isinstance(entry, Request | Run):
         return entry
     if isinstance(entry, Step) and (entry.ended or entry.configured is not None):
@@ -93,7 +93,7 @@ class Ring:
 
     @property
     def end(self) -> int:
-        """The position of the line that comes next."""
+        """The position of the next line."""
         return self._end
 
     @property
@@ -102,9 +102,9 @@ class Ring:
         return self._end - len(self._lines)
 
     def append(self, entry: Entry, data: bytes) -> None:
-        """`data` is the line of `entry`."""
+        """Appends an entry, whose line is `data`, and drops the oldest lines beyond the capacity."""
         self._lines.append(Line(data, type(entry), _told(entry)))
-        self._index.take(self._end, entry)
+        self._index.feed(self._end, entry)
         self._size += len(data)
         self._end += 1
         while self._size > self._capacity and len(self._lines) > 1:
@@ -115,11 +115,11 @@ class Ring:
                 self._index.forget(gone.told)
 
     def preface(self) -> list[Entry]:
-        """What to know in order to understand the first line held."""
+        """Returns the entries needed before the first line held."""
         return self._before.entries()
 
     def living(self) -> list[Entry]:
-        """What to know in order to understand the line that comes next."""
+        """Returns the entries needed before the next line."""
         known = self._before.copy()
         for line in self._lines:
             if line.told is not None:
@@ -127,24 +127,24 @@ class Ring:
         return known.entries()
 
     def named(self, tenant: str, name: str, most: int) -> list[RequestTimeline]:
-        """The latest requests of this name all of whose lines are here, in order of arrival.
+        """Returns the latest requests of this name all of whose lines are held, in order of arrival.
 
         Args:
-            tenant: whose requests; "": those of all.
+            tenant: owner of the requests; "": all tenants.
         """
         return self._index.latest(takewhile(self._is_whole, self._index.named(tenant, name)), most)
 
     def numbered(self, numbers: Iterable[int], most: int) -> list[RequestTimeline]:
-        """The same of those with these numbers."""
+        """Returns the requests with these numbers, likewise."""
         found = [facts for facts in self._index.numbered(numbers) if self._is_whole(facts)]
         return self._index.latest(reversed(found), most)
 
     def _is_whole(self, facts: RequestTimeline) -> bool:
-        """The lines behind its own are here: it is known what became of it."""
+        """True if all lines after the request's own are held."""
         return facts.position + 1 >= self.first
 
     def extract(self, found: Sequence[RequestTimeline]) -> Extract:
-        """The lines that tell of the requests found."""
+        """Returns the lines that concern the requests found."""
         positions: list[int] = []
         lines: list[bytes] = []
         end = self.first
@@ -158,18 +158,18 @@ class Ring:
         return Extract(list(found), positions, b"".join(lines))
 
     def _between(self, start: int, end: int) -> list[Line]:
-        """The lines from position `start` to before `end`, read from the nearer end."""
+        """Returns the lines from position `start` to before `end`, read from the nearer end."""
         first = self.first
         if start - first < self._end - end:
             return list(islice(self._lines, start - first, end - first))
         return list(islice(reversed(self._lines), self._end - end, self._end - start))[::-1]
 
     def lines(self) -> list[bytes]:
-        """All there is, with its preface."""
+        """Returns all lines held, after their preface."""
         return [*map(line_of, self.preface()), *(line.data for line in self._lines)]
 
     def since(self, position: int, most: int) -> Batch:
-        """Up to `most` lines from `position` on, as far as they are still there."""
+        """Returns up to `most` lines from `position` on, as far as they are still held."""
         first = max(position, self.first)
         latest = list(islice(reversed(self._lines), self._end - first))
         latest.reverse()

@@ -1,7 +1,7 @@
-"""The names under which `/metrics` shows what happened, and the form Prometheus wants it in.
+"""Names, help texts and buckets of the metrics, and their conversion to Prometheus' families.
 
-Names and buckets are vLLM's where it has the thing, with the prefix `slotwise:`, so that a dashboard made for the one
-shows the other after one substitution.
+Names and buckets are vLLM's where it has the metric, with the prefix `slotwise:`, so that a dashboard for one works for
+the other after one substitution.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ COUNTERS = {
     "held_tokens_total": "Waste: tokens computed for rows that had ended and whose batch had not drained.",
     "slot_steps_total": "Slots there were, summed over steps.",
     "empty_slot_steps_total": "Waste: slots without a row, summed over steps.",
-    "empty_slot_steps_waiting_total": "Those of empty_slot_steps_total at which somebody waited for a slot.",
+    "empty_slot_steps_waiting_total": "Those of empty_slot_steps_total at which a request waited for a slot.",
     "engine_starts_total": "Engine processes that became ready; more than one means that engines were lost.",
 }
 
 
 class Labelled(NamedTuple):
     label: str
-    values: tuple[str, ...]  # those shown from the start, at 0, so that a rate sees their first increase
+    values: tuple[str, ...]  # shown from the start, at 0, so that a rate includes their first increase
     help: str
 
 
@@ -80,7 +80,7 @@ LABELLED = {
 GAUGES = {
     "num_requests_running": "Requests that hold a slot.",
     "num_requests_waiting": "Requests that wait for a slot.",
-    "kv_cache_usage_perc": "Share of cache blocks that somebody refers to; 1 is all.",
+    "kv_cache_usage_perc": "Share of cache blocks held by requests; 1 is all.",
     "max_num_seqs": "Slots in use.",
     "roofline_fraction": "Share of the time of the latest steps that the machine's limits explain; 1 is all of it.",
     "step_time_model_error": "Median of |predicted - taken| / taken over the latest steps that were learned from.",
@@ -90,7 +90,7 @@ WAITING = Labelled("reason", WAITS[1:], "Requests that wait for a slot, by why, 
 
 
 class Histogram:
-    """Counts by upper bound; the last count is of what exceeds them all."""
+    """Counts by upper bound; the last count is of the values above all bounds."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -104,7 +104,7 @@ class Histogram:
         self.total += value * times
 
     def cumulative(self) -> list[tuple[str, int]]:
-        """Prometheus' form: (upper bound, values up to it)."""
+        """Returns Prometheus' form: (upper bound, number of values up to it)."""
         pairs, below = [], 0
         for bound, count in zip((*map(float, self.bounds), float("inf")), self.counts, strict=True):
             below += count
@@ -113,12 +113,12 @@ class Histogram:
 
 
 def step_times() -> dict[str, Histogram]:
-    """One histogram for each kind of step."""
+    """Returns one histogram for each kind of step."""
     return {kind: Histogram(STEP) for kind in KINDS}
 
 
 class Shown:
-    """Makes Prometheus' families, each sample labelled with the model's name."""
+    """Builds Prometheus' families, each sample labelled with the model's name."""
 
     def __init__(self, model_name: str) -> None:
         self._model = model_name
@@ -129,7 +129,7 @@ class Shown:
         return family
 
     def info(self, name: str, help_text: str, facts: Mapping[str, object]) -> GaugeMetricFamily:
-        """A gauge of 1, whose labels tell."""
+        """Returns a gauge of 1 whose labels are the information."""
         family = GaugeMetricFamily(PREFIX + name, help_text, labels=["model_name", *facts])
         family.add_metric([self._model, *map(str, facts.values())], 1)
         return family

@@ -1,10 +1,10 @@
-"""Each request's way as spans, one after the other, folded from the entries of an event log.
+"""Spans of each request, in sequence, folded from the entries of an event log.
 
     received                                                                                last byte sent
        │ tokenising │ queue │ prefill │ decode │ preempted │ recompute │ decode │ ... │ sending │
 
-These are the stages of `observe.explain`, without its arithmetic: a span is what a clock saw.  How long a request
-waited for what stands in the attributes of its queue.
+These are the stages of `observe.explain` without its attribution: a span is a measured interval.  The attributes of the
+`queue` span hold the waiting times by reason.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from slotwise.observe.waste import STEP_UNDER_WAY
 TOKENISING, QUEUE, PREFILL, DECODE, PREEMPTED, RECOMPUTE, SENDING = (
     "tokenising", "queue", "prefill", "decode", "preempted", "recompute", "sending")
 ANSWERED = ("stop", "length")  # ends after which a response is sent, and its `Sent` comes
-MAX_UNSENT = 4096  # ended, with a response on its way; the oldest of more are told without it
+MAX_UNSENT = 4096  # ended requests whose `Sent` is awaited; beyond it the oldest are returned without
 NS = 1e-9
 
 
 class Span(NamedTuple):
-    """A stage.  Monotonic nanoseconds."""
+    """A stage of a request.  Times are monotonic nanoseconds."""
 
     name: str
     start_ns: int
@@ -32,7 +32,7 @@ class Span(NamedTuple):
 
 
 class RequestSpans:
-    """A request's stages so far; the last one is open until `since`."""
+    """A request's stages so far; `stage` is open since `since_ns`."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -41,7 +41,7 @@ class RequestSpans:
         self.since_ns = request.ns
         self.waited: dict[str, float] = {}
         self.waits_for = STEP_UNDER_WAY
-        self.charged_ns = request.ns  # until when it is known what it waited for
+        self.charged_ns = request.ns  # until when its waiting is attributed
         self.num_cached = self.num_preemptions = 0
         self.first_token_ns = self.left_ns = self.ended_ns = self.sent_ns = 0
         self.end_reason = self.message = ""
@@ -58,20 +58,20 @@ class RequestSpans:
         return max([self.request.ns, *(span.end_ns for span in self.spans)])
 
     def turn(self, now_ns: int, stage: str) -> None:
-        """The stage it was in is over, and it is in another."""
+        """Closes the current stage at `now_ns` and opens `stage`."""
         waited, self.waited = self.waited, {}
         self.spans.append(Span(self.stage, self.since_ns, max(now_ns, self.since_ns), waited))
         self.stage, self.since_ns = stage, max(now_ns, self.since_ns)
 
     def charge(self, now_ns: int) -> None:
-        """It has waited until now, for what the plan before had to say."""
+        """Attributes the waiting until `now_ns` to the reason of the last plan."""
         if now_ns > self.charged_ns:
             waited = (now_ns - self.charged_ns) * NS
             self.waited[self.waits_for] = self.waited.get(self.waits_for, 0.0) + waited
             self.charged_ns = now_ns
 
     def end(self, now_ns: int) -> None:
-        """The engine has said its last; its client may have been told before."""
+        """Opens the `sending` stage when the engine ends the request, or at the command that finished it before."""
         self.ended_ns = now_ns
         if self.stage in (QUEUE, PREEMPTED):
             self.charge(now_ns)
@@ -79,15 +79,15 @@ class RequestSpans:
 
 
 class Spans:
-    """Takes entries in their order, and gives back those whose way is complete.
+    """Folds entries in order; returns the spans of completed requests.
 
-    What it keeps is bounded by who lives, and by `MAX_UNSENT`.
+    Its size is bounded by the unfinished requests and `MAX_UNSENT`.
     """
 
     def __init__(self) -> None:
         self._requests: dict[int, RequestSpans] = {}
         self._waiting: dict[int, RequestSpans] = {}
-        self._starting: dict[int, RequestSpans] = {}  # seated, and without a token since
+        self._starting: dict[int, RequestSpans] = {}  # admitted, without a token since
         self._unsent: dict[int, RequestSpans] = {}  # ended
 
     def feed(self, entry: Entry) -> Iterator[RequestSpans]:
@@ -132,7 +132,7 @@ class Spans:
                 yield from self._ended(number, request_spans)
 
     def _reasons(self, step: Step) -> None:
-        """What those wait for who wait after this plan; it does not know who came after it was made."""
+        """Sets the reasons of the requests that this plan left waiting; later arrivals are not in the plan."""
         if step.stop is None:
             return
         named = dict(step.refused)
@@ -147,7 +147,7 @@ class Spans:
                 request_spans.turn(step.ended_ns, DECODE)
 
     def _ended(self, number: int, request_spans: RequestSpans) -> Iterator[RequestSpans]:
-        if request_spans.sent_ns:  # its client needed no more of it
+        if request_spans.sent_ns:  # the response was complete before the engine ended the request
             request_spans.turn(request_spans.sent_ns, "")
         if request_spans.sent_ns or request_spans.end_reason not in ANSWERED:
             yield request_spans

@@ -1,4 +1,4 @@
-"""The core's model of step times, taught by watching an engine service."""
+"""The core's step-time model as an observer of an engine service."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ NS = 1e-9
 
 class StepTimeModel(step_time.StepTimeModel, Observer):
     def stepped(self, record: StepRecord | event_log.Step) -> None:
-        """Learn from a step of the engine's."""
+        """Updates the model with a step of the engine."""
         work = work_of(record.starts, record.counts, record.padding)
         self.step(work, record.started_ns * NS, record.ended_ns * NS)

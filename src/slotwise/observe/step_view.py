@@ -1,4 +1,4 @@
-"""One step of a log: who ran, who did not, and why."""
+"""One step of a log: its rows, the requests left out, and their reasons."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Ran(NamedTuple):
     start: int
     count: int
     what: str  # prefill, recompute, decode or held
-    cached: int  # tokens found in the cache, if it joined in this step; -1: it was there
+    cached: int  # tokens found in the cache, if admitted in this step; else -1
 
 
 class LeftOut(NamedTuple):
-    """Somebody alive who is not in the step."""
+    """An unfinished request that is not in the step."""
 
     number: int
     state: str  # waiting, running or preempted
@@ -38,7 +38,7 @@ class StepView(NamedTuple):
 
 
 def times_of(entries: Iterable[Entry]) -> StepTimeModel:
-    """What a log teaches about step times."""
+    """Returns a step-time model fitted to a log."""
     times = StepTimeModel()
     for entry in entries:
         if isinstance(entry, Run) and entry.learned is not None and not times.knows:
@@ -51,7 +51,7 @@ def times_of(entries: Iterable[Entry]) -> StepTimeModel:
 def step_view(
     entries: Sequence[Entry], timelines: dict[int, RequestTimeline], number: int, times: StepTimeModel,
 ) -> StepView:
-    """Step `number` of a log; of its last run that came so far, if there are several.
+    """Returns step `number` of a log; of the last run that reached it, if there are several.
 
     Raises:
         LogError: there is no such step.
@@ -71,7 +71,7 @@ def step_view(
 
 
 class _Positions:
-    """Who holds a slot, and what was computed of those who gave theirs up."""
+    """The requests that hold slots, and the computed tokens of preempted ones."""
 
     def __init__(self) -> None:
         self.running: set[int] = set()

@@ -1,7 +1,7 @@
-"""OpenTelemetry: one trace a request, with a span for each of its stages, sent over OTLP and HTTP.
+"""OpenTelemetry: one trace per request, with a span for each of its stages, sent as OTLP over HTTP.
 
-Names of attributes are those of OpenTelemetry's conventions for generative AI, and vLLM's where these have none.  A
-request that came with a `traceparent` (W3C Trace Context) becomes part of its caller's trace.
+Attribute names are those of OpenTelemetry's conventions for generative AI, and vLLM's where these have none.  A request
+with a `traceparent` (W3C Trace Context) becomes part of its caller's trace.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 SPAN = "llm_request"
 PATH = "/v1/traces"
 NS = 1e-9
-MAX_COMPLETE = 4096  # requests that wait to become spans; more are dropped
+MAX_COMPLETE = 4096  # completed requests that wait for conversion to spans; more are dropped
 MAX_QUEUE = 8192  # spans that wait to be sent; more are dropped
 BATCH = 512
 EVERY = 1000  # milliseconds between two batches
-TIMEOUT = 5.0  # seconds that a collector gets for one
-MAX_CALLERS = 4096  # callers' contexts kept for requests that have not ended
+TIMEOUT = 5.0  # seconds that a collector gets for a batch
+MAX_CALLERS = 4096  # callers' contexts kept for unfinished requests
 
 
 class TracesError(RuntimeError):
@@ -36,13 +36,13 @@ class TracesError(RuntimeError):
 
 
 class Traces:
-    """A sink of the recorder, which sends what is complete from a thread of its own and never waits.
+    """A sink of the recorder; sends completed requests on a thread of its own and never waits.
 
     Args:
-        endpoint: the collector's URL for OTLP over HTTP; without a path it is `/v1/traces`.
+        endpoint: the collector's URL for OTLP over HTTP; the path defaults to `/v1/traces`.
 
     Raises:
-        TracesError: OpenTelemetry is not installed, or that is no URL.
+        TracesError: OpenTelemetry is not installed, or `endpoint` is no URL.
     """
 
     def __init__(self, endpoint: str, model_name: str) -> None:
@@ -57,13 +57,13 @@ class Traces:
         self._teller.start()
 
     def caller(self, request_id: str, traceparent: str) -> None:
-        """`request_id`, the engine's, is about to be submitted on behalf of a traced caller."""
+        """Stores the `traceparent` of a request (the engine's id) that is about to be submitted."""
         self._callers[request_id] = traceparent
         if len(self._callers) > MAX_CALLERS:
             self._callers.popitem(last=False)
 
     def write(self, entry: Entry) -> None:
-        """Take note of an entry of the event log, in its order.  Never waits."""
+        """Processes an entry of the event log, in order.  Never waits."""
         if isinstance(entry, Run):
             self._offset_ns = round(entry.started_unix / NS) - entry.started_ns
         for request_spans in self._spans.feed(entry):
@@ -72,13 +72,13 @@ class Traces:
                                            self._offset_ns))
 
     def close(self) -> None:
-        """Send what is left; takes a few seconds when nobody listens."""
+        """Sends the remaining spans; takes a few seconds when no collector answers."""
         self._complete.put(None)
         self._teller.join()
         self._provider.shutdown()
 
     def _tell_all(self) -> None:
-        """A request's spans take a good part of a millisecond to make: streams do not wait for it."""
+        """Converts completed requests to spans: each takes most of a millisecond, hence a thread of its own."""
         while (complete := self._complete.get()) is not None:
             self._tell(*complete)
 

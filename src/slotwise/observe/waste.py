@@ -1,7 +1,6 @@
-"""What a step computes for nothing, what it leaves empty, and why those are not in it who are not.
+"""Wasted tokens and empty slots of a step, and the reasons of requests that are not in it.
 
-Folds over steps alike, whether the engine tells of them (`engine.messages.StepRecord`) or a log
-(`observe.event_log.Step`).
+Accepts steps of the engine (`engine.messages.StepRecord`) and of a log (`observe.event_log.Step`) alike.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from slotwise.core import reasons
 
 NS = 1e-9
 DECODE, MIXED, PREFILL = KINDS = ("decode", "mixed", "prefill")
-STEP_UNDER_WAY = "step_under_way"  # it came while a step ran, and no plan has seen it yet
+STEP_UNDER_WAY = "step_under_way"  # it arrived during a step, and is in no plan yet
 WAITS = (
     STEP_UNDER_WAY, reasons.NO_SLOT, reasons.NO_BLOCKS, reasons.TOKEN_BUDGET, reasons.SHORT_STEP, reasons.TIME_BUDGET,
     reasons.TIER_CAP, reasons.FIRST_TOKEN, reasons.BATCH_RUNNING, reasons.WINDOW_OPEN, reasons.ONE_AT_A_TIME)
@@ -24,7 +23,7 @@ STALLS = (
 
 
 class Columns(Protocol):
-    """Of a step, what is read here; who is named by what is all the same."""
+    """The columns of a step used here; requests may be named by any type."""
 
     counts: Sequence[int]
     padding: Sequence[int]
@@ -48,12 +47,12 @@ def kind(step: Columns) -> str:
 
 
 def held_tokens(step: Columns) -> int:
-    """Computed for rows that have their last token already."""
+    """Returns the tokens computed for rows that already have their last token."""
     return sum([step.counts[row] for row in step.held]) if step.held else 0
 
 
 def why_waiting(step: Columns) -> dict[str, int]:
-    """Requests that wait for a slot, by why.  Who was not examined waits for what stopped the first."""
+    """Returns the number of requests that wait for a slot, by reason; those not examined have the stop's reason."""
     if step.stop is None:
         return {}
     reason, first, num_behind = step.stop[:3]
@@ -66,7 +65,7 @@ def why_waiting(step: Columns) -> dict[str, int]:
 
 
 def why_stalled(step: Columns) -> dict[str, int]:
-    """Running requests without a row in this step, by why."""
+    """Returns the number of running requests without a row in this step, by reason."""
     if not step.refused:
         return {}
     stalled: dict[str, int] = {}
@@ -78,20 +77,20 @@ def why_stalled(step: Columns) -> dict[str, int]:
 
 
 def _refused_from(step: Columns, first: Any) -> list[tuple[Any, str]]:
-    """Those examined who wait, in their order; who runs is refused before them, or afterwards for prompts alone."""
+    """Returns the examined waiting requests, in order; running ones come before `first`, or have `PROMPTS_ALONE`."""
     names = [name for name, _ in step.refused]
     return [entry for entry in step.refused[names.index(first):] if entry[1] != reasons.PROMPTS_ALONE]
 
 
 class Waits:
-    """Seconds that requests wait for a slot, by why: from their arrival to the plan that admits them, plan by plan."""
+    """Seconds that requests wait for a slot, by reason: from arrival to the admitting plan, added at each plan."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(WAITS, 0.0)
         self.now: dict[str, int] = {}  # requests that the last plan left waiting
         self._since = 0
-        self._sent: deque[tuple[int, bool]] = deque()  # commands that the engine has not taken in: when, an arrival?
-        self._unseen: list[tuple[int, int]] = []  # arrivals that no plan has seen yet: sent, taken
+        self._sent: deque[tuple[int, bool]] = deque()  # commands not yet handled: when, an arrival?
+        self._unseen: list[tuple[int, int]] = []  # arrivals in no plan yet: sent, handled
 
     def commanded(self, now_ns: int, *, is_arrival: bool) -> None:
         self._sent.append((now_ns, is_arrival))
@@ -113,14 +112,14 @@ class Waits:
             self.now = {}
 
     def lost(self, now_ns: int) -> None:
-        """There is no engine any more, and nobody waits for it."""
+        """Drops all waiting requests after the engine was lost."""
         self._sent.clear()
         self._unseen.clear()
         self.now = {}
         self._since = now_ns
 
     def _see(self, now: int) -> None:
-        """The plan begun at `now` knows of whoever was taken in before it."""
+        """Attributes the wait of arrivals handled before the plan that started at `now`."""
         if self._unseen:
             seen = [sent for sent, taken in self._unseen if taken <= now]
             self._wait(STEP_UNDER_WAY, sum([now - sent for sent in seen]))

@@ -1,15 +1,15 @@
-"""Deadlines: who has the least slack goes first, and who can no longer be served in time does not make others late.
+"""Deadline scheduling: least slack first; requests that can no longer meet their objective do not delay others.
 
-A request's first token is promised within an objective of its arrival, its own or its tier's.  It must have been
-started by that moment less the time its prompt takes, as the model of step times predicts:
+The objective is the time to first token, the request's own or its tier's.  The latest start is the objective less the
+prefill time that the step-time model predicts:
 
-    arrival ──────────── latest start ▒▒▒ its prompt ▒▒▒ objective
+    arrival ──────────── latest start ▒▒▒ prefill ▒▒▒ objective
                 slack
 
 The smallest latest start goes first: earliest deadline first, by slack (Liu and Layland, 1973, for one processor).
-When load is more than the machine, pure deadline order makes everyone late, one after the other.  So whoever can no
-longer be in time steps back behind all who can, or, where the server sheds, ends at once with a reason.  Those who
-stepped back and have waited `ageing` seconds go before everybody: nobody waits for ever.
+Under overload, pure deadline order makes all requests late, one after the other.  So a late request goes behind all
+that can still be in time, or, if the server sheds, ends at once with a reason.  A late request that has waited `ageing`
+seconds goes before all others that have no token yet: no request starves.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ UNDERWAY, AGED, IN_TIME, LATE = range(4)  # classes, first to last
 class Deadline(FirstComeFirstServed):
     """
     Args:
-        times: predicts how long prompts take; while it knows nothing they take no time.
-        ttft: seconds, the objective of those that bring none.
-        ageing: seconds after which one that is late goes first.
-        sheds: who can no longer be in time ends with the reason `shed`.
+        times: predicts prefill times; 0 while it is untrained.
+        ttft: seconds; the objective of requests without one.
+        ageing: seconds of waiting after which a late request goes first.
+        sheds: late requests end with the reason `shed`.
     """
 
     orders_running = True
@@ -41,7 +41,7 @@ class Deadline(FirstComeFirstServed):
         self._sheds = sheds
 
     def _due(self, request: Request) -> float:
-        """Seconds, the moment of its objective."""
+        """Returns the time, in seconds, by which the first token is due."""
         return request.arrived_at + (request.slo.ttft or self._ttft)
 
     def _latest_start(self, request: Request) -> float:
@@ -51,7 +51,7 @@ class Deadline(FirstComeFirstServed):
 
     def _standing(self, request: Request, now: float) -> Key:
         if request.num_output:
-            return (UNDERWAY, request.arrived_at)  # its first token came; what is promised now is its pace
+            return (UNDERWAY, request.arrived_at)  # its first token was produced; the TPOT objective applies now
         start = self._latest_start(request)
         if now < start:
             return (IN_TIME, start)

@@ -1,19 +1,19 @@
-"""Fair shares between tenants: whoever was served least goes next.  Virtual token counters (Sheng et al., OSDI 2024).
+"""Fair sharing between tenants: the least served tenant goes next.  Virtual token counters (Sheng et al., OSDI 2024).
 
-Every tenant has a counter of the service it got, in tokens of work over its weight: its prompts' when they start, its
-outputs' as they come.  Whoever waits in the lane of the smallest counter is next.  A tenant that comes back after it
-had nothing to ask is lifted to the smallest counter of those who wait, less a small credit: without it the second of
-two requests that come together would wait until everyone else was served as much as the price of the first.
+Every tenant has a counter of the service it received, in tokens of work divided by its weight: prompt tokens on
+admission, output tokens as they are sampled.  The lane with the smallest counter is next.  A tenant that was idle is
+lifted to the smallest counter of the waiting tenants, less a small credit: without it the second of two simultaneous
+requests would wait until all other tenants were served as much as the first one cost.
 
-    two tenants that always have something waiting differ in service by at most
+    two tenants that always have waiting requests differ in service by at most
         2 * (max(PROMPT * longest prompt, OUTPUT * tokens that fit the cache) + credit)
 
-which with no credit is their theorem 4.4.  An order of those who wait does not help one who comes when a flood has
-every slot and fills every step.  So one that begins, beside a tenant far ahead (FAR times its rows, by weight, and not
-served less), takes a place where none is free, and rows of that tenant rest while its prompt is computed: at most
-`core.prefill_isolation.MAX_ISOLATED_STEPS` steps in a row.  Whoever took a place goes before the one who yielded it, so
-places never change hands back and forth, and tenants of like size do neither to each other.  And where another tenant
-was here lately, steps are short in which nobody is waited for: it may come back while one is under way.
+which without the credit is their theorem 4.4.  Queue order alone does not help a request that arrives when a flood
+holds every slot and fills every step.  So a request that starts beside a tenant far ahead (FAR times its rows, by
+weight, and not served less) preempts that tenant's row if no slot is free, and the tenant's rows pause while the prompt
+is computed: at most `core.prefill_isolation.MAX_ISOLATED_STEPS` steps in a row.  A preempting request precedes its
+victim, so slots are never exchanged back and forth, and tenants of similar size do neither to each other.  If another
+tenant was active lately, steps without paused rows are short: it may come back while one runs.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from slotwise.policies.fcfs import FirstComeFirstServed
 PROMPT = 1.0  # work of a prompt's token, as in the paper
 OUTPUT = 2.0
 FAR = 3  # a tenant is far ahead of another that has at most a third of its rows, by weight
-CREDIT = 2048.0  # work that a tenant may do at once after it was away
+CREDIT = 2048.0  # work that a tenant which was idle may do at once
 MAX_AWAY = 4096  # tenants without a request whose counters are kept
-LATELY = 2.0**20  # work until one who is served alone need no longer reckon with others
+LATELY = 2.0**20  # work served to a single tenant after which it counts as alone
 
 
 class Fair(FirstComeFirstServed):
     """
     Args:
-        weights: of tiers, 1 where none is given: a request's work counts for its tenant divided by its tier's.
-        credit: work that a tenant which was away may do before the others are served as much.
+        weights: by tier, default 1; a request's work is divided by its tier's weight.
+        credit: work that a tenant which was idle may do before the others are served as much.
     """
 
     orders_running = True
@@ -47,14 +47,14 @@ class Fair(FirstComeFirstServed):
     def __init__(self, weights: Mapping[str, float], credit: float = CREDIT) -> None:
         self._weights = dict(weights)
         self._credit = credit
-        self.counters: dict[str, float] = {}  # of tenants, work over weight; those away longest come first
-        self._waiting: Counter[str] = Counter()  # requests of each tenant
-        self._living: Counter[str] = Counter()
-        self._rows: Counter[str] = Counter()  # of each tenant, those who run
-        self._charged: dict[str, float] = {}  # of the living whose prompts are paid for, the counter before that
-        self._level = 0.0  # the counter of the tenant that was admitted last
-        self._latest: str | None = None  # the tenant of whom something was heard last
-        self._company = -inf  # the level when that was another than before
+        self.counters: dict[str, float] = {}  # by tenant: work over weight; the longest idle first
+        self._waiting: Counter[str] = Counter()  # by tenant: waiting requests
+        self._living: Counter[str] = Counter()  # by tenant: unfinished requests
+        self._rows: Counter[str] = Counter()  # by tenant: running requests
+        self._charged: dict[str, float] = {}  # by request: its tenant's counter before its prompt was charged
+        self._level = 0.0  # the counter of the tenant admitted last
+        self._latest: str | None = None  # the tenant that arrived or was admitted last
+        self._company = -inf  # the level when another tenant was last active
 
     def lane(self, request: Request) -> str:
         return request.slo.tenant
@@ -63,11 +63,11 @@ class Fair(FirstComeFirstServed):
         return (self.counters.get(lane, 0.0),)
 
     def running_key(self, request: Request, now: float) -> Key:
-        """What a step has for prompts goes first to whoever was served least before its own was charged."""
+        """Prefill tokens of a step go first to the tenant served least before this prompt was charged."""
         return (self._standing(request),)
 
     def _standing(self, request: Request) -> float:
-        """The counter of its tenant; until its first token, the one before its own prompt was charged."""
+        """Returns its tenant's counter; until its first token, the value before its prompt was charged."""
         counter = self.counters.get(request.slo.tenant, 0.0)
         return counter if request.num_output else self._charged.get(request.request_id, counter)
 
@@ -75,12 +75,12 @@ class Fair(FirstComeFirstServed):
         return (self.counters.get(request.slo.tenant, 0.0), request.arrival)
 
     def preempts(self, waiting: Request, running: Request, now: float) -> bool:
-        """Only if it goes before the other where both wait: else whoever yielded would be the first to come back."""
+        """Only if it precedes the other in the queue: else the victim would be the first to be admitted again."""
         mine, its = ((self.counters[one.slo.tenant], one.arrival) for one in (waiting, running))
         return mine < its and self._is_far_behind(waiting, running)
 
     def paused(self, requests: Sequence[Request], beginning: Sequence[Request], now: float) -> frozenset[str]:
-        found: dict[tuple[str, str], bool] = {}  # alike for all of a tenant's requests of one tier
+        found: dict[tuple[str, str], bool] = {}  # the same for all of a tenant's requests of one tier
         for request in requests:
             kind = request.slo.tenant, request.slo.tier
             if kind not in found:
@@ -88,7 +88,7 @@ class Fair(FirstComeFirstServed):
         return frozenset([one.request_id for one in requests if found[one.slo.tenant, one.slo.tier]])
 
     def _is_far_behind(self, request: Request, other: Request) -> bool:
-        """Its tenant was not served more than the other's, and has hardly any of the rows."""
+        """Whether its tenant was not served more than the other's, and has at most 1/FAR of its rows, by weight."""
         tenant, ahead = request.slo.tenant, other.slo.tenant
         if tenant == ahead:
             return False
@@ -142,7 +142,7 @@ class Fair(FirstComeFirstServed):
             self._forget()
 
     def _reckon(self, tenant: str) -> None:
-        """With others, while they are here and for as long after that as they may well come back."""
+        """Isolate prefill while other tenants are active, and for LATELY work after that."""
         if len(self._living) > 1 or self._latest not in (tenant, None):
             self._company = self._level
         self._latest = tenant
@@ -165,7 +165,7 @@ class Fair(FirstComeFirstServed):
             del self._waiting[tenant]
 
     def _forget(self) -> None:
-        """Bound what is kept of tenants who ask for nothing: they come back as newcomers."""
+        """Bound the counters kept of idle tenants; a dropped tenant comes back as a new one."""
         if len(self.counters) <= len(self._living) + 2 * MAX_AWAY:
             return
         away = [tenant for tenant in self.counters if tenant not in self._living]

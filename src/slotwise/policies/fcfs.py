@@ -1,7 +1,7 @@
-"""First come, first served: the order of arrival, and the last to arrive yields first.
+"""First come, first served: requests run in order of arrival, and the last to arrive is preempted first.
 
-A preempted request keeps its arrival number, so it stands before everyone who came after it.  This is also what every
-other policy does where it has nothing else to say.
+A preempted request keeps its arrival number, so it precedes all later arrivals.  Also the base class of every other
+policy.
 """
 
 from __future__ import annotations

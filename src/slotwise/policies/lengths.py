@@ -1,17 +1,17 @@
-"""How long an answer will be, guessed from those there were: by whose it is, and by how long the prompt is."""
+"""Predicts output lengths from finished requests, by tenant and prompt length."""
 
 from __future__ import annotations
 
 from bisect import insort
 from collections import OrderedDict, deque
 
-KEPT = 128  # lengths of a kind that a guess is made from
-ENOUGH = 8  # fewer say nothing; a wider kind is asked
-MAX_KINDS = 4096  # whoever was heard of least lately is forgotten
+KEPT = 128  # latest lengths of a kind that a prediction uses
+ENOUGH = 8  # lengths a kind needs; with fewer, a wider kind is used
+MAX_KINDS = 4096  # beyond, the least recently updated kind is dropped
 
-PARTS = (4, 2)  # buckets of prompt lengths to each doubling: narrow ones, and wider ones where those know too little
+PARTS = (4, 2)  # buckets of prompt lengths per doubling: narrow ones, and wide ones for when those have too few lengths
 
-Bucket = tuple[int, int]  # of how many to a doubling, which one
+Bucket = tuple[int, int]  # buckets per doubling, index
 Kind = tuple[str, Bucket]  # a tenant, "" for all; a prompt length's bucket, ALL for any
 ALL = (0, 0)
 
@@ -33,13 +33,13 @@ class Lengths:
         insort(self._sorted, length)
 
     def quantile(self, share: float, beyond: int) -> float:
-        """Of those lengths that are more than `beyond`; `beyond` itself when none is."""
+        """Returns the quantile of the lengths above `beyond`; `beyond` itself if there are none."""
         longer = [length for length in self._sorted if length > beyond]
         return longer[min(len(longer) - 1, int(share * len(longer)))] if longer else beyond
 
 
 class Guesses:
-    """Args: share: the quantile that is guessed, between 0 and 1."""
+    """Predicts the quantile `share`, between 0 and 1."""
 
     def __init__(self, share: float) -> None:
         self._share = share
@@ -54,7 +54,7 @@ class Guesses:
             self._kinds.popitem(last=False)
 
     def guess(self, tenant: str, num_prompt: int, done: int) -> float | None:
-        """Tokens of the whole answer, of which `done` are there; None: too little is known."""
+        """Returns the predicted output tokens in total, given `done` so far; None: too few lengths."""
         for kind in _kinds(tenant, num_prompt):
             lengths = self._kinds.get(kind)
             if lengths is not None and len(lengths) >= ENOUGH:
@@ -63,12 +63,12 @@ class Guesses:
 
 
 def _kinds(tenant: str, num_prompt: int) -> tuple[Kind, ...]:
-    """From the closest to the widest."""
+    """Returns the kinds of a request, from the narrowest to the widest."""
     buckets = (*(_bucket(num_prompt, parts) for parts in PARTS), ALL)
     return tuple(dict.fromkeys((whose, bucket) for bucket in buckets for whose in (tenant, "")))
 
 
 def _bucket(num_prompt: int, parts: int) -> Bucket:
-    """So many to each doubling."""
+    """Returns the bucket of a prompt length, with `parts` buckets per doubling."""
     doublings = max(0, num_prompt.bit_length() - 1)
     return parts, doublings * parts + (num_prompt * parts >> doublings)

@@ -1,12 +1,12 @@
-"""Priority: lower numbers go first, and may take the places of those who run; waiting makes up for any difference.
+"""Priority scheduling with preemption and ageing: lower numbers go first.
 
-A request's rank is its priority plus the moment of its arrival, measured in `ageing`s.  Ranks never change, and yet
-they age: between two requests the one that came earlier gains as much as it has waited longer.  So
+A request's rank is its priority plus its arrival time divided by `ageing`.  Ranks are constant, and yet they age: of
+two requests the earlier one gains by the time it has waited longer.  So
 
-    nobody who comes more than `ageing` * (p - q) seconds after a request of priority p goes before it with priority q,
+    a request of priority q precedes one of priority p only if it arrives at most `ageing` * (p - q) seconds after it,
 
-and since the scheduler admits in this order, nobody of a lower rank keeps one of a higher rank waiting for a slot:
-there is no inversion to cure.
+and since the scheduler admits in this order, no request waits for a slot behind one of lower rank: there is no priority
+inversion.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Priority(FirstComeFirstServed):
     """
     Args:
         ageing: seconds of waiting that make up for one step of priority.
-        gap: steps of priority by which one that waits must be ahead of one that runs to take its place.
+        gap: steps of priority by which a waiting request must be ahead of a running one to preempt it.
     """
 
     orders_running = True

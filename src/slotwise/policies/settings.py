@@ -1,4 +1,4 @@
-"""Who goes next, as asked for: checked whole, then turned into a policy."""
+"""Settings of the scheduling policy: validated together, then turned into a Policy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slotwise.policies.priority import Priority
 from slotwise.policies.shortest import Shortest
 
 POLICIES = ("fcfs", "priority", "shortest", "fair", "deadline")
-AGEING = {"priority": 60.0, "shortest": 60.0, "deadline": 60.0}  # seconds, where nobody says
+AGEING = {"priority": 60.0, "shortest": 60.0, "deadline": 60.0}  # seconds; defaults
 AGED_TOKENS = 100.0  # of work that `ageing` makes up for under `shortest`
 GAP = 1
 QUANTILE = 0.5
@@ -28,7 +28,7 @@ RANGES: dict[str, tuple[float, float]] = {  # of numbers, both ends included
 
 @dataclass(frozen=True, slots=True)
 class Ordering:
-    """None stands for a setting's default, so that one which does not belong to `kind` can be refused.
+    """Settings of a policy.  None is the default, so that a setting which does not belong to `kind` can be refused.
 
     Raises:
         ValueError: one line that says which settings contradict each other.
@@ -36,11 +36,11 @@ class Ordering:
 
     kind: str = "fcfs"
     ageing: float | None = None  # seconds of waiting that make up for a priority, or 100 tokens of work, or lateness
-    preemption_gap: int | None = None  # priority: how far ahead one that waits must be to take a running one's place
-    length_quantile: float | None = None  # shortest: which of the lengths of answers like it a request is taken for
-    length_oracle: bool = False  # shortest: lengths that a benchmark drew are known beforehand
-    default_ttft_ms: float | None = None  # deadline: milliseconds, the objective of requests that bring none
-    shed_late: bool = False  # deadline: who can no longer be in time ends at once
+    preemption_gap: int | None = None  # priority: lead that a waiting request needs to preempt a running one
+    length_quantile: float | None = None  # shortest: quantile of similar requests' output lengths
+    length_oracle: bool = False  # shortest: output lengths fixed by a benchmark are known beforehand
+    default_ttft_ms: float | None = None  # deadline: milliseconds; objective of requests without one
+    shed_late: bool = False  # deadline: requests that can no longer be in time end at once
 
     def __post_init__(self) -> None:
         if self.kind not in POLICIES:
@@ -61,7 +61,7 @@ class Ordering:
             raise ValueError(f"{name} belongs to scheduling_policy {' and '.join(kinds)}, not to {self.kind}")
 
     def policy(self, tiers: tuple[Tier, ...], times: StepTimeModel) -> Policy:
-        """The policy, which predicts by `times` where it has to predict."""
+        """Returns the policy; `times` predicts step times if it needs them."""
         ageing = AGEING.get(self.kind, 0.0) if self.ageing is None else self.ageing
         if self.kind == "priority":
             return Priority(ageing, self.preemption_gap or GAP)

@@ -1,13 +1,13 @@
-"""Decode steps, recorded once and run again.
+"""Decode steps, captured once and run again.
 
-Most steps are alike: every row computes one token and samples the next.  All that differs from one to another is what
-stands in the batch.  So the batch has a place of its own in memory, and the kernels of a step are recorded for each
-number of rows, or for some numbers that rows of nothing fill up to; Python then starts a step of the model once instead
-of once for every kernel.  Nothing is recorded before the first step that needs it, and that step is computed as it is
-recorded: nobody waits for the others.
+Most steps are alike: every row computes one token and samples the next.  They differ only in the contents of the batch.
+So the batch has a fixed place in memory, and the kernels of a step are captured for each number of rows, or for some
+numbers that padding rows fill up to; Python then starts a step of the model once instead of once for every kernel.
+Nothing is captured before the first step that needs it, and that step is computed as it is captured: there is no wait
+for the other sizes.
 
     rows              [ a  b  c ]
-    recorded for 4    [ a  b  c  · ]     · one token of context, in a block that is nobody's
+    captured for 4    [ a  b  c  · ]     · one token of context, in the null block
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from slotwise.model.decoder import Decoder
 from slotwise.runner.input_batch import SlotTable
 from slotwise.runner.staging import viewer
 
-MAX_GRAPHS = 512  # at about 100 kB
+MAX_GRAPHS = 512  # at about 100 kB each
 
 
 class DecodeGraphs:
-    """Records and runs decode steps; one caller at a time.
+    """Captures and runs decode steps; one caller at a time.
 
     Args:
-        caches: one a layer, made by the decoder's kernels.
-        slots: says how many rows a step may have, and which block is nobody's.
+        caches: one per layer, made by the decoder's kernels.
+        slots: gives the number of slots and the null block.
     """
 
     def __init__(self, decoder: Decoder, caches: Sequence[LayerCache], slots: SlotTable) -> None:
@@ -54,7 +54,7 @@ class DecodeGraphs:
         self._places = torch.arange(rows, device=device)
 
     def logits(self, batch: RaggedBatch) -> Tensor | None:
-        """Logits of a decode step, `[rows, vocab]`, good until the next; None for any other step."""
+        """Logits of a decode step, `[rows, vocab]`, valid until the next; None for any other step."""
         rows = len(batch.context_lens)
         if not self._can_record or batch.max_query_len > 1 or len(batch.sample_at) != rows or rows > self._max_rows:
             return None
@@ -77,7 +77,7 @@ class DecodeGraphs:
             place[:rows] = view(column)
         contexts[:rows] = view(batch.context_lens)
         tables[:rows, :width] = view(batch.block_tables)
-        if padded > rows:  # what an earlier step left there belongs to somebody
+        if padded > rows:  # clears what an earlier step left there
             longs[:2, rows:padded] = 0
             longs[2, rows:padded] = self._null_place
             contexts[rows:padded] = 1

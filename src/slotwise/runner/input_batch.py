@@ -1,15 +1,14 @@
 """From a plan's rows to one flat, ragged batch.
 
-The slot table mirrors on the runner's side what the scheduler keeps per slot: known tokens and block table.  It is
-brought up to date by a plan's `released_slots`, `new_requests` and `new_blocks` alone, so a plan never carries what the
-runner has.
+The slot table mirrors in the runner what the scheduler keeps per slot: known tokens and block table.  A plan's
+`released_slots`, `new_requests` and `new_blocks` alone update it, so a plan never carries what the runner has.
 
-Block tables are the host's; tokens live on the device.  A sampled token is written there and read by the next step in
+Block tables are on the host; tokens are on the device.  A sampled token is written there and read by the next step in
 the order in which work is enqueued, so a step can be built while the tokens it continues are still being computed, and
-what a plan made ahead refers to is what stands there when its turn comes.
+a plan made ahead refers to the tokens that are there when it runs.
 
 Padding becomes rows of its own behind the real ones.  They continue the row they pad, so they cost what a longer prompt
-would, but they write to the null block and read from it, and nobody asks for what they yield:
+would, but they write to the null block and read from it, and their results are not used:
 
     plan row     counts 3, padding 2
     batch        [ a0 a1 a2 ] ... [ p3 p4 ]     positions 3 and 4, every block of the second row is the null block
@@ -34,7 +33,7 @@ class Step(NamedTuple):
     """A plan on the device."""
 
     batch: RaggedBatch
-    targets: Tensor  # [samples] int64, where the token table takes the tokens sampled in this step
+    targets: Tensor  # [samples] int64, places in the token table of the tokens sampled in this step
 
 
 class SlotTable:
@@ -44,18 +43,18 @@ class SlotTable:
         num_slots: `max_num_seqs`.
         max_tokens: `max_model_len`.
         block_size: tokens a block holds.
-        null_block: a block that holds nobody's tokens.
-        device: where batches are wanted.
+        null_block: a block without any request's tokens.
+        device: of batches.
     """
 
     def __init__(
         self, num_slots: int, max_tokens: int, block_size: int, null_block: int, device: torch.device = CPU,
     ) -> None:
         self.block_size = block_size
-        self._block_size = np.int64(block_size)  # tables are int32, places in the cache may be more
+        self._block_size = np.int64(block_size)  # tables are int32, places in the cache may exceed it
         self.null_block = null_block
-        self._stride = max_tokens + 1  # the last token a sequence may have is written and never computed
-        self._nothing = num_slots * self._stride  # the place of the token that padding is made of
+        self._stride = max_tokens + 1  # the last token of the longest sequence is written and never computed
+        self._nothing = num_slots * self._stride  # the place of the padding token
         self._tokens = torch.zeros(self._nothing + 1, dtype=torch.int64, device=device)
         self._view = viewer(device)
         self._known = self._view(self._tokens)
@@ -74,7 +73,7 @@ class SlotTable:
         return self._tables.shape[1]
 
     def apply(self, plan: StepPlan) -> None:
-        """Take in who left, who joined and which blocks were granted.  In the order of the plans, each exactly once."""
+        """Apply released slots, new requests and new blocks.  Call in the order of the plans, once per plan."""
         for slot in plan.released_slots:
             self._num_blocks[slot] = 0
         if plan.new_requests:
@@ -88,7 +87,7 @@ class SlotTable:
             self._num_blocks[slot] = held + len(blocks)
 
     def append(self, targets: Tensor, tokens: Tensor) -> None:
-        """Sampled tokens become known; a row that failed has -1, and is given some token that nobody will be told."""
+        """Add sampled tokens to the known ones; a failed row has -1, and gets token 0, which is never returned."""
         self._known[self._view(targets)] = self._view(tokens.clamp(min=0))
 
     def known(self, slot: int, start: int, end: int) -> Tensor:
@@ -119,7 +118,7 @@ class SlotTable:
         return self._sent(rows, (int(rows.counts.max()), firsts), sample_at, targets)
 
     def _decoded(self, slots: np.ndarray, starts: np.ndarray) -> Step:
-        """What nearly every step is: a token of each row, and each samples the next."""
+        """The batch of a plain decode step, which nearly every step is: each row has one token and samples the next."""
         contexts, blocks = starts + 1, starts // self.block_size
         sources = slots * self._stride + starts
         places = self._tables[slots, blocks] * self._block_size + (starts - blocks * self.block_size)
@@ -129,7 +128,7 @@ class SlotTable:
         return self._sent(rows, (1, every.astype(np.int32)), every[:-1], sources + 1)
 
     def _sent(self, rows: _Rows, queries: tuple[int, np.ndarray], sample_at: np.ndarray, targets: np.ndarray) -> Step:
-        """`queries`: tokens of the longest row, and where each row starts."""
+        """Args: queries: tokens of the longest row, and where each row starts."""
         longest, firsts = queries
         sources, positions, slot_mapping, sampled, places, query_starts, context_lens, tables = self._send(
             (rows.sources, rows.positions, rows.places, sample_at, targets),
@@ -140,7 +139,7 @@ class SlotTable:
             max_query_len=longest, max_context_len=int(rows.contexts.max())), places)
 
     def _padding(self, starts: np.ndarray, counts: np.ndarray) -> _Rows:
-        """Rows of `counts` tokens of nothing from positions `starts` on; rows without any are left out."""
+        """Rows of `counts` padding tokens from positions `starts` on; rows without any are left out."""
         starts, counts = starts[counts > 0], counts[counts > 0]
         _, positions = _laid_out(starts, starts, counts)
         width = -(-int((starts + counts).max()) // self.block_size)
@@ -151,9 +150,9 @@ class SlotTable:
 
 
 class _Rows(NamedTuple):
-    """Columns of a ragged batch in the making: three of `[tokens]`, then three of `[rows]`."""
+    """Columns of a ragged batch: three of `[tokens]`, then three of `[rows]`."""
 
-    sources: np.ndarray  # in the token table
+    sources: np.ndarray  # indices in the token table
     positions: np.ndarray
     places: np.ndarray
     counts: np.ndarray

@@ -1,15 +1,14 @@
-"""Blocks in host memory: what plans save there and load from there, all layers of a block at once.
+"""Copies blocks to and from host memory, as plans say: all layers of a block at once.
 
-What a block holds lies apart on the device, a piece in each layer's cache, and together on the host.  The pieces meet
-in a staging area on the device, so a block crosses over by one copy, and a layer takes its share of many blocks by one
-operation:
+On the device a block is spread over the layers' caches; on the host it is contiguous.  It is gathered in a staging area
+on the device, so a block is transferred by one copy, and a layer gathers or scatters many blocks by one operation:
 
     layer 0   [blocks, ...] ──┐ gather                  copy
     layer 1   [blocks, ...] ──┼────────► staging ──────────────────► host [places, block], page-locked
     ...                     ──┘ ◄────────              ◄──────────────────
                               scatter                   copy
 
-All of this is enqueued where the next forward pass will be: nothing waits for it, and everything happens in order.
+All of this is enqueued before the next forward pass: nothing waits for it, and everything happens in order.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from slotwise.core.step import Copy
 from slotwise.runner.staging import sender
 
 STAGING = 64 << 20  # bytes
-SLAB = 1 << 30  # bytes; torch takes page-locked memory by powers of two
+SLAB = 1 << 30  # bytes; torch rounds page-locked memory up to powers of two
 
 
 class HostBlocks:
-    """Copies blocks between the caches of all layers and places of the host.
+    """Copies blocks between the caches of all layers and places in host memory.
 
     Args:
-        num_places: as many blocks as the host holds.
-        pieces: what layers' caches hold, `[blocks, ...]` each, contiguous, of one type, on one device.
+        num_places: blocks that fit the host.
+        pieces: the layers' caches as `[blocks, ...]` each, contiguous, of one type, on one device.
     """
 
     def __init__(self, num_places: int, pieces: Sequence[Tensor]) -> None:
@@ -67,7 +66,7 @@ class HostBlocks:
                 piece.index_copy_(0, blocks, staging[:, start:end])
 
     def _in_turn(self, copies: Sequence[Copy]) -> Iterator[Sequence[Copy]]:
-        """As many as the staging area holds, one lot after another."""
+        """The copies in parts that fit the staging area."""
         for first in range(0, len(copies), len(self._staging) or 1):
             yield copies[first : first + len(self._staging)]
 
@@ -76,12 +75,12 @@ class HostBlocks:
 
 
 def staging_bytes(num_places: int, block_bytes: int) -> int:
-    """What the staging area takes of the device."""
+    """Bytes of the staging area on the device."""
     return min(num_places, max(1, STAGING // block_bytes)) * block_bytes
 
 
 def _page_locked(num_places: int, elements: int, kind: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Rows of host memory that `device` copies to and from while the host goes on."""
+    """Rows of host memory that `device` copies to and from asynchronously."""
     each = max(1, SLAB // (elements * kind.itemsize))
     slabs = [
         torch.empty(min(each, num_places - first), elements, dtype=kind, pin_memory=device.type == "cuda")

@@ -1,9 +1,9 @@
-"""How much memory an engine takes, decided before it is taken: weights, workspace of the largest step, cache.
+"""Memory sizes of an engine, decided before allocation: weights, workspace of the largest step, cache.
 
     what this process may take
     |■ weights ■|■ workspace ■|■■■■■■■■■■■ cache ■■■■■■■■■■■|      others      |
 
-Beside a device's memory that is the host's, for what its cache evicts, where somebody asks for it.
+Host memory for blocks evicted from a device's cache is separate, where an option sets it.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import contextlib
 import ctypes
 from pathlib import Path
 
-GPU_SHARE = 0.9  # of a GPU's memory is ours where nobody says how much
-SHARE = 0.4  # of what is free once the weights are loaded goes to the cache, where nobody asked for more or less
+GPU_SHARE = 0.9  # of a GPU's memory, where no option says how much
+SHARE = 0.4  # of what is free once the weights are loaded goes to the cache, where no option says how much
 
-STEPS_LEAVE = 20_000_000  # bytes that recordings, samplers and the heap's gaps come to: 15 to 30 MB were measured
+STEPS_LEAVE = 20_000_000  # bytes of graphs, samplers and heap fragmentation: 15 to 30 MB were measured
 
 UNLIMITED = 1 << 62  # bytes
 
@@ -28,13 +28,13 @@ def available_bytes() -> int:
 
 
 def give_back() -> None:
-    """Return freed memory to the system, as far as the C library can: what loading and compiling left behind."""
-    with contextlib.suppress(AttributeError):  # not the C library of GNU
+    """Return freed memory to the system, as far as the C library can: what loading and compiling freed."""
+    with contextlib.suppress(AttributeError):  # not the GNU C library
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def resident_bytes() -> int:
-    """Memory that this process takes now, what it shares with others included; 0 where the system does not tell."""
+    """Resident memory of this process in bytes, shared memory included; 0 where the system does not report it."""
     for line in Path("/proc/self/status").read_text().splitlines() if Path("/proc/self/status").exists() else ():
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) * 1024
@@ -45,13 +45,13 @@ def cache_budget(weights: int, workspace: int, asked: int | None, share: float |
     """Bytes the cache may take.
 
     Args:
-        weights: bytes of the weights, which are loaded.
+        weights: bytes of the weights, already loaded.
         workspace: bytes of the largest step's activations.
-        asked: bytes of cache; None: decide.
+        asked: bytes of cache, as set; None: decide.
         share: of all this process may take, for weights, workspace and cache together; None: decide.
 
     Raises:
-        MemoryError: what is asked for is not there.
+        MemoryError: it does not fit.
     """
     free = available_bytes()
     if asked is not None:
@@ -69,16 +69,16 @@ def cache_budget(weights: int, workspace: int, asked: int | None, share: float |
 
 
 def gpu_cache_budget(free: int, total: int, workspace: int, asked: int | None, share: float | None) -> int:
-    """Bytes of a GPU that the cache may take, the weights being there already.
+    """Bytes of a GPU that the cache may take, with the weights already loaded.
 
     Args:
         free, total: bytes of the device.
         workspace: bytes that steps take.
-        asked: bytes of cache; None: what is left of `share`.
-        share: of the device, for all that is on it; None: GPU_SHARE.
+        asked: bytes of cache, as set; None: what is left of `share`.
+        share: of the device, for everything on it; None: GPU_SHARE.
 
     Raises:
-        MemoryError: what is asked for is not there.
+        MemoryError: it does not fit.
     """
     share = GPU_SHARE if share is None else share
     budget = asked if asked is not None else int(total * share) - (total - free) - workspace
@@ -96,7 +96,7 @@ def num_blocks(bytes_per_block: int, useful_blocks: int, budget: int) -> int:
 
     Args:
         bytes_per_block: over all layers.
-        useful_blocks: more than this could never be in use.
+        useful_blocks: more could never be in use.
         budget: bytes.
 
     Raises:
@@ -109,15 +109,15 @@ def num_blocks(bytes_per_block: int, useful_blocks: int, budget: int) -> int:
 
 
 def num_host_blocks(bytes_per_block: int, asked: int, others: int) -> int:
-    """Blocks that a second tier of the cache holds.
+    """Blocks in the host-memory tier of the cache.
 
     Args:
         bytes_per_block: over all layers.
-        asked: bytes of host memory.
-        others: bytes of it that are about to be taken for something else.
+        asked: bytes of host memory, as set.
+        others: bytes of it that are about to be allocated for other uses.
 
     Raises:
-        MemoryError: what is asked for is not there.
+        MemoryError: they do not fit.
     """
     free = max(0, available_bytes() - others)
     if asked > free:
@@ -135,7 +135,7 @@ def _machine_available() -> int:
     for line in Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else ():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    return 8 << 30  # not Linux: a modest guess, which kv_cache_memory overrules
+    return 8 << 30  # not Linux: a modest guess; kv_cache_memory overrides it
 
 
 def _cgroup_available() -> int:
@@ -146,6 +146,6 @@ def _cgroup_available() -> int:
         used = int((_CGROUP / "memory.current").read_text())
         stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
-        return UNLIMITED  # no control group to speak of
-    files = int(stat.get("active_file", 0)) + int(stat.get("inactive_file", 0))  # given up when memory is wanted
+        return UNLIMITED  # no memory control group
+    files = int(stat.get("active_file", 0)) + int(stat.get("inactive_file", 0))  # page cache: reclaimed on demand
     return max(0, int(limit) - used + files)

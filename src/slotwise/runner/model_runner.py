@@ -1,7 +1,7 @@
-"""The executor on a real model: blocks and slots brought up to date, one pass over the ragged batch, one sampling.
+"""The executor on a real model: updates blocks and slots, runs the ragged batch, samples.
 
-`submit` only enqueues where the device works by itself, and `collect` waits for the oldest step.  Nothing between them
-looks at what the device computes: sampled tokens go to the token table there, and to the host on the side.
+`submit` only enqueues where the device is asynchronous, and `collect` waits for the oldest step.  Nothing between them
+reads what the device computes: sampled tokens go to the token table there, and to the host by a separate copy.
 
     host     submit n+1 │ collect n │ commit n, plan n+2 │ submit n+2 │ ...
     device   ... step n ──────────────► step n+1 ─────────────────────────► step n+2
@@ -26,18 +26,18 @@ from slotwise.runner.staging import Event, event_of
 
 
 class DeviceLostError(RuntimeError):
-    """The device has failed, and does nothing any more for this process: a new one may find it well again."""
+    """The device has failed and is lost to this process; a new process may be able to use it."""
 
 
 class _Enqueued(NamedTuple):
-    """A step that the device has been given."""
+    """A step enqueued on the device."""
 
     plan: StepPlan
     drawn: Drawn | None  # None: no row samples
     done: Event
 
     def result(self) -> StepResult:
-        """What the step yielded, once it has."""
+        """The result of the step; waits for it."""
         self.done.synchronize()
         plan = self.plan
         if self.drawn is None:
@@ -53,7 +53,7 @@ class _Enqueued(NamedTuple):
         return StepResult(plan.step, tuple(tokens), self._align(rows, sampled.logprobs), failed)
 
     def _align(self, rows: list[int], logprobs: Sequence) -> tuple:
-        """Log-probabilities by row of the plan; () when nobody asked for any."""
+        """Log-probabilities by row of the plan; () when no row has any."""
         if not any(logprobs):
             return ()
         aligned: list[tuple] = [()] * self.plan.num_rows
@@ -63,13 +63,13 @@ class _Enqueued(NamedTuple):
 
 
 class ModelRunner:
-    """Obeys plans in order, starting each when it is submitted (see `engine.executor.Executor`).
+    """Runs plans in order, starting each when it is submitted (see `engine.executor.Executor`).
 
     Args:
-        caches: one a layer, made by the decoder's kernels.
+        caches: one per layer, made by the decoder's kernels.
         slots: known tokens and block tables.
         sampler: per-slot sampling state.
-        host_blocks: what host memory holds of blocks.
+        host_blocks: copies of blocks in host memory.
     """
 
     def __init__(
@@ -83,11 +83,11 @@ class ModelRunner:
         self._host_blocks = host_blocks
         self._decode_graphs = DecodeGraphs(decoder, caches, slots)
         self._outcomes: deque[_Enqueued | Exception] = deque()
-        self._lost: Exception | None = None  # what the device failed of
+        self._lost: Exception | None = None  # the device's failure
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> None:
-        """Raises DeviceLostError after a step in which the device failed; other failures are told by `collect`."""
+        """Raises DeviceLostError after a step in which the device failed; `collect` raises other failures."""
         if self._lost is not None:
             raise DeviceLostError(f"the device is lost: {self._lost}") from self._lost
         self._host_blocks.save(plan.saves)
@@ -99,7 +99,7 @@ class ModelRunner:
             for join in plan.new_requests:
                 self._sampler.join(join)
             self._outcomes.append(self._enqueue(plan))
-        except Exception as error:  # told to whoever collects this step; the next one must still find its slots
+        except Exception as error:  # raised when this step is collected; the next one must still find its slots
             self._outcomes.append(error)
 
     def collect(self) -> StepResult:

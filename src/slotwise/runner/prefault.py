@@ -1,8 +1,8 @@
-"""Memory for the blocks that come next, asked for before a step writes to them.
+"""Pre-faults the memory of the next cache blocks, before a step writes to them.
 
-A cache takes memory as it fills, and the system clears each page when it is first written: with large pages, two
-megabytes in every layer at once, which holds up the step that begins a new page by a tenth of a second.  So a thread
-stays a page ahead of the blocks handed out, which come in ascending order until all were used once.
+A cache takes memory as it fills, and the system clears each page at the first write: with huge pages, two megabytes in
+every layer at once, which delays the step that begins a new page by a tenth of a second.  So a thread stays a page
+ahead of the blocks handed out, which come in ascending order until all were used once.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from slotwise.core.step import StepPlan, StepResult
 from slotwise.engine.executor import Executor
 from slotwise.kernels.cpu.openmp import roam
 
-REST = 2.0  # times what was worked, after each layer
+REST = 2.0  # times the time worked, after each layer
 
 
 class Touchable(Protocol):
     """A layer's cache in host memory."""
 
     def touch(self, first: int, end: int) -> bool:
-        """Have memory for the blocks from `first` to before `end`; False where there is no way to."""
+        """Allocate memory for the blocks from `first` to before `end`; False where the system cannot."""
         ...
 
 
 class Prefault:
-    """An executor that obeys another's plans by passing them on.
+    """An executor that passes plans on to another, and pre-faults cache pages.
 
     Args:
-        caches: one a layer, of `num_blocks` blocks.
+        caches: one per layer, of `num_blocks` blocks.
         distance: blocks to be ahead of the last one handed out.
     """
 
@@ -40,7 +40,7 @@ class Prefault:
         self._caches = caches
         self._num_blocks = num_blocks
         self._distance = distance
-        self._touched = 0  # blocks from the first on
+        self._touched = 0  # blocks, from the first on
         self._thread: threading.Thread | None = None
         self._reach(0)
 
@@ -53,7 +53,7 @@ class Prefault:
         return self._executor.collect()
 
     def _reach(self, block: int) -> None:
-        """`block` was handed out, or is nobody's.  Half of the distance may be used up: few threads are started."""
+        """Pre-fault for `block` in use.  Starts a thread once half of the distance is used up: few are started."""
         if block >= self._num_blocks or self._touched >= min(block + self._distance // 2, self._num_blocks):
             return
         if self._thread is None or not self._thread.is_alive():
@@ -62,7 +62,7 @@ class Prefault:
             self._thread.start()
 
     def _touch(self, end: int) -> None:
-        """Layer by layer, for steps that run meanwhile want the processors; who cannot be asked is not asked again."""
+        """Layer by layer with pauses, because steps need the processors meanwhile.  Stops for good if it cannot."""
         roam()
         for cache in self._caches:
             began = time.monotonic()

@@ -1,4 +1,4 @@
-"""The memory that steps take beside weights and cache, found by running the largest ones before the cache is made."""
+"""Measures the workspace of steps, by running the largest ones before the cache is allocated."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from slotwise.runner.staging import sender
 
 @torch.inference_mode()
 def measured_workspace(decoder: Decoder, draw: Draw, block_size: int, shapes: list[tuple[int, int, int]]) -> int:
-    """Bytes of the device that steps of these shapes take at most, together.
+    """Bytes of the device that steps of these shapes need at most, together.
 
-    Each is run twice over a cache of one block.  That also compiles what they need.  They are added up, for recorded
+    Each is run twice over a cache of one block.  That also compiles what they need.  They are added up, for captured
     steps keep a workspace of their own.
 
     Args:
@@ -27,7 +27,7 @@ def measured_workspace(decoder: Decoder, draw: Draw, block_size: int, shapes: li
     total = 0
     for num_tokens, num_rows, context in shapes:
         batch = batch_of_nothing(num_tokens, num_rows, context, block_size, device)
-        for _ in range(2):  # the first may need more, to compile and to choose
+        for _ in range(2):  # the first may need more, to compile and to autotune
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
             before = torch.cuda.memory_allocated(device)
@@ -48,7 +48,7 @@ def batch_of_nothing(
     """A step whose tokens all lie in block 0, spread over rows that all sample.
 
     Args:
-        longest: tokens of context that kernels are to make room for.
+        longest: tokens of context that kernels are to allocate for.
     """
     counts = np.full(num_rows, num_tokens // num_rows)
     counts[: num_tokens % num_rows] += 1

@@ -1,13 +1,13 @@
-"""Between host and device: the columns of a step go there by one asynchronous copy, its tokens come back by another.
+"""Copies between host and device: one asynchronous copy takes a step's columns there, another its tokens back.
 
     host     |■■ positions ■■|■■ places ■■| ... |■ contexts ■|■ tables ■|      page-locked
                   │ copied while the host goes on
     device   |■■ positions ■■|■■ places ■■| ... |■ contexts ■|■ tables ■|      columns are views of it
 
 With a step in flight the host prepares the next one while copies for the last may still wait behind the device's work,
-so memory of the host must not be written again before they have ended.  Torch's allocator of page-locked memory sees to
-that: it notes every copy that does not block, and gives memory out again only once all of them have been done.  Where
-the device is the CPU nothing is copied: tensors are views of the columns themselves.
+so host memory must not be written again before they have ended.  Torch's allocator of page-locked memory ensures this:
+it notes every non-blocking copy, and reuses memory only once all of them are done.  Where the device is the CPU nothing
+is copied: tensors are views of the columns themselves.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-ALIGNMENT = 16  # bytes that every column begins at a multiple of: kernels are compiled for what they may expect
+ALIGNMENT = 16  # bytes to which every column is aligned: kernels are compiled for an alignment
 
 Columns = Sequence[np.ndarray]
 Send = Callable[[Columns, Columns], list[Tensor]]
@@ -31,7 +31,7 @@ class Event(Protocol):
     """A point in the device's work."""
 
     def record(self) -> None:
-        """It is behind all that was enqueued so far."""
+        """Place the event behind all work enqueued so far."""
         ...
 
     def synchronize(self) -> None:
@@ -53,16 +53,14 @@ def event_of(device: torch.device) -> Event:
 
 
 def sender(device: torch.device) -> Send:
-    """How columns get to `device`."""
+    """Returns the function that sends columns to `device`."""
     if device.type == "cpu":
         return lambda longs, ints: [torch.from_numpy(column) for column in (*longs, *ints)]
     return lambda longs, ints: send(device, longs, ints)
 
 
 def viewer(device: torch.device) -> Callable[[Tensor], Any]:
-    """How to look at a few words of a tensor on `device`, or write them: where the host may, numpy's view of it does so
-    at a fifth of the price of a call.
-    """
+    """Returns how to access a few words of a tensor on `device`; the CPU's numpy view costs a fifth of a call."""
     return Tensor.numpy if device.type == "cpu" else lambda tensor: tensor
 
 
@@ -80,7 +78,7 @@ def send(device: torch.device, longs: Columns, ints: Columns) -> list[Tensor]:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """A copy of `tensor` on the host, there once the device is done with what was enqueued before."""
+    """A copy of `tensor` on the host, complete once the device has done all work enqueued before."""
     if tensor.device.type == "cpu":
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP service.  It knows the engine as a service and no tensors."""
+"""The OpenAI-compatible HTTP service.  It uses the engine through its client and holds no tensors."""

@@ -1,4 +1,4 @@
-"""The requests under way, by the names their clients know, so that they can be found and aborted from elsewhere."""
+"""Requests in progress, by the names their clients use, to be found and aborted from other connections."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from slotwise.server.errors import bad_request, from_decoding
 
 
 class AbortRequest(msgspec.Struct, kw_only=True):
-    """Either one name or several: of `X-Request-Id`, of `request_id`, or the `id` of a response."""
+    """One name or several: an `X-Request-Id`, a `request_id`, or the `id` of a response."""
 
     request_id: str | None = None
     request_ids: list[str] | None = None
 
     @classmethod
     def decode(cls, body: bytes) -> AbortRequest:
-        """Raises ApiError for a body that names nobody, or too many."""
+        """Parse the body of an abort.  Raises ApiError for a body with no name, or with too many."""
         try:
             whole = body_precheck.trimmed(cls, body) if len(body) > body_precheck.LARGE else body
             request = msgspec.json.decode(whole, type=cls)
@@ -39,7 +39,7 @@ class AbortRequest(msgspec.Struct, kw_only=True):
 
 
 class ActiveRequest(NamedTuple):
-    """A request under way."""
+    """A request in progress."""
 
     tenant: str
     abort: Callable[[], None]
@@ -48,9 +48,9 @@ class ActiveRequest(NamedTuple):
 
 
 class ActiveRequests:
-    """Ids for tracing may repeat, so a name may be several requests'.
+    """Requests in progress by name.  Tracing ids may repeat, so a name may stand for several requests.
 
-    `scope` is the tenant whose requests are looked for; "": those of all (see `Keys.scope_of`).
+    `scope` is the tenant whose requests are searched; "": those of all tenants (see `Keys.scope_of`).
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class ActiveRequests:
 
     @contextmanager
     def listed(self, names: Sequence[str], request: ActiveRequest) -> Iterator[None]:
-        """A request, known by `names` for as long as it runs."""
+        """Register a request under `names` for the duration of the context."""
         keys = list(dict.fromkeys(names))
         for key in keys:
             self._active.setdefault(key, []).append(request)
@@ -71,11 +71,11 @@ class ActiveRequests:
                     del self._active[key]
 
     def named(self, scope: str, name: str) -> tuple[ActiveRequest, ...]:
-        """All requests of this name."""
+        """All requests of this name within the scope."""
         return tuple([request for request in self._active.get(name, ()) if scope in ("", request.tenant)])
 
     def abort(self, scope: str, name: str) -> bool:
-        """End all requests of this name: whether there were any."""
+        """Abort all requests of this name.  Returns whether there were any."""
         found = self.named(scope, name)
         for request in found:
             request.abort()

@@ -1,4 +1,4 @@
-"""Every route but the two that generate."""
+"""Every route except the two that generate."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
 
 
 async def health(api: Api, exchange: HttpExchange) -> None:
-    """200 while requests are taken.  An engine in a long step is busy, one that shows no sign of life is frozen."""
+    """200 while requests are accepted.  An engine in a long step is busy; one without heartbeats is frozen."""
     engine_client = api.engine_client
     state: dict[str, Any] = {
         "status": "ok", "engine": engine_client.state, "last_step_age_s": engine_client.last_step_age,
@@ -46,7 +46,7 @@ async def version(api: Api, exchange: HttpExchange) -> None:
 
 
 async def load(api: Api, exchange: HttpExchange) -> None:
-    """Requests under way in this server, this one not counted."""
+    """Requests in progress in this server, not counting this one."""
     await exchange.respond_json({"server_load": api.num_exchanges - 1})
 
 
@@ -64,7 +64,7 @@ def _model(api: Api) -> dict[str, object]:
 
 
 async def scheduling(api: Api, exchange: HttpExchange) -> None:
-    """How batches are made now."""
+    """The scheduling settings in force."""
     await exchange.respond_json(_scheduling(api))
 
 
@@ -73,7 +73,7 @@ def _scheduling(api: Api) -> dict[str, Any]:
 
 
 async def reschedule(api: Api, exchange: HttpExchange) -> None:
-    """Change how batches are made, from the next step on: the whole body or nothing of it."""
+    """Change scheduling settings from the next step on: the whole body or nothing of it."""
     async with api.bodies.reading(exchange, MAX_SETTINGS) as body:
         changes = decode_object(body)
     try:
@@ -91,7 +91,7 @@ async def reschedule(api: Api, exchange: HttpExchange) -> None:
 
 
 async def abort_requests(api: Api, exchange: HttpExchange) -> None:
-    """End requests in any state by their ids; each that was under way ends with finish_reason `abort`."""
+    """Abort requests in any state by their ids; each one in progress ends with finish_reason `abort`."""
     async with api.bodies.reading(exchange) as body:
         names = AbortRequest.decode(body).names
     scope = api.keys.scope_of(exchange.tenant)

@@ -1,4 +1,4 @@
-"""The ASGI application: routes, the key at the door, and an answer to everything that can go wrong.
+"""The ASGI application: routes, authentication, and a response to every error.
 
 There is no middleware: one object stands before the routes, and streams write through it to the socket.
 """
@@ -36,7 +36,7 @@ Endpoint = Callable[[Api, HttpExchange], Awaitable[None]]
 
 
 async def openapi(api: Api, exchange: HttpExchange) -> None:
-    """This service, described."""
+    """The OpenAPI document of this service."""
     await exchange.respond(document(ROUTES, OPEN_TO_ALL))
 
 
@@ -62,8 +62,8 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("GET", "/explain/{request_id:path}", explain.of_request),
     ("GET", "/requests/{request_id:path}", queue_position.of_request),
 )
-OPEN_TO_ALL = ("/health", "/ping", "/timeline")  # the last is a page without data, which asks for a key itself
-ADMIN = "/admin/"  # what is below it changes how the server works
+OPEN_TO_ALL = ("/health", "/ping", "/timeline")  # the last is a page without data, which prompts for a key itself
+ADMIN = "/admin/"  # routes below it change how the server works
 REJECTIONS = ("context_length_exceeded", "tokenizer_busy")  # codes of errors that count as refused admissions
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ def build_app(engine_client: EngineClient, tokenizer: Tokenizer, chat_template: 
     """The application over an engine that is ready.
 
     Args:
-        step_times: what is known of them already; None: nothing.
+        step_times: a model fitted earlier; None: an empty one.
     """
     prompts = Prompts(tokenizer, chat_template, engine_client.info)
     return App(Api(engine_client, prompts, settings, step_times or StepTimeModel()))
@@ -85,7 +85,7 @@ class App:
 
     def __init__(self, api: Api) -> None:
         self.api = api
-        # What is asked for most needs no search, which is a sixth of what refusing somebody costs.
+        # The most frequent routes need no search, which is a sixth of the cost of refusing a request.
         self._known = {(method, path): endpoint for method, path, endpoint in ROUTES if "{" not in path}
         self.router = Router(
             [Route(path, _Endpoint(self, endpoint), methods=[method]) for method, path, endpoint in ROUTES],

@@ -1,8 +1,8 @@
-"""Bodies of requests: how much memory those under way may take, counted before it is taken.
+"""Request bodies, with a bound on their memory that is checked before the memory is allocated.
 
-A body is counted from the moment its length is known, or as it comes, until its prompts are token ids.  The bound is a
-room that tenants share, or the addresses of clients where there are no keys (see engine.room).  Small bodies are not
-counted: the number of connections bounds them.
+A body counts from the moment its length is known, or as it arrives, until its prompts are token ids.  The bound is
+shared by tenants, or by client addresses where there are no keys (see engine.tenant_capacity).  Small bodies do not
+count: the number of connections bounds them.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from slotwise.server.http_exchange import STEP, HttpExchange
 from slotwise.server.settings import ServerSettings
 
 MOST = 256 << 20  # bytes
-LEAST_BODIES = 4  # of the largest size, that are taken at once
-SMALL = 64 << 10  # bytes of a body that is not counted
-GIVE_BACK = 32 << 20  # bytes of bodies after which freed memory is given back: a millisecond or two
+LEAST_BODIES = 4  # bodies of the largest size that fit at once
+SMALL = 64 << 10  # bytes of a body that does not count
+GIVE_BACK = 32 << 20  # bytes of bodies after which freed memory is returned to the system: a millisecond or two
 
 
 class Bodies:
-    """Reads bodies."""
+    """Reads bodies within the bound."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._max_bytes = settings.max_body_bytes
         self._timeout = settings.body_timeout
         self._most = max(MOST, LEAST_BODIES * (settings.max_body_bytes + STEP))
         self._room = TenantCapacity("bytes of bodies are on their way")
-        self._freed = 0  # bytes, since memory was last given back
+        self._freed = 0  # bytes since memory was last returned
         self._trim = _trim()
 
     @asynccontextmanager
     async def reading(self, exchange: HttpExchange, max_bytes: int | None = None) -> AsyncIterator[bytes]:
-        """A request's body, for as long as it or what was decoded from it is needed.
+        """The body of a request, counted until the context ends.
 
         Args:
-            max_bytes: that it may have, where it may not be as large as any.
+            max_bytes: a smaller bound than that of any body.
 
         Raises:
             ApiError: it is too large or too slow, or there are too many at once.
-            ClientGone: it does not come to its end.
+            ClientGone: the client disconnected before its end.
         """
         client = exchange.scope.get("client") or ("",)
         holder, held = exchange.tenant or client_of(client[0]), 0
@@ -56,7 +56,7 @@ class Bodies:
             if objection := self._room.objection(holder, size - held, self._most):
                 raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, f"too much is being sent: {objection}",
                                code="bodies_full")
-            self._room.take(holder, size - held)
+            self._room.acquire(holder, size - held)
             held = size
 
         try:
@@ -64,7 +64,7 @@ class Bodies:
             yield await exchange.body(most, self._timeout, claim)
         finally:
             if held:
-                self._room.give(holder, held)
+                self._room.release(holder, held)
                 self._give_back(held)
 
     def _give_back(self, num_bytes: int) -> None:
@@ -75,6 +75,6 @@ class Bodies:
 
 
 def _trim() -> Callable[[], object]:
-    """The C library keeps what was freed in pieces; glibc can be told to give it back."""
+    """Returns glibc's `malloc_trim`, which returns freed memory to the system; a no-op elsewhere."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     return (lambda: trim(0)) if trim is not None else (lambda: None)

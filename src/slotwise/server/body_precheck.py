@@ -1,8 +1,8 @@
-"""A look at a large body before it is decoded.
+"""Bounds the contents of a large body before it is decoded.
 
 Decoding a hundred thousand short strings or lists costs many times what skipping them does, and every stream waits
-meanwhile.  So each field of a large body is first only found, and refused if it has more than could ever be accepted;
-then what is left is decoded.  The decoder itself finds them: a struct whose fields are `Raw` skips all else, and one
+meanwhile.  So each field of a large body is first only located, and refused if it has more than could ever be accepted;
+then what is left is decoded.  The decoder itself locates them: a struct whose fields are `Raw` skips all else, and one
 that is written as an array skips what comes after its last field.
 """
 
@@ -18,17 +18,17 @@ from msgspec import UNSET, UnsetType
 from slotwise.core.params import MAX_STOP_LENGTH, MAX_STOP_STRINGS
 from slotwise.server.errors import bad_request
 
-LARGE = 64 << 10  # bytes; what is smaller is decoded within a few milliseconds whatever it holds
+LARGE = 64 << 10  # bytes; a smaller body is decoded within a few milliseconds whatever it holds
 MAX_FIELD = 64 << 10  # bytes of a field that holds no text
 MAX_STOP = MAX_STOP_STRINGS * (6 * MAX_STOP_LENGTH + 8)  # bytes; a character may be written as six
-MAX_ELEMENTS = MAX_PROMPTS = MAX_MESSAGES = MAX_ABORTS = 4096  # the last are requests that one request ends
+MAX_ELEMENTS = MAX_PROMPTS = MAX_MESSAGES = MAX_ABORTS = 4096  # the last: requests that one abort may name
 MAX_VALUES = 1 << 17  # of messages, beside their texts
 MAX_TOKENS = 1 << 16  # of /detokenize
 ABSENT = msgspec.Raw()
 
 
 class _Text(msgspec.Struct):
-    """A message or one of its parts, of which all is skipped but what may be long."""
+    """A message or one of its parts: only the fields that may be long."""
 
     content: msgspec.Raw = ABSENT
     text: msgspec.Raw = ABSENT
@@ -36,17 +36,17 @@ class _Text(msgspec.Struct):
 
 @cache
 def _outline(kind: type[msgspec.Struct]) -> msgspec.json.Decoder[msgspec.Struct]:
-    """Decodes to the fields of `kind` as they are written."""
+    """A decoder to the fields of `kind` as raw JSON."""
     fields = [(field.encode_name, msgspec.Raw, ABSENT) for field in msgspec.structs.fields(kind)]
     return msgspec.json.Decoder(msgspec.defstruct(kind.__name__, fields))
 
 
 def trimmed(kind: type[msgspec.Struct], body: bytes) -> bytes:
-    """A body that is to become a `kind`, without what is unknown or said again later.
+    """A body to be decoded as `kind`, without unknown and repeated fields.
 
     Raises:
         ApiError: a field has more than could ever be accepted.
-        msgspec.DecodeError, RecursionError: it is not JSON, or has messages that are none.
+        msgspec.DecodeError, RecursionError: it is not JSON, or its messages are no messages.
     """
     found = _outline(kind).decode(body)
     kept = []
@@ -76,25 +76,25 @@ def _check(name: str, field: bytes) -> None:
 
 @cache
 def _opening(kind: type) -> msgspec.json.Decoder[Any]:
-    """Decodes to the first elements of an array, each a `kind`: one more than any may have."""
+    """A decoder to the first elements of an array, each a `kind`: one more than the most allowed."""
     fields = [(f"at{index}", kind | UnsetType, UNSET) for index in range(MAX_ELEMENTS + 1)]
     return msgspec.json.Decoder(msgspec.defstruct("Opening", fields, array_like=True))
 
 
 def _elements(value: bytes, kind: type) -> list[Any]:
-    """Of an array; one more than `MAX_ELEMENTS` when there are more.  Raises msgspec.ValidationError."""
+    """Elements of an array; one more than `MAX_ELEMENTS` when there are more.  Raises msgspec.ValidationError."""
     return [one for one in msgspec.structs.astuple(_opening(kind).decode(value)) if one is not UNSET]
 
 
 def _check_strings(name: str, value: bytes) -> None:
-    """Of an array that is to hold texts: how many."""
-    with contextlib.suppress(msgspec.ValidationError):  # it is refused when it is decoded, as early
+    """Bound the length of an array of texts."""
+    with contextlib.suppress(msgspec.ValidationError):  # the decoder refuses it as early
         if len(_elements(value, msgspec.Raw)) > MAX_ELEMENTS:
             raise bad_request(f"{name}: at most {MAX_ELEMENTS} in one request", name)
 
 
 def _check_messages(value: bytes) -> None:
-    """Each is decoded whole, whatever it holds: so the values are counted that are no text."""
+    """Bound parts and values.  Each message is decoded whole, so every value that is not text counts."""
     num_parts, num_values = 0, _most_values(value)
     try:
         messages = _elements(value, _Text)
@@ -120,12 +120,12 @@ def _in_text(text: bytes) -> int:
 
 
 def _most_values(raw: bytes) -> int:
-    """More than there can be in `raw`: before each stands one of these, where it does not stand in a text."""
+    """An upper bound of the values in `raw`: one of these characters precedes each, outside of texts."""
     return len(raw) - len(raw.translate(None, b",[{"))
 
 
 def _check_prompts(value: bytes) -> None:
-    """Prompts within a list fail to be decoded at the first value that is none, so that only their number matters."""
+    """Bound the number of prompts: decoding fails at the first value that is no prompt, so only the number matters."""
     if value.startswith(b'"'):
         return
     if b'"' in value:

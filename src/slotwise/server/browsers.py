@@ -1,4 +1,4 @@
-"""Keeps pages of other sites, opened in a browser on this machine, from using the server.
+"""Keeps web pages of other sites, opened in a browser on this machine, from using the server.
 
 A browser sends requests to any address that a page names.  Three checks tell such requests from those of programs:
 
@@ -30,7 +30,7 @@ _HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[^\[\]:/@]+)(:\d{0,5})?", re.IGNOR
 
 
 class Browsers:
-    """The checks, with what a server was told of hosts and origins."""
+    """The checks, with the hosts and origins that a server allows."""
 
     def __init__(self, settings: ServerSettings) -> None:
         local = not settings.all_keys and is_loopback(settings.host)
@@ -41,7 +41,7 @@ class Browsers:
         self._known_host = lru_cache(256)(self._is_ours)
 
     def check(self, headers: Mapping[bytes, bytes]) -> Headers:
-        """Headers of the response to a page that may read it.
+        """CORS headers of the response to a page that may read it.
 
         Raises:
             ApiError: the request is for another host, or from a page of another site.
@@ -64,7 +64,7 @@ class Browsers:
 
 
 def check_json(headers: Mapping[bytes, bytes]) -> None:
-    """Raises ApiError for a body that is not said to be JSON."""
+    """Raises ApiError for a body that is not declared as JSON."""
     if headers.get(b"content-length", b"0") == b"0" and b"transfer-encoding" not in headers:
         return
     given = headers.get(b"content-type", b"")
@@ -74,7 +74,7 @@ def check_json(headers: Mapping[bytes, bytes]) -> None:
 
 
 def is_preflight(method: str, headers: Mapping[bytes, bytes]) -> bool:
-    """Whether a browser asks if a page may send a request (the Fetch standard's CORS preflight)."""
+    """Whether this is a CORS preflight of the Fetch standard: a browser checks if a page may send a request."""
     return method == "OPTIONS" and b"origin" in headers and b"access-control-request-method" in headers
 
 

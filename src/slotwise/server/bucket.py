@@ -1,12 +1,12 @@
-"""A token bucket: so much a minute, and up to a minute's worth at once.
+"""A token bucket: `capacity` tokens a minute, and up to a minute's worth at once.
 
     level
     capacity ┐╲        ╱‾‾‾‾‾‾     level(t) = min(capacity, level + rate · t)
-             │ ╲   ╱╲ ╱            who takes `amount` must find it there, and never takes what is not
+             │ ╲   ╱╲ ╱            `take` takes all of `amount` or nothing
            0 ┴──╲╱───╳─── time
 
 So what is taken in any time `t`, less what was given back, is at most capacity + rate · t, whatever the order.  Kept in
-integers, so that this is exact, and that who comes back when it was told to finds what it needs.
+integers: this bound is exact, and a client that returns after `until` finds the amount.
 
 J. Turner: New directions in communications (or which way to the information age?), 1986.
 """
@@ -17,30 +17,30 @@ MINUTE_NS = 60 * 10**9
 
 
 class Bucket:
-    """Full at first.  Times are monotonic nanoseconds.
+    """A token bucket, full at first.  Times are monotonic nanoseconds.
 
     Args:
-        capacity: what it holds, and what flows in every minute.
-        now: when it is made.
+        capacity: tokens it holds, and tokens that flow in every minute.
+        now: when it is created.
     """
 
     __slots__ = ("_at", "_parts", "capacity")
 
     def __init__(self, capacity: int, now: int) -> None:
         self.capacity = capacity
-        self._parts = capacity * MINUTE_NS  # what was there at `_at`: in a nanosecond `capacity` of them flow in
+        self._parts = capacity * MINUTE_NS  # the level at `_at`, in units of which `capacity` flow in every nanosecond
         self._at = now
 
     def level(self, now: int) -> int:
-        """What is there, rounded down."""
+        """Tokens in the bucket, rounded down."""
         return self._parts_at(now) // MINUTE_NS
 
     def until(self, amount: int, now: int) -> int:
-        """Nanoseconds until so much would be there, were nobody else to come; 0: it is."""
+        """Nanoseconds until `amount` is there if nothing is taken meanwhile; 0: it is there."""
         return -min(0, (self._parts_at(now) - amount * MINUTE_NS) // self.capacity)
 
     def take(self, amount: int, now: int) -> bool:
-        """Whether so much was there, and is taken."""
+        """Take `amount` if it is there.  Returns whether it was."""
         parts = self._parts_at(now) - amount * MINUTE_NS
         if parts < 0:
             return False
@@ -48,14 +48,14 @@ class Bucket:
         return True
 
     def give(self, amount: int, now: int) -> None:
-        """Back, of what was taken; what there is no room for is lost."""
+        """Give back tokens that were taken; what exceeds the capacity is lost."""
         self._parts, self._at = self._parts_at(now) + amount * MINUTE_NS, max(now, self._at)
 
     def change(self, capacity: int, now: int) -> None:
-        """From here on another size; what is there stays, as far as it fits."""
+        """Set the capacity; the level stays, up to it."""
         self._parts, self._at = min(self._parts_at(now), capacity * MINUTE_NS), max(now, self._at)
         self.capacity = capacity
 
     def _parts_at(self, now: int) -> int:
-        """What there is room for of what was there and has flowed in."""
+        """The level at `now`, in `_parts`, up to the capacity."""
         return min(self.capacity * MINUTE_NS, self._parts + self.capacity * max(0, now - self._at))

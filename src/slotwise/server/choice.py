@@ -1,4 +1,4 @@
-"""One choice of a response: the engine's tokens, turned into text, ended by stop strings."""
+"""One choice of a response: the engine's tokens, detokenized and ended by stop strings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slotwise.text.continuation import Continuation
 
 
 class Delta(NamedTuple):
-    """What came since the last piece.  The last one has a finish reason."""
+    """Text and tokens since the last delta.  The last one has a finish reason."""
 
     text: str
     token_ids: Sequence[int]
@@ -38,10 +38,10 @@ class Choice:
         return max(0, self.generation.num_cached)
 
     def read(self, chunk: Chunk) -> Delta:
-        """The next piece.  A stop string in it ends the generation.
+        """The delta of a chunk.  A stop string in it ends the generation.
 
         Raises:
-            ApiError: the engine refused the request, was or would be too late for it, or failed.
+            ApiError: the engine rejected or shed the request, timed it out, or failed.
         """
         continuation, reason = self.continuation, chunk.finish_reason
         before = continuation.num_tokens
@@ -50,7 +50,7 @@ class Choice:
         elif reason in ("rejected", "timeout", "shed", "error"):
             raise from_ending(reason, chunk.message)
         else:
-            shown = len(chunk.token_ids) - (reason == "stop")  # an end or stop token is never shown
+            shown = len(chunk.token_ids) - (reason == "stop")  # an end or stop token is never returned
             text = continuation.feed(chunk.token_ids[:shown]) + continuation.end(chunk.token_ids[shown:])
         if continuation.stop_reason is not None:
             self.generation.finish("stop")
@@ -61,10 +61,10 @@ class Choice:
         return Delta(text, chunk.token_ids[:kept], chunk.logprobs[:kept], reason)
 
     async def whole(self) -> Delta:
-        """Everything in one piece.  Nobody wakes up for a token unless stop strings are to be looked for.
+        """The whole choice as one delta.  Waits once for all tokens, unless stop strings are to be looked for.
 
         Raises:
-            ApiError: the engine refused the request, was or would be too late for it, or failed.
+            ApiError: the engine rejected or shed the request, timed it out, or failed.
         """
         if not self.continuation.looks_for_stops:
             self.generation.interval = AT_THE_END

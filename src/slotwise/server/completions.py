@@ -1,4 +1,4 @@
-"""`/v1/completions` and `/v1/chat/completions`: what each asks for, in its own words."""
+"""`/v1/completions` and `/v1/chat/completions`: from each endpoint's own fields to a `Job`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def completions(api: Api, exchange: HttpExchange) -> None:
     _enter(api, exchange)
     async with api.bodies.reading(exchange) as body:
         asked = await _completion(api, exchange, body)
-        del body  # its memory is not needed for as long as the answer takes
+        del body  # frees its memory while the response is generated
     await _answer(api, exchange, COMPLETION, asked)
 
 
@@ -65,7 +65,7 @@ async def _chat(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
 
 
 class Asked(NamedTuple):
-    """A checked request."""
+    """A checked request with its prompts, parameters and objectives."""
 
     request: Generate
     slo: SLO
@@ -87,18 +87,18 @@ async def _answer(api: Api, exchange: HttpExchange, shape: Shape, asked: Asked) 
 
 
 def _default(api: Api, slo: SLO, request: Generate, prompts: list[list[int]], usual: int | None) -> int | None:
-    """Of `max_tokens`: what is usual, as far as it can ever fit the client's quota; None: what fits the context."""
+    """`max_tokens` by default: `usual`, as far as the client's quota can hold it; None: what fits the context."""
     room = api.quotas.account(slo.tenant).room(sum(map(len, prompts)), len(prompts) * (request.n or 1))
     return min((bound for bound in (usual, room) if bound is not None), default=None)
 
 
 def _salt(tenant: str, cache_salt: str | None) -> str:
-    """What cached beginnings are shared under.  Tenants' names are all of one length: no salt can feign another's."""
+    """The salt of prefix-cache hashes.  Tenants' names are all of one length: no salt can equal another tenant's."""
     return f"{tenant}:{cache_salt}" if cache_salt else tenant
 
 
 def _enter(api: Api, exchange: HttpExchange) -> None:
-    """A body is not read at all when the queue is full, or the client's quota of requests is used up."""
+    """Refuse, before its body is read, a request that finds the queue full or its quota of requests used up."""
     api.check_room(SLO(exchange.tenant))
     account = api.quotas.account(exchange.tenant)
     exchange.last_told = account.headers
@@ -107,7 +107,7 @@ def _enter(api: Api, exchange: HttpExchange) -> None:
 
 
 def _check(api: Api, exchange: HttpExchange, request: Generate) -> SLO:
-    """Whatever can be said before a prompt is read: the terms it would be served on."""
+    """All checks that need no prompt.  Returns the objectives the request is served on."""
     check_model(request.model, api.settings.served_model_name)
     request.refuse_unsupported()
     if request.request_id is not None:

@@ -1,16 +1,16 @@
-"""One client's HTTP connection, as uvicorn speaks it, and what it is not to do to others.
+"""One client's HTTP connection over uvicorn's protocol, with bounds that protect other connections.
 
 A connection is always read, also while a response is under way: that is how a client that leaves is noticed.
 
-    ├─ head ─┼─ body ─┼──────── response under way ────────┼─ idle ─┤
+    ├─ head ─┼─ body ─┼─────── response in progress ───────┼─ idle ─┤
      parsed   parsed   kept, up to MAX_PIPELINED              closed after the keep-alive time
 
-Who sends nothing, or a head that does not come to its end, is closed: each state has a deadline, which
-`connections.Connections` looks at.
+A client that sends nothing, or a head without an end, is disconnected: each state has a deadline, which
+`connections.Connections` checks.
 
 A client that ends its sending side may have left, or may wait for its answer (RFC 9112, 9.5); TCP tells the two apart
-only when something is sent to it.  So an interim response is, which HTTP/1.1 lets a server send at any time: one that
-has left answers it with a reset.
+only when something is sent.  So the connection sends an interim response, which HTTP/1.1 allows at any time: a client
+that has left answers it with a reset.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from slotwise.server.connections import RESERVE_TIMEOUT, Connections
 
-MAX_HEAD = 512 << 10  # bytes; the socket is read in pieces of up to half of it
-MAX_PIPELINED = 64 << 10  # bytes kept of requests behind one whose response is under way; then no more is read
-PATIENCE = 1.0  # seconds after which a connection that is not read is closed: its client might have left
-MAX_REQUESTS = 64  # that one piece read from the socket may begin while a response is under way
-INTERIM = b"HTTP/1.1 1"  # how a response begins that only says to go on
+MAX_HEAD = 512 << 10  # bytes; the socket is read in parts of up to half of it
+MAX_PIPELINED = 64 << 10  # bytes kept of requests behind one that is being answered; then reading pauses
+PATIENCE = 1.0  # seconds after which a connection whose reading is paused is closed: its client might have left
+MAX_REQUESTS = 64  # that one read of the socket may begin while a response is in progress
+INTERIM = b"HTTP/1.1 1"  # how an interim response begins
 FINAL = b"HTTP/1.1 "
-CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # Python's http.client knows no other interim response
-LOOKS = (0.001, 0.01, 0.1, 1.0)  # seconds until a half-closed client is looked at; then each time twice as many
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # the only interim response that Python's http.client accepts
+LOOKS = (0.001, 0.01, 0.1, 1.0)  # seconds until a half-closed client is checked; the delay doubles after these
 LONGEST_LOOK = 30.0  # seconds
 NEVER = float("inf")
 LATE = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
-OLD_PATIENCE = 1.0  # seconds that a half-closed client of HTTP/1.0, which knows no interim responses, counts as there
+OLD_PATIENCE = 1.0  # seconds that a half-closed HTTP/1.0 client counts as present: it knows no interim responses
 
 
 class Connection(HttpToolsProtocol):
-    """Closes itself when its headers grow beyond all use: copying them would stall every stream.
+    """Closes itself when its headers exceed MAX_HEAD: copying them would stall every stream.
 
     Args:
         among: all connections.
         header_timeout: seconds for a connection's first byte, and for the rest of each head.
-        body_timeout: seconds for what is left of a body when its request has been answered.
+        body_timeout: seconds for the rest of a body when its request has been answered.
     """
 
     def __init__(self, *arguments: Any, among: Connections, header_timeout: float, body_timeout: float,
@@ -53,12 +53,12 @@ class Connection(HttpToolsProtocol):
         self._among = among
         self._header_timeout = header_timeout
         self._body_timeout = body_timeout
-        self._reserved = False  # a connection on which little is answered
+        self._reserved = False  # a connection of the reserve, see connections.ALWAYS
         self._head: int | None = 0  # bytes received of an unfinished head; None within a body
-        self._active: RequestResponseCycle | None = None  # the request being answered, or the last that was
-        self._ahead = bytearray()  # received while it is
-        self._malformed = ""  # what is wrong with what follows it
-        self._half_closed = False  # the client sends no more
+        self._active: RequestResponseCycle | None = None  # the request being answered, or the last one answered
+        self._ahead = bytearray()  # received while it is answered
+        self._malformed = ""  # the error in what follows it
+        self._half_closed = False  # the client has ended its sending side
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         super().connection_made(cast(Transport, _HeadJoined(transport)))
@@ -71,7 +71,7 @@ class Connection(HttpToolsProtocol):
         self.transport.abort()
 
     def time_out(self) -> None:
-        """Its deadline has passed."""
+        """Close the connection: its deadline has passed."""
         if self._head and not self._is_answering:
             self.transport.write(LATE)
             self.transport.close()
@@ -81,7 +81,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._among.leave(self)
-        # uvicorn tells the last request of those that were read; the one being answered may be another.
+        # uvicorn notifies the last request that was read; the one being answered may be another.
         for cycle in (self._active, *[cycle for cycle, _ in self.pipeline]):
             if cycle is not None and not cycle.response_complete:
                 cycle.disconnected = True
@@ -90,11 +90,11 @@ class Connection(HttpToolsProtocol):
         self._ahead.clear()
         super().connection_lost(exc)
 
-    # -- what is received ----------------------------------------------------------------------------------------
+    # -- receiving -----------------------------------------------------------------------------------------------
 
     @property
     def _is_answering(self) -> bool:
-        """A request was read whole and its response is not."""
+        """Whether a request was read whole and its response is not complete."""
         active = self._active
         return bool(self.pipeline) or (
             active is not None and not active.response_complete and not active.more_body)
@@ -114,13 +114,13 @@ class Connection(HttpToolsProtocol):
                 self.transport.close()
                 return
         super().data_received(data)
-        if self.pipeline:  # uvicorn stops reading then, and would not notice that the client leaves
+        if self.pipeline:  # uvicorn pauses reading then, and would not notice that the client leaves
             self.flow.resume_reading()
 
     def on_headers_complete(self) -> None:
         if self.transport.is_closing():
             return
-        self.scope["transport"] = self.transport  # for the application, which has no other way to it
+        self.scope["transport"] = self.transport  # for the application, which has no other access to it
         super().on_headers_complete()
         self._head = None
         self.deadline = NEVER
@@ -144,7 +144,7 @@ class Connection(HttpToolsProtocol):
             super().send_400_response(msg)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Whether the transport stays open."""
+        """Returns whether the transport stays open."""
         if not self._is_answering or self.transport.is_closing():
             return False
         if not self._half_closed:
@@ -152,16 +152,16 @@ class Connection(HttpToolsProtocol):
             self._look(0)
         return True
 
-    # -- what is sent --------------------------------------------------------------------------------------------
+    # -- sending -------------------------------------------------------------------------------------------------
 
     def on_response_complete(self) -> None:
-        cast(_HeadJoined, self.transport).flush()  # nothing follows where the head alone was asked for
+        cast(_HeadJoined, self.transport).flush()  # a HEAD response has no body to join
         following = self.pipeline[-1][0] if self.pipeline else None
         self.deadline = NEVER
         super().on_response_complete()
         if self.transport.is_closing():
             return
-        if self._head is None:  # the rest of a body that was not waited for
+        if self._head is None:  # the rest of a body that was not read
             self.deadline = self.loop.time() + self._body_timeout
         if following is not None:
             self._active = following
@@ -174,7 +174,7 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def _look(self, count: int) -> None:
-        """See whether a half-closed client is still there, for as long as a response is under way."""
+        """Check a half-closed client again and again while a response is in progress."""
         active = self._active
         if active is None or not self._is_answering or self.transport.is_closing():
             return
@@ -193,14 +193,14 @@ class Connection(HttpToolsProtocol):
 
 
 def _is_reset(transport: Transport) -> bool:
-    """Whether the peer has answered something with a reset, which no reader notices once it has ended its side."""
+    """Whether the peer has sent a reset, which no reader notices once the peer has ended its side."""
     poll = select.poll()
     poll.register(transport.get_extra_info("socket").fileno(), 0)
     return bool(poll.poll(0))
 
 
 class _HeadJoined:
-    """A transport that keeps a response's head until its body comes, which the application always has at hand.
+    """A transport that holds a response's head until its body, which the application always has at hand.
 
     A refused client then wakes once, not twice, and so does the processor that it shares with the engine.
     """

@@ -1,10 +1,10 @@
-"""How many connections there may be, so that silent ones shut no one out and the listener never runs out of files.
+"""Bounds connections, so that idle ones shut no client out and the listener never runs out of files.
 
-    ├────────── open to all, clients share it (engine.room) ──────────┤─ reserve ─┤── own files, backlog ──┤
+    ├─────── open to all, shared by TenantCapacity ───────────────────┤─ reserve ─┤── own files, backlog ──┤
     0                                                                                         file limit
 
-A connection beyond its client's share gets a place of the reserve, where only the routes of `ALWAYS` are answered, soon
-or not at all.  Beyond the reserve the connection there that has sent nothing for longest is closed for the next.
+A connection beyond its client's share goes to the reserve, where only the routes of `ALWAYS` are answered, quickly
+or not at all.  When the reserve is full, the connection in it that has sent nothing for longest is closed.
 """
 
 from __future__ import annotations
@@ -18,31 +18,28 @@ from typing import Protocol
 
 from slotwise.engine.tenant_capacity import TenantCapacity
 
-ALWAYS = ("/health", "/ping", "/metrics")  # paths that are answered on connections of the reserve
-MOST = 16_384  # connections, however many files there may be: some hundred MB
-OWN_FILES = 48  # that the process may open later: an engine's sockets and pipes, logs, collectors
-RESERVE = 64  # at most, and an eighth of all
-RESERVE_TIMEOUT = 2.0  # seconds that a connection of the reserve has for its request's head
-BACKLOG = 2048  # connections not yet accepted, and at most an eighth of the file limit: they are accepted all at once
-TOLD_EVERY = 60.0  # seconds
+ALWAYS = ("/health", "/ping", "/metrics")  # paths answered on connections of the reserve
+MOST = 16_384  # connections, whatever the file limit: some hundred MB
+OWN_FILES = 48  # files the process may open later: an engine's sockets and pipes, logs, collectors
+RESERVE = 64  # at most, and at most an eighth of all
+RESERVE_TIMEOUT = 2.0  # seconds for the head of a request in the reserve
+BACKLOG = 2048  # connections not yet accepted, at most an eighth of the file limit: all are accepted at once
+TOLD_EVERY = 60.0  # seconds between two warnings
 
 logger = logging.getLogger(__name__)
 
 
 class Timed(Protocol):
-    """A connection."""
+    """A connection as `Connections` sees it."""
 
-    deadline: float  # of the loop's clock: when it is closed if it does not go on; inf: never
+    deadline: float  # of the loop's clock: when it is closed without progress; inf: never
 
     def refuse(self) -> None: ...
     def time_out(self) -> None: ...
 
 
 class Connections:
-    """
-    Args:
-        most: connections, the reserve included.
-    """
+    """All open connections.  Args: most: connections, the reserve included."""
 
     def __init__(self, most: int) -> None:
         reserve = min(RESERVE, most // 8)
@@ -53,10 +50,10 @@ class Connections:
         self._told = -TOLD_EVERY
 
     def enter(self, connection: Timed, address: str) -> bool:
-        """Whether it has a place of its own; else it is one of the reserve, or refused at once."""
+        """Admit a connection.  False: it is in the reserve, or was refused at once."""
         client = client_of(address)
         if not (objection := self._room.objection(client, 1, self._open)):
-            self._room.take(client, 1)
+            self._room.acquire(client, 1)
             self._clients[connection] = client
             return True
         self._tell(objection)
@@ -72,10 +69,10 @@ class Connections:
     def leave(self, connection: Timed) -> None:
         self._reserved.pop(connection, None)
         if (client := self._clients.pop(connection, None)) is not None:
-            self._room.give(client, 1)
+            self._room.release(client, 1)
 
     def expire(self, now: float) -> None:
-        """Close those that are late."""
+        """Time out connections whose deadline is before `now`."""
         for connection in [one for one in (*self._clients, *self._reserved) if one.deadline < now]:
             connection.time_out()
 
@@ -87,7 +84,7 @@ class Connections:
 
 
 def client_of(address: str) -> str:
-    """What counts as one client: an address, of IPv6 the network of 64 bits that one client has."""
+    """The key that counts as one client: an IPv4 address, or the /64 network of an IPv6 address."""
     try:
         parsed = ip_address(address.partition("%")[0])
     except ValueError:
@@ -98,7 +95,7 @@ def client_of(address: str) -> str:
 
 
 def raise_file_limit() -> int:
-    """Raise the soft limit of open files to the hard one; what it is then."""
+    """Raise the soft limit of open files to the hard one.  Returns the limit in force."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 1 << 16 if hard == resource.RLIM_INFINITY else hard
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -115,6 +112,6 @@ def backlog_within(file_limit: int) -> int:
 
 
 def most_within(file_limit: int) -> int:
-    """Connections that leave room for the files of this process, and for what is accepted at once."""
+    """Connections that leave files for this process and for the backlog, which is accepted at once."""
     open_now = len(os.listdir("/dev/fd"))
     return max(16, min(MOST, file_limit - open_now - OWN_FILES - backlog_within(file_limit)))

@@ -1,4 +1,4 @@
-"""Everything a client is told when its request cannot be served, in OpenAI's shape."""
+"""Error responses in OpenAI's shape."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slotwise.text.chat_source import ChatTemplateError
 from slotwise.text.tokenizer import TextTooLong, TokenizerError
 
 TRY_LATER = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
-SHED = "shed"  # it could no longer be in time
+SHED = "shed"  # code of a request that could no longer meet its objectives
 
 _AT = re.compile(r"^(?P<what>.*) - at (?:`key` in )?`\$\.?(?P<param>[^`.\[]*)(?P<rest>[^`]*)`$", re.DOTALL)
 _BYTE = re.compile(r"\(byte (\d+)\)$")
@@ -30,24 +30,24 @@ class ErrorContent(msgspec.Struct):
 
 
 class ErrorBody(msgspec.Struct):
-    """OpenAI's shape."""
+    """OpenAI's error object."""
 
     error: ErrorContent
 
 
 class ClientGone(Exception):
-    """Nobody is left to answer."""
+    """The client has disconnected; there is no response to send."""
 
 
 class ApiError(Exception):
-    """An answer other than the one that was hoped for.
+    """An HTTP error response.
 
     Args:
-        status: of the HTTP response.
-        param: the field of the request at fault, if one is.
-        code: a word for programs.
-        retry_after: seconds after which a refused client may come back.
-        more: headers of its own.
+        status: HTTP status.
+        param: the field of the request at fault, if any.
+        code: a machine-readable code.
+        retry_after: seconds after which a refused client may retry.
+        more: additional headers.
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None,
@@ -85,7 +85,7 @@ class ApiError(Exception):
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         if self.status in TRY_LATER:
-            last = [(b"connection", b"close")] if self.code == DRAINING else []  # what comes after may find nobody
+            last = [(b"connection", b"close")] if self.code == DRAINING else []  # a retry on this connection would fail
             return [(b"retry-after", str(self.retry_after).encode()), *self.more, *last]
         if self.status == HTTPStatus.UNAUTHORIZED:
             return [(b"www-authenticate", b"Bearer")]
@@ -115,7 +115,7 @@ def from_text(error: TokenizerError | ChatTemplateError, param: str) -> ApiError
 
 
 def from_decoding(error: Exception, body: bytes) -> ApiError:
-    """Of a body that is not JSON, or not of the shape it should have: `param` names the field."""
+    """The error of a body that is not JSON, or not of the expected shape: `param` names the field."""
     if not isinstance(error, msgspec.ValidationError):
         return _malformed(str(error), body)
     found = _AT.match(str(error))
@@ -125,7 +125,7 @@ def from_decoding(error: Exception, body: bytes) -> ApiError:
 
 
 def _malformed(message: str, body: bytes) -> ApiError:
-    """Names the field that was being read, as far as that can be seen from a few bytes before the error."""
+    """Names the field that was being read, as far as a few bytes before the error show it."""
     place = _BYTE.search(message)
     at = int(place[1]) if place is not None else 0
     keys = _KEY.findall(body[max(0, at - NEAR):at])
@@ -136,7 +136,7 @@ def _malformed(message: str, body: bytes) -> ApiError:
 
 
 def from_ending(reason: str, message: str) -> ApiError:
-    """Of a generation that the engine refused or could not finish."""
+    """The error of a generation that the engine rejected or could not finish."""
     if reason == "rejected":
         return bad_request(message, code="rejected")
     if reason == "timeout":

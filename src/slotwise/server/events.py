@@ -14,21 +14,21 @@ from slotwise.server.generate import Api
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.subscribers import TenantFilter
 
-SWITCHES = ("backlog", "follow")  # 0 or 1, both 1 where they are not given
-EVERY = 0.1  # seconds between two looks at what is new
+SWITCHES = ("backlog", "follow")  # 0 or 1; default 1
+EVERY = 0.1  # seconds between two polls of the ring
 MOST = 64  # entries encoded at a time: a millisecond in which no other stream is served
-UNREAD = 10.0  # seconds a viewer has to read what was written, beyond what sockets and buffers hold
-MAX_UNSENT = 128 << 10  # bytes of them
+UNREAD = 10.0  # seconds a subscriber has to read what was written, beyond what sockets and buffers hold
+MAX_UNSENT = 128 << 10  # bytes of socket buffer per subscriber
 NDJSON = b"application/x-ndjson"
 
 logger = logging.getLogger(__name__)
 
 
 async def events(api: Api, exchange: HttpExchange) -> None:
-    """The event log, live: a JSON object a line (see observe.log).
+    """Stream the event log: one JSON object per line (see observe.event_log).
 
-    It begins with what is still remembered, or with `backlog=0` with those who live; it ends with the server, or with
-    `follow=0` with what has been written.
+    Begins with the entries the ring still holds, or with `backlog=0` with the unfinished requests.  Ends with the
+    server, or with `follow=0` after the entries written so far.
     """
     switches = _switches(exchange)
     api.batched_observer.flush()
@@ -47,7 +47,7 @@ async def events(api: Api, exchange: HttpExchange) -> None:
                 api.batched_observer.flush()
                 if lines := view.more():
                     await _tell(exchange, lines, gone)
-                    await asyncio.sleep(0)  # a socket that takes all at once would let nobody else have a turn
+                    await asyncio.sleep(0)  # a socket that accepts all at once would starve other tasks
                 elif is_ending:
                     break
                 else:
@@ -56,7 +56,7 @@ async def events(api: Api, exchange: HttpExchange) -> None:
 
 
 async def _tell(exchange: HttpExchange, lines: bytes, gone: asyncio.Event) -> None:
-    """Write `lines`.  A viewer that leaves them unread for `UNREAD` seconds is disconnected, and `gone` is set."""
+    """Write `lines`.  Disconnects a subscriber that leaves them unread for `UNREAD` seconds, and waits for `gone`."""
     try:
         async with asyncio.timeout(UNREAD):
             await exchange.event(lines, NDJSON)
@@ -77,7 +77,7 @@ def _switches(exchange: HttpExchange) -> dict[str, bool]:
 
 
 class _View:
-    """What one viewer has seen of a ring, which waits for nobody."""
+    """One subscriber's position in the ring.  The ring never waits for it."""
 
     def __init__(self, ring: Ring, tenant_filter: TenantFilter) -> None:
         self._ring = ring
@@ -85,21 +85,21 @@ class _View:
         self._position = 0
 
     def opening(self) -> bytes:
-        """What to know of those who come before all that is remembered."""
+        """Entries that describe the state before the oldest entry of the ring."""
         self._position = self._ring.first
         return self._lines(self._ring.preface())
 
     def opening_now(self) -> bytes:
-        """What to know of those who live."""
+        """Entries that describe the unfinished requests."""
         self._position = self._ring.end
         return self._lines(self._ring.living())
 
     def more(self) -> bytes:
-        """A few lines that have not been seen yet; empty when there are none."""
+        """A few lines that were not read yet; empty when there are none."""
         batch = self._ring.since(self._position, MOST)
         self._position = batch.position
         known = [Gap(batch.missed), *self._ring.preface()] if batch.missed else []
-        opening = self._lines(known)  # before the rest, for it tells whose requests those are
+        opening = self._lines(known)  # first: it says whose requests the lines are
         return opening + b"".join(map(self._filter.line, batch.lines))
 
     def _lines(self, entries: Iterable[Entry]) -> bytes:

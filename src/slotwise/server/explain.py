@@ -1,7 +1,7 @@
 """`GET /explain/{request_id}` and the field `explain`: where a request's time went (see observe.explain).
 
-What is asked is found by the ring's index; a worker process of low priority decodes the lines concerned and explains
-them.  Clients take turns; how many may wait is bounded for each and in all.
+The ring's index finds the requests; a worker process of low priority decodes their lines and explains them.  Clients
+take turns; the number waiting is bounded per client and in all.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from slotwise.server.worker import CallError, Limits, Worker
 if TYPE_CHECKING:
     from slotwise.server.generate import Api
 
-MOST = 16  # requests explained at once: names for tracing may repeat, and a response may have many choices
-MAX_ASKING, MAX_ASKING_OF_ONE = 64, 4  # `GET /explain` that wait, of all clients and of one
-MAX_WAITING, MAX_WAITING_OF_ONE = 256, 64  # with responses that wait for what is to stand in them
+MOST = 16  # requests explained at once: tracing ids may repeat, and a response may have many choices
+MAX_ASKING, MAX_ASKING_OF_ONE = 64, 4  # `GET /explain` waiting, of all clients and of one
+MAX_WAITING, MAX_WAITING_OF_ONE = 256, 64  # with responses waiting for their field `explain`
 BUSY = "explainer_busy"
 RETRY_AFTER = 1  # seconds
 # The processor's share of a process of the lowest priority is what others leave, so its time is generous.
@@ -31,13 +31,13 @@ LIMITS = Limits(seconds=30.0, memory=512 << 20, answer=8 << 20, niceness=19)
 
 
 class Explainer:
-    """Makes one explanation after the other, in a process beside the streams."""
+    """Explains one call after the other, in a process beside the streams."""
 
     def __init__(self) -> None:
         self._worker = Worker("slotwise.observe.explaining", LIMITS, Turns(MAX_WAITING, MAX_WAITING_OF_ONE))
 
     def check_room(self, holder: str) -> None:
-        """Raises ApiError when too many ask at once."""
+        """Raises ApiError when too many are waiting."""
         turns = self._worker.turns
         if turns.waiting_of(holder) >= MAX_ASKING_OF_ONE:
             raise _busy(HTTPStatus.TOO_MANY_REQUESTS)
@@ -45,13 +45,13 @@ class Explainer:
             raise _busy(HTTPStatus.SERVICE_UNAVAILABLE)
 
     async def explain(self, api: Api, holder: str, find: Callable[[], list[RequestTimeline]]) -> list[dict[str, Any]]:
-        """The stories of the requests that `find` finds, in order of arrival.
+        """The timelines of the requests that `find` finds, in order of arrival.
 
         Args:
-            holder: the client, which takes turns with others.
+            holder: the client; clients take turns.
 
         Raises:
-            ApiError: too many wait, or it takes more than it may.
+            ApiError: too many are waiting, or the call exceeds its limits.
         """
         until_ns = time.monotonic_ns()
         api.batched_observer.flush()
@@ -94,7 +94,7 @@ async def of_request(api: Api, exchange: HttpExchange) -> None:
 
 
 async def of_response(api: Api, holder: str, request_ids: Sequence[str]) -> dict[str, Any]:
-    """What stands in the response to a request that asked for it: everything up to now, or why there is nothing."""
+    """The `explain` field of a response: the timelines of its requests up to now, or an error."""
     recorder = api.recorder
     told: dict[str, Any] = {"requests": []}
     try:
@@ -106,5 +106,5 @@ async def of_response(api: Api, holder: str, request_ids: Sequence[str]) -> dict
 
 
 def told_of(times: StepTimeModel) -> dict[str, Any]:
-    """How far what a request would have taken alone can be trusted."""
+    """How far predictions of the time a request would have taken alone can be trusted."""
     return {"median_error": round(times.error, 4), "steps": times.num_steps}

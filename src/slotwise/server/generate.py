@@ -1,4 +1,4 @@
-"""From checked prompts to an answered client: what both endpoints do."""
+"""From checked prompts to a complete response: the part that both endpoints share."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ from slotwise.text.continuation import Continuation
 
 
 class Api:
-    """What the endpoints work with.
+    """The components that the endpoints work with.
 
     Args:
-        step_times: what is known of them already.
+        step_times: a step-time model, possibly fitted earlier.
     """
 
     def __init__(self, engine_client: EngineClient, prompts: Prompts, settings: ServerSettings,
@@ -70,15 +70,15 @@ class Api:
         self.batched_observer = BatchedObserver([self.metrics, self.recorder, self.step_times])
         engine_client.observers += [self.admission_control, self.batched_observer]
         self.active_requests = ActiveRequests()
-        self.num_exchanges = 0  # under way, of any kind
+        self.num_exchanges = 0  # in progress, of any kind
         self._seeds = random.Random(settings.seed)
         self._serials = itertools.count()
 
     def check_room(self, slo: SLO, num_requests: int = 1, num_tokens: int = 0) -> None:
-        """Raises ApiError when so many more cannot wait, in all or of their tier, or nobody is let in at all.
+        """Raises ApiError when this many more do not fit the queue or their tier's bound, or the engine is closed.
 
         Args:
-            slo: as far as they are known.
+            slo: as far as it is known.
         """
         admission_control = self.admission_control
         try:
@@ -96,28 +96,28 @@ class Api:
                            more=headers_of(admission_control.wait_estimate()))
 
     def slo(self, request: Generate, tenant: str) -> SLO:
-        """On what terms a request is served.  Raises ApiError for one that asks for more than it may."""
+        """The objectives of a request.  Raises ApiError for a request that exceeds what its tier allows."""
         return slo_of(request, tenant, self.tiers.choose(request.service_tier, tenant))
 
     def close(self) -> None:
-        """End the processes that work beside this one."""
+        """End the worker processes."""
         self.prompts.close()
         self.explainer.close()
 
     def trace(self, traces: Traces) -> None:
-        """Have every request traced from here on."""
+        """Trace every request from here on."""
         self._traces = traces
         self.recorder.tell(traces)
 
     def refused(self, kind: str) -> None:
-        """Somebody was turned away before the engine service heard of it."""
+        """Count a request that was refused before the engine service received it."""
         self.batched_observer.refused(kind)
 
     def start(self, job: Job) -> list[Choice]:
         """`n` continuations of every prompt, in OpenAI's order: all or none.
 
         Raises:
-            ApiError: the engine takes no more, or these are too many.
+            ApiError: the engine accepts no more, or these are too many.
         """
         tokenised_ns = time.monotonic_ns()
         prompts, params = job.prompts, job.params
@@ -132,7 +132,7 @@ class Api:
         try:
             for prompt, drawn in zip(prompts, lengths, strict=True):
                 for k in range(params.n):
-                    # Ids for tracing may repeat; the engine's may not.
+                    # Tracing ids may repeat; the engine's may not.
                     unique = f"{job.heading.response_id}-{next(self._serials)}"
                     text = Continuation(self.prompts.tokenizer, prompt, params.stop, params.min_tokens)
                     if self._traces is not None and job.traceparent:
@@ -149,13 +149,13 @@ class Api:
         return choices
 
     def _queue_timeout(self, asked: float | None) -> float:
-        """A client may wait less long than the server lets it, not longer."""
+        """The smaller of the client's limit and the server's, in seconds; 0: none."""
         bounds = [bound for bound in (asked, self.settings.queue_timeout) if bound]
         return min(bounds, default=0.0)
 
 
 class Job(NamedTuple):
-    """A request that may start."""
+    """A request that is ready to start."""
 
     request: Generate
     prompts: list[list[int]]
@@ -164,7 +164,7 @@ class Job(NamedTuple):
     slo: SLO
     salt: str
     received_ns: int  # monotonic
-    traceparent: str  # W3C's header; empty when its caller is not traced
+    traceparent: str  # W3C's header; empty when the caller is not traced
 
     @property
     def shape(self) -> Shape:
@@ -172,21 +172,21 @@ class Job(NamedTuple):
 
     @property
     def most_tokens(self) -> int:
-        """That it may need, prompts and outputs."""
+        """The most tokens it may need, prompts and outputs."""
         return sum(map(len, self.prompts)) + len(self.prompts) * self.params.n * (self.params.max_tokens or 0)
 
 
 def finish(choices: list[Choice], reason: str) -> None:
-    """End those that have not ended."""
+    """End the choices that have not ended."""
     for choice in choices:
         choice.generation.finish(reason)
 
 
 async def answer(api: Api, exchange: HttpExchange, job: Job) -> None:
-    """Generate and respond.  A client that goes away takes its generations with it.
+    """Generate and respond.  A client that disconnects aborts its generations.
 
     Raises:
-        ApiError: the engine refused the request, was too late for it, or failed.
+        ApiError: the engine rejected the request, timed it out, or failed.
     """
     wait_estimate = api.admission_control.wait_estimate()
     choices: list[Choice] = []
@@ -213,7 +213,7 @@ async def _answered(api: Api, exchange: HttpExchange, job: Job, choices: list[Ch
         raise
     except asyncio.CancelledError:
         raise
-    except BaseException:  # its text could not be made, say; a panic of the tokenizer's is no Exception
+    except BaseException:  # detokenizing failed, say; a panic of the tokenizer is no Exception
         finish(choices, "error")
         raise
     finally:
@@ -248,7 +248,7 @@ async def _stream(api: Api, exchange: HttpExchange, job: Job, choices: list[Choi
 
 
 async def _told(api: Api, exchange: HttpExchange, job: Job, choices: list[Choice]) -> dict[str, Any]:
-    """Of the response itself, where that was asked for: fields of our own."""
+    """Slotwise's own fields of the response, where the request has `explain`."""
     if not job.request.explain:
         return {}
     ids = [choice.generation.request_id for choice in choices]
@@ -265,14 +265,14 @@ class _Streamed:
         self._logprobs = job.shape.logprobs(api.prompts.tokenizer) if job.params.logprobs is not None else None
         self._counts = options is not None and bool(options.continuous_usage_stats)
         self._is_plain = self._logprobs is None and not self._counts
-        self.first_ns = 0  # monotonic, when the first event was given to the socket
+        self.first_ns = 0  # monotonic, when the first event was written to the socket
         self.num_events = 0
 
     async def run(self, choice: Choice) -> None:
-        """The first event as soon as there is a token, then one for each interval.
+        """Write the first event as soon as there is a token, then one per interval.
 
-        Also where no text comes of it yet, half a character or what may begin a stop string: clients that time a stream
-        count its events.
+        An event is written even where it adds no text (half a character, or what may begin a stop string): clients that
+        time a stream count its events.
         """
         opening = self._events.opening(choice.index)
         async for chunk in choice.generation:
@@ -302,14 +302,14 @@ def _usage(job: Job, choices: list[Choice]) -> dict[str, Any]:
 
 
 def _used(job: Job, choices: list[Choice]) -> int:
-    """Tokens of prompts that an engine took up, and of outputs, whether or not anybody read them."""
+    """Tokens of prompts that the engine started, and of outputs, whether read or not."""
     begun = {choice.index // job.params.n for choice in choices if choice.generation.num_cached >= 0}
     return sum(len(job.prompts[place]) for place in begun) + sum(
         choice.num_tokens + choice.generation.num_unread for choice in choices)
 
 
 async def _together(work: list[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """All results; the first failure ends the others and is raised as itself.
+    """All results; the first failure cancels the others and is raised as itself.
 
     One choice gets a task of its own, too: waking up through all layers below would cost it more at every token.
     """

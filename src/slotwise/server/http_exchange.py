@@ -1,4 +1,4 @@
-"""One HTTP exchange over raw ASGI: the body in, JSON or server-sent events out, and whether the client is still there.
+"""One HTTP exchange over raw ASGI: the body in, JSON or server-sent events out, and whether the client is connected.
 
 Streams write straight to `send`: a layer between would cost as much as everything else done for a token.
 """
@@ -19,7 +19,7 @@ from slotwise.server.errors import ApiError, ClientGone, bad_request
 
 Message = dict[str, Any]
 Headers = list[tuple[bytes, bytes]]
-STEP = 256 << 10  # bytes claimed ahead of a body whose length is not announced: what is received in one piece
+STEP = 256 << 10  # bytes claimed ahead of a body without an announced length: what one read returns
 DONE = b"data: [DONE]\n\n"
 
 
@@ -28,43 +28,41 @@ class HttpExchange:
 
     Args:
         scope, receive, send: ASGI's.
-        request_id: the client's or ours; goes out in every response.
+        request_id: the client's or a generated one; sent in every response.
     """
 
     def __init__(self, scope: Message, receive: Callable[[], Any], send: Callable[[Message], Any],
                  request_id: str) -> None:
         self.scope = scope
         self.request_id = request_id
-        self.tenant = ""  # whose key it came with
+        self.tenant = ""  # of the request's key
         self.traceparent = dict(scope["headers"]).get(b"traceparent", b"").decode("latin-1")
         self.received_ns = time.monotonic_ns()
         self.started = False
-        self.more: Headers = []  # of the response, whatever it is
-        self.last_told: Callable[[], Headers] = list  # more of them, as they are when the response begins
+        self.more: Headers = []  # headers of every response
+        self.last_told: Callable[[], Headers] = list  # further headers, evaluated when the response begins
         self._receive = receive
         self._send = send
 
     @property
     def is_head(self) -> bool:
-        """Only the head of the response was asked for."""
+        """Whether the method is HEAD: the response has no body."""
         return bool(self.scope["method"] == "HEAD")
 
     @property
     def holder(self) -> str:
-        """What per-client bounds count by: the tenant of the key, else the client's address."""
+        """The key of per-client bounds: the tenant, else the client's address."""
         client = self.scope.get("client")
         return self.tenant or (client[0] if client else "")
 
-    # -- in ------------------------------------------------------------------------------------------------------
+    # -- request -------------------------------------------------------------------------------------------------
 
     async def body(self, max_bytes: int, timeout: float, claim: Callable[[int], None] = lambda size: None) -> bytes:
-        """
-        Args:
-            claim: told how many bytes it will have at least, before they are received; raises if they may not come.
+        """The whole body; `claim` receives a lower bound of its bytes before they arrive, and may refuse by raising.
 
         Raises:
             ApiError: it is too large or too slow.
-            ClientGone: it does not come to its end.
+            ClientGone: the client disconnected before its end.
         """
         announced = int(dict(self.scope["headers"]).get(b"content-length", b"0"))
         if announced > max_bytes:
@@ -93,7 +91,7 @@ class HttpExchange:
 
     @asynccontextmanager
     async def watched(self, on_gone: Callable[[], None]) -> AsyncIterator[None]:
-        """Call `on_gone` when the client goes away meanwhile.  For use once the body is read."""
+        """Call `on_gone` when the client disconnects meanwhile.  For use once the body is read."""
         watcher = asyncio.create_task(self._watch(on_gone))
         try:
             yield
@@ -105,7 +103,7 @@ class HttpExchange:
             pass
         on_gone()
 
-    # -- out -----------------------------------------------------------------------------------------------------
+    # -- response ------------------------------------------------------------------------------------------------
 
     async def respond(self, body: bytes, status: int = HTTPStatus.OK, content_type: bytes = b"application/json",
                       headers: Headers | None = None) -> None:
@@ -117,28 +115,28 @@ class HttpExchange:
         await self.respond(msgspec.json.encode(value))
 
     async def respond_error(self, error: ApiError) -> None:
-        """As a response, or as the last event of a stream under way."""
+        """Send an error: as the response, or as the last event of a stream in progress."""
         if self.started:
             await self.end(b"data: " + error.body() + b"\n\n")
         else:
             await self.respond(error.body(), error.status, headers=error.headers())
 
     async def event(self, data: bytes, content_type: bytes = b"text/event-stream; charset=utf-8") -> None:
-        """A piece of a stream: whole events.  The first starts the response, so that errors before it have a status."""
+        """Send whole events of a stream.  The first starts the response, so that errors before it have a status."""
         if not self.started:
             await self._start(HTTPStatus.OK, [(b"content-type", content_type), (b"cache-control", b"no-cache")])
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self, events: bytes = b"") -> None:
-        """The last events of a stream of OpenAI's kind."""
+        """Send the last events of a stream of OpenAI's kind."""
         await self.close(events + DONE)
 
     async def close(self, rest: bytes = b"") -> None:
-        """The rest of a stream."""
+        """Send the rest of a stream."""
         await self._send({"type": "http.response.body", "body": rest})
 
     def abort(self) -> None:
-        """Close the connection at once; what is written and not yet sent is dropped."""
+        """Close the connection at once; written but unsent bytes are dropped."""
         self.scope["transport"].abort()
 
     def limit_unsent(self, num_bytes: int) -> None:

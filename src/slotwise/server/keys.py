@@ -1,4 +1,4 @@
-"""API keys: who may come in, and which tenant each of them is."""
+"""API keys: authentication, and the tenant of each key."""
 
 from __future__ import annotations
 
@@ -14,54 +14,54 @@ NAME_BYTES = 16
 
 
 class Keys:
-    """The keys that open the door; without any it stands open.
+    """The keys that grant access; without any, access is open.
 
-    A key is kept as a digest under a secret that lives as long as this process.  Digests are all of one length, and
-    what was given is compared with every one of them, so that the time it takes tells nothing about a key.
+    A key is stored as a digest under a secret of this process.  Digests are all of one length, and a given key is
+    compared with every one of them, so that the time it takes reveals nothing about a key.
     """
 
     def __init__(self, keys: Sequence[str], admin_key: str = "") -> None:
-        """Args: admin_key: the only one that may change how the server works; "": any may."""
+        """Args: admin_key: the only key that may change how the server works; "": any may."""
         self._secret = secrets.token_bytes(32)
         self._tenants = [self.name_of(key) for key in keys]
         self._admin = self.name_of(admin_key) if admin_key else ""
 
     @property
     def needed(self) -> bool:
-        """Nobody comes in without one."""
+        """Whether access needs a key."""
         return bool(self._tenants)
 
     def name_of(self, key: str) -> str:
-        """The name of whoever holds `key`."""
+        """The tenant name of `key`."""
         return self._digest(key.encode())
 
     def is_admin(self, tenant: str) -> bool:
-        """Whether that is whose key alone may change how the server works."""
+        """Whether `tenant` is that of the admin key."""
         return bool(self._admin) and tenant == self._admin
 
     def scope_of(self, tenant: str) -> str:
         """The tenant whose requests `tenant` may see and abort: its own; "": those of all.
 
-        All are visible with the admin key, and where at most one key opens the server.
+        All are visible with the admin key, and where the server has at most one key.
         """
         only = len({*self._tenants, *([self._admin] if self._admin else [])}) <= 1
         return "" if only or not self._tenants or self.is_admin(tenant) else tenant
 
     def tenant(self, authorization: bytes) -> str:
-        """A name for whoever holds the key in this header; empty when there are no keys.
+        """The tenant of the key in this header; empty when there are no keys.
 
         Raises:
-            ApiError: it holds none of ours.
+            ApiError: the key is missing or unknown.
         """
         if not self._tenants:
             return ""
         return self._known(authorization, [*self._tenants, self._admin] if self._admin else self._tenants)
 
     def admin(self, authorization: bytes) -> str:
-        """A name for whoever may change how the server works.
+        """The tenant of a key that may change how the server works.
 
         Raises:
-            ApiError: that is somebody else.
+            ApiError: the key is missing, unknown, or not the admin key.
         """
         if not self._admin:
             return self.tenant(authorization)

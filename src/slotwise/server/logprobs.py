@@ -39,7 +39,7 @@ class CompletionLogprobs:
         }
 
     def _top(self, sampled: str, entry: TokenLogprobs) -> dict[str, float]:
-        """The most probable tokens and the sampled one; of tokens that look alike, the most probable."""
+        """The most probable tokens and the sampled one; of tokens with equal text, the most probable."""
         top: dict[str, float] = {}
         for token, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True):
             top.setdefault(self._tokenizer.token_text(token), _finite(logprob))

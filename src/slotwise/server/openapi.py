@@ -1,4 +1,4 @@
-"""`/openapi.json`: the service described by the very types that its bodies are decoded into."""
+"""`/openapi.json`, generated from the types that bodies are decoded into."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ AT_ANY_ROUTE = (HTTPStatus.BAD_REQUEST, HTTPStatus.UNAUTHORIZED, HTTPStatus.FORB
 EVENT: Json = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 WITH_A_BODY = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNSUPPORTED_MEDIA_TYPE)
 WHEN_GENERATING = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.GATEWAY_TIMEOUT)
-BOUNDED_BY_CLIENT = ("/events", "/explain/{request_id:path}")  # 429 beyond what one key may have at once
+BOUNDED_BY_CLIENT = ("/events", "/explain/{request_id:path}")  # 429 beyond the bound of one key
 QUEUE: Json = {
     POSITION: {"description": "How many waited for a slot before it when it came.",
                "schema": {"type": "integer", "minimum": 0}},
@@ -58,14 +58,14 @@ class Part(msgspec.Struct):
 
 
 class Message(msgspec.Struct):
-    """What each must have."""
+    """The fields every message must have."""
 
     role: str
     content: str | list[Part] | None = None
 
 
 def document(routes: Sequence[tuple[str, str, Callable[..., Any]]], open_to_all: Sequence[str]) -> bytes:
-    """The description of `routes`, each a method, a path and what answers it, as JSON.
+    """The OpenAPI document of `routes`, each a method, a path and an endpoint, as JSON.
 
     Args:
         open_to_all: paths that need no key.
@@ -89,7 +89,7 @@ def document(routes: Sequence[tuple[str, str, Callable[..., Any]]], open_to_all:
     return msgspec.json.encode({
         "openapi": "3.1.0",
         "info": {"title": "Slotwise", "version": __version__},
-        "security": [{"key": []}, {}],  # a server may have been started without keys
+        "security": [{"key": []}, {}],  # for servers without keys
         "paths": paths,
         "components": {"schemas": components, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
     })
@@ -104,7 +104,7 @@ def _operation(method: str, path: str, schemas: dict[type, Json]) -> Json:
     statuses = AT_ANY_ROUTE + WITH_A_BODY * takes_body + WHEN_GENERATING * (path in GENERATING)
     statuses += (HTTPStatus.TOO_MANY_REQUESTS,) * (path in BOUNDED_BY_CLIENT)
     operation: Json = {"responses": {
-        "200": {"description": "What was asked for.", "content": _answer(path)},
+        "200": {"description": "OK", "content": _answer(path)},
         **{str(int(status)): _error(status, schemas[ErrorBody]) for status in statuses}}}
     if takes_body:
         schema = schemas[BODIES[path]] if path in BODIES else _changes(schemas[TierSettings])

@@ -1,4 +1,4 @@
-"""Prompts of all forms to token ids, checked against the model's limits before the engine hears of them."""
+"""Prompts of all forms to token ids, checked against the model's limits before the engine receives them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from slotwise.server.templates import Template
 from slotwise.text.chat_source import ChatTemplateError
 from slotwise.text.tokenizer import SHORT, Tokenizer, TokenizerError
 
-MAX_WAITING = 256  # long texts that wait for the thread
+MAX_WAITING = 256  # long texts waiting for the thread
 
 
 class Prompts:
-    """Tokenises.  Short texts at once; long ones in one thread, so that they hold up no stream."""
+    """Tokenizes.  Short texts at once; long ones in one thread, so that they delay no stream."""
 
     def __init__(self, tokenizer: Tokenizer, chat_template: Template | None, info: EngineInfo) -> None:
         self.tokenizer = tokenizer
@@ -38,7 +38,7 @@ class Prompts:
         """Token ids of each prompt; a list of ids is one prompt.
 
         Raises:
-            ApiError: a prompt that is empty, mixed, too long or not in the vocabulary.
+            ApiError: a prompt is empty, mixed, too long or not in the vocabulary.
         """
         prompts = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
         if not prompts:
@@ -48,7 +48,7 @@ class Prompts:
         ids = []
         for one in prompts:
             ids.append(await self._ids(one))
-            await asyncio.sleep(0)  # a thousand short texts would hold up every stream
+            await asyncio.sleep(0)  # a thousand short texts would delay every stream
         return ids
 
     async def _ids(self, prompt: Any) -> list[int]:
@@ -71,7 +71,7 @@ class Prompts:
         """Token ids of the rendered messages.
 
         Args:
-            holder: the client, whose templates take turns with those of others.
+            holder: the client; clients take turns at the template.
             variables: of the template.
 
         Raises:
@@ -92,12 +92,12 @@ class Prompts:
         return ids
 
     async def plain(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of any text; nothing is checked but its length."""
+        """Token ids of any text; only its length is checked."""
         return await self._encode(len(text), lambda: self.tokenizer.encode(
             text, add_special_tokens=add_special_tokens, max_tokens=self._longest))
 
     async def decode(self, token_ids: list[int]) -> str:
-        """Raises ApiError for ids outside the vocabulary."""
+        """The text of token ids.  Raises ApiError for ids outside the vocabulary."""
         self._check_vocabulary(token_ids, "tokens")
         return await self._aside(len(token_ids), lambda: self.tokenizer.decode(token_ids, skip_special_tokens=False))
 
@@ -124,7 +124,7 @@ class Prompts:
             self._waiting -= 1
 
     def check(self, ids: Sequence[int], param: str) -> None:
-        """Raises ApiError for a prompt that no output could follow."""
+        """Raises ApiError for a prompt that leaves no token for output."""
         if not ids:
             raise bad_request(f"{param}: the prompt has no tokens", param)
         self._check_length(ids, param)
@@ -140,14 +140,14 @@ class Prompts:
             raise bad_request(f"{param}: token ids must be between 0 and {self._info.vocab_size - 1}", param)
 
     def max_tokens(self, asked: int | None, longest_prompt: int, default: int | None, param: str = "max_tokens") -> int:
-        """How many tokens may be generated: what was asked in the field `param`, else `default` as far as it fits.
+        """The most tokens to generate: the value of the field `param`, else `default` as far as it fits.
 
         Raises:
-            ApiError: what was asked can never fit the model's context, or the whole cache.
+            ApiError: the value can never fit the model's context, or the whole cache.
         """
         limits = self._info.limits
         if asked is None:
-            room = min(self._longest, limits.cache_tokens + 1) - longest_prompt  # the last token needs no place
+            room = min(self._longest, limits.cache_tokens + 1) - longest_prompt  # the last token needs no cache place
             asked = max(1, room if default is None else min(default, room))
         if longest_prompt + asked > self._longest:
             raise too_long(
@@ -159,7 +159,7 @@ class Prompts:
 
 
 def _check_messages(messages: list[dict[str, Any]]) -> None:
-    """Raises ApiError for a message that is none."""
+    """Raises ApiError for messages of the wrong shape."""
     if not messages or len(messages) > MAX_MESSAGES:
         raise bad_request(f"messages: must hold 1 to {MAX_MESSAGES} messages", "messages")
     for index, message in enumerate(messages):

@@ -1,7 +1,7 @@
-"""Request bodies: OpenAI's fields and the extras that vLLM's users know.
+"""Request bodies: OpenAI's fields and vLLM's extensions.
 
-Types are strict.  Unknown fields are ignored, as OpenAI-compatible servers do; fields that are known, not supported and
-would change what the answer means are refused by name.
+Types are strict.  Unknown fields are ignored, as OpenAI-compatible servers do; known fields that are not supported and
+would change the meaning of the answer are refused by name.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from slotwise.core.slo import PRIORITIES
 from slotwise.server import body_precheck
 from slotwise.server.errors import ApiError, bad_request, from_decoding, from_params
 
-MAX_NAME = 200  # characters of a name that is told back
+MAX_NAME = 200  # characters of a name that an error repeats
 Int = Annotated[int, msgspec.Meta(ge=-INT64, le=INT64)]
 
 
 def _within(allowed: Range) -> Any:
-    """A range that `SamplingParams` checks, written where readers of `/openapi.json` see it."""
+    """A range that `SamplingParams` checks, as a type that `/openapi.json` describes."""
     return Annotated[allowed.kind, msgspec.Meta(ge=allowed.least, le=allowed.most)]
 
 
@@ -43,7 +43,7 @@ Salt = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 User = Annotated[str, msgspec.Meta(max_length=512)]
 Prompt = str | list[str | Int | list[Int]]
 NOTHING = (None, False, 0, "", [], {})
-NEUTRAL: dict[str, tuple[Any, ...]] = {  # where that is not what asks for nothing beyond what is done anyway
+NEUTRAL: dict[str, tuple[Any, ...]] = {  # values without effect, where they differ from NOTHING
     "response_format": (None, {"type": "text"}), "modalities": (None, ["text"]), "tool_choice": (None, "none", "auto"),
     "skip_special_tokens": (None, True), "spaces_between_special_tokens": (None, True), "length_penalty": (None, 1.0),
     "prompt_logprobs": (None,),
@@ -56,7 +56,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class Unsupported(msgspec.Struct, kw_only=True):
-    """Fields that would change the answer, had they an effect."""
+    """Fields that would change the answer if they were supported."""
 
     response_format: Any = None
     prompt_logprobs: Any = None
@@ -78,7 +78,7 @@ class Unsupported(msgspec.Struct, kw_only=True):
 
 
 class Generate(Unsupported, kw_only=True):
-    """What both endpoints take.  None stands for a field's default."""
+    """The fields of both endpoints.  None stands for a field's default."""
 
     model: str | None = None
     stream: bool | None = None
@@ -86,11 +86,11 @@ class Generate(Unsupported, kw_only=True):
     request_id: str | None = None
     service_tier: str | None = None  # auto, default, or one of the server's own (see server.tiers)
     priority: Priority | None = None  # lower is earlier; None: its tier's
-    ttft_ms: Milliseconds | None = None  # objectives, for policies that know of them; None: its tier's
+    ttft_ms: Milliseconds | None = None  # objectives, for policies that use them; None: its tier's
     tpot_ms: Milliseconds | None = None
-    user: User | None = None  # whose service is counted together, where the server has no keys
-    queue_timeout: Seconds | None = None  # to its first slot; the server's own bound holds as well
-    cache_salt: Salt | None = None  # cached beginnings are shared only among requests of one key and one salt
+    user: User | None = None  # the tenant, where the server has no keys
+    queue_timeout: Seconds | None = None  # seconds to its first slot; the server's own bound holds as well
+    cache_salt: Salt | None = None  # cached prefixes are shared only among requests of one key and one salt
     n: Choices | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -106,11 +106,11 @@ class Generate(Unsupported, kw_only=True):
     frequency_penalty: Penalty | None = None
     repetition_penalty: RepetitionPenalty | None = None
     logit_bias: dict[TokenId, Bias] | None = None
-    explain: bool | None = None  # tell in the response where the time went
+    explain: bool | None = None  # return in the response where the time went
     bench_output_tokens: OneOrMore | list[OneOrMore] | None = None  # see engine.messages.Add; a list: of each prompt
 
     def refuse_unsupported(self) -> None:
-        """Raises ApiError for a field that cannot be honoured."""
+        """Raises ApiError for an unsupported field."""
         for name, neutral in unsupported_fields(type(self)).items():
             if getattr(self, name) not in neutral:
                 raise bad_request(f"{name} is not supported", name, "unsupported_parameter")
@@ -118,10 +118,10 @@ class Generate(Unsupported, kw_only=True):
             raise bad_request("stream_options: only allowed when stream is true", "stream_options")
 
     def forced_lengths(self, num_prompts: int) -> list[int]:
-        """Of each prompt, the tokens after which a benchmark wants its output to end; 0: no such wish.
+        """For each prompt, the output length that a benchmark forces; 0: none.
 
         Raises:
-            ApiError: there are not as many as prompts.
+            ApiError: there are not as many lengths as prompts.
         """
         asked = self.bench_output_tokens
         if not isinstance(asked, list):
@@ -175,7 +175,7 @@ class ChatRequest(Generate, kw_only=True):
     web_search_options: Any = None
 
     def refuse_unsupported(self) -> None:
-        if self.tool_choice == "none":  # tools are named, and must not be called
+        if self.tool_choice == "none":  # tools are listed, and must not be called
             self.tools = None
         super().refuse_unsupported()
         if self.top_logprobs is not None and not self.logprobs:
@@ -205,19 +205,19 @@ _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 @cache
 def unsupported_fields(kind: type[Generate]) -> dict[str, tuple[Any, ...]]:
-    """Those declared with any type, for nothing is done with them, and which values of theirs pass."""
+    """Fields of type Any, which are not supported, each with the values that are accepted."""
     names = [field.name for field in msgspec.structs.fields(kind) if field.type is Any]
     return {name: NEUTRAL.get(name, NOTHING) for name in names}
 
 
 def decode(kind: type[Body], body: bytes) -> Body:
-    """Raises ApiError, with the field at fault as its `param`."""
+    """The body as a `kind`.  Raises ApiError, with the field at fault as its `param`."""
     with _decoding(body):
         return _DECODERS[kind].decode(body_precheck.trimmed(kind, body) if len(body) > body_precheck.LARGE else body)
 
 
 def decode_object(body: bytes) -> dict[str, Any]:
-    """Raises ApiError for anything but a JSON object, with the field at fault as its `param`."""
+    """The fields of a JSON object.  Raises ApiError for any other body, with the field at fault as its `param`."""
     with _decoding(body):
         fields = _OBJECT.decode(body)
     return {name: _value(name, raw) for name, raw in fields.items()}
@@ -232,7 +232,7 @@ def _value(name: str, raw: msgspec.Raw) -> Any:
 
 @contextmanager
 def _decoding(body: bytes) -> Iterator[None]:
-    gc.disable()  # JSON has no cycles, and a hostile body's hundred thousand lists would be searched for them
+    gc.disable()  # JSON has no cycles; the collector would scan a hostile body's hundred thousand lists
     try:
         yield
     except (ValueError, RecursionError) as error:
@@ -242,7 +242,7 @@ def _decoding(body: bytes) -> Iterator[None]:
 
 
 def check_model(asked: str | None, served: str) -> None:
-    """Raises ApiError for a model that is not here."""
+    """Raises ApiError for a model other than the served one."""
     if asked is not None and asked != served:
         message = f"the model {asked[:MAX_NAME]!r} does not exist; this server has {served!r}"
         raise ApiError(HTTPStatus.NOT_FOUND, message, "model", "model_not_found")

@@ -1,7 +1,7 @@
-"""Where am I: `GET /requests/{request_id}`, and what responses and refusals say of the queue in their headers.
+"""`GET /requests/{request_id}`, and the queue headers of responses and refusals.
 
-A header tells what the API process knows without asking: how many waited when a request came.  The route asks the
-engine, whose answer is exact: how many are to start before it by the policy in force, at that moment.
+The headers hold what the API process counts itself: the requests waiting when this one came.  The route queries the
+engine, whose answer is exact: the requests that start before it by the policy in force, at that moment.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from slotwise.server.http_exchange import HttpExchange
 if TYPE_CHECKING:
     from slotwise.server.generate import Api
 
-MOST = 16  # choices told of at once: names for tracing may repeat, and a response may have many
+MOST = 16  # choices in one response: tracing ids may repeat, and a response may have many choices
 FINISHED = "finished"
 POSITION, START = "X-Queue-Position", "X-Estimated-Start-Ms"
 
 
 def headers_of(wait_estimate: WaitEstimate) -> tuple[tuple[bytes, bytes], ...]:
-    """What was to be expected on arrival.  Without a measured pace there is no estimate."""
+    """The queue headers of a wait estimate.  Without a measured rate there is no estimated start."""
     position = (POSITION.lower().encode(), b"%d" % wait_estimate.position)
     if wait_estimate.start is None:
         return (position,)
@@ -35,7 +35,7 @@ def headers_of(wait_estimate: WaitEstimate) -> tuple[tuple[bytes, bytes], ...]:
 
 
 async def of_request(api: Api, exchange: HttpExchange) -> None:
-    """Where a request under way stands, by its `X-Request-Id` or the `id` of its response."""
+    """The state and queue position of a request in progress, by its `X-Request-Id` or the `id` of its response."""
     name = exchange.scope["path_params"]["request_id"]
     requests = api.active_requests.named(api.keys.scope_of(exchange.tenant), name)
     found = [(choice, request.tier) for request in requests for choice in request.choices][-MOST:]
@@ -47,7 +47,7 @@ async def of_request(api: Api, exchange: HttpExchange) -> None:
 
 
 async def _positions(api: Api, choices: Sequence[Choice]) -> dict[str, RequestPosition]:
-    """Of those who live."""
+    """Positions of the unfinished choices."""
     unfinished = [choice.generation.request_id for choice in choices if not choice.generation.ended]
     if not unfinished:
         return {}

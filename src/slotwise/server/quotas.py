@@ -1,10 +1,10 @@
-"""What one client, the holder of a key, may ask for: 429 for more, with the seconds until it would fit.
+"""Quotas of API keys: 429 beyond them, with the seconds until the request would fit.
 
-    a request comes ──► may one more of its key wait? ──► one of requests_per_minute ──► its body is read, tokenised
+    request arrives ──► may the key queue one more? ──► one of requests_per_minute ──► body is read, tokenized
                                                                                                      │
-    it ends: what was not used comes back ◄── runs ◄── prompt + max_tokens, out of tokens_per_minute ┘
+    request ends: unused tokens are given back ◄── runs ◄── prompt + max_tokens of tokens_per_minute ┘
 
-A quota is the key's, by its own tier, whichever tier a request of it asks for.  Where nobody has keys nobody has one.
+A quota belongs to the key, by the key's own tier, whichever tier a request names.  Without keys there are no quotas.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from slotwise.engine.admission_control import AdmissionControl
 from slotwise.server.bucket import Bucket
 from slotwise.server.errors import ApiError, bad_request
 
-RATE_LIMITED = "rate_limit_exceeded"  # OpenAI's `code`, whichever part of a quota it was
-OVER_REQUESTS, OVER_TOKENS, OVER_QUEUE = "quota_requests", "quota_tokens", "quota_queue"  # which it was, for /metrics
+RATE_LIMITED = "rate_limit_exceeded"  # OpenAI's `code` for any part of a quota
+OVER_REQUESTS, OVER_TOKENS, OVER_QUEUE = "quota_requests", "quota_tokens", "quota_queue"  # the part, for /metrics
 SECOND_NS = 10**9
 
 Headers = list[tuple[bytes, bytes]]
 
 
 class Quota(NamedTuple):
-    """Of each key; None: no bound."""
+    """The quota of one key; None: no bound."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None  # of prompts and outputs together
-    max_num_queued_reqs: int | None = None  # that wait for their first slot at once
+    max_num_queued_reqs: int | None = None  # waiting for their first slot at once
 
 
 class Account:
-    """What a client has left."""
+    """The remaining quota of one client."""
 
     def __init__(self, tenant: str, clock: Callable[[], int]) -> None:
         """Args: tenant: the name of its key."""
@@ -47,29 +47,29 @@ class Account:
         self._clock = clock
 
     def change(self, quota: Quota) -> None:
-        """From here on another quota; what is left stays left, as far as that allows."""
+        """Set another quota; what is left stays, up to the new bounds."""
         now = self._clock()
         self.quota = quota
         self.requests = _changed(self.requests, quota.requests_per_minute, now)
         self.tokens = _changed(self.tokens, quota.tokens_per_minute, now)
 
     def room(self, num_prompt: int, num_choices: int) -> int | None:
-        """Output tokens of each choice that can ever fit beside so many of prompts, at least one; None: any number."""
+        """Output tokens per choice that can ever fit beside so many of prompts, at least one; None: any number."""
         return None if self.tokens is None else max(1, (self.tokens.capacity - num_prompt) // num_choices)
 
     def headers(self) -> Headers:
-        """OpenAI's, of what is left now."""
+        """OpenAI's rate-limit headers, as of now."""
         now = self._clock()
         return [header for name, bucket in ((b"requests", self.requests), (b"tokens", self.tokens))
                 if bucket is not None for header in _headers(name, bucket, now)]
 
 
 class Quotas:
-    """The accounts of those who came; their keys are known, so there are no more than those.
+    """The accounts of all clients; their keys are known, so their number is bounded.
 
     Args:
-        quota_of: of the holder of a key, as it is now.
-        refused: told of each refusal, which part of a quota it was.
+        quota_of: returns the quota in force for a tenant.
+        refused: receives the reason of each refusal.
         clock: monotonic nanoseconds.
     """
 
@@ -95,7 +95,7 @@ class Quotas:
         return account
 
     def check_queue(self, account: Account, num_requests: int = 1) -> None:
-        """Raises ApiError when so many more of a client cannot wait."""
+        """Raises ApiError when so many more requests of a client exceed its bound of queued requests."""
         if (bound := account.quota.max_num_queued_reqs) is None:
             return
         if objection := self._admission_control.tenant_objection(account.tenant, bound, num_requests):
@@ -103,7 +103,7 @@ class Quotas:
                                 self._admission_control.tenant_retry_after(account.tenant, bound))
 
     def count_request(self, account: Account) -> None:
-        """One more, whatever comes of it.  Raises ApiError when that is one too many."""
+        """Count one request, whatever becomes of it.  Raises ApiError when it exceeds the quota."""
         bucket = account.requests
         if bucket is None or bucket.take(1, now := self._clock()):
             return
@@ -114,10 +114,10 @@ class Quotas:
 
     @contextmanager
     def reserved(self, account: Account, most: int, used: Callable[[], int]) -> Iterator[None]:
-        """Hold as many tokens as a request may need at most, until it is known how many it `used`.
+        """Reserve the most tokens a request may need, and give back at the end what it has not `used`.
 
         Raises:
-            ApiError: they are not there, or could never be.
+            ApiError: they are not left, or exceed the capacity.
         """
         if (bucket := account.tokens) is None:
             yield
@@ -129,7 +129,7 @@ class Quotas:
             bucket.give(max(0, most - used()), self._clock())
 
     def _reserve(self, bucket: Bucket, most: int) -> None:
-        if most > bucket.capacity:  # no 429: who was told that would try again
+        if most > bucket.capacity:  # no 429: the client would retry in vain
             self._refused(OVER_TOKENS)
             raise bad_request(f"this key may use {bucket.capacity} tokens a minute, prompts and outputs together; this "
                               f"request may need {most}, which can never fit", "max_tokens", "quota_too_small")
@@ -162,7 +162,7 @@ def _headers(name: bytes, bucket: Bucket, now: int) -> Headers:
 
 
 def duration(nanoseconds: int) -> str:
-    """As OpenAI writes it, rounded up to milliseconds: 20ms, 1.5s, 1m0s."""
+    """A duration as OpenAI writes it, rounded up to milliseconds: 20ms, 1.5s, 1m0s."""
     milliseconds = -(-nanoseconds // 10**6)
     if milliseconds < 1000:
         return f"{milliseconds}ms"

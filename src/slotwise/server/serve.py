@@ -1,7 +1,7 @@
-"""Runs the application until it is asked to stop, and then lets those inside finish.
+"""Runs the application until a signal, then drains it.
 
-SIGTERM, SIGINT or the loss of all hope for an engine: newcomers get 503 while what runs may end within the shutdown
-timeout; then connections are closed.  A second signal ends it at once.
+SIGTERM, SIGINT or an engine that cannot be restarted: new requests get 503 while running ones may finish within the
+shutdown timeout; then connections are closed.  A second signal ends it at once.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from slotwise.server.app import App
 from slotwise.server.connection import Connection
 from slotwise.server.connections import BACKLOG, Connections, backlog_within, most_within, raise_file_limit
 
-FLUSH = 5  # seconds for answers that are written but not yet sent
-LOOK_EVERY = 0.25  # seconds between two looks for connections that are late
-KEEP_ALIVE = 75  # seconds; who asks should be the first to close, and balancers keep idle connections for a minute
+FLUSH = 5  # seconds for responses that are written but not yet sent
+LOOK_EVERY = 0.25  # seconds between two checks for connections past their deadline
+KEEP_ALIVE = 75  # seconds; the client should be the first to close, and balancers keep idle connections for a minute
 
 
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are this module's: uvicorn would close the door before anyone could be told why."""
+        """Signals are handled in this module: uvicorn would stop accepting before requests could be refused."""
         yield
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes any free one.
+    """A listening socket; port 0 chooses any free one.
 
     Raises:
-        OSError: the address cannot be had.
+        OSError: the address cannot be bound.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=BACKLOG)
@@ -48,10 +48,10 @@ def url_of(listener: socket.socket) -> str:
 
 
 async def serve(app: App, listener: socket.socket, on_listening: Callable[[str], None] = lambda url: None) -> None:
-    """Serve on `listener`, which is closed at the end, until a signal comes.
+    """Serve on `listener` until a signal; closes it at the end.
 
     Args:
-        on_listening: told the address once requests are taken.
+        on_listening: receives the URL once requests are accepted.
     """
     settings, file_limit = app.api.settings, raise_file_limit()
     connections = Connections(most_within(file_limit))

@@ -1,4 +1,4 @@
-"""What the HTTP service may be told."""
+"""Settings of the HTTP service."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from slotwise.server.tiers import ServedTier
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
     served_model_name: str
-    api_keys: tuple[str, ...] = ()  # each a tenant, like those of tiers; none: everybody may come in
-    admin_api_key: str = ""  # the only one that may change scheduling; empty: whoever may come in may
+    api_keys: tuple[str, ...] = ()  # each a tenant, like the keys of tiers; none: no key is needed
+    admin_api_key: str = ""  # the only key that may change scheduling; empty: any key may
     tiers: tuple[ServedTier, ...] = ()  # classes of service, as at the start
-    max_body_bytes: int = 4 << 20  # a million token ids; decoding one holds up every stream for as long as it takes
+    max_body_bytes: int = 4 << 20  # a million token ids; decoding a body delays every stream
     header_timeout: float = 10.0  # seconds for the first byte of a connection, and for the rest of each head
     body_timeout: float = 60.0  # seconds a request's body may take to arrive
-    max_choices: int = 1024  # continuations that one request may ask for, prompts times `n`
-    shutdown_timeout: float = 30.0  # seconds that running requests get at the end
-    engine_timeout: float = ENGINE_TIMEOUT  # seconds without a sign of life after which the engine is started anew
-    max_num_queued_reqs: int | None = None  # requests that wait for their first slot; None: engine.admission_control
-    max_num_queued_tokens: int | None = None  # of their prompts, likewise
-    queue_timeout: float = 0.0  # seconds a request may wait for its first slot; 0: as long as it takes
+    max_choices: int = 1024  # choices of one request, prompts times `n`
+    shutdown_timeout: float = 30.0  # seconds that running requests have at the end
+    engine_timeout: float = ENGINE_TIMEOUT  # seconds without a heartbeat after which the engine is restarted
+    max_num_queued_reqs: int | None = None  # requests waiting for their first slot; None: engine.admission_control
+    max_num_queued_tokens: int | None = None  # tokens of their prompts, likewise
+    queue_timeout: float = 0.0  # seconds a request may wait for its first slot; 0: no limit
     stream_interval: int = 1  # tokens per streamed event, after the first
-    event_log: str = ""  # a file that is written anew, with all that happens; empty: none
-    overwrite_event_log: bool = False  # whatever that file is
+    event_log: str = ""  # a file that is written anew, with all events; empty: none
+    overwrite_event_log: bool = False  # replace any file of that name
     otlp_traces_endpoint: str = ""  # a collector's URL, for OTLP over HTTP; empty: nothing is traced
-    log_format: str = TEXT  # of what is written to stderr: see observe.lines
+    log_format: str = TEXT  # of stderr: see observe.lines
     host: str = ""  # the address it listens on; on a loopback address without keys, hosts are checked: see browsers
     allowed_hosts: tuple[str, ...] = ()  # further names in `Host`, without ports; "*": any
     allowed_origins: tuple[str, ...] = ()  # sites whose pages may use the server, as scheme://host:port; "*": any
-    seed: int = 0  # draws the seeds of requests that bring none
+    seed: int = 0  # generates the seeds of requests without one
 
     @property
     def all_keys(self) -> tuple[str, ...]:
-        """Of all tenants."""
+        """The keys of all tenants."""
         return tuple(dict.fromkeys([*self.api_keys, *[key for served in self.tiers for key in served.api_keys]]))

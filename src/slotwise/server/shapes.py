@@ -1,6 +1,6 @@
-"""How the two endpoints write the same answer: whole as JSON, or streamed as server-sent events.
+"""Response formats of the two endpoints: whole JSON, or server-sent events.
 
-Whatever does not change within a stream is written once; a plain token costs a few concatenations of bytes.
+What is constant within a stream is encoded once; a plain token costs a few concatenations of bytes.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ to_json = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """An endpoint's own words."""
+    """An endpoint's field names and object types."""
 
     id_prefix: str
     whole_object: str
     event_object: str
     before_text: bytes  # in an event's choice
     after_text: bytes
-    opening: bytes  # what a choice's first event says before any text; may be empty
-    whole: Callable[[str], dict[str, Any]]  # a choice's text, whole
+    opening: bytes  # a choice's first event, before any text; may be empty
+    whole: Callable[[str], dict[str, Any]]  # a choice's whole text
     logprobs: type[LogprobFormat]
 
 
@@ -49,13 +49,13 @@ def usage(num_prompt: int, num_output: int, num_cached: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """What every event and the whole response begin with."""
+    """Fields at the start of every event and of the whole response."""
 
     shape: Shape
     response_id: str
     model: str
     created: int
-    service_tier: str  # empty: there is none to speak of
+    service_tier: str  # empty: the field is absent
 
     @classmethod
     def now(cls, shape: Shape, request_id: str, model: str, service_tier: str) -> Heading:
@@ -68,7 +68,7 @@ class Heading:
 
 def whole_response(heading: Heading, choices: list[dict[str, Any]], used: dict[str, Any],
                    extras: dict[str, Any]) -> bytes:
-    """Args: extras: fields that OpenAI's responses do not have."""
+    """The response as JSON.  Args: extras: fields that OpenAI's responses do not have."""
     return to_json(heading.of(heading.shape.whole_object) | {"choices": choices, "usage": used} | extras)
 
 
@@ -80,7 +80,7 @@ class Events:
     """The events of one stream.
 
     Args:
-        has_usage: the client asked for usage, which every event then has a field for.
+        has_usage: the client requested usage; every event then has the field.
     """
 
     def __init__(self, heading: Heading, *, has_usage: bool) -> None:
@@ -98,16 +98,16 @@ class Events:
                 % (self._head, index, self._opening, self._no_usage))
 
     def plain(self, index: int, text: str) -> bytes:
-        """Text and nothing else: nearly every event."""
+        """An event with text only: nearly every event."""
         return b'%b{"index":%d%b%b%b' % (self._head, index, self._before, to_json(text), self._plain)
 
     def full(self, index: int, piece: Delta, logprobs: dict[str, Any] | None, used: dict[str, Any] | None) -> bytes:
-        """Any of log-probabilities, finish reason and usage so far."""
+        """An event with any of log-probabilities, finish reason and usage so far."""
         usage_field = self._no_usage if used is None else b',"usage":' + to_json(used)
         return b'%b{"index":%d%b%b%b,"logprobs":%b,"finish_reason":%b}]%b}\n\n' % (
             self._head, index, self._before, to_json(piece.text), self._after, to_json(logprobs),
             to_json(piece.finish_reason), usage_field)
 
     def last(self, used: dict[str, Any], extras: dict[str, Any]) -> bytes:
-        """Usage of the whole request, and what `whole_response` would say beside it."""
+        """The last event: usage of the whole request, and `extras` as in `whole_response`."""
         return self._head + b"]," + to_json({"usage": used} | extras)[1:] + b"\n\n"

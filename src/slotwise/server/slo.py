@@ -1,4 +1,4 @@
-"""On what terms a request is served: as which tier, and no better than that tier allows."""
+"""Objectives of a request, from its fields and its tier."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from slotwise.server.protocol import Generate
 from slotwise.server.quotas import Quota
 from slotwise.server.tiers import BEST, ServedTier, TierSettings, quota_objection, seconds
 
-UNTIERED = "default"  # what a request is served as where there are no tiers
+UNTIERED = "default"  # the tier's name in responses of a server without tiers
 
 
 class Tiers:
-    """Those in force, and who may ask for which.
+    """The tiers in force, and which tenants may use which.
 
     Args:
-        served: as at the start.
+        served: the tiers at the start, with their keys.
     """
 
     def __init__(self, served: Sequence[ServedTier], keys: Keys) -> None:
@@ -29,30 +29,30 @@ class Tiers:
         self.change([one.settings for one in served])
 
     def check(self, tiers: Sequence[TierSettings]) -> None:
-        """Raises ValueError for tiers that make no sense with the server's keys."""
+        """Raises ValueError for tiers that do not fit the server's keys."""
         if not self._keys.needed and (objection := quota_objection(tiers)):
             raise ValueError(objection)
 
     def change(self, tiers: Sequence[TierSettings]) -> None:
-        """From here on these, the best first.  Keys stay with the names they had at the start."""
+        """Set the tiers, the best first.  Keys stay with the tier names they had at the start."""
         self.settings = tuple(tiers)
         self._tiers = {one.name: one.tier() for one in tiers}
         self._bounds = {one.name: one.max_num_queued_reqs for one in tiers}
         self._has_quotas = self._keys.needed and any(one.quota != Quota() for one in tiers)
 
     def bound(self, name: str) -> int | None:
-        """Requests of a tier that may wait; None: as many as may."""
+        """Most queued requests of a tier; None: no bound of its own."""
         return self._bounds.get(name)
 
     def quota(self, tenant: str) -> Quota:
-        """Of the holder of a key: that of the best tier it allows.  Who changes how the server works has none."""
+        """The quota of a tenant: that of the best tier its key allows.  The admin key has none."""
         if not self._has_quotas or self._keys.is_admin(tenant):
             return Quota()
         best = self._best(tenant)
         return self.settings[best].quota if best < len(self.settings) else Quota()
 
     def choose(self, asked: str | None, tenant: str) -> Tier | None:
-        """The tier of a request; None where there are none, and then anything may be asked for.
+        """The tier of a request; None where there are no tiers, and any `service_tier` is accepted.
 
         Args:
             asked: its `service_tier`.
@@ -76,7 +76,7 @@ class Tiers:
         return self._tiers[asked]
 
     def _best(self, tenant: str) -> int:
-        """Where what a key allows begins: with its own tier, else with the first that has no keys."""
+        """Index of the best tier a key allows: its own, else the first without keys."""
         if self._keys.is_admin(tenant):
             return 0
         names = list(self._tiers)
@@ -86,14 +86,14 @@ class Tiers:
 
 
 def slo_of(request: Generate, tenant: str, tier: Tier | None) -> SLO:
-    """On what terms a request is served.  One with a tier may ask for less than its tier promises, not for more.
+    """The objectives of a request.  A request with a tier may set looser objectives than its tier's, not tighter ones.
 
     Args:
-        tenant: whose key it came with.  Where nobody has keys the `user` it names stands for that: who has a key
-            cannot get out of its tenant's lane by naming users.
+        tenant: of its key.  Without keys, the `user` of the request is used: a client with a key cannot leave its
+            tenant's fair share by naming users.
 
     Raises:
-        ApiError: it asks for more.
+        ApiError: an objective is tighter than its tier's.
     """
     name = tenant or request.user or ""
     ttft, tpot = seconds(request.ttft_ms), seconds(request.tpot_ms)
@@ -107,7 +107,7 @@ def slo_of(request: Generate, tenant: str, tier: Tier | None) -> SLO:
 
 
 def _objective(name: str, asked: float | None, tier: Tier) -> float | None:
-    """Seconds: what was asked for, or what the tier promises.  Raises ApiError for what it does not promise."""
+    """Seconds: the request's objective, or its tier's.  Raises ApiError for one tighter than the tier's."""
     objective: float | None = getattr(tier, name)
     if asked is None or asked == objective:
         return objective

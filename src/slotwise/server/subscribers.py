@@ -1,4 +1,4 @@
-"""Who watches the event log: a bounded number, each of whom sees only what its tenant may."""
+"""Subscribers of the event log: a bounded number, each of which sees only what its tenant may."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from slotwise.observe.ring import Line
 from slotwise.server.errors import ApiError
 
 MAX_SUBSCRIBERS = 16
-MAX_OF_ONE = 4  # viewers with one key, or from one address where there are no keys
+MAX_OF_ONE = 4  # subscribers with one key, or from one address where there are no keys
 
 
 class Subscribers:
-    """Counts viewers, in all and by holder: a key, or an address where there are no keys."""
+    """Counts subscribers, in all and by holder: a key, or an address where there are no keys."""
 
     def __init__(self) -> None:
         self._holders: Counter[str] = Counter()
 
     @contextmanager
     def entering(self, holder: str) -> Iterator[None]:
-        """Raises ApiError when there are as many as there may be, in all or of this holder."""
+        """Raises ApiError when the bound is reached, in all or for this holder."""
         if self._holders[holder] >= MAX_OF_ONE:
             message = f"{MAX_OF_ONE} viewers of this client watch the events already"
             raise ApiError(HTTPStatus.TOO_MANY_REQUESTS, message, code="too_many_viewers")
@@ -45,24 +45,24 @@ class Subscribers:
 
 
 class TenantFilter:
-    """Shows that others' requests are there, how long they are and where they run; not their names, nor their tokens.
+    """Shows other tenants' requests with lengths and slots, but without names and tokens.
 
     Args:
-        tenant: who looks.  Empty where all are one; nothing but the salts is hidden then.
+        tenant: the subscriber's.  Empty where all are one; only the salts are hidden then.
     """
 
     def __init__(self, tenant: str) -> None:
         self._tenant = tenant
-        self._own: set[int] = set()  # of those who live
+        self._own: set[int] = set()  # numbers of its unfinished requests
 
     def line(self, line: Line) -> bytes:
-        """A line of the log as it may be seen."""
+        """A line of the log as the subscriber may see it."""
         if line.kind is event_log.Request or (line.kind is event_log.Step and self._tenant):
             return event_log.line_of(self.before(event_log.decode(line.data)))
         return line.data
 
     def before(self, entry: event_log.Entry) -> event_log.Entry:
-        """`entry` as it may be seen.  Entries come in the order of the log."""
+        """`entry` as the subscriber may see it.  Entries must come in the order of the log."""
         if isinstance(entry, event_log.Request):
             return self._request(entry)
         if isinstance(entry, event_log.Step) and self._tenant:

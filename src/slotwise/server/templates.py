@@ -1,4 +1,4 @@
-"""The chat template of the model, run in a worker process: it comes with a checkpoint, and may be hostile."""
+"""The model's chat template, run in a worker process: it comes with a checkpoint, and may be hostile."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Template:
         """The prompt for `messages`.
 
         Args:
-            holder: the client, which takes turns with others.
+            holder: the client; clients take turns.
 
         Raises:
-            ChatTemplateError: the template refuses the messages, fails, or takes more than it may.
-            ApiError: too many wait.
+            ChatTemplateError: the template refuses the messages, fails, or exceeds its limits.
+            ApiError: too many renderings are waiting.
         """
         try:
             return str(await self._call(holder, "render", messages, variables))

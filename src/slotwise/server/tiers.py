@@ -1,13 +1,13 @@
-"""Tiers: classes of service, read from a small TOML file, and changed by `PUT /admin/scheduling` in the same words.
+"""Tiers: classes of service, read from a small TOML file, changed by `PUT /admin/scheduling` with the same fields.
 
-    [[tier]]                     the first is the best; a key of one tier may also ask for those below it
+    [[tier]]                     the first is the best; a key of one tier also allows those below it
     name = "interactive"
     ttft_ms = 1000
     requests_per_minute = 60
     api_keys_env = "INTERACTIVE_KEYS"
 
-The engine knows of a tier what it schedules by (`core.slo.Tier`); queue bounds and quotas stay here.  Its keys are
-the file's alone: tied to its name, they outlast any change of the tiers in force.
+The engine receives the fields it schedules by (`core.slo.Tier`); queue bounds and quotas stay here.  Keys come from
+the file alone: tied to a tier's name, they outlast any change of the tiers in force.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from slotwise.server.quotas import Quota
 
 logger = logging.getLogger(__name__)
 
-BEST = ("auto", "default")  # OpenAI's words for whatever is best
+BEST = ("auto", "default")  # OpenAI's names for the best tier allowed
 MAX_KEYS = 4096  # of a tier
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=LARGEST)]
 
 
 class TiersError(ValueError):
-    """They cannot be used; the message is one line that names the tier and the field."""
+    """The tiers cannot be used; the message is one line that names the tier and the field."""
 
 
 class TierSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A tier, but for its keys."""
+    """A tier without its keys."""
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
-    ttft_ms: Milliseconds | None = None  # objectives of its requests, which may ask for less, not for more
+    ttft_ms: Milliseconds | None = None  # objectives of its requests, which may set looser ones only
     tpot_ms: Milliseconds | None = None
     priority: Priority = 0
     weight: Annotated[float, msgspec.Meta(ge=LEAST_WEIGHT, le=MOST_WEIGHT)] = 1.0
-    slots: Annotated[int, msgspec.Meta(ge=0, le=LARGEST)] = 0  # kept for it
-    max_num_queued_reqs: Count | None = None  # that wait for their first slot; None: only the server's bound holds
-    requests_per_minute: Count | None = None  # of each key whose own tier this is, whatever tier it asks for
+    slots: Annotated[int, msgspec.Meta(ge=0, le=LARGEST)] = 0  # reserved for it
+    max_num_queued_reqs: Count | None = None  # waiting for their first slot; None: only the server's bound holds
+    requests_per_minute: Count | None = None  # of each key of this tier, whichever tier its request names
     tokens_per_minute: Count | None = None  # of prompts and outputs, likewise
     max_num_queued_reqs_per_key: Count | None = None  # likewise
 
@@ -57,22 +57,22 @@ class TierSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         return Quota(self.requests_per_minute, self.tokens_per_minute, self.max_num_queued_reqs_per_key)
 
     def tier(self) -> Tier:
-        """As the engine knows it.  Raises ValueError for numbers that mean nothing."""
+        """The tier for the engine.  Raises ValueError for invalid numbers."""
         return Tier(self.name, seconds(self.ttft_ms), seconds(self.tpot_ms), self.priority, self.weight, self.slots)
 
 
 class Listed(TierSettings, kw_only=True):
-    """A `[[tier]]` of the file."""
+    """A `[[tier]]` table of the file."""
 
-    share: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None  # of all slots, instead of a number of them
+    share: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None  # of all slots, instead of `slots`
     api_keys: Annotated[list[str], msgspec.Meta(max_length=MAX_KEYS)] | None = None  # None: open to other keys
-    api_keys_env: str | None = None  # a variable of the environment that holds more of them, comma separated
-    max_step_context: Annotated[int, msgspec.Meta(ge=0, le=LARGEST)] = 0  # retired: told, and without effect
+    api_keys_env: str | None = None  # an environment variable with further keys, comma separated
+    max_step_context: Annotated[int, msgspec.Meta(ge=0, le=LARGEST)] = 0  # retired: warned about, without effect
 
 
 @dataclass(frozen=True, slots=True)
 class ServedTier:
-    """A tier as the file has it."""
+    """A tier of the file, with its keys."""
 
     settings: TierSettings
     api_keys: tuple[str, ...] = ()
@@ -89,10 +89,10 @@ def load_tiers(path: str, max_num_seqs: int, environment: Mapping[str, str]) -> 
     """The tiers of a file, the best first, checked whole.
 
     Args:
-        max_num_seqs: slots, of which tiers keep shares.
+        max_num_seqs: slots, of which `share` is a share.
 
     Raises:
-        TiersError: something is wrong with it.
+        TiersError: the file is not valid.
         OSError: it cannot be read.
     """
     try:
@@ -130,7 +130,7 @@ def _served(listed: Listed, max_num_seqs: int, environment: Mapping[str, str]) -
 
 
 def _slots(share: float, max_num_seqs: int) -> int:
-    """At least one, where there is more than one."""
+    """Slots of a share: at least one, where there is more than one."""
     return min(max(1, int(share * max_num_seqs)), max_num_seqs - 1)
 
 
@@ -142,7 +142,7 @@ def _keys(listed: Listed, environment: Mapping[str, str]) -> tuple[str, ...]:
         raise TiersError(f"tier {listed.name}: api_keys: a key must not be empty")
     if (variable := listed.api_keys_env) is not None:
         more = [key.strip() for key in environment.get(variable, "").split(",") if key.strip()]
-        if not more:  # else the tier would stand open to those whose keys are in no tier
+        if not more:  # else the tier would be open to keys of no tier
             raise TiersError(f"tier {listed.name}: api_keys_env: the environment has no keys in {variable}")
         keys += more
     return tuple(dict.fromkeys(keys))
@@ -167,21 +167,21 @@ def _check_together(tiers: Sequence[ServedTier], max_num_seqs: int) -> None:
 
 
 def objection(tiers: Sequence[ServedTier], keys: Sequence[str]) -> str:
-    """What is wrong with them beside the server's other `keys`; empty: nothing."""
+    """What is wrong with the tiers beside the server's other `keys`; empty: nothing."""
     listed = {key for served in tiers for key in served.api_keys}
     if all(served.api_keys for served in tiers) and not listed.issuperset(keys):
         return "an --api-key is in no tier, and there is no tier without keys for it"
     return "" if listed or keys else quota_objection([served.settings for served in tiers])
 
 
-# -- what may change ---------------------------------------------------------------------------------------------------
+# -- changes -----------------------------------------------------------------------------------------------------------
 
 
 def read_tiers(entries: object) -> tuple[TierSettings, ...]:
     """The tiers of a body, the best first, each checked by itself.
 
     Raises:
-        TiersError: something is wrong with one of them.
+        TiersError: one of them is not valid.
     """
     if not isinstance(entries, list) or len(entries) > MAX_TIERS:
         raise TiersError(f"tiers must be a list of at most {MAX_TIERS} objects")
@@ -205,9 +205,9 @@ def _entry(kind: type[Entry], entry: object, number: int) -> Entry:
 
 
 def quota_objection(tiers: Sequence[TierSettings]) -> str:
-    """Why they make no sense where nobody has a key; empty: they do."""
+    """Why the quotas have no effect on a server without keys; empty: there are none."""
     bounded = next((tier.name for tier in tiers if tier.quota != Quota()), "")
-    return f"tier {bounded}: a quota is a key's, and nobody has keys" if bounded else ""
+    return f"tier {bounded}: a quota is a key's, and the server has no keys" if bounded else ""
 
 
 def seconds(milliseconds: float | None) -> float | None:

@@ -1,4 +1,4 @@
-"""The page that draws the batch.  It holds no data: it asks `/events` for them, and its reader for a key if need be."""
+"""The timeline page.  It holds no data: it fetches `/events`, and prompts its reader for a key if one is needed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ HTML = b"text/html; charset=utf-8"
 
 
 async def timeline(api: Api, exchange: HttpExchange) -> None:
-    """The batch drawn as it is rebuilt, step by step: a page for people."""
+    """The live timeline of the batch, step by step, as an HTML page."""
     await exchange.respond(page.live(), content_type=HTML, headers=[
         (b"content-security-policy", page.policy()), (b"cache-control", b"no-cache"),
         (b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer")])

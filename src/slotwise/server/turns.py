@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 
 class QueueFull(Exception):
-    """As many wait as may; `of_one`: of this client."""
+    """As many are waiting as allowed; `of_one`: of this client."""
 
     def __init__(self, *, of_one: bool) -> None:
         super().__init__("too many wait")
@@ -17,11 +17,11 @@ class QueueFull(Exception):
 
 
 class Turns:
-    """Gives out one turn at a time, round-robin between holders and in order of arrival within one.
+    """Grants one turn at a time, round-robin between holders and in order of arrival within one.
 
     Args:
-        most: that may wait.
-        most_of_one: that may wait of one holder: a key, or an address.
+        most: waiting in all.
+        most_of_one: waiting of one holder: a key, or an address.
     """
 
     def __init__(self, most: int, most_of_one: int) -> None:
@@ -40,7 +40,7 @@ class Turns:
 
     @asynccontextmanager
     async def turn(self, holder: str) -> AsyncIterator[None]:
-        """Raises QueueFull."""
+        """Wait for a turn and hold it for the context.  Raises QueueFull."""
         if self._is_taken:
             await self._wait(holder)
         self._is_taken = True
@@ -60,12 +60,12 @@ class Turns:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # it was given the turn, and is gone
+            if turn.done() and not turn.cancelled():  # it was given the turn, but its task was cancelled
                 self._pass_on()
             raise
 
     def _pass_on(self) -> None:
-        """Give the turn to the next that still waits; it stays taken meanwhile."""
+        """Pass the turn to the next waiter; it stays taken meanwhile."""
         while self._queues:
             holder = next(iter(self._queues))
             queue = self._queues.pop(holder)

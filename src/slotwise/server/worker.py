@@ -1,9 +1,9 @@
-"""Runs functions in a process of its own, so that what they take is bounded and nothing else waits for them.
+"""Runs functions in a process of its own, with bounds on time and memory, so that nothing else waits for them.
 
-A worker is started by the first call and again after one that had to be ended: one that took too long, too much
-memory, or crashed.  Calls run one at a time; clients take turns (see `server.turns`).
+The first call starts a worker, and so does the first after one that was killed: for a call that took too long or too
+much memory, or crashed.  Calls run one at a time; clients take turns (see `server.turns`).
 
-    call ──► turn ──► [function, arguments] ──socket pair──► worker_main ──► [what became of it, value] ──► result
+    call ──► turn ──► [function, arguments] ──socket pair──► worker_main ──► [outcome, value] ──► result
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from slotwise.engine.channel import ChannelClosed, Unframer, frame, pair
 from slotwise.server.turns import Turns
 from slotwise.server.worker_main import DONE, FAILED, OUT_OF_MEMORY, REFUSED, TOO_LARGE, Limits
 
-START = 60.0  # seconds for the imports of a worker, on a machine that does other things too
+START = 60.0  # seconds for the imports of a worker, on a busy machine
 RECEIVE = 1 << 18  # bytes
 
 logger = logging.getLogger(__name__)
 
 
 class CallError(Exception):
-    """A call gave no result; the message completes "the function ..."."""
+    """A call has no result; the message completes "the function ..."."""
 
 
 class CallRefused(CallError):
@@ -38,10 +38,10 @@ class CallRefused(CallError):
 
 
 class Worker:
-    """A child process, and the queue before it.
+    """A child process and the queue of its calls.
 
     Args:
-        module: whose `CALLS` it runs; imported there, and not here.
+        module: its `CALLS` are the functions; imported in the child, not here.
         limits: of each call.
         turns: of its clients.
     """
@@ -57,11 +57,11 @@ class Worker:
         """The result of `function`.
 
         Args:
-            holder: whose turn it takes.
-            arguments: made when it is its turn.
+            holder: the client; clients take turns.
+            arguments: called when it is its turn.
 
         Raises:
-            QueueFull: too many wait.
+            QueueFull: too many are waiting.
             CallError: there is no result.
         """
         async with self.turns.turn(holder):
@@ -83,7 +83,7 @@ class Worker:
             return self._result(outcome, value)
 
     def close(self) -> None:
-        """End the process, whatever it does."""
+        """Kill the process."""
         self._is_closed = True
         if self._child is not None:
             self._child.end()
@@ -112,7 +112,7 @@ class Worker:
         if outcome == REFUSED:
             raise CallRefused(value)
         if outcome == OUT_OF_MEMORY:
-            self._end("a call took too much memory")  # a fresh one has all of it again
+            self._end("a call took too much memory")  # a new process has all of its memory again
             raise CallError(f"took more than {self._limits.memory >> 20} MiB of memory")
         if outcome == TOO_LARGE:
             raise CallError(f"gave more than {self._limits.answer >> 20} MiB")
@@ -127,7 +127,7 @@ class Worker:
 
 
 class _Child:
-    """A process, and this end of its socket."""
+    """A process and the parent's end of its socket."""
 
     def __init__(self, module: str, limits: Limits) -> None:
         self._unframer = Unframer()
@@ -141,7 +141,7 @@ class _Child:
         await asyncio.get_running_loop().sock_sendall(self._socket, message)
 
     async def receive(self) -> bytes:
-        """The next message.  Raises OSError or ChannelClosed when the process is gone."""
+        """The next message.  Raises OSError or ChannelClosed when the process has ended."""
         loop = asyncio.get_running_loop()
         while not self._messages:
             data = await loop.sock_recv(self._socket, RECEIVE)
@@ -153,12 +153,12 @@ class _Child:
     def end(self) -> None:
         self._socket.close()
         self._process.kill()
-        # A process that was killed ends when it next has a processor, which may take one of low priority a while.
+        # A killed process ends when it next gets a processor, which may take a while at low priority.
         threading.Thread(target=self._process.wait, name="worker-end").start()
 
 
 def _start(module: str, limits: Limits, theirs: socket.socket) -> subprocess.Popen[bytes]:
-    """A Python process with nothing of this one but `theirs`, its standard error and its environment."""
+    """Start a Python process that inherits only `theirs`, standard error and the environment."""
     descriptor = theirs.fileno()
     command = child.python(
         "slotwise.server.worker_main", module, msgspec.json.encode(limits).decode(), str(descriptor))

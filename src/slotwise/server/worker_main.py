@@ -26,25 +26,25 @@ READY, DONE, REFUSED, FAILED, OUT_OF_MEMORY, TOO_LARGE = "ready", "done", "refus
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What a worker may take."""
+    """Limits of a worker."""
 
     seconds: float  # of one call
     memory: int  # bytes of data, its interpreter included
-    answer: int  # bytes of one
+    answer: int  # bytes of one answer
     niceness: int = 0
 
 
 def confine(limits: Limits) -> None:
-    """Limits that hold for the rest of this process's life."""
+    """Set limits for the rest of this process."""
     os.nice(limits.niceness)
     for what, most in ((resource.RLIMIT_DATA, limits.memory), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
         resource.setrlimit(what, (most, most))
-    for number in (signal.SIGINT, signal.SIGTERM):  # of a terminal or a process group: the parent decides when to end
+    for number in (signal.SIGINT, signal.SIGTERM):  # also sent to a process group: the parent decides
         signal.signal(number, signal.SIG_IGN)
 
 
 def answer(calls: Mapping[str, Callable[..., Any]], message: bytes, most: int) -> bytes:
-    """The answer to a call: [what became of it, value or reason]."""
+    """The answer to a call: [outcome, value or reason]."""
     try:
         name, arguments = msgspec.msgpack.decode(message)
         encoded = msgspec.msgpack.encode((DONE, calls[name](*arguments)))
@@ -64,7 +64,7 @@ def main(module: str, limits: Limits, descriptor: int) -> None:
     channel.send(msgspec.msgpack.encode((READY, "")))
     while True:
         for message in channel.receive(None):
-            signal.setitimer(signal.ITIMER_REAL, 2 * limits.seconds)  # the parent ends it earlier, if it lives
+            signal.setitimer(signal.ITIMER_REAL, 2 * limits.seconds)  # the parent ends it earlier, if it still runs
             told = answer(calls, message, limits.answer)
             signal.setitimer(signal.ITIMER_REAL, 0)
             channel.send(told)

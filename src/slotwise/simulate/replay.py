@@ -1,12 +1,12 @@
-"""Plays a recorded log again: the very engine that serves, with what it did not decide itself taken from the log.
+"""Replays a recorded log on the serving engine itself; all inputs that the engine does not decide come from the log.
 
     the log                 Request, Command, taken      planned, ended_ns       sampled, failed, failure
                                        │                        │                         │
                                        ▼                        ▼                         ▼
     the engine             handle(command)  ─►  plan(now)  ─►  the clock  ─►  the executor  ─►  commit  ─►  record
 
-Each record must come out as the log has it, to the byte: the plan with its slots and blocks, who was refused and why,
-what was told, who ended.
+Each record must equal the logged one, byte for byte: the plan with its slots and blocks, refused requests with their
+reasons, tokens, and requests that ended.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from slotwise.observe.recorder import step_entry
 
 
 class ReplayError(ValueError):
-    """The log does not have what a replay needs; the message is one line for a person."""
+    """The log lacks entries that a replay needs; the message is one line for a person."""
 
 
 class Difference(NamedTuple):
-    """The first thing that did not come out as logged."""
+    """The first field that differs from the log."""
 
-    record: int  # which Step entry of the log, counted from 0
+    record: int  # index of the Step entry in the log, from 0
     step: int
     field: str
     logged: str
@@ -41,14 +41,14 @@ class Difference(NamedTuple):
 class Outcome(NamedTuple):
     engines: int
     requests: int
-    records: int  # that came out as logged
-    steps: int  # of those, with rows
-    tokens: int  # that they computed
+    records: int  # equal to the logged ones
+    steps: int  # those of the records that have rows
+    tokens: int  # computed by those steps
     difference: Difference | None
 
 
 def replay(entries: Iterable[event_log.Entry]) -> Outcome:
-    """Play a log to its end, or to the first difference.
+    """Replays a log to its end, or to the first difference.
 
     Raises:
         ReplayError: entries are missing.
@@ -64,7 +64,7 @@ def replay(entries: Iterable[event_log.Entry]) -> Outcome:
 class _Player:
     def __init__(self) -> None:
         self.difference: Difference | None = None
-        self._engine_run: _EngineRun | None = None  # of the engine that lives
+        self._engine_run: _EngineRun | None = None  # of the current engine
         self._engines = self._records = self._steps = self._tokens = 0
         self._numbers: dict[str, int] = {}
         self._names: dict[int, str] = {}
@@ -81,7 +81,7 @@ class _Player:
             case event_log.Gap():
                 raise ReplayError(f"{entry.missed} entries are missing behind record {self._records}")
             case event_log.Engine():
-                self._engine_run = None  # what follows was told in its name
+                self._engine_run = None  # the API process wrote the records that follow
             case event_log.Request():
                 self._numbers[entry.id], self._names[entry.number] = entry.number, entry.id
                 self._current_run().commands.append(_arrival(entry))
@@ -105,7 +105,7 @@ class _Player:
             self.difference = Difference(self._records, logged.step, "record", "something happened", "nothing did")
         elif event_log.encode(logged) != event_log.encode(replayed):
             name = next(name for name in logged.__struct_fields__ if getattr(logged, name) != getattr(replayed, name))
-            field = logged.__struct_encode_fields__[logged.__struct_fields__.index(name)]  # as it stands in the log
+            field = logged.__struct_encode_fields__[logged.__struct_fields__.index(name)]  # its name in the log
             self.difference = Difference(
                 self._records, logged.step, field, str(getattr(logged, name)), str(getattr(replayed, name)))
         else:
@@ -122,10 +122,10 @@ def _arrival(entry: event_log.Request) -> Add:
 
 
 class _EngineRun:
-    """One engine, from its start on."""
+    """The replay of one engine, from its start."""
 
     def __init__(self, run: event_log.Run, numbers: dict[str, int]) -> None:
-        self.commands: deque[Command] = deque()  # sent, not yet taken in
+        self.commands: deque[Command] = deque()  # sent, not yet handled
         self._numbers = numbers
         self._executor = _Recorded(numbers)
         times = StepTimeModel(run.learned)
@@ -135,10 +135,10 @@ class _EngineRun:
             scheduling=run.scheduling)
 
     def play(self, logged: event_log.Step) -> event_log.Step | None:
-        """What the engine tells where it told `logged`.
+        """Returns the replayed record for `logged`.
 
         Raises:
-            ReplayError: it took in commands that are not in the log.
+            ReplayError: the record handled a command that is not in the log.
         """
         for taken in logged.taken:
             if not self.commands:
@@ -152,20 +152,20 @@ class _EngineRun:
 
 
 class _Recorded:
-    """An executor that gives back what the log says, and the clock of whoever asks it."""
+    """An executor and a clock that return the logged results and readings."""
 
     def __init__(self, numbers: dict[str, int]) -> None:
         self.now = 0  # nanoseconds
         self._numbers = numbers
         self._logged = event_log.Step(NO_STEP, 0, 0)
-        self._readings: deque[int] = deque()  # of the clock, still to come
+        self._readings: deque[int] = deque()  # the clock's next values
         self._plans: deque[StepPlan] = deque()
 
     def clock(self) -> int:
         return self.now
 
     def expect(self, logged: event_log.Step) -> None:
-        """The next record should be `logged`."""
+        """Sets the record to be replayed next."""
         self._logged = logged
         self._readings = deque([*logged.planned, logged.ended_ns])
         self.now = self._readings.popleft()
@@ -183,5 +183,5 @@ class _Recorded:
             raise type(name, (Exception,), {})(message)
         tokens = logged.sampled or logged.tokens
         if tuple([self._numbers[name] for name in plan.request_ids]) != logged.numbers or len(tokens) != plan.num_rows:
-            return StepResult(plan.step, tuple([(0,) if samples else () for samples in plan.samples]))  # gone astray
+            return StepResult(plan.step, tuple([(0,) if samples else () for samples in plan.samples]))  # diverged
         return StepResult(plan.step, tokens, failed=logged.failed)

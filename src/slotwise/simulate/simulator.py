@@ -1,8 +1,7 @@
-"""The engine that serves, on a clock of its own: what a policy does to an hour of traffic, in seconds.
+"""Runs the serving engine on a virtual clock: simulates an hour of traffic under a policy in seconds.
 
-Nothing is computed.  A step takes what a cost function says, and the clock jumps.  Scheduler, discipline, policy and
-loop are those of the server, so what is seen here of orders, bounds and shares is what a server does; times are as good
-as the cost function.
+Nothing is computed: a cost function gives the time of each step, by which the clock advances.  Scheduler, discipline,
+policy and loop are the server's, so orders, bounds and shares are exact; times are as good as the cost function.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from slotwise.engine.messages import Add
 from slotwise.engine.scheduling import Scheduling
 
 Cost = Callable[[Work], float]
-"""Seconds that a step of some work takes."""
+"""Returns the seconds that a step takes."""
 
-FILLER = 7  # the token that every step samples
-IDLE = 0.001  # seconds that pass where a plan has no rows
+FILLER = 7  # the token that every row samples
+IDLE = 0.001  # seconds that a plan without rows takes
 
 
 class NoEnd(RuntimeError):
-    """The simulation did not come to its end within the steps it had."""
+    """The simulation did not end within its maximal number of steps."""
 
 
 @dataclass(slots=True)
 class SimulatedRequest:
-    """What became of one request.  Times are seconds of the virtual clock."""
+    """The results of one request.  Times are seconds of the virtual clock."""
 
     arrived: float
     token_times: list[float] = field(default_factory=list)
@@ -41,7 +40,7 @@ class SimulatedRequest:
 
 
 class _Machine:
-    """An executor that takes its time on a clock that nobody else moves."""
+    """An executor that advances the virtual clock by the cost of each step."""
 
     def __init__(self, cost: Cost) -> None:
         self.now = 0.0  # seconds
@@ -65,10 +64,10 @@ def simulate(
     arrivals: Iterable[tuple[float, Add]], scheduling: Scheduling, limits: SchedulerLimits, cost: Cost,
     max_steps: int = 1_000_000,
 ) -> dict[str, SimulatedRequest]:
-    """Serve `arrivals`, (seconds, request) in order, until all have ended.
+    """Simulates `arrivals`, (seconds, request) in order, until all requests have ended.
 
     Raises:
-        NoEnd: they have not after `max_steps` steps.
+        NoEnd: some have not ended after `max_steps` steps.
     """
     machine, times = _Machine(cost), StepTimeModel()
     scheduler = Scheduler(scheduling.limits(limits), scheduling.discipline(), scheduling.policy(times), times)

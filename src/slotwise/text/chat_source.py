@@ -1,4 +1,4 @@
-"""Where the source of a chat template is found.  No Jinja: a server compiles it in another process."""
+"""Finds the source of a chat template.  Does not import Jinja: a server compiles templates in another process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def find_chat_template(folder: str | Path, file: str | Path | None = None) -> st
     Returns None when the checkpoint has none.
 
     Raises:
-        ChatTemplateError: it cannot be read, or is no text.
+        ChatTemplateError: it cannot be read, or is not a text.
     """
     path = Path(file) if file is not None else Path(folder) / "chat_template.jinja"
     if file is not None or path.is_file():
@@ -52,7 +52,7 @@ def _bounded(source: str, path: Path) -> str:
 
 
 def _default_of(named: list[Any]) -> Any:
-    """Of several templates, [{"name", "template"}], the one for plain chat."""
+    """The template named "default" among several, [{"name", "template"}]."""
     if not all(isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in named):
         raise ChatTemplateError("chat_template must be a text, or a list of objects with name and template")
     templates = {entry["name"]: entry.get("template", "") for entry in named}

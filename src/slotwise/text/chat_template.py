@@ -1,4 +1,4 @@
-"""Chat messages to one prompt, by the Jinja template that a checkpoint brings along.
+"""Renders chat messages to one prompt, by a checkpoint's Jinja template.
 
 The environment is the one chat templates are written for (transformers' `apply_chat_template`): sandboxed, immutable,
 blocks trimmed, with `raise_exception`, `strftime_now` and a `tojson` that does not escape HTML.
@@ -27,7 +27,7 @@ MAX_CHARACTERS = 16 << 20  # of a rendered prompt: more than any context holds
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's words for training; here it only passes them on."""
+    """`{% generation %}` marks the assistant's words for training; here it is without effect."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's declaration)
 
@@ -37,7 +37,7 @@ class _GenerationTag(Extension):
 
 
 class _Compiler(CodeGenerator):
-    """Computes nothing while it compiles: a constant such as `"x" * 10**10` is the template's to compute, in bounds."""
+    """Folds no constants: one such as `"x" * 10**10` is computed when the template runs, within its limits."""
 
     def _output_child_to_const(self, node: Expr, *more: Any) -> str:
         if not isinstance(node, TemplateData):
@@ -86,11 +86,11 @@ class ChatTemplate:
     def render(self, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:
         """The prompt for `messages`, each with `role` and `content`.
 
-        `add_generation_prompt` (true unless given) opens the assistant's answer; other variables are the template's.
+        `add_generation_prompt` (default true) opens the assistant's answer; other variables are the template's.
 
         Raises:
             ChatTemplateError: the template refuses the messages, fails, or writes more than `MAX_CHARACTERS`.
-            MemoryError: it takes more than this process may have.
+            MemoryError: it exceeds this process' memory limit.
         """
         chosen = {"add_generation_prompt": True, "tools": None, "documents": None} | self._special_tokens | variables
         parts: list[str] = []
@@ -120,7 +120,7 @@ def load_chat_template(folder: str | Path, special_tokens: Mapping[str, str],
 
 
 def _with_plain_text(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Content given as text parts, [{"type": "text", "text"}], becomes one string, a line for each part."""
+    """Join content in text parts, [{"type": "text", "text"}], to one string, a line for each part."""
     content = message.get("content")
     if not isinstance(content, list):
         return dict(message)

@@ -1,4 +1,4 @@
-"""The text of one continuation: tokens in, out what may be shown of them."""
+"""The text of one continuation, from its tokens as they are generated."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from slotwise.text.tokenizer import Tokenizer
 
 
 class Continuation:
-    """Detokenizes what follows `prompt_ids` and ends at the first of the stop strings.
+    """Detokenizes what follows `prompt_ids`, and ends at the first of the stop strings.
 
     Args:
-        min_tokens: tokens before which no stop string is looked for.
+        min_tokens: tokens before which stop strings are ignored.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stop: Sequence[str] = (),
@@ -29,7 +29,7 @@ class Continuation:
         return self._stops is not None
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """The text that may be shown now.  Tokens after a stop string are left out and not counted."""
+        """The text that may be returned now.  Tokens after a stop string are left out and not counted."""
         if self._stops is None:
             self.num_tokens += len(token_ids)
             return self._detokenizer.feed(token_ids)
@@ -46,10 +46,10 @@ class Continuation:
         return text
 
     def end(self, terminators: Sequence[int] = ()) -> str:
-        """What was held back, once no stop string can follow.
+        """The text held back, once no stop string can follow.
 
         Args:
-            terminators: the end or stop token the model ended with; counted, never shown.
+            terminators: the end or stop token the model ended with; counted, never returned.
         """
         if self.stop_reason is not None:
             return ""

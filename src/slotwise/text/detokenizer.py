@@ -1,8 +1,8 @@
-"""Token ids to text while they are generated, never half a character.
+"""Incremental detokenization: token ids to text while they are generated, never half a character.
 
-A character may be spread over several tokens.  Bytes are kept until they form characters; what can no longer become one
-turns into U+FFFD, as in the Unicode standard's "maximal subpart" practice.  The pieces together are what decoding all
-bytes at once gives.
+A character may be spread over several tokens.  Bytes are kept until they form characters; bytes that can no longer form
+one become U+FFFD, as in the Unicode standard's "maximal subpart" practice.  The concatenated texts equal the decoding
+of all bytes at once.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ class Detokenizer(Protocol):
     """The text of one continuation.  Special tokens have none."""
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """The text that `token_ids` complete."""
+        """The text completed by `token_ids`."""
         ...
 
     def flush(self) -> str:
-        """What is left at the end: U+FFFD for a character that never came to its end."""
+        """The rest at the end: U+FFFD for an incomplete character."""
         ...
 
 
 def detokenizer(tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> Detokenizer:
     """A detokenizer for what follows `prompt_ids`.
 
-    SentencePiece texts lose the space before their first token; a continuation is not a text's beginning, so it keeps
-    its space unless there is nothing but special tokens before it.
+    SentencePiece texts lose the space before their first token; a continuation does not begin a text, so it keeps its
+    space unless only special tokens precede it.
     """
     if tokenizer.bytes_by_id is None:
         return WindowDetokenizer(tokenizer, prompt_ids)
@@ -42,9 +42,9 @@ def detokenizer(tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> Detoken
 
 
 class ByteDetokenizer:
-    """For vocabularies whose texts are their tokens' bytes, one after the other.  Constant time a token.
+    """For vocabularies whose texts are the concatenation of their tokens' bytes.  Constant time per token.
 
-    It differs from `tokenizers` in one case: that library replaces every byte of a run of "<0x..>" tokens when any of
+    Differs from `tokenizers` in one case: that library replaces every byte of a run of "<0x..>" tokens when any of
     them is invalid, for which the whole run would have to be held back.
     """
 
@@ -52,7 +52,7 @@ class ByteDetokenizer:
         self._bytes_by_id = token_bytes
         self._special_ids = special_ids
         self._begins_text = begins_text
-        self._left = b""  # at most three bytes: the beginning of a character
+        self._left = b""  # at most three bytes of an incomplete character
 
     def feed(self, token_ids: Sequence[int]) -> str:
         if not self._special_ids.isdisjoint(token_ids):
@@ -67,7 +67,7 @@ class ByteDetokenizer:
 
     def _begin(self, token_ids: Sequence[int], token_bytes: list[bytes]) -> None:
         for i, piece in enumerate(token_bytes):
-            if piece:  # an unknown id has none, and begins nothing
+            if piece:  # an unknown id has no bytes, and does not begin the text
                 token_bytes[i] = self._bytes_by_id.first(token_ids[i])
                 self._begins_text = False
                 return
@@ -80,15 +80,15 @@ class ByteDetokenizer:
 class WindowDetokenizer:
     """For all other decoders: `tokenizers` decodes a window of recent tokens again at each token.
 
-    What its window cannot settle before the end, one decoding of everything settles there.
+    Text that the window cannot decide follows at the end, from one decoding of everything.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._prompt = [i for i in prompt_ids if i not in tokenizer.special_ids][-8:]  # enough to show word boundaries
+        self._prompt = [i for i in prompt_ids if i not in tokenizer.special_ids][-8:]  # enough for word boundaries
         self._stream: DecodeStream | None = DecodeStream(ids=self._prompt, skip_special_tokens=True)
         self._ids: list[int] = []
-        self._length = 0  # characters given out
+        self._length = 0  # characters returned
 
     def feed(self, token_ids: Sequence[int]) -> str:
         self._ids += token_ids
@@ -101,7 +101,7 @@ class WindowDetokenizer:
             return ""
         try:
             return self._stream.step(self._tokenizer.inner, token_id) or ""
-        except Exception:  # its decoder changes text already given out; the rest follows at the end
+        except Exception:  # its decoder changes text already returned; the rest follows at the end
             self._stream = None
             return ""
 

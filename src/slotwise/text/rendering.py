@@ -1,4 +1,4 @@
-"""Chat templates for a worker process (see `server.worker`): a checkpoint's template may run on or eat memory."""
+"""Chat templates for a worker process (see `server.worker`): a checkpoint's template may not end or exhaust memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check(source: str, special: Special) -> None:
 
 
 def render(source: str, special: Special, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
-    """As `ChatTemplate.render`."""
+    """See `ChatTemplate.render`."""
     return _template(source, special).render(messages, **variables)
 
 

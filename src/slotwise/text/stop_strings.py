@@ -1,7 +1,7 @@
-"""Stop strings: they end a text, are no part of it, and may begin in one token and end in another.
+"""Stop strings: they end a text, are not part of it, and may begin in one token and end in another.
 
 Knuth, Morris and Pratt's automaton for each string: a character costs constant time on average, and the failure table
-grows only as far as a text has ever matched, so that a long stop string costs nothing until it is nearly written.
+grows only as far as a text has ever matched, so that a long stop string costs nothing until it is nearly complete.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from typing import NamedTuple
 
 
 class Checked(NamedTuple):
-    """`text` may be shown; the rest could still be the beginning of a stop string.  `stop` is the one found."""
+    """`text` may be returned; the rest could still be the beginning of a stop string.  `stop` is the one found."""
 
     text: str
     stop: str | None
 
 
 class _Matcher:
-    """How many characters of one stop string the text so far ends with."""
+    """Length of the longest beginning of one stop string that the text so far ends with."""
 
     __slots__ = ("_failures", "matched", "stop")
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
         self.matched = 0
-        self._failures = [0, 0]  # of the first k characters, the longest proper beginning that is also their end
+        self._failures = [0, 0]  # of the first k characters, the longest proper prefix that is also a suffix
 
     def step(self, character: str) -> bool:
         """Whether the stop string is complete with `character`."""
@@ -46,10 +46,10 @@ class _Matcher:
 
 
 class StopStrings:
-    """Feed it a text in pieces; it gives back what may be shown.
+    """Finds stop strings in a text that is fed in parts.
 
     The text ends before the stop string that is complete first; of those complete at the same character, before the
-    longest.  How the text is cut into pieces makes no difference.
+    longest.  How the text is divided makes no difference.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -57,7 +57,7 @@ class StopStrings:
         self._held = ""
 
     def feed(self, text: str) -> Checked:
-        """What of the text so far may be shown now."""
+        """The part of the text that may be returned now."""
         if not self._held and not any(matcher.stop[0] in text for matcher in self._matchers):
             return Checked(text, None)
         before = len(self._held)
@@ -73,6 +73,6 @@ class StopStrings:
         return Checked(whole[:safe], None)
 
     def flush(self) -> str:
-        """What was held back, when the text ends otherwise."""
+        """The text held back, when no stop string ended it."""
         held, self._held = self._held, ""
         return held

@@ -1,4 +1,4 @@
-"""What bytes each token stands for.
+"""The bytes of each token.
 
 Byte-level vocabularies (GPT-2 and after: Llama 3, Qwen, SmolLM) write a byte as one printable character; SentencePiece
 vocabularies (Llama 2, Mistral) write a space as "▁" and a byte without a token of its own as "<0x0A>".  In both, a text
@@ -18,7 +18,7 @@ _STEPS = ("Replace", "ByteFallback", "Fuse")  # SentencePiece's decoder, with or
 
 
 def _printable_bytes() -> dict[str, int]:
-    """GPT-2's code: bytes that print stand for themselves, the others take characters from 256 on."""
+    """GPT-2's code: printable bytes stand for themselves, the others for characters from 256 on."""
     printing = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printing]
     return {chr(byte): byte for byte in printing} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -28,7 +28,7 @@ _BYTE_OF = _printable_bytes()
 
 
 class TokenBytes(dict[int, bytes]):
-    """Token id to bytes, filled as ids are met; unknown ids are empty, as in `tokenizers`' own decoding."""
+    """Token id to bytes, filled on demand; unknown ids are empty, as in `tokenizers`' own decoding."""
 
     drops_leading_space = False  # the first token of a text loses the space that encoding put before it
 
@@ -39,7 +39,7 @@ class TokenBytes(dict[int, bytes]):
     def __missing__(self, token_id: int) -> bytes:
         token = self._inner.id_to_token(token_id)
         if token is None:
-            return b""  # not kept: there is no end of ids that do not exist
+            return b""  # not kept: the number of unknown ids is unbounded
         self[token_id] = data = self._bytes_of(token)
         return data
 

@@ -14,20 +14,20 @@ from slotwise.errors import OneLineError
 from slotwise.text.token_bytes import token_bytes_of
 
 MAX_JSON_BYTES = 16 << 20  # of the files beside `tokenizer.json`
-SHORT = 4096  # characters; encoding these takes well under a millisecond
+SHORT = 4096  # characters, encoded in well under a millisecond
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class TokenizerError(OneLineError, ValueError):
-    """The tokenizer's files cannot be used, or a text cannot be tokenised."""
+    """The tokenizer's files cannot be used, or a text cannot be tokenized."""
 
 
 class TextTooLong(TokenizerError):
-    """A text that cannot be as few tokens as are allowed, known without tokenising it."""
+    """A text that must have more tokens than allowed, known without tokenizing it."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in `path`; empty when there is no such file.
+    """The JSON object in `path`; empty when there is no such file.
 
     Raises:
         TokenizerError: the file is not a JSON object.
@@ -52,7 +52,7 @@ def read_json(path: Path) -> dict[str, Any]:
 class Tokenizer:
     """A `tokenizers.Tokenizer` with the names that a checkpoint gives its special tokens.
 
-    Whether a text gets a beginning-of-sequence token is decided by the post-processor in `tokenizer.json`, as in
+    The post-processor in `tokenizer.json` decides whether a text gets a beginning-of-sequence token, as in
     transformers' fast tokenizers.
     """
 
@@ -67,7 +67,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer:
-        """From `tokenizer.json`, with `tokenizer_config.json` and `special_tokens_map.json` where they exist.
+        """Load `tokenizer.json`, with `tokenizer_config.json` and `special_tokens_map.json` where they exist.
 
         Raises:
             TokenizerError: a file is missing or broken.
@@ -115,7 +115,7 @@ class Tokenizer:
         return self.inner.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
-        """One token by itself, special or not, as shown beside its log-probability."""
+        """One token by itself, special or not, as listed beside its log-probability."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -125,10 +125,10 @@ class Tokenizer:
 
 
 def _content(token: Any, where: str) -> str:
-    """Special tokens are written as strings or as objects with their text in `content`.
+    """The text of a special token, which is a string or an object with its text in `content`.
 
     Raises:
-        TokenizerError: it is neither, or no text.
+        TokenizerError: it is neither, or not a text.
     """
     text = token.get("content") if isinstance(token, dict) else token
     if not isinstance(text, str) or any("\ud800" <= letter <= "\udfff" for letter in text):

@@ -1,4 +1,4 @@
-"""When requests arrive, in seconds from the start.  The first arrives at 0, so that no measurement begins idle."""
+"""Arrival times in seconds from the start.  The first request arrives at 0, so that no measurement begins idle."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ class Arrivals(Protocol):
 
     @property
     def users(self) -> int:
-        """How many ask in turn, each waiting for its answer (a closed loop); 0: an open loop."""
+        """Number of users of a closed loop, each of which waits for its answer; 0: an open loop."""
         ...
 
     def times(self, rng: random.Random, count: int) -> list[float]:
-        """Seconds, in order; none in a closed loop."""
+        """Returns `count` times in seconds, in order; empty in a closed loop."""
         ...
 
 
 def parse(text: str) -> Arrivals:
-    """Raises ValueError with one line that lists the forms."""
+    """Returns the arrivals that `text` describes; raises ValueError with one line that lists the forms."""
     return cast(Arrivals, forms.parse(text, KINDS, "arrivals"))
 
 
 @dataclass(frozen=True, slots=True)
 class AtOnce:
-    """Everyone at the start."""
+    """All requests at the start."""
 
     form: ClassVar[str] = "at-once"
     users: ClassVar[int] = 0
@@ -51,7 +51,7 @@ class AtOnce:
 
 @dataclass(frozen=True, slots=True)
 class Poisson:
-    """Independent arrivals, `rate` a second.  Raises ValueError for a rate out of range."""
+    """Independent arrivals, `rate` per second.  Raises ValueError for a rate out of range."""
 
     rate: float
     form: ClassVar[str] = "poisson:RATE"
@@ -69,8 +69,8 @@ class Poisson:
 
 @dataclass(frozen=True, slots=True)
 class Gamma:
-    """Gaps of a gamma distribution, `rate` arrivals a second; `cv`, the gaps' deviation over their mean, is above 1
-    when arrivals come in bursts, and 1 makes them Poisson's.  The shape 1/cv² is what others call burstiness.
+    """Gamma-distributed gaps, `rate` arrivals per second.  `cv`, the gaps' deviation over their mean, is above 1 for
+    bursty arrivals, and 1 for Poisson's.  Other tools call the shape 1/cv² burstiness.
 
     Raises:
         ValueError: a number out of range.
@@ -95,8 +95,7 @@ class Gamma:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """So many users, each sending its next request when its last is answered.  Raises ValueError for none or too many.
-    """
+    """Users that each send the next request when the last is answered.  Raises ValueError for a number out of range."""
 
     users: int
     form: ClassVar[str] = "closed:USERS"
@@ -113,7 +112,7 @@ class Closed:
 
 @dataclass(frozen=True, slots=True)
 class TraceTimes:
-    """When the requests of a trace arrived."""
+    """The recorded arrival times of a trace."""
 
     form: ClassVar[str] = "trace"
     users: ClassVar[int] = 0
@@ -122,7 +121,7 @@ class TraceTimes:
         return "trace"
 
     def times(self, rng: random.Random, count: int) -> list[float]:
-        """Raises ValueError: only a trace knows."""
+        """Raises ValueError: the times are in the trace."""
         raise ValueError("arrivals: 'trace' needs a trace")
 
 
@@ -132,7 +131,7 @@ KINDS: dict[str, type[Arrivals]] = {
 
 
 def gamma(rng: random.Random, shape: float) -> float:
-    """A draw with the given shape and scale 1 (Marsaglia and Tsang, ACM TOMS 26(3), 2000)."""
+    """Returns a gamma variate of the given shape and scale 1 (Marsaglia and Tsang, ACM TOMS 26(3), 2000)."""
     if shape < 1:
         return gamma(rng, shape + 1) * math.pow(forms.share(rng), 1 / shape)
     d = shape - 1 / 3
@@ -145,7 +144,7 @@ def gamma(rng: random.Random, shape: float) -> float:
 
 
 def _sums(gaps: list[float], count: int) -> list[float]:
-    """`count` times from the gaps between them."""
+    """Returns `count` times from the gaps between them."""
     times = [0.0] * count
     for number, gap in enumerate(gaps, start=1):
         times[number] = times[number - 1] + gap

@@ -1,4 +1,4 @@
-"""Workloads as JSON lines, a line about the whole, then one for each request: any run can be repeated from its file."""
+"""Workloads as JSON lines, a header and one line per request: any run can be repeated from its file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REQUEST: dict[str, type | tuple[type, ...]] = {
 
 
 def save(workload: Workload, path: Path | str) -> None:
-    """Raises OSError when the file cannot be written."""
+    """Writes a workload; raises OSError when the file cannot be written."""
     header = {
         "slotwise_workload": VERSION, "num_requests": len(workload.requests), "max_tokens": workload.max_tokens,
         "users": workload.users, "seed": workload.seed, "description": workload.description}
@@ -30,11 +30,11 @@ def save(workload: Workload, path: Path | str) -> None:
 
 
 def load(path: Path | str) -> Workload:
-    """The workload that was saved.
+    """Returns a saved workload.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is not a workload; the message names the line.
+        ValueError: the file is not a workload; the message names the line.
     """
     with Path(path).open(encoding="utf-8", errors="replace") as file:
         requests: list[WorkRequest] = []
@@ -67,7 +67,7 @@ def _header(file: TextIO) -> dict[str, Any]:
 
 
 def _object(file: TextIO, shape: Mapping[str, type | tuple[type, ...]]) -> dict[str, Any]:
-    """The next line, which must be an object with these keys and no others."""
+    """Returns the next line, which must be an object with exactly these keys."""
     line = file.readline(MAX_LINE + 1)
     if not line:
         raise ValueError("the file ends here, too early")

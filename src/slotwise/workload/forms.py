@@ -1,4 +1,4 @@
-"""Text forms of the small settings that a workload is made of: a name and its numbers, `name:number:number`."""
+"""Text forms of a workload's settings: a name and its numbers, `name:number:number`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _NUMBERS = {"int": int, "float": float}
 
 
 def parse(text: str, kinds: Mapping[str, type[Any]], what: str) -> Any:
-    """The object that `text` describes.
+    """Returns the object that `text` describes.
 
     Args:
-        kinds: the dataclasses there are, by name; each has a `form` that shows how it is written.
+        kinds: the dataclasses by name; the `form` of each shows its syntax.
         what: the setting's name, for the error.
 
     Raises:
@@ -35,26 +35,26 @@ def parse(text: str, kinds: Mapping[str, type[Any]], what: str) -> Any:
 
 
 def written(number: float) -> str:
-    """A number as people write it: whole ones without a point."""
+    """Returns a number as text; whole numbers have no decimal point."""
     return str(int(number)) if number == int(number) else repr(number)
 
 
 def require_within(name: str, value: float, lowest: float, highest: float) -> None:
-    """Raises ValueError for a number that is not one, or out of range."""
+    """Raises ValueError for NaN or a number out of range."""
     if not lowest <= value <= highest:
         raise ValueError(f"{name} must be between {written(lowest)} and {written(highest)}, not {value}")
 
 
 def share(rng: random.Random) -> float:
-    """A number strictly between 0 and 1."""
+    """Returns a number strictly between 0 and 1."""
     return max(rng.random(), SMALLEST_SHARE)
 
 
 def below(rng: random.Random, count: int) -> int:
-    """One of the `count` integers from 0 on, each as likely."""
+    """Returns an integer from 0 to `count` - 1, uniformly distributed."""
     return int(rng.random() * count)
 
 
 def stream(seed: int, purpose: str) -> random.Random:
-    """Random numbers for one purpose, so that changing one part of a workload leaves the others as they were."""
+    """Returns the random stream of one purpose, so that changing one part of a workload leaves the others unchanged."""
     return random.Random(f"slotwise {seed} {purpose}")

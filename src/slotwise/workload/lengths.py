@@ -1,4 +1,4 @@
-"""How long prompts and outputs are, in tokens: distributions drawn by inverting their cumulative function."""
+"""Distributions of prompt and output lengths in tokens, drawn by inverting their cumulative function."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ class Lengths(Protocol):
 
     @property
     def longest(self) -> int:
-        """Tokens that no draw exceeds."""
+        """Upper bound of all draws, in tokens."""
         ...
 
     def draw(self, rng: random.Random) -> int:
-        """Tokens, at least 1."""
+        """Returns a length in tokens, at least 1."""
         ...
 
 
 def parse(text: str) -> Lengths:
-    """Raises ValueError with one line that lists the forms."""
+    """Returns the distribution that `text` describes; raises ValueError with one line that lists the forms."""
     return cast(Lengths, forms.parse(text, KINDS, "lengths"))
 
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """Always as long.  Raises ValueError for a length out of range."""
+    """A constant length.  Raises ValueError for a length out of range."""
 
     tokens: int
     form: ClassVar[str] = "fixed:TOKENS"
@@ -64,7 +64,7 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True)
 class Uniform:
-    """Every length from `low` to `high`, both included, as likely.  Raises ValueError for lengths out of range."""
+    """Uniform from `low` to `high`, both included.  Raises ValueError for lengths out of range."""
 
     low: int
     high: int
@@ -87,7 +87,7 @@ class Uniform:
 
 @dataclass(frozen=True, slots=True)
 class Exponential:
-    """Exponential with a `mean` before what exceeds `cap` is cut to it.  Raises ValueError for numbers out of range."""
+    """Exponential with `mean`, then clipped at `cap`.  Raises ValueError for numbers out of range."""
 
     mean: float
     cap: int
@@ -110,7 +110,7 @@ class Exponential:
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """Log-normal with a `median`; `sigma` is the deviation of the logarithm.  What exceeds `cap` is cut to it.
+    """Log-normal with `median`, clipped at `cap`; `sigma` is the deviation of the logarithm.
 
     Raises:
         ValueError: a number out of range.
@@ -186,7 +186,7 @@ KINDS: dict[str, type[Lengths]] = {
 
 
 def quantile(values: tuple[int, ...], share: float) -> float:
-    """The value that a `share` of all lie below, on straight lines between the `QUANTILES` that are known."""
+    """Returns the quantile at `share`, interpolated linearly between `QUANTILES`."""
     for (low, high), (smaller, larger) in zip(pairwise(QUANTILES), pairwise(values), strict=True):
         if share <= high:
             return smaller + (larger - smaller) * (share - low) / (high - low)

@@ -1,4 +1,4 @@
-"""Prompt beginnings that requests share, as those with one system prompt do."""
+"""Prompt prefixes that requests share, as with one system prompt."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NO_GROUP = -1
 
 @dataclass(frozen=True, slots=True)
 class Prefixes:
-    """`groups` beginnings of `tokens` each, put before the prompts that are drawn.  0 and 0: none.
+    """`groups` prefixes of `tokens` each, put before the drawn prompts.  0 and 0: none.
 
     Raises:
         ValueError: a number out of range, or groups without tokens.
@@ -35,10 +35,10 @@ class Prefixes:
         return f"{self.groups}:{self.tokens}"
 
     def draw(self, rng: random.Random) -> int:
-        """A group, each as likely; -1 when there are none."""
+        """Returns a uniformly drawn group; -1 when there are none."""
         return forms.below(rng, self.groups) if self.groups else NO_GROUP
 
 
 def parse(text: str) -> Prefixes:
-    """Raises ValueError with one line that shows the form."""
+    """Returns the prefixes that `text` describes; raises ValueError with one line that shows the form."""
     return cast(Prefixes, forms.parse(f"prefix:{text}", {"prefix": Prefixes}, "prefix"))

@@ -1,11 +1,10 @@
-"""A workload: what is asked, how long each answer is, and when.
+"""A workload: requests with prompt lengths, output lengths and arrival times.
 
     Recipe ──generate(seed)──► Workload ──save──► JSON lines ──load──► the same Workload
     Trace ───replay(seed)────►    │
-                                  └──prompt_ids──► token ids, the same wherever they are made
+                                  └──prompt_ids──► token ids, the same on every machine
 
-Every request carries the one `max_tokens` of its workload, as clients do; how long its answer really gets is known to
-the workload alone.
+Every request has the `max_tokens` of its workload, as clients send it; only the workload holds actual output lengths.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from slotwise.workload.prefixes import NO_GROUP, Prefixes
 
 MAX_REQUESTS = 100_000
 MAX_SECONDS = 10**9
-FIRST_PLAIN_ID = 10  # below it vocabularies keep tokens that begin, end or pad
+FIRST_PLAIN_ID = 10  # smaller ids are often special tokens that begin, end or pad
 NO_PREFIX = Prefixes()
 
 
@@ -31,10 +30,10 @@ class WorkRequest:
 
     number: int  # 0, 1, 2, ...
     arrives_at: float | None  # seconds from the start; None in a closed loop
-    num_prompt: int  # tokens, the shared prefix among them
-    num_output: int  # tokens after which it ends, though it asks for more
-    prefix: int = NO_GROUP  # the group whose beginning it shares; -1: none
-    num_prefix: int = 0  # tokens of that beginning
+    num_prompt: int  # tokens, the shared prefix included
+    num_output: int  # tokens after which it ends, at most `max_tokens`
+    prefix: int = NO_GROUP  # the group whose prefix it shares; -1: none
+    num_prefix: int = 0  # tokens of that prefix
 
     def __post_init__(self) -> None:
         if self.arrives_at is not None:
@@ -51,14 +50,14 @@ class Workload:
     """Requests in order of arrival.
 
     Raises:
-        ValueError: they are not numbered 0, 1, 2, ..., not in order, longer than `max_tokens`, none, or too many.
+        ValueError: requests not numbered 0, 1, 2, ..., out of order, longer than `max_tokens`, none, or too many.
     """
 
     requests: tuple[WorkRequest, ...]
-    max_tokens: int  # what every request asks for
-    users: int = 0  # of a closed loop; 0: an open one
+    max_tokens: int  # of every request
+    users: int = 0  # of a closed loop; 0: an open loop
     seed: int = 0  # of the prompts' tokens
-    description: dict[str, str] = field(default_factory=dict)  # how it was made, for people
+    description: dict[str, str] = field(default_factory=dict)  # its settings, for reports
 
     def __post_init__(self) -> None:
         forms.require_within("the number of requests", len(self.requests), 1, MAX_REQUESTS)
@@ -71,7 +70,7 @@ class Workload:
             last = request.arrives_at or 0.0
 
     def _objection(self, request: WorkRequest, number: int, last: float) -> str:
-        """Why `request` cannot follow one that arrived at `last`; empty when it can."""
+        """Why `request` cannot follow one that arrived at `last`; empty if it can."""
         if request.number != number:
             return f"is numbered {request.number}"
         if request.num_output > self.max_tokens:
@@ -92,12 +91,12 @@ class Workload:
 
     @property
     def output_cv(self) -> float:
-        """Deviation of the outputs' lengths over their mean."""
+        """Coefficient of variation of the output lengths."""
         lengths = [request.num_output for request in self.requests]
         return pstdev(lengths) / fmean(lengths)
 
     def prompt_ids(self, request: WorkRequest, vocab_size: int) -> list[int]:
-        """Token ids of a request's prompt; those of one prefix group begin alike.
+        """Returns the token ids of a request's prompt; requests of one group share a prefix.
 
         Raises:
             ValueError: the vocabulary has no tokens.
@@ -115,14 +114,14 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What to draw a workload from.  Raises ValueError for a number out of range."""
+    """The distributions of a workload.  Raises ValueError for a number out of range."""
 
     num_requests: int
     inputs: Lengths
     outputs: Lengths
     arrivals: Arrivals = field(default_factory=AtOnce)
     prefixes: Prefixes = NO_PREFIX
-    max_tokens: int = 0  # what every request asks for, and its longest answer; 0: the longest that can be drawn
+    max_tokens: int = 0  # of every request, and its longest output; 0: the longest that can be drawn
 
     def __post_init__(self) -> None:
         forms.require_within("the number of requests", self.num_requests, 1, MAX_REQUESTS)
@@ -136,9 +135,7 @@ class Recipe:
 
 
 def generate(recipe: Recipe, seed: int = 0) -> Workload:
-    """Draw a workload.  Prompts, outputs, arrivals and prefixes come from streams of their own: to change one of them
-    leaves the others as they were.
-    """
+    """Draws a workload.  Prompts, outputs, arrivals and prefixes have independent random streams."""
     inputs, outputs = forms.stream(seed, "inputs"), forms.stream(seed, "outputs")
     lengths = [
         (recipe.inputs.draw(inputs), recipe.outputs.draw(outputs)) for _ in range(recipe.num_requests)]
@@ -152,7 +149,7 @@ def generate(recipe: Recipe, seed: int = 0) -> Workload:
 def requests_of(
     lengths: Sequence[tuple[int, int]], times: Sequence[float], max_tokens: int, prefixes: Prefixes, seed: int,
 ) -> tuple[WorkRequest, ...]:
-    """Requests of the given (prompt, output) tokens, outputs cut to `max_tokens`, behind prefixes drawn from `seed`.
+    """Returns requests of the given (prompt, output) tokens, outputs clipped at `max_tokens`, prefixes from `seed`.
 
     Args:
         times: seconds; empty for a closed loop.

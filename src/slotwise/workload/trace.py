@@ -20,7 +20,7 @@ COLUMNS = ("arrived_at", "num_prefill_tokens", "num_decode_tokens")
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests as they were recorded, scaled."""
+    """Recorded requests, scaled."""
 
     name: str
     times: tuple[float, ...]  # seconds, the first at 0
@@ -32,15 +32,15 @@ class Trace:
 def read_trace(
     path: Path | str, length_scale: float = 1.0, time_scale: float = 1.0, limit: int = MAX_REQUESTS,
 ) -> Trace:
-    """The first `limit` requests of a trace.
+    """Returns the first `limit` requests of a trace.
 
     Args:
-        length_scale: tokens are multiplied by it and rounded, to 1 at least.
-        time_scale: times are multiplied by it: 0.5 makes arrivals twice as fast.
+        length_scale: factor of the token counts, which are rounded, to 1 at least.
+        time_scale: factor of the times: 0.5 doubles the arrival rate.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is not such a trace; the message names the line.
+        ValueError: the file is no such trace; the message names the line.
     """
     forms.require_within("a scale of lengths", length_scale, 1e-4, 100)
     forms.require_within("a scale of time", time_scale, 0, 1e6)
@@ -59,10 +59,10 @@ def read_trace(
 def replay(
     trace: Trace, arrivals: Arrivals | None = None, max_tokens: int = 0, prefixes: Prefixes = NO_PREFIX, seed: int = 0,
 ) -> Workload:
-    """The workload of a trace, with the trace's own times of arrival or with others.
+    """Returns the workload of a trace, with its recorded or with other arrival times.
 
     Args:
-        max_tokens: what every request asks for, and its longest answer; 0: the longest of the trace.
+        max_tokens: of every request, and its longest output; 0: the longest of the trace.
     """
     arrivals = arrivals or TraceTimes()
     times = (trace.times if isinstance(arrivals, TraceTimes)
@@ -77,7 +77,7 @@ def replay(
 
 
 def _rows(file: Iterator[str], path: Path) -> Iterator[tuple[float, int, int]]:
-    """Checked rows.  Raises ValueError with the line of the first that is wrong."""
+    """Yields validated rows; raises ValueError with the line of the first invalid one."""
     reader = csv.reader(file)
     header = [name.strip() for name in next(reader, [])]
     if missing := [name for name in COLUMNS if name not in header]:

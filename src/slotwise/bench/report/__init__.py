@@ -1,7 +1,7 @@
 """The report of a comparison: one HTML file with its pictures, style and script inside; nothing is fetched.
 
-`data` reads a result, `words` says it, `svg` holds scales and frames, `lanes`, `bars` and `curves` draw, `tables` and
-`page` put it together, and `assets` holds its template, style and script.
+`data` reads a result, `words` formats numbers and sentences, `svg` holds scales and frames, `lanes`, `bars` and
+`curves` draw, `tables` and `page` assemble, and `assets` holds the template, style and script.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from slotwise.files import write_whole
 
 __all__ = ["render", "slot_charts", "write_report"]
 
-PICTURE_WIDTH = 1000  # pixels, of a chart that is a file of its own
+PICTURE_WIDTH = 1000  # pixels, of a chart in a file of its own
 
 
 def render(result: Mapping[str, Any]) -> str:
@@ -38,12 +38,12 @@ def render(result: Mapping[str, Any]) -> str:
 
 
 def write_report(result: Mapping[str, Any], path: str | PathLike[str]) -> None:
-    """Writes the page to `path`."""
+    """Write the page to `path`."""
     write_whole(Path(path), render(result).encode())
 
 
 def slot_charts(result: Mapping[str, Any]) -> dict[str, str]:
-    """The slot x step chart of every run by its label, against seconds on one scale, each an SVG file of its own."""
+    """The slot x step chart of every run by its label, against seconds on one scale, each a complete SVG file."""
     charts = page.charts_of(_checked(result).runs)
     drawn = charts["views"]["seconds"]["runs"] if charts else ()
     return {run["label"]: _standing_alone(run["picture"], run["height"]) for run in drawn}

@@ -1,4 +1,4 @@
-"""Bars: one measure for every run, and the parts that a whole is made of."""
+"""Bars: one measure for every run, and the parts of a whole."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROW, THICK = 44, 14
 
 @dataclass(frozen=True)
 class Bar:
-    """One row: its length, how far it goes at worst (or None), and what is written beside it."""
+    """One row: its value, its worst value (or None), and the text beside it."""
 
     label: str
     colour: str
@@ -37,7 +37,7 @@ class Stack:
 
 
 def bars(title: str, rows: Sequence[Bar]) -> Markup:
-    """Horizontal bars from zero; a thin line goes on from the bar to the worst value."""
+    """Horizontal bars from zero; a thin line extends from the bar to the worst value."""
     longest = max([size for row in rows for size in (row.value, row.worst) if size is not None], default=0.0) or 1.0
     drawn = []
     for index, row in enumerate(rows):
@@ -59,7 +59,7 @@ def _worst(row: Bar, longest: float, y: float) -> Markup:
 
 
 def stacks(title: str, rows: Sequence[Stack]) -> Markup:
-    """Horizontal bars on one scale, each of its parts from left to right."""
+    """Horizontal stacked bars on one scale, parts from left to right."""
     longest = max((row.total for row in rows), default=0.0) or 1.0
     drawn = []
     for index, row in enumerate(rows):

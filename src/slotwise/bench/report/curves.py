@@ -14,11 +14,11 @@ from slotwise.bench.report.words import tick, tick_seconds, tick_share
 
 HEIGHT = 250.0
 COLOURS = 10
-WIDE = 20.0  # from such a ratio of largest to smallest on, seconds are drawn on a logarithmic axis
+WIDE = 20.0  # from this ratio of largest to smallest on, seconds are drawn on a logarithmic axis
 
 
 def cumulative(runs: Sequence[Run], colours: Sequence[str]) -> Markup:
-    """Output tokens that had reached their clients, over time, every run in one picture."""
+    """Output tokens returned to clients over time, every run in one picture."""
     curves = [(run, _from_zero(run.cumulative)) for run in runs if run.cumulative]
     if not curves:
         return Markup("")
@@ -44,7 +44,7 @@ def distribution(title: str, runs: Sequence[Run], colours: Sequence[str],
 
 
 def sweep(swept: Sweep) -> Markup:
-    """Measured points joined by lines, theory dashed in the same colour."""
+    """Measured points joined by lines; theory dashed in the same colour."""
     points = [point for series in swept.series for point in series.points]
     xs, ys = [x for x, _ in points], [y for _, y in points]
     x = svg.at_values(_axis(swept.x_label, xs, swept.x_log), xs)
@@ -60,7 +60,7 @@ def sweep(swept: Sweep) -> Markup:
 
 
 def series_places(swept: Sweep) -> list[int]:
-    """Which colour and shape each series has: theory those of the measurement whose label begins its own."""
+    """Index of the colour and shape of each series; theory has those of the measurement whose label begins its own."""
     measured = [_subject_of(series.label) for series in swept.series if not series.theory]
     subjects = []
     for series in swept.series:
@@ -72,7 +72,7 @@ def series_places(swept: Sweep) -> list[int]:
 
 
 def _subject_of(label: str) -> str:
-    """A series' label without whether it was measured or computed."""
+    """A series' label without the words for measured or computed."""
     kept = re.sub(r"[\s,:(]*\b(measured|theory|predicted|in theory)\b[)\s,:]*", " ", label, flags=re.IGNORECASE)
     return kept.strip() or label
 
@@ -84,12 +84,12 @@ def _axis(label: str, values: Sequence[float], log: bool) -> Axis:
 
 
 def legend(entries: Iterable[tuple[str, str]]) -> Markup:
-    """A piece of line for every `(label, style)`, inline in a list."""
+    """A sample of line for every `(label, style)`, inline in a list."""
     return svg.group(tag("li", _sample(style), " " + label) for label, style in entries)
 
 
 def sweep_legend(swept: Sweep) -> Markup:
-    """What each colour is about, once for a measurement and its theory, and that theory is dashed."""
+    """The meaning of each colour, once for a measurement and its theory, and of dashes."""
     named = {place: _subject_of(series.label)
              for series, place in sorted(zip(swept.series, series_places(swept), strict=True),
                                          key=lambda pair: not pair[0].theory)}
@@ -111,7 +111,7 @@ def _from_zero(points: Sequence[tuple[float, float]]) -> list[tuple[float, float
 
 
 def _stairs(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Tokens come in jumps: level until the next point, then straight up."""
+    """A step function: level until the next point, then straight up."""
     stairs = [points[0]]
     for x, y in points[1:]:
         stairs += [(x, stairs[-1][1]), (x, y)]

@@ -1,8 +1,8 @@
 """The result of a comparison as typed values.
 
-A result is JSON written by `slotwise compare` (version 1); it may be the part that an interrupted run had measured, or
-come from a file.  So every reading here is forgiving: what is missing, null or not finite becomes None or an empty
-sequence, and the pictures say "–".
+A result is JSON written by `slotwise compare` (version 1); it may be incomplete, from an interrupted run, or come from
+a file.  So the reader is lenient: what is missing, null or not finite becomes None or an empty sequence, and the
+pictures show "–".
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Lanes:
-    """Which request every slot served at every step.  `ends` has one number more than there are steps, in seconds."""
+    """The request of every slot at every step.  `ends` has one number more than there are steps, in seconds."""
 
     slots: int
     steps: int
@@ -90,7 +90,7 @@ class Run:
 
     @property
     def whole(self) -> bool:
-        """Whether answers came in one piece, so that there was no time between their tokens."""
+        """Whether answers came at once, so that there was no time between their tokens."""
         return self.ttft.p50 is not None and not self.itl.p50 and not self.itl.p99
 
 
@@ -180,7 +180,7 @@ def _lanes(chart: Mapping[str, Any]) -> Lanes:
     slots, steps = (int(number(chart.get(key)) or 0) for key in ("slots", "steps"))
     ends = tuple(number(end) for end in _items(chart, "step_ends"))
     if len(ends) != steps + 1 or None in ends or any(end < start for start, end in pairwise(ends)):
-        slots, steps, ends = 0, 0, (0.0,)  # a chart whose clock cannot be read is not drawn
+        slots, steps, ends = 0, 0, (0.0,)  # a chart with invalid times is not drawn
     pieces = tuple(sorted(Piece(*piece) for piece in _items(chart, "runs")
                           if 0 <= piece[0] < slots and piece[2] > 0 and 0 <= piece[1] <= steps - piece[2]))
     pads = tuple(Pad(*pad) for pad in _items(chart, "pads")

@@ -1,6 +1,6 @@
 """The slot x step chart: a lane for each slot, time to the right, a hue for each request.
 
-Colour is work somebody wanted, dark for a prompt and light for decode.  Waste has no colour: padding is dotted, a row
+Colour is useful work, dark for a prompt and light for decode.  Waste has no colour: padding is dotted, a row
 computed after its last token is hatched, an empty slot is blank.
 """
 
@@ -17,7 +17,7 @@ from slotwise.bench.report.data import Lanes, Pad, Piece
 from slotwise.bench.report.svg import Axis, canvas, group, percent, tag
 
 HUES = 12
-FEW_REQUESTS = 400  # up to so many, each request is a group of its own that can be pointed at
+FEW_REQUESTS = 400  # up to this number, each request is a group with a tooltip
 KINDS = {
     "prefill": "prompt (dark)", "decode": "decode (light)", "padding": "padding",
     "held": "finished but held", "idle": "paused or preempted", "empty": "empty",
@@ -33,7 +33,7 @@ def lane_height(slots: int) -> float:
 
 
 def with_idle(pieces: Sequence[Piece]) -> list[Piece]:
-    """The pieces, and what lies between two of the same request in the same slot: it waited there, uncomputed."""
+    """The pieces, and the gaps between two of the same request in the same slot, where it was not computed."""
     gaps = [
         Piece(before.slot, before.end, after.first - before.end, "idle", before.request, 0)
         for before, after in pairwise(pieces)
@@ -44,7 +44,7 @@ def with_idle(pieces: Sequence[Piece]) -> list[Piece]:
 def draw(lanes: Lanes, edges: Sequence[float], axis: Axis, wider: float, words: tuple[str, str]) -> Markup:
     """The chart of one discipline; step s lies from `edges[s]` to `edges[s + 1]` on `axis`.
 
-    `wider` is how many times wider than the page it is drawn; `words` are its title, and what stands at its end.
+    `wider` is its width in page widths; `words` are its title, and the text at its end.
     """
     title, finish = words
     used, shown = _shown(lanes)
@@ -67,19 +67,19 @@ def draw(lanes: Lanes, edges: Sequence[float], axis: Axis, wider: float, words: 
 
 
 def _shown(lanes: Lanes) -> tuple[int, int]:
-    """Slots up to the last one used, and the lanes drawn: one stands for all the others, if these are many."""
+    """Slots up to the last one used, and the lanes drawn: one lane stands for all unused slots if these are many."""
     used = max((piece.slot + 1 for piece in lanes.pieces), default=0)
     return used, lanes.slots if lanes.slots - used < 3 else used + 1
 
 
 def height_of(lanes: Lanes) -> int:
-    """Pixels that the chart takes, with its axis."""
+    """Height of the chart in pixels, with its axis."""
     _, shown = _shown(lanes)
     return round(shown * lane_height(shown) + PADDING)
 
 
 def zoom(axis: Axis, end: float) -> float:
-    """How many times wider than the page a chart is drawn: once, unless the one ending at `end` would be a sliver."""
+    """Width of a chart in page widths: 1, unless the chart that ends at `end` would be a sliver."""
     part = end / axis.high
     return 1.0 if part >= SLIVER or part <= 0 else min(5.0, 2 * SLIVER / part)
 
@@ -104,7 +104,7 @@ class _Cells:
         return f"M{self._places[piece.first]:.2f} {top:.2f}V{bottom:.2f}"
 
     def padding(self, lanes: Lanes) -> str:
-        """Padding takes the part of a cell that it takes of the cell's tokens."""
+        """Padding fills the share of a cell that it has of the cell's tokens."""
         return "".join(
             self._box(pad.slot, pad.step, pad.step + 1, 1 - part)
             for pad, part in zip(lanes.pads, padded_parts(lanes.pieces, lanes.pads), strict=True))
@@ -150,7 +150,7 @@ def _kinds(pieces: Sequence[Piece], cells: _Cells) -> list[Markup]:
 
 
 def _story(request: int, pieces: Sequence[Piece]) -> str:
-    """What happened to one request: the tooltip of its cells."""
+    """The tooltip of a request's cells."""
     slots = sorted({piece.slot for piece in pieces})
     taken = {kind: sum(piece.steps for piece in pieces if piece.kind == kind) for kind in KINDS}
     prompt = sum(piece.tokens for piece in pieces if piece.kind == "prefill")
@@ -168,7 +168,7 @@ def _steps(steps: int) -> str:
 
 
 def _starts(pieces: Sequence[Piece]) -> list[Piece]:
-    """The pieces with which a slot changes hands."""
+    """The pieces at which a slot changes to another request."""
     return [after for before, after in pairwise(pieces)
             if before.slot == after.slot and before.request != after.request]
 
@@ -184,7 +184,7 @@ def _grid(axis: Axis, height: float) -> list[Markup]:
 
 
 def _names(slots: int, used: int, shown: int, pitch: float) -> list[Markup]:
-    """The numbers of the slots, every one where there is room, else every second, fourth, ...; what one lane hides."""
+    """Slot numbers, of every slot if they fit, else every second, fourth, ...; and a label for unused slots."""
     named = shown if shown == slots else used
     every = next(step for step in (1, 2, 4, 8, 16, 32, 64, 1 << 30) if step * pitch >= 13 or step >= slots)
     names = [tag("text", str(slot), x=-8, y=(slot + 0.5) * pitch + 4, text_anchor="end", class_="tick")
@@ -207,7 +207,7 @@ def patterns() -> Markup:
 
 
 def legend(kinds: Iterable[str]) -> Markup:
-    """A swatch and a word for each kind, inline in a list."""
+    """A swatch and a label for each kind, inline in a list."""
     return group(
         tag("li", tag("svg", tag("g", _swatch(kind), class_="h5"), width=SWATCH, height=SWATCH, aria_hidden="true"),
             " " + KINDS[kind])

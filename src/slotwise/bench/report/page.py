@@ -1,4 +1,4 @@
-"""The page: what a result shows, section by section, ready for its template."""
+"""The page: the sections of a result, as variables of the template."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from slotwise.bench.report.tables import runs_table, waste_table
 from slotwise.bench.report.words import batching, capital, count, figure, ratio, reference, seconds, share, subject
 
 NAMED_COLOURS = {"continuous": "c0", "static": "c1", "orca": "c2", "dynamic": "c3", "one_at_a_time": "c4"}
-SLOT_PARTS = {"useful": "a token somebody wanted", "held": "finished but held", "empty": "empty slot",
+SLOT_PARTS = {"useful": "a useful token", "held": "finished but held", "empty": "empty slot",
               "idle": "paused or preempted"}
 TOKEN_PARTS = {"prefill": "prompt tokens", "decode": "output tokens", "padding": "padding",
                "held": "held rows"}
 
 
 def context(result: Result) -> dict[str, Any]:
-    """Everything that the template names."""
+    """The template's variables."""
     who, finding = words.headline(result)
     runs = result.runs
     shown = {"result": result, "who": who, "finding": finding, "conditions": words.conditions(result), "runs": runs,
@@ -35,7 +35,7 @@ def context(result: Result) -> dict[str, Any]:
 
 
 def colours_of(runs: Sequence[Run]) -> list[str]:
-    """A colour for each run: its discipline's own, or the next one that no other run has."""
+    """A colour for each run: its discipline's own, or the next unused one."""
     free = cycle(f"c{number}" for number in range(len(NAMED_COLOURS), curves.COLOURS))
     seen: set[str] = set()
     colours = []
@@ -47,7 +47,7 @@ def colours_of(runs: Sequence[Run]) -> list[str]:
 
 
 def facts(result: Result) -> list[tuple[str, str]]:
-    """What was compared, as terms and their values; what is not known is left out."""
+    """What was compared, as terms and their values; unknown ones are left out."""
     environment = dict(result.environment)
     machine = ", ".join(filter(None, (environment.get("machine"), _cores(environment.get("cores")))))
     versions = ", ".join(f"{name} {environment[name]}" for name in ("slotwise", "python", "torch") if
@@ -92,7 +92,7 @@ def charts_of(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _finish(run: Run, unit: str) -> str:
-    """What stands at a chart's end; where it does not show the whole run, when that ended."""
+    """The text at a chart's end: its own end, or that of the run if the chart is truncated."""
     lanes_end, steps = (run.seconds, run.steps) if run.lanes.truncated else (run.lanes.ends[-1], run.lanes.steps)
     text = seconds(lanes_end) if unit == "seconds" else f"{count(steps)} steps"
     return f"… {text}" if run.lanes.truncated else text
@@ -148,7 +148,7 @@ def _curves(runs: Sequence[Run], colours: Sequence[str]) -> dict[str, Any]:
 
 
 def _whole(runs: Sequence[Run]) -> str:
-    """Who has no time between tokens, as a sentence."""
+    """A sentence about the runs without time between tokens."""
     names = [run.label for run in runs if run.whole]
     if not names:
         return ""
@@ -156,7 +156,7 @@ def _whole(runs: Sequence[Run]) -> str:
 
 
 def _waste(result: Result) -> dict[str, Any]:
-    """Where slot-steps and computed tokens went, and the sentence above them; nothing if nobody could see it."""
+    """Where slot-steps and computed tokens went, and a sentence about it; empty if it was not measured."""
     table = waste_table(result.runs)
     if not table.rows:
         return {}
@@ -193,12 +193,12 @@ def _part_legend(rows: Sequence[bars.Stack], names: dict[str, str]) -> list[tupl
 
 
 def waste_sentence(result: Result) -> str:
-    """The two ends of the comparison, in slot-steps."""
+    """A sentence about the slot-steps of the first and the reference run."""
     best, base = subject(result.runs), reference(result.runs)
     if best.occupancy is None:
         return ""
     other = "" if best is base or base.occupancy is None else f"; {batching(base)} used {share(base.occupancy)}"
-    return (f"{capital(batching(best))} used {share(best.occupancy)} of its slot-steps for a token somebody wanted"
+    return (f"{capital(batching(best))} used {share(best.occupancy)} of its slot-steps for a useful token"
             f"{other}.")
 
 

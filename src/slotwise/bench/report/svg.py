@@ -44,7 +44,7 @@ def _plain(value: float) -> str:
 
 @dataclass(frozen=True)
 class Axis:
-    """One direction of a plot: values from `low` to `high`, and where its ticks stand."""
+    """One direction of a plot: values from `low` to `high`, and its ticks."""
 
     label: str
     low: float
@@ -54,7 +54,7 @@ class Axis:
     log: bool = False
 
     def place(self, value: float) -> float:
-        """Where `value` lies between the ends, 0 to 1; outside of them it stays on the nearer end."""
+        """Position of `value` between the ends, 0 to 1, clamped."""
         low, high = self.low, self.high
         if self.log:
             value, low, high = math.log(max(value, low)), math.log(low), math.log(high)
@@ -131,7 +131,7 @@ def marker(place: tuple[float, float], shape: int, style: str) -> Markup:
 
 def plot(title: str, frame: tuple[Axis, Axis], curves: Iterable[Markup], points: Iterable[Markup],
          height: float) -> Markup:
-    """A plot framed by axes x and y.  Curves lie in the stretched drawing, points upon it; `title` is read out."""
+    """A plot framed by axes x and y.  Curves lie in the stretched drawing, points upon it; `title` is its label."""
     x, y = frame
     bottom = height + 18
     rows = (

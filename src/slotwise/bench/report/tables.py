@@ -1,4 +1,4 @@
-"""The tables of the report: every run's figures, and what each kind of waste came to."""
+"""The tables of the report: every run's figures, and the amount of each kind of waste."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Column:
 
 
 def runs_table(runs: Sequence[Run]) -> Table:
-    """A row for each run and a column for whatever was measured; the best is marked where better is meaningful."""
+    """A row for each run and a column for each measure; the best is marked where better is meaningful."""
     base = reference(tuple(runs))
     columns = [
         Column("output tok/s", lambda run: run.output_throughput, figure, max),
@@ -62,13 +62,13 @@ def runs_table(runs: Sequence[Run]) -> Table:
 
 
 def waste_table(runs: Sequence[Run]) -> Table:
-    """A row for each kind of waste, with what it is, and a column for each run."""
+    """A row for each kind of waste, with its meaning, and a column for each run."""
     kinds: tuple[tuple[str, str, Read, Write], ...] = (
         ("padded tokens", "computed only to bring a batch's prompts to one length",
          lambda run: run.waste.padded_tokens, count),
         ("held row-steps", "rows computed again after their last token, because their batch had not drained",
          lambda run: run.waste.held_row_steps, count),
-        ("empty slot-steps", "slots that nobody used while a step ran, or whose request was left out of it",
+        ("empty slot-steps", "slots without a request while a step ran, or whose request was left out of it",
          lambda run: run.waste.empty_slot_steps, count),
         ("head-of-line wait", "time that requests stood in line while a slot was empty or held, summed over requests",
          lambda run: run.waste.head_of_line_seconds, seconds),
@@ -82,12 +82,12 @@ def waste_table(runs: Sequence[Run]) -> Table:
 def _cells(column: Column, runs: Sequence[Run]) -> list[Cell]:
     values = [column.read(run) for run in runs]
     known = [value for value in values if value is not None]
-    # Alone, or equal to all others, nobody is best.
+    # Alone, or equal to all others, no run is best.
     texts = [column.write(value) for value in values]
     best = column.write(column.better(known)) if column.better and len({*texts}) > 1 and known else None
     return [Cell(text, text == best) for text in texts]
 
 
 def _gap(value: float | None) -> str:
-    """No gap at all means that an answer came whole."""
+    """No gap at all means that an answer came at once."""
     return WHOLE if value == 0 else seconds(value)

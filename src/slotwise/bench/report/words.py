@@ -1,4 +1,4 @@
-"""Numbers and comparisons for people: three significant digits, units, whole sentences."""
+"""Numbers and comparisons as text: three significant digits, units, whole sentences."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def count(value: float | None) -> str:
 
 
 def seconds(value: float | None, digits: int = 3) -> str:
-    """A duration with the unit that suits it: 412 µs, 31.0 ms, 1.23 s, 4.10 min."""
+    """A duration with a suitable unit: 412 µs, 31.0 ms, 1.23 s, 4.10 min."""
     if value is None:
         return NONE
     if value == 0:
@@ -53,7 +53,7 @@ def share(value: float | None) -> str:
 
 
 def tick(value: float) -> str:
-    """The label of an axis: no zeros that say nothing."""
+    """The label of a tick, without trailing zeros."""
     if abs(value) >= 1e6:
         return f"{value / 1e6:,.6g} M"
     return f"{value:,.10g}"
@@ -76,7 +76,7 @@ def times(value: float | None) -> str:
 
 
 def moment(text: str) -> str:
-    """A time in ISO 8601 to the minute; anything else as it is."""
+    """A time in ISO 8601 to the minute; any other text unchanged."""
     try:
         return datetime.fromisoformat(text).strftime("%-d %B %Y, %H:%M %Z").strip()
     except ValueError:
@@ -88,13 +88,13 @@ def ratio(value: float | None, base: float | None) -> float | None:
 
 
 def reference(runs: tuple[Run, ...]) -> Run:
-    """Whom the others are compared with: static batching, or the slowest where nobody ran it."""
+    """The run that others are compared with: static batching, else the slowest."""
     named = [run for run in runs if run.name == "static"]
     return named[0] if named else min(runs, key=lambda run: run.output_throughput or 0.0)
 
 
 def subject(runs: tuple[Run, ...]) -> Run:
-    """Whom the headline is about: continuous batching, or the fastest where nobody ran it."""
+    """The run of the headline: continuous batching, else the fastest."""
     named = [run for run in runs if run.name == "continuous"]
     return named[0] if named else max(runs, key=lambda run: run.output_throughput or 0.0)
 
@@ -112,7 +112,7 @@ def capital(text: str) -> str:
 
 
 def headline(result: Result) -> tuple[str, str]:
-    """Two halves of the finding: who, and what was found."""
+    """The headline in two parts: the subject, and the finding."""
     if not result.runs:
         return "No run was measured", "the comparison ended before its first discipline did"
     best, base = subject(result.runs), reference(result.runs)
@@ -139,7 +139,7 @@ def _sooner(best: Run, base: Run) -> str:
 
 
 def conditions(result: Result) -> str:
-    """What was the same for every run."""
+    """The conditions shared by all runs."""
     requests = f"the same {result.requests:,} requests" if result.requests else "the same requests"
     if len(result.runs) < 2:
         return f"One discipline on {requests.replace('the same ', '')}: run others beside it to compare."

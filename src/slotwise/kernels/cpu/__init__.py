@@ -1,4 +1,4 @@
-"""Kernels for processors: Numba on torch's threads, and products packed once."""
+"""Kernels for CPUs: Numba on a thread pool, and products with weights that are packed once."""
 
 from slotwise.kernels.cpu.kernels import CpuKernels
 

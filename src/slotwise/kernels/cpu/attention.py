@@ -2,14 +2,14 @@
 
 A row's queries are cut into tiles of a few tokens times all query heads of one key-value head.  A tile walks the row's
 blocks once with an online softmax (Milakov and Gimelshein, 2018; FlashAttention, Dao et al., 2022), so every key and
-value is read once for the whole group.  A decode row is a tile of one token; its context is cut into segments whose
-parts the last thread to finish joins (Flash-Decoding, Dao et al., 2023).  Where the cuts fall depends on the row alone,
-so its result does not depend on its batch-mates, bit for bit.
+value is read once for the whole group.  A decode row is a tile of one token; its context is cut into segments, whose
+partial results the last thread to finish combines (Flash-Decoding, Dao et al., 2023).  Where the cuts fall depends on
+the row alone, so its result does not depend on its batch-mates, bit for bit.
 
-Nothing is divided on the way that can be counted along: a tile of a few blocks is over in the time of fifty divisions.
+Loops count instead of dividing where they can: a tile of a few blocks takes the time of fifty divisions.
 
-Memory is to be busy all the time, so what is read next is always asked for: values while keys are read, the next keys
-while values are, of the next tile if need be, and the first of them while scores become weights.
+Memory is kept busy by prefetching what is read next: values while keys are read, the next keys while values are, of
+the next tile if need be, and the first of them while scores become weights.
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ from slotwise.kernels.cpu.simd import (
 from slotwise.kernels.cpu.softmax import ask_for, ask_for_scales, softmax_strip
 from slotwise.kernels.cpu.work_queue import NOTHING, pop, upcoming
 
-ASKED = 16  # lines asked for while scores become weights: what a core has room for under way
+ASKED = 16  # lines prefetched while scores become weights: as many as a core can have in flight
 NO_SCORE = np.float32(-1e20)  # below every score
 
 
 @kernel
 def _load_queries(words, tile, head, queries, kind):
-    """The tile's queries as strips of float32, scaled so that the softmax can work with powers of two."""
+    """The tile's queries as strips of float32, scaled so that the softmax can use powers of two."""
     group, dim, size = load(words, GROUP, INT64), load(words, DIM, INT64), bytes_of(kind)
     heads, first = group * load(words, KV_HEADS, INT64), load(tile, TOKEN, INT32)
     tokens, scale = load(tile, TOKENS, INT32), float_of(load(words, SCALE_BITS, INT64))
@@ -101,9 +101,9 @@ def _load_queries(words, tile, head, queries, kind):
 
 @kernel
 def _softmax(words, tile, scores, sums, state, low, high, base, scales, stored):
-    """Scores of places `base + low ... base + high` to weights; what the sums held so far is scaled to match.
+    """Scores of places `base + low ... base + high` to weights; the sums so far are rescaled to the new maximum.
 
-    `scales` are those of place `base`, where what is `stored` has any.
+    `scales` are those of place `base`, where the `stored` type has any.
     """
     columns = load(words, BLOCK_PADDED, INT64)
     group, width = load(words, GROUP, INT64), load(words, DIM_PADDED, INT64)
@@ -131,7 +131,7 @@ def _softmax(words, tile, scores, sums, state, low, high, base, scales, stored):
 
 @kernel
 def _keys(words, tile, head, entry):
-    """Where the `entry`th block of a tile's row begins."""
+    """Address of the `entry`th block of a tile's row."""
     table = load(words, TABLES, INT64) + load(tile, ROW, INT32) * load(words, TABLE_WIDTH, INT64) * 4
     block = load(table, entry, INT32) * load(words, KV_HEADS, INT64) + head
     return load(words, CACHE, INT64) + block * load(words, HEAD_BLOCK, INT64)
@@ -139,9 +139,9 @@ def _keys(words, tile, head, entry):
 
 @kernel
 def _walk(words, tile, head, queries, scores, sums, state, next_keys, stored):
-    """Add the values of all places of a tile, weighted, block by block; then come those at `next_keys`.
+    """Add the weighted values of all places of a tile, block by block; `next_keys` is read after them.
 
-    Blocks lie anywhere, so the processor cannot know what to ask for.
+    Blocks lie anywhere, so the processor cannot predict what to prefetch.
     """
     block, block_padded = load(words, BLOCK, INT64), load(words, BLOCK_PADDED, INT64)
     dim, width, size = load(words, DIM, INT64), load(words, DIM_PADDED, INT64), bytes_of(stored)
@@ -181,7 +181,7 @@ def _walk(words, tile, head, queries, scores, sums, state, next_keys, stored):
 
 @kernel
 def _store_outputs(words, tile, head, sums, totals, kind):
-    """Weighted sums over their totals, to the output."""
+    """Store the weighted sums over their totals to the output."""
     group, dim, width = load(words, GROUP, INT64), load(words, DIM, INT64), load(words, DIM_PADDED, INT64)
     heads, first = group * load(words, KV_HEADS, INT64), load(tile, TOKEN, INT32)
     row = 0
@@ -197,7 +197,7 @@ def _store_outputs(words, tile, head, sums, totals, kind):
 
 @kernel
 def _leave_part(words, tile, head, sums):
-    """Leave a segment's sums, maxima and totals, which lie together; whether all segments of its row now have."""
+    """Store a segment's sums, maxima and totals, which lie together.  Returns whether its row's segments are done."""
     kv_heads, width = load(words, KV_HEADS, INT64), load(words, DIM_PADDED, INT64)
     floats = load(words, GROUP, INT64) * (width + 2)
     place = load(tile, PART, INT32) + load(tile, SEGMENT_INDEX, INT32)
@@ -210,7 +210,7 @@ def _leave_part(words, tile, head, sums):
 
 @kernel
 def _join_parts(words, tile, head, sums, totals):
-    """All segments of a row into its sums and totals, in order."""
+    """Combine all segments of a row into its sums and totals, in order."""
     kv_heads, width = load(words, KV_HEADS, INT64), load(words, DIM_PADDED, INT64)
     group = load(words, GROUP, INT64)
     stride = kv_heads * group * (width + 2) * 4
@@ -232,13 +232,13 @@ def _join_parts(words, tile, head, sums, totals):
 
 @kernel
 def _tile(words, item):
-    """An item is one head of a tile: that tile."""
+    """The tile of an item; an item is one head of a tile."""
     return load(words, TILES, INT64) + TABLE + item // load(words, KV_HEADS, INT64) * TILE_WORDS * 4
 
 
 @kernel
 def _first_keys(words, item):
-    """What an item reads first."""
+    """Address of the first keys an item reads."""
     tile = _tile(words, item)
     entry = load(tile, FIRST, INT32) // load(words, BLOCK, INT64)
     return _keys(words, tile, item % load(words, KV_HEADS, INT64), entry)
@@ -291,7 +291,7 @@ def _attend_float32_over_int8(words):
     _attend(words, FLOAT32, INT8)
 
 
-ATTEND = {  # by the type of the queries and what the cache holds
+ATTEND = {  # by the type of the queries and of the cache
     (torch.bfloat16, torch.bfloat16): Compiled(_attend_bfloat16, "void(int64)"),
     (torch.float32, torch.float32): Compiled(_attend_float32, "void(int64)"),
     (torch.bfloat16, torch.int8): Compiled(_attend_bfloat16_over_int8, "void(int64)"),

@@ -1,4 +1,4 @@
-"""How a step's attention is cut into tiles, before anybody reads a key (see `attention.py`).
+"""How a step's attention is cut into tiles, before any key is read (see `attention.py`).
 
 Cuts follow from a row alone, not from its batch-mates.
 """
@@ -15,10 +15,10 @@ from slotwise.kernels.cpu.launcher import HEADER
 from slotwise.kernels.cpu.simd import INT32, INT64, load, store
 from slotwise.kernels.interface import AttentionShape
 
-TILE_ROWS = 48  # as many queries (tokens x heads) as a tile may hold: its scores stay in the nearest processor cache
-SEGMENT = 1024  # tokens of context one thread takes of a decode row: another core's parts are slow to come by
+TILE_ROWS = 48  # the most queries (tokens x heads) of a tile: its scores stay in the first-level cache
+SEGMENT = 1024  # tokens of context per segment of a decode row: another core's results are slow to come by
 
-# What a tile is: `TILE_WORDS` int32 in a table.
+# A tile: `TILE_WORDS` int32 in a table.
 ROW, TOKEN, TOKENS, FIRST, LAST, SEGMENT_INDEX, SEGMENTS, PART = range(8)
 TILE_WORDS = 8
 TABLE = 64  # bytes before the table: a cache line for the number of tiles
@@ -32,9 +32,9 @@ TABLE = 64  # bytes before the table: a cache line for the number of tiles
 
 
 class Workspace(NamedTuple):
-    """Where things lie in the memory a step's attention works in, in bytes from its start.
+    """Offsets of the parts of the workspace of a step's attention, in bytes from its start.
 
-    First comes the number of tiles, then their table.
+    The number of tiles comes first, then their table.
     """
 
     arrivals: int
@@ -43,13 +43,13 @@ class Workspace(NamedTuple):
     thread_bytes: int
 
     def floats(self, threads: int) -> int:
-        """float32 words of it all."""
+        """Size of the workspace in float32 words."""
         return (self.threads + threads * self.thread_bytes) // 4
 
 
 @functools.lru_cache(maxsize=256)
 def workspace(shape: AttentionShape, rows: int, tokens: int, max_context_len: int) -> Workspace:
-    """What a step may need at most."""
+    """The largest workspace that a step of this size may need."""
     group, width = shape.num_heads // shape.num_kv_heads, padded(shape.head_dim)
     per_tile = max(1, TILE_ROWS // group)
     segments = rows * (max_context_len // SEGMENT + 1)

@@ -1,4 +1,4 @@
-"""The paged cache as the CPU wants to read it.
+"""The paged cache in the layout of the CPU's kernels.
 
 One block of one key-value head is contiguous: its keys with tokens as columns, its values with dimensions as columns,
 so that scores and outputs are both products of `gemm.py` and neither needs a sum across lanes.
@@ -6,17 +6,17 @@ so that scores and outputs are both products of `gemm.py` and neither needs a su
     blocks x kv_heads x [ keys [head_dim, tokens] | values [tokens, head_dim] ]
 
 Columns are padded to the lanes of a vector, 16 or 8.  In bfloat16 two vectors lie together, element beside element,
-which is how `gemm.py` reads them for nothing.  Of 16 lanes:
+which is how `gemm.py` reads them at no cost.  Of 16 lanes:
 
     0 16  1 17  2 18 ... 15 31 | 32 48  33 49 ... 47 63 | ... an odd last vector as it is
 
-A cache of int8 holds each token's key and value of a head as whole numbers up to 127 and what one of them is worth,
-behind the values, where tokens are columns again:
+A cache of int8 holds each token's key and value of a head as integers in -127 ... 127, and their scales behind the
+values, where tokens are columns again:
 
     keys int8 [head_dim, tokens] | values int8 [tokens, head_dim] | scales float32 [2, tokens], of keys and of values
 
-A scale belongs to a column of the scores, so it is applied to those, and to the weights made of them, and not to every
-number: a few rows of 64 instead of the whole block.
+A scale belongs to a column of the scores, so it multiplies the scores, and the weights made of them, and not every
+element: a few rows of 64 instead of the whole block.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def padded(columns: int) -> int:
 
 
 def stored_order(columns: int, kind: torch.dtype) -> Tensor:
-    """Which column stands at each of `columns` places, a whole number of vectors."""
+    """The column stored at each of `columns` places, a whole number of vectors."""
     order = torch.arange(columns)
     if kind != torch.bfloat16:
         return order
@@ -46,7 +46,7 @@ def stored_order(columns: int, kind: torch.dtype) -> Tensor:
 
 
 def head_block_elements(block_size: int, head_dim: int, kind: torch.dtype) -> tuple[int, int, int]:
-    """Elements that keys, values and their scales take in one block of one key-value head."""
+    """Elements of keys, values and scales in one block of one key-value head."""
     scales = 2 * padded(block_size) * torch.float32.itemsize if kind == torch.int8 else 0
     return head_dim * padded(block_size), block_size * padded(head_dim), scales
 
@@ -58,11 +58,11 @@ class CpuCache:
     storage: Tensor  # [blocks, kv_heads, elements of keys, values and scales]
     block_size: int  # tokens
     address: int  # of `storage`
-    geometry: tuple[int, ...]  # query heads a kv_head, kv_heads, head_dim, padded, block_size, padded, a head's bytes
+    geometry: tuple[int, ...]  # query heads per kv_head, kv_heads, head_dim, padded, block_size, padded, bytes per head
 
     @classmethod
     def allocate(cls, num_blocks: int, block_size: int, shape: AttentionShape, kind: torch.dtype) -> CpuCache:
-        """A zeroed cache; its pages are touched only once they are written."""
+        """A zeroed cache; a page takes memory once it is written."""
         elements = sum(head_block_elements(block_size, shape.head_dim, kind))
         pages = untouched_pages(num_blocks * shape.num_kv_heads * elements * kind.itemsize)
         storage = torch.frombuffer(pages, dtype=kind).view(num_blocks, shape.num_kv_heads, elements)
@@ -71,19 +71,19 @@ class CpuCache:
         return cls(storage, block_size, storage.data_ptr(), (*heads, *block))
 
     def touch(self, first: int, end: int) -> bool:
-        """Have memory for the blocks from `first` to before `end` now; False where the system cannot be asked to."""
+        """Allocate memory for the blocks from `first` to before `end`; False where the system cannot."""
         per_block = self.storage[0].nbytes
         return populate(self.address + first * per_block, (end - first) * per_block)
 
     def keys_and_values(self, shape: AttentionShape) -> tuple[Tensor, Tensor]:
-        """Both as `[blocks, block_size, kv_heads, head_dim]`, copied, for whoever looks in from outside."""
+        """Copies of both as `[blocks, block_size, kv_heads, head_dim]`, for tests and tools."""
         keys, values, _ = self._parts(shape)
         keys = self._columns(keys.unflatten(-1, (shape.head_dim, padded(self.block_size))))[..., : self.block_size]
         values = self._columns(values.unflatten(-1, (self.block_size, padded(shape.head_dim))))[..., : shape.head_dim]
         return keys.permute(0, 3, 1, 2), values.transpose(1, 2)
 
     def scales(self, shape: AttentionShape) -> tuple[Tensor, Tensor]:
-        """Of an int8 cache: what a key's and a value's numbers are worth, `[blocks, block_size, kv_heads]` each."""
+        """Scales of keys and of values in an int8 cache, `[blocks, block_size, kv_heads]` each."""
         *_, stored = self._parts(shape)
         both = stored.contiguous().view(torch.float32).unflatten(-1, (2, -1))[..., : self.block_size]
         keys, values = both.transpose(1, 3).unbind(2)
@@ -93,5 +93,5 @@ class CpuCache:
         return self.storage.split(head_block_elements(self.block_size, shape.head_dim, self.storage.dtype), dim=-1)
 
     def _columns(self, stored: Tensor) -> Tensor:
-        """In their own order."""
+        """Columns in their logical order."""
         return stored[..., stored_order(stored.shape[-1], stored.dtype).argsort()]

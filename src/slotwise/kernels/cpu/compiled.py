@@ -1,4 +1,4 @@
-"""Compiling Python functions of integers to C callbacks, at first use, kept on disk."""
+"""Compiles Python functions of integers to C callbacks, at first use; the code is cached on disk."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Compiled:
 
     @functools.cached_property
     def _file(self) -> str:
-        """The name under which the code is kept."""
+        """The name of the code on disk."""
         state = hashlib.sha256(Path(self._function.__code__.co_filename).read_bytes()).hexdigest()[:8]
         return f"{self.name}-{state}"
 
     @property
     def is_on_disk(self) -> bool:
-        """Whether it was compiled before and is unharmed, so that it need only be read."""
+        """Whether valid code is on disk, so that it need only be read."""
         return disk.read(self._file) is not None
 
     def compile(self) -> None:
@@ -49,12 +49,12 @@ class Compiled:
 
     @functools.cached_property
     def address(self) -> int:
-        """Where the machine code starts."""
-        with self._lock:  # the thread that warms up and the first step may both ask
+        """Address of the machine code."""
+        with self._lock:  # the warm-up thread and the first step may both call this
             return self.__dict__.get("address") or self._ready()
 
     def _ready(self) -> int:
-        """Read from disk and linked, or compiled and kept."""
+        """Read from disk and link, or compile and write."""
         kept = disk.read(self._file)
         if kept is not None:
             return objects.link(kept)
@@ -70,10 +70,10 @@ class Compiled:
 
 
 def compile_all(codes: Sequence[Compiled]) -> None:
-    """Have all of them ready.  What is not on disk is compiled by as many processes as there are processors.
+    """Compile or load all `codes`.  What is not on disk is compiled by as many processes as there are processors.
 
     Args:
-        codes: those that take longest first.
+        codes: the slowest to compile first.
     """
     missing = [code for code in codes if not code.is_on_disk]
     processors = len(os.sched_getaffinity(0)) if disk.folder() else 1
@@ -83,20 +83,20 @@ def compile_all(codes: Sequence[Compiled]) -> None:
         called = compile_worker.set_to_work(number, claims, [code.name for code in missing])
         _share(claims, missing)
         for helper in called:
-            helper.wait()  # if it failed, what it claimed is compiled below
+            helper.wait()  # if it failed, its claims are compiled below
     for code in codes:
         code.compile()
 
 
 def share_named(claims: Path, names: Sequence[str]) -> None:
-    """A helper's part."""
+    """A worker's part of `compile_all`."""
     for name in names:
         importlib.import_module(name.rpartition(".")[0])
     _share(claims, [_known[name] for name in names])
 
 
 def _share(claims: Path, codes: Sequence[Compiled]) -> None:
-    """Compile whatever no other process has claimed."""
+    """Compile the kernels that no other process has claimed."""
     for code in codes:
         with contextlib.suppress(FileExistsError):
             (claims / code.name).touch(exist_ok=False)

@@ -5,7 +5,7 @@
     object code                                      as LLVM wrote it
 
 A file is written whole (a temporary one, flushed to the disk, renamed), so several processes may compile the same
-kernel at once.  One that is not what was written, or that others could have written, counts as missing and is replaced.
+kernel at once.  A file that is damaged, or that other users could have written, counts as missing and is replaced.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from numba.core.codegen import get_host_cpu_features
 
 from slotwise.kernels.home import homes, is_trusted, make, may_be_changed, objection
 
-KEPT = 6  # folders; more are only left by those who change kernels
+KEPT = 6  # folders; there are more only where kernels are changed
 LARGEST = 1 << 24  # bytes of a file; kernels have a hundred thousand
 DIGEST = 64  # characters
 
@@ -38,14 +38,14 @@ logger = logging.getLogger(__name__)
 
 
 class Object(NamedTuple):
-    """What a kernel was compiled to."""
+    """A kernel's object code."""
 
     symbol: str  # of its entry
     code: bytes
 
 
 def key() -> str:
-    """Names what compiled code depends on: our sources, versions, the processor as Numba and torch see it."""
+    """A digest of all that compiled code depends on: our sources, versions, the processor as Numba and torch see it."""
     sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
     config = numba.config
     cpu = config.CPU_NAME or llvmlite.binding.get_host_cpu_name()
@@ -57,8 +57,7 @@ def key() -> str:
 
 @functools.cache
 def folder() -> Path | None:
-    """This process' folder of compiled kernels; None where they cannot be kept.  Said once if it is not the wanted one.
-    """
+    """This process' folder of compiled kernels; None where there is none.  Warns once if it is not the wanted one."""
     refused = []
     for root in homes():
         ours = root / key()
@@ -70,7 +69,7 @@ def folder() -> Path | None:
         try:
             make(ours)
             os.utime(ours)
-            if not os.environ.get("NUMBA_CACHE_DIR"):  # a folder of somebody else's choice may hold more than ours
+            if not os.environ.get("NUMBA_CACHE_DIR"):  # another application's folder may hold other files
                 remove_unused(root)
         except OSError:
             return None
@@ -80,14 +79,14 @@ def folder() -> Path | None:
 
 
 def remove_unused(root: Path) -> None:
-    """Leave the `KEPT` folders that were used last."""
+    """Remove all but the `KEPT` folders used last."""
     folders = sorted((path for path in root.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime)
     for unused in folders[:-KEPT]:
         shutil.rmtree(unused, ignore_errors=True)
 
 
 def read(name: str) -> Object | None:
-    """The kernel that was written under `name`; None: there is none, or none that may be run, which is said."""
+    """The kernel written under `name`; None: there is none, or none that may be run, which is logged."""
     place = folder()
     if place is None:
         return None
@@ -96,7 +95,7 @@ def read(name: str) -> Object | None:
             why, data = _refusal(os.fstat(file.fileno())), file.read(LARGEST)
     except FileNotFoundError:
         return None
-    except OSError as error:  # a link, for one
+    except OSError as error:  # a symbolic link, for one
         why, data = f"cannot be read ({error.strerror})", b""
     found = None if why else _parsed(name, data)
     if found is None:
@@ -105,7 +104,7 @@ def read(name: str) -> Object | None:
 
 
 def _refusal(info: os.stat_result) -> str:
-    """Why a file with `info` is not run."""
+    """Why a file with `info` is not run; empty: it may be."""
     if not stat.S_ISREG(info.st_mode):
         return "is no file"
     if not is_trusted(info):
@@ -114,7 +113,7 @@ def _refusal(info: os.stat_result) -> str:
 
 
 def _parsed(name: str, data: bytes) -> Object | None:
-    """What `write` made `data` of; None: it did not."""
+    """The object that `write` wrote as `data`; None if `write` did not write it."""
     digest, rest = data[:DIGEST], data[DIGEST:]
     if hashlib.sha256(rest).hexdigest().encode() != digest:
         return None
@@ -124,7 +123,7 @@ def _parsed(name: str, data: bytes) -> Object | None:
 
 
 def write(name: str, compiled: Object) -> None:
-    """Keep a kernel under `name`, if there is where."""
+    """Write a kernel under `name`, if there is a folder."""
     place = folder()
     if place is None:
         return

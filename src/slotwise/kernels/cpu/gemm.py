@@ -1,4 +1,4 @@
-"""The one product under everything here: a few float32 rows times a panel of stored columns.
+"""The matrix product of all kernels here: a few float32 rows times a panel of stored columns.
 
     C[rows, LANES * vectors]  (+)=  A[rows, depth] @ B[depth, LANES * vectors]
 
@@ -26,8 +26,8 @@ from slotwise.kernels.cpu.vectors import ask
 
 STRIP = 64  # columns of A that lie side by side
 STRIP_ROW_BYTES = 4 * STRIP
-# The tallest tile of each width in vectors: what keeps the accumulators, and the columns they are made of, within 32
-# registers, or 16.
+# The tallest tile of each width in vectors: the accumulators, and the columns they are made of, must fit 32 registers,
+# or 16.
 TALLEST = {1: 8, 2: 14, 4: 6} if AVX512 else {1: 8, 2: 6, 4: 2}
 TALLEST_1, TALLEST_2, TALLEST_4 = TALLEST.values()
 LINE = 64  # bytes of a cache line
@@ -42,7 +42,7 @@ def _constant(value):
 
 
 def _load(builder, address, kind):
-    """A vector of floats as they are, or of bfloat16 or int8 by widening: two instructions that multiply nothing."""
+    """A vector of floats as they are, or of bfloat16 or int8 widened by two instructions."""
     stored = {types.int8: _BYTES, types.uint16: _NARROW, types.float32: _VECTOR}[kind]
     value = builder.load(builder.inttoptr(address, stored.as_pointer()))
     value.align = kind.bitwidth // 8
@@ -62,7 +62,7 @@ def _broadcast(builder, address):
 def _upper_halves(builder):
     """A mask of every second element of a pair of vectors, for `_load_pair`; None where loads cannot be masked.
 
-    It passes through an empty piece of assembly, or LLVM would make the constant anew at every turn of a loop.
+    It passes through an empty inline assembly, or LLVM would rebuild the constant in every iteration of a loop.
     """
     if not AVX512:
         return None
@@ -99,16 +99,16 @@ def _load_columns(builder, address, vectors, kind, upper):
 
 
 def prefetch(builder, address, size):
-    """Ask for `size` bytes from `address` on: the processor's own prefetching stops at the end of every page.
+    """Prefetch `size` bytes from `address` on: the hardware prefetcher stops at the end of every page.
 
-    They come to the second-level cache, which has more requests under way at once than the first.
+    They go to the second-level cache, which can have more requests in flight than the first.
     """
     for line in range(0, size, LINE):
         ask(builder, builder.add(address, _constant(line)))
 
 
 class Loop:
-    """Turns from 0 to `end` by `step`, with values that each turn hands to the next; `end` is at least 1."""
+    """A loop from 0 to `end` by `step`, with values carried from iteration to iteration; `end` is at least 1."""
 
     def __init__(self, builder, end, step, start):
         self._builder, self._end, self._step = builder, end, _constant(step)
@@ -122,7 +122,7 @@ class Loop:
             phi.add_incoming(value, before)
 
     def close(self, results):
-        """The end of a turn, which made `results` of the values; they are also what the loop leaves."""
+        """End an iteration, which made `results` of the values; they are also the values after the loop."""
         builder, last = self._builder, self._builder.block
         following = builder.add(self.index, self._step)
         for phi, result in zip((self.index, *self.values), (following, *results), strict=True):
@@ -134,7 +134,7 @@ class Loop:
 
 
 def _accumulate(builder, rows, vectors, operands, start):
-    """The loop over depth, strip by strip, from the vectors in `start`: the accumulators at its end."""
+    """The loop over depth, strip by strip, from the vectors in `start`; returns the accumulators at its end."""
     a, strip_bytes, b, row_bytes, pair_bytes, depth, ahead, kind = operands
     fma = cgutils.get_or_insert_function(
         builder.module, ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fma.v{LANES}f32"
@@ -161,7 +161,7 @@ def _accumulate(builder, rows, vectors, operands, start):
 
 
 def _emit(builder, rows, vectors, operands, c, c_row_bytes):
-    """C += A @ B for one size."""
+    """C += A @ B for one size of tile."""
     places = [
         builder.add(c, builder.add(builder.mul(c_row_bytes, _constant(row)), _constant(v * LANES * 4)))
         for row in range(rows) for v in range(vectors)
@@ -232,7 +232,7 @@ MULTIPLY = {
 }
 """`multiply(rows, columns, a, strip_bytes, b, row_bytes, pair_bytes, depth, c, c_row_bytes, ahead)`: C += A @ B for any
 number of rows and any multiple of `LANES` columns.  In B it is `row_bytes` from a row to the next, `pair_bytes` from
-`PAIR` columns to the next; it is asked for `ahead` bytes before it is read.  Kernels get the address and use
+`PAIR` columns to the next; it is prefetched `ahead` bytes before it is read.  Kernels get the address and use
 `call_multiply`, so that it is compiled once."""
 
 

@@ -1,7 +1,7 @@
-"""Half precision, vector by vector: what `linear_fp16.py` is made of.
+"""Half-precision vector code of `linear_fp16.py`.
 
-A chain's products are added in registers, as halves; the chains of a group meet in memory, as halves too; and groups in
-float32.  So what is rounded grows with the root of a chain's length, and little is widened.
+The products of a chain are added in registers, in fp16; the chains of a group are added in memory, in fp16 too; and
+groups in float32.  So the rounding error grows with the root of a chain's length, and little is widened.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from slotwise.kernels.cpu.simd import round_to_bfloat16
 from slotwise.kernels.cpu.vectors import ask, silu
 
 CHAIN = 32  # products added in registers
-GROUP = 4  # chains whose sums are added in halves
+GROUP = 4  # chains whose sums are added in fp16
 LANES = 32  # halves of a vector
 PANEL = 2 * LANES  # outputs computed together
 GATES = PANEL // 2  # of a panel that is half gates, half what they gate
-TALLEST = 13  # rows of a tile: its accumulators, two vectors of weights and what is spread fit into 32 registers
+TALLEST = 13  # rows of a tile: its accumulators, two vectors of weights and the broadcast pair fit into 32 registers
 PAIR_BYTES = 4
 STRIP_ROW_BYTES = CHAIN * PAIR_BYTES
-SUMS_BYTES = TALLEST * PANEL * 4  # of a tile's sums in float32; a group's in halves come behind them
+SUMS_BYTES = TALLEST * PANEL * 4  # of a tile's sums in float32; a group's in fp16 come behind them
 TILE_BYTES = TALLEST * PANEL * (4 + 2)
-ROOM_BYTES = PANEL * 4  # of a number of each output: their scales, their bias
+ROOM_BYTES = PANEL * 4  # of one float32 per output: its scale, its bias
 
 _FLOAT, _INT32, _INT64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _HALVES, _FLOATS = ir.VectorType(ir.HalfType(), LANES), ir.VectorType(_FLOAT, LANES // 2)
@@ -49,7 +49,7 @@ def _read(builder, address, offset, kind):
 
 @intrinsic
 def to_fp16(typingctx, source, target, factor):
-    """16 bfloat16 from `source`, times `factor`, to as many pairs of one half at `target`."""
+    """16 bfloat16 from `source`, times `factor`, to `target` as 16 pairs of one half twice."""
 
     def codegen(context, builder, signature, args):
         source, target, factor = args
@@ -67,7 +67,7 @@ def to_fp16(typingctx, source, target, factor):
 
 @intrinsic
 def largest_size(typingctx, address, count):
-    """Bits without its sign, which order numbers by size, of the largest of `count` bfloat16, whole chains of them."""
+    """The largest of `count` bfloat16 by magnitude, as bits without the sign; `count` is a multiple of CHAIN."""
 
     def codegen(context, builder, signature, args):
         address, count = args
@@ -85,7 +85,7 @@ def largest_size(typingctx, address, count):
 
 
 def _add_chain(builder, rows, a, b, asked, step):
-    """The products of one chain: two vectors of halves a row."""
+    """The products of one chain: two vectors of halves per row."""
     fma = cgutils.get_or_insert_function(
         builder.module, ir.FunctionType(_HALVES, [_HALVES] * 3), f"llvm.fma.v{LANES}f16")
     turns = Loop(builder, _number(CHAIN), 1, [a, b, asked, *[ir.Constant(_HALVES, [0.0] * LANES)] * (2 * rows)])
@@ -103,7 +103,7 @@ def _add_chain(builder, rows, a, b, asked, step):
 
 
 def _add_to(builder, address, number, kind, vector):
-    """Add to vector `number` of those at `address`."""
+    """Add `vector` to vector `number` at `address`."""
     place = _place(builder, address, number * 64, kind)
     so_far = builder.load(place)
     so_far.align = 4
@@ -111,7 +111,7 @@ def _add_to(builder, address, number, kind, vector):
 
 
 def _widen(builder, rows, chains, sums):
-    """Add `chains` to the float32 in `sums`, and begin them anew."""
+    """Add the halves at `chains` to the float32 in `sums`, and set them to zero."""
     for number in range(2 * rows):
         place = _place(builder, chains, number * 64, _HALVES)
         vector = builder.load(place)
@@ -124,7 +124,7 @@ def _widen(builder, rows, chains, sums):
 
 
 def _emit(builder, rows, operands):
-    """All chains for one height of a tile.  Those of a group meet in memory, behind the sums."""
+    """All chains for one height of a tile.  Those of a group are added in memory, behind the sums."""
     a, strip_bytes, b, chains, sums, asked, step = operands
     met = builder.add(sums, _number(SUMS_BYTES))
     strips = Loop(builder, chains, 1, [a, b, asked])
@@ -143,7 +143,7 @@ def _emit(builder, rows, operands):
 def fp16_gemm(typingctx, height, a, strip_bytes, b, chains, sums, asked, step):
     """`sums[height, 64] +=` the product of pairs from `a` on, `strip_bytes` from chain to chain, and a panel at `b`.
 
-    Meanwhile memory from `asked` on is asked for, `step` bytes (up to two lines) for each of depth.
+    Meanwhile memory from `asked` on is prefetched, `step` bytes (up to two lines) per step of depth.
     """
 
     def codegen(context, builder, signature, args):
@@ -162,9 +162,9 @@ def fp16_gemm(typingctx, height, a, strip_bytes, b, chains, sums, asked, step):
 
 
 def _finish(made):
-    """Sums of `rows` in their own size, plus bias, to what `made` makes of a row's vectors, as bfloat16.
+    """A function that stores rows of scaled sums plus bias, after `made` on each row's vectors, as bfloat16.
 
-    `scales` has a float32 a row.  Behind `of_outputs` come the panel's scales, then its bias.  `stride` is in bytes.
+    `scales` has a float32 per row.  Behind `of_outputs` come the panel's scales, then its bias.  `stride` is in bytes.
     """
 
     @intrinsic

@@ -4,10 +4,10 @@
 
 Weights are unsigned bytes of 7 bits (`zero` 64) or nibbles (`zero` 8), activations signed bytes up to `LIMIT`.  Bytes
 are multiplied and added in pairs to 16 bits (`pmaddubsw`), a few pairs are added there, and only then widened: with 7
-bits two pairs fit, with nibbles eight.  That takes 2.5 and 2.2 instructions for 64 products where one after the other,
-in 32 bits, takes 3, and bfloat16 widened to float32 4 and more.  With VNNI all of it is one (`vpdpbusd`).  Nothing can
-overflow, so every processor computes the same integers; they meet floats once a group, always in the same order, so a
-row does not depend on the rows beside it.
+7 bits two pairs fit, with nibbles eight.  That takes 2.5 and 2.2 instructions for 64 products where one after the
+other, in 32 bits, takes 3, and bfloat16 widened to float32 4 and more.  With VNNI all of it is one (`vpdpbusd`).
+Nothing can overflow, so every processor computes the same integers; they are converted to floats once a group, always
+in the same order, so a row does not depend on the rows beside it.
 
     weights       panels of 32 columns x groups x [ bytes | scales float32[32] ]
         bytes     7 bits: 16 quads of depth x 32 columns x 4; nibbles: quads 2i and 2i + 1 share a byte, the first low
@@ -31,15 +31,15 @@ GROUP = 64  # of depth; shares a scale
 COLUMNS = 32
 GATES = COLUMNS // 2  # of a panel that is half gates, half what they gate
 LIMIT = {8: 63, 4: 127}  # of a quantised activation, by the bits of a weight
-ZERO = {8: 64, 4: 8}  # stands for a weight of nothing
+ZERO = {8: 64, 4: 8}  # a weight of zero
 BYTES = {8: COLUMNS * GROUP, 4: COLUMNS * GROUP // 2}  # of a group's weights
-RECORD = {bits: size + 4 * COLUMNS for bits, size in BYTES.items()}  # of a group, its scales included
+RECORD = {bits: size + 4 * COLUMNS for bits, size in BYTES.items()}  # bytes of a group with its scales
 STEPS_OF_A_GROUP = GROUP // 8  # two quads at once
-ASKED = 2  # lines that are asked for with each
+ASKED = 2  # lines prefetched with each
 RUN = {8: 2, 4: 8}  # quads whose pairs are added in 16 bits
 HEIGHTS = (1, 2, 3, 4, 6) if AVX512 else (1, 2)  # of a tile, as registers allow
 WEIGHTS = {types.uint8: (8, False), types.int8: (4, False), types.uint16: (8, True), types.int16: (4, True)}
-"""Bits of a weight, and whether VNNI multiplies it, by the type of what names it to `int_gemm`."""
+"""Bits of a weight, and whether VNNI multiplies it, by the type of the `weight_kind` of `int_gemm`."""
 
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _B64, _W32, _D16, _F16 = (
@@ -77,7 +77,7 @@ def _call(builder, name, result, left, right):
 
 
 def _in_halves(builder, name, result, left, right):
-    """An AVX2 instruction on both halves of two vectors."""
+    """Apply an AVX2 instruction to both halves of two vectors."""
     count = left.type.count
     parts = [_call(builder, name, ir.VectorType(result.element, result.count // 2),
                    *(_pick(builder, vector, half) for vector in (left, right)))
@@ -108,9 +108,9 @@ def _widen_pairs(builder, words):
 
 
 def _repeat(builder, count, start, body):
-    """`body(index, values)` for each index below `count`, given what it last returned: what it returns at the end.
+    """`body(index, values)` for each index below `count`, on the values it last returned; returns the last values.
 
-    A loop and not `count` copies: with all loads in sight LLVM would move them up and run out of registers.
+    A loop and not `count` copies: with all loads in sight LLVM would hoist them and run out of registers.
     """
     before, loop, after = builder.block, builder.append_basic_block("loop"), builder.append_basic_block("done")
     builder.branch(loop)
@@ -155,11 +155,11 @@ def _add_two_quads(builder, rows, operands, sums, add):
 
 
 def _group(builder, rows, weights, operands):
-    """One group's integers, two vectors of int32 a row: corrections first, then all quads.
+    """One group's integers, two vectors of int32 per row: corrections first, then all quads.
 
     Args:
         weights: one of `WEIGHTS`.
-        operands: addresses of weights, activations, what is told of them and what to ask for, and bytes of that.
+        operands: addresses of weights, activations, scales and corrections, and of what to prefetch, and bytes of that.
     """
     (bits, by_vnni), (weights, x, told, asked, step) = weights, operands
     start = [spread(builder, _read(builder, told, row * 8 + 4, _I32), _D16) for row in range(rows) for _ in (0, 1)]
@@ -197,13 +197,13 @@ def _add_quad(builder, so_far, unsigned, signed):
 
 
 def _add_in_16_bits(builder, so_far, unsigned, signed):
-    """64 products of bytes, added in pairs to int16 x 32; None: to nothing yet."""
+    """64 products of bytes, added in pairs to int16 x 32; `so_far` None: to nothing."""
     pairs = _add_pairs(builder, unsigned, signed)
     return pairs if so_far is None else builder.add(so_far, pairs)
 
 
 def _emit(builder, rows, stored, operands):
-    """All groups for one height of a tile, of weights that are `stored` as one of `WEIGHTS`: its rows' sums."""
+    """All groups for one height of a tile, of weights `stored` as one of `WEIGHTS`; returns its rows' sums."""
     weights, x, told, group_rows, groups, asked, step = operands
     bits, _ = stored
     fma = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_F16, [_F16] * 3), "llvm.fma.v16f32")
@@ -227,7 +227,7 @@ def _emit(builder, rows, stored, operands):
 
 
 def _store_rows(builder, rows, operands, kind):
-    """Each row's two vectors plus bias, or of a panel of gates and what they gate their one, as a `kind`."""
+    """Store each row's two vectors plus bias, or for a panel of gates their one product, as `kind`."""
     target, stride, bias, is_gated = operands
     added = [_read(builder, bias, half * 64, _F16) for half in (0, 1)]
 
@@ -256,7 +256,7 @@ def int_gemm(
 ):
     """A panel's `weights` times `height` (of `HEIGHTS`) rows from `x` and `told` on, plus `bias`, to rows of `kind`.
 
-    Meanwhile memory from `asked` on is asked for, `step` bytes (up to ASKED lines) with each two quads of depth.  Rows
+    Meanwhile memory from `asked` on is prefetched, `step` bytes (up to ASKED lines) with each two quads of depth.  Rows
     at `target` lie `stride` bytes apart; they have 32 numbers, or 16 where the panel `is_gated`.  A group has
     `group_rows` rows of activations in all.  `weight_kind` is a value whose type names the weights (`WEIGHTS`).
     """

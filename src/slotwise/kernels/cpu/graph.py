@@ -1,11 +1,11 @@
-"""Kernels recorded once and run again as one program.
+"""Kernels captured once and run again as one program.
 
-A decode step of a small model starts hundreds of kernels, each of which costs Python and the threads' meeting more than
-it computes.  A recording keeps what every kernel was given, and does it all again without asking Python; those that
-were shared are jobs of the crew's (see `threads.py`).  The same idea as a CUDA graph's, and the same condition: inputs
-and outputs stay where they are.
+A decode step of a small model starts hundreds of kernels, each of which costs more in Python and in synchronising
+threads than in computing.  A graph stores every kernel's arguments, and runs all of them without Python; those for
+several threads are jobs of the thread pool (see `threads.py`).  As with a CUDA graph, inputs and outputs must stay at
+their addresses.
 
-Memory between kernels comes from an arena that all recordings share, for only one runs at a time.
+Memory between kernels comes from an arena that all graphs share, for only one runs at a time.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from slotwise.kernels.cpu.parts import kernel
 from slotwise.kernels.cpu.simd import INT64, call, load
 from slotwise.kernels.cpu.threads import run_shared
 
-WORDS = HEADER + MAX_ARGUMENTS  # int64 of a kernel's block
+WORDS = HEADER + MAX_ARGUMENTS  # int64 of a kernel's header and arguments
 
 
 class Graph:
-    """What a piece of work started, and what it returned.
+    """The kernels that a piece of work started, and its result.
 
     Args:
-        result: lies in the arena; it holds until any recording runs again.
+        result: lies in the arena; it is valid until any graph runs again.
     """
 
     def __init__(self, launcher: KernelLauncher, kernels: Sequence[tuple[Compiled, bool, bytes]], result: Tensor,
                  held: Sequence[object]) -> None:
         self._launcher = launcher
-        self._held = (kernels, held)  # memory the kernels were given
+        self._held = (kernels, held)  # keeps the kernels' memory alive
         place = (result.untyped_storage(), result.storage_offset(), result.shape)
-        self.result = result.new_empty(0).set_(*place)  # a tensor of its own: the arena may give away the memory
+        self.result = result.new_empty(0).set_(*place)  # a tensor of its own: the arena may reuse the memory
         self._codes = np.array([[code.address, is_alone] for code, is_alone, _ in kernels], np.int64)
         self._blocks, self._address = aligned(len(kernels) * WORDS, np.int64)
         self._blocks = self._blocks.reshape(len(kernels), WORDS)
@@ -47,29 +47,29 @@ class Graph:
             block[HEADER : HEADER + len(words) // 8] = np.frombuffer(words, np.int64)
 
     def run(self) -> Tensor:
-        """Do it again; what it yields."""
+        """Run it again; returns its result."""
         self._blocks[:, :HEADER] = 0
         self._launcher.pool.run_program(PROGRAM, self._codes.ctypes.data, self._address, len(self._blocks))
         return self.result
 
 
 class _Place:
-    """Bytes in the arena, and who has them."""
+    """Bytes in the arena, and the tensor that uses them."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
         self.user: Callable[[], Tensor | None] = lambda: None
 
     def holds(self, needed: int) -> bool:
-        """Whether so many bytes may be had here."""
+        """Whether it is free and has at least `needed` bytes."""
         return len(self.memory) >= needed and self.user() is None
 
 
 class Arena:
-    """Memory for tensors that live as long as somebody holds them, kept and given out again.
+    """Memory for tensors, reused when a tensor is dropped.
 
-    A tensor is known to be dropped when its Python object is: holding on to a view of it alone does not count.
-    Kernels run in the order in which they are recorded, so memory is free once the last one that needs it is known.
+    A tensor counts as dropped when its Python object is: a view of it alone does not keep it.  Kernels run in the order
+    in which they are captured, so memory is free as soon as its last use is captured.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class Arena:
 
 
 class GraphRecorder:
-    """What a team's kernels are noted in while some work is recorded."""
+    """Notes the kernels of a launcher while some work is captured."""
 
     def __init__(self, launcher: KernelLauncher, arena: Arena) -> None:
         self._launcher = launcher
@@ -97,7 +97,7 @@ class GraphRecorder:
         self._held: list[object] = []
 
     def record(self, work: Callable[[], Tensor]) -> Graph:
-        """Do `work`, which must start kernels of this team and nothing else."""
+        """Run `work`, which must start kernels of this launcher and nothing else."""
         self._launcher.recorder = self
         try:
             result = work()
@@ -106,19 +106,19 @@ class GraphRecorder:
         return Graph(self._launcher, self._kernels, result, self._held)
 
     def note(self, code: Compiled, words: bytes, scratch: object, *, is_alone: bool) -> None:
-        """A kernel is being started on `words`, and works in `scratch`."""
+        """Note a kernel that starts with the arguments `words` and works in `scratch`."""
         self._kernels.append((code, is_alone, words))
         if not self._held or self._held[-1] is not scratch:
             self._held.append(scratch)
 
     def empty(self, size: tuple[int, ...], kind: torch.dtype) -> Tensor:
-        """Memory for what a kernel yields."""
+        """Memory for a kernel's result."""
         return self._arena.empty(size, kind)
 
 
 @kernel
 def _run(pool, codes, block, count):
-    """Each kernel in turn, those that are more than one thread's work with whoever comes to help."""
+    """Run the kernels in order, each on the calling thread or shared with the pool."""
     for index in range(count):
         code, is_alone = load(codes, 2 * index, INT64), load(codes, 2 * index + 1, INT64)
         if is_alone != 0:

@@ -31,9 +31,9 @@ from slotwise.kernels.cpu.threads import RUN_SHARED, WORK
 from slotwise.kernels.interface import AttentionShape, Linear, QKNorm, RaggedBatch, cache_kind, in_two_steps
 
 LOG2_E = math.log2(math.e)
-SMALL = 1 << 14  # elements one thread is through with sooner than two have met
-MAX_RECORDED = 128  # rows; in larger steps starting the kernels is nothing beside running them
-SHORTEST = 256  # tokens of context that recordings make room for, then twice as many, and so on
+SMALL = 1 << 14  # elements that one thread computes before two have synchronised
+MAX_RECORDED = 128  # rows; in larger steps the cost of starting kernels is negligible
+SHORTEST = 256  # tokens of context of the smallest graph, then twice as many, and so on
 
 
 class CpuKernels:
@@ -47,7 +47,7 @@ class CpuKernels:
         self, threads: int | None = None, quantization: str = "none", kv_cache_dtype: str = "auto",
         path: str | None = None,
     ) -> None:
-        """`threads` compute; None: as many as torch uses.  `path` is one of `paths.ALL`; None: see `paths.py`.
+        """`threads` of the pool; None: as many as torch uses.  `path` is one of `paths.ALL`; None: see `paths.py`.
 
         Raises:
             ValueError: `quantization` is neither "none" nor one of `linear_int.BITS`, `kv_cache_dtype` neither "auto"
@@ -58,18 +58,18 @@ class CpuKernels:
         self._cached = cache_kind(kv_cache_dtype, self.name, ("auto", "int8"))
         self._forced = paths.forced(path)
         self.launcher = KernelLauncher(threads or torch.get_num_threads())
-        self._bits = linear_int.BITS.get(quantization, 0)  # of a weight; 0: as it comes
+        self._bits = linear_int.BITS.get(quantization, 0)  # of a weight; 0: not quantised
         self._head_bits = 8 if self._bits else 0  # the head keeps 8: each of its errors is a token's
         self._arena = Arena()
 
     def product_path(self, kind: torch.dtype) -> str:
-        """The path of products with weights of `kind`, of those that `paths.py` names."""
+        """The path of products with weights of `kind`, as `paths.py` names it."""
         if self._bits:
             return self._quantised
         return self._path_of(kind)
 
     def _path_of(self, kind: torch.dtype) -> str:
-        """The path of weights of `kind` as they come."""
+        """The path of unquantised weights of `kind`."""
         return self._dense if kind == torch.bfloat16 else "float32"
 
     @functools.cached_property
@@ -81,7 +81,7 @@ class CpuKernels:
         return paths.quantised(self._forced)
 
     def warm_up(self, kind: torch.dtype) -> None:
-        """Have all kernels of one type ready, compiled or read from disk, before the first request needs them."""
+        """Compile or load all kernels of one type before the first request needs them."""
         products = [
             linear_int.PRODUCT[bits, kind, self._quantised] for bits in {self._bits, self._head_bits} if bits]
         stored = self._stored(kind)
@@ -95,7 +95,7 @@ class CpuKernels:
                      pointwise.NORM[kind], PROGRAM, WORK, RUN_SHARED])
 
     def operations_per_second(self, kind: torch.dtype) -> float:
-        """By what the processor multiplies, for each thread."""
+        """By the path of products, for each thread."""
         of_a_thread = {"onednn": 7e11, "fp16": 1.6e11}.get(self.product_path(kind), 1e11 if processor.AVX512 else 6e10)
         return of_a_thread * self.launcher.threads
 
@@ -104,16 +104,16 @@ class CpuKernels:
         return CpuCache.allocate(num_blocks, block_size, shape, self._stored(kind))
 
     def cache_bytes_per_block(self, block_size: int, shape: AttentionShape, kind: torch.dtype) -> int:
-        """Bytes one block takes in one layer, keys, values and what scales they have."""
+        """Bytes of one block in one layer: keys, values and their scales, if any."""
         stored = self._stored(kind)
         return sum(head_block_elements(block_size, shape.head_dim, stored)) * shape.num_kv_heads * stored.itemsize
 
     def _stored(self, kind: torch.dtype) -> torch.dtype:
-        """What the cache of a model that computes in `kind` holds."""
+        """The cache's type in a model that computes in `kind`."""
         return self._cached or kind
 
     def cache_pieces(self, cache: CpuCache) -> tuple[Tensor, ...]:
-        """One, keys and values together."""
+        """One view, keys and values together."""
         return (cache.storage,)
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
@@ -121,7 +121,7 @@ class CpuKernels:
         return self._packed(weight, bias, self._bits)
 
     def gated(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """`weight [2 * intermediate, in]`, gates first: quantised or in halves, activation is part of the product."""
+        """`weight [2 * intermediate, in]`, gates first.  Quantised or in fp16, activation is part of the product."""
         if self._bits:
             return linear_int.int_gated(weight, bias, self._bits, self._quantised, self.launcher)
         if self._in_halves(weight):
@@ -133,7 +133,7 @@ class CpuKernels:
         return self._packed(weight, None, self._head_bits)
 
     def _in_halves(self, weight: Tensor) -> bool:
-        """Whether products with `weight` are made in half precision."""
+        """Whether products with `weight` are computed in half precision."""
         return self._path_of(weight.dtype) == "fp16" and linear_fp16.fits(weight)
 
     def _packed(self, weight: Tensor, bias: Tensor | None, bits: int) -> Linear:
@@ -156,18 +156,18 @@ class CpuKernels:
         return linear_int.weight_bytes(outputs, depth, bits) if bits else outputs * depth * kind.itemsize
 
     def library_bytes(self, kind: torch.dtype) -> int:
-        """Those of oneDNN, where it multiplies."""
+        """oneDNN's cache, where it multiplies."""
         return onednn.cache_bytes() if self.product_path(kind) == "onednn" else 0
 
     def graph_size(self, rows: int, context: int) -> tuple[int, int]:
-        """So many rows exactly: computing others for nothing costs more than recording them."""
+        """Exactly `rows` rows: computing padding costs more than another graph."""
         return rows if rows <= MAX_RECORDED else 0, max(SHORTEST, 1 << (context - 1).bit_length())
 
     def record(self, work: Callable[[], Tensor]) -> Graph | None:
-        """Do `work`, which starts these kernels and nothing else, so that it can be run again.
+        """Run `work`, which calls these kernels and nothing else, and capture it.
 
-        None, and `work` was not done, on the path `onednn`: torch computes the products there, and a recording holds
-        kernels of ours alone.
+        None, without running `work`, on the path `onednn`: torch computes the products there, and a graph holds only
+        our own kernels.
         """
         return None if self.launcher.is_beside_torch else GraphRecorder(self.launcher, self._arena).record(work)
 

@@ -1,8 +1,8 @@
-"""What kernels are given, and who runs them.
+"""The arguments of kernels, and the threads that run them.
 
 A kernel is a plain C callback.  It receives the address of an int64 array, the same on every thread: `HEADER` words of
 shared counters, zero at the start, then its arguments.  Threads take work by `fetch_add` on a counter, so that a busy
-core does less of it; a kernel is right with any number of them, and with one that comes when all is done.
+core does less of it; a kernel is correct with any number of threads, and with one that comes when all is done.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from slotwise.kernels.cpu.threads import thread_pool
 if TYPE_CHECKING:
     from slotwise.kernels.cpu.graph import GraphRecorder
 
-HEADER = 16  # int64 words: work is counted in word 0, threads in word 8, on a cache line each; word 1 is the crew's
-THREAD_COUNTER = 64  # bytes from the start of the block
+HEADER = 16  # int64 words: work is counted in word 0, threads in word 8, on a cache line each; word 1 is the pool's
+THREAD_COUNTER = 64  # bytes from the start of the words
 MAX_ARGUMENTS = 24
 
 _COUNTERS = struct.Struct(f"{8 * HEADER}x")
@@ -32,12 +32,12 @@ _ARGUMENTS = [struct.Struct(f"{count}q") for count in range(MAX_ARGUMENTS + 1)]
 
 class Threads(Protocol):
     def run(self, code: int, words: int) -> None:
-        """Call the kernel at `code` with `words`, on several threads; return when its work is done."""
+        """Call the kernel at `code` with `words` on several threads; returns when its work is done."""
         ...
 
 
 class KernelLauncher:
-    """Threads that work together, the words they are given and the memory they work in.  One caller at a time."""
+    """The threads, the arguments and the scratch memory of kernels.  One caller at a time."""
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
@@ -49,18 +49,18 @@ class KernelLauncher:
         self._scratch, self._scratch_address = aligned(0, np.float32)
 
     def join_torch(self) -> None:
-        """From here on torch computes between these kernels: work on its threads, where they can be had."""
+        """Use torch's threads, where possible, because torch computes between these kernels."""
         self.is_beside_torch = True
         self._all = torch_threads(self.threads) or self.pool
 
     def give(self, *arguments: int) -> None:
-        """Set the arguments of what runs next, and the counters to zero."""
+        """Set the arguments of the next kernel, and the counters to zero."""
         _COUNTERS.pack_into(self._block, 0)
         _ARGUMENTS[len(arguments)].pack_into(self._block, 8 * HEADER, *arguments)
         self._given = len(arguments)
 
     def together(self, code: Compiled) -> None:
-        """Run on whatever threads come, until the work is done."""
+        """Run on any number of threads, until the work is done."""
         if self.recorder is not None:
             self._note(code, is_alone=False)
         if self.threads == 1:
@@ -75,11 +75,11 @@ class KernelLauncher:
         code.call(self._address)
 
     def empty(self, size: tuple[int, ...], kind: torch.dtype) -> Tensor:
-        """An uninitialised tensor for what a kernel yields."""
+        """An uninitialised tensor for a kernel's result."""
         return torch.empty(size, dtype=kind) if self.recorder is None else self.recorder.empty(size, kind)
 
     def scratch(self, floats: int) -> int:
-        """Address of at least so many float32 words, until the next call."""
+        """Address of at least `floats` float32 words, valid until the next call."""
         if len(self._scratch) < floats:
             self._scratch, self._scratch_address = aligned(floats, np.float32)
         return self._scratch_address

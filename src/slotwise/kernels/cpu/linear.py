@@ -1,8 +1,8 @@
 """Products with weights that are packed once.
 
-Bfloat16 is widened on its way into registers, by `gemm.py`; only where the processor multiplies it faster than float32
-does `onednn.py` do better.  float32 products take the same path, which makes a token's result independent of its
-batch-mates, bit for bit.
+Bfloat16 is widened to float32 on its way into registers, by `gemm.py`; `onednn.py` is better only where the processor
+multiplies bfloat16 faster than float32.  float32 products take the same path, which makes a token's result independent
+of its batch-mates, bit for bit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from slotwise.kernels.interface import Linear
 
 PANEL = 32  # outputs computed together: the weights of each PAIR of them lie together
 TILE = 12  # rows multiplied at once
-AHEAD = 4096  # bytes of weights between what is read and what is asked for
+AHEAD = 4096  # bytes of weights between what is read and what is prefetched
 BLOCK_FLOATS = 1 << 16  # of rows widened at once: a quarter of a typical second-level cache
 
 MULTIPLY_ADDRESS, X, WEIGHT, BIAS, OUT, TOKENS, DEPTH, OUTPUTS, BLOCK, SCRATCH, SCRATCH_BYTES = range(
@@ -44,7 +44,7 @@ def _widen_block(words, first, rows, target, kind):
 
 @kernel
 def _store_tile(words, sums, first, rows, panel, kind):
-    """Sums of one tile plus bias, to the output."""
+    """Store a tile's sums plus bias to the output."""
     outputs, bias, column = load(words, OUTPUTS, INT64), load(words, BIAS, INT64), panel * PANEL
     columns = min(PANEL, outputs - column)
     for row in range(rows):

@@ -1,13 +1,13 @@
 """Products of bfloat16 in half precision, for processors that multiply halves (AVX-512 FP16) but no faster bfloat16.
 
 A half has three bits more than a bfloat16 and a far smaller range.  So every output's weights, and every token's
-numbers, are shifted by a power of two, which loses nothing but what is 2**-28 of the largest beside it.  A vector holds
-twice as many halves as float32, and nothing is widened on its way.  What adding in halves rounds is half of what
-rounding a result to bfloat16 does (see `gemm_fp16.py`).
+numbers, are shifted by a power of two, which loses nothing but what is below 2**-28 of the largest.  A vector holds
+twice as many halves as float32, and nothing is widened on its way.  The rounding error of adding in halves is half of
+that of rounding a result to bfloat16 (see `gemm_fp16.py`).
 
     weights       panels of 64 outputs, or of 32 gates and what they gate
                   [ half[depth, 64] | scale float32[64] | bias float32[64] ]
-    activations   chains x rows x [ half, the same half ][32]: each pair is spread over a vector by the load itself
+    activations   chains x rows x [ half, the same half ][32]: each pair is broadcast by the load itself
                   scale float32[rows]
 
 A row's result does not depend on the rows beside it, bit for bit.
@@ -44,24 +44,24 @@ from slotwise.kernels.cpu.work_queue import NOTHING, pop, rows_of_a_block, upcom
 from slotwise.kernels.interface import Linear
 
 TOP = 4  # numbers are shifted below 2**TOP: the sum of a group stays below 2**15, and a half holds nearly 2**16
-SMALLEST_EXPONENT = TOP  # of a bfloat16, as its bits have it, for which the shift still is a float
-AHEAD = 16384  # bytes of weights between what is read and what is asked for, where a panel is read but once
+SMALLEST_EXPONENT = TOP  # biased exponent of a bfloat16: the smallest for which the shift is still a float
+AHEAD = 16384  # bytes of weights between what is read and what is prefetched, where a panel is read but once
 PACKED_AT_ONCE = 1 << 20  # weights, which stay in a cache from one of torch's operators to the next
-BLOCK_PAIRS = 1 << 16  # of rows halved at once: an eighth of the second-level caches that such processors have
+BLOCK_PAIRS = 1 << 16  # of rows packed at once: an eighth of the second-level cache of such processors
 
 X, WEIGHT, OUT, TOKENS, DEPTH, OUTPUTS, STORED, BLOCK, SCRATCH, SCRATCH_BYTES, THREADS = range(HEADER, HEADER + 11)
 
 
 def has_fp16_gemm() -> bool:
-    """Whether this processor has instructions for them."""
+    """Whether this processor has fp16 instructions."""
     return has("avx512fp16")
 
 
 @kernel
 def _pack_fp16_block(words, first, rows, target, scales):
-    """Rows `first ... first + rows` of x as strips of pairs; what each must be multiplied by afterwards.
+    """Pack rows `first ... first + rows` of x as strips of pairs, and store each row's scale.
 
-    A row that holds an infinity or a NaN is shifted like one of very large numbers, and keeps both.
+    A row with an infinity or a NaN is shifted like one of very large numbers, and keeps both.
     """
     depth = load(words, DEPTH, INT64)
     for row in range(rows):
@@ -77,9 +77,9 @@ def _pack_fp16_block(words, first, rows, target, scales):
 
 @kernel
 def _store_tile(words, sums, scales, of_outputs, first, rows, panel):
-    """A tile's sums to the output; a panel of gates and what they gate makes half as many numbers.
+    """Store a tile's sums to the output; a panel of gates and what they gate yields half as many numbers.
 
-    What is wider than what is left of the output goes by way of the room that groups met in.
+    A panel wider than the rest of the output is stored to scratch first, where groups were added.
     """
     stored = load(words, STORED, INT64)
     is_gated = stored != load(words, OUTPUTS, INT64)
@@ -99,15 +99,15 @@ def _store_tile(words, sums, scales, of_outputs, first, rows, panel):
 
 @kernel
 def _scales(words, sums):
-    """Where a thread keeps what its rows must be multiplied by: behind their halves, which come behind its sums."""
+    """Address of a thread's row scales: behind its packed rows, which come behind its sums."""
     return sums + TILE_BYTES + load(words, BLOCK, INT64) * load(words, DEPTH, INT64) * PAIR_BYTES
 
 
 @kernel
 def _multiply(words, sums, first, rows, panel, following, is_cold):
-    """One panel times a block of rows, tile by tile, while the panel at `following` is asked for.
+    """Multiply one panel with a block of rows, tile by tile, while the panel at `following` is prefetched.
 
-    Unless nobody asked for this one: then it is the first tile that must, and a single one always does.
+    If this panel was not prefetched, its first tile prefetches it; a single tile always does.
     """
     depth = load(words, DEPTH, INT64)
     weight_bytes = depth * PANEL * 2
@@ -152,7 +152,7 @@ PRODUCT = Compiled(_product, "void(int64)")
 
 
 def fits(weight: Tensor) -> bool:
-    """Whether `weight [out, in]` can be multiplied here: by whole chains."""
+    """Whether `weight [out, in]` can be multiplied here: its depth is whole chains."""
     return weight.dtype == torch.bfloat16 and weight.shape[1] % CHAIN == 0
 
 
@@ -188,7 +188,7 @@ def pack(weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _packed(weight: Tensor, bias: Tensor | None, outputs: int, stored: int, launcher: KernelLauncher) -> Linear:
-    """Products with whole panels of `outputs`, of which `stored` numbers are made."""
+    """Products with whole panels of `outputs`, which yield `stored` numbers."""
     depth, panels = weight.shape[1], pack(weight, bias)
     most = max(TALLEST, BLOCK_PAIRS // depth // TALLEST * TALLEST)
     floats = (TILE_BYTES // 4 + most + most * depth + 15) // 16 * 16

@@ -1,8 +1,8 @@
-"""Products with quantised weights: 7 bits (`int8`) or 4 (`int4`) and a scale for each 64 of an output's inputs.
+"""Products with quantised weights: 7 bits (`int8`) or 4 (`int4`), with a scale for each 64 inputs of an output.
 
-Activations are quantised as they come, each token by itself and each 64 of its numbers with a scale of their own
-("group-wise", as in ZeroQuant, Yao et al., 2022), so an outlier spoils its neighbours and nobody else, and a token's
-result does not depend on its batch-mates, bit for bit.  `gemm_int.py` multiplies the integers.
+Activations are quantised at run time, each token by itself, with a scale for each 64 of its numbers ("group-wise", as
+in ZeroQuant, Yao et al., 2022), so an outlier affects only its group, and a token's result does not depend on its
+batch-mates, bit for bit.  `gemm_int.py` multiplies the integers.
 
 A group's scale is the one of a few that leaves the least squared error: clipping the largest weight a little pays
 where there are 15 steps, as in Banner et al., "Post training 4-bit quantization", 2019.
@@ -48,13 +48,13 @@ from slotwise.kernels.cpu.vectors import all_of, call
 from slotwise.kernels.cpu.work_queue import NOTHING, pop, rows_of_a_block, upcoming
 from slotwise.kernels.interface import Linear
 
-BITS = {"int8": 8, "int4": 4}  # what a weight takes
-STEPS = {8: 63, 4: 7}  # on either side of zero
+BITS = {"int8": 8, "int4": 4}  # bits of a weight
+STEPS = {8: 63, 4: 7}  # integers on either side of zero
 CLIPS = {8: (1.0,), 4: (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)}  # of a group's largest weight
 BLOCK_BYTES = 1 << 18  # of activations quantised at once: a part of a typical second-level cache
 TALLEST = HEIGHTS[-1]
 ROOM_BYTES = TALLEST * COLUMNS * 4
-AHEAD = 8192  # bytes of weights between what is read and what is asked for, where a panel is read but once
+AHEAD = 8192  # bytes of weights between what is read and what is prefetched, where a panel is read but once
 INTEGER_8, INTEGER_4, VNNI_8, VNNI_4 = np.uint8(0), np.int8(0), np.uint16(0), np.int16(0)  # kinds of `int_gemm`
 NUMBERS_8, NUMBERS_4 = ((np.float32(LIMIT[bits]), ZERO[bits], RECORD[bits]) for bits in (8, 4))
 
@@ -71,9 +71,9 @@ X, WEIGHT, BIAS, OUT, TOKENS, DEPTH, OUTPUTS, STORED, BLOCK, SCRATCH, SCRATCH_BY
 
 @intrinsic
 def _quantise_group(typingctx, x, target, told, limit, zero, kind):
-    """64 numbers from `x` on to bytes at `target`, up to `limit`; to `told` their scale and correction.
+    """Quantise 64 numbers at `x` to bytes at `target`, up to `limit`; stores their scale and correction at `told`.
 
-    The scale of what holds a NaN is NaN, and of what holds an infinity infinite.
+    The scale of a group with a NaN is NaN, and of one with an infinity infinite.
     """
 
     def codegen(context, builder, signature, args):
@@ -84,7 +84,7 @@ def _quantise_group(typingctx, x, target, told, limit, zero, kind):
         factor = builder.fdiv(limit, builder.select(builder.fcmp_ordered(">", largest, tiny), largest, tiny))
         steps = _whole(builder, _floats(builder, bits), factor)
         correction = builder.mul(_total(builder, steps), builder.neg(builder.trunc(zero, _INT)))
-        # Kernels are compiled as if floats never were NaN, so one is told by its bits, and comes out as bits.
+        # Kernels are compiled as if floats never were NaN, so a NaN is detected, and stored, by its bits.
         no_number = builder.icmp_unsigned(">", builder.bitcast(largest, _INT), ir.Constant(_INT, INFINITE))
         scale = builder.bitcast(builder.fdiv(largest, limit), _INT)
         scale = builder.select(no_number, ir.Constant(_INT, NO_NUMBER), scale)
@@ -97,7 +97,7 @@ def _quantise_group(typingctx, x, target, told, limit, zero, kind):
 
 
 def _bits(builder, address, kind):
-    """Of 64 numbers, as they are stored."""
+    """The stored bits of 64 numbers."""
     stored = ir.VectorType(ir.IntType(kind.bitwidth), GROUP)
     value = builder.load(builder.inttoptr(address, stored.as_pointer()))
     value.align = 2
@@ -105,7 +105,7 @@ def _bits(builder, address, kind):
 
 
 def _largest(builder, bits):
-    """The size of the largest, a float32; NaN where there is one.  Without their signs bits are in order of size."""
+    """The largest magnitude, a float32; NaN where there is one.  Without signs, bits order by magnitude."""
     width = bits.type.element.width
     sizes = builder.and_(bits, all_of(bits.type, (1 << width - 1) - 1))
     largest = call(builder, f"llvm.vector.reduce.umax.v{GROUP}i{width}", bits.type.element, sizes)
@@ -117,7 +117,7 @@ def _floats(builder, bits):
 
 
 def _as_float32(builder, bits, wide):
-    """The bits of float32 that are as large: a bfloat16 is the upper half of one."""
+    """The same numbers as bits of float32: a bfloat16 is the upper half of one."""
     if bits.type == wide:
         return bits
     sixteen = all_of(wide, 16) if isinstance(wide, ir.VectorType) else ir.Constant(wide, 16)
@@ -125,14 +125,14 @@ def _as_float32(builder, bits, wide):
 
 
 def _whole(builder, values, factor):
-    """`values` times `factor`, rounded to bytes: so large a number is added that a float32 has no places behind it."""
+    """`values` times `factor`, rounded to bytes: adds a number so large that a float32 has no fraction bits left."""
     added = call(builder, f"llvm.fma.v{GROUP}f32", _FLOATS, values, spread(builder, factor, _FLOATS),
                  all_of(_FLOATS, WITHOUT_PLACES))
     return builder.trunc(builder.bitcast(added, _WHOLES), _BYTES)
 
 
 def _total(builder, steps):
-    """The sum of 64 signed bytes: LLVM knows an instruction for unsigned ones."""
+    """The sum of 64 signed bytes, by LLVM's instruction for unsigned ones."""
     unsigned = builder.zext(builder.xor(steps, all_of(_BYTES, 128)), _WHOLES)
     return builder.sub(call(builder, f"llvm.vector.reduce.add.v{GROUP}i32", _INT, unsigned),
                        ir.Constant(_INT, 128 * GROUP))
@@ -140,7 +140,7 @@ def _total(builder, steps):
 
 @kernel
 def _quantise_rest(x, count, room, target, told, limit, zero, kind):
-    """A group of fewer than 64 numbers, with zeros behind them, by way of `room`."""
+    """Quantise a group of fewer than 64 numbers, padded with zeros in the scratch `room`."""
     for i in range(count):
         store(room, i, load(x, i, kind), FLOAT32)
     fill(room + count * 4, GROUP - count, np.float32(0))
@@ -167,10 +167,10 @@ def _quantise_block(words, first, rows, target, room, limit, zero, kind):
 
 @kernel
 def _multiply(words, room, first, row, panel, following, kind, weight_kind, record):
-    """One tile of a panel and of the rows from `first` on, of which `row` is its first: how many it had.
+    """Multiply one tile: a panel with rows from `first + row` on; returns the number of rows.
 
-    Meanwhile it asks for its share of the panel at `following`; a tile that is the only one, for its own panel, a
-    little ahead.  What is wider than what is left of the output goes by way of `room`.
+    Meanwhile it prefetches its share of the panel at `following`; a tile that is the only one, its own panel, a little
+    ahead.  A panel wider than the rest of the output is stored to the scratch `room` first.
     """
     block, stored = load(words, BLOCK, INT64), load(words, STORED, INT64)
     groups, rows = (load(words, DEPTH, INT64) + GROUP - 1) // GROUP, min(block, load(words, TOKENS, INT64) - first)
@@ -265,7 +265,7 @@ PRODUCT = {  # by bits, type of the activations, and path
 
 
 def quantise(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """`weight [out, in]` as whole numbers `[out, groups, 64]` (int8) and their scales `[out, groups]` (float32)."""
+    """`weight [out, in]` as integers `[out, groups, 64]` (int8) and their scales `[out, groups]` (float32)."""
     padded = F.pad(weight, (0, -weight.shape[1] % GROUP)).float().unflatten(1, (-1, GROUP))
     largest = padded.abs().amax(dim=2, keepdim=True).clamp_min(1e-30)
     best, least = None, torch.full_like(largest, torch.inf)
@@ -282,7 +282,7 @@ def quantise(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def pack(steps: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """What `quantise` made, as the panels that `gemm_int.py` reads: `[panels, groups, bytes]`."""
+    """The result of `quantise` as the panels that `gemm_int.py` reads: `[panels, groups, bytes]`."""
     outputs, groups = scales.shape
     more = -outputs % COLUMNS
     unsigned = F.pad(steps + ZERO[bits], (0, 0, 0, 0, 0, more), value=ZERO[bits]).to(torch.uint8)
@@ -294,7 +294,7 @@ def pack(steps: Tensor, scales: Tensor, bits: int) -> Tensor:
 
 
 def weight_bytes(outputs: int, depth: int, bits: int) -> int:
-    """What `weight [outputs, depth]` takes once packed."""
+    """Bytes of a packed `weight [outputs, depth]`."""
     return -(-outputs // COLUMNS) * -(-depth // GROUP) * RECORD[bits]
 
 
@@ -310,7 +310,7 @@ def int_gated(weight: Tensor, bias: Tensor | None, bits: int, path: str, launche
 
 
 def _packed(weight: Tensor, bias: Tensor | None, how: tuple[int, str], stored: int, launcher: KernelLauncher) -> Linear:
-    """Products with `weight`, of whose outputs `stored` numbers are made."""
+    """Products with `weight`, whose outputs yield `stored` numbers."""
     (outputs, depth), (bits, path) = weight.shape, how
     panels = pack(*quantise(weight, bits), bits)
     added = whole(torch.zeros(outputs) if bias is None else bias.float(), COLUMNS)

@@ -1,4 +1,4 @@
-"""Object code to functions that can be called: Numba's to be kept, and what was kept to be linked into this process."""
+"""Object code and functions: extracts Numba's code to be cached, and links cached code into this process."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from numba.core.runtime import rtsys
 from slotwise.kernels.cpu.disk import Object
 
 _lock = threading.Lock()
-_linked: list[tuple[bytes, llvm.ObjectFileRef]] = []  # the linker copies neither
+_linked: list[tuple[bytes, llvm.ObjectFileRef]] = []  # the linker does not copy them
 
 
 def object_of(function: CFunc) -> Object:
-    """What Numba compiled `function` to."""
+    """The object code Numba compiled `function` to."""
     return Object(function.native_name, function._library._get_compiled_object())
 
 
 def link(compiled: Object) -> int:
-    """The address of a kernel's entry.  Each is to be linked once."""
+    """The address of a kernel's entry.  Link each object once."""
     with _lock:
         reference = llvm.ObjectFileRef.from_data(compiled.code)
         _linked.append((compiled.code, reference))
@@ -36,6 +36,6 @@ def link(compiled: Object) -> int:
 def _engine() -> llvm.ExecutionEngine:
     context = cpu_target.target_context
     context.codegen()
-    rtsys.initialize(context)  # its symbols are named by every kernel, though none calls them
+    rtsys.initialize(context)  # every kernel references its symbols, though none calls them
     machine = llvm.Target.from_triple(llvm.get_process_triple()).create_target_machine(jit=True)
     return llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)

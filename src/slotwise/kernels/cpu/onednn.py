@@ -1,6 +1,6 @@
 """Products of bfloat16 by oneDNN, for processors that multiply it faster than float32.
 
-Its operators are those that torch's own compiler uses.  They are private, so they are tried before they are relied on.
+The operators are those that torch's own compiler uses.  They are private, so they are tried before they are used.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from torch import Tensor
 
 from slotwise.kernels.interface import Linear
 
-WORTH = 1.5  # times as fast as float32: beside products of our own a decode step can be recorded, too
-ROWS, DEPTH, OUTPUTS = 128, 512, 1024  # of a product that is measured: about a millisecond
+WORTH = 1.5  # times as fast as float32: with our own products a decode step can be captured, too
+ROWS, DEPTH, OUTPUTS = 128, 512, 1024  # of the product that is measured: about a millisecond
 TRIES = 12
 
-# For each number of rows that a weight of some shape is multiplied with, torch keeps how it is done, and oneDNN the
-# code that does it: up to 1,024 of either.  A hundred and more are in use at a time where rows come and go.
+# For each weight shape and number of rows torch caches a plan and oneDNN its code: up to 1,024 of either.  A hundred
+# and more are in use at a time where the number of rows varies.
 BOUNDS = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")  # read by torch and by oneDNN at their first product
 KEPT = 128  # products
-KEPT_BYTES = 600_000  # of one, both together: 300,000 to 750,000 from 2 to 512 rows, measured on AVX-512 BF16
+KEPT_BYTES = 600_000  # of one product, both together: 300,000 to 750,000 from 2 to 512 rows, measured on AVX-512 BF16
 
 
 def onednn_linear(weight: Tensor, bias: Tensor | None) -> Linear:
@@ -34,16 +34,16 @@ def onednn_linear(weight: Tensor, bias: Tensor | None) -> Linear:
 
 
 def bound_caches() -> None:
-    """Keep `KEPT` products of any shape, where the user's environment does not say how many.
+    """Bound both caches to `KEPT` products of any shape, unless the environment sets a bound.
 
-    It has no effect in a process that has multiplied by oneDNN before.
+    No effect in a process that has multiplied by oneDNN before.
     """
     for variable in BOUNDS:
         os.environ.setdefault(variable, str(KEPT))
 
 
 def cache_bytes() -> int:
-    """Bytes of memory that kept products take at most."""
+    """The most bytes of memory that cached products take."""
     bound_caches()
     told = [os.environ[variable] for variable in BOUNDS]
     return max(int(each) if each.isdecimal() else 1024 for each in told) * KEPT_BYTES
@@ -51,7 +51,7 @@ def cache_bytes() -> int:
 
 @functools.cache
 def obstacle() -> str:
-    """Why oneDNN multiplies no bfloat16 here; empty where it does, be it slowly."""
+    """Why oneDNN does not multiply bfloat16 here; empty where it does, be it slowly."""
     weight = torch.ones(2, 2, dtype=torch.bfloat16)
     try:
         onednn_linear(weight, None)(weight)
@@ -64,8 +64,8 @@ def obstacle() -> str:
 def multiplies_bfloat16() -> bool:
     """Whether products of bfloat16 are faster than those of float32, measured once.
 
-    That there are instructions for them does not say so: those of AMX are eight times as fast and more, those of
-    AVX-512 BF16 twice as fast on some processors and half as fast on others.  Without any, oneDNN emulates them.
+    The presence of instructions does not tell: those of AMX are eight times as fast and more, those of AVX-512 BF16
+    twice as fast on some processors and half as fast on others.  Without any, oneDNN emulates them.
     """
     checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # private: absent means no
     if not any(getattr(torch.cpu, check, bool)() for check in checks) or obstacle():
@@ -76,7 +76,7 @@ def multiplies_bfloat16() -> bool:
 
 @torch.inference_mode()
 def _seconds() -> tuple[float, float]:
-    """What a product of bfloat16 and one of float32 take at best, in turns: a machine's speed may change meanwhile."""
+    """The least seconds of a product of bfloat16 and of float32, measured in turns: a machine's speed may change."""
     products = [_Product(kind) for kind in (torch.bfloat16, torch.float32)]
     rounds = [[product.seconds() for product in products] for _ in range(TRIES)]
     of_bfloat16, of_float32 = map(min, zip(*rounds, strict=True))
@@ -84,7 +84,7 @@ def _seconds() -> tuple[float, float]:
 
 
 class _Product:
-    """One to measure."""
+    """A product to measure."""
 
     def __init__(self, kind: torch.dtype) -> None:
         self._apply = onednn_linear(torch.ones(OUTPUTS, DEPTH, dtype=kind), None)

@@ -1,8 +1,8 @@
-"""Torch's own OpenMP: its threads, for kernels that run between products of torch, and the places where they are bound.
+"""Torch's own OpenMP: its threads, for kernels that run between torch's products, and the places they are bound to.
 
-Another pool's threads would find torch's still looking for work on the same cores, milliseconds after each product.  So
-there a kernel is started through the `GOMP_parallel` that torch itself is linked with (libgomp, and libomp and libiomp5
-by their compatibility entry).
+Another pool's threads would compete with torch's, which spin on the same cores for milliseconds after each product.
+So such a kernel is started through the `GOMP_parallel` that torch itself is linked with (libgomp, and libomp and
+libiomp5 by their compatibility entry).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """What knows OpenMP's functions, if this torch has any."""
+    """The library with OpenMP's functions, if this torch has any."""
     for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
         path = Path(torch.__file__).parent / "lib" / name
         if path.exists():
@@ -34,25 +34,25 @@ def _library() -> ctypes.CDLL | None:
 
 
 class TorchThreads:
-    """As many of torch's threads as there are, up to `threads`."""
+    """Up to `threads` of torch's threads."""
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
 
     def run(self, code: int, words: int) -> None:
-        """Call the kernel at `code` with `words` on every thread; return when all have been there."""
+        """Call the kernel at `code` with `words` on every thread; returns when all have returned."""
         library = _library()
         assert library is not None
         library.GOMP_parallel(code, words, self._threads, 0)
 
 
 def torch_threads(threads: int) -> TorchThreads | None:
-    """None where they cannot be had."""
+    """None where torch has no OpenMP."""
     return None if _library() is None else TorchThreads(threads)
 
 
 def places() -> list[frozenset[int]]:
-    """The processors of each place that OpenMP binds threads to, its first thread's first; empty where it does not."""
+    """The processors of each OpenMP place, starting with the first thread's; empty where threads are not bound."""
     library = _library()
     if library is None or not library.omp_get_proc_bind():
         return []
@@ -61,9 +61,9 @@ def places() -> list[frozenset[int]]:
 
 
 def roam() -> None:
-    """Let the calling thread go wherever OpenMP's may: one started by a thread that is bound is bound to its core."""
+    """Allow the calling thread on all of OpenMP's places: a thread inherits the one core of a bound thread."""
     if (bound := places()) and sys.platform == "linux":
-        with contextlib.suppress(OSError):  # where it is not allowed, work is done all the same
+        with contextlib.suppress(OSError):  # not permitted: the thread works where it is
             os.sched_setaffinity(0, frozenset().union(*bound))
 
 

@@ -1,4 +1,4 @@
-"""Memory that the system gives page by page, when each is first written, or a little before."""
+"""Memory whose pages are allocated at the first write, or shortly before."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import mmap
 
-LARGE = 2 << 20  # bytes of a large page, where there are any
+LARGE = 2 << 20  # bytes of a huge page, where there are any
 _C = ctypes.CDLL(None)
 POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; Python has no name for it
 
@@ -14,8 +14,7 @@ POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; Python has no name for i
 def untouched_pages(size: int) -> mmap.mmap:
     """`size` bytes of zeros that take no memory before they are written, as `torch.zeros` would.
 
-    Large pages where the system has them for those who ask: whoever reads here and there would first have to find out
-    where each small page is.
+    Advises huge pages: scattered reads of small ones would miss the TLB.
     """
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -25,9 +24,9 @@ def untouched_pages(size: int) -> mmap.mmap:
 
 
 def populate(address: int, size: int) -> bool:
-    """Have the system give `size` bytes of `address` now, as they are; False where it cannot be asked to.
+    """Allocate `size` bytes at `address` now, with their contents unchanged; False where the system cannot.
 
-    Safe while others read and write there, and done without the interpreter's lock.
+    Safe while other threads read and write there; releases the interpreter's lock.
     """
     start = address // mmap.PAGESIZE * mmap.PAGESIZE
     asked = ctypes.c_void_p(start), ctypes.c_size_t(address + size - start), ctypes.c_int(POPULATE_WRITE)

@@ -1,8 +1,8 @@
-"""Compiles the parts that kernels are made of, which become machine code only where a whole kernel does.
+"""Compiles functions that only kernels call: they become machine code only as a part of a whole kernel.
 
-Numba makes a library of each function: optimised, and machine code at once, for somebody may call it.  What only other
-parts of a kernel call was therefore optimised again in each of them, and its machine code never run: a third of what
-compiling our kernels took.  Here it stays as LLVM's language, linked into its callers, until all of a kernel is there.
+Numba makes a library of each function, optimised and compiled to machine code at once, in case it is called.  A
+function that only kernels call was therefore optimised again in each of them, and its machine code never run: a third
+of the time to compile our kernels.  Here it stays LLVM IR, linked into its callers, until a kernel is complete.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ FASTMATH = {"reassoc", "nnan", "nsz", "contract", "arcp"}
 
 
 class _Part(JITCodeLibrary):
-    """What others link, and nothing runs."""
+    """A library that others link, and that never runs."""
 
     @property
     def codegen(self) -> _Part:
-        """Who is told a function's environment.  Ours have none: they know neither Python's objects nor exceptions."""
+        """The object that gets a function's environment.  Ours have none: they use no Python object or exception."""
         return self
 
     def set_env(self, env_name: str, env: object) -> None:
-        """There is no machine code that could ask for it."""
+        """Nothing: there is no machine code that could use it."""
 
     def _optimize_functions(self, ll_module: object) -> None:
-        """Left to the kernel, as is all that makes it fast."""
+        """Nothing: the kernel is optimised as a whole."""
 
     def _optimize_final_module(self) -> None:
-        """The same."""
+        """Nothing: the kernel is optimised as a whole."""
 
     def _finalize_final_module(self) -> None:
         self._finalized = True
@@ -39,7 +39,7 @@ class _Part(JITCodeLibrary):
 
 @register_pass(mutates_CFG=False, analysis_only=True)
 class _KeepAsPart(FunctionPass):
-    """Has the function's code go to a `_Part`."""
+    """Makes a `_Part` the function's library."""
 
     _name = "keep_as_part"
 
@@ -52,7 +52,7 @@ class _KeepAsPart(FunctionPass):
 
 
 class _Compiler(CompilerBase):
-    """Numba's own, but for where code goes."""
+    """Numba's own compiler, with a `_Part` as the library."""
 
     def define_pipelines(self) -> list[PassManager]:
         passes = DefaultPassBuilder.define_nopython_pipeline(self.state)
@@ -64,4 +64,4 @@ class _Compiler(CompilerBase):
 kernel = njit(
     fastmath=FASTMATH, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, pipeline_class=_Compiler,
 )
-"""Compiles a part of a kernel, which only other parts call."""
+"""Compiles a function that only kernels and other parts call."""

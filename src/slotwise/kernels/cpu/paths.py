@@ -1,16 +1,16 @@
-"""The paths that products of weights can take on a CPU, what each needs, and which is taken.
+"""The paths of products with weights on a CPU: what each needs, and which one is used.
 
     weights      path       products
-    float32      float32    as they are (`gemm.py`)
-    bfloat16     onednn     by oneDNN, through torch (`onednn.py`); decode steps are not recorded
+    float32      float32    in float32 (`gemm.py`)
+    bfloat16     onednn     by oneDNN, through torch (`onednn.py`); decode steps are not captured
                  fp16       in half precision (`linear_fp16.py`): AVX-512 FP16, and a depth of whole chains
                  float32    widened to float32 on the way into registers (`gemm.py`)
     int8, int4   vnni       of bytes, added in fours by one instruction (`gemm_int.py`): AVX-512 VNNI
                  integer    of bytes, added in pairs (`gemm_int.py`)
 
-By default the first path of a group is taken that this processor can execute and, for oneDNN, that was measured to be
+By default the first path of a group is used that this processor can execute and, for oneDNN, that was measured to be
 faster than float32.  One path can be forced, by an argument of `CpuKernels` or by the environment variable
-SLOTWISE_CPU_LINEAR; the other group keeps its default.  Tests run every path that `obstacle` has nothing against.
+SLOTWISE_CPU_LINEAR; the other group keeps its default.  Tests run every path without an `obstacle`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def obstacle(path: str) -> str:
 
 
 def forced(path: str | None = None) -> str:
-    """The path that is forced, by `path` or else by the environment; empty where neither says any.
+    """The forced path, of `path` or else of the environment; empty where neither sets one.
 
     Raises:
         ValueError: there is no such path, or this processor cannot execute it.

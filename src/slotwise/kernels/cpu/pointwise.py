@@ -1,4 +1,4 @@
-"""What happens to each token by itself: norms, activation, rotary embedding with the cache write.
+"""Operations on each token by itself: norms, activation, rotary embedding with the cache write.
 
 Each kernel fuses what would otherwise pass through memory several times.  Arithmetic is float32, rounded once where a
 result is stored.  A thread takes one token at a time.
@@ -30,7 +30,7 @@ from slotwise.kernels.cpu.simd import (
 )
 
 SIZE_BITS, INFINITY_BITS = 0x7FFFFFFF, 0x7F800000  # of a float32: all but its sign; NaN lies above infinity
-STEPS = np.float32(127)  # of int8, on either side of zero
+STEPS = np.float32(127)  # int8 steps on either side of zero
 TINY = np.float32(1e-30)
 
 # Arguments in words after the header: of the embedding, of norms and activation, of the rotary embedding.
@@ -102,7 +102,7 @@ def _silu_mul(words, kind):
 def _rotate(words, token, head, norm, target, stride, kind, stored):
     """One head of `qkv`, normed if `norm` is an address and rotated, to every `stride`-th element of `target`.
 
-    What is `stored` there may be of another kind.
+    `stored` is the kind of the elements of `target`.
     """
     dim = load(words, DIM, INT64)
     half = dim // 2
@@ -125,7 +125,7 @@ def _rotate(words, token, head, norm, target, stride, kind, stored):
 
 @kernel
 def stored_at(column, columns, kind):
-    """Where `column` of so many stands, as in `cache.stored_order`."""
+    """The place of `column` among `columns`, as in `cache.stored_order`."""
     if bytes_of(kind) != 2 or column >= columns // PAIR * PAIR:
         return column
     return column // PAIR * PAIR + column % LANES * 2 + column // LANES % 2
@@ -133,13 +133,13 @@ def stored_at(column, columns, kind):
 
 @kernel
 def _key_head(words, head):
-    """Which of all heads in `qkv` is the key of this one."""
+    """Index in `qkv` of the key of key-value head `head`."""
     return load(words, GROUP, INT64) * load(words, KV_HEADS, INT64) + head
 
 
 @kernel
 def _values(words, token, head, kind):
-    """Where a token's value of one head stands in `qkv`."""
+    """Address in `qkv` of a token's value of one head."""
     group, kv_heads, dim = load(words, GROUP, INT64), load(words, KV_HEADS, INT64), load(words, DIM, INT64)
     place = (token * (group + 2) + group + 1) * kv_heads + head
     return load(words, QKV, INT64) + place * dim * bytes_of(kind)
@@ -147,7 +147,7 @@ def _values(words, token, head, kind):
 
 @kernel
 def _keep_as_is(words, token, head, block, offset, kind):
-    """A token's key and value of one head, to place `offset` of the `block` of that head."""
+    """Store a token's key and value of one head at place `offset` of the `block` of that head."""
     dim, width, columns = load(words, DIM, INT64), load(words, DIM_PADDED, INT64), load(words, BLOCK_PADDED, INT64)
     key = block + stored_at(offset, columns, kind) * bytes_of(kind)
     value = block + (dim * columns + offset * width) * bytes_of(kind)
@@ -159,10 +159,10 @@ def _keep_as_is(words, token, head, block, offset, kind):
 
 @kernel
 def _quantise(numbers, count, target, stride, scale):
-    """float32 `numbers` to every `stride`-th byte of `target`, and to `scale` what one step is worth.
+    """Quantise float32 `numbers` to every `stride`-th byte of `target`, and store their scale at `scale`.
 
-    Sizes are compared by their bits, whose order is that of the numbers with NaN at the top.  So the scale of what
-    holds a NaN is one, and of what holds an infinity infinite: neither is lost.
+    Magnitudes are compared by their bits, which order like the numbers, with NaN at the top.  So the scale of numbers
+    with a NaN is NaN, and with an infinity infinite: neither is lost.
     """
     largest = 0
     for i in range(count):
@@ -178,7 +178,7 @@ def _quantise(numbers, count, target, stride, scale):
 
 @kernel
 def _keep_int8(words, token, head, block, offset, room, kind):
-    """The same in whole numbers, by way of `room` for a head's float32."""
+    """The same quantised to int8, with `room` as scratch for a head in float32."""
     dim, width, columns = load(words, DIM, INT64), load(words, DIM_PADDED, INT64), load(words, BLOCK_PADDED, INT64)
     values = block + dim * columns
     scales = values + load(words, BLOCK, INT64) * width + offset * 4
@@ -201,7 +201,7 @@ def _rotary_store_token(words, token, room, kind, stored):
         load(load(words, SLOTS, INT64), token, INT64), load(words, BLOCK, INT64), load(words, HEAD_BLOCK, INT64))
     start = load(words, CACHE, INT64) + slot // block * kv_heads * head_block
     for head in range(kv_heads):
-        if bytes_of(stored) == 1:  # known as this is compiled
+        if bytes_of(stored) == 1:  # a constant at compile time
             _keep_int8(words, token, head, start, slot % block, room, kind)
         else:
             _keep_as_is(words, token, head, start, slot % block, kind)
@@ -210,10 +210,10 @@ def _rotary_store_token(words, token, room, kind, stored):
 
 @kernel
 def _rotary_store(words, kind, stored):
-    """Queries normed and rotated, keys and values to the cache, where they are `stored` as another kind or as they are.
+    """Queries normed and rotated; keys and values to the cache, as `stored`, which may be another kind.
 
-    Neighbours in a prompt are neighbours in a block, where keys of 32 tokens share every cache line: threads that took
-    turns at them would take the lines from each other at every token.
+    Neighbours in a prompt are neighbours in a block, where keys of 32 tokens share every cache line: threads that
+    alternated between them would move the lines from core to core at every token.
     """
     tokens = load(words, NUM_TOKENS, INT64)
     room = load(words, ROOM, INT64) + fetch_add(words + THREAD_COUNTER, 1) * load(words, DIM_PADDED, INT64) * 4
@@ -270,7 +270,7 @@ SILU_MUL = {
     torch.bfloat16: Compiled(_silu_mul_bfloat16, "void(int64)"),
     torch.float32: Compiled(_silu_mul_float32, "void(int64)"),
 }
-ROTARY_STORE = {  # by the type of what comes and what the cache holds
+ROTARY_STORE = {  # by the type of the input and of the cache
     (torch.bfloat16, torch.bfloat16): Compiled(_rotary_store_bfloat16, "void(int64)"),
     (torch.float32, torch.float32): Compiled(_rotary_store_float32, "void(int64)"),
     (torch.bfloat16, torch.int8): Compiled(_rotary_store_bfloat16_as_int8, "void(int64)"),

@@ -1,4 +1,4 @@
-"""What the processor under us can do, as torch and LLVM see it."""
+"""Capabilities of this processor, as torch and LLVM report them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from numba.core.codegen import get_host_cpu_features
 
 CAPABILITY = torch.backends.cpu.get_cpu_capability()
 AVX2, AVX512 = CAPABILITY == "AVX2", CAPABILITY == "AVX512"
-LANES = 16 if AVX512 else 8  # float32 of a vector, whole registers where there are any of that width
+LANES = 16 if AVX512 else 8  # float32 in a vector: one register, where there are registers of that width
 PAIR = 2 * LANES  # columns that products read together
 
 
 def has(feature: str) -> bool:
-    """Whether kernels may use a part of AVX-512, by LLVM's name for it, on the processor they are compiled for."""
+    """Whether kernels may use a feature of AVX-512, by LLVM's name, on the processor they are compiled for."""
     told = config.CPU_FEATURES
     return AVX512 and f"+{feature}" in (_host_features() if told is None else told).split(",")
 

@@ -1,6 +1,6 @@
 """The arithmetic of sampling: each row computed by one thread, nothing shared between rows.
 
-Every row is computed in float32 and in one fixed order of operations, so what a request is given cannot depend on its
+Every row is computed in float32 and in one fixed order of operations, so a request's tokens cannot depend on its
 batch-mates.  Its random numbers are a pure function of (seed, output index): Philox4x32-10, the counter-based generator
 of Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011), which cuRAND and Triton use as well.
 
@@ -12,7 +12,7 @@ one cut-off weight, and candidates at or above it stay, so those that tie stand 
     top-p   the largest cut such that those that reach it hold at least top_p of the mass
 
 Nothing is sorted.  The bits of positive floats order like integers, so a cut is found by bisection over them: at most
-31 vectorised passes, most of them over the few candidates that the first eight have left.  The token is then drawn by
+31 vectorised passes, most of them over the few candidates left after the first eight.  The token is then drawn by
 inverting the cumulative weights, in order of token id.
 """
 
@@ -153,8 +153,8 @@ def _log_probabilities(words):
 def _argmax(logits, size, kind):
     """The first of the largest, or FAILED.
 
-    Works on integers that order like the floats (sign and magnitude made two's complement): unlike comparisons of
-    floats that respect NaN, these vectorise.
+    Works on integers that order like the floats (sign and magnitude made two's complement): they vectorise, unlike
+    comparisons of floats that respect NaN.
     """
     best, place = np.int32(-_INFINITY), np.int64(FAILED)
     for start in range(0, size, _BLOCK):
@@ -182,7 +182,7 @@ def _order(value):
 
 @kernel
 def _weigh(logits, largest, temperature, ids, size):
-    """All tokens become candidates: `ids` 0 to `size`, and behind them their weights."""
+    """Make all tokens candidates: `ids` 0 to `size`, and behind them their weights."""
     weights, scale = ids + size * 4, _LOG2_E / temperature
     for i in range(size):
         store(ids, i, i, INT32)
@@ -191,7 +191,7 @@ def _weigh(logits, largest, temperature, ids, size):
 
 @kernel
 def _filter(control, ids, vocab):
-    """Move the candidates that pass min-p, top-k and top-p, in this order, to the front; how many they are."""
+    """Move the candidates that pass min-p, top-k and top-p, in this order, to the front; returns their number."""
     weights, n = ids + vocab * 4, vocab
     top_k, top_p, min_p = load(control, TOP_K, FLOAT32), load(control, TOP_P, FLOAT32), load(control, MIN_P, FLOAT32)
     if min_p > 0:
@@ -206,7 +206,7 @@ def _filter(control, ids, vocab):
 @kernel
 def _keep_top(ids, weights, n, target, by):
     """Keep the fewest candidates, heaviest first and ties together, that measure at least `target`."""
-    low, high = np.int64(0), np.int64(_TWO)  # bits of weights: what reaches `low` is enough, what reaches `high` is not
+    low, high = np.int64(0), np.int64(_TWO)  # bits of weights: a cut at `low` keeps enough, a cut at `high` does not
     step = 0
     while high - low > 1:
         middle = (low + high) // 2
@@ -222,7 +222,7 @@ def _keep_top(ids, weights, n, target, by):
 
 @kernel
 def _keep(ids, weights, n, cut):
-    """Move the candidates of weight `cut` and above to the front, in order; how many they are."""
+    """Move the candidates of weight `cut` and above to the front, in order; returns their number."""
     kept = 0
     for start in range(0, n, _SMALL_BLOCK):
         stop = min(start + _SMALL_BLOCK, n)
@@ -247,7 +247,7 @@ def _measure(values, size, cut, by):
 
 @kernel
 def _sum_blocks(weights, size, sums):
-    """The sum of all weights; those of blocks go to `sums`."""
+    """The sum of all weights; the sum of each block is stored in `sums`."""
     total = 0.0
     for block in range((size + _BLOCK - 1) // _BLOCK):
         start = block * _BLOCK
@@ -269,7 +269,7 @@ def _invert(weights, size, sums, share):
     for i in range(start, min(start + _BLOCK, size)):
         weight = load(weights, i, FLOAT32)
         if weight > 0:
-            place = i  # the last one stands should the block's sum have been rounded up
+            place = i  # the last one is returned if the block's sum was rounded up
             below += weight
             if below > threshold:
                 break
@@ -294,7 +294,7 @@ def _find_largest(values, size, ids, k):
 
 @kernel
 def _insert(values, i, ids, found, k):
-    """Put `i` in its place among the `found` largest so far; how many they are then."""
+    """Insert `i` among the `found` largest so far; returns their new number."""
     value = load(values, i, FLOAT32)
     if found < k:
         found += 1

@@ -1,8 +1,8 @@
-"""The few machine-level words the kernels are written in.
+"""The machine-level primitives of the kernels.
 
 A kernel gets addresses (integers) and walks them itself: wrapping tensors as arrays takes longer than many kernels run,
-and twice as long to compile.  `kind` is a value whose type names what is stored: `BFLOAT16` and `FLOAT32` are read and
-written as float32, `INT32` and `INT64` as int64; `INT8` is written as float32, rounded to nearest even.
+and twice as long to compile.  `kind` is a value whose type is that of the stored elements: `BFLOAT16` and `FLOAT32` are
+read and written as float32, `INT32` and `INT64` as int64; `INT8` is written as float32, rounded to nearest even.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 
 from slotwise.kernels.cpu.parts import kernel
 
-BFLOAT16 = np.uint16(0)  # held by its bits
+BFLOAT16 = np.uint16(0)  # as its bits
 FLOAT32 = np.float32(0)
 INT8 = np.int8(0)
 INT32 = np.int32(0)
@@ -40,7 +40,7 @@ def _element(builder, address, index, kind):
 
 
 def round_to_bfloat16(builder, value):
-    """Bits of the nearest bfloat16, ties to even; a NaN stays one.  Of a float32, or of each in a vector."""
+    """Bits of the nearest bfloat16, ties to even; a NaN stays NaN.  For a float32 or a vector of them."""
     lanes = getattr(value.type, "count", 0)
     whole, half = (ir.VectorType(bits, lanes) if lanes else bits for bits in (_INT32, _HALF))
     constant = lambda number: ir.Constant(whole, [number] * lanes if lanes else number)
@@ -105,7 +105,7 @@ def bytes_of(typingctx, kind):
 
 @intrinsic
 def float_of(typingctx, bits):
-    """The float32 that the low 32 bits of an int64 spell."""
+    """The float32 whose bits are the low 32 bits of an int64."""
 
     def codegen(context, builder, signature, args):
         return builder.bitcast(builder.trunc(args[0], _INT32), _FLOAT)
@@ -115,7 +115,7 @@ def float_of(typingctx, bits):
 
 @intrinsic
 def power_of_two(typingctx, whole):
-    """2**whole for a whole float32 from -126 to 127; its exponent's bits are all there is to it."""
+    """2**whole for an integral float32 from -126 to 127, by setting the exponent's bits."""
 
     def codegen(context, builder, signature, args):
         exponent = builder.add(builder.fptosi(args[0], _INT32), ir.Constant(_INT32, 127))
@@ -126,7 +126,7 @@ def power_of_two(typingctx, whole):
 
 @intrinsic
 def fetch_add(typingctx, address, amount):
-    """Atomically add to the int64 at `address`; what stood there before.  Sequentially consistent."""
+    """Atomically add to the int64 at `address`; returns the old value.  Sequentially consistent."""
 
     def codegen(context, builder, signature, args):
         return builder.atomic_rmw("add", builder.inttoptr(args[0], _INT64.as_pointer()), args[1], "seq_cst")
@@ -148,7 +148,7 @@ def call(typingctx, address, words):
 
 @intrinsic
 def look(typingctx, address):
-    """The int64 at `address` as another thread left it, and whatever that thread wrote before."""
+    """Load the int64 at `address` atomically, with all that was written before it.  Sequentially consistent."""
 
     def codegen(context, builder, signature, args):
         return builder.load_atomic(builder.inttoptr(args[0], _INT64.as_pointer()), "seq_cst", 8)
@@ -158,7 +158,7 @@ def look(typingctx, address):
 
 @intrinsic
 def exchange(typingctx, address, value):
-    """Set the int64 at `address` to `value`; what stood there before.  Sequentially consistent."""
+    """Atomically set the int64 at `address` to `value`; returns the old value.  Sequentially consistent."""
 
     def codegen(context, builder, signature, args):
         return builder.atomic_rmw("xchg", builder.inttoptr(args[0], _INT64.as_pointer()), args[1], "seq_cst")
@@ -168,9 +168,9 @@ def exchange(typingctx, address, value):
 
 @intrinsic
 def rest(typingctx, looks, patience):
-    """Between two looks at what another thread is about to change, when there were so many in vain.
+    """Pause between two polls of what another thread is about to change, after `looks` polls in vain.
 
-    The processor is offered to others after `patience` of them; a few hundred take some microseconds.
+    After `patience` polls the processor is yielded; a few hundred polls take some microseconds.
     """
 
     def codegen(context, builder, signature, args):
@@ -185,7 +185,7 @@ def rest(typingctx, looks, patience):
 
 
 def _semaphore(name):
-    """A function of C's that takes the address of a semaphore."""
+    """A function of the C library that takes the address of a semaphore."""
 
     @intrinsic
     def operation(typingctx, address):

@@ -1,8 +1,8 @@
 """The softmax over one strip of scores, in registers.
 
-Loops over a part of a strip would be cut into whole vectors and what is left, twice for every row of every block.  Here
-a strip is always whole vectors, four of 16 lanes, and a mask says which columns count.  Scales of an int8 cache
-(`cache.py`) meet the strip here: a key's multiplies its score, a value's the weight it gets.
+Loops over a part of a strip would be split into whole vectors and a remainder, twice for every row of every block.
+Here a strip is always whole vectors, four of 16 lanes, and a mask selects the columns that count.  Scales of an int8
+cache (`cache.py`) are applied here: a key's multiplies its score, a value's the weight it gets.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _splat(builder, scalar, vector):
 
 
 def _reduced(builder, name, vectors, pairwise):
-    """One number from a strip's vectors, a power of two of them."""
+    """Reduce a strip's vectors, a power of two of them, to one number."""
     while len(vectors) > 1:
         vectors = [pairwise(*pair) for pair in zip(vectors[::2], vectors[1::2], strict=True)]
     arguments = tuple(vectors)
@@ -40,13 +40,13 @@ def _reduced(builder, name, vectors, pairwise):
 
 
 def _places(builder, address):
-    """Of a strip's vectors."""
+    """Pointers to a strip's vectors."""
     offsets = [ir.Constant(ir.IntType(64), 4 * LANES * v) for v in range(STRIP // LANES)]
     return [builder.inttoptr(builder.add(address, offset), _VECTOR.as_pointer()) for offset in offsets]
 
 
 def _scaled(builder, vectors, counted, scales):
-    """Vectors times the scales of those columns that count; nothing else is read, for it may be nobody's memory."""
+    """Vectors times the scales of the columns that count; other scales are not read: they may lie outside the cache."""
     mask = ir.VectorType(ir.IntType(1), LANES)
     kind = ir.FunctionType(_VECTOR, [_VECTOR.as_pointer(), _INT32, mask, _VECTOR])
     read = cgutils.get_or_insert_function(builder.module, kind, f"llvm.masked.load.v{LANES}f32.p0")
@@ -57,7 +57,7 @@ def _scaled(builder, vectors, counted, scales):
 
 @intrinsic
 def ask_for(typingctx, address):
-    """Have a line on its way."""
+    """Prefetch a cache line."""
 
     def codegen(context, builder, signature, args):
         ask(builder, args[0])
@@ -68,9 +68,9 @@ def ask_for(typingctx, address):
 
 @intrinsic
 def ask_for_scales(typingctx, scales, tokens, kind):
-    """Have a strip's scales on their way, those of its values `tokens` columns behind those of its keys.
+    """Prefetch a strip's scales; those of its values lie `tokens` columns behind those of its keys.
 
-    `kind` is a value whose type names what the cache holds; only int8 has any.
+    `kind` is a value whose type is that of the cache; only int8 has scales.
     """
 
     def codegen(context, builder, signature, args):
@@ -88,7 +88,7 @@ def ask_for_scales(typingctx, scales, tokens, kind):
 def softmax_strip(typingctx, scores, start, end, top, scales, tokens, kind):
     """Scores of a strip's columns `start ... end` to weights `2**(score - new top)`, those of all others to 0.
 
-    `top` is the largest score so far; the new one and the sum of the weights are returned.  The rest is as for
+    `top` is the largest score so far; returns the new one and the sum of the weights.  The other arguments are those of
     `ask_for_scales`.
     """
 

@@ -1,17 +1,17 @@
-"""Threads that help whoever leads, and are waited for only while they hold work.
+"""A thread pool whose leader waits only for helpers that hold work.
 
 OpenMP ends a parallel region when every thread has been there.  Where others want the same cores, as the API process
-and its clients do at every step, a thread that the system has put aside holds up all the rest, and a step takes as much
-longer as the others took.  Here the leader opens a job, works on it like everybody else, closes it when nothing is left
-to take, and waits for those alone who are inside: a helper that was put aside before it came has missed the job, and
-nothing else.
+and its clients do at every step, a thread that the system has preempted holds up all the rest, and a step takes as
+much longer as the others took.  Here the leader (the calling thread) opens a job, works on it as helpers do, closes it
+when no items are left, and waits only for the helpers inside: a helper that was preempted before it entered has missed
+the job, and nothing else.
 
     leader    open 7 ▶ items … close │ open 8 ▶ items … close, wait ──┐│ open 9 ▶ …
     helper 1   enter ▶ items … leave │  enter ▶ items ………………… leave ┘│  enter ▶ …
-    helper 2   (put aside by the system)                               │  enter ▶ …
+    helper 2   (preempted by the system)                               │  enter ▶ …
 
-So that it is the helpers who are put aside, they are as nice as can be, and let others have the core while they look
-for the next job.  Not SCHED_IDLE: beside a busy program one that holds work would be kept from it for half a second.
+Helpers run at the lowest priority, so that the system preempts them first, and yield their core while they poll for the
+next job.  Not SCHED_IDLE: beside a busy program a helper that holds work would be kept from it for half a second.
 After some milliseconds without a job they sleep until the next is opened.  They never need the interpreter's lock,
 which the leader would have to wait for.
 """
@@ -45,17 +45,17 @@ from slotwise.kernels.cpu.simd import (
     wait_at,
 )
 
-CODE = 1  # word of what a kernel is given: where its code is, beside the counter that helpers look at first
+CODE = 1  # word of a kernel's header: the address of its code, beside the counter that helpers read first
 NICE = 19
-LOOKS = 1 << 13  # for a job, in vain, before a helper sleeps
-BRIEFLY, LONG = 1 << 8, 1 << 12  # looks before a helper, and a leader who waits for one, offer others their core
+LOOKS = 1 << 13  # polls for a job, in vain, before a helper sleeps
+BRIEFLY, LONG = 1 << 8, 1 << 12  # polls before a helper, and a leader waiting for one, yields its core
 
-# Words that leader and helpers share.  A job is the address of what its kernel is given, and in the bits that no such
-# address has a use for, how many there were: two in a row are told apart.  What helpers look at lies together, for a
-# cache line on its way from core to core is most of what a job costs.
-JOB, INSIDE, ENDING = range(3)  # the job that may be entered, 0: none; helpers inside; they are to leave for good
-JOBS = 8  # jobs so far: the leader's own
-ASLEEP = 16  # helpers who sleep at the semaphore, or are about to
+# Words that leader and helpers share.  A job is the address of its kernel's words; the low bits, unused in such an
+# address, hold the number of jobs so far: two in a row differ.  What helpers poll lies together, for moving a cache
+# line from core to core is most of what a job costs.
+JOB, INSIDE, ENDING = range(3)  # the open job, 0: none; helpers inside; the pool ends
+JOBS = 8  # number of jobs so far: the leader's own
+ASLEEP = 16  # helpers that sleep at the semaphore, or are about to
 SEMAPHORE = 24
 SIZE = 32
 ADDRESS = ~63
@@ -63,7 +63,7 @@ ADDRESS = ~63
 
 @kernel
 def _enter_jobs(shared):
-    """Enter every job, once, until the end."""
+    """Enter every job once, until the pool ends."""
     entered, looks = 0, 0
     while look(shared + 8 * ENDING) == 0:
         job = look(shared + 8 * JOB)
@@ -75,7 +75,7 @@ def _enter_jobs(shared):
                 wait_at(shared + 8 * SEMAPHORE)
                 looks = 0
             continue
-        fetch_add(shared + 8 * INSIDE, 1)  # a leader who closes the job from here on waits
+        fetch_add(shared + 8 * INSIDE, 1)  # a leader that closes the job from here on waits
         if look(shared + 8 * JOB) == job:
             call(load(job & ADDRESS, CODE, INT64), job & ADDRESS)
             entered, looks = job, 0
@@ -84,7 +84,7 @@ def _enter_jobs(shared):
 
 @kernel
 def run_shared(shared, code, words):
-    """Call `code` with `words` together with whoever comes to help; its work is done when this returns."""
+    """Call `code` with `words` on this thread and all helpers that enter; its work is done when this returns."""
     number = load(shared, JOBS, INT64) + 1 & ~ADDRESS
     store(shared, JOBS, number, INT64)
     store(words, CODE, code, INT64)
@@ -113,9 +113,9 @@ RUN_SHARED = Compiled(_run_shared, "void(int64, int64, int64)")
 
 
 class ThreadPool:
-    """Helpers, started when they are first needed.  Whoever leads is the thread that calls; one at a time.
+    """Helpers, started at the first job.  The calling thread leads; one at a time.
 
-    Where OpenMP binds its threads to places (OMP_PROC_BIND) helpers stay there, too.
+    Where OpenMP binds its threads to places (OMP_PROC_BIND), helpers are bound to them, too.
     """
 
     def __init__(self, helpers: int) -> None:
@@ -126,11 +126,11 @@ class ThreadPool:
         self._threads: list[threading.Thread] = []
 
     def run(self, code: int, words: int) -> None:
-        """Call the kernel at `code` with `words`; return when its work is done."""
+        """Call the kernel at `code` with `words`; returns when its work is done."""
         self.run_program(RUN_SHARED, code, words)
 
     def run_program(self, program: Compiled, *arguments: int) -> None:
-        """Help the calling thread with `program`, which is given what `run_shared` wants, and then `arguments`."""
+        """Run `program` on the calling thread, with the pool's address for `run_shared` before `arguments`."""
         with self._running:
             if not self._is_started:
                 self._start()
@@ -140,7 +140,7 @@ class ThreadPool:
         WORK.compile()
         where = places()
         _library().sem_init(ctypes.c_void_p(self._address + 8 * SEMAPHORE), 0, 0)
-        atexit.register(self._end)  # or the memory would be gone while helpers still look at it
+        atexit.register(self._end)  # or the memory would be freed while helpers still poll it
         os.register_at_fork(after_in_child=self._forget)
         self._is_started = True
         for number in range(1, self._helpers + 1):
@@ -151,7 +151,7 @@ class ThreadPool:
 
     def _work(self, place: frozenset[int] | None) -> None:
         if sys.platform == "linux":
-            with contextlib.suppress(OSError):  # where it is not allowed, work is done all the same
+            with contextlib.suppress(OSError):  # not permitted: the helper keeps its priority
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
             if place is not None:
                 with contextlib.suppress(OSError):
@@ -159,7 +159,7 @@ class ThreadPool:
         WORK.call(self._address)
 
     def _forget(self) -> None:
-        """A forked process has none of the helpers, nor waits for them."""
+        """In a forked process: there are no helpers, and none to wait for."""
         self._shared[[JOB, INSIDE, ASLEEP]] = 0
 
     def _end(self) -> None:
@@ -172,15 +172,15 @@ class ThreadPool:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    """Of C."""
+    """The C library."""
     return ctypes.CDLL(None)
 
 
 @functools.cache
 def thread_pool(threads: int) -> ThreadPool:
-    """The crew of this process that has so many threads, the leader among them, or as many as there are processors.
+    """This process's pool of `threads` threads, the leader included; at most as many as there are processors.
 
-    A helper on the leader's own core would be waited for by the one who keeps it from going on.
+    A helper on the leader's own core would keep the leader from running, and the leader would wait for it.
     """
     bound = places()
     processors = sum(map(len, bound)) if bound else len(os.sched_getaffinity(0))

@@ -1,6 +1,6 @@
-"""What LLVM is told: functions of whole vectors of float32, of any length (`simd.py` has them for one number).
+"""LLVM code for functions of vectors of float32, of any length (`simd.py` has them for one number).
 
-Compiled as if floats never were NaN: where one is, the result is no number either, or whatever it was multiplied by.
+Compiled as if floats never were NaN: for a NaN, the result is NaN or any number.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ LOWEST, HIGHEST = -126.0, 127.0  # 2**x is a float32 between
 
 
 def call(builder, name, result, *arguments):
-    """An LLVM intrinsic that yields a `result`."""
+    """Call an LLVM intrinsic that returns a `result`."""
     kind = ir.FunctionType(result, [argument.type for argument in arguments])
     is_whole = isinstance(getattr(result, "element", result), ir.IntType)
     function = cgutils.get_or_insert_function(builder.module, kind, name)
@@ -23,7 +23,7 @@ def call(builder, name, result, *arguments):
 
 
 def ask(builder, address):
-    """Have a line of the second-level cache on its way."""
+    """Prefetch a line into the second-level cache."""
     byte, whole = ir.IntType(8).as_pointer(), ir.IntType(32)
     function = cgutils.get_or_insert_function(
         builder.module, ir.FunctionType(ir.VoidType(), [byte, whole, whole, whole]), "llvm.prefetch.p0")

@@ -1,9 +1,9 @@
-"""Who takes which piece of a kernel's work.
+"""Work queues: the items of a kernel that each thread takes.
 
-Pieces that lie together share what must be prepared for them or read ahead: panels of weights follow each other in
-memory, and a block of rows that is halved or quantised for one panel serves for the next.  So every thread begins with
-a queue of neighbours, in order, and only when that is empty helps with the others.  Until then it knows what it will
-take next, and asks for it before it is done with what it has.
+Neighbouring items share what must be prepared or prefetched for them: panels of weights follow each other in memory,
+and a block of rows that is packed or quantised for one panel serves for the next.  So every thread begins with a queue
+of neighbours, in order, and steals from the others only when that is empty.  Until then its next item is known, and
+prefetched before the current one is done.
 
     queue 0   block 0: panel 0, 1, 2 ...   block 1: panel 0, 1, 2 ...
     queue 1   block 2: panel 0, 1, 2 ...   block 3: panel 0, 1, 2 ...
@@ -14,8 +14,8 @@ from __future__ import annotations
 from slotwise.kernels.cpu.parts import kernel
 from slotwise.kernels.cpu.simd import fetch_add, look
 
-MAX_QUEUES = 6  # queues: as many counters are free in the words that a kernel is given
-COUNTERS = 16  # bytes from the start of the words to the first of them
+MAX_QUEUES = 6  # as many counters are free in the words of a kernel
+COUNTERS = 16  # bytes from the start of the words to the first counter
 NOTHING = -1
 
 
@@ -35,7 +35,7 @@ def pop(words, thread, threads, items):
 
 @kernel
 def upcoming(words, thread, threads, items):
-    """What `pop` will give a thread next of its own queue; NOTHING when that is empty."""
+    """The item that `pop` will return next from a thread's own queue; NOTHING when that is empty."""
     queues = min(threads, MAX_QUEUES)
     queue = thread % queues
     item = items * queue // queues + look(words + COUNTERS + 8 * queue)
@@ -43,6 +43,6 @@ def upcoming(words, thread, threads, items):
 
 
 def rows_of_a_block(tokens: int, most: int, threads: int) -> int:
-    """At most so many, so that there is one block, or as many for one thread as for another."""
+    """Rows per block, at most `most`, such that there is one block or as many for each thread."""
     blocks = -(-tokens // most)
     return most if blocks <= 1 else -(-tokens // (blocks + -blocks % threads))

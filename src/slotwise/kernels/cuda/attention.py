@@ -1,4 +1,4 @@
-"""Which attention kernels a step starts, and with what grid.  Nothing here waits for the device."""
+"""Launches the attention kernels of a step, with their grids.  Nothing here waits for the device."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from slotwise.kernels.cuda.tile import INTERPRETED
 from slotwise.kernels.interface import AttentionShape, RaggedBatch
 
 LOG2_E = math.log2(math.e)
-SHORT = 1  # new tokens of a row that decodes; each more of them takes as much memory for splits again
-SMALLEST_TILE = 16  # rows of the smallest product
+SHORT = 1  # most new tokens of a decode row; each further one takes as much memory for splits again
+SMALLEST_TILE = 16  # rows of the smallest `tl.dot`
 
 _OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -36,7 +36,7 @@ def attend(query: Tensor, cache: CudaCache, batch: RaggedBatch, shape: Attention
     longest = batch.max_query_len
     if longest > SHORT:
         _attend_long(out, query, cache, batch, shape, tuning)
-    if longest <= SHORT or len(query) < len(batch.context_lens) * longest:  # else all rows are as long as that
+    if longest <= SHORT or len(query) < len(batch.context_lens) * longest:  # else all rows have `longest` new tokens
         _attend_short(out, query, cache, batch, shape, tuning)
     return out.flatten(1)
 
@@ -71,7 +71,7 @@ def _attend_short(
 
 
 def _geometry(query: Tensor, cache: CudaCache, shape: AttentionShape) -> dict[str, Any]:
-    """What a layer's kernels are compiled for."""
+    """The compile-time constants of a layer's kernels."""
     # The interpreter multiplies the bits of bfloat16 instead of its values.
     operand = tl.float32 if INTERPRETED else _OPERANDS[query.dtype]
     return {

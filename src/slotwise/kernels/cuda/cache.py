@@ -1,7 +1,7 @@
-"""The paged cache as a GPU wants to read it.
+"""The paged cache in the layout of the GPU's kernels.
 
-One block of one key-value head is contiguous, `[block_size, head_dim]`, so a program that attends for one head streams
-whole pieces.  All of a block lies together, keys before values, so a block is moved elsewhere by one copy a layer.
+One block of one key-value head is contiguous, `[block_size, head_dim]`, so a program that attends for one head reads
+contiguous memory.  All of a block lies together, keys before values, so one copy per layer moves a block.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class CudaCache:
         return self.storage.shape[3]
 
     def keys_and_values(self) -> tuple[Tensor, Tensor]:
-        """Both as `[blocks, block_size, kv_heads, head_dim]`, views, for whoever looks in from outside."""
+        """Views of both as `[blocks, block_size, kv_heads, head_dim]`, for tests and tools."""
         keys, values = self.storage.unbind(1)
         return keys.transpose(1, 2), values.transpose(1, 2)
 

@@ -1,8 +1,8 @@
-"""Sizes that make attention fast on a device: tiles, warps, stages, splits.
+"""Launch parameters of attention by device: tiles, warps, stages, splits.
 
 Found by `benchmarks/tune_gpu.py` on the device itself and kept beside this file, `configs/<device name>.json`, never
-searched at start.  The repository holds none so far: no device has been tuned.  Until one is, the defaults below stand,
-chosen by what fits the shared memory of Ampere and later.
+searched at start.  The repository holds none so far: no device has been tuned.  Until then the defaults below are used,
+chosen to fit the shared memory of Ampere and later.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class DecodeConfig:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """What attention over heads of one size and type is started with."""
+    """The launch parameters for heads of one size and type."""
 
     prefill: PrefillConfig
     decode: DecodeConfig
 
 
 def file_of(device_name: str) -> Path:
-    """Where a device's configurations are kept, whether there are any or not."""
+    """The file of a device's configurations, which may not exist."""
     return FOLDER / f"{device_name.replace(' ', '_').replace('/', '_')}.json"
 
 
@@ -62,7 +62,7 @@ def tuning_for(device_name: str, head_dim: int, kind: torch.dtype) -> Tuning:
     """A device's own configuration for heads of this size and type, or the default.
 
     Raises:
-        ValueError: the device's file holds one that is not complete.
+        ValueError: an entry of the device's file is not complete.
     """
     path = file_of(device_name)
     found = json.loads(path.read_text()).get(key_of(head_dim, kind)) if path.exists() else None
@@ -82,7 +82,7 @@ def parse(found: dict[str, Any], source: str) -> Tuning:
 
 
 def default_tuning(head_dim: int, kind: torch.dtype) -> Tuning:
-    """For a device nobody has tuned: a stage of keys and values takes at most 32 KiB."""
+    """For a device without a file: a stage of keys and values takes at most 32 KiB."""
     wide = kind.itemsize * (1 if head_dim <= 64 else 2 if head_dim <= 128 else 4)  # 2 ... 16
     if kind == torch.float32:
         block_n = 16 if head_dim > 128 else 32

@@ -1,12 +1,12 @@
-"""Attention of rows with few new tokens: a long context is split among programs, then put together.
+"""Attention of rows with few new tokens: a long context is split among programs, then combined.
 
 That is flash-decoding (Dao, Haziza, Massa and Sizov, 2023), with the query heads of a key head packed into one tile.
-Where a row's context is cut depends on that row alone, so its result is the same bit for bit in any company:
+Where a row's context is cut depends on that row alone, so its result is bit-identical in any batch:
 
     a split     the smallest multiple of MIN_SPLIT positions of which MAX_SPLITS cover what the row may see
-    programs    as many a row as the grid has; each takes every so-manieth split, and those too many find none
+    programs    the same number for every row; program i takes splits i, i + programs, ..., and may find none
 
-The grid depends on the number of rows and the longest context only, so a recorded launch serves every shorter one.
+The grid depends on the number of rows and the longest context only, so a captured launch serves every shorter one.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ ENOUGH_PROGRAMS = 8192  # in a grid: a row far longer than its batch-mates is th
 
 
 def num_programs(rows: int, kv_heads: int, splits: int) -> int:
-    """Programs a row and key head, for rows of at most `splits` splits."""
+    """Programs per row and key head, for rows of at most `splits` splits."""
     return max(1, min(splits, ENOUGH_PROGRAMS // (rows * kv_heads)))
 
 
 def num_splits(max_context_len: int, min_split: int, max_splits: int) -> int:
-    """Splits that a row of `max_context_len` tokens has at most."""
+    """The most splits of a row of `max_context_len` tokens."""
     return min(max_splits, triton.cdiv(max_context_len, min_split))
 
 
@@ -35,7 +35,7 @@ def row_splits(context_len, length, WINDOW: tl.constexpr, MIN_SPLIT: tl.constexp
     first = tl.maximum(context_len - length - WINDOW + 1, 0) if WINDOW else 0
     begin = first // MIN_SPLIT * MIN_SPLIT
     shares = (context_len - begin + MIN_SPLIT * MAX_SPLITS - 1) // (MIN_SPLIT * MAX_SPLITS)
-    size = tl.maximum(shares, 1) * MIN_SPLIT  # a row without context has no splits, and is not divided by zero
+    size = tl.maximum(shares, 1) * MIN_SPLIT  # a row without context has no splits; avoids a division by zero
     return first, begin, size, (context_len - begin + size - 1) // size
 
 
@@ -53,7 +53,7 @@ def attend_splits(
     Args:
         partials: `[rows, SHORT, heads, room, head_dim]` float32, normalised.
         logs: `[rows, SHORT, heads, room]` float32, log2 of the sum of the weights.
-        room: splits that a row has at most.
+        room: the most splits of a row.
     """
     row, kv_head = tl.program_id(0), tl.program_id(1)
     start = tl.load(query_starts + row)
@@ -78,7 +78,7 @@ def attend_splits(
             tl.minimum(left + size, context_len), first, context_len - 1, scale, KV_HEADS, HEAD_DIM, BLOCK_D,
             BLOCK_SIZE, WINDOW, BLOCK_N, True)
         place = unsplit * room + split
-        divisor = tl.where(weight == 0, 1.0, weight)  # where a query's window begins behind this split
+        divisor = tl.where(weight == 0, 1.0, weight)  # 0 where a query's window begins behind this split
         tl.store(logs + place, largest + tl.log2(divisor), present)
         result = total / divisor[:, None]
         tl.store(partials + place[:, None] * HEAD_DIM + column[None, :], result, inside)
@@ -91,7 +91,7 @@ def combine_splits(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr, MIN_SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ):
-    """`out [tokens, heads, head_dim]` of every row of at most SHORT new tokens; one program a query."""
+    """`out [tokens, heads, head_dim]` of every row of at most SHORT new tokens; one program per query."""
     row, head, token = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(query_starts + row)
     length = tl.load(query_starts + row + 1) - start

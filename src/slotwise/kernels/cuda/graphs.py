@@ -1,11 +1,11 @@
-"""Decode steps as CUDA graphs: kernels captured once, started again by one call.
+"""Decode steps as CUDA graphs: kernels captured once, replayed by one call.
 
-A step is captured at a few numbers of rows, and rows of nothing fill it up to the next (as in vLLM); one captured for a
-long context serves shorter ones.  Capturing only takes down what would be started, so the step at hand is computed
-first, kernel by kernel.  That also compiles what it needs, which is not allowed in a capture.
+A step is captured at a few numbers of rows, and padding rows fill it up to the next (as in vLLM); a graph captured for
+a long context serves shorter ones.  Capturing does not run the kernels, so the step at hand is computed first, kernel
+by kernel.  That also compiles what it needs, which is not allowed in a capture.
 
-All graphs share one pool of memory: only one runs at a time, and what one yields is used before the next is run.  So
-the pool gets back what a capture allocated, its result included, and a recording knows its result by address alone.
+All graphs share one memory pool: only one runs at a time, and its result is used before the next runs.  So the pool
+gets back what a capture allocated, its result included, and a graph holds its result by address alone.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 MAX_ROWS = 512
-FEW_ROWS = 8  # up to here sizes double, from here on they are its multiples
-SHORTEST = 2048  # tokens of context that graphs have room for, then four times as many, and so on
+FEW_ROWS = 8  # up to here sizes double; larger ones are its multiples
+SHORTEST = 2048  # tokens of context of the smallest graph, then four times as many, and so on
 
 logger = logging.getLogger(__name__)
 
 
 def capture_size(rows: int, context: int) -> tuple[int, int]:
-    """Rows and tokens of context of a step's graph; no rows where starting kernels is nothing beside running them."""
+    """Rows and tokens of context of a step's graph; no rows where the cost of launching kernels is negligible."""
     longest = SHORTEST
     while longest < context:
         longest *= 4
@@ -39,7 +39,7 @@ class GraphRecording:
     """A captured piece of work.
 
     Args:
-        result: memory of the graphs' pool; it holds until any graph is run.
+        result: memory of the graphs' pool; it is valid until any graph runs.
     """
 
     def __init__(self, graph: torch.cuda.CUDAGraph, result: Tensor) -> None:
@@ -47,7 +47,7 @@ class GraphRecording:
         self.result = result
 
     def run(self) -> Tensor:
-        """Enqueue it; what it yields."""
+        """Enqueue it; returns its result."""
         self._graph.replay()
         return self.result
 
@@ -62,7 +62,7 @@ class Graphs:
         self._works = True
 
     def record(self, work: Callable[[], Tensor]) -> GraphRecording | None:
-        """Do `work`, then capture it; None once something could not be captured."""
+        """Run `work`, then capture it; None once a capture has failed."""
         if not self._works:
             return None
         result = work()
@@ -78,15 +78,15 @@ class Graphs:
         return GraphRecording(graph, alias)
 
     def _capture(self, work: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """A graph, and its result as long as the pool is to keep it.
+        """A graph, and its result, to be kept as long as the pool is to keep its memory.
 
-        `torch.cuda.graph` would wait for the device and collect garbage first, which a server has no time for.
+        `torch.cuda.graph` would wait for the device and collect garbage first, which takes a server too long.
         """
         if self._stream is None:
             self._stream, self._pool = torch.cuda.Stream(self._device), torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         collects = gc.isenabled()
-        gc.disable()  # what it would free must not be freed in a capture
+        gc.disable()  # it could free device memory, which is not allowed in a capture
         try:
             with torch.cuda.stream(self._stream):
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -101,7 +101,7 @@ class Graphs:
 
 
 class _Memory:
-    """Memory by its address, as `torch.as_tensor` takes it; whoever has it is not kept alive."""
+    """Memory by its address, as `torch.as_tensor` takes it; it is not kept alive."""
 
     def __init__(self, tensor: Tensor) -> None:
         size = (tensor.numel() * tensor.itemsize,)

@@ -23,8 +23,8 @@ from slotwise.kernels.interface import (
     in_two_steps,
 )
 
-_DENSE_RATES = {8: 2.5e14, 9: 8e14, 10: 1.8e15}  # of 16-bit products a second, by major compute capability
-FP8_SINCE = 8, 9  # compute capability: what rounds to fp8, and back
+_DENSE_RATES = {8: 2.5e14, 9: 8e14, 10: 1.8e15}  # 16-bit operations a second, by major compute capability
+FP8_SINCE = 8, 9  # compute capability with conversions to fp8 and back
 _FLOAT32_SHARE = 1 / 16  # of that rate, without tensor cores
 
 
@@ -53,14 +53,14 @@ class CudaKernels:
         self._graphs = graphs.Graphs(self.device) if on_gpu else None
 
     def warm_up(self, kind: torch.dtype) -> None:
-        """Nothing: kernels are compiled, or read from Triton's cache on disk, when a layer's shape is first seen."""
+        """Nothing: kernels are compiled, or read from Triton's cache on disk, at the first use of a layer's shape."""
 
     def product_path(self, kind: torch.dtype) -> str:
-        """Whatever the type."""
+        """Always cuBLAS."""
         return "cublas"
 
     def operations_per_second(self, kind: torch.dtype) -> float:
-        """By the generation of the device."""
+        """By the compute capability of the device."""
         if self.device.type != "cuda":
             return float("inf")
         rate = _DENSE_RATES.get(torch.cuda.get_device_capability(self.device)[0], 1e14)
@@ -75,7 +75,7 @@ class CudaKernels:
         return bytes_per_block(block_size, shape, self._cached or kind)
 
     def cache_pieces(self, cache: CudaCache) -> tuple[Tensor, ...]:
-        """One, keys and values together."""
+        """One view, keys and values together."""
         return (as_bytes(cache.storage),)
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
@@ -83,7 +83,7 @@ class CudaKernels:
         return lambda x: F.linear(x, weight, bias)
 
     def gated(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """A product, and its activation."""
+        """A product, then its activation."""
         return in_two_steps(self, weight, bias)
 
     def head(self, weight: Tensor) -> Linear:
@@ -91,21 +91,21 @@ class CudaKernels:
         return self.linear(weight)
 
     def linear_bytes(self, outputs: int, depth: int, kind: torch.dtype) -> int:
-        """As many as before."""
+        """Bytes of the unpacked weight."""
         return outputs * depth * kind.itemsize
 
     head_bytes = linear_bytes
 
     def library_bytes(self, kind: torch.dtype) -> int:
-        """None that is known."""
+        """None is known."""
         return 0
 
     def graph_size(self, rows: int, context: int) -> tuple[int, int]:
-        """Few sizes, which rows of nothing fill up."""
+        """One of a few sizes, which padding rows fill up."""
         return graphs.capture_size(rows, context)
 
     def record(self, work: Callable[[], Tensor]) -> Graph | None:
-        """Do `work`, then capture it; None where that is not possible."""
+        """Run `work`, then capture it; None where that is not possible."""
         return self._graphs.record(work) if self._graphs else None
 
     def embed(self, table: Tensor, token_ids: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Norms and the activation: one program a token, float32 inside, rounded once where a result is stored."""
+"""Norms and the activation: one program per token, float32 inside, rounded once where a result is stored."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def _warps(block: int) -> int:
-    """About 16 elements a thread."""
+    """About 16 elements per thread."""
     return min(max(block // 512, 1), 16)
 
 

@@ -1,6 +1,6 @@
-"""Attention of rows with many new tokens: one program a tile of packed queries and key head.
+"""Attention of rows with many new tokens: one program per tile of packed queries and key head.
 
-The tiles of a step are numbered without asking the device how long its rows are.  Row r, whose packed queries are
+The tiles of a step are numbered without reading row lengths from the device.  Row r, whose packed queries are
 `GROUP * query_starts[r] ... GROUP * query_starts[r + 1] - 1`, owns the tiles from
 
     first_tile(r) = GROUP * query_starts[r] // BLOCK_M + r
@@ -18,13 +18,13 @@ from slotwise.kernels.cuda.tile import attend, load_query, query_offset
 
 
 def num_tiles(tokens: int, rows: int, group: int, block_m: int) -> int:
-    """Tiles that `tokens` tokens in `rows` rows have at most."""
+    """The most tiles of `tokens` tokens in `rows` rows."""
     return tokens * group // block_m + rows
 
 
 @triton.jit
 def first_tile(query_starts, row, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The tile that a row's queries begin with."""
+    """The first tile of a row's queries."""
     return tl.load(query_starts + row) * GROUP // BLOCK_M + row
 
 
@@ -86,7 +86,7 @@ def attend_tiles(
     total, weight, largest = attend(
         total, weight, largest, tensor, positions, storage, table, kv_head, edge, last + 1, first, last, scale,
         KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW, BLOCK_N, True)
-    divisor = tl.where(weight == 0, 1.0, weight)[:, None]  # in places past the row's end
+    divisor = tl.where(weight == 0, 1.0, weight)[:, None]  # 0 in places past the row's end
     column = tl.arange(0, BLOCK_D)
     to = out + query_offset(packed, start, kv_head, KV_HEADS, GROUP, HEAD_DIM)[:, None] + column[None, :]
     inside = (packed < length * GROUP)[:, None] & (column < HEAD_DIM)[None, :]

@@ -1,7 +1,7 @@
-"""What stands between the first product of a layer and its attention, in one pass over queries, keys and values.
+"""All between a layer's first product and its attention, in one pass over queries, keys and values.
 
 A program takes some heads of one token: queries are normed, rotated and written out; keys are normed, rotated and
-written to the cache; values are written to the cache as they are.  Which of the three a head is, its number says:
+written to the cache; values are written to the cache unchanged.  The index of a head tells which of the three it is:
 
     qkv of a token    [ q0 q1 ... | k0 k1 ... | v0 v1 ... ]     head 0 ... heads + 2 * kv_heads - 1
 """

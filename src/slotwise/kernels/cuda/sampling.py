@@ -4,11 +4,11 @@ The algorithm and its random numbers are those of the CPU's (`cpu/sampling.py`):
 exp((logit - max) / temperature), min-p, top-k and top-p each become one cut-off weight, found by bisection over the
 bits of positive floats instead of a sort, and the token inverts the cumulative weights in order of token id with a
 number that is a pure function of (seed, output index): Philox4x32-10 (Salmon et al., SC 2011).  So a seed gives the
-same token on both devices, but where the two differ in the last bits of a logit or of a sum of weights.
+same token on both devices, except where the two differ in the last bits of a logit or of a sum of weights.
 
 A row is read by many programs, then drawn by one:
 
-    _largest    a chunk of a row    its largest logit and where, and whether it holds NaN or +inf
+        _largest    a chunk of a row    its largest logit and its place, and whether it holds NaN or +inf
     _survey     a chunk of a row    how many weights reach 1, 1/4, 1/16 ... and the min-p cut, and their sums
     _gather     a chunk of a row    by the surveys, a power of four that top-k and top-p do not exceed; what reaches it
     _draw       a row               among those, usually few, the exact cuts; then the draw
@@ -27,16 +27,16 @@ from torch import Tensor
 
 from slotwise.kernels.sampling import FAILED
 
-CHUNK = 4096  # logits of one program
+CHUNK = 4096  # logits per program
 LEVELS = 16  # cuts a survey measures; the last is the min-p cut itself
 
-_SLICE = tl.constexpr(256)  # weights that are held against all levels at a time
-_BLOCK = tl.constexpr(4096)  # candidates that are looked at together
+_SLICE = tl.constexpr(256)  # weights compared with all levels at a time
+_BLOCK = tl.constexpr(4096)  # candidates loaded together
 _LOG2_E = tl.constexpr(math.log2(math.e))
 _ABOVE_ALL = tl.constexpr(0x40000000)  # the bits of 2.0f: no weight reaches it
 _NOWHERE = tl.constexpr(0x7FFFFFFF)
 _FAILED = tl.constexpr(FAILED)
-_PARAMETERS = ["controls", "seeds", "indices"]  # wherever they lie, no kernel is compiled again for it
+_PARAMETERS = ["controls", "seeds", "indices"]  # their alignment varies, and must not compile kernels again
 
 
 def sample(logits: Tensor, controls: Tensor, seeds: Tensor, indices: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ def sample(logits: Tensor, controls: Tensor, seeds: Tensor, indices: Tensor) -> 
         logits: `[rows, vocab]` bfloat16, float16 or float32, rows contiguous; left as they are.
         controls: `[rows, 4]` float32: temperature (0: the first of the largest logits), top_k (0: all), top_p, min_p.
         seeds: `[rows]` int64, the bits of an unsigned seed.
-        indices: `[rows]` int64, how many outputs the request has already.
+        indices: `[rows]` int64, the number of outputs the request already has.
     """
     rows, vocab = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
@@ -164,14 +164,14 @@ def _row_largest(maxima, row, CHUNKS: tl.constexpr, BLOCK_CHUNKS: tl.constexpr):
 
 @triton.jit
 def _weigh(logits, token, largest, temperature, VOCAB: tl.constexpr):
-    """Weights of tokens, -1 where there are none; `logits` points at the row."""
+    """Weights of tokens, -1 outside of the vocabulary; `logits` points at the row."""
     values = tl.load(logits + token, token < VOCAB, float("-inf")).to(tl.float32)
     return tl.where(token < VOCAB, tl.exp2((values - largest) * (_LOG2_E / temperature)), -1.0)
 
 
 @triton.jit
 def _cut_of(level, min_p, LEVELS: tl.constexpr):
-    """The weight that a level asks for: 4 ** -level and not less than `min_p`; at the last just `min_p`."""
+    """The cut of a level: 4 ** -level and not less than `min_p`; of the last level, `min_p`."""
     return tl.where(level == LEVELS - 1, min_p, tl.maximum(tl.exp2(-2.0 * level.to(tl.float32)), min_p))
 
 
@@ -179,7 +179,7 @@ def _cut_of(level, min_p, LEVELS: tl.constexpr):
 def _choose_level(
     counts, masses, controls, row, CHUNKS: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, LEVELS: tl.constexpr
 ):
-    """Where the exact cuts are looked for.
+    """The level at which the search for the exact cuts begins.
 
     Returns the highest level's cut that leaves enough for the first of top-k and top-p, and how many of each chunk
     reach it; the sum of what passes min-p; whether top-k and whether top-p cuts at all.
@@ -250,7 +250,7 @@ def _invert(weights, size, cut, share):
             crossing = tl.min(tl.where(beyond, place, _NOWHERE), 0)
             found = tl.where(crossing < _NOWHERE, crossing, -1)
         below += mass
-    return tl.where(found >= 0, found, last)  # the last one stands should the sums have been rounded up
+    return tl.where(found >= 0, found, last)  # the last one is returned if the sums were rounded up
 
 
 @triton.jit

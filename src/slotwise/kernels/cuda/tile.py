@@ -5,8 +5,8 @@ head (GQA) are packed into one tile, so each key and value is read once for all 
 
     packed row i of a sequence     token i // GROUP, head kv_head * GROUP + i % GROUP
 
-Positions are looked up in the block table one by one, so any tile of them works over any block size.  No place is read
-that the tile's queries may not see: what stands there (nobody's, or a freed block's) may be anything, NaN too.
+Positions are mapped through the block table one by one, so a tile works with any block size.  No place is read that
+the tile's queries may not see: an unused or freed block may hold anything, NaN too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def load_query(query, packed, start, length, kv_head, KV_HEADS: tl.constexpr, GR
 
 @triton.jit
 def query_offset(packed, start, kv_head, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Where packed rows begin in `[tokens, heads, head_dim]`, int64."""
+    """Offsets of packed rows in `[tokens, heads, head_dim]`, int64."""
     token = (start + packed // GROUP).to(tl.int64)
     return (token * (KV_HEADS * GROUP) + kv_head * GROUP + packed % GROUP) * HEAD_DIM
 
@@ -38,13 +38,13 @@ def attend(
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):
-    """Take the cached positions `start ... stop - 1` into the running softmax, in tiles of BLOCK_N.
+    """Add the cached positions `start ... stop - 1` to the running softmax, in tiles of BLOCK_N.
 
     Args:
         total: weighted sum of values so far, `[BLOCK_M, BLOCK_D]` float32.
         weight: sum of weights so far, `[BLOCK_M]` float32.
         largest: largest score so far, `[BLOCK_M]` float32, in units of log 2.
-        query: `[BLOCK_M, BLOCK_D]`, in the type that products take.
+        query: `[BLOCK_M, BLOCK_D]`, in the operand type of products.
         positions: of the queries, `[BLOCK_M]`.
         first, last: positions outside of `first ... last` are seen by no query of the tile.  Used where MASKED; else
             every query sees all of `start ... stop - 1`, a whole number of tiles.
@@ -73,7 +73,7 @@ def attend(
                 visible &= place[None, :] > positions[:, None] - WINDOW
             scores = tl.where(visible, scores, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores, 1))
-        # A query that has seen nothing yet has -inf for its largest score, and -inf - -inf is no number.
+        # A query that has seen no position yet has -inf for its largest score, and -inf - -inf is NaN.
         base = tl.where(new_largest == float("-inf"), 0.0, new_largest) if MASKED else new_largest
         shares = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(largest - base)

@@ -1,1 +1,1 @@
-"""The timeline: one page that draws a batch as it is rebuilt, from a live server or a saved event log."""
+"""The timeline: a page that draws the batch of each step, from a live server or a saved event log."""

@@ -1,7 +1,7 @@
-"""The timeline as one self-contained HTML document: nothing else is fetched, so it opens from a file as well.
+"""The timeline as one self-contained HTML document: it loads no other resource, so it also opens from a file.
 
-The page's ES modules are joined into one script.  Each may import only what stands before it in `MODULES`, and no two
-of them declare the same name: a browser refuses the script if they do.
+The page's ES modules are joined into one script.  Each may import only from modules before it in `MODULES`, and no two
+may declare the same name: a browser would reject the script.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _EXPORT = re.compile(r"^export ", re.MULTILINE)
 
 @cache
 def live() -> bytes:
-    """The page that follows the server it came from."""
+    """Returns the page that follows the server it was loaded from."""
     return _document("").encode()
 
 
 def saved(name: str, lines: Iterable[bytes]) -> bytes:
-    """The page with an event log in it.
+    """Returns the page with an embedded event log.
 
     Args:
-        name: what the log is called.
-        lines: its entries as JSON, one each.
+        name: of the log.
+        lines: its entries, one JSON object each.
     """
     packed = base64.b64encode(gzip.compress(b"".join(lines), 6)).decode()
     log = f'<script type="application/gzip" id="log" data-name="{html.escape(name)}">{packed}</script>'
@@ -41,7 +41,7 @@ def saved(name: str, lines: Iterable[bytes]) -> bytes:
 
 @cache
 def policy() -> bytes:
-    """The live page's Content-Security-Policy: its own script and style, and no other server than its own."""
+    """Returns the live page's Content-Security-Policy: only its own script, style and server."""
     return (f"default-src 'none'; script-src {_digest(_script())}; style-src {_digest(_style())}; "
             "style-src-attr 'unsafe-inline'; connect-src 'self'; img-src data: blob:; base-uri 'none'; "
             "form-action 'none'; frame-ancestors 'none'").encode()

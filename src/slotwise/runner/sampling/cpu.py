@@ -1,11 +1,11 @@
 """From logits to tokens, on the CPU.
 
-What a request is given depends on its own logits, parameters, seed and history alone, bit for bit: never on its
-batch-mates, its row or its slot, nor on whether it was preempted and computed again.  The random number of output i is
-a pure function of (seed, i), so nothing need be kept or restored.
+A request's tokens depend on its own logits, parameters, seed and history alone, bit for bit: never on its batch-mates,
+its row or its slot, nor on preemption and recomputation.  The random number of output i is a pure function of
+(seed, i), so nothing need be kept or restored.
 
-Rows that ask for nothing special are one argmax.  The others are copied to float32, edited (`logit_edits.py`), drawn
-(`kernels/cpu/sampling.py`) and, where asked, described by log-probabilities.
+Plain greedy rows are one argmax.  The others are copied to float32, edited (`logits.py`), drawn
+(`kernels/cpu/sampling.py`) and, where requested, described by log-probabilities.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _SlotState:
-    """What a slot's request asks for."""
+    """The sampling state of a slot's request."""
 
     num_prompt: int
-    greedy_from: int  # outputs after which plain argmax is all it takes
+    greedy_from: int  # outputs after which plain argmax is enough
     edits: LogitEdits | None
     num_logprobs: int | None
 
@@ -47,7 +47,7 @@ class Sampler:
     Args:
         num_slots: slots are numbered below this.
         vocab_size: logits per row.
-        launcher: who computes.
+        launcher: runs the kernels.
     """
 
     def __init__(self, num_slots: int, vocab_size: int, launcher: KernelLauncher | None = None) -> None:
@@ -59,7 +59,7 @@ class Sampler:
         self._work = torch.empty(0, vocab_size, dtype=torch.float32)
 
     def join(self, join: NewRequest) -> None:
-        """A request takes a slot, for the first time or again."""
+        """Set the slot's request, new or resumed after preemption."""
         params = join.params
         greedy = params.temperature < GREEDY_BELOW
         bans_ends = params.min_tokens > 0 and bool(join.stop_ids)
@@ -74,17 +74,17 @@ class Sampler:
         self._seeds[join.slot] = join.seed & _64_BITS
 
     def leave(self, slot: int) -> None:
-        """Forget the slot's request."""
+        """Clear the slot."""
         self._states[slot] = None
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, slots: Sequence[int], positions: Sequence[int]) -> Sampled:
-        """Choose and record the next token of every row.  A row that fails by its request's own doing fails alone.
+        """Choose and record the next token of every row.  A row that fails by its request's own edits fails alone.
 
         Args:
             logits: `[rows, vocab]` bfloat16 or float32 on the CPU; left as they are.
-            slots: whose row it is, each slot at most once.
-            positions: where the token will stand in its request, prompt included.
+            slots: slot of each row, each at most once.
+            positions: position of the new token in its request, prompt included.
         """
         states = [self._states[slot] for slot in slots]
         num_outputs = [position - state.num_prompt for position, state in zip(positions, states, strict=True)]
@@ -102,7 +102,7 @@ class Sampler:
             logprobs = self._describe(work, special, states, drawn)
             for row, token in zip(special, drawn.tolist(), strict=True):
                 if states[row].edits is not None:
-                    states[row].edits.record(token)  # FAILED too: a step in flight already counts on it
+                    states[row].edits.record(token)  # FAILED too: a step in flight counts on it
         return Sampled(tokens.tolist(), logprobs, tuple(np.flatnonzero(tokens == kernels.FAILED).tolist()))
 
     def _greedy(self, logits: Tensor, rows: np.ndarray) -> np.ndarray:
@@ -128,7 +128,7 @@ class Sampler:
             if edits is not None:
                 try:
                     edits.apply(target, num_outputs[row])
-                except Exception:  # this row's own; the others of the step are not to fail with it
+                except Exception:  # only this row fails
                     logger.exception("the edits of a request failed")
                     target.fill(np.nan)
         return work
@@ -146,7 +146,7 @@ class Sampler:
     def _describe(
         self, work: Tensor, rows: list[int], states: list[_SlotState], drawn: np.ndarray
     ) -> list[TokenLogprobs | None]:
-        """Log-probabilities by row of the batch, [] when nobody asked."""
+        """Log-probabilities by row of the batch, [] when no row has any."""
         asked = [i for i, row in enumerate(rows) if states[row].num_logprobs is not None]
         if not asked:
             return []
@@ -176,5 +176,5 @@ class Sampler:
             self._launcher.together(code)
 
     def _scratch(self) -> int:
-        """Address of each thread's room for candidates."""
+        """Address of all threads' scratch memory for candidates."""
         return self._launcher.scratch(kernels.SCRATCH_BYTES // 4 * self._vocab_size * self._launcher.threads)

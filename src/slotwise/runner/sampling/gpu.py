@@ -1,7 +1,7 @@
-"""From logits to tokens where the device works by itself: everything is enqueued, nothing is looked at.
+"""From logits to tokens on an asynchronous device: everything is enqueued, nothing waits.
 
-The same promises as `sampler.py`'s.  Parameters are the host's and travel with the step; what penalties need to know of
-a request's tokens is read from the token table, where the last of them may still be on its way.
+The same guarantees as those of `cpu.py`.  Parameters are on the host and sent with the step; penalties read a
+request's tokens from the token table, where the last of them may not be written yet when a step is enqueued.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _SlotState:
-    """What a slot's request asks for."""
+    """The sampling state of a slot's request."""
 
     slot: int
     num_prompt: int
     params: SamplingParams
-    stop_ids: Tensor  # on the device, as the next two
+    stop_ids: Tensor  # on the device, like the next two
     bias_ids: Tensor
     bias: Tensor
 
     def is_banned(self, position: int) -> bool:
-        """Whether the token at `position` must not be one that ends it."""
+        """Whether stop tokens are banned at `position`."""
         return len(self.stop_ids) > 0 and position - self.num_prompt < self.params.min_tokens
 
     def is_edited(self, position: int) -> bool:
-        """Whether logits are changed before the token at `position` is drawn."""
+        """Whether logits are edited before the token at `position` is drawn."""
         return self.is_banned(position) or len(self.bias_ids) > 0 or has_penalties(self.params)
 
 
@@ -52,7 +52,7 @@ class _Logprobs:
     """Log-probabilities of some rows, on the host once the device is done."""
 
     rows: list[int]
-    wanted: list[int]  # how many of the most probable, by row
+    wanted: list[int]  # the number of most probable tokens, by row
     chosen: Tensor  # [rows] float32
     ranks: Tensor  # [rows] int64
     top_ids: Tensor  # [rows, most wanted] int64
@@ -69,7 +69,7 @@ class _Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class _Drawn:
-    """Tokens on their way."""
+    """Sampled tokens, being copied to the host."""
 
     column: Tensor
     tokens: Tensor  # [rows] int64, on the host once the device is done
@@ -85,10 +85,10 @@ class DeviceSampler:
     """The sampling state of every slot.  One caller at a time.
 
     Args:
-        slots: where the tokens of every request stand.
+        slots: the token table of all requests.
         vocab_size: logits per row.
         draw: see `kernels.sampling`.
-        device: where logits are.
+        device: of the logits.
     """
 
     def __init__(self, slots: SlotTable, vocab_size: int, draw: Draw, device: torch.device) -> None:
@@ -101,7 +101,7 @@ class DeviceSampler:
         self._send = sender(device)
 
     def join(self, join: NewRequest) -> None:
-        """A request takes a slot, for the first time or again."""
+        """Set the slot's request, new or resumed after preemption."""
         params = join.params
         ends = [token for token in join.stop_ids if 0 <= token < self._vocab_size] if params.min_tokens else []
         biased = [token for token in params.logit_bias if 0 <= token < self._vocab_size]
@@ -116,16 +116,16 @@ class DeviceSampler:
         self._seeds[join.slot] = join.seed & _64_BITS
 
     def leave(self, slot: int) -> None:
-        """Forget the slot's request."""
+        """Clear the slot."""
         self._states[slot] = None
 
     def sample(self, logits: Tensor, slots: Sequence[int], positions: Sequence[int]) -> _Drawn:
-        """Enqueue the choice of every row's next token.  A row that fails by its request's own doing fails alone.
+        """Enqueue the choice of every row's next token.  A row that fails by its request's own edits fails alone.
 
         Args:
             logits: `[rows, vocab]`; left as they are.
-            slots: whose row it is, each slot at most once.
-            positions: where the token will stand in its request, prompt included.
+            slots: slot of each row, each at most once.
+            positions: position of the new token in its request, prompt included.
         """
         states = [self._states[slot] for slot in slots]
         places = list(slots)
@@ -144,13 +144,13 @@ class DeviceSampler:
             if state.is_edited(position):
                 try:
                     self._edit(row, state, position)
-                except Exception:  # this row's own; the others of the step are not to fail with it
+                except Exception:  # only this row fails
                     logger.exception("the edits of a request failed")
                     row.fill_(torch.nan)
         return work
 
     def _edit(self, row: Tensor, state: _SlotState, position: int) -> None:
-        """Change `row [vocab]` in place as `logit_edits.py` does."""
+        """Edit `row [vocab]` in place as `logits.py` does."""
         if state.is_banned(position):
             row.index_fill_(0, state.stop_ids, -torch.inf)
         row.index_add_(0, state.bias_ids, state.bias)
@@ -159,7 +159,7 @@ class DeviceSampler:
             penalise(row, prompt, self._slots.known(state.slot, state.num_prompt, position), state.params)
 
     def _described(self, logits: Tensor, states: list[_SlotState], tokens: Tensor) -> _Logprobs | None:
-        """Log-probabilities of the rows that asked, on their way to the host."""
+        """Log-probabilities of the rows that request them, being copied to the host."""
         asked = [row for row, state in enumerate(states) if state.params.logprobs is not None]
         if not asked:
             return None
@@ -176,9 +176,9 @@ class DeviceSampler:
 
 
 def largest(scores: Tensor, count: int) -> Tensor:
-    """Where the largest of `scores [rows, vocab]` float32 stand, `[rows, count]` int64: largest first, ties by place.
+    """Indices of the largest of `scores [rows, vocab]` float32, `[rows, count]` int64: largest first, ties by index.
 
-    One integer tells value and place: the bits of floats, made two's complement, order like the floats.
+    One integer encodes value and index: the bits of floats, made two's complement, order like the floats.
     """
     bits = scores.view(torch.int32).long()
     order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -190,9 +190,9 @@ def penalise(row: Tensor, prompt: Tensor, output: Tensor, params: SamplingParams
     """Apply the repetition, frequency and presence penalties to `row [vocab]` float32, in place.
 
     Args:
-        prompt: token ids, as `output`.
+        prompt, output: token ids.
     """
-    vocab = len(row)  # what is outside of it is counted behind its end
+    vocab = len(row)  # ids outside of it are counted at index `vocab`
     counts = row.new_zeros(vocab + 1).index_add_(0, output.clamp(max=vocab), torch.ones_like(output, dtype=row.dtype))
     is_known = (counts > 0).index_fill_(0, prompt.clamp(max=vocab), True)[:vocab]
     counts = counts[:vocab]

@@ -1,4 +1,4 @@
-"""What a runner asks of whatever turns logits into tokens, on the host or on the device."""
+"""The interface of samplers, on the host or on the device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Sampled(NamedTuple):
     """One token per row."""
 
     tokens: list[int]  # FAILED in rows that failed
-    logprobs: list[TokenLogprobs | None]  # [] when no row asked, else by row
+    logprobs: list[TokenLogprobs | None]  # [] when no row requests any, else by row
     failed: tuple[int, ...]  # rows with NaN, +inf or nothing but -inf, or whose edits failed; the others are sound
 
     @property
@@ -30,15 +30,15 @@ class Sampled(NamedTuple):
 
 
 class Drawn(Protocol):
-    """Tokens on their way from the device."""
+    """Sampled tokens, being copied from the device."""
 
     @property
     def column(self) -> Tensor:
-        """The tokens where the device can read them, `[rows]` int64, FAILED in rows that failed."""
+        """The tokens on the device, `[rows]` int64, FAILED in rows that failed."""
         ...
 
     def read(self) -> Sampled:
-        """The tokens on the host.  To be called when the device is done with the step."""
+        """The tokens on the host.  Call when the device is done with the step."""
         ...
 
 
@@ -46,18 +46,18 @@ class Sampling(Protocol):
     """The sampling state of every slot."""
 
     def join(self, join: NewRequest) -> None:
-        """A request takes a slot, for the first time or again."""
+        """Set the slot's request, new or resumed after preemption."""
         ...
 
     def leave(self, slot: int) -> None:
-        """Forget the slot's request."""
+        """Clear the slot."""
         ...
 
     def sample(self, logits: Tensor, slots: Sequence[int], positions: Sequence[int]) -> Drawn:
         """Choose the next token of every row of `logits [rows, vocab]`.
 
         Args:
-            slots: whose row it is, each slot at most once.
-            positions: where the token will stand in its request, prompt included.
+            slots: slot of each row, each at most once.
+            positions: position of the new token in its request, prompt included.
         """
         ...

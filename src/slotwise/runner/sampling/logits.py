@@ -1,8 +1,8 @@
-"""What changes a request's logits before a token is chosen: banned ends, bias, penalties.
+"""Edits of a request's logits before a token is chosen: banned ends, bias, penalties.
 
 The order is vLLM's: end tokens are banned before `min_tokens`, the bias is added, then the repetition penalty (over
 prompt and output; Keskar et al., "CTRL", 2019) scales and the frequency and presence penalties (over the output only;
-OpenAI's) are subtracted.  Only the entries concerned are touched, so the cost follows the request, not the vocabulary.
+OpenAI's) are subtracted.  Only the entries concerned are edited, so the cost follows the request, not the vocabulary.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class LogitEdits:
         """Edit `logits [vocab]` float32 in place for the token that follows `num_outputs` outputs.
 
         Raises:
-            ValueError: outputs before it were neither known at the join nor recorded.
+            ValueError: earlier outputs were neither in the `NewRequest` nor recorded.
         """
         if num_outputs < self._min_tokens:
             logits[self._ends] = -np.inf
@@ -41,30 +41,30 @@ class LogitEdits:
             self._penalties.apply(logits)
 
     def record(self, token: int) -> None:
-        """`token` follows the outputs so far."""
+        """Record `token` as the next output."""
         if self._penalties is not None:
             self._penalties.record(token)
 
 
 def has_penalties(params: SamplingParams) -> bool:
-    """Whether the tokens so far change what comes next."""
+    """Whether earlier tokens change the logits."""
     return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
 
 
 class Penalties:
-    """Which tokens a request has, and how often it produced each."""
+    """The distinct tokens of a request, and how often it produced each."""
 
     def __init__(self, join: NewRequest, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._repetition = np.float32(join.params.repetition_penalty)
         self._frequency = np.float32(join.params.frequency_penalty)
         self._presence = np.float32(join.params.presence_penalty)
-        self._places: dict[int, int] = {}  # of each distinct token in the columns below
+        self._places: dict[int, int] = {}  # column of each distinct token
         self._ids = np.empty(64, dtype=np.int64)
-        self._counts = np.zeros(64, dtype=np.int32)  # in the output
+        self._counts = np.zeros(64, dtype=np.int32)  # occurrences in the output
         self._in_prompt = np.zeros(64, dtype=bool)
         self._outputs: list[int] = []
-        prompt = self._places_of(join.tokens[: join.num_prompt])  # may give the columns more room
+        prompt = self._places_of(join.tokens[: join.num_prompt])  # may grow the columns
         self._in_prompt[prompt] = True
         for token in join.tokens[join.num_prompt :]:
             self.record(token)
@@ -75,7 +75,7 @@ class Penalties:
         self._counts[places] += 1
 
     def forget_after(self, num_outputs: int) -> None:
-        """Take back outputs that did not stand: a step that failed is run again."""
+        """Remove outputs of a step that failed and is run again."""
         if num_outputs > len(self._outputs):
             raise ValueError(f"a token is wanted after {num_outputs} outputs, of which {len(self._outputs)} are known")
         while len(self._outputs) > num_outputs:
@@ -91,7 +91,7 @@ class Penalties:
         logits[ids] = values - self._frequency * counts.astype(np.float32) - self._presence * (counts > 0)
 
     def _places_of(self, tokens: Iterable[int]) -> list[int]:
-        """Where tokens stand in the columns; new ones get a place at the end."""
+        """Columns of tokens; new ones are added at the end."""
         places: list[int] = []
         for token in tokens:
             if 0 <= token < self._vocab_size:

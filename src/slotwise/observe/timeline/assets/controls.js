@@ -1,14 +1,14 @@
-// The controls, and what they do.
+// The controls and their actions.
 import { KEYS } from "./hands.js";
 import { $, element } from "./page.js";
 import { savePng, saveSvg, saveTrace } from "./save.js";
 import { readLines } from "./service.js";
 import { duration } from "./story.js";
 
-const WHOLE = 600; // steps of a saved log that are shown at once
+const WHOLE = 600; // steps of a saved log shown at first
 const SLOTS_OFFERED = [1, 2, 4, 8, 12, 16, 32, 64, 128, 256];
 
-// What the controls show is what the service does.
+// Updates the controls to the service's settings.
 function controls(page) {
   const { run } = page.history;
   if (!run) return;
@@ -72,7 +72,7 @@ function measureIn(page, unit) {
 
 function say(words) { $("said").textContent = words; }
 
-// Buttons that ask the service for something say what went wrong, and wait for its answer.
+// Runs a request to the service with its buttons disabled; shows the error if it fails.
 async function asking(ids, act) {
   for (const id of ids) $(id).disabled = true;
   try {
@@ -85,7 +85,7 @@ async function asking(ids, act) {
 }
 
 const PARTS = {
-  static: "Static: who has finished is held, and the queue waits, until the longest answer of the batch has ended.",
+  static: "Static: finished requests are held, and the queue waits, until the longest answer of the batch has ended.",
   continuous: "Continuous, the same requests: a slot that is freed is taken at the very next step.",
 };
 const DEMO = ["compare", "first", "send", "batching", "slots"];
@@ -106,7 +106,7 @@ function compare(page, demo) {
   });
 }
 
-// What steps [from, to) took.
+// Returns the time and the share of useful slots of steps [from, to).
 function worth(history, { from, to }) {
   const seconds = history.step(to - 1).until - history.step(from).at;
   const share = Math.round(100 * history.useful(from, to));

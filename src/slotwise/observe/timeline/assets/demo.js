@@ -1,13 +1,13 @@
-// A mixed workload through the public API, and the comparison that a newcomer should see first.
+// A mixed workload through the public API, and the comparison of static and continuous batching.
 const SLOTS = 12;
 const REQUESTS = 48; // of the comparison: four batches
 const OUTPUT = { middle: 18, spread: 0.85, least: 3, most: 56 }; // tokens, log-normal
 const PROMPT = { middle: 20, spread: 0.9, least: 4, most: 160 };
-const TURNS = 1200; // of 25 milliseconds, that the records are waited for
-const SHARED = 48; // tokens that a quarter of the prompts begin with
-const FIRST_ID = 64, IDS = 180; // plain tokens of any vocabulary
+const TURNS = 1200; // most polls for records, 25 milliseconds apart
+const SHARED = 48; // tokens of the prefix of a quarter of the prompts
+const FIRST_ID = 64, IDS = 180; // ordinary tokens of any vocabulary
 
-// Mulberry32: the same workload each time.
+// Mulberry32: the same workload in each run.
 function random(seed) {
   let state = seed;
   return () => {
@@ -45,13 +45,13 @@ export class Demo {
 
   get limits() { return this.history().run.limits; }
 
-  // All at once; resolves when the last has been answered.
+  // Sends all requests at once; resolves when the last is answered.
   send(count) { return this.#complete(workload(count, this.limits.max_model_len)); }
 
   schedule(changes) { return this.service.json("/admin/scheduling", { method: "PUT", body: changes }); }
 
-  // The same requests twice, and then everything as it was.  `onPart` is told which of the two begins.  Resolves to
-  // the extents of both.
+  // Runs the same requests with both batchings, then restores the settings.  `onPart` is called at the start of each.
+  // Resolves to the extents of both.
   async compare(onPart) {
     const before = await this.service.json("/admin/scheduling");
     const restore = () => this.schedule(Object.fromEntries(Object.entries(before).filter(([, value]) => value !== null)));
@@ -75,9 +75,9 @@ export class Demo {
     return this.history().extentOf(id);
   }
 
-  // So many in the queue, behind one who has the only slot: a static batch takes whoever is there when it begins.
-  // Let go of that one, by calling what this resolves to, and they may start.  Null where that one was through before
-  // its record had come: then nobody is in the queue.
+  // Queues `count` requests behind one in the only slot, since a static batch takes the requests that wait when it
+  // starts.  Resolves to a function that aborts that one, so that they start; to null if that one ended before its
+  // record arrived: then none is queued.
   async #queued(count) {
     await this.schedule({ batching: "continuous", max_num_seqs: 1 });
     const guard = new AbortController();
@@ -95,7 +95,7 @@ export class Demo {
     };
   }
 
-  // Records come after the answers they are about: a moment, or seconds where both cores are busy.
+  // Records arrive after the answers they describe: a moment later, or seconds when both cores are busy.
   async #until(holds) {
     for (let turn = 0; turn < TURNS; turn++) {
       if (holds(this.history())) return;
@@ -105,7 +105,7 @@ export class Demo {
   }
 
   #complete({ prompts, outputs }, signal) {
-    const salt = `demo ${crypto.getRandomValues(new Uint32Array(2)).join("")}`; // nothing of an earlier run is cached
+    const salt = `demo ${crypto.getRandomValues(new Uint32Array(2)).join("")}`; // no prefix hits from earlier runs
     return this.service.json("/v1/completions", { method: "POST", signal, body: {
       prompt: prompts, max_tokens: Math.max(...outputs), bench_output_tokens: outputs, ignore_eos: true, seed: 7,
       cache_salt: salt } });

@@ -1,4 +1,4 @@
-// Below the lanes, on the same scale: the axis; curves of cache, time, tokens, who runs and who waits; everything.
+// Below the lanes, on the same scale: the axis; curves of cache, time, tokens, running and waiting requests; overview.
 import { label } from "./queue.js";
 
 const TICKS = [1, 2, 5];
@@ -22,7 +22,7 @@ export function drawAxis({ history, view, layout, palette, pen }) {
   pen.text(name, left - 8, axis.top + 16, palette.quiet, { size: 11, align: "right" });
 }
 
-// A step of the axis: 1, 2 or 5 times a power of ten.
+// Returns the distance of the axis' ticks: 1, 2 or 5 times a power of ten.
 function nice(about, least) {
   const power = 10 ** Math.floor(Math.log10(about));
   return Math.max(least, power * (TICKS.find((one) => one * power >= about) ?? 10));
@@ -50,7 +50,7 @@ export function drawGauges(scene) {
   label(pen, palette, layout, layout.crowd, words[3], last && `${last.running} / ${last.waiting}`);
 }
 
-// Steps by the pixels they begin at, {x, right, steps}: of many that share one, each curve shows the highest.
+// Returns steps grouped by their first pixel, {x, right, steps}: each curve shows the highest value of a group.
 function gather(view, history, low, high) {
   const columns = [];
   let column = null;
@@ -69,7 +69,7 @@ function highest(steps, of) {
   return most;
 }
 
-// A filled curve; returns its highest value, which is as high as the band unless `most` says otherwise.
+// Draws a filled curve, scaled to `most` or to its highest value; returns the scale.
 function area({ layout, palette, pen }, columns, band, of, fill, most = 0, over = false) {
   const values = columns.map((column) => highest(column.steps, of));
   const scale = most || values.reduce((one, other) => Math.max(one, other), 0) || 1;
@@ -102,7 +102,7 @@ function drawCrowd({ layout, palette, pen }, columns) {
   });
 }
 
-// Everything that is remembered, how full the slots were, and which part of it is looked at.
+// Draws the whole history: the share of useful slots, and the part in view.
 export function drawOverview({ history, view, layout, palette, pen }) {
   const { overview, left, width } = layout;
   const [low, high] = view.extent;

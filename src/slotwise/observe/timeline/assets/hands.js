@@ -1,11 +1,11 @@
-// Pointer, wheel, fingers and keys.
-const STRIDE = 0.2; // of the page, for an arrow key
-const STEP = 1.4; // of zoom, for a key
-const CLICK = 4; // pixels that a pointer may move and still have clicked
+// Pointer, wheel, touch and keyboard input.
+const STRIDE = 0.2; // share of the page that an arrow key moves
+const STEP = 1.4; // factor of a key's zoom
+const CLICK = 4; // pixels that a pointer may move within a click
 
 // `page` has `view`, `pointedAt(x, y)`, `point`, `pin`, `changed` and the `actions` of keys.
 export function attach(canvas, page) {
-  const down = new Map(); // pointers that touch, where each was last
+  const down = new Map(); // touching pointers -> last position
   let moved = 0, scrubbing = false;
   const place = (event) => {
     const box = canvas.getBoundingClientRect();

@@ -1,7 +1,7 @@
-// The batch as it was rebuilt, step by step: the entries of an event log, folded.
+// The history of the batch, step by step, folded from the entries of an event log.
 //
-// Every executed step has an ordinal: its place in this history, which an engine's restart does not set back.  A lane
-// is a slot; a span is what one request did in one slot over steps that follow each other:
+// Every executed step has an ordinal: its index in this history, which an engine's restart does not reset.  A lane is a
+// slot; a span is one request's work of one kind in one slot over consecutive steps:
 //
 //     lane 3   |prefill 7|decode 7 ............|prefill 9|decode 9 ....|held 9 .....|
 //              first                        end = first
@@ -9,7 +9,7 @@ import { Request } from "./request.js";
 import { Runs } from "./runs.js";
 
 const MAX_STEPS = 20000;
-const LASTING = new Set(["decode", "held", "void"]); // kinds whose cells are alike, so that one span stands for many
+const LASTING = new Set(["decode", "held", "void"]); // kinds whose cells are equal, so that one span covers many
 
 export class History {
   constructor(maxSteps = MAX_STEPS) {
@@ -19,14 +19,14 @@ export class History {
     this.first = 0; // ordinal of steps[0]
     this.requests = new Map();
     this.lanes = []; // of each slot, its spans in order
-    this.waits = []; // in order of their beginnings
-    this.segments = []; // of one scheduling each: {first, kind, capacity}
-    this.reasons = new Runs(); // why nobody else could join
-    this.marks = []; // what else happened: {at, text}
-    this.zero = null; // nanoseconds, from which seconds are counted
-    this.unplaced = []; // waits that began after the last step known
-    this.unseated = []; // waits that have no row in the queue's picture yet
-    this.places = []; // of that picture: which rows are taken
+    this.waits = []; // in order of their start
+    this.segments = []; // with constant scheduling settings: {first, kind, capacity}
+    this.reasons = new Runs(); // why no further request was admitted
+    this.marks = []; // other events: {at, text}
+    this.zero = null; // nanoseconds at which seconds are 0
+    this.unplaced = []; // waits that started after the last step
+    this.unseated = []; // waits without a row in the picture of the queue
+    this.places = []; // rows of that picture: true if taken
   }
 
   get end() { return this.first + this.steps.length; }
@@ -54,7 +54,7 @@ export class History {
     }
   }
 
-  // The most slots that anyone could take in steps [from, to).
+  // The largest capacity, in slots, in steps [from, to).
   capacity(from, to) {
     let most = 0;
     this.segments.forEach((one, index) => {
@@ -63,7 +63,7 @@ export class History {
     return most;
   }
 
-  // The share of the slot-steps of [from, to) that did something somebody wanted.
+  // The share of the slot-steps of [from, to) that did useful work.
   useful(from, to) {
     const [low, high] = [this.step(Math.max(from, this.first)), this.step(Math.min(to, this.end) - 1)];
     if (!low || !high) return null;
@@ -100,7 +100,7 @@ export class History {
 
   #mark(text) { this.marks.push({ at: this.end, text }); }
 
-  // Those who lived may have ended unseen; whoever has not is named again.
+  // Unfinished requests may have ended in the gap; those that have not are sent again after it.
   #miss(gap) {
     this.#mark(`${gap.missed} entries are missing`);
     for (const request of this.requests.values()) {
@@ -136,7 +136,7 @@ export class History {
     request.wait = null;
   }
 
-  // It had left the queue before the log was read.
+  // The request had left the queue before the log begins.
   #unknown(request) {
     const { wait } = request;
     this.#unqueue(request, this.end, null);
@@ -144,7 +144,7 @@ export class History {
     request.waits.pop();
   }
 
-  // Whoever a step has left waiting gets a row of the queue's picture, the lowest that is free.
+  // A request that a step has left waiting gets the lowest free row in the picture of the queue.
   #seat() {
     for (const wait of this.unseated) {
       if (wait.to !== null) continue;
@@ -155,7 +155,7 @@ export class History {
     this.unseated = [];
   }
 
-  // Who arrives while a step is under way stands within it.
+  // A request that arrives during a step is drawn within it.
   #place(step) {
     this.unplaced = this.unplaced.filter((wait) => {
       if (wait.from === null && wait.since > step.until) return true;
@@ -205,7 +205,7 @@ export class History {
       ended: entry.ended ?? [], kinds: [],
       running: entry.num_running ?? 0, waiting: entry.num_waiting ?? 0, free: entry.num_free_blocks ?? 0,
       capacity: this.segmentAt(this.end)?.capacity ?? 0, useful: 0, worked: 0, tokensComputed: 0,
-      wanted: before?.wanted ?? 0, seats: before?.seats ?? 0, // useful ones and all, of every step so far
+      wanted: before?.wanted ?? 0, seats: before?.seats ?? 0, // slot-steps so far: useful ones, all
       sum: { decode: 0, prefill: 0, recompute: 0, held: 0, void: 0, padding: 0 },
     };
   }
@@ -266,7 +266,7 @@ export class History {
   }
 }
 
-// The index of the first of `spans`, which are in order, that ends after `ordinal`.
+// Returns the index of the first of the ordered `spans` that ends after `ordinal`.
 export function firstEndingAfter(spans, ordinal) {
   let low = 0, high = spans.length;
   while (low < high) {

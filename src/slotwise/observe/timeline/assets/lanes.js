@@ -1,10 +1,10 @@
-// Slots as lanes: what each request did in each slot, what was lost, and who takes over from whom.
+// Slots as lanes: the work of each request in each slot, the waste, and the admissions.
 import { firstEndingAfter } from "./history.js";
 
-const CELLS = 5; // pixels of a step from which on steps are told apart
-const NAMED = 12; // pixels of a lane in which a number can be read
-const FEW = 160; // joins in view up to which each is led in from the queue
-const MORE = 4; // pixels that a span takes at least, to be given round ends
+const CELLS = 5; // least pixels of a step to draw the lines between steps
+const NAMED = 12; // least pixels of a lane to draw request numbers
+const FEW = 160; // most admissions in view to draw the lines from the queue
+const MORE = 4; // least pixels of a span to round its ends
 
 export function drawLanes(scene) {
   const { history, view, layout, pen } = scene;
@@ -23,7 +23,7 @@ export function drawLanes(scene) {
   drawNames(scene);
 }
 
-// Empty lanes, as many as there are slots to be had, and of those the ones that are empty while somebody waits.
+// Draws the empty lanes, one for each slot, and marks slots that are empty while requests wait.
 function drawGround({ history, view, layout, palette, pen }, low, high) {
   const hungry = joined(history.reasons.all);
   history.segments.forEach((segment, index) => {
@@ -42,7 +42,7 @@ function drawGround({ history, view, layout, palette, pen }, low, high) {
   });
 }
 
-// Runs that follow each other as one, whatever their values.
+// Returns adjacent runs merged, whatever their values.
 function joined(runs) {
   const found = [];
   for (const { first, end } of runs) {
@@ -58,7 +58,7 @@ export function rows(layout, slot) {
   return [layout.lanes.top + slot * layout.pitch, layout.pitch - gap];
 }
 
-// Adds to `named` where there may be room for a request's number.
+// Draws a lane; adds to `named` the spans that may fit a request's number.
 function drawLane(scene, spans, slot, low, high, named) {
   const { view, layout, pen } = scene;
   const [top, height] = rows(layout, slot);
@@ -70,7 +70,7 @@ function drawLane(scene, spans, slot, low, high, named) {
     const pauses = before?.number === span.number && before.end < span.first && !span.joins;
     if (pauses) drawPause(scene, before, x, top, height);
     before = span;
-    if (right - drawn < 0.4) continue; // nothing of it would be seen
+    if (right - drawn < 0.4) continue; // it would be invisible
     const from = Math.max(x, drawn);
     drawn = right;
     const ends = right - from >= MORE && next?.number !== span.number && span.kind !== "void" && height > 6;
@@ -81,7 +81,7 @@ function drawLane(scene, spans, slot, low, high, named) {
   }
 }
 
-// In seconds a span ends where the next begins: between steps its request keeps its slot.
+// Returns the end of a span: on the time axis the start of the request's next one, since it keeps its slot.
 function edge(view, span, next) {
   const goesOn = next?.number === span.number && next.first === span.end;
   return goesOn ? view.start(span.end) : view.stop(span.end - 1);
@@ -102,7 +102,7 @@ function drawSpan({ palette, pen, lit }, span, x, width, top, height, corner) {
   else pen.faint(0.22, draw);
 }
 
-// It has its slot and is not computed: prompts of others run alone, say.
+// Draws steps in which a request has a slot and no row, for instance while other prompts run alone.
 function drawPause({ view, palette, pen }, before, right, top, height) {
   const x = view.x(view.stop(before.end - 1));
   pen.rect(x, top + 0.42 * height, right - x, Math.max(1, 0.16 * height), palette.of(before.number).soft);
@@ -124,7 +124,7 @@ function drawSteps({ history, view, layout, palette, pen }, low, high) {
   }
 }
 
-// Who takes a slot in view, and which; nobody where they are too many to be told apart.
+// Returns the admissions in view with their slots; none where they are too many to distinguish.
 function joinsShown({ history, view, layout, lit }, low, high) {
   const found = [];
   const joining = history.waits.filter((wait) => wait.to !== null && wait.to >= low && wait.to < high
@@ -138,7 +138,7 @@ function joinsShown({ history, view, layout, lit }, low, high) {
   return found;
 }
 
-// From the queue to the slot, behind whoever is in between.
+// Draws lines from the queue to the slots, behind the spans in between.
 export function drawLeads({ layout, palette, pen, lit }, joins) {
   for (const { wait, slot, x } of joins) {
     const [top, height] = rows(layout, slot);
@@ -146,7 +146,7 @@ export function drawLeads({ layout, palette, pen, lit }, joins) {
   }
 }
 
-// Where a turn begins.
+// Draws arrows where requests are admitted.
 function drawArrows({ layout, palette, pen }, joins) {
   for (const { slot, x } of joins) {
     const [top, height] = rows(layout, slot);

@@ -1,4 +1,4 @@
-// Where everything is: bands from top to bottom, each {top, height}.
+// Layout of the picture: bands from top to bottom, each {top, height}.
 const GUTTER = { wide: 92, narrow: 62 };
 const NARROW = 640; // pixels
 const BANDS = ["heads", "queue", "reasons", "lanes", "axis", "blocks", "time", "tokens", "crowd", "overview"];
@@ -9,7 +9,7 @@ const PITCH = { least: 7, most: 32 };
 
 const total = (bands) => BANDS.reduce((sum, name) => sum + (bands[name] ?? 0) + GAPS[name], 0);
 
-// Bands of a page `width` pixels wide that should be no taller than `height`, for this many slots.
+// Returns the bands of a page of `width` pixels and preferably at most `height`, for this many slots.
 export function layOut(width, height, slots) {
   const narrow = width < NARROW;
   const bands = total(ROOMY) + PITCH.least * slots <= height ? ROOMY : TIGHT;

@@ -1,4 +1,4 @@
-// A history, a view of it, and what is said about the place that is pointed at.
+// The page: a history, a view of it, and the text about the element under the pointer.
 import { attach, listen } from "./hands.js";
 import { History } from "./history.js";
 import { layOut } from "./layout.js";
@@ -9,8 +9,8 @@ import { requestStory, stepStory } from "./story.js";
 import { View } from "./view.js";
 
 export const $ = (id) => document.getElementById(id);
-const SMALL = 1000; // pixels of a window whose page is scrolled rather than filled
-const BESIDE = 150; // milliseconds between two readings of what changes without being pointed at
+const SMALL = 1000; // pixels of window width up to which the page scrolls instead of filling the window
+const BESIDE = 150; // milliseconds between two updates of the text
 const SWATCH = [30, 14];
 const NOWHERE = { band: null, ordinal: null, slot: null, span: null, number: null };
 
@@ -22,7 +22,7 @@ export class Page {
     this.pinned = null;
     this.dirty = false;
     this.saved = false;
-    this.told = 0; // when the words were last brought up to date
+    this.told = 0; // time of the last update of the text
     this.onScheduling = () => {};
     this.actions = {}; // of keys and buttons
     const chosen = localStorage.getItem("slotwise-theme");
@@ -35,7 +35,7 @@ export class Page {
     addEventListener("resize", () => this.changed());
   }
 
-  // Nothing is known yet.
+  // Starts with an empty history.
   begin() {
     const unit = this.view?.unit ?? "steps";
     this.history = new History();
@@ -65,7 +65,7 @@ export class Page {
     this.changed();
   }
 
-  // The picture is as wide as its place; it fills the window, unless the page has to be scrolled anyway.
+  // Sizes the picture to the width of its container; it fills the window unless the page scrolls.
   measure() {
     const { clientWidth: width, clientHeight: height } = $("stage");
     const tall = innerWidth <= SMALL ? Math.max(560, innerHeight * 0.8) : height;
@@ -135,7 +135,7 @@ export class Page {
     this.changed();
   }
 
-  // Point at the cell beside the one that is pointed at.
+  // Moves the pointer to a neighbouring cell.
   walk(across, down) {
     const [low, high] = this.view.shown;
     const ordinal = Math.min(high - 1, Math.max(low, (this.pointed.ordinal ?? low) + across));

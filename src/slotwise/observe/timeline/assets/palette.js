@@ -1,5 +1,5 @@
-// Colours: a hue for each request, one warm hue for whatever is lost.  What is told by colour is told by a pattern too.
-const HUES = [255, 145, 305, 90, 200, 280, 120, 330, 230, 172]; // neighbours far apart, none near the hue of loss
+// Colours: a hue for each request, one warm hue for waste.  Everything shown by colour is also shown by a pattern.
+const HUES = [255, 145, 305, 90, 200, 280, 120, 330, 230, 172]; // neighbours far apart, none near the hue of waste
 const LIGHT = { strong: [0.5, 0.15], soft: [0.8, 0.095], line: [0.6, 0.14] };
 const DARK = { strong: [0.85, 0.12], soft: [0.56, 0.11], line: [0.72, 0.12] };
 const NAMES = ["page", "ink", "quiet", "rule", "lane", "accent", "loss", "loss-ground", "loss-tint", "series"];
@@ -7,7 +7,7 @@ const NAMES = ["page", "ink", "quiet", "rule", "lane", "accent", "loss", "loss-g
 export const KINDS = [
   ["prefill", "prompt"], ["decode", "decode, a token a step"], ["cached", "found in the cache"],
   ["recompute", "computed again"], ["held", "finished, but held"], ["padding", "padding"],
-  ["starved", "empty while somebody waits"], ["void", "computed after its end"],
+  ["starved", "empty while requests wait"], ["void", "computed after its end"],
 ];
 
 export class Palette {
@@ -35,7 +35,7 @@ export class Palette {
 
   of(number) { return this.hues[number % HUES.length]; }
 
-  // What a cell of this kind is filled with: a colour, or {pattern}.
+  // Returns the fill of a cell of this kind: a colour, or {pattern}.
   fill(kind, number) {
     const index = number % HUES.length;
     switch (kind) {

@@ -1,9 +1,9 @@
-// What pictures are drawn with.  Both pens draw alike: one on the screen, one into a file of vectors.
+// Drawing interfaces.  Both pens draw the same picture: one on the screen, one into an SVG file.
 //
 //     rect(x, y, width, height, fill, corner)   line(x1, y1, x2, y2, ink, width, dash)   text(words, x, y, ink, how)
 //     shape(points, fill)   curve(points, ink, width, dash)   clipped(x, y, width, height, draw)   faint(alpha, draw)
 //
-// A fill is a colour or {pattern: a name of the palette's}.
+// A fill is a colour or {pattern: a name in the palette}.
 export const FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif';
 
 export class ScreenPen {

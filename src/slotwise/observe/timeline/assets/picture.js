@@ -1,4 +1,4 @@
-// The whole picture of what is in view, by whichever pen; and what points at it.
+// The picture of the view, drawn by either pen, and the elements under the pointer.
 import { drawAxis, drawGauges, drawOverview } from "./gauges.js";
 import { drawLanes, rows } from "./lanes.js";
 import { drawHeads, drawQueue, drawReasons, waitsShown } from "./queue.js";
@@ -15,7 +15,7 @@ export function drawPicture(scene, height) {
   drawOverview(scene);
 }
 
-// What is at a pixel: {band, ordinal, slot, span, number}, each null where there is none.
+// Returns the element at a pixel: {band, ordinal, slot, span, number}, each null where there is none.
 export function pointedAt(scene, x, y) {
   const { history, view, layout } = scene;
   const found = { band: null, ordinal: null, slot: null, span: null, number: null };
@@ -42,7 +42,7 @@ export function pointedAt(scene, x, y) {
   return found;
 }
 
-// The column under the pointer, and everything of the request it is on.
+// Highlights the column under the pointer, and all spans of its request.
 export function drawPointer({ history, view, layout, palette, pen }, pointed) {
   const { ordinal, number } = pointed;
   if (ordinal !== null) {
@@ -64,7 +64,7 @@ export function drawPointer({ history, view, layout, palette, pen }, pointed) {
   });
 }
 
-// Where a request stayed in a lane, as [first, end) from its first span to its last.
+// Returns a request's stays in a lane, each as [first, end) from its first span to its last.
 function stays(lane, number, low, high) {
   const found = [];
   lane.forEach((span, index) => {

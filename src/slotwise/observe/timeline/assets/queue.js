@@ -1,5 +1,5 @@
-// Who waits, from arrival to a slot; why nobody else could join; and how the batch was made.
-const ROW = 7; // pixels of one who waits, at most
+// The waiting requests, from arrival to admission; why no other was admitted; and how batches were formed.
+const ROW = 7; // most pixels of a waiting request
 const WORDS = {
   no_slot: "no slot free", no_blocks: "no cache blocks left", token_budget: "token budget spent", ending: "ending",
   time_budget: "the step's time is spent",
@@ -8,12 +8,12 @@ const WORDS = {
   prompts_alone: "prompts run alone", batch_running: "the batch must end first", window_open: "collecting a batch",
   one_at_a_time: "one at a time",
 };
-const LETTER = 6.1; // pixels of one in the smaller type
+const LETTER = 6.1; // pixels of a letter in the smaller type
 
 export const inWords = (reason) => WORDS[reason] ?? reason.replaceAll("_", " ");
 
-// Those who wait within the steps in view, in rows from the bottom, where the slots are; the more wait, the thinner:
-// {wait, top, height}.
+// Returns the requests that wait in the steps in view, in rows from the bottom, next to the slots, as
+// {wait, top, height}; more rows are thinner.
 export function waitsShown({ history, view, layout }) {
   const [low, high] = view.shown;
   const shown = history.waits.filter((wait) => wait.place !== null && (wait.to === null || wait.to >= low)
@@ -43,7 +43,7 @@ export function drawQueue(scene) {
   label(pen, palette, layout, queue, "queue", `${waiting} wait`);
 }
 
-// What stood in the way of the first in the queue.
+// Draws why the first request of the queue was not admitted.
 export function drawReasons({ history, view, layout, palette, pen }) {
   const { reasons, left, width } = layout;
   const [low, high] = view.shown;
@@ -61,7 +61,7 @@ export function drawReasons({ history, view, layout, palette, pen }) {
   pen.text("why they wait", layout.left - 8, reasons.top + 12, palette.quiet, { size: 11, align: "right" });
 }
 
-// How the batch was made from here on, and what it was worth.
+// Draws the batching in force and its share of useful slots, for each segment.
 export function drawHeads({ history, view, layout, palette, pen }) {
   const { heads, left, right, lanes } = layout;
   const [low, high] = view.shown;

@@ -1,27 +1,27 @@
-// One request: what is known of it, and what became of it.
+// One request: its parameters and its history.
 export class Request {
   constructor(entry, arrived) {
     this.number = entry.number;
     this.id = entry.id;
     this.numPrompt = entry.num_prompt ?? 0;
     this.maxTokens = entry.params?.max_tokens ?? null;
-    this.arrived = arrived; // seconds; null where its beginning is no longer known
-    this.wait = null; // the one it is in
+    this.arrived = arrived; // seconds; null where the log begins later
+    this.wait = null; // the current one
     this.waits = [];
     this.joins = []; // {ordinal, seconds, cached}
-    this.lost = []; // {ordinal, reason, lost}: each time it had to yield
+    this.lost = []; // {ordinal, reason, lost}: each preemption
     this.ended = null;
-    this.high = 0; // tokens computed at most so far
+    this.high = 0; // most tokens computed so far
     this.steps = { prefill: 0, decode: 0, recompute: 0, held: 0, void: 0 };
     this.computed = { prefill: 0, decode: 0, recompute: 0, held: 0, void: 0 }; // tokens
     this.padded = 0;
     this.numTokens = 0; // returned so far
     this.firstToken = this.lastToken = null; // seconds
     this.slots = []; // one for each join
-    this.flushed = null; // seconds: {first, last} byte given to the socket
+    this.flushed = null; // seconds: {first, last} byte written to the socket
   }
 
-  // What a row that starts at the `start`th token is.  A token computed before is computed again.
+  // Returns the kind of a row that starts at token `start`.  Tokens computed before are recomputed.
   kindOf(start) {
     if (this.ended) return "void";
     if (start < this.high) return "recompute";

@@ -1,4 +1,4 @@
-// A value for each step, kept as runs of equal ones: {first, end, value}.  Steps without a value have none.
+// Values of steps, stored as runs of equal values: {first, end, value}.  Steps without a value are in no run.
 export class Runs {
   constructor() { this.all = []; }
 

@@ -1,8 +1,8 @@
-// What is in view as a picture; all that is known as a trace for Perfetto.
+// Saves the view as a picture, and the whole history as a trace for Perfetto.
 import { drawPicture } from "./picture.js";
 import { ScreenPen, VectorPen } from "./pen.js";
 
-const DENSITY = 2; // pixels of a saved picture for each on the page
+const DENSITY = 2; // pixels of a saved picture per pixel of the page
 
 export function savePng(scene, width, height) {
   const canvas = document.createElement("canvas");
@@ -23,7 +23,7 @@ export function saveTrace(history) {
   hand(new Blob([JSON.stringify(trace(history))], { type: "application/json" }), "batch.trace.json");
 }
 
-// Chrome's trace event format: slots and steps are threads, waiting is asynchronous, gauges are counters.
+// Returns Chrome's trace event format: slots and steps are threads, waits are asynchronous, gauges are counters.
 export function trace(history) {
   const events = [{ ph: "M", pid: 1, name: "process_name", args: { name: `slotwise ${history.run?.model ?? ""}` } }];
   const name = (tid, words) => events.push(

@@ -1,9 +1,9 @@
-// The service behind this page: its events, its scheduler, and the key to its door.
+// The service of this page: its events, its scheduling settings, and its API key.
 const KEY = "slotwise-key";
-const PAUSES = [500, 1000, 2000, 5000]; // milliseconds before the next attempt
+const PAUSES = [500, 1000, 2000, 5000]; // milliseconds before each next attempt
 
 export class Service {
-  // `onKey` is asked for a key when one is needed: a promise of it.
+  // `onKey` is called when a key is needed and returns a promise of it.
   constructor(onKey) {
     this.onKey = onKey;
     this.key = sessionStorage.getItem(KEY) ?? "";
@@ -13,7 +13,7 @@ export class Service {
     for (;;) {
       const headers = this.key ? { Authorization: `Bearer ${this.key}` } : {};
       if (body !== undefined) headers["Content-Type"] = "application/json";
-      const keepalive = method === "PUT"; // it is sent even if the page is left
+      const keepalive = method === "PUT"; // sent even if the page is closed
       const sent = { method, headers, body: body && JSON.stringify(body), cache: "no-store", signal, keepalive };
       const response = await fetch(path, sent);
       if (response.status !== 401) return response;
@@ -29,7 +29,7 @@ export class Service {
     return answer;
   }
 
-  // Follow the events for ever.  `onOpen` is called before the first of each connection, `onState` with one word.
+  // Follows the events without end.  `onOpen` is called before the first of each connection, `onState` with one word.
   async follow(onOpen, onEntries, onState) {
     for (let failures = 0; ; failures++) {
       try {
@@ -48,7 +48,7 @@ export class Service {
   }
 }
 
-// JSON lines of a stream, as many at a time as have come.
+// Reads the JSON lines of a stream; passes on as many at a time as have arrived.
 export async function readLines(stream, onEntries) {
   const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -62,7 +62,7 @@ export async function readLines(stream, onEntries) {
   }
 }
 
-// A log that came with the page: gzip, in base64.
+// Returns the stream of a log embedded in the page: gzip, in base64.
 export function packed(text) {
   const bytes = Uint8Array.from(atob(text.trim()), (sign) => sign.charCodeAt(0));
   return new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));

@@ -1,4 +1,4 @@
-// What happened, in words: of a request, of a step.  Lists of [term, detail].
+// Descriptions of requests and steps, as lists of [term, detail].
 import { inWords } from "./queue.js";
 
 const plural = (count, one, many = `${one}s`) => `${count.toLocaleString("en")} ${count === 1 ? one : many}`;
@@ -12,7 +12,7 @@ export function requestStory(history, request) {
   const facts = [];
   const add = (term, detail) => { if (detail) facts.push([term, detail]); };
   const most = request.maxTokens ?? "any number";
-  add("asked for", request.numPrompt && `${plural(request.numPrompt, "prompt token")}, up to ${most} more`);
+  add("request", request.numPrompt && `${plural(request.numPrompt, "prompt token")}, up to ${most} more`);
   if (request.arrived !== null) add("arrived", `at ${duration(request.arrived)}`);
   request.waits.forEach((wait, index) => add(index ? "waited again" : "waited", waited(history, wait)));
   request.joins.forEach((join, index) => add(
@@ -39,7 +39,7 @@ function pace(request) {
   return rest > 0 && seconds > 0 ? `, one in ${duration(seconds / rest)}` : "";
 }
 
-// For how long, and why: the reasons of the steps that went by without it.
+// Returns how long a request waited, and the reasons of the steps without it.
 function waited(history, wait) {
   const until = wait.until ?? history.last?.until ?? wait.since;
   const reasons = new Map();

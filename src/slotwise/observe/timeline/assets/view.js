@@ -1,6 +1,6 @@
-// Which part of the history is looked at, and where on the page its steps and seconds lie.
+// The visible part of the history, and the positions of its steps and seconds on the page.
 const LEAST = { steps: 8, seconds: 0.002 };
-const WIDTH = 160; // steps shown of a run that is followed
+const WIDTH = 160; // steps shown while following a run
 
 export class View {
   constructor(history) {
@@ -9,16 +9,16 @@ export class View {
     this.from = 0; // in this unit
     this.to = WIDTH;
     this.following = true;
-    this.anchor = null; // ordinal of a step that stays in view while the end is followed
+    this.anchor = null; // ordinal of a step that stays in view while following the end
     this.left = 0; // pixels
     this.width = 1;
   }
 
-  get scale() { return this.width / (this.to - this.from); } // pixels a unit
+  get scale() { return this.width / (this.to - this.from); } // pixels per unit
   x(value) { return this.left + (value - this.from) * this.scale; }
   value(x) { return this.from + (x - this.left) / this.scale; }
 
-  // Where a step begins and ends, in this unit.
+  // The start and end of a step, in this unit.
   start(ordinal) {
     if (this.unit === "steps") return ordinal;
     const { history } = this;
@@ -29,13 +29,13 @@ export class View {
     return this.unit === "steps" ? ordinal + 1 : this.history.step(ordinal)?.until ?? this.start(ordinal);
   }
 
-  // A place given both as a fraction of a step and in seconds.
+  // The position of a moment given both as a fractional step and in seconds.
   place(ordinal, seconds) {
     if (this.unit === "seconds" && seconds !== null) return seconds;
     return this.unit === "steps" ? ordinal : this.start(Math.floor(ordinal));
   }
 
-  // The step at a place, the last one before it where it is between two.
+  // The step at a position; between two steps the earlier one.
   ordinal(value) {
     if (this.unit === "steps") return Math.floor(value);
     const { steps, first } = this.history;
@@ -69,7 +69,7 @@ export class View {
     this.#settle();
   }
 
-  // To the end of what is known, as long as it is followed.
+  // Moves to the end of the history while following.
   advance() {
     if (!this.following) return;
     const [low, end] = this.extent, width = this.to - this.from;
@@ -89,7 +89,7 @@ export class View {
     this.advance();
   }
 
-  // Follow the end without letting go of the step that comes next.
+  // Follows the end and keeps the next step in view.
   keep() {
     this.following = true;
     this.anchor = this.history.end;
@@ -124,7 +124,7 @@ export class View {
 
   get #few() { return this.unit === "steps" ? 60 : 0.25; }
 
-  // At most half of the page is beyond what is known.
+  // Limits the part of the page beyond the history to half.
   #settle(width = this.to - this.from) {
     const [low, high] = this.extent;
     this.from = Math.min(Math.max(this.from, low - width / 2), high - width / 2);

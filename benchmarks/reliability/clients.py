@@ -48,7 +48,7 @@ class Answer:
         if self.hung_up:
             return ledger.HUNG_UP
         if self.unheard:
-            return ledger.NOBODY
+            return ledger.UNHEARD
         return ledger.LOST if self.broken else ledger.fate(self.status, self.ends, self.finish_reason, bool(self.error))
 
     @property

@@ -120,7 +120,7 @@ async def _sigterm(server: Server) -> ledger.Row:
     return ledger.Row(
         "SIGTERM at full load", fates, 0,
         {"exit status 0": status == 0, "exited in time": exited <= SHUTDOWN + SPARE,
-         "newcomers got 503": set(late) <= {ledger.REFUSED, ledger.NOBODY} and ledger.REFUSED in late,
+         "newcomers got 503": set(late) <= {ledger.REFUSED, ledger.UNHEARD} and ledger.REFUSED in late,
          "no process left": not _alive(engine)},
         [f"of {CROWD} inside {counts.get(ledger.COMPLETED, 0)} completed and {counts.get(ledger.ABORTED, 0)} were "
          f"ended with finish_reason abort; {late.get(ledger.REFUSED, 0)} newcomers got 503",

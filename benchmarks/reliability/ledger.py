@@ -13,9 +13,9 @@ FAILED = "error"  # ended by an explicit error
 REFUSED = "refused (503)"
 IMPOSSIBLE = "refused (400)"
 HUNG_UP = "hung up"  # ended by this client
-NOBODY = "door closed"  # the connection was refused: the request never reached the server
+UNHEARD = "door closed"  # the connection was refused: the request never reached the server
 LOST = "lost"  # no end, or not exactly one
-FATES = (COMPLETED, ABORTED, FAILED, REFUSED, IMPOSSIBLE, HUNG_UP, NOBODY, LOST)
+FATES = (COMPLETED, ABORTED, FAILED, REFUSED, IMPOSSIBLE, HUNG_UP, UNHEARD, LOST)
 
 BEGIN, END = "<!-- reliability table: begin -->", "<!-- reliability table: end -->"
 HEADINGS = ("scenario", "sent", "ended", "lost", "leaked blocks", "holds", "what was seen")
@@ -52,7 +52,7 @@ class Row:
 
     @property
     def sent(self) -> int:
-        return sum(self.fates.values()) - self.fates.get(NOBODY, 0)
+        return sum(self.fates.values()) - self.fates.get(UNHEARD, 0)
 
     @property
     def lost(self) -> int:
@@ -97,7 +97,7 @@ def table(rows: Iterable[Mapping[str, Any]]) -> str:
     """Returns Markdown from rows of `Row.as_json`."""
     lines = ["| " + " | ".join(HEADINGS) + " |", "|---|--:|--:|--:|--:|---|---|"]
     for row in rows:
-        fates = ", ".join(f"{count:,} {name}" for name, count in row["fates"].items() if name not in (LOST, NOBODY))
+        fates = ", ".join(f"{count:,} {name}" for name, count in row["fates"].items() if name not in (LOST, UNHEARD))
         holds = "yes" if not row["broken"] else "**no**: " + "; ".join(row["broken"])
         cells = (row["scenario"], f"{row['sent']:,}", f"{row['ended']:,} ({fates})", str(row["lost"]),
                  str(row["leaked"]), holds, "; ".join(row["seen"]))

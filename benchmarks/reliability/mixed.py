@@ -92,7 +92,7 @@ class MixedLoad:
         while not self._stop.is_set():
             answer = await self._one(http, rng)
             self.fates[answer.fate] += 1
-            if answer.fate in (ledger.REFUSED, ledger.FAILED, ledger.NOBODY):
+            if answer.fate in (ledger.REFUSED, ledger.FAILED, ledger.UNHEARD):
                 self.refused[answer.error[:100]] += 1
                 await asyncio.sleep(0.2)
             await asyncio.sleep(rng.expovariate(1 / 0.15))
@@ -139,7 +139,7 @@ class MixedLoad:
         """
         journal, body = self._journal, self._bodies[number]
         what = f"body {number} ({body[0]}, {body[1]['max_tokens']} tokens)"
-        if answer.fate in (ledger.LOST, ledger.NOBODY):
+        if answer.fate in (ledger.LOST, ledger.UNHEARD):
             journal.violated("each request ends once", f"{what}: {answer.broken or 'connection refused'}; "
                              f"status {answer.status}, {answer.ends} ends", answer.sent)
         elif answer.fate in (ledger.FAILED, ledger.REFUSED, ledger.IMPOSSIBLE):

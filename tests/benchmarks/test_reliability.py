@@ -30,7 +30,7 @@ def test_a_fate_needs_exactly_one_end(
 
 
 def test_sent_is_ended_and_lost(ledger: ModuleType) -> None:
-    fates = ledger.tally([ledger.COMPLETED] * 5 + [ledger.LOST] * 2 + [ledger.HUNG_UP, ledger.NOBODY])
+    fates = ledger.tally([ledger.COMPLETED] * 5 + [ledger.LOST] * 2 + [ledger.HUNG_UP, ledger.UNHEARD])
     row = ledger.Row("name", fates, leaked=0, holds={"kept": True, "dropped": False}, seen=[])
     assert (row.sent, row.ended, row.lost) == (8, 6, 2)  # whom nobody heard was never sent
     assert row.broken == ["no request lost", "dropped"]

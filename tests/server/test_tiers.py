@@ -237,7 +237,7 @@ def test_what_is_told_of_tiers_can_be_asked_for_and_replaces_what_was(server: Se
     ('[[tier]]\nname = "a"\nweight = nan', "tier a: "),
     ('[[tier]]\nname = "a"\napi_keys = ["k"]\n[[tier]]\nname = "b"\napi_keys = ["k"]', "tier b: api_keys: one of"),
     ('[[tier]]\nname = "a"\napi_keys = [""]', "tier a: api_keys: a key must not be empty"),
-    ('[[tier]]\nname = "a"\napi_keys_env = "NOBODY"', "tier a: api_keys_env: the environment has no keys in NOBODY")])
+    ('[[tier]]\nname = "a"\napi_keys_env = "UNHEARD"', "tier a: api_keys_env: the environment has no keys in UNHEARD")])
 def test_a_file_is_refused_whole_with_one_line(tmp_path: Path, content: str, says: str) -> None:
     path = tmp_path / "tiers.toml"
     path.write_text(content)

@@ -22,11 +22,11 @@ LOADED = "import importlib.util, runpy, sys, slotwise; print(*sys.modules)"
 HELPER = """
 import os, sys
 sys.path.remove("")  # else this script itself is the victim
-from slotwise.kernels import helpers
+from slotwise.kernels import compile_worker
 os.environ["PYTHONPATH"] = {path!r}
-helpers._call(1)
-(helper,) = helpers._waiting
-helpers.dismiss()
+compile_worker._call(1)
+(helper,) = compile_worker._waiting
+compile_worker.dismiss()
 sys.exit(helper.wait())
 """
 

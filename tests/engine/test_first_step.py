@@ -39,15 +39,14 @@ class Watched(FakeExecutor):
         return result._replace(tokens=((),), failed=(0,)) if self._is_due("logits") else result
 
 
-def test_a_prompt_and_a_decode_step_run_in_a_place_that_no_request_can_have() -> None:
+def test_a_prompt_and_a_decode_step_run_and_nothing_is_left_of_them() -> None:
     limits = replace(LIMITS, block_size=32, max_model_len=64)
     executor = Watched(32)
     check(executor, limits, Clock())
     assert [plan.counts for plan in executor.plans if plan.counts] == [(PROMPT,), (1,), (PROMPT,)]
     assert [join.params.temperature for plan in executor.plans for join in plan.new_requests] == [0.0, 1.0]
-    assert {slot for plan in executor.plans for slot in plan.slots} == {limits.max_num_seqs}
-    assert {block for plan in executor.plans for _, blocks in plan.new_blocks
-            for block in blocks} == {limits.num_blocks}
+    assert {slot for plan in executor.plans for slot in plan.slots} == {0}
+    assert executor.plans[-1].released_slots == (0,)
     assert not executor._tokens and not executor._tables, "nothing is left of them"
 
 

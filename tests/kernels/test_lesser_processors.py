@@ -21,7 +21,7 @@ SKYLAKE = {"NUMBA_CPU_NAME": "skylake-avx512", "NUMBA_CPU_FEATURES": ""}
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("processor", "names"), [
     (HASWELL, ("lesser_processor", "test_cpu_tokens", "test_cpu_attention", "test_int8_cache")),
-    pytest.param(SKYLAKE, ("test_cpu_tokens", "test_quantised"),
+    pytest.param(SKYLAKE, ("test_cpu_tokens", "test_linear_int"),
                  marks=pytest.mark.skipif(not AVX512, reason="wants a processor with AVX-512"))],
     ids=["without-avx512", "without-vnni-and-halves"])
 def test_kernels_are_right(processor, names):

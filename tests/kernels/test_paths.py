@@ -31,7 +31,7 @@ def nothing_is_forced(monkeypatch):
     (True, True, "onednn"), (False, True, "fp16"), (False, False, "float32")])
 def test_the_fastest_path_that_the_processor_has_is_taken(monkeypatch, by_onednn, in_halves, taken):
     monkeypatch.setattr(onednn, "multiplies_bfloat16", lambda: by_onednn)
-    monkeypatch.setattr(linear_fp16, "multiplies_halves", lambda: in_halves)
+    monkeypatch.setattr(linear_fp16, "has_fp16_gemm", lambda: in_halves)
     assert CpuKernels(1).product_path(BFLOAT16) == taken
     assert CpuKernels(1).product_path(torch.float32) == "float32"
 

@@ -31,6 +31,7 @@ INTERIM = b"HTTP/1.1 1"  # how an interim response begins
 FINAL = b"HTTP/1.1 "
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # the only interim response that Python's http.client accepts
 LOOKS = (0.001, 0.01, 0.1, 1.0)  # seconds until a half-closed client is checked; the delay doubles after these
+ENDS_AT_EOF = "ends_at_eof"  # key of a scope: a client that sends no more counts as gone
 LONGEST_LOOK = 30.0  # seconds
 NEVER = float("inf")
 LATE = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
@@ -177,6 +178,9 @@ class Connection(HttpToolsProtocol):
         """Check a half-closed client again and again while a response is in progress."""
         active = self._active
         if active is None or not self._is_answering or self.transport.is_closing():
+            return
+        if active.scope.get(ENDS_AT_EOF):
+            self.transport.close()
             return
         delay = LOOKS[count] if count < len(LOOKS) else min(LONGEST_LOOK, 2.0 ** (count - len(LOOKS) + 1))
         if not active.response_started:

@@ -40,6 +40,7 @@ async def events(api: Api, exchange: HttpExchange) -> None:
             await exchange.close()
             return
         exchange.limit_unsent(MAX_UNSENT)
+        exchange.end_at_eof()
         async with exchange.watched(gone.set):
             await _tell(exchange, view.opening() if switches["backlog"] else view.opening_now(), gone)
             while not gone.is_set():

@@ -139,6 +139,10 @@ class HttpExchange:
         """Close the connection at once; written but unsent bytes are dropped."""
         self.scope["transport"].abort()
 
+    def end_at_eof(self) -> None:
+        """A client that ends its sending side counts as gone: a stream that may write nothing for long cannot tell."""
+        self.scope["ends_at_eof"] = True
+
     def limit_unsent(self, num_bytes: int) -> None:
         """Bound what the kernel keeps for a client that does not read; Linux allows twice as much."""
         sock = self.scope["transport"].get_extra_info("socket")

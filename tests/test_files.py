@@ -46,10 +46,26 @@ def test_a_file_is_replaced_whole_and_is_read_by_whom_it_should_be(tmp_path: Pat
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["384", "438"])
 
 
-def test_a_link_keeps_pointing_and_what_is_no_file_stays_what_it_is(tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to(tmp_path / "target")
-    write_whole(tmp_path / "link", b"x")
-    assert (tmp_path / "link").is_symlink() and (tmp_path / "target").read_bytes() == b"x"
+def test_a_link_is_replaced_and_the_file_it_names_stays(tmp_path: Path) -> None:
+    (tmp_path / "target").write_bytes(b"precious")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "beside").symlink_to(tmp_path / "folder")
+    for name, target in (("link", "target"), ("dangling", "nowhere"), ("loop", "loop"), ("beside/page", "../target")):
+        (tmp_path / name).symlink_to(target)
+        write_whole(tmp_path / name, b"x")
+        assert not (tmp_path / name).is_symlink() and (tmp_path / name).read_bytes() == b"x"
+    assert (tmp_path / "target").read_bytes() == b"precious" and not (tmp_path / "nowhere").exists()
+    assert (tmp_path / "beside").is_symlink()
+
+
+def test_standard_output_is_written_also_where_it_is_a_file(tmp_path: Path) -> None:
+    with (tmp_path / "out").open("wb") as out:
+        script = "from slotwise.files import write_whole; write_whole('/dev/stdout', b'x')"
+        subprocess.run([sys.executable, "-c", script], stdout=out, check=True, timeout=60)
+    assert (tmp_path / "out").read_bytes() == b"x" and Path("/dev/stdout").is_symlink()
+
+
+def test_what_is_no_file_stays_what_it_is(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with subprocess.Popen(["cat", str(tmp_path / "pipe")], stdout=subprocess.PIPE) as reader:
         write_whole(tmp_path / "pipe", b"through")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,16 @@ def test_two_generations_may_take_turns(llm: LLM):
     begun = next(first)
     assert "".join(llm.stream(PROMPTS[1], GREEDY)) == expected[1]
     assert begun + "".join(first) == expected[0]
+
+
+def test_several_threads_may_generate_at_once(llm: LLM):
+    prompts = [f"def {name}(self):" for name in ("open", "close", "read", "write", "seek", "tell", "flush", "size")]
+    alone = [generate(llm, prompt)[0].outputs[0].token_ids for prompt in prompts]
+    for _ in range(3):
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            together = list(threads.map(lambda prompt: generate(llm, prompt)[0].outputs[0].token_ids, prompts))
+        assert together == alone
+    assert not llm._readers and not llm._engine.has_work
 
 
 def test_chat_goes_through_the_template(llm: LLM):

@@ -10,6 +10,7 @@ import os
 import sys
 
 CACHES = ("XDG_CACHE_HOME", "NUMBA_CACHE_DIR")  # folders that parent and child must share
+SECRETS = ("SLOTWISE_API_KEY", "SLOTWISE_ADMIN_API_KEY")  # read by commands only; children receive none
 HOME = "/"  # the current folder of children, since libraries read configuration from it
 OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the folder in which this package lies
 COMMAND = "slotwise"
@@ -31,11 +32,11 @@ def python(module: str, *arguments: str, options: tuple[str, ...] = ()) -> list[
 
 
 def environment() -> dict[str, str]:
-    """Returns the environment of a new process: this one's, with only absolute folders on the module path.
+    """Returns the environment of a new process: this one's, without API keys and relative folders of modules.
 
     If this package is not installed, its own folder is added: a child runs the same code as its parent.
     """
-    found = dict(os.environ)
+    found = {name: value for name, value in os.environ.items() if name not in SECRETS}
     path = [entry for entry in found.pop("PYTHONPATH", "").split(os.pathsep) if os.path.isabs(entry)]
     if os.path.basename(OURS) not in INSTALLED and OURS not in path:
         path.append(OURS)

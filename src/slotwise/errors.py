@@ -5,10 +5,16 @@ from __future__ import annotations
 MOST_CHARACTERS = 500  # of a message
 
 
+def printable(text: str) -> str:
+    """Returns `text` with control characters, lone surrogates and all else that is not printable escaped."""
+    return text if text.isprintable() else "".join(
+        [c if c.isprintable() else c.encode("unicode_escape").decode() for c in text])
+
+
 def one_line(message: str) -> str:
     """Returns `message` as one line of at most `MOST_CHARACTERS`, without control characters or lone surrogates."""
     line = " ".join(message[: 8 * MOST_CHARACTERS].split())
-    shown = "".join([c if c.isprintable() else c.encode("unicode_escape").decode() for c in line[:MOST_CHARACTERS + 1]])
+    shown = printable(line[:MOST_CHARACTERS + 1])
     return shown if len(shown) <= MOST_CHARACTERS else shown[: MOST_CHARACTERS - 4] + " ..."
 
 

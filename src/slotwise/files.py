@@ -9,18 +9,20 @@ from pathlib import Path
 
 PRIVATE = 0o600
 PUBLIC = 0o666  # before the process' umask
+STREAMS = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))  # links in these name what is open already
 
 
 def write_whole(path: Path | str, data: bytes, mode: int = PUBLIC) -> None:
     """Writes `data` to `path`: to a temporary file beside it, synchronised, then renamed; removed on failure.
 
-    A target that is no regular file, such as a terminal or a pipe, is written directly.
+    A link is replaced, and the file that it names stays as it is.  A target that is no regular file, such as a
+    terminal or a pipe, is written directly, as is `/dev/stdout`.
 
     Raises:
         OSError: the file cannot be written; the old content is unchanged.
     """
-    target = Path(os.path.realpath(path))
-    if target.exists() and not target.is_file():
+    target = Path(path).absolute()
+    if (target.exists() and not target.is_file()) or target.parent in STREAMS:
         target.write_bytes(data)
         return
     unfinished = target.with_name(f".{secrets.token_hex(8)}.tmp")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +38,7 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 
 
 class LLM:
-    """A model and its engine.
+    """A model and its engine.  Several threads may use it: one computes at a time, for the requests of all.
 
     Args:
         model: a checkpoint's folder or a hub id; by default the built-in model.
@@ -67,6 +68,8 @@ class LLM:
         self._seeds = random.Random(self._config.seed)
         self._names = itertools.count()
         self._readers: dict[str, _Reader] = {}  # of all unfinished requests: a step serves every call's
+        # Guards engine, seeds and readers.  Reentrant: a step may collect an abandoned iteration, which then ends here.
+        self._lock = threading.RLock()
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *, use_tqdm: bool = True,
@@ -145,25 +148,31 @@ class LLM:
         Continuations still running when the iteration stops, for instance by an interrupt, are aborted.
         """
         own = [reader for job in jobs for reader in job.readers]
+        with self._lock:
+            self._add(jobs)
+        try:
+            while own:
+                time.sleep(self._engine.wait())  # without the lock, so that other threads can add requests
+                with self._lock:
+                    if any(reader.request_id in self._readers for reader in own):
+                        self._deliver(self._engine.step())
+                    before, own = len(own), [reader for reader in own if reader.request_id in self._readers]
+                yield before - len(own)
+            for job in jobs:
+                job.raise_errors()
+        finally:
+            with self._lock:
+                for reader in own:
+                    self._readers.pop(reader.request_id, None)
+                    self._engine.handle(Finish(reader.request_id, "abort"))
+
+    def _add(self, jobs: Sequence[_Job]) -> None:
         for job in jobs:
             base = self._seeds.getrandbits(63) if job.params.seed is None else job.params.seed
             for reader in job.readers:
                 seed = (base + reader.completion.index) % 2**64
                 self._engine.handle(Add(reader.request_id, job.output.prompt_token_ids, job.params, seed))
                 self._readers[reader.request_id] = reader
-        try:
-            while own:
-                if any(reader.request_id in self._readers for reader in own):
-                    time.sleep(self._engine.wait())
-                    self._deliver(self._engine.step())
-                before, own = len(own), [reader for reader in own if reader.request_id in self._readers]
-                yield before - len(own)
-            for job in jobs:
-                job.raise_errors()
-        finally:
-            for reader in own:
-                self._readers.pop(reader.request_id, None)
-                self._engine.handle(Finish(reader.request_id, "abort"))
 
     def _deliver(self, record: StepRecord) -> None:
         now = record.ended_ns * 1e-9

@@ -14,6 +14,8 @@ import pytest
 from live import READY
 
 from slotwise import builtin, child
+from slotwise.compose.launch import launch_engine
+from slotwise.engine.config import EngineConfig
 
 pytestmark = pytest.mark.slow
 
@@ -135,6 +137,19 @@ def test_what_a_child_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert given["PYTHONPATH"].split(os.pathsep)[:2] == ["/b", "/c/d"]
     assert all(os.path.isabs(entry) for entry in given["PYTHONPATH"].split(os.pathsep))
     assert (given["PYTHONSAFEPATH"], given["NUMBA_CACHE_DIR"]) == ("1", str(tmp_path / "kernels"))
+
+
+def test_an_engine_process_has_no_api_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SLOTWISE_API_KEY", "SLOTWISE_ADMIN_API_KEY"):
+        monkeypatch.setenv(name, "secret")
+    engine = launch_engine(EngineConfig(model=str(builtin.path())), "text")
+    try:
+        given = Path(f"/proc/{engine.process.pid}/environ").read_bytes()
+    finally:
+        engine.kill()
+        engine.process.wait(30)
+        engine.channel.close()
+    assert b"PYTHONSAFEPATH=1" in given and b"secret" not in given and b"API_KEY" not in given
 
 
 @pytest.mark.parametrize("executable", ["", None, "python3"])

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
-from observe.played import Play
+from observe.played import LIMITS, Play
 
+from slotwise.batching.settings import Batching
 from slotwise.cli import main
-from slotwise.observe.event_log import encode_lines
+from slotwise.engine.scheduling import Scheduling
+from slotwise.observe.event_log import Entry, Run, Step, encode_lines
 from slotwise.observe.request_timeline import gather
+
+SETTINGS = Scheduling(Batching(), LIMITS.max_num_seqs, LIMITS.max_num_batched_tokens)
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +75,22 @@ def test_a_step(play: Play, path: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_what_is_not_there(path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
     assert main(["explain", str(path), *arguments]) == 1
     assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(("kind", "changes"), [
+    (Step, lambda entry: {"counts": (0,) * len(entry.counts)}),
+    (Step, lambda entry: {"counts": (-1,) * len(entry.counts)}),
+    (Step, lambda entry: {"configured": replace(SETTINGS, max_num_batched_tokens=0)}),
+    (Run, lambda entry: {"scheduling": replace(SETTINGS, max_num_batched_tokens=0)})])
+def test_a_log_with_steps_of_no_tokens_is_refused_in_a_line(
+        play: Play, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: type[Entry],
+        changes: Callable[[Any], dict[str, Any]]) -> None:
+    entries = [msgspec.structs.replace(entry, **changes(entry)) if isinstance(entry, kind) else entry
+               for entry in play.entries]
+    (tmp_path / "log").write_bytes(encode_lines(entries))
+    for arguments in ([], ["7"], ["--step", "3"]):
+        assert main(["explain", str(tmp_path / "log"), *arguments]) == 1
+        assert re.fullmatch(r"slotwise explain: line \d+: .* no tokens\)\n", capsys.readouterr().err)
 
 
 def test_a_file_that_is_no_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

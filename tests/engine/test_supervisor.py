@@ -7,6 +7,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 import pytest
 from engine.test_client import FOREVER, INFO, SCHEDULING, Notes
 
@@ -30,12 +31,13 @@ TIMEOUT = 60.0
 class Process:
     """An engine process in name: the test speaks for it."""
 
-    def __init__(self, *, starts: bool = True, polite: bool = True, mortal: bool = True) -> None:
+    def __init__(
+        self, *, starts: bool = True, polite: bool = True, mortal: bool = True, info: EngineInfo = INFO) -> None:
         self.channel, self.theirs = pair()
         self.other = BlockingChannel(self.theirs)
         self.killed = False
         self._polite, self._mortal = polite, mortal
-        self.other.send(encode(INFO if starts else EngineFailed("no memory")))
+        self.other.send(encode(info if starts else EngineFailed("no memory")))
 
     @property
     def ended(self) -> bool:
@@ -269,6 +271,25 @@ def test_a_first_start_that_fails_is_told_to_whoever_started_it() -> None:
         assert world.processes[0].killed and len(world.launches) == 1
 
     asyncio.run(whole())
+
+
+@pytest.mark.parametrize("change", [{"checkpoint": "other"}, {"vocab_size": 7}, {"eos_token_ids": (2,)}])
+def test_an_engine_of_a_changed_checkpoint_is_refused(
+        change: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    async def play(world: World) -> None:
+        world.next = {"info": msgspec.structs.replace(INFO, **change)}
+        world.processes[0].crash()
+        await world.until(1)
+        assert world.client.hopeless.is_set() and not world.client.healthy and world.client.info == INFO
+        with pytest.raises(Refused, match="the checkpoint has changed since the start: restart the server"):
+            world.client.submit(Add("a", [1], FOREVER, 0))
+        await world.until(1000)
+        assert len(world.launches) == 2
+
+    scenario(play)
+    assert [record.getMessage() for record in caplog.records if "checkpoint" in record.getMessage()] == [
+        "the checkpoint has changed since the start: restart the server"]
+    assert all(record.exc_info is None for record in caplog.records)
 
 
 def test_nothing_is_started_for_a_server_that_is_ending() -> None:

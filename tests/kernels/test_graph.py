@@ -104,3 +104,11 @@ def test_embedding_is_the_table_s_rows():
     for kind in (torch.float32, torch.bfloat16):
         table, ids = torch.randn(50, 34).to(kind), torch.randint(0, 50, (700,))
         assert torch.equal(CpuKernels(2).embed(table, ids), ReferenceKernels().embed(table, ids))
+
+
+def test_embedding_reads_nothing_outside_the_table():
+    around = torch.full((54, 34), 7.0)
+    table = around[2:52]
+    table[:] = torch.randn(50, 34)
+    ids = torch.tensor([-1, 50, 51, -2, 3])
+    assert torch.equal(CpuKernels(2).embed(table, ids), table[[0, 49, 49, 0, 3]])

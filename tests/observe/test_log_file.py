@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,6 +75,24 @@ def test_links_and_pipes_are_never_written_to(tmp_path: Path, overwrite: bool) -
     with pytest.raises(IsADirectoryError):
         LogFile(tmp_path, overwrite=overwrite)
     assert (tmp_path / "log").read_bytes() == RUN and not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_log_has_one_writer(tmp_path: Path, overwrite: bool) -> None:
+    path = tmp_path / "log"
+    script = ("import sys; from slotwise.observe.log_file import LogFile, LogFileError\n"
+              "try: LogFile(sys.argv[1], overwrite=sys.argv[2] == 'True')\nexcept LogFileError as error: print(error)")
+    with LogFile(path) as file:
+        for attempt in (check, LogFile):
+            with pytest.raises(LogFileError, match="is being written by another process: name another file"):
+                attempt(path, overwrite=overwrite)
+        done = subprocess.run([sys.executable, "-c", script, str(path), str(overwrite)], capture_output=True, text=True,
+                              timeout=60)
+        assert done.stdout == f"{path} is being written by another process: name another file\n", done.stderr
+        file.write(RUN)
+    assert path.read_bytes() == RUN
+    check(path)
+    written(path)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")

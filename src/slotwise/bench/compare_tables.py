@@ -9,6 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from slotwise.terminal import plain
+
 NONE = "–"
 
 
@@ -91,7 +93,7 @@ def _workload(facts: Mapping[str, Any]) -> str:
 
 
 def _table(title: str, columns: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", caption_justify="left", header_style="bold")
+    table = Table(title=plain(title), title_justify="left", caption_justify="left", header_style="bold")
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left")
     return table

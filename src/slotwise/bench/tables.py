@@ -10,6 +10,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from slotwise.terminal import plain
+
 LATENCIES = {
     "ttft": "time to first token", "tpot": "time per output token", "itl": "between events of a stream",
     "max_itl": "longest gap of a request", "e2el": "end to end"}
@@ -60,7 +62,7 @@ def latency_table(result: Mapping[str, Any]) -> RenderableType:
 def roofline_table(result: Mapping[str, Any]) -> RenderableType:
     """Achieved share of the machine's limits by kind of step, and where a run's time goes."""
     machine = result["machine"]
-    title = (f"bench throughput --roofline: {result.get('model', '')}, {result['seconds']:.1f} s; reads at "
+    title = plain(f"bench throughput --roofline: {result.get('model', '')}, {result['seconds']:.1f} s; reads at "
              f"{machine['bytes_per_second'] / 1e9:.1f} GB/s, products at "
              f"{machine['operations_per_second'] / 1e9:,.0f} GFLOP/s")
     steps = Table(title=title, title_justify="left", box=None, pad_edge=False)
@@ -82,12 +84,12 @@ def roofline_table(result: Mapping[str, Any]) -> RenderableType:
     return Group(steps, parts)
 
 
-def _title(result: Mapping[str, Any], command: str) -> str:
+def _title(result: Mapping[str, Any], command: str) -> Text:
     model = result.get("model_id") or result.get("model", "")
-    return f"{command}: {model}" + (" (interrupted)" if result["status"] == "interrupted" else "")
+    return plain(f"{command}: {model}" + (" (interrupted)" if result["status"] == "interrupted" else ""))
 
 
-def _facts(title: str, facts: Iterable[tuple[str, str]]) -> Table:
+def _facts(title: Text, facts: Iterable[tuple[str, str]]) -> Table:
     table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
     table.add_column(style="dim")
     table.add_column()
@@ -115,7 +117,7 @@ def _latencies(result: Mapping[str, Any]) -> Table:
 def _errors(errors: Iterable[str]) -> list[Text]:
     """The commonest errors, with their counts."""
     found = Counter(filter(None, errors)).most_common(MAX_ERRORS)
-    return [Text(f"{count} × {error}", style="red") for error, count in found]
+    return [plain(f"{count} × {error}", "red") for error, count in found]
 
 
 def _ms(milliseconds: float) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from slotwise.cli.numbers import Number
 from slotwise.cli.options import add_command
@@ -19,6 +18,7 @@ from slotwise.observe.explain import MS, PARTS, Explanation, explain
 from slotwise.observe.request_timeline import RequestTimeline, gather
 from slotwise.observe.step_time import StepTimeModel
 from slotwise.observe.step_view import StepView, step_view, times_of
+from slotwise.terminal import plain
 
 SLOWEST = 10
 FILE_WIDTH = 160  # columns of the tables where they are not shown in a terminal
@@ -56,7 +56,7 @@ def run(asked: argparse.Namespace) -> int:
             _show_explanation(console, explain(one, entries, times))
     else:
         _show_slowest(console, asked.slowest or SLOWEST, entries, (timelines, times))
-    console.print(f"[dim]step times: median error {times.error:.1%} over the log's last steps[/]")
+    console.print(plain(f"step times: median error {times.error:.1%} over the log's last steps", "dim"))
     return 0
 
 
@@ -66,13 +66,13 @@ def _ms(ns: float) -> str:
 
 def _show_explanation(console: Console, explanation: Explanation) -> None:
     timeline, total = explanation.timeline, explanation.total_ns
-    table = Table("part", "why", title=Text(_heading(explanation)), title_justify="left")
+    table = Table("part", "why", title=plain(_heading(explanation)), title_justify="left")
     for name in ("ms", "share", "steps"):
         table.add_column(name, justify="right")
     table.add_column("which is")
     for share in explanation.shares:
         table.add_row(
-            share.part.replace("_", " "), share.reason.replace("_", " "), _ms(share.ns),
+            share.part.replace("_", " "), plain(share.reason.replace("_", " ")), _ms(share.ns),
             f"{share.ns / total:.1%}" if total else "", _steps(share.first_step, share.last_step),
             PARTS[share.part], style="" if share.ns > total * TINY else "dim")
     table.add_section()
@@ -113,7 +113,7 @@ def _show_slowest(console: Console, most: int, entries: Sequence[Entry],
         table.add_column(part.replace("_", " "), justify="right")
     for explanation in explanations:
         request = explanation.timeline.request
-        table.add_row(f"{request.number} {request.id[:WIDEST_ID]}", explanation.timeline.end_reason,
+        table.add_row(plain(f"{request.number} {request.id[:WIDEST_ID]}"), plain(explanation.timeline.end_reason),
                       _ms(explanation.total_ns),
                       *(_ms(explanation.ns(part)) for part in parts))
     table.add_section()
@@ -133,16 +133,18 @@ def _show_step(console: Console, shown: StepView, timelines: dict[int, RequestTi
     ran = Table("request", "slot", "computed", "what", "joined", title="Who ran", title_justify="left")
     for row in shown.ran:
         joined = "" if row.cached < 0 else f"now, {row.cached} tokens cached" if row.cached else "now"
-        ran.add_row(_name(row.number, timelines), str(row.slot), f"{row.count} from {row.start}", row.what, joined)
+        ran.add_row(
+            plain(_name(row.number, timelines)), str(row.slot), f"{row.count} from {row.start}", row.what, joined)
     console.print(ran)
     out = Table("request", "state", "why not", title="Who did not", title_justify="left")
     for one in shown.left_out[:MOST_LEFT_OUT]:
-        out.add_row(_name(one.number, timelines), one.state, one.reason.replace("_", " "))
+        out.add_row(plain(_name(one.number, timelines)), one.state, plain(one.reason.replace("_", " ")))
     console.print(out if shown.left_out else "No other request was unfinished.")
     if len(shown.left_out) > MOST_LEFT_OUT:
         console.print(f"... and {len(shown.left_out) - MOST_LEFT_OUT} more")
     for end in step.ended:
-        console.print(f"{_name(end.number, timelines)} ended: {end.reason}, {end.num_output} tokens {end.message}")
+        console.print(plain(
+            f"{_name(end.number, timelines)} ended: {end.reason}, {end.num_output} tokens {end.message}"))
 
 
 def _name(number: int, timelines: dict[int, RequestTimeline]) -> str:

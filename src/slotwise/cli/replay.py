@@ -11,6 +11,7 @@ from rich.table import Table
 from slotwise.cli.options import add_command
 from slotwise.observe.event_log import read_file
 from slotwise.simulate.replay import Outcome, replay
+from slotwise.terminal import plain
 
 DIFFERENT = 1  # exit status
 
@@ -37,7 +38,7 @@ def _table(outcome: Outcome) -> Table:
     if difference is None:
         table.add_row("replayed", "to the end, byte for byte")
         return table
-    table.add_row("first difference", f"record {difference.record}, step {difference.step}: {difference.field}")
-    table.add_row("recorded", difference.logged)
-    table.add_row("replayed", difference.replayed)
+    table.add_row("first difference", plain(f"record {difference.record}, step {difference.step}: {difference.field}"))
+    table.add_row("recorded", plain(difference.logged))
+    table.add_row("replayed", plain(difference.replayed))
     return table

@@ -112,9 +112,12 @@ def _origins(text: str) -> list[str]:
 
 
 def _key(text: str) -> str:
-    if not text.strip() or not text.isprintable():
-        raise argparse.ArgumentTypeError("a key must not be empty, and must be of characters that can be sent")
-    return text.strip()
+    from slotwise.server.keys import key_of
+
+    try:
+        return key_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _from_environment(name: str) -> tuple[str, ...]:
@@ -123,13 +126,18 @@ def _from_environment(name: str) -> tuple[str, ...]:
     Raises:
         ValueError: it is set and holds no key, so that a server meant to be closed would be open.
     """
+    from slotwise.server.keys import key_of
+
     if name not in os.environ:
         return ()
-    keys = tuple(filter(None, map(str.strip, os.environ[name].split(","))))
-    if not keys or not all(map(str.isprintable, keys)):
-        what = "a key with characters that cannot be sent" if keys else "no key"
-        raise ValueError(f"{name} is set, but holds {what}: set it to a key, or unset it to serve without one")
-    return keys
+    keys = list(filter(None, map(str.strip, os.environ[name].split(","))))
+    try:
+        if keys:
+            return tuple(map(key_of, keys))
+        what = "no key"
+    except ValueError:
+        what = "a key with characters that cannot be sent"
+    raise ValueError(f"{name} is set, but holds {what}: set it to a key, or unset it to serve without one")
 
 
 def _keys(given: list[str]) -> tuple[str, ...]:

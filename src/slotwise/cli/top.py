@@ -80,6 +80,7 @@ class Watch:
             TopError: the server cannot be reached, or refuses.
         """
         import aiohttp
+        from aiohttp.http_exceptions import HttpProcessingError
 
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECTS)
         try:
@@ -90,6 +91,9 @@ class Watch:
                 await self._read(response.content)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise TopError(f"{self.url} cannot be reached: {error or type(error).__name__}") from error
+        except HttpProcessingError as error:  # no ClientError: a line without end
+            raise TopError(f"{self.url}/events sends a line of more than {2 * MAX_LINE >> 20} MB: it is no slotwise "
+                           "server") from error
 
     async def _check(self, response: aiohttp.ClientResponse) -> None:
         if response.status == HTTPStatus.UNAUTHORIZED:

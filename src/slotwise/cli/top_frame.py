@@ -10,7 +10,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from slotwise.errors import printable
 from slotwise.observe.live_state import DECODE, HELD, PREFILL, STALLED, LiveRequest, LiveState
+from slotwise.terminal import plain
 
 STYLES = {PREFILL: "cyan", DECODE: "green", HELD: "bright_black", STALLED: "yellow"}
 HEADER_ROWS = 10  # lines around the table of slots
@@ -21,7 +23,7 @@ MOST_WAITING = 3  # requests named in the last line
 def frame(state: LiveState, now_ns: int, most_rows: int, trouble: str = "") -> RenderableType:
     """A frame of at most about `most_rows` lines, as of `now_ns` on the server's clock."""
     if state.run is None:
-        return Text(trouble or "waiting for a first word from the server ...", style="bold")
+        return plain(trouble or "waiting for a first word from the server ...", "bold")
     parts: list[RenderableType] = [_title(state, trouble), _gauges(state), _rates(state, now_ns)]
     seated = state.seated()
     room = max(3, most_rows - HEADER_ROWS)
@@ -39,10 +41,10 @@ def _title(state: LiveState, trouble: str) -> Text:
     batching = state.scheduling.batching
     kind = f"{batching.kind} ({batching.prefill})" if batching.prefill else batching.kind
     step = f"step {state.last.step}" if state.last is not None else "no step yet"
-    title = Text.assemble(("slotwise ", "bold"), f"{run.version}  {Path(run.model).name} on {run.device} "
-                          f"({run.dtype})  {kind} batching  {step}")
+    title = Text.assemble(("slotwise ", "bold"), plain(
+        f"{run.version}  {Path(run.model).name} on {run.device} ({run.dtype})  {kind} batching  {step}"))
     if why := trouble or state.down:
-        title.append(f"\n{why}", style="bold red")
+        title.append("\n").append_text(plain(why, "bold red"))
     return title
 
 
@@ -55,7 +57,7 @@ def _gauges(state: LiveState) -> Table:
                    if state.run is not None else "")
     reasons = ", ".join(f"{count} {reason}" for reason, count in state.waiting.items() if count)
     gauges.add_row("waiting", _bar(state.num_waiting, max(state.num_waiting, state.slots), "yellow"),
-                   f"{state.num_waiting}" + (f": {reasons}" if reasons and state.num_waiting else ""))
+                   plain(f"{state.num_waiting}" + (f": {reasons}" if reasons and state.num_waiting else "")))
     return gauges
 
 
@@ -79,7 +81,7 @@ def _slots(seated: Sequence[LiveRequest], now_ns: int) -> Table:
     for live in seated:
         style = STYLES.get(live.phase, "")
         table.add_row(
-            str(live.slot), _name(live), Text(live.reason or live.phase, style=style), _progress(live, style),
+            str(live.slot), Text(_name(live)), plain(live.reason or live.phase, style), _progress(live, style),
             str(live.request.num_prompt), str(live.cached or ""), str(live.num_output),
             f"{max(0, now_ns - live.request.ns) * 1e-9:.1f} s")
     return table
@@ -97,7 +99,8 @@ def _progress(live: LiveRequest, style: str) -> ProgressBar:
 
 
 def _name(live: LiveRequest) -> str:
-    return live.request.id if len(live.request.id) <= 24 else f"{live.request.id[:16]}…{live.request.id[-7:]}"
+    name = printable(live.request.id)
+    return name if len(name) <= 24 else f"{name[:16]}…{name[-7:]}"
 
 
 def _queue(queue: Sequence[LiveRequest], now_ns: int) -> Text:
@@ -106,4 +109,4 @@ def _queue(queue: Sequence[LiveRequest], now_ns: int) -> Text:
     named = "   ".join(f"{_name(live)} {(now_ns - live.request.ns) * 1e-9:.1f} s {live.reason}"
                        for live in queue[:MOST_WAITING])
     more = f"   and {len(queue) - MOST_WAITING} more" if len(queue) > MOST_WAITING else ""
-    return Text(f"waiting   {named}{more}")
+    return plain(f"waiting   {named}{more}")

@@ -30,6 +30,7 @@ from slotwise.kernels.interface import Kernels
 from slotwise.kernels.select import choose, draw_for, launcher_of, resolve
 from slotwise.model.config import ModelConfig
 from slotwise.model.decoder import Decoder
+from slotwise.model.fingerprint import fingerprint
 from slotwise.model.load import describe, load_model
 from slotwise.model.locate import locate
 from slotwise.runner import memory
@@ -78,8 +79,9 @@ class Warming:
 class Loaded:
     """A model in memory, from which one engine or several in turn (for comparisons) are built."""
 
-    def __init__(self, name: str, device: str, decoder: Decoder, warming: Warming) -> None:
+    def __init__(self, name: str, device: str, decoder: Decoder, warming: Warming, *, checkpoint: str = "") -> None:
         self._name = name
+        self._checkpoint = checkpoint
         self._device = device
         self._decoder = decoder
         self._warming = warming
@@ -116,7 +118,8 @@ class Loaded:
             model=self._name, device=self._device, dtype=str(decoder.config.dtype).removeprefix("torch."),
             vocab_size=decoder.config.vocab_size, limits=limits, scheduling=scheduling, eos_token_ids=eos_ids,
             memory=used, depth=depth, quantization=config.quantization, kv_cache_dtype=config.kv_cache_dtype,
-            threads=torch.get_num_threads(), product_path=kernels.product_path(decoder.config.dtype))
+            threads=torch.get_num_threads(), product_path=kernels.product_path(decoder.config.dtype),
+            checkpoint=self._checkpoint)
         runner = _runner(decoder, limits)
         first_step.check(runner, limits, time.monotonic_ns)
         times = known(config, info, lambda: warmup(runner, limits, time.monotonic_ns))
@@ -149,14 +152,16 @@ def load(config: EngineConfig, progress: Progress = silent, wrap: Callable[[Kern
     except ValueError as error:
         raise ConfigError(str(error)) from error
     kernels = wrap(CheckedKernels(kernels) if os.environ.get("SLOTWISE_DEBUG") == "1" else kernels)
-    kind = describe(locate(config.model), config.dtype, kernels).dtype
+    folder = locate(config.model)
+    checkpoint = fingerprint(folder)  # first: what changes meanwhile is seen by the next engine
+    kind = describe(folder, config.dtype, kernels).dtype
     packing = 1 if compile_worker.are_waiting() else torch.get_num_threads()  # all other threads compile
     warming = Warming(kernels, kind)  # loading kernels holds the GIL, packing weights does not
     with _threads(packing):
         decoder = load_model(
             config.model, kernels=kernels, dtype=config.dtype, max_positions=config.max_model_len,
             progress=lambda done, total: progress("weights", done, total))
-    return Loaded(config.model, device, decoder, warming)
+    return Loaded(config.model, device, decoder, warming, checkpoint=checkpoint)
 
 
 @contextmanager

@@ -45,6 +45,13 @@ class EngineError(RuntimeError):
     """The engine could not start; the message is one line for a person."""
 
 
+class CheckpointChanged(EngineError):
+    """A replacement engine has another model than the first: the requests were checked against the first one's."""
+
+    def __init__(self) -> None:
+        super().__init__("the checkpoint has changed since the start: restart the server")
+
+
 class Refused(Exception):
     """A generation that was not started.  `kind` is one of the constants below."""
 
@@ -96,6 +103,7 @@ class EngineClient:
 
         Raises:
             EngineError: the engine could not start; the message says why.
+            CheckpointChanged: its model is not that of the engine before.
         """
         assert self._link is None or self._link.lost, "one engine at a time"
         self._lost.clear()
@@ -271,7 +279,12 @@ class EngineClient:
         elif isinstance(report, Loading):
             self._on_loading(report)
         elif isinstance(report, EngineInfo) and self._starting is not None and not self._starting.done():
-            self._starting.set_result(report)
+            if self._info is None or report.identity == self._info.identity:
+                self._starting.set_result(report)
+            else:  # refused here, before any request can reach it
+                changed = CheckpointChanged()
+                self._starting.set_exception(changed)
+                self.give_up(str(changed))
 
     def _publish(self, record: StepRecord) -> None:
         live = self._live

@@ -99,6 +99,12 @@ class EngineInfo(Struct, tag="ready"):
     roofline: Roofline | None = None  # lower bounds of step costs on this machine; None: not measured
     threads: int = 1  # compute threads
     product_path: str = ""  # the kernels' name of the path for products with the weights
+    checkpoint: str = ""  # digest of the model's files when they were read
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """What must be the same in all engines of one server: its tokens and its model."""
+        return self.vocab_size, self.eos_token_ids, self.checkpoint
 
     @property
     def weights(self) -> str:

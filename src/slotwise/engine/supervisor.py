@@ -4,7 +4,8 @@
                  ▲                                          │      pause   1, 2, 4 ... 60 seconds, from the start
                  └──────────────── launch ◄─────────────────┘              again after an engine that served long enough
 
-An engine that does not become ready is a false start; after several in a row the supervisor gives up.
+An engine that does not become ready is a false start; after several in a row the supervisor gives up.  It gives up at
+once if the next engine read another model than the first.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from slotwise.engine.client import EngineClient, EngineError
+from slotwise.engine.client import CheckpointChanged, EngineClient, EngineError
 from slotwise.engine.heartbeat import ENGINE_TIMEOUT, HEARTBEAT_SECONDS, Clock, HeartbeatMonitor
 from slotwise.engine.messages import EngineInfo
 
@@ -137,7 +138,10 @@ class Supervisor:
     def _ended_by_itself(self, task: asyncio.Task[None]) -> None:
         """Declares the service hopeless when a supervising task failed: it would run without supervision."""
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.critical("the supervisor failed", exc_info=error)
+            if isinstance(error, CheckpointChanged):
+                logger.error("%s", error)
+            else:
+                logger.critical("the supervisor failed", exc_info=error)
             self._client.hopeless.set()
 
     async def _watch_heartbeat(self) -> None:
@@ -186,12 +190,18 @@ class Supervisor:
             logger.info("the engine is ready again, with %d bytes of memory at most", client.info.memory.total)
 
     async def _again(self) -> bool:
-        """Kills the last engine, pauses and starts the next; returns False if it did not become ready."""
+        """Kills the last engine, pauses and starts the next; returns False if it did not become ready.
+
+        Raises:
+            CheckpointChanged: no further engine can be started.
+        """
         await self._bury()
         await self._sleep(self._backoff.pause)
         try:
             self._process = self._launch(self._client.info)
             await self._attach(self._process)
+        except CheckpointChanged:
+            raise
         except EngineError:
             return False
         except OSError as error:

@@ -207,9 +207,15 @@ def line_of(entry: Entry) -> bytes:
 def decode(line: bytes | str) -> Entry:
     """Returns the entry of a line; raises LogError if it is none."""
     try:
-        return _decoder.decode(line)
+        entry = _decoder.decode(line)
     except msgspec.MsgspecError as error:
         raise LogError(f"this is not an entry of an event log ({error})") from error
+    if isinstance(entry, Step) and min(entry.counts, default=1) < 1:
+        raise LogError("this is not an entry of an event log (a row has no tokens)")
+    scheduling = entry.scheduling if isinstance(entry, Run) else entry.configured if isinstance(entry, Step) else None
+    if scheduling is not None and scheduling.max_num_batched_tokens < 1:
+        raise LogError("this is not an entry of an event log (its steps have no tokens)")
+    return entry
 
 
 def read(lines: Iterable[bytes]) -> Iterator[Entry]:

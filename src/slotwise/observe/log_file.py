@@ -1,7 +1,11 @@
-"""Writes an event log to a file on a thread of its own, so that `write` never waits."""
+"""Writes an event log to a file on a thread of its own, so that `write` never waits.
+
+The file is locked while it is written: one process writes it at a time.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import stat
@@ -36,16 +40,16 @@ def check(path: Path | str, *, overwrite: bool = False) -> None:
 
 
 def _opened(path: Path | str, *, overwrite: bool) -> int:
-    """Returns a descriptor of the file, created or unchanged."""
+    """Returns a descriptor of the file, locked, created or unchanged."""
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe is refused, not waited for
     try:
-        return os.open(path, flags | os.O_CREAT | os.O_EXCL, PRIVATE)
+        descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, PRIVATE)
     except FileExistsError:
         if os.path.islink(path):
             raise LogFileError(f"{path} is a link: name the file itself") from None
-    descriptor = os.open(path, flags)
+        descriptor = os.open(path, flags)
     try:
-        if wrong := _objection(descriptor, overwrite=overwrite):
+        if wrong := _objection(descriptor, overwrite=overwrite) or _lock(descriptor):
             raise LogFileError(f"{path} {wrong}")
     except BaseException:
         os.close(descriptor)
@@ -64,6 +68,17 @@ def _objection(descriptor: int, *, overwrite: bool) -> str:
         return "belongs to another user, and is not replaced: name another file, or say --overwrite-event-log"
     if about.st_size and not _is_log(os.pread(descriptor, MAX_FIRST_LINE, 0)):
         return "is not an event log, and is not replaced: name another file, or say --overwrite-event-log"
+    return ""
+
+
+def _lock(descriptor: int) -> str:
+    """Locks the file until the descriptor is closed.  Returns why it cannot be; "" if it is."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return "is being written by another process: name another file"
+    except OSError as error:  # a file system without locks
+        logger.warning("the event log cannot be locked against a second process: %s", error)
     return ""
 
 
@@ -87,7 +102,7 @@ class LogFile:
 
     Raises:
         OSError: the file cannot be created.
-        LogFileError: the existing file is no event log, or belongs to another user.
+        LogFileError: the existing file is no event log, belongs to another user, or is being written.
     """
 
     def __init__(self, path: Path | str, max_waiting: int = MAX_WAITING, *, overwrite: bool = False) -> None:

@@ -76,7 +76,7 @@ def build_app(engine_client: EngineClient, tokenizer: Tokenizer, chat_template: 
     Args:
         step_times: a model fitted earlier; None: an empty one.
     """
-    prompts = Prompts(tokenizer, chat_template, engine_client.info)
+    prompts = Prompts(tokenizer, chat_template, lambda: engine_client.info)
     return App(Api(engine_client, prompts, settings, step_times or StepTimeModel()))
 
 

@@ -13,6 +13,18 @@ from slotwise.server.errors import ApiError
 NAME_BYTES = 16
 
 
+def key_of(text: str) -> str:
+    """Returns the API key in `text`, without surrounding spaces.
+
+    Raises:
+        ValueError: it is empty, or no client could send it as a bearer token.
+    """
+    key = text.strip()
+    if not key or not text.isprintable() or " " in key:
+        raise ValueError("a key must not be empty, and must be of characters that can be sent, without spaces")
+    return key
+
+
 class Keys:
     """The keys that grant access; without any, access is open.
 

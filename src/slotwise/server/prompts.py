@@ -22,10 +22,13 @@ MAX_WAITING = 256  # long texts waiting for the thread
 class Prompts:
     """Tokenizes.  Short texts at once; long ones in one thread, so that they delay no stream."""
 
-    def __init__(self, tokenizer: Tokenizer, chat_template: Template | None, info: EngineInfo) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, chat_template: Template | None, engine_info: Callable[[], EngineInfo],
+    ) -> None:
+        """Args: engine_info: returns that of the engine attached last."""
         self.tokenizer = tokenizer
         self._template = chat_template
-        self._info = info
+        self._engine_info = engine_info
         self._thread = ThreadPoolExecutor(1, "tokenize")
         self._waiting = 0
 
@@ -103,7 +106,7 @@ class Prompts:
 
     @property
     def _longest(self) -> int:
-        return self._info.limits.max_model_len
+        return self._engine_info().limits.max_model_len
 
     async def _encode(self, size: int, encode: Callable[[], list[int]], param: str = "prompt") -> list[int]:
         try:
@@ -136,8 +139,9 @@ class Prompts:
                            f"the prompt has {len(ids)}", param)
 
     def _check_vocabulary(self, ids: Sequence[int], param: str) -> None:
-        if ids and not (min(ids) >= 0 and max(ids) < self._info.vocab_size):
-            raise bad_request(f"{param}: token ids must be between 0 and {self._info.vocab_size - 1}", param)
+        vocab_size = self._engine_info().vocab_size
+        if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+            raise bad_request(f"{param}: token ids must be between 0 and {vocab_size - 1}", param)
 
     def max_tokens(self, asked: int | None, longest_prompt: int, default: int | None, param: str = "max_tokens") -> int:
         """The most tokens to generate: the value of the field `param`, else `default` as far as it fits.
@@ -145,7 +149,7 @@ class Prompts:
         Raises:
             ApiError: the value can never fit the model's context, or the whole cache.
         """
-        limits = self._info.limits
+        limits = self._engine_info().limits
         if asked is None:
             room = min(self._longest, limits.cache_tokens + 1) - longest_prompt  # the last token needs no cache place
             asked = max(1, room if default is None else min(default, room))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -23,6 +23,8 @@ import msgspec
 
 from slotwise.core.slo import LEAST_WEIGHT, MOST_WEIGHT, Tier
 from slotwise.engine.scheduling import LARGEST, MAX_TIERS
+from slotwise.errors import printable
+from slotwise.server.keys import key_of
 from slotwise.server.protocol import Milliseconds, Priority
 from slotwise.server.quotas import Quota
 
@@ -137,15 +139,21 @@ def _slots(share: float, max_num_seqs: int) -> int:
 def _keys(listed: Listed, environment: Mapping[str, str]) -> tuple[str, ...]:
     if listed.api_keys == []:
         raise TiersError(f"tier {listed.name}: api_keys: it is empty: name a key, or leave it out for a tier without")
-    keys = [key.strip() for key in listed.api_keys or ()]
-    if not all(keys):
-        raise TiersError(f"tier {listed.name}: api_keys: a key must not be empty")
+    keys = _checked_keys(listed.name, "api_keys", listed.api_keys or ())
     if (variable := listed.api_keys_env) is not None:
-        more = [key.strip() for key in environment.get(variable, "").split(",") if key.strip()]
+        more = _checked_keys(listed.name, "api_keys_env", [
+            key.strip() for key in environment.get(variable, "").split(",") if key.strip()])
         if not more:  # else the tier would be open to keys of no tier
             raise TiersError(f"tier {listed.name}: api_keys_env: the environment has no keys in {variable}")
         keys += more
     return tuple(dict.fromkeys(keys))
+
+
+def _checked_keys(tier: str, field: str, keys: Iterable[str]) -> list[str]:
+    try:
+        return list(map(key_of, keys))
+    except ValueError as error:
+        raise TiersError(f"tier {tier}: {field}: {error}") from None
 
 
 def _check_together(tiers: Sequence[ServedTier], max_num_seqs: int) -> None:
@@ -193,12 +201,14 @@ Entry = TypeVar("Entry", TierSettings, Listed)
 
 def _entry(kind: type[Entry], entry: object, number: int) -> Entry:
     given = entry.get("name") if isinstance(entry, dict) else None
-    name = given if isinstance(given, str) and given else f"number {number}"
+    name = printable(given) if isinstance(given, str) and given else f"number {number}"
     try:
         settings = msgspec.convert(entry, kind)
         settings.tier()
     except ValueError as error:
         raise TiersError(f"tier {name:.80}: {str(error).replace('`$.', '`')}") from error
+    if not settings.name.isprintable():
+        raise TiersError(f"tier {name}: name: it must be of printable characters")
     if name in BEST:
         raise TiersError(f"tier {name}: name: {' and '.join(BEST)} are OpenAI's words for the best tier a key allows")
     return settings

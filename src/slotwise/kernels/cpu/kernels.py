@@ -172,10 +172,11 @@ class CpuKernels:
         return None if self.launcher.is_beside_torch else GraphRecorder(self.launcher, self._arena).record(work)
 
     def embed(self, table: Tensor, token_ids: Tensor) -> Tensor:
-        """Rows of `table [vocabulary, hidden]`: `[tokens, hidden]`."""
+        """Rows of `table [vocabulary, hidden]`: `[tokens, hidden]`.  Ids outside the table are clamped."""
         tokens, size = len(token_ids), table.shape[1]
         out = self.launcher.empty((tokens, size), table.dtype)
-        self.launcher.give(table.data_ptr(), token_ids.data_ptr(), out.data_ptr(), tokens, size * table.itemsize)
+        self.launcher.give(table.data_ptr(), token_ids.data_ptr(), out.data_ptr(), tokens, size * table.itemsize,
+                           len(table) - 1)
         self._run(pointwise.EMBED, tokens * size)
         return out
 

@@ -34,7 +34,7 @@ STEPS = np.float32(127)  # int8 steps on either side of zero
 TINY = np.float32(1e-30)
 
 # Arguments in words after the header: of the embedding, of norms and activation, of the rotary embedding.
-TABLE, TOKEN_IDS, EMBEDDING, EMBEDDED, ROW_BYTES = range(HEADER, HEADER + 5)
+TABLE, TOKEN_IDS, EMBEDDING, EMBEDDED, ROW_BYTES, LAST_ID = range(HEADER, HEADER + 6)
 X, RESIDUAL, WEIGHT, OUT, TOKENS, SIZE, EPS_BITS = range(HEADER, HEADER + 7)
 (
     QKV, QUERY, CACHE, ROTARY, POSITIONS, SLOTS, NUM_TOKENS, GROUP, KV_HEADS, DIM, DIM_PADDED, BLOCK, BLOCK_PADDED,
@@ -44,11 +44,12 @@ X, RESIDUAL, WEIGHT, OUT, TOKENS, SIZE, EPS_BITS = range(HEADER, HEADER + 7)
 
 @kernel
 def _embed(words):
-    """Rows of the table, copied by 32 bits."""
-    tokens, row = load(words, EMBEDDED, INT64), load(words, ROW_BYTES, INT64)
+    """Rows of the table, copied by 32 bits.  An id outside the table is clamped: no other memory is read."""
+    tokens, row, last = load(words, EMBEDDED, INT64), load(words, ROW_BYTES, INT64), load(words, LAST_ID, INT64)
     token = fetch_add(words, 1)
     while token < tokens:
-        source = load(words, TABLE, INT64) + load(load(words, TOKEN_IDS, INT64), token, INT64) * row
+        token_id = min(max(load(load(words, TOKEN_IDS, INT64), token, INT64), 0), last)
+        source = load(words, TABLE, INT64) + token_id * row
         target = load(words, EMBEDDING, INT64) + token * row
         for i in range(row // 4):
             store(target, i, load(source, i, FLOAT32), FLOAT32)

@@ -65,6 +65,13 @@ def test_with_keys_or_beyond_loopback_any_host_is_answered(folder: Path, tmp_pat
         assert answer.status_code == 200
 
 
+@pytest.mark.parametrize("host", ["127.1", "0177.0.0.1", "localhost"])
+def test_the_bound_address_decides_whether_hosts_are_checked(folder: Path, tmp_path: Path, host: str) -> None:
+    with running(folder, tmp_path / "engine", f"host={host}") as server:
+        assert asked(server, host=host, **JSON).status_code == 200
+        assert asked(server, host="attacker.example", **JSON).status_code == 403
+
+
 @pytest.mark.parametrize("kind", [
     "text/plain", "text/plain;charset=UTF-8", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x",
     "application/jsonp", "text/plain; application/json", ""])
@@ -112,7 +119,7 @@ def test_a_page_of_this_server_or_of_one_that_is_allowed(guarded: Server) -> Non
 
 
 @pytest.mark.parametrize(("name", "local"), [
-    ("::1", True), ("[::1]", True), ("127.1.2.3", True), ("localhost", True), ("0.0.0.0", False), ("::", False),
+    ("::1", True), ("::ffff:127.0.0.1", True), ("::ffff:10.0.0.1", False), ("[::1]", True), ("127.1.2.3", True), ("localhost", True), ("0.0.0.0", False), ("::", False),
     ("10.0.0.1", False), ("", False), ("localhost.example", False)])
 def test_what_means_this_machine(name: str, local: bool) -> None:
     assert is_loopback(name) == local

@@ -33,12 +33,16 @@ class Browsers:
     """The checks, with the hosts and origins that a server allows."""
 
     def __init__(self, settings: ServerSettings) -> None:
-        local = not settings.all_keys and is_loopback(settings.host)
         self._names = {name.lower().strip("[]") for name in settings.allowed_hosts}
-        self._checks_host = (local or bool(self._names)) and ANY not in self._names
+        self._checks_host = bool(self._names) and ANY not in self._names
+        self._checks_if_local = not settings.all_keys and ANY not in self._names
         self._names.add(settings.host.lower())
         self._origins = frozenset(origin.lower() for origin in settings.allowed_origins)
         self._known_host = lru_cache(256)(self._is_ours)
+
+    def listens_on(self, address: str) -> None:
+        """Set the address that the server's socket is bound to: `--host` may be a name, or written as 127.1."""
+        self._checks_host |= self._checks_if_local and is_loopback(address)
 
     def check(self, headers: Mapping[bytes, bytes]) -> Headers:
         """CORS headers of the response to a page that may read it.
@@ -90,7 +94,8 @@ def is_loopback(name: str) -> bool:
     if name == "localhost" or name.endswith(".localhost"):
         return True
     try:
-        return ip_address(name).is_loopback
+        address = ip_address(name)
+        return (getattr(address, "ipv4_mapped", None) or address).is_loopback  # ::ffff:127.0.0.1
     except ValueError:
         return False
 

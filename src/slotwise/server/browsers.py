@@ -1,10 +1,12 @@
 """Keeps web pages of other sites, opened in a browser on this machine, from using the server.
 
-A browser sends requests to any address that a page names.  Three checks tell such requests from those of programs:
+A browser sends requests to any address that a page names.  Four checks tell such requests from those of programs:
 
 - `Host`: by DNS rebinding a page's own name may come to mean 127.0.0.1.  A server on a loopback address without keys
   answers only names that always mean this machine, and those of `--allowed-hosts`.
 - `Origin`: a browser names the site of the page.  It must be this server's own or one of `--allowed-origins`.
+- `Sec-Fetch-Site`: a browser names no origin with the GET of a script or an image, but says that another site's page
+  sends it.  Where hosts are checked, only a link to this server (`Sec-Fetch-Mode: navigate`) is followed.
 - `Content-Type`: a page may send text/plain or a form anywhere without asking first (a "simple request" of the Fetch
   standard), but not application/json.
 """
@@ -55,6 +57,10 @@ class Browsers:
             raise ApiError(HTTPStatus.FORBIDDEN, f"this server does not answer for the host {_shown(host)}; start it "
                            "with --allowed-hosts to add names", "Host", "host_not_allowed")
         origin = headers.get(b"origin")
+        if origin is None and self._checks_host and ANY not in self._origins and _is_cross_site(headers):
+            raise ApiError(HTTPStatus.FORBIDDEN, "pages of other sites may not use this server; start it with "
+                           "--allowed-origins and send requests that name their origin (mode: cors)",
+                           "Sec-Fetch-Site", "origin_not_allowed")
         if origin is None or (host is not None and _authority(origin) == host.lower()):
             return []
         if origin.decode("latin-1").lower() not in self._origins and ANY not in self._origins:
@@ -98,6 +104,11 @@ def is_loopback(name: str) -> bool:
         return (getattr(address, "ipv4_mapped", None) or address).is_loopback  # ::ffff:127.0.0.1
     except ValueError:
         return False
+
+
+def _is_cross_site(headers: Mapping[bytes, bytes]) -> bool:
+    """Whether a page of another site sends the request, without going to its answer."""
+    return headers.get(b"sec-fetch-site") == b"cross-site" and headers.get(b"sec-fetch-mode") != b"navigate"
 
 
 def _authority(origin: bytes) -> bytes:

@@ -63,7 +63,7 @@ async def main(folder: Path, log: Path, *given: str) -> int:
     app = build_app(engine_client, tokenizer, template, settings)
     for heavy in ("torch", "numpy", "numba", "jinja2"):
         assert heavy not in sys.modules, f"the API process has imported {heavy}"
-    await serve(app, listen("127.0.0.1", 0), lambda url: print(url, engines[-1].process.pid, flush=True))
+    await serve(app, listen(settings.host, 0), lambda url: print(url, engines[-1].process.pid, flush=True))
     app.api.close()
     await supervisor.end()
     print("engine", engines[-1].process.returncode, flush=True)

@@ -65,6 +65,37 @@ def test_with_keys_or_beyond_loopback_any_host_is_answered(folder: Path, tmp_pat
         assert answer.status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/metrics", "/explain/1", "/v1/models", "/nowhere"])
+def test_a_script_or_an_image_of_another_site_is_refused(guarded: Server, path: str) -> None:
+    for mode in ({"Sec_Fetch_Mode": "no-cors", "Sec_Fetch_Dest": "script"}, {}):
+        refused = asked(guarded, "GET", path, None, Sec_Fetch_Site="cross-site", **mode)
+        assert refused.status_code == 403 and refused.json()["error"]["code"] == "origin_not_allowed"
+        assert "--allowed-origins" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("headers", [
+    {}, {"Sec_Fetch_Site": "none", "Sec_Fetch_Mode": "navigate"},
+    {"Sec_Fetch_Site": "same-origin", "Sec_Fetch_Mode": "cors"},
+    {"Sec_Fetch_Site": "cross-site", "Sec_Fetch_Mode": "navigate", "Sec_Fetch_Dest": "document"},
+    {"Sec_Fetch_Site": "cross-site", "Sec_Fetch_Mode": "cors", "origin": "https://app.example:8443"}])
+def test_links_and_pages_that_are_allowed_are_answered(guarded: Server, headers: dict[str, str]) -> None:
+    answer = asked(guarded, "GET", "/v1/models", None, **headers)
+    assert answer.status_code == 200 and answer.headers["x-content-type-options"] == "nosniff"
+
+
+def test_where_hosts_are_not_checked_an_image_of_another_site_is_answered(folder: Path, tmp_path: Path) -> None:
+    for number, settings in enumerate((["allowed_hosts=*"], ["allowed_origins=*"])):
+        with running(folder, tmp_path / f"engine{number}", *settings) as server:
+            assert asked(server, "GET", "/v1/models", None, Sec_Fetch_Site="cross-site").status_code == 200
+
+
+@pytest.mark.parametrize("host", ["127.1", "0177.0.0.1", "localhost"])
+def test_the_bound_address_decides_whether_hosts_are_checked(folder: Path, tmp_path: Path, host: str) -> None:
+    with running(folder, tmp_path / "engine", f"host={host}") as server:
+        assert asked(server, host=host, **JSON).status_code == 200
+        assert asked(server, host="attacker.example", **JSON).status_code == 403
+
+
 @pytest.mark.parametrize("kind", [
     "text/plain", "text/plain;charset=UTF-8", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x",
     "application/jsonp", "text/plain; application/json", ""])
@@ -112,7 +143,8 @@ def test_a_page_of_this_server_or_of_one_that_is_allowed(guarded: Server) -> Non
 
 
 @pytest.mark.parametrize(("name", "local"), [
-    ("::1", True), ("[::1]", True), ("127.1.2.3", True), ("localhost", True), ("0.0.0.0", False), ("::", False),
+    ("::1", True), ("::ffff:127.0.0.1", True), ("::ffff:10.0.0.1", False),
+    ("[::1]", True), ("127.1.2.3", True), ("localhost", True), ("0.0.0.0", False), ("::", False),
     ("10.0.0.1", False), ("", False), ("localhost.example", False)])
 def test_what_means_this_machine(name: str, local: bool) -> None:
     assert is_loopback(name) == local

@@ -140,6 +140,11 @@ requests_per_minute = 5
 api_keys = ["few", "other"]
 
 [[tier]]
+name = "tin"
+requests_per_minute = 2
+api_keys = ["texts"]
+
+[[tier]]
 name = "bronze"
 tokens_per_minute = 6000
 api_keys = ["short", "used", "fresh", "patient"]
@@ -211,9 +216,16 @@ def test_a_key_may_send_so_many_requests_a_minute_and_others_are_not_bound(
 
 def test_a_key_without_requests_is_told_before_its_body_is_read(server: Server) -> None:
     eventually(lambda: ask(server, "few").status_code == 429)
-    for path in (COMPLETIONS, CHAT):
-        assert server.post(path, b"{", Authorization="Bearer few").status_code == 429
-    assert server.post("/tokenize", {"prompt": "x"}, Authorization="Bearer few").status_code == 200
+    for path in (COMPLETIONS, CHAT, "/tokenize", "/detokenize"):
+        refused = server.post(path, b"{", Authorization="Bearer few")
+        assert refused.status_code == 429 and refused.headers["x-ratelimit-remaining-requests"] == "0"
+
+
+def test_tokenizing_counts_as_requests(server: Server) -> None:
+    for path, body, left in (("/tokenize", {"prompt": "x"}, "1"), ("/detokenize", {"tokens": [40]}, "0")):
+        answer = server.post(path, body, Authorization="Bearer texts")
+        assert answer.status_code == 200 and answer.headers["x-ratelimit-remaining-requests"] == left
+    assert ask(server, "texts").status_code == 429
 
 
 @pytest.mark.parametrize("stream", [False, True])

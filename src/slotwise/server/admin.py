@@ -112,6 +112,7 @@ async def model(api: Api, exchange: HttpExchange) -> None:
 
 async def tokenize(api: Api, exchange: HttpExchange) -> None:
     """Token ids of a text, or of messages through the chat template."""
+    api.quotas.count_request(api.account(exchange))
     async with api.bodies.reading(exchange) as body:
         request = decode(TokenizeRequest, body)
         check_model(request.model, api.settings.served_model_name)
@@ -121,7 +122,7 @@ async def tokenize(api: Api, exchange: HttpExchange) -> None:
             tokens = await api.prompts.of_chat(request, exchange.holder, {})
         else:
             special = request.add_special_tokens is not False
-            tokens = await api.prompts.plain(request.prompt, add_special_tokens=special)
+            tokens = await api.prompts.plain(request.prompt, exchange.holder, add_special_tokens=special)
     texts = [api.prompts.tokenizer.inner.id_to_token(token) for token in tokens] if request.return_token_strs else None
     await exchange.respond_json({
         "count": len(tokens), "max_model_len": api.engine_client.info.limits.max_model_len, "tokens": tokens,
@@ -129,8 +130,10 @@ async def tokenize(api: Api, exchange: HttpExchange) -> None:
 
 
 async def detokenize(api: Api, exchange: HttpExchange) -> None:
+    """The text of token ids."""
+    api.quotas.count_request(api.account(exchange))
     async with api.bodies.reading(exchange) as body:
         request = decode(DetokenizeRequest, body)
         check_model(request.model, api.settings.served_model_name)
-        text = await api.prompts.decode(request.tokens)
+        text = await api.prompts.decode(request.tokens, exchange.holder)
     await exchange.respond_json({"prompt": text})

@@ -1,10 +1,12 @@
 """Keeps web pages of other sites, opened in a browser on this machine, from using the server.
 
-A browser sends requests to any address that a page names.  Three checks tell such requests from those of programs:
+A browser sends requests to any address that a page names.  Four checks tell such requests from those of programs:
 
 - `Host`: by DNS rebinding a page's own name may come to mean 127.0.0.1.  A server on a loopback address without keys
   answers only names that always mean this machine, and those of `--allowed-hosts`.
 - `Origin`: a browser names the site of the page.  It must be this server's own or one of `--allowed-origins`.
+- `Sec-Fetch-Site`: a browser names no origin with the GET of a script or an image, but says that another site's page
+  sends it.  Where hosts are checked, only a link to this server (`Sec-Fetch-Mode: navigate`) is followed.
 - `Content-Type`: a page may send text/plain or a form anywhere without asking first (a "simple request" of the Fetch
   standard), but not application/json.
 """
@@ -33,12 +35,16 @@ class Browsers:
     """The checks, with the hosts and origins that a server allows."""
 
     def __init__(self, settings: ServerSettings) -> None:
-        local = not settings.all_keys and is_loopback(settings.host)
         self._names = {name.lower().strip("[]") for name in settings.allowed_hosts}
-        self._checks_host = (local or bool(self._names)) and ANY not in self._names
+        self._checks_host = bool(self._names) and ANY not in self._names
+        self._checks_if_local = not settings.all_keys and ANY not in self._names
         self._names.add(settings.host.lower())
         self._origins = frozenset(origin.lower() for origin in settings.allowed_origins)
         self._known_host = lru_cache(256)(self._is_ours)
+
+    def listens_on(self, address: str) -> None:
+        """Set the address that the server's socket is bound to: `--host` may be a name, or written as 127.1."""
+        self._checks_host |= self._checks_if_local and is_loopback(address)
 
     def check(self, headers: Mapping[bytes, bytes]) -> Headers:
         """CORS headers of the response to a page that may read it.
@@ -51,6 +57,10 @@ class Browsers:
             raise ApiError(HTTPStatus.FORBIDDEN, f"this server does not answer for the host {_shown(host)}; start it "
                            "with --allowed-hosts to add names", "Host", "host_not_allowed")
         origin = headers.get(b"origin")
+        if origin is None and self._checks_host and ANY not in self._origins and _is_cross_site(headers):
+            raise ApiError(HTTPStatus.FORBIDDEN, "pages of other sites may not use this server; start it with "
+                           "--allowed-origins and send requests that name their origin (mode: cors)",
+                           "Sec-Fetch-Site", "origin_not_allowed")
         if origin is None or (host is not None and _authority(origin) == host.lower()):
             return []
         if origin.decode("latin-1").lower() not in self._origins and ANY not in self._origins:
@@ -90,9 +100,15 @@ def is_loopback(name: str) -> bool:
     if name == "localhost" or name.endswith(".localhost"):
         return True
     try:
-        return ip_address(name).is_loopback
+        address = ip_address(name)
+        return (getattr(address, "ipv4_mapped", None) or address).is_loopback  # ::ffff:127.0.0.1
     except ValueError:
         return False
+
+
+def _is_cross_site(headers: Mapping[bytes, bytes]) -> bool:
+    """Whether a page of another site sends the request, without going to its answer."""
+    return headers.get(b"sec-fetch-site") == b"cross-site" and headers.get(b"sec-fetch-mode") != b"navigate"
 
 
 def _authority(origin: bytes) -> bytes:

@@ -38,7 +38,7 @@ async def _completion(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
     slo = _check(api, exchange, request)
     api.check_room(slo)
     with api.admission_control.entering(slo):
-        prompts = await api.prompts.of_completion(request.prompt, api.settings.max_choices)
+        prompts = await api.prompts.of_completion(request.prompt, api.settings.max_choices, exchange.holder)
     request.prompt = ""
     default = _default(api, slo, request, prompts, COMPLETION_TOKENS)
     max_tokens = api.prompts.max_tokens(request.max_tokens, max(map(len, prompts)), default)
@@ -100,8 +100,7 @@ def _salt(tenant: str, cache_salt: str | None) -> str:
 def _enter(api: Api, exchange: HttpExchange) -> None:
     """Refuse, before its body is read, a request that finds the queue full or its quota of requests used up."""
     api.check_room(SLO(exchange.tenant))
-    account = api.quotas.account(exchange.tenant)
-    exchange.last_told = account.headers
+    account = api.account(exchange)
     api.quotas.check_queue(account)
     api.quotas.count_request(account)
 

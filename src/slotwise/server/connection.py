@@ -11,6 +11,10 @@ A client that sends nothing, or a head without an end, is disconnected: each sta
 A client that ends its sending side may have left, or may wait for its answer (RFC 9112, 9.5); TCP tells the two apart
 only when something is sent.  So the connection sends an interim response, which HTTP/1.1 allows at any time: a client
 that has left answers it with a reset.
+
+The server speaks HTTP/1.1 alone, so it ignores the Upgrade header (RFC 9110, 7.8).  The parser does not: it ends such a
+request at its head and hands back the rest.  The connection then gives the same head without that header to a new
+parser, and the rest of what was received after it.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import select
 from asyncio import Transport
 from typing import Any, cast
 
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from slotwise.server.connections import RESERVE_TIMEOUT, Connections
@@ -35,6 +40,8 @@ ENDS_AT_EOF = "ends_at_eof"  # key of a scope: a client that sends no more count
 LONGEST_LOOK = 30.0  # seconds
 NEVER = float("inf")
 LATE = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+INVALID = "Invalid HTTP request received."
+TUNNEL = "CONNECT is not supported."
 OLD_PATIENCE = 1.0  # seconds that a half-closed HTTP/1.0 client counts as present: it knows no interim responses
 
 
@@ -114,12 +121,38 @@ class Connection(HttpToolsProtocol):
             if self._head > MAX_HEAD:
                 self.transport.close()
                 return
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._parse(data)
         if self.pipeline:  # uvicorn pauses reading then, and would not notice that the client leaves
             self.flow.resume_reading()
 
-    def on_headers_complete(self) -> None:
+    def _parse(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except HttpParserUpgrade as upgrade:
+            self._ignore_upgrade(data[upgrade.args[0]:])
+        except HttpParserError:
+            self.logger.warning(INVALID)
+            self.send_400_response(INVALID)
+
+    def _ignore_upgrade(self, rest: bytes) -> None:
+        """Parse the head that the parser has just ended again, without its Upgrade header, and what follows it."""
         if self.transport.is_closing():
+            return
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        if method == b"CONNECT":  # all that follows is meant for another server
+            self.send_400_response(TUNNEL)
+            return
+        lines = [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+        head = b"\r\n".join([b"%b %b HTTP/%b" % (method, self.url, version), *lines, b"", b""])
+        self.parser = HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        self._parse(head)
+        if rest and not self.transport.is_closing():
+            self.data_received(rest)
+
+    def on_headers_complete(self) -> None:
+        if self.transport.is_closing() or self.parser.should_upgrade():
             return
         self.scope["transport"] = self.transport  # for the application, which has no other access to it
         super().on_headers_complete()
@@ -134,6 +167,8 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():  # only the head is complete
+            return
         super().on_message_complete()
         self._head = 0
         self.deadline = NEVER

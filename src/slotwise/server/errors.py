@@ -9,6 +9,7 @@ import msgspec
 
 from slotwise.core.params import InvalidParams
 from slotwise.engine.client import DRAINING, DUPLICATE_ID, Refused
+from slotwise.server.turns import QueueFull
 from slotwise.text.chat_source import ChatTemplateError
 from slotwise.text.tokenizer import TextTooLong, TokenizerError
 
@@ -104,6 +105,12 @@ def from_refusal(refused: Refused, retry_after: int = 1) -> ApiError:
     if refused.kind == DUPLICATE_ID:
         return bad_request(refused.message, "request_id", refused.kind)
     return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, refused.message, code=refused.kind, retry_after=retry_after)
+
+
+def from_queue_full(error: QueueFull, work: str) -> ApiError:
+    """Args: work: the pieces of work that wait, as in "too many `work` at once"."""
+    status = HTTPStatus.TOO_MANY_REQUESTS if error.of_one else HTTPStatus.SERVICE_UNAVAILABLE
+    return ApiError(status, f"too many {work} at once; try again later", code="tokenizer_busy")
 
 
 def from_params(error: InvalidParams) -> ApiError:

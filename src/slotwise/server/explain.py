@@ -81,9 +81,7 @@ def _busy(status: HTTPStatus) -> ApiError:
 
 async def of_request(api: Api, exchange: HttpExchange) -> None:
     """Where the time of a request went, by its `X-Request-Id` or the `id` of its response."""
-    account = api.quotas.account(exchange.tenant)
-    exchange.last_told = account.headers
-    api.quotas.count_request(account)
+    api.quotas.count_request(api.account(exchange))
     api.explainer.check_room(exchange.holder)
     name, scope = exchange.scope["path_params"]["request_id"], api.keys.scope_of(exchange.tenant)
     told = await api.explainer.explain(api, exchange.holder, lambda: api.recorder.ring.named(scope, name, MOST))

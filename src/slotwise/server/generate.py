@@ -31,7 +31,7 @@ from slotwise.server.keys import Keys
 from slotwise.server.prompts import Prompts
 from slotwise.server.protocol import Generate
 from slotwise.server.queue_position import headers_of
-from slotwise.server.quotas import Quotas
+from slotwise.server.quotas import Account, Quotas
 from slotwise.server.settings import ServerSettings
 from slotwise.server.shapes import Events, Heading, Shape, usage, whole_choice, whole_response
 from slotwise.server.slo import Tiers, slo_of
@@ -94,6 +94,12 @@ class Api:
             raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, objection, code=QUEUE_FULL,
                            retry_after=retry_after or admission_control.retry_after,
                            more=headers_of(admission_control.wait_estimate()))
+
+    def account(self, exchange: HttpExchange) -> Account:
+        """The account of a request's key; the response tells what is left of it."""
+        account = self.quotas.account(exchange.tenant)
+        exchange.last_told = account.headers
+        return account
 
     def slo(self, request: Generate, tenant: str) -> SLO:
         """The objectives of a request.  Raises ApiError for a request that exceeds what its tier allows."""

@@ -20,6 +20,7 @@ from slotwise.server.errors import ApiError, ClientGone, bad_request
 Message = dict[str, Any]
 Headers = list[tuple[bytes, bytes]]
 STEP = 256 << 10  # bytes claimed ahead of a body without an announced length: what one read returns
+NO_SNIFFING = (b"x-content-type-options", b"nosniff")  # browsers then run no response as a script
 DONE = b"data: [DONE]\n\n"
 
 
@@ -39,7 +40,7 @@ class HttpExchange:
         self.traceparent = dict(scope["headers"]).get(b"traceparent", b"").decode("latin-1")
         self.received_ns = time.monotonic_ns()
         self.started = False
-        self.more: Headers = []  # headers of every response
+        self.more: Headers = [NO_SNIFFING]  # headers of every response
         self.last_told: Callable[[], Headers] = list  # further headers, evaluated when the response begins
         self._receive = receive
         self._send = send

@@ -37,7 +37,8 @@ AT_ANY_ROUTE = (HTTPStatus.BAD_REQUEST, HTTPStatus.UNAUTHORIZED, HTTPStatus.FORB
 EVENT: Json = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 WITH_A_BODY = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNSUPPORTED_MEDIA_TYPE)
 WHEN_GENERATING = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.GATEWAY_TIMEOUT)
-BOUNDED_BY_CLIENT = ("/events", "/explain/{request_id:path}")  # 429 beyond the bound of one key
+# 429 beyond the bound of one key:
+BOUNDED_BY_CLIENT = ("/events", "/explain/{request_id:path}", "/tokenize", "/detokenize")
 QUEUE: Json = {
     POSITION: {"description": "How many waited for a slot before it when it came.",
                "schema": {"type": "integer", "minimum": 0}},

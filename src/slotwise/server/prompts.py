@@ -5,22 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from http import HTTPStatus
 from typing import Any
 
 from slotwise.engine.messages import EngineInfo
 from slotwise.server.body_precheck import MAX_MESSAGES
-from slotwise.server.errors import ApiError, bad_request, from_text, too_long
+from slotwise.server.errors import bad_request, from_queue_full, from_text, too_long
 from slotwise.server.protocol import ChatRequest, Prompt, TokenizeRequest
 from slotwise.server.templates import Template
+from slotwise.server.turns import QueueFull, Turns
 from slotwise.text.chat_source import ChatTemplateError
 from slotwise.text.tokenizer import SHORT, Tokenizer, TokenizerError
 
-MAX_WAITING = 256  # long texts waiting for the thread
+MAX_WAITING, MAX_WAITING_OF_ONE = 4096, 256  # long texts of all clients, and of one, that wait for the thread
 
 
 class Prompts:
-    """Tokenizes.  Short texts at once; long ones in one thread, so that they delay no stream."""
+    """Tokenizes.  Short texts at once; long ones in one thread, so that they delay no stream; clients take turns."""
 
     def __init__(
         self, tokenizer: Tokenizer, chat_template: Template | None, engine_info: Callable[[], EngineInfo],
@@ -30,18 +30,21 @@ class Prompts:
         self._template = chat_template
         self._engine_info = engine_info
         self._thread = ThreadPoolExecutor(1, "tokenize")
-        self._waiting = 0
+        self._turns = Turns(MAX_WAITING, MAX_WAITING_OF_ONE)
 
     def close(self) -> None:
         """End the worker of the chat template."""
         if self._template is not None:
             self._template.close()
 
-    async def of_completion(self, prompt: Prompt, max_prompts: int) -> list[list[int]]:
+    async def of_completion(self, prompt: Prompt, max_prompts: int, holder: str) -> list[list[int]]:
         """Token ids of each prompt; a list of ids is one prompt.
 
+        Args:
+            holder: the client; clients take turns at the thread.
+
         Raises:
-            ApiError: a prompt is empty, mixed, too long or not in the vocabulary.
+            ApiError: a prompt is empty, mixed, too long or not in the vocabulary, or too many long texts wait.
         """
         prompts = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
         if not prompts:
@@ -50,13 +53,14 @@ class Prompts:
             raise bad_request(f"prompt: at most {max_prompts} prompts in one request", "prompt")
         ids = []
         for one in prompts:
-            ids.append(await self._ids(one))
+            ids.append(await self._ids(one, holder))
             await asyncio.sleep(0)  # a thousand short texts would delay every stream
         return ids
 
-    async def _ids(self, prompt: Any) -> list[int]:
+    async def _ids(self, prompt: Any, holder: str) -> list[int]:
         if isinstance(prompt, str):
-            ids = await self._encode(len(prompt), lambda: self.tokenizer.encode(prompt, max_tokens=self._longest))
+            ids = await self._encode(
+                holder, len(prompt), lambda: self.tokenizer.encode(prompt, max_tokens=self._longest))
         else:
             ids = self._given(prompt)
         self.check(ids, "prompt")
@@ -74,7 +78,7 @@ class Prompts:
         """Token ids of the rendered messages.
 
         Args:
-            holder: the client; clients take turns at the template.
+            holder: the client; clients take turns at the template and the thread.
             variables: of the template.
 
         Raises:
@@ -89,42 +93,42 @@ class Prompts:
             text = await template.render(holder, messages, variables)
         except ChatTemplateError as error:
             raise from_text(error, "messages") from error
-        ids = await self._encode(len(text), lambda: self.tokenizer.encode(
+        ids = await self._encode(holder, len(text), lambda: self.tokenizer.encode(
             text, add_special_tokens=False, max_tokens=self._longest), "messages")
         self.check(ids, "messages")
         return ids
 
-    async def plain(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    async def plain(self, text: str, holder: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of any text; only its length is checked."""
-        return await self._encode(len(text), lambda: self.tokenizer.encode(
+        return await self._encode(holder, len(text), lambda: self.tokenizer.encode(
             text, add_special_tokens=add_special_tokens, max_tokens=self._longest))
 
-    async def decode(self, token_ids: list[int]) -> str:
+    async def decode(self, token_ids: list[int], holder: str) -> str:
         """The text of token ids.  Raises ApiError for ids outside the vocabulary."""
         self._check_vocabulary(token_ids, "tokens")
-        return await self._aside(len(token_ids), lambda: self.tokenizer.decode(token_ids, skip_special_tokens=False))
+        return await self._aside(
+            holder, len(token_ids), lambda: self.tokenizer.decode(token_ids, skip_special_tokens=False))
 
     @property
     def _longest(self) -> int:
         return self._engine_info().limits.max_model_len
 
-    async def _encode(self, size: int, encode: Callable[[], list[int]], param: str = "prompt") -> list[int]:
+    async def _encode(self, holder: str, size: int, encode: Callable[[], list[int]],
+                      param: str = "prompt") -> list[int]:
         try:
-            return await self._aside(size, encode)
+            return await self._aside(holder, size, encode)
         except TokenizerError as error:
             raise from_text(error, param) from error
 
-    async def _aside(self, size: int, work: Callable[[], Any]) -> Any:
+    async def _aside(self, holder: str, size: int, work: Callable[[], Any]) -> Any:
+        """Do the work on a text of so many characters or tokens."""
         if size <= SHORT:
             return work()
-        if self._waiting >= MAX_WAITING:
-            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "too many long prompts at once; try again later",
-                           code="tokenizer_busy")
-        self._waiting += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-        finally:
-            self._waiting -= 1
+            async with self._turns.turn(holder):
+                return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        except QueueFull as error:
+            raise from_queue_full(error, "long texts to tokenize") from error
 
     def check(self, ids: Sequence[int], param: str) -> None:
         """Raises ApiError for a prompt that leaves no token for output."""

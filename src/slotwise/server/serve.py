@@ -53,6 +53,7 @@ async def serve(app: App, listener: socket.socket, on_listening: Callable[[str],
     Args:
         on_listening: receives the URL once requests are accepted.
     """
+    app.api.browsers.listens_on(listener.getsockname()[0])
     settings, file_limit = app.api.settings, raise_file_limit()
     connections = Connections(most_within(file_limit))
     protocol = partial(Connection, among=connections, header_timeout=settings.header_timeout,

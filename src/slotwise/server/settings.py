@@ -29,7 +29,7 @@ class ServerSettings:
     overwrite_event_log: bool = False  # replace any file of that name
     otlp_traces_endpoint: str = ""  # a collector's URL, for OTLP over HTTP; empty: nothing is traced
     log_format: str = TEXT  # of stderr: see observe.lines
-    host: str = ""  # the address it listens on; on a loopback address without keys, hosts are checked: see browsers
+    host: str = ""  # the name or address it listens on; it may stand in `Host`
     allowed_hosts: tuple[str, ...] = ()  # further names in `Host`, without ports; "*": any
     allowed_origins: tuple[str, ...] = ()  # sites whose pages may use the server, as scheme://host:port; "*": any
     seed: int = 0  # generates the seeds of requests without one

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from http import HTTPStatus
 from typing import Any
 
-from slotwise.server.errors import ApiError
+from slotwise.server.errors import from_queue_full
 from slotwise.server.turns import QueueFull, Turns
 from slotwise.server.worker import CallError, CallRefused, Limits, Worker
 from slotwise.text.chat_source import ChatTemplateError
@@ -43,9 +42,7 @@ class Template:
         try:
             return str(await self._call(holder, "render", messages, variables))
         except QueueFull as error:
-            status = HTTPStatus.TOO_MANY_REQUESTS if error.of_one else HTTPStatus.SERVICE_UNAVAILABLE
-            raise ApiError(status, "too many chat templates to render at once; try again later",
-                           code="tokenizer_busy") from error
+            raise from_queue_full(error, "chat templates to render") from error
 
     def close(self) -> None:
         """End the worker."""

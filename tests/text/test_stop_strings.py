@@ -1,7 +1,12 @@
 from __future__ import annotations
 
+import sys
+from types import FrameType
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
+from stop_automata import Automata
 
 from slotwise.text.stop_strings import StopStrings
 
@@ -62,3 +67,41 @@ def test_a_long_repetitive_stop_string_against_its_worst_text() -> None:
     stop = "a" * 1023 + "b"
     shown, found = run([stop], ["a" * 1000] * 100 + ["b"])
     assert found == stop and len("".join(shown)) == 100_000 - 1023
+
+
+@given(stops=st.lists(st.text(alphabet="abé🙂", min_size=1, max_size=9), max_size=8),
+       parts=st.lists(st.text(alphabet="abcé🙂", max_size=7), max_size=20), repeat=st.integers(1, 30))
+def test_every_part_is_that_of_one_automaton_for_each_stop_string(stops: list[str], parts: list[str],
+                                                                  repeat: int) -> None:
+    stops += [stop[0] * repeat + stop for stop in stops]
+    checker, automata = StopStrings(stops), Automata(stops)
+    for part in parts * 3:
+        checked = checker.feed(part)
+        assert checked == automata.feed(part)
+        if checked.stop is not None:
+            break
+    assert checker.flush() == automata.flush()
+
+
+def num_calls(stops: list[str], parts: list[str]) -> int:
+    """Functions called, of Python and of C, while the parts are fed."""
+    calls = 0
+
+    def count(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    checker = StopStrings(stops)
+    sys.setprofile(count)
+    try:
+        for part in parts:
+            checker.feed(part)
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_many_stop_strings_take_no_more_steps_than_one() -> None:
+    stops = ["a" * 1023 + chr(200 + i) for i in range(64)]
+    parts = (["aaaa"] * 300 + ["b"]) * 2
+    assert num_calls(stops, parts) < 2 * num_calls(stops[:1], parts) < 40 * len("".join(parts))

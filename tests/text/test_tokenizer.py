@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import json
+import os
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tokenizers
 
 from slotwise.text.tokenizer import TextTooLong, Tokenizer, TokenizerError
 
@@ -78,3 +82,67 @@ def test_a_token_by_itself(folder: Path) -> None:
     assert tokenizer.token_bytes(0) == b"<s>"
     assert tokenizer.token_bytes(tokenizer.vocab_size - 1) == b"<plain added>"
     assert tokenizer.token_bytes(first) and tokenizer.token_text(10_000) == ""
+
+
+def described(folder: Path, **changes: Any) -> str:
+    """The text of the folder's `tokenizer.json` with other components."""
+    return json.dumps(json.loads((folder / "tokenizer.json").read_text()) | changes)
+
+
+def replaced(content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {"String": "a"}, "content": content}
+
+
+BEGINNING = {"SpecialToken": {"id": "<s>", "type_id": 0}}
+TEXT = {"Sequence": {"id": "A", "type_id": 0}}
+STRIPPING = {"type": "Strip", "content": "a", "start": 2**64 - 1, "stop": 5}  # reads beyond "a"
+BACKTRACKING = {"type": "Replace", "pattern": {"Regex": "^(([a-z])+.)+[A-Z]([a-z])+$"}, "content": "x"}
+UNUSABLE: dict[str, dict[str, Any]] = {
+    "a long prefix": {"normalizer": {"type": "Prepend", "prepend": "x" * 2_000_000}},
+    "replacements of replacements": {"normalizer": {"type": "Sequence", "normalizers": [replaced("a" * 1000)] * 3}},
+    "nested replacements": {"normalizer": {"type": "Sequence", "normalizers": [
+        {"type": "Sequence", "normalizers": [replaced("a" * 100)]}, replaced("a" * 100)]}},
+    "long output": {"decoder": {"type": "Sequence", "decoders": [replaced("a" * 100)] * 5}},
+    "many special tokens": {"post_processor": {
+        "type": "TemplateProcessing", "single": [BEGINNING] * 10_000 + [TEXT], "pair": [TEXT, TEXT],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [0], "tokens": ["<s>"]}}}},
+    "a panic in encoding": {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+    "a panic in decoding": {"decoder": {"type": "Sequence", "decoders": [STRIPPING]}},
+    "texts without tokens": {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"},
+                             "added_tokens": [], "post_processor": None},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_a_tokenizer_that_fails_on_short_texts_is_refused_in_one_line(folder: Path, name: str,
+                                                                      capfd: pytest.CaptureFixture[str]) -> None:
+    (folder / "tokenizer.json").write_text(described(folder, **UNUSABLE[name]))
+    with pytest.raises(TokenizerError, match="not a usable tokenizer") as refused:
+        Tokenizer.load(folder)
+    assert str(refused.value).isprintable()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_stderr_is_written_to_again_after_loading(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    Tokenizer.load(folder)
+    os.write(2, b"seen")
+    assert capfd.readouterr().err == "seen"
+
+
+def test_a_panic_on_a_text_is_an_error_of_that_text(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text(described(folder, normalizer=BACKTRACKING))
+    tokenizer = Tokenizer.load(folder)
+    for length in (4000, 5000):
+        with pytest.raises(TokenizerError, match="cannot encode"):
+            tokenizer.encode("a" * length)
+    assert tokenizer.decode(tokenizer.encode("the fox")) == "the fox"
+
+
+def test_a_panic_on_tokens_is_an_error(folder: Path) -> None:
+    tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(described(folder, decoder={
+        "type": "Sequence", "decoders": [STRIPPING]})))
+    ids = tokenizer.encode("a", add_special_tokens=False)
+    with pytest.raises(TokenizerError, match="cannot decode"):
+        tokenizer.decode(ids)
+    with pytest.raises(TokenizerError, match="cannot decode"):
+        tokenizer.token_bytes(ids[0])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from slotwise.core.step import TokenLogprobs
-from slotwise.engine.generation import AT_THE_END, Chunk, Generation
+from slotwise.engine.generation import Chunk, Generation
 from slotwise.server.errors import from_ending
 from slotwise.text.continuation import Continuation
 
@@ -59,22 +59,3 @@ class Choice:
         if kept == len(chunk.token_ids):
             return Delta(text, chunk.token_ids, chunk.logprobs, reason)
         return Delta(text, chunk.token_ids[:kept], chunk.logprobs[:kept], reason)
-
-    async def whole(self) -> Delta:
-        """The whole choice as one delta.  Waits once for all tokens, unless stop strings are to be looked for.
-
-        Raises:
-            ApiError: the engine rejected or shed the request, timed it out, or failed.
-        """
-        if not self.continuation.looks_for_stops:
-            self.generation.interval = AT_THE_END
-        deltas: list[Delta] = []
-        async for chunk in self.generation:
-            deltas.append(self.read(chunk))
-            if deltas[-1].finish_reason is not None:
-                break
-        return Delta(
-            "".join(delta.text for delta in deltas),
-            [token for delta in deltas for token in delta.token_ids],
-            [entry for delta in deltas for entry in delta.logprobs],
-            deltas[-1].finish_reason)

@@ -14,6 +14,7 @@ from slotwise.core.params import SamplingParams
 from slotwise.core.slo import SLO
 from slotwise.engine.admission_control import AdmissionControl
 from slotwise.engine.client import QUEUE_FULL, EngineClient, Refused
+from slotwise.engine.generation import AT_THE_END
 from slotwise.engine.messages import Add
 from slotwise.observe.batched_observer import BatchedObserver
 from slotwise.observe.metrics import Metrics
@@ -28,6 +29,7 @@ from slotwise.server.choice import Choice, Delta
 from slotwise.server.errors import SHED, ApiError, bad_request, from_refusal
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.keys import Keys
+from slotwise.server.logprobs import INTERVAL, LogprobsWriter, check_entries
 from slotwise.server.prompts import Prompts
 from slotwise.server.protocol import Generate
 from slotwise.server.queue_position import headers_of
@@ -70,6 +72,7 @@ class Api:
         self.batched_observer = BatchedObserver([self.metrics, self.recorder, self.step_times])
         engine_client.observers += [self.admission_control, self.batched_observer]
         self.active_requests = ActiveRequests()
+        self.formatting = asyncio.Lock()  # see server.logprobs
         self.num_exchanges = 0  # in progress, of any kind
         self._seeds = random.Random(settings.seed)
         self._serials = itertools.count()
@@ -129,6 +132,7 @@ class Api:
         prompts, params = job.prompts, job.params
         if len(prompts) * params.n > self.settings.max_choices:
             raise bad_request(f"n: at most {self.settings.max_choices} choices in one request", "n")
+        check_entries(len(prompts) * params.n, params)
         lengths = job.request.forced_lengths(len(prompts))
         self.check_room(job.slo, len(prompts) * params.n, sum(map(len, prompts)) * params.n)
         self.quotas.check_queue(self.quotas.account(job.slo.tenant), len(prompts) * params.n)
@@ -227,17 +231,39 @@ async def _answered(api: Api, exchange: HttpExchange, job: Job, choices: list[Ch
 
 
 async def _whole(api: Api, exchange: HttpExchange, job: Job, choices: list[Choice]) -> None:
-    deltas = await _together([choice.whole() for choice in choices])
-    answers = []
-    for choice, delta in zip(choices, deltas, strict=True):
-        logprobs = job.shape.logprobs(api.prompts.tokenizer).of(delta) if job.params.logprobs is not None else None
-        answers.append(whole_choice(job.shape, choice.index, delta, logprobs))
+    answers = await _together([_whole_choice(job.shape, choice, _writer(api, job)) for choice in choices])
     told = await _told(api, exchange, job, choices)
     first_ns = time.monotonic_ns()
-    await exchange.respond(whole_response(job.heading, answers, _usage(job, choices), told))
+    await exchange.respond_in_parts(whole_response(job.heading, answers, _usage(job, choices), told))
     last_ns = time.monotonic_ns()
     for choice in choices:
         api.batched_observer.sent(choice.generation.request_id, first_ns, last_ns, 1)
+
+
+async def _whole_choice(shape: Shape, choice: Choice, writer: LogprobsWriter | None) -> list[bytes]:
+    """A choice as JSON, in parts.  Waits once for all tokens, unless stop strings or log-probabilities are wanted.
+
+    Raises:
+        ApiError: the engine rejected or shed the request, timed it out, or failed.
+    """
+    if not choice.continuation.looks_for_stops:
+        choice.generation.interval = AT_THE_END if writer is None else INTERVAL
+    texts: list[str] = []
+    reason = None
+    async for chunk in choice.generation:
+        delta = choice.read(chunk)
+        texts.append(delta.text)
+        if writer is not None:
+            await writer.add(delta)
+        if (reason := delta.finish_reason) is not None:
+            break
+    return whole_choice(shape, choice.index, "".join(texts), writer.pop() if writer is not None else [b"null"], reason)
+
+
+def _writer(api: Api, job: Job) -> LogprobsWriter | None:
+    if job.params.logprobs is None:
+        return None
+    return LogprobsWriter(job.shape.logprobs(api.prompts.tokenizer), api.formatting)
 
 
 async def _stream(api: Api, exchange: HttpExchange, job: Job, choices: list[Choice]) -> None:
@@ -268,9 +294,9 @@ class _Streamed:
         options = job.request.stream_options
         self._exchange, self._events, self._job = exchange, events, job
         self._interval = api.settings.stream_interval
-        self._logprobs = job.shape.logprobs(api.prompts.tokenizer) if job.params.logprobs is not None else None
+        self._writer = _writer(api, job)
         self._counts = options is not None and bool(options.continuous_usage_stats)
-        self._is_plain = self._logprobs is None and not self._counts
+        self._is_plain = self._writer is None and not self._counts
         self.first_ns = 0  # monotonic, when the first event was written to the socket
         self.num_events = 0
 
@@ -284,7 +310,7 @@ class _Streamed:
         async for chunk in choice.generation:
             delta = choice.read(chunk)
             if not self._is_plain or delta.finish_reason is not None:
-                await self._exchange.event(opening + self._full(choice, delta))
+                await self._exchange.event(opening + await self._full(choice, delta))
             else:
                 await self._exchange.event(opening + self._events.plain(choice.index, delta.text))
             if not self.num_events:
@@ -295,8 +321,11 @@ class _Streamed:
             opening = b""
             choice.generation.interval = self._interval
 
-    def _full(self, choice: Choice, delta: Delta) -> bytes:
-        logprobs = self._logprobs.of(delta) if self._logprobs is not None else None
+    async def _full(self, choice: Choice, delta: Delta) -> bytes:
+        logprobs = b"null"
+        if self._writer is not None:
+            await self._writer.add(delta)
+            logprobs = b"".join(self._writer.pop())
         prompt = self._job.prompts[choice.index // self._job.params.n]
         used = usage(len(prompt), choice.num_tokens, choice.num_cached) if self._counts else None
         return self._events.full(choice.index, delta, logprobs, used)

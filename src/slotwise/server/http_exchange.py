@@ -19,7 +19,7 @@ from slotwise.server.errors import ApiError, ClientGone, bad_request
 
 Message = dict[str, Any]
 Headers = list[tuple[bytes, bytes]]
-STEP = 256 << 10  # bytes claimed ahead of a body without an announced length: what one read returns
+STEP = 256 << 10  # bytes that one read returns, claimed ahead of a body without an announced length; or sent at once
 NO_SNIFFING = (b"x-content-type-options", b"nosniff")  # browsers then run no response as a script
 DONE = b"data: [DONE]\n\n"
 
@@ -111,6 +111,23 @@ class HttpExchange:
         length = (b"content-length", str(len(body)).encode())
         await self._start(status, [(b"content-type", content_type), length, *(headers or [])])
         await self._send({"type": "http.response.body", "body": body})
+
+    async def respond_in_parts(self, parts: list[bytes]) -> None:
+        """Send a JSON body of any length: a bounded number of bytes in one pass of the event loop."""
+        length = sum(map(len, parts))
+        if length <= STEP:
+            await self.respond(b"".join(parts))
+            return
+        await self._start(HTTPStatus.OK, [(b"content-type", b"application/json"),
+                                          (b"content-length", str(length).encode())])
+        parts.reverse()  # each is freed once it is sent
+        while parts:
+            group, size = [], 0
+            while parts and size < STEP:
+                group.append(parts.pop())
+                size += len(group[-1])
+            await self._send({"type": "http.response.body", "body": b"".join(group), "more_body": bool(parts)})
+            await asyncio.sleep(0)
 
     async def respond_json(self, value: Any) -> None:
         await self.respond(msgspec.json.encode(value))

@@ -1,15 +1,42 @@
-"""Log-probabilities in OpenAI's two shapes.  One object serves one choice."""
+"""Log-probabilities in OpenAI's two shapes.  One object serves one choice.
+
+A token has up to 21 entries, and formatting one takes a microsecond or two: `LogprobsWriter` formats long chunks in
+slices, one per pass of the event loop for all choices together, and keeps JSON, which is smaller than Python's objects.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from math import isfinite
 from typing import Any, Protocol
 
+import msgspec
+
+from slotwise.core.params import SamplingParams
 from slotwise.core.step import TokenLogprobs
 from slotwise.server.choice import Delta
+from slotwise.server.errors import bad_request
 from slotwise.text.tokenizer import Tokenizer
 
 LEAST = -9999.0  # JSON has no infinity; vLLM writes this for an impossible token
+MAX_ENTRIES = 2_000_000  # of one request: about 150 MB of JSON
+SLICE = 512  # entries formatted in one pass of the event loop: about a millisecond
+INTERVAL = 64  # tokens formatted at a time, where no client waits for each
+FEW = 2  # tokens formatted at once: what a stream has at each step
+
+_to_json = msgspec.json.Encoder().encode
+
+
+def check_entries(num_choices: int, params: SamplingParams) -> None:
+    """Raises ApiError for a response that might have more than MAX_ENTRIES log-probabilities."""
+    if params.logprobs is None:
+        return
+    per_token, max_tokens = params.logprobs + 1, params.max_tokens or 0
+    if (entries := num_choices * max_tokens * per_token) > MAX_ENTRIES:
+        raise bad_request(
+            f"logprobs: {num_choices} choices of up to {max_tokens} tokens with {per_token} log-probabilities each are "
+            f"{entries}, more than {MAX_ENTRIES}; set a smaller max_tokens, n or number of log-probabilities",
+            "logprobs")
 
 
 class LogprobFormat(Protocol):
@@ -67,3 +94,51 @@ class ChatLogprobs:
 
 def _finite(logprob: float) -> float:
     return logprob if isfinite(logprob) else LEAST
+
+
+class LogprobsWriter:
+    """One choice's log-probabilities as JSON.
+
+    Args:
+        turn: held while a long chunk is formatted, so that concurrent choices do not add up to one long pause.
+    """
+
+    def __init__(self, logprobs: LogprobFormat, turn: asyncio.Lock) -> None:
+        self._format = logprobs
+        self._turn = turn
+        self._empty = logprobs.of(Delta("", (), (), None))
+        self._lists: dict[str, list[bytes]] = {}
+
+    async def add(self, delta: Delta) -> None:
+        """Format the entries of a delta's tokens."""
+        token_ids, entries = delta.token_ids, delta.logprobs
+        if len(token_ids) <= FEW:
+            self._add(delta)
+            return
+        size = max(1, SLICE // (1 + max((len(entry.top_ids) for entry in entries), default=0)))
+        async with self._turn:
+            for start in range(0, len(token_ids), size):
+                end = start + size
+                self._add(Delta("", token_ids[start:end], entries[start:end], None))
+                await asyncio.sleep(0)
+
+    def _add(self, delta: Delta) -> None:
+        if not delta.token_ids:
+            return
+        for name, value in self._format.of(delta).items():
+            if isinstance(value, list) and value:
+                self._lists.setdefault(name, []).append(_to_json(value)[1:-1])
+
+    def pop(self) -> list[bytes]:
+        """The JSON object of what was added since the last call, in parts."""
+        lists, self._lists = self._lists, {}
+        parts: list[bytes] = []
+        for name, value in self._empty.items():
+            parts.append((b"," if parts else b"{") + _to_json(name) + b":")
+            if not isinstance(value, list):
+                parts.append(_to_json(value))
+                continue
+            for i, items in enumerate(lists.get(name, ())):
+                parts += (b"," if i else b"[", items)
+            parts.append(b"]" if name in lists else b"[]")
+        return [*parts, b"}"]

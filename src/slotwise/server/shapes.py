@@ -66,14 +66,19 @@ class Heading:
         return fields | {"service_tier": self.service_tier} if self.service_tier else fields
 
 
-def whole_response(heading: Heading, choices: list[dict[str, Any]], used: dict[str, Any],
-                   extras: dict[str, Any]) -> bytes:
-    """The response as JSON.  Args: extras: fields that OpenAI's responses do not have."""
-    return to_json(heading.of(heading.shape.whole_object) | {"choices": choices, "usage": used} | extras)
+def whole_response(heading: Heading, choices: list[list[bytes]], used: dict[str, Any],
+                   extras: dict[str, Any]) -> list[bytes]:
+    """The response as JSON, in parts.  Args: extras: fields that OpenAI's responses do not have."""
+    parts = [to_json(heading.of(heading.shape.whole_object))[:-1] + b',"choices":']
+    for i, choice in enumerate(choices):
+        parts += (b"," if i else b"[", *choice)
+    return [*parts, b"]," + to_json({"usage": used} | extras)[1:]]
 
 
-def whole_choice(shape: Shape, index: int, piece: Delta, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-    return {"index": index} | shape.whole(piece.text) | {"logprobs": logprobs, "finish_reason": piece.finish_reason}
+def whole_choice(shape: Shape, index: int, text: str, logprobs: list[bytes], finish_reason: str | None) -> list[bytes]:
+    """A choice as JSON, in parts.  Args: logprobs: JSON, in parts."""
+    head = to_json({"index": index} | shape.whole(text))[:-1] + b',"logprobs":'
+    return [head, *logprobs, b',"finish_reason":' + to_json(finish_reason) + b"}"]
 
 
 class Events:
@@ -101,11 +106,11 @@ class Events:
         """An event with text only: nearly every event."""
         return b'%b{"index":%d%b%b%b' % (self._head, index, self._before, to_json(text), self._plain)
 
-    def full(self, index: int, piece: Delta, logprobs: dict[str, Any] | None, used: dict[str, Any] | None) -> bytes:
-        """An event with any of log-probabilities, finish reason and usage so far."""
+    def full(self, index: int, piece: Delta, logprobs: bytes, used: dict[str, Any] | None) -> bytes:
+        """An event with any of log-probabilities (JSON), finish reason and usage so far."""
         usage_field = self._no_usage if used is None else b',"usage":' + to_json(used)
         return b'%b{"index":%d%b%b%b,"logprobs":%b,"finish_reason":%b}]%b}\n\n' % (
-            self._head, index, self._before, to_json(piece.text), self._after, to_json(logprobs),
+            self._head, index, self._before, to_json(piece.text), self._after, logprobs,
             to_json(piece.finish_reason), usage_field)
 
     def last(self, used: dict[str, Any], extras: dict[str, Any]) -> bytes:

@@ -14,7 +14,7 @@ from typing import Protocol
 from tokenizers.decoders import DecodeStream
 
 from slotwise.text.token_bytes import TokenBytes
-from slotwise.text.tokenizer import Tokenizer
+from slotwise.text.tokenizer import INTERRUPTS, Tokenizer
 
 
 class Detokenizer(Protocol):
@@ -101,7 +101,9 @@ class WindowDetokenizer:
             return ""
         try:
             return self._stream.step(self._tokenizer.inner, token_id) or ""
-        except Exception:  # its decoder changes text already returned; the rest follows at the end
+        except INTERRUPTS:
+            raise
+        except BaseException:  # its decoder panics, or changes text already returned; the rest follows at the end
             self._stream = None
             return ""
 

@@ -1,12 +1,16 @@
 """Stop strings: they end a text, are not part of it, and may begin in one token and end in another.
 
-Knuth, Morris and Pratt's automaton for each string: a character costs constant time on average, and the failure table
-grows only as far as a text has ever matched, so that a long stop string costs nothing until it is nearly complete.
+All stop strings are searched together, by comparisons of whole strings.  A stop string can be complete only after its
+last character, so the strings are grouped by that.  The text held back is the longest end of the text that begins a
+stop string: its start only moves forwards, and one binary search in the sorted stop strings tests one start.  A
+character therefore costs a constant number of searches on average, however many stop strings there are.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 
@@ -17,32 +21,40 @@ class Checked(NamedTuple):
     stop: str | None
 
 
-class _Matcher:
-    """Length of the longest beginning of one stop string that the text so far ends with."""
+class _Compiled:
+    """Several stop strings, arranged for searching."""
 
-    __slots__ = ("_failures", "matched", "stop")
+    __slots__ = ("by_last", "firsts", "longest", "ordered")
 
-    def __init__(self, stop: str) -> None:
-        self.stop = stop
-        self.matched = 0
-        self._failures = [0, 0]  # of the first k characters, the longest proper prefix that is also a suffix
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self.ordered = sorted(set(stops))
+        self.firsts = frozenset(stop[0] for stop in stops)
+        self.longest = max(map(len, stops), default=0)
+        by_last: dict[str, list[str]] = {}
+        for stop in self.ordered:
+            by_last.setdefault(stop[-1], []).append(stop)
+        self.by_last = {last: tuple(ending) for last, ending in by_last.items()}
 
-    def step(self, character: str) -> bool:
-        """Whether the stop string is complete with `character`."""
-        matched, stop = self.matched, self.stop
-        while matched and stop[matched] != character:
-            matched = self._failures[matched]
-        self.matched = matched = matched + (stop[matched] == character)
-        if matched == len(self._failures):
-            self._extend()
-        return matched == len(stop)
+    def complete(self, text: str, checked: int) -> tuple[int, str] | None:
+        """The first end after `checked` characters at which a stop string is complete, and the longest of those."""
+        for end, character in enumerate(text[checked:], checked + 1):
+            stops = self.by_last.get(character)
+            if stops is not None and text.endswith(stops, 0, end):
+                return end, max((stop for stop in stops if text.endswith(stop, 0, end)), key=len)
+        return None
 
-    def _extend(self) -> None:
-        end = len(self._failures) - 1
-        shorter = self._failures[end]
-        while shorter and self.stop[shorter] != self.stop[end]:
-            shorter = self._failures[shorter]
-        self._failures.append(shorter + (self.stop[shorter] == self.stop[end]))
+    def safe(self, text: str) -> int:
+        """How many characters no stop string can begin in.  In `text` none is complete."""
+        for start in range(max(0, len(text) - self.longest + 1), len(text)):
+            if text[start] in self.firsts:
+                end = text[start:]
+                place = bisect_left(self.ordered, end)
+                if place < len(self.ordered) and self.ordered[place].startswith(end):
+                    return start
+        return len(text)
+
+
+_compiled = lru_cache(maxsize=16)(_Compiled)  # the choices of one request share one
 
 
 class StopStrings:
@@ -53,22 +65,21 @@ class StopStrings:
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._matchers = [_Matcher(stop) for stop in stops]
+        self._stops = _compiled(tuple(stops))
         self._held = ""
 
     def feed(self, text: str) -> Checked:
         """The part of the text that may be returned now."""
-        if not self._held and not any(matcher.stop[0] in text for matcher in self._matchers):
+        stops, held = self._stops, self._held
+        if not held and stops.firsts.isdisjoint(text):
             return Checked(text, None)
-        before = len(self._held)
-        whole = self._held + text
-        for i, character in enumerate(text, before + 1):
-            complete = [matcher.stop for matcher in self._matchers if matcher.step(character)]
-            if complete:
-                stop = max(complete, key=len)
-                self._held = ""
-                return Checked(whole[: i - len(stop)], stop)
-        safe = len(whole) - max(matcher.matched for matcher in self._matchers)
+        whole = held + text
+        found = stops.complete(whole, len(held))
+        if found is not None:
+            end, stop = found
+            self._held = ""
+            return Checked(whole[: end - len(stop)], stop)
+        safe = stops.safe(whole)
         self._held = whole[safe:]
         return Checked(whole[:safe], None)
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
-from collections.abc import Sequence
+import os
+import time
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,6 +19,11 @@ from slotwise.text.token_bytes import token_bytes_of
 
 MAX_JSON_BYTES = 16 << 20  # of the files beside `tokenizer.json`
 SHORT = 4096  # characters, encoded in well under a millisecond
+SAMPLES = ("a", " the\n", "Zürich 12", "日本🙂")  # encoded and decoded at load
+MAX_SAMPLE = 4096  # tokens, or characters, that a sample may become
+MAX_SAMPLE_SECONDS = 1.0  # of computing
+MAX_GROWTH = 256  # characters that a tokenizer's rules may write for one, or before a text
+INTERRUPTS = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)  # no failures of the library
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -75,15 +84,33 @@ class Tokenizer:
         path = Path(folder) / "tokenizer.json"
         if not path.is_file():
             raise TokenizerError(f"{path}: no such file (only tokenizers in this format can be read)")
-        try:
-            inner = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises plain Exception
-            raise TokenizerError(f"{path}: not a tokenizer ({error})") from error
         special: dict[str, str] = {}
         for file in (path.with_name("special_tokens_map.json"), path.with_name("tokenizer_config.json")):
             found = read_json(file)
             special |= {name: _content(found[name], f"{file}: {name}") for name in NAMED_TOKENS if found.get(name)}
-        return cls(inner, special)
+        with _no_panic_messages():
+            try:
+                text = path.read_text(encoding="utf-8")
+                _check_growth(json.loads(text))  # loading already applies the rules, to the added tokens
+                tokenizer = cls(tokenizers.Tokenizer.from_str(text), special)
+                tokenizer._check_samples()
+            except INTERRUPTS:
+                raise
+            except BaseException as error:  # the library raises plain Exception; a panic is a BaseException
+                raise TokenizerError(f"{path}: not a usable tokenizer ({error})") from error
+        return tokenizer
+
+    def _check_samples(self) -> None:
+        """Raises TokenizerError if short texts cannot be encoded and decoded, or become long."""
+        begun = time.thread_time()
+        for sample in SAMPLES:
+            ids = self.encode(sample)
+            if len(ids) > MAX_SAMPLE:
+                raise TokenizerError(f"{sample!r} becomes {len(ids)} tokens")
+            if (size := len(self.decode(ids)) + sum(map(len, map(self.token_bytes, ids)))) > 4 * MAX_SAMPLE:
+                raise TokenizerError(f"the tokens of {sample!r} become {size} characters")
+            if (seconds := time.thread_time() - begun) > MAX_SAMPLE_SECONDS:
+                raise TokenizerError(f"{sample!r} takes {seconds:.1f} seconds")
 
     @property
     def vocab_size(self) -> int:
@@ -99,7 +126,7 @@ class Tokenizer:
 
         Raises:
             TextTooLong: `text` is so long that it must have more than `max_tokens` tokens.
-            TokenizerError: `text` has no UTF-8 form (lone surrogates).
+            TokenizerError: `text` has no UTF-8 form (lone surrogates), or the tokenizer fails.
         """
         if max_tokens is not None and len(text) > SHORT and len(text) > max_tokens * self.longest_token:
             least = len(text) // self.longest_token
@@ -110,9 +137,19 @@ class Tokenizer:
             return self.inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except (TypeError, UnicodeError) as error:
             raise TokenizerError("the text is not valid Unicode") from error
+        except INTERRUPTS:
+            raise
+        except BaseException as error:
+            raise TokenizerError(f"the tokenizer cannot encode the text ({error})") from error
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        return self.inner.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        """The text of tokens.  Raises TokenizerError if the tokenizer fails."""
+        try:
+            return self.inner.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        except INTERRUPTS:
+            raise
+        except BaseException as error:
+            raise TokenizerError(f"the tokenizer cannot decode the tokens ({error})") from error
 
     def token_text(self, token_id: int) -> str:
         """One token by itself, special or not, as listed beside its log-probability."""
@@ -121,7 +158,7 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         if self.bytes_by_id is not None:
             return self.bytes_by_id[token_id]
-        return self.inner.decode([token_id], skip_special_tokens=False).encode()
+        return self.decode([token_id], skip_special_tokens=False).encode()
 
 
 def _content(token: Any, where: str) -> str:
@@ -134,3 +171,35 @@ def _content(token: Any, where: str) -> str:
     if not isinstance(text, str) or any("\ud800" <= letter <= "\udfff" for letter in text):
         raise TokenizerError(f"{where} must be a text, or an object with one in content, not {token!r:.40}")
     return text
+
+
+def _check_growth(description: dict[str, Any]) -> None:
+    """Raises TokenizerError if replacements or a prefix can make a short text long."""
+    for name in ("normalizer", "decoder"):
+        growth = 1.0
+        steps = [description.get(name) or {}]
+        while steps:
+            step = steps.pop()
+            steps += (step.get("normalizers") or []) + (step.get("decoders") or [])
+            if "pattern" in step and "content" in step:
+                growth *= max(1.0, len(step["content"]) / max(1, len(step["pattern"].get("String", ""))))
+            if max(growth, len(step.get("prepend") or "")) > MAX_GROWTH:
+                raise TokenizerError(f"its {name} writes more than {MAX_GROWTH} characters for one")
+
+
+@contextlib.contextmanager
+def _no_panic_messages() -> Iterator[None]:
+    """Discard what the library writes to the process's stderr: a panic's message and backtrace."""
+    try:
+        stderr = os.dup(2)
+    except OSError:  # it is closed
+        yield
+        return
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    try:
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(null)

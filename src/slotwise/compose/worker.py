@@ -115,7 +115,7 @@ def _take_in(engine: Engine, waiting: deque[bytes], channel: BlockingChannel) ->
 
 
 def end(status: int) -> NoReturn:
-    """Ends this process at once: a thread that still compiles would abort the libraries' own teardown, with a message."""
+    """Ends this process at once: a thread that still compiles would abort the teardown of libraries, with a message."""
     logging.shutdown()
     atexit._run_exitfuncs()
     sys.stderr.flush()

@@ -31,7 +31,7 @@ def test_keys_come_from_the_command_line_or_else_the_environment(
     assert serve._keys(asked(*arguments).api_key) == keys
 
 
-@pytest.mark.parametrize("key", ["", " ", "a b", "a\n", "a\x1b"])
+@pytest.mark.parametrize("key", ["", " ", "a\n", "a\x1b"])
 def test_a_key_that_cannot_be_sent_is_refused(capsys: pytest.CaptureFixture[str], key: str) -> None:
     with pytest.raises(SystemExit):
         asked("--api-key", key)

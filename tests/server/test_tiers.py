@@ -238,8 +238,8 @@ def test_what_is_told_of_tiers_can_be_asked_for_and_replaces_what_was(server: Se
     ('[[tier]]\nname = "a"\napi_keys = ["k"]\n[[tier]]\nname = "b"\napi_keys = ["k"]', "tier b: api_keys: one of"),
     ('[[tier]]\nname = "a"\napi_keys = [""]', "tier a: api_keys: a key must not be empty"),
     *((f'[[tier]]\nname = "a"\napi_keys = ["k", "{key}"]', "tier a: api_keys: a key must not be empty, and must be of")
-      for key in ("a b", "a\\n", "a\\nb", "\\u001b[31m")),
-    ('[[tier]]\nname = "a"\napi_keys_env = "SPACED"', "tier a: api_keys_env: a key must not be empty, and must be of"),
+      for key in ("a\\n", "a\\nb", "\\u001b[31m")),
+    ('[[tier]]\nname = "a"\napi_keys_env = "DAMAGED"', "tier a: api_keys_env: a key must not be empty, and must be of"),
     *((f'[[tier]]\nname = "{name}"', "name: it must be of printable characters")
       for name in ("a\\nb", "\\u001b[31m", "a\\u0000")),
     ('[[tier]]\nname = "a"\napi_keys_env = "UNHEARD"', "tier a: api_keys_env: the environment has no keys in UNHEARD")])
@@ -247,7 +247,7 @@ def test_a_file_is_refused_whole_with_one_line(tmp_path: Path, content: str, say
     path = tmp_path / "tiers.toml"
     path.write_text(content)
     with pytest.raises(TiersError) as caught:
-        load_tiers(str(path), 8, {"SPACED": "k,a b"})
+        load_tiers(str(path), 8, {"DAMAGED": "k,a\tb"})
     assert str(caught.value).isprintable()
     assert says in str(caught.value) and str(path) in str(caught.value) and "\n" not in str(caught.value)
 

@@ -38,7 +38,7 @@ def test_a_key_that_cannot_be_sent_is_refused(capsys: pytest.CaptureFixture[str]
     assert "a key must not be empty, and must be of characters that can be sent" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("value", ["", " ", "\t\n", ",", " , ,", "a\x01b", "a b", "\udcff"])
+@pytest.mark.parametrize("value", ["", " ", "\t\n", ",", " , ,", "a\x01b", "\udcff"])
 @pytest.mark.parametrize("name", ["SLOTWISE_API_KEY", "SLOTWISE_ADMIN_API_KEY"])
 def test_a_variable_that_holds_no_key_opens_no_server(
         monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, value: str) -> None:

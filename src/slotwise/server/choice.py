@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any, NamedTuple
 
 from slotwise.core.step import TokenLogprobs
 from slotwise.engine.generation import Chunk, Generation
@@ -59,3 +60,16 @@ class Choice:
         if kept == len(chunk.token_ids):
             return Delta(text, chunk.token_ids, chunk.logprobs, reason)
         return Delta(text, chunk.token_ids[:kept], chunk.logprobs[:kept], reason)
+
+
+async def together(work: list[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Returns all results, of all choices of a response; the first failure cancels the others and is raised as itself.
+
+    One choice gets a task of its own, too: waking up through all layers below would cost it more at every token.
+    """
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one) for one in work]
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in tasks]

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import Coroutine
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ from slotwise.server import explain
 from slotwise.server.active_requests import ActiveRequest, ActiveRequests
 from slotwise.server.bodies import Bodies
 from slotwise.server.browsers import Browsers
-from slotwise.server.choice import Choice, Delta
+from slotwise.server.choice import Choice, Delta, together
 from slotwise.server.errors import SHED, ApiError, bad_request, from_refusal
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.keys import Keys
@@ -231,7 +230,7 @@ async def _answered(api: Api, exchange: HttpExchange, job: Job, choices: list[Ch
 
 
 async def _whole(api: Api, exchange: HttpExchange, job: Job, choices: list[Choice]) -> None:
-    answers = await _together([_whole_choice(job.shape, choice, _writer(api, job)) for choice in choices])
+    answers = await together([_whole_choice(job.shape, choice, _writer(api, job)) for choice in choices])
     told = await _told(api, exchange, job, choices)
     first_ns = time.monotonic_ns()
     await exchange.respond_in_parts(whole_response(job.heading, answers, _usage(job, choices), told))
@@ -271,7 +270,7 @@ async def _stream(api: Api, exchange: HttpExchange, job: Job, choices: list[Choi
     has_usage = options is not None and bool(options.include_usage)
     events = Events(job.heading, has_usage=has_usage)
     streams = [_Streamed(api, exchange, job, events) for _ in choices]
-    await _together([stream.run(choice) for stream, choice in zip(streams, choices, strict=True)])
+    await together([stream.run(choice) for stream, choice in zip(streams, choices, strict=True)])
     told = await _told(api, exchange, job, choices)
     await exchange.end(events.last(_usage(job, choices), told) if has_usage or told else b"")
     last_ns = time.monotonic_ns()
@@ -341,16 +340,3 @@ def _used(job: Job, choices: list[Choice]) -> int:
     begun = {choice.index // job.params.n for choice in choices if choice.generation.num_cached >= 0}
     return sum(len(job.prompts[place]) for place in begun) + sum(
         choice.num_tokens + choice.generation.num_unread for choice in choices)
-
-
-async def _together(work: list[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """All results; the first failure cancels the others and is raised as itself.
-
-    One choice gets a task of its own, too: waking up through all layers below would cost it more at every token.
-    """
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one) for one in work]
-    except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from None
-    return [task.result() for task in tasks]

@@ -9,7 +9,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 4 --dist load
 # Python keeps what it has compiled, whatever the shell says: else every process of the tests would compile torch anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install serve test suite quick lint gpu-check clean
+.PHONY: help install serve test suite quick lint docs gpu-check clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -32,6 +32,12 @@ lint: $(VENV)/test.ready   ## style, types, and the arrows between packages
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+docs: $(VENV)/docs.ready   ## build the documentation as a site, build/site/index.html
+	rm -rf build/pages && mkdir -p build/pages
+	tar cf - README.md LICENSE docs examples training/README.md training/curve.svg benchmarks/gpu.md benchmarks/results \
+		src/slotwise/core/interfaces.py src/slotwise/builtin/NOTICE.md | tar xf - -C build/pages
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
 gpu-check:       ## check and measure on a GPU, in eight minutes (ARGS=--rehearse: in small, on the CPU)
 	@if $(PYTHON) -c 'import torch' 2>/dev/null; then python=$(PYTHON); \
 	else $(MAKE) $(VENV)/test.ready && python=$(BIN)/python; fi; \
@@ -48,13 +54,17 @@ $(VENV)/test.ready: $(VENV)/serve.ready   # by name: Slotwise is there already, 
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check "slotwise[dev]"
 	touch $@
 
+$(VENV)/docs.ready: $(VENV)/serve.ready
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check "slotwise[docs]"
+	touch $@
+
 # Read once, before four processes each rewrite the assertions of every test and compile whatever tests import.
 $(VENV)/collected.ready: $(VENV)/test.ready
 	$(BIN)/python -m pytest --collect-only --quiet >/dev/null || true
 	touch $@
 
 # Compiled once, before four processes that need them do so at the same time.
-$(VENV)/kernels.ready: $(VENV)/serve.ready $(wildcard src/slotwise/kernels/cpu/*.py src/slotwise/runner/sampling/*.py)
+$(VENV)/kernels.ready: $(VENV)/serve.ready $(wildcard src/slotwise/kernels/cpu/*.py src/slotwise/kernels/cpu/jit/*.py src/slotwise/runner/sampling/*.py)
 	for dtype in float32 bfloat16; do $(BIN)/slotwise generate --dtype $$dtype --max-tokens 1 x >/dev/null || exit; done
 	touch $@
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from kernels import SHAPE, bytes_per_microsecond, step
 
-from slotwise.kernels.cpu import CpuKernels
+from slotwise.kernels.cpu.kernels import CpuKernels
 from slotwise.kernels.interface import RaggedBatch
 
 FORMATS = ("auto", "int8")

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from slotwise.kernels.cpu import CpuKernels
+from slotwise.kernels.cpu.kernels import CpuKernels
 from slotwise.kernels.interface import AttentionShape, RaggedBatch
 
 HIDDEN, INTERMEDIATE, VOCABULARY = 576, 1536, 49152

@@ -26,7 +26,7 @@ from slotwise.core.step import StepPlan, StepResult
 from slotwise.core.step_time import StepTimeModel
 from slotwise.policies.settings import POLICIES, Ordering
 
-CROWDS = ((64, 0, 75.0), (256, 0, 300.0), (1024, 10_000, 1200.0))  # running, waiting, target in microseconds
+CROWDS = ((64, 0, 128.0), (256, 0, 512.0), (1024, 10_000, 2048.0))  # running, waiting; at most 2 microseconds a row
 SHORTEST, OUTPUT, BLOCK = 64, 4000, 64  # tokens of the shortest prompt, of an output, of a block
 LONGEST = SHORTEST + BLOCK - 1 + OUTPUT
 TENANTS = 16
@@ -46,7 +46,7 @@ def crowd(policy: str, running: int, waiting: int) -> Scheduler:
         scheduler.add(Request(f"cmpl-{number:08d}", prompt, asked, number, slo=slo), number * 1e-3)
     now = 100.0
     while True:
-        plan = scheduler.plan(now)
+        plan = scheduler.schedule(now)
         scheduler.commit(plan, result(plan), now + 0.01)
         scheduler.pop_events()
         now += 0.02
@@ -55,7 +55,7 @@ def crowd(policy: str, running: int, waiting: int) -> Scheduler:
 
 
 def result(plan: StepPlan) -> StepResult:
-    return StepResult(plan.step, tuple([(7,) if samples else () for samples in plan.samples]))
+    return StepResult(plan.step, tuple([(7,) if wanted else () for wanted in plan.num_logits]))
 
 
 def microseconds(policy: str, running: int, waiting: int, steps: int) -> float:
@@ -67,7 +67,7 @@ def microseconds(policy: str, running: int, waiting: int, steps: int) -> float:
     for step in range(steps):
         now = 1000 + step * 0.02
         began = time.perf_counter()
-        plan = scheduler.plan(now)
+        plan = scheduler.schedule(now)
         planned = time.perf_counter()
         outcome = result(plan)
         computed = time.perf_counter()

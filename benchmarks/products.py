@@ -16,7 +16,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from slotwise.kernels.cpu import CpuKernels, paths
+from slotwise.kernels.cpu import paths
+from slotwise.kernels.cpu.kernels import CpuKernels
 from slotwise.kernels.cpu.launcher import KernelLauncher
 from slotwise.kernels.cpu.linear import tiled_linear
 from slotwise.kernels.cpu.linear_fp16 import fp16_linear, has_fp16_gemm

@@ -30,18 +30,17 @@ from slotwise import builtin
 from slotwise.bench.measures import percentile
 from slotwise.bench.results import environment
 from slotwise.compose.engine import load
-from slotwise.compose.step_times import traits
 from slotwise.core.params import SamplingParams
+from slotwise.core.step_time import work_of
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add, EngineInfo
-from slotwise.observe import step_time_store
 from slotwise.observe.event_log import Step, decode
 from slotwise.observe.explain import Explanation, explain
+from slotwise.observe.fold import gather
 from slotwise.observe.recorder import Recorder
-from slotwise.observe.request_timeline import gather
 from slotwise.observe.ring import Ring
-from slotwise.observe.step_time import StepTimeModel, work_of
+from slotwise.observe.step_time import StepTimeModel, path_for, traits
 from slotwise.workload import arrivals, lengths
 from slotwise.workload.requests import Recipe, Workload, WorkRequest, generate
 
@@ -84,7 +83,7 @@ class Lab:
         config = EngineConfig(model=model, enable_prefix_caching=False)
         loaded = load(config)
         _, info = loaded.engine(config)
-        step_time_store.place(traits(config, info)).unlink(missing_ok=True)
+        path_for(traits(config, info)).unlink(missing_ok=True)
         self.engine, self.info = loaded.engine(config)
         self._metronome = Metronome(loaded.engine(replace(config, max_num_seqs=1))[0])
         self.beats: list[float] = []  # of the last run, seconds

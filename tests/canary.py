@@ -40,7 +40,7 @@ class Canary:
         self._thread.join()
 
     def _sing(self) -> None:
-        with httpx.Client(timeout=60, headers=self._headers) as client:
+        with httpx.Client(timeout=120, headers=self._headers) as client:
             while not self._stop.is_set():
                 with client.stream("POST", self._url, json=BODY) as response:
                     assert response.status_code == 200, response.read()

@@ -33,6 +33,9 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {"num_key_value_heads": 1, "use_sliding_window": True, "sliding_window": 64,
                         "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 64, "tie_word_embeddings": True}),
+    "gemma2": ("Gemma2", {"num_hidden_layers": 4, "sliding_window": 48, "query_pre_attn_scalar": 40,
+                          "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0,
+                          "tie_word_embeddings": False}),
 }  # fmt: skip
 
 FAMILIES = list(_SHAPES)
@@ -147,4 +150,6 @@ def reference_model(folder: Path, dtype: str) -> Any:
     """The checkpoint as transformers loads it."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").eval()
+    is_capped = "softcapping" in (folder / "config.json").read_text()  # which torch's own attention does not compute
+    attention = "eager" if is_capped else "sdpa"
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention).eval()

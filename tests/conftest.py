@@ -9,7 +9,8 @@ from types import ModuleType
 import pytest
 from hypothesis import HealthCheck, settings
 
-settings.register_profile("busy", suppress_health_check=[HealthCheck.too_slow])  # how fast a machine is proves nothing
+# How fast a machine is proves nothing.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
 
 

@@ -36,7 +36,7 @@ class KnownTimes(StepTimeModel):
     """Step times that need not be learned."""
 
     TOKEN = 0.25  # seconds
-    knows = True
+    is_trained = True
 
     def seconds(self, work: Work) -> float:
         return self.TOKEN * work.tokens

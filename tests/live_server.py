@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import subprocess
 import sys
 import time
@@ -26,7 +27,7 @@ class Server:
     process: subprocess.Popen[str]
     engine_pid: int
     engine_log: Path
-    client: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=30))
+    client: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=120))
 
     def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
         content = body if isinstance(body, (bytes, str)) else json.dumps(body)
@@ -58,9 +59,21 @@ def running(folder: Path, log: Path, *settings: str, before: Callable[[], None] 
         if process.poll() is None:
             process.terminate()
         try:
-            process.wait(timeout=20)
+            process.wait(timeout=120)
         except subprocess.TimeoutExpired:
             process.kill()
+
+
+@contextmanager
+def unanswered(server: Server, path: str, body: dict[str, Any], **headers: str) -> Iterator[None]:
+    """A client that has sent a request, and leaves without its answer when the block ends."""
+    host, port = server.url.removeprefix("http://").split(":")
+    content = json.dumps(body).encode()
+    fields = JSON | headers | {"Host": host, "Content-Length": str(len(content))}
+    head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+    with socket.create_connection((host, int(port)), timeout=120) as connection:
+        connection.sendall(f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + content)
+        yield
 
 
 def counted(first: int, count: int) -> list[int]:
@@ -69,8 +82,8 @@ def counted(first: int, count: int) -> list[int]:
 
 
 def eventually(holds: Callable[[], Any]) -> None:
-    """Wait for what must come; a minute is for machines that do other things too."""
-    for _ in range(1200):
+    """Wait for what must come; two minutes are for machines that do other things too."""
+    for _ in range(2400):
         if holds():
             return
         time.sleep(0.05)

@@ -39,7 +39,7 @@ class Collector:
         found = [span for span in self.spans if span.parent_span_id == root.span_id]
         return sorted(found, key=lambda span: (span.start_time_unix_nano, span.end_time_unix_nano))
 
-    def eventually(self, holds: Callable[[Collector], bool], seconds: float = 30) -> None:
+    def eventually(self, holds: Callable[[Collector], bool], seconds: float = 120) -> None:
         give_up = time.monotonic() + seconds
         while not holds(self):
             assert time.monotonic() < give_up, f"only {len(self.spans)} spans came"

@@ -9,6 +9,7 @@ from typing import Any
 from toy import EOS, VOCAB, next_token, scheduler
 
 from slotwise.batching.settings import Batching
+from slotwise.core.interfaces import Proposer
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.core.step import StepResult
@@ -54,13 +55,15 @@ class Whimsical(FakeExecutor):
 class Recorded:
     """An engine, what is sent to it, and the log of that; a clock that jumps a few milliseconds whenever it is read."""
 
-    def __init__(self, seed: int, batching: Batching, *, depth: int = 0, limits: SchedulerLimits = TIGHT) -> None:
+    def __init__(self, seed: int, batching: Batching, *, depth: int = 0, limits: SchedulerLimits = TIGHT,
+                 proposer: Proposer | None = None) -> None:
         self.whims = random.Random(seed)
         self.file = Shelf()
         self.recorder = Recorder(clock=self.clock)
         self._now = 1000 * MS
         self._limits = limits
         self._depth = depth
+        self._proposer = proposer
         self._sent: deque[Command] = deque()
         self._scheduling = Scheduling(batching, limits.max_num_seqs, limits.max_num_batched_tokens)
         self.start()
@@ -75,7 +78,8 @@ class Recorded:
         self._sent.clear()
         executor = Whimsical(self._limits.block_size, self.whims)
         self._engine = Engine(
-            scheduler(self._limits, self._scheduling.discipline()), executor, self.clock, (EOS,), depth=self._depth)
+            scheduler(self._limits, self._scheduling.discipline(), proposer=self._proposer), executor, self.clock,
+            (EOS,), depth=self._depth)
         self.recorder.started(EngineInfo(
             "toy", "cpu", "float32", VOCAB, self._limits, self._scheduling, (EOS,), depth=self._depth))
 

@@ -80,10 +80,13 @@ def test_a_missing_model_is_one_line(command, tmp_path):
     assert "nowhere" in one_line(command, *where)
 
 
-def test_broken_weights_are_one_line(folder):
+@pytest.mark.parametrize("command", [("serve",), ("generate", "hi", "--model")])
+def test_broken_weights_are_one_line(folder, tmp_path, monkeypatch, command):
+    """Kernels are being compiled when it is found: neither a thread nor a helper that does so adds a line."""
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "kernels"))
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
-    assert "model.safetensors" in one_line("serve", str(folder))
+    assert "model.safetensors" in one_line(*command, str(folder))
 
 
 def test_missing_weights_are_one_line(folder, one_line_here):

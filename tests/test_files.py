@@ -1,4 +1,4 @@
-"""Files are written whole or not at all, and nothing is left behind where a disk is full."""
+"""Files are written whole or not at all, and nothing is left behind where a disk is full; reads have bounds."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 
 from slotwise.bench.results import write_json
 from slotwise.core.step_time import StepTimeModel, Work
-from slotwise.files import PRIVATE, write_whole
-from slotwise.observe import step_time_store
+from slotwise.files import PRIVATE, check_part, read_regular, write_whole
+from slotwise.observe import step_time
 from slotwise.observe.log_file import LogFile
 
 
@@ -61,7 +61,7 @@ def test_a_link_is_replaced_and_the_file_it_names_stays(tmp_path: Path) -> None:
 def test_standard_output_is_written_also_where_it_is_a_file(tmp_path: Path) -> None:
     with (tmp_path / "out").open("wb") as out:
         script = "from slotwise.files import write_whole; write_whole('/dev/stdout', b'x')"
-        subprocess.run([sys.executable, "-c", script], stdout=out, check=True, timeout=60)
+        subprocess.run([sys.executable, "-c", script], stdout=out, check=True, timeout=120)
     assert (tmp_path / "out").read_bytes() == b"x" and Path("/dev/stdout").is_symlink()
 
 
@@ -69,7 +69,7 @@ def test_what_is_no_file_stays_what_it_is(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with subprocess.Popen(["cat", str(tmp_path / "pipe")], stdout=subprocess.PIPE) as reader:
         write_whole(tmp_path / "pipe", b"through")
-        assert reader.communicate(timeout=30)[0] == b"through"
+        assert reader.communicate(timeout=120)[0] == b"through"
     assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
 
 
@@ -88,7 +88,7 @@ except OSError as error:
 def test_a_file_that_may_not_grow_leaves_the_old_one(tmp_path: Path) -> None:
     path = tmp_path / "kept"
     path.write_text("old")
-    done = subprocess.run([sys.executable, "-c", LIMITED, str(path)], timeout=60)
+    done = subprocess.run([sys.executable, "-c", LIMITED, str(path)], timeout=120)
     assert done.returncode == 3 and path.read_text() == "old"
     assert [one.name for one in tmp_path.iterdir()] == ["kept"]
 
@@ -110,7 +110,7 @@ def test_step_times_on_a_full_disk_are_not_kept_and_leave_nothing(
         times.step(Work(1 + number % 4, 1 + number % 4, 10 * number, 0), number * 0.01, number * 0.01 + 0.005)
     before = sorted(one.name for one in full.iterdir())
     for _ in range(3):
-        step_time_store.save(full / "times.json", times)
+        step_time.save(full / "times.json", times)
     assert "step times are not kept: [Errno 28]" in caplog.text
     assert sorted(one.name for one in full.iterdir()) == before
 
@@ -135,3 +135,40 @@ def test_a_kill_in_the_middle_leaves_the_old_file(tmp_path: Path) -> None:
         process.send_signal(signal.SIGKILL)
     seen.add(path.read_bytes())
     assert seen <= {b"old" * 1000, b"a" * 200_000, b"b" * 200_000} and len(seen) > 1
+
+
+def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path, Path("/dev/zero"), Path("/dev/tty"), tmp_path / "nowhere"):
+        with pytest.raises(OSError):
+            read_regular(path, 10)
+    (tmp_path / "file").write_bytes(b"x" * 11)
+    assert read_regular(tmp_path / "file", 11) == b"x" * 11
+    with pytest.raises(OSError, match="larger than 10 bytes"):
+        read_regular(tmp_path / "file", 10)
+    with pytest.raises(OSError, match="larger than 10 bytes"):
+        read_regular("/proc/self/status", 10)  # its size is said to be 0
+
+
+def test_links_of_a_checkpoint_lead_to_its_own_files(tmp_path: Path) -> None:
+    cache = tmp_path / "hub" / "models--owner--name"
+    folder, blobs = cache / "snapshots" / "0123", cache / "blobs"
+    for made in (folder, blobs, folder / "inner", tmp_path / "flat", tmp_path / "other" / "snapshots" / "1",
+                 tmp_path / "other" / "blobs"):
+        made.mkdir(parents=True)
+    for file in (blobs / "abcd", folder / "own", tmp_path / "secret", tmp_path / "other" / "blobs" / "b"):
+        file.write_bytes(b"x")
+    for name, target in (("blob", "../../blobs/abcd"), ("beside", "own"), ("twice", "blob"), ("dangling", "nowhere"),
+                         ("absolute", blobs / "abcd")):
+        (folder / name).symlink_to(target)
+        check_part(folder / name)
+    (tmp_path / "flat" / "blob").symlink_to(blobs / "abcd")  # a copy of a model that shares the cache's files
+    check_part(tmp_path / "flat" / "blob")
+    (tmp_path / "renamed").symlink_to(tmp_path / "other" / "snapshots" / "1")
+    (tmp_path / "other" / "snapshots" / "1" / "a").symlink_to("../../blobs/b")
+    check_part(tmp_path / "renamed" / "a")
+    for name, target in (("up", "../../../../secret"), ("etc", "/etc/hostname"), ("device", "/dev/zero"),
+                         ("chain", "up"), ("foreign", tmp_path / "other" / "blobs" / "b")):
+        (folder / name).symlink_to(target)
+        with pytest.raises(OSError, match="outside of the checkpoint"):
+            check_part(folder / name)

@@ -178,6 +178,37 @@ def test_a_template_computes_nothing_while_it_is_compiled(folder: Path, bounded:
             path.unlink()
 
 
+FILES = ("config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json",
+         "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+
+def test_a_link_to_a_file_of_the_machine_is_not_followed(folder: Path, tmp_path: Path) -> None:
+    """Each file would be fine as a copy: what it says is not what is refused."""
+    copy = Path(shutil.copytree(folder, tmp_path / "model"))
+    (copy / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    (copy / "special_tokens_map.json").write_text("{}")
+    (tmp_path / "elsewhere").mkdir()
+    assert opened(copy) == ""
+    for name in (*FILES, *[path.name for path in copy.glob("*.safetensors")]):
+        (copy / name).rename(tmp_path / "elsewhere" / name)
+        (copy / name).symlink_to(tmp_path / "elsewhere" / name)
+        told = opened(copy)
+        assert name in told and "outside of the checkpoint" in told, told
+        (copy / name).unlink()
+        (tmp_path / "elsewhere" / name).rename(copy / name)
+    assert opened(copy) == ""
+
+
+def test_links_of_the_hubs_cache_are_followed(folder: Path, tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "models--owner--name" / "blobs", tmp_path / "models--owner--name" / "snapshots" / "1"
+    shutil.copytree(folder, blobs)
+    snapshot.mkdir(parents=True)
+    for number, path in enumerate(sorted(blobs.iterdir())):
+        path.rename(blobs / f"{number:064x}")
+        (snapshot / path.name).symlink_to(f"../../blobs/{number:064x}")
+    assert opened(snapshot) == ""
+
+
 def test_ends_that_a_model_cannot_produce_are_left_out(folder: Path) -> None:
     before = (folder / "config.json").read_text()
     try:

@@ -110,7 +110,11 @@ def test_chat_goes_through_the_template(llm: LLM):
 
 
 @pytest.mark.parametrize(("prompt", "says"), [
-    ([1] * 5000, "at most 1024"), ([10**7], "vocabulary"), ([], "no tokens"), ({"text": "hi"}, "prompt_token_ids")])
+    ([1] * 5000, "at most 1024"), ([5, 2.0], r"a prompt\[1\] must be a token id, a whole number, not 2.0"),
+    ({"prompt_token_ids": [5, True]}, r"prompt_token_ids\[1\] must be .* not True"), ([[1.5]], r"a prompt\[0\]"),
+    ({"prompt_token_ids": [5, 7, "8"]}, r"prompt_token_ids\[2\] must be .* not '8'"), ([2.0, 5], "not 2.0"),
+    ({"prompt_token_ids": 5}, "prompt_token_ids must be a list"), ({"prompt_token_ids": "ab"}, "must be a list"),
+    ([10**7], "vocabulary"), ([], "no tokens"), ({"text": "hi"}, "prompt_token_ids")])
 def test_a_prompt_that_can_never_run_is_refused_before_anything_starts(llm: LLM, prompt, says):
     with pytest.raises(ValueError, match=says):
         generate(llm, [prompt, PROMPTS[0]])

@@ -39,7 +39,7 @@ class Seen:
     busy: str  # `slotwise top` while there was work
 
     def get(self, path: str) -> str:
-        answer = httpx.get(self.url + path, headers={"Authorization": f"Bearer {KEY}"}, timeout=30)
+        answer = httpx.get(self.url + path, headers={"Authorization": f"Bearer {KEY}"}, timeout=120)
         return answer.raise_for_status().text
 
     def metrics(self) -> list[Sample]:
@@ -58,7 +58,7 @@ def ask(url: str, number: int) -> dict[str, Any]:
 def top(url: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "slotwise.cli", "top", url, "--once", *arguments], capture_output=True, text=True,
-        timeout=60, env=os.environ | {"COLUMNS": "150"})
+        timeout=120, env=os.environ | {"COLUMNS": "150"})
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
             yield Seen(url, log, collector, [answer.result() for answer in answers], busy.stdout)
         finally:
             process.terminate()
-            said, _ = process.communicate(timeout=30)
+            said, _ = process.communicate(timeout=120)
             assert said == "", "with JSON lines nothing is said beside them"
 
 

@@ -13,15 +13,15 @@ from live import cli
 from safetensors.torch import load_file, save_file
 
 from slotwise.compose.engine import build_engine
-from slotwise.compose.step_times import traits
+from slotwise.core.step_time import StepTimeModel, Work
 from slotwise.engine.config import EngineConfig
-from slotwise.engine.first_step import FirstStepError
+from slotwise.engine.warmup import FirstStepError
 from slotwise.kernels.reference import ReferenceKernels
 from slotwise.model.checkpoint import read_config
-from slotwise.model.decoder import tensor_shapes
 from slotwise.model.errors import CheckpointError
+from slotwise.model.families import tensor_shapes
 from slotwise.model.load import load_model
-from slotwise.observe import step_time_store
+from slotwise.observe import step_time
 
 NAMES = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", "model.layers.1.self_attn.k_proj.weight",
          "model.layers.2.mlp.up_proj.bias", "model.layers.0.input_layernorm.weight")
@@ -97,8 +97,9 @@ def test_a_step_is_run_also_where_step_times_are_known(folder: Path, monkeypatch
     monkeypatch.setenv("NUMBA_CACHE_DIR", "")
     asked = config(folder, device="reference")
     _, info = build_engine(asked)
-    kept = step_time_store.load(step_time_store.place(traits(asked, info)))
-    assert kept.knows, "the next start computes no step to learn from"
+    times = StepTimeModel()
+    times.learn(Work(1, 1, 10, 0.0), 0.004)
+    step_time.save(step_time.path_for(step_time.traits(asked, info)), times)  # the next start has no step to learn from
     spoil(folder, "model.norm.weight", LARGE)
     with pytest.raises(FirstStepError):
         build_engine(asked)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
+from random import Random
 
 from slotwise.batching.continuous import Chunked
 from slotwise.core.events import Admitted, Committed, Finished, Preempted, Rejected
-from slotwise.core.interfaces import Discipline, Policy
+from slotwise.core.interfaces import Discipline, Policy, Proposer
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import NO_SLO, Request
@@ -41,9 +42,9 @@ def alone(request: Request, limits: SchedulerLimits) -> list[int]:
 
 def scheduler(
     limits: SchedulerLimits, discipline: Discipline | None = None, policy: Policy | None = None,
-    times: StepTimeModel | None = None,
+    times: StepTimeModel | None = None, proposer: Proposer | None = None,
 ) -> Scheduler:
-    return Scheduler(limits, discipline or Chunked(), policy or FirstComeFirstServed(), times)
+    return Scheduler(limits, discipline or Chunked(), policy or FirstComeFirstServed(), times, proposer)
 
 
 def request(
@@ -54,16 +55,33 @@ def request(
     return Request(name, prompt, asked, eos_ids=(EOS,), salt=salt, slo=slo)
 
 
+class Guesses:
+    """A proposer that is right more often than not, and otherwise wrong; the history decides, as with a real one."""
+
+    def __init__(self, seed: int, longest: int = 4) -> None:
+        self._seed = seed
+        self._longest = longest
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        known, draw = list(request.tokens), Random(zlib.crc32(bytes(request.tokens), self._seed))
+        for _ in range(min(most, draw.randint(0, self._longest))):
+            known.append(next_token(known) if draw.random() < 0.8 else draw.randrange(VOCAB))
+        return known[len(request.tokens):]
+
+    def waits(self, request: Request) -> bool:
+        return Random(zlib.crc32(bytes(request.tokens), self._seed)).random() < 0.5
+
+
 class Driver:
     """A scheduler and a fake executor, stepped by hand; remembers what was published and how everyone ended."""
 
     def __init__(
         self, limits: SchedulerLimits, discipline: Discipline | None = None, policy: Policy | None = None,
-        times: StepTimeModel | None = None,
+        times: StepTimeModel | None = None, proposer: Proposer | None = None,
     ) -> None:
         self.limits = limits
         self.discipline = discipline or Chunked()
-        self.scheduler = scheduler(limits, self.discipline, policy, times)
+        self.scheduler = scheduler(limits, self.discipline, policy, times, proposer)
         self.executor = FakeExecutor(limits.block_size, next_token)
         self.plans: list[StepPlan] = []
         self.flying: list[StepPlan] = []
@@ -92,7 +110,7 @@ class Driver:
         self._fold()
 
     def plan(self) -> StepPlan:
-        plan = self.scheduler.plan(self.now)
+        plan = self.scheduler.schedule(self.now)
         self.scheduler.check()
         self._check_budget(plan)
         assert len(plan.slots) == len(set(plan.slots))

@@ -37,9 +37,16 @@ def give(num_bytes: int) -> bytes:
     return b"x" * num_bytes
 
 
+def once_slow(pid: int) -> int:
+    """Returns this process' id; takes a second in the process `pid`, which the test ends or stops meanwhile."""
+    if os.getpid() == pid:
+        time.sleep(1.0)
+    return os.getpid()
+
+
 def process() -> dict[str, Any]:
     return {"pid": os.getpid(), "nice": os.nice(0), "fds": len(os.listdir("/proc/self/fd")) - 1,
             "heavy": [name for name in ("torch", "numpy", "numba") if name in sys.modules]}
 
 
-CALLS = {function.__name__: function for function in (echo, sleep, refuse, fail, crash, eat, give, process)}
+CALLS = {function.__name__: function for function in (echo, sleep, refuse, fail, crash, eat, give, once_slow, process)}

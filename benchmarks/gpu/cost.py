@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from slotwise.engine.messages import StepRecord
 from slotwise.model.config import ModelConfig
-from slotwise.model.decoder import tensor_shapes
+from slotwise.model.families import tensor_shapes
 
 
 class Machine(NamedTuple):

@@ -18,8 +18,9 @@ from slotwise.engine.messages import Add
 from slotwise.kernels.interface import Kernels
 from slotwise.kernels.select import choose
 from slotwise.model.config import ModelConfig
-from slotwise.model.decoder import Decoder, tensor_shapes
-from slotwise.model.rope import Llama3Rope
+from slotwise.model.decoder import Decoder
+from slotwise.model.families import tensor_shapes
+from slotwise.model.layers.rope import Llama3Rope
 from slotwise.model.weights import Read
 
 DEVIATION = 0.02  # of the weights, as models are initialised

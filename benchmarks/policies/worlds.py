@@ -16,7 +16,7 @@ import msgspec
 import uvloop
 from benchmarks.reliability.server import serving
 
-from slotwise.bench.client import Client, Phrasing, Reply, Target, open_session
+from slotwise.bench.client import Client, Phrasing, Target, open_session
 from slotwise.bench.load import Load
 from slotwise.bench.measures import COMPLETED, REJECTED, Outcome
 from slotwise.bench.serving import resolve
@@ -138,7 +138,7 @@ def _drive(target: Target, asks: Sequence[Ask], vocab_size: int, seed: int) -> l
             for tenant in {ask.slo.tenant for ask in asks}:
                 clients[tenant] = Client(session, _target(target, tenant), load.clock)
 
-            async def send(body: bytes, reply: Reply) -> None:
+            async def send(body: bytes, reply: Outcome) -> None:
                 ask = asks[reply.number]
                 if ask.whole:
                     await _take_whole(_target(target, ask.slo.tenant), body, reply)
@@ -160,7 +160,7 @@ def _target(target: Target, tenant: str) -> Target:
     return Target(target.base_url, target.endpoint, target.model, _key(tenant) if tenant else "")
 
 
-async def _take_whole(target: Target, body: bytes, reply: Reply) -> None:
+async def _take_whole(target: Target, body: bytes, reply: Outcome) -> None:
     status, text = await post(target, body)
     answer = msgspec.json.decode(text)
     reply.status = COMPLETED if status == 200 else REJECTED

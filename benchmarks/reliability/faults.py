@@ -89,8 +89,9 @@ async def _until_back(field: Field, what: str, pid: int) -> None:
     struck = time.perf_counter()
     if pid and field.strike(pid, signal.SIGKILL):
         await field.tells_the_truth(struck, what)
-    down = await field.health.until(lambda status: status != OK, struck, TRUTH)
-    await field.recovers(struck + min(down, TRUTH), what, LONGEST_PAUSE + START)
+    limit = TRUTH * field.patience
+    down = await field.health.until(lambda status: status != OK, struck, limit)
+    await field.recovers(struck + min(down, limit), what, LONGEST_PAUSE + START)
 
 
 async def stop_engine(field: Field, rng: random.Random) -> None:

@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 import httptools
 import msgspec
 
-from slotwise.bench.client import Reply, Target
-from slotwise.bench.measures import COMPLETED, FAILED, REJECTED
+from slotwise.bench.client import Target
+from slotwise.bench.measures import COMPLETED, FAILED, REJECTED, Outcome
 
 SILENT = 300.0  # seconds without a byte after which a response is aborted
 
@@ -41,7 +41,7 @@ class LeanClient:
         self._clock = clock
         self._idle: list[_Connection] = []
 
-    async def complete(self, body: bytes, reply: Reply) -> None:
+    async def complete(self, body: bytes, reply: Outcome) -> None:
         """Sends `body` and writes the response or its failure into `reply`."""
         reply.sent = self._clock()
         try:
@@ -81,7 +81,7 @@ class _Connection(asyncio.Protocol):
         self._transport = transport
         self.is_open = True
 
-    def ask(self, request: bytes, reply: Reply) -> asyncio.Future[None]:
+    def ask(self, request: bytes, reply: Outcome) -> asyncio.Future[None]:
         self._reply, self._rest = reply, b""
         self._parser = httptools.HttpResponseParser(self)
         self._ended = asyncio.get_running_loop().create_future()

@@ -62,7 +62,7 @@ async def _disconnects(server: Server) -> ledger.Row:
          "the canary's tokens unchanged": canary.unchanged},
         [f"gone while a body was sent, while queued (up to {most_waiting} waited), before the first token, and in "
          f"mid-stream ({spoken})", f"all quiet {settled:.2f} s after the last had left; {aborted:.0f} aborted in the "
-         f"engine; a canary beside them sang {len(canary.answers)} times, always the same"],
+         f"engine; a canary beside them gave the same tokens {len(canary.answers)} times"],
         {"seconds_until_quiet": settled, "mid_stream": spoken, "most_waiting": most_waiting, "aborted": aborted,
          "canary": len(canary.answers)})
 

@@ -17,7 +17,6 @@ UNHEARD = "door closed"  # the connection was refused: the request never reached
 LOST = "lost"  # no end, or not exactly one
 FATES = (COMPLETED, ABORTED, FAILED, REFUSED, IMPOSSIBLE, HUNG_UP, UNHEARD, LOST)
 
-BEGIN, END = "<!-- reliability table: begin -->", "<!-- reliability table: end -->"
 HEADINGS = ("scenario", "sent", "ended", "lost", "leaked blocks", "holds", "what was seen")
 
 
@@ -104,15 +103,3 @@ def table(rows: Iterable[Mapping[str, Any]]) -> str:
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)
 
-
-def refreshed(page: str, content: str) -> str:
-    """Returns `page` with `content` between the two markers.
-
-    Raises:
-        ValueError: the page has no markers.
-    """
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the page must have {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n{content}\n{END}{after}"

@@ -16,7 +16,7 @@ from typing import Any
 
 import uvloop
 
-from slotwise.bench.client import Phrasing, Reply, Target
+from slotwise.bench.client import Phrasing, Target
 from slotwise.bench.load import Load
 from slotwise.bench.measures import COMPLETED, REJECTED, Outcome, percentile
 from slotwise.bench.serving import resolve
@@ -46,12 +46,12 @@ def requests(pattern: str, count: int, seed: int) -> Workload:
 def drive(target: Target, workload: Workload, phrasing: Phrasing, limit: float) -> list[Outcome]:
     """Returns the outcomes of `workload` within `limit` seconds; active requests are aborted then."""
     load = Load(workload, lambda request: phrasing.body(target, workload, request))
-    replies: list[Reply] = []
+    replies: list[Outcome] = []
 
     async def run() -> None:
         client = LeanClient(target, load.clock)
 
-        async def send(body: bytes, reply: Reply) -> None:
+        async def send(body: bytes, reply: Outcome) -> None:
             replies.append(reply)
             await client.complete(body, reply)
 
@@ -60,7 +60,7 @@ def drive(target: Target, workload: Workload, phrasing: Phrasing, limit: float) 
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # the cores are the server's
         runner.run(run())
-    return [reply.outcome() for reply in replies]
+    return replies
 
 
 def goodput(outcomes: Sequence[Outcome], seconds: float) -> float:

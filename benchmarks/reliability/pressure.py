@@ -67,7 +67,7 @@ async def _impossible(server: Server) -> ledger.Row:
         {"400 for each": all(answer.status == 400 for answer in answers), "with the numbers": told,
          "the server goes on": status == 200 and canary.unchanged},
         [f"each got 400, with the size and the limit in its message; the slowest, of up to 600 kB, took {slowest:.0f} "
-         f"ms; a canary beside them sang {len(canary.answers)} times, always the same"],
+         f"ms; a canary beside them gave the same tokens {len(canary.answers)} times"],
         {"slowest_ms": slowest, "example": answers[0].error, "canary": len(canary.answers)})
 
 

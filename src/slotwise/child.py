@@ -1,7 +1,8 @@
-"""Starts Python processes of this package; neither it nor they import modules from the current folder.
+"""Commands and environments of child Python processes; neither they nor this one import from the current folder.
 
 The current folder may be a checkpoint's, whose `torch.py` would run in the place of torch.  `python -m` puts it first
-on the module path, and an empty or relative entry of PYTHONPATH means it or a folder in it.
+on the module path, and an empty or relative entry of PYTHONPATH means it or a folder in it.  This module is imported
+while that still holds: it may import only what Python has imported at its start.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ HOME = "/"  # the current folder of children, since libraries read configuration
 OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the folder in which this package lies
 COMMAND = "slotwise"
 INSTALLED = ("site-packages", "dist-packages")
+_kept = set(SECRETS)
 
 
 def python(module: str, *arguments: str, options: tuple[str, ...] = ()) -> list[str]:
@@ -36,7 +38,7 @@ def environment() -> dict[str, str]:
 
     If this package is not installed, its own folder is added: a child runs the same code as its parent.
     """
-    found = {name: value for name, value in os.environ.items() if name not in SECRETS}
+    found = {name: value for name, value in os.environ.items() if name not in _kept}
     path = [entry for entry in found.pop("PYTHONPATH", "").split(os.pathsep) if os.path.isabs(entry)]
     if os.path.basename(OURS) not in INSTALLED and OURS not in path:
         path.append(OURS)
@@ -48,16 +50,25 @@ def environment() -> dict[str, str]:
     return found | {"PYTHONSAFEPATH": "1"}
 
 
-def leave_current_folder() -> None:
+def keep_secret(name: str) -> None:
+    """Keeps a variable of the environment from children started from here on."""
+    _kept.add(name)
+
+
+def leave_current_folder() -> bool:
     """Removes the current folder and relative entries from the module path of a process that runs a command.
 
     Called first in the command's package.  Modules already imported stay; other programs keep their path.
+
+    Returns:
+        Whether this process runs a command.
     """
     by_name = sys.argv[0] == "-m"  # its value until the named module has been found
     if not by_name and os.path.basename(sys.argv[0]) != COMMAND:
-        return
+        return False
     if by_name and not sys.flags.safe_path:
         del sys.path[0]
     entries = os.environ["PYTHONPATH"].split(os.pathsep) if "PYTHONPATH" in os.environ else []
     unwanted = {os.path.abspath(entry) for entry in entries if not os.path.isabs(entry)}
     sys.path[:] = [entry for entry in sys.path if entry not in unwanted]
+    return True

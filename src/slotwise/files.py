@@ -1,14 +1,23 @@
-"""Atomic writes: a reader finds the old content or the new one, also after a crash."""
+"""Atomic writes: a reader finds the old content or the new one, also after a crash.  Reads with bounds.
+
+A checkpoint is data of others: a file of it may be a link to any file of this machine, or a pipe that never ends.  The
+cache of the Hugging Face hub consists of links, but into its own folder of blobs:
+
+    models--owner--name/snapshots/REVISION/config.json  ─►  models--owner--name/blobs/DIGEST
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
+import stat
 from pathlib import Path
 
 PRIVATE = 0o600
 PUBLIC = 0o666  # before the process' umask
+HUB_REPOSITORY = "models--"  # how its folder's name begins
 STREAMS = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))  # links in these name what is open already
 
 
@@ -48,3 +57,48 @@ def _synchronise(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def read_regular(path: Path | str, most: int) -> bytes:
+    """Returns the content of a regular file of at most `most` bytes.
+
+    Raises:
+        OSError: it cannot be read, is no regular file (a pipe would be waited for), or is larger.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            data = file.read(most + 1)
+    finally:
+        os.close(descriptor)
+    if len(data) > most:
+        raise OSError(errno.EFBIG, f"larger than {most} bytes", str(path))
+    return data
+
+
+def read_part(path: Path, most: int) -> bytes:
+    """Returns the content of a checkpoint's file, as `read_regular`.
+
+    Raises:
+        OSError: as there, or it is a link to a file outside of the checkpoint.
+    """
+    check_part(path)
+    return read_regular(path, most)
+
+
+def check_part(path: Path) -> None:
+    """Raises OSError if a checkpoint's file, which lies in the checkpoint's folder, is a link to one outside of it."""
+    folder, target = Path(os.path.realpath(path.parent)), Path(os.path.realpath(path))
+    if target.is_relative_to(folder) or _is_blob(target, folder):
+        return
+    what = f"a link to {target}, outside of the checkpoint: put a copy of the file in its place"
+    raise OSError(errno.EPERM, what, str(path))
+
+
+def _is_blob(target: Path, folder: Path) -> bool:
+    """Whether `target` is a blob in the hub's cache: of any of its repositories, or of the one `folder` belongs to."""
+    blobs = target.parent
+    is_own = folder.parent.name == "snapshots" and blobs.parent == folder.parent.parent
+    return blobs.name == "blobs" and (is_own or blobs.parent.name.startswith(HUB_REPOSITORY))

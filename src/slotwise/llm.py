@@ -7,11 +7,12 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import random
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,7 +110,7 @@ class LLM:
 
     def _job(self, prompt: Prompt, params: SamplingParams) -> _Job:
         text = prompt if isinstance(prompt, str) else None
-        ids = self.tokenizer.encode(text) if text is not None else list(_token_ids(prompt))
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
         params.check_vocabulary(self.info.vocab_size)
         objection = self.info.limits.objection(len(ids), params.max_tokens)
         if not objection and not all(0 <= token < self.info.vocab_size for token in ids):
@@ -171,7 +172,7 @@ class LLM:
             base = self._seeds.getrandbits(63) if job.params.seed is None else job.params.seed
             for reader in job.readers:
                 seed = (base + reader.completion.index) % 2**64
-                self._engine.handle(Add(reader.request_id, job.output.prompt_token_ids, job.params, seed))
+                self._engine.handle(Add(reader.request_id, job.output.prompt_token_ids, reader.params, seed))
                 self._readers[reader.request_id] = reader
 
     def _deliver(self, record: StepRecord) -> None:
@@ -185,6 +186,9 @@ class LLM:
             reader.take(tokens, record.logprobs[row] if record.logprobs else (), now, reason=end.reason if end else "")
             if reader.completion.stop_reason is not None:
                 self._engine.handle(Finish(request_id, "stop"))
+        for request_id, start, entries in zip(record.request_ids, record.starts, record.prompt_logprobs, strict=False):
+            if entries and (reader := self._readers.get(request_id)) is not None:
+                reader.read_prompt(start, entries)
         for end in record.ended:
             if reader := self._readers.pop(end.request_id, None):
                 reader.end(end, now)
@@ -197,6 +201,7 @@ class _Job:
         self.output = output
         self.params = params
         output.outputs = [CompletionOutput(index) for index in range(params.n)]
+        output.prompt_logprobs = None if params.prompt_logprobs is None else [None]
         self.readers = [_Reader(self, completion, tokenizer) for completion in output.outputs]
 
     def raise_errors(self) -> None:
@@ -213,21 +218,24 @@ class _Reader:
         self._job = job
         self.completion = completion
         self.request_id = f"{job.output.request_id}-{completion.index}"
-        params = job.params
+        self.params = params = job.params.of_choice(completion.index)
         self.error = ""  # why it ended, if it failed
         self._text = Continuation(tokenizer, job.output.prompt_token_ids, params.stop, params.min_tokens)
 
+    def read_prompt(self, start: int, entries: Sequence[TokenLogprobs]) -> None:
+        """Adds entries of the prompt's tokens from position `start + 1` on; known ones, computed again, are ignored."""
+        known = self._job.output.prompt_logprobs
+        if known is not None:
+            known += entries[len(known) - 1 - start :]
+
     def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], now: float, *, reason: str) -> None:
-        """Adds a step's tokens; with `reason` "stop" the last one is the model's end token and has no text."""
+        """Adds a step's tokens."""
         completion, metrics = self.completion, self._job.output.metrics
         if completion.stop_reason is not None:
             return
         metrics.first_token_time = metrics.first_token_time or now
-        shown = len(tokens) - (reason == "stop")
-        completion.text += self._text.feed(tokens[:shown])
-        if reason:
-            completion.text += self._text.end(tokens[shown:])
-        kept = self._text.num_tokens - len(completion.token_ids)
+        text, kept = self._text.read(tokens, reason)
+        completion.text += text
         completion.token_ids += tokens[:kept]
         completion.logprobs += logprobs[:kept]
         completion.stop_reason = self._text.stop_reason
@@ -253,9 +261,23 @@ def _as_params(params: Params, count: int) -> Sequence[SamplingParams]:
     return params
 
 
-def _token_ids(prompt: Mapping[str, Sequence[int]] | Sequence[int]) -> Sequence[int]:
+def _token_ids(prompt: Mapping[str, Sequence[int]] | Sequence[int]) -> list[int]:
+    """The token ids of a prompt.  Raises ValueError for anything else; the message names the position."""
+    name, ids = "a prompt", prompt
     if isinstance(prompt, Mapping):
         if "prompt_token_ids" not in prompt:
             raise ValueError("a prompt given as a dict needs prompt_token_ids")
-        return prompt["prompt_token_ids"]
-    return prompt
+        name, ids = "prompt_token_ids", prompt["prompt_token_ids"]
+    if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable):
+        raise ValueError(f"{name} must be a list of token ids, not {ids!r:.40}")
+    return [_token_id(f"{name}[{position}]", token) for position, token in enumerate(ids)]
+
+
+def _token_id(name: str, token: object) -> int:
+    """A whole number of any library; a boolean counts as a number in Python, and here it is a mistake."""
+    try:
+        if not isinstance(token, bool):
+            return operator.index(token)  # type: ignore[arg-type]
+    except TypeError:
+        pass
+    raise ValueError(f"{name} must be a token id, a whole number, not {token!r:.40}")

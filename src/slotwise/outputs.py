@@ -38,3 +38,4 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # by token, None for the first; None unless requested

@@ -26,9 +26,9 @@ def test_settings_name_a_discipline(settings, discipline):
     ({"kind": "static", "max_wait_ms": 5}, "max_wait_ms belongs to batching dynamic, not to static"),
     ({"kind": "orca", "long_prefill_token_threshold": 5}, "belongs to batching continuous, not to orca"),
     ({"prefill": "inline", "long_prefill_token_threshold": 5}, "cuts prompts, and prefill inline does not"),
-    ({"kind": "static", "batch_size": 0}, "batch_size must be between 1 and"),
-    ({"kind": "dynamic", "max_wait_ms": -1}, "max_wait_ms must be between"),
-    ({"long_prefill_token_threshold": -1}, "must be between 0 and"),
+    ({"kind": "static", "batch_size": 0}, "batch_size must be a whole number from 1 to"),
+    ({"kind": "dynamic", "max_wait_ms": -1}, "max_wait_ms must be a number from 0 to"),
+    ({"long_prefill_token_threshold": -1}, "must be a whole number from 0 to"),
     ({"kind": "static", "batch_size": 9}, "a batch_size of 9 needs as many slots, and max_num_seqs is 8"),
 ])
 def test_contradictions_are_refused_in_one_line(settings, says):

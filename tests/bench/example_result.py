@@ -183,8 +183,9 @@ def sweeps() -> list[dict[str, Any]]:
     series = []
     for label, ratios in by_slots.items():
         points = list(zip((4, 8, 16, 32), ratios, strict=True))
-        series += [{"label": f"{label}, theory", "style": "theory", "points": points},
-                   {"label": f"{label}, measured", "style": "measured", "points": [[x, y * 0.985] for x, y in points]}]
+        series += [{"label": f"{label}, theory", "style": "theory", "subject": label, "points": points},
+                   {"label": f"{label}, measured", "style": "measured", "subject": label,
+                    "points": [[x, y * 0.985] for x, y in points]}]
     rows = [2**power for power in range(8)]
     speed = [[n, n / (BASE + ROW * n + 0.00001 * n * n)] for n in rows]
     return [

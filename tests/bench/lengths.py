@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
-from slotwise.bench.theory import Draw
+from slotwise.bench.theory import step_ratio
+
+Draw = Callable[[random.Random], int]
+"""Draws one output length, at least 1."""
 
 
 def uniform(low: int, high: int) -> Draw:
@@ -36,3 +42,37 @@ and the ratio published for one draw of about a thousand requests."""
 def drawn(name: str, count: int) -> list[int]:
     rng = random.Random(name)
     return [TABLE[name][0](rng) for _ in range(count)]
+
+
+class Expected(NamedTuple):
+    """A ratio over many draws: its mean, and the standard deviation of a single draw around it."""
+
+    mean: float
+    deviation: float
+
+
+def expected_step_ratio(draw: Draw, slots: int, num_requests: int, trials: int, seed: int) -> Expected:
+    """Monte Carlo: `step_ratio` of `trials` workloads of `num_requests` lengths each."""
+    rng = random.Random(seed)
+    ratios = [step_ratio([draw(rng) for _ in range(num_requests)], slots) for _ in range(trials)]
+    return Expected(statistics.fmean(ratios), statistics.stdev(ratios))
+
+
+def longest_over_mean(lengths: Iterable[int], slots: int) -> float:
+    """The ratio that `step_ratio` approaches in an endless queue: E[longest of `slots`] / E[length].
+
+    `lengths` stand for their distribution: the i-th of n in order is the longest of a group with probability
+    (i/n)^slots - ((i-1)/n)^slots.
+    """
+    ordered = sorted(lengths)
+    count = len(ordered)
+    longest = sum(
+        length * ((rank / count) ** slots - ((rank - 1) / count) ** slots)
+        for rank, length in enumerate(ordered, start=1))
+    return longest / statistics.fmean(ordered)
+
+
+def padded_tokens(prompts: Sequence[int], slots: int) -> int:
+    """Prompt tokens wasted when each group of `slots` is padded to its longest prompt."""
+    groups = [prompts[first:first + slots] for first in range(0, len(prompts), slots)]
+    return sum(max(group) * len(group) - sum(group) for group in groups)

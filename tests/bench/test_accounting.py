@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from bench.lengths import padded_tokens
 from bench.virtual import BLOCK_BYTES, arriving, queued, stand
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotwise.bench import accounting, lanes, theory
+from slotwise.bench import accounting, lanes
 from slotwise.bench.accounting import Accounts, thinned
 from slotwise.bench.compare import DISCIPLINES
 from slotwise.bench.offline_run import run_offline
@@ -145,6 +146,6 @@ def test_slot_steps_and_tokens_add_up(asked: list[tuple[int, int]], slots: int, 
     assert len([*accounts.prompt_times, *accounts.decode_times]) == entry["steps"]
     assert entry["output_tokens"] == sum(outputs)
     grouped = discipline in ("static", "dynamic")
-    assert waste["padded_tokens"] == (theory.padded_tokens(prompts, slots) if grouped else 0)
+    assert waste["padded_tokens"] == (padded_tokens(prompts, slots) if grouped else 0)
     assert entry["waste"]["head_of_line_seconds"] <= entry["seconds"] * len(outputs)
     assert entry["ttft"]["max"] <= entry["e2e"]["max"] == pytest.approx(entry["seconds"])

@@ -18,6 +18,7 @@ from slotwise.bench.compare import DISCIPLINES, Comparison, contenders, same_cac
 from slotwise.bench.compare_tables import comparison_tables
 from slotwise.bench.offline_run import Stand
 from slotwise.bench.report import render
+from slotwise.engine.messages import StepRecord
 from slotwise.workload.requests import Workload
 
 OUTPUTS = [max(1, length // 8) for length in drawn("log-normal median 128, sigma 1", 40)]
@@ -124,7 +125,7 @@ def test_different_tokens_are_seen() -> None:
 def test_an_interrupted_comparison_keeps_what_it_has() -> None:
     comparison = compared(queued(OUTPUTS), "static")
 
-    def interrupt(accounts: Accounts) -> None:
+    def interrupt(accounts: Accounts, record: StepRecord) -> None:
         if accounts.sampled_tokens > 20:
             raise KeyboardInterrupt
 
@@ -152,10 +153,10 @@ def test_the_result_is_json_and_draws_a_report_and_tables(all_compared: Comparis
     ("give each once", {"disciplines": []}),
     ("slots must be at least 1", {"slots": 0}),
     ("a batch_size of 9 needs as many slots", {"batch_size": 9}),
-    ("batch_size must be between 1 and", {"batch_size": 0}),
+    ("batch_size must be a whole number from 1 to", {"batch_size": 0}),
     ("neither is compared", {"disciplines": ["orca"], "batch_size": 2}),
     ("belongs to dynamic, which is not compared", {"disciplines": ["static"], "max_wait_ms": 5.0}),
-    ("max_wait_ms must be between 0 and 3600000", {"max_wait_ms": -1.0}),
+    ("max_wait_ms must be a number from 0 to 3600000", {"max_wait_ms": -1.0}),
 ])
 def test_impossible_comparisons_are_refused_in_one_line(message: str, asked: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=message) as refusal:

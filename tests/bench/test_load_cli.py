@@ -57,7 +57,7 @@ def test_a_run_of_which_nothing_came_back_fails_and_says_why() -> None:
 def wait_until(url: str, count: int) -> None:
     """Until the fake server has seen so many requests."""
     for _ in range(300):
-        with urllib.request.urlopen(f"{url}/seen", timeout=10) as response:
+        with urllib.request.urlopen(f"{url}/seen", timeout=120) as response:
             if len(json.load(response)["bodies"]) >= count:
                 return
         time.sleep(0.1)
@@ -74,7 +74,7 @@ def test_an_interrupted_run_keeps_what_it_measured(tmp_path: Path) -> None:
             stderr=subprocess.PIPE, text=True)
         wait_until(url, 8)
         process.send_signal(signal.SIGINT)
-        stdout, stderr = process.communicate(timeout=30)
+        stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 130, stderr
     assert "(interrupted)" in stdout and "unfinished" in stdout
     assert "Traceback" not in stderr

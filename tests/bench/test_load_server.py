@@ -28,7 +28,7 @@ def spaced(count: int, seconds: float, num_output: int) -> Workload:
 
 
 def seen(url: str) -> dict[str, Any]:
-    with urllib.request.urlopen(f"{url}/seen", timeout=10) as response:
+    with urllib.request.urlopen(f"{url}/seen", timeout=120) as response:
         return json.load(response)
 
 

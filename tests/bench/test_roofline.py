@@ -12,6 +12,7 @@ from slotwise.bench.roofline import DECODE, MIXED, PREFILL, Achieved, cost_of, k
 from slotwise.cli import main
 from slotwise.compose.engine import load
 from slotwise.core.roofline import Machine, Roofline
+from slotwise.core.step import RowKind
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import StepRecord
 from slotwise.kernels.reference import ReferenceKernels
@@ -23,7 +24,8 @@ MS = 1_000_000  # nanoseconds
 
 def record(starts: tuple[int, ...], counts: tuple[int, ...], sampled: tuple[bool, ...]) -> StepRecord:
     tokens = tuple((5,) if samples else () for samples in sampled)
-    return StepRecord(0, 0, 100 * MS, starts=starts, counts=counts, token_ids=tokens)
+    kinds = tuple(RowKind.DECODE if start == 9 else RowKind.PREFILL for start in starts)
+    return StepRecord(0, 0, 100 * MS, starts=starts, counts=counts, token_ids=tokens, kinds=kinds)
 
 
 def of_the_builtin_model(machine: Machine) -> Roofline:

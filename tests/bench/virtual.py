@@ -42,7 +42,7 @@ class CountingExecutor:
     def submit(self, plan: StepPlan) -> None:
         tokens = tuple(
             ((start + count) % VOCAB,) if samples else ()
-            for start, count, samples in zip(plan.starts, plan.counts, plan.samples, strict=True))
+            for start, count, samples in zip(plan.starts, plan.counts, plan.num_logits, strict=True))
         self._results.append(StepResult(plan.step, tokens))
 
     def collect(self) -> StepResult:

@@ -42,17 +42,11 @@ def test_leaks_break_a_row(ledger: ModuleType) -> None:
     assert ledger.Row("name", {}, leaked=3, holds={}, seen=[]).broken == ["no block leaked"]
 
 
-def test_the_table_stands_between_its_marks(ledger: ModuleType) -> None:
+def test_a_row_of_the_table(ledger: ModuleType) -> None:
     row = ledger.Row("kill", {ledger.FAILED: 1200, ledger.LOST: 1}, 0, {"back": True}, ["a|b", "c"]).as_json()
     text = ledger.table([row])
     assert text.splitlines()[-1] == (
         "| kill | 1,201 | 1,200 (1,200 error) | 1 | 0 | **no**: no request lost | a\\|b; c |")
-    page = f"before\n{ledger.BEGIN}\nstale\n{ledger.END}\nafter"
-    once = ledger.refreshed(page, text)
-    assert "stale" not in once and once.startswith("before") and once.endswith("after") and text in once
-    assert ledger.refreshed(once, text) == once
-    with pytest.raises(ValueError, match="the page must have"):
-        ledger.refreshed("no marks", text)
 
 
 def test_goodput_counts_the_steady_part_of_who_was_let_in(ledger: ModuleType) -> None:

@@ -88,7 +88,7 @@ def test_an_interrupt_keeps_the_runs_that_are_complete(
     whole = Comparison.run
 
     def interrupted(self: Comparison, contender: Any, make: Any, on_step: Any) -> None:
-        def press(accounts: Any) -> None:
+        def press(accounts: Any, record: Any) -> None:
             if contender.name == "continuous" and accounts.sampled_tokens > 10:
                 signal.raise_signal(signal.SIGINT)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from live import READY
 
 from slotwise import builtin, child
+from slotwise.cli import serve
 from slotwise.compose.launch import launch_engine
 from slotwise.engine.config import EngineConfig
 
@@ -24,11 +26,11 @@ LOADED = "import importlib.util, runpy, sys, slotwise; print(*sys.modules)"
 HELPER = """
 import os, sys
 sys.path.remove("")  # else this script itself is the victim
-from slotwise.kernels import compile_worker
+from slotwise.kernels.cpu.jit import workers
 os.environ["PYTHONPATH"] = {path!r}
-compile_worker._call(1)
-(helper,) = compile_worker._waiting
-compile_worker.dismiss()
+workers._call(1)
+(helper,) = workers._waiting
+workers.dismiss()
 sys.exit(helper.wait())
 """
 
@@ -93,7 +95,7 @@ def test_a_server_and_what_asks_it(folder: Path, started: str) -> None:
         assert watched.returncode == 0, watched.stderr
     finally:
         process.terminate()
-        process.communicate(timeout=60)
+        process.communicate(timeout=120)
 
 
 def test_an_engine_in_the_same_process_and_what_reads_its_log(folder: Path, tmp_path: Path) -> None:
@@ -139,9 +141,12 @@ def test_what_a_child_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert (given["PYTHONSAFEPATH"], given["NUMBA_CACHE_DIR"]) == ("1", str(tmp_path / "kernels"))
 
 
-def test_an_engine_process_has_no_api_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("SLOTWISE_API_KEY", "SLOTWISE_ADMIN_API_KEY"):
+def test_an_engine_process_has_no_api_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("SLOTWISE_API_KEY", "SLOTWISE_ADMIN_API_KEY", "KEYS_OF_A_TIER"):
         monkeypatch.setenv(name, "secret")
+    (tmp_path / "tiers").write_text('[[tier]]\nname = "a"\napi_keys_env = "KEYS_OF_A_TIER"\n[[tier]]\nname = "b"')
+    asked = argparse.Namespace(tiers=str(tmp_path / "tiers"), max_num_seqs=8, api_key=[])
+    assert serve._tiers(asked)[0].api_keys == ("secret",)
     engine = launch_engine(EngineConfig(model=str(builtin.path())), "text")
     try:
         given = Path(f"/proc/{engine.process.pid}/environ").read_bytes()
@@ -149,7 +154,7 @@ def test_an_engine_process_has_no_api_keys(monkeypatch: pytest.MonkeyPatch) -> N
         engine.kill()
         engine.process.wait(30)
         engine.channel.close()
-    assert b"PYTHONSAFEPATH=1" in given and b"secret" not in given and b"API_KEY" not in given
+    assert b"PYTHONSAFEPATH=1" in given and b"secret" not in given and b"KEY" not in given
 
 
 @pytest.mark.parametrize("executable", ["", None, "python3"])
@@ -167,5 +172,27 @@ def test_a_compilers_configuration_in_the_current_folder_is_not_read(folder: Pat
         assert run(folder, sys.executable, "-P", "-c", "import numba").returncode != 0
         done = run(folder, sys.executable, "-c", HELPER.format(path=""))
         assert done.returncode == 0, done.stderr
+        done = run(folder, *command("module"), "generate", "--model", ".", "--max-tokens", "2", "def f")
+        assert done.returncode == 0 and not done.stderr, done.stderr
     finally:
         (folder / ".numba_config.yaml").unlink()
+
+
+SETTINGS = """
+import sys
+from slotwise.cli import numba_config
+sys.path.remove("")
+numba_config.ignore_file()
+import numba, yaml
+before = numba.config.BOUNDSCHECK, int(numba.config.OPT)
+open(".numba_config.yaml", "w").write("boundscheck: 1")
+numba.core.config.reload_config()
+print(*before, numba.config.BOUNDSCHECK, int(numba.config.OPT), yaml.safe_load("[1]"))
+"""
+
+
+def test_a_compilers_configuration_may_be_in_the_environment(tmp_path: Path) -> None:
+    """What the file says is ignored, at the import of Numba and later, and what the environment says is not."""
+    (tmp_path / ".numba_config.yaml").write_text("boundscheck: 1\nopt: 2")
+    done = run(tmp_path, sys.executable, "-c", SETTINGS, NUMBA_OPT="1")
+    assert done.stdout.split() == ["None", "1", "None", "1", "[1]"] and not done.stderr, done.stderr

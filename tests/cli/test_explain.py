@@ -16,7 +16,7 @@ from slotwise.batching.settings import Batching
 from slotwise.cli import main
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe.event_log import Entry, Run, Step, encode_lines
-from slotwise.observe.request_timeline import gather
+from slotwise.observe.fold import gather
 
 SETTINGS = Scheduling(Batching(), LIMITS.max_num_seqs, LIMITS.max_num_batched_tokens)
 
@@ -65,7 +65,7 @@ def test_the_slowest_first(play: Play, path: Path, capsys: pytest.CaptureFixture
 
 def test_a_step(play: Play, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = told(capsys, path, "--step", 12)
-    assert shown.startswith("Step 12: ") and "Who ran" in shown and "Who did not" in shown
+    assert shown.startswith("Step 12: ") and "Rows" in shown and "Left out" in shown
     assert "step under way" in shown or "no slot" in shown or "no blocks" in shown or "token budget" in shown
 
 

@@ -50,7 +50,7 @@ def test_explain_shows_hostile_text(
 def test_every_frame_of_top_shows_hostile_text(entries: list[Entry]) -> None:
     state, console = LiveState(), Console(width=200)
     for entry in [*entries, Engine(1, "lost", HOSTILE)]:
-        state.feed(entry)
+        state.apply(entry)
         for trouble in ("", HOSTILE):
             with console.capture() as captured:
                 console.print(frame(state, state.now_ns, 50, trouble))

@@ -13,8 +13,8 @@ from live import cli
 
 from slotwise.cli import MODULES, build_parser
 from slotwise.cli.numbers import Number
-from slotwise.engine.config import RETIRED, ConfigError, EngineConfig
-from slotwise.engine.ranges import ENGINE, Range
+from slotwise.core.ranges import Range
+from slotwise.engine.config import ENGINE, RETIRED, ConfigError, EngineConfig
 
 TEXTS = ["", "x", " 1", "1 ", "1_0", "٣", "0x10", "1.5", "1e3", "0", "-0", "1", "-1", "2", "5e-324", "1e-12", "1e308",
          "-1e308", "nan", "-nan", "inf", "-inf", "Infinity", str(2**31), str(2**63), str(2**70), str(-(2**70)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 import httpx
@@ -115,10 +116,27 @@ def test_a_tier_and_the_admin_key_reach_a_real_server(tmp_path: Path) -> None:
     with serving("--tiers", str(path), "--admin-api-key", "root", "--max-num-seqs", "4", log=tmp_path / "log") as live:
         body = {"prompt": "def add(a, b):", "max_tokens": 3, "temperature": 0}
         told = [httpx.post(f"{live.url}/v1/completions", json=body | more, headers={"Authorization": f"Bearer {key}"},
-                           timeout=60) for key, more in (("g", {}), ("root", {"service_tier": "silver"}), ("k", {}))]
+                           timeout=120) for key, more in (("g", {}), ("root", {"service_tier": "silver"}), ("k", {}))]
         assert [answer.status_code for answer in told] == [200, 200, 401]
         assert [answer.json()["service_tier"] for answer in told[:2]] == ["gold", "silver"]
         scheduling = [httpx.get(f"{live.url}/admin/scheduling", headers={"Authorization": f"Bearer {key}"})
                       for key in ("g", "root")]
         assert [answer.status_code for answer in scheduling] == [403, 200]
         assert [tier["name"] for tier in scheduling[1].json()["tiers"]] == ["gold", "silver"]
+
+
+@pytest.mark.parametrize("option", ["--tiers", "--chat-template"])
+@pytest.mark.parametrize("file", ["pipe", "/dev/zero", "."])
+def test_a_file_that_may_never_end_is_not_read(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, file: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(SystemExit):
+        main(["serve", option, str(tmp_path / file)])
+    assert f"{option}: must be a regular file" in capsys.readouterr().err
+
+
+def test_a_very_large_file_of_tiers_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (tmp_path / "tiers").open("wb") as file:
+        file.truncate(1 << 40)
+    assert main(["serve", "--tiers", str(tmp_path / "tiers")]) == 1
+    assert "larger than" in capsys.readouterr().err

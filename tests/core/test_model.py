@@ -16,7 +16,7 @@ from random import Random
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from toy import VOCAB, Driver, alone, request
+from toy import VOCAB, Driver, Guesses, alone, request
 
 from slotwise.batching.settings import Batching
 from slotwise.core.events import Admitted
@@ -51,7 +51,8 @@ class Life(Driver):
     """Carries out operations and knows what everyone's output should be."""
 
     def __init__(self, draw: Random, limits: SchedulerLimits) -> None:
-        super().__init__(limits, draw.choice(DISCIPLINES).discipline(limits.max_num_seqs))
+        proposer = Guesses(draw.randrange(2**32)) if draw.random() < 0.5 else None
+        super().__init__(limits, draw.choice(DISCIPLINES).discipline(limits.max_num_seqs), proposer=proposer)
         self.draw = draw
         self.expected: dict[str, list[int]] = {}
 
@@ -86,7 +87,7 @@ class Life(Driver):
         self.now += self.draw.choice((0.0, 0.5, 10.0))
 
     def switch(self) -> None:
-        slots = self.draw.randint(2, self.scheduler._table.slots.total)
+        slots = self.draw.randint(2, self.scheduler._table.num_slots)
         self.configure(self.draw.choice(DISCIPLINES).discipline(slots), slots, self.draw.randint(0, 20))
 
     def order(self) -> None:

@@ -10,7 +10,7 @@ from slotwise.core.interfaces import NEVER
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.reasons import NO_BLOCKS, NO_SLOT, TOKEN_BUDGET
 from slotwise.core.request import IllegalTransition, State
-from slotwise.core.step import StepResult
+from slotwise.core.step import RowKind, StepResult
 
 
 def limits(**changes: int) -> SchedulerLimits:
@@ -45,7 +45,7 @@ def test_decode_rows_and_a_chunk_of_a_long_prompt_share_a_step():
     driver.commit()
     driver.add(lasting("long", num_prompt=20))
     plan = driver.plan()
-    assert plan.counts == (1, 7) and plan.samples == (True, False)
+    assert plan.counts == (1, 7) and plan.num_logits == (1, 0) and plan.kinds == (RowKind.DECODE, RowKind.PREFILL)
     driver.commit()
     driver.add(lasting("behind"))
     counts = [driver.plan().counts]

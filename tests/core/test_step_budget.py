@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from toy import Driver, alone
 
 from slotwise.batching.continuous import Chunked, Inline
+from slotwise.core.chunking import FLOOR
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.reasons import TIME_BUDGET
 from slotwise.core.slo import SLO
 from slotwise.core.step import StepPlan
-from slotwise.core.step_budget import FLOOR, StepBudget
-from slotwise.core.step_time import StepTimeModel, Work, work_of
+from slotwise.core.step_time import StepBudget, StepTimeModel, Work, work_of
 
 LONG = replace(ROOMY, max_model_len=400, num_blocks=800, max_num_seqs=8, max_num_batched_tokens=256)
 ROWS = st.lists(st.tuples(st.integers(0, 6), st.integers(1, 250), st.integers(1, 9)), min_size=1, max_size=12)

@@ -228,9 +228,9 @@ def test_who_has_gone_is_forgotten() -> None:
     queue.step(admit=60)
     queue.control.stepped(StepRecord(1, 0, 0, ended=tuple(RowEnd(name, "abort", 0) for name in queue.line)))
     assert not queue.control._waiting and not queue.control._in_tier["gold"].total
-    assert len(queue.control._living) == 60  # who runs
+    assert len(queue.control._tenant_of) == 60  # who runs
     queue.control.stepped(StepRecord(1, 0, 0, ended=tuple(RowEnd(str(name), "stop", 0) for name in range(1, 61))))
-    assert not queue.control._living
+    assert not queue.control._tenant_of
 
 
 def test_a_tiers_retry_is_when_half_of_its_queue_has_drained() -> None:
@@ -260,33 +260,63 @@ def test_the_outlook_is_who_waits_and_how_fast_they_start() -> None:
 
 
 def test_a_flood_is_refused_before_the_queue_is_full_and_others_are_not() -> None:
-    queue = Queue(max_requests=18, max_tokens=180)
+    queue = Queue(max_requests=20, max_tokens=202)  # 18 and 180 for all, the rest for tenants that hold nothing
     queue.step()  # nothing is free
     queue.come(16, 1, "flood")
     refused = queue.objection(tenant="flood")
     assert "16 requests wait, 16 of them this client's, and what is left of 18 is for others" in refused
     assert queue.objection(tenant="light") == "" == queue.objection(2, tenant="light")
-    assert queue.objection(3, tenant="light") and queue.objection(1, 163 + 2, "light")
-    queue.come(1, 1, "light")
-    assert "at most 18 may" in queue.objection(2, tenant="other") and not queue.objection(tenant="other")
+    queue.come(2, 1, "light")
+    assert "at most 18 may" in queue.objection(tenant="light") and "at most 18 may" in queue.objection(tenant="flood")
+    queue.come(2, 1, "other")
+    assert "at most 18 may" in queue.objection(tenant="another") and queue.control.num_waiting == 20
+
+
+def test_a_bound_that_falls_as_it_is_measured_shuts_out_its_holder_alone() -> None:
+    queue = Queue()
+    queue.step(running=4)
+    queue.come(56, 1, "flood")
+    assert queue.objection(tenant="flood") and not queue.objection(tenant="light")
+    for _ in range(3):
+        queue.step(seconds=2.0)  # none starts
+    assert queue.control.bounds[0] == FLOOR[0] < 56
+    assert queue.objection(tenant="flood") and not queue.objection(tenant="light")
+    with queue.control.entering(SLO("light")):  # its prompt is tokenised
+        assert not queue.objection(tenant="other") and queue.objection(tenant="light")
+        with queue.control.entering(SLO("other")):
+            assert queue.objection(tenant="another"), "the reserve is bounded"
+    assert not queue.objection(1, 50, tenant="light")
+
+
+def test_so_do_a_bound_of_tokens_and_that_of_a_tier() -> None:
+    queue = Queue()
+    queue.step(running=4)
+    queue.come(13, 100, "flood", "gold")
+    for _ in range(3):
+        queue.step(seconds=2.0)
+    assert queue.control.bounds[1] == FLOOR[1] < queue.control.num_waiting_tokens
+    assert "prompt tokens wait" in queue.objection(1, 1, "flood") and not queue.objection(1, 90, "light")
+    assert queue.control.tier_objection(SLO("flood", "gold"), 9)
+    assert not queue.control.tier_objection(SLO("light", "gold"), 9)
 
 
 def test_tokens_are_shared_as_requests_are() -> None:
-    queue = Queue(max_requests=1000, max_tokens=90)
+    queue = Queue(max_requests=1000, max_tokens=101)
     queue.step()
     queue.come(8, 10, "flood")
-    assert "80 prompt tokens wait, 80 of them this client's" in queue.objection(1, 1, "flood")
-    assert queue.objection(1, 10, "light") == "" != queue.objection(1, 11, "light")
+    assert "80 prompt tokens wait, 80 of them this client's" in queue.objection(1, 2, "flood")
+    assert queue.objection(1, 10, "light") == ""
+    queue.come(1, 10, "light")
+    assert "at most 90 may" in queue.objection(1, 1, "light")
 
 
 def test_who_runs_holds_a_place_until_its_end() -> None:
-    queue = Queue(max_live=9)
+    queue = Queue(max_live=10)  # one of them for tenants that hold nothing
     queue.come(8, 1, "flood")
     queue.step(admit=8)
     assert "8 requests wait or run, 8 of them this client's" in queue.objection(tenant="flood")
-    assert queue.objection(tenant="light") == "" != queue.objection(2, tenant="light")
-    with queue.control.entering(SLO("light")):
-        assert "9 requests wait or run, at most 9 may" in queue.objection(tenant="other")
+    with queue.control.entering(SLO("light")), queue.control.entering(SLO("other")):
+        assert "10 requests wait or run, at most 9 may" in queue.objection(tenant="another")
     queue.control.stepped(StepRecord(1, 0, 0, ended=(RowEnd("1", "stop", 9), RowEnd("2", "abort", 9))))
     assert queue.objection(2, tenant="flood") == "" != queue.objection(3, tenant="flood")
 
@@ -295,10 +325,12 @@ def test_a_tiers_queue_is_shared_as_the_whole_one_is() -> None:
     queue = Queue()
     queue.step()
     queue.come(8, 1, "flood", "gold")
-    refused = queue.control.tier_objection(SLO("flood", "gold"), 9)
+    refused = queue.control.tier_objection(SLO("flood", "gold"), 10)
     assert "the queue of the tier gold is full: 8 requests wait, 8 of them this client's" in refused
-    assert queue.control.tier_objection(SLO("light", "gold"), 9) == "" != (
-        queue.control.tier_objection(SLO("light", "gold"), 9, 2))
+    assert queue.control.tier_objection(SLO("light", "gold"), 10) == ""
+    queue.come(1, 1, "light", "gold")
+    queue.come(1, 1, "other", "gold")
+    assert queue.control.tier_objection(SLO("another", "gold"), 10)
 
 
 def test_a_free_slot_is_anybodys() -> None:
@@ -312,4 +344,4 @@ def test_who_is_refused_for_those_who_run_may_return_when_half_of_them_have_gone
     queue.come(40, 1, "flood")
     for _ in range(10):
         queue.step(admit=2)
-    assert queue.objection(tenant="light") and queue.control.retry_after == 10  # twenty of forty, two a second
+    assert queue.objection(tenant="flood") and queue.control.retry_after == 10  # twenty of forty, two a second

@@ -14,12 +14,12 @@ from slotwise.batching.settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import Request
-from slotwise.engine.channel import BlockingChannel, ChannelClosed, frame, pair
 from slotwise.engine.client import EngineClient, EngineError, Refused
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
 from slotwise.engine.generation import AT_THE_END, Chunk, Generation
 from slotwise.engine.heartbeat import HeartbeatMonitor
+from slotwise.engine.ipc import BlockingChannel, ChannelClosed, decode_command, encode, frame, pair
 from slotwise.engine.messages import (
     Add,
     Command,
@@ -31,7 +31,6 @@ from slotwise.engine.messages import (
 )
 from slotwise.engine.observer import Observer
 from slotwise.engine.scheduling import Scheduling
-from slotwise.engine.wire import decode_command, encode
 
 LIMITS = SchedulerLimits(max_model_len=64, num_blocks=64, block_size=4, max_num_seqs=8, max_num_batched_tokens=32)
 SCHEDULING = Scheduling(Batching(), LIMITS.max_num_seqs, LIMITS.max_num_batched_tokens)

@@ -270,7 +270,7 @@ def test_a_record_tells_what_the_clock_showed_and_which_places_changed_hands():
         subject.handle(add(name, 3, ignore_eos=True))
     first, *others = run(subject)
     assert (first.taken, first.planned, first.ended_ns) == ((0, 1), (2,), 3)
-    assert [slot for slot, _ in first.new_blocks] == [0, 1] and not any(record.taken for record in others)
+    assert [slot for slot, _, _ in first.new_blocks] == [0, 1] and not any(record.taken for record in others)
     assert [record.planned for record in others] == [(record.started_ns,) for record in others]
 
 

@@ -10,7 +10,7 @@ from toy import next_token
 
 from slotwise.core.step import StepPlan, StepResult
 from slotwise.engine.executor import FakeExecutor
-from slotwise.engine.first_step import PROMPT, FirstStepError, check
+from slotwise.engine.warmup import PROMPT, FirstStepError, check_steps
 from slotwise.errors import MOST_CHARACTERS
 
 
@@ -42,7 +42,7 @@ class Watched(FakeExecutor):
 def test_a_prompt_and_a_decode_step_run_and_nothing_is_left_of_them() -> None:
     limits = replace(LIMITS, block_size=32, max_model_len=64)
     executor = Watched(32)
-    check(executor, limits, Clock())
+    check_steps(executor, limits, Clock())
     assert [plan.counts for plan in executor.plans if plan.counts] == [(PROMPT,), (1,), (PROMPT,)]
     assert [join.params.temperature for plan in executor.plans for join in plan.new_requests] == [0.0, 1.0]
     assert {slot for plan in executor.plans for slot in plan.slots} == {0}
@@ -56,7 +56,7 @@ def test_a_prompt_and_a_decode_step_run_and_nothing_is_left_of_them() -> None:
     ("logits", "its logits are NaN or infinite")])
 def test_what_goes_wrong_is_one_line(broken: str, told: str, at: int) -> None:
     with pytest.raises(FirstStepError) as caught:
-        check(Watched(32, broken, at), replace(LIMITS, block_size=32), Clock())
+        check_steps(Watched(32, broken, at), replace(LIMITS, block_size=32), Clock())
     message = str(caught.value)
     assert message.startswith(f"the first step failed: {told}") and "\n" not in message
     assert len(message) <= MOST_CHARACTERS
@@ -66,5 +66,5 @@ def test_what_goes_wrong_is_one_line(broken: str, told: str, at: int) -> None:
 @pytest.mark.parametrize("max_model_len", [1, 2, 3, 17, 18, 2048])
 def test_a_step_is_run_however_small_the_limits_are(block_size: int, max_model_len: int) -> None:
     executor = Watched(block_size)
-    check(executor, replace(LIMITS, block_size=block_size, max_model_len=max_model_len, num_blocks=1), Clock())
+    check_steps(executor, replace(LIMITS, block_size=block_size, max_model_len=max_model_len, num_blocks=1), Clock())
     assert any(plan.counts for plan in executor.plans) == (max_model_len > 1), "no request runs in one token"

@@ -7,10 +7,9 @@ import time
 
 import pytest
 
-from slotwise.engine.channel import BlockingChannel, ChannelClosed, pair
 from slotwise.engine.heartbeat import HEARTBEAT_SECONDS, STUCK, HeartbeatMonitor, HeartbeatSender
+from slotwise.engine.ipc import BlockingChannel, ChannelClosed, decode_report, pair
 from slotwise.engine.messages import Heartbeat
-from slotwise.engine.wire import decode_report
 
 TIMEOUT = 60.0
 

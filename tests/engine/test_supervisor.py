@@ -11,9 +11,9 @@ import msgspec
 import pytest
 from engine.test_client import FOREVER, INFO, SCHEDULING, Notes
 
-from slotwise.engine.channel import BlockingChannel, pair
 from slotwise.engine.client import EngineClient, EngineError, Refused
 from slotwise.engine.heartbeat import HEARTBEAT_SECONDS
+from slotwise.engine.ipc import BlockingChannel, decode_command, encode, pair
 from slotwise.engine.messages import (
     Add,
     Configure,
@@ -23,7 +23,6 @@ from slotwise.engine.messages import (
     StepRecord,
 )
 from slotwise.engine.supervisor import EXIT, REAP, Backoff, Supervisor
-from slotwise.engine.wire import decode_command, encode
 
 TIMEOUT = 60.0
 

@@ -81,4 +81,4 @@ def test_whoever_serves_then_finds_all_slots_and_blocks_free(limits, breaks_at: 
 @pytest.mark.parametrize("breaks_at", [0, 1, 2, 3])
 def test_nothing_is_learned_from_a_step_that_broke_or_was_the_first_of_all(breaks_at: int) -> None:
     executor = Watched(ROOMY, breaks_at)
-    assert not warmup(executor, ROOMY, executor.clock).knows
+    assert not warmup(executor, ROOMY, executor.clock).is_trained

@@ -23,6 +23,12 @@ class Layer:
     kind: torch.dtype
     rows: list[Row]
     seed: int = 0
+    has_sinks: bool = False
+
+    @property
+    def sinks(self) -> Tensor | None:
+        """One for each head, some far above the scores and some far below."""
+        return torch.linspace(-20.0, 20.0, self.shape.num_heads) if self.has_sinks else None
 
     @property
     def num_blocks(self) -> int:
@@ -100,17 +106,18 @@ def distance(actual: Tensor, expected: Tensor) -> float:
 
 
 @st.composite
-def layers(draw, rows, head_dims=HEAD_DIMS):
+def layers(draw, rows, head_dims=HEAD_DIMS, soft_caps=(0.0, 0.0, 1.5, 50.0)):
     """A layer of any geometry with the given kind of rows."""
     head_dim = draw(st.sampled_from(head_dims))
     kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 8))
-    window = draw(st.sampled_from([0, 1, 7, 64, 300, 5000]))
+    window, soft_cap = draw(st.sampled_from([0, 1, 7, 64, 300, 5000])), draw(st.sampled_from(soft_caps))
     return Layer(
-        AttentionShape(kv_heads * group, kv_heads, head_dim, head_dim**-0.5, window),
+        AttentionShape(kv_heads * group, kv_heads, head_dim, head_dim**-0.5, window, soft_cap),
         draw(st.sampled_from([1, 4, 16, 48, 64, 128])),
         draw(st.sampled_from([torch.float32, torch.bfloat16])),
         draw(st.lists(rows, min_size=1, max_size=5)),
         draw(st.integers(0, 1000)),
+        draw(st.booleans()),
     )
 
 

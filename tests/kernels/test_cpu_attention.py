@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.paged import Layer, chunks, decodes, distance, layers, rotary
 
-from slotwise.kernels.cpu import CpuKernels
+from slotwise.kernels.cpu.kernels import CpuKernels
 from slotwise.kernels.interface import AttentionShape, QKNorm
 from slotwise.kernels.reference import ReferenceKernels
 
@@ -23,8 +23,10 @@ def apart(layer: Layer) -> float:
     """Distance from the reference, with NaN in every cache place of nobody's."""
     batch = layer.batch()
     query = layer.query(batch)
-    actual = CPU.attention(query, layer.filled_cache(CPU, math.nan), batch, layer.shape)
-    return distance(actual, REFERENCE.attention(query, layer.filled_cache(REFERENCE, math.nan), batch, layer.shape))
+    actual, expected = (
+        kernels.attention(query, layer.filled_cache(kernels, math.nan), batch, layer.shape, layer.sinks)
+        for kernels in (CPU, REFERENCE))
+    return distance(actual, expected)
 
 
 @settings(max_examples=60, deadline=None)
@@ -65,6 +67,22 @@ def test_large_scores_do_not_overflow(kind):
 
 
 @FLOATS
+@pytest.mark.parametrize("window", [0, 100, 1500])
+def test_sinks_and_soft_caps_of_rows_in_segments(window, kind):
+    shape = AttentionShape(6, 2, 32, 0.2, window, soft_cap=2.0)
+    rows = [(1, 2100), (1, 3000), (1, 900), (40, 1300)]
+    assert apart(Layer(shape, 16, kind, rows, has_sinks=True)) < CLOSE[kind]
+
+
+def test_what_is_not_supported_is_named():
+    shape = AttentionShape(4, 2, 32, 0.2, soft_cap=50.0)
+    assert not CPU.refusal(shape)
+    int8 = CpuKernels(threads=1, kv_cache_dtype="int8")
+    assert "kv_cache_dtype int8 does not support soft-capped" in int8.refusal(shape)
+    assert not int8.refusal(AttentionShape(4, 2, 32, 0.2, window=5))
+
+
+@FLOATS
 @pytest.mark.parametrize("window", [0, 100])
 def test_a_row_does_not_feel_its_batch_mates(kind, window):
     rows = [(1, 2100), (1, 3), (17, 200), (1, 1024), (60, 60), (1, 1025)]
@@ -80,12 +98,12 @@ def test_a_row_does_not_feel_its_batch_mates(kind, window):
 
 @FLOATS
 @pytest.mark.parametrize("head_dim", [16, 24, 64, 80, 128])
-@pytest.mark.parametrize("with_norm", [False, True])
-def test_rotary_store(kind, head_dim, with_norm):
+@pytest.mark.parametrize("offset", [None, 0.0, 1.0], ids=["no norm", "norm", "norm with an offset"])
+def test_rotary_store(kind, head_dim, offset):
     layer = Layer(AttentionShape(6, 2, head_dim, 1.0), 16, kind, [(37, 37), (5, 60), (1, 9)])
     batch = layer.batch()
     weights = 1 + layer.random(2, head_dim) / 4
-    norm = QKNorm(weights[0], weights[1], 1e-6) if with_norm else None
+    norm = None if offset is None else QKNorm(weights[0], weights[1], 1e-6, offset)
     qkv = layer.random(len(batch.positions), 10 * head_dim)
     table = rotary(head_dim, 64)
     ours = CPU.allocate_cache(layer.num_blocks, 16, layer.shape, kind)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import product_paths
 import pytest
 import torch
@@ -9,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.paged import distance
 
-from slotwise.kernels.cpu import CpuKernels, onednn, paths
+from slotwise.kernels.cpu import onednn, paths
+from slotwise.kernels.cpu.kernels import CpuKernels
 from slotwise.kernels.cpu.launcher import KernelLauncher
 from slotwise.kernels.cpu.linear import tiled_linear
 from slotwise.kernels.cpu.onednn import onednn_linear
@@ -111,12 +114,29 @@ def test_norms_and_activation(kind, tokens, size):
     assert torch.equal(ours, theirs)
     gate_up = numbers(kind, tokens, 2 * size) * 5
     assert distance(CPU.silu_mul(gate_up), REFERENCE.silu_mul(gate_up)) < close
+    assert distance(CPU.gelu_mul(gate_up), REFERENCE.gelu_mul(gate_up)) < close
+    assert distance(CPU.soft_cap(x, 2.0), REFERENCE.soft_cap(x, 2.0)) < close
+    offset = CPU.rms_norm(x, weight, 1e-5, 1.0)
+    assert distance(offset, REFERENCE.rms_norm(x, weight, 1e-5, 1.0)) < close
 
 
 @FLOATS
 def test_large_gates_saturate(kind):
     gate_up = torch.tensor([[1e4, -1e4, 90.0, -90.0, 1.0, 1.0, 1.0, 1.0]]).to(kind)
     torch.testing.assert_close(CPU.silu_mul(gate_up), torch.tensor([[1e4, 0.0, 90.0, 0.0]]).to(kind))
+
+
+@FLOATS
+def test_a_soft_cap_bounds_numbers_and_hides_no_other(kind):
+    x = torch.tensor([[0.0, 1e-3, -3.0, 1e30, math.inf, -math.inf, math.nan]]).to(kind)
+    torch.testing.assert_close(CPU.soft_cap(x, 2.0), REFERENCE.soft_cap(x, 2.0), equal_nan=True)
+
+
+@pytest.mark.parametrize("cap", [0.5, 50.0, 1e6])
+def test_a_soft_cap_is_as_exact_near_zero_as_elsewhere(cap):
+    x = torch.cat([torch.logspace(-20, 7, 2000), -torch.logspace(-20, 7, 2000)])[None]
+    expected = cap * torch.tanh(x.double() / cap)
+    assert ((CPU.soft_cap(x, cap).double() - expected) / expected).abs().max() < 1e-6
 
 
 def test_bfloat16_is_rounded_to_nearest_even():

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from slotwise.kernels.cpu import CpuKernels, paths
+from slotwise.kernels.cpu import paths
 from slotwise.kernels.cpu.graph import Arena
+from slotwise.kernels.cpu.kernels import CpuKernels
 from slotwise.kernels.reference import ReferenceKernels
 
 HIDDEN, INNER, VOCABULARY = 96, 160, 300

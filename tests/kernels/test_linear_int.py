@@ -11,16 +11,22 @@ from hypothesis import strategies as st
 from kernels.paged import distance
 from torch import Tensor
 
-from slotwise.kernels.cpu import CpuKernels, paths
-from slotwise.kernels.cpu.gemm_int import GROUP, LIMIT, RECORD
+from slotwise.engine.config import QUANTIZATIONS
+from slotwise.kernels.cpu import paths, quantize
+from slotwise.kernels.cpu.kernels import CpuKernels
 from slotwise.kernels.cpu.launcher import KernelLauncher
-from slotwise.kernels.cpu.linear_int import STEPS, int_gated, int_linear, pack, quantise, weight_bytes
+from slotwise.kernels.cpu.linear_int import int_linear
+from slotwise.kernels.cpu.quantize import GROUP, LIMIT, RECORD, STEPS, pack, quantise, weight_bytes
 
 BITS = pytest.mark.parametrize("bits", [8, 4])
 PATHS = product_paths.each(paths.QUANTISED)
 # Of the whole product, for normally distributed numbers.
 CLOSE = {8: 0.025, 4: 0.13}
 ROUNDED = {torch.float32: 2e-6, torch.bfloat16: 2**-8 * 1.01}
+
+
+def test_the_engine_offers_what_the_kernels_have() -> None:
+    assert ("none", *quantize.BITS) == QUANTIZATIONS
 
 
 def numbers(*size: int) -> Tensor:
@@ -75,7 +81,8 @@ def test_gated_products(path, bits, kind, tokens, depth, size, with_bias):
     bias = numbers(2 * size).to(kind) if with_bias else None
     plain = int_linear(weight.float(), None if bias is None else bias.float(), bits, path, KernelLauncher(2))(x.float())
     gate, up = plain.double().chunk(2, dim=1)
-    assert distance(int_gated(weight, bias, bits, path, KernelLauncher(2))(x), F.silu(gate) * up) < 5 * ROUNDED[kind]
+    product = int_linear(weight, bias, bits, path, KernelLauncher(2), is_gated=True)
+    assert distance(product(x), F.silu(gate) * up) < 5 * ROUNDED[kind]
 
 
 @BITS

@@ -15,7 +15,8 @@ from numba import config
 from slotwise import LLM, SamplingParams
 from slotwise.compose.engine import load
 from slotwise.engine.config import ConfigError, EngineConfig
-from slotwise.kernels.cpu import CpuKernels, linear_fp16, onednn, paths
+from slotwise.kernels.cpu import linear_fp16, onednn, paths
+from slotwise.kernels.cpu.kernels import CpuKernels
 from slotwise.kernels.select import choose
 
 BFLOAT16 = torch.bfloat16
@@ -106,7 +107,8 @@ def test_a_model_generates_on_each_path_and_tells_which(path, monkeypatch):
 PRODUCTS = """
 import os, sys
 import torch
-from slotwise.kernels.cpu import CpuKernels, onednn
+from slotwise.kernels.cpu import onednn
+from slotwise.kernels.cpu.kernels import CpuKernels
 from slotwise.runner.memory import resident_bytes
 
 kernels = CpuKernels(1, path="onednn")

@@ -13,6 +13,27 @@ from slotwise.kernels.reference import ReferenceKernels
 KERNELS = ReferenceKernels()
 
 
+@pytest.mark.parametrize("soft_cap", [0.0, 0.7])
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("window", [0, 3])
+def test_attention_is_the_formula_over_gathered_pages(window, soft_cap, has_sinks):
+    """Of every option, alone and together, written out for one query at a time."""
+    shape = AttentionShape(4, 2, 16, 0.25, window, soft_cap)
+    layer = Layer(shape, 4, torch.float32, [(3, 9), (1, 6)], has_sinks=has_sinks)
+    batch = layer.batch()
+    cache, query = layer.filled_cache(KERNELS), layer.query(batch)
+    actual = KERNELS.attention(query, cache, batch, shape, layer.sinks).view(4, 4, 16)
+    for token, (row, position) in enumerate([(0, 6), (0, 7), (0, 8), (1, 5)]):
+        seen = torch.arange(max(0, position - window + 1) if window else 0, position + 1)
+        keys, values = (t[batch.block_tables[row, seen // 4].long(), seen % 4] for t in cache)
+        for head in range(4):
+            scores = keys[:, head // 2] @ query[token, head] * 0.25
+            scores = soft_cap * (scores / soft_cap).tanh() if soft_cap else scores
+            powers = scores.exp()
+            total = powers.sum() + (layer.sinks[head].exp() if has_sinks else 0.0)
+            assert distance(actual[token, head], powers / total @ values[:, head // 2]) < 1e-5
+
+
 @pytest.mark.parametrize("window", [0, 3, 40])
 def test_attention_is_dense_attention_over_gathered_pages(window):
     layer = Layer(AttentionShape(6, 2, 16, 0.25, window), 4, torch.float32, [(5, 23)])
@@ -69,3 +90,11 @@ def test_norms_and_activation_are_torchs():
     assert distance(KERNELS.add_rms_norm(x, residual, weight, 1e-5), F.rms_norm(total, (24,), weight, 1e-5)) < 1e-6
     assert torch.equal(residual, total)
     assert distance(KERNELS.silu_mul(x), F.silu(x[:, :12]) * x[:, 12:]) < 1e-6
+    assert distance(KERNELS.gelu_mul(x), F.gelu(x[:, :12], approximate="tanh") * x[:, 12:]) < 1e-6
+    assert distance(KERNELS.rms_norm(x, weight, 1e-5, 1.0), F.rms_norm(x, (24,), weight + 1, 1e-5)) < 1e-6
+
+
+def test_a_soft_cap_bounds_numbers_and_hides_no_other():
+    x = torch.tensor([[0.0, 1.0, -3.0, 1e30, float("inf"), float("-inf"), float("nan")]])
+    expected = torch.tensor([[0.0, 0.924234, -1.810297, 2.0, float("inf"), float("-inf"), float("nan")]])
+    torch.testing.assert_close(KERNELS.soft_cap(x, 2.0), expected, equal_nan=True)

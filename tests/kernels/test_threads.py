@@ -11,11 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from slotwise.kernels.cpu.compiled import Compiled
+from slotwise.kernels.cpu.jit.compiler import Compiled, kernel
 from slotwise.kernels.cpu.launcher import HEADER, MAX_ARGUMENTS, THREAD_COUNTER
 from slotwise.kernels.cpu.memory import aligned
 from slotwise.kernels.cpu.openmp import torch_threads
-from slotwise.kernels.cpu.parts import kernel
 from slotwise.kernels.cpu.simd import INT64, fetch_add, load, store
 from slotwise.kernels.cpu.threads import INSIDE, RUN_SHARED, SIZE, ThreadPool
 
@@ -166,7 +165,7 @@ def test_a_forked_process_works_alone():
 
 FEWER = """
 import torch
-from slotwise.kernels.cpu import CpuKernels
+from slotwise.kernels.cpu.kernels import CpuKernels
 kernels = CpuKernels(4)
 kernels.launcher.join_torch()
 weight, x = torch.randn(64, 32), torch.randn(40, 32)
@@ -181,7 +180,7 @@ def test_work_beside_torch_is_done_also_where_fewer_threads_start_than_were_aske
 
 WHERE = """
 import os, threading, time, torch
-from slotwise.kernels.cpu import CpuKernels
+from slotwise.kernels.cpu.kernels import CpuKernels
 from slotwise.kernels.cpu.threads import ASLEEP, thread_pool
 CpuKernels(2).linear(torch.randn(64, 32))(torch.randn(40, 32))
 while thread_pool(2)._shared[ASLEEP] == 0:  # the helper may not even have begun: a leader does not wait for it

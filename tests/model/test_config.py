@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
+from slotwise.kernels.interface import AttentionShape
 from slotwise.model.config import ModelConfig
 from slotwise.model.errors import CheckpointError
 from slotwise.model.families import configure
 from slotwise.model.fields import Fields
-from slotwise.model.rope import Llama3Rope, Rope
+from slotwise.model.layers.rope import Llama3Rope, Rope
 
 BASE = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128,
@@ -69,6 +70,35 @@ class TestOtherFamilies:
         config = read(architectures=["Qwen3ForCausalLM"])
         assert config.qk_norm and not config.qkv_bias and config.head_dim == 128
         assert read(architectures=["Qwen3ForCausalLM"], head_dim=16).head_dim == 16
+
+
+class TestGemma2:
+    def read(self, **fields: Any) -> ModelConfig:
+        return read(**{"architectures": ["Gemma2ForCausalLM"], "hidden_activation": "gelu_pytorch_tanh"} | fields)
+
+    def test_what_is_absent_is_as_in_transformers(self) -> None:
+        config = self.read(head_dim=None)
+        assert (config.head_dim, config.windows) == (256, (4096, 0, 4096, 0)) and config.tie_word_embeddings
+        assert (config.attention_soft_cap, config.logit_soft_cap, config.attention_scale) == (50.0, 30.0, 1 / 16)
+
+    def test_a_null_cap_is_none(self) -> None:
+        config = self.read(attn_logit_softcapping=None, final_logit_softcapping=None)
+        assert (config.attention_soft_cap, config.logit_soft_cap) == (0.0, 0.0)
+
+    def test_options_reach_the_kernels(self) -> None:
+        config = self.read(sliding_window=16, attn_logit_softcapping=7.0, query_pre_attn_scalar=64, head_dim=32)
+        assert config.attention_shape(0) == AttentionShape(8, 2, 32, 0.125, window=16, soft_cap=7.0)
+        assert config.attention_shape(1) == AttentionShape(8, 2, 32, 0.125, window=0, soft_cap=7.0)
+
+    @pytest.mark.parametrize(("fields", "problem"), [
+        ({"hidden_activation": "silu"}, "hidden_activation must be gelu_pytorch_tanh, not 'silu'"),
+        ({"hidden_act": "gelu"}, "hidden_act must be gelu_pytorch_tanh, not 'gelu'"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention is true, which is not supported"),
+        ({"attn_logit_softcapping": -1.0}, "attn_logit_softcapping must be a number above 0"),
+    ])
+    def test_refusals(self, fields: dict[str, Any], problem: str) -> None:
+        with pytest.raises(CheckpointError, match=problem):
+            self.read(**fields)
 
 
 LLAMA3 = {"factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 128}

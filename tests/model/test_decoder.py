@@ -88,10 +88,16 @@ class TestSensitivity:
         ("mistral", {"sliding_window": 49}), ("mistral", {"sliding_window": 47}), ("mistral", {"sliding_window": None}),
         ("qwen2", {"sliding_window": 65}), ("qwen2", {"layer_types": ["full_attention"] * 3}),
         ("qwen2", {"layer_types": ["full_attention", "full_attention", "sliding_attention"]}),
+        ("gemma2", {"sliding_window": 47}), ("gemma2", {"layer_types": ["full_attention", "sliding_attention"] * 2}),
     ])
     def test_window(self, family: str, fields: dict[str, Any], disturbed: Checkpoints, expected: Continuations) -> None:
         folder = edit_config(disturbed(family), **fields)
         assert_differs(folder, expected(family))
+
+    @pytest.mark.parametrize("fields", [
+        {"attn_logit_softcapping": 2.2}, {"attn_logit_softcapping": None}, {"query_pre_attn_scalar": 44}])
+    def test_scores(self, fields: dict[str, Any], disturbed: Checkpoints, expected: Continuations) -> None:
+        assert_differs(edit_config(disturbed("gemma2"), **fields), expected("gemma2"))
 
     @pytest.mark.parametrize(("family", "name"), [
         *(("qwen2", f"self_attn.{part}_proj.bias") for part in "qkv"),
@@ -107,10 +113,14 @@ class TestSensitivity:
         folder = edit_weight(disturbed("qwen3"), f"model.layers.2.self_attn.{name}.weight", torch.ones_like)
         assert_differs(folder, expected("qwen3"))
 
-    def test_norms(self, disturbed: Checkpoints, expected: Continuations) -> None:
-        for name in ("norm", "layers.0.input_layernorm", "layers.2.post_attention_layernorm"):
-            folder = edit_weight(disturbed("llama2"), f"model.{name}.weight", torch.ones_like)
-            assert_differs(folder, expected("llama2"))
+    @pytest.mark.parametrize(("family", "names"), [
+        ("llama2", ["norm", "layers.0.input_layernorm", "layers.2.post_attention_layernorm"]),
+        ("gemma2", ["norm", "layers.0.input_layernorm", "layers.2.post_attention_layernorm",
+                    "layers.1.pre_feedforward_layernorm", "layers.3.post_feedforward_layernorm"])])
+    def test_norms(self, family: str, names: list[str], disturbed: Checkpoints, expected: Continuations) -> None:
+        for name in names:
+            folder = edit_weight(disturbed(family), f"model.{name}.weight", torch.ones_like)
+            assert_differs(folder, expected(family))
             shutil.rmtree(folder)
 
 
@@ -151,6 +161,19 @@ def test_qwen3_with_bias_and_windows(kernels: Kernels, tmp_path: Path) -> None:
     [ids] = prompts([300])
     ours = logits(folder, ids, kernels)
     assert torch.allclose(ours, reference_logits(folder, ids, "float32")[-1], atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("overrides", [
+    {"tie_word_embeddings": True},  # the embedding is scaled, the head is not
+    {"final_logit_softcapping": None, "attn_logit_softcapping": None, "attention_bias": True},
+    {"final_logit_softcapping": 1.0, "hidden_size": 64, "head_dim": 48},
+])
+def test_further_gemma2_shapes(overrides: dict[str, Any], kernels: Kernels, tmp_path: Path) -> None:
+    folder = make("gemma2", tmp_path / "model", **overrides)
+    [ids] = prompts([300])
+    ours = logits(folder, ids, kernels)
+    assert torch.allclose(ours, reference_logits(folder, ids, "float32")[-1], atol=1e-3, rtol=1e-4)
+    assert ours.abs().max() <= (overrides.get("final_logit_softcapping", 3.0) or 1e9)
 
 
 def test_a_step_that_samples_nothing_still_fills_the_cache(checkpoint: Checkpoints, kernels: Kernels) -> None:

@@ -11,6 +11,7 @@ from slotwise.batching.settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.core.step import StepPlan
+from slotwise.core.step_time import Work, work_of
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
 from slotwise.engine.messages import Add, Command, EngineInfo, Finish, StepRecord
@@ -18,7 +19,6 @@ from slotwise.engine.scheduling import Scheduling
 from slotwise.observe.event_log import Entry, decode
 from slotwise.observe.recorder import Recorder
 from slotwise.observe.ring import Ring
-from slotwise.observe.step_time import Work, work_of
 
 LIMITS = SchedulerLimits(max_model_len=64, num_blocks=40, block_size=4, max_num_seqs=6, max_num_batched_tokens=16,
                          enable_prefix_caching=True, max_passes=2)

@@ -11,12 +11,13 @@ from observe.played import LIMITS, MS, Play
 
 from slotwise.batching.settings import Batching
 from slotwise.core.params import SamplingParams
+from slotwise.core.step_time import StepTimeModel, Work, work_of
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe import event_log
 from slotwise.observe.event_log import Entry
 from slotwise.observe.explain import PARTS, STEP_UNDER_WAY, Explanation, Solo, explain
-from slotwise.observe.request_timeline import RequestTimeline, gather
-from slotwise.observe.step_time import StepTimeModel, Work, work_of
+from slotwise.observe.fold import gather
+from slotwise.observe.request_timeline import RequestTimeline
 from slotwise.observe.step_view import times_of
 
 DISCIPLINES = (Batching("static", batch_size=4), Batching("orca"), Batching(prefill="alone"),

@@ -9,13 +9,13 @@ import pytest
 from observe.played import Play
 
 from slotwise.core.params import SamplingParams
+from slotwise.core.step_time import StepTimeModel, work_of
 from slotwise.observe import event_log
 from slotwise.observe.event_log import Entry
-from slotwise.observe.explain import explain
-from slotwise.observe.explaining import CALLS
-from slotwise.observe.request_timeline import RequestTimeline, gather
+from slotwise.observe.explain import CALLS, explain
+from slotwise.observe.fold import gather
+from slotwise.observe.request_timeline import RequestTimeline
 from slotwise.observe.ring import Ring
-from slotwise.observe.step_time import StepTimeModel, work_of
 from slotwise.observe.step_view import times_of
 
 MOST = 16
@@ -53,7 +53,7 @@ def test_every_request_whose_steps_are_there_is_explained_as_by_the_whole_log(ca
             assert ring.numbered([facts.request.number for facts in found], MOST) == found
             compared += len(wanted)
             assert {facts.request.number for facts in found} <= there.keys()
-    assert compared > 40
+    assert compared >= 40
 
 
 def test_only_lines_of_its_life_are_extracted() -> None:
@@ -109,7 +109,7 @@ def test_a_prediction_is_that_of_the_model() -> None:
     play = Play(3).run(80)
     times = times_of(play.entries)
     again = StepTimeModel.predicting(times.prediction())
-    assert times.knows
+    assert times.is_trained
     for entry in play.entries:
         if isinstance(entry, event_log.Step) and entry.numbers:
             work = work_of(entry.starts, entry.counts, entry.padding)

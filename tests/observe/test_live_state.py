@@ -31,7 +31,7 @@ def request(number: int, at_ms: int = 0, num_prompt: int = 6) -> Request:
 def board(*entries: Entry) -> LiveState:
     made = LiveState()
     for entry in (RUN, *entries):
-        made.feed(entry)
+        made.apply(entry)
     return made
 
 
@@ -42,9 +42,9 @@ def step(at_ms: int, **columns: object) -> Step:
 
 BUSY = (
     request(0), request(1, num_prompt=9), request(2, 50),
-    step(0, numbers=(0, 1), slots=(2, 0), starts=(2, 0), counts=(4, 5), tokens=((7,), ()), padding=(1, 0),
-         admitted=(Admission(0, 2), Admission(1, 0)), num_running=2, num_free_blocks=4),
-    step(100, numbers=(0,), slots=(2,), starts=(6,), counts=(1,), tokens=((7,),),
+    step(0, taken=(1,) * 2, numbers=(0, 1), slots=(2, 0), starts=(2, 0), counts=(4, 5), tokens=((7,), ()),
+         padding=(1, 0), admitted=(Admission(0, 2), Admission(1, 0)), num_running=2, num_free_blocks=4),
+    step(100, taken=(60 * MS,), numbers=(0,), slots=(2,), starts=(6,), counts=(1,), tokens=((7,),),
          refused=(Refused(1, "token_budget"), Refused(2, "no_blocks")), stop=Stop("no_blocks", 2, 0), num_running=2,
          num_waiting=1, num_free_blocks=3))
 
@@ -52,13 +52,13 @@ BUSY = (
 def test_who_has_which_slot_and_how_far_it_is() -> None:
     now = board(*BUSY)
     first, second = now.seated()
-    assert (first.request.number, first.slot, first.phase, first.reason) == (1, 0, "stalled", "token_budget")
-    assert (first.computed, first.num_output, first.cached) == (5, 0, 0)
-    assert (second.request.number, second.slot, second.phase, second.reason) == (0, 2, "decode", "")
-    assert (second.computed, second.num_output, second.cached) == (7, 2, 2)
+    assert (first.request.number, first.slot, now.phase(first), now.reason(first)) == (1, 0, "stalled", "token_budget")
+    assert (first.computed, first.num_sampled, first.cached) == (5, 0, 0)
+    assert (second.request.number, second.slot, now.phase(second), now.reason(second)) == (0, 2, "decode", "")
+    assert (second.computed, second.num_sampled, second.cached) == (7, 2, 2)
     (waiting,) = now.queue()
-    assert (waiting.request.number, waiting.phase, waiting.reason) == (2, "waits", "no_blocks")
-    assert now.waiting == {"no_blocks": 1} and (now.num_running, now.num_waiting, now.slots) == (2, 1, 4)
+    assert (waiting.request.number, now.phase(waiting), now.reason(waiting)) == (2, "waits", "no_blocks")
+    assert now.waiting.by_reason() == {"no_blocks": 1} and (now.num_running, now.num_waiting, now.slots) == (2, 1, 4)
     assert now.usage == pytest.approx(0.7)
 
 
@@ -78,23 +78,23 @@ def test_whoever_yields_waits_again_and_whoever_ends_is_gone() -> None:
                            stop=Stop("no_blocks", 0, 1), numbers=(1,), slots=(0,), starts=(5,), counts=(4,),
                            tokens=((3,),), num_running=1, num_waiting=2))
     now = board(*yielded)
-    assert [(life.request.number, life.reason) for life in now.queue()] == [(0, "no_blocks"), (2, "no_blocks")]
-    assert now.waiting == {"no_blocks": 2}
+    assert [(life.request.number, now.reason(life)) for life in now.queue()] == [(0, "no_blocks"), (2, "no_blocks")]
+    assert now.waiting.by_reason() == {"no_blocks": 2}
     (life,) = now.seated()
-    assert life.phase == "prefill" and life.num_output == 1
+    assert now.phase(life) == "decode" and life.num_sampled == 1, "its prompt is computed"
     again = step(300, numbers=(1, 0), slots=(0, 1), starts=(9, 0), counts=(1, 8), held=(0,), tokens=((), ()),
                  admitted=(Admission(0, 0),), num_running=2, num_waiting=1)
     now = board(*yielded, again, step(400, ended=(End(2, "timeout", 0, "too late"),), num_running=2))
-    assert [(life.slot, life.phase) for life in now.seated()] == [(0, "held"), (1, "prefill")] and not now.queue()
-    assert now.num_waiting == 0 and not now.waiting
+    assert [(life.slot, now.phase(life)) for life in now.seated()] == [(0, "held"), (1, "prefill")] and not now.queue()
+    assert now.num_waiting == 0 and not now.waiting.by_reason()
 
 
 @pytest.mark.parametrize("ending", [Gap(5), RUN, Engine(400 * MS, "lost", "it fell")])
 def test_what_is_not_known_is_forgotten(ending: Entry) -> None:
     now = board(*BUSY, ending)
-    assert not now.requests and not now.waiting and now.num_running == 0
+    assert not now.requests and not now.waiting.by_reason() and now.num_running == 0
     assert now.down == ("it fell" if isinstance(ending, Engine) else "")
-    now.feed(step(500, numbers=(1, 4), slots=(0, 1), starts=(5, 5), counts=(1, 1), tokens=((1,), (1,)), num_running=2))
+    now.apply(step(500, numbers=(1, 4), slots=(0, 1), starts=(5, 5), counts=(1, 1), tokens=((1,), (1,)), num_running=2))
     assert not now.seated(), "nobody is known by these numbers"
     assert now.num_running == 2 and now.now_ns == 600 * MS
 

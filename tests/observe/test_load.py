@@ -4,37 +4,37 @@ import asyncio
 import logging
 
 import pytest
+from observe.measured import Measured
 from toy_engine import MS, engine
 
 from slotwise.core.step import Decision, Stop
 from slotwise.engine.messages import RowEnd, StepRecord
 from slotwise.observe.load import LoadLine, report, sentence
-from slotwise.observe.metrics import Metrics
 
 
 @pytest.fixture
-def metrics() -> Metrics:
-    return Metrics("toy", engine())
+def measured() -> Measured:
+    return Measured(engine())
 
 
-def busy(metrics: Metrics) -> None:
+def busy(measured: Measured) -> None:
     """Two come at 0; one has slot and tokens and the other waits for a second, until the first ends."""
     for name in "ab":
-        metrics.arrived(name, 8, 0)
+        measured.arrive(name, 8, 0)
     blocked = {"refused": (Decision("b", "no_slot"),), "stop": Stop("no_slot", "b", 0), "num_waiting": 1}
     for at in range(10):
-        joins = {"admitted": ("a",), "cached": (2,)} if at == 0 else {}
-        metrics.stepped(StepRecord(
-            at, at * 100 * MS, (at + 1) * 100 * MS, ("a",), (0,), (at,), (1,), token_ids=((5,),), num_running=1,
+        joins = {"admitted": ("a",), "cached": (2,), "taken": (1, 1)} if at == 0 else {}
+        measured.stepped(StepRecord(
+            at, at * 100 * MS + 2, (at + 1) * 100 * MS, ("a",), (0,), (at,), (1,), token_ids=((5,),), num_running=1,
             num_free_blocks=4, **joins, **blocked))
-    metrics.stepped(StepRecord(-1, 1000 * MS, 1000 * MS, ended=(RowEnd("a", "stop", 10),), num_waiting=1,
+    measured.stepped(StepRecord(-1, 1000 * MS, 1000 * MS, ended=(RowEnd("a", "stop", 10),), num_waiting=1,
                                num_free_blocks=10))
 
 
-def test_a_line_tells_what_happened_since_the_last(metrics: Metrics) -> None:
-    line = LoadLine(metrics, 100.0)
+def test_a_line_tells_what_happened_since_the_last(measured: Measured) -> None:
+    line = LoadLine(measured.metrics, 100.0)
     assert line.fields(110.0) == {}
-    busy(metrics)
+    busy(measured)
     fields = line.fields(115.0)
     assert fields == {
         "running": 0, "waiting": 1, "prompt_tokens_per_s": 1.6, "generation_tokens_per_s": 2.0, "requests_per_s": 0.2,
@@ -43,20 +43,20 @@ def test_a_line_tells_what_happened_since_the_last(metrics: Metrics) -> None:
                                 "25% of tokens found in it; waited for no_slot 100%")
     still = line.fields(120.0)
     assert still["waiting"] == 1 and still["generation_tokens_per_s"] == 0 and still["waited_s"] == {}
-    metrics.stepped(StepRecord(-1, 1100 * MS, 1100 * MS, ended=(RowEnd("b", "abort", 0),), num_free_blocks=10))
+    measured.stepped(StepRecord(-1, 1100 * MS, 1100 * MS, ended=(RowEnd("b", "abort", 0),), num_free_blocks=10))
     assert line.fields(130.0)["requests_per_s"] == 0.1
     assert line.fields(140.0) == {}, "nothing runs and nothing has: nothing is said"
 
 
-def test_lines_come_under_load_and_then_no_more(metrics: Metrics, caplog: pytest.LogCaptureFixture) -> None:
+def test_lines_come_under_load_and_then_no_more(measured: Measured, caplog: pytest.LogCaptureFixture) -> None:
     async def a_while() -> list[int]:
-        reporting = asyncio.create_task(report(metrics, 0.01))
+        reporting = asyncio.create_task(report(measured.metrics, 0.01))
         numbers = []
-        for work in (lambda: None, lambda: busy(metrics)):
+        for work in (lambda: None, lambda: busy(measured)):
             work()
             await asyncio.sleep(0.1)
             numbers.append(len(caplog.records))
-        metrics.stepped(StepRecord(-1, 1100 * MS, 1100 * MS, ended=(RowEnd("b", "abort", 0),), num_free_blocks=10))
+        measured.stepped(StepRecord(-1, 1100 * MS, 1100 * MS, ended=(RowEnd("b", "abort", 0),), num_free_blocks=10))
         await asyncio.sleep(0.1)
         numbers.append(len(caplog.records))
         await asyncio.sleep(0.1)

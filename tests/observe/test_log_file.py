@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from live import cli
+from live_server import eventually
 from observe.played import LIMITS
 
 from slotwise import LLM
@@ -87,7 +88,7 @@ def test_a_log_has_one_writer(tmp_path: Path, overwrite: bool) -> None:
             with pytest.raises(LogFileError, match="is being written by another process: name another file"):
                 attempt(path, overwrite=overwrite)
         done = subprocess.run([sys.executable, "-c", script, str(path), str(overwrite)], capture_output=True, text=True,
-                              timeout=60)
+                              timeout=120)
         assert done.stdout == f"{path} is being written by another process: name another file\n", done.stderr
         file.write(RUN)
     assert path.read_bytes() == RUN
@@ -122,3 +123,14 @@ def test_commands_refuse_before_an_engine_loads(tmp_path: Path, capsys: pytest.C
     told = ["bench", "throughput", "--num-prompts", "1", "--max-tokens", "1", "--overwrite-event-log"]
     assert main([*told, "--event-log", str(path)]) == 0
     assert isinstance(next(iter(event_log.read_file(path))), event_log.Run)
+
+
+def test_a_log_that_is_cut_while_it_is_written_goes_on_without_a_hole(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with LogFile(path) as file:
+        file.write(RUN * 3)
+        eventually(lambda: path.read_bytes() == RUN * 3)
+        os.truncate(path, 0)  # as `copytruncate` of logrotate does
+        file.write(OTHER)
+    assert path.read_bytes() == OTHER
+    assert [type(entry) for entry in event_log.read_file(path)] == [event_log.Gap]

@@ -7,25 +7,24 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from observe.measured import Measured
 from prometheus_client.parser import text_string_to_metric_families
 from toy_engine import LIMITS, MS, Rehearsal, engine
 
 from slotwise.batching.settings import Batching
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.params import SamplingParams
 from slotwise.core.roofline import Machine, Roofline
 from slotwise.core.step import Copy, Decision, Stop
-from slotwise.engine.messages import Add, Configure, MemoryUse, RowEnd, StepRecord
+from slotwise.engine.messages import Configure, MemoryUse, RowEnd, StepRecord
 from slotwise.engine.scheduling import Scheduling
-from slotwise.observe import waste
-from slotwise.observe.metrics import Metrics
 from slotwise.observe.series import ITL, Histogram
+from slotwise.observe.step_view import KINDS
 
 
-def samples(metrics: Metrics) -> dict[str, float]:
+def samples(measured: Measured) -> dict[str, float]:
     """Everything shown, by name and by labels other than the model's."""
     found = {}
-    for family in text_string_to_metric_families(metrics.exposition().decode()):
+    for family in text_string_to_metric_families(measured.metrics.exposition().decode()):
         for sample in family.samples:
             assert sample.name.startswith("slotwise:") and sample.labels.pop("model_name") == "toy"
             labels = ",".join(f"{key}={value}" for key, value in sample.labels.items())
@@ -36,17 +35,19 @@ def samples(metrics: Metrics) -> dict[str, float]:
 def step(at_ms: int, ids: str, sampled: str = "", **rest: object) -> StepRecord:
     """A step of ten milliseconds that computes two tokens for each of `ids`."""
     return StepRecord(
-        0, at_ms * MS, (at_ms + 10) * MS, request_ids=tuple(ids), starts=(0,) * len(ids), counts=(2,) * len(ids),
+        0, at_ms * MS, (at_ms + 10) * MS, request_ids=tuple(ids), slots=tuple(range(len(ids))),
+        starts=(0,) * len(ids), counts=(2,) * len(ids),
         token_ids=tuple((7,) if name in sampled else () for name in ids), num_running=len(ids), **rest)
 
 
 def test_steps_are_held_against_the_machine() -> None:
     info = engine()
     info.roofline = Roofline(Machine(1e6, 1e6), 2000, 10, 100, 300, 0)  # by hand: bytes are 2000 + 10 a position
-    metrics = Metrics("toy", info)
-    assert samples(metrics)["roofline_fraction"] == 0
-    metrics.stepped(step(100, "ab", "a"))  # 2 * (4 * 100 + 300) operations, 2,040 bytes: 2.04 of 10 ms
-    seen = samples(metrics)
+    measured = Measured(info)
+    assert samples(measured)["roofline_fraction"] == 0
+    measured.arrive_all("ab")
+    measured.stepped(step(100, "ab", "a"))  # 2 * (4 * 100 + 300) operations, 2,040 bytes: 2.04 of 10 ms
+    seen = samples(measured)
     assert seen["roofline_fraction"] == pytest.approx(0.204)
     assert seen["roofline_seconds_total[kind=prefill]"] == pytest.approx(2.04e-3)
     assert seen["roofline_seconds_total[kind=decode]"] == 0
@@ -55,12 +56,12 @@ def test_steps_are_held_against_the_machine() -> None:
 def test_hits_are_told_apart_by_tier_and_copies_are_counted() -> None:
     info = engine(limits=replace(LIMITS, enable_prefix_caching=True, num_host_blocks=6))
     info.memory = MemoryUse(host=6000)
-    metrics = Metrics("toy", info)
-    metrics.arrived("a", 20, 100 * MS)
-    metrics.stepped(step(
+    measured = Measured(info)
+    measured.arrive("a", 20, 100 * MS)
+    measured.stepped(step(
         150, "a", admitted=("a",), cached=(12,), saves=(Copy(1, 0), Copy(2, 1), Copy(5, 4)), loads=(Copy(3, 1),)))
-    metrics.stepped(step(160, "a", saves=(Copy(6, 2),)))
-    seen = samples(metrics)
+    measured.stepped(step(160, "a", saves=(Copy(6, 2),)))
+    seen = samples(measured)
     assert seen["prefix_cache_queries_total"] == 20
     assert seen["prefix_cache_hits_total"] == 8 and seen["external_prefix_cache_hits_total"] == 4
     assert seen["kv_offload_total_bytes_total[transfer_type=GPU_to_CPU]"] == 4000
@@ -68,16 +69,16 @@ def test_hits_are_told_apart_by_tier_and_copies_are_counted() -> None:
 
 
 def test_two_lives() -> None:
-    metrics = Metrics("toy", engine())
-    metrics.arrived("a", 3, 100 * MS)
-    metrics.arrived("b", 5, 100 * MS)
-    metrics.stepped(step(150, "ab", "a", admitted=("a", "b"), cached=(2, 0), num_free_blocks=4, num_waiting=7))
-    assert samples(metrics)["kv_cache_usage_perc"] == 0.6 and samples(metrics)["num_requests_waiting"] == 7
-    metrics.stepped(step(160, "ab", "ab", preempted=(Decision("b", "no_blocks"),), lost=(6,)))
-    metrics.stepped(step(170, "a", "a", ended=(RowEnd("a", "stop", 3),)))
-    metrics.stepped(step(270, "b", "b", admitted=("b",), cached=(4,), ended=(RowEnd("b", "length", 2),)))
-    metrics.stepped(StepRecord(-1, 280 * MS, 280 * MS, num_free_blocks=7))
-    seen = samples(metrics)
+    measured = Measured(engine())
+    measured.arrive("a", 3, 100 * MS)
+    measured.arrive("b", 5, 100 * MS)
+    measured.stepped(step(150, "ab", "a", admitted=("a", "b"), cached=(2, 0), num_free_blocks=4, num_waiting=7))
+    assert samples(measured)["kv_cache_usage_perc"] == 0.6 and samples(measured)["num_requests_waiting"] == 7
+    measured.stepped(step(160, "ab", "ab", preempted=(Decision("b", "no_blocks"),), lost=(6,)))
+    measured.stepped(step(170, "a", "a", ended=(RowEnd("a", "stop", 3),)))
+    measured.stepped(step(270, "b", "b", admitted=("b",), cached=(4,), ended=(RowEnd("b", "length", 2),)))
+    measured.stepped(StepRecord(-1, 280 * MS, 280 * MS, num_free_blocks=7))
+    seen = samples(measured)
     assert seen["prompt_tokens_total"] == 8 and seen["generation_tokens_total"] == 5
     assert seen["num_preemptions_total"] == 1 and seen["recomputed_tokens_total"] == 2
     assert seen["prefix_cache_queries_total"] == 3 + 5 + 6 and seen["prefix_cache_hits_total"] == 6
@@ -95,12 +96,12 @@ def test_two_lives() -> None:
 
 
 def test_requests_that_never_ran() -> None:
-    metrics = Metrics("toy", engine())
-    metrics.arrived("a", 3, 0)
-    metrics.arrived("b", 3, 0)
-    metrics.stepped(StepRecord(-1, MS, MS, ended=(RowEnd("a", "rejected", 0, "too long"), RowEnd("b", "abort", 0))))
-    metrics.refused("queue_full")
-    seen = samples(metrics)
+    measured = Measured(engine())
+    measured.arrive("a", 3, 0)
+    measured.arrive("b", 3, 0)
+    measured.stepped(StepRecord(-1, MS, MS, ended=(RowEnd("a", "rejected", 0, "too long"), RowEnd("b", "abort", 0))))
+    measured.refused("queue_full")
+    seen = samples(measured)
     assert seen["admission_rejections_total[reason=rejected]"] == 1 == seen[
         "admission_rejections_total[reason=queue_full]"]
     assert seen["request_success_total[finished_reason=abort]"] == 1 and seen["time_to_first_token_seconds_count"] == 0
@@ -108,15 +109,16 @@ def test_requests_that_never_ran() -> None:
 
 
 def test_what_steps_computed_for_nothing_and_left_empty() -> None:
-    metrics = Metrics("toy", engine())
-    metrics.stepped(step(0, "ab", padding=(0, 7), num_free_blocks=4))
-    metrics.stepped(step(10, "abc", held=(1, 2)))
+    measured = Measured(engine())
+    measured.arrive_all("abcz")
+    measured.stepped(step(0, "ab", padding=(0, 7), num_free_blocks=4, admitted=tuple("abc"), cached=(0, 0, 0)))
+    measured.stepped(step(10, "abc", held=(1, 2)))
     full = Scheduling(Batching(), 2, 64)
-    metrics.stepped(step(20, "ab", refused=(Decision("c", "ending"), Decision("z", "no_slot")),
+    measured.stepped(step(20, "ab", refused=(Decision("c", "ending"), Decision("z", "no_slot")),
                          stop=Stop("no_slot", "z", 3), configured=full))
-    metrics.stepped(step(30, "a", refused=(Decision("b", "token_budget"), Decision("z", "token_budget")),
+    measured.stepped(step(30, "a", refused=(Decision("b", "token_budget"), Decision("z", "token_budget")),
                          stop=Stop("token_budget", "z", 3)))
-    seen = samples(metrics)
+    seen = samples(measured)
     assert seen["padded_tokens_total"] == 7 and seen["held_tokens_total"] == 4
     assert seen["iteration_tokens_total_sum"] == 16, "held tokens are in it, padding is not"
     assert seen["slot_steps_total"] == 4 + 4 + 4 + 2 and seen["max_num_seqs"] == 2
@@ -127,39 +129,40 @@ def test_what_steps_computed_for_nothing_and_left_empty() -> None:
 
 @pytest.mark.parametrize(("counts", "kind"), [((1, 1), "decode"), ((5, 2), "prefill"), ((1, 9), "mixed")])
 def test_the_time_of_a_step_begins_when_the_one_before_has_ended(counts: tuple[int, ...], kind: str) -> None:
-    metrics = Metrics("toy", engine())
+    measured = Measured(engine())
     ids = tuple("abc"[:len(counts)])
+    measured.arrive_all(ids)
     for started in (0, 5):  # the second is planned while the first runs
-        metrics.stepped(StepRecord(0, started * MS, (started * 2 + 10) * MS, request_ids=ids, counts=counts))
-    seen = samples(metrics)
+        measured.stepped(StepRecord(0, started * MS, (started * 2 + 10) * MS, request_ids=ids, counts=counts,
+                                    slots=counts, starts=counts))
+    seen = samples(measured)
     assert seen[f"iteration_time_seconds_sum[kind={kind}]"] == 0.02
     assert seen[f"iteration_time_seconds_count[kind={kind}]"] == 2
 
 
 def test_waiting_is_told_by_reason_until_the_plan_that_ends_it() -> None:
-    metrics = Metrics("toy", engine())
-    metrics.commanded(Configure(engine().scheduling), 94 * MS)
+    measured = Measured(engine())
+    measured.commanded(Configure(engine().scheduling), 94 * MS)
     for name, at in (("a", 95), ("b", 96), ("c", 97)):
-        metrics.arrived(name, 3, at * MS)
-        metrics.commanded(Add(name, [1, 2, 3], SamplingParams(), 0), at * MS)
-    behind = Stop("no_slot", "b", 1)
-    metrics.stepped(step(100, "a", admitted=("a",), cached=(0,), refused=(Decision("b", "no_slot"),), stop=behind,
-                         num_waiting=2, taken=(98 * MS, 98 * MS, 99 * MS, 104 * MS)))
-    now = samples(metrics)
-    assert now["num_requests_waiting_by_reason[reason=no_slot]"] == 2 == now["num_requests_waiting"]
+        measured.arrive(name, 3, at * MS)
+    behind = Stop("no_slot", "b", 0)
+    measured.stepped(step(100, "a", admitted=("a",), cached=(0,), refused=(Decision("b", "no_slot"),), stop=behind,
+                         num_waiting=1, taken=(98 * MS, 98 * MS, 99 * MS, 104 * MS)))
+    now = samples(measured)
+    assert now["num_requests_waiting_by_reason[reason=no_slot]"] == 1 == now["num_requests_waiting"]
     passed = (Decision("b", "no_blocks"), Decision("c", "no_slot"))
-    metrics.stepped(step(110, "a", refused=passed, stop=Stop("no_blocks", "b", 1), num_waiting=2))
-    metrics.stepped(step(150, "ab", admitted=("b",), cached=(0,), refused=(Decision("c", "no_blocks"),),
+    measured.stepped(step(110, "a", refused=passed, stop=Stop("no_blocks", "b", 1), num_waiting=2))
+    measured.stepped(step(150, "ab", admitted=("b",), cached=(0,), refused=(Decision("c", "no_blocks"),),
                          stop=Stop("no_blocks", "c", 0), num_waiting=1))
-    metrics.stepped(StepRecord(-1, 170 * MS, 170 * MS, ended=(RowEnd("c", "abort", 0),)))
-    metrics.stepped(step(900, "ab"))
-    shown = samples(metrics).items()
+    measured.stepped(StepRecord(-1, 170 * MS, 170 * MS, ended=(RowEnd("c", "abort", 0),)))
+    measured.stepped(step(900, "ab"))
+    shown = samples(measured).items()
     waited = {key: round(value, 9) for key, value in shown if value and key.startswith("request_wait_seconds")}
     assert waited == {
         "request_wait_seconds_total[reason=step_under_way]": 0.005 + 0.004 + 0.013,  # the last was taken in too late
-        "request_wait_seconds_total[reason=no_slot]": 0.02 + 0.04,
+        "request_wait_seconds_total[reason=no_slot]": 0.01 + 0.04,
         "request_wait_seconds_total[reason=no_blocks]": 0.04 + 0.02}
-    assert samples(metrics)["num_requests_waiting_by_reason[reason=no_blocks]"] == 0
+    assert samples(measured)["num_requests_waiting_by_reason[reason=no_blocks]"] == 0
 
 
 ROOMY = SchedulerLimits(max_model_len=100, num_blocks=200, block_size=4, max_num_seqs=4, max_num_batched_tokens=64)
@@ -173,10 +176,10 @@ TIGHT = SchedulerLimits(max_model_len=100, num_blocks=12, block_size=4, max_num_
     Batching("dynamic", batch_size=3, max_wait_ms=40.0)], ids=lambda batching: f"{batching.kind}-{batching.prefill}")
 def test_reasons_and_queue_times_are_two_views_of_the_same(batching: Batching, depth: int) -> None:
     info = engine(limits=ROOMY, batching=batching)
-    metrics = Metrics("toy", info)
-    rehearsal = Rehearsal(info, [metrics], depth=depth, seed=5)
+    measured = Measured(info)
+    rehearsal = Rehearsal(info, [measured], depth=depth, seed=5)
     rehearsal.play(60)
-    seen = samples(metrics)
+    seen = samples(measured)
     waited = {key: value for key, value in seen.items() if key.startswith("request_wait_seconds_total")}
     assert seen["request_queue_time_seconds_count"] == 60 and sum(value > 0 for value in waited.values()) >= 2
     assert sum(waited.values()) == pytest.approx(seen["request_queue_time_seconds_sum"], abs=1e-9)
@@ -199,10 +202,10 @@ def gaps(records: Sequence[StepRecord]) -> list[float]:
 def test_every_token_of_a_rehearsal_is_counted(depth: int) -> None:
     """Under pressure, so that some are computed again."""
     info = engine(limits=TIGHT)
-    metrics = Metrics("toy", info)
-    rehearsal = Rehearsal(info, [metrics], depth=depth, seed=6)
+    measured = Measured(info)
+    rehearsal = Rehearsal(info, [measured], depth=depth, seed=6)
     records = rehearsal.play(60)
-    seen = samples(metrics)
+    seen = samples(measured)
     steps = [record for record in records if record.counts]
     assert seen["num_preemptions_total"] > 0 and seen["prefix_cache_hits_total"] > 0
     assert seen["generation_tokens_total"] == sum(rehearsal.num_outputs.values())
@@ -211,7 +214,7 @@ def test_every_token_of_a_rehearsal_is_counted(depth: int) -> None:
     known = seen["request_prompt_tokens_sum"] + seen["request_generation_tokens_sum"] - 60
     again = seen["recomputed_tokens_total"]
     assert seen["iteration_tokens_total_sum"] == known + again - seen["prompt_tokens_cached_total"]
-    assert sum(seen[f"iteration_time_seconds_count[kind={kind}]"] for kind in waste.KINDS) == len(steps)
+    assert sum(seen[f"iteration_time_seconds_count[kind={kind}]"] for kind in KINDS) == len(steps)
     assert seen["slot_steps_total"] - seen["empty_slot_steps_total"] == sum(len(record.counts) for record in steps)
     apart = gaps(records)
     assert seen["inter_token_latency_seconds_count"] == len(apart)
@@ -221,14 +224,14 @@ def test_every_token_of_a_rehearsal_is_counted(depth: int) -> None:
 
 
 def test_with_the_engine_goes_what_waited_for_it() -> None:
-    metrics = Metrics("toy", engine(), lambda: False)
-    metrics.arrived("a", 3, 0)
-    metrics.commanded(Add("a", [1, 2, 3], SamplingParams(), 0), 0)
-    metrics.lost("it fell", 5 * MS)
-    metrics.stepped(StepRecord(-1, 5 * MS, 5 * MS, ended=(RowEnd("a", "error", 0),), num_free_blocks=10))
-    metrics.started(engine())
-    metrics.stepped(step(100, "b"))
-    seen = samples(metrics)
+    measured = Measured(engine(), lambda: False)
+    measured.arrive("a", 3, 0)
+    measured.lost("it fell", 5 * MS)
+    measured.stepped(StepRecord(-1, 5 * MS, 5 * MS, ended=(RowEnd("a", "error", 0),), num_free_blocks=10))
+    measured.restarted(engine())
+    measured.arrive("b", 3, 100 * MS)
+    measured.stepped(step(100, "b"))
+    seen = samples(measured)
     assert not any(seen[key] for key in seen if key.startswith("request_wait_seconds"))
     assert seen["engine_healthy"] == 0 and seen["engine_starts_total"] == 2
 

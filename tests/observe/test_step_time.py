@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from observe.played import LIMITS
 
+from slotwise.batching.settings import Batching
 from slotwise.core.step_time import StepTimeModel, Work, work_of
-from slotwise.observe import step_time_store
+from slotwise.engine.config import EngineConfig
+from slotwise.engine.messages import EngineInfo
+from slotwise.engine.scheduling import Scheduling
+from slotwise.observe import step_time
 
 ALONE = Work(tokens=1, rows=1, context=200, pairs=0.0)
 
@@ -169,11 +177,11 @@ def test_steps_that_overlap_begin_when_the_one_before_has_ended() -> None:
 
 def test_nothing_is_known_at_first_and_no_work_takes_no_time() -> None:
     times = StepTimeModel()
-    assert not times.knows and times.seconds(ALONE) == 0 == times.error
+    assert not times.is_trained and times.seconds(ALONE) == 0 == times.error
     times.step(work_of([], []), 0, 5)
-    assert not times.knows
+    assert not times.is_trained
     times.learn(ALONE, 0.002)
-    assert times.knows and times.seconds(ALONE) == pytest.approx(0.002, rel=0.01)
+    assert times.is_trained and times.seconds(ALONE) == pytest.approx(0.002, rel=0.01)
     assert times.seconds(work_of([], [])) == 0
 
 
@@ -195,13 +203,13 @@ def test_work_is_what_attention_and_products_do(rows: list[tuple[int, int, int]]
 
 def test_what_was_learned_is_kept_and_soon_outweighed(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path = step_time_store.place(["a shape", "bfloat16", "2 threads"])
-    assert path.is_relative_to(tmp_path) and path != step_time_store.place(["a shape", "float32", "2 threads"])
-    assert not step_time_store.load(path).knows
+    path = step_time.path_for(["a shape", "bfloat16", "2 threads"])
+    assert path.is_relative_to(tmp_path) and path != step_time.path_for(["a shape", "float32", "2 threads"])
+    assert not step_time.load(path).is_trained
     times = StepTimeModel()
     Machine(1).teach(times, 400)
-    step_time_store.save(path, times)
-    again = step_time_store.load(path)
+    step_time.save(path, times)
+    again = step_time.load(path)
     assert off(again, ALONE) < 0.1 and again.num_steps == 0 == again.error
     Machine(2, factor=3.0).teach(again, 300)
     work = Machine(3).work()
@@ -212,4 +220,32 @@ def test_what_was_learned_is_kept_and_soon_outweighed(tmp_path, monkeypatch: pyt
 def test_a_file_that_says_nothing_is_left_alone(tmp_path, content: str) -> None:
     path = tmp_path / "kept.json"
     path.write_text(content)
-    assert not step_time_store.load(path).knows
+    assert not step_time.load(path).is_trained
+
+
+INFO = EngineInfo("toy", "cpu", "bfloat16", 100, LIMITS, Scheduling(Batching(), 6, 16), ())
+
+
+ONE = Work(1, 1, 10, 0.0)
+
+
+def test_what_one_server_learned_the_next_one_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name, layers in (("small", 2), ("large", 20)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(f'{{"num_hidden_layers": {layers}}}')
+    config = EngineConfig(model=str(tmp_path / "small"))
+    with step_time.kept(config, INFO) as times:
+        assert not times.is_trained
+    assert not (tmp_path / "cache").exists(), "nothing was learned, so nothing is kept"
+    with pytest.raises(KeyboardInterrupt), step_time.kept(config, INFO) as times:
+        times.learn(ONE, 0.004)
+        raise KeyboardInterrupt
+    with step_time.kept(config, INFO) as times:
+        assert times.seconds(ONE) == pytest.approx(0.004, rel=0.01)
+    with step_time.kept(replace(config, model=str(tmp_path / "large")), INFO) as times:
+        assert not times.is_trained
+    with step_time.kept(config, msgspec.structs.replace(INFO, dtype="float32")) as times:
+        assert not times.is_trained
+    with step_time.kept(config, msgspec.structs.replace(INFO, threads=2)) as times:
+        assert not times.is_trained

@@ -6,7 +6,7 @@ import pytest
 from observe.played import Play
 
 from slotwise.observe import event_log
-from slotwise.observe.request_timeline import gather
+from slotwise.observe.fold import gather
 from slotwise.observe.step_view import step_view, times_of
 
 
@@ -16,17 +16,17 @@ def test_whoever_lives_ran_or_is_told_why_not() -> None:
     timelines, times = gather(entries), times_of(entries)
     kinds, states = set(), set()
     for step in (entry for entry in entries if isinstance(entry, event_log.Step) and entry.step >= 0):
-        shown = step_view(entries, timelines, step.step, times)
-        assert shown.step is step and [row.number for row in shown.ran] == list(step.numbers)
+        shown = step_view(entries, step.step, times)
+        assert shown.step is step and [row.number for row in shown.rows] == list(step.numbers)
         living = {number for number, one in timelines.items()
                   if one.taken_ns < step.started_ns < one.ended_ns and number not in step.numbers}
         known = {one.number: one for one in shown.left_out if one.state != "arriving"}
         gone = {end.number for end in step.ended}  # who was too late was not even looked at
         assert living - gone == known.keys() - gone
         assert all(one.reason for one in shown.left_out)
-        kinds.update(row.what for row in shown.ran)
+        kinds.update(row.what for row in shown.rows)
         states.update(one.state for one in shown.left_out)
-        joined = {row.number: row.cached for row in shown.ran if row.cached >= 0}
+        joined = {row.number: row.cached for row in shown.rows if row.cached >= 0}
         assert joined == {one.number: one.cached for one in step.admitted}
         if step.numbers and step.step > 100:
             assert shown.predicted * 1e9 == pytest.approx(step.ended_ns - step.started_ns, rel=0.25)
@@ -36,6 +36,6 @@ def test_whoever_lives_ran_or_is_told_why_not() -> None:
 def test_a_step_that_is_not_there_is_said_so() -> None:
     play = Play(1).run(3)
     with pytest.raises(event_log.LogError, match="there is no step 9999; the last is"):
-        step_view(play.entries, gather(play.entries), 9999, times_of(play.entries))
+        step_view(play.entries, 9999, times_of(play.entries))
     with pytest.raises(event_log.LogError, match="there are no steps"):
-        step_view(play.entries[:1], {}, 0, times_of([]))
+        step_view(play.entries[:1], 0, times_of([]))

@@ -144,6 +144,6 @@ def test_what_is_kept_of_tenants_is_bounded(monkeypatch):
         driver.plans.clear()
         driver.ended.clear()
     assert len(policy.counters) <= 201
-    assert not policy._living and not policy._waiting and not policy._charged
+    assert not policy._unfinished and not policy._waiting and not policy._charged
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from checkpoints import FAMILIES, make
 
-from slotwise.kernels.cpu import CpuKernels, paths
+from slotwise.kernels.cpu import paths
+from slotwise.kernels.cpu.kernels import CpuKernels
 from slotwise.kernels.interface import RaggedBatch
 from slotwise.model.decoder import Decoder
 from slotwise.model.load import load_model

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slotwise.core.params import SamplingParams
-from slotwise.core.step import NewBlocks, NewRequest, StepPlan
-from slotwise.runner.input_batch import SlotTable
+from slotwise.core.step import FreedBlocks, NewBlocks, NewRequest, RowKind, StepPlan
+from slotwise.runner.input_batch import SlotTable, Step
 
 BLOCK, NULL = 4, 99
 
@@ -18,11 +18,12 @@ def plan(rows: list[tuple[int, int, int, bool]], padding: tuple[int, ...] = ()) 
         NewRequest(f"r{slot}", slot, tuple(range(100 * slot, 100 * slot + start + count)), start + count,
                    SamplingParams(), 0,
                    ()) for slot, start, count, _ in rows)
-    new_blocks = tuple(NewBlocks(slot, tuple(range(10 * slot, 10 * slot + 8))) for slot, *_ in rows)
+    new_blocks = tuple(NewBlocks(slot, 0, tuple(range(10 * slot, 10 * slot + 8))) for slot, *_ in rows)
     slots, starts, counts, samples = zip(*rows, strict=True)
     ids = tuple(join.request_id for join in new_requests)
-    return StepPlan(0, 0.0, (), new_requests, new_blocks, ids, slots, starts, counts, samples, padding, (), (), (),
-                    None)
+    kinds = (RowKind.PREFILL,) * len(rows)
+    return StepPlan(0, 0.0, (), new_requests, (), new_blocks, ids, slots, starts, counts, (), tuple(map(int, samples)),
+                    kinds, padding, (), (), (), None)
 
 
 def gathered(step: StepPlan):
@@ -65,3 +66,50 @@ def test_a_row_by_hand():
     assert batch.slot_mapping.tolist() == [83, 84, 85, NULL * BLOCK + 2, NULL * BLOCK + 3]
     assert batch.query_starts.tolist() == [0, 3, 5] and batch.context_lens.tolist() == [6, 8]
     assert batch.sample_at.tolist() == [2]
+
+
+def drafted(table: SlotTable, step: StepPlan, drafts: tuple[tuple[int, ...], ...]) -> Step:
+    """The rows of `step` after it: each computes its last token, and `drafts`."""
+    counts = tuple([1 + len(some) for some in drafts])
+    starts = tuple([start + count - 1 for start, count in zip(step.starts, step.counts, strict=True)])
+    again = step._replace(
+        new_requests=(), new_blocks=(), starts=starts, counts=counts, drafts=drafts, num_logits=counts,
+        kinds=(RowKind.DECODE,) * len(counts))
+    table.apply(again)
+    return table.gather(again)
+
+
+def test_drafts_follow_the_last_token_and_logits_are_wanted_at_all_of_them():
+    table = SlotTable(num_slots=8, max_tokens=32, block_size=BLOCK, null_block=NULL)
+    step = plan([(0, 0, 5, True), (1, 0, 2, True), (2, 0, 7, True)])
+    table.apply(step)
+    batch, targets = drafted(table, step, ((7, 8), (), (9,)))
+    assert batch.token_ids.tolist() == [4, 7, 8, 101, 206, 9]
+    assert batch.positions.tolist() == [4, 5, 6, 1, 6, 7] and batch.context_lens.tolist() == [7, 2, 8]
+    assert batch.sample_at.tolist() == [0, 1, 2, 3, 4, 5] and batch.max_query_len == 3
+    assert targets.tolist() == [5, 6, 7, 33 + 2, 66 + 7, 66 + 8], "the place behind each"
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=6))
+def test_logits_are_wanted_at_the_last_positions_of_each_row(rows):
+    table = SlotTable(num_slots=8, max_tokens=32, block_size=BLOCK, null_block=NULL)
+    wanted = tuple([min(count, some) for _, count, some in rows])
+    step = plan([(slot, start, count, False) for slot, (start, count, _) in enumerate(rows)])
+    step = step._replace(num_logits=wanted)
+    table.apply(step)
+    batch, targets = table.gather(step)
+    ends = batch.query_starts[1:].tolist()
+    assert batch.sample_at.tolist() == [
+        place for end, some in zip(ends, wanted, strict=True) for place in range(end - some, end)]
+    assert targets.tolist() == [
+        33 * slot + start + count - some + 1 + place for (slot, (start, count, _)), some in zip(
+            enumerate(rows), wanted, strict=True) for place in range(some)]
+
+
+def test_blocks_behind_accepted_tokens_leave_the_table_before_others_enter_it():
+    table = SlotTable(num_slots=8, max_tokens=32, block_size=BLOCK, null_block=NULL)
+    step = plan([(0, 0, 5, True)])
+    table.apply(step)
+    table.apply(step._replace(
+        new_requests=(), freed_blocks=(FreedBlocks(0, 0, 6),), new_blocks=(NewBlocks(0, 0, (77,)),)))
+    assert table.gather(step._replace(starts=(0,), counts=(12,))).batch.block_tables.tolist() == [[0, 1, 77]]

@@ -19,7 +19,7 @@ from slotwise.core.step import Copy
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add, StepRecord
-from slotwise.kernels.cpu import CpuKernels
+from slotwise.kernels.cpu.kernels import CpuKernels
 from slotwise.kernels.interface import AttentionShape, Kernels
 from slotwise.kernels.reference import ReferenceKernels
 from slotwise.runner import kv_offload

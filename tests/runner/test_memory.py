@@ -72,6 +72,38 @@ def test_host_memory_for_blocks_is_counted_or_refused(group: Path):
 
 def test_this_machine_has_some():
     assert memory.available_bytes() > 100 << 20
+    assert memory.loadable_bytes() >= memory.available_bytes() - (100 << 20)  # it changes from moment to moment
+
+
+@pytest.fixture
+def machine(group: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The group on a machine of which 6 GiB are free, and 4 GiB of swap; the group may swap out 2 GiB, and has 1."""
+    (group / "meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable: {6 << 20} kB\nSwapFree:  {4 << 20} kB\n")
+    (group / "memory.swap.max").write_text(f"{2 * GIB}\n")
+    (group / "memory.swap.current").write_text(f"{GIB}\n")
+    monkeypatch.setattr(memory, "_MEMINFO", group / "meminfo")
+    return group
+
+
+def test_weights_may_take_what_can_be_swapped_out(machine: Path):
+    assert memory.loadable_bytes() == 8 * GIB, "7 of the group's memory, 1 of its swap"
+    (machine / "memory.swap.max").write_text("0\n")
+    assert memory.loadable_bytes() == 7 * GIB
+    (machine / "memory.swap.max").write_text("max\n")
+    assert memory.loadable_bytes() == 10 * GIB, "6 of the machine's memory and 4 of its swap; the group has 11"
+    (machine / "memory.max").write_text("max\n")
+    assert memory.loadable_bytes() == 10 * GIB
+
+
+def test_a_system_that_says_nothing_loads_what_it_can(machine: Path):
+    (machine / "meminfo").unlink()
+    assert memory.loadable_bytes() == memory.UNLIMITED
+
+
+def test_weights_that_do_not_fit_are_refused_with_the_numbers():
+    memory.check_weights(GIB, GIB, "memory")
+    with pytest.raises(MemoryError, match=r"take 3.00 GiB, and 2.00 GiB of memory are free .* quantization int8"):
+        memory.check_weights(3 * GIB, 2 * GIB, "memory")
 
 
 def test_a_gpu_is_shared_by_weights_workspace_cache_and_others():

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from slotwise.compose.engine import load
 from slotwise.core.params import SamplingParams
+from slotwise.core.request import Request
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add, StepRecord
@@ -112,6 +113,34 @@ def test_the_device_samples_what_the_host_does(folder, expected, overlap, few_bl
     outputs, records = play(engine(folder, overlap=overlap, kv_cache_memory=memory))
     assert outputs == expected
     assert any(record.preempted for record in records) == few_blocks
+
+
+class Knowing:
+    """Proposes what a request is about to be given, with a wrong token now and then."""
+
+    def __init__(self, outputs: dict[str, list[int]]) -> None:
+        self._outputs = outputs
+        self._draw = random.Random(5)
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        to_come = self._outputs[request.request_id][request.num_output :][: min(most, self._draw.randint(0, 4))]
+        return [token + 1 if self._draw.random() < 0.2 else token for token in to_come]
+
+    def waits(self, request: Request) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("settings", [
+    {"device": "cpu", "overlap": 0}, {"overlap": 0}, {"overlap": 1}, {"kv_cache_memory": 2 * 4 * 2 * 32 * 4 * 3 * 32}],
+    ids=["cpu", "device", "overlap", "few blocks"])
+def test_rows_with_drafts_sample_what_they_would_without(folder, expected, settings):
+    subject = engine(folder, **settings)
+    subject._scheduler._proposer = Knowing(expected)
+    outputs, records = play(subject)
+    assert outputs == expected
+    yielded = [len(tokens) for record in records for tokens, drafts in zip(
+        record.token_ids, record.drafts, strict=False) if drafts]
+    assert max(yielded) > 2 and yielded.count(1) > 3, "some were right, and some were not"
 
 
 class SlowEvent:

@@ -31,8 +31,8 @@ class Nothing:
 
 
 def granting(*blocks: tuple[int, ...]) -> StepPlan:
-    new_blocks = tuple(NewBlocks(slot, some) for slot, some in enumerate(blocks))
-    return StepPlan(0, 0.0, (), (), new_blocks, (), (), (), (), (), (), (), (), (), None)
+    new_blocks = tuple(NewBlocks(slot, 0, some) for slot, some in enumerate(blocks))
+    return StepPlan(0, 0.0, (), (), (), new_blocks, *[()] * 11, None)
 
 
 def settled(ahead: Prefault) -> None:

@@ -26,13 +26,12 @@ from slotwise.compose.worker import serve
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.slo import Tier
-from slotwise.core.step import NewRequest, StepPlan, StepResult, TokenLogprobs
-from slotwise.engine.channel import BlockingChannel, ChannelClosed
+from slotwise.core.step import NewRequest, RowKind, StepPlan, StepResult, TokenLogprobs
 from slotwise.engine.engine import Engine
 from slotwise.engine.heartbeat import HeartbeatSender
+from slotwise.engine.ipc import BlockingChannel, ChannelClosed, encode
 from slotwise.engine.messages import Command, EngineFailed, EngineInfo, Finish, Loading
 from slotwise.engine.scheduling import Scheduling
-from slotwise.engine.wire import encode
 from slotwise.policies.fcfs import FirstComeFirstServed
 
 VOCAB = 400
@@ -47,7 +46,19 @@ class Row:
 
     def __init__(self, join: NewRequest) -> None:
         self.kind, self.last, self.logprobs = join.tokens[0], join.tokens[-1], join.params.logprobs
-        self.num_sampled = 0
+        self.prompt, self.num_top = join.tokens[: join.num_prompt], join.params.prompt_logprobs
+        self.num_sampled, self.num_told = 0, len(join.tokens)
+
+    def samples(self, plan: StepPlan, row: int) -> bool:
+        """Whether row `row` of `plan` reaches the end of the known tokens."""
+        return plan.kinds[row] == RowKind.DECODE or plan.starts[row] + plan.counts[row] == self.num_told
+
+    def described(self, start: int, end: int) -> tuple[TokenLogprobs, ...]:
+        """Of the prompt's tokens from `start + 1` to `end`: each is the most probable one."""
+        if self.num_top is None:
+            return ()
+        return tuple([_top(-position / 100, self.prompt[position], self.num_top)
+                      for position in range(start + 1, min(end + 1, len(self.prompt)))])
 
     def sample(self) -> int:
         if self.kind == BREAKING:
@@ -80,17 +91,25 @@ class Executor:
         rows = [self._rows[slot] for slot in plan.slots]
         if any(row.kind == BABBLING for row in rows):
             self._channel.send(b"\xc1\xc1")
-        tokens = tuple((row.sample(),) if samples else () for row, samples in zip(rows, plan.samples, strict=True))
-        if all(row.logprobs is None for row in rows):
-            return StepResult(plan.step, tokens)
-        return StepResult(plan.step, tokens, tuple(
-            tuple(_logprobs(token, row.logprobs) for token in sampled if row.logprobs is not None)
-            for row, sampled in zip(rows, tokens, strict=True)))
+        tokens = tuple((row.sample(),) if row.samples(plan, i) else () for i, row in enumerate(rows))
+        logprobs, prompts = (), ()
+        if any(row.logprobs is not None for row in rows):
+            logprobs = tuple(
+                tuple(_logprobs(token, row.logprobs) for token in sampled if row.logprobs is not None)
+                for row, sampled in zip(rows, tokens, strict=True))
+        if any(row.num_top is not None for row in rows):
+            prompts = tuple(row.described(start, start + count)
+                            for row, start, count in zip(rows, plan.starts, plan.counts, strict=True))
+        return StepResult(plan.step, tokens, logprobs, prompt_logprobs=prompts)
 
 
 def _logprobs(token: int, k: int) -> TokenLogprobs:
     ids = tuple((token + i) % VOCAB for i in range(k))
     return TokenLogprobs(-0.25, 1, ids, tuple(-0.25 - i if i < 3 else float("-inf") for i in range(k)))
+
+
+def _top(logprob: float, token: int, k: int) -> TokenLogprobs:
+    return TokenLogprobs(logprob, 1, tuple((token + i) % VOCAB for i in range(k)), (logprob,) * k)
 
 
 class Noting(Engine):

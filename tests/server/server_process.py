@@ -25,7 +25,7 @@ from slotwise.server.tiers import load_tiers
 from slotwise.text.chat_source import find_chat_template
 from slotwise.text.tokenizer import Tokenizer
 
-LIMITS = {"num_blocks": int, "max_num_seqs": int, "enable_prefix_caching": bool}  # the engine's
+LIMITS = {"num_blocks": int, "max_model_len": int, "max_num_seqs": int, "enable_prefix_caching": bool}  # the engine's
 
 
 def _setting(name: str, value: str) -> Any:

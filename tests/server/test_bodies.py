@@ -31,7 +31,7 @@ def memory(server: Server, name: str) -> int:
 
 def connect(server: Server) -> socket.socket:
     host, port = server.url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=60)
+    return socket.create_connection((host, int(port)), timeout=120)
 
 
 def answer(connection: socket.socket) -> bytes:

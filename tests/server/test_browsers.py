@@ -53,9 +53,20 @@ def test_a_name_that_was_rebound_to_this_machine_is_refused(
 
 def test_a_client_without_a_host_is_no_browser(guarded: Server) -> None:
     host, port = guarded.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=30) as connection:
+    with socket.create_connection((host, int(port)), timeout=120) as connection:
         connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
         assert connection.recv(1000).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("hosts", [("attacker.example", "localhost"), ("localhost", "localhost")])
+def test_two_hosts_in_a_request_are_refused(guarded: Server, hosts: tuple[str, str]) -> None:
+    host, port = guarded.url.removeprefix("http://").split(":")
+    for path in ("/health", "/nowhere"):
+        with socket.create_connection((host, int(port)), timeout=120) as connection:
+            lines = [f"GET {path} HTTP/1.1", *[f"Host: {name}" for name in hosts], "Connection: close", "", ""]
+            connection.sendall("\r\n".join(lines).encode())
+            head, _, body = b"".join(iter(lambda: connection.recv(1000), b"")).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400") and json.loads(body)["error"]["param"] == "Host"
 
 
 @pytest.mark.parametrize("settings", [("api_keys=secret",), ("host=0.0.0.0",), ("allowed_hosts=*",)])

@@ -20,12 +20,11 @@ from toy import EOS, next_token, scheduler
 
 from slotwise.compose.worker import serve
 from slotwise.core.step import StepResult
-from slotwise.engine.channel import BlockingChannel, ChannelClosed, pair
 from slotwise.engine.client import EngineClient
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
 from slotwise.engine.heartbeat import HeartbeatMonitor, HeartbeatSender
-from slotwise.engine.wire import encode
+from slotwise.engine.ipc import BlockingChannel, ChannelClosed, encode, pair
 from slotwise.server.app import App, build_app
 from slotwise.server.settings import ServerSettings
 from slotwise.server.templates import Template

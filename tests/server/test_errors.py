@@ -61,8 +61,9 @@ COMMON: list[tuple[str, Any]] = [
     ("stream_options", 3), ("priority", "high"), ("priority", 2**70), ("request_id", ""), ("request_id", "a\r\nb: c"),
     ("request_id", "x" * 129), ("request_id", 3), ("response_format", {"type": "json_object"}),
     ("guided_json", {"type": "object"}), ("structured_outputs", {"regex": "a"}), ("use_beam_search", True),
-    ("bad_words", ["x"]), ("allowed_token_ids", [1]), ("prompt_logprobs", 1), ("include_stop_str_in_output", True),
+    ("bad_words", ["x"]), ("allowed_token_ids", [1]), ("include_stop_str_in_output", True),
     ("skip_special_tokens", False), ("truncate_prompt_tokens", 5), ("model", 5), ("model", ["toy"]),
+    ("service_tier", "gold"), ("service_tier", ""),
 ]
 
 
@@ -174,8 +175,35 @@ def test_what_is_not_http(server: Server) -> None:
     host, port = server.url.removeprefix("http://").split(":")
     negative = b"POST /v1/completions HTTP/1.1\r\nContent-Length: -5\r\n\r\n"
     for garbage in (b"\x00" * 1000, b"GET / HTTP/9\r\n\r\n", negative):
-        with socket.create_connection((host, int(port)), timeout=10) as connection:
+        with socket.create_connection((host, int(port)), timeout=120) as connection:
             connection.sendall(garbage)
             assert b"400" in connection.recv(1000)
     assert server.get("/health").status_code == 200
 
+
+
+@pytest.mark.parametrize("value", [0, -5, 2])
+def test_best_of_out_of_range_is_named(server: Server, value: int) -> None:
+    refused(server.post(COMPLETIONS, {"prompt": [2], "best_of": value}), 400, "best_of")
+
+
+@pytest.mark.parametrize("tier", ["auto", "default", "flex", "priority", "scale", None])
+def test_openais_tiers_are_accepted_where_there_are_none(server: Server, tier: str | None) -> None:
+    assert server.post(COMPLETIONS, {"prompt": [2], "max_tokens": 1, "service_tier": tier}).status_code == 200
+
+
+def test_null_is_the_default_of_a_generation_prompt(server: Server) -> None:
+    body = {"messages": HELLO, "max_tokens": 1}
+    lengths = [server.post(CHAT, body | more).json()["usage"]["prompt_tokens"] for more in (
+        {}, {"add_generation_prompt": None}, {"add_generation_prompt": True})]
+    assert len(set(lengths)) == 1
+    counts = [server.post("/tokenize", {"messages": HELLO} | more).json()["count"]
+              for more in ({}, {"add_generation_prompt": None})]
+    assert counts[0] == counts[1]
+
+
+def test_biases_of_many_choices_are_bounded(server: Server) -> None:
+    body = {"prompt": [[2], [3]], "n": 128, "max_tokens": 1}
+    answer = server.post(COMPLETIONS, body | {"logit_bias": {str(token): 1 for token in range(2, 302)}})
+    refused(answer, 400, "logit_bias")
+    assert "256 choices may have at most 256 tokens each" in answer.json()["error"]["message"]

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
-from live_server import Server, running
+from live_server import Server, counted, running
 from recorded import Recorded
 from server.test_lifecycle import COMPLETIONS, LONG, SLOW, eventually
 
@@ -23,8 +23,9 @@ from slotwise.core.params import SamplingParams
 from slotwise.observe import event_log
 from slotwise.observe.ring import Ring
 from slotwise.server.app import ROUTES
-from slotwise.server.events import _View
+from slotwise.server.events import MOST, _View
 from slotwise.server.subscribers import MAX_OF_ONE, MAX_SUBSCRIBERS, TenantFilter
+from slotwise.text.tokenizer import Tokenizer
 
 
 class Watching:
@@ -266,29 +267,53 @@ def test_who_is_too_slow_is_told_how_much_is_missing_and_begins_anew() -> None:
     entries = Recorded(0, Batching()).play(40)
     ring = Ring(10_000)
     view = _View(ring, TenantFilter(""))
-    view.opening()
+    list(view.opening())
     seen: list[event_log.Entry] = []
     for position, entry in enumerate(entries):
         ring.append(entry, event_log.line_of(entry))
         if position % 50 == 49:
-            seen += event_log.read(view.more().splitlines(keepends=True))
+            seen += event_log.read(b"".join(view.more()).splitlines(keepends=True))
     gaps = [index for index, entry in enumerate(seen) if isinstance(entry, event_log.Gap)]
     assert gaps and all(isinstance(seen[index + 1], event_log.Run) for index in gaps)
 
 
 def test_who_missed_its_own_request_sees_its_tokens_all_the_same() -> None:
     params = SamplingParams()
-    step = event_log.Step(0, 1, 2, numbers=(0, 1), tokens=((5,), (6,)))
+    step = event_log.Step(
+        0, 1, 2, numbers=(0, 1), slots=(0, 1), starts=(0, 0), counts=(1, 1), tokens=((5,), (6,)))
     entries = [event_log.Request(0, "a", 1, 1, params, 0, salt="mine:x"),
                event_log.Request(1, "b", 1, 1, params, 0, salt="other:x"), step]
     ring = Ring(len(event_log.line_of(step)))
     view = _View(ring, TenantFilter("mine"))
-    view.opening()
+    list(view.opening())
     for entry in entries:
         ring.append(entry, event_log.line_of(entry))
-    *known, seen = event_log.read(view.more().splitlines(keepends=True))
+    *known, seen = event_log.read(b"".join(view.more()).splitlines(keepends=True))
     assert known[0] == event_log.Gap(2) and [entry.id for entry in known[1:]] == ["a", ""]
     assert seen.tokens == ((5,), (0,))
+
+
+def test_many_unfinished_requests_are_encoded_in_parts() -> None:
+    ring = Ring()
+    for number in range(1000):
+        entry = event_log.Request(number, str(number), 1, 1, SamplingParams(), 0)
+        ring.append(entry, event_log.line_of(entry))
+    parts = [list(event_log.read(part.splitlines(keepends=True)))
+             for part in _View(ring, TenantFilter("")).opening_now()]
+    assert max(map(len, parts)) <= MOST and [entry.number for part in parts for entry in part] == list(range(1000))
+
+
+def test_long_stop_strings_are_told_by_their_lengths_and_still_end_a_text(
+        folder: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    text = tokenizer.decode(counted(40, 60))
+    with running(folder, tmp_path / "engine") as server:
+        body = {"prompt": [40], "max_tokens": 60, "n": 8}
+        for stop in ([text[20:23], "x" * 1000], [text[20:23], "x" * 100]):
+            choices = server.post(COMPLETIONS, body | {"stop": stop}).json()["choices"]
+            assert [choice["text"] for choice in choices] == [text[:20]] * 8
+        requests = written(server).of(event_log.Request)
+    assert all(not request.params.stop and request.stop_lengths == (3, 1000) for request in requests[:8])
+    assert all(request.params.stop == (text[20:23], "x" * 100) and not request.stop_lengths for request in requests[8:])
 
 
 def test_it_ends_with_the_server_whoever_still_runs(folder: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -16,7 +17,7 @@ from live_server import Server, children, counted, running
 
 from slotwise.observe.event_log import Sent, decode
 from slotwise.observe.explain import PARTS, explain
-from slotwise.observe.request_timeline import gather
+from slotwise.observe.fold import gather
 from slotwise.observe.step_time import StepTimeModel
 from slotwise.text.tokenizer import Tokenizer
 
@@ -160,22 +161,34 @@ def test_what_is_asked_counts_as_a_request(folder: Path, tmp_path: Path) -> None
         assert answers[0].headers["x-ratelimit-remaining-requests"] == "2"
 
 
-def test_a_response_is_complete_without_its_explanation(folder: Path, tmp_path: Path) -> None:
-    """Where its worker ends meanwhile."""
+def test_a_worker_that_was_killed_is_replaced_before_the_explanation(folder: Path, tmp_path: Path) -> None:
     with running(folder, tmp_path / "engine") as server:
         (worker,) = _asked(server)
-        os.kill(worker, signal.SIGSTOP)
         os.kill(worker, signal.SIGKILL)
         answer = server.post(COMPLETIONS, {"prompt": [40], "max_tokens": 3, "explain": True}).json()
         told = answer["slotwise"]["explain"]
-        assert answer["usage"]["completion_tokens"] == 3
-        assert told["requests"] == [] and told["error"]["code"] == "not_explained"
+        assert len(told["requests"]) == 1 and "error" not in told
         (again,) = _asked(server)
         assert again != worker
+
+
+def test_a_response_is_complete_without_its_explanation(folder: Path, tmp_path: Path) -> None:
+    """Where its workers end again and again."""
+    with running(folder, tmp_path / "engine") as server, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(
+            lambda: server.post(COMPLETIONS, {"prompt": [40], "max_tokens": 3, "explain": True}).json())
+        while not asked.done():
+            for worker in children(server.process.pid, b"slotwise.observe.explain"):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(worker, signal.SIGKILL)
+        answer, told = asked.result(), asked.result()["slotwise"]["explain"]
+        assert answer["usage"]["completion_tokens"] == 3
+        assert told["requests"] == [] and told["error"]["code"] == "not_explained"
+        assert _asked(server)
 
 
 def _asked(server: Server) -> list[int]:
     """The workers that explain, after a request that asked for it."""
     answer = server.post(COMPLETIONS, {"prompt": [40], "max_tokens": 3, "explain": True}).json()
     assert answer["slotwise"]["explain"]["requests"]
-    return children(server.process.pid, b"slotwise.observe.explaining")
+    return children(server.process.pid, b"slotwise.observe.explain")

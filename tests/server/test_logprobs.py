@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from live_server import Server
+from live_server import Server, running
 
 from slotwise.core.step import TokenLogprobs
 from slotwise.server.choice import Delta
-from slotwise.server.logprobs import SLICE, ChatLogprobs, CompletionLogprobs, LogprobFormat, LogprobsWriter
+from slotwise.server.logprobs import (
+    MAX_ENTRIES,
+    SLICE,
+    ChatLogprobs,
+    CompletionLogprobs,
+    LogprobFormat,
+    LogprobsWriter,
+    most_tokens,
+)
 from slotwise.text.tokenizer import Tokenizer
 
 TOP = 20
+LONGEST = MAX_ENTRIES // (128 * (TOP + 1))  # tokens of each of 128 choices
 
 
 def delta(first: int, count: int) -> Delta:
@@ -83,3 +94,28 @@ def test_the_number_of_log_probabilities_is_bounded(server: Server) -> None:
     message = response.json()["error"]["message"]
     assert all(number in message for number in ("256", "500", "21", "2688000", "2000000"))
     assert server.post("/v1/completions", body | {"max_tokens": 1}).status_code == 200
+
+
+@pytest.fixture(scope="module")
+def long(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of long sequences."""
+    with running(folder, tmp_path_factory.mktemp("log") / "engine", "max_model_len=4096") as started:
+        yield started
+
+
+def test_a_default_length_stays_within_the_bound(long: Server) -> None:
+    """A client that names no length gets what fits; one that names it is told what does not."""
+    body = {"messages": [{"role": "user", "content": "hi"}], "n": 128, "logprobs": True, "top_logprobs": TOP,
+            "stop_token_ids": list(range(2, 400, 2))}
+    response = long.post("/v1/chat/completions", body)
+    assert response.status_code == 200, response.text
+    assert response.json()["usage"]["completion_tokens"] <= 2 * 128
+    for name in ("max_tokens", "max_completion_tokens"):
+        assert long.post("/v1/chat/completions", body | {name: LONGEST}).status_code == 200
+        refused = long.post("/v1/chat/completions", body | {name: LONGEST + 1})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "logprobs"
+
+
+def test_the_longest_within_the_bound() -> None:
+    assert most_tokens(1, None) is None and most_tokens(128, TOP) == LONGEST == 744
+    assert most_tokens(MAX_ENTRIES, 5) == 1

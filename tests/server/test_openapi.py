@@ -71,7 +71,7 @@ def fuzz(operation: Any, mode: GenerationMode, examples: int) -> None:
         assume(not MAGIC.search(repr(case.body)))
         if mode is GenerationMode.POSITIVE and isinstance(case.body, dict) and "model" in case.body:
             case.body["model"] = "toy"  # else nearly all are told that there is no such model
-        response = case.call(timeout=60)
+        response = case.call(timeout=120)
         case.validate_response(response, checks=CHECKS)
         if response.status_code == 503:
             assert json.loads(response.content)["error"]["code"] in REFUSALS

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -14,11 +16,15 @@ from slotwise.core.limits import SchedulerLimits
 from slotwise.engine.messages import EngineInfo
 from slotwise.engine.scheduling import Scheduling
 from slotwise.server.errors import ApiError
+from slotwise.server.limited_tokenizer import LimitedTokenizer
 from slotwise.server.prompts import MAX_WAITING_OF_ONE, Prompts
+from slotwise.server.turns import Turns
+from slotwise.server.worker_main import Limits
 from slotwise.text.tokenizer import SHORT, Tokenizer
 
 LIMITS = SchedulerLimits(max_model_len=10_000, num_blocks=2500, block_size=4)
 INFO = EngineInfo("toy", "cpu", "float32", 400, LIMITS, Scheduling(Batching(), 4, 32), (1,))
+WIDE = msgspec.structs.replace(INFO, vocab_size=100_000)
 LONG = "the quick fox " * (SHORT // 10)
 
 
@@ -63,3 +69,79 @@ def test_a_replacement_engine_with_a_smaller_cache_bounds_prompts() -> None:
         prompts.check([INFO.vocab_size - 1], "prompt")
     with pytest.raises(ApiError):
         prompts.max_tokens(40, 10, None)
+
+
+def slow(folder: Path, regex: str) -> Tokenizer:
+    """The built-in model's tokenizer with another regular expression before its own."""
+    description = json.loads((Path(builtin.path()) / "tokenizer.json").read_text())
+    split = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+    description["pre_tokenizer"]["pretokenizers"].insert(0, split)
+    (folder / "tokenizer.json").write_text(json.dumps(description))
+    return Tokenizer.load(folder)
+
+
+def test_a_text_that_a_tokenizer_takes_any_time_for_stops_no_other(tmp_path: Path) -> None:
+    prompts = Prompts(slow(tmp_path, r"(?:a|a){20}[^a\n]"), None, lambda: WIDE)
+    plain = Tokenizer.load(builtin.path())
+
+    async def play() -> None:
+        await prompts.of_completion("def add(", 1, "b")  # the worker has started
+        asked = asyncio.create_task(prompts.of_completion("a" * 9000, 1, "a"))
+        for _ in range(100):  # the event loop goes on
+            await asyncio.sleep(0.001)
+        assert not asked.done()
+        with pytest.raises(ApiError, match="the tokenizer took more than 10 seconds") as told:
+            await asked
+        assert (told.value.status, told.value.code) == (500, "tokenizer_failed")
+        assert await prompts.of_completion("def add(", 1, "b") == [plain.encode("def add(")]
+        assert await prompts.plain("日本 x", "b", add_special_tokens=False) == plain.encode(
+            "日本 x", add_special_tokens=False)
+        for text, why in (("x" * 999_999, "context_length_exceeded"), ("\ud800", None)):
+            with pytest.raises(ApiError) as told:
+                await prompts.of_completion(text, 1, "b")
+            assert (told.value.status, told.value.code) == (400, why)
+        prompts.close()
+
+    asyncio.run(play())
+
+
+def test_a_panic_on_a_text_is_an_error_and_writes_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    prompts = Prompts(slow(tmp_path, "(a+)+$"), None, lambda: WIDE)
+
+    async def play() -> None:
+        with pytest.raises(ApiError, match="cannot encode the text") as told:
+            await prompts.of_completion("a" * 200 + "!", 1, "a")
+        assert told.value.status == 400
+        assert await prompts.of_completion("def", 1, "a")
+        prompts.close()
+
+    asyncio.run(play())
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_tokenizer_has_limits(tmp_path: Path) -> None:
+    slow(tmp_path, "b*b*c")
+    limited = LimitedTokenizer(tmp_path, Turns(4, 4), Limits(seconds=60.0, memory=32 << 20, answer=1 << 20))
+
+    async def play() -> None:
+        with pytest.raises(ApiError, match="the tokenizer ") as told:
+            await limited.encode("a", "x" * 30_000_000, add_special_tokens=False)
+        assert told.value.status == 500
+        limited.close()
+
+    asyncio.run(play())
+
+
+def test_a_relative_folder_is_found_by_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker's current folder is another one."""
+    (tmp_path / "checkpoint").mkdir()
+    whole = slow(tmp_path / "checkpoint", r"(?:b|b){22}[^b]")
+    monkeypatch.chdir(tmp_path)
+    tokenizer = Tokenizer.load("checkpoint")
+    assert tokenizer.slow_folder is not None
+    limited = LimitedTokenizer(tokenizer.slow_folder, Turns(4, 4))
+    try:
+        ids = asyncio.run(limited.encode("one", "def add(a):", add_special_tokens=False))
+    finally:
+        limited.close()
+    assert ids == whole.encode("def add(a):", add_special_tokens=False)

@@ -39,7 +39,7 @@ def line(server: Server, **priorities: int) -> Iterator[dict[str, httpx.Response
 
     def ask(name: str) -> None:
         body = LONG | {"request_id": name, "priority": priorities[name]}
-        answers[name] = httpx.post(server.url + COMPLETIONS, json=body, headers=ONE, timeout=60)
+        answers[name] = httpx.post(server.url + COMPLETIONS, json=body, headers=ONE, timeout=120)
 
     threads = []
     for name in priorities:
@@ -90,7 +90,7 @@ def test_the_start_is_estimated_once_a_pace_is_known(server: Server) -> None:
 
     def keep_asking(number: int) -> None:
         body = {"prompt": [40], "max_tokens": 4, "request_id": f"n{number}"}
-        with httpx.Client(timeout=60, headers=ONE) as client:
+        with httpx.Client(timeout=120, headers=ONE) as client:
             while not estimates:
                 assert client.post(server.url + COMPLETIONS, json=body).status_code == 200
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from live_server import Server, eventually, running
+from live_server import Server, eventually, running, unanswered
 
 from slotwise.core.limits import SchedulerLimits
 from slotwise.engine.admission_control import AdmissionControl
@@ -116,8 +116,8 @@ def test_a_quota_that_changes_under_a_request_takes_back_no_more_than_it_holds()
 @pytest.mark.parametrize(("room", "num_prompt", "num_choices"), [(590, 10, 1), (147, 10, 4), (1, 599, 2), (1, 900, 1)])
 def test_the_room_beside_a_prompt(room: int, num_prompt: int, num_choices: int) -> None:
     bank = Bank(ann=Quota(tokens_per_minute=600))
-    assert bank.quotas.account("ann").room(num_prompt, num_choices) == room
-    assert bank.quotas.account("bob").room(num_prompt, num_choices) is None
+    assert bank.quotas.account("ann").output_capacity(num_prompt, num_choices) == room
+    assert bank.quotas.account("bob").output_capacity(num_prompt, num_choices) is None
 
 
 @pytest.mark.parametrize(("nanoseconds", "text"), [
@@ -247,9 +247,9 @@ def test_tokens_that_are_held_are_not_there_and_the_client_waits_for_them(
         busy = pool.submit(ask, server, "short", n=SLOTS, max_tokens=490, ignore_eos=True)
         eventually(lambda: metric(server, "num_requests_running") == SLOTS)
         with pytest.raises(openai.RateLimitError, match="6000 tokens a minute") as caught:
-            client("short").completions.create(model="toy", prompt=[40], max_tokens=490)
-        assert 1 <= int(caught.value.response.headers["retry-after"]) <= 4
-        assert int(caught.value.response.headers["x-ratelimit-remaining-tokens"]) < 491
+            client("short").completions.create(model="toy", prompt=[40], n=SLOTS - 1, max_tokens=490)
+        assert 1 <= int(caught.value.response.headers["retry-after"]) <= 60
+        assert int(caught.value.response.headers["x-ratelimit-remaining-tokens"]) < (SLOTS - 1) * 490
         assert rejections(server, "quota_tokens") == before + 1
         assert busy.result().status_code == 200
 
@@ -262,20 +262,21 @@ def test_a_client_that_honours_the_header_gets_its_answer(
         busy = pool.submit(ask, server, "patient", n=SLOTS, max_tokens=480, ignore_eos=True)
         eventually(lambda: metric(server, "num_requests_running") == SLOTS)
         patient = openai.OpenAI(base_url=server.url + "/v1", api_key="patient", max_retries=20, http_client=http)
-        answer = patient.completions.create(model="toy", prompt=[40], max_tokens=490,
+        answer = patient.completions.create(model="toy", prompt=[40], n=2, max_tokens=490,
                                             extra_body={"bench_output_tokens": 2})
-        assert answer.usage is not None and answer.usage.completion_tokens == 2
+        assert answer.usage is not None and answer.usage.completion_tokens == 2 * 2
         assert busy.result().status_code == 200
     assert statuses[-1] == 200 and 429 in statuses
 
 
 def test_whoever_hangs_up_pays_for_what_was_computed(server: Server) -> None:
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(server.url + COMPLETIONS, json={"prompt": [40], "max_tokens": 490, "ignore_eos": True},
-                   headers={"Authorization": "Bearer gone"}, timeout=1.5)
+    before = metric(server, "generation_tokens_total")
+    body = {"prompt": [40], "max_tokens": 490, "ignore_eos": True}
+    with unanswered(server, COMPLETIONS, body, Authorization="Bearer gone"):
+        eventually(lambda: metric(server, "generation_tokens_total") >= before + 40)
     eventually(lambda: metric(server, "num_requests_running") == 0)
     answer = ask(server, "gone", max_tokens=1)
-    assert 600 - 491 < int(answer.headers["x-ratelimit-remaining-tokens"]) < 600 - 2
+    assert 600 - 491 < int(answer.headers["x-ratelimit-remaining-tokens"]) < 600
 
 
 def test_what_can_never_fit_a_quota_is_refused_for_good_and_what_is_not_asked_for_is_made_to_fit(
@@ -295,7 +296,7 @@ def test_so_many_of_a_key_may_wait(
     names = ["full", "wait-0", "wait-1"]
 
     def occupy(name: str, count: int) -> None:
-        with httpx.Client(timeout=60) as one:
+        with httpx.Client(timeout=120) as one:
             one.post(server.url + COMPLETIONS, headers={"Authorization": "Bearer plain"}, json={
                 "prompt": [2], "n": count, "max_tokens": 500, "ignore_eos": True, "request_id": name})
 

@@ -41,7 +41,7 @@ def arrivals(server: Server, first: int, count: int) -> list[float]:
     """When each event with text of a stream came, in seconds since it was sent."""
     body = {"prompt": [first], "max_tokens": count, "ignore_eos": True, "stream": True}
     times, start = [], time.monotonic()
-    with httpx.Client(timeout=30) as client, client.stream("POST", server.url + COMPLETIONS, json=body) as response:
+    with httpx.Client(timeout=120) as client, client.stream("POST", server.url + COMPLETIONS, json=body) as response:
         for line in response.iter_lines():
             if line.startswith("data: {") and json.loads(line[6:])["choices"][0]["text"]:
                 times.append(time.monotonic() - start)
@@ -79,12 +79,11 @@ def test_a_change_is_refused_whole(server, body, says):
 
 
 def test_a_static_batch_returns_as_one_and_a_continuous_one_streams(server):
-    streamed = arrivals(server, 40, 30)
-    assert len(streamed) > 10
+    assert len(arrivals(server, 40, 200)) > 1
     put(server, {"batching": "static"})
-    assert len(arrivals(server, 40, 30)) == 1, "all at once, when the batch has drained"
+    assert len(arrivals(server, 40, 200)) == 1, "all at once, when the batch has drained"
     put(server, {"batching": "continuous"})
-    assert len(arrivals(server, 40, 30)) > 10
+    assert len(arrivals(server, 40, 200)) > 1
 
 
 def test_changes_under_load_lose_nothing(server):
@@ -94,7 +93,7 @@ def test_changes_under_load_lose_nothing(server):
     def ask(number: int) -> None:
         time.sleep(0.02 * number)
         body = {"prompt": [number], "max_tokens": 20 + number, "ignore_eos": True, "logprobs": 0}
-        with httpx.Client(timeout=60) as client:
+        with httpx.Client(timeout=120) as client:
             answers[number] = client.post(server.url + COMPLETIONS, json=body).json()
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(40)]

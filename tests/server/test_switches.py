@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from live import serving
-from live_server import Server, counted, running
+from live_server import Server, counted, eventually, running
 
 from slotwise.batching.settings import KINDS
 from slotwise.observe import event_log
@@ -44,7 +44,7 @@ def test_changes_lose_nobody_and_are_in_the_log(folder: Path, tmp_path: Path, to
 
         def keep_asking(seed: int) -> None:
             mine = random.Random(seed)
-            with httpx.Client(timeout=60) as client:
+            with httpx.Client(timeout=120) as client:
                 while changing:
                     first, length = mine.randrange(2, 300), mine.randint(1, 30)
                     body = {"prompt": [first], "max_tokens": length, "ignore_eos": True, "user": f"u{seed % 3}",
@@ -117,7 +117,7 @@ def test_who_can_no_longer_be_in_time_is_shed(folder: Path, tmp_path: Path) -> N
         long = {"prompt": [2], "max_tokens": 200, "ignore_eos": True}
         busy = threading.Thread(target=server.post, args=(COMPLETIONS, long))
         busy.start()
-        time.sleep(0.5)
+        eventually(lambda: 'num_requests_running{model_name="toy"} 1.0' in server.get("/metrics").text)
         for stream in (False, True):
             late = server.post(COMPLETIONS, long | {"ttft_ms": 200, "stream": stream})
             error = late.json()["error"]

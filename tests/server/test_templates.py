@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +77,28 @@ def test_a_hostile_template_is_refused(server: Server, said: str) -> None:
     assert server.post(CHAT, chat("hello")).status_code == 200, "and goes on"
 
 
+def test_a_worker_that_was_killed_is_replaced_before_the_answer(server: Server) -> None:
+    assert server.post(CHAT, chat("hello")).status_code == 200
+    (worker,) = workers_of(server)
+    os.kill(worker, signal.SIGKILL)
+    assert server.post(CHAT, chat("hello")).status_code == 200
+    assert workers_of(server) != [worker]
+
+
+def test_workers_that_end_again_and_again_are_no_fault_of_the_client(server: Server) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(server.post, CHAT, chat("endless"))
+        while not asked.done():
+            for worker in workers_of(server):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(worker, signal.SIGKILL)
+    assert asked.result().status_code == 503 and asked.result().json()["error"]["code"] == "not_rendered"
+    assert server.post(CHAT, chat("hello")).status_code == 200
+
+
 @pytest.mark.parametrize("path", ["/tokenize", CHAT])
 def test_others_are_served_meanwhile(server: Server, tokenizer: Tokenizer, path: str) -> None:
-    with singing(server, tokenizer.decode(counted(40, 200)), "one") as canary, httpx.Client(timeout=60) as other:
+    with singing(server, tokenizer.decode(counted(40, 200)), "one") as canary, httpx.Client(timeout=120) as other:
         answers: list[int] = []
         hostile = [threading.Thread(target=lambda: answers.append(server.post(path, chat("endless")).status_code))
                    for _ in range(3)]
@@ -150,3 +172,20 @@ def test_templates_are_compiled_once(server: Server) -> None:
     for _ in range(20):
         assert server.post(CHAT, chat("hello")).status_code == 200
     assert workers_of(server) == [worker]
+
+
+def test_a_template_that_cannot_be_checked_at_the_start_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """The server ends with the error in one line: the worker's end adds nothing.  Later it is logged."""
+    async def checked() -> None:
+        template = Template("x", {}, Limits(seconds=0.0, memory=512 << 20, answer=1 << 20))
+        try:
+            with pytest.raises(ChatTemplateError, match="took more than 0 seconds"):
+                await template.check()
+            assert not caplog.text
+            with pytest.raises(ChatTemplateError, match="took more than 0 seconds"):
+                await template.render("", [], {})
+            assert "the worker of slotwise.text.rendering is ended" in caplog.text
+        finally:
+            template.close()
+
+    asyncio.run(checked())

@@ -166,7 +166,7 @@ def in_it(server: Server) -> tuple[float, float]:
 @contextmanager
 def occupied(server: Server) -> Iterator[None]:
     """The two slots that are not kept for gold are taken, and two more of silver wait."""
-    client = httpx.Client(timeout=60, headers={"Authorization": "Bearer other"})
+    client = httpx.Client(timeout=120, headers={"Authorization": "Bearer other"})
 
     def occupy(number: int) -> None:
         client.post(server.url + COMPLETIONS, json=LONG | {"request_id": f"busy-{number}", "service_tier": "silver"})

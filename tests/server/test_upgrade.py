@@ -25,7 +25,7 @@ OFFERS = {
 def exchanged(server: Server, *segments: bytes) -> list[tuple[bytes, bytes]]:
     """The status and the body of each answer until the server closes the connection."""
     host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=60) as connection:
+    with socket.create_connection((host, int(port)), timeout=120) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for segment in segments[:-1]:
             connection.sendall(segment)

@@ -16,7 +16,7 @@ import pytest
 from live_server import eventually
 
 from slotwise.server.turns import QueueFull, Turns
-from slotwise.server.worker import CallError, CallRefused, Limits, Worker
+from slotwise.server.worker import CallError, CallRefused, Limits, Worker, WorkerError
 
 TESTS = Path(__file__).parents[1]
 LIMITS = Limits(seconds=20.0, memory=256 << 20, answer=1 << 20, niceness=7)
@@ -78,7 +78,7 @@ def test_a_worker_has_nothing_of_its_parent() -> None:
 
 
 @pytest.mark.parametrize(("name", "arguments", "says"), [
-    ("sleep", (1000,), "took more than 1 seconds"), ("crash", (), "crashed"),
+    ("sleep", (1000,), "took more than 4 seconds"), ("crash", (), "crashed"),
     ("eat", (1 << 30,), "took more than 256 MiB of memory")])
 def test_one_that_is_ended_is_followed_by_another(name: str, arguments: tuple[Any, ...], says: str) -> None:
     async def play(worker: Worker) -> None:
@@ -88,7 +88,37 @@ def test_one_that_is_ended_is_followed_by_another(name: str, arguments: tuple[An
         assert (await call(worker, "process"))["pid"] != pid
         await asyncio.to_thread(eventually, lambda: not is_alive(pid))
 
-    with_worker(play, Limits(seconds=1.0, memory=256 << 20, answer=1 << 20))
+    with_worker(play, Limits(seconds=4.0, memory=256 << 20, answer=1 << 20))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_that_something_else_ended_or_stopped_is_replaced_before_the_answer(number: int) -> None:
+    async def play(worker: Worker) -> None:
+        for is_busy in (False, True):
+            pid = (await call(worker, "process"))["pid"]
+            if is_busy:
+                asked = asyncio.create_task(call(worker, "once_slow", pid))
+                await asyncio.sleep(0.1)
+            os.kill(pid, number)
+            if is_busy:
+                assert await asked != pid
+            else:
+                assert (await call(worker, "process"))["pid"] != pid
+            await asyncio.to_thread(eventually, lambda pid=pid: not is_alive(pid))
+
+    with_worker(play, Limits(seconds=3.0, memory=256 << 20, answer=1 << 20))
+
+
+def test_a_worker_that_fails_twice_is_no_fault_of_the_call() -> None:
+    async def play(worker: Worker) -> None:
+        with pytest.raises(WorkerError, match=r"^crashed$"):
+            await call(worker, "crash")
+        with pytest.raises(CallError, match="took more than") as found:
+            await call(worker, "sleep", 1000)
+        assert not isinstance(found.value, WorkerError)
+        assert await call(worker, "echo", 1) == 1
+
+    with_worker(play, Limits(seconds=3.0, memory=256 << 20, answer=1 << 20))
 
 
 def test_a_call_that_is_cancelled_leaves_no_answer_to_the_next() -> None:
@@ -124,7 +154,7 @@ from slotwise.server.turns import Turns
 from slotwise.server.worker import Limits, Worker
 
 async def main():
-    worker = Worker("worker_calls", Limits(seconds=1.0, memory=1 << 28, answer=1 << 20), Turns(1, 1))
+    worker = Worker("worker_calls", Limits(seconds=4.0, memory=1 << 28, answer=1 << 20), Turns(1, 1))
     print((await worker.call("", "process", tuple))["pid"], flush=True)
     await worker.call("", {what!r}, lambda: {arguments!r})
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from recorded import TIGHT, Recorded
+from toy import Guesses
 
 from slotwise.batching.settings import KINDS, Batching
 from slotwise.engine.engine import NO_STEP
@@ -45,6 +46,35 @@ def test_so_does_what_was_copied_to_the_host_and_back(batching: Batching, depth:
         assert any(record.saves for record in records) and any(record.loads for record in records)
         outcome = replay(event_log.decode(event_log.encode(entry)) for entry in entries)
         assert outcome.difference is None and outcome.records == len(records)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("batching", [Batching(), Batching("static"), Batching("orca")], ids=str)
+def test_so_do_drafts(batching: Batching, depth: int) -> None:
+    num_failures = 0
+    for seed in range(4):
+        entries = Recorded(seed, batching, depth=depth, proposer=Guesses(seed)).play(60)
+        records = steps(entries)
+        num_failures += sum(bool(record.failure) for record in records)
+        assert any(record.drafts for record in records)
+        assert batching.kind != "continuous" or any(record.freed_blocks for record in records)
+        outcome = replay((event_log.decode(event_log.encode(entry)) for entry in entries), Guesses(seed))
+        assert outcome.difference is None and outcome.records == len(records)
+    assert num_failures
+
+
+def test_a_log_from_before_rows_had_kinds_and_blocks_had_groups_is_played_as_ever() -> None:
+    played = Recorded(0, Batching()).play(20)
+    lines = []
+    for entry in played:
+        fields = msgspec.json.decode(event_log.encode(entry))
+        fields.pop("prefills", None)
+        if "grants" in fields:
+            fields["grants"] = [[slot, blocks] for slot, blocks, _ in fields["grants"]]
+        lines.append(msgspec.json.encode(fields))
+    assert sum(b'"grants"' in line for line in lines) > 10
+    outcome = replay(map(event_log.decode, lines))
+    assert outcome.difference is None and outcome.records == len(steps(played))
 
 
 def test_a_log_from_before_there_was_a_host_is_played_as_ever() -> None:

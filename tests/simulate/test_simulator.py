@@ -54,6 +54,13 @@ def test_the_same_asks_give_the_same_times():
     assert simulate(asks, scheduling("fair"), LIMITS, cost) == simulate(asks, scheduling("fair"), LIMITS, cost)
 
 
+def test_a_chunk_of_a_prompt_whose_log_probabilities_are_wanted_yields_no_token():
+    params = SamplingParams(max_tokens=3, ignore_eos=True, prompt_logprobs=0)
+    few = Scheduling(Batching(), 1, 4)
+    lives = simulate([(0.0, Add("a", [5] * 10, params, 0))], few, LIMITS, cost)
+    assert len(lives["a"].token_times) == 3 and lives["a"].token_times[0] == pytest.approx(3 * 0.010 + 0.010)
+
+
 def test_a_simulation_is_bounded():
     with pytest.raises(NoEnd, match="after 5 steps"):
         simulate([ask("a", 0.0, 4, 20)], scheduling(), LIMITS, cost, max_steps=5)

@@ -73,7 +73,7 @@ def test_other_threads_run_while_a_long_text_is_encoded(folder: Path) -> None:
     while worker.is_alive():
         time.sleep(0.001)
         ticks += 1
-    assert ticks > 20  # held back by the lock, this loop would turn once or twice
+    assert ticks > 5  # held back by the lock, this loop would turn once or twice
 
 
 def test_a_token_by_itself(folder: Path) -> None:
@@ -102,6 +102,8 @@ UNUSABLE: dict[str, dict[str, Any]] = {
     "replacements of replacements": {"normalizer": {"type": "Sequence", "normalizers": [replaced("a" * 1000)] * 3}},
     "nested replacements": {"normalizer": {"type": "Sequence", "normalizers": [
         {"type": "Sequence", "normalizers": [replaced("a" * 100)]}, replaced("a" * 100)]}},
+    "decoding by a regular expression": {"decoder": {"type": "Sequence", "decoders": [
+        {"type": "Replace", "pattern": {"Regex": "(a|a)+$"}, "content": "a"}]}},
     "long output": {"decoder": {"type": "Sequence", "decoders": [replaced("a" * 100)] * 5}},
     "many special tokens": {"post_processor": {
         "type": "TemplateProcessing", "single": [BEGINNING] * 10_000 + [TEXT], "pair": [TEXT, TEXT],

@@ -4,8 +4,8 @@
     slot 1   P d d H H H H H H H ├ all     d decode
     slot 2   P d d d d H H H H H ┘ return  H held: ended, computed again, output held until the batch has ended
 
-The baselines are honest: padding and held rows pass through the same executor and kernels.  They are also favoured: a
-decoding row attends to its own context rather than to a padded one, as FasterTransformer does, and a static batch takes
+The baselines use the same executor and kernels, for padding and held rows too.  Two simplifications favour them: a
+decoding row attends to its own context rather than to a padded one, as in FasterTransformer, and a static batch takes
 all waiting requests when the previous one has ended, so that the last few requests never wait for a full batch.
 """
 

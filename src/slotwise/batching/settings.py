@@ -8,12 +8,11 @@ from slotwise.batching.continuous import Alone, Chunked, Inline
 from slotwise.batching.groups import Dynamic, OneAtATime, Static
 from slotwise.batching.orca import Orca
 from slotwise.core.interfaces import Discipline
+from slotwise.core.ranges import real, whole
 
 KINDS = ("continuous", "orca", "dynamic", "static", "one_at_a_time")
 PREFILLS = ("chunked", "inline", "alone")
-LARGEST = 1 << 31  # of integers: larger ones could not be sent to an engine
-RANGES: dict[str, tuple[float, float]] = {  # of numbers, both ends included
-    "batch_size": (1, LARGEST), "max_wait_ms": (0, 3_600_000), "long_prefill_token_threshold": (0, LARGEST)}
+RANGES = {"batch_size": whole(1), "max_wait_ms": real(0, 3_600_000), "long_prefill_token_threshold": whole(0)}
 MAX_WAIT_MS = 50.0  # default of `dynamic`
 
 
@@ -32,6 +31,9 @@ class Batching:
     long_prefill_token_threshold: int = 0  # chunked: maximum chunk, in tokens; 0: what the budget leaves
 
     def __post_init__(self) -> None:
+        for name, allowed in RANGES.items():
+            if (value := getattr(self, name)) is not None and (wrong := allowed.objection(value)):
+                raise ValueError(f"{name} {wrong}")
         if self.kind not in KINDS:
             raise ValueError(f"batching must be one of {', '.join(KINDS)}, not {self.kind!r}")
         if self.prefill is not None and self.prefill not in PREFILLS:
@@ -43,10 +45,6 @@ class Batching:
                       kinds=("continuous",))
         if self.long_prefill_token_threshold and self.prefill not in (None, "chunked"):
             raise ValueError(f"long_prefill_token_threshold cuts prompts, and prefill {self.prefill} does not")
-        for name, (least, most) in RANGES.items():
-            value = getattr(self, name)
-            if value is not None and not least <= value <= most:
-                raise ValueError(f"{name} must be between {least} and {most}, not {value}")
 
     def _belongs(self, name: str, *, given: bool, kinds: tuple[str, ...]) -> None:
         if given and self.kind not in kinds:

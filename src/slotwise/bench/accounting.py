@@ -53,7 +53,7 @@ class Accounts:
     def __init__(self, limits: SchedulerLimits, started_at: float) -> None:
         self._limits = limits
         self._started_at = started_at
-        self._living: dict[str, _Progress] = {}
+        self._unfinished: dict[str, _Progress] = {}
         self._lanes = Lanes(limits.max_num_seqs)
         self._waiting = _Waiting(started_at)
         self._itl, self._e2e = array("d"), array("d")  # seconds
@@ -74,7 +74,7 @@ class Accounts:
 
     def arrived(self, request_id: str, number: int, num_prompt: int, at: float) -> None:
         """Count a request added now, due at `at` seconds: its latencies count from there."""
-        self._living[request_id] = _Progress(number, num_prompt, at, num_prompt)
+        self._unfinished[request_id] = _Progress(number, num_prompt, at, num_prompt)
         self._waiting.arrived(at)
 
     def step(self, record: StepRecord) -> int:
@@ -95,7 +95,7 @@ class Accounts:
         samples = False
         for row, (request_id, slot, start, count) in enumerate(
                 zip(record.request_ids, record.slots, record.starts, record.counts, strict=True)):
-            progress = self._living[request_id]
+            progress = self._unfinished[request_id]
             end = start + count
             kind = HELD if row in held else DECODE if progress.num_prompt <= start == progress.known - 1 else PREFILL
             samples = samples or kind == HELD or end == progress.known
@@ -125,11 +125,11 @@ class Accounts:
         before = self._output_tokens
         for request_id, tokens in zip(record.request_ids, record.token_ids, strict=False):
             if tokens:
-                self._deliver(self._living[request_id], tokens, now)
+                self._deliver(self._unfinished[request_id], tokens, now)
         if self._output_tokens > before:
             self._cumulative.add(now - self._started_at, self._output_tokens)
         for decision in record.preempted:
-            self._living[decision.request_id].computed = 0
+            self._unfinished[decision.request_id].computed = 0
             self._preemptions += 1
         for end in record.ended:
             self._end(end, now)
@@ -144,7 +144,7 @@ class Accounts:
         self._output_tokens += len(tokens)
 
     def _end(self, end: RowEnd, now: float) -> None:
-        progress = self._living.pop(end.request_id)
+        progress = self._unfinished.pop(end.request_id)
         if end.reason in ("stop", "length"):
             self.outputs[progress.number] = progress.output
             self._e2e.append(now - progress.arrived_at)
@@ -155,7 +155,7 @@ class Accounts:
         """Blocks that requests hold after the step's commit, without any of their tokens."""
         limits = self._limits
         reserved = limits.num_blocks - record.num_free_blocks
-        filled = sum(-(-progress.computed // limits.block_size) for progress in self._living.values())
+        filled = sum(-(-progress.computed // limits.block_size) for progress in self._unfinished.values())
         return max(0, reserved - filled)
 
     # -- result --------------------------------------------------------------------------------------------------------

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import aiohttp
 import msgspec
 
-from slotwise.bench.measures import COMPLETED, FAILED, REJECTED, UNFINISHED, Outcome
+from slotwise.bench.measures import COMPLETED, FAILED, REJECTED, Outcome
 from slotwise.workload.forms import below, stream
 from slotwise.workload.requests import Workload, WorkRequest
 
@@ -22,6 +22,8 @@ CONNECT_SECONDS = 30.0
 SILENT_SECONDS = 3600.0  # without a byte, after which an answer is abandoned
 IDLE_SECONDS = 2.0  # connections are kept for the next request, shorter than servers keep them
 MAX_EVENT = 1 << 20  # bytes of one server-sent event
+MAX_STREAM = 1 << 28  # bytes of a streamed answer
+MAX_TOKENS = 1 << 31  # that a server may say it counted
 MAX_REASON = 300  # characters kept of a server's error message
 MAX_ANSWER = 1 << 22  # bytes of an answer that is not streamed
 WORDS = (
@@ -108,29 +110,12 @@ def prompt_text(workload: Workload, request: WorkRequest) -> str:
     return " ".join(WORDS[below(rng, len(WORDS))] for rng in draws)
 
 
-@dataclass(slots=True)
-class Reply:
-    """An answer while it arrives; unfinished until it has ended."""
-
-    number: int
-    due: float  # seconds since the run began, as all its times
-    sent: float = 0.0
-    token_times: list[float] = field(default_factory=list)
-    ended: float = 0.0
-    num_prompt: int = 0
-    num_output: int = 0
-    status: str = UNFINISHED
-    error: str = ""
-
-    def outcome(self) -> Outcome:
-        return Outcome(
-            self.number, self.status, self.due, self.sent, tuple(self.token_times), self.ended, self.num_prompt,
-            self.num_output, self.error)
+Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int | None = 0
+    prompt_tokens: Count = 0
+    completion_tokens: Count | None = 0
 
 
 class _Delta(msgspec.Struct):
@@ -179,24 +164,24 @@ class Client:
         self._headers = target.headers | {"Content-Type": "application/json"}
         self._clock = clock
 
-    async def complete(self, body: bytes, reply: Reply) -> None:
-        """Send `body` and record the outcome in `reply`, whatever it is."""
-        reply.sent = self._clock()
+    async def complete(self, body: bytes, outcome: Outcome) -> None:
+        """Send `body` and fill `outcome`, whatever comes of it."""
+        outcome.sent = self._clock()
         try:
             async with self._session.post(self._url, data=body, headers=self._headers) as response:
                 if response.status != 200:
-                    reply.error = f"{response.status}: {await _reason(response)}"
+                    outcome.error = f"{response.status}: {await _reason(response)}"
                     refused = 400 <= response.status < 500 or response.status == 503
-                    reply.status = REJECTED if refused else FAILED
+                    outcome.status = REJECTED if refused else FAILED
                 else:
-                    await self._read(response, reply)
-                    reply.status = COMPLETED
-        except (aiohttp.ClientError, OSError, TimeoutError, BrokenStream, msgspec.DecodeError) as error:
-            reply.status = FAILED
-            reply.error = f"{type(error).__name__}: {error}"[:MAX_REASON]
-        reply.ended = reply.ended or self._clock()
+                    await self._read(response, outcome)
+                    outcome.status = COMPLETED
+        except (aiohttp.ClientError, OSError, TimeoutError, BrokenStream, ValueError, RecursionError) as error:
+            outcome.status = FAILED  # the last two: events that cannot be decoded
+            outcome.error = f"{type(error).__name__}: {error}"[:MAX_REASON]
+        outcome.ended = outcome.ended or self._clock()
 
-    async def _read(self, response: aiohttp.ClientResponse, reply: Reply) -> None:
+    async def _read(self, response: aiohttp.ClientResponse, outcome: Outcome) -> None:
         """Raises BrokenStream when the answer is incomplete."""
         has_ended = False
         async for data in _events(response):
@@ -207,40 +192,46 @@ class Client:
             if event.error is not None:
                 raise BrokenStream(_message(event.error))
             if event.usage is not None:
-                reply.num_prompt = event.usage.prompt_tokens
-                reply.num_output = event.usage.completion_tokens or 0
+                outcome.num_prompt = event.usage.prompt_tokens
+                outcome.num_output = event.usage.completion_tokens or 0
             for choice in event.choices:
                 if choice.has_token:
-                    reply.token_times.append(now)
+                    outcome.token_times.append(now)
                 if choice.has_token or choice.finish_reason:
-                    reply.ended = now
+                    outcome.ended = now
                 has_ended = has_ended or bool(choice.finish_reason)
         if not has_ended:
             raise BrokenStream("the stream ended before the answer did")
-        if not reply.num_output:
+        if not outcome.num_output:
             raise BrokenStream("the server sent no usage: there is no telling how many tokens came")
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     """The data of server-sent events, one line each."""
-    rest = b""
+    rest, size = bytearray(), 0
     async for chunk in response.content.iter_any():
-        *lines, rest = (rest + chunk).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data:"):
-                yield line[5:].strip()
+        size += len(chunk)
+        if size > MAX_STREAM:
+            raise BrokenStream(f"an answer of more than {MAX_STREAM} bytes")
+        rest += chunk
+        if b"\n" in chunk:
+            *lines, last = bytes(rest).split(b"\n")
+            rest = bytearray(last)
+            for line in lines:
+                if line.startswith(b"data:"):
+                    yield line[5:].strip()
         if len(rest) > MAX_EVENT:
             raise BrokenStream(f"an event of more than {MAX_EVENT} bytes")
 
 
 async def _body(response: aiohttp.ClientResponse) -> bytes:
     """A whole answer, cut at MAX_ANSWER bytes."""
-    body = b""
+    body = bytearray()
     async for chunk in response.content.iter_any():
         body += chunk
         if len(body) > MAX_ANSWER:
             break
-    return body[:MAX_ANSWER]
+    return bytes(body[:MAX_ANSWER])
 
 
 async def _reason(response: aiohttp.ClientResponse) -> str:
@@ -248,7 +239,7 @@ async def _reason(response: aiohttp.ClientResponse) -> str:
     body = await _body(response)
     try:
         return _message(msgspec.json.decode(body))
-    except msgspec.DecodeError:
+    except (ValueError, RecursionError):
         return _message(body.decode(errors="replace") or response.reason or "no reason given")
 
 
@@ -276,8 +267,8 @@ class ModelCard(msgspec.Struct):
     @property
     def known_vocab_size(self) -> int:
         """0 when the server does not report it."""
-        told = self.vocab_size or (self.meta or {}).get("n_vocab")
-        return told if isinstance(told, int) and told > 0 else 0
+        reported = self.vocab_size or (self.meta or {}).get("n_vocab")
+        return reported if isinstance(reported, int) and reported > 0 else 0
 
 
 class _Models(msgspec.Struct):
@@ -299,10 +290,10 @@ async def list_models(session: aiohttp.ClientSession, target: Target) -> list[Mo
             if response.status != 200:
                 return []
             return msgspec.json.decode(await _body(response), type=_Models).data
-    except msgspec.DecodeError:
-        return []
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
         raise BenchError(f"no server answers at {target.base_url}: {_reason_of(error)}") from error
+    except (ValueError, RecursionError):  # no JSON, or too deep
+        return []
 
 
 def _reason_of(error: Exception) -> str:

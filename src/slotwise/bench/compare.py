@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from slotwise.batching.settings import KINDS, Batching
 from slotwise.bench.accounting import Accounts
 from slotwise.bench.fit import together
-from slotwise.bench.offline_run import OnStep, Stand, run_offline, warm_up
+from slotwise.bench.offline_run import OnStep, Stand, run_warm
 from slotwise.bench.results import workload_facts
 from slotwise.bench.theory import DECODE_STEPS
 from slotwise.workload.requests import Workload
@@ -86,11 +86,9 @@ class Comparison:
     interrupted: bool = False
     _accounts: list[Accounts] = field(default_factory=list)
 
-    def run(self, contender: Contender, make: Make, on_step: OnStep = lambda accounts: None) -> None:
+    def run(self, contender: Contender, make: Make, on_step: OnStep = lambda accounts, record: None) -> None:
         """Run the workload offline under one discipline, on a warm engine."""
-        stand = make(contender.settings)
-        warm_up(stand, self.workload)
-        accounts = run_offline(stand, self.workload, on_step)
+        accounts = run_warm(make(contender.settings), self.workload, on_step)
         self._accounts.append(accounts)
         self.add(contender, {**accounts.entry(), "theory_steps": self._theory_steps(contender)})
 

@@ -2,63 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from slotwise.bench.report.data import Run, read
+from slotwise.bench.report.tables import STEPS, WASTE, Column, known, speed_columns
+from slotwise.bench.report.words import count
 from slotwise.terminal import plain
 
-NONE = "–"
+DECODE_STEPS = (
+    Column("decode steps", lambda run: run.decode_steps, count),
+    Column("in theory", lambda run: run.theory_steps, count))
 
 
 def comparison_tables(result: Mapping[str, Any]) -> RenderableType:
     """The output of `slotwise compare`: speed, then waste, then other findings."""
-    runs = result["runs"]
+    runs = read(result).runs
     parts: list[RenderableType] = []
     if runs:
-        parts.append(_speed(result, runs))
-        if any(run["waste"] for run in runs):
-            parts.append(_waste(runs))
+        title = f"{result['model']}, {result['dtype']}, {result['slots']} slots, {_workload(result['workload'])}"
+        parts.append(_table(title, speed_columns(runs), runs))
+        if known(WASTE, runs):
+            parts.append(_table("Where the steps went", [*DECODE_STEPS, *STEPS[1:], *WASTE], runs))
         parts += [Text(line) for line in _findings(result)]
     for sweep in result["sweeps"]:
         parts += [Text(f"\n{sweep['title']}", style="bold"), *(Text(f"  {note}") for note in sweep["notes"])]
     return Group(*parts)
 
 
-def _speed(result: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> Table:
-    first = runs[0]
-    priced = result["price_per_hour"] is not None
-    table = _table(
-        f"{result['model']}, {result['dtype']}, {result['slots']} slots, {_workload(result['workload'])}",
-        ["discipline", "output tok/s", f"× {first['label']}", "TTFT p50", "p99", "ITL p50", "p99", "E2E p50", "p99",
-         *(["cost / M"] if priced else [])])
+def _table(title: str, columns: Iterable[Column], runs: Sequence[Run]) -> Table:
+    """A row for each run."""
+    columns = known(columns, runs)
+    meanings = " · ".join(f"{column.head}: {WASTE[column]}" for column in columns if column in WASTE)
+    table = Table(title=plain(title), caption=meanings, title_justify="left", caption_justify="left",
+                  header_style="bold")
+    table.add_column("discipline", overflow="fold")
+    for column in columns:
+        table.add_column(column.head, justify="right")
     for run in runs:
-        itl = run["itl"] if run["itl_values"] else {}
-        faster = run["output_throughput"] / first["output_throughput"] if first["output_throughput"] else None
-        table.add_row(
-            run["label"], _number(run["output_throughput"], ",.0f"), _number(faster, ".2f"),
-            *(_seconds(values.get(name)) for values in (run["ttft"], itl, run["e2e"]) for name in ("p50", "p99")),
-            *([_number(run["cost_per_million"], ".3f")] if priced else []))
-    return table
-
-
-def _waste(runs: Sequence[Mapping[str, Any]]) -> Table:
-    table = _table("Where the steps went", [
-        "discipline", "decode steps", "theory", "rows", "most", "occupancy", "padded tokens", "held", "empty",
-        "blocked", "reserved, unused", "preempted"])
-    for run in runs:
-        waste = run["waste"]
-        table.add_row(
-            run["label"], _number(run["decode_steps"], ",d"), _number(run["theory_steps"], ",d"),
-            _number(run["mean_rows"], ".1f"), _number(run["max_rows"], "d"), _number(run["occupancy"], ".0%"),
-            _number(waste["padded_tokens"], ",d"), _number(waste["held_row_steps"], ",d"),
-            _number(waste["empty_slot_steps"], ",d"), f"{waste['head_of_line_seconds']:,.1f} s",
-            _number(waste["reserved_unused"], ".0%"), _number(run["preemptions"], "d"))
-    table.caption = ("held, empty: slot-steps · blocked: seconds that requests waited while a slot was empty or held, "
-                     "summed · reserved, unused: mean share of the cache")
+        table.add_row(plain(run.label), *(column.write(column.read(run)) for column in columns))
     return table
 
 
@@ -90,20 +76,3 @@ def _headline(runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
 def _workload(facts: Mapping[str, Any]) -> str:
     return (f"{facts['num_requests']} requests, {facts['prompt_tokens']:,} prompt and {facts['output_tokens']:,} "
             f"output tokens (CV {facts['output_cv']:.2f})")
-
-
-def _table(title: str, columns: Sequence[str]) -> Table:
-    table = Table(title=plain(title), title_justify="left", caption_justify="left", header_style="bold")
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left")
-    return table
-
-
-def _number(value: float | None, form: str) -> str:
-    return NONE if value is None else format(value, form)
-
-
-def _seconds(value: float | None) -> str:
-    if value is None:
-        return NONE
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms" if value < 0.1 else f"{value * 1e3:.0f} ms"

@@ -14,6 +14,8 @@ from array import array
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+import numpy as np
+
 
 class Fitted(NamedTuple):
     """seconds = a + b x"""
@@ -46,17 +48,13 @@ class Steps:
 
     def fitted(self) -> Fitted:
         """The line through the medians; flat where all steps share one x, and zero where there are none."""
-        points = [(x, statistics.median(seconds), len(seconds)) for x, seconds in self.by_x.items()]
-        count = sum(weight for _, _, weight in points)
-        if not count:
-            return Fitted(0.0, 0.0)
-        mean_x = sum(weight * x for x, _, weight in points) / count
-        mean_y = sum(weight * y for _, y, weight in points) / count
-        spread = sum(weight * (x - mean_x) ** 2 for x, _, weight in points)
-        if not spread:
-            return Fitted(mean_y, 0.0)
-        b = sum(weight * (x - mean_x) * (y - mean_y) for x, y, weight in points) / spread
-        return Fitted(mean_y - b * mean_x, b)
+        xs = list(self.by_x)
+        medians = [statistics.median(seconds) for seconds in self.by_x.values()]
+        counts = [len(seconds) for seconds in self.by_x.values()]
+        if len(xs) < 2:
+            return Fitted(sum(medians), 0.0)
+        b, a = np.polyfit(xs, medians, 1, w=np.sqrt(counts))
+        return Fitted(float(a), float(b))
 
 
 def together(several: Iterable[Steps]) -> Steps:

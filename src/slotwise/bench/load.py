@@ -11,12 +11,11 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from itertools import accumulate
 
-from slotwise.bench.client import Reply
 from slotwise.bench.measures import Outcome
 from slotwise.workload.requests import Workload, WorkRequest
 
 Prepare = Callable[[WorkRequest], bytes]
-Send = Callable[[bytes, Reply], Awaitable[None]]
+Send = Callable[[bytes, Outcome], Awaitable[None]]
 Watch = Callable[[Outcome], None]
 PREPARED_TOKENS = 10_000_000  # of prompts made before the start; later ones are made when they are sent
 
@@ -49,7 +48,7 @@ class Load:
         """Run until every request has an outcome.  When cancelled, requests in progress become unfinished outcomes.
 
         Args:
-            send: sends a body and fills the reply; does not raise for anything a server does.
+            send: sends a body and fills the outcome; does not raise for anything a server does.
         """
         self._start = time.perf_counter()
         await (self._closed(send) if self._workload.users else self._open(send))
@@ -61,7 +60,7 @@ class Load:
                 due = request.arrives_at or 0.0
                 if (wait := due - self.clock()) > 0:
                     await asyncio.sleep(wait)
-                group.create_task(self._ask(send, body, Reply(request.number, due)))
+                group.create_task(self._ask(send, body, Outcome(request.number, due=due)))
 
     async def _closed(self, send: Send) -> None:
         waiting = iter(self._workload.requests)
@@ -72,14 +71,14 @@ class Load:
     async def _user(self, send: Send, waiting: Iterator[WorkRequest]) -> None:
         for request in waiting:
             body = self._body(request)
-            await self._ask(send, body, Reply(request.number, self.clock()))
+            await self._ask(send, body, Outcome(request.number, due=self.clock()))
 
-    async def _ask(self, send: Send, body: bytes, reply: Reply) -> None:
+    async def _ask(self, send: Send, body: bytes, outcome: Outcome) -> None:
         try:
-            await send(body, reply)
+            await send(body, outcome)
         finally:
-            self.outcomes.append(reply.outcome())
-            self._watch(self.outcomes[-1])
+            self.outcomes.append(outcome)
+            self._watch(outcome)
 
     def _body(self, request: WorkRequest) -> bytes:
         return self._bodies.pop(request.number, b"") or self._prepare(request)

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
-from statistics import fmean, pstdev
 from typing import Any
+
+import numpy as np
 
 MS = 1000.0  # milliseconds in a second
 PERCENTILES = {"median": 50.0, "p90": 90.0, "p99": 99.0}
@@ -26,15 +27,15 @@ FAILED = "failed"  # no answer, an answer of another kind, or a stream that brok
 UNFINISHED = "unfinished"  # in progress when the run was interrupted
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Outcome:
-    """The outcome of one request.  Times are seconds since the run began."""
+    """The outcome of one request, filled while its answer arrives.  Times are seconds since the run began."""
 
     number: int
-    status: str
-    due: float  # when it should have been sent
-    sent: float
-    token_times: tuple[float, ...] = ()  # of the events that carried a token, with text or without
+    status: str = UNFINISHED
+    due: float = 0.0  # when it should have been sent
+    sent: float = 0.0
+    token_times: list[float] = field(default_factory=list)  # of events that carried a token, with text or without
     ended: float = 0.0  # the last event of the answer
     num_prompt: int = 0  # tokens, by the server's count
     num_output: int = 0
@@ -90,24 +91,16 @@ class Objectives:
         return all(MEASURES[name](outcome) * MS <= limit for name, limit in self.limits.items())
 
 
-def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Of values in ascending order, interpolated linearly between the two nearest ranks; 0 of no values."""
-    if not ordered:
-        return 0.0
-    rank = (len(ordered) - 1) * percent / 100
-    below = math.floor(rank)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (rank - below)
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Interpolated linearly between the two nearest ranks; 0 of no values."""
+    return float(np.percentile(values, percent)) if len(values) else 0.0
 
 
 def summary(values: Iterable[float]) -> dict[str, float]:
     """`mean`, `p50`, `p90`, `p99` and `max` of values in any order; all 0 of none."""
-    ordered = sorted(values)
-    return {
-        "mean": fmean(ordered) if ordered else 0.0,
-        "p50": percentile(ordered, 50), "p90": percentile(ordered, 90), "p99": percentile(ordered, 99),
-        "max": ordered[-1] if ordered else 0.0,
-    }
+    found = np.array([*values] or [0.0])
+    p50, p90, p99 = np.percentile(found, (50, 90, 99)).tolist()
+    return {"mean": float(found.mean()), "p50": p50, "p90": p90, "p99": p99, "max": float(found.max())}
 
 
 def serving_metrics(outcomes: Sequence[Outcome], duration: float, objectives: Objectives) -> dict[str, Any]:
@@ -156,12 +149,10 @@ def samples(outcomes: Iterable[Outcome]) -> dict[str, list[Any]]:
 
 def latencies(name: str, seconds: Sequence[float]) -> dict[str, float]:
     """Mean, median, deviation and percentiles in milliseconds, each under its field's name."""
-    ordered = sorted(seconds)
+    found = np.array(seconds or [0.0]) * MS
     return {
-        f"mean_{name}_ms": fmean(ordered) * MS if ordered else 0.0,
-        f"std_{name}_ms": pstdev(ordered) * MS if ordered else 0.0,
-        **{f"{word}_{name}_ms": percentile(ordered, percent) * MS for word, percent in PERCENTILES.items()},
-    }
+        f"mean_{name}_ms": float(found.mean()), f"std_{name}_ms": float(found.std()),
+        **{f"{word}_{name}_ms": float(np.percentile(found, percent)) for word, percent in PERCENTILES.items()}}
 
 
 def most_at_once(spans: Iterable[tuple[float, float]]) -> int:

@@ -8,8 +8,9 @@ from typing import Any
 
 from slotwise.bench.accounting import Accounts
 from slotwise.bench.measures import percentile
-from slotwise.bench.offline_run import Stand, run_offline, warm_up
+from slotwise.bench.offline_run import Stand, run_offline, run_warm
 from slotwise.bench.results import environment, workload_facts
+from slotwise.engine.messages import StepRecord
 from slotwise.workload.lengths import Fixed
 from slotwise.workload.requests import Recipe, Workload, generate
 
@@ -32,16 +33,15 @@ def throughput(stand: Stand, workload: Workload, watch: Watch = ignore) -> dict[
         ValueError: a request can never run.
         KeyboardInterrupt: before any request had ended.
     """
-    warm_up(stand, workload)
     seen: list[Accounts] = []
 
-    def on_step(accounts: Accounts) -> None:
+    def on_step(accounts: Accounts, record: StepRecord) -> None:
         seen[:] = [accounts]
         watch(len(accounts.outputs))
 
     status = "completed"
     try:
-        accounts = run_offline(stand, workload, on_step)
+        accounts = run_warm(stand, workload, on_step)
     except KeyboardInterrupt:
         if not seen or not seen[0].outputs:
             raise

@@ -17,8 +17,8 @@ from slotwise.workload.requests import Workload, WorkRequest
 WARM_UP_OUTPUT = 3  # tokens: the first in a prompt's step, the others in decode steps
 WARM_UP_PROMPT = 64  # tokens, at most
 
-OnStep = Callable[[Accounts], None]
-"""Called after every step; for progress bars."""
+OnStep = Callable[[Accounts, StepRecord], None]
+"""Called after every step, which the accounts have."""
 
 
 class Clock(NamedTuple):
@@ -62,7 +62,7 @@ def objection(workload: Workload, limits: SchedulerLimits) -> str:
     return ""
 
 
-def run_offline(stand: Stand, workload: Workload, on_step: OnStep = lambda accounts: None) -> Accounts:
+def run_offline(stand: Stand, workload: Workload, on_step: OnStep = lambda accounts, record: None) -> Accounts:
     """Run the whole workload, greedily, and account for it.
 
     Raises:
@@ -76,8 +76,9 @@ def run_offline(stand: Stand, workload: Workload, on_step: OnStep = lambda accou
     while True:
         feed.hand_over(clock.now_ns() * NANO)
         if engine.has_work and (wait := engine.wait()) <= 0:
-            feed.ended(accounts.step(engine.step()))
-            on_step(accounts)
+            record = engine.step()
+            feed.ended(accounts.step(record))
+            on_step(accounts, record)
             if accounts.failures:
                 raise RuntimeError(accounts.failures[0])
             continue
@@ -99,6 +100,12 @@ def warm_up(stand: Stand, workload: Workload) -> None:
                 prefix=-1, num_prefix=0)
         for request in first)
     run_offline(stand, Workload(short, output, seed=workload.seed + 1))
+
+
+def run_warm(stand: Stand, workload: Workload, on_step: OnStep = lambda accounts, record: None) -> Accounts:
+    """Warm up, then run; raises as `run_offline`."""
+    warm_up(stand, workload)
+    return run_offline(stand, workload, on_step)
 
 
 class _Feed:

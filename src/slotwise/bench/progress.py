@@ -1,41 +1,37 @@
-"""Progress of a long comparison, on a terminal."""
+"""A progress bar on stderr while something long runs, gone at its end; nothing without a terminal."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
-Advance = Callable[[int], None]
-"""Receives how much of a task's total is done."""
+from tqdm import tqdm
 
 
 class Bar:
-    """A line for each task; silent without a terminal."""
+    """Counts up to a total; what counts from zero again, as a second run does, is added."""
 
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._current: TaskID | None = None
+    def __init__(self, bar: tqdm[Any]) -> None:
+        self._bar = bar
+        self._last = 0
 
-    @contextlib.contextmanager
-    def task(self, label: str, total: int | None = None) -> Iterator[Advance]:
-        """One task; without a `total` its length is unknown."""
-        task = self._current = self._progress.add_task(label, total=total)
-        yield lambda done: self._progress.update(task, completed=done)
-        self._progress.update(task, total=total or 1, completed=total or 1)
+    def show(self, done: int) -> None:
+        self._bar.update(max(0, done - self._last))
+        self._last = done
+
+    def count(self, _: object = None) -> None:
+        """One more is done."""
+        self._bar.update()
 
     def say(self, what: str) -> None:
-        """Set the description of the current task."""
-        if self._current is not None:
-            self._progress.update(self._current, description=what)
+        """Set the description."""
+        self._bar.set_description(what)
 
 
 @contextlib.contextmanager
-def progress_bar() -> Iterator[Bar]:
-    """A bar on stderr, gone at the end."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
-        yield Bar(progress)
+def progress(label: str = "", total: int | None = None, unit: str = "it") -> Iterator[Bar]:
+    """Args: total: in `unit`s; None: unknown."""
+    with tqdm(desc=label, total=total, unit=unit, leave=False, disable=not sys.stderr.isatty()) as bar:
+        yield Bar(bar)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from slotwise.core.roofline import Cost, Roofline
+from slotwise.core.step import RowKind
 from slotwise.engine.messages import StepRecord
 
 NANO = 1e-9
@@ -53,8 +54,7 @@ def cost_of(record: StepRecord, roofline: Roofline) -> Cost:
 
 
 def kind_of(record: StepRecord) -> str:
-    """Decode: one token per row; prefill: only chunks of prompts; mixed: both."""
-    pieces = sum(count > 1 for count in record.counts)
-    if not pieces:
+    """Decode: no row of a prompt; prefill: only such rows; mixed: both."""
+    if RowKind.PREFILL not in record.kinds:
         return DECODE
-    return PREFILL if pieces == len(record.counts) else MIXED
+    return MIXED if RowKind.DECODE in record.kinds else PREFILL

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import uvloop
 
@@ -14,7 +12,6 @@ from slotwise.bench.client import (
     BenchError,
     Client,
     Phrasing,
-    Reply,
     Target,
     list_models,
     open_session,
@@ -25,7 +22,6 @@ from slotwise.bench.results import environment, workload_facts
 from slotwise.workload.requests import Workload
 
 WARMUP_TOKENS = 16  # the most output tokens of a warm-up request
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +48,10 @@ def resolve(target: Target, vocab_size: int = 0) -> tuple[Target, int]:
         if not cards and not target.model:
             raise BenchError(f"{target.base_url} does not say which models it has: name one with --model")
         model = target.model or cards[0].id
-        told = next((card.known_vocab_size for card in cards if card.id == model), 0)
-        return replace(target, model=model), vocab_size or told or SAFE_VOCAB_SIZE
+        reported = next((card.known_vocab_size for card in cards if card.id == model), 0)
+        return replace(target, model=model), vocab_size or reported or SAFE_VOCAB_SIZE
 
-    return _run(ask())
+    return uvloop.run(ask())
 
 
 def measure(
@@ -78,7 +74,7 @@ def measure(
 
     interrupted = False
     try:
-        _run(run())
+        uvloop.run(run())
     except KeyboardInterrupt:
         if not load.outcomes:
             raise
@@ -96,15 +92,10 @@ def _warmup_body(target: Target, workload: Workload, phrasing: Phrasing, number:
 
 
 async def _warm_up(client: Client, body: bytes) -> None:
-    reply = Reply(0, 0.0)
-    await client.complete(body, reply)
-    if reply.status != COMPLETED:
-        raise BenchError(f"the server does not serve the workload's kind of request: {reply.error}")
-
-
-def _run(work: Coroutine[Any, Any, T]) -> T:
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(work)
+    outcome = Outcome(0)
+    await client.complete(body, outcome)
+    if outcome.status != COMPLETED:
+        raise BenchError(f"the server does not serve the workload's kind of request: {outcome.error}")
 
 
 def serving_result(

@@ -10,9 +10,9 @@ from slotwise.bench.accounting import Accounts
 from slotwise.bench.compare import Make
 from slotwise.bench.fit import Fitted, Steps
 from slotwise.bench.measures import percentile, summary
-from slotwise.bench.offline_run import Stand, run_offline, warm_up
-from slotwise.bench.sweeps import OnPoint, measure
-from slotwise.workload.requests import Workload, WorkRequest
+from slotwise.bench.offline_run import Stand, run_offline, run_warm, warm_up
+from slotwise.bench.sweeps import OnPoint
+from slotwise.workload.requests import Workload, as_workload
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 PROMPT = 64  # tokens of each row
@@ -33,15 +33,18 @@ def rows(make: Make, on_point: OnPoint) -> dict[str, Any]:
     A decode step reads all weights for one token per row, so that rows share its cost.  A prefill step has enough work
     for the processor with one row.
     """
+    def alike(count: int, output: int) -> Workload:
+        return as_workload([(0.0, PROMPT, output)] * count)
+
     stand = make({"batching": "continuous", "max_num_seqs": max(ROWS), "max_num_batched_tokens": max(ROWS) * PROMPT})
-    warm_up(stand, _alike(max(ROWS), DECODE_STEPS))
+    warm_up(stand, alike(max(ROWS), DECODE_STEPS))
     decode_steps = Steps()
     decode, prefill = [], []
     for count in ROWS:
         on_point(f"{count} rows")
-        decode_step = statistics.median(run_offline(stand, _alike(count, DECODE_STEPS + 1)).decode_times)
+        decode_step = statistics.median(run_offline(stand, alike(count, DECODE_STEPS + 1)).decode_times)
         prompt_step = statistics.median(
-            seconds for _ in range(REPEATS) for seconds in run_offline(stand, _alike(count, 1)).prompt_times)
+            seconds for _ in range(REPEATS) for seconds in run_offline(stand, alike(count, 1)).prompt_times)
         decode_steps.add(count, decode_step)
         decode.append([count, count / decode_step])
         prefill.append([count, count * PROMPT / prompt_step])
@@ -51,7 +54,7 @@ def rows(make: Make, on_point: OnPoint) -> dict[str, Any]:
         "y": {"label": "tokens per second", "log": True},
         "series": [
             {"label": "decode, all users", "points": decode, "style": "measured"},
-            {"label": "decode, all users, a + b rows", "style": "theory",
+            {"label": "decode, all users, a + b rows", "style": "theory", "subject": "decode, all users",
              "points": [[count, count / (fitted.a + fitted.b * count)] for count in ROWS]},
             {"label": "decode, each user", "points": [[count, total / count] for count, total in decode],
              "style": "measured"},
@@ -72,10 +75,6 @@ def _knee(fitted: Fitted) -> str:
     return f"{costs}: the knee is at a/b = {max(fitted.a, 0) / fitted.b:.0f} rows"
 
 
-def _alike(count: int, output: int) -> Workload:
-    return Workload(tuple(WorkRequest(number, 0.0, PROMPT, output) for number in range(count)), output)
-
-
 def prefill(make: Make, on_point: OnPoint) -> dict[str, Any]:
     """Step times of the three prefill modes while long prompts arrive beside running streams."""
     on_point("streams without long prompts")
@@ -86,7 +85,7 @@ def prefill(make: Make, on_point: OnPoint) -> dict[str, Any]:
     series, notes = [], []
     for mode in reversed(PREFILLS):
         on_point(f"prefill {mode}")
-        accounts = measure(make, {**settings, "prefill": mode}, workload)
+        accounts = run_warm(make({**settings, "prefill": mode}), workload)
         steps = sorted([*accounts.decode_times, *accounts.prompt_times])
         series.append({
             "label": mode, "style": "measured",
@@ -102,25 +101,21 @@ def prefill(make: Make, on_point: OnPoint) -> dict[str, Any]:
 def _interrupted_streams(stand: Stand) -> Workload:
     """Streams from the start, and long prompts that arrive while they run, spread evenly over their expected time."""
     streams = [(0.0, PROMPT // 2, STREAM_OUTPUT)] * STREAMS
-    calibration = _workload([(0.0, PROMPT // 2, DECODE_STEPS)] * STREAMS)
+    calibration = as_workload([(0.0, PROMPT // 2, DECODE_STEPS)] * STREAMS)
     warm_up(stand, calibration)
     duration = statistics.median(run_offline(stand, calibration).decode_times) * STREAM_OUTPUT
     long = min(LONG_PROMPT, stand.limits.max_model_len * 3 // 4)
-    return _workload([*streams, *(
+    return as_workload([*streams, *(
         (duration * (number + 1) / (LONG_PROMPTS + 2), long, 1) for number in range(LONG_PROMPTS))])
-
-
-def _workload(asked: list[tuple[float, int, int]]) -> Workload:
-    requests = tuple(WorkRequest(number, *one) for number, one in enumerate(asked))
-    return Workload(requests, max(request.num_output for request in requests))
 
 
 def _felt(mode: str, accounts: Accounts) -> str:
     """Times of steps, and the gaps between tokens that streams see."""
-    def told(values: dict[str, float]) -> str:
+    def percentiles(values: dict[str, float]) -> str:
         return f"p50 {values['p50'] * 1e3:.1f}, p99 {values['p99'] * 1e3:.1f}, max {values['max'] * 1e3:.1f} ms"
 
     steps = summary([*accounts.decode_times, *accounts.prompt_times])
     first = statistics.fmean(seconds for number, seconds in accounts.ttft.items() if number >= STREAMS)
-    return (f"{mode}: steps {told(steps)}; gaps between a stream's tokens {told(accounts.entry()['itl'])}; "
+    gaps = percentiles(accounts.entry()["itl"])
+    return (f"{mode}: steps {percentiles(steps)}; gaps between a stream's tokens {gaps}; "
             f"first token of a long prompt after {first * 1e3:.0f} ms")

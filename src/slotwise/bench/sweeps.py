@@ -12,12 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from slotwise.bench import theory
-from slotwise.bench.accounting import Accounts
 from slotwise.bench.compare import Make
-from slotwise.bench.offline_run import run_offline, warm_up
+from slotwise.bench.offline_run import run_warm
 from slotwise.workload.forms import stream
 from slotwise.workload.lengths import Exponential, Fixed, Lengths, LogNormal, Uniform
-from slotwise.workload.requests import Workload, WorkRequest
+from slotwise.workload.requests import as_workload
 
 SLOTS = (4, 8, 16, 32)
 PROMPT = 8  # tokens: the prompts of all slots fit the first step
@@ -36,7 +35,7 @@ class Ratio(NamedTuple):
     theory: float  # steps, from the lengths alone
 
     @property
-    def told(self) -> str:
+    def text(self) -> str:
         return f"{self.steps:.2f}x the steps (theory {self.theory:.2f}x), {self.time:.2f}x the time"
 
 
@@ -52,7 +51,7 @@ def output_cv(make: Make, slots: int, num_requests: int, mean: int, on_point: On
         ratio = measure_ratio(make, slots, drawn)
         points.append((variation, ratio))
         control = " (the control)" if variation == 0 else ""
-        notes.append(f"{lengths}{control}: CV {variation:.2f}, {ratio.told}")
+        notes.append(f"{lengths}{control}: CV {variation:.2f}, {ratio.text}")
     return _ratio_sweep(
         "output-cv", f"Static over continuous, by how much output lengths vary ({slots} slots)",
         {"label": "coefficient of variation of output lengths", "log": False}, points, notes)
@@ -69,7 +68,7 @@ def number_of_slots(make: Make, outputs: Sequence[int], on_point: OnPoint) -> di
         fixed = measure_ratio(make, slots, [mean] * (CONTROL_GROUPS * slots))
         points.append((slots, ratio))
         control.append([slots, fixed.steps])
-        notes.append(f"{slots} slots: {ratio.told}; control with outputs of {mean} tokens each: {fixed.told}")
+        notes.append(f"{slots} slots: {ratio.text}; control with outputs of {mean} tokens each: {fixed.text}")
     sweep = _ratio_sweep(
         "slots", "Static over continuous, by the number of slots", {"label": "slots", "log": True}, points, notes)
     sweep["series"].append({"label": "steps, fixed lengths (control)", "points": control, "style": "measured"})
@@ -78,20 +77,13 @@ def number_of_slots(make: Make, outputs: Sequence[int], on_point: OnPoint) -> di
 
 def measure_ratio(make: Make, slots: int, outputs: Sequence[int]) -> Ratio:
     """Run these output lengths, all queued at the start, under both disciplines."""
-    workload = _queued(outputs)
+    workload = as_workload([(0.0, PROMPT, output) for output in outputs])
     static, continuous = (
-        measure(make, {"batching": kind, "max_num_seqs": slots}, workload).entry()
+        run_warm(make({"batching": kind, "max_num_seqs": slots}), workload).entry()
         for kind in ("static", "continuous"))
     return Ratio(
         static["decode_steps"] / continuous["decode_steps"], static["seconds"] / continuous["seconds"],
         theory.step_ratio(outputs, slots))
-
-
-def measure(make: Make, settings: dict[str, Any], workload: Workload) -> Accounts:
-    """Run on a warm engine with these settings."""
-    stand = make(settings)
-    warm_up(stand, workload)
-    return run_offline(stand, workload)
 
 
 def fitting_mean(wanted: float, max_model_len: int) -> int:
@@ -109,11 +101,6 @@ def _of_mean(mean: int) -> list[Lengths]:
         Exponential(mean, TAIL * mean), lognormal(1.0), lognormal(1.4)]
 
 
-def _queued(outputs: Sequence[int]) -> Workload:
-    requests = tuple(WorkRequest(number, 0.0, PROMPT, output) for number, output in enumerate(outputs))
-    return Workload(requests, max(outputs))
-
-
 def _ratio_sweep(
     name: str, title: str, x: dict[str, Any], points: list[tuple[float, Ratio]], notes: list[str],
 ) -> dict[str, Any]:
@@ -121,9 +108,12 @@ def _ratio_sweep(
     return {
         "name": name, "title": title, "x": x, "y": {"label": "static / continuous", "log": False},
         "series": [
-            {"label": "steps, measured", "points": [[at, ratio.steps] for at, ratio in ordered], "style": "measured"},
-            {"label": "steps, theory", "points": [[at, ratio.theory] for at, ratio in ordered], "style": "theory"},
-            {"label": "time, measured", "points": [[at, ratio.time] for at, ratio in ordered], "style": "measured"},
+            {"label": "steps, measured", "points": [[at, ratio.steps] for at, ratio in ordered], "style": "measured",
+             "subject": "steps"},
+            {"label": "steps, theory", "points": [[at, ratio.theory] for at, ratio in ordered], "style": "theory",
+             "subject": "steps"},
+            {"label": "time, measured", "points": [[at, ratio.time] for at, ratio in ordered], "style": "measured",
+             "subject": "time"},
         ],
         "notes": notes,
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -31,7 +31,8 @@ def serving_table(result: Mapping[str, Any]) -> RenderableType:
     if result["request_goodput"] is not None:
         within = ", ".join(f"{name} ≤ {limit:g} ms" for name, limit in result["goodput"].items())
         facts.append(("goodput", f"{result['request_goodput']:.3f} requests/s within {within}"))
-    facts += [("most at once", str(result["max_concurrent_requests"])), ("latest sent", _ms(result["max_late_ms"]))]
+    facts += [("most at once", str(result["max_concurrent_requests"])),
+              ("latest sent", f"{result['max_late_ms']:.1f} ms late")]
     parts: list[RenderableType] = [_facts(_title(result, "bench serve"), facts)]
     if result["completed"]:
         parts.append(_latencies(result))
@@ -65,20 +66,13 @@ def roofline_table(result: Mapping[str, Any]) -> RenderableType:
     title = plain(f"bench throughput --roofline: {result.get('model', '')}, {result['seconds']:.1f} s; reads at "
              f"{machine['bytes_per_second'] / 1e9:.1f} GB/s, products at "
              f"{machine['operations_per_second'] / 1e9:,.0f} GFLOP/s")
-    steps = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    steps.add_column("steps", style="dim")
-    for name in ("number", "tokens", "seconds", "bytes alone", "operations alone", "achieved"):
-        steps.add_column(name, justify="right")
+    steps = _table(title, ("steps", "number", "tokens", "seconds", "bytes alone", "operations alone", "achieved"))
     for kind, tally in result["kinds"].items():
         if tally["steps"]:
             steps.add_row(kind, f"{tally['steps']:,}", f"{tally['tokens']:,}", f"{tally['seconds']:.2f}",
                           f"{tally['bytes_seconds']:.2f}", f"{tally['operations_seconds']:.2f}",
                           f"{tally['achieved']:.0%}")
-    parts = Table(title=f"\nwhere it goes, kernel by kernel ({result['timed_seconds']:.1f} s)", title_justify="left",
-                  box=None, pad_edge=False, show_header=False)
-    parts.add_column(style="dim")
-    parts.add_column(justify="right")
-    parts.add_column(justify="right")
+    parts = _table(f"\nwhere it goes, kernel by kernel ({result['timed_seconds']:.1f} s)", ("", "", ""))
     for name, seconds in result["parts"].items():
         parts.add_row(name, f"{seconds:.2f} s", f"{seconds / sum(result['parts'].values()):.0%}")
     return Group(steps, parts)
@@ -87,6 +81,14 @@ def roofline_table(result: Mapping[str, Any]) -> RenderableType:
 def _title(result: Mapping[str, Any], command: str) -> Text:
     model = result.get("model_id") or result.get("model", "")
     return plain(f"{command}: {model}" + (" (interrupted)" if result["status"] == "interrupted" else ""))
+
+
+def _table(title: Text | str, heads: Sequence[str]) -> Table:
+    """A table of numbers, with names in the first column."""
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, show_header=any(heads))
+    for number, head in enumerate(heads):
+        table.add_column(head, justify="right" if number else "left", style="" if number else "dim")
+    return table
 
 
 def _facts(title: Text, facts: Iterable[tuple[str, str]]) -> Table:
@@ -105,10 +107,7 @@ def _counts(result: Mapping[str, Any]) -> str:
 
 
 def _latencies(result: Mapping[str, Any]) -> Table:
-    table = Table(title="\nmilliseconds", title_justify="left", box=None, pad_edge=False)
-    table.add_column(style="dim")
-    for word in COLUMNS.values():
-        table.add_column(word, justify="right")
+    table = _table("\nmilliseconds", ("", *COLUMNS.values()))
     for name, words in LATENCIES.items():
         table.add_row(words, *(f"{result[f'{column}_{name}_ms']:,.1f}" for column in COLUMNS))
     return table
@@ -118,7 +117,3 @@ def _errors(errors: Iterable[str]) -> list[Text]:
     """The commonest errors, with their counts."""
     found = Counter(filter(None, errors)).most_common(MAX_ERRORS)
     return [plain(f"{count} × {error}", "red") for error, count in found]
-
-
-def _ms(milliseconds: float) -> str:
-    return f"{milliseconds:.1f} ms late"

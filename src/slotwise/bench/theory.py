@@ -14,13 +14,8 @@ scheduling (Graham, 1969) of the lengths on the slots.
 from __future__ import annotations
 
 import heapq
-import random
 import statistics
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
-
-Draw = Callable[[random.Random], int]
-"""Draws one output length, at least 1."""
+from collections.abc import Callable, Sequence
 
 
 def one_at_a_time_steps(lengths: Sequence[int], slots: int = 1) -> int:
@@ -30,7 +25,7 @@ def one_at_a_time_steps(lengths: Sequence[int], slots: int = 1) -> int:
 
 def static_steps(lengths: Sequence[int], slots: int) -> int:
     """Decode steps of groups of `slots` in order of arrival, each as long as its longest member."""
-    return sum(max(group) for group in _groups(lengths, slots))
+    return sum(max(lengths[first : first + slots]) for first in range(0, len(lengths), slots))
 
 
 def continuous_steps(lengths: Sequence[int], slots: int) -> int:
@@ -53,43 +48,6 @@ def step_ratio(lengths: Sequence[int], slots: int) -> float:
     return static_steps(lengths, slots) / continuous_steps(lengths, slots)
 
 
-def padded_tokens(prompts: Sequence[int], slots: int) -> int:
-    """Prompt tokens wasted when each group of `slots` is padded to its longest prompt."""
-    return sum(max(group) * len(group) - sum(group) for group in _groups(prompts, slots))
-
-
-def longest_over_mean(lengths: Iterable[int], slots: int) -> float:
-    """The ratio that `step_ratio` approaches in an endless queue: E[longest of `slots`] / E[length].
-
-    `lengths` stand for their distribution: the i-th of n in order is the longest of a group with probability
-    (i/n)^slots - ((i-1)/n)^slots.
-    """
-    ordered = sorted(lengths)
-    count = len(ordered)
-    longest = sum(
-        length * ((rank / count) ** slots - ((rank - 1) / count) ** slots)
-        for rank, length in enumerate(ordered, start=1))
-    return longest / statistics.fmean(ordered)
-
-
-class Expected(NamedTuple):
-    """A ratio over many draws: its mean, and the standard deviation of a single draw around it."""
-
-    mean: float
-    deviation: float
-
-
-def expected_step_ratio(draw: Draw, slots: int, num_requests: int, trials: int, seed: int) -> Expected:
-    """Monte Carlo: `step_ratio` of `trials` workloads of `num_requests` lengths each."""
-    rng = random.Random(seed)
-    ratios = [step_ratio([draw(rng) for _ in range(num_requests)], slots) for _ in range(trials)]
-    return Expected(statistics.fmean(ratios), statistics.stdev(ratios))
-
-
 def coefficient_of_variation(lengths: Sequence[int]) -> float:
     """Standard deviation over mean: 0 for fixed lengths, 1 for exponential ones."""
     return statistics.pstdev(lengths) / statistics.fmean(lengths)
-
-
-def _groups(lengths: Sequence[int], slots: int) -> list[Sequence[int]]:
-    return [lengths[first : first + slots] for first in range(0, len(lengths), slots)]

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from slotwise import child
 
-child.leave_current_folder()  # `python -m` has put it before the standard library
+IS_COMMAND = child.leave_current_folder()  # `python -m` has put it before the standard library
 
 # ruff: noqa: E402
+from slotwise.cli import interrupts
+
+if IS_COMMAND:
+    interrupts.end_at_once()  # while the rest is imported
+
 import argparse
 import importlib
 import os
@@ -14,6 +19,7 @@ import sys
 from collections.abc import Sequence
 
 import slotwise
+from slotwise.cli import numba_config
 from slotwise.cli.numbers import Parser
 from slotwise.errors import OneLineError, one_line
 
@@ -31,15 +37,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if asked.command is None:
         parser.print_help()
         return 2
+    numba_config.ignore_file()
+    interrupts.raise_again()
     try:
-        return asked.run(asked)
+        status: int = asked.run(asked)
+        return status
     except KeyboardInterrupt:
-        return 130
+        return interrupts.INTERRUPTED
     except BrokenPipeError:  # the reader of our output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, OSError, MemoryError, RuntimeError, OneLineError) as error:
         print(f"slotwise {asked.command}: {one_line(str(error) or type(error).__name__)}", file=sys.stderr)
+        if IS_COMMAND:
+            interrupts.leave(1)
         return 1
 
 

@@ -5,18 +5,25 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
-
+from slotwise.bench.progress import progress
+from slotwise.cli.interrupts import INTERRUPTED, ending_at_once
 from slotwise.cli.numbers import Number
-from slotwise.cli.options import BUILTIN_NAME, add_command, add_engine_options, add_overwrite_option, engine_settings
+from slotwise.cli.options import (
+    BUILTIN_NAME,
+    Commands,
+    add_command,
+    add_engine_options,
+    add_overwrite_option,
+    engine_settings,
+)
 from slotwise.cli.workload_options import Defaults, add_seed_option, add_workload_options, workload_of
-from slotwise.engine.ranges import SLOTS, TOKENS, Range, real, whole
+from slotwise.core.ranges import Range, real, whole
+from slotwise.engine.config import SLOTS, TOKENS
 from slotwise.workload.arrivals import MAX_USERS
 from slotwise.workload.lengths import MAX_LENGTH
 
@@ -28,13 +35,12 @@ if TYPE_CHECKING:
     from slotwise.observe.log_file import LogFile
     from slotwise.workload.requests import Workload
 
-INTERRUPTED = 130  # exit status
 MAX_WARMUPS = 1000
 ITERATIONS = 100_000
 OFFLINE = Defaults(num_prompts=128)
 
 
-def add(commands: Any) -> None:
+def add(commands: Commands) -> None:
     summary = "measure a server, or an engine in this process"
     bench = commands.add_parser("bench", help=summary, description=summary[0].upper() + summary[1:] + ".")
     kinds = bench.add_subparsers(dest="benchmark", metavar="BENCHMARK", title="benchmarks", required=True)
@@ -43,59 +49,59 @@ def add(commands: Any) -> None:
     _add_latency(kinds)
 
 
-def _add_serve(kinds: Any) -> None:
-    serve = add_command(kinds, "serve", "load an OpenAI-compatible server and time its answers", run_serve)
+def _add_serve(kinds: Commands) -> None:
+    serve = add_command(kinds, "serve", "time the responses of an OpenAI-compatible server", run_serve)
     server = serve.add_argument_group("server")
     server.add_argument("--base-url", default="http://127.0.0.1:8000", metavar="URL",
-                        help="where it is (default: http://127.0.0.1:8000)")
+                        help="address of the server (default: http://127.0.0.1:8000)")
     server.add_argument("--endpoint", choices=("/v1/completions", "/v1/chat/completions"), default="/v1/completions",
-                        help="what is asked (default: /v1/completions)")
-    server.add_argument("--model", default="", metavar="NAME", help="as it is served (default: the server's first)")
+                        help="route of the requests (default: /v1/completions)")
+    server.add_argument("--model", default="", metavar="NAME", help="its served name (default: the server's first)")
     server.add_argument("--api-key", default=os.environ.get("SLOTWISE_API_KEY", "").partition(",")[0], metavar="KEY",
-                        help="sent as a bearer token (default: $SLOTWISE_API_KEY)")
+                        help="key to send as a bearer token (default: $SLOTWISE_API_KEY)")
     _add_phrasing(serve.add_argument_group("requests"))
     measured = serve.add_argument_group("measurement")
     measured.add_argument("--max-concurrency", type=Number(whole(1, MAX_USERS)), metavar="N",
-                          help="a closed loop of so many users, each waiting for its answer: --arrivals closed:N")
+                          help="a closed loop of so many users, who wait for their responses: --arrivals closed:N")
     measured.add_argument("--num-warmups", type=Number(whole(0, MAX_WARMUPS)), default=1, metavar="N",
                           help="short requests before those that are measured (default: 1)")
     measured.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS",
-                          help="count requests that stay within all of these, of ttft, tpot and e2el: ttft:500 tpot:50")
+                          help="count requests within all of these limits of ttft, tpot and e2el: ttft:500 tpot:50")
     measured.add_argument("--save-result", action="store_true", help="write a JSON file")
-    measured.add_argument("--result-filename", metavar="FILE", help="write it here")
+    measured.add_argument("--result-filename", metavar="FILE", help="path of that file")
     add_workload_options(serve)
     add_seed_option(serve)
 
 
-def _add_phrasing(group: Any) -> None:
+def _add_phrasing(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--vocab-size", type=Number(whole(2, TOKENS)), metavar="N",
                        help="prompts are random token ids below it "
                        "(default: the server's if it tells, else 4000)")
     group.add_argument("--text-prompts", action="store_true", help="send words instead of token ids, about a token "
                        "each, to servers that take no ids; chat does so always")
     group.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, default=True,
-                       help="answers go on to their length whatever the model says (default: they do)")
-    group.add_argument("--hidden-lengths", action="store_true", help="every request asks for the workload's one "
-                       "max_tokens, and Slotwise ends each at its own length; other servers do not know that field. "
-                       "Without it each asks for its own length")
+                       help="outputs reach their length also where the model would end earlier (default: on)")
+    group.add_argument("--hidden-lengths", action="store_true", help="all requests have the same max_tokens, "
+                       "and Slotwise ends each output at its own length; other servers ignore that field (default: "
+                       "max_tokens is each output's length)")
     group.add_argument("--temperature", type=Number(real(0, 100)), default=0.0, metavar="T",
                        help="0 is greedy (default: 0)")
 
 
-def _add_throughput(kinds: Any) -> None:
+def _add_throughput(kinds: Commands) -> None:
     command = add_command(kinds, "throughput", "run a workload in this process as fast as it goes", run_throughput)
     _add_offline(command)
     command.add_argument("--event-log", default="", metavar="FILE",
-                         help="write all that the engine is asked and does, to be replayed, explained or drawn")
+                         help="write the event log here, for `slotwise replay`, `explain` and `timeline`")
     add_overwrite_option(command)
-    command.add_argument("--roofline", action="store_true", help="run it twice, and tell how near the machine's limits "
-                         "each kind of step came and where the rest went")
+    command.add_argument("--roofline", action="store_true", help="run it twice, and print the achieved share of the "
+                         "roofline by kind of step, with a breakdown of the rest")
     add_workload_options(command, OFFLINE)
     add_engine_options(command)
 
 
-def _add_latency(kinds: Any) -> None:
-    summary = "time one batch in this process, again and again"
+def _add_latency(kinds: Commands) -> None:
+    summary = "time one batch in this process, repeatedly"
     command = kinds.add_parser(  # `--batch-size` replaces the engine's: static and dynamic batches have that size
         "latency", help=summary, description=summary.capitalize() + ".", conflict_handler="resolve")
     command.set_defaults(run=run_latency)
@@ -104,7 +110,7 @@ def _add_latency(kinds: Any) -> None:
     counts: tuple[tuple[str, int, Range, str], ...] = (
         ("--batch-size", 8, whole(1, SLOTS), "requests at once"),
         ("--input-len", 32, whole(1, MAX_LENGTH), "tokens of each prompt"),
-        ("--output-len", 128, whole(1, MAX_LENGTH), "tokens of each answer"),
+        ("--output-len", 128, whole(1, MAX_LENGTH), "tokens of each output"),
         ("--num-iters-warmup", 3, whole(0, ITERATIONS), "iterations that do not count"),
         ("--num-iters", 10, whole(1, ITERATIONS), "iterations that count"),
     )
@@ -135,9 +141,8 @@ def run_serve(asked: argparse.Namespace) -> int:
     workload = workload_of(asked)
     target, vocab_size = resolve(target, asked.vocab_size or 0)
     phrasing = replace(phrasing, vocab_size=vocab_size)
-    with _bar(len(workload.requests), "request") as bar:
-        measured = measure(
-            target, workload, phrasing, num_warmups=asked.num_warmups, watch=lambda outcome: bar.update())
+    with progress(total=len(workload.requests), unit="request") as bar:
+        measured = measure(target, workload, phrasing, num_warmups=asked.num_warmups, watch=bar.count)
     result = serving_result(target, workload, measured, objectives)
     path = asked.result_filename or (default_filename("serve", target.model) if asked.save_result else "")
     status = _show(serving_table(result), result, path)
@@ -167,8 +172,8 @@ def run_throughput(asked: argparse.Namespace) -> int:
     with (LogFile(asked.event_log, overwrite=asked.overwrite_event_log) if asked.event_log
           else nullcontext()) as file:
         stand, about = _stand(asked, file)
-        with _bar(len(workload.requests), "request") as bar:
-            result = about | throughput(stand, workload, lambda done: _advance(bar, done))
+        with progress(total=len(workload.requests), unit="request") as bar:
+            result = about | throughput(stand, workload, bar.show)
     return _show(throughput_table(result), result, asked.output_json)
 
 
@@ -178,25 +183,12 @@ def _run_roofline(asked: argparse.Namespace, workload: Workload) -> int:
     from slotwise.bench.tables import roofline_table
 
     profiler = Profiler(_config(asked))
-    with _bar(2 * len(workload.requests), "request") as bar:
-        seen = _Steady(bar)
-        result = profiler.run(workload, lambda accounts: seen(len(accounts.outputs)))
+    with progress(total=2 * len(workload.requests), unit="request") as bar:
+        result = profiler.run(workload, lambda accounts, record: bar.show(len(accounts.outputs)))
     result = {
         "version": 1, "kind": "roofline", "status": "completed", "model": asked.model or BUILTIN_NAME,
         "environment": environment(), "settings": engine_settings(asked), "workload": workload_facts(workload)} | result
     return _show(roofline_table(result), result, asked.output_json)
-
-
-class _Steady:
-    """Advances a bar over several runs, each of which counts from zero."""
-
-    def __init__(self, bar: tqdm) -> None:
-        self._bar = bar
-        self._last = 0
-
-    def __call__(self, done: int) -> None:
-        self._bar.update(max(0, done - self._last))
-        self._last = done
 
 
 def run_latency(asked: argparse.Namespace) -> int:
@@ -208,19 +200,20 @@ def run_latency(asked: argparse.Namespace) -> int:
     if asked.batching not in ("static", "dynamic"):
         asked.batch_size = None
     stand, about = _stand(asked)
-    with _bar(batch.num_iters, "iteration") as bar:
-        result = about | latency(stand, batch, asked.seed, lambda done: _advance(bar, done))
+    with progress(total=batch.num_iters, unit="iteration") as bar:
+        result = about | latency(stand, batch, asked.seed, bar.show)
     return _show(latency_table(result), result, asked.output_json)
 
 
 def _stand(asked: argparse.Namespace, file: LogFile | None = None) -> tuple[Stand, dict[str, Any]]:
     """An engine in this process, logged to `file`, and the head of its result."""
-    from slotwise.bench.offline_run import Stand
-    from slotwise.compose.engine import build_engine
-    from slotwise.observe.offline import Logged
-
     settings = engine_settings(asked)
-    engine, info = build_engine(_config(asked))
+    with ending_at_once():
+        from slotwise.bench.offline_run import Stand
+        from slotwise.compose.engine import build_engine
+        from slotwise.observe.offline import Logged
+
+        engine, info = build_engine(_config(asked))
     about = {"model": asked.model or BUILTIN_NAME, "device": info.device, "dtype": info.dtype, "settings": settings}
     return Stand(Logged(engine, info, file) if file else engine, info.limits, info.vocab_size), about
 
@@ -237,14 +230,6 @@ def _check_writable(path: str | None) -> None:
     """Raises ValueError before the measurement rather than after."""
     if path and not Path(path).absolute().parent.is_dir():
         raise ValueError(f"there is no folder for {path}")
-
-
-def _bar(total: int, unit: str) -> tqdm[Any]:
-    return tqdm(total=total, unit=unit, disable=not sys.stderr.isatty(), leave=False)
-
-
-def _advance(bar: tqdm[Any], done: int) -> None:
-    bar.update(done - bar.n)
 
 
 def _show(table: RenderableType, result: dict[str, Any], path: str | None) -> int:

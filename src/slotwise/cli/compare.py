@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import statistics
 import sys
 from collections.abc import Callable, Mapping
@@ -13,22 +12,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slotwise.bench.compare import DISCIPLINES, Comparison, Contender, contenders, same_cache
+from slotwise.cli.interrupts import INTERRUPTED
 from slotwise.cli.numbers import Number
-from slotwise.cli.options import BUILTIN_NAME, add_command, add_engine_options
+from slotwise.cli.options import BUILTIN_NAME, Commands, add_command, add_engine_options
 from slotwise.cli.workload_options import Defaults, add_seed_option, add_workload_options, workload_of
-from slotwise.engine.config import EngineConfig
-from slotwise.engine.ranges import BYTES, real, whole
-from slotwise.engine.ranges import ENGINE as ENGINE_NUMBERS
+from slotwise.core.ranges import real, whole
+from slotwise.engine.config import BYTES, EngineConfig
+from slotwise.engine.config import ENGINE as ENGINE_NUMBERS
 from slotwise.workload.requests import Workload
 
 if TYPE_CHECKING:
     from slotwise.bench.compare import Make
-    from slotwise.bench.load import Watch
     from slotwise.bench.offline_run import OnStep
-    from slotwise.bench.progress import Advance, Bar
+    from slotwise.bench.progress import Bar
     from slotwise.compose.engine import Loaded
 
-INTERRUPTED = 130  # exit status
 FILE_WIDTH = 160  # columns of the tables without a terminal
 SLOTS = 16
 MAX_SAME_CACHE_SLOTS = 256
@@ -38,19 +36,19 @@ ENGINE = ("--device", "--dtype", "--max-model-len", "--max-num-batched-tokens", 
 UNCACHED = {"enable_prefix_caching": False}  # only the discipline may differ
 
 
-def add(commands: Any) -> None:
-    compare = add_command(commands, "compare", "run one workload under every way to batch, side by side", run)
+def add(commands: Commands) -> None:
+    compare = add_command(commands, "compare", "run one workload under every discipline, side by side", run)
     compare.add_argument("--model", help="a checkpoint's folder or a hub id (default: the built-in model)")
     group = compare.add_argument_group("comparison")
     group.add_argument("--disciplines", default=",".join(DISCIPLINES), metavar="A,B,...",
-                       help=f"in this order (default: {','.join(DISCIPLINES)})")
+                       help=f"disciplines, in this order (default: {','.join(DISCIPLINES)})")
     group.add_argument("--slots", "--max-num-seqs", type=Number(ENGINE_NUMBERS["max_num_seqs"]), default=SLOTS,
                        metavar="N",
                        help=f"rows of a step, at most (default: {SLOTS})")
     group.add_argument("--batch-size", type=Number(ENGINE_NUMBERS["batch_size"]), metavar="N",
                        help="static, dynamic: most requests of a batch (default: as many as there are slots)")
     group.add_argument("--max-wait-ms", type=Number(ENGINE_NUMBERS["max_wait_ms"]), metavar="MS",
-                       help="dynamic: how long the first of a batch waits for company (default: 50)")
+                       help="dynamic: how long the first request of a batch waits for others (default: 50)")
     group.add_argument("--online", action="store_true",
                        help="measure as clients of a real server, which is switched from discipline to discipline")
     group.add_argument("--equal-memory", type=Number(whole(1, BYTES), {"auto": 0}), metavar="BYTES|auto",
@@ -60,9 +58,9 @@ def add(commands: Any) -> None:
                        help="also sweep: static over continuous by how outputs vary or by slots, tokens per second by "
                        "rows, step times by how prompts join; repeatable")
     group.add_argument("--price-per-hour", type=Number(real(0, 1e9)), metavar="PRICE",
-                       help="of this machine, for the cost of tokens")
+                       help="price of this machine, for the cost of tokens")
     group.add_argument("--output", default="report.html", metavar="FILE", help="the report (default: report.html)")
-    group.add_argument("--json", metavar="FILE", help="write the figures here")
+    group.add_argument("--json", metavar="FILE", help="write the result here")
     add_engine_options(compare, ENGINE)
     add_workload_options(compare, WORKLOAD)
     add_seed_option(compare)
@@ -109,7 +107,6 @@ def _located(model: str | None) -> str:
 
 
 def run(asked: argparse.Namespace) -> int:
-    from slotwise.bench.progress import progress_bar
     from slotwise.bench.results import environment
 
     plan = Plan.of(asked)
@@ -118,8 +115,7 @@ def run(asked: argparse.Namespace) -> int:
         "mode": "server" if asked.online else "offline", "seed": asked.seed, "slots": plan.slots}, asked.price_per_hour)
     failure = None
     try:
-        with progress_bar() as bar:
-            (_online if asked.online else _offline)(plan, comparison, bar)
+        (_online if asked.online else _offline)(plan, comparison)
     except KeyboardInterrupt:
         comparison.interrupted = True
     except (ValueError, RuntimeError, MemoryError) as error:
@@ -137,10 +133,11 @@ def run(asked: argparse.Namespace) -> int:
     return 0
 
 
-def _offline(plan: Plan, comparison: Comparison, bar: Bar) -> None:
+def _offline(plan: Plan, comparison: Comparison) -> None:
+    from slotwise.bench.progress import progress
     from slotwise.compose.engine import load
 
-    with bar.task("loading"):
+    with progress("loading"):
         loaded = load(EngineConfig.of(**plan.settings, max_num_seqs=plan.slots))
     make = _maker(loaded, plan, comparison)
     chosen = list(plan.contenders)
@@ -148,20 +145,15 @@ def _offline(plan: Plan, comparison: Comparison, bar: Bar) -> None:
         chosen += same_cache(
             plan.equal_memory or _orca_bytes(plan), min(len(plan.workload.requests), MAX_SAME_CACHE_SLOTS))
     for contender in chosen:
-        with bar.task(contender.label, plan.workload.output_tokens) as advance:
-            comparison.run(contender, make, _by_tokens(advance))
+        with progress(contender.label, plan.workload.output_tokens, "token") as bar:
+            comparison.run(contender, make, _by_tokens(bar))
     for name in plan.sweeps:
-        with bar.task(f"vary {name}"):
+        with progress(f"vary {name}") as bar:
             comparison.sweeps.append(_sweep(name, plan, make, bar.say))
 
 
-def _by_tokens(advance: Advance) -> OnStep:
-    return lambda accounts: advance(accounts.sampled_tokens)
-
-
-def _by_answers(advance: Advance) -> Watch:
-    answers = itertools.count(1)
-    return lambda outcome: advance(next(answers))
+def _by_tokens(bar: Bar) -> OnStep:
+    return lambda accounts, record: bar.show(accounts.sampled_tokens)
 
 
 def _maker(loaded: Loaded, plan: Plan, comparison: Comparison) -> Make:
@@ -206,7 +198,8 @@ def _sweep(name: str, plan: Plan, make: Make, say: Callable[[str], None]) -> dic
     return sweeps.output_cv(make, plan.slots, len(outputs), mean, say)
 
 
-def _online(plan: Plan, comparison: Comparison, bar: Bar) -> None:
+def _online(plan: Plan, comparison: Comparison) -> None:
+    from slotwise.bench.progress import progress
     from slotwise.bench.server_run import run_online, serving
 
     arguments = [plan.settings["model"], "--max-num-seqs", str(plan.slots), "--served-model-name", plan.model]
@@ -216,13 +209,12 @@ def _online(plan: Plan, comparison: Comparison, bar: Bar) -> None:
             arguments += [option, str(value)]
     arguments.append("--no-enable-prefix-caching")
     with contextlib.ExitStack() as stack:
-        with bar.task("starting a server"):
+        with progress("starting a server"):
             served = stack.enter_context(serving(arguments))
         comparison.head["dtype"] = served.dtype
         for contender in plan.contenders:
-            with bar.task(contender.label, len(plan.workload.requests)) as advance:
-                comparison.add(contender, run_online(
-                    served.target, plan.workload, contender.settings, _by_answers(advance)))
+            with progress(contender.label, len(plan.workload.requests), "request") as bar:
+                comparison.add(contender, run_online(served.target, plan.workload, contender.settings, bar.count))
 
 
 def _show(comparison: Comparison, report: str, figures: str | None) -> None:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from slotwise.cli.numbers import Number
-from slotwise.cli.options import add_command
-from slotwise.engine.ranges import whole
+from slotwise.cli.options import Commands, add_command
+from slotwise.core.ranges import whole
 from slotwise.observe.event_log import Entry, LogError, read_file
 from slotwise.observe.explain import MS, PARTS, Explanation, explain
-from slotwise.observe.request_timeline import RequestTimeline, gather
+from slotwise.observe.fold import gather
+from slotwise.observe.request_timeline import RequestTimeline
 from slotwise.observe.step_time import StepTimeModel
 from slotwise.observe.step_view import StepView, step_view, times_of
 from slotwise.terminal import plain
@@ -27,8 +27,8 @@ MOST_LEFT_OUT = 64  # lines of requests that did not run
 TINY = 0.0005  # of the total: smaller parts have no column
 
 
-def add(commands: Any) -> None:
-    command = add_command(commands, "explain", "say from an event log where requests' time went", run)
+def add(commands: Commands) -> None:
+    command = add_command(commands, "explain", "divide the time of requests in an event log into parts", run)
     command.add_argument("log", metavar="LOG", help="a file written by --event-log")
     command.add_argument("request", nargs="?", metavar="REQUEST",
                          help="an X-Request-Id, a response's id, or the number of a request in the log")
@@ -36,7 +36,7 @@ def add(commands: Any) -> None:
     what.add_argument("--slowest", type=Number(whole(1, 1_000_000)), nargs="?", const=SLOWEST, metavar="N",
                       help=f"the N requests that took longest, part by part (default: {SLOWEST})")
     what.add_argument("--step", type=Number(whole(0, 2**53)), metavar="N",
-                      help="who ran in step N, who did not, and why")
+                      help="the rows of step N, the requests without one, and why")
 
 
 def run(asked: argparse.Namespace) -> int:
@@ -46,7 +46,7 @@ def run(asked: argparse.Namespace) -> int:
     timelines, times = gather(entries), times_of(entries)
     console = Console(width=None if sys.stdout.isatty() else FILE_WIDTH)
     if asked.step is not None:
-        _show_step(console, step_view(entries, timelines, asked.step, times), timelines)
+        _show_step(console, step_view(entries, asked.step, times), timelines)
     elif asked.request is not None:
         name = asked.request
         found = [one for one in timelines.values() if name == str(one.request.number) or one.is_named(name)]
@@ -83,12 +83,12 @@ def _show_explanation(console: Console, explanation: Explanation) -> None:
 
 def _heading(explanation: Explanation) -> str:
     timeline = explanation.timeline
-    told = [f"request {timeline.request.number} ({timeline.request.id})",
-            f"{timeline.request.num_prompt} prompt tokens, {explanation.num_cached} of them cached",
-            f"{timeline.num_output} output tokens"]
+    parts = [f"request {timeline.request.number} ({timeline.request.id})",
+             f"{timeline.request.num_prompt} prompt tokens, {explanation.num_cached} of them cached",
+             f"{timeline.num_output} output tokens"]
     if explanation.num_preemptions:
-        told.append(f"preempted {explanation.num_preemptions} times")
-    return "; ".join([*told, f"ended: {timeline.end_reason}" if timeline.ended else "still running"])
+        parts.append(f"preempted {explanation.num_preemptions} times")
+    return "; ".join([*parts, f"ended: {timeline.end_reason}" if timeline.ended else "still running"])
 
 
 def _steps(first: int, last: int) -> str:
@@ -127,16 +127,16 @@ def _show_slowest(console: Console, most: int, entries: Sequence[Entry],
 def _show_step(console: Console, shown: StepView, timelines: dict[int, RequestTimeline]) -> None:
     step = shown.step
     console.print(
-        f"Step {step.step}: {len(shown.ran)} rows, {sum(step.counts)} tokens and {sum(step.padding)} of padding in "
+        f"Step {step.step}: {len(shown.rows)} rows, {sum(step.counts)} tokens and {sum(step.padding)} of padding in "
         f"{(step.ended_ns - step.started_ns) * MS:.3f} ms (predicted {shown.predicted * 1e3:.3f}); then "
         f"{step.num_running} running, {step.num_waiting} waiting, {step.num_free_blocks} blocks free")
-    ran = Table("request", "slot", "computed", "what", "joined", title="Who ran", title_justify="left")
-    for row in shown.ran:
+    ran = Table("request", "slot", "computed", "what", "joined", title="Rows", title_justify="left")
+    for row in shown.rows:
         joined = "" if row.cached < 0 else f"now, {row.cached} tokens cached" if row.cached else "now"
         ran.add_row(
-            plain(_name(row.number, timelines)), str(row.slot), f"{row.count} from {row.start}", row.what, joined)
+            plain(_name(row.number, timelines)), str(row.slot), f"{row.num_tokens} from {row.start}", row.what, joined)
     console.print(ran)
-    out = Table("request", "state", "why not", title="Who did not", title_justify="left")
+    out = Table("request", "state", "why not", title="Left out", title_justify="left")
     for one in shown.left_out[:MOST_LEFT_OUT]:
         out.add_row(plain(_name(one.number, timelines)), one.state, plain(one.reason.replace("_", " ")))
     console.print(out if shown.left_out else "No other request was unfinished.")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from typing import NoReturn
 
-from slotwise.engine.ranges import Range
+from slotwise.core.ranges import Range
 from slotwise.errors import one_line
 
 MOST_DIGITS = 64
@@ -26,9 +27,9 @@ class Number:
         try:
             if not text.isascii() or "_" in text or text != text.strip() or len(text) > MOST_DIGITS:
                 raise ValueError
-            number = int(text) if self.range.is_whole else float(text)
+            number: float = int(text) if self.range.is_whole else float(text)
         except ValueError:
-            number = None
+            number = math.nan  # in no range
         if self.range.objection(number):
             either = "".join(f"{word} or " for word in self.words)
             raise argparse.ArgumentTypeError(f"must be {either}{self.range}, not {text!r:.40}")

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
+from typing import TYPE_CHECKING
 
 from slotwise import builtin
+from slotwise.cli.interrupts import ending_at_once
 from slotwise.cli.numbers import Number
-from slotwise.cli.options import add_command, add_engine_options, engine_settings
+from slotwise.cli.options import Commands, add_command, add_engine_options, engine_settings
 from slotwise.core.params import SamplingParams
-from slotwise.engine.config import ConfigError, EngineConfig
-from slotwise.engine.ranges import TOKENS, real, whole
+from slotwise.core.ranges import real, whole
+from slotwise.engine.config import TOKENS, ConfigError, EngineConfig
+from slotwise.errors import printable
 from slotwise.model.locate import locate
 
+if TYPE_CHECKING:
+    from slotwise.llm import LLM
 
-def add(commands: Any) -> None:
-    generate = add_command(commands, "generate", "continue prompts and print what comes", run_generate)
+def add(commands: Commands) -> None:
+    generate = add_command(commands, "generate", "continue prompts and print the text", run_generate)
     generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="texts to continue (default: one from stdin)")
     chat = add_command(commands, "chat", "talk to a model in the terminal", run_chat)
     for command in (generate, chat):
@@ -27,7 +31,8 @@ def add(commands: Any) -> None:
 
 def _sampling_options(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("sampling")
-    group.add_argument("--max-tokens", type=Number(whole(1, TOKENS)), default=256, help="longest answer (default: 256)")
+    group.add_argument("--max-tokens", type=Number(whole(1, TOKENS)), default=256,
+                       help="most output tokens (default: 256)")
     group.add_argument("--temperature", type=Number(real(0, 100)), default=0.2, help="0 is greedy (default: 0.2)")
     group.add_argument("--top-p", type=Number(real(0.000001, 1)), default=1.0,
                        help="nucleus sampling (default: 1.0, off)")
@@ -42,15 +47,16 @@ def _sampling_params(asked: argparse.Namespace) -> SamplingParams:
         stop=tuple(asked.stop))
 
 
-def _load(asked: argparse.Namespace) -> Any:
+def _load(asked: argparse.Namespace) -> LLM:
     """An engine in this process, with a notice on a terminal while it loads."""
     folder, settings = str(locate(asked.model or builtin.path())), engine_settings(asked)
     EngineConfig.of(model=folder, **settings)  # invalid settings fail before the seconds that torch takes to load
     if sys.stderr.isatty():
         print("Loading the model ...", end="\r", file=sys.stderr, flush=True)
-    from slotwise.llm import LLM
+    with ending_at_once():
+        from slotwise.llm import LLM
 
-    llm = LLM(folder, **settings)
+        llm = LLM(folder, **settings)
     if sys.stderr.isatty():
         print(" " * 24, end="\r", file=sys.stderr, flush=True)
     return llm
@@ -65,11 +71,11 @@ def run_generate(asked: argparse.Namespace) -> int:
     if len(prompts) == 1:
         print(prompts[0], end="", flush=True)
         for text in llm.stream(prompts[0], params):
-            print(text, end="", flush=True)
+            print(_shown(text), end="", flush=True)
         print()
         return 0
     for output in llm.generate(prompts, params, use_tqdm=sys.stderr.isatty()):
-        print(f"{output.prompt}{output.outputs[0].text}\n")
+        print(f"{output.prompt}{_shown(output.outputs[0].text)}\n")
     return 0
 
 
@@ -83,11 +89,18 @@ def run_chat(asked: argparse.Namespace) -> int:
         conversation.append({"role": "user", "content": message})
         answer = ""
         for text in llm.stream(llm.template(conversation), params):
-            print(text, end="", flush=True)
+            print(_shown(text), end="", flush=True)
             answer += text
         print()
         conversation.append({"role": "assistant", "content": answer})
     return 0
+
+
+def _shown(text: str) -> str:
+    """`text` as it is; on a terminal, which would obey them, with control characters but tab and newline escaped."""
+    if not sys.stdout.isatty():
+        return text
+    return "".join([c if c in "\n\t" else printable(c) for c in text])
 
 
 def _ask() -> str:

@@ -3,99 +3,105 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, TypeAlias
 
 from slotwise.batching.settings import KINDS, MAX_WAIT_MS, PREFILLS
-from slotwise.cli.numbers import Number
+from slotwise.cli.numbers import Number, Parser
 from slotwise.core.limits import PRESSURES, RECOMPUTE
-from slotwise.engine.config import DEVICES, DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, STALL_MS
-from slotwise.engine.ranges import ENGINE
+from slotwise.engine.config import DEVICES, DTYPES, ENGINE, KV_CACHE_DTYPES, QUANTIZATIONS, STALL_MS
+from slotwise.errors import printable
 from slotwise.policies.settings import GAP, POLICIES, QUANTILE, TTFT_MS
 
 BUILTIN_NAME = "slotwise-builtin"  # the served name of the model in the package
 
-# Numbers have the ranges of `engine.ranges`.
+# Numbers have the ranges of `engine.config.ENGINE`.
 ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("--device", {"choices": DEVICES, "default": "auto", "help": "what computes (default: the best there is)"}),
-    ("--dtype", {"choices": DTYPES, "default": "auto", "help": "type of the weights (default: auto, the checkpoint's; "
-                 "on a CPU float16 becomes bfloat16)"}),
-    ("--quantization", {"choices": QUANTIZATIONS, "default": "none", "help": "bits of the weights, quantised as they "
-                        "are loaded; activations become int8 as they come (default: none)"}),
-    ("--kv-cache-dtype", {"choices": KV_CACHE_DTYPES, "default": "auto", "help": "what keys and values are kept as; "
+    ("--device", {"choices": DEVICES, "default": "auto", "help": "what computes (default: auto, a GPU if torch finds "
+                  "one, else the CPU)"}),
+    ("--dtype", {"choices": DTYPES, "default": "auto", "help": "type of the weights (default: auto, that of the "
+                 "checkpoint; on a CPU float16 becomes bfloat16)"}),
+    ("--quantization", {"choices": QUANTIZATIONS, "default": "none", "help": "type to which weights are quantized "
+                        "when they are loaded; activations are quantized to int8 in each step (default: none)"}),
+    ("--kv-cache-dtype", {"choices": KV_CACHE_DTYPES, "default": "auto", "help": "type of cached keys and values; "
                           "int8 on the CPU and fp8 on a GPU hold about twice the tokens in the same memory (default: "
-                          "auto, as they are computed)"}),
-    ("--max-model-len", {"metavar": "TOKENS", "help": "longest sequence, prompt and output together"}),
+                          "auto, the type in which they are computed)"}),
+    ("--max-model-len", {"metavar": "TOKENS", "help": "longest sequence, prompt and output together (default: "
+                         "the model's)"}),
     ("--max-num-seqs", {"default": 64, "metavar": "N", "help": "slots of the batch (default: 64)"}),
-    ("--max-num-batched-tokens", {"metavar": "TOKENS", "help": "tokens of one step (default: about what "
-                                  "half a second has room for, a tenth where stalls are not bounded; 128 to 512, on a "
-                                  "GPU up to 8192; and one for each slot)"}),
-    ("--batching", {"choices": KINDS, "default": "continuous", "help": "how a batch is made (default: continuous)"}),
+    ("--max-num-batched-tokens", {"metavar": "TOKENS", "help": "token budget of a step (default: what half "
+                                  "a second computes, a tenth where stalls are not bounded; 128 to 512, on a GPU up to "
+                                  "8192; and one for each slot)"}),
+    ("--batching", {"choices": KINDS, "default": "continuous", "help": "discipline of the batch: docs/batching.md "
+                    "compares them (default: continuous)"}),
     ("--prefill", {
-        "choices": PREFILLS, "help": "continuous: how a prompt meets rows that decode, in chunks beside them, whole "
-        "beside them, or while they pause (default: chunked)"}),
+        "choices": PREFILLS, "help": "continuous: prompts run in chunks beside rows that decode, whole beside them, "
+        "or alone while those pause (default: chunked)"}),
     ("--batch-size", {
         "metavar": "N",
         "help": "static, dynamic: most requests of a batch (default: as many as there are slots)"}),
     ("--max-wait-ms", {
         "metavar": "MS",
-        "help": f"dynamic: how long the first of a batch waits for company (default: {MAX_WAIT_MS:g})"}),
+        "help": f"dynamic: how long the first request of a batch waits for others (default: {MAX_WAIT_MS:g})"}),
     ("--long-prefill-token-threshold", {
         "default": 0, "metavar": "TOKENS",
-        "help": "chunked: most tokens one prompt gets in a step (default: what the budget leaves)"}),
+        "help": "chunked: most tokens of one prompt in a step (default: what the budget leaves)"}),
     ("--scheduling-policy", {
         "choices": POLICIES, "default": "fcfs",
-        "help": "who goes next: docs/policies.md tells what each promises (default: fcfs)"}),
+        "help": "order of requests: docs/policies.md says what each policy promises (default: fcfs)"}),
     ("--ageing", {
         "metavar": "SECONDS",
-        "help": "priority: waiting that makes up for one step of priority; shortest: for 100 tokens of work; deadline: "
-        "after which one that is late goes first (default: 60)"}),
+        "help": "priority: waiting time that makes up for one priority; shortest: for 100 tokens of work; deadline: "
+        "after which a late request goes first (default: 60)"}),
     ("--preemption-gap", {
-        "metavar": "STEPS", "help": "priority: how far ahead of one that runs a waiting request must be "
-        f"to take its place (default: {GAP})"}),
+        "metavar": "PRIORITIES", "help": "priority: a waiting request preempts a running one that is behind it by "
+        f"so much (default: {GAP})"}),
     ("--length-quantile", {
-        "metavar": "SHARE", "help": "shortest: which of the lengths of answers like it a request is "
-        f"taken for (default: {QUANTILE:g}, their median)"}),
+        "metavar": "SHARE", "help": "shortest: quantile of similar requests' output lengths that "
+        f"predicts a request's (default: {QUANTILE:g}, the median)"}),
     ("--length-oracle", {
         "action": "store_true",
-        "help": "shortest: know the lengths that a benchmark draws, to see what guessing costs"}),
+        "help": "shortest: use the output lengths that a benchmark fixed, to measure the cost of predicting them"}),
     ("--default-ttft-ms", {
         "metavar": "MS",
-        "help": f"deadline: objective of requests that bring none (default: {TTFT_MS:g})"}),
+        "help": f"deadline: objective of requests without one (default: {TTFT_MS:g})"}),
     ("--shed-late", {
-        "action": "store_true", "help": "deadline: end at once who can no longer be served in time"}),
+        "action": "store_true", "help": "deadline: end requests at once that can no longer be in time"}),
     ("--max-step-ms", {
-        "metavar": "MS", "help": "time a step may take, as learned from those before: prompts are cut "
-        "to fit, without the exceptions of --max-stall-ms (default: no limit)"}),
+        "metavar": "MS", "help": "predicted time that a step may take: prompts are chunked to fit, "
+        "without the exceptions of --max-stall-ms (default: no limit)"}),
     ("--max-stall-ms", {
-        "default": STALL_MS, "metavar": "MS", "help": "how long prompts may "
-        "hold up streams that run, as learned; longer where more requests begin than run, and up to twice what the "
-        f"running ones take alone (default: {STALL_MS:g}; 0: no limit)"}),
+        "default": STALL_MS, "metavar": "MS", "help": "predicted time by "
+        "which prompts may delay running rows; longer where more requests start than run, and up to twice the time of "
+        f"the running rows alone (default: {STALL_MS:g}; 0: no limit)"}),
     ("--max-step-context", {"default": 0, "help": argparse.SUPPRESS}),  # retired: see engine.config
-    ("--block-size", {"metavar": "TOKENS", "help": "tokens of a cache block (default: the best)"}),
+    ("--block-size", {"metavar": "TOKENS", "help": "tokens of a cache block (default: 64)"}),
     ("--kv-cache-memory", {"metavar": "BYTES", "help": "memory of the cache (default: what the slots "
-                           "can use, within 40%% of what is free)"}),
+                           "can use, at most 40%% of the free memory)"}),
     ("--gpu-memory-utilization", {
         "metavar": "SHARE",
-        "help": "share of all memory, on whatever device, for weights, workspace and cache together (default: on a GPU "
-        "0.9)"}),
+        "help": "share of the memory of the GPU, or of the machine, for weights, workspace and cache together "
+        "(default: on a GPU 0.9)"}),
     ("--enable-prefix-caching", {
         "action": argparse.BooleanOptionalAction, "default": True,
-        "help": "compute equal beginnings of requests once (default: on)"}),
+        "help": "compute common prefixes of requests once (default: on)"}),
     ("--kv-offloading-size", {
-        "default": 0.0, "metavar": "GIB", "help": "on a GPU: host memory that keeps what the prefix "
-        "cache evicts, so that it is copied back instead of computed again (default: 0, none)"}),
+        "default": 0.0, "metavar": "GIB", "help": "on a GPU: host memory for blocks that the prefix "
+        "cache evicts; they are copied back instead of computed again (default: 0, none)"}),
     ("--on-pressure", {
         "choices": PRESSURES, "default": RECOMPUTE,
-        "help": "who must yield when the cache is full waits and is computed again, or ends in an error"}),
-    ("--seed", {"default": 0, "help": "of the requests that bring none (default: 0)"}),
+        "help": f"a request that is preempted because the cache is full is recomputed, or ends with an error (default: "
+        f"{RECOMPUTE})"}),
+    ("--seed", {"default": 0, "help": "seed of requests without one (default: 0)"}),
 )
 
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 Run = Callable[[argparse.Namespace], int]
 """Runs a command and returns its exit status."""
 
 
-def add_command(commands: Any, name: str, summary: str, run: Run) -> argparse.ArgumentParser:
+def add_command(commands: Commands, name: str, summary: str, run: Run) -> argparse.ArgumentParser:
     command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
     command.set_defaults(run=run)
     return command
@@ -106,11 +112,19 @@ def add_engine_options(command: argparse.ArgumentParser, names: Collection[str] 
     group = command.add_argument_group("engine")
     for name, options in ENGINE_OPTIONS:
         if not names or name in names:
-            allowed = ENGINE.get(_setting(name))
-            group.add_argument(name, **options, **({"type": Number(allowed)} if allowed else {}))
+            if allowed := ENGINE.get(_setting(name)):
+                options = options | {"type": Number(allowed)}
+            group.add_argument(name, **options)
 
 
-def add_overwrite_option(group: Any) -> None:
+def input_file(text: str) -> str:
+    """The type of an option that names a file to read: a pipe might never end, and nothing may write to it."""
+    if os.path.exists(text) and not os.path.isfile(text):
+        raise argparse.ArgumentTypeError(f"must be a regular file, and {printable(text)} is none")
+    return text
+
+
+def add_overwrite_option(group: argparse._ActionsContainer) -> None:
     """The companion option of `--event-log`."""
     group.add_argument("--overwrite-event-log", action="store_true",
                        help="replace the file of --event-log also where it is no event log, or another user's")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from slotwise.cli.options import add_command
+from slotwise.cli.options import Commands, add_command
 from slotwise.observe.event_log import read_file
 from slotwise.simulate.replay import Outcome, replay
 from slotwise.terminal import plain
@@ -16,8 +15,8 @@ from slotwise.terminal import plain
 DIFFERENT = 1  # exit status
 
 
-def add(commands: Any) -> None:
-    command = add_command(commands, "replay", "play an event log again, and compare every plan with the recorded", run)
+def add(commands: Commands) -> None:
+    command = add_command(commands, "replay", "replay an event log, and compare every record", run)
     command.add_argument("log", help="a file written by `slotwise serve --event-log FILE`")
 
 

@@ -6,15 +6,24 @@ import argparse
 import json
 import os
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from slotwise import builtin
+from slotwise import builtin, child
+from slotwise.cli.interrupts import ending_at_once
 from slotwise.cli.numbers import Number
-from slotwise.cli.options import BUILTIN_NAME, add_command, add_engine_options, add_overwrite_option, engine_settings
+from slotwise.cli.options import (
+    BUILTIN_NAME,
+    Commands,
+    add_command,
+    add_engine_options,
+    add_overwrite_option,
+    engine_settings,
+    input_file,
+)
+from slotwise.core.ranges import real, whole
 from slotwise.engine.admission_control import PATIENCE
-from slotwise.engine.config import EngineConfig
+from slotwise.engine.config import DAY, EngineConfig
 from slotwise.engine.heartbeat import ENGINE_TIMEOUT, SHORTEST_TIMEOUT
-from slotwise.engine.ranges import DAY, real, whole
 from slotwise.model.locate import locate
 from slotwise.observe.lines import FORMATS, TEXT
 
@@ -22,8 +31,8 @@ if TYPE_CHECKING:
     from slotwise.server.tiers import ServedTier
 
 
-def add(commands: Any) -> None:
-    serve = add_command(commands, "serve", "answer OpenAI-compatible requests over HTTP", run)
+def add(commands: Commands) -> None:
+    serve = add_command(commands, "serve", "serve a model over HTTP, with OpenAI's API", run)
     serve.add_argument("model", nargs="?", help="a checkpoint's folder or a hub id (default: the built-in model)")
     _server_options(serve)
     add_engine_options(serve)
@@ -33,53 +42,54 @@ def _server_options(serve: argparse.ArgumentParser) -> None:
     group = serve.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     group.add_argument("--port", type=Number(whole(0, 65_535)), default=8000,
-                       help="0 takes any free port (default: 8000)")
+                       help="port to listen on; 0: any free port (default: 8000)")
     group.add_argument("--api-key", action="append", default=[], type=_key, metavar="KEY",
-                       help="clients must send one of the keys given as a bearer token; each key's prefix cache is its "
-                       "own (default: those in $SLOTWISE_API_KEY, comma separated)")
+                       help="a key that clients send as a bearer token; repeatable; keys share no cached prefixes "
+                       "(default: those in $SLOTWISE_API_KEY, comma separated)")
     group.add_argument("--admin-api-key", type=_key, metavar="KEY",
                        help="the only key that may use /admin (default: $SLOTWISE_ADMIN_API_KEY; without one, any "
                        "key may)")
-    group.add_argument("--tiers", metavar="FILE",
+    group.add_argument("--tiers", type=input_file, metavar="FILE",
                        help="classes of service, in TOML: objectives, shares, queues, keys and their quotas; "
                        "docs/tiers.md tells all")
     group.add_argument("--served-model-name", metavar="NAME", help="what clients call the model")
-    group.add_argument("--chat-template", metavar="FILE", help="a Jinja file instead of the model's own template")
+    group.add_argument("--chat-template", type=input_file, metavar="FILE",
+                       help="a Jinja file instead of the model's own template")
     group.add_argument("--max-num-queued-reqs", type=Number(whole(1)), metavar="N",
-                       help="requests that may wait for their first slot, one key's at most 8/9 of them; more get 503 "
-                       f"(default: what is expected to start within {PATIENCE:g} s, as measured)")
+                       help="requests that may wait for a first slot, 8/9 of them of one key; more get 503 "
+                       f"(default: what should start within {PATIENCE:g} s, at the measured rate)")
     group.add_argument("--max-num-queued-tokens", type=Number(whole(1)), metavar="TOKENS",
-                       help="tokens of their prompts, likewise")
+                       help="prompt tokens of requests that wait for a first slot, likewise")
     group.add_argument("--queue-timeout", type=Number(real(0, DAY)), default=0.0, metavar="SECONDS",
-                       help="a request that has waited so long for its first slot gets 504 (default: it waits on)")
+                       help="a request that has waited so long for its first slot gets 504 (default: no limit)")
     group.add_argument("--engine-timeout", type=Number(real(SHORTEST_TIMEOUT, DAY)), default=ENGINE_TIMEOUT,
                        metavar="SECONDS",
-                       help="silence after which the engine process is killed and started anew; after half of it "
+                       help="silence after which the engine process is killed and replaced; after half of it "
                             f"/health is 503 (default: {ENGINE_TIMEOUT:g})")
     group.add_argument("--shutdown-timeout", type=Number(real(0, DAY)), default=30.0, metavar="SECONDS",
-                       help="how long running requests may take to end after SIGTERM (default: 30)")
+                       help="time that running requests have to end after SIGTERM (default: 30)")
     group.add_argument("--stream-interval", type=Number(whole(1, 65_536)), default=1, metavar="TOKENS",
-                       help="tokens gathered before a stream sends them (default: 1)")
+                       help="tokens of each event of a stream (default: 1)")
     group.add_argument("--event-log", default="", metavar="FILE",
-                       help="write all that happens here, prompts included: up to 1 kB for a step of 16 rows; it can "
-                       "be replayed, explained, drawn (default: only the latest is kept, in memory)")
+                       help="write the event log here, prompts included: up to 1 kB for a step of 16 rows (default: "
+                       "only the latest entries are kept, in memory)")
     add_overwrite_option(group)
     group.add_argument("--otlp-traces-endpoint", default="", metavar="URL",
                        help="send a span for each request and its stages to this collector, by OTLP over HTTP "
                        "(http://127.0.0.1:4318/v1/traces; needs slotwise[otel])")
     group.add_argument("--log-format", choices=FORMATS, default=TEXT,
-                       help="of what is written to stderr: lines for people, or a JSON object each (default: text)")
+                       help="lines on stderr: text, or a JSON object each (default: text)")
     _browser_options(group)
 
 
-def _browser_options(group: Any) -> None:
+def _browser_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--allowed-hosts", action="extend", default=[], type=_host_names, metavar="NAME",
-                       help="names that clients may use for this server in the Host header; on a loopback address "
-                       "without keys all but localhost and its addresses are refused; may be repeated, or a JSON list; "
+                       help="names of this server that the Host header may have; on a loopback address "
+                       "without keys all but localhost and its addresses are refused; repeatable, or a JSON list; "
                        "* allows any")
     group.add_argument("--allowed-origins", action="extend", default=[], type=_origins, metavar="ORIGIN",
-                       help="sites whose pages may use this server from a browser, as https://example.com; may be "
-                       "repeated, or a JSON list; * allows any (default: only pages of this server)")
+                       help="sites whose pages may use this server from a browser, as https://example.com; "
+                       "repeatable, or a JSON list; * allows any (default: only pages of this server)")
 
 
 def _listed(text: str) -> list[str]:
@@ -160,12 +170,19 @@ def _tiers(asked: argparse.Namespace) -> tuple[ServedTier, ...]:
     from slotwise.server.tiers import load_tiers, objection
 
     tiers = load_tiers(asked.tiers, asked.max_num_seqs, os.environ)
+    for served in tiers:
+        child.keep_secret(served.variable)
     if wrong := objection(tiers, _keys(asked.api_key)):
         raise ValueError(f"{asked.tiers}: {wrong}")
     return tiers
 
 
 def run(asked: argparse.Namespace) -> int:
+    with ending_at_once():  # until the server takes signals itself
+        return _run(asked)
+
+
+def _run(asked: argparse.Namespace) -> int:
     from slotwise.compose.garbage import hold_off
     from slotwise.compose.launch import launch_engine
     from slotwise.observe.log_file import check

@@ -6,19 +6,18 @@ import argparse
 import webbrowser
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from slotwise.cli.options import add_command
+from slotwise.cli.options import Commands, add_command
 from slotwise.files import write_whole
 from slotwise.observe import event_log
 from slotwise.observe.timeline import page
 
 
-def add(commands: Any) -> None:
+def add(commands: Commands) -> None:
     timeline = add_command(commands, "timeline", "draw a saved event log as a page that opens in any browser", run)
-    timeline.add_argument("log", type=Path, metavar="LOG", help="what `slotwise serve --event-log LOG` has written")
+    timeline.add_argument("log", type=Path, metavar="LOG", help="a file written by `slotwise serve --event-log LOG`")
     timeline.add_argument("--output", type=Path, metavar="FILE", help="the page (default: LOG.html beside the log)")
     timeline.add_argument("--open", action="store_true", help="show it in the browser")
 

@@ -9,11 +9,12 @@ import sys
 import time
 from email.utils import parsedate_to_datetime
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from math import isfinite
+from typing import TYPE_CHECKING
 
 from slotwise.cli.numbers import Number
-from slotwise.cli.options import add_command
-from slotwise.engine.ranges import real
+from slotwise.cli.options import Commands, add_command
+from slotwise.core.ranges import real
 
 if TYPE_CHECKING:
     import aiohttp
@@ -32,15 +33,15 @@ class TopError(RuntimeError):
     """There is nothing to show; the message is one line that says why."""
 
 
-def add(commands: Any) -> None:
+def add(commands: Commands) -> None:
     top = add_command(commands, "top", "watch a server's slots, queue, cache and rates in the terminal", run)
     top.add_argument("url", nargs="?", default="http://127.0.0.1:8000", metavar="URL",
-                     help="of the server (default: http://127.0.0.1:8000)")
+                     help="address of the server (default: http://127.0.0.1:8000)")
     top.add_argument("--api-key", default=os.environ.get("SLOTWISE_API_KEY", "").partition(",")[0], metavar="KEY",
-                     help="sent as a bearer token (default: $SLOTWISE_API_KEY)")
-    top.add_argument("--once", action="store_true", help="print how it stands and end; so it is without a terminal")
+                     help="key to send as a bearer token (default: $SLOTWISE_API_KEY)")
+    top.add_argument("--once", action="store_true", help="print one frame and end, as without a terminal")
     top.add_argument("--interval", type=Number(real(0.05, 60)), default=0.5, metavar="SECONDS",
-                     help="between two pictures (default: 0.5)")
+                     help="time between two frames (default: 0.5)")
 
 
 def run(asked: argparse.Namespace) -> int:
@@ -71,7 +72,8 @@ class Watch:
         ours = self.state.now_ns + (now - self.heard) * 1e9
         if (run := self.state.run) is None or not self._date:
             return int(ours)
-        return int(max(ours, run.started_ns + (self._date - run.started_unix + now - self._connected) * 1e9))
+        theirs = run.started_ns + (self._date - run.started_unix + now - self._connected) * 1e9
+        return int(max(ours, theirs) if isfinite(theirs) else ours)
 
     async def follow(self) -> None:
         """Read entries until the server ends the stream.
@@ -108,14 +110,14 @@ class Watch:
             self.trouble = ""
             self.heard = time.monotonic()
             if line.strip():
-                self.state.feed(decode(line))
+                self.state.apply(decode(line))
 
 
 def _date(header: str) -> float:
     """Seconds since the epoch; 0 when there is no date."""
     try:
         return parsedate_to_datetime(header).timestamp()
-    except ValueError:
+    except (ValueError, OverflowError):
         return 0.0
 
 
@@ -149,8 +151,8 @@ async def _live(watch: Watch, interval: float) -> None:
     try:
         with Live(screen=True, auto_refresh=False) as live:
             while not following.done():
-                room = live.console.size.height
-                live.update(frame(watch.state, watch.now_ns(), most_rows=room, trouble=watch.trouble), refresh=True)
+                height = live.console.size.height
+                live.update(frame(watch.state, watch.now_ns(), most_rows=height, trouble=watch.trouble), refresh=True)
                 await asyncio.sleep(interval)
         following.result()
     finally:

@@ -7,7 +7,9 @@ import math
 from dataclasses import dataclass
 
 from slotwise.cli.numbers import Number
-from slotwise.engine.ranges import ENGINE, Range, real, whole
+from slotwise.cli.options import input_file
+from slotwise.core.ranges import Range, real, whole
+from slotwise.engine.config import ENGINE
 from slotwise.workload import arrivals, files, lengths, prefixes
 from slotwise.workload.arrivals import MAX_RATE, Arrivals
 from slotwise.workload.lengths import MAX_LENGTH
@@ -35,16 +37,16 @@ SHAPE = ("trace", "num_prompts", *DRAWN, "arrivals", "request_rate", "burstiness
 def add_workload_options(command: argparse.ArgumentParser, defaults: Defaults = DEFAULTS) -> None:
     """Add all but `--seed`, which a command with engine options has already; others call `add_seed_option`."""
     group = command.add_argument_group("workload")
-    group.add_argument("--workload", metavar="FILE", help="repeat one that was saved")
-    group.add_argument("--trace", metavar="CSV", help="replay recorded requests: a file with the columns arrived_at, "
-                       "num_prefill_tokens, num_decode_tokens")
+    group.add_argument("--workload", type=input_file, metavar="FILE", help="repeat one that was saved")
+    group.add_argument("--trace", type=input_file, metavar="CSV", help="replay recorded requests: a "
+                       "file with the columns arrived_at, num_prefill_tokens, num_decode_tokens")
     group.add_argument("--num-prompts", type=Number(whole(1, MAX_REQUESTS)), metavar="N",
                        help=f"requests (default: {defaults.num_prompts})")
     group.add_argument("--input-lengths", metavar="LENGTHS", help="tokens of the prompts: one of "
                        + ", ".join(kind.form for kind in lengths.KINDS.values())
                        + f" (default: {defaults.input_lengths})")
     group.add_argument("--output-lengths", metavar="LENGTHS",
-                       help=f"tokens of the answers, likewise (default: {defaults.output_lengths})")
+                       help=f"tokens of the outputs, likewise (default: {defaults.output_lengths})")
     group.add_argument("--arrivals", metavar="ARRIVALS", help="one of "
                        + ", ".join(kind.form for kind in arrivals.KINDS.values())
                        + f" (default: {defaults.arrivals}, or the trace's)")
@@ -52,20 +54,20 @@ def add_workload_options(command: argparse.ArgumentParser, defaults: Defaults = 
                        help="the same as --arrivals poisson:R; inf is at-once")
     group.add_argument("--burstiness", type=Number(real(0.0001, 10_000)), metavar="B",
                        help="shape of the gamma-distributed gaps at that rate: below 1 arrivals come in bursts")
-    group.add_argument("--prefix", metavar=prefixes.Prefixes.form, help="put one of so many shared prompt beginnings "
+    group.add_argument("--prefix", metavar=prefixes.Prefixes.form, help="put one of so many shared prefixes "
                        "before each prompt")
     group.add_argument("--max-tokens", type=Number(whole(1, MAX_LENGTH)), metavar="TOKENS",
-                       help="what every request asks for (default: the longest answer there can be)")
+                       help="max_tokens of every request (default: the longest possible output)")
     group.add_argument("--length-scale", type=Number(real(0.0001, 100)), metavar="X",
                        help="multiply the lengths of a trace")
     group.add_argument("--time-scale", type=Number(real(0, 1e6)), metavar="X",
                        help="multiply the times of a trace")
-    group.add_argument("--save-workload", metavar="FILE", help="write it, for --workload to repeat")
+    group.add_argument("--save-workload", metavar="FILE", help="write the workload, for --workload to repeat")
 
 
 def add_seed_option(command: argparse.ArgumentParser) -> None:
     command.add_argument("--seed", type=Number(ENGINE["seed"]), default=0, metavar="N",
-                         help="of the workload (default: 0)")
+                         help="seed of the workload (default: 0)")
 
 
 def workload_of(asked: argparse.Namespace, defaults: Defaults = DEFAULTS) -> Workload:

@@ -12,20 +12,18 @@ import torch
 
 from slotwise.compose.machine import glance, roofline
 from slotwise.compose.sizes import sized, step_tokens
-from slotwise.compose.step_times import known
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.roofline import Machine, Roofline
 from slotwise.core.scheduler import Scheduler
-from slotwise.engine import first_step
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import Executor
 from slotwise.engine.messages import EngineInfo, MemoryUse
-from slotwise.engine.warmup import warmup
-from slotwise.kernels import compile_worker
+from slotwise.engine.warmup import check_steps, warmup
 from slotwise.kernels.checked import CheckedKernels
+from slotwise.kernels.cpu.jit import workers
+from slotwise.kernels.cpu.memory import LARGE
 from slotwise.kernels.cpu.openmp import roam
-from slotwise.kernels.cpu.pages import LARGE
 from slotwise.kernels.interface import Kernels
 from slotwise.kernels.select import choose, draw_for, launcher_of, resolve
 from slotwise.model.config import ModelConfig
@@ -33,6 +31,7 @@ from slotwise.model.decoder import Decoder
 from slotwise.model.fingerprint import fingerprint
 from slotwise.model.load import describe, load_model
 from slotwise.model.locate import locate
+from slotwise.observe.step_time import load_or_learn
 from slotwise.runner import memory
 from slotwise.runner.input_batch import SlotTable
 from slotwise.runner.kv_offload import HostBlocks
@@ -40,7 +39,7 @@ from slotwise.runner.model_runner import ModelRunner
 from slotwise.runner.prefault import Prefault
 from slotwise.runner.sampling.cpu import Sampler
 from slotwise.runner.sampling.gpu import DeviceSampler
-from slotwise.runner.sampling.interface import Sampling
+from slotwise.runner.sampling.params import Sampling
 
 Progress = Callable[[str, int, int], None]
 """Called with `(stage, done, total)` while an engine is built."""
@@ -57,7 +56,8 @@ class Warming:
         self._kernels = kernels
         self._kind = kind
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        # No daemon: a process whose loading failed would tear libraries down while this compiles, and be aborted.
+        self._thread = threading.Thread(target=self._run, name="warming")
         self._thread.start()
 
     def _run(self) -> None:
@@ -67,7 +67,7 @@ class Warming:
         except BaseException as error:
             self._error = error
         finally:
-            compile_worker.dismiss()  # workers that were not needed
+            workers.dismiss()  # workers that were not needed
 
     def finish(self) -> None:
         """Waits until all kernels are ready; raises the error of one that failed to compile."""
@@ -121,11 +121,11 @@ class Loaded:
             threads=torch.get_num_threads(), product_path=kernels.product_path(decoder.config.dtype),
             checkpoint=self._checkpoint)
         runner = _runner(decoder, limits)
-        first_step.check(runner, limits, time.monotonic_ns)
-        times = known(config, info, lambda: warmup(runner, limits, time.monotonic_ns))
+        check_steps(runner, limits, time.monotonic_ns)
+        times = load_or_learn(config, info, lambda: warmup(runner, limits, time.monotonic_ns))
         scheduler = Scheduler(limits, scheduling.discipline(), scheduling.policy(times), times)
         engine = Engine(scheduler, runner, time.monotonic_ns, eos_ids, depth=depth, scheduling=scheduling)
-        info.learned = times.learned() if times.knows else None
+        info.learned = times.learned() if times.is_trained else None
         info.roofline = self.roofline(glance(decoder.kernels.device, decoder.config.dtype))
         return engine, info
 
@@ -145,6 +145,7 @@ def load(config: EngineConfig, progress: Progress = silent, wrap: Callable[[Kern
     Raises:
         CheckpointError: the model's files are invalid.
         ConfigError: the device is missing, or does not support the settings.
+        MemoryError: the weights do not fit the memory of the device.
     """
     try:
         device = resolve(config.device)
@@ -155,13 +156,23 @@ def load(config: EngineConfig, progress: Progress = silent, wrap: Callable[[Kern
     folder = locate(config.model)
     checkpoint = fingerprint(folder)  # first: what changes meanwhile is seen by the next engine
     kind = describe(folder, config.dtype, kernels).dtype
-    packing = 1 if compile_worker.are_waiting() else torch.get_num_threads()  # all other threads compile
+    packing = 1 if workers.are_waiting() else torch.get_num_threads()  # all other threads compile
     warming = Warming(kernels, kind)  # loading kernels holds the GIL, packing weights does not
     with _threads(packing):
         decoder = load_model(
             config.model, kernels=kernels, dtype=config.dtype, max_positions=config.max_model_len,
-            progress=lambda done, total: progress("weights", done, total))
+            progress=lambda done, total: progress("weights", done, total),
+            admit=lambda num_bytes: _check_memory(num_bytes, kernels.device))
     return Loaded(config.model, device, decoder, warming, checkpoint=checkpoint)
+
+
+def _check_memory(weights: int, device: torch.device) -> None:
+    """Raises MemoryError if weights of so many bytes do not fit the free memory of `device`."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        memory.check_weights(weights, free + torch.cuda.memory_reserved(device), "the GPU's memory")
+    else:
+        memory.check_weights(weights, memory.loadable_bytes(), "memory")
 
 
 @contextmanager

@@ -7,12 +7,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from slotwise import child
-from slotwise.engine.channel import frame, pair
+from slotwise import child, spawn
 from slotwise.engine.config import EngineConfig
+from slotwise.engine.ipc import frame, pair
 
 # Compute threads that move between cores compete with this process there: when all threads synchronised at every
 # kernel, the mixed trace over HTTP took 43 to 71 s without this, and 41 to 43 s with it.
@@ -24,16 +25,16 @@ class ChildProcess:
 
     Args:
         command: its arguments; the file descriptor of its end is appended.
-        options: of `subprocess.Popen`.
+        options: of `subprocess.Popen`, see `spawn.start`.
     """
 
-    def __init__(self, command: Sequence[str], **options: object) -> None:
+    def __init__(self, command: Sequence[str], **options: Any) -> None:
         self.started = time.monotonic()
         self.channel, theirs = pair()
         with theirs:
             descriptor = theirs.fileno()
             try:
-                self.process = subprocess.Popen(
+                self.process = spawn.start(
                     [*command, str(descriptor)], pass_fds=[descriptor], stdin=subprocess.DEVNULL, **options)
             except BaseException:
                 self.channel.close()
@@ -50,7 +51,7 @@ class ChildProcess:
 def launch_engine(config: EngineConfig, log_format: str) -> ChildProcess:
     """Starts the engine process, which begins to load; its stderr has `log_format` (see observe.lines)."""
     process = ChildProcess(
-        child.python("slotwise.compose.worker", log_format), env=THREADS_STAY | child.environment(), cwd=child.HOME)
+        child.python("slotwise.compose.worker", log_format), env=THREADS_STAY | child.environment())
     config = replace(config, model=str(Path(config.model).absolute()))
     process.channel.sendall(frame(msgspec.msgpack.encode(config)))
     return process

@@ -17,17 +17,16 @@ from tqdm import tqdm
 from slotwise.compose.cores import Cores
 from slotwise.compose.garbage import settle
 from slotwise.compose.launch import ChildProcess, launch_engine
-from slotwise.compose.step_times import remembered
 from slotwise.engine.client import EngineClient
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import EngineInfo, Loading
 from slotwise.engine.supervisor import Supervisor
-from slotwise.observe import lines
+from slotwise.observe import lines, step_time
 from slotwise.observe.load import report
 from slotwise.observe.log_file import LogFile
 from slotwise.observe.traces import Traces
 from slotwise.server.app import build_app
-from slotwise.server.generate import Api
+from slotwise.server.context import Api
 from slotwise.server.serve import listen, serve
 from slotwise.server.settings import ServerSettings
 from slotwise.server.templates import Template
@@ -85,7 +84,7 @@ async def _serve(
         with bar:
             info = await supervisor.ready()
         cores.leave_to(first.process.pid)
-        with remembered(config, info) as step_times:
+        with step_time.kept(config, info) as step_times:
             app = build_app(engine_client, tokenizer, chat, settings, step_times)
             settle()
             async with _observed(app.api, traces, settings):

@@ -11,9 +11,10 @@ from slotwise.kernels.select import draw_for
 from slotwise.model.decoder import Decoder
 from slotwise.runner import kv_offload, memory
 from slotwise.runner.profile import measured_workspace
+from slotwise.runner.prompt_logprobs import workspace_rows
 
 STEP_SECONDS = 0.1  # where streams wait for whole steps
-BURST_SECONDS = 0.5  # where steps are that long only when hardly any stream waits for them (core/step_budget.py)
+BURST_SECONDS = 0.5  # where steps are that long only when hardly any stream waits for them (core/step_time.py)
 STEP_SIZES = (512, 256, 128)  # tokens; fewer would read the weights too often for the tokens they compute
 GPU_STEP_SIZES = (8192, 4096, 2048)  # products reach their rate at a few thousand tokens
 BLOCK_SIZE = 64  # tokens; as in the measurements of benchmarks/results/kernels-cpu.md
@@ -59,7 +60,8 @@ def sized(config: EngineConfig, decoder: Decoder) -> tuple[SchedulerLimits, Memo
 
 def _on_host(config: EngineConfig, decoder: Decoder, longest: int, staging: int) -> tuple[int, int]:
     """Returns bytes of workspace and cache budget, from the computed size of the largest step plus `staging`."""
-    workspace = decoder.workspace_bytes(config.largest_step(longest), config.max_num_seqs) + staging
+    rows = workspace_rows(config.max_num_seqs)
+    workspace = decoder.workspace_bytes(config.largest_step(longest), rows) + staging
     others = workspace + decoder.kernels.library_bytes(decoder.config.dtype)
     asked, share = config.kv_cache_memory, config.gpu_memory_utilization
     return workspace, memory.cache_budget(decoder.weight_bytes, others, asked, share)

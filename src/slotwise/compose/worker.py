@@ -19,14 +19,14 @@ from typing import NoReturn
 import msgspec
 
 from slotwise.compose.garbage import hold_off, settle
-from slotwise.engine.channel import BlockingChannel, ChannelClosed
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.heartbeat import HeartbeatSender
+from slotwise.engine.ipc import BlockingChannel, ChannelClosed, decode_command, encode
 from slotwise.engine.messages import Add, EngineFailed, Loading, QueuePositionQuery
-from slotwise.engine.wire import decode_command, encode
+from slotwise.engine.outputs import messages_of
 from slotwise.errors import OneLineError, one_line
-from slotwise.kernels.compile_worker import call_early
+from slotwise.kernels.cpu.jit.workers import call_early
 from slotwise.kernels.lazy_imports import spare_torch
 from slotwise.observe import lines
 
@@ -75,14 +75,14 @@ def _load(channel: BlockingChannel) -> Engine | None:
     except ChannelClosed:
         raise
     except Exception as error:  # every failure must reach the operator
-        channel.send(encode(EngineFailed(_told(error))))
+        channel.send(encode(EngineFailed(_message_of(error))))
         return None
     settle()
     channel.send(encode(info))
     return engine
 
 
-def _told(error: Exception) -> str:
+def _message_of(error: Exception) -> str:
     """Returns one line; unexpected errors, those outside the listed types, are prefixed with their type."""
     named = isinstance(error, (OneLineError, ValueError, OSError, MemoryError, RuntimeError)) and str(error)
     return one_line(str(error) if named else f"{type(error).__name__}: {error}")
@@ -99,7 +99,8 @@ def serve(engine: Engine, channel: BlockingChannel, heartbeat_sender: HeartbeatS
         report = engine.step() if engine.has_work else engine.idle_record()
         heartbeat_sender.step_began = 0
         if report is not None:
-            channel.send(encode(report))
+            for message in messages_of(report):
+                channel.send(encode(message))
 
 
 def _take_in(engine: Engine, waiting: deque[bytes], channel: BlockingChannel) -> None:

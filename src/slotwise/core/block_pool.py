@@ -91,7 +91,7 @@ class BlockPool:
             self._free.append(block)
 
     def check(self, holders: Iterable[Iterable[int]]) -> None:
-        """Check law 4: free + referenced + cached == total, and each reference has a holder.
+        """Check that free + referenced + cached == total, and each reference has a holder.
 
         Args:
             holders: the block tables of all requests with blocks.

@@ -1,18 +1,63 @@
-"""Chunked prefill: the tokens of a prompt that a step computes, as policy, discipline and both budgets allow."""
+"""Chunked prefill: the tokens of a prompt that a step computes, as policy, discipline and both budgets allow.
+
+The token budget is the discipline's.  The time budget (`core/step_time.py`) exists while `max_step_ms`, a TPOT
+objective of a running request or a stall limit bounds the step.  The first chunk of a step has at least FLOOR tokens
+whatever it takes, so that every prompt completes.
+"""
 
 from __future__ import annotations
 
+from math import inf
+
 from slotwise.core.interfaces import Discipline
+from slotwise.core.limits import SchedulerLimits
 from slotwise.core.plan_builder import PlanBuilder
 from slotwise.core.request import Request
 from slotwise.core.request_table import RequestTable
-from slotwise.core.step_budget import FLOOR
+from slotwise.core.step_time import StallLimit, StepBudget, StepTimeModel, stall_limit
+
+FLOOR = 16  # tokens that one prompt gets at every step at any cost, so that a long prompt progresses
+AIM = 0.9  # of a step's time limit: predictions are medians, and half of the steps take longer
 
 
 class Chunking:
-    def __init__(self, table: RequestTable, discipline: Discipline) -> None:
+    """Sizes prefill chunks, under fixed limits and a fixed discipline."""
+
+    def __init__(
+        self, table: RequestTable, limits: SchedulerLimits, discipline: Discipline, times: StepTimeModel,
+    ) -> None:
         self._table = table
+        self._limits = limits
         self._discipline = discipline
+        self._times = times
+        cuts_prompts = discipline.chunk(2, 1) == 1
+        self._stall = limits.max_stall_ms / 1000 if limits.max_stall_ms is not None and cuts_prompts else None
+
+    @property
+    def needs_step_times(self) -> bool:
+        """True if any limit or request needs step-time predictions."""
+        return self._limits.max_step_ms is not None or self._stall is not None or self._table.num_with_tpot > 0
+
+    def time_budget(self) -> StepBudget | None:
+        """Returns the time budget of the next step; None: unlimited."""
+        bounds = [] if self._limits.max_step_ms is None else [self._limits.max_step_ms / 1000]
+        if self._table.num_with_tpot:
+            bounds += [one.slo.tpot for one in self._table.running.values() if one.slo.tpot is not None]
+        stall = self._stall_limit(self._stall) if self._stall is not None else None
+        if stall is None and not bounds:
+            return None
+        return StepBudget(self._times, min(bounds, default=inf) * AIM, stall)
+
+    def _stall_limit(self, bound: float) -> StallLimit | None:
+        """Returns the stall limit of a step that mixes prefill and decode; None if this step cannot."""
+        table = self._table
+        num_running = len(table.running)
+        joining = min(len(table.waiting), max(0, self._limits.max_num_seqs - num_running))
+        contexts = [request.num_scheduled for request in table.running.values() if request.unscheduled <= 1]
+        newcomers = joining + num_running - len(contexts)
+        if not contexts or not newcomers:
+            return None
+        return StallLimit(*(AIM * limit for limit in stall_limit(self._times, bound, contexts, newcomers)))
 
     def fits(self, start: int, wanted: int, builder: PlanBuilder) -> bool:
         """Whether the step has time to start a prompt of `wanted` tokens; always true for an empty step."""
@@ -23,12 +68,9 @@ class Chunking:
             return builder.time.fitting(start, wanted) >= least
         return builder.time.lets_begin(start, least)
 
-    def of(self, request: Request, wanted: int, builder: PlanBuilder, behind: int = 0) -> int:
-        """Returns how many of `wanted` prompt tokens to compute, with `behind` rows still to plan; 0: no time left.
-
-        The first chunk of a step gets at least FLOOR tokens whatever it takes, so that every prompt completes.
-        """
-        count = self._allowed(request, wanted, builder, behind)
+    def chunk(self, request: Request, wanted: int, builder: PlanBuilder, num_behind: int = 0) -> int:
+        """Returns how many of `wanted` prompt tokens to compute; `num_behind` rows are planned after it; 0: no time."""
+        count = self._allowed(request, wanted, builder, num_behind)
         if builder.time is None:
             return count
         start = request.num_scheduled
@@ -39,21 +81,19 @@ class Chunking:
                 return 0
             fitting = min(FLOOR, count)
         count = self._discipline.chunk(count, fitting)
-        builder.time.add(start, count)
-        builder.has_chunk = True
+        builder.add_chunk(start, count)
         return count
 
-    def first(self, request: Request, builder: PlanBuilder) -> int:
-        """As `of`, for a newly admitted request; a short prompt is computed whole if its stall is acceptable."""
+    def first_chunk(self, request: Request, builder: PlanBuilder) -> int:
+        """As `chunk`, for a newly admitted request; a short prompt is computed whole if its stall is acceptable."""
         start, wanted, time = request.num_scheduled, request.unscheduled, builder.time
         if time is None or builder.has_chunk or not time.takes_whole(start, wanted):
-            return self.of(request, wanted, builder)
-        count = self._allowed(request, wanted, builder)
-        time.add(start, count)
-        builder.has_chunk = True
+            return self.chunk(request, wanted, builder) or 1  # 0: fewer tokens are predicted to take longer
+        count = self._allowed(request, wanted, builder, 0)
+        builder.add_chunk(start, count)
         return count
 
-    def _allowed(self, request: Request, wanted: int, builder: PlanBuilder, behind: int = 0) -> int:
+    def _allowed(self, request: Request, wanted: int, builder: PlanBuilder, num_behind: int) -> int:
         """Returns the tokens that policy, discipline and token budget allow."""
         cap = max(1, self._table.policy.cap(request, wanted, builder.now))
-        return self._discipline.chunk(min(wanted, cap), builder.budget - behind)
+        return self._discipline.chunk(min(wanted, cap), builder.budget - num_behind)

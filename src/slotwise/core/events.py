@@ -1,4 +1,6 @@
-"""Events of the scheduler.  Observers fold over them; the core never reads them back.
+"""Events of the scheduler, which the engine turns into step records; observers read the records.
+
+The core never reads an event back.
 
 Every event starts with the engine's time in seconds and, except `Committed`, the request id.
 """

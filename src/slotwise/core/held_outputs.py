@@ -1,11 +1,12 @@
-"""Sampled tokens that are not published yet, because their batch leaves together."""
+"""Outputs of a step, and those not published yet because their batch leaves together."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import compress
 from typing import NamedTuple
 
-from slotwise.core.step import TokenLogprobs
+from slotwise.core.step import StepPlan, StepResult, TokenLogprobs
 
 Tokens = tuple[int, ...]
 Logprobs = tuple[TokenLogprobs, ...]
@@ -17,6 +18,18 @@ class Outputs(NamedTuple):
     request_ids: Sequence[str]
     tokens: Sequence[Tokens]
     logprobs: Sequence[Logprobs]  # an entry is () for a request without log-probabilities
+
+
+def outputs_of(plan: StepPlan, result: StepResult, kept: Mapping[int, Tokens]) -> Outputs:
+    """Returns the tokens each row sampled; for rows in `kept` the tokens kept, and no entry if none were."""
+    logprobs: tuple[Logprobs, ...] = result.logprobs or ((),) * plan.num_rows
+    if not kept:
+        return Outputs(plan.request_ids, result.tokens, logprobs)
+    tokens = list(result.tokens)
+    for row, some in kept.items():
+        tokens[row] = some
+    return Outputs(
+        list(compress(plan.request_ids, tokens)), list(compress(tokens, tokens)), list(compress(logprobs, tokens)))
 
 
 class HeldOutputs:

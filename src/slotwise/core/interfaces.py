@@ -1,6 +1,7 @@
-"""Interfaces of the scheduler: Discipline (how a batch is formed) and Policy (in which order).
+"""Interfaces of the scheduler: Discipline (how a batch is formed), Policy (in which order) and Proposer (drafts).
 
-The scheduler alone changes state.  A discipline restricts batches and chunks, a policy orders requests and caps chunks.
+The scheduler alone changes state.  A discipline restricts batches and chunks, a policy orders requests and caps chunks,
+a proposer proposes drafts.
 """
 
 from __future__ import annotations
@@ -148,4 +149,25 @@ class Policy(Protocol):
 
     def finished(self, request: Request, reason: str, now: float) -> None:
         """It is about to finish; `request.state` is still the state before."""
+        ...
+
+
+class Proposer(Protocol):
+    """Proposes draft tokens, which the next step verifies: speculative decoding (Leviathan et al., ICML 2023).
+
+    It depends on the history alone, as a policy does.
+    """
+
+    def propose(self, request: Request, most: int) -> Sequence[int]:
+        """Returns up to `most` tokens of the vocabulary that may follow `request.tokens`; none: a plain decode row.
+
+        Called only while no token of `request` is in flight.
+        """
+        ...
+
+    def waits(self, request: Request) -> bool:
+        """Whether a decoding row with a token in flight leaves out a step, so that drafts may follow that token.
+
+        Else it runs without drafts, and an engine that overlaps steps never finds it without a token in flight.
+        """
         ...

@@ -16,6 +16,7 @@ from slotwise.core.block_pool import BlockPool, ConservationError
 from slotwise.core.host_cache import HostCache
 from slotwise.core.prefix_cache import NOWHERE, Entry, PrefixCache
 from slotwise.core.request import Request
+from slotwise.core.step import CACHE_GROUP, FreedBlocks, Output
 
 NEVER_PUBLISHED = 1 << 62  # tokens
 
@@ -42,6 +43,7 @@ class KVManager:
         self.pool = BlockPool(num_blocks, self.prefix.has)
         self.block_size = block_size
         self._shares = shares
+        self._freed: dict[int, int] = {}  # by slot: blocks truncated since the last plan
 
     def find(self, request: Request, num_tokens: int, spare: int) -> Allocation | None:
         """Returns blocks for `num_tokens` tokens of a request without blocks, leaving `spare` free; None: too few.
@@ -61,7 +63,9 @@ class KVManager:
 
     def _match(self, request: Request, num_tokens: int) -> Allocation:
         """Match the cached prefix, up to the host blocks that one plan may load."""
-        found = self.prefix.match(request.block_hashes, request.tokens, len(request.tokens) - 1) if self._shares else []
+        scores_prompt = request.output is Output.PROMPT_LOGPROBS and not request.num_output  # then it is computed
+        found = [] if scores_prompt or not self._shares else self.prefix.match(
+            request.block_hashes, request.tokens, len(request.tokens) - 1)
         on_host = [index for index, entry in enumerate(found) if entry.block == NOWHERE]
         if len(on_host) > self.host.max_loads:
             del found[on_host[self.host.max_loads] :], on_host[self.host.max_loads :]
@@ -78,12 +82,17 @@ class KVManager:
             self.host.load(entry, block)
             self.prefix.put(entry, block)
         request.blocks = [entry.block for entry in found] + taken[len(on_host) :]
-        request.capacity = len(request.blocks) * self.block_size
+        request.num_reserved = len(request.blocks)
+        request.capacity = request.num_reserved * self.block_size
         block_hashes = request.block_hashes
         block_hashes.length = len(found)
         block_hashes.before = found[-1] if found else block_hashes.salt
         self._set_publish_at(request)
         return len(found) * self.block_size
+
+    def largest_capacity(self, request: Request, spare: int) -> int:
+        """Tokens that fit the blocks of `request` and all available ones but `spare`."""
+        return request.capacity + max(0, self.pool.num_available - spare) * self.block_size
 
     def extend(self, request: Request, num_tokens: int) -> tuple[int, ...] | None:
         """Append blocks up to a capacity of `num_tokens` tokens.  Returns them; None, and no change, if too few."""
@@ -94,6 +103,26 @@ class KVManager:
         request.blocks.extend(blocks)
         request.capacity += len(blocks) * self.block_size
         return tuple(blocks)
+
+    def truncate(self, request: Request) -> None:
+        """Free the blocks behind the computed tokens: the drafts in them were not accepted, or none are in them.
+
+        The blocks of its admission stay.  None of the freed ones is published: published blocks are computed.
+        """
+        num_kept = max(-(-request.num_computed // self.block_size), request.num_reserved)
+        freed = request.blocks[num_kept:]
+        if freed:
+            del request.blocks[num_kept:]
+            request.capacity = num_kept * self.block_size
+            self.pool.release(reversed(freed))
+            self._freed[request.slot] = self._freed.get(request.slot, 0) + len(freed)
+
+    def pop_freed(self) -> tuple[FreedBlocks, ...]:
+        """Blocks truncated since the last call, of requests that still hold their slots."""
+        if not self._freed:
+            return ()
+        freed, self._freed = self._freed, {}
+        return tuple([FreedBlocks(slot, CACHE_GROUP, count) for slot, count in freed.items()])
 
     def publish(self, request: Request) -> None:
         """Add the full computed blocks of `request` to the prefix cache."""
@@ -108,6 +137,7 @@ class KVManager:
     def release(self, request: Request) -> None:
         """Release all blocks, the last one first: a prefix is evicted after its continuation."""
         self.pool.release(reversed(request.blocks))
+        self._freed.pop(request.slot, None)
         request.blocks = []
         request.capacity = 0
         request.block_hashes.rewind()
@@ -116,7 +146,7 @@ class KVManager:
         """Check conservation of blocks over all unfinished `requests`.  Raises ConservationError."""
         unfinished = list(requests)
         self.pool.check(request.blocks for request in unfinished)
-        self.host.check(self.prefix.knows)
+        self.host.check(self.prefix.has_entry)
         for request in unfinished:
             if request.block_hashes.length * self.block_size > request.num_computed:
                 raise ConservationError(f"{request.request_id} has published what it has not computed")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from numbers import Integral, Real
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+
+from slotwise.core.ranges import INT64, Range
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
@@ -14,61 +14,26 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_BIAS = 100.0
 MAX_N = 128
-INT64 = 2**63 - 1
-
-
-class Range(NamedTuple):
-    """The allowed values of a number, both ends included."""
-
-    kind: type[int] | type[float]
-    least: float
-    most: float
-    optional: bool = False  # None is allowed
-
-    @property
-    def words(self) -> str:
-        what = "an integer" if self.kind is int else "a number"
-        return f"must be {what} between {self.least:g} and " + ("2^63 - 1" if self.most == INT64 else f"{self.most:g}")
-
-    def checked(self, value: object) -> int | float | None:
-        """Returns `value` as an `int`, a `float` or None.
-
-        Raises:
-            ValueError: it is not a number of this kind, or out of range.
-        """
-        if value is None and self.optional:
-            return None
-        if type(value) is not self.kind:
-            wanted = Integral if self.kind is int else Real
-            if isinstance(value, bool) or not isinstance(value, wanted):
-                raise ValueError(f"{self.words}, not {value!r:.40}")
-        try:
-            number: int | float = self.kind(value)  # type: ignore[arg-type]
-        except OverflowError:
-            raise ValueError(f"{self.words}, not {value!r:.40}") from None
-        if not self.least <= number <= self.most:  # no comparison with NaN holds
-            raise ValueError(f"{self.words}, not {value!r:.40}")
-        return number
 
 
 # Logits are float32.  The smallest `top_p` is one that float32 can tell from 0; a repetition penalty divides and
 # multiplies logits, and within its range none of them overflows.
 RANGES = {
-    "n": Range(int, 1, MAX_N),
-    "temperature": Range(float, 0, 100),
-    "top_p": Range(float, 1e-30, 1),
-    "top_k": Range(int, -1, INT64),
-    "min_p": Range(float, 0, 1),
-    "max_tokens": Range(int, 1, INT64, optional=True),
-    "min_tokens": Range(int, 0, INT64),
-    "seed": Range(int, -INT64, INT64, optional=True),
-    "logprobs": Range(int, 0, MAX_LOGPROBS, optional=True),
-    "presence_penalty": Range(float, -2, 2),
-    "frequency_penalty": Range(float, -2, 2),
-    "repetition_penalty": Range(float, 0.01, 100),
+    "n": Range(1, MAX_N),
+    "temperature": Range(0, 100, is_whole=False),
+    "top_p": Range(1e-30, 1, is_whole=False),
+    "top_k": Range(-1, INT64),
+    "min_p": Range(0, 1, is_whole=False),
+    "max_tokens": Range(1, INT64, may_be_none=True),
+    "min_tokens": Range(0, INT64),
+    "seed": Range(-INT64, INT64, may_be_none=True),
+    "logprobs": Range(0, MAX_LOGPROBS, may_be_none=True),
+    "presence_penalty": Range(-2, 2, is_whole=False),
+    "frequency_penalty": Range(-2, 2, is_whole=False),
+    "repetition_penalty": Range(0.01, 100, is_whole=False),
 }
-TOKEN_ID = Range(int, 0, INT64)
-BIAS = Range(float, -MAX_BIAS, MAX_BIAS)
+TOKEN_ID = Range(0, INT64)
+BIAS = Range(-MAX_BIAS, MAX_BIAS, is_whole=False)
 
 
 class InvalidParams(ValueError):
@@ -100,25 +65,28 @@ class SamplingParams:
     """
 
     n: int = 1  # continuations of the same prompt
-    temperature: float = 1.0  # 0: greedy
+    temperature: float = 1.0  # divides the logits; 0: greedy
     top_p: float = 1.0  # keep the smallest set of tokens whose probabilities sum to this
     top_k: int = 0  # keep the k most probable tokens; 0 or -1: all
     min_p: float = 0.0  # drop tokens less probable than this share of the most probable one
-    max_tokens: int | None = 16  # None: as many as fit the model's context
-    min_tokens: int = 0  # end and stop tokens are masked before this many
+    max_tokens: int | None = 16  # most output tokens; None: as many as fit the model's context
+    min_tokens: int = 0  # end and stop tokens are masked until the output has this many
     stop: tuple[str, ...] = ()  # strings that end the text, and are not part of it
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()  # tokens that end the output, and are not part of the text
+    ignore_eos: bool = False  # the model's end token does not end the output
     seed: int | None = None  # the same seed gives the same tokens, whatever the batch
     logprobs: int | None = None  # None: none; k: the sampled token's and the k most probable ones'
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: dict[int, float] = field(default_factory=dict)
+    prompt_logprobs: int | None = None  # likewise, of each token of the prompt but the first
+    presence_penalty: float = 0.0  # subtracted from the logit of each token that the output contains
+    frequency_penalty: float = 0.0  # subtracted once for each time that the output contains the token
+    repetition_penalty: float = 1.0  # divides positive logits of tokens in prompt and output, multiplies negative ones
+    logit_bias: dict[int, float] = field(default_factory=dict)  # added to logits, by token id
 
     def __post_init__(self) -> None:
         for name, allowed in RANGES.items():
             object.__setattr__(self, name, _checked(name, allowed, getattr(self, name)))
+        object.__setattr__(
+            self, "prompt_logprobs", _checked("prompt_logprobs", RANGES["logprobs"], self.prompt_logprobs))
         top = self.max_tokens
         _require("min_tokens", holds=top is None or self.min_tokens <= top, message="must be between 0 and max_tokens")
         self._check_stops()
@@ -140,6 +108,10 @@ class SamplingParams:
                  message=f"at most {MAX_STOP_TOKEN_IDS} ids")
         object.__setattr__(self, "stop_token_ids", tuple([
             _checked("stop_token_ids", TOKEN_ID, token) for token in self.stop_token_ids]))
+
+    def of_choice(self, index: int) -> SamplingParams:
+        """The parameters of one of the `n` continuations: the first one computes what belongs to their prompt."""
+        return self if index == 0 or self.prompt_logprobs is None else replace(self, prompt_logprobs=None)
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises InvalidParams for a token id that the model does not have."""

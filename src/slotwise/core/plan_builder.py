@@ -8,8 +8,24 @@ from typing import NamedTuple
 from slotwise.core.host_cache import Copies
 from slotwise.core.reasons import NO_BLOCKS, TOKEN_BUDGET
 from slotwise.core.request import Request
-from slotwise.core.step import Decision, NewBlocks, NewRequest, StepPlan, StepResult, Stop
-from slotwise.core.step_budget import StepBudget
+from slotwise.core.step import (
+    CACHE_GROUP,
+    Decision,
+    FreedBlocks,
+    NewBlocks,
+    NewRequest,
+    Output,
+    RowKind,
+    StepPlan,
+    StepResult,
+    Stop,
+)
+from slotwise.core.step_time import StepBudget
+
+DECODE, PROMPT_LOGPROBS = RowKind.DECODE, Output.PROMPT_LOGPROBS  # looked up once a row
+
+Row = tuple[Request, int, int, int, RowKind]
+"""Request, start, count, num_logits, kind."""
 
 
 class InFlight(NamedTuple):
@@ -19,20 +35,18 @@ class InFlight(NamedTuple):
     requests: tuple[Request, ...]
     epochs: tuple[int, ...]
 
-    def declared(self, result: StepResult, ended: set[str]) -> Iterator[tuple[Request, str]]:
-        """Yields requests that the executor ended (complete or failed), with the reason, except those in `ended`."""
-        for rows, reason in ((result.complete, "stop"), (result.failed, "error")):
-            for row in rows:
-                request = self.requests[row]
-                if not request.reason and request.request_id not in ended:
-                    yield request, reason
+    def failed(self, result: StepResult) -> Iterator[Request]:
+        """Yields the requests whose rows could not sample, except those that have ended."""
+        for row in result.failed:
+            if not self.requests[row].reason:
+                yield self.requests[row]
 
 
 class PlanBuilder:
-    """Filled by one `Scheduler.plan`, row by row, then closed into a StepPlan."""
+    """Filled by one `Scheduler.schedule`, row by row, then closed into a StepPlan."""
 
     __slots__ = (
-        "budget", "deferred", "has_chunk", "held", "is_pressed", "isolated_steps", "lanes", "new_blocks",
+        "budget", "deferred", "drafts", "has_chunk", "held", "is_pressed", "isolated_steps", "lanes", "new_blocks",
         "new_requests", "now", "padding", "paused", "preempted", "refused", "rows", "shortage", "starting", "step",
         "stop", "time",
     )
@@ -44,12 +58,14 @@ class PlanBuilder:
         self.budget = budget  # tokens left in this step; a prompt computed whole may take it below zero
         self.time = time  # the step's time budget; None: unlimited
         self.has_chunk = False  # the step has a prefill chunk, and a time budget
+        # `core/prefill_isolation.py` explains these five.
         self.starting: list[Request] = []  # prompts for which other rows pause
         self.lanes: frozenset[str] = frozenset()  # lanes of the paused requests
         self.paused: frozenset[str] = frozenset()  # ids of running requests that pause if any of `starting` gets tokens
         self.isolated_steps = 1  # number of isolated steps that this one may last for
         self.deferred: list[Request] = []  # running prefills planned after waiting requests that outrank them
-        self.rows: list[tuple[Request, int, int, bool]] = []  # request, start, count, samples
+        self.rows: list[Row] = []
+        self.drafts: dict[int, tuple[int, ...]] = {}  # by row
         self.padding: tuple[int, ...] = ()
         self.held: list[int] = []
         self.new_requests: list[NewRequest] = []
@@ -59,16 +75,32 @@ class PlanBuilder:
         self.refused: list[Decision] = []
         self.stop: Stop | None = None
 
-    def add_row(self, request: Request, start: int, count: int) -> None:
-        """Plan `count` tokens of `request` from position `start`; the row samples at the last known token."""
+    def add_row(self, request: Request, start: int, count: int, kind: RowKind) -> None:
+        """Plan `count` known tokens of `request` from position `start`; the row samples at the last of them."""
         self.budget -= count
-        self.rows.append((request, start, count, request.schedule(count)))
+        samples = request.schedule(count)
+        wants_all = request.output is PROMPT_LOGPROBS and not request.num_output
+        self.rows.append((request, start, count, count if wants_all else int(samples), kind))
+
+    def add_drafts(self, request: Request, drafts: tuple[int, ...]) -> None:
+        """Plan the last token of `request` and `drafts` after it, to be verified."""
+        count = 1 + len(drafts)
+        self.budget -= count
+        self.drafts[len(self.rows)] = drafts
+        self.rows.append((request, request.num_scheduled, count, count, DECODE))
+        request.schedule_drafts(len(drafts))
+
+    def add_chunk(self, start: int, count: int) -> None:
+        """Charge a prefill chunk to the time budget."""
+        assert self.time is not None
+        self.time.add(start, count)
+        self.has_chunk = True
 
     def hold(self, request: Request) -> None:
         """Compute the last token of an ended `request` again: its batch has not ended."""
         self.held.append(len(self.rows))
         self.budget -= 1
-        self.rows.append((request, request.num_scheduled - 1, 1, True))
+        self.rows.append((request, request.num_scheduled - 1, 1, 1, DECODE))
 
     @property
     def num_rows(self) -> int:
@@ -76,14 +108,14 @@ class PlanBuilder:
 
     @property
     def counts(self) -> list[int]:
-        return [count for _, _, count, _ in self.rows]
+        return [row[2] for row in self.rows]
 
     def has(self, request: Request) -> bool:
         return any(row[0] is request for row in self.rows)
 
     def add_blocks(self, request: Request, blocks: tuple[int, ...]) -> None:
         if blocks:
-            self.new_blocks.append(NewBlocks(request.slot, blocks))
+            self.new_blocks.append(NewBlocks(request.slot, CACHE_GROUP, blocks))
 
     def refuse(self, request: Request, reason: str) -> None:
         self.refused.append(Decision(request.request_id, reason))
@@ -92,17 +124,19 @@ class PlanBuilder:
         self.is_pressed |= reason == NO_BLOCKS
         self.preempted.append(Decision(request.request_id, reason))
 
-    def close(self, released_slots: tuple[int, ...], copies: Copies) -> InFlight:
+    def close(self, released_slots: tuple[int, ...], freed: tuple[FreedBlocks, ...], copies: Copies) -> InFlight:
         """Returns the finished plan, with the requests of its rows.  Rows become columns here.
 
         Args:
             released_slots: slots released since the last plan.
+            freed: blocks freed since the last plan.
             copies: block copies between device and host memory.
         """
-        requests, starts, counts, samples = zip(*self.rows, strict=True) if self.rows else ((), (), (), ())
+        requests, starts, counts, num_logits, kinds = zip(*self.rows, strict=True) if self.rows else ((),) * 5
+        drafts = tuple([self.drafts.get(row, ()) for row in range(len(self.rows))]) if self.drafts else ()
         plan = StepPlan(
-            self.step, self.now, released_slots, tuple(self.new_requests), tuple(self.new_blocks),
+            self.step, self.now, released_slots, tuple(self.new_requests), freed, tuple(self.new_blocks),
             tuple([request.request_id for request in requests]), tuple([request.slot for request in requests]),
-            starts, counts, samples, self.padding, tuple(self.held),
+            starts, counts, drafts, num_logits, kinds, self.padding, tuple(self.held),
             tuple(self.preempted), tuple(self.refused), self.stop, *copies)
         return InFlight(plan, requests, tuple([request.epoch for request in requests]))

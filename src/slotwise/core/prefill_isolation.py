@@ -7,6 +7,15 @@ starting prompt, these rows pause while it is computed:
     far ahead   ■ ■ ■ ■ . . ■ ■
     starts              ▓ ▓ ■ ■      ▓ prefill chunk
 
+Three sets of requests, kept in the PlanBuilder, order such a step:
+
+    starting   prompts without an output token, running or next in line, for which rows pause
+    paused     running rows far ahead: planned last, and only if no starting prompt got a token; else FIRST_TOKEN
+    deferred   running prefills that the next waiting request outranks, and, if rows pause, those not starting:
+               planned after admissions, or before a waiting request that they outrank
+
+    order      other running rows, admissions, deferred and starting, [paused], the other deferred
+
 The policy chooses the paused rows, this module the duration.  After MAX_ISOLATED_STEPS such steps in a row, one step
 runs all rows; a step that delays decode for as long as several stall limits counts as that many.  If no starting prompt
 got a token, the paused rows run after all.
@@ -40,7 +49,7 @@ def starts_prefill(request: Request) -> bool:
 
 def goes_before(policy: Policy, request: Request, other: Request, now: float) -> bool:
     """Whether `request` precedes `other` in the order of running rows, as if both ran."""
-    mine, its = ((policy.running_key(one, now), one.arrival) for one in (request, other))
+    mine, its = ((policy.running_key(each, now), each.arrival) for each in (request, other))
     return mine < its
 
 
@@ -55,7 +64,7 @@ class PrefillIsolation:
         """Set in `builder` the starting prompts, the rows that pause for them, and the deferred prefills."""
         running = [request for request in self._table.running.values() if self._goes_on(request)]
         if self._num_isolated < MAX_ISOLATED_STEPS:
-            starting = [one for one in running if starts_prefill(one)]
+            starting = [request for request in running if starts_prefill(request)]
             if next_in_line is not None and starts_prefill(next_in_line):
                 starting.append(next_in_line)
             self._pause(builder, running, starting)
@@ -69,24 +78,24 @@ class PrefillIsolation:
         builder.paused = policy.paused(running, starting, builder.now) if starting else frozenset()
         if not builder.paused:
             return
-        builder.starting = [one for one in starting if one.request_id not in builder.paused
-                            and policy.paused(running, (one,), builder.now)]
-        builder.lanes = frozenset([policy.lane(one) for one in running if one.request_id in builder.paused])
-        if all(one.unscheduled > 1 or one.request_id in builder.paused for one in running):
+        builder.starting = [request for request in starting if request.request_id not in builder.paused
+                            and policy.paused(running, (request,), builder.now)]
+        builder.lanes = frozenset([policy.lane(request) for request in running if request.request_id in builder.paused])
+        if all(request.unscheduled > 1 or request.request_id in builder.paused for request in running):
             builder.isolated_steps = MAX_ISOLATED_STEPS - self._num_isolated
 
     def _defer(self, builder: PlanBuilder, running: list[Request], next_in_line: Request | None) -> None:
         """Defer running prefills that `next_in_line` outranks, and, if rows pause, those they do not pause for."""
         policy, now = self._table.policy, builder.now
 
-        def is_behind(one: Request) -> bool:
-            if builder.paused and one not in builder.starting:
+        def is_behind(request: Request) -> bool:
+            if builder.paused and request not in builder.starting:
                 return True
-            return next_in_line is not None and goes_before(policy, next_in_line, one, now)
+            return next_in_line is not None and goes_before(policy, next_in_line, request, now)
 
-        behind = [one for one in running if one.request_id not in builder.paused and one.unscheduled > 1
-                  and is_behind(one)]
-        builder.deferred = sorted(behind, key=lambda one: (policy.running_key(one, now), one.arrival))
+        prefills = [request for request in running if request.request_id not in builder.paused
+                    and request.unscheduled > 1 and is_behind(request)]
+        builder.deferred = sorted(prefills, key=lambda request: (policy.running_key(request, now), request.arrival))
 
     def _shorten(self, builder: PlanBuilder, running: list[Request], starting: list[Request]) -> None:
         """Reduce the step's prefill budget, but not below the starting prompts that outrank another lane's rows."""
@@ -94,7 +103,8 @@ class PrefillIsolation:
         for lane, place in self._places(running, builder.now):
             last[lane] = max(place, last.get(lane, place))
         owed = sum(
-            one.unscheduled for one, (lane, place) in zip(starting, self._places(starting, builder.now), strict=True)
+            request.unscheduled
+            for request, (lane, place) in zip(starting, self._places(starting, builder.now), strict=True)
             if any(lane != other and place < its for other, its in last.items()))
         # at least one row makes progress
         budget = max(1, len(running) + max(owed, builder.budget // SHORT))
@@ -104,7 +114,8 @@ class PrefillIsolation:
     def _places(self, requests: Iterable[Request], now: float) -> Iterator[tuple[str, tuple[Key, int]]]:
         """Yields the lane of each request, and its place in the order of running rows."""
         policy = self._table.policy
-        return ((policy.lane(one), (policy.running_key(one, now), one.arrival)) for one in requests)
+        return (
+            (policy.lane(request), (policy.running_key(request, now), request.arrival)) for request in requests)
 
     @staticmethod
     def _goes_on(request: Request) -> bool:
@@ -117,7 +128,7 @@ class PrefillIsolation:
         idle = [request for request in self._table.running.values() if request.request_id in builder.paused]
         if not self._is_isolated(builder):
             return idle
-        builder.refused[:0] = [Decision(one.request_id, FIRST_TOKEN) for one in idle]
+        builder.refused[:0] = [Decision(request.request_id, FIRST_TOKEN) for request in idle]
         return ()
 
     def count(self, builder: PlanBuilder) -> None:

@@ -106,7 +106,7 @@ class PrefixCache:
     def has(self, block: int) -> bool:
         return block in self._of_block
 
-    def knows(self, entry: Entry) -> bool:
+    def has_entry(self, entry: Entry) -> bool:
         """Whether `entry` can be found by its digest."""
         return self._entries.get(entry.digest) is entry
 

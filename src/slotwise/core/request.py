@@ -5,8 +5,11 @@ whose keys and values are in the KV cache.  A step computes up to `known - compu
 decode and recomputation after a preemption all follow from this rule (as in vLLM's v1 scheduler).
 
     known      |■■■■■■■■ prompt ■■■■■■■■|■ output ■|?|     ? pending: sampled by a step in flight, not yet committed
-    scheduled  |■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■|       advanced by plan()
+    scheduled  |■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■|       advanced by schedule()
     computed   |■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■|         advanced by commit()
+
+Drafts are unverified tokens: a row that verifies k drafts has up to k + 1 pending tokens, and commit() takes
+back those not accepted.
 
 Invariants:
  1. Only the scheduler changes a state, along TRANSITIONS; every request ends exactly once.
@@ -21,6 +24,7 @@ from enum import Enum
 from slotwise.core.params import SamplingParams
 from slotwise.core.prefix_cache import BlockHashes
 from slotwise.core.slo import SLO
+from slotwise.core.step import Output
 
 
 class State(Enum):
@@ -62,8 +66,9 @@ class Request:
 
     __slots__ = (
         "arrival", "arrived_at", "block_hashes", "blocks", "capacity", "deadline", "end", "epoch", "expected_tokens",
-        "num_computed", "num_passed", "num_prompt", "num_scheduled", "params", "pending", "publish_at", "reason",
-        "request_id", "seed", "slo", "slot", "state", "stop_ids", "tokens",
+        "num_at_join", "num_computed", "num_passed", "num_prompt", "num_reserved", "num_scheduled", "output",
+        "params", "pending", "publish_at", "reason", "request_id", "seed", "slo", "slot", "state", "stop_ids",
+        "tokens",
     )
 
     def __init__(
@@ -73,24 +78,29 @@ class Request:
         self.request_id = request_id
         self.tokens = list(prompt)  # known tokens, without the pending ones
         self.num_prompt = len(self.tokens)
+        self.num_at_join = 0  # tokens known at its last admission: they are prefilled
         self.num_scheduled = 0  # tokens given to planned steps
         self.num_computed = 0  # tokens whose keys and values are in the cache, as of the last commit
-        self.pending = 0  # tokens being sampled by steps in flight
+        self.pending = 0  # maximum number of tokens that steps in flight may sample
         self.params = params
+        self.output = Output.SAMPLE if params.prompt_logprobs is None else Output.PROMPT_LOGPROBS
         self.seed = seed
         self.slo = slo
         self.stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else eos_ids)
         self.state = State.WAITING
-        self.reason = ""  # finish reason; set while RUNNING: held, all tokens sampled, waits for its batch to end
+        # Of a FINISHED request the finish reason, of a REJECTED one the objection.  A RUNNING request with a reason is
+        # *held*: all its tokens are sampled, and it keeps its slot until its batch has ended.
+        self.reason = ""
         self.arrival = -1  # arrival number: the tie-breaker of every order
         self.arrived_at = 0.0  # seconds
         self.deadline = float("inf")  # seconds; a request not admitted by then times out
-        self.expected_tokens = 0  # output length fixed by a benchmark; 0: unknown
+        self.expected_tokens = 0  # output length fixed by a benchmark: it ends there as if the model ended it; 0: none
         self.num_passed = 0  # later arrivals admitted while it waited for blocks
         self.end = 0  # maximum length, prompt and output, in tokens
         self.slot = NO_SLOT_HELD
         self.blocks: list[int] = []  # block table
         self.capacity = 0  # tokens that fit in `blocks`
+        self.num_reserved = 0  # blocks allocated on admission; truncation keeps them
         self.block_hashes = BlockHashes(salt)
         self.publish_at = 0  # number of computed tokens at which the next block is full
         self.epoch = 0
@@ -107,6 +117,14 @@ class Request:
     def unscheduled(self) -> int:
         """Known tokens not yet scheduled: 1 while decoding."""
         return len(self.tokens) + self.pending - self.num_scheduled
+
+    @property
+    def is_verifying(self) -> bool:
+        """Whether a step in flight verifies drafts: how many tokens it yields is not known.
+
+        Without drafts at most one token is pending when a step is scheduled.
+        """
+        return self.pending > 1
 
     @property
     def ended(self) -> bool:
@@ -130,27 +148,35 @@ class Request:
         self.pending += 1
         return True
 
+    def schedule_drafts(self, num_drafts: int) -> None:
+        """Schedule the last known token and drafts after it, to be verified."""
+        self.num_scheduled += 1 + num_drafts
+        self.pending += 1 + num_drafts
+
     def unschedule(self) -> None:
         """Undo the scheduling of all steps in flight."""
         self.pending = 0
         self.num_scheduled = self.num_computed
 
-    def append(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
-        """Append sampled `tokens` for one pending token.  Returns those kept, and the finish reason or "".
+    def append(self, tokens: tuple[int, ...], num_drafts: int = 0) -> tuple[tuple[int, ...], str]:
+        """Append the tokens of a row that verified `num_drafts`.  Returns those kept, and the finish reason or "".
 
         Tokens after the one that ends the request are dropped.
         """
-        known, kept, reason = self.tokens, tokens, ""
-        self.pending -= 1
-        if len(tokens) == 1 and tokens[0] not in self.stop_ids and len(known) + 1 < self.end:  # the common case
-            known.append(tokens[0])
+        all_tokens, kept, reason = self.tokens, tokens, ""
+        self.pending -= 1 + num_drafts
+        if len(tokens) == 1 and tokens[0] not in self.stop_ids and len(all_tokens) + 1 < self.end and (
+                not self.expected_tokens):  # the common case
+            all_tokens.append(tokens[0])
             return tokens, ""
         for index, token in enumerate(tokens):
-            known.append(token)
+            all_tokens.append(token)
             if token in self.stop_ids and self.num_output >= self.params.min_tokens:
                 kept, reason = tokens[: index + 1], "stop"
-            elif len(known) >= self.end:
+            elif len(all_tokens) >= self.end:
                 kept, reason = tokens[: index + 1], "length"
+            elif self.expected_tokens and self.num_output >= self.expected_tokens:
+                kept, reason = tokens[: index + 1], "stop"
             if reason:
                 break
         return kept, reason

@@ -4,31 +4,38 @@
                         preempt ▼   ▲ admit                   and add to REJECTED, with an objection
                               PREEMPTED
 
-Every state change happens here, along TRANSITIONS of `core/request.py`, and is recorded as an event.
+Every state change happens here, along TRANSITIONS of `core/request.py`, on the scheduler's decision, and is recorded as
+an event.  The lowest free slot is taken first.
 """
 
 from __future__ import annotations
 
+import heapq
+
 from slotwise.core.events import Admitted, Arrived, Event, Finished, Preempted, Rejected
-from slotwise.core.held_outputs import HeldOutputs
+from slotwise.core.held_outputs import HeldOutputs, Outputs
 from slotwise.core.host_cache import HostCache
 from slotwise.core.interfaces import Policy
 from slotwise.core.kv_manager import Allocation, KVManager
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.request import NO_SLOT_HELD, Request, State
-from slotwise.core.slots import Slots
+from slotwise.core.step import StepPlan
 from slotwise.core.waiting_queue import Lane, WaitingQueue
+
+Ended = tuple[Request, str]  # and its finish reason
 
 
 class RequestTable:
-    """All unfinished requests.  Only the scheduler and its planner change it."""
+    """All unfinished requests.  Only the scheduler changes it."""
 
     def __init__(self, limits: SchedulerLimits, policy: Policy) -> None:
         self.policy = policy
         self.kv = KVManager(
             limits.num_blocks, limits.block_size, HostCache(limits.num_host_blocks, limits.max_loads),
             shares=limits.enable_prefix_caching)
-        self.slots = Slots(limits.max_num_seqs)
+        self.num_slots = limits.max_num_seqs
+        self._free_slots = list(range(self.num_slots))  # a heap
+        self._released_slots: list[int] = []
         self.unfinished: dict[str, Request] = {}  # in order of arrival
         self.waiting = WaitingQueue(policy.lane_key)
         self.running: dict[str, Request] = {}  # in order of admission
@@ -37,8 +44,17 @@ class RequestTable:
         self.num_with_tpot = 0  # unfinished requests with a TPOT objective
         self._arrivals = 0
 
+    @property
+    def num_free_slots(self) -> int:
+        return len(self._free_slots)
+
+    def pop_released_slots(self) -> tuple[int, ...]:
+        """Slots released since the last call."""
+        released, self._released_slots = tuple(self._released_slots), []
+        return released
+
     def check(self) -> None:
-        """Check law 4, conservation of requests, slots and blocks.  Raises AssertionError naming the violation."""
+        """Check the conservation of requests, slots and blocks.  Raises AssertionError naming the violation."""
         self.kv.check(self.unfinished.values())
         for request in self.unfinished.values():
             holds_slot = request.slot != NO_SLOT_HELD
@@ -48,7 +64,8 @@ class RequestTable:
             assert request.num_scheduled <= request.capacity == len(request.blocks) * self.kv.block_size, request
             assert not holds_slot or request.num_known <= request.capacity + 1, request
         assert len(self.unfinished) == len(self.running) + len(self.waiting)
-        self.slots.check(request.slot for request in self.running.values())
+        taken = [request.slot for request in self.running.values()]
+        assert sorted([*taken, *self._free_slots]) == list(range(self.num_slots))
 
     def add(self, request: Request, objection: str, now: float) -> None:
         """Enqueue a request; with an objection, reject it."""
@@ -72,11 +89,56 @@ class RequestTable:
         """Give a waiting request a slot and the blocks of `allocation`; cached tokens count as computed."""
         self.waiting.remove(request)
         request.transition(State.RUNNING)
-        request.slot = self.slots.pop()
+        request.slot = heapq.heappop(self._free_slots)
         self.running[request.request_id] = request
+        request.num_at_join = len(request.tokens)
         request.start_from(self.kv.allocate(request, allocation))
         self.policy.admitted(request, now)
         self.events.append(Admitted(now, request.request_id, request.slot, step, request.num_computed))
+
+    def preempt(self, request: Request, step: int, now: float) -> None:
+        """Release slot and blocks, and requeue; known tokens are kept, and so are those of a step in flight."""
+        self.events.append(Preempted(now, request.request_id, step, request.num_computed))
+        self._release(request)
+        request.transition(State.PREEMPTED)
+        request.epoch += 1
+        request.start_from(0)
+        self.policy.preempted(request, now)
+        self._enqueue(request, now)
+
+    def end(self, request: Request, reason: str, now: float, message: str = "") -> None:
+        """Finish an unfinished request: release what it holds, and record the event."""
+        self.policy.finished(request, reason, now)
+        if request.state is State.RUNNING:
+            self._release(request)
+        else:
+            self.waiting.remove(request)
+        self.held_outputs.drop(request.request_id)
+        request.transition(State.FINISHED)
+        request.reason = reason
+        request.epoch += 1
+        del self.unfinished[request.request_id]
+        self.num_with_tpot -= request.slo.tpot is not None
+        self.events.append(Finished(now, request.request_id, reason, request.num_output, message))
+
+    def hold(
+        self, outputs: Outputs, ended: list[Ended], plan: StepPlan, *, together: bool,
+    ) -> tuple[Outputs, list[Ended]]:
+        """Hold the outputs of a batch that leaves `together` until all of its requests have ended.
+
+        Returns the outputs to publish now, and those of `ended` that may finish now.
+        """
+        self.held_outputs.keep(outputs)
+        gone = [(request, reason) for request, reason in ended if request.state is not State.RUNNING]
+        for request, reason in ended:
+            if request.state is State.RUNNING:
+                request.reason = reason  # held: it keeps its slot until its batch has ended
+        held = [request for request in self.running.values() if request.reason]
+        if together and len(held) < len(self.running):
+            return self.held_outputs.release(request.request_id for request, _ in gone), gone
+        present = frozenset(plan.request_ids)  # a held row that pauses here finishes in its next step
+        ending = gone + [(request, request.reason) for request in held if request.request_id in present]
+        return self.held_outputs.release(plan.request_ids), ending
 
     def set_policy(self, policy: Policy, now: float) -> None:
         """Replace the policy, and requeue all waiting requests by it."""
@@ -102,38 +164,10 @@ class RequestTable:
         lane = Lane(request.slo.tier, policy.lane(request))
         self.waiting.add(request, lane, policy.waiting_key(request, now), moment)
 
-    def preempt(self, request: Request, step: int, now: float) -> None:
-        """Release slot and blocks, and requeue; known tokens are kept, and so is one that a step in flight samples."""
-        self.events.append(Preempted(now, request.request_id, step, request.num_computed))
-        self._release(request)
-        request.transition(State.PREEMPTED)
-        request.epoch += 1
-        request.start_from(0)
-        self.policy.preempted(request, now)
-        self._enqueue(request, now)
-
-    def hold(self, request: Request, reason: str) -> None:
-        """Mark a running request as ended; it keeps its slot until its batch has ended."""
-        request.reason = reason
-
-    def end(self, request: Request, reason: str, now: float, message: str = "") -> None:
-        """Finish an unfinished request: release what it holds, and record the event."""
-        self.policy.finished(request, reason, now)
-        if request.state is State.RUNNING:
-            self._release(request)
-        else:
-            self.waiting.remove(request)
-        self.held_outputs.drop(request.request_id)
-        request.transition(State.FINISHED)
-        request.reason = reason
-        request.epoch += 1
-        del self.unfinished[request.request_id]
-        self.num_with_tpot -= request.slo.tpot is not None
-        self.events.append(Finished(now, request.request_id, reason, request.num_output, message))
-
     def _release(self, request: Request) -> None:
         """Release slot and blocks.  The next plan may reuse them, because executors run plans in order."""
         self.kv.release(request)
-        self.slots.release(request.slot)
+        heapq.heappush(self._free_slots, request.slot)
+        self._released_slots.append(request.slot)
         request.slot = NO_SLOT_HELD
         del self.running[request.request_id]

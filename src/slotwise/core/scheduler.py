@@ -1,32 +1,70 @@
 """The scheduler: which requests run in the next step, with how many tokens and which cache blocks.
 
-    plan(now)                    running requests first, then waiting ones; returns a StepPlan
+    schedule(now)                returns a StepPlan: running requests first, then waiting ones
     ... the executor runs it ...
     commit(plan, result, now)    appends tokens, finishes requests, frees blocks, records events
 
-One step may be in flight: plan() works from *scheduled* token counts, commit() advances *computed* ones.  The result of
-a row whose request finished after it was planned is dropped (a *void* row).  The scheduler is deterministic: time is an
-argument, ties fall to the arrival number, and no code here reads a clock, draws a random number or iterates a set.
+A step is scheduled in this order:
+
+ 1. Waiting requests past their deadline end; requests whose rank changes with the clock are requeued.
+ 2. Where the policy allows it, waiting requests preempt running ones (`core/preemption.py`).
+ 3. A running row gets one token, or a prefill chunk (`core/chunking.py`).  If blocks run out, `Preemption.victim`
+    chooses among the rows not yet planned: of those that the policy ranks last (at most half of them) the one with the
+    fewest computed tokens.  A running request without a token is in `refused`, with a reason: its last token is in
+    flight (ENDING), its drafts are (VERIFYING), a budget is spent (TOKEN_BUDGET, SHORT_STEP, TIME_BUDGET), it pauses
+    for a prompt (FIRST_TOKEN), or the discipline starts prompts alone (PROMPTS_ALONE).
+ 4. Waiting requests are admitted from the head of the queue while `core/admission.py` finds no reason against it.
+    A few smaller ones may pass a request that waits for blocks.
+
+Under a policy that isolates prefill, rows pause in step 3 for the prompts of 4; `core/prefill_isolation.py` explains
+*starting*, *paused* and *deferred*.
+
+PlanBuilder keeps the step's account: each row that is added lowers its token budget and sets `num_logits` and `kinds`.
+A prefix hit always ends before the last known token, which is computed for its logits.  A freed block may be reused by
+the very next plan, although a step in flight still reads it, because executors run plans in order.
+
+One step may be in flight: schedule() works from *scheduled* token counts, commit() advances *computed* ones.  If a
+request finishes after its next row was planned, that row's tokens are dropped and counted as overrun.  A preemption
+sets scheduled and computed counts to 0 (`RequestTable.preempt`) and keeps the pending token of a row in flight; until
+that token is committed, and so never in the same plan, the request is not admitted again.
+
+A decoding row may carry drafts (`interfaces.Proposer`), as many as budgets and free blocks allow without a preemption.
+Its step yields 1 to 1 + drafts tokens.  The commit tells how many, so the row is in no other step before it; commit()
+appends them, and frees the blocks behind the computed ones.
+
+The scheduler is deterministic: time is an argument, ties fall to the arrival number, and no code here reads a clock,
+draws a random number or iterates a set.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping
-from itertools import compress
+from collections.abc import Collection, Sequence
+from itertools import repeat
+from operator import length_hint
 
+from slotwise.core.admission import Admission
+from slotwise.core.chunking import Chunking
 from slotwise.core.events import Committed, Event
-from slotwise.core.held_outputs import Outputs
-from slotwise.core.interfaces import Discipline, Policy
-from slotwise.core.limits import SchedulerLimits
-from slotwise.core.plan_builder import InFlight
-from slotwise.core.planner import Planner
+from slotwise.core.held_outputs import outputs_of
+from slotwise.core.interfaces import Discipline, Policy, Proposer
+from slotwise.core.kv_manager import Allocation
+from slotwise.core.limits import ERROR, SchedulerLimits
+from slotwise.core.plan_builder import InFlight, PlanBuilder
+from slotwise.core.preemption import MAX_OUTRANKED, Preemption
+from slotwise.core.prefill_isolation import PrefillIsolation, goes_before
+from slotwise.core.reasons import ENDING, NO_BLOCKS, OUTRANKED, PROMPTS_ALONE, TIER_CAP, TIME_BUDGET, VERIFYING
 from slotwise.core.request import Request, State
 from slotwise.core.request_table import RequestTable
-from slotwise.core.step import StepPlan, StepResult, TokenLogprobs
+from slotwise.core.step import NewRequest, RowKind, StepPlan, StepResult, Stop
 from slotwise.core.step_time import StepTimeModel, work_of
 
-MAX_IN_FLIGHT = 1  # uncommitted steps that may exist when plan() is called
+# Uncommitted steps that may exist when schedule() is called.  One hides planning behind the forward pass; with a second
+# each request that stops would compute one more token for nothing.
+MAX_IN_FLIGHT = 1
+# Requests examined per step behind one that waits for blocks: each costs a prefix lookup, in every step of the wait.
+MAX_LOOK = 8
+PREFILL, DECODE = RowKind.PREFILL, RowKind.DECODE
 
 
 class Scheduler:
@@ -34,28 +72,33 @@ class Scheduler:
 
     def __init__(
         self, limits: SchedulerLimits, discipline: Discipline, policy: Policy, times: StepTimeModel | None = None,
+        proposer: Proposer | None = None,
     ) -> None:
-        """`times` predicts step times; commit() trains it while any policy, limit or request needs predictions."""
+        """
+        Args:
+            times: predicts step times; commit() trains it while any policy, limit or request needs predictions.
+            proposer: drafts tokens for decoding rows; None: no row has drafts.
+        """
+        self.times = times or StepTimeModel()
+        self._proposer = proposer
         self._table = RequestTable(limits, policy)
-        self._times = times or StepTimeModel()
-        self._planner = Planner(self._table, limits, discipline, self._times)
+        self._isolation = PrefillIsolation(self._table)
+        self._preemption = Preemption(self._table)
         self._in_flight: deque[InFlight] = deque()  # planned and not yet committed, oldest first
         self._steps = 0
+        self._set_limits(limits, discipline)
+
+    def _set_limits(self, limits: SchedulerLimits, discipline: Discipline) -> None:
+        self.limits = limits
+        self._discipline = discipline
+        self._chunking = Chunking(self._table, limits, discipline, self.times)
+        self._admission = Admission(self._table, limits, discipline)
 
     # -- state ---------------------------------------------------------------------------------------------------
 
     @property
-    def limits(self) -> SchedulerLimits:
-        return self._planner.limits
-
-    @property
     def policy(self) -> Policy:
         return self._table.policy
-
-    @property
-    def times(self) -> StepTimeModel:
-        """The step-time model."""
-        return self._times
 
     @property
     def num_running(self) -> int:
@@ -84,17 +127,7 @@ class Scheduler:
 
     def queue_positions(self, request_ids: Collection[str], now: float) -> dict[str, int]:
         """Queue position of each waiting request among `request_ids`: how many are to start before it, as of `now`."""
-        unfinished = self._table.unfinished
-        left = {name for name in request_ids if name in unfinished and unfinished[name].state is not State.RUNNING}
-        found: dict[str, int] = {}
-        walk = self._table.waiting.walk(now)
-        for before in range(len(self._table.waiting)):
-            if not left or (request := walk.next()) is None:
-                break
-            if request.request_id in left:
-                left.remove(request.request_id)
-                found[request.request_id] = before
-        return found
+        return self._table.waiting.positions(request_ids, now)
 
     def pop_events(self) -> list[Event]:
         """Events since the last call."""
@@ -102,10 +135,10 @@ class Scheduler:
         return events
 
     def check(self) -> None:
-        """Check law 4, conservation of requests, slots and blocks.  Raises AssertionError naming the violation."""
+        """Check the conservation of requests, slots and blocks.  Raises AssertionError naming the violation."""
         self._table.check()
 
-    # -- operations ----------------------------------------------------------------------------------------------
+    # -- commands ------------------------------------------------------------------------------------------------
 
     def configure(self, limits: SchedulerLimits, discipline: Discipline, policy: Policy, now: float) -> None:
         """Replace limits, discipline and policy from the next plan on.  Running requests keep their slots.
@@ -115,9 +148,9 @@ class Scheduler:
         """
         if limits.fixed != self.limits.fixed:
             raise ValueError("the cache and the longest sequence are fixed at the start")
-        if limits.max_num_seqs > self._table.slots.total:
-            raise ValueError(f"max_num_seqs is at most the {self._table.slots.total} slots made at the start")
-        self._planner.configure(limits, discipline)
+        if limits.max_num_seqs > self._table.num_slots:
+            raise ValueError(f"max_num_seqs is at most the {self._table.num_slots} slots made at the start")
+        self._set_limits(limits, discipline)
         if policy is not self._table.policy:
             self._table.set_policy(policy, now)
 
@@ -132,7 +165,9 @@ class Scheduler:
         if request is not None:
             self._table.end(request, reason, now)
 
-    def plan(self, now: float) -> StepPlan:
+    # -- scheduling a step ---------------------------------------------------------------------------------------
+
+    def schedule(self, now: float) -> StepPlan:
         """Returns the next step; it has no rows when no request can run.
 
         Raises:
@@ -140,72 +175,267 @@ class Scheduler:
         """
         if len(self._in_flight) > MAX_IN_FLIGHT:
             raise RuntimeError("commit the step in flight before planning two ahead")
-        builder = self._planner.plan(self._steps, now)
-        planned = builder.close(self._table.slots.pop_released(), self._table.kv.host.pop_copies())
+        self._expire(now)
+        builder = PlanBuilder(
+            self._steps, now, self._discipline.budget(self.limits), self._chunking.time_budget())
+        if self._table.policy.may_preempt:
+            self._preempt_outranked(builder)
+        if self._discipline.prompts_alone:
+            if not self._schedule_prompts(builder):
+                self._schedule_running(builder)
+        elif self._table.policy.isolates_prefill and not self._discipline.leaves_together:
+            self._schedule_isolated(builder)
+        else:
+            self._schedule_running(builder)
+            self._schedule_waiting(builder)
+        if builder.new_requests:  # in other steps all rows of a padded batch have one token
+            builder.padding = self._discipline.padding(builder.counts)
+        kv = self._table.kv
+        step = builder.close(self._table.pop_released_slots(), kv.pop_freed(), kv.host.pop_copies())
         self._steps += 1
-        self._in_flight.append(planned)
-        return planned.plan
+        self._in_flight.append(step)
+        return step.plan
+
+    def _expire(self, now: float) -> None:
+        """Finish waiting requests past their deadline or shed by the policy; requeue the others that are due."""
+        policy = self._table.policy
+        for request in list(self._table.waiting.due(now)):
+            if request.state is State.WAITING and request.deadline <= now:
+                waited = f"no slot came free in {now - request.arrived_at:.1f} s, and it was to wait no longer"
+                self._table.end(request, "timeout", now, waited)
+            elif why := policy.overdue(request, now):
+                self._table.end(request, "shed", now, why)
+            else:
+                self._table.requeue(request, now)
+
+    def _preempt_outranked(self, builder: PlanBuilder) -> None:
+        """Preempt running requests for the first waiting ones without capacity."""
+        for _ in range(0 if self._discipline.leaves_together else MAX_OUTRANKED):
+            victims = self._preemption.outranked(self._admission, builder)
+            for victim in victims:
+                builder.preempt(victim, OUTRANKED)
+                self._table.preempt(victim, builder.step, builder.now)
+            if not victims:
+                return
+
+    def _schedule_prompts(self, builder: PlanBuilder) -> bool:
+        """Plan a step of new prompts only; False if no request can be admitted."""
+        running = tuple(self._table.running.values())
+        self._schedule_waiting(builder)
+        if builder.new_requests:
+            for request in running:
+                builder.refuse(request, PROMPTS_ALONE)
+        return bool(builder.new_requests)
+
+    def _schedule_isolated(self, builder: PlanBuilder) -> None:
+        """Plan paused rows last: they run after all if the step computes no prompt that they would pause for."""
+        self._isolation.start(builder, self._admission.next_in_line(builder.now))
+        self._schedule_running(builder)
+        self._schedule_waiting(builder)
+        self._schedule_late([request for request in builder.deferred if request in builder.starting], builder)
+        self._schedule_late(self._isolation.settle(builder), builder)
+        self._schedule_late([request for request in builder.deferred if request not in builder.starting], builder)
+        self._isolation.count(builder)
+
+    def _schedule_late(self, running: Sequence[Request], builder: PlanBuilder) -> None:
+        """Plan running rows after admissions; in `refused` they are still listed before waiting requests."""
+        refused, builder.refused = builder.refused, []
+        self._schedule_rows(running, builder)
+        builder.refused += refused
+
+    # -- running requests ----------------------------------------------------------------------------------------
+
+    def _schedule_running(self, builder: PlanBuilder) -> None:
+        """Plan all running rows but those paused or deferred, in the policy's order."""
+        policy = self._table.policy
+        running: Sequence[Request] = tuple(self._table.running.values())
+        if policy.orders_running:
+            running = sorted(running, key=lambda request: (policy.running_key(request, builder.now), request.arrival))
+        if builder.paused or builder.deferred:
+            left_out = builder.paused.union(request.request_id for request in builder.deferred)
+            running = [request for request in running if request.request_id not in left_out]
+        self._schedule_rows(running, builder)
+
+    def _schedule_rows(self, running: Sequence[Request], builder: PlanBuilder) -> None:
+        if builder.time is not None:  # decoding rows are charged before any prefill chunk
+            builder.time.add_decodes([
+                request.num_scheduled for request in running if request.unscheduled == 1
+                and request.num_known < request.end and not request.reason and not request.is_verifying])
+        rows, proposes = iter(running), self._proposer is not None
+        for request in rows:  # `length_hint(rows)`: those behind this one
+            if builder.preempted and request.state is not State.RUNNING:
+                continue  # preempted in this plan, for a row before it
+            num_known = request.num_known
+            count = num_known - request.num_scheduled
+            if request.pending > 1 and not request.reason:
+                builder.refuse(request, VERIFYING)
+                continue
+            if request.reason or num_known >= request.end:
+                self._schedule_ended(request, builder)
+                continue
+            if builder.budget < 1:
+                builder.refuse(request, builder.shortage)
+                continue
+            start = num_known - count
+            if count > 1 and not (count := self._chunking.chunk(request, count, builder, length_hint(rows))):
+                builder.refuse(request, TIME_BUDGET)
+                continue
+            kind = DECODE if start >= request.num_at_join else PREFILL
+            if proposes and kind is DECODE and self._schedule_drafts(request, builder, length_hint(rows)):
+                continue
+            if start + count > request.capacity and not self._extend(request, start + count, builder):
+                continue
+            builder.add_row(request, start, count, kind)
+
+    def _schedule_drafts(self, request: Request, builder: PlanBuilder, num_behind: int) -> bool:
+        """Plan a decoding row with drafts, or let it wait for a token to draft from; False if it runs without drafts.
+
+        Drafts leave each of the `num_behind` rows that are still to plan a token of the budget and a block.
+        """
+        assert self._proposer is not None
+        if request.pending:
+            waits = self._proposer.waits(request)
+            if waits:
+                builder.refuse(request, VERIFYING)
+            return waits
+        kv, num_known = self._table.kv, len(request.tokens)
+        limit = min(request.end - 1, kv.largest_capacity(request, num_behind)) - num_known
+        limit = min(limit, builder.budget - num_behind - 1)
+        if limit > 0 and builder.time is not None:
+            limit = builder.time.fitting(num_known, limit)
+        drafts = tuple(self._proposer.propose(request, limit))[:limit] if limit > 0 else ()
+        blocks = kv.extend(request, num_known + len(drafts)) if drafts else None
+        if blocks is None:
+            return False
+        if builder.time is not None:
+            builder.time.add(num_known, len(drafts))
+        builder.add_blocks(request, blocks)
+        builder.add_drafts(request, drafts)
+        return True
+
+    def _schedule_ended(self, request: Request, builder: PlanBuilder) -> None:
+        """Plan a request whose last token is known or in flight: held with its batch, or left out."""
+        if request.reason or self._discipline.leaves_together:
+            builder.hold(request)
+        else:
+            builder.refuse(request, ENDING)
+
+    def _extend(self, request: Request, num_tokens: int, builder: PlanBuilder) -> bool:
+        """Allocate the blocks a running row needs, preempting victims; False if the row itself was preempted."""
+        while (blocks := self._table.kv.extend(request, num_tokens)) is None:
+            victim = self._preemption.victim(builder)
+            builder.preempt(victim, NO_BLOCKS)
+            if self.limits.on_pressure == ERROR:
+                message = "the cache is full, and this server ends requests instead of preempting them; try again later"
+                self._table.end(victim, "error", builder.now, message)
+            else:
+                self._table.preempt(victim, builder.step, builder.now)
+            if victim is request:
+                return False
+        builder.add_blocks(request, blocks)
+        return True
+
+    # -- waiting requests ----------------------------------------------------------------------------------------
+
+    def _schedule_waiting(self, builder: PlanBuilder) -> None:
+        """Admit waiting requests from the head of the queue, and record in the plan why the others wait."""
+        waiting, admission = self._table.waiting, self._admission
+        if not waiting:
+            return
+        gate = admission.gate(builder.now)
+        queue = waiting.walk(builder.now)
+        examined: list[Request] = []  # and not admitted
+        while all(map(admission.may_be_passed, examined)) and (request := queue.next()) is not None:
+            if builder.deferred:
+                self._catch_up(builder, request)
+            is_open = len(builder.new_requests) < gate.max_new
+            decision = admission.decide(request, self._chunking, builder) if is_open else gate.reason
+            if isinstance(decision, Allocation):
+                self._admit(request, decision, builder)
+                for before in examined:
+                    before.num_passed += 1
+                continue
+            builder.refuse(request, decision)
+            builder.stop = builder.stop or Stop(
+                decision, request.request_id, 0, min(gate.reopens_at, waiting.next_moment))
+            if decision == TIER_CAP:
+                queue.close_tier(request.slo.tier)
+                continue
+            examined.append(request)
+            if decision != NO_BLOCKS or builder.is_pressed or len(examined) > MAX_LOOK:
+                break
+        if builder.stop:
+            builder.stop = builder.stop._replace(num_behind=len(waiting) - 1)
+
+    def _admit(self, request: Request, allocation: Allocation, builder: PlanBuilder) -> None:
+        self._table.admit(request, allocation, builder.step, builder.now)
+        builder.new_requests.append(NewRequest(
+            request.request_id, request.slot, tuple(request.tokens), request.num_prompt, request.params, request.seed,
+            tuple(sorted(request.stop_ids)), request.output))
+        builder.add_blocks(request, tuple(request.blocks))
+        count = self._chunking.first_chunk(request, builder)
+        builder.add_row(request, request.num_scheduled, count, PREFILL)
+
+    def _catch_up(self, builder: PlanBuilder, request: Request) -> None:
+        """Continue deferred prefills that outrank the waiting `request`; reserve a token for each paused row."""
+        ahead = [prefill for prefill in builder.deferred
+                 if goes_before(self._table.policy, prefill, request, builder.now)]
+        if ahead:
+            builder.deferred = builder.deferred[len(ahead):]
+            builder.budget -= len(builder.paused)
+            self._schedule_late(ahead, builder)
+            builder.budget += len(builder.paused)
+
+    # -- committing a step ---------------------------------------------------------------------------------------
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> None:
         """Apply the result of the oldest uncommitted step: append tokens, finish requests, record events.
 
         Raises:
-            RuntimeError: `plan` is not that step, or `result` belongs to another step.
+            RuntimeError: `plan` is not that step, or `result` is not a result of it.
         """
-        if not self._in_flight or self._in_flight[0].plan is not plan or result.step != plan.step:
-            raise RuntimeError(f"step {plan.step} is not the next to commit, or result {result.step} is not its own")
-        if len(result.tokens) != plan.num_rows:
-            raise RuntimeError(f"step {plan.step} has {plan.num_rows} rows, and its result {len(result.tokens)}")
+        if not self._in_flight or self._in_flight[0].plan is not plan:
+            raise RuntimeError(f"step {plan.step} is not the next to commit")
+        result.check(plan)
         step = self._in_flight.popleft()
         ended: list[tuple[Request, str]] = []
         kept: dict[int, tuple[int, ...]] = {}  # by row: the tokens kept, where these are not all that was sampled
         overrun = 0
-        for row, (request, epoch, tokens) in enumerate(zip(step.requests, step.epochs, result.tokens, strict=True)):
+        num_drafts = map(len, plan.drafts) if plan.drafts else repeat(0)
+        rows = zip(step.requests, step.epochs, plan.counts, num_drafts, result.tokens, strict=False)
+        for row, (request, epoch, count, drafted, tokens) in enumerate(rows):
             if request.reason:  # finished or held since it was planned
                 overrun += len(tokens)
                 kept[row] = ()
                 continue
+            accepted, reason = request.append(tokens, drafted) if tokens else ((), "")
             if request.epoch == epoch:
-                request.num_computed += plan.counts[row]
-                if request.num_computed >= request.publish_at:
-                    self._table.kv.publish(request)
-            some, reason = request.append(tokens) if tokens else ((), "")
-            if not some or some != tokens:
-                kept[row] = some
+                self._count_computed(request, count, len(accepted) if drafted else count)
+            if not accepted or accepted != tokens:
+                kept[row] = accepted
             if reason:
                 ended.append((request, reason))
-        if result.complete or result.failed:
-            ended += step.declared(result, {request.request_id for request, _ in ended})
-        if self._planner.needs_step_times:
-            self._times.step(work_of(plan.starts, plan.counts, plan.padding), plan.now, now)
+        ended += [(request, "error") for request in step.failed(result)]
+        if self._chunking.needs_step_times or self._table.policy.needs_step_times:
+            self.times.step(work_of(plan.starts, plan.counts, plan.padding), plan.now, now)
         self._table.policy.served(step.requests, plan.counts, result.tokens)
-        outputs = self._release(_outputs_of(plan, result, kept), ended, plan)
-        overrun -= sum(len(result.tokens[row]) for row in plan.held)
+        outputs = outputs_of(plan, result, kept)
+        if self._discipline.leaves_together or self._table.held_outputs:
+            outputs, ended = self._table.hold(outputs, ended, plan, together=self._discipline.leaves_together)
+        overrun -= sum(len(result.tokens[row]) for row in plan.held)  # planned although ended: counted as held
         self._table.events.append(Committed(
             now, plan.step, tuple(outputs.request_ids), tuple(outputs.tokens), tuple(outputs.logprobs), overrun))
         for request, reason in ended:
             self._table.end(request, reason, now)
 
-    def _release(self, outputs: Outputs, ended: list[tuple[Request, str]], plan: StepPlan) -> Outputs:
-        """Returns the outputs to publish now, and reduces `ended` to the requests that may finish now.
-
-        Both stay as they are, except in a batch that leaves together: its outputs are held until all of it has ended.
-        """
-        together = self._planner.discipline.leaves_together
-        if not (together or self._table.held_outputs):
-            return outputs
-        self._table.held_outputs.keep(outputs)
-        gone = [(request, reason) for request, reason in ended if request.state is not State.RUNNING]
-        for request, reason in ended:
-            if request.state is State.RUNNING:
-                self._table.hold(request, reason)
-        held = [request for request in self._table.running.values() if request.reason]
-        if together and len(held) < len(self._table.running):
-            ended[:] = gone
-            return self._table.held_outputs.release(request.request_id for request, _ in gone)
-        present = frozenset(plan.request_ids)  # a held row that pauses here finishes in its next step
-        ended[:] = gone + [(request, request.reason) for request in held if request.request_id in present]
-        return self._table.held_outputs.release(plan.request_ids)
+    def _count_computed(self, request: Request, num_scheduled: int, num_computed: int) -> None:
+        """Count the computed tokens of a row; drafts that were not accepted, and the blocks behind, are taken back."""
+        request.num_computed += num_computed
+        if request.num_computed >= request.publish_at:
+            self._table.kv.publish(request)
+        if num_computed < num_scheduled:
+            request.num_scheduled -= num_scheduled - num_computed
+            self._table.kv.truncate(request)
 
     def rollback(self) -> list[str]:
         """Drop all steps in flight after a failure; their rows are planned again from the last commit.
@@ -219,15 +449,3 @@ class Scheduler:
                 request.unschedule()
         first = steps[0].requests if steps else ()
         return [request.request_id for request in first if not request.ended]
-
-
-def _outputs_of(plan: StepPlan, result: StepResult, kept: Mapping[int, tuple[int, ...]]) -> Outputs:
-    """Returns the tokens each row sampled; for rows in `kept` the tokens kept, and no entry if none were."""
-    logprobs: tuple[tuple[TokenLogprobs, ...], ...] = result.logprobs or ((),) * plan.num_rows
-    if not kept:
-        return Outputs(plan.request_ids, result.tokens, logprobs)
-    tokens = list(result.tokens)
-    for row, some in kept.items():
-        tokens[row] = some
-    return Outputs(
-        list(compress(plan.request_ids, tokens)), list(compress(tokens, tokens)), list(compress(logprobs, tokens)))

@@ -1,26 +1,29 @@
-"""Step-time model: predicts a step's seconds, and learns on-line from committed steps.
+"""Step times: a model that predicts and learns a step's seconds, its fit, and the time budget of a step.
 
-A step's seconds are a non-negative linear function of its work, times a factor of its size and a level:
+**Model.**  A step's seconds are a non-negative linear function of its work, times a factor of its size and a level:
 
     seconds ≈ level · factor(size) · (a + l·launched + b·tokens + c·rows + d·context + e·pairs)
 
 `a` is reading the weights, `l` launching the kernels one by one, `b` the matrix products, `c` the head and sampling,
-`d` reading the KV cache, `e` prefill attention.  The coefficients minimise squared *relative* errors (a step's terms
-are divided by its seconds), so that a step of two milliseconds counts as much as one of two hundred, and a step that
-other processes made ten times longer hardly counts.
+`d` reading the KV cache, `e` prefill attention.  There are three kinds of steps: DECODE steps, of decoding rows alone,
+replay a captured graph; a FIRST step, with a row count and context length not seen before, pays for the capture;
+PROMPTS steps, with prefill chunks or drafts, are never captured.  `launched` is 0 for DECODE, else 1.
 
-Three kinds of steps differ by more than their terms.  DECODE steps, of decoding rows alone, replay a captured graph
-(see `runner/graphs.py`); a FIRST step, with a row count and context length not seen before, pays for the capture;
-PROMPTS steps, with prefill chunks, are never captured.  `launched` is 0 for DECODE, else 1.
+**Fit.**  Steps are remembered by kind and size: steps of 1, 2-3, 4-7 ... tokens each have their own sums, the normal
+equations of a least-squares problem.  Old measurements are down-weighted per size, so full batches do not overwrite the
+single-row estimate; after a large one-sided error all old sums are down-weighted.  Errors are *relative* (a step's
+terms are divided by its seconds): a step of two milliseconds counts as much as one of two hundred, and a step that
+other processes made ten times longer hardly counts.  A factor corrects a size whose steps persistently take more or
+less than the linear function, interpolated between two sizes.  The level follows the last dozens of steps, of any size,
+because a shared machine changes its speed; the *typical* time omits it.
 
-Steps are remembered by kind and size: steps of 1, 2-3, 4-7 ... tokens each have their own sums (the normal equations of
-a least-squares problem), and only steps of the same size fade older ones.  So an hour of full batches forgets nothing
-about a single row, unless predictions turn out to be far off and to one side: then everything older counts for little.
-A factor corrects a size whose steps persistently take more or less than the linear function, interpolated between two
-sizes: processors have non-linearities.
+**Budget.**  How many prompt tokens a step may still compute:
 
-The level follows the last dozens of steps, of any size: a shared machine is faster or slower from one minute to the
-next.  The *typical* time leaves it out.
+    |■ decode rows ■|■■■■ prefill chunk ■■■■■■|              |      predicted seconds
+    0                                          ...            limit
+
+A token budget does not bound inter-token latency: decoding requests wait for a step's time, not for its tokens, as
+Sarathi-Serve observes (Agrawal et al., OSDI 2024).
 """
 
 from __future__ import annotations
@@ -34,15 +37,13 @@ from dataclasses import dataclass, field
 from operator import mul
 from typing import NamedTuple
 
-from slotwise.core.least_squares import non_negative
-
 FADE = 0.98  # decay of a size's sums at its next step: half is forgotten after 34
 REMEMBERED = 10.0  # steps of a size that sums learned in another run count for at most
 DOUBT = 0.5  # prior weight of a factor of 1, in steps of its size
 REFIT = 32  # steps between two fits; fewer in the first steps
-FAMILIAR = 24.0  # steps of a size after which only one in SELDOM is learned from: learning takes time beside the engine
+FAMILIAR = 24.0  # steps of a size after which only one in ROUTINE is compared, and one in SELDOM of these is added to
+ROUTINE = 4  # the sums: comparing takes time beside the engine, and a disturbance of seconds should not fade the others
 SELDOM = 8
-ROUTINE = 4  # of steps of a familiar kind and size, one in this many is compared, for the same reason
 # Regularisation of each term towards 0.  A step's constant is regularised least: eight unchanging streams say nothing
 # about a single one, and most of a step is reading weights.
 RIDGE = (1e-6, 1e-4, 1e-3, 1e-2, 1e-3, 1e-3)
@@ -55,11 +56,19 @@ HICCUP = 0.1  # maximum logarithmic error used: larger ones have other causes th
 TRUSTED = 3.0  # steps of a size before its errors move the level
 SHORT = 256  # positions: graphs are captured for contexts up to this, up to twice as many, and so on
 
-NUM_TERMS = 6
+MOST = 4.0  # stall limits that a step may last for at most, however many prompts start
+WHOLE = 2.5  # stall limits that it may last for if a prompt completes in it
+SHARE = 2.0  # times the decoding rows' own time, always allowed: prompts get half of a full step
+
+TERMS = ("step", "launch", "token", "row", "context", "pair")
+NUM_TERMS = len(TERMS)
 PAIRS = [(i, j) for i in range(NUM_TERMS) for j in range(i + 1)]  # lower triangle of a symmetric matrix
 DECODE, FIRST, PROMPTS = "decode", "first", "prompts"
 KINDS = (DECODE, FIRST, PROMPTS)
 SIZES = {kind: [f"{kind}-{1 << bits >> 1}" for bits in range(64)] for kind in KINDS}  # by bit length of the tokens
+
+Matrix = list[list[float]]
+Point = tuple[float, float]  # log2 of a size's tokens, its factor
 
 
 class Work(NamedTuple):
@@ -68,14 +77,17 @@ class Work(NamedTuple):
     tokens: int  # padding included
     rows: int
     context: int  # positions attended to by rows of one token, summed
-    pairs: float  # (prompt token, attended position) pairs of prefill chunks
+    pairs: float  # (token, attended position) pairs of rows of several tokens: prefill chunks and drafts
     longest: int = 0  # largest context of a row, in a step of decoding rows alone; 0: one seen before
+
+
+NO_WORK = Work(0, 0, 0, 0.0)
 
 
 def work_of(starts: Sequence[int], counts: Sequence[int], padding: Sequence[int] = ()) -> Work:
     """Returns the work of rows that compute `counts` tokens from positions `starts`, and `padding` after them."""
     if not counts:
-        return Work(0, 0, 0, 0.0)
+        return NO_WORK
     if max(counts) == 1 and not padding:
         return Work(len(counts), len(counts), sum(starts) + len(starts), 0.0, max(starts) + 1)
     lengths = [count + pad for count, pad in zip(counts, padding, strict=True)] if padding else counts
@@ -86,6 +98,9 @@ def work_of(starts: Sequence[int], counts: Sequence[int], padding: Sequence[int]
         else:
             pairs += length * (start + (length + 1) / 2)
     return Work(sum(lengths), len(counts), context, pairs)
+
+
+# -- fit -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -107,18 +122,14 @@ class Sums:
         share = min(1.0, weight / self.weight) if self.weight else 1.0
         return Sums(self.weight * share, [one * share for one in self.products], [one * share for one in self.totals])
 
-    def tokens(self) -> float:
-        """Returns about the mean number of tokens of these steps."""
-        return self.totals[2] / self.totals[0]
-
-    def factor(self, shares: Sequence[float]) -> float:
-        """Returns the factor for `shares` that makes predicted / measured 1 on the mean over these steps.
+    def point(self, coefficients: Sequence[float]) -> Point:
+        """Returns the mean size of these steps, and the factor that makes predicted / measured 1 on their mean.
 
         The factor of least squared relative error would predict less than the mean, by the variance of disturbances.
         Here, too, a step that was interrupted for ten times its length hardly counts.
         """
-        told: float = sum(map(mul, shares, self.totals))
-        return (self.weight + DOUBT) / (told + DOUBT)
+        predicted: float = sum(map(mul, coefficients, self.totals))
+        return math.log2(self.totals[2] / self.totals[0]), (self.weight + DOUBT) / (predicted + DOUBT)
 
 
 @dataclass(slots=True)
@@ -136,47 +147,70 @@ class Learned:
                 raise ValueError("sums of no steps")
 
 
+def non_negative(matrix: Matrix, target: Sequence[float], ridge: Sequence[float]) -> list[float]:
+    """Returns the least-squares solution x >= 0 of `matrix` x = `target`.
+
+    Drops the column with the most negative coefficient until none is negative.  This is nearly always the solution of
+    non-negative least squares (Lawson and Hanson, 1974), in at most as many solves as there are columns.
+
+    Args:
+        matrix, target: the normal equations; `matrix` is symmetric and positive semi-definite.
+        ridge: regularisation towards 0, by column, relative to its weight: decides between collinear columns.
+    """
+    kept = [at for at, row in enumerate(matrix) if row[at] > 0]
+    solution = [0.0] * len(matrix)
+    while kept:
+        scale = [matrix[at][at] ** -0.5 for at in kept]  # columns of unit length: their magnitudes differ widely
+        found = _solved([
+            [matrix[i][j] * scale[row] * scale[column] + ridge[i] * (i == j) for column, j in enumerate(kept)]
+            + [target[i] * scale[row]] for row, i in enumerate(kept)])
+        least = min(range(len(kept)), key=found.__getitem__)
+        if found[least] >= 0:
+            for at, value, factor in zip(kept, found, scale, strict=True):
+                solution[at] = value * factor
+            break
+        del kept[least]
+    return solution
+
+
+def _solved(system: Matrix) -> list[float]:
+    """Gaussian elimination of a positive definite system, the right side as its last column; destroys `system`."""
+    size = len(system)
+    for pivot in range(size):
+        for row in range(pivot + 1, size):
+            factor = system[row][pivot] / system[pivot][pivot]
+            for column in range(pivot, size + 1):
+                system[row][column] -= factor * system[pivot][column]
+    values = [0.0] * size
+    for row in reversed(range(size)):
+        known = sum(system[row][column] * values[column] for column in range(row + 1, size))
+        values[row] = (system[row][size] - known) / system[row][row]
+    return values
+
+
+def _interpolated(points: Sequence[Point], tokens: int) -> float:
+    """Returns the factor for `tokens`: constant outside the known sizes, 1 if none is known."""
+    if not points:
+        return 1.0
+    at = math.log2(tokens)
+    after = bisect_right(points, (at, math.inf))
+    if after in (0, len(points)):
+        return points[max(0, after - 1)][1]
+    (low, below), (high, above) = points[after - 1 : after + 1]
+    share = (at - low) / (high - low)
+    return below * (1 - share) + above * share
+
+
+# -- model ---------------------------------------------------------------------------------------------------------
+
+
 @dataclass(slots=True)
 class Prediction:
     """The parameters of `StepTimeModel.typical`, to predict in another process."""
 
-    shares: list[float]
-    factors: dict[str, dict[str, tuple[float, float]]]  # by kind and size: log2 of the tokens, factor
+    shares: list[float]  # coefficients, in the order of TERMS
+    factors: dict[str, dict[str, Point]]  # by kind and size
     met: list[tuple[int, int]]
-
-
-class Factors:
-    """The factors of one kind's sizes, interpolated between sizes."""
-
-    def __init__(self) -> None:
-        self.known: dict[str, tuple[float, float]] = {}  # by size: log2 of the tokens, factor
-        self._at: list[float] = []
-        self._factors: list[float] = []
-
-    def restore(self, known: dict[str, tuple[float, float]]) -> None:
-        """Restore the factors `known`."""
-        self.known = dict(known)
-        self._arrange()
-
-    def put(self, size: str, tokens: float, factor: float) -> None:
-        self.known[size] = (math.log2(tokens), factor)
-        self._arrange()
-
-    def _arrange(self) -> None:
-        curve = sorted(self.known.values())
-        self._at, self._factors = [at for at, _ in curve], [factor for _, factor in curve]
-
-    def of(self, tokens: int) -> float:
-        """Returns the factor for `tokens`: constant outside the known sizes, 1 if none is known."""
-        if not self._at:
-            return 1.0
-        at = math.log2(tokens)
-        after = bisect_right(self._at, at)
-        if after in (0, len(self._at)):
-            return self._factors[max(0, after - 1)]
-        low, high = self._at[after - 1], self._at[after]
-        share = (at - low) / (high - low)
-        return self._factors[after - 1] * (1 - share) + self._factors[after] * share
 
 
 class StepTimeModel:
@@ -184,23 +218,21 @@ class StepTimeModel:
 
     def __init__(self, learned: Learned | None = None) -> None:
         self._sizes = {size: sums.faded(REMEMBERED) for size, sums in learned.sizes.items()} if learned else {}
-        self._shares = [0.0] * NUM_TERMS
-        self._factors = {kind: Factors() for kind in KINDS}
+        self._coefficients = [0.0] * NUM_TERMS
+        self._factors: dict[str, dict[str, Point]] = {kind: {} for kind in KINDS}
         self._level = 0.0  # natural logarithm of the level
         self._met: set[tuple[int, int]] = set()  # DECODE steps seen: rows, bits of the longest context
         self._errors: deque[float] = deque(maxlen=JUDGED)
         self._recent: deque[float] = deque(maxlen=REFIT)  # signed errors of `typical`
         self._last_end = 0.0  # seconds; end of the previous step
         self._unfitted = 0
-        self._passed = dict.fromkeys(KINDS, 0)  # routine steps since the last one compared
+        self._passed = dict.fromkeys(KINDS, 0)  # routine steps since the last one learned from
         self.num_steps = 0  # steps learned from
         if self._sizes:
             self._fit()
 
-    # -- predicting ----------------------------------------------------------------------------------------------
-
     @property
-    def knows(self) -> bool:
+    def is_trained(self) -> bool:
         """True once the model has learned from a step."""
         return bool(self._sizes)
 
@@ -210,7 +242,11 @@ class StepTimeModel:
 
     def typical(self, work: Work) -> float:
         """Returns the predicted seconds at level 1, an average speed of the machine."""
-        return self._typical(work, self._kind(work)) if work.rows else 0.0
+        if not work.rows:
+            return 0.0
+        kind = self._kind(work)
+        plain: float = sum(map(mul, self._coefficients, _terms(work, kind)))
+        return plain * _interpolated(sorted(self._factors[kind].values()), work.tokens)
 
     @property
     def error(self) -> float:
@@ -220,37 +256,28 @@ class StepTimeModel:
     @property
     def coefficients(self) -> dict[str, float]:
         """Seconds per step, kernel launch, token, row, context position and attention pair."""
-        return dict(zip(("step", "launch", "token", "row", "context", "pair"), self._shares, strict=True))
+        return dict(zip(TERMS, self._coefficients, strict=True))
 
     def learned(self) -> Learned:
         return Learned({size: sums.faded(sums.weight) for size, sums in self._sizes.items()})
 
     def prediction(self) -> Prediction:
         """Returns the current parameters of `typical`."""
-        factors = {kind: dict(known.known) for kind, known in self._factors.items()}
-        return Prediction(list(self._shares), factors, sorted(self._met))
+        factors = {kind: dict(known) for kind, known in self._factors.items()}
+        return Prediction(list(self._coefficients), factors, sorted(self._met))
 
     @classmethod
     def predicting(cls, known: Prediction) -> StepTimeModel:
         """Returns a model with these parameters of `typical`."""
         times = cls()
-        times._shares, times._met = list(known.shares), set(known.met)
-        for kind, factors in known.factors.items():
-            times._factors[kind].restore(factors)
+        times._coefficients, times._met = list(known.shares), set(known.met)
+        times._factors |= {kind: dict(factors) for kind, factors in known.factors.items()}
         return times
 
     def _kind(self, work: Work) -> str:
         if work.pairs:
             return PROMPTS
-        return FIRST if work.longest and _met_as(work) not in self._met else DECODE
-
-    def _typical(self, work: Work, kind: str) -> float:
-        step, launch, token, row, position, pair = self._shares
-        tokens, rows, context, pairs, _ = work
-        plain = step + token * tokens + row * rows + position * context + pair * pairs
-        return (plain if kind == DECODE else plain + launch) * self._factors[kind].of(tokens)
-
-    # -- learning ------------------------------------------------------------------------------------------------
+        return FIRST if work.longest and _graph_of(work) not in self._met else DECODE
 
     def step(self, work: Work, started: float, ended: float) -> None:
         """Learn from a step that ran from `started` to `ended`, in seconds of one clock.
@@ -275,25 +302,23 @@ class StepTimeModel:
         return passed != 0
 
     def learn(self, work: Work, seconds: float) -> None:
-        """Learn from a step of this work that took `seconds`."""
-        kind = self._kind(work)
-        sums = self._compare(work, kind, seconds)
-        if sums.weight < FAMILIAR or self.num_steps % SELDOM == 0:
-            self._take_in(work, kind, seconds)
-
-    def _compare(self, work: Work, kind: str, seconds: float) -> Sums:
-        """Compare a step with its prediction.  Returns the sums of its size."""
+        """Learn from a step that took `seconds`: compare it with its prediction, and add it to the sums."""
+        kind, predicted = self._kind(work), self.typical(work)
         size = _size(work, kind)
         if kind == FIRST:
-            self._met.add(_met_as(work))
-        sums = self._sizes.get(size)
-        if sums is None:
-            sums = self._sizes[size] = Sums()
+            self._met.add(_graph_of(work))
+        sums = self._sizes.setdefault(size, Sums())
         self.num_steps += 1
-        predicted = self._typical(work, kind)
         if predicted > 0:
             self._judge(predicted / seconds, sums.weight >= TRUSTED)
-        return sums
+        if sums.weight >= FAMILIAR and self.num_steps % SELDOM:
+            return
+        sums.add(_terms(work, kind), seconds)
+        self._unfitted += 1
+        if self._unfitted >= min(REFIT, self.num_steps // 2):
+            self._fit()
+        else:
+            self._factors[kind][size] = sums.point(self._coefficients)
 
     def _judge(self, ratio: float, is_trusted: bool) -> None:
         """Record the error of a prediction, typical / measured, and move the level."""
@@ -303,32 +328,20 @@ class StepTimeModel:
             off = -math.log(ratio) - self._level
             self._level += HASTE * max(-HICCUP, min(HICCUP, off))
 
-    def _take_in(self, work: Work, kind: str, seconds: float) -> None:
-        size = _size(work, kind)
-        self._sizes[size].add(_terms(work, kind), seconds)
-        self._unfitted += 1
-        if self._unfitted >= min(REFIT, self.num_steps // 2):
-            self._fit()
-        self._put(size, self._sizes[size])
-
     def _fit(self) -> None:
         self._unfitted = 0
         if len(self._recent) == REFIT:
             if abs(statistics.median(self._recent)) > ANOTHER:
                 self._sizes = {size: sums.faded(AFRESH) for size, sums in self._sizes.items()}
             self._recent.clear()
-        sizes = self._sizes.values()
-        products = [sum(column) for column in zip(*(sums.products for sums in sizes), strict=True)]
-        totals = [sum(column) for column in zip(*(sums.totals for sums in sizes), strict=True)]
+        products = map(sum, zip(*(sums.products for sums in self._sizes.values()), strict=True))
+        totals = list(map(sum, zip(*(sums.totals for sums in self._sizes.values()), strict=True)))
         matrix = [[0.0] * NUM_TERMS for _ in range(NUM_TERMS)]
         for (i, j), value in zip(PAIRS, products, strict=True):
             matrix[i][j] = matrix[j][i] = value
-        self._shares = non_negative(matrix, totals, RIDGE)
+        self._coefficients = non_negative(matrix, totals, RIDGE)
         for size, sums in self._sizes.items():
-            self._put(size, sums)
-
-    def _put(self, size: str, sums: Sums) -> None:
-        self._factors[size.partition("-")[0]].put(size, sums.tokens(), sums.factor(self._shares))
+            self._factors[size.partition("-")[0]][size] = sums.point(self._coefficients)
 
 
 def _terms(work: Work, kind: str) -> tuple[float, ...]:
@@ -339,6 +352,102 @@ def _size(work: Work, kind: str) -> str:
     return SIZES[kind][work.tokens.bit_length()]
 
 
-def _met_as(work: Work) -> tuple[int, int]:
+def _graph_of(work: Work) -> tuple[int, int]:
     """Returns the key of a captured graph: number of rows, and the context up to a power of two."""
     return work.rows, max(SHORT - 1, work.longest - 1).bit_length()
+
+
+# -- budget --------------------------------------------------------------------------------------------------------
+
+
+class StallLimit(NamedTuple):
+    """How long a step with prefill chunks may take beside decoding rows, in seconds."""
+
+    seconds: float
+    whole: float  # if it computes a whole prompt: chunking a short one delays the rows, and the prompt, longer in total
+
+
+def stall_limit(times: StepTimeModel, bound: float, contexts: Sequence[int], num_newcomers: int) -> StallLimit:
+    """Returns the stall limit of a step with `num_newcomers` prompts beside decoding rows.
+
+    A step of `bound` seconds delays each decoding row as much as it advances each newcomer.  If newcomers outnumber
+    decoding rows, the limit grows by that ratio: a burst is computed at nearly full speed, a few long prompts in small
+    chunks.
+
+    Args:
+        bound: seconds; the limit if newcomers do not outnumber decoding rows, and these leave time for prompts.
+        contexts: computed tokens of each decoding request; at least one request.
+        num_newcomers: running requests without a token, and waiting ones that get a slot.
+    """
+    decode = Work(len(contexts), len(contexts), sum(contexts) + len(contexts), 0.0)
+    plain = max(bound, SHARE * times.seconds(decode))
+    seconds = plain * min(MOST, max(1.0, num_newcomers / len(contexts)))
+    return StallLimit(seconds, max(seconds, WHOLE * plain))
+
+
+class StepBudget:
+    """The work planned into a step so far, and the prompt tokens that still fit its time.
+
+    Args:
+        times: step-time model; while it is untrained, nothing is limited.
+        limit: seconds that the step may take (`max_step_ms` or a TPOT objective); infinite: any.
+        stall: stall limit for the decoding rows; None: no row decodes.
+    """
+
+    def __init__(self, times: StepTimeModel, limit: float, stall: StallLimit | None = None) -> None:
+        self._times = times
+        self._limit = limit
+        self._stall = stall or StallLimit(limit, limit)
+        self._work = NO_WORK
+
+    @property
+    def stalls(self) -> int:
+        """Number of stall limits that the step planned so far lasts for; at least 1."""
+        return max(1, math.ceil(self._times.seconds(self._work) / self._stall.seconds))
+
+    def lets_begin(self, start: int, count: int) -> bool:
+        """Whether a waiting request may start with `count` tokens: only the time limit delays it, no stall limit."""
+        return self._takes(start, count, self._limit)
+
+    def takes_whole(self, start: int, count: int) -> bool:
+        """Whether all `count` tokens of a new prompt may be computed in this step."""
+        return self._takes(start, count, min(self._limit, self._stall.whole))
+
+    def add(self, start: int, count: int) -> None:
+        """Add a row that computes `count` tokens from position `start`."""
+        self._work = self._with(start, count)
+
+    def add_decodes(self, starts: Sequence[int]) -> None:
+        """Add decoding rows, which compute one token each, at positions `starts`."""
+        tokens, rows, context, pairs, _ = self._work
+        self._work = Work(tokens + len(starts), rows + len(starts), context + sum(starts) + len(starts), pairs)
+
+    def fitting(self, start: int, wanted: int, stalls: int = 1) -> int:
+        """Returns how many of `wanted` tokens from position `start` fit the time left; 0: none.
+
+        Args:
+            stalls: stall limits that the step may last for; above 1 only if all decoding rows pause.
+        """
+        seconds = min(self._limit, self._stall.seconds * stalls)
+        if self._takes(start, wanted, seconds):
+            return wanted
+        fits, too_many = 0, wanted
+        while too_many - fits > 1:
+            count = (fits + too_many) // 2
+            if self._takes(start, count, seconds):
+                fits = count
+            else:
+                too_many = count
+        return fits
+
+    def _takes(self, start: int, count: int, seconds: float) -> bool:
+        """Whether the step with these tokens takes at most `seconds`; true while the model is untrained."""
+        return not self._times.is_trained or self._times.seconds(self._with(start, count)) <= seconds
+
+    def _with(self, start: int, count: int) -> Work:
+        tokens, rows, context, pairs, _ = self._work
+        if count == 1:
+            context += start + 1
+        else:
+            pairs += count * (start + (count + 1) / 2)
+        return Work(tokens + count, rows + 1, context, pairs)

@@ -10,7 +10,7 @@ number a tenant, and never the order of ten thousand waiting requests.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from heapq import heapify, heappop, heappush, heapreplace
 from math import inf
 from typing import NamedTuple
@@ -60,6 +60,18 @@ class WaitingQueue:
     def walk(self, now: float) -> Walk:
         """Returns an iterator in queue order; the request shown last may be removed before the next call."""
         return Walk(self._lanes, self.lane_key, now)
+
+    def positions(self, request_ids: Collection[str], now: float) -> dict[str, int]:
+        """Returns how many requests are before each of `request_ids` that waits."""
+        left = {name for name in request_ids if name in self._places}
+        found: dict[str, int] = {}
+        walk, num_before = self.walk(now), 0
+        while left and (request := walk.next()) is not None:
+            num_before += 1
+            if request.request_id in left:
+                left.remove(request.request_id)
+                found[request.request_id] = num_before - 1
+        return found
 
     @property
     def next_moment(self) -> float:

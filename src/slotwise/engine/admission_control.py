@@ -84,14 +84,16 @@ class AdmissionControl(Observer):
     def __init__(self, limits: SchedulerLimits, max_requests: int | None = None, max_tokens: int | None = None,
                  max_live: int = MAX_LIVE) -> None:
         self.rate = DrainRate()
-        self._asked = (max_requests, max_tokens)
+        self._given = (max_requests, max_tokens)
         self._max_live = max_live
         self._limits = limits
-        self._requests, self._tokens = TenantCapacity("requests wait"), TenantCapacity("prompt tokens wait")
-        self._unfinished = TenantCapacity("requests wait or run")
-        self._living: dict[str, str] = {}  # unfinished request -> tenant
+        self._requests = TenantCapacity("requests wait", includes_reserve=max_requests is not None)
+        self._tokens = TenantCapacity("prompt tokens wait", includes_reserve=max_tokens is not None)
+        self._unfinished = TenantCapacity("requests wait or run", max_live, includes_reserve=True)
+        self._tenant_of: dict[str, str] = {}  # unfinished request -> tenant
         self._waiting: dict[str, tuple[SLO, int]] = {}  # waiting request -> objectives, prompt tokens
-        self._in_tier: defaultdict[str, TenantCapacity] = defaultdict(lambda: TenantCapacity("requests wait"))
+        self._in_tier: defaultdict[str, TenantCapacity] = defaultdict(
+            lambda: TenantCapacity("requests wait", includes_reserve=True))
         self._slots = limits.max_num_seqs
         self._free = (self._slots, limits.cache_tokens)  # slots and tokens that are free at once
         self._queueing_since = 0  # nanoseconds; 0: the last step left the queue empty
@@ -126,7 +128,7 @@ class AdmissionControl(Observer):
     def commanded(self, command: Command, now_ns: int) -> None:
         if isinstance(command, Add):
             slo, num_tokens = command.slo, len(command.prompt)
-            self._living[command.request_id] = slo.tenant
+            self._tenant_of[command.request_id] = slo.tenant
             self._unfinished.acquire(slo.tenant, 1)
             self._waiting[command.request_id] = slo, num_tokens
             self._count(slo, 1, num_tokens)
@@ -139,7 +141,7 @@ class AdmissionControl(Observer):
             self.rate.observe(started, before - self._tokens.total, seconds)
         for row in record.ended:
             self._leave_queue(row.request_id)
-            if (tenant := self._living.pop(row.request_id, None)) is not None:
+            if (tenant := self._tenant_of.pop(row.request_id, None)) is not None:
                 self._unfinished.release(tenant, 1)
         self._queueing_since = record.ended_ns if record.num_waiting else 0
         if record.configured is not None:
@@ -172,24 +174,25 @@ class AdmissionControl(Observer):
         if self.rate.measured:
             requests = max(requests, int(PATIENCE * self.rate.requests))
             tokens = max(tokens, int(PATIENCE * self.rate.tokens))
-        max_requests, max_tokens = self._asked
+        max_requests, max_tokens = self._given
         return requests if max_requests is None else max_requests, tokens if max_tokens is None else max_tokens
 
     def objection(self, tenant: str, num_requests: int = 1, num_tokens: int = 0) -> str:
         """Why a tenant's `num_requests` more cannot wait, with the numbers; empty when they can."""
-        max_requests, max_tokens = self.bounds
-        free_slots, free_tokens = self._free
-        why = (self._requests.objection(tenant, num_requests, max_requests, free_slots)
-               or self._tokens.objection(tenant, num_tokens, max_tokens, free_tokens)
-               or self._unfinished.objection(tenant, num_requests, self._max_live))
+        for capacity, bound, free in zip((self._requests, self._tokens), self.bounds, self._free, strict=True):
+            capacity.set_bound(bound, free)  # they follow the engine's speed
+        why = (self._requests.objection(tenant, num_requests) or self._tokens.objection(tenant, num_tokens)
+               or self._unfinished.objection(tenant, num_requests))
         if not why:
             return ""
-        pace = f"; about {self.rate.requests:.2g} start a second" if self.rate.measured else ""
-        return f"the queue is full: {why}{pace}; this one adds {num_requests} ({num_tokens} tokens)"
+        rate = f"; about {self.rate.requests:.2g} start a second" if self.rate.measured else ""
+        return f"the queue is full: {why}{rate}; this one adds {num_requests} ({num_tokens} tokens)"
 
     def tier_objection(self, slo: SLO, bound: int, num_requests: int = 1) -> str:
         """Why a tenant's requests cannot wait in a tier that takes at most `bound`; empty when they can."""
-        why = self._in_tier[slo.tier].objection(slo.tenant, num_requests, bound, self._free[0])
+        capacity = self._in_tier[slo.tier]
+        capacity.set_bound(bound, self._free[0])
+        why = capacity.objection(slo.tenant, num_requests)
         return f"the queue of the tier {slo.tier} is full: {why}; this one adds {num_requests}" if why else ""
 
     def tenant_objection(self, tenant: str, bound: int, num_requests: int = 1) -> str:

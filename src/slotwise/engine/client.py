@@ -16,7 +16,7 @@ from typing import Any
 
 from slotwise.engine.generation import Generation
 from slotwise.engine.heartbeat import HeartbeatMonitor
-from slotwise.engine.link import Link, linked
+from slotwise.engine.ipc import EngineConnection
 from slotwise.engine.messages import (
     Add,
     Command,
@@ -29,14 +29,15 @@ from slotwise.engine.messages import (
     Report,
     RequestPosition,
     RowEnd,
+    StepOutputs,
     StepRecord,
 )
 from slotwise.engine.observer import Observer
 from slotwise.engine.queue_position import QueuePositionQueries, TooManyQueries
 from slotwise.engine.scheduling import Scheduling
+from slotwise.engine.unsent_commands import UnsentCommands
 
 MAX_LIVE = 4096  # generations submitted and not yet ended by the engine
-MAX_UNSENT = 64 << 20  # bytes of commands that the engine has not read yet
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ class EngineClient:
         self.hopeless = asyncio.Event()  # no further engine will be started
         self._on_loading = on_loading
         self.max_live = max_live
-        self._link: Link | None = None
+        self._connection: EngineConnection | None = None
         self._starting: asyncio.Future[EngineInfo] | None = None
         self._info: EngineInfo | None = None  # of the engine attached last
         self._scheduling: Scheduling | None = None  # as changed since the first start
@@ -93,11 +94,12 @@ class EngineClient:
         self._idle.set()
         self._lost = asyncio.Event()
         self._queries = QueuePositionQueries()
+        self._unsent = UnsentCommands()
 
     # -- attaching engines ---------------------------------------------------------------------------------------
 
     async def attach(self, sock: socket.socket, heartbeat: HeartbeatMonitor) -> EngineInfo:
-        """Attaches the engine behind `sock`, one end of `channel.pair()`, and waits until it is ready.
+        """Attaches the engine behind `sock`, one end of `ipc.pair()`, and waits until it is ready.
 
         The loss of the engine, `give_up` included, ends every generation.
 
@@ -105,11 +107,11 @@ class EngineClient:
             EngineError: the engine could not start; the message says why.
             CheckpointChanged: its model is not that of the engine before.
         """
-        assert self._link is None or self._link.lost, "one engine at a time"
+        assert self._connection is None or self._connection.lost, "one engine at a time"
         self._lost.clear()
         self._starting = asyncio.get_running_loop().create_future()
-        self._link = Link(heartbeat, self._receive, self._on_lost)
-        await linked(sock, self._link)
+        self._connection = EngineConnection(heartbeat, self._receive, self._on_lost)
+        await self._connection.connect(sock)
         self._info = await asyncio.shield(self._starting)
         self.failure = ""
         info = self._info
@@ -125,8 +127,8 @@ class EngineClient:
 
     def give_up(self, why: str) -> None:
         """Closes the connection to the engine and ends every generation."""
-        if self._link is not None:
-            self._link.cut(why)
+        if self._connection is not None:
+            self._connection.cut(why)
 
     @property
     def info(self) -> EngineInfo:
@@ -137,11 +139,11 @@ class EngineClient:
     @property
     def state(self) -> str:
         """The engine's state: `idle` or `busy`; `down`, `loading` or `frozen` when it takes no requests."""
-        if self._link is None or self._link.lost:
+        if self._connection is None or self._connection.lost:
             return "down"
         if self._starting is None or not self._starting.done():
             return "loading"
-        if self._link.heartbeat.frozen:
+        if self._connection.heartbeat.frozen:
             return "frozen"
         return "busy" if self._live or self._leaving else "idle"
 
@@ -160,7 +162,8 @@ class EngineClient:
     @property
     def last_step_age(self) -> float | None:
         """Seconds since the attached engine's last step record arrived; None: none has."""
-        return self._link.heartbeat.last_step_age if self._link is not None and not self._link.lost else None
+        connection = self._connection
+        return None if connection is None or connection.lost else connection.heartbeat.last_step_age
 
     @property
     def num_live(self) -> int:
@@ -205,7 +208,7 @@ class EngineClient:
             Refused: the engine takes no requests, the queue is full, or the id is in use.
         """
         request_id = request.request_id
-        self._admit(request_id)
+        self._admit(request)
         generation = Generation(request_id, self._finish_here)
         self._live[request_id] = generation
         self._idle.clear()
@@ -226,9 +229,9 @@ class EngineClient:
             raise Refused(TOO_MANY_QUERIES, "too many ask where their requests are; try again later") from None
 
     def _ask(self, query: QueuePositionQuery) -> None:
-        if self._link is None or not self.healthy:
+        if self._connection is None or not self.healthy:
             raise Refused(ENGINE_DEAD, self.trouble)
-        self._link.send(query)
+        self._connection.send(query)
 
     def check_open(self) -> None:
         """Raises Refused while no request is taken; called before a request is read."""
@@ -237,13 +240,16 @@ class EngineClient:
         if self.draining:
             self._refuse(DRAINING, "the server is shutting down and takes no new requests")
 
-    def _admit(self, request_id: str) -> None:
+    def _admit(self, request: Add) -> None:
         self.check_open()
+        request_id = request.request_id
         if request_id in self._live or request_id in self._leaving:
             self._refuse(DUPLICATE_ID, f"a request named {request_id!r} is still alive")
-        assert self._link is not None
-        if len(self._live) + len(self._leaving) >= self.max_live or self._link.num_unsent > MAX_UNSENT:
+        assert self._connection is not None
+        if len(self._live) + len(self._leaving) >= self.max_live:
             self._refuse(QUEUE_FULL, f"{len(self._live)} requests are waiting or running; try again later")
+        if objection := self._unsent.objection(request.slo.tenant, self._connection.num_unsent):
+            self._refuse(QUEUE_FULL, f"{objection}; try again later")
 
     def _refuse(self, kind: str, message: str) -> None:
         self._notify(lambda observer: observer.refused(kind))
@@ -264,16 +270,21 @@ class EngineClient:
 
     def _send(self, command: Command) -> None:
         """Never waits; `_admit` bounds the bytes left unsent."""
-        if self._link is not None and not self._link.lost:
+        if self._connection is not None and not self._connection.lost:
             now = time.monotonic_ns()
             self._notify(lambda observer: observer.commanded(command, now))
-            self._link.send(command)
+            size = self._connection.send(command)
+            tenant = command.slo.tenant if isinstance(command, Add) else ""
+            self._unsent.wrote(tenant, size, self._connection.num_unsent)
 
     # -- reports -------------------------------------------------------------------------------------------------
 
     def _receive(self, report: Report) -> None:
         if isinstance(report, StepRecord):
             self._publish(report)
+        elif isinstance(report, StepOutputs):
+            self._push(report)
+            self._push_prompts(report)
         elif isinstance(report, QueuePositionAnswer):
             self._queries.answered(report)
         elif isinstance(report, Loading):
@@ -288,12 +299,9 @@ class EngineClient:
 
     def _publish(self, record: StepRecord) -> None:
         live = self._live
-        logprobs = record.logprobs or ((),) * len(record.token_ids)
-        for request_id, tokens, row_logprobs in zip(record.request_ids, record.token_ids, logprobs, strict=False):
-            if tokens:
-                generation = live.get(request_id)
-                if generation is not None:
-                    generation.push(tokens, row_logprobs)
+        if not record.num_parts:
+            self._push(record)
+        self._push_prompts(record)
         for request_id, num_cached in zip(record.admitted, record.cached, strict=True):
             generation = live.get(request_id)
             if generation is not None:
@@ -313,6 +321,21 @@ class EngineClient:
                 self._leaving.pop(row.request_id, None)
         self._notify(lambda observer: observer.stepped(record))
 
+    def _push(self, outputs: StepRecord | StepOutputs) -> None:
+        live = self._live
+        logprobs = outputs.logprobs or ((),) * len(outputs.token_ids)
+        for request_id, tokens, row_logprobs in zip(outputs.request_ids, outputs.token_ids, logprobs, strict=False):
+            if tokens:
+                generation = live.get(request_id)
+                if generation is not None:
+                    generation.push(tokens, row_logprobs)
+
+    def _push_prompts(self, outputs: StepRecord | StepOutputs) -> None:
+        for request_id, start, logprobs in zip(
+                outputs.request_ids, outputs.starts, outputs.prompt_logprobs, strict=False):
+            if logprobs and (generation := self._live.get(request_id)) is not None:
+                generation.push_prompt(start, logprobs)
+
     def _notify(self, news: Callable[[Observer], None]) -> None:
         for observer in self.observers:
             try:
@@ -324,6 +347,7 @@ class EngineClient:
         """Ends every generation, once, after the engine was lost."""
         self.failure = message
         self._lost.set()
+        self._unsent.clear()
         if self._starting is not None and not self._starting.done():
             self._starting.set_exception(EngineError(message))
         self._queries.give_up(Refused(ENGINE_DEAD, self.trouble))

@@ -8,24 +8,44 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, fields, replace
 
+from slotwise.batching import settings as batching_settings
 from slotwise.batching.settings import Batching
 from slotwise.core.limits import PRESSURES, RECOMPUTE, SchedulerLimits
+from slotwise.core.ranges import Range, real, whole
 from slotwise.core.slo import Tier
-from slotwise.engine.ranges import ENGINE
 from slotwise.engine.scheduling import Scheduling
 from slotwise.errors import OneLineError
+from slotwise.policies import settings as policy_settings
 from slotwise.policies.settings import Ordering
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
-QUANTIZATIONS = ("none", "int8", "int4")
+QUANTIZATIONS = ("none", "int8", "int4")  # besides none, those of kernels/cpu/quantize.py, which is not imported here
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 DEVICES = ("auto", "cpu", "cuda", "reference")
 STEP_TOKENS = 512  # a chunk this long reaches most of the product rate on any device
 STALL_MS = 70.0  # a gap that a reader does not notice; shorter ones need more steps, each of which reads all weights
 WATERMARK = 100  # one block in so many stays free for running requests when another is admitted
 MAX_PASSES = 16  # smaller requests that may start before one that waits for blocks
-
-
+DAY = 86_400.0  # seconds
+SLOTS = 1 << 16
+TOKENS = 1 << 24  # of a sequence or a step
+BYTES = 1 << 50
+ENGINE: dict[str, Range] = {  # the numbers of `EngineConfig`
+    **batching_settings.RANGES,
+    **policy_settings.RANGES,
+    "max_model_len": whole(1, TOKENS),
+    "max_num_seqs": whole(1, SLOTS),
+    "max_num_batched_tokens": whole(1, TOKENS),
+    "max_step_ms": real(0.001, 3_600_000),
+    "max_stall_ms": real(0, 3_600_000),
+    "max_step_context": whole(0),
+    "block_size": whole(1, 1 << 16),
+    "kv_cache_memory": whole(1, BYTES),
+    "gpu_memory_utilization": real(0.001, 1),
+    "kv_offloading_size": real(0, (1 << 20) - 1),  # GiB
+    "seed": whole(-(2**63), 2**63 - 1),
+    "overlap": whole(0, 1),
+}
 RETIRED = frozenset({"max_step_context"})  # accepted for one release, without effect
 
 logger = logging.getLogger(__name__)

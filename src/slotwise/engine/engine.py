@@ -2,9 +2,13 @@
 
     submit   events ◄─┐
       │               │
-    add ─► Scheduler.plan ─► Executor ─► Scheduler.commit ─► StepRecord
-                ▲                              │
-                └──────────────────────────────┘
+    add ─► Scheduler.schedule ─► Executor ─► Scheduler.commit ─► StepRecord
+                ▲                                  │
+                └──────────────────────────────────┘
+
+The engine process (`compose/worker.py`), the offline API, a replay and benchmarks drive it: they call `handle` for each
+command, then `step` while `has_work`, else `idle_record` for changes that no step records.  `wait` says how long to
+sleep before the next `step`, when the last plan had no rows and waits for the clock alone.
 """
 
 from __future__ import annotations
@@ -18,7 +22,6 @@ from slotwise.core.request import Request
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.step import StepPlan, StepResult, TokenLogprobs
 from slotwise.engine.executor import Executor
-from slotwise.engine.forced_lengths import ForcedLengths
 from slotwise.engine.messages import (
     Add,
     Command,
@@ -56,7 +59,6 @@ class Engine:
         self._eos_ids = eos_ids
         self.depth = depth
         self._in_flight: deque[tuple[StepPlan, int]] = deque()
-        self._forced_lengths = ForcedLengths()
         self._order = scheduling.order if scheduling else DEFAULT_ORDER
         self._configured: Scheduling | None = None  # not yet in a record, as the two below
         self._taken: list[int] = []
@@ -86,8 +88,6 @@ class Engine:
             if command.queue_timeout:
                 request.deadline = now + command.queue_timeout
             self._scheduler.add(request, now)
-            if command.output_tokens:
-                self._forced_lengths.expect(command.request_id, len(command.prompt) + command.output_tokens)
         elif isinstance(command, Finish):
             self._scheduler.finish(command.request_id, command.reason, now)
         else:
@@ -119,7 +119,7 @@ class Engine:
         while len(self._in_flight) <= self.depth and (self._scheduler.num_unfinished or not self._in_flight):
             started = self.clock()
             self._planned.append(started)
-            plan = self._scheduler.plan(started * 1e-9)
+            plan = self._scheduler.schedule(started * 1e-9)
             self._in_flight.append((plan, started))
             self.executor.submit(plan)
         plan, started = self._in_flight.popleft()
@@ -128,8 +128,6 @@ class Engine:
         except Exception as error:
             return self._failed(error, plan, started)
         ended = self.clock()
-        if self._forced_lengths:
-            result = self._forced_lengths.applied(plan, result)
         self._scheduler.commit(plan, result, ended * 1e-9)
         self._idle_until = plan.stop.reopens_at if plan.stop and not plan.slots else 0.0
         return self._record(plan, result, started, ended)
@@ -140,16 +138,19 @@ class Engine:
         if not events and self._configured is None:
             return None
         now = self.clock()
-        return self._stand(StepRecord(NO_STEP, now, now, ended=ends(events)))
+        return self._stamped(StepRecord(NO_STEP, now, now, ended=ends(events)))
 
     def _failed(self, error: Exception, plan: StepPlan, started: int) -> StepRecord:
-        """Rolls back to the last commit after a failed step and ends the requests of all steps in flight in error."""
+        """Rolls back to the last commit after a failed step, and ends that step's requests in error.
+
+        Requests that have rows only in later steps are planned again.
+        """
         plans = [plan]
         while self._in_flight:
             plans.append(self._in_flight.popleft()[0])
             try:
                 self.executor.collect()
-            except Exception:  # the successor of a failed step is void, whatever its result
+            except Exception:  # the result of a step after a failed one is dropped in any case
                 continue
         now = self.clock()
         for request_id in self._scheduler.rollback():
@@ -157,17 +158,18 @@ class Engine:
         events = self._events(plans[-1].step)
         failure = f"{type(error).__name__}: {error}"
         record = StepRecord(NO_STEP, started, now, ended=ends(events, failure), failure=failure)
-        return self._stand(_with_changes(record, plans, events))
+        return self._stamped(_with_changes(record, plans, events))
 
     def _record(self, plan: StepPlan, result: StepResult, started: int, ended: int) -> StepRecord:
         events = self._events(plan.step)
         tokens, logprobs = published(plan, events)
         record = StepRecord(
             plan.step, started, ended, plan.request_ids, plan.slots, plan.starts, plan.counts, plan.padding, plan.held,
-            tokens, logprobs, refused=plan.refused, stop=plan.stop, ended=ends(events), failed=result.failed)
+            tokens, logprobs, refused=plan.refused, stop=plan.stop, ended=ends(events), failed=result.failed,
+            drafts=plan.drafts, kinds=plan.kinds, prompt_logprobs=result.prompt_logprobs)
         if tokens != result.tokens:
             record.sampled = result.tokens
-        return self._stand(_with_changes(record, [plan], events))
+        return self._stamped(_with_changes(record, [plan], events))
 
     def _events(self, step: int) -> list[Event]:
         """Returns the events not yet in a record, without admissions and preemptions of plans after `step`."""
@@ -178,11 +180,8 @@ class Engine:
         self._ahead = [event for event in events if isinstance(event, Admitted | Preempted) and event.step > step]
         return [event for event in events if not (isinstance(event, Admitted | Preempted) and event.step > step)]
 
-    def _stand(self, record: StepRecord) -> StepRecord:
+    def _stamped(self, record: StepRecord) -> StepRecord:
         """Returns `record` with the engine's current counters, and the commands and plans since the last record."""
-        if self._forced_lengths:
-            for end in record.ended:
-                self._forced_lengths.forget(end.request_id)
         record.configured, self._configured = self._configured, None
         record.planned, record.taken = tuple(self._planned), tuple(self._taken)
         self._planned.clear()
@@ -208,6 +207,7 @@ def ends(events: list[Event], error: str = NO_PROBABILITIES) -> tuple[RowEnd, ..
 def _with_changes(record: StepRecord, plans: Sequence[StepPlan], events: list[Event]) -> StepRecord:
     """Returns `record` with what `plans` change: admissions, preemptions, slots, blocks and block copies."""
     record.released_slots = tuple([slot for plan in plans for slot in plan.released_slots])
+    record.freed_blocks = tuple([blocks for plan in plans for blocks in plan.freed_blocks])
     record.new_blocks = tuple([blocks for plan in plans for blocks in plan.new_blocks])
     if any(plan.saves or plan.loads for plan in plans):
         record.saves = tuple([copy for plan in plans for copy in plan.saves])
@@ -229,7 +229,7 @@ Logprobs = tuple[TokenLogprobs, ...]
 def published(plan: StepPlan, events: list[Event]) -> tuple[tuple[Tokens, ...], tuple[Logprobs, ...]]:
     """Returns the tokens that the commit of `plan` published per row, and their log-probabilities, () if not requested.
 
-    Void rows and unfinished prompts have none, nor do rows whose batch has not drained.
+    A row whose request had ended has none, nor has an unfinished prompt or a row whose batch has not drained.
     """
     for event in events:
         if isinstance(event, Committed) and event.step == plan.step:

@@ -1,9 +1,9 @@
 """The interface between planning and computing.
 
 An executor runs plans strictly in order.  `submit` may return before the step is computed; `collect` returns the result
-of the oldest step submitted.  Slots and blocks named in a plan's `released_slots`, `new_requests`, `new_blocks`,
-`saves` and `loads` take effect when it is submitted, even if computing it fails, so that the executor's state agrees
-with the scheduler's when the next plan comes.
+of the oldest step submitted.  Slots and blocks named in a plan's `released_slots`, `new_requests`, `freed_blocks`,
+`new_blocks`, `saves` and `loads` take effect when it is submitted, even if computing it fails, so that the executor's
+state agrees with the scheduler's when the next plan comes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from slotwise.core.step import StepPlan, StepResult
+from slotwise.core.step import Output, RowKind, StepPlan, StepResult
 
 
 class Executor(Protocol):
@@ -39,6 +39,7 @@ class FakeExecutor:
         self._block_size = block_size
         self._next_token = next_token
         self._tokens: dict[int, list[int]] = {}  # slot -> known tokens
+        self._num_at_join: dict[int, int] = {}  # slot -> known tokens when its request joined
         self._tables: dict[int, list[int]] = {}  # slot -> block table
         self._cache: dict[tuple[int, int], int] = {}  # (block, offset) -> digest
         self._host: dict[tuple[int, int], int] = {}  # (host block, offset) -> digest
@@ -53,29 +54,43 @@ class FakeExecutor:
             del self._tokens[slot], self._tables[slot]
         for join in plan.new_requests:
             assert join.slot not in self._tokens, f"slot {join.slot} is taken"
+            assert join.output is Output.SAMPLE, f"{join.output} is not implemented"
             self._tokens[join.slot], self._tables[join.slot] = list(join.tokens), []
-        for slot, blocks in plan.new_blocks:
+            self._num_at_join[join.slot] = len(join.tokens)
+        for slot, _, num_blocks in plan.freed_blocks:
+            del self._tables[slot][-num_blocks:]
+        for slot, _, blocks in plan.new_blocks:
             self._tables[slot].extend(blocks)
-        tokens = tuple(
-            self._run(*row) for row in zip(plan.slots, plan.starts, plan.counts, plan.samples, strict=True))
-        self._results.append(StepResult(plan.step, tokens))
+        self._results.append(StepResult(plan.step, tuple([self._run(plan, row) for row in range(plan.num_rows)])))
 
     def collect(self) -> StepResult:
         return self._results.popleft()
 
-    def _run(self, slot: int, start: int, count: int, samples: bool) -> tuple[int, ...]:
+    def _run(self, plan: StepPlan, row: int) -> tuple[int, ...]:
+        slot, start, end = plan.slots[row], plan.starts[row], plan.starts[row] + plan.counts[row]
+        drafts = plan.drafts[row] if plan.drafts else ()
         known = self._tokens[slot]
-        for position in range(start, start + count):
+        if drafts:
+            known[start + 1 :] = drafts
+        for position in range(start, end):
             before = self._cache[self._place(slot, position - 1)] if position else 0
             self._cache[self._place(slot, position)] = hash((before, known[position]))
         history = 0
-        for position, token in enumerate(known[: start + count]):
+        for position, token in enumerate(known[:end]):
             history = hash((history, token))
             assert self._cache[self._place(slot, position)] == history, f"slot {slot} reads another request's cache"
-        if not samples:
-            return ()
-        known[start + count :] = [self._next_token(known[: start + count])]  # a rollback may have left an old token
-        return (known[-1],)
+        is_decode = plan.kinds[row] is RowKind.DECODE
+        assert plan.num_logits[row] == (1 + len(drafts) if is_decode or end == self._num_at_join[slot] else 0)
+        return self._sampled(known, end - len(drafts), drafts) if plan.num_logits[row] else ()
+
+    def _sampled(self, known: list[int], end: int, drafts: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the accepted drafts and the token after them, and makes them known; `end`: of the tokens before."""
+        del known[end:]  # drafts, or an old token that a rollback left
+        for draft in (*drafts, None):
+            known.append(self._next_token(known))
+            if known[-1] != draft:
+                break
+        return tuple(known[end:])
 
     def _place(self, slot: int, position: int) -> tuple[int, int]:
         return self._tables[slot][position // self._block_size], position % self._block_size

@@ -29,13 +29,14 @@ class Generation:
 
     __slots__ = (
         "_delivered", "_end", "_finish", "_logprobs", "_loop", "_tokens", "_waiter", "interval", "moved_ns",
-        "num_cached", "request_id")
+        "num_cached", "prompt_logprobs", "request_id")
 
     def __init__(self, request_id: str, finish: Callable[[Generation, str], None]) -> None:
         self.request_id = request_id
         self.interval = 1  # tokens to wait for before the consumer is woken
         self.num_cached = -1  # prompt tokens found in the cache at its first admission; -1: not admitted yet
         self.moved_ns = time.monotonic_ns()  # time of its last change: arrival, admission, preemption or end
+        self.prompt_logprobs: list[TokenLogprobs] = []  # of the prompt's tokens from the second on
         self._finish = finish
         self._loop = asyncio.get_running_loop()
         self._tokens: list[int] = []
@@ -80,6 +81,10 @@ class Generation:
             self._logprobs += logprobs
         if len(self._tokens) >= self.interval:
             self._wake()
+
+    def push_prompt(self, start: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Adds entries of the prompt's tokens from position `start + 1` on; known ones, computed again, are ignored."""
+        self.prompt_logprobs += logprobs[len(self.prompt_logprobs) - start :]
 
     def end(self, reason: str, message: str = "") -> None:
         if self._end is None:

@@ -18,9 +18,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from slotwise.engine.channel import BlockingChannel, ChannelClosed
+from slotwise.engine.ipc import BlockingChannel, ChannelClosed, encode
 from slotwise.engine.messages import Heartbeat
-from slotwise.engine.wire import encode
 
 HEARTBEAT_SECONDS = 0.5
 ENGINE_TIMEOUT = 60.0  # seconds of silence after which an engine is given up

@@ -1,26 +1,41 @@
 """Messages between the API process and the engine process: commands in, one record per step out.
 
-Encoded as MessagePack by msgspec (see `engine.wire`), so that nothing received can run code.
+Encoded as MessagePack (see `engine.ipc`), so that nothing received can run code.  An engine in a process of its own
+needs msgspec; the offline API, as on a machine with little but torch, does not: its messages are plain dataclasses.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import NO_SLO
 from slotwise.core.roofline import Roofline
 from slotwise.core.slo import SLO
-from slotwise.core.step import Copy, Decision, NewBlocks, Stop, TokenLogprobs
+from slotwise.core.step import Copy, Decision, FreedBlocks, NewBlocks, RowKind, Stop, TokenLogprobs
 from slotwise.core.step_time import Learned
 from slotwise.engine.scheduling import Scheduling
-from slotwise.engine.struct import Struct
+
+if TYPE_CHECKING:
+    from msgspec import Struct
+else:
+    try:
+        from msgspec import Struct
+    except ImportError:
+
+        class Struct:
+            """Accepts the arguments of msgspec's; ignores the options of its encoding."""
+
+            def __init_subclass__(cls, *, frozen: bool = False, **encoding: Any) -> None:
+                dataclass(frozen=frozen)(cls)
 
 
 class Add(Struct, tag="add"):
     """Starts a generation.  `prompt` are token ids; `seed` is the sampler's.
 
-    `output_tokens` is for benchmarks: the output ends there as if the model had ended it (see `engine.forced_lengths`);
-    0: never.
+    `output_tokens` is for benchmarks: the output ends there as if the model had ended it; 0: never.
     """
 
     request_id: str
@@ -33,6 +48,7 @@ class Add(Struct, tag="add"):
     received_ns: int = 0  # monotonic, when the HTTP request arrived, for traces and timelines; 0: not over HTTP
     tokenised_ns: int = 0  # monotonic, when its prompt was tokenised; likewise
     slo: SLO = NO_SLO  # tenant, tier and objectives
+    stop_lengths: tuple[int, ...] = ()  # characters of each stop string, where `params` leaves them out as long
 
 
 class Finish(Struct, tag="finish"):
@@ -132,8 +148,9 @@ class StepRecord(Struct, tag="step", omit_defaults=True):
     Together with the commands, records hold every input of the engine, so that it can be replayed: each reading of its
     clock and each result of its executor.
 
-    Rows are columns, as in `core.step.StepPlan`.  `token_ids[i]` belongs to `request_ids[i]`; a void row is empty, as
-    is one with held outputs: all its tokens are in the record of the step that completes the batch.
+    Rows are columns, as in `core.step.StepPlan`.  `token_ids[i]` belongs to `request_ids[i]`; it is empty
+    if the request ended after the step was planned, and for held outputs, whose tokens are all in the record of the
+    step that completes the batch.
     A record may have no rows (`step` -1): for events between steps, or a failed step.
     """
 
@@ -168,6 +185,21 @@ class StepRecord(Struct, tag="step", omit_defaults=True):
     num_running: int = 0
     num_waiting: int = 0
     num_free_blocks: int = 0
+    drafts: tuple[tuple[int, ...], ...] = ()
+    kinds: tuple[RowKind, ...] = ()
+    freed_blocks: tuple[FreedBlocks, ...] = ()  # applied before `new_blocks`
+    prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
+    num_parts: int = 0  # `StepOutputs` that were sent before it; they hold all tokens of its rows
+
+
+class StepOutputs(Struct, tag="outputs"):
+    """A part of a step's outputs, sent before its record (see `engine.outputs`): columns, as there."""
+
+    request_ids: tuple[str, ...] = ()
+    token_ids: tuple[tuple[int, ...], ...] = ()
+    logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
+    starts: tuple[int, ...] = ()  # the position of each row's first prompt log-probability, less one
+    prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
 
 
 class RequestPosition(Struct, array_like=True):
@@ -198,4 +230,4 @@ class EngineFailed(Struct, tag="failed"):
     message: str
 
 
-Report = Loading | EngineInfo | Heartbeat | StepRecord | QueuePositionAnswer | EngineFailed
+Report = Loading | EngineInfo | Heartbeat | StepOutputs | StepRecord | QueuePositionAnswer | EngineFailed

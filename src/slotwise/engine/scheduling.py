@@ -11,19 +11,21 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from slotwise.batching import settings as batching_settings
-from slotwise.batching.settings import KINDS, LARGEST, PREFILLS, Batching
+from slotwise.batching.settings import KINDS, PREFILLS, Batching
 from slotwise.core.interfaces import Discipline, Policy
 from slotwise.core.limits import LEAST_MS, MOST_MS, SchedulerLimits
+from slotwise.core.ranges import Range, whole
 from slotwise.core.slo import Tier
 from slotwise.core.step_time import StepTimeModel
 from slotwise.policies import settings as policy_settings
 from slotwise.policies.settings import POLICIES, Ordering
 
 LIMITS = ("max_num_seqs", "max_num_batched_tokens", "max_step_ms", "max_stall_ms")
-RANGES: dict[str, tuple[float, float]] = {  # of all numeric settings that may change, both ends included
-    **batching_settings.RANGES, **policy_settings.RANGES,
-    "max_num_seqs": (1, LARGEST), "max_num_batched_tokens": (1, LARGEST), "max_step_ms": (LEAST_MS, MOST_MS),
-    "max_stall_ms": (LEAST_MS, MOST_MS)}
+MILLISECONDS = Range(LEAST_MS, MOST_MS, is_whole=False, may_be_none=True)
+RANGES = {  # of all numeric settings that may change
+    **batching_settings.RANGES, **policy_settings.RANGES, "max_num_seqs": whole(1), "max_num_batched_tokens": whole(1),
+    "max_step_ms": MILLISECONDS, "max_stall_ms": MILLISECONDS}
+NEVER_NULL = ("max_num_seqs", "max_num_batched_tokens", "long_prefill_token_threshold")
 MAX_TIERS = 64
 
 Settings = TypeVar("Settings", Batching, Ordering)
@@ -83,8 +85,8 @@ class Scheduling:
         for name, value in changes.items():
             if name not in SETTINGS:
                 raise ValueError(f"there is no scheduling setting {name!r}; there are {', '.join(SETTINGS)}")
-            if name != "tiers":
-                _check(name, value, SETTING_KINDS[name])
+            if name in LIMITS and (wrong := RANGES[name].objection(value)):
+                raise ValueError(f"{name} {wrong}")
         limits: dict[str, Any] = {name: changes[name] for name in LIMITS if name in changes}
         if "tiers" in changes:
             limits["tiers"] = _tiers(changes["tiers"])
@@ -130,32 +132,8 @@ def changes_schema() -> dict[str, Any]:
         properties |= of(settings)
         properties[kind] = properties.pop("kind") | {"enum": values}
     properties["prefill"] = {"enum": [*PREFILLS, None]}
-    for name, (least, most) in RANGES.items():
-        kind_of = SETTING_KINDS[name]
-        number = {"type": "integer" if kind_of.startswith("int") else "number", "minimum": least, "maximum": most}
-        properties[name] = {"anyOf": [number, {"type": "null"}]} if kind_of.endswith("None") else number
+    for name, allowed in RANGES.items():
+        number = {"type": "integer" if allowed.is_whole else "number", "minimum": allowed.least,
+                  "maximum": allowed.most}
+        properties[name] = number if name in NEVER_NULL else {"anyOf": [number, {"type": "null"}]}
     return {"type": "object", "properties": properties, "additionalProperties": False}
-
-
-def _check(name: str, value: object, kind: str) -> None:
-    """Raises ValueError if `value` is not of `kind`, a field's annotation."""
-    wanted = kind.removesuffix(" | None")
-    fits = KINDS_OF[wanted]
-    if value is None and kind.endswith("None"):
-        return
-    if not isinstance(value, fits) or (isinstance(value, bool) and wanted != "bool"):
-        raise ValueError(f"{name} must be {WORDS[wanted]}, not {value!r:.40}")
-    if isinstance(value, (int, float)) and abs(value) > LARGEST:
-        raise ValueError(f"{name} must be at most {LARGEST}, not {value!r:.40}")
-
-
-def _kinds(settings: type) -> dict[str, str]:
-    return {known.name: str(known.type) for known in fields(settings)}
-
-
-KINDS_OF: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
-WORDS = {"int": "an integer", "float": "a number", "str": "a string", "bool": "true or false"}
-SETTING_KINDS = {
-    "batching": "str", "scheduling_policy": "str",
-    **{name: kind for settings in (Batching, Ordering, Scheduling) for name, kind in _kinds(settings).items()
-       if name in SETTINGS and name not in ("batching", "tiers")}}

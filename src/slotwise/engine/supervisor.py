@@ -117,7 +117,7 @@ class Supervisor:
         assert self._process is not None, "launch() first"
         self._spawn(self._watch_heartbeat())
         info = await self._attach(self._process)
-        self._spawn(self._keep())
+        self._spawn(self._replace_lost())
         return info
 
     async def end(self) -> None:
@@ -128,7 +128,7 @@ class Supervisor:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._client.give_up("the server is shutting down")
         if self._process is not None and not (alive and await self._ended(self._process, EXIT)):
-            await self._bury()
+            await self._kill_process()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -170,7 +170,7 @@ class Supervisor:
         self._ready_at = self._clock()
         return info
 
-    async def _keep(self) -> None:
+    async def _replace_lost(self) -> None:
         """Replaces each lost engine, until the service drains or no engine can be started."""
         client, backoff = self._client, self._backoff
         while True:
@@ -180,7 +180,7 @@ class Supervisor:
                 return
             backoff.served(self._clock() - self._ready_at)
             logger.error("lost the engine: %s; the next starts in %g s", why, backoff.pause)
-            while not await self._again():
+            while not await self._start_next():
                 backoff.failed()
                 if backoff.is_hopeless:
                     logger.error("no engine can be started any more: %s", client.failure)
@@ -189,13 +189,13 @@ class Supervisor:
                 logger.error("the engine did not start: %s; the next starts in %g s", client.failure, backoff.pause)
             logger.info("the engine is ready again, with %d bytes of memory at most", client.info.memory.total)
 
-    async def _again(self) -> bool:
+    async def _start_next(self) -> bool:
         """Kills the last engine, pauses and starts the next; returns False if it did not become ready.
 
         Raises:
             CheckpointChanged: no further engine can be started.
         """
-        await self._bury()
+        await self._kill_process()
         await self._sleep(self._backoff.pause)
         try:
             self._process = self._launch(self._client.info)
@@ -209,7 +209,7 @@ class Supervisor:
             return False
         return True
 
-    async def _bury(self) -> None:
+    async def _kill_process(self) -> None:
         """Kills the engine process and waits for its end: its memory must be free before the next one starts."""
         process, self._process = self._process, None
         if process is None:

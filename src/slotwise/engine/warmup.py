@@ -1,11 +1,12 @@
-"""Runs a few real steps at start, to fit the initial step-time model.
+"""Real steps before an engine is ready: a check that it computes, and the first data of its step-time model.
 
-A new engine has measured no step, and after a burst at its start no small one, so it could not predict the time of a
-single row.  Rooflines ignore kernel launches and caches that hold half of the weights; a few small, fast steps are
-cheaper than a model of those.
+Both run on a throwaway scheduler over the real executor, and leave all slots and blocks free.
 
-The first stage is the largest, and the model does not learn from it: its steps are the first to touch their memory, a
-cost that no later step has.
+`check_steps` stops the start where a kernel computes wrongly, weights overflow or a device fails.  `warmup` fits the
+initial step-time model: a new engine has measured no step, and after a burst at its start no small one, so it could not
+predict the time of a single row.  Rooflines ignore kernel launches and caches that hold half of the weights; a few
+small, fast steps are cheaper than a model of those.  Its first stage is the largest, and the model does not learn from
+it: its steps are the first to touch their memory, a cost that no later step has.
 """
 
 from __future__ import annotations
@@ -21,17 +22,61 @@ from slotwise.core.step_time import StepTimeModel, work_of
 from slotwise.engine.engine import Clock, Engine
 from slotwise.engine.executor import Executor
 from slotwise.engine.messages import Add, Finish
+from slotwise.errors import OneLineError
 from slotwise.policies.fcfs import FirstComeFirstServed
+
+ANY_TOKEN = 0
+PROMPT = 16  # tokens of the prompt that `check_steps` computes, at most
+KINDS = (  # the two paths through a sampler; the second token comes from a decode step
+    SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True),
+    SamplingParams(temperature=1.0, max_tokens=1, logprobs=1, ignore_eos=True))
+OVERFLOW = ("its logits are NaN or infinite: a kernel computes wrongly, or the model's numbers are too large for its "
+            "type; try --dtype float32")
 
 COLD = (16, 64, 2)  # decode rows, tokens of a prompt beside them in the last step, steps before it
 STAGES = ((1, 16, 4), (4, 64, 4), (12, 0, 4), (1, 0, 16))  # likewise; the first step of a row count captures a graph
 SECONDS = 1.0  # after which no further step starts
 OUTPUT = 64  # tokens that a row may grow by: more than the number of steps
-ANY_TOKEN = 0
+
+
+class FirstStepError(OneLineError, RuntimeError):
+    """The engine cannot compute; the message says why."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"the first step failed: {why}")
+
+
+def check_steps(executor: Executor, limits: SchedulerLimits, clock: Clock) -> None:
+    """Runs a prompt and decode steps, greedy and sampled, on an executor that serves no request yet.
+
+    Raises:
+        FirstStepError: a step failed, or its logits were not finite.
+    """
+    longest = min(limits.block_size + 1, limits.max_model_len)
+    if longest < 2:  # then no request can run
+        return
+    prompt = max(1, min(PROMPT, longest - 2))
+    engine = _engine(executor, clock, SchedulerLimits(
+        max_model_len=longest, num_blocks=1, block_size=limits.block_size, max_num_seqs=1,
+        max_num_batched_tokens=prompt))
+    for number, params in enumerate(KINDS):
+        engine.handle(Add(f"first-{number}", [ANY_TOKEN] * prompt, params, seed=0))
+        num_tokens = 0
+        while engine.has_work:
+            try:
+                record = engine.step()
+            except Exception as error:
+                raise FirstStepError(f"{type(error).__name__}: {error}") from error
+            if record.failure or record.failed:
+                raise FirstStepError(record.failure or OVERFLOW)
+            num_tokens += sum(map(len, record.token_ids))
+        if not num_tokens:
+            raise FirstStepError("it yielded no token")
+        engine.step()  # its plan releases the slot
 
 
 def warmup(executor: Executor, limits: SchedulerLimits, clock: Clock, seconds: float = SECONDS) -> StepTimeModel:
-    """Returns a model of this executor's step times; afterwards all its slots and blocks are free again.
+    """Returns a model of this executor's step times.
 
     Stops at a step that fails: the first served step meets the same failure and reports it.
     """
@@ -45,46 +90,49 @@ def warmup(executor: Executor, limits: SchedulerLimits, clock: Clock, seconds: f
     return times
 
 
+def _engine(executor: Executor, clock: Clock, limits: SchedulerLimits) -> Engine:
+    return Engine(Scheduler(limits, Chunked(), FirstComeFirstServed()), executor, clock)
+
+
 class _Rows:
     """Runs decode rows and prompts on an engine of their own."""
 
     def __init__(self, executor: Executor, limits: SchedulerLimits, clock: Clock) -> None:
-        alone = replace(
-            limits, enable_prefix_caching=False, max_step_ms=None, max_stall_ms=None, tiers=())
-        self._engine = Engine(Scheduler(alone, Chunked(), FirstComeFirstServed()), executor, clock)
+        self._engine = _engine(executor, clock, replace(
+            limits, enable_prefix_caching=False, max_step_ms=None, max_stall_ms=None, tiers=()))
         self._limits = limits
-        self._names: list[str] = []  # ids of the decode rows
-        self._asked = 0
+        self._decoding: list[str] = []  # ids of the decode rows
+        self._num_added = 0
 
     def play(self, stage: tuple[int, int, int], times: StepTimeModel, goes_on: Callable[[], bool]) -> bool:
         """Runs one stage, from which `times` learns; returns whether all its steps ran."""
         rows, prompt, steps = stage
         rows = min(rows, max(1, self._limits.max_num_seqs - 1))
-        while len(self._names) > rows:
-            self._engine.handle(Finish(self._names.pop(), "abort"))
-        while len(self._names) < rows:
-            self._names.append(self._ask(1, OUTPUT))
-        if not all(self._taught(times, goes_on) for _ in range(steps)):
+        while len(self._decoding) > rows:
+            self._engine.handle(Finish(self._decoding.pop(), "abort"))
+        while len(self._decoding) < rows:
+            self._decoding.append(self._add(1, OUTPUT))
+        if not all(self._step(times, goes_on) for _ in range(steps)):
             return False
         if not prompt or rows == self._limits.max_num_seqs:
             return True
-        self._ask(prompt, 1)
-        return self._taught(times, goes_on)
+        self._add(prompt, 1)
+        return self._step(times, goes_on)
 
     def leave(self) -> None:
-        for number in range(self._asked):
+        for number in range(self._num_added):
             self._engine.handle(Finish(f"probe-{number}", "abort"))
         self._engine.step()  # its plan releases the slots
 
-    def _ask(self, tokens: int, max_tokens: int) -> str:
+    def _add(self, num_tokens: int, max_tokens: int) -> str:
         longest = self._limits.max_model_len - 1
-        name = f"probe-{self._asked}"
-        self._asked += 1
+        name = f"probe-{self._num_added}"
+        self._num_added += 1
         params = SamplingParams(temperature=0.0, max_tokens=min(max_tokens, longest), ignore_eos=True)
-        self._engine.handle(Add(name, [ANY_TOKEN] * min(tokens, longest), params, seed=0))
+        self._engine.handle(Add(name, [ANY_TOKEN] * min(num_tokens, longest), params, seed=0))
         return name
 
-    def _taught(self, times: StepTimeModel, goes_on: Callable[[], bool]) -> bool:
+    def _step(self, times: StepTimeModel, goes_on: Callable[[], bool]) -> bool:
         """Runs one step, from which `times` learns; returns whether it ran."""
         if not goes_on():
             return False

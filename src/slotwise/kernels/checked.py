@@ -6,13 +6,14 @@ here that names the tensor.  Only metadata is checked, so nothing waits for the 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from slotwise.kernels.interface import AttentionShape, Kernels, LayerCache, Linear, QKNorm, RaggedBatch
+from slotwise.kernels.interface import Activation, AttentionShape, Kernels, LayerCache, Linear, QKNorm, RaggedBatch
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -37,9 +38,10 @@ class CheckedKernels:
         """A product that checks its argument."""
         return self._product(self._kernels.linear, "linear", weight, bias, len(weight))
 
-    def gated(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+    def gated(self, weight: Tensor, bias: Tensor | None = None, activation: Activation = "silu") -> Linear:
         """A product that checks its argument."""
-        return self._product(self._kernels.gated, "gated", weight, bias, len(weight) // 2)
+        pack = functools.partial(self._kernels.gated, activation=activation)
+        return self._product(pack, "gated", weight, bias, len(weight) // 2)
 
     def head(self, weight: Tensor) -> Linear:
         """A product that checks its argument."""
@@ -68,20 +70,30 @@ class CheckedKernels:
         size = (len(token_ids), table.shape[1])
         return self._check("embed: result", self._kernels.embed(table, token_ids), size, (table.dtype,))
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         self._check_norm("rms_norm", x, weight)
-        return self._check("rms_norm: result", self._kernels.rms_norm(x, weight, eps), x.shape, (x.dtype,))
+        return self._check("rms_norm: result", self._kernels.rms_norm(x, weight, eps, offset), x.shape, (x.dtype,))
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         self._check_norm("add_rms_norm", x, weight)
         self._check("add_rms_norm: residual", residual, x.shape, (x.dtype,))
-        result = self._kernels.add_rms_norm(x, residual, weight, eps)
+        result = self._kernels.add_rms_norm(x, residual, weight, eps, offset)
         return self._check("add_rms_norm: result", result, x.shape, (x.dtype,))
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return self._activated("silu_mul", self._kernels.silu_mul, gate_up)
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        return self._activated("gelu_mul", self._kernels.gelu_mul, gate_up)
+
+    def _activated(self, name: str, multiply: Linear, gate_up: Tensor) -> Tensor:
         tokens, both = gate_up.shape
-        self._check("silu_mul: gate_up", gate_up, (tokens, both // 2 * 2), FLOATS)
-        return self._check("silu_mul: result", self._kernels.silu_mul(gate_up), (tokens, both // 2), (gate_up.dtype,))
+        self._check(f"{name}: gate_up", gate_up, (tokens, both // 2 * 2), FLOATS)
+        return self._check(f"{name}: result", multiply(gate_up), (tokens, both // 2), (gate_up.dtype,))
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        self._check("soft_cap: x", x, x.shape, FLOATS)
+        return self._check("soft_cap: result", self._kernels.soft_cap(x, cap), x.shape, (x.dtype,))
 
     def rotary_store(
         self, qkv: Tensor, rotary: Tensor, batch: RaggedBatch, cache: LayerCache, shape: AttentionShape,
@@ -97,10 +109,14 @@ class CheckedKernels:
         query = self._kernels.rotary_store(qkv, rotary, batch, cache, shape, norm)
         return self._check("rotary_store: result", query, (tokens, shape.num_heads, head_dim), (qkv.dtype,))
 
-    def attention(self, query: Tensor, cache: LayerCache, batch: RaggedBatch, shape: AttentionShape) -> Tensor:
+    def attention(
+        self, query: Tensor, cache: LayerCache, batch: RaggedBatch, shape: AttentionShape, sinks: Tensor | None = None,
+    ) -> Tensor:
         size = (len(batch.token_ids), shape.num_heads, shape.head_dim)
         self._check("attention: query", query, size, FLOATS)
-        result = self._kernels.attention(query, cache, batch, shape)
+        if sinks is not None:
+            self._check("attention: sinks", sinks, (shape.num_heads,), (torch.float32,))
+        result = self._kernels.attention(query, cache, batch, shape, sinks)
         return self._check("attention: result", result, (size[0], size[1] * size[2]), (query.dtype,))
 
     def check_batch(self, batch: RaggedBatch) -> None:

@@ -14,12 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor, device, dtype, float8_e4m3fn, int8
 
 Linear = Callable[[Tensor], Tensor]
 """A packed product: `[tokens, in] -> [tokens, out]`, bias included."""
+
+Activation = Literal["silu", "gelu_tanh"]
+"""Of gates: SiLU (Elfwing et al., 2017), or GELU's approximation by tanh (Hendrycks and Gimpel, 2016)."""
 
 LayerCache = Any
 """One layer's keys and values; its layout belongs to the kernels that made it."""
@@ -70,13 +73,17 @@ class RaggedBatch:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """The sizes of a layer's attention."""
+    """The sizes and options of a layer's attention.
+
+    Kernels implement every option, or name those that they do not in `refusal`.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scale: float
     window: int = 0  # tokens a query may look back on, itself included; 0: no limit
+    soft_cap: float = 0.0  # scores become soft_cap * tanh(score / soft_cap) (Gemma 2); 0: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +93,7 @@ class QKNorm:
     query: Tensor  # [head_dim]
     key: Tensor  # [head_dim]
     eps: float
+    offset: float = 0.0  # added to both weights
 
 
 class Graph(Protocol):
@@ -120,6 +128,10 @@ class Kernels(Protocol):
         """Roughly, in large products.  Determines the size of a step where no option does."""
         ...
 
+    def refusal(self, shape: AttentionShape) -> str:
+        """The option of `shape` that these kernels do not support, in one sentence; "" where they support all."""
+        ...
+
     def allocate_cache(self, num_blocks: int, block_size: int, shape: AttentionShape, kind: dtype) -> LayerCache:
         """One layer's zeroed cache of `num_blocks` blocks of `block_size` tokens, for a model that computes in `kind`.
 
@@ -139,10 +151,10 @@ class Kernels(Protocol):
         """Pack `weight [out, in]` once, for many products."""
         ...
 
-    def gated(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """Pack `weight [2 * intermediate, in]`, gates first, once for many `silu(gate) * up`: `[tokens, intermediate]`.
+    def gated(self, weight: Tensor, bias: Tensor | None = None, activation: Activation = "silu") -> Linear:
+        """Pack `weight [2 * intermediate, in]`, gates first, once for many `activation(gate) * up`.
 
-        It takes as many bytes as a `linear`.
+        The product gives `[tokens, intermediate]`.  It takes as many bytes as a `linear`.
         """
         ...
 
@@ -180,16 +192,24 @@ class Kernels(Protocol):
         """Rows of `table [vocabulary, hidden]` by `token_ids [tokens]` int64: `[tokens, hidden]`."""
         ...
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """RMSNorm over the last dimension of `x [tokens, hidden]`."""
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+        """RMSNorm over the last dimension of `x [tokens, hidden]`; `offset` is added to the weight in float32."""
         ...
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """`residual += x` in place, then RMSNorm of the sum: `[tokens, hidden]`."""
         ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """`silu(gate) * up` for `gate_up [tokens, 2 * intermediate]`."""
+        ...
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """`gelu(gate) * up`, with GELU's approximation by tanh."""
+        ...
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """`cap * tanh(x / cap)`.  NaN and infinities stay what they are."""
         ...
 
     def rotary_store(
@@ -203,12 +223,19 @@ class Kernels(Protocol):
         """
         ...
 
-    def attention(self, query: Tensor, cache: LayerCache, batch: RaggedBatch, shape: AttentionShape) -> Tensor:
-        """Causal attention of every row over its own cached context: `[tokens, heads * head_dim]`."""
+    def attention(
+        self, query: Tensor, cache: LayerCache, batch: RaggedBatch, shape: AttentionShape, sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Causal attention of every row over its own cached context: `[tokens, heads * head_dim]`.
+
+        `sinks [heads]` float32 are scores without a value: each takes part in the softmax of its head's queries
+        (GPT-OSS), after the soft cap and whatever the window.
+        """
         ...
 
 
-def in_two_steps(kernels: Kernels, weight: Tensor, bias: Tensor | None) -> Linear:
-    """`gated` for kernels without a fused one: the product, then `silu_mul`."""
+def in_two_steps(kernels: Kernels, weight: Tensor, bias: Tensor | None, activation: Activation = "silu") -> Linear:
+    """`gated` for kernels without a fused one: the product, then the activation."""
     product = kernels.linear(weight, bias)
-    return lambda x: kernels.silu_mul(product(x))
+    multiply = {"silu": kernels.silu_mul, "gelu_tanh": kernels.gelu_mul}[activation]
+    return lambda x: multiply(product(x))

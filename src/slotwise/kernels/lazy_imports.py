@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any, cast
 
 # Shape functions for torch's compiler, which the engine never calls: a quarter of torch's import time.
 UNUSED = "torch._meta_registrations"
@@ -30,6 +31,6 @@ class _Waiting(ModuleType):
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
             raise AttributeError(name)
-        self.__class__ = ModuleType
+        cast(Any, self).__class__ = ModuleType
         self.__spec__.loader.exec_module(self)  # type: ignore[union-attr]
         return getattr(self, name)

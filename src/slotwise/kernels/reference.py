@@ -17,6 +17,7 @@ from torch import Tensor
 from slotwise.kernels.interface import (
     CACHE_KINDS,
     FP8_LARGEST,
+    Activation,
     AttentionShape,
     Linear,
     QKNorm,
@@ -81,7 +82,7 @@ class ReferenceKernels:
     """Plain torch, any float type, any device."""
 
     name = "reference"
-    kinds = (torch.bfloat16, torch.float16, torch.float32)
+    kinds: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
 
     def __init__(self, device: str = "cpu", kv_cache_dtype: str = "auto") -> None:
         """Raises ValueError if `kv_cache_dtype` is not in `CACHE_KINDS`."""
@@ -98,6 +99,10 @@ class ReferenceKernels:
     def operations_per_second(self, kind: torch.dtype) -> float:
         """Infinite: steps on the reference need no bound."""
         return float("inf")
+
+    def refusal(self, shape: AttentionShape) -> str:
+        """Nothing is refused."""
+        return ""
 
     def allocate_cache(
         self, num_blocks: int, block_size: int, shape: AttentionShape, kind: torch.dtype,
@@ -124,9 +129,9 @@ class ReferenceKernels:
         """`weight [out, in]` as a product over the last dimension."""
         return lambda x: F.linear(x, weight, bias)
 
-    def gated(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+    def gated(self, weight: Tensor, bias: Tensor | None = None, activation: Activation = "silu") -> Linear:
         """A product, then its activation."""
-        return in_two_steps(self, weight, bias)
+        return in_two_steps(self, weight, bias, activation)
 
     def head(self, weight: Tensor) -> Linear:
         """A product like any other."""
@@ -153,19 +158,28 @@ class ReferenceKernels:
         """Rows of `table [vocabulary, hidden]`: `[tokens, hidden]`."""
         return table.index_select(0, token_ids)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """RMSNorm (Zhang and Sennrich, 2019) over the last dimension of `x [tokens, hidden]`."""
-        return _rms_norm(x.float(), weight, eps).to(x.dtype)
+        return _rms_norm(x.float(), weight, eps, offset).to(x.dtype)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """`residual += x` in place, then RMSNorm of the sum as stored: `[tokens, hidden]`."""
         residual += x
-        return self.rms_norm(residual, weight, eps)
+        return self.rms_norm(residual, weight, eps, offset)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """`silu(gate) * up` for `gate_up [tokens, 2 * intermediate]`."""
         gate, up = gate_up.float().chunk(2, dim=-1)
         return (F.silu(gate) * up).to(gate_up.dtype)
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """`gelu(gate) * up`, with GELU's approximation by tanh."""
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        return (F.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """`cap * tanh(x / cap)`; NaN and infinities stay what they are."""
+        return torch.where(x.isfinite(), _soft_cap(x.float(), cap).to(x.dtype), x)
 
     def rotary_store(
         self, qkv: Tensor, rotary: Tensor, batch: RaggedBatch, cache: PagedCache | QuantisedPagedCache,
@@ -177,25 +191,31 @@ class ReferenceKernels:
             qkv.view(len(qkv), -1, shape.head_dim).float().split([heads, kv_heads, kv_heads], dim=1)
         )
         if norm is not None:
-            query, key = _rms_norm(query, norm.query, norm.eps), _rms_norm(key, norm.key, norm.eps)
+            query, key = (_rms_norm(part, weight, norm.eps, norm.offset)
+                          for part, weight in ((query, norm.query), (key, norm.key)))
         cosine, sine = rotary[batch.positions].unsqueeze(1).chunk(2, dim=-1)  # [tokens, 1, head_dim / 2]
         cache.write(batch.slot_mapping, _rotate(key, cosine, sine), value)
         return _rotate(query, cosine, sine).to(qkv.dtype)
 
     def attention(
         self, query: Tensor, cache: PagedCache | QuantisedPagedCache, batch: RaggedBatch, shape: AttentionShape,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of every row over its own cached context: `[tokens, heads * head_dim]`."""
         out = torch.empty_like(query)
         starts, contexts = batch.query_starts.tolist(), batch.context_lens.tolist()
         for row, context_len in enumerate(contexts):
             rows = slice(starts[row], starts[row + 1])
-            out[rows] = _attend_row(query[rows], cache, batch.block_tables[row], context_len, shape)
+            out[rows] = _attend_row(query[rows], cache, batch.block_tables[row], context_len, shape, sinks)
         return out.flatten(1)
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
+def _rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (weight.float() + offset)
+
+
+def _soft_cap(x: Tensor, cap: float) -> Tensor:
+    return cap * torch.tanh(x / cap)
 
 
 def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -206,6 +226,7 @@ def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 def _attend_row(
     query: Tensor, cache: PagedCache | QuantisedPagedCache, table: Tensor, context_len: int, shape: AttentionShape,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Attention of one row's `query [tokens, heads, head_dim]`, the last tokens of its context."""
     first_query = context_len - len(query)
@@ -216,7 +237,14 @@ def _attend_row(
     group = shape.num_heads // shape.num_kv_heads
     keys, values = (part.repeat_interleave(group, dim=1) for part in cache.read(blocks, offsets))
     scores = torch.einsum("qhd,khd->hqk", query.float(), keys) * shape.scale
+    if shape.soft_cap:
+        scores = _soft_cap(scores, shape.soft_cap)
     back = torch.arange(first_query, context_len, device=query.device)[:, None] - places
     hidden = (back < 0) | (back >= shape.window) if shape.window else back < 0
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:  # one more score, whose weight multiplies no value
+        scores = torch.cat((scores, sinks[:, None, None].expand(-1, len(query), 1)), dim=-1)
+        weights = scores.softmax(-1)[..., :-1]
     return torch.einsum("hqk,khd->qhd", weights, values).to(query.dtype)

@@ -36,7 +36,7 @@ def choose(device: str, quantization: str = "none", kv_cache_dtype: str = "auto"
         ValueError: an unknown name, a device that is missing, or a quantization or cache type that it does not support.
     """
     if device == "cpu":
-        from slotwise.kernels.cpu import CpuKernels
+        from slotwise.kernels.cpu.kernels import CpuKernels
 
         return CpuKernels(quantization=quantization, kv_cache_dtype=kv_cache_dtype)
     if quantization != "none":

@@ -8,7 +8,16 @@ from typing import Any
 
 from torch import Tensor, dtype
 
-from slotwise.kernels.interface import AttentionShape, Graph, Kernels, LayerCache, Linear, QKNorm, RaggedBatch
+from slotwise.kernels.interface import (
+    Activation,
+    AttentionShape,
+    Graph,
+    Kernels,
+    LayerCache,
+    Linear,
+    QKNorm,
+    RaggedBatch,
+)
 
 PRODUCTS, ATTENTION, SMALL = "products", "attention", "small operators"
 
@@ -39,9 +48,9 @@ class TimedKernels:
         """A timed product."""
         return self._timed_product(self._kernels.linear(weight, bias))
 
-    def gated(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+    def gated(self, weight: Tensor, bias: Tensor | None = None, activation: Activation = "silu") -> Linear:
         """A timed product, its activation included."""
-        return self._timed_product(self._kernels.gated(weight, bias))
+        return self._timed_product(self._kernels.gated(weight, bias, activation))
 
     def head(self, weight: Tensor) -> Linear:
         """A timed product."""
@@ -50,14 +59,20 @@ class TimedKernels:
     def embed(self, table: Tensor, token_ids: Tensor) -> Tensor:
         return self._timed(SMALL, lambda: self._kernels.embed(table, token_ids))
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return self._timed(SMALL, lambda: self._kernels.rms_norm(x, weight, eps))
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+        return self._timed(SMALL, lambda: self._kernels.rms_norm(x, weight, eps, offset))
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return self._timed(SMALL, lambda: self._kernels.add_rms_norm(x, residual, weight, eps))
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+        return self._timed(SMALL, lambda: self._kernels.add_rms_norm(x, residual, weight, eps, offset))
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return self._timed(SMALL, lambda: self._kernels.silu_mul(gate_up))
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        return self._timed(SMALL, lambda: self._kernels.gelu_mul(gate_up))
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        return self._timed(SMALL, lambda: self._kernels.soft_cap(x, cap))
 
     def rotary_store(
         self, qkv: Tensor, rotary: Tensor, batch: RaggedBatch, cache: LayerCache, shape: AttentionShape,
@@ -65,8 +80,10 @@ class TimedKernels:
     ) -> Tensor:
         return self._timed(SMALL, lambda: self._kernels.rotary_store(qkv, rotary, batch, cache, shape, norm))
 
-    def attention(self, query: Tensor, cache: LayerCache, batch: RaggedBatch, shape: AttentionShape) -> Tensor:
-        return self._timed(ATTENTION, lambda: self._kernels.attention(query, cache, batch, shape))
+    def attention(
+        self, query: Tensor, cache: LayerCache, batch: RaggedBatch, shape: AttentionShape, sinks: Tensor | None = None,
+    ) -> Tensor:
+        return self._timed(ATTENTION, lambda: self._kernels.attention(query, cache, batch, shape, sinks))
 
     def warm_up(self, kind: dtype) -> None:
         self._kernels.warm_up(kind)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from slotwise.kernels.interface import AttentionShape
 from slotwise.model.errors import CheckpointError
 from slotwise.model.fields import Fields
-from slotwise.model.rope import Rope, read_rope
+from slotwise.model.layers.rope import Rope, read_rope
 
 MAX_LAYERS = 1024
+FULL, SLIDING = "full_attention", "sliding_attention"  # of `layer_types`
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -42,6 +45,9 @@ class ModelConfig:
     output_bias: bool = False  # of the product after attention
     mlp_bias: bool = False
     qk_norm: bool = False  # RMS norms of each head's query and key
+    attention_scale: float = 0.0  # of scores; 0: head_dim ** -0.5
+    attention_soft_cap: float = 0.0  # of scores; 0: none
+    logit_soft_cap: float = 0.0  # 0: none
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -59,6 +65,12 @@ class ModelConfig:
                 f"config.json: layer_types names {len(self.windows)} layers, num_hidden_layers {self.num_layers}"
             )
 
+    def attention_shape(self, index: int) -> AttentionShape:
+        """The attention of layer `index`, as kernels compute it."""
+        return AttentionShape(
+            self.num_heads, self.num_kv_heads, self.head_dim, self.attention_scale or self.head_dim**-0.5,
+            self.windows[index], self.attention_soft_cap)
+
     @property
     def layer_weights(self) -> int:
         """Weights of all layers' products: each token is multiplied by all of them."""
@@ -66,15 +78,18 @@ class ModelConfig:
         return self.num_layers * self.hidden_size * (heads + 3 * self.intermediate_size)
 
 
-def read_common(fields: Fields) -> ModelConfig:
+def read_common(fields: Fields, activations: Sequence[str] = ("silu", "swish")) -> ModelConfig:
     """The fields that all families write alike; a family's module replaces what differs.
+
+    `activations` are the names of the one activation that the family computes.
 
     Raises CheckpointError when a field is absent, malformed or needs something not implemented.
     """
     fields.refuse(("quantization_config",), "is set: quantised checkpoints are not supported")
-    activation = fields.text("hidden_act", default="silu")
-    if activation not in ("silu", "swish"):
-        raise fields.error("hidden_act", f"must be silu, not {activation!r:.40}")
+    for name in ("hidden_act", "hidden_activation"):
+        activation = fields.text(name, default=activations[0])
+        if activation not in activations:
+            raise fields.error(name, f"must be {activations[0]}, not {activation!r:.40}")
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     num_layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
     return ModelConfig(
@@ -100,16 +115,19 @@ def read_layer_windows(fields: Fields) -> tuple[int, ...]:
     """Windows by layer, as Qwen's configs write them: 0 without limit, else in tokens."""
     num_layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
     window = fields.integer("sliding_window", default=4096) if fields.flag("use_sliding_window") else 0
-    kinds = fields.texts("layer_types")
-    if not kinds:
-        full = fields.integer("max_window_layers", default=28, minimum=0)
-        return tuple(window if layer >= full else 0 for layer in range(num_layers))
-    unknown = set(kinds) - {"full_attention", "sliding_attention"}
+    if "sliding_attention" in fields.texts("layer_types") and not window:
+        raise fields.error("layer_types", "asks for sliding attention, but use_sliding_window is false")
+    full = fields.integer("max_window_layers", default=28, minimum=0)
+    return read_layer_types(fields, window, [FULL if layer < full else SLIDING for layer in range(num_layers)])
+
+
+def read_layer_types(fields: Fields, window: int, default: Sequence[str]) -> tuple[int, ...]:
+    """Windows by layer from `layer_types`, or from `default` where a config has none."""
+    kinds = fields.texts("layer_types") or default
+    unknown = set(kinds) - {FULL, SLIDING}
     if unknown:
         raise fields.error("layer_types", f"holds {min(unknown)!r:.40}, which is not supported")
-    if "sliding_attention" in kinds and not window:
-        raise fields.error("layer_types", "asks for sliding attention, but use_sliding_window is false")
-    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+    return tuple(window if kind == SLIDING else 0 for kind in kinds)
 
 
 def _head_dim(fields: Fields, hidden: int, heads: int) -> int:

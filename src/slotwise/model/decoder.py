@@ -3,37 +3,25 @@
     embed ─► norm
     a layer: q,k,v ─► rotate, store ─► attend ─► project ─► add, norm ─► gate,up,silu·mul ─► down ─► add, norm
     head
+
+A family composes the layers (`families.py`); the decoder runs them, with each norm fused to the sum before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Sequence
 
 from torch import Tensor
 
-from slotwise.kernels.interface import AttentionShape, Kernels, LayerCache, Linear, QKNorm, RaggedBatch
+from slotwise.kernels.interface import AttentionShape, Kernels, LayerCache, RaggedBatch
 from slotwise.model.config import ModelConfig
-from slotwise.model.rope import RotaryTable
+from slotwise.model.families import compose
+from slotwise.model.layers.rope import RotaryTable
+from slotwise.model.layers.source import Source
+from slotwise.model.network import DecoderLayer
 from slotwise.model.weights import Read
 
-Pack = Callable[[Tensor, Tensor | None], Linear]
 FLOAT32 = 4  # bytes of a logit that the sampler edits
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """One layer's packed weights.  Each norm belongs to the sum before it, so that both run as one kernel."""
-
-    qkv: Linear  # [tokens, hidden] -> [tokens, (heads + 2 * kv_heads) * head_dim]
-    qk_norm: QKNorm | None
-    project: Linear  # [tokens, heads * head_dim] -> [tokens, hidden]
-    norm_after_attention: Tensor  # [hidden]
-    gated: Linear  # [tokens, hidden] -> [tokens, intermediate], silu(gate) * up
-    down: Linear  # [tokens, intermediate] -> [tokens, hidden]
-    norm_after_mlp: Tensor  # [hidden], the next layer's first norm or the model's last
-    attention: AttentionShape
 
 
 class Decoder:
@@ -43,138 +31,74 @@ class Decoder:
         """Reads and packs the weights; `max_positions` (tokens) bounds the positions a batch may hold."""
         self.config = config
         self.kernels = kernels
-        self._embedding = read("model.embed_tokens.weight")
-        self._first_norm = read("model.layers.0.input_layernorm.weight")
-        self._layers = [_read_layer(index, config, read, kernels) for index in range(config.num_layers)]
-        self._head = kernels.head(self._embedding if config.tie_word_embeddings else read("lm_head.weight"))
-        self._rotary = RotaryTable(config.rope, config.head_dim, max_positions, kernels.device)
+        self._network = compose(config, Source(read, kernels, config.dtype))
+        layers = self._network.layers
+        self._rotary = {
+            rope: RotaryTable(rope, config.head_dim, max_positions, kernels.device)
+            for rope in dict.fromkeys(layer.attention.rope for layer in layers)}
+        self._norms_after = [*(layer.attention_norm for layer in layers[1:]), self._network.norm]
 
     @property
     def attention_shapes(self) -> list[AttentionShape]:
         """The shapes for which the layers' caches must be allocated."""
-        return [layer.attention for layer in self._layers]
+        return [layer.attention.shape for layer in self._network.layers]
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights, as packed."""
-        config, kernels = self.config, self.kernels
-        kind, total = config.dtype, 0
-        for name, shape in tensor_shapes(config).items():
-            is_product = len(shape) == 2 and name.startswith("model.layers.")
-            total += kernels.linear_bytes(*shape, kind) if is_product else prod(shape) * kind.itemsize
-        head = (config.vocab_size, config.hidden_size)
-        own_head = 0 if config.tie_word_embeddings else prod(head) * kind.itemsize  # counted above, unpacked
-        return total + kernels.head_bytes(*head, kind) - own_head
+        return self._network.bytes
 
     @property
     def step_weight_bytes(self) -> int:
         """Bytes of weights that every step reads: all but the embedding's table."""
-        config = self.config
-        return self.weight_bytes - config.vocab_size * config.hidden_size * config.dtype.itemsize
+        return self._network.bytes - self._network.embedding.bytes
 
     def reach(self, num_positions: int) -> None:
-        """Compute the rotary table for `num_positions` positions.  Call before a captured step runs again."""
-        self._rotary.until(num_positions)
+        """Compute the rotary tables for `num_positions` positions.  Call before a captured step runs again."""
+        for table in self._rotary.values():
+            table.until(num_positions)
 
     def workspace_bytes(self, num_tokens: int, num_samples: int) -> int:
         """The most bytes of activations that a step of so many tokens and sampling rows holds at a time."""
-        config = self.config
+        config, network = self.config, self._network
         heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         attending = 2 * heads + 2 * config.num_heads * config.head_dim
         mlp = 3 * config.intermediate_size
-        a_token = (3 * config.hidden_size + max(attending, mlp)) * config.dtype.itemsize
-        return num_tokens * a_token + num_samples * config.vocab_size * (config.dtype.itemsize + FLOAT32)
+        hidden = (4 if network.has_post_norms else 3) * config.hidden_size
+        a_token = (hidden + max(attending, mlp)) * config.dtype.itemsize
+        logits = 2 if network.head.soft_cap else 1  # copies in the model's own type
+        return num_tokens * a_token + num_samples * config.vocab_size * (logits * config.dtype.itemsize + FLOAT32)
 
     def hidden(self, batch: RaggedBatch, caches: Sequence[LayerCache]) -> Tensor:
         """Run one step: write every token to the caches, and return `[samples, hidden]`, normed, at `sample_at`.
 
         `caches` has one entry per layer, made by `kernels.allocate_cache` from `attention_shapes`.
         """
-        kernels, eps, rotary = self.kernels, self.config.rms_norm_eps, self._rotary.until(batch.max_context_len)
-        last = self._layers[-1]
-        residual = kernels.embed(self._embedding, batch.token_ids)
+        layers = self._network.layers
+        rotary = {rope: table.until(batch.max_context_len) for rope, table in self._rotary.items()}
         all_sample = len(batch.sample_at) == len(batch.token_ids)
-        x = kernels.rms_norm(residual, self._first_norm, eps)
-        for layer, cache in zip(self._layers, caches, strict=True):
-            query = kernels.rotary_store(layer.qkv(x), rotary, batch, cache, layer.attention, layer.qk_norm)
-            if layer is last and not len(batch.sample_at):
+        residual = self._network.embedding(batch.token_ids)
+        x = layers[0].attention_norm(residual)
+        for layer, cache, norm_after in zip(layers, caches, self._norms_after, strict=True):
+            attention, is_last = layer.attention, layer is layers[-1]
+            query = attention.queries(x, rotary[attention.rope], batch, cache)
+            if is_last and not len(batch.sample_at):
                 return x[:0]  # a chunk in mid-prompt: its last keys and values are stored, and no logits are needed
-            x = kernels.attention(query, cache, batch, layer.attention)
-            if layer is last and not all_sample:
+            x = attention.attend(query, batch, cache)
+            if is_last and not all_sample:
                 x, residual = x.index_select(0, batch.sample_at), residual.index_select(0, batch.sample_at)
-            x = kernels.add_rms_norm(layer.project(x), residual, layer.norm_after_attention, eps)
-            x = layer.down(layer.gated(x))
-            x = kernels.add_rms_norm(x, residual, layer.norm_after_mlp, eps)
+            x = norm_after.add(_transformed(layer, x, residual), residual)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[samples, hidden] -> [samples, vocab]`, in the model's own type."""
-        return self._head(hidden) if len(hidden) else hidden.new_empty(0, self.config.vocab_size)
+        return self._network.head(hidden) if len(hidden) else hidden.new_empty(0, self.config.vocab_size)
 
 
-def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a decoder with this config reads, by its name in the checkpoint."""
-    hidden, vocabulary = config.hidden_size, config.vocab_size
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (vocabulary, hidden),
-        "model.norm.weight": (hidden,),
-    }
-    if not config.tie_word_embeddings:
-        shapes["lm_head.weight"] = (vocabulary, hidden)
-    for index in range(config.num_layers):
-        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in _layer_shapes(config).items()}
-    return shapes
-
-
-def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    hidden, intermediate = config.hidden_size, config.intermediate_size
-    query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    products = {
-        "self_attn.q_proj": (query, hidden, config.qkv_bias),
-        "self_attn.k_proj": (key, hidden, config.qkv_bias),
-        "self_attn.v_proj": (key, hidden, config.qkv_bias),
-        "self_attn.o_proj": (hidden, query, config.output_bias),
-        "mlp.gate_proj": (intermediate, hidden, config.mlp_bias),
-        "mlp.up_proj": (intermediate, hidden, config.mlp_bias),
-        "mlp.down_proj": (hidden, intermediate, config.mlp_bias),
-    }
-    shapes: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-    }
-    for name, (rows, columns, biased) in products.items():
-        shapes[f"{name}.weight"] = (rows, columns)
-        if biased:
-            shapes[f"{name}.bias"] = (rows,)
-    if config.qk_norm:
-        shapes |= {f"self_attn.{name}_norm.weight": (config.head_dim,) for name in "qk"}
-    return shapes
-
-
-def _read_layer(index: int, config: ModelConfig, read: Read, kernels: Kernels) -> Layer:
-    """Read, fuse and pack.  The unpacked tensors are freed here: memory never holds more than one layer twice."""
-    prefix = f"model.layers.{index}."
-
-    def product(*names: str, biased: bool, pack: Pack = kernels.linear) -> Linear:
-        weight = read(*(f"{prefix}{name}_proj.weight" for name in names))
-        return pack(weight, read(*(f"{prefix}{name}_proj.bias" for name in names)) if biased else None)
-
-    def norms() -> QKNorm:
-        query, key = (read(f"{prefix}self_attn.{name}_norm.weight") for name in "qk")
-        return QKNorm(query, key, config.rms_norm_eps)
-
-    following = index + 1
-    return Layer(
-        qkv=product("self_attn.q", "self_attn.k", "self_attn.v", biased=config.qkv_bias),
-        qk_norm=norms() if config.qk_norm else None,
-        project=product("self_attn.o", biased=config.output_bias),
-        norm_after_attention=read(f"{prefix}post_attention_layernorm.weight"),
-        gated=product("mlp.gate", "mlp.up", biased=config.mlp_bias, pack=kernels.gated),
-        down=product("mlp.down", biased=config.mlp_bias),
-        norm_after_mlp=read(
-            f"model.layers.{following}.input_layernorm.weight" if following < config.num_layers else "model.norm.weight"
-        ),
-        attention=AttentionShape(
-            config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5, config.windows[index]
-        ),
-    )
+def _transformed(layer: DecoderLayer, attended: Tensor, residual: Tensor) -> Tensor:
+    """Add a layer's attention to the residual stream; returns what its MLP adds."""
+    x = layer.attention.output(attended)
+    if layer.attention_post_norm is not None:
+        x = layer.attention_post_norm(x)
+    x = layer.mlp(layer.mlp_norm.add(x, residual))
+    return x if layer.mlp_post_norm is None else layer.mlp_post_norm(x)

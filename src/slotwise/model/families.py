@@ -1,19 +1,32 @@
-"""Maps architectures to the modules that read their configs."""
+"""Maps architectures to the modules that read their configs and compose their layers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
-from slotwise.model import llama, mistral, qwen2, qwen3
+from slotwise.kernels.interface import Kernels
+from slotwise.model import gemma2, llama, mistral, qwen2, qwen3
 from slotwise.model.config import ModelConfig
 from slotwise.model.errors import CheckpointError
 from slotwise.model.fields import Fields
+from slotwise.model.layers.source import Listing, Source
+from slotwise.model.network import Network
 
-FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
-    "LlamaForCausalLM": llama.configure,
-    "MistralForCausalLM": mistral.configure,
-    "Qwen2ForCausalLM": qwen2.configure,
-    "Qwen3ForCausalLM": qwen3.configure,
+
+class Family(NamedTuple):
+    """How a family's config is read, and what it is composed of."""
+
+    configure: Callable[[Fields], ModelConfig]
+    compose: Callable[[ModelConfig, Source], Network]
+
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family(llama.configure, llama.compose),
+    "MistralForCausalLM": Family(mistral.configure, llama.compose),
+    "Qwen2ForCausalLM": Family(qwen2.configure, llama.compose),
+    "Qwen3ForCausalLM": Family(qwen3.configure, llama.compose),
+    "Gemma2ForCausalLM": Family(gemma2.configure, gemma2.compose),
 }
 
 
@@ -25,4 +38,21 @@ def configure(fields: Fields) -> ModelConfig:
         raise CheckpointError(
             f"{fields.where}: architecture {named:.60} is not supported; these are: {', '.join(FAMILIES)}"
         )
-    return FAMILIES[architectures[0]](fields)
+    return FAMILIES[architectures[0]].configure(fields)
+
+
+def compose(config: ModelConfig, source: Source) -> Network:
+    """Reads and packs the layers of a model of any family."""
+    return FAMILIES[config.architecture].compose(config, source)
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor that a model with this config reads, by its name in the checkpoint."""
+    listing = Listing(config.dtype)
+    compose(config, listing)
+    return listing.shapes
+
+
+def weight_bytes(config: ModelConfig, kernels: Kernels) -> int:
+    """Bytes of all weights of a model with this config, as packed for these kernels."""
+    return compose(config, Listing(config.dtype, kernels)).bytes

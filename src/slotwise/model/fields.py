@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from slotwise.files import read_part
 from slotwise.model.errors import CheckpointError
 
 MAX_JSON_BYTES = 64 * 1024 * 1024
@@ -99,9 +100,7 @@ class Fields:
 def read_json(path: Path) -> Fields:
     """One JSON object from a file.  Raises CheckpointError when it cannot be read or is no object."""
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise CheckpointError(f"{path} is larger than {MAX_JSON_BYTES} bytes: not a checkpoint's JSON file")
-        values = json.loads(path.read_text(encoding="utf-8-sig"))
+        values = json.loads(read_part(path, MAX_JSON_BYTES).decode("utf-8-sig"))
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

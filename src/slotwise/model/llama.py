@@ -12,8 +12,32 @@ from dataclasses import replace
 
 from slotwise.model.config import ModelConfig, read_common
 from slotwise.model.fields import Fields
+from slotwise.model.layers.attention import Attention, AttentionOptions
+from slotwise.model.layers.embedding import read_ends
+from slotwise.model.layers.mlp import GatedMLP
+from slotwise.model.layers.norm import NormOptions, RMSNorm
+from slotwise.model.layers.source import Source
+from slotwise.model.network import DecoderLayer, Network
 
 
 def configure(fields: Fields) -> ModelConfig:
     bias = fields.flag("attention_bias")
     return replace(read_common(fields), qkv_bias=bias, output_bias=bias, mlp_bias=fields.flag("mlp_bias"))
+
+
+def compose(config: ModelConfig, source: Source) -> Network:
+    """Also other families', with the biases, norms of queries and keys, and windows that their configs have."""
+    hidden, norms = config.hidden_size, NormOptions(config.rms_norm_eps)
+    options = AttentionOptions(config.qkv_bias, config.output_bias, norms if config.qk_norm else None)
+
+    def layer(index: int) -> DecoderLayer:
+        at, shape = f"model.layers.{index}", config.attention_shape(index)
+        return DecoderLayer(
+            attention_norm=RMSNorm(source, f"{at}.input_layernorm", hidden, norms),
+            attention=Attention(source, f"{at}.self_attn", shape, config.rope, hidden, options),
+            mlp_norm=RMSNorm(source, f"{at}.post_attention_layernorm", hidden, norms),
+            mlp=GatedMLP(source, f"{at}.mlp", (hidden, config.intermediate_size), bias=config.mlp_bias))
+
+    embedding, head = read_ends(source, config.vocab_size, hidden, tied=config.tie_word_embeddings)
+    return Network(embedding, [layer(index) for index in range(config.num_layers)],
+                   RMSNorm(source, "model.norm", hidden, norms), head)

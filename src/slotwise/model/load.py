@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,29 +11,33 @@ import torch
 from slotwise.kernels.interface import Kernels
 from slotwise.model.checkpoint import read_config
 from slotwise.model.config import ModelConfig
-from slotwise.model.decoder import Decoder, tensor_shapes
+from slotwise.model.decoder import Decoder
 from slotwise.model.errors import CheckpointError
+from slotwise.model.families import tensor_shapes, weight_bytes
 from slotwise.model.locate import locate
-from slotwise.model.weights import Progress, Weights
+from slotwise.model.weights import Progress, Weights, files_may_hold
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def load_model(
     model: str | Path, *, kernels: Kernels, dtype: str = "auto", max_positions: int | None = None,
-    progress: Progress | None = None,
+    progress: Progress | None = None, admit: Callable[[int], None] = lambda num_bytes: None,
 ) -> Decoder:
     """Load a Hugging Face checkpoint: a folder, or a hub id.
 
     `dtype` is one of `DTYPES` that the kernels compute in, or `auto`: as stored, with float16 as bfloat16 where the
     kernels do not support it; the decoder's `config.dtype` is the result.  `max_positions` (tokens) bounds the rotary
-    table.
+    table.  `admit` receives the bytes of all weights, as packed, before a file is opened, and may refuse by raising.
 
     Raises CheckpointError, with one line that says what to do, for any fault of the checkpoint.
     """
     folder = locate(model)
     config = describe(folder, dtype, kernels)
-    read = Weights(folder).reader(tensor_shapes(config), config.dtype, progress)
+    shapes = tensor_shapes(config)
+    if files_may_hold(folder, shapes):  # else the files are at fault; opening them maps them, which takes memory
+        admit(weight_bytes(config, kernels))
+    read = Weights(folder).reader(shapes, config.dtype, progress)
     device = kernels.device
     longest = config.max_position_embeddings
     return Decoder(config, lambda *names: read(*names).to(device), kernels, min(max_positions or longest, longest))
@@ -41,9 +46,14 @@ def load_model(
 def describe(folder: Path, dtype: str, kernels: Kernels) -> ModelConfig:
     """A checkpoint's config, with the `dtype` that the weights will be loaded as for these kernels.
 
-    Raises CheckpointError when the config is missing, malformed or describes an unsupported model.
+    Raises CheckpointError when the config is missing, malformed or describes a model that is unsupported, in general
+    or by these kernels.
     """
     config = read_config(folder)
+    for shape in dict.fromkeys(config.attention_shape(index) for index in range(config.num_layers)):
+        refusal = kernels.refusal(shape)
+        if refusal:
+            raise CheckpointError(f"{folder}: {refusal}")
     return replace(config, dtype=_resolve(dtype, config.dtype, kernels))
 
 

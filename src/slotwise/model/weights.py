@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from slotwise.files import check_part
 from slotwise.model.errors import CheckpointError
 from slotwise.model.fields import read_json
 
@@ -109,6 +110,16 @@ class Weights:
         return str(self._source[name].get_slice(name).get_dtype())
 
 
+def files_may_hold(folder: Path, expected: Shapes) -> bool:
+    """Whether the files of weights are large enough for tensors of these shapes.
+
+    Raises:
+        CheckpointError: there are none, or the index is not valid.
+    """
+    least = min(_BYTES.values()) * sum(map(prod, expected.values()))
+    return sum(path.stat().st_size for path in _files(folder)) >= least
+
+
 def _is_finite(tensor: Tensor) -> bool:
     """At the speed of memory: the least and the greatest are NaN where any number is."""
     return all(bound.isfinite().item() for bound in tensor.aminmax())
@@ -148,6 +159,10 @@ def _is_file_name(name: object) -> bool:
 
 
 def _open(path: Path) -> Any:
+    try:
+        check_part(path)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:

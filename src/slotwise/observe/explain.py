@@ -13,31 +13,35 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
+from slotwise.core.step import RowKind
+from slotwise.core.step_time import Prediction, StepTimeModel, Work, work_of
 from slotwise.engine.scheduling import Scheduling
-from slotwise.observe.event_log import NO_STEP, Command, End, Engine, Entry, Preemption, Step
-from slotwise.observe.request_timeline import RequestTimeline
-from slotwise.observe.step_time import StepTimeModel, Work, work_of
+from slotwise.observe.event_log import NO_STEP, Command, Engine, Entry, Step, decode
+from slotwise.observe.fold import Timelines
+from slotwise.observe.request_timeline import STEP_UNDER_WAY, RequestTimeline
 
 NS = 1e-9
+MAX_CHUNKS = 4096  # that the tokens of one step are timed as
 MS = 1e-6
 NOWHERE = -2  # step of a span outside all steps
-STEP_UNDER_WAY = "step_under_way"  # it arrived during a step, whose plan cannot have it
 
 PARTS = {
-    "tokenising": "reading the body, template, tokens",
-    "handing_over": "on its way to the engine, between two of its steps",
-    "queue": "waiting for a first slot",
-    "scheduling": "between the steps, where the next one is planned",
-    "prefill": "its prompt, at the speed it would have alone",
-    "decode": "its output, at the speed it would have alone",
-    "neighbours": "slower than alone, for others were in its steps",
-    "held": "done, and waiting for its batch to drain",
-    "paused": "has a slot, and had no turn",
-    "preempted": "gave its slot up, and waited to come back",
-    "recompute": "computing again what it had lost",
-    "failed_step": "in a step that failed, or that an engine was lost in",
-    "siblings": "waiting for the other choices of the same response",
-    "sending": "detokenising and sending",
+    "tokenising": "reading the body, rendering the template, tokenization",
+    "handing_over": "transfer to the engine process, while that is between two steps",
+    "queue": "waiting for the first slot, by reason",
+    "scheduling": "between two steps, while the next one is planned",
+    "prefill": "computing its prompt, in the time that this is predicted to take alone",
+    "decode": "computing its output, in the time that this is predicted to take alone",
+    "neighbours": "the rest of those steps: the cost of their further rows",
+    "held": "finished, and held until its batch drains",
+    "paused": "with a slot and without a row in a step, by reason",
+    "preempted": "without a slot after a preemption, waiting to return, by reason",
+    "recompute": "recomputing the positions that a preemption lost",
+    "failed_step": "in a step that failed, or in which the engine was lost",
+    "siblings": "waiting for the other choices of its response",
+    "sending": "detokenizing and sending",
 }
 ORDER = {part: place for place, part in enumerate(PARTS)}
 
@@ -152,9 +156,11 @@ class Solo:
         Alone, the prompt would have the fewest possible chunks; these tokens get their share of those chunks' times.
         """
         seconds, end = 0.0, start + count
+        known = max(known, end)
+        chunk = max(self._chunk, count // MAX_CHUNKS)
         while start < end:
-            low = first + (start - first) // self._chunk * self._chunk
-            high = max(min(low + self._chunk, known), start + 1)
+            low = first + (start - first) // chunk * chunk
+            high = max(min(low + chunk, known), start + 1)
             part = min(high, end) - start
             seconds += self._times.typical(work_of([low], [high - low])) * part / (high - low)
             start += part
@@ -162,22 +168,22 @@ class Solo:
 
 
 class _ExplanationBuilder:
-    """Divides one request's time into spans while it reads the log; `_at` is the end of the last span."""
+    """Divides one request's time into spans while it reads the log; `_at` is the end of the last span.
+
+    `_timeline` is the whole history, and `_now` the history up to the plan of the step that is read.
+    """
 
     def __init__(self, timeline: RequestTimeline, solo: Solo, until_ns: int) -> None:
         self._timeline = timeline
         self._number = timeline.request.number
+        self._fold = Timelines()
+        self._fold.apply(timeline.request)
+        self._now = self._fold.by_number[self._number]
         self._solo = solo
         self._end = timeline.end_ns if timeline.last_byte_ns else until_ns or timeline.end_ns
         self._spans: list[Span] = []
         self._at = timeline.received_ns
-        self._running = False
         self._why: tuple[str, str, int] | None = None  # part, reason and step of the plan that left it waiting
-        self._first = 0  # position from which it is computed since its last admission
-        self._reached = 0  # highest position ever computed
-        self._num_output = 0
-        self._num_cached = -1
-        self._num_preemptions = 0
         self._over = False
         self._spend(timeline.tokenised_ns, "tokenising")
         self._spend(timeline.request.ns, "handing_over")
@@ -196,12 +202,12 @@ class _ExplanationBuilder:
     def explanation(self) -> Explanation:
         timeline = self._timeline
         if timeline.ended:
-            if not self._over and not self._running:
+            if not self._over and not self._now.is_running:
                 self._waits(timeline.left_ns)
             self._over = True
             self._spend(timeline.siblings_ended_ns, "siblings")
             self._spend(self._end, "sending")
-        return Explanation(timeline, tuple(self._spans), max(0, self._num_cached), self._num_preemptions)
+        return Explanation(timeline, tuple(self._spans), self._now.num_cached, self._now.num_preemptions)
 
     def _spend(self, until: int, part: str, reason: str = "", step: int = NOWHERE) -> None:
         """Assigns the time up to `until` to `part`."""
@@ -220,45 +226,39 @@ class _ExplanationBuilder:
             self._between(entry)
         else:
             self._waits(entry.started_ns)
-            if not self._timeline.taken_ns or self._timeline.taken_ns > entry.started_ns:
+            self._now = self._fold.by_number[self._number]
+            changes = self._fold.plan(entry)
+            if not 0 < self._timeline.taken_ns <= entry.started_ns:
                 self._spend(entry.ended_ns, "queue", STEP_UNDER_WAY, entry.step)
             else:
                 self._turn(entry)
+            self._fold.result(entry, changes)
         if entry.configured is not None:
             self._solo.scheduled(entry.configured)
-        gone = 0 < self._timeline.left_ns <= self._at
-        self._over = gone or _is_among(self._number, entry.ended)
+        self._over = 0 < self._timeline.left_ns <= self._at or self._now.over_at >= 0
 
     def _turn(self, entry: Step) -> None:
         """Handles a step whose plan was made after the engine had received the request."""
-        self._places(entry)
+        now = self._now
         if self._number in entry.numbers:
             self._row(entry, entry.numbers.index(self._number))
         elif reason := self._refusal(entry):
-            part = "paused" if self._running else "preempted" if self._num_preemptions else "queue"
+            part = "paused" if now.is_running else "preempted" if now.num_preemptions else "queue"
             self._why = (part, reason, entry.step)
             self._spend(entry.ended_ns, *self._why)
         else:  # neither a row nor refused: the request had ended when the step was planned
             self._spend(entry.ended_ns, "sending" if self._timeline.ended else "scheduling")
 
-    def _places(self, entry: Step) -> None:
-        """Updates its state with the plan's admissions and preemptions."""
-        for admitted in entry.admitted:
-            if admitted.number == self._number:
-                self._running, self._first = True, admitted.cached
-                if self._num_cached < 0:
-                    self._num_cached = admitted.cached
-        if _is_among(self._number, entry.preempted):
-            self._running = False
-            self._num_preemptions += 1
-
     def _refusal(self, entry: Step) -> str:
         """Why the plan of `entry` leaves the request out; empty if it gives no reason."""
-        for decision in (*entry.preempted, *entry.refused):
-            if decision.number == self._number:
-                return decision.reason
-        waits = not self._running and not _is_among(self._number, entry.ended)
+        given = dict(entry.refused) | {number: reason for number, reason, _ in entry.preempted}
+        if self._number in given:
+            return given[self._number]
+        waits = self._now.is_waiting and not self._ends_in(entry)
         return entry.stop.reason if entry.stop is not None and waits else ""
+
+    def _ends_in(self, entry: Step) -> bool:
+        return any(end.number == self._number for end in entry.ended)
 
     def _row(self, entry: Step, row: int) -> None:
         """Adds its own share of the step, then its neighbours'."""
@@ -266,19 +266,19 @@ class _ExplanationBuilder:
         if row in entry.held:
             self._spend(entry.ended_ns, "held", "", step)
             return
-        known = self._timeline.request.num_prompt + self._num_output
-        again = min(max(self._reached - start, 0), count)
-        is_decode = count == 1 and start >= self._timeline.request.num_prompt and not again
+        num_prompt = self._timeline.request.num_prompt
+        again = min(max(self._now.reached - start, 0), count)
+        is_decode = entry.kind_of(row) is RowKind.DECODE and not again
         began = self._at
         own = entry.ended_ns - began
         if len(entry.numbers) > 1 or entry.padding:
-            alone = self._solo.token(start) if is_decode else self._solo.chunk(self._first, known, start, count)
+            known = num_prompt + self._now.num_published
+            alone = (self._solo.token(start) if is_decode else
+                     self._solo.chunk(self._now.cached, known, start, count))
             own = min(own, alone or own)
         self._spend(began + own * again // count, "recompute", "", step)
         self._spend(began + own, "decode" if is_decode else "prefill", "", step)
         self._spend(entry.ended_ns, "neighbours", "", step)
-        self._reached = max(self._reached, start + count)
-        self._num_output += len(entry.tokens[row]) if entry.tokens else 0
 
     # -- between steps -------------------------------------------------------------------------------------------
 
@@ -286,28 +286,48 @@ class _ExplanationBuilder:
         """Adds the time to the next step: the last plan's reason holds until there is another plan."""
         taken = self._timeline.taken_ns
         self._spend(min(taken, until) if taken else until, "handing_over")
-        if not self._running and self._why is not None:
+        if not self._now.is_running and self._why is not None:
             self._spend(until, *self._why)
         else:
             self._spend(until, "scheduling")
 
     def _between(self, entry: Step) -> None:
         """Handles a record without a step: a request ended, or a step failed."""
-        self._places(entry)
-        failed = _is_among(self._number, entry.ended) and self._timeline.end_reason == "error"
-        if self._running and (failed or entry.ended_ns > entry.started_ns):
+        changes = self._fold.plan(entry)
+        failed = self._ends_in(entry) and self._timeline.end_reason == "error"
+        if self._now.is_running and (failed or entry.ended_ns > entry.started_ns):
             self._spend(entry.started_ns, "scheduling")
             self._spend(entry.ended_ns, "failed_step", "", entry.step)
         else:
             self._waits(entry.ended_ns)
+        self._fold.result(entry, changes)
 
     def _lost(self, ns: int) -> None:
-        if self._running:
+        if self._now.is_running:
             self._spend(ns, "failed_step", "", NO_STEP)
         else:
             self._waits(ns)
         self._over = True
 
 
-def _is_among(number: int, those: Iterable[End | Preemption]) -> bool:
-    return any(one.number == number for one in those)
+def _explain_lines(timelines: Sequence[Any], positions: Sequence[int], lines: bytes, prediction: Any, until_ns: int,
+                   ) -> list[dict[str, Any]]:
+    """Returns the explanations of requests, as JSON objects.  Runs in a worker process (see `server.worker`).
+
+    Args:
+        timelines, positions, lines: an `observe.ring.Extract`.
+        prediction: parameters of the step-time model.
+        until_ns: when a response is complete, if the log has no `Sent` yet.
+    """
+    times = StepTimeModel.predicting(msgspec.convert(prediction, Prediction))
+    entries = list(map(decode, lines.splitlines()))
+    explanations = []
+    for one in msgspec.convert(timelines, list[RequestTimeline]):
+        last = one.over_at if one.over_at >= 0 else max(positions, default=0)
+        following = [entry for position, entry in zip(positions, entries, strict=True)
+                     if one.position < position <= last]
+        explanations.append(explain_by(one, following, times, until_ns).as_json())
+    return explanations
+
+
+CALLS = {"explain": _explain_lines}

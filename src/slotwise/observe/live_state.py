@@ -1,54 +1,36 @@
 """The live state: running requests with slot and progress, waiting requests with reasons, and recent rates.
 
-Folded from the entries of an event log, live or from a file.
+Read from the timelines of an event log's requests, live or from a file.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from slotwise.engine.scheduling import Scheduling
-from slotwise.observe import waste
+from slotwise.observe import step_view
 from slotwise.observe.event_log import Engine, Entry, Gap, Request, Run, Sent, Step
+from slotwise.observe.fold import Changes, Timelines
+from slotwise.observe.request_timeline import DECODE, NO_SLOT, PREFILL, RequestTimeline
 
 WINDOW = 10.0  # seconds over which rates are computed
 MAX_LATELY = 8192  # most steps kept of them
-NOT_SEATED = -1
-PREFILL, DECODE, HELD, STALLED, WAITS = "prefill", "decode", "held", "stalled", "waits"
-
-
-class LiveRequest:
-    """State of an unfinished request."""
-
-    __slots__ = ("admitted_ns", "cached", "computed", "phase", "reason", "request", "slot")
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.slot = NOT_SEATED
-        self.cached = self.computed = 0  # tokens
-        self.admitted_ns = 0
-        self.phase = WAITS
-        self.reason = ""  # why it waits or has no row
-
-    @property
-    def num_output(self) -> int:
-        """Tokens generated; the last one may not be published yet."""
-        past = self.computed - self.request.num_prompt
-        return past + 1 if past >= 0 and self.computed else 0
+HELD, STALLED, WAITS = "held", "stalled", "waits"
 
 
 class Lately(NamedTuple):
-    """A step within the window."""
+    """A step within the window, or the sums of several."""
 
     ended_ns: int
     seconds: float
     tokens: int  # computed for requests
     prompt: int  # those of prompts
-    told: int  # tokens published
+    published: int  # tokens
     wasted: int  # padding and held
     slots: int
     rows: int
+    steps: int  # 1 if it has rows
     ended: int
 
 
@@ -65,55 +47,62 @@ class Rates(NamedTuple):
     wasted: float  # share of the computed tokens
 
 
-class LiveState:
+class LiveState(Timelines):
     """Folds entries in order; its size is bounded by the unfinished requests and the window."""
 
     def __init__(self) -> None:
-        self.run: Run | None = None
-        self.scheduling: Scheduling | None = None
+        super().__init__()
         self.down = ""  # why there is no engine; empty while there is one
-        self.requests: dict[int, LiveRequest] = {}  # in order of arrival
-        self.waiting: dict[str, int] = {}  # by reason
         self.last: Step | None = None  # with rows
         self.now_ns = 0  # of the latest entry
-        self.num_running = self.num_waiting = self.num_free_blocks = 0
         self._lately: deque[Lately] = deque(maxlen=MAX_LATELY)
-        self._last_end = 0
 
-    def feed(self, entry: Entry) -> None:
+    def apply(self, entry: Entry) -> Changes:
+        if isinstance(entry, Step):
+            self._note(entry)
+        changes = super().apply(entry)
+        for _, end in changes.ended:
+            self.drop(end.number)
         match entry:
             case Step():
-                self._step(entry)
+                self.now_ns = max(self.now_ns, entry.ended_ns)
             case Request():
-                self.requests[entry.number] = LiveRequest(entry)
                 self.now_ns = max(self.now_ns, entry.ns)
-            case Run():
-                self._begin(entry)
             case Sent():
                 self.now_ns = max(self.now_ns, entry.last_ns)
+            case Run():
+                self.down = ""
+                self.now_ns = max(self.now_ns, entry.started_ns)
             case Engine():
                 self.down = entry.message or entry.state
-                self.num_free_blocks = self.run.limits.num_blocks if self.run is not None else 0
-                self._empty()
-            case Gap():
-                self._empty()
+        if isinstance(entry, Run | Engine | Gap):
+            self.clear()
+        return changes
 
     @property
     def slots(self) -> int:
         return self.scheduling.max_num_seqs if self.scheduling is not None else 0
 
     @property
-    def usage(self) -> float:
-        """Share of cache blocks held by requests."""
-        return 1 - self.num_free_blocks / self.run.limits.num_blocks if self.run is not None else 0.0
+    def requests(self) -> Mapping[int, RequestTimeline]:
+        """The unfinished requests by number, in order of arrival."""
+        return self.by_number
 
-    def seated(self) -> list[LiveRequest]:
+    def seated(self) -> list[RequestTimeline]:
         """The running requests, by slot."""
-        return sorted((live for live in self.requests.values() if live.slot != NOT_SEATED), key=lambda live: live.slot)
+        return sorted((one for one in self.requests.values() if one.slot != NO_SLOT), key=lambda one: one.slot)
 
-    def queue(self) -> list[LiveRequest]:
+    def queue(self) -> list[RequestTimeline]:
         """The waiting requests, in order of arrival."""
-        return [live for live in self.requests.values() if live.slot == NOT_SEATED]
+        return [one for one in self.requests.values() if one.slot == NO_SLOT]
+
+    def phase(self, one: RequestTimeline) -> str:
+        """What the request does: prefill, decode, held, stalled or waits."""
+        if one.slot == NO_SLOT:
+            return WAITS
+        if self.last is not None and one.request.number in [self.last.numbers[row] for row in self.last.held]:
+            return HELD
+        return STALLED if one.reason else DECODE if one.stage == DECODE else PREFILL
 
     def rates(self, now_ns: int) -> Rates:
         """Returns the rates over the window before `now_ns`, or since the first step kept."""
@@ -121,86 +110,29 @@ class LiveState:
         if not lately:
             return Rates(0, 0, 0, 0, 0, 0, 0, 0)
         seconds = max(1e-3, min(WINDOW, (now_ns - lately[0].ended_ns) * 1e-9 + lately[0].seconds))
-        computed = sum([step.tokens for step in lately])
-        wasted = sum([step.wasted for step in lately])
-        slots = sum([step.slots for step in lately])
-        with_rows = sum([step.rows > 0 for step in lately])
+        total = Lately(*map(sum, zip(*lately, strict=True)))
+        computed = total.tokens + total.wasted
         return Rates(
-            with_rows / seconds,
-            sum([step.prompt for step in lately]) / seconds,
-            sum([step.told for step in lately]) / seconds,
-            sum([step.ended for step in lately]) / seconds,
-            sum([step.seconds for step in lately]) / max(1, with_rows),
-            computed / max(1, with_rows),
-            1 - sum([step.rows for step in lately]) / slots if slots else 0.0,
-            wasted / (computed + wasted) if computed + wasted else 0.0)
+            total.steps / seconds, total.prompt / seconds, total.published / seconds, total.ended / seconds,
+            total.seconds / max(1, total.steps), total.tokens / max(1, total.steps),
+            1 - total.rows / total.slots if total.slots else 0.0, total.wasted / computed if computed else 0.0)
 
-    # -- folding -------------------------------------------------------------------------------------------------
-
-    def _begin(self, run: Run) -> None:
-        self.run, self.scheduling, self.down = run, run.scheduling, ""
-        self.now_ns = max(self.now_ns, run.started_ns)
-        self.num_free_blocks = run.limits.num_blocks
-        self._empty()
-
-    def _empty(self) -> None:
-        self.requests.clear()
-        self.waiting = {}
-        self.num_running = self.num_waiting = 0
-
-    def _step(self, step: Step) -> None:
-        self.now_ns = max(self.now_ns, step.ended_ns)
-        for number, _, _ in step.preempted:
-            if (live := self.requests.get(number)) is not None:
-                live.slot, live.phase, live.computed = NOT_SEATED, WAITS, 0
-        for number, cached in step.admitted:
-            if (live := self.requests.get(number)) is not None:
-                live.cached, live.admitted_ns = cached, step.started_ns
-        prompt = self._rows(step)
-        self._reasons(step)
-        self._note(step, prompt)
-        for number, _, _, _ in step.ended:
-            self.requests.pop(number, None)
-        if step.configured is not None:
-            self.scheduling = step.configured
-        if step.step >= 0 or not step.num_waiting:
-            self.waiting = waste.why_waiting(step)
-        self.num_running, self.num_waiting = step.num_running, step.num_waiting
-        self.num_free_blocks = step.num_free_blocks
-
-    def _reasons(self, step: Step) -> None:
-        """Sets the reasons: a request in the plan's queue that was not examined waits for the stop's reason."""
-        if step.stop is not None:
-            for live in self.requests.values():
-                if live.slot == NOT_SEATED and live.request.ns <= step.started_ns:
-                    live.reason = step.stop.reason
-        for number, reason in step.refused:
-            if (live := self.requests.get(number)) is not None:
-                live.reason = reason
-                live.phase = WAITS if live.slot == NOT_SEATED else STALLED
-
-    def _rows(self, step: Step) -> int:
-        """Updates slot, progress and phase of each row; returns the prompt tokens among those computed."""
-        prompt = 0
-        for number, slot, start, count in zip(step.numbers, step.slots, step.starts, step.counts, strict=True):
-            live = self.requests.get(number)
-            if live is not None:
-                live.slot, live.reason = slot, ""
-                live.computed = start + count
-                of_prompt = max(0, min(start + count, live.request.num_prompt) - start)
-                prompt += of_prompt
-                live.phase = PREFILL if of_prompt or count > 1 else DECODE
-        for row in step.held:
-            if (live := self.requests.get(step.numbers[row])) is not None:
-                live.phase = HELD
-        return prompt
-
-    def _note(self, step: Step, prompt: int) -> None:
-        held = waste.held_tokens(step)
-        rows = len(step.counts)
-        seconds = (step.ended_ns - max(step.started_ns, self._last_end)) * 1e-9 if rows else 0.0
+    def _note(self, step: Step) -> None:
+        """Adds a step to the window."""
+        rows, held, began = len(step.counts), step_view.held_tokens(step), step.started_ns
+        if self.last is not None:
+            began = max(began, self.last.ended_ns)
         self._lately.append(Lately(
-            step.ended_ns, seconds, sum(step.counts) - held, prompt, sum(map(len, step.tokens)),
-            held + sum(step.padding), max(rows, self.slots) if rows else 0, rows, len(step.ended)))
+            step.ended_ns, (step.ended_ns - began) * 1e-9 if rows else 0.0, sum(step.counts) - held,
+            self._prompt_tokens(step), sum(map(len, step.tokens)), held + sum(step.padding),
+            max(rows, self.slots) if rows else 0, rows, int(rows > 0), len(step.ended)))
         if rows:
-            self.last, self._last_end = step, step.ended_ns
+            self.last = step
+
+    def _prompt_tokens(self, step: Step) -> int:
+        """Returns the prompt tokens among those computed."""
+        tokens = 0
+        for number, start, count in zip(step.numbers, step.starts, step.counts, strict=True):
+            if (timeline := self.get(number)) is not None:
+                tokens += max(0, min(count, timeline.request.num_prompt - start))
+        return tokens

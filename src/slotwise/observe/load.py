@@ -28,7 +28,7 @@ class LoadLine:
 
     def _read(self) -> tuple[dict[str, int], dict[str, float], float]:
         metrics = self._metrics
-        return ({name: metrics.counters[name] for name in self.COUNTED}, dict(metrics.waits.seconds),
+        return ({name: metrics.counters[name] for name in self.COUNTED}, metrics.wait_seconds,
                 sum(metrics.labelled["request_success_total"].values()))
 
     def fields(self, now: float) -> dict[str, Any]:
@@ -39,16 +39,16 @@ class LoadLine:
         waited = {reason: waited - self._waits.get(reason, 0.0) for reason, waited in waits.items()}
         finished = ended - self._ended
         self._then, self._counted, self._waits, self._ended = now, counted, waits, ended
-        metrics = self._metrics
-        if not (any(since.values()) or finished or metrics.num_running or metrics.num_waiting):
+        now_is = self._metrics.timelines
+        if not (any(since.values()) or finished or now_is.num_running or now_is.num_waiting):
             return {}
         queries = since["prefix_cache_queries_total"]
         return {
-            "running": metrics.num_running, "waiting": metrics.num_waiting,
+            "running": now_is.num_running, "waiting": now_is.num_waiting,
             "prompt_tokens_per_s": round(since["prompt_tokens_total"] / seconds, 1),
             "generation_tokens_per_s": round(since["generation_tokens_total"] / seconds, 1),
             "requests_per_s": round(finished / seconds, 2),
-            "kv_cache_usage": round(metrics.usage, 3),
+            "kv_cache_usage": round(now_is.usage, 3),
             "prefix_cache_hit_rate": round(since["prefix_cache_hits_total"] / queries, 3) if queries else None,
             "preemptions": since["num_preemptions_total"],
             "waited_s": {reason: round(waited, 2) for reason, waited in waited.items() if waited >= 0.01}}

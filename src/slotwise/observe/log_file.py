@@ -41,7 +41,8 @@ def check(path: Path | str, *, overwrite: bool = False) -> None:
 
 def _opened(path: Path | str, *, overwrite: bool) -> int:
     """Returns a descriptor of the file, locked, created or unchanged."""
-    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe is refused, not waited for
+    # A pipe is refused, not waited for; a file that another program has cut goes on at its new end.
+    flags = os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, PRIVATE)
     except FileExistsError:

@@ -1,4 +1,4 @@
-"""Writes the event log of an engine service: to a ring for live readers, and to a file if there is one."""
+"""Writes the event log of an engine service: to a ring, to its readers, and to a file if there is one."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from typing import Protocol
 import msgspec
 
 import slotwise
+from slotwise.core.step import RowKind
 from slotwise.engine.messages import Add, Command, EngineInfo, Finish, StepRecord
 from slotwise.engine.observer import Observer
 from slotwise.observe import event_log
 from slotwise.observe.event_log import Entry, line_of
+from slotwise.observe.fold import Changes, Timelines
 from slotwise.observe.ring import Ring
 
 REMEMBERED = 8192  # ended requests whose numbers are kept: `Sent`, or a step in flight, may still name them
@@ -25,9 +27,9 @@ class File(Protocol):
         ...
 
 
-class Sink(Protocol):
-    def write(self, entry: Entry) -> None:
-        """Never waits."""
+class Reader(Protocol):
+    def write(self, entry: Entry, changes: Changes) -> None:
+        """Reads an entry, and what it changed in the recorder's timelines.  Never waits."""
         ...
 
 
@@ -45,7 +47,7 @@ class Recorder(Observer):
         self._clock = clock
         self._calendar = calendar
         self._file: File | None = None
-        self._sinks: list[Sink] = []
+        self._readers: list[Reader] = []
         self._run: event_log.Run | None = None
         self._arrivals = 0
         self._numbers: dict[str, int] = {}
@@ -57,11 +59,15 @@ class Recorder(Observer):
         if self._run is not None:
             file.write(line_of(self._run))
 
-    def tell(self, sink: Sink) -> None:
-        """Also writes to `sink` from now on: the entries of the ring, without prompts."""
-        self._sinks.append(sink)
+    def add_reader(self, reader: Reader) -> None:
+        """Also passes entries to `reader` from now on: those of the ring, without prompts."""
+        self._readers.append(reader)
         if self._run is not None:
-            sink.write(self._run)
+            reader.write(self._run, Changes())
+
+    @property
+    def timelines(self) -> Timelines:
+        return self.ring.timelines
 
     def number_of(self, request_id: str) -> int:
         """Returns the number of an unfinished or recently ended request; else -1."""
@@ -105,7 +111,8 @@ class Recorder(Observer):
         self._arrivals += 1
         entry = event_log.Request(
             number, request.request_id, now_ns, len(request.prompt), request.params, request.seed, request.received_ns,
-            request.tokenised_ns, request.output_tokens, request.queue_timeout, request.slo, request.salt)
+            request.tokenised_ns, request.output_tokens, request.queue_timeout, request.slo, request.salt,
+            stop_lengths=request.stop_lengths)
         if self._file is not None:
             self._file.write(line_of(msgspec.structs.replace(entry, prompt=tuple(request.prompt))))
         self._show(entry, line_of(entry))
@@ -117,9 +124,9 @@ class Recorder(Observer):
         self._show(entry, line)
 
     def _show(self, entry: Entry, line: bytes) -> None:
-        self.ring.append(entry, line)
-        for sink in self._sinks:
-            sink.write(entry)
+        changes = self.ring.append(entry, line)
+        for reader in self._readers:
+            reader.write(entry, changes)
 
     def _forget_later(self, request_id: str) -> None:
         self._ended.append((request_id, self.number_of(request_id)))
@@ -137,10 +144,13 @@ def step_entry(record: StepRecord, numbers: dict[str, int]) -> event_log.Step:
     """
     entry = event_log.Step(
         record.step, record.started_ns, record.ended_ns, record.planned, record.taken,
-        tuple([numbers[name] for name in record.request_ids]), record.slots, record.starts, record.counts,
+        tuple(map(numbers.__getitem__, record.request_ids)), record.slots, record.starts, record.counts,
         record.padding, record.held, record.token_ids, record.sampled, record.failed)
-    _who_came_and_went(entry, record, numbers)
-    entry.released_slots, entry.new_blocks = record.released_slots, record.new_blocks
+    _set_rare_fields(entry, record, numbers)
+    entry.prefills = tuple([row for row, kind in enumerate(record.kinds) if kind is RowKind.PREFILL])
+    entry.drafts, entry.freed_blocks = record.drafts, record.freed_blocks
+    entry.released_slots = record.released_slots
+    entry.new_blocks = tuple([event_log.NewBlocks(slot, blocks, group) for slot, group, blocks in record.new_blocks])
     entry.saves, entry.loads = record.saves, record.loads
     entry.configured, entry.failure = record.configured, record.failure
     entry.num_running, entry.num_waiting = record.num_running, record.num_waiting
@@ -148,7 +158,7 @@ def step_entry(record: StepRecord, numbers: dict[str, int]) -> event_log.Step:
     return entry
 
 
-def _who_came_and_went(entry: event_log.Step, record: StepRecord, numbers: dict[str, int]) -> None:
+def _set_rare_fields(entry: event_log.Step, record: StepRecord, numbers: dict[str, int]) -> None:
     """Sets the fields that are empty in most steps."""
     if record.admitted:
         entry.admitted = tuple([

@@ -1,37 +1,96 @@
-"""The history of each request, gathered from a log in one pass: arrival, handling by the engine, end."""
+"""The history of one request: its stages, its times, and what it has computed.
+
+    received      sent to the engine    first slot   first token    slot lost     slot            ended    last byte
+       │ tokenising │       queue          │  prefill   │   decode   │ preempted │ recompute │ ... │  sending  │
+
+A stage begins when the one before has ended; the waits of a `queue` or `preempted` stage sum to its length.
+`observe.fold` applies the events of a log.
+"""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 
 import msgspec
 
 from slotwise.engine.scheduling import Scheduling
-from slotwise.observe.event_log import NO_STEP, Command, Engine, Entry, Gap, Request, Run, Sent, Step
+from slotwise.observe.event_log import End, Request
 
 SHAPES = ("cmpl-", "chatcmpl-")  # prefixes of response ids
+STEP_UNDER_WAY = "step_under_way"  # it arrived during a step, and is in no plan yet
+TOKENISING, QUEUE, PREFILL, DECODE, PREEMPTED, RECOMPUTE, SENDING = (
+    "tokenising", "queue", "prefill", "decode", "preempted", "recompute", "sending")
+WAITING = (QUEUE, PREEMPTED)
+NO_SLOT = -1
 
 
-class RequestTimeline(msgspec.Struct):
+class Stage(msgspec.Struct, array_like=True, gc=False):
+    """A stage of a request.  Times are monotonic nanoseconds."""
+
+    name: str
+    start_ns: int
+    end_ns: int = 0  # 0: it is the current one
+    waited: dict[str, int] = msgspec.field(default_factory=dict)  # nanoseconds, by reason
+
+
+class RequestTimeline(msgspec.Struct, gc=False):
     """The history of a request.  Times are monotonic nanoseconds; 0: not yet, or unknown."""
 
     request: Request
     position: int  # of its entry in the log
     scheduling: Scheduling | None  # at its arrival
+    stages: list[Stage] = msgspec.field(default_factory=list)  # in sequence
+    is_whole: bool = True  # all its steps are known
     taken_ns: int = 0  # handled by the engine
+    admitted_ns: int = 0  # for the first time
+    first_token_ns: int = 0  # published, as `last_token_ns`
+    last_token_ns: int = 0
     left_ns: int = 0  # its client disconnected, or it was aborted
     ended_ns: int = 0
-    end_reason: str = ""
-    num_output: int = 0
     last_byte_ns: int = 0
     siblings_ended_ns: int = 0  # end of the last of the other choices of its response
-    over_at: int = -1  # position of the last entry about it except `Sent`; -1: not ended yet
+    over_at: int = -1  # position of the step with its end; -1: the engine has not ended it
+    end_reason: str = ""
+    message: str = ""
+    slot: int = NO_SLOT
+    cached: int = 0  # tokens found in the cache at its last admission
+    num_cached: int = 0  # at its first one
+    computed: int = 0  # tokens computed since its last admission, `cached` included
+    lost: int = 0  # computed before its last preemption
+    reached: int = 0  # most of those of any preemption
+    num_preemptions: int = 0
+    num_published: int = 0  # tokens
+    num_at_end: int = 0  # tokens, by the engine
+    reason: str = STEP_UNDER_WAY  # why it waits or has no row; empty if it has one
+    attributed_ns: int = 0  # the waiting before is attributed
 
-    def meet(self, together: Iterable[RequestTimeline]) -> None:
-        """Records the end of the other choices of its response."""
-        others = [other.left_ns or other.ended_ns for other in together if other is not self]
-        self.siblings_ended_ns = max(others, default=0)
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    @property
+    def stage(self) -> str:
+        return self.stages[-1].name
+
+    @property
+    def closed_stages(self) -> list[Stage]:
+        return [stage for stage in self.stages if stage.end_ns]
+
+    @property
+    def start_ns(self) -> int:
+        """Start of the first stage."""
+        return self.stages[0].start_ns
+
+    @property
+    def closed_ns(self) -> int:
+        """End of the last stage that has ended."""
+        return max([self.request.ns, *(stage.end_ns for stage in self.stages)])
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.stage in WAITING
+
+    @property
+    def is_running(self) -> bool:
+        return self.stage in (PREFILL, DECODE, RECOMPUTE)
 
     @property
     def received_ns(self) -> int:
@@ -43,6 +102,7 @@ class RequestTimeline(msgspec.Struct):
 
     @property
     def ended(self) -> bool:
+        """True once its client has left, or has all its tokens; the engine may hear of it later (`over_at`)."""
         return bool(self.end_reason)
 
     @property
@@ -54,6 +114,16 @@ class RequestTimeline(msgspec.Struct):
     def total_ns(self) -> int:
         """Time from its arrival to `end_ns`; 0 before."""
         return self.end_ns - self.received_ns if self.end_ns else 0
+
+    @property
+    def num_output(self) -> int:
+        return self.num_at_end or self.num_published
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens sampled since its last admission or before; the last ones may not be published yet."""
+        past = self.computed - self.request.num_prompt
+        return past + 1 if past >= 0 and self.computed else 0
 
     @property
     def response_id(self) -> str:
@@ -68,94 +138,54 @@ class RequestTimeline(msgspec.Struct):
         """True if the request's salt begins with `tenant`, or `tenant` is empty."""
         return not tenant or self.request.salt == tenant or self.request.salt.startswith(tenant + ":")
 
+    # -- events --------------------------------------------------------------------------------------------------
 
-def gather(entries: Iterable[Entry]) -> dict[int, RequestTimeline]:
-    """Returns the timelines of a log by request number, in order of arrival; omits requests with missing steps."""
-    builder = Gathering()
-    for position, entry in enumerate(entries):
-        builder.feed(position, entry)
-    return builder.finished()
+    def meet(self, together: Iterable[RequestTimeline]) -> None:
+        """Records the end of the other choices of its response."""
+        others = [other.left_ns or other.ended_ns for other in together if other is not self]
+        self.siblings_ended_ns = max(others, default=0)
 
+    def enter(self, stage: str, now_ns: int) -> None:
+        """Ends the current stage, and begins another."""
+        current = self.stages[-1]
+        current.end_ns = max(now_ns, current.start_ns)
+        self.stages.append(Stage(stage, current.end_ns))
 
-class Gathering:
-    """Builds the timelines by request number, entry by entry."""
+    def preempt(self, reason: str, lost: int, now_ns: int) -> None:
+        """The plan took its slot.  A step in flight may have computed more than `lost` tokens."""
+        self.lost = max(lost, self.computed)
+        self.reached = max(self.reached, self.lost)
+        self.num_preemptions += 1
+        self.slot, self.computed, self.reason = NO_SLOT, 0, reason
+        self.enter(PREEMPTED, now_ns)
+        self.attributed_ns = self.stages[-1].start_ns
 
-    def __init__(self) -> None:
-        self._timelines: dict[int, RequestTimeline] = {}
-        self._scheduling: Scheduling | None = None
-        self._sent: deque[tuple[int, int]] = deque()  # commands not yet handled: time, arriving request (-1: none)
-        self._starts_anew = True  # the next step is the first one available
+    def admit(self, cached: int, now_ns: int) -> None:
+        """The plan gave it a slot."""
+        self.cached, self.reason = cached, ""
+        if not self.admitted_ns:
+            self.admitted_ns, self.num_cached = now_ns, cached
+        self.enter(RECOMPUTE if self.num_preemptions else PREFILL, now_ns)
 
-    def feed(self, position: int, entry: Entry) -> None:
-        match entry:
-            case Step():
-                self._step(position, entry)
-            case Request():
-                self._timelines[entry.number] = RequestTimeline(entry, position, self._scheduling)
-                self._sent.append((entry.ns, entry.number))
-            case Command():
-                self._command(entry)
-            case Sent():
-                if timeline := self._timelines.get(entry.number):
-                    timeline.last_byte_ns = entry.last_ns
-            case Run():
-                self._scheduling, self._starts_anew = entry.scheduling, True
-            case Engine():  # lost
-                self._sent.clear()
-                for timeline in self._living():
-                    timeline.end_reason, timeline.ended_ns = "error", entry.ns
-            case Gap():
-                self._forget(self._living())
+    def command(self, reason: str, now_ns: int) -> None:
+        """Its client has left, or has all it wants (`stop`)."""
+        if not self.ended:
+            self.end_reason, self.ended_ns = reason, now_ns
+            if reason != "stop":
+                self.left_ns = now_ns
 
-    def of(self, number: int) -> RequestTimeline | None:
-        return self._timelines.get(number)
+    def end(self, end: End, now_ns: int, position: int) -> None:
+        """The engine ended it."""
+        self.num_at_end, self.message, self.over_at = end.num_output, end.message, position
+        if not self.ended:
+            self.end_reason, self.ended_ns = end.reason, now_ns
+        self.slot = NO_SLOT
+        self.enter(SENDING, min(now_ns, self.ended_ns))
+        if self.last_byte_ns:
+            self.send(self.last_byte_ns)
 
-    def drop(self, number: int) -> RequestTimeline | None:
-        """Removes and returns the timeline of a request."""
-        return self._timelines.pop(number, None)
-
-    def finished(self) -> dict[int, RequestTimeline]:
-        choices: dict[tuple[int, str], list[RequestTimeline]] = {}
-        for timeline in self._timelines.values():
-            choices.setdefault((timeline.received_ns, timeline.response_id), []).append(timeline)
-        for together in choices.values():
-            for timeline in together:
-                timeline.meet(together)
-        return self._timelines
-
-    def _living(self) -> list[RequestTimeline]:
-        return [timeline for timeline in self._timelines.values() if not timeline.ended]
-
-    def _forget(self, those: Iterable[RequestTimeline]) -> None:
-        """Drops requests some of whose steps are missing."""
-        for timeline in those:
-            del self._timelines[timeline.request.number]
-        self._sent.clear()
-
-    def _step(self, position: int, entry: Step) -> None:
-        if self._starts_anew and entry.step != NO_STEP:
-            self._starts_anew = False
-            if entry.step > 0:  # the ring has dropped its beginning
-                began = entry.started_ns
-                self._forget([timeline for timeline in self._living() if timeline.request.ns < began])
-        for ns in entry.taken:
-            if self._sent and self._sent[0][0] <= ns:  # else it was sent before the first entry
-                _, number = self._sent.popleft()
-                if timeline := self._timelines.get(number):
-                    timeline.taken_ns = ns
-        if entry.configured is not None:
-            self._scheduling = entry.configured
-        for end in entry.ended:
-            timeline = self._timelines.get(end.number)
-            if timeline is not None:
-                timeline.num_output, timeline.over_at = end.num_output, position
-                if not timeline.ended:
-                    timeline.end_reason, timeline.ended_ns = end.reason, entry.ended_ns
-
-    def _command(self, entry: Command) -> None:
-        self._sent.append((entry.ns, -1))
-        timeline = self._timelines.get(entry.number)
-        if entry.reason and timeline is not None and not timeline.ended:
-            timeline.end_reason, timeline.ended_ns = entry.reason, entry.ns
-            if entry.reason != "stop":
-                timeline.left_ns = entry.ns
+    def send(self, last_ns: int) -> None:
+        """Its response was complete at `last_ns`; perhaps before the engine ended it."""
+        self.last_byte_ns = last_ns
+        if self.stage == SENDING:
+            self.stages[-1].end_ns = max(last_ns, self.stages[-1].start_ns)

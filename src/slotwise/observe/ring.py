@@ -1,4 +1,4 @@
-"""Holds the latest lines of a log in bounded memory, and the state that a new reader needs before them.
+"""Holds the latest lines of a log in bounded memory, and the timelines that a new reader needs before them.
 
 An entry is encoded once, for the file and all readers.  As bytes it takes a fraction of the memory, and the memory of
 its objects is reused at once: if entries were kept as objects, each new one would start in memory that has not been in
@@ -11,13 +11,14 @@ for it: a slow reader gets the number of lines it missed.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice, takewhile
 from typing import NamedTuple
 
 import msgspec
 
 from slotwise.observe.event_log import Command, Engine, Entry, Request, Run, Step, line_of
+from slotwise.observe.fold import Changes, Timelines
 from slotwise.observe.index import Index
 from slotwise.observe.request_timeline import RequestTimeline
 
@@ -25,11 +26,10 @@ CAPACITY = 5 << 20  # bytes; about 2,000 steps of 64 rows, as many as a page sho
 
 
 class Line(NamedTuple):
-    """An encoded entry, with the part of it that later readers need."""
+    """An encoded entry, and its kind."""
 
     data: bytes
     kind: type[Entry]
-    told: Entry | None
 
 
 class Batch(NamedTuple):
@@ -41,43 +41,9 @@ class Batch(NamedTuple):
 class Extract(NamedTuple):
     """The input of explanations: timelines, and the lines of steps, commands and lost engines, concatenated."""
 
-    facts: list[RequestTimeline]
+    timelines: list[RequestTimeline]
     positions: list[int]  # of the lines
     lines: bytes
-
-
-class Known:
-    """The state needed to read the entries that follow: the run with its current settings, and unfinished requests."""
-
-    def __init__(self, run: Run | None = None, requests: Mapping[int, Request] | None = None) -> None:
-        self._run = run
-        self._requests = dict(requests or {})
-
-    def feed(self, entry: Entry) -> None:
-        if isinstance(entry, Step):
-            for end in entry.ended:
-                self._requests.pop(end.number, None)
-            if entry.configured is not None and self._run is not None:
-                self._run = msgspec.structs.replace(self._run, scheduling=entry.configured)
-        elif isinstance(entry, Request):
-            self._requests[entry.number] = entry
-        elif isinstance(entry, Run):
-            self._run = entry
-
-    def copy(self) -> Known:
-        return Known(self._run, self._requests)
-
-    def entries(self) -> list[Entry]:
-        return [*([self._run] if self._run is not None else []), *self._requests.values()]
-
-
-def _told(entry: Entry) -> Entry | None:
-    """Returns the part of an entry that `Known` uses: none of most steps, and never their columns."""
-    if isinstance(entry, Request | Run):
-        return entry
-    if isinstance(entry, Step) and (entry.ended or entry.configured is not None):
-        return Step(entry.step, entry.started_ns, entry.ended_ns, ended=entry.ended, configured=entry.configured)
-    return None
 
 
 class Ring:
@@ -88,8 +54,13 @@ class Ring:
         self._lines: deque[Line] = deque()
         self._size = 0  # bytes
         self._end = 0  # position behind the last
-        self._before = Known()
+        self._runs: deque[tuple[int, Run]] = deque()  # the run in force from a position on, with its settings
         self._index = Index()
+
+    @property
+    def timelines(self) -> Timelines:
+        """The timelines of the requests whose lines are held, and of unfinished ones."""
+        return self._index.timelines
 
     @property
     def end(self) -> int:
@@ -101,30 +72,40 @@ class Ring:
         """The position of the oldest line held."""
         return self._end - len(self._lines)
 
-    def append(self, entry: Entry, data: bytes) -> None:
+    def append(self, entry: Entry, data: bytes) -> Changes:
         """Appends an entry, whose line is `data`, and drops the oldest lines beyond the capacity."""
-        self._lines.append(Line(data, type(entry), _told(entry)))
-        self._index.feed(self._end, entry)
+        changes = self._index.apply(entry)
+        if isinstance(entry, Run):
+            self._runs.append((self._end, entry))
+        elif isinstance(entry, Step) and entry.configured is not None and self._runs:
+            run = msgspec.structs.replace(self._runs[-1][1], scheduling=entry.configured)
+            self._runs.append((self._end, run))
+        self._lines.append(Line(data, type(entry)))
         self._size += len(data)
         self._end += 1
+        if self._size > self._capacity and len(self._lines) > 1:
+            self._shrink()
+        return changes
+
+    def _shrink(self) -> None:
         while self._size > self._capacity and len(self._lines) > 1:
-            gone = self._lines.popleft()
-            self._size -= len(gone.data)
-            if gone.told is not None:
-                self._before.feed(gone.told)
-                self._index.forget(gone.told)
+            self._size -= len(self._lines.popleft().data)
+        self._index.drop_before(self.first)
+        while len(self._runs) > 1 and self._runs[1][0] < self.first:
+            self._runs.popleft()
 
     def preface(self) -> list[Entry]:
         """Returns the entries needed before the first line held."""
-        return self._before.entries()
+        return self._known_at(self.first, self._index.unended_before(self.first))
 
-    def living(self) -> list[Entry]:
-        """Returns the entries needed before the next line."""
-        known = self._before.copy()
-        for line in self._lines:
-            if line.told is not None:
-                known.feed(line.told)
-        return known.entries()
+    def unfinished(self) -> list[Entry]:
+        """Returns the entries needed before the next line: the run, and the unfinished requests."""
+        unfinished = [one.request for one in self.timelines.by_number.values() if one.over_at < 0]
+        return self._known_at(self._end, unfinished)
+
+    def _known_at(self, position: int, requests: Sequence[Request]) -> list[Entry]:
+        runs = [run for at, run in self._runs if at < position]
+        return [*runs[-1:], *requests]
 
     def named(self, tenant: str, name: str, most: int) -> list[RequestTimeline]:
         """Returns the latest requests of this name all of whose lines are held, in order of arrival.
@@ -136,21 +117,21 @@ class Ring:
 
     def numbered(self, numbers: Iterable[int], most: int) -> list[RequestTimeline]:
         """Returns the requests with these numbers, likewise."""
-        found = [facts for facts in self._index.numbered(numbers) if self._is_whole(facts)]
+        found = [one for one in self._index.numbered(numbers) if self._is_whole(one)]
         return self._index.latest(reversed(found), most)
 
-    def _is_whole(self, facts: RequestTimeline) -> bool:
+    def _is_whole(self, one: RequestTimeline) -> bool:
         """True if all lines after the request's own are held."""
-        return facts.position + 1 >= self.first
+        return one.position + 1 >= self.first
 
     def extract(self, found: Sequence[RequestTimeline]) -> Extract:
         """Returns the lines that concern the requests found."""
         positions: list[int] = []
         lines: list[bytes] = []
         end = self.first
-        for facts in sorted(found, key=lambda facts: facts.position):
-            start = max(end, facts.position + 1)
-            end = max(end, facts.over_at + 1 if facts.over_at >= 0 else self._end)
+        for one in sorted(found, key=lambda one: one.position):
+            start = max(end, one.position + 1)
+            end = max(end, one.over_at + 1 if one.over_at >= 0 else self._end)
             for position, line in zip(range(start, end), self._between(start, end), strict=True):
                 if line.kind in (Step, Command, Engine):
                     positions.append(position)

@@ -11,8 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
 
-from slotwise.observe.waste import KINDS, STALLS, WAITS
+from slotwise.core import reasons
+from slotwise.observe.request_timeline import STEP_UNDER_WAY
+from slotwise.observe.step_view import KINDS
 
 PREFIX = "slotwise:"
 TTFT = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
@@ -22,38 +25,44 @@ STEP = (.001, .0025, .005, .01, .015, .02, .03, .04, .06, .08, .1, .15, .2, .3, 
 TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 STEP_TOKENS = tuple(2**power for power in range(15))
 
+WAITS = (
+    STEP_UNDER_WAY, reasons.NO_SLOT, reasons.NO_BLOCKS, reasons.TOKEN_BUDGET, reasons.SHORT_STEP, reasons.TIME_BUDGET,
+    reasons.TIER_CAP, reasons.FIRST_TOKEN, reasons.BATCH_RUNNING, reasons.WINDOW_OPEN, reasons.ONE_AT_A_TIME)
+STALLS = (
+    reasons.TOKEN_BUDGET, reasons.SHORT_STEP, reasons.TIME_BUDGET, reasons.FIRST_TOKEN,
+    reasons.ENDING, reasons.VERIFYING, reasons.PROMPTS_ALONE)
 FINISHED = ("stop", "length", "abort", "timeout", "shed", "error")
 
 HISTOGRAMS = {
-    "time_to_first_token_seconds": (TTFT, "From arrival to the first token."),
-    "inter_token_latency_seconds": (ITL, "Between two tokens of a request."),
-    "request_time_per_output_token_seconds": (ITL, "Mean time between the tokens of a request."),
-    "e2e_request_latency_seconds": (LATENCY, "From arrival to the end."),
-    "request_queue_time_seconds": (LATENCY, "From arrival to the first step."),
-    "request_prefill_time_seconds": (LATENCY, "From the first step to the first token."),
-    "request_decode_time_seconds": (LATENCY, "From the first token to the last."),
+    "time_to_first_token_seconds": (TTFT, "Seconds from arrival to the first token."),
+    "inter_token_latency_seconds": (ITL, "Seconds between two tokens of a request."),
+    "request_time_per_output_token_seconds": (ITL, "Mean seconds between the tokens of a request."),
+    "e2e_request_latency_seconds": (LATENCY, "Seconds from arrival to the end."),
+    "request_queue_time_seconds": (LATENCY, "Seconds from arrival to the first step."),
+    "request_prefill_time_seconds": (LATENCY, "Seconds from the first step to the first token."),
+    "request_decode_time_seconds": (LATENCY, "Seconds from the first token to the last."),
     "request_prompt_tokens": (TOKENS, "Prompt tokens of a request."),
     "request_generation_tokens": (TOKENS, "Generated tokens of a request."),
     "iteration_tokens_total": (STEP_TOKENS, "Tokens of requests computed in a step, padding not counted."),
 }
 STEP_TIME = "iteration_time_seconds"
-STEP_TIME_HELP = "Time of a step, by what its rows were: decode, prefill (more than one token each) or both."
+STEP_TIME_HELP = "Seconds of a step, by kind: every row decodes, every row has more than one token (prefill), or mixed."
 
 COUNTERS = {
-    "num_preemptions_total": "Times a request lost its slot and its blocks.",
+    "num_preemptions_total": "Preemptions: a request lost its slot and its blocks.",
     "prompt_tokens_total": "Prompt tokens of requests that reached their first token.",
     "generation_tokens_total": "Tokens generated.",
-    "prompt_tokens_cached_total": "Prompt tokens found in the cache when their request first took a slot.",
-    "prefix_cache_queries_total": "Tokens looked for in the cache.",
-    "prefix_cache_hits_total": "Tokens found in the cache, on the device.",
-    "external_prefix_cache_hits_total": "Tokens found in host memory alone, and copied back to the device.",
-    "recomputed_tokens_total": "Waste: tokens computed again because their request had to yield.",
-    "padded_tokens_total": "Waste: tokens of padding computed, beside those in iteration_tokens_total.",
-    "held_tokens_total": "Waste: tokens computed for rows that had ended and whose batch had not drained.",
-    "slot_steps_total": "Slots there were, summed over steps.",
+    "prompt_tokens_cached_total": "Prompt tokens found in the prefix cache at the first admission of their request.",
+    "prefix_cache_queries_total": "Tokens of admitted requests, looked up in the prefix cache.",
+    "prefix_cache_hits_total": "Tokens found in the prefix cache on the device.",
+    "external_prefix_cache_hits_total": "Tokens found in host memory only, and copied back to the device.",
+    "recomputed_tokens_total": "Waste: tokens computed again after a preemption.",
+    "padded_tokens_total": "Waste: padding tokens, computed beside those in iteration_tokens_total.",
+    "held_tokens_total": "Waste: tokens computed for finished rows whose batch had not drained.",
+    "slot_steps_total": "Slots, summed over steps.",
     "empty_slot_steps_total": "Waste: slots without a row, summed over steps.",
-    "empty_slot_steps_waiting_total": "Those of empty_slot_steps_total at which a request waited for a slot.",
-    "engine_starts_total": "Engine processes that became ready; more than one means that engines were lost.",
+    "empty_slot_steps_waiting_total": "Part of empty_slot_steps_total: slots that were empty while requests waited.",
+    "engine_starts_total": "Engine processes that became ready; all but the first replaced a lost one.",
 }
 
 
@@ -66,27 +75,27 @@ class Labelled(NamedTuple):
 TO_HOST, TO_DEVICE = "GPU_to_CPU", "CPU_to_GPU"
 LABELLED = {
     "kv_offload_total_bytes_total": Labelled(
-        "transfer_type", (TO_HOST, TO_DEVICE), "Bytes of cache blocks copied to host memory, and back."),
-    "request_success_total": Labelled("finished_reason", FINISHED, "Requests ended, by how."),
-    "admission_rejections_total": Labelled("reason", (), "Requests refused, by why."),
+        "transfer_type", (TO_HOST, TO_DEVICE), "Bytes of cache blocks copied to host memory and back, by direction."),
+    "request_success_total": Labelled("finished_reason", FINISHED, "Finished requests, by reason."),
+    "admission_rejections_total": Labelled("reason", (), "Refused requests, by reason."),
     "request_wait_seconds_total": Labelled(
-        "reason", WAITS, "Seconds that requests waited for a slot, by why, summed over requests."),
+        "reason", WAITS, "Seconds that requests waited for a slot, summed over requests, by reason."),
     "roofline_seconds_total": Labelled(
-        "kind", KINDS, "Seconds that steps must have taken by their bytes and operations, at what the machine was "
-        "measured to do; divided by the sum of iteration_time_seconds: how near they came."),
+        "kind", KINDS, "Lower bound of the seconds of steps, from their bytes and operations and the measured rates of "
+        "the machine; divided by iteration_time_seconds_sum it is the achieved share."),
     "stalled_row_steps_total": Labelled(
-        "reason", STALLS, "Running requests that had no row in a step, by why, summed over steps."),
+        "reason", STALLS, "Running requests without a row in a step, summed over steps, by reason."),
 }
 GAUGES = {
-    "num_requests_running": "Requests that hold a slot.",
-    "num_requests_waiting": "Requests that wait for a slot.",
-    "kv_cache_usage_perc": "Share of cache blocks held by requests; 1 is all.",
+    "num_requests_running": "Requests with a slot.",
+    "num_requests_waiting": "Requests that wait for a slot, preempted ones included.",
+    "kv_cache_usage_perc": "Share of cache blocks that requests reference, from 0 to 1.",
     "max_num_seqs": "Slots in use.",
-    "roofline_fraction": "Share of the time of the latest steps that the machine's limits explain; 1 is all of it.",
-    "step_time_model_error": "Median of |predicted - taken| / taken over the latest steps that were learned from.",
-    "engine_healthy": "1 while there is an engine that shows signs of life, else 0.",
+    "roofline_fraction": "Achieved share of the roofline over the latest steps, from 0 to 1.",
+    "step_time_model_error": "Median of |predicted - taken| / taken over the latest steps of the step-time model.",
+    "engine_healthy": "1 while an engine is attached and responsive, else 0.",
 }
-WAITING = Labelled("reason", WAITS[1:], "Requests that wait for a slot, by why, in the last step planned.")
+WAITING = Labelled("reason", WAITS[1:], "Requests that wait for a slot in the last planned step, by reason.")
 
 
 class Histogram:
@@ -123,43 +132,40 @@ class Shown:
     def __init__(self, model_name: str) -> None:
         self._model = model_name
 
-    def gauge(self, name: str, value: float) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(PREFIX + name, GAUGES[name], labels=["model_name"])
-        family.add_metric([self._model], value)
-        return family
+    def gauge(self, name: str, value: float) -> Metric:
+        return self._filled(GaugeMetricFamily, name, GAUGES[name], [], {"": value})
 
-    def info(self, name: str, help_text: str, facts: Mapping[str, object]) -> GaugeMetricFamily:
+    def info(self, name: str, help_text: str, facts: Mapping[str, object]) -> Metric:
         """Returns a gauge of 1 whose labels are the information."""
         family = GaugeMetricFamily(PREFIX + name, help_text, labels=["model_name", *facts])
         family.add_metric([self._model, *map(str, facts.values())], 1)
         return family
 
-    def waiting(self, counts: Mapping[str, int]) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(
-            PREFIX + "num_requests_waiting_by_reason", WAITING.help, labels=["model_name", WAITING.label])
-        for reason in dict.fromkeys((*WAITING.values, *counts)):
-            family.add_metric([self._model, reason], counts.get(reason, 0))
-        return family
+    def waiting(self, counts: Mapping[str, int]) -> Metric:
+        shown = {reason: counts.get(reason, 0) for reason in dict.fromkeys((*WAITING.values, *counts))}
+        return self._filled(GaugeMetricFamily, "num_requests_waiting_by_reason", WAITING.help, [WAITING.label], shown)
 
-    def counter(self, name: str, value: float) -> CounterMetricFamily:
-        family = CounterMetricFamily(PREFIX + name, COUNTERS[name], labels=["model_name"])
-        family.add_metric([self._model], value)
-        return family
+    def counter(self, name: str, value: float) -> Metric:
+        return self._filled(CounterMetricFamily, name, COUNTERS[name], [], {"": value})
 
-    def labelled(self, name: str, counts: Mapping[str, float]) -> CounterMetricFamily:
-        family = CounterMetricFamily(
-            PREFIX + name, LABELLED[name].help, labels=["model_name", LABELLED[name].label])
-        for value, count in counts.items():
-            family.add_metric([self._model, value], count)
-        return family
+    def labelled(self, name: str, counts: Mapping[str, float]) -> Metric:
+        return self._filled(CounterMetricFamily, name, LABELLED[name].help, [LABELLED[name].label], counts)
 
-    def histogram(self, name: str, histogram: Histogram) -> HistogramMetricFamily:
+    def histogram(self, name: str, histogram: Histogram) -> Metric:
         family = HistogramMetricFamily(PREFIX + name, HISTOGRAMS[name][1], labels=["model_name"])
         family.add_metric([self._model], histogram.cumulative(), histogram.total)
         return family
 
-    def step_time(self, kinds: Iterable[tuple[str, Histogram]]) -> HistogramMetricFamily:
+    def step_time(self, kinds: Iterable[tuple[str, Histogram]]) -> Metric:
         family = HistogramMetricFamily(PREFIX + STEP_TIME, STEP_TIME_HELP, labels=["model_name", "kind"])
         for kind, histogram in kinds:
             family.add_metric([self._model, kind], histogram.cumulative(), histogram.total)
         return family
+
+    def _filled(self, family: type[GaugeMetricFamily] | type[CounterMetricFamily], name: str, help_text: str,
+                label: list[str], values: Mapping[str, float]) -> Metric:
+        """Returns a family with a value for each value of the label, if it has one."""
+        filled = family(PREFIX + name, help_text, labels=["model_name", *label])
+        for labelled, value in values.items():
+            filled.add_metric([self._model, labelled][: 1 + len(label)], value)
+        return filled

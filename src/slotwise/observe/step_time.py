@@ -1,20 +1,35 @@
-"""The core's step-time model as an observer of an engine service."""
+"""The core's step-time model beside an engine service, and its file between runs.
+
+A model is learned once for a checkpoint on a machine, and refined by each run: a small JSON file for each.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import logging
+import os
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slotwise import __version__
 from slotwise.core import step_time
-from slotwise.core.step_time import Learned, Prediction, Work, work_of
+from slotwise.core.step_time import Learned, work_of
 from slotwise.engine.observer import Observer
+from slotwise.files import PRIVATE, write_whole
 
 if TYPE_CHECKING:
-    from slotwise.engine.messages import StepRecord
+    from slotwise.engine.config import EngineConfig
+    from slotwise.engine.messages import EngineInfo, StepRecord
     from slotwise.observe import event_log
 
-__all__ = ["Learned", "Prediction", "StepTimeModel", "Work", "work_of"]
-
+VERSION = 2  # of the stored model; files of other versions are ignored
+MAX_BYTES = 1 << 20
 NS = 1e-9
+
+logger = logging.getLogger(__name__)
 
 
 class StepTimeModel(step_time.StepTimeModel, Observer):
@@ -22,3 +37,72 @@ class StepTimeModel(step_time.StepTimeModel, Observer):
         """Updates the model with a step of the engine."""
         work = work_of(record.starts, record.counts, record.padding)
         self.step(work, record.started_ns * NS, record.ended_ns * NS)
+
+
+def load_or_learn(config: EngineConfig, info: EngineInfo, warmup: Callable[[], step_time.StepTimeModel],
+                  ) -> step_time.StepTimeModel:
+    """Returns the model saved for these traits; if there is none, the one `warmup` learns, and saves it."""
+    try:
+        import msgspec  # noqa: F401
+    except ImportError:
+        return StepTimeModel(warmup().learned())
+    path = path_for(traits(config, info))
+    times = load(path)
+    if times.is_trained:
+        return times
+    measured = warmup()
+    if measured.is_trained:
+        save(path, measured)
+    return StepTimeModel(measured.learned())
+
+
+@contextmanager
+def kept(config: EngineConfig, info: EngineInfo) -> Iterator[StepTimeModel]:
+    """Yields the model saved for these traits, and saves it at the end if it has learned."""
+    path = path_for(traits(config, info))
+    times = load(path)
+    try:
+        yield times
+    finally:
+        if times.num_steps:
+            save(path, times)
+
+
+def traits(config: EngineConfig, info: EngineInfo) -> tuple[str, ...]:
+    """Returns all that determines the speed of steps: the model's shape, types, kernels, threads and machine."""
+    shape = (Path(config.model) / "config.json").read_text()
+    return (shape, info.dtype, info.quantization, info.cache_dtype, info.device, info.product_path, str(info.threads),
+            platform.node(), platform.machine(), __version__)
+
+
+def path_for(traits: Sequence[str]) -> Path:
+    """Returns the file for `traits`."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    name = hashlib.blake2b("\n".join(traits).encode(), digest_size=8).hexdigest()
+    return Path(home) / "slotwise" / "step-times" / f"{name}-v{VERSION}.json"
+
+
+def load(path: Path) -> StepTimeModel:
+    """Returns the stored model; an empty one if there is no readable file."""
+    import msgspec
+
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            return StepTimeModel()
+        return StepTimeModel(msgspec.json.decode(path.read_bytes(), type=Learned))
+    except FileNotFoundError:
+        return StepTimeModel()
+    except (OSError, ValueError, ArithmeticError) as error:
+        logger.warning("step times are learned anew, for %s cannot be used: %s", path, error)
+        return StepTimeModel()
+
+
+def save(path: Path, times: step_time.StepTimeModel) -> None:
+    """Stores `times` atomically; logs a warning if the folder is not writable."""
+    import msgspec
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, msgspec.json.encode(times.learned()), PRIVATE)
+    except OSError as error:
+        logger.warning("step times are not kept: %s", error)

@@ -1,23 +1,45 @@
-"""One step of a log: its rows, the requests left out, and their reasons."""
+"""One step of a log: its kind, its rows, the waste in it, and the requests left out with their reasons."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from slotwise.core.step import RowKind
+from slotwise.core.step_time import Work, work_of
 from slotwise.observe.event_log import NO_STEP, Entry, LogError, Run, Step
-from slotwise.observe.explain import STEP_UNDER_WAY
-from slotwise.observe.request_timeline import RequestTimeline
-from slotwise.observe.step_time import StepTimeModel, work_of
+from slotwise.observe.fold import Timelines
+from slotwise.observe.request_timeline import STEP_UNDER_WAY, RequestTimeline
+from slotwise.observe.step_time import StepTimeModel
+
+DECODE, MIXED, PREFILL = KINDS = ("decode", "mixed", "prefill")
 
 
-class Ran(NamedTuple):
+def kind(step: Step) -> str:
+    """`decode` or `prefill`, if all rows are; else `mixed`."""
+    kinds = step.kinds
+    if RowKind.PREFILL not in kinds:
+        return DECODE
+    return MIXED if RowKind.DECODE in kinds else PREFILL
+
+
+def held_tokens(step: Step) -> int:
+    """Returns the tokens computed for rows that already have their last token."""
+    return sum([step.counts[row] for row in step.held]) if step.held else 0
+
+
+def work(step: Step) -> Work:
+    """Returns the work of a step, padding included."""
+    return work_of(step.starts, step.counts, step.padding)
+
+
+class Row(NamedTuple):
     """A row of the step."""
 
     number: int
     slot: int
     start: int
-    count: int
+    num_tokens: int
     what: str  # prefill, recompute, decode or held
     cached: int  # tokens found in the cache, if admitted in this step; else -1
 
@@ -26,100 +48,70 @@ class LeftOut(NamedTuple):
     """An unfinished request that is not in the step."""
 
     number: int
-    state: str  # waiting, running or preempted
+    state: str  # waiting, running, preempted or arriving
     reason: str
 
 
 class StepView(NamedTuple):
     step: Step
     predicted: float  # seconds, by the step-time model
-    ran: list[Ran]
+    rows: list[Row]
     left_out: list[LeftOut]
 
 
-def times_of(entries: Iterable[Entry]) -> StepTimeModel:
+def times_of(entries: Sequence[Entry]) -> StepTimeModel:
     """Returns a step-time model fitted to a log."""
     times = StepTimeModel()
     for entry in entries:
-        if isinstance(entry, Run) and entry.learned is not None and not times.knows:
+        if isinstance(entry, Run) and entry.learned is not None and not times.is_trained:
             times = StepTimeModel(entry.learned)
         elif isinstance(entry, Step):
             times.stepped(entry)
     return times
 
 
-def step_view(
-    entries: Sequence[Entry], timelines: dict[int, RequestTimeline], number: int, times: StepTimeModel,
-) -> StepView:
+def step_view(entries: Sequence[Entry], number: int, times: StepTimeModel) -> StepView:
     """Returns step `number` of a log; of the last run that reached it, if there are several.
 
     Raises:
         LogError: there is no such step.
     """
-    steps = [at for at, entry in enumerate(entries) if isinstance(entry, Step) and entry.step == number != NO_STEP]
-    if not steps:
+    found = [at for at, entry in enumerate(entries) if isinstance(entry, Step) and entry.step == number != NO_STEP]
+    if not found:
         last = max((entry.step for entry in entries if isinstance(entry, Step)), default=NO_STEP)
         raise LogError(f"there is no step {number}; the last is {last}" if last >= 0 else "there are no steps")
-    step = entries[steps[-1]]
+    step, timelines = entries[found[-1]], Timelines()
     assert isinstance(step, Step)
-    positions = _Positions()
-    for entry in entries[: steps[-1]]:
-        positions.feed(entry)
-    predicted = times.seconds(work_of(step.starts, step.counts, step.padding))
-    return StepView(step, predicted, list(_rows(step, timelines, positions)),
-                    list(_left_out(step, timelines, positions)))
+    for entry in entries[: found[-1]]:
+        timelines.apply(entry)
+    unfinished = {number: one for number, one in timelines.by_number.items() if one.over_at < 0}
+    timelines.plan(step)
+    rows = list(_rows(step, timelines.by_number))
+    return StepView(step, times.seconds(work(step)), rows, list(_left_out(step, unfinished)))
 
 
-class _Positions:
-    """The requests that hold slots, and the computed tokens of preempted ones."""
-
-    def __init__(self) -> None:
-        self.running: set[int] = set()
-        self.lost: dict[int, int] = {}
-        self.ended: set[int] = set()
-
-    def state(self, number: int) -> str:
-        if number in self.running:
-            return "running"
-        return "preempted" if number in self.lost else "waiting"
-
-    def feed(self, entry: Entry) -> None:
-        if isinstance(entry, Run):
-            self.running.clear()
-        if not isinstance(entry, Step):
-            return
-        self.running.update(admission.number for admission in entry.admitted)
-        for preemption in entry.preempted:
-            self.running.discard(preemption.number)
-            self.lost[preemption.number] = max(preemption.lost, self.lost.get(preemption.number, 0))
-        self.ended.update(end.number for end in entry.ended)
-        self.running -= self.ended
-
-
-def _rows(step: Step, timelines: dict[int, RequestTimeline], positions: _Positions) -> Iterable[Ran]:
-    cached = {admission.number: admission.cached for admission in step.admitted}
+def _rows(step: Step, known: Mapping[int, RequestTimeline]) -> Iterator[Row]:
+    admitted = dict(step.admitted)
     for row, (number, slot, start, count) in enumerate(
             zip(step.numbers, step.slots, step.starts, step.counts, strict=True)):
+        timeline = known.get(number)
         if row in step.held:
             what = "held"
-        elif start < positions.lost.get(number, 0):
+        elif timeline is not None and start < timeline.reached:
             what = "recompute"
-        elif number in timelines and start >= timelines[number].request.num_prompt:
-            what = "decode"
         else:
-            what = "prefill"
-        yield Ran(number, slot, start, count, what, cached.get(number, -1))
+            what = "decode" if timeline is not None and start >= timeline.request.num_prompt else "prefill"
+        yield Row(number, slot, start, count, what, admitted.get(number, -1))
 
 
-def _left_out(step: Step, timelines: dict[int, RequestTimeline], positions: _Positions) -> Iterable[LeftOut]:
-    given = {decision.number: decision.reason for decision in (*step.refused, *step.preempted)}
-    yielded = {preemption.number for preemption in step.preempted}
+def _left_out(step: Step, unfinished: Mapping[int, RequestTimeline]) -> Iterator[LeftOut]:
+    given = dict(step.refused) | {number: reason for number, reason, _ in step.preempted}
     behind = step.stop.reason if step.stop is not None else ""
-    for number, one in timelines.items():
-        if number in step.numbers or number in positions.ended or one.request.ns >= step.ended_ns:
+    for number, one in unfinished.items():
+        if number in step.numbers or one.request.ns >= step.ended_ns:
             continue
-        state = "preempted" if number in yielded else positions.state(number)
-        if not one.taken_ns or one.taken_ns > step.started_ns:
+        state = "running" if one.is_running else "preempted" if one.num_preemptions else "waiting"
+        if not 0 < one.taken_ns <= step.started_ns:
             yield LeftOut(number, "arriving", STEP_UNDER_WAY)
         elif reason := given.get(number) or (behind if state != "running" else ""):
             yield LeftOut(number, state, reason)

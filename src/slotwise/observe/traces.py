@@ -10,12 +10,14 @@ import contextlib
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
 from queue import Full, Queue
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit, urlunsplit
 
-from slotwise.observe.event_log import Entry, Run
-from slotwise.observe.spans import RequestSpans, Spans
+from slotwise.observe.event_log import Entry, Run, Sent
+from slotwise.observe.fold import Changes
+from slotwise.observe.request_timeline import DECODE, WAITING, RequestTimeline
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -28,6 +30,8 @@ MAX_QUEUE = 8192  # spans that wait to be sent; more are dropped
 BATCH = 512
 EVERY = 1000  # milliseconds between two batches
 TIMEOUT = 5.0  # seconds that a collector gets for a batch
+MAX_UNSENT = 4096  # ended requests whose last byte is awaited; beyond it the oldest are sent without
+ANSWERED = ("stop", "length")  # ends after which a response is sent
 MAX_CALLERS = 4096  # callers' contexts kept for unfinished requests
 
 
@@ -35,8 +39,27 @@ class TracesError(RuntimeError):
     """Traces cannot be sent; the message is one line for a person."""
 
 
+class Completion:
+    """Finds the requests whose history is complete: they have ended, and their responses are sent, if there are any."""
+
+    def __init__(self) -> None:
+        self._unsent: dict[int, RequestTimeline] = {}  # ended, by number
+
+    def feed(self, entry: Entry, changes: Changes) -> Iterator[RequestTimeline]:
+        for timeline, _ in changes.ended:
+            if timeline.last_byte_ns or timeline.end_reason not in ANSWERED:
+                yield timeline
+            else:
+                self._unsent[timeline.request.number] = timeline
+        if isinstance(entry, Sent) and (ended := self._unsent.pop(entry.number, None)) is not None:
+            ended.send(entry.last_ns)  # the recorder may have dropped it
+            yield ended
+        while len(self._unsent) > MAX_UNSENT:
+            yield self._unsent.pop(next(iter(self._unsent)))
+
+
 class Traces:
-    """A sink of the recorder; sends completed requests on a thread of its own and never waits.
+    """A reader of the recorder; sends completed requests on a thread of its own and never waits.
 
     Args:
         endpoint: the collector's URL for OTLP over HTTP; the path defaults to `/v1/traces`.
@@ -49,10 +72,10 @@ class Traces:
         self._provider = _provider(_complete(endpoint))
         self._tracer = self._provider.get_tracer("slotwise")
         self._model_name = model_name
-        self._spans = Spans()
+        self._completion = Completion()
         self._callers: OrderedDict[str, str] = OrderedDict()  # `traceparent` by the engine's id of a request
         self._offset_ns = 0  # from the monotonic clock to the calendar
-        self._complete: Queue[tuple[RequestSpans, str, int] | None] = Queue(MAX_COMPLETE)
+        self._complete: Queue[tuple[RequestTimeline, str, int] | None] = Queue(MAX_COMPLETE)
         self._teller = threading.Thread(target=self._tell_all, name="traces", daemon=True)
         self._teller.start()
 
@@ -62,14 +85,13 @@ class Traces:
         if len(self._callers) > MAX_CALLERS:
             self._callers.popitem(last=False)
 
-    def write(self, entry: Entry) -> None:
+    def write(self, entry: Entry, changes: Changes) -> None:
         """Processes an entry of the event log, in order.  Never waits."""
         if isinstance(entry, Run):
             self._offset_ns = round(entry.started_unix / NS) - entry.started_ns
-        for request_spans in self._spans.feed(entry):
+        for timeline in self._completion.feed(entry, changes):
             with contextlib.suppress(Full):
-                self._complete.put_nowait((request_spans, self._callers.pop(request_spans.request.id, ""),
-                                           self._offset_ns))
+                self._complete.put_nowait((timeline, self._callers.pop(timeline.request.id, ""), self._offset_ns))
 
     def close(self) -> None:
         """Sends the remaining spans; takes a few seconds when no collector answers."""
@@ -82,46 +104,46 @@ class Traces:
         while (complete := self._complete.get()) is not None:
             self._tell(*complete)
 
-    def _tell(self, request_spans: RequestSpans, caller: str, offset: int) -> None:
+    def _tell(self, timeline: RequestTimeline, caller: str, offset: int) -> None:
         from opentelemetry import trace
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         above = TraceContextTextMapPropagator().extract({"traceparent": caller}) if caller else None
         root = self._tracer.start_span(
-            SPAN, above, trace.SpanKind.SERVER, _attributes(request_spans, self._model_name),
-            start_time=request_spans.start_ns + offset)
+            SPAN, above, trace.SpanKind.SERVER, _attributes(timeline, self._model_name),
+            start_time=timeline.start_ns + offset)
         inside = trace.set_span_in_context(root)
-        for span in request_spans.spans:
-            waited = {f"slotwise.waited.{reason}_s": seconds for reason, seconds in span.waited.items()}
-            child = self._tracer.start_span(span.name, inside, attributes=waited, start_time=span.start_ns + offset)
-            child.end(span.end_ns + offset)
-        if request_spans.end_reason in ("error", "timeout", "shed", "rejected"):
-            root.set_status(trace.StatusCode.ERROR, request_spans.message or request_spans.end_reason)
-        root.end(request_spans.end_ns + offset)
+        for stage in timeline.closed_stages:
+            waited = {f"slotwise.waited.{reason}_s": ns * NS for reason, ns in stage.waited.items()}
+            child = self._tracer.start_span(stage.name, inside, attributes=waited, start_time=stage.start_ns + offset)
+            child.end(stage.end_ns + offset)
+        if timeline.end_reason in ("error", "timeout", "shed", "rejected"):
+            root.set_status(trace.StatusCode.ERROR, timeline.message or timeline.end_reason)
+        root.end(timeline.closed_ns + offset)
 
 
-def _attributes(request_spans: RequestSpans, model_name: str) -> dict[str, Any]:
-    request, params = request_spans.request, request_spans.request.params
+def _attributes(timeline: RequestTimeline, model_name: str) -> dict[str, Any]:
+    request, params, stages = timeline.request, timeline.request.params, timeline.closed_stages
     known: dict[str, Any] = {
         "gen_ai.operation.name": "chat" if request.id.startswith("chatcmpl-") else "text_completion",
         "gen_ai.response.model": model_name,
-        "gen_ai.response.id": request.id.rpartition("-")[0] or request.id,
-        "gen_ai.response.finish_reasons": (request_spans.end_reason,),
+        "gen_ai.response.id": timeline.response_id,
+        "gen_ai.response.finish_reasons": (timeline.end_reason,),
         "gen_ai.request.temperature": params.temperature,
         "gen_ai.request.top_p": params.top_p,
         "gen_ai.usage.input_tokens": request.num_prompt,
-        "gen_ai.usage.output_tokens": request_spans.num_output,
-        "gen_ai.usage.cached_tokens": request_spans.num_cached,
-        "gen_ai.latency.e2e": (request_spans.end_ns - request_spans.start_ns) * NS,
-        "gen_ai.latency.time_in_queue": sum(span.end_ns - span.start_ns for span in request_spans.spans
-                                            if span.waited) * NS,
+        "gen_ai.usage.output_tokens": timeline.num_output,
+        "gen_ai.usage.cached_tokens": timeline.num_cached,
+        "gen_ai.latency.e2e": (timeline.closed_ns - timeline.start_ns) * NS,
+        "gen_ai.latency.time_in_queue": sum(stage.end_ns - stage.start_ns for stage in stages
+                                            if stage.name in WAITING) * NS,
         "slotwise.request.number": request.number,
-        "slotwise.preemptions": request_spans.num_preemptions,
+        "slotwise.preemptions": timeline.num_preemptions,
     }
     if params.max_tokens is not None:
         known["gen_ai.request.max_tokens"] = params.max_tokens
-    if request_spans.first_token_ns:
-        known["gen_ai.latency.time_to_first_token"] = (request_spans.first_token_ns - request_spans.start_ns) * NS
+    if decoding := [stage for stage in stages if stage.name == DECODE]:
+        known["gen_ai.latency.time_to_first_token"] = (decoding[0].start_ns - timeline.start_ns) * NS
     return known
 
 

@@ -49,7 +49,7 @@ class Fair(FirstComeFirstServed):
         self._credit = credit
         self.counters: dict[str, float] = {}  # by tenant: work over weight; the longest idle first
         self._waiting: Counter[str] = Counter()  # by tenant: waiting requests
-        self._living: Counter[str] = Counter()  # by tenant: unfinished requests
+        self._unfinished: Counter[str] = Counter()  # by tenant: unfinished requests
         self._rows: Counter[str] = Counter()  # by tenant: running requests
         self._charged: dict[str, float] = {}  # by request: its tenant's counter before its prompt was charged
         self._level = 0.0  # the counter of the tenant admitted last
@@ -98,7 +98,7 @@ class Fair(FirstComeFirstServed):
 
     def arrived(self, request: Request, now: float) -> None:
         tenant = request.slo.tenant
-        self._living[tenant] += 1
+        self._unfinished[tenant] += 1
         self._reckon(tenant)
         if not self._waiting[tenant]:
             self._lift(tenant)
@@ -136,14 +136,14 @@ class Fair(FirstComeFirstServed):
         else:
             self._leave_slot(tenant)
         self._charged.pop(request.request_id, None)
-        self._living[tenant] -= 1
-        if not self._living[tenant]:
-            del self._living[tenant]
+        self._unfinished[tenant] -= 1
+        if not self._unfinished[tenant]:
+            del self._unfinished[tenant]
             self._forget()
 
     def _reckon(self, tenant: str) -> None:
         """Isolate prefill while other tenants are active, and for LATELY work after that."""
-        if len(self._living) > 1 or self._latest not in (tenant, None):
+        if len(self._unfinished) > 1 or self._latest not in (tenant, None):
             self._company = self._level
         self._latest = tenant
         self.isolates_prefill = self._level - self._company < LATELY
@@ -166,8 +166,8 @@ class Fair(FirstComeFirstServed):
 
     def _forget(self) -> None:
         """Bound the counters kept of idle tenants; a dropped tenant comes back as a new one."""
-        if len(self.counters) <= len(self._living) + 2 * MAX_AWAY:
+        if len(self.counters) <= len(self._unfinished) + 2 * MAX_AWAY:
             return
-        away = [tenant for tenant in self.counters if tenant not in self._living]
+        away = [tenant for tenant in self.counters if tenant not in self._unfinished]
         for tenant in away[:-MAX_AWAY]:
             del self.counters[tenant]

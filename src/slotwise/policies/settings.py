@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from slotwise.core.interfaces import Policy
 from slotwise.core.limits import LEAST_MS
+from slotwise.core.ranges import real, whole
 from slotwise.core.slo import Tier
 from slotwise.core.step_time import StepTimeModel
 from slotwise.policies.deadline import Deadline
@@ -20,10 +21,9 @@ AGED_TOKENS = 100.0  # of work that `ageing` makes up for under `shortest`
 GAP = 1
 QUANTILE = 0.5
 TTFT_MS = 10_000.0
-MAX_MS = 86_400_000.0
-RANGES: dict[str, tuple[float, float]] = {  # of numbers, both ends included
-    "ageing": (0.001, 86_400), "preemption_gap": (1, 10_000), "length_quantile": (0, 1),
-    "default_ttft_ms": (LEAST_MS, MAX_MS)}
+RANGES = {
+    "ageing": real(0.001, 86_400.0), "preemption_gap": whole(1, 10_000), "length_quantile": real(0, 1),
+    "default_ttft_ms": real(LEAST_MS, 86_400_000 - 1)}  # an objective is less than a day
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,12 @@ class Ordering:
     shed_late: bool = False  # deadline: requests that can no longer be in time end at once
 
     def __post_init__(self) -> None:
+        for name, allowed in RANGES.items():
+            if (value := getattr(self, name)) is not None and (wrong := allowed.objection(value)):
+                raise ValueError(f"{name} {wrong}")
+        for name in ("length_oracle", "shed_late"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, not {getattr(self, name)!r:.40}")
         if self.kind not in POLICIES:
             raise ValueError(f"scheduling_policy must be one of {', '.join(POLICIES)}, not {self.kind!r}")
         self._belongs("ageing", given=self.ageing is not None, kinds=tuple(AGEING))
@@ -51,10 +57,6 @@ class Ordering:
         self._belongs("length_oracle", given=self.length_oracle, kinds=("shortest",))
         self._belongs("default_ttft_ms", given=self.default_ttft_ms is not None, kinds=("deadline",))
         self._belongs("shed_late", given=self.shed_late, kinds=("deadline",))
-        for name, (least, most) in RANGES.items():
-            value = getattr(self, name)
-            if value is not None and not least <= value <= most:
-                raise ValueError(f"{name} must be between {least} and {most}, not {value}")
 
     def _belongs(self, name: str, *, given: bool, kinds: tuple[str, ...]) -> None:
         if given and self.kind not in kinds:

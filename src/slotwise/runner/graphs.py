@@ -67,8 +67,8 @@ class DecodeGraphs:
             self._graphs.move_to_end(size)
             logits = graph.run()
             return logits if size[0] == rows else logits[:rows]
-        logits = self._record(size)
-        return None if logits is None else logits[:rows]
+        captured = self._record(size)
+        return None if captured is None else captured[:rows]
 
     def _take_in(self, batch: RaggedBatch, padded: int) -> None:
         rows, width = batch.block_tables.shape

@@ -1,7 +1,8 @@
 """From a plan's rows to one flat, ragged batch.
 
 The slot table mirrors in the runner what the scheduler keeps per slot: known tokens and block table.  A plan's
-`released_slots`, `new_requests` and `new_blocks` alone update it, so a plan never carries what the runner has.
+`released_slots`, `new_requests`, `freed_blocks`, `new_blocks` and `drafts` alone update it, so a plan never carries
+what the runner has.
 
 Block tables are on the host; tokens are on the device.  A sampled token is written there and read by the next step in
 the order in which work is enqueued, so a step can be built while the tokens it continues are still being computed, and
@@ -33,7 +34,7 @@ class Step(NamedTuple):
     """A plan on the device."""
 
     batch: RaggedBatch
-    targets: Tensor  # [samples] int64, places in the token table of the tokens sampled in this step
+    targets: Tensor  # [samples] int64, places in the token table of the tokens that follow each row of logits
 
 
 class SlotTable:
@@ -73,7 +74,7 @@ class SlotTable:
         return self._tables.shape[1]
 
     def apply(self, plan: StepPlan) -> None:
-        """Apply released slots, new requests and new blocks.  Call in the order of the plans, once per plan."""
+        """Apply released slots, new requests, blocks and drafts.  Call in the order of the plans, once per plan."""
         for slot in plan.released_slots:
             self._num_blocks[slot] = 0
         if plan.new_requests:
@@ -81,10 +82,22 @@ class SlotTable:
             for join, tokens in zip(plan.new_requests, known, strict=True):
                 first = join.slot * self._stride
                 self._tokens[first : first + len(tokens)] = tokens
-        for slot, blocks in plan.new_blocks:
+        for slot, _, num_blocks in plan.freed_blocks:
+            self._num_blocks[slot] -= num_blocks
+        for slot, _, blocks in plan.new_blocks:
             held = self._num_blocks[slot]
             self._tables[slot, held : held + len(blocks)] = blocks
             self._num_blocks[slot] = held + len(blocks)
+        if plan.drafts:
+            self._draft(plan)
+
+    def _draft(self, plan: StepPlan) -> None:
+        """Write drafts behind the known tokens; those not accepted are overwritten by the tokens sampled instead."""
+        rows = [row for row, drafts in enumerate(plan.drafts) if drafts]
+        sent = self._send([np.array(plan.drafts[row], np.int64) for row in rows], ())
+        for row, drafts in zip(rows, sent, strict=True):
+            first = plan.slots[row] * self._stride + plan.starts[row] + 1
+            self._tokens[first : first + len(drafts)] = drafts
 
     def append(self, targets: Tensor, tokens: Tensor) -> None:
         """Add sampled tokens to the known ones; a failed row has -1, and gets token 0, which is never returned."""
@@ -99,7 +112,7 @@ class SlotTable:
         """The plan's rows laid end to end, then their padding.  `plan` has at least one row."""
         slots = np.array(plan.slots, np.int64)
         starts = np.array(plan.starts, np.int64)
-        if max(plan.counts) == 1 and all(plan.samples) and not plan.padding:
+        if max(plan.counts) == 1 == min(plan.num_logits) and not plan.padding:
             return self._decoded(slots, starts)
         counts = np.array(plan.counts, np.int64)
         slot_of, positions = _laid_out(slots, starts, counts)
@@ -108,9 +121,10 @@ class SlotTable:
         rows = _Rows(
             slot_of * self._stride + positions, positions, self._tables[slot_of, blocks] * self._block_size
             + offsets, counts, starts + counts, self._tables[slots, :width])
-        samples = np.array(plan.samples, np.bool_)
-        sample_at = np.cumsum(counts)[samples] - 1
-        targets = (slots * self._stride + starts + counts)[samples]
+        wanted = np.array(plan.num_logits, np.int64)
+        behind = np.repeat(np.cumsum(wanted), wanted) - 1 - np.arange(int(wanted.sum()))  # of its row, still to come
+        sample_at = np.repeat(np.cumsum(counts), wanted) - 1 - behind
+        targets = np.repeat(slots * self._stride + starts + counts, wanted) - behind
         if any(plan.padding):
             rows = rows.followed_by(self._padding(starts + counts, np.array(plan.padding, np.int64)))
         firsts = np.zeros(len(rows.counts) + 1, np.int32)
@@ -163,7 +177,7 @@ class _Rows(NamedTuple):
         width = max(self.tables.shape[1], other.tables.shape[1])
         tables = [np.pad(rows.tables, ((0, 0), (0, width - rows.tables.shape[1]))) for rows in (self, other)]
         columns = [np.concatenate(pair) for pair in zip(self[:-1], other[:-1], strict=True)]
-        return _Rows(*columns, np.concatenate(tables))
+        return _Rows._make((*columns, np.concatenate(tables)))
 
 
 def _laid_out(slots: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

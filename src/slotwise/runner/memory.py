@@ -20,11 +20,42 @@ STEPS_LEAVE = 20_000_000  # bytes of graphs, samplers and heap fragmentation: 15
 UNLIMITED = 1 << 62  # bytes
 
 _CGROUP = Path("/sys/fs/cgroup")
+_MEMINFO = Path("/proc/meminfo")
 
 
 def available_bytes() -> int:
     """Memory this process may still take: the machine's, or its control group's where that is less."""
     return min(_machine_available(), _cgroup_available())
+
+
+def loadable_bytes() -> int:
+    """Memory that loading may take, with what the system can swap out; `UNLIMITED` where it does not say.
+
+    Idle programs may be swapped out while weights are read, so a model can fit that exceeds `available_bytes`.
+    """
+    available = _meminfo("MemAvailable")
+    if available is None:
+        return UNLIMITED
+    swap = _meminfo("SwapFree") or 0
+    return min(available + swap, _cgroup_available() + min(swap, _cgroup_swap()))
+
+
+def check_weights(weights: int, free: int, where: str) -> None:
+    """Checks that the weights fit, before they are read: what does not would end this process without a word.
+
+    Args:
+        weights: bytes of the weights, as packed.
+        free: bytes that are free for them.
+        where: the memory, for the message.
+
+    Raises:
+        MemoryError: they do not fit.
+    """
+    if weights > free:
+        raise MemoryError(
+            f"the weights take {gib(weights)}, and {gib(free)} of {where} are free for them: serve a smaller model, "
+            "store weights in fewer bits (on a CPU quantization int8 or int4; dtype bfloat16 instead of float32), or "
+            "end what else uses the memory")
 
 
 def give_back() -> None:
@@ -132,10 +163,16 @@ def gib(count: int) -> str:
 
 
 def _machine_available() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else ():
-        if line.startswith("MemAvailable:"):
+    available = _meminfo("MemAvailable")
+    return 8 << 30 if available is None else available  # not Linux: a modest guess; kv_cache_memory overrides it
+
+
+def _meminfo(name: str) -> int | None:
+    """Bytes of an entry of the machine's memory statistics; None: there is none."""
+    for line in _MEMINFO.read_text().splitlines() if _MEMINFO.exists() else ():
+        if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
-    return 8 << 30  # not Linux: a modest guess; kv_cache_memory overrides it
+    return None
 
 
 def _cgroup_available() -> int:
@@ -149,3 +186,13 @@ def _cgroup_available() -> int:
         return UNLIMITED  # no memory control group
     files = int(stat.get("active_file", 0)) + int(stat.get("inactive_file", 0))  # page cache: reclaimed on demand
     return max(0, int(limit) - used + files)
+
+
+def _cgroup_swap() -> int:
+    """Bytes that the control group may still swap out."""
+    try:
+        limit = (_CGROUP / "memory.swap.max").read_text().strip()
+        used = int((_CGROUP / "memory.swap.current").read_text())
+        return UNLIMITED if limit == "max" else max(0, int(limit) - used)
+    except (OSError, ValueError):
+        return UNLIMITED  # no control of swap: the machine's is the bound

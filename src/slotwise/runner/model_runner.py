@@ -1,7 +1,8 @@
 """The executor on a real model: updates blocks and slots, runs the ragged batch, samples.
 
 `submit` only enqueues where the device is asynchronous, and `collect` waits for the oldest step.  Nothing between them
-reads what the device computes: sampled tokens go to the token table there, and to the host by a separate copy.
+reads what the device computes: sampled tokens go to the token table there, and to the host by a separate copy.  A step
+with drafts is the exception: whether a draft is accepted decides what is sampled next (`verification.py`).
 
     host     submit n+1 │ collect n │ commit n, plan n+2 │ submit n+2 │ ...
     device   ... step n ──────────────► step n+1 ─────────────────────────► step n+2
@@ -13,16 +14,20 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from slotwise.core.step import StepPlan, StepResult
+from slotwise.core.step import Output, StepPlan, StepResult
 from slotwise.kernels.interface import LayerCache
 from slotwise.model.decoder import Decoder
 from slotwise.runner.graphs import DecodeGraphs
 from slotwise.runner.input_batch import SlotTable
 from slotwise.runner.kv_offload import HostBlocks
-from slotwise.runner.sampling.interface import Drawn, Sampling
-from slotwise.runner.staging import Event, event_of
+from slotwise.runner.prompt_logprobs import Described, Prompts, describe, rows_at_a_time
+from slotwise.runner.sampling.params import Drawn, Sampling
+from slotwise.runner.staging import Event, event_of, sender
+from slotwise.runner.verification import Outcome, verify
 
 
 class DeviceLostError(RuntimeError):
@@ -34,32 +39,35 @@ class _Enqueued(NamedTuple):
 
     plan: StepPlan
     drawn: Drawn | None  # None: no row samples
+    described: list[Described]  # parts of prompts
     done: Event
 
     def result(self) -> StepResult:
         """The result of the step; waits for it."""
         self.done.synchronize()
-        plan = self.plan
-        if self.drawn is None:
-            return StepResult(plan.step, ((),) * plan.num_rows)
-        sampled = self.drawn.read()
-        rows = [row for row, samples in enumerate(plan.samples) if samples]
-        tokens: list[tuple[int, ...]] = [()] * plan.num_rows
-        for row, token in zip(rows, sampled.tokens, strict=True):
-            tokens[row] = (token,)
-        failed = tuple([rows[index] for index in sampled.failed])
-        for row in failed:
-            tokens[row] = ()
-        return StepResult(plan.step, tuple(tokens), self._align(rows, sampled.logprobs), failed)
+        outcome = Outcome(self.plan)
+        if self.drawn is not None:
+            outcome.add([row for row, wanted in enumerate(self.plan.num_logits) if wanted], self.drawn.read())
+        return outcome.result(self.described)
 
-    def _align(self, rows: list[int], logprobs: Sequence) -> tuple:
-        """Log-probabilities by row of the plan; () when no row has any."""
-        if not any(logprobs):
-            return ()
-        aligned: list[tuple] = [()] * self.plan.num_rows
-        for row, found in zip(rows, logprobs, strict=True):
-            aligned[row] = (found,) if found else ()
-        return tuple(aligned)
+
+class _Verified(NamedTuple):
+    """A step with drafts, which was computed as it was submitted."""
+
+    outcome: Outcome
+    described: list[Described]
+
+    def result(self) -> StepResult:
+        return self.outcome.result(self.described)
+
+
+class _Computed(NamedTuple):
+    """What the model gives for a plan."""
+
+    plan: StepPlan  # with the logits alone that tokens are drawn from
+    logits: Tensor  # [sum of num_logits, vocab]
+    targets: Tensor  # [sum of num_logits], where their tokens belong
+    described: list[Described]  # parts of prompts
 
 
 class ModelRunner:
@@ -82,7 +90,9 @@ class ModelRunner:
         self._sampler = sampler
         self._host_blocks = host_blocks
         self._decode_graphs = DecodeGraphs(decoder, caches, slots)
-        self._outcomes: deque[_Enqueued | Exception] = deque()
+        self._prompts = Prompts(slots)
+        self._send = sender(decoder.kernels.device)
+        self._outcomes: deque[_Enqueued | _Verified | Exception] = deque()
         self._lost: Exception | None = None  # the device's failure
 
     @torch.inference_mode()
@@ -95,9 +105,13 @@ class ModelRunner:
         self._slots.apply(plan)
         for slot in plan.released_slots:
             self._sampler.leave(slot)
+            self._prompts.leave(slot)
         try:
             for join in plan.new_requests:
+                if join.output is Output.POOLED:
+                    raise NotImplementedError(f"{join.output.value} is not implemented by this executor")
                 self._sampler.join(join)
+                self._prompts.join(join)
             self._outcomes.append(self._enqueue(plan))
         except Exception as error:  # raised when this step is collected; the next one must still find its slots
             self._outcomes.append(error)
@@ -112,21 +126,44 @@ class ModelRunner:
             self._lost = error
             raise
 
-    def _enqueue(self, plan: StepPlan) -> _Enqueued:
-        drawn = self._compute(plan) if plan.slots else None
-        done = event_of(self._decoder.kernels.device)
+    def _enqueue(self, plan: StepPlan) -> _Enqueued | _Verified:
+        device, drawn, described = self._decoder.kernels.device, None, []
+        if plan.slots:
+            computed = self._compute(plan)
+            plan, described = computed.plan, computed.described
+            if plan.drafts:
+                outcome = verify(plan, computed.logits, computed.targets, self._sampler, self._slots, device)
+                return _Verified(outcome, described)
+            drawn = self._sample(computed)
+        done = event_of(device)
         done.record()
-        return _Enqueued(plan, drawn, done)
+        return _Enqueued(plan, drawn, described, done)
 
-    def _compute(self, plan: StepPlan) -> Drawn | None:
+    def _compute(self, plan: StepPlan) -> _Computed:
+        """Run the model; describe what the plan contains of prompts that are to be described."""
         batch, targets = self._slots.gather(plan)
         self._decoder.reach(batch.max_context_len)
+        if self._prompts.are_in(plan):
+            return self._describe(plan, targets, self._decoder.hidden(batch, self._caches))
         logits = self._decode_graphs.logits(batch)
         if logits is None:
             logits = self._decoder.logits(self._decoder.hidden(batch, self._caches))
+        return _Computed(plan, logits, targets, [])
+
+    def _describe(self, plan: StepPlan, targets: Tensor, hidden: Tensor) -> _Computed:
+        """Describe prompts; the logits are those that tokens are drawn from."""
+        decoder, prompts = self._decoder, self._prompts
+        at_a_time = rows_at_a_time(self._slots.num_slots)
+        described = describe(prompts.rows(plan, hidden), decoder.logits, self._sampler, at_a_time)
+        plan, places = prompts.without(plan)
+        (at,) = self._send([np.array(places, np.int64)], ())
+        return _Computed(plan, decoder.logits(hidden.index_select(0, at)), targets.index_select(0, at), described)
+
+    def _sample(self, computed: _Computed) -> Drawn | None:
+        plan, logits, targets, _ = computed
         if not len(logits):
             return None
-        rows = [row for row, samples in enumerate(plan.samples) if samples]
+        rows = [row for row, wanted in enumerate(plan.num_logits) if wanted]
         slots = [plan.slots[row] for row in rows]
         ends = [plan.starts[row] + plan.counts[row] for row in rows]
         drawn = self._sampler.sample(logits, slots, ends)

@@ -46,7 +46,7 @@ class Prefault:
 
     def submit(self, plan: StepPlan) -> None:
         if plan.new_blocks:
-            self._reach(max((max(blocks) for _, blocks in plan.new_blocks if blocks), default=0))
+            self._reach(max((max(blocks) for _, _, blocks in plan.new_blocks if blocks), default=0))
         self._executor.submit(plan)
 
     def collect(self) -> StepResult:

@@ -8,6 +8,8 @@ import torch
 from slotwise.kernels.interface import RaggedBatch
 from slotwise.kernels.sampling import Draw
 from slotwise.model.decoder import Decoder
+from slotwise.runner.prompt_logprobs import rows_at_a_time
+from slotwise.runner.sampling.gpu import logprobs_of
 from slotwise.runner.staging import sender
 
 
@@ -33,7 +35,10 @@ def measured_workspace(decoder: Decoder, draw: Draw, block_size: int, shapes: li
             before = torch.cuda.memory_allocated(device)
             logits = decoder.logits(decoder.hidden(batch, caches)).float()  # the sampler edits copies
             controls = torch.ones(num_rows, 4, device=device)
-            draw(logits, controls, *torch.zeros(2, num_rows, dtype=torch.int64, device=device))
+            zeros = torch.zeros(2, num_rows, dtype=torch.int64, device=device)
+            draw(logits, controls, *zeros)
+            few = min(num_rows, rows_at_a_time(num_rows))
+            logprobs_of(range(few), [1] * few, logits[:few], zeros[0, :few])
             torch.cuda.synchronize(device)
             largest = torch.cuda.max_memory_allocated(device) - before
             del logits

@@ -6,36 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-import msgspec
-
-from slotwise.server import body_precheck
 from slotwise.server.choice import Choice
-from slotwise.server.errors import bad_request, from_decoding
-
-
-class AbortRequest(msgspec.Struct, kw_only=True):
-    """One name or several: an `X-Request-Id`, a `request_id`, or the `id` of a response."""
-
-    request_id: str | None = None
-    request_ids: list[str] | None = None
-
-    @classmethod
-    def decode(cls, body: bytes) -> AbortRequest:
-        """Parse the body of an abort.  Raises ApiError for a body with no name, or with too many."""
-        try:
-            whole = body_precheck.trimmed(cls, body) if len(body) > body_precheck.LARGE else body
-            request = msgspec.json.decode(whole, type=cls)
-        except (ValueError, RecursionError) as error:
-            raise from_decoding(error, body) from error
-        if (request.request_id is None) == (request.request_ids is None):
-            raise bad_request("give either request_id or request_ids", "request_ids")
-        if len(request.names) > body_precheck.MAX_ABORTS:
-            raise bad_request(f"request_ids: at most {body_precheck.MAX_ABORTS} at once", "request_ids")
-        return request
-
-    @property
-    def names(self) -> list[str]:
-        return [self.request_id] if self.request_id is not None else self.request_ids or []
 
 
 class ActiveRequest(NamedTuple):

@@ -10,11 +10,17 @@ import msgspec
 
 from slotwise import __version__
 from slotwise.engine.client import DRAINING, ENGINE_DEAD, Refused
-from slotwise.server.active_requests import AbortRequest
+from slotwise.server.context import Api
 from slotwise.server.errors import bad_request, from_refusal
-from slotwise.server.generate import Api
 from slotwise.server.http_exchange import HttpExchange
-from slotwise.server.protocol import DetokenizeRequest, TokenizeRequest, check_model, decode, decode_object
+from slotwise.server.protocol import (
+    AbortRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    check_model,
+    decode,
+    decode_object,
+)
 from slotwise.server.tiers import read_tiers
 
 logger = logging.getLogger(__name__)
@@ -42,6 +48,7 @@ async def health(api: Api, exchange: HttpExchange) -> None:
 
 
 async def version(api: Api, exchange: HttpExchange) -> None:
+    """The version of Slotwise."""
     await exchange.respond_json({"version": __version__})
 
 
@@ -51,6 +58,7 @@ async def load(api: Api, exchange: HttpExchange) -> None:
 
 
 async def metrics(api: Api, exchange: HttpExchange) -> None:
+    """Metrics in Prometheus' text format."""
     api.batched_observer.flush()
     await exchange.respond(api.metrics.exposition(), content_type=PROMETHEUS)
 
@@ -85,15 +93,15 @@ async def reschedule(api: Api, exchange: HttpExchange) -> None:
     except Refused as refused:
         raise from_refusal(refused) from refused
     api.tiers.change(tiers)
-    told = _scheduling(api)
-    logger.info("scheduling is now %s", told)
-    await exchange.respond_json(told)
+    changed = _scheduling(api)
+    logger.info("scheduling is now %s", changed)
+    await exchange.respond_json(changed)
 
 
 async def abort_requests(api: Api, exchange: HttpExchange) -> None:
     """Abort requests in any state by their ids; each one in progress ends with finish_reason `abort`."""
     async with api.bodies.reading(exchange) as body:
-        names = AbortRequest.decode(body).names
+        names = decode(AbortRequest, body).names()
     scope = api.keys.scope_of(exchange.tenant)
     found = {name: api.active_requests.abort(scope, name) for name in names}
     await exchange.respond_json({
@@ -102,10 +110,12 @@ async def abort_requests(api: Api, exchange: HttpExchange) -> None:
 
 
 async def models(api: Api, exchange: HttpExchange) -> None:
+    """The served model, as a list of one."""
     await exchange.respond_json({"object": "list", "data": [_model(api)]})
 
 
 async def model(api: Api, exchange: HttpExchange) -> None:
+    """The served model."""
     check_model(exchange.scope["path_params"]["model"], api.settings.served_model_name)
     await exchange.respond_json(_model(api))
 

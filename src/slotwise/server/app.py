@@ -10,21 +10,21 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
-from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
+from starlette.types import Receive, Scope, Send
 
 from slotwise.engine.client import EngineClient
 from slotwise.observe.step_time import StepTimeModel
 from slotwise.server import admin, explain, queue_position
-from slotwise.server.browsers import PREFLIGHT, WITH_A_BODY, check_json, is_preflight
+from slotwise.server.browsers import PREFLIGHT, WITH_A_BODY, check_json, check_one_host, is_preflight
 from slotwise.server.completions import chat_completions, completions
 from slotwise.server.connections import ALWAYS
+from slotwise.server.context import Api
 from slotwise.server.errors import ApiError, ClientGone
 from slotwise.server.events import events
-from slotwise.server.generate import Api
-from slotwise.server.http_exchange import HttpExchange, Message, checked_request_id
+from slotwise.server.http_exchange import HttpExchange, checked_request_id
 from slotwise.server.openapi import document
 from slotwise.server.prompts import Prompts
 from slotwise.server.settings import ServerSettings
@@ -91,7 +91,7 @@ class App:
             [Route(path, _Endpoint(self, endpoint), methods=[method]) for method, path, endpoint in ROUTES],
             redirect_slashes=False)
 
-    async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise NotImplementedError(f"this application does not speak {scope['type']}")
         headers = dict(scope["headers"])
@@ -102,6 +102,7 @@ class App:
         try:
             if given := headers.get(b"x-request-id"):
                 exchange.request_id = checked_request_id(given.decode("latin-1"), "X-Request-Id")
+            check_one_host(scope["headers"])
             exchange.more += self.api.browsers.check(headers)
             if "reserved" in scope and scope["path"] not in ALWAYS:
                 raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "too many connections are open; try again later",
@@ -139,7 +140,7 @@ class _Endpoint:
         self._app = app
         self._endpoint = endpoint
 
-    async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._endpoint(self._app.api, scope["exchange"])
 
 

@@ -31,7 +31,7 @@ class Bodies:
         self._max_bytes = settings.max_body_bytes
         self._timeout = settings.body_timeout
         self._most = max(MOST, LEAST_BODIES * (settings.max_body_bytes + STEP))
-        self._room = TenantCapacity("bytes of bodies are on their way")
+        self._capacity = TenantCapacity("bytes of bodies are on their way", self._most)
         self._freed = 0  # bytes since memory was last returned
         self._trim = _trim()
 
@@ -53,10 +53,10 @@ class Bodies:
             nonlocal held
             if size <= max(SMALL, held):
                 return
-            if objection := self._room.objection(holder, size - held, self._most):
+            if objection := self._capacity.objection(holder, size - held):
                 raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, f"too much is being sent: {objection}",
                                code="bodies_full")
-            self._room.acquire(holder, size - held)
+            self._capacity.acquire(holder, size - held)
             held = size
 
         try:
@@ -64,7 +64,7 @@ class Bodies:
             yield await exchange.body(most, self._timeout, claim)
         finally:
             if held:
-                self._room.release(holder, held)
+                self._capacity.release(holder, held)
                 self._give_back(held)
 
     def _give_back(self, num_bytes: int) -> None:

@@ -35,7 +35,7 @@ class _Text(msgspec.Struct):
 
 
 @cache
-def _outline(kind: type[msgspec.Struct]) -> msgspec.json.Decoder[msgspec.Struct]:
+def _raw_fields(kind: type[msgspec.Struct]) -> msgspec.json.Decoder[msgspec.Struct]:
     """A decoder to the fields of `kind` as raw JSON."""
     fields = [(field.encode_name, msgspec.Raw, ABSENT) for field in msgspec.structs.fields(kind)]
     return msgspec.json.Decoder(msgspec.defstruct(kind.__name__, fields))
@@ -48,7 +48,7 @@ def trimmed(kind: type[msgspec.Struct], body: bytes) -> bytes:
         ApiError: a field has more than could ever be accepted.
         msgspec.DecodeError, RecursionError: it is not JSON, or its messages are no messages.
     """
-    found = _outline(kind).decode(body)
+    found = _raw_fields(kind).decode(body)
     kept = []
     for name in found.__struct_fields__:
         raw = getattr(found, name)

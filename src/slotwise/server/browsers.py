@@ -3,7 +3,7 @@
 A browser sends requests to any address that a page names.  Four checks tell such requests from those of programs:
 
 - `Host`: by DNS rebinding a page's own name may come to mean 127.0.0.1.  A server on a loopback address without keys
-  answers only names that always mean this machine, and those of `--allowed-hosts`.
+  answers only names that always mean this machine, and those of `--allowed-hosts`.  No request may have two.
 - `Origin`: a browser names the site of the page.  It must be this server's own or one of `--allowed-origins`.
 - `Sec-Fetch-Site`: a browser names no origin with the GET of a script or an image, but says that another site's page
   sends it.  Where hosts are checked, only a link to this server (`Sec-Fetch-Mode: navigate`) is followed.
@@ -19,7 +19,7 @@ from functools import lru_cache
 from http import HTTPStatus
 from ipaddress import ip_address
 
-from slotwise.server.errors import ApiError
+from slotwise.server.errors import ApiError, bad_request
 from slotwise.server.settings import ServerSettings
 
 Headers = list[tuple[bytes, bytes]]
@@ -71,6 +71,12 @@ class Browsers:
     def _is_ours(self, host: bytes) -> bool:
         found = _HOST.fullmatch(host.decode("latin-1"))
         return found is not None and (found["name"].strip("[]").lower() in self._names or is_loopback(found["name"]))
+
+
+def check_one_host(headers: Headers) -> None:
+    """Raises ApiError for a request with two Host headers: a proxy may have judged the other one (RFC 9112, 3.2)."""
+    if [name for name, _ in headers].count(b"host") > 1:
+        raise bad_request("Host: a request has one Host header", "Host")
 
 
 def check_json(headers: Mapping[bytes, bytes]) -> None:

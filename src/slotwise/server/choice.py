@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from slotwise.core.step import TokenLogprobs
 from slotwise.engine.generation import Chunk, Generation
 from slotwise.server.errors import from_ending
 from slotwise.text.continuation import Continuation
+
+T = TypeVar("T")
 
 
 class Delta(NamedTuple):
@@ -45,24 +47,18 @@ class Choice:
             ApiError: the engine rejected or shed the request, timed it out, or failed.
         """
         continuation, reason = self.continuation, chunk.finish_reason
-        before = continuation.num_tokens
-        if reason is None:
-            text = continuation.feed(chunk.token_ids)
-        elif reason in ("rejected", "timeout", "shed", "error"):
+        if reason in ("rejected", "timeout", "shed", "error"):
             raise from_ending(reason, chunk.message)
-        else:
-            shown = len(chunk.token_ids) - (reason == "stop")  # an end or stop token is never returned
-            text = continuation.feed(chunk.token_ids[:shown]) + continuation.end(chunk.token_ids[shown:])
+        text, kept = continuation.read(chunk.token_ids, reason)
         if continuation.stop_reason is not None:
             self.generation.finish("stop")
             reason = "stop"
-        kept = continuation.num_tokens - before
         if kept == len(chunk.token_ids):
             return Delta(text, chunk.token_ids, chunk.logprobs, reason)
         return Delta(text, chunk.token_ids[:kept], chunk.logprobs[:kept], reason)
 
 
-async def together(work: list[Coroutine[Any, Any, Any]]) -> list[Any]:
+async def together(work: list[Coroutine[Any, Any, T]]) -> list[T]:
     """Returns all results, of all choices of a response; the first failure cancels the others and is raised as itself.
 
     One choice gets a task of its own, too: waking up through all layers below would cost it more at every token.

@@ -31,17 +31,18 @@ from slotwise.server.connections import RESERVE_TIMEOUT, Connections
 MAX_HEAD = 512 << 10  # bytes; the socket is read in parts of up to half of it
 MAX_PIPELINED = 64 << 10  # bytes kept of requests behind one that is being answered; then reading pauses
 PATIENCE = 1.0  # seconds after which a connection whose reading is paused is closed: its client might have left
-MAX_REQUESTS = 64  # that one read of the socket may begin while a response is in progress
+MAX_REQUESTS = 64  # behind one that is being answered, of one read of the socket; those before are answered
 INTERIM = b"HTTP/1.1 1"  # how an interim response begins
 FINAL = b"HTTP/1.1 "
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # the only interim response that Python's http.client accepts
-LOOKS = (0.001, 0.01, 0.1, 1.0)  # seconds until a half-closed client is checked; the delay doubles after these
+CHECKS = (0.001, 0.01, 0.1, 1.0)  # seconds until a half-closed client is checked; the delay doubles after these
 ENDS_AT_EOF = "ends_at_eof"  # key of a scope: a client that sends no more counts as gone
-LONGEST_LOOK = 30.0  # seconds
+LONGEST_CHECK = 30.0  # seconds
 NEVER = float("inf")
 LATE = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 INVALID = "Invalid HTTP request received."
 TUNNEL = "CONNECT is not supported."
+TOO_MANY = f"At most {MAX_REQUESTS} requests may follow one that is not answered."
 OLD_PATIENCE = 1.0  # seconds that a half-closed HTTP/1.0 client counts as present: it knows no interim responses
 
 
@@ -65,7 +66,7 @@ class Connection(HttpToolsProtocol):
         self._head: int | None = 0  # bytes received of an unfinished head; None within a body
         self._active: RequestResponseCycle | None = None  # the request being answered, or the last one answered
         self._ahead = bytearray()  # received while it is answered
-        self._malformed = ""  # the error in what follows it
+        self._malformed = ""  # why what follows it is not answered
         self._half_closed = False  # the client has ended its sending side
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
@@ -132,7 +133,9 @@ class Connection(HttpToolsProtocol):
         except HttpParserUpgrade as upgrade:
             self._ignore_upgrade(data[upgrade.args[0]:])
         except HttpParserError:
-            self.logger.warning(INVALID)
+            if self._malformed:  # the parser was stopped
+                return
+            self._among.malformed(INVALID)
             self.send_400_response(INVALID)
 
     def _ignore_upgrade(self, rest: bytes) -> None:
@@ -154,7 +157,8 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self.transport.is_closing() or self.parser.should_upgrade():
             return
-        self.scope["transport"] = self.transport  # for the application, which has no other access to it
+        # For the application, which has no other access to it.
+        self.scope["transport"] = self.transport  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
         self._head = None
         self.deadline = NEVER
@@ -164,7 +168,18 @@ class Connection(HttpToolsProtocol):
         if not self.pipeline:
             self._active = self.cycle
         elif len(self.pipeline) > MAX_REQUESTS:
-            self.transport.close()
+            self._stop_parser()
+
+    def _stop_parser(self) -> None:
+        """Drop the request whose head was just read, and all behind it: the connection ends after those before it.
+
+        Raises:
+            ValueError: always; it ends the parser.
+        """
+        self.pipeline.popleft()
+        self._head = 0
+        self._malformed = TOO_MANY
+        raise ValueError(TOO_MANY)
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():  # only the head is complete
@@ -185,7 +200,7 @@ class Connection(HttpToolsProtocol):
             return False
         if not self._half_closed:
             self._half_closed = True
-            self._look(0)
+            self._check_half_closed(0)
         return True
 
     # -- sending -------------------------------------------------------------------------------------------------
@@ -209,7 +224,7 @@ class Connection(HttpToolsProtocol):
         if self._half_closed and not self._is_answering:
             self.transport.close()
 
-    def _look(self, count: int) -> None:
+    def _check_half_closed(self, count: int) -> None:
         """Check a half-closed client again and again while a response is in progress."""
         active = self._active
         if active is None or not self._is_answering or self.transport.is_closing():
@@ -217,18 +232,18 @@ class Connection(HttpToolsProtocol):
         if active.scope.get(ENDS_AT_EOF):
             self.transport.close()
             return
-        delay = LOOKS[count] if count < len(LOOKS) else min(LONGEST_LOOK, 2.0 ** (count - len(LOOKS) + 1))
+        delay = CHECKS[count] if count < len(CHECKS) else min(LONGEST_CHECK, 2.0 ** (count - len(CHECKS) + 1))
         if not active.response_started:
             if active.scope["http_version"] != "1.0":
-                if count == 0 or count >= len(LOOKS):
+                if count == 0 or count >= len(CHECKS):
                     self.transport.write(CONTINUE)
-            elif sum(LOOKS[:count]) >= OLD_PATIENCE:
+            elif sum(CHECKS[:count]) >= OLD_PATIENCE:
                 self.transport.abort()
                 return
         if _is_reset(self.transport):
             self.transport.abort()
         else:
-            self.loop.call_later(delay, self._look, count + 1)
+            self.loop.call_later(delay, self._check_half_closed, count + 1)
 
 
 def _is_reset(transport: Transport) -> bool:

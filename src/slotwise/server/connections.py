@@ -12,19 +12,18 @@ from __future__ import annotations
 import logging
 import os
 import resource
-import time
 from ipaddress import IPv6Address, ip_address
 from typing import Protocol
 
 from slotwise.engine.tenant_capacity import TenantCapacity
+from slotwise.server.throttled_warning import ThrottledWarning
 
 ALWAYS = ("/health", "/ping", "/metrics")  # paths answered on connections of the reserve
 MOST = 16_384  # connections, whatever the file limit: some hundred MB
 OWN_FILES = 48  # files the process may open later: an engine's sockets and pipes, logs, collectors
 RESERVE = 64  # at most, and at most an eighth of all
 RESERVE_TIMEOUT = 2.0  # seconds for the head of a request in the reserve
-BACKLOG = 2048  # connections not yet accepted, at most an eighth of the file limit: all are accepted at once
-TOLD_EVERY = 60.0  # seconds between two warnings
+BACKLOG = 2048  # connections not yet accepted, at most an eighth of the file limit
 
 logger = logging.getLogger(__name__)
 
@@ -43,20 +42,20 @@ class Connections:
 
     def __init__(self, most: int) -> None:
         reserve = min(RESERVE, most // 8)
-        self._open, self._most_reserved = most - reserve, reserve
-        self._room = TenantCapacity("connections are open")
+        self._most_reserved = reserve
+        self._capacity = TenantCapacity("connections are open", most - reserve, includes_reserve=True)
         self._clients: dict[Timed, str] = {}
         self._reserved: dict[Timed, None] = {}  # in order of arrival
-        self._told = -TOLD_EVERY
+        self._refusals, self._invalid = ThrottledWarning(logger), ThrottledWarning(logger)
 
     def enter(self, connection: Timed, address: str) -> bool:
         """Admit a connection.  False: it is in the reserve, or was refused at once."""
         client = client_of(address)
-        if not (objection := self._room.objection(client, 1, self._open)):
-            self._room.acquire(client, 1)
+        if not (objection := self._capacity.objection(client, 1)):
+            self._capacity.acquire(client, 1)
             self._clients[connection] = client
             return True
-        self._tell(objection)
+        self._refusals.warn(f"too many connections: {objection}; only {', '.join(ALWAYS)} are answered on further ones")
         if len(self._reserved) >= self._most_reserved:
             silent = next((one for one in self._reserved if one.deadline < float("inf")), connection)
             self._reserved.pop(silent, None)
@@ -69,18 +68,16 @@ class Connections:
     def leave(self, connection: Timed) -> None:
         self._reserved.pop(connection, None)
         if (client := self._clients.pop(connection, None)) is not None:
-            self._room.release(client, 1)
+            self._capacity.release(client, 1)
 
     def expire(self, now: float) -> None:
         """Time out connections whose deadline is before `now`."""
         for connection in [one for one in (*self._clients, *self._reserved) if one.deadline < now]:
             connection.time_out()
 
-    def _tell(self, objection: str) -> None:
-        if (now := time.monotonic()) > self._told + TOLD_EVERY:
-            self._told = now
-            logger.warning("too many connections: %s; only %s are answered on further ones", objection,
-                           ", ".join(ALWAYS))
+    def malformed(self, message: str) -> None:
+        """Counts a request that is not HTTP."""
+        self._invalid.warn(message)
 
 
 def client_of(address: str) -> str:
@@ -112,6 +109,6 @@ def backlog_within(file_limit: int) -> int:
 
 
 def most_within(file_limit: int) -> int:
-    """Connections that leave files for this process and for the backlog, which is accepted at once."""
+    """Connections that leave files for this process, and as many as the backlog for those being set up or closed."""
     open_now = len(os.listdir("/dev/fd"))
     return max(16, min(MOST, file_limit - open_now - OWN_FILES - backlog_within(file_limit)))

@@ -14,6 +14,10 @@ from slotwise.text.chat_source import ChatTemplateError
 from slotwise.text.tokenizer import TextTooLong, TokenizerError
 
 TRY_LATER = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
+KINDS: dict[int, str] = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error", HTTPStatus.FORBIDDEN: "permission_error",
+    HTTPStatus.NOT_FOUND: "not_found_error", HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+    HTTPStatus.SERVICE_UNAVAILABLE: "service_unavailable_error", HTTPStatus.GATEWAY_TIMEOUT: "timeout_error"}
 SHED = "shed"  # code of a request that could no longer meet its objectives
 
 _AT = re.compile(r"^(?P<what>.*) - at (?:`key` in )?`\$\.?(?P<param>[^`.\[]*)(?P<rest>[^`]*)`$", re.DOTALL)
@@ -64,19 +68,8 @@ class ApiError(Exception):
     @property
     def kind(self) -> str:
         """OpenAI's `type`."""
-        if self.status == HTTPStatus.UNAUTHORIZED:
-            return "authentication_error"
-        if self.status == HTTPStatus.FORBIDDEN:
-            return "permission_error"
-        if self.status == HTTPStatus.NOT_FOUND:
-            return "not_found_error"
-        if self.status == HTTPStatus.TOO_MANY_REQUESTS:
-            return "rate_limit_error"
-        if self.status == HTTPStatus.SERVICE_UNAVAILABLE:
-            return "service_unavailable_error"
-        if self.status == HTTPStatus.GATEWAY_TIMEOUT:
-            return "timeout_error"
-        return "invalid_request_error" if self.status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
+        others = "invalid_request_error" if self.status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
+        return KINDS.get(self.status, others)
 
     def content(self) -> ErrorContent:
         return ErrorContent(self.message, self.kind, self.param, self.code)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from urllib.parse import parse_qsl
 
 from slotwise.observe.event_log import Entry, Gap, encode_lines
 from slotwise.observe.ring import Ring
+from slotwise.server.context import Api
 from slotwise.server.errors import bad_request
-from slotwise.server.generate import Api
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.subscribers import TenantFilter
 
 SWITCHES = ("backlog", "follow")  # 0 or 1; default 1
 EVERY = 0.1  # seconds between two polls of the ring
-MOST = 64  # entries encoded at a time: a millisecond in which no other stream is served
+MOST = 64  # entries encoded at a time: a millisecond or two in which no other stream is served
 UNREAD = 10.0  # seconds a subscriber has to read what was written, beyond what sockets and buffers hold
 MAX_UNSENT = 128 << 10  # bytes of socket buffer per subscriber
 NDJSON = b"application/x-ndjson"
@@ -42,27 +42,37 @@ async def events(api: Api, exchange: HttpExchange) -> None:
         exchange.limit_unsent(MAX_UNSENT)
         exchange.end_at_eof()
         async with exchange.watched(gone.set):
-            await _tell(exchange, view.opening() if switches["backlog"] else view.opening_now(), gone)
+            await _write_parts(exchange, view.opening() if switches["backlog"] else view.opening_now(), gone)
             while not gone.is_set():
                 is_ending = not switches["follow"] or (api.engine_client.draining and api.engine_client.state != "busy")
                 api.batched_observer.flush()
-                if lines := view.more():
-                    await _tell(exchange, lines, gone)
-                    await asyncio.sleep(0)  # a socket that accepts all at once would starve other tasks
-                elif is_ending:
+                if await _write_parts(exchange, view.more(), gone):
+                    continue
+                if is_ending:
                     break
-                else:
-                    await asyncio.sleep(EVERY)
+                await asyncio.sleep(EVERY)
             await exchange.close()
 
 
-async def _tell(exchange: HttpExchange, lines: bytes, gone: asyncio.Event) -> None:
+async def _write_parts(exchange: HttpExchange, parts: Iterator[bytes], gone: asyncio.Event) -> bool:
+    """Writes `parts`, each encoded in a pass of the loop of its own.  Returns whether there were any."""
+    some = False
+    for lines in parts:
+        if gone.is_set():
+            break
+        some = True
+        await _write(exchange, lines, gone)
+        await asyncio.sleep(0)  # a socket that accepts all at once would starve other tasks
+    return some
+
+
+async def _write(exchange: HttpExchange, lines: bytes, gone: asyncio.Event) -> None:
     """Write `lines`.  Disconnects a subscriber that leaves them unread for `UNREAD` seconds, and waits for `gone`."""
     try:
         async with asyncio.timeout(UNREAD):
             await exchange.event(lines, NDJSON)
     except TimeoutError:
-        logger.warning("a viewer of the events was disconnected: it read nothing for %g seconds", UNREAD)
+        logger.warning("a subscriber of the events was disconnected: it read nothing for %g seconds", UNREAD)
         exchange.abort()
         await gone.wait()
 
@@ -85,23 +95,25 @@ class _View:
         self._filter = tenant_filter
         self._position = 0
 
-    def opening(self) -> bytes:
-        """Entries that describe the state before the oldest entry of the ring."""
+    def opening(self) -> Iterator[bytes]:
+        """Entries that describe the state before the oldest entry of the ring, in parts."""
         self._position = self._ring.first
         return self._lines(self._ring.preface())
 
-    def opening_now(self) -> bytes:
-        """Entries that describe the unfinished requests."""
+    def opening_now(self) -> Iterator[bytes]:
+        """Entries that describe the unfinished requests, in parts."""
         self._position = self._ring.end
-        return self._lines(self._ring.living())
+        return self._lines(self._ring.unfinished())
 
-    def more(self) -> bytes:
-        """A few lines that were not read yet; empty when there are none."""
+    def more(self) -> Iterator[bytes]:
+        """A few lines that were not read yet, in parts; empty when there are none."""
         batch = self._ring.since(self._position, MOST)
         self._position = batch.position
-        known = [Gap(batch.missed), *self._ring.preface()] if batch.missed else []
-        opening = self._lines(known)  # first: it says whose requests the lines are
-        return opening + b"".join(map(self._filter.line, batch.lines))
+        if batch.missed:  # first: it says whose requests the lines are
+            yield from self._lines([Gap(batch.missed), *self._ring.preface()])
+        if batch.lines:
+            yield b"".join(map(self._filter.line, batch.lines))
 
-    def _lines(self, entries: Iterable[Entry]) -> bytes:
-        return encode_lines([self._filter.before(entry) for entry in entries])
+    def _lines(self, entries: Sequence[Entry]) -> Iterator[bytes]:
+        for start in range(0, len(entries), MOST):
+            yield encode_lines([self._filter.before(entry) for entry in entries[start : start + MOST]])

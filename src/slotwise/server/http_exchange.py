@@ -11,13 +11,12 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from http import HTTPStatus
-from typing import Any
 
 import msgspec
+from starlette.types import Receive, Scope, Send
 
 from slotwise.server.errors import ApiError, ClientGone, bad_request
 
-Message = dict[str, Any]
 Headers = list[tuple[bytes, bytes]]
 STEP = 256 << 10  # bytes that one read returns, claimed ahead of a body without an announced length; or sent at once
 NO_SNIFFING = (b"x-content-type-options", b"nosniff")  # browsers then run no response as a script
@@ -32,7 +31,7 @@ class HttpExchange:
         request_id: the client's or a generated one; sent in every response.
     """
 
-    def __init__(self, scope: Message, receive: Callable[[], Any], send: Callable[[Message], Any],
+    def __init__(self, scope: Scope, receive: Receive, send: Send,
                  request_id: str) -> None:
         self.scope = scope
         self.request_id = request_id
@@ -41,7 +40,7 @@ class HttpExchange:
         self.received_ns = time.monotonic_ns()
         self.started = False
         self.more: Headers = [NO_SNIFFING]  # headers of every response
-        self.last_told: Callable[[], Headers] = list  # further headers, evaluated when the response begins
+        self.late_headers: Callable[[], Headers] = list  # further headers, evaluated when the response begins
         self._receive = receive
         self._send = send
 
@@ -112,8 +111,15 @@ class HttpExchange:
         await self._start(status, [(b"content-type", content_type), length, *(headers or [])])
         await self._send({"type": "http.response.body", "body": body})
 
-    async def respond_in_parts(self, parts: list[bytes]) -> None:
-        """Send a JSON body of any length: a bounded number of bytes in one pass of the event loop."""
+    async def respond_in_parts(self, parts: list[bytes], timeout: float) -> None:
+        """Send a JSON body of any length: a bounded number of bytes in one pass of the event loop.
+
+        Args:
+            timeout: seconds after which a client that reads nothing is disconnected.
+
+        Raises:
+            ClientGone: it was.
+        """
         length = sum(map(len, parts))
         if length <= STEP:
             await self.respond(b"".join(parts))
@@ -126,10 +132,15 @@ class HttpExchange:
             while parts and size < STEP:
                 group.append(parts.pop())
                 size += len(group[-1])
-            await self._send({"type": "http.response.body", "body": b"".join(group), "more_body": bool(parts)})
+            try:
+                async with asyncio.timeout(timeout):
+                    await self._send({"type": "http.response.body", "body": b"".join(group), "more_body": bool(parts)})
+            except TimeoutError:
+                self.abort()
+                raise ClientGone from None
             await asyncio.sleep(0)
 
-    async def respond_json(self, value: Any) -> None:
+    async def respond_json(self, value: object) -> None:
         await self.respond(msgspec.json.encode(value))
 
     async def respond_error(self, error: ApiError) -> None:
@@ -140,8 +151,14 @@ class HttpExchange:
             await self.respond(error.body(), error.status, headers=error.headers())
 
     async def event(self, data: bytes, content_type: bytes = b"text/event-stream; charset=utf-8") -> None:
-        """Send whole events of a stream.  The first starts the response, so that errors before it have a status."""
+        """Send whole events of a stream.  The first starts the response, so that errors before it have a status.
+
+        Raises:
+            ApiError: the client speaks HTTP/1.0, which knows no response of unknown length on an open connection.
+        """
         if not self.started:
+            if self.scope["http_version"] == "1.0":
+                raise bad_request("stream: a stream needs HTTP/1.1", "stream")
             await self._start(HTTPStatus.OK, [(b"content-type", content_type), (b"cache-control", b"no-cache")])
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
@@ -169,7 +186,7 @@ class HttpExchange:
     async def _start(self, status: int, headers: Headers) -> None:
         self.started = True
         headers += self.more
-        headers += self.last_told()
+        headers += self.late_headers()
         headers.append((b"x-request-id", self.request_id.encode("ascii")))
         await self._send({"type": "http.response.start", "status": int(status), "headers": headers})
 

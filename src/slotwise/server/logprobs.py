@@ -7,6 +7,9 @@ slices, one per pass of the event loop for all choices together, and keeps JSON,
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http import HTTPStatus
 from math import isfinite
 from typing import Any, Protocol
 
@@ -14,12 +17,14 @@ import msgspec
 
 from slotwise.core.params import SamplingParams
 from slotwise.core.step import TokenLogprobs
+from slotwise.engine.tenant_capacity import TenantCapacity
 from slotwise.server.choice import Delta
-from slotwise.server.errors import bad_request
+from slotwise.server.errors import ApiError, bad_request
 from slotwise.text.tokenizer import Tokenizer
 
 LEAST = -9999.0  # JSON has no infinity; vLLM writes this for an impossible token
 MAX_ENTRIES = 2_000_000  # of one request: about 150 MB of JSON
+MAX_HELD = 2 * MAX_ENTRIES  # of the prompts of all requests: some 600 MB until their responses are read
 SLICE = 512  # entries formatted in one pass of the event loop: about a millisecond
 INTERVAL = 64  # tokens formatted at a time, where no client waits for each
 FEW = 2  # tokens formatted at once: what a stream has at each step
@@ -27,8 +32,19 @@ FEW = 2  # tokens formatted at once: what a stream has at each step
 _to_json = msgspec.json.Encoder().encode
 
 
-def check_entries(num_choices: int, params: SamplingParams) -> None:
-    """Raises ApiError for a response that might have more than MAX_ENTRIES log-probabilities."""
+def check_entries(num_choices: int, params: SamplingParams, num_prompt: int) -> None:
+    """Raises ApiError for a response that might have more than MAX_ENTRIES log-probabilities.
+
+    Args:
+        num_prompt: tokens of all its prompts.
+    """
+    if params.prompt_logprobs is not None:
+        per_token = params.prompt_logprobs + 1
+        if (entries := num_prompt_entries(params, num_prompt)) > MAX_ENTRIES:
+            raise bad_request(
+                f"prompt_logprobs: {params.n} choices with {per_token} log-probabilities of each of {num_prompt} tokens"
+                f" are {entries}, more than {MAX_ENTRIES}; send a shorter prompt, or set a smaller number or n",
+                "prompt_logprobs")
     if params.logprobs is None:
         return
     per_token, max_tokens = params.logprobs + 1, params.max_tokens or 0
@@ -39,10 +55,37 @@ def check_entries(num_choices: int, params: SamplingParams) -> None:
             "logprobs")
 
 
+def num_prompt_entries(params: SamplingParams, num_prompt: int) -> int:
+    """The log-probabilities of prompts of `num_prompt` tokens in a response: every choice has them."""
+    return 0 if params.prompt_logprobs is None else num_prompt * params.n * (params.prompt_logprobs + 1)
+
+
+@contextmanager
+def held(capacity: TenantCapacity, holder: str, num_entries: int) -> Iterator[None]:
+    """Count log-probabilities while their response is computed, formatted and sent.
+
+    Raises:
+        ApiError: there are too many.
+    """
+    if num_entries and (objection := capacity.objection(holder, num_entries)):
+        raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, f"prompt_logprobs: {objection}", code="logprobs_full",
+                       retry_after=1)
+    capacity.acquire(holder, num_entries)
+    try:
+        yield
+    finally:
+        capacity.release(holder, num_entries)
+
+
+def most_tokens(num_choices: int, logprobs: int | None) -> int | None:
+    """The largest `max_tokens` that `check_entries` accepts, 1 at least; None: any."""
+    return None if logprobs is None else max(1, MAX_ENTRIES // (num_choices * (logprobs + 1)))
+
+
 class LogprobFormat(Protocol):
     def __init__(self, tokenizer: Tokenizer) -> None: ...
 
-    def of(self, piece: Delta) -> dict[str, Any]: ...
+    def of(self, delta: Delta) -> dict[str, Any]: ...
 
 
 class CompletionLogprobs:
@@ -52,8 +95,8 @@ class CompletionLogprobs:
         self._tokenizer = tokenizer
         self._offset = 0
 
-    def of(self, piece: Delta) -> dict[str, Any]:
-        texts = [self._tokenizer.token_text(token) for token in piece.token_ids]
+    def of(self, delta: Delta) -> dict[str, Any]:
+        texts = [self._tokenizer.token_text(token) for token in delta.token_ids]
         offsets = []
         for text in texts:
             offsets.append(self._offset)
@@ -61,16 +104,16 @@ class CompletionLogprobs:
         return {
             "text_offset": offsets,
             "tokens": texts,
-            "token_logprobs": [_finite(entry.logprob) for entry in piece.logprobs],
-            "top_logprobs": [self._top(text, entry) for text, entry in zip(texts, piece.logprobs, strict=False)],
+            "token_logprobs": [finite(entry.logprob) for entry in delta.logprobs],
+            "top_logprobs": [self._top(text, entry) for text, entry in zip(texts, delta.logprobs, strict=False)],
         }
 
     def _top(self, sampled: str, entry: TokenLogprobs) -> dict[str, float]:
         """The most probable tokens and the sampled one; of tokens with equal text, the most probable."""
         top: dict[str, float] = {}
         for token, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True):
-            top.setdefault(self._tokenizer.token_text(token), _finite(logprob))
-        top.setdefault(sampled, _finite(entry.logprob))
+            top.setdefault(self._tokenizer.token_text(token), finite(logprob))
+        top.setdefault(sampled, finite(entry.logprob))
         return top
 
 
@@ -80,19 +123,19 @@ class ChatLogprobs:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def of(self, piece: Delta) -> dict[str, Any]:
+    def of(self, delta: Delta) -> dict[str, Any]:
         content = []
-        for token, entry in zip(piece.token_ids, piece.logprobs, strict=False):
+        for token, entry in zip(delta.token_ids, delta.logprobs, strict=False):
             top = zip(entry.top_ids, entry.top_logprobs, strict=True)
             content.append(self._token(token, entry.logprob) | {"top_logprobs": [self._token(*one) for one in top]})
         return {"content": content, "refusal": None}
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         data = self._tokenizer.token_bytes(token)
-        return {"token": data.decode("utf-8", errors="replace"), "logprob": _finite(logprob), "bytes": list(data)}
+        return {"token": data.decode("utf-8", errors="replace"), "logprob": finite(logprob), "bytes": list(data)}
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
     return logprob if isfinite(logprob) else LEAST
 
 

@@ -12,18 +12,18 @@ import msgspec
 
 from slotwise import __version__
 from slotwise.engine.scheduling import MAX_TIERS, changes_schema
-from slotwise.server.active_requests import AbortRequest
 from slotwise.server.body_precheck import MAX_MESSAGES
 from slotwise.server.errors import TRY_LATER, ErrorBody
 from slotwise.server.events import SWITCHES
 from slotwise.server.protocol import (
+    AbortRequest,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
     unsupported_fields,
 )
-from slotwise.server.queue_position import POSITION, START
+from slotwise.server.queue_headers import POSITION, START
 from slotwise.server.tiers import TierSettings
 
 Json = dict[str, Any]
@@ -65,7 +65,7 @@ class Message(msgspec.Struct):
     content: str | list[Part] | None = None
 
 
-def document(routes: Sequence[tuple[str, str, Callable[..., Any]]], open_to_all: Sequence[str]) -> bytes:
+def document(routes: Sequence[tuple[str, str, Callable[..., object]]], open_to_all: Sequence[str]) -> bytes:
     """The OpenAPI document of `routes`, each a method, a path and an endpoint, as JSON.
 
     Args:
@@ -111,8 +111,8 @@ def _operation(method: str, path: str, schemas: dict[type, Json]) -> Json:
         schema = schemas[BODIES[path]] if path in BODIES else _changes(schemas[TierSettings])
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     if path in GENERATING:
-        for status, told in (("200", QUEUE | QUOTA), ("429", QUOTA), ("503", QUEUE)):
-            operation["responses"][status].setdefault("headers", {}).update(told)
+        for status, headers in (("200", QUEUE | QUOTA), ("429", QUOTA), ("503", QUEUE)):
+            operation["responses"][status].setdefault("headers", {}).update(headers)
     if path == "/events":
         operation["parameters"] = [
             {"name": name, "in": "query", "schema": {"enum": ["0", "1"], "default": "1"}} for name in SWITCHES]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from slotwise.engine.messages import EngineInfo
 from slotwise.server.body_precheck import MAX_MESSAGES
 from slotwise.server.errors import bad_request, from_queue_full, from_text, too_long
+from slotwise.server.limited_tokenizer import LimitedTokenizer
 from slotwise.server.protocol import ChatRequest, Prompt, TokenizeRequest
 from slotwise.server.templates import Template
 from slotwise.server.turns import QueueFull, Turns
@@ -17,10 +18,16 @@ from slotwise.text.chat_source import ChatTemplateError
 from slotwise.text.tokenizer import SHORT, Tokenizer, TokenizerError
 
 MAX_WAITING, MAX_WAITING_OF_ONE = 4096, 256  # long texts of all clients, and of one, that wait for the thread
+TEXTS = "long texts to tokenize"  # in an error
+
+T = TypeVar("T")
 
 
 class Prompts:
-    """Tokenizes.  Short texts at once; long ones in one thread, so that they delay no stream; clients take turns."""
+    """Tokenizes.  Short texts at once; long ones in one thread, so that they delay no stream; clients take turns.
+
+    A tokenizer that may take any time for a text encodes all of them in a worker process.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer, chat_template: Template | None, engine_info: Callable[[], EngineInfo],
@@ -31,9 +38,13 @@ class Prompts:
         self._engine_info = engine_info
         self._thread = ThreadPoolExecutor(1, "tokenize")
         self._turns = Turns(MAX_WAITING, MAX_WAITING_OF_ONE)
+        slow = tokenizer.slow_folder
+        self._limited = LimitedTokenizer(slow, Turns(MAX_WAITING, MAX_WAITING_OF_ONE)) if slow is not None else None
 
     def close(self) -> None:
-        """End the worker of the chat template."""
+        """End the workers."""
+        if self._limited is not None:
+            self._limited.close()
         if self._template is not None:
             self._template.close()
 
@@ -57,16 +68,15 @@ class Prompts:
             await asyncio.sleep(0)  # a thousand short texts would delay every stream
         return ids
 
-    async def _ids(self, prompt: Any, holder: str) -> list[int]:
+    async def _ids(self, prompt: object, holder: str) -> list[int]:
         if isinstance(prompt, str):
-            ids = await self._encode(
-                holder, len(prompt), lambda: self.tokenizer.encode(prompt, max_tokens=self._longest))
+            ids = await self._encode(holder, prompt)
         else:
             ids = self._given(prompt)
         self.check(ids, "prompt")
         return ids
 
-    def _given(self, prompt: Any) -> list[int]:
+    def _given(self, prompt: object) -> list[int]:
         if isinstance(prompt, list):
             self._check_length(prompt, "prompt")
             if all(issubclass(kind, int) for kind in set(map(type, prompt))):
@@ -88,47 +98,51 @@ class Prompts:
         if template is None:
             raise bad_request("the model has no chat template; start the server with --chat-template", "messages")
         _check_messages(messages)
-        variables = variables | {"add_generation_prompt": request.add_generation_prompt}
+        variables = variables | {"add_generation_prompt": request.add_generation_prompt is not False}
         try:
             text = await template.render(holder, messages, variables)
         except ChatTemplateError as error:
             raise from_text(error, "messages") from error
-        ids = await self._encode(holder, len(text), lambda: self.tokenizer.encode(
-            text, add_special_tokens=False, max_tokens=self._longest), "messages")
+        ids = await self._encode(holder, text, "messages", add_special_tokens=False)
         self.check(ids, "messages")
         return ids
 
     async def plain(self, text: str, holder: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of any text; only its length is checked."""
-        return await self._encode(holder, len(text), lambda: self.tokenizer.encode(
-            text, add_special_tokens=add_special_tokens, max_tokens=self._longest))
+        return await self._encode(holder, text, add_special_tokens=add_special_tokens)
 
     async def decode(self, token_ids: list[int], holder: str) -> str:
         """The text of token ids.  Raises ApiError for ids outside the vocabulary."""
         self._check_vocabulary(token_ids, "tokens")
-        return await self._aside(
-            holder, len(token_ids), lambda: self.tokenizer.decode(token_ids, skip_special_tokens=False))
+        try:
+            return await self._aside(
+                holder, len(token_ids), lambda: self.tokenizer.decode(token_ids, skip_special_tokens=False))
+        except QueueFull as error:
+            raise from_queue_full(error, TEXTS) from error
 
     @property
     def _longest(self) -> int:
         return self._engine_info().limits.max_model_len
 
-    async def _encode(self, holder: str, size: int, encode: Callable[[], list[int]],
-                      param: str = "prompt") -> list[int]:
+    async def _encode(self, holder: str, text: str, param: str = "prompt", *,
+                      add_special_tokens: bool = True) -> list[int]:
         try:
-            return await self._aside(holder, size, encode)
+            if self._limited is None:
+                return await self._aside(holder, len(text), lambda: self.tokenizer.encode(
+                    text, add_special_tokens=add_special_tokens, max_tokens=self._longest))
+            self.tokenizer.check_length(text, self._longest)
+            return await self._limited.encode(holder, text, add_special_tokens=add_special_tokens)
         except TokenizerError as error:
             raise from_text(error, param) from error
+        except QueueFull as error:
+            raise from_queue_full(error, TEXTS) from error
 
-    async def _aside(self, holder: str, size: int, work: Callable[[], Any]) -> Any:
+    async def _aside(self, holder: str, size: int, work: Callable[[], T]) -> T:
         """Do the work on a text of so many characters or tokens."""
         if size <= SHORT:
             return work()
-        try:
-            async with self._turns.turn(holder):
-                return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-        except QueueFull as error:
-            raise from_queue_full(error, "long texts to tokenize") from error
+        async with self._turns.turn(holder):
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def check(self, ids: Sequence[int], param: str) -> None:
         """Raises ApiError for a prompt that leaves no token for output."""
@@ -155,8 +169,8 @@ class Prompts:
         """
         limits = self._engine_info().limits
         if asked is None:
-            room = min(self._longest, limits.cache_tokens + 1) - longest_prompt  # the last token needs no cache place
-            asked = max(1, room if default is None else min(default, room))
+            left = min(self._longest, limits.cache_tokens + 1) - longest_prompt  # the last token needs no cache place
+            asked = max(1, left if default is None else min(default, left))
         if longest_prompt + asked > self._longest:
             raise too_long(
                 f"this model's maximum context length is {self._longest} tokens; you asked for "

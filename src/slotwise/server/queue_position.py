@@ -1,7 +1,7 @@
-"""`GET /requests/{request_id}`, and the queue headers of responses and refusals.
+"""`GET /requests/{request_id}`: state and queue position of a request in progress.
 
-The headers hold what the API process counts itself: the requests waiting when this one came.  The route queries the
-engine, whose answer is exact: the requests that start before it by the policy in force, at that moment.
+Queries the engine, whose answer is exact: the requests that start before it by the policy in force, at that moment.
+`server.queue_headers` tells what the API process counts itself.
 """
 
 from __future__ import annotations
@@ -9,29 +9,17 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from slotwise.engine.admission_control import WaitEstimate
 from slotwise.engine.client import Refused
 from slotwise.engine.messages import RequestPosition
 from slotwise.server.choice import Choice
+from slotwise.server.context import Api
 from slotwise.server.errors import ApiError, from_refusal
 from slotwise.server.http_exchange import HttpExchange
 
-if TYPE_CHECKING:
-    from slotwise.server.generate import Api
-
 MOST = 16  # choices in one response: tracing ids may repeat, and a response may have many choices
 FINISHED = "finished"
-POSITION, START = "X-Queue-Position", "X-Estimated-Start-Ms"
-
-
-def headers_of(wait_estimate: WaitEstimate) -> tuple[tuple[bytes, bytes], ...]:
-    """The queue headers of a wait estimate.  Without a measured rate there is no estimated start."""
-    position = (POSITION.lower().encode(), b"%d" % wait_estimate.position)
-    if wait_estimate.start is None:
-        return (position,)
-    return position, (START.lower().encode(), b"%d" % round(wait_estimate.start * 1000))
 
 
 async def of_request(api: Api, exchange: HttpExchange) -> None:

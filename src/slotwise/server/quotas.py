@@ -53,7 +53,7 @@ class Account:
         self.requests = _changed(self.requests, quota.requests_per_minute, now)
         self.tokens = _changed(self.tokens, quota.tokens_per_minute, now)
 
-    def room(self, num_prompt: int, num_choices: int) -> int | None:
+    def output_capacity(self, num_prompt: int, num_choices: int) -> int | None:
         """Output tokens per choice that can ever fit beside so many of prompts, at least one; None: any number."""
         return None if self.tokens is None else max(1, (self.tokens.capacity - num_prompt) // num_choices)
 

@@ -16,16 +16,27 @@ from typing import cast
 
 import uvicorn
 
+from slotwise.server.acceptor import Acceptor
 from slotwise.server.app import App
 from slotwise.server.connection import Connection
 from slotwise.server.connections import BACKLOG, Connections, backlog_within, most_within, raise_file_limit
 
 FLUSH = 5  # seconds for responses that are written but not yet sent
-LOOK_EVERY = 0.25  # seconds between two checks for connections past their deadline
+EXPIRE_EVERY = 0.25  # seconds between two checks for connections past their deadline
 KEEP_ALIVE = 75  # seconds; the client should be the first to close, and balancers keep idle connections for a minute
 
 
 class _Server(uvicorn.Server):
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept connections through `acceptor`, for uvicorn would accept all that wait at once."""
+        factory = cast(Callable[..., asyncio.Protocol], self.config.http_protocol_class)
+        protocol = partial(factory, config=self.config, server_state=self.server_state,
+                           app_state={})
+        for listener in sockets or []:
+            listener.listen(self.config.backlog)
+        self.servers = [cast(asyncio.Server, Acceptor(listener, protocol)) for listener in sockets or []]
+        self.started = True
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Signals are handled in this module: uvicorn would stop accepting before requests could be refused."""
@@ -97,7 +108,7 @@ async def _without_hope(app: App, stop: Callable[[], None]) -> None:
 
 async def _expire(connections: Connections) -> None:
     while True:
-        await asyncio.sleep(LOOK_EVERY)
+        await asyncio.sleep(EXPIRE_EVERY)
         connections.expire(asyncio.get_running_loop().time())
 
 

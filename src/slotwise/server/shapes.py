@@ -30,14 +30,17 @@ class Shape:
     opening: bytes  # a choice's first event, before any text; may be empty
     whole: Callable[[str], dict[str, Any]]  # a choice's whole text
     logprobs: type[LogprobFormat]
+    prompts_in_choices: bool  # log-probabilities of prompts are in the choices; else a field of the response
 
 
 COMPLETION = Shape(
-    "cmpl", "text_completion", "text_completion", b'"text":', b"", b"", lambda text: {"text": text}, CompletionLogprobs)
+    "cmpl", "text_completion", "text_completion", b'"text":', b"", b"", lambda text: {"text": text}, CompletionLogprobs,
+    prompts_in_choices=True)
 CHAT = Shape(
     "chatcmpl", "chat.completion", "chat.completion.chunk", b'"delta":{"content":', b"}",
     b'"delta":{"role":"assistant","content":""}',
-    lambda text: {"message": {"role": "assistant", "content": text, "refusal": None}}, ChatLogprobs)
+    lambda text: {"message": {"role": "assistant", "content": text, "refusal": None}}, ChatLogprobs,
+    prompts_in_choices=False)
 
 
 def usage(num_prompt: int, num_output: int, num_cached: int) -> dict[str, Any]:
@@ -106,12 +109,12 @@ class Events:
         """An event with text only: nearly every event."""
         return b'%b{"index":%d%b%b%b' % (self._head, index, self._before, to_json(text), self._plain)
 
-    def full(self, index: int, piece: Delta, logprobs: bytes, used: dict[str, Any] | None) -> bytes:
+    def full(self, index: int, delta: Delta, logprobs: bytes, used: dict[str, Any] | None) -> bytes:
         """An event with any of log-probabilities (JSON), finish reason and usage so far."""
         usage_field = self._no_usage if used is None else b',"usage":' + to_json(used)
         return b'%b{"index":%d%b%b%b,"logprobs":%b,"finish_reason":%b}]%b}\n\n' % (
-            self._head, index, self._before, to_json(piece.text), self._after, logprobs,
-            to_json(piece.finish_reason), usage_field)
+            self._head, index, self._before, to_json(delta.text), self._after, logprobs,
+            to_json(delta.finish_reason), usage_field)
 
     def last(self, used: dict[str, Any], extras: dict[str, Any]) -> bytes:
         """The last event: usage of the whole request, and `extras` as in `whole_response`."""

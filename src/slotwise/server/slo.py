@@ -10,7 +10,7 @@ from slotwise.server.errors import ApiError, bad_request
 from slotwise.server.keys import Keys
 from slotwise.server.protocol import Generate
 from slotwise.server.quotas import Quota
-from slotwise.server.tiers import BEST, ServedTier, TierSettings, quota_objection, seconds
+from slotwise.server.tiers import BEST, OPENAIS, ServedTier, TierSettings, quota_objection, seconds
 
 UNTIERED = "default"  # the tier's name in responses of a server without tiers
 
@@ -52,7 +52,7 @@ class Tiers:
         return self.settings[best].quota if best < len(self.settings) else Quota()
 
     def choose(self, asked: str | None, tenant: str) -> Tier | None:
-        """The tier of a request; None where there are no tiers, and any `service_tier` is accepted.
+        """The tier of a request; None where there are no tiers, and OpenAI's names of them are accepted.
 
         Args:
             asked: its `service_tier`.
@@ -61,6 +61,9 @@ class Tiers:
             ApiError: there is no such tier, or it is above what its key allows.
         """
         if not self._tiers:
+            if asked is not None and asked not in OPENAIS:
+                raise bad_request(f"service_tier: there is no tier {asked!r:.80}; this server has none",
+                                  "service_tier", "unknown_tier")
             return None
         names = list(self._tiers)
         allowed = names[self._best(tenant):]

@@ -76,7 +76,7 @@ class TenantFilter:
                 return entry
             return msgspec.structs.replace(entry, salt="", slo=replace(entry.slo, tenant=""))
         hidden = SamplingParams(max_tokens=entry.params.max_tokens)
-        return msgspec.structs.replace(entry, salt="", id="", seed=0, params=hidden, slo=NO_SLO)
+        return msgspec.structs.replace(entry, salt="", id="", seed=0, params=hidden, slo=NO_SLO, stop_lengths=())
 
     def _step(self, entry: event_log.Step) -> event_log.Step:
         own = self._own

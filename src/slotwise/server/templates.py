@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from http import HTTPStatus
 from typing import Any
 
-from slotwise.server.errors import from_queue_full
+from slotwise.server.errors import ApiError, from_queue_full
 from slotwise.server.turns import QueueFull, Turns
-from slotwise.server.worker import CallError, CallRefused, Limits, Worker
+from slotwise.server.worker import CallError, CallRefused, Worker, WorkerError
+from slotwise.server.worker_main import Limits
 from slotwise.text.chat_source import ChatTemplateError
 
 MAX_WAITING, MAX_WAITING_OF_ONE = 4096, 2048  # renderings of all clients, and of one
@@ -26,8 +28,14 @@ class Template:
         self._worker = Worker("slotwise.text.rendering", limits, Turns(MAX_WAITING, MAX_WAITING_OF_ONE))
 
     async def check(self) -> None:
-        """Raises ChatTemplateError for a template that does not compile within the limits."""
-        await self._call("", "check")
+        """Raises ChatTemplateError for a template that does not compile within the limits; logs nothing."""
+        self._worker.tells = False
+        try:
+            await self._call("", "check")
+        except ApiError as error:
+            raise ChatTemplateError(error.message) from error
+        finally:
+            self._worker.tells = True
 
     async def render(self, holder: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
         """The prompt for `messages`.
@@ -37,7 +45,7 @@ class Template:
 
         Raises:
             ChatTemplateError: the template refuses the messages, fails, or exceeds its limits.
-            ApiError: too many renderings are waiting.
+            ApiError: too many renderings are waiting, or the worker failed twice.
         """
         try:
             return str(await self._call(holder, "render", messages, variables))
@@ -53,6 +61,9 @@ class Template:
             return await self._worker.call(holder, function, lambda: (*self._fixed, *more))
         except CallRefused as error:
             raise ChatTemplateError(str(error)) from error
+        except WorkerError as error:
+            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, f"the worker of the chat template {error}",
+                           code="not_rendered") from error
         except CallError as error:
             raise ChatTemplateError(f"the chat template {error}") from error
         except (OverflowError, RecursionError) as error:

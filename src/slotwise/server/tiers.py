@@ -16,14 +16,15 @@ import logging
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 
+from slotwise.core.ranges import LARGEST
 from slotwise.core.slo import LEAST_WEIGHT, MOST_WEIGHT, Tier
-from slotwise.engine.scheduling import LARGEST, MAX_TIERS
+from slotwise.engine.scheduling import MAX_TIERS
 from slotwise.errors import printable
+from slotwise.files import read_regular
 from slotwise.server.keys import key_of
 from slotwise.server.protocol import Milliseconds, Priority
 from slotwise.server.quotas import Quota
@@ -31,7 +32,9 @@ from slotwise.server.quotas import Quota
 logger = logging.getLogger(__name__)
 
 BEST = ("auto", "default")  # OpenAI's names for the best tier allowed
+OPENAIS = ("auto", "default", "flex", "priority", "scale")  # names accepted where there are no tiers
 MAX_KEYS = 4096  # of a tier
+MAX_BYTES = 16 << 20  # of the file
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=LARGEST)]
 
@@ -43,16 +46,16 @@ class TiersError(ValueError):
 class TierSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """A tier without its keys."""
 
-    name: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
-    ttft_ms: Milliseconds | None = None  # objectives of its requests, which may set looser ones only
-    tpot_ms: Milliseconds | None = None
-    priority: Priority = 0
-    weight: Annotated[float, msgspec.Meta(ge=LEAST_WEIGHT, le=MOST_WEIGHT)] = 1.0
-    slots: Annotated[int, msgspec.Meta(ge=0, le=LARGEST)] = 0  # reserved for it
-    max_num_queued_reqs: Count | None = None  # waiting for their first slot; None: only the server's bound holds
-    requests_per_minute: Count | None = None  # of each key of this tier, whichever tier its request names
-    tokens_per_minute: Count | None = None  # of prompts and outputs, likewise
-    max_num_queued_reqs_per_key: Count | None = None  # likewise
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]  # in responses; not `auto` or `default`
+    ttft_ms: Milliseconds | None = None  # objective, milliseconds to the first token; requests may set looser ones only
+    tpot_ms: Milliseconds | None = None  # objective, milliseconds between two tokens, likewise
+    priority: Priority = 0  # lower is earlier
+    weight: Annotated[float, msgspec.Meta(ge=LEAST_WEIGHT, le=MOST_WEIGHT)] = 1.0  # its share of service under `fair`
+    slots: Annotated[int, msgspec.Meta(ge=0, le=LARGEST)] = 0  # slots reserved for it, even while they are free
+    max_num_queued_reqs: Count | None = None  # that may wait for a first slot; None: only the server's bound
+    requests_per_minute: Count | None = None  # quota of each of its keys, whichever tier a request names
+    tokens_per_minute: Count | None = None  # quota of prompt and output tokens, likewise
+    max_num_queued_reqs_per_key: Count | None = None  # quota of waiting requests, likewise
 
     @property
     def quota(self) -> Quota:
@@ -66,7 +69,7 @@ class TierSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class Listed(TierSettings, kw_only=True):
     """A `[[tier]]` table of the file."""
 
-    share: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None  # of all slots, instead of `slots`
+    share: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None  # share of all slots, instead of `slots`
     api_keys: Annotated[list[str], msgspec.Meta(max_length=MAX_KEYS)] | None = None  # None: open to other keys
     api_keys_env: str | None = None  # an environment variable with further keys, comma separated
     max_step_context: Annotated[int, msgspec.Meta(ge=0, le=LARGEST)] = 0  # retired: warned about, without effect
@@ -78,6 +81,7 @@ class ServedTier:
 
     settings: TierSettings
     api_keys: tuple[str, ...] = ()
+    variable: str = ""  # of the environment, from which some of the keys come
 
     @property
     def tier(self) -> Tier:
@@ -98,7 +102,7 @@ def load_tiers(path: str, max_num_seqs: int, environment: Mapping[str, str]) -> 
         OSError: it cannot be read.
     """
     try:
-        content = tomllib.loads(Path(path).read_text())
+        content = tomllib.loads(read_regular(path, MAX_BYTES).decode())
     except ValueError as error:  # no TOML, or no text
         raise TiersError(f"{path}: {error}") from error
     try:
@@ -128,7 +132,7 @@ def _served(listed: Listed, max_num_seqs: int, environment: Mapping[str, str]) -
     if listed.max_step_context:
         logger.warning("tier %s: max_step_context has no effect any more", listed.name)
     settings = TierSettings(**{name: getattr(listed, name) for name in TierSettings.__struct_fields__})
-    return ServedTier(settings, _keys(listed, environment))
+    return ServedTier(settings, _keys(listed, environment), listed.api_keys_env or "")
 
 
 def _slots(share: float, max_num_seqs: int) -> int:

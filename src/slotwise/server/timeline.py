@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slotwise.observe.timeline import page
-from slotwise.server.generate import Api
+from slotwise.server.context import Api
 from slotwise.server.http_exchange import HttpExchange
 
 HTML = b"text/html; charset=utf-8"

@@ -1,7 +1,8 @@
 """Runs functions in a process of its own, with bounds on time and memory, so that nothing else waits for them.
 
 The first call starts a worker, and so does the first after one that was killed: for a call that took too long or too
-much memory, or crashed.  Calls run one at a time; clients take turns (see `server.turns`).
+much memory.  A worker that another process killed or stopped is replaced, and its call made once more.  Calls run one
+at a time; clients take turns (see `server.turns`).
 
     call ──► turn ──► [function, arguments] ──socket pair──► worker_main ──► [outcome, value] ──► result
 """
@@ -14,23 +15,29 @@ import socket
 import subprocess
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from slotwise import child
-from slotwise.engine.channel import ChannelClosed, Unframer, frame, pair
+from slotwise import child, spawn
+from slotwise.engine.ipc import ChannelClosed, Unframer, frame, pair
 from slotwise.server.turns import Turns
 from slotwise.server.worker_main import DONE, FAILED, OUT_OF_MEMORY, REFUSED, TOO_LARGE, Limits
 
 START = 60.0  # seconds for the imports of a worker, on a busy machine
 RECEIVE = 1 << 18  # bytes
+STOPPED = ("T", "t")  # states of a process: by a signal, by a debugger
 
 logger = logging.getLogger(__name__)
 
 
 class CallError(Exception):
     """A call has no result; the message completes "the function ..."."""
+
+
+class WorkerError(CallError):
+    """The worker has failed, whatever it was asked."""
 
 
 class CallRefused(CallError):
@@ -50,6 +57,7 @@ class Worker:
         self.turns = turns
         self._module = module
         self._limits = limits
+        self.tells = True  # log why a process is ended; False: the caller tells all there is
         self._child: _Child | None = None
         self._is_closed = False
 
@@ -63,24 +71,35 @@ class Worker:
         Raises:
             QueueFull: too many are waiting.
             CallError: there is no result.
+            WorkerError: because the worker failed, twice.
         """
         async with self.turns.turn(holder):
             message = frame(msgspec.msgpack.encode((function, arguments())))
-            ready = await self._ready()
             try:
-                async with asyncio.timeout(self._limits.seconds):
-                    await ready.send(message)
-                    outcome, value = msgspec.msgpack.decode(await ready.receive())
-            except TimeoutError:
-                self._end(f"a call took more than {self._limits.seconds:g} seconds")
-                raise CallError(f"took more than {self._limits.seconds:g} seconds") from None
-            except (OSError, ChannelClosed) as error:
-                self._end("it crashed")
-                raise CallError("crashed") from error
-            except BaseException:  # its answer would be taken for that of the next call
-                self._end("its call was cancelled")
-                raise
+                outcome, value = await self._ask(message)
+            except WorkerError:  # another process may have ended it, perhaps long ago
+                outcome, value = await self._ask(message)
             return self._result(outcome, value)
+
+    async def _ask(self, message: bytes) -> tuple[str, Any]:
+        ready = await self._ready()
+        try:
+            async with asyncio.timeout(self._limits.seconds):
+                await ready.send(message)
+                outcome, value = msgspec.msgpack.decode(await ready.receive())
+        except TimeoutError:
+            was_stopped = ready.is_stopped
+            self._end("it was stopped" if was_stopped else f"a call took more than {self._limits.seconds:g} seconds")
+            if was_stopped:
+                raise WorkerError("was stopped by another process") from None
+            raise CallError(f"took more than {self._limits.seconds:g} seconds") from None
+        except (OSError, ChannelClosed) as error:
+            self._end("it crashed")
+            raise WorkerError("crashed") from error
+        except BaseException:  # its answer would be taken for that of the next call
+            self._end("its call was cancelled")
+            raise
+        return outcome, value
 
     def close(self) -> None:
         """Kill the process."""
@@ -91,7 +110,7 @@ class Worker:
 
     async def _ready(self) -> _Child:
         if self._is_closed:
-            raise CallError("cannot run: the server is closing")
+            raise WorkerError("cannot run: the server is closing")
         if self._child is not None:
             return self._child
         started = self._child = _Child(self._module, self._limits)
@@ -100,7 +119,7 @@ class Worker:
                 await started.receive()
         except (OSError, ChannelClosed, TimeoutError) as error:
             self._end("it did not start")
-            raise CallError("could not be started") from error
+            raise WorkerError("could not be started") from error
         except BaseException:
             self._end("its start was cancelled")
             raise
@@ -121,7 +140,8 @@ class Worker:
 
     def _end(self, why: str) -> None:
         if self._child is not None:
-            logger.warning("the worker of %s is ended: %s", self._module, why)
+            if self.tells:
+                logger.warning("the worker of %s is ended: %s", self._module, why)
             self._child.end()
             self._child = None
 
@@ -150,9 +170,18 @@ class _Child:
             self._messages += self._unframer.feed(data)
         return self._messages.pop(0)
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped the process (Linux)."""
+        try:
+            stat = Path(f"/proc/{self._process.pid}/stat").read_text(encoding="latin-1")
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[0] in STOPPED
+
     def end(self) -> None:
+        self._process.kill()  # first: it could otherwise say that its socket was closed
         self._socket.close()
-        self._process.kill()
         # A killed process ends when it next gets a processor, which may take a while at low priority.
         threading.Thread(target=self._process.wait, name="worker-end").start()
 
@@ -162,5 +191,4 @@ def _start(module: str, limits: Limits, theirs: socket.socket) -> subprocess.Pop
     descriptor = theirs.fileno()
     command = child.python(
         "slotwise.server.worker_main", module, msgspec.json.encode(limits).decode(), str(descriptor))
-    return subprocess.Popen(command, pass_fds=[descriptor], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                            env=child.environment(), cwd=child.HOME)
+    return spawn.start(command, pass_fds=[descriptor], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)

@@ -2,7 +2,7 @@
 
 usage: python -m slotwise.server.worker_main MODULE LIMITS FD
 
-MODULE has `CALLS`, functions by name; LIMITS are `server.worker.Limits` as JSON; FD is a socket.  Ends with its parent,
+MODULE has `CALLS`, functions by name; LIMITS are `Limits` as JSON; FD is a socket.  Ends with its parent,
 whose end of the socket is closed then; a call that never returns is ended by an alarm.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from slotwise.engine.channel import BlockingChannel, ChannelClosed
+from slotwise.engine.ipc import BlockingChannel, ChannelClosed
 
 READY, DONE, REFUSED, FAILED, OUT_OF_MEMORY, TOO_LARGE = "ready", "done", "refused", "failed", "memory", "large"
 
@@ -65,9 +65,9 @@ def main(module: str, limits: Limits, descriptor: int) -> None:
     while True:
         for message in channel.receive(None):
             signal.setitimer(signal.ITIMER_REAL, 2 * limits.seconds)  # the parent ends it earlier, if it still runs
-            told = answer(calls, message, limits.answer)
+            answered = answer(calls, message, limits.answer)
             signal.setitimer(signal.ITIMER_REAL, 0)
-            channel.send(told)
+            channel.send(answered)
 
 
 if __name__ == "__main__":

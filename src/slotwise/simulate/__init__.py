@@ -1,0 +1,4 @@
+"""The serving engine without its surroundings: a replay of an event log, and traffic on a virtual clock.
+
+Begin with `replay.py`, which makes the plans of a log again, and `simulator.py`.
+"""

@@ -3,7 +3,7 @@
     the log                 Request, Command, taken      planned, ended_ns       sampled, failed, failure
                                        │                        │                         │
                                        ▼                        ▼                         ▼
-    the engine             handle(command)  ─►  plan(now)  ─►  the clock  ─►  the executor  ─►  commit  ─►  record
+    the engine             handle(command)  ─►  schedule  ─►  the clock   ─►  the executor  ─►  commit  ─►  record
 
 Each record must equal the logged one, byte for byte: the plan with its slots and blocks, refused requests with their
 reasons, tokens, and requests that ended.
@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from slotwise.core.interfaces import Proposer
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.step import StepPlan, StepResult
 from slotwise.core.step_time import StepTimeModel
@@ -47,13 +48,16 @@ class Outcome(NamedTuple):
     difference: Difference | None
 
 
-def replay(entries: Iterable[event_log.Entry]) -> Outcome:
+def replay(entries: Iterable[event_log.Entry], proposer: Proposer | None = None) -> Outcome:
     """Replays a log to its end, or to the first difference.
+
+    Args:
+        proposer: proposes drafts as the recorded engines' did.
 
     Raises:
         ReplayError: entries are missing.
     """
-    player = _Player()
+    player = _Player(proposer)
     for entry in entries:
         player.feed(entry)
         if player.difference is not None:
@@ -62,8 +66,9 @@ def replay(entries: Iterable[event_log.Entry]) -> Outcome:
 
 
 class _Player:
-    def __init__(self) -> None:
+    def __init__(self, proposer: Proposer | None) -> None:
         self.difference: Difference | None = None
+        self._proposer = proposer
         self._engine_run: _EngineRun | None = None  # of the current engine
         self._engines = self._records = self._steps = self._tokens = 0
         self._numbers: dict[str, int] = {}
@@ -77,7 +82,7 @@ class _Player:
         match entry:
             case event_log.Run():
                 self._engines += 1
-                self._engine_run = _EngineRun(entry, self._numbers)
+                self._engine_run = _EngineRun(entry, self._numbers, self._proposer)
             case event_log.Gap():
                 raise ReplayError(f"{entry.missed} entries are missing behind record {self._records}")
             case event_log.Engine():
@@ -103,7 +108,10 @@ class _Player:
     def _compare(self, logged: event_log.Step, replayed: event_log.Step | None) -> None:
         if replayed is None:
             self.difference = Difference(self._records, logged.step, "record", "something happened", "nothing did")
-        elif event_log.encode(logged) != event_log.encode(replayed):
+            return
+        if not logged.prefills:
+            replayed.prefills = ()  # an older version did not record them
+        if event_log.encode(logged) != event_log.encode(replayed):
             name = next(name for name in logged.__struct_fields__ if getattr(logged, name) != getattr(replayed, name))
             field = logged.__struct_encode_fields__[logged.__struct_fields__.index(name)]  # its name in the log
             self.difference = Difference(
@@ -124,12 +132,12 @@ def _arrival(entry: event_log.Request) -> Add:
 class _EngineRun:
     """The replay of one engine, from its start."""
 
-    def __init__(self, run: event_log.Run, numbers: dict[str, int]) -> None:
+    def __init__(self, run: event_log.Run, numbers: dict[str, int], proposer: Proposer | None) -> None:
         self.commands: deque[Command] = deque()  # sent, not yet handled
         self._numbers = numbers
         self._executor = _Recorded(numbers)
         times = StepTimeModel(run.learned)
-        scheduler = Scheduler(run.limits, run.scheduling.discipline(), run.scheduling.policy(times), times)
+        scheduler = Scheduler(run.limits, run.scheduling.discipline(), run.scheduling.policy(times), times, proposer)
         self._engine = Engine(
             scheduler, self._executor, self._executor.clock, run.eos_token_ids, depth=run.depth,
             scheduling=run.scheduling)
@@ -183,5 +191,5 @@ class _Recorded:
             raise type(name, (Exception,), {})(message)
         tokens = logged.sampled or logged.tokens
         if tuple([self._numbers[name] for name in plan.request_ids]) != logged.numbers or len(tokens) != plan.num_rows:
-            return StepResult(plan.step, tuple([(0,) if samples else () for samples in plan.samples]))  # diverged
+            return StepResult(plan.step, tuple([(0,) if wanted else () for wanted in plan.num_logits]))  # diverged
         return StepResult(plan.step, tokens, failed=logged.failed)

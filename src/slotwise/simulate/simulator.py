@@ -46,18 +46,22 @@ class _Machine:
         self.now = 0.0  # seconds
         self._cost = cost
         self._plans: deque[StepPlan] = deque()
+        self._num_at_join: dict[int, int] = {}  # by slot: tokens known when its request joined
 
     def clock(self) -> int:
         return round(self.now * 1e9)
 
     def submit(self, plan: StepPlan) -> None:
         self._plans.append(plan)
+        self._num_at_join |= {join.slot: len(join.tokens) for join in plan.new_requests}
 
     def collect(self) -> StepResult:
         plan = self._plans.popleft()
         work = work_of(plan.starts, plan.counts, plan.padding)
         self.now += self._cost(work) if work.rows else IDLE
-        return StepResult(plan.step, tuple([(FILLER,) if samples else () for samples in plan.samples]))
+        rows = zip(plan.slots, plan.starts, plan.counts, strict=True)
+        return StepResult(plan.step, tuple([
+            (FILLER,) if start + count >= self._num_at_join[slot] else () for slot, start, count in rows]))
 
 
 def simulate(

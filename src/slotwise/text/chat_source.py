@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from slotwise.errors import OneLineError
+from slotwise.files import read_part, read_regular
 from slotwise.text.tokenizer import TokenizerError, read_json
 
-MAX_SOURCE = 1 << 20  # bytes; the longest templates in use have some ten thousand
+MAX_SOURCE = 1 << 20  # characters; the longest templates in use have some ten thousand
+MAX_BYTES = 4 * MAX_SOURCE  # in UTF-8
 
 
 class ChatTemplateError(OneLineError, ValueError):
@@ -25,7 +28,7 @@ def find_chat_template(folder: str | Path, file: str | Path | None = None) -> st
     """
     path = Path(file) if file is not None else Path(folder) / "chat_template.jinja"
     if file is not None or path.is_file():
-        return _read(path)
+        return _read(path, read_regular if file is not None else read_part)
     try:
         source = read_json(Path(folder) / "tokenizer_config.json").get("chat_template")
     except TokenizerError as error:
@@ -37,10 +40,9 @@ def find_chat_template(folder: str | Path, file: str | Path | None = None) -> st
     return _bounded(source, path) if source else None
 
 
-def _read(path: Path) -> str:
+def _read(path: Path, read: Callable[[Path, int], bytes]) -> str:
     try:
-        with path.open("rb") as file:
-            return _bounded(file.read(MAX_SOURCE + 1).decode(), path)
+        return _bounded(read(path, MAX_BYTES).decode(), path)
     except (OSError, UnicodeError) as error:
         raise ChatTemplateError(f"cannot read the chat template {path}: {error}") from error
 

@@ -28,6 +28,19 @@ class Continuation:
     def looks_for_stops(self) -> bool:
         return self._stops is not None
 
+    def read(self, token_ids: Sequence[int], ended: str | None) -> tuple[str, int]:
+        """The text that a chunk of tokens completes, and how many of them count: none after a stop string.
+
+        Args:
+            ended: why these are the last; with "stop" the last one is an end or stop token, which has no text.
+        """
+        before = self.num_tokens
+        shown = len(token_ids) - (ended == "stop")
+        text = self.feed(token_ids[:shown])
+        if ended:
+            text += self.end(token_ids[shown:])
+        return text, self.num_tokens - before
+
     def feed(self, token_ids: Sequence[int]) -> str:
         """The text that may be returned now.  Tokens after a stop string are left out and not counted."""
         if self._stops is None:

@@ -66,8 +66,8 @@ class ByteDetokenizer:
         return text
 
     def _begin(self, token_ids: Sequence[int], token_bytes: list[bytes]) -> None:
-        for i, piece in enumerate(token_bytes):
-            if piece:  # an unknown id has no bytes, and does not begin the text
+        for i, data in enumerate(token_bytes):
+            if data:  # an unknown id has no bytes, and does not begin the text
                 token_bytes[i] = self._bytes_by_id.first(token_ids[i])
                 self._begins_text = False
                 return

@@ -78,7 +78,7 @@ def token_bytes_of(inner: tokenizers.Tokenizer) -> TokenBytes | None:
     """The table of `inner`; None when its decoder does more than concatenate (WordPiece, CTC, ...)."""
     state = json.loads(inner.decoder.__getstate__()) if inner.decoder else {}
     steps = state["decoders"] if state.get("type") == "Sequence" else [state]
-    kinds = [step.get("type") for step in steps]
+    kinds = [step.get("type", "") for step in steps]
     if kinds == ["ByteLevel"]:
         return ByteLevelTokenBytes(inner)
     if kinds == ["Metaspace"]:

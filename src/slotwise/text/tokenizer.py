@@ -15,9 +15,12 @@ from typing import Any
 import tokenizers
 
 from slotwise.errors import OneLineError
+from slotwise.files import read_part
+from slotwise.text.linear_rules import has_regex, is_linear
 from slotwise.text.token_bytes import token_bytes_of
 
 MAX_JSON_BYTES = 16 << 20  # of the files beside `tokenizer.json`
+MAX_TOKENIZER_BYTES = 256 << 20  # of `tokenizer.json`; the largest in use have 35 MB
 SHORT = 4096  # characters, encoded in well under a millisecond
 SAMPLES = ("a", " the\n", "Zürich 12", "日本🙂")  # encoded and decoded at load
 MAX_SAMPLE = 4096  # tokens, or characters, that a sample may become
@@ -44,13 +47,9 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise TokenizerError(f"{path}: larger than {MAX_JSON_BYTES} bytes")
-        value = json.loads(path.read_text(encoding="utf-8-sig"))
+        value = json.loads(read_part(path, MAX_JSON_BYTES).decode("utf-8-sig"))
     except OSError as error:
         raise TokenizerError(f"{path}: cannot be read ({error.strerror})") from error
-    except TokenizerError:
-        raise
     except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(value, dict):
@@ -63,7 +62,12 @@ class Tokenizer:
 
     The post-processor in `tokenizer.json` decides whether a text gets a beginning-of-sequence token, as in
     transformers' fast tokenizers.
+
+    Attributes:
+        slow_folder: the folder it was loaded from, if a text may take it any time (see `text.linear_rules`).
     """
+
+    slow_folder: Path | None = None
 
     def __init__(self, inner: tokenizers.Tokenizer, special_tokens: dict[str, str] | None = None) -> None:
         self.inner = inner
@@ -88,12 +92,14 @@ class Tokenizer:
         for file in (path.with_name("special_tokens_map.json"), path.with_name("tokenizer_config.json")):
             found = read_json(file)
             special |= {name: _content(found[name], f"{file}: {name}") for name in NAMED_TOKENS if found.get(name)}
-        with _no_panic_messages():
+        with no_panic_messages():
             try:
-                text = path.read_text(encoding="utf-8")
-                _check_growth(json.loads(text))  # loading already applies the rules, to the added tokens
+                text = read_part(path, MAX_TOKENIZER_BYTES).decode()
+                description = json.loads(text)
+                _check_rules(description)  # loading already applies the rules, to the added tokens
                 tokenizer = cls(tokenizers.Tokenizer.from_str(text), special)
                 tokenizer._check_samples()
+                tokenizer.slow_folder = None if is_linear(description) else path.parent.absolute()
             except INTERRUPTS:
                 raise
             except BaseException as error:  # the library raises plain Exception; a panic is a BaseException
@@ -121,6 +127,12 @@ class Tokenizer:
         """Characters of the longest token: no text of n tokens has more than n times as many."""
         return max(map(len, self.inner.get_vocab(with_added_tokens=True)), default=1)
 
+    def check_length(self, text: str, max_tokens: int | None) -> None:
+        """Raises TextTooLong if `text` must have more than `max_tokens` tokens."""
+        if max_tokens is not None and len(text) > SHORT and len(text) > max_tokens * self.longest_token:
+            least = len(text) // self.longest_token
+            raise TextTooLong(f"{len(text)} characters are at least {least} tokens, more than {max_tokens}")
+
     def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         """Token ids of `text`.  Long texts are encoded without holding the interpreter's lock.
 
@@ -128,9 +140,7 @@ class Tokenizer:
             TextTooLong: `text` is so long that it must have more than `max_tokens` tokens.
             TokenizerError: `text` has no UTF-8 form (lone surrogates), or the tokenizer fails.
         """
-        if max_tokens is not None and len(text) > SHORT and len(text) > max_tokens * self.longest_token:
-            least = len(text) // self.longest_token
-            raise TextTooLong(f"{len(text)} characters are at least {least} tokens, more than {max_tokens}")
+        self.check_length(text, max_tokens)
         try:
             if len(text) <= SHORT:
                 return self.inner.encode(text, add_special_tokens=add_special_tokens).ids
@@ -161,7 +171,7 @@ class Tokenizer:
         return self.decode([token_id], skip_special_tokens=False).encode()
 
 
-def _content(token: Any, where: str) -> str:
+def _content(token: object, where: str) -> str:
     """The text of a special token, which is a string or an object with its text in `content`.
 
     Raises:
@@ -173,8 +183,13 @@ def _content(token: Any, where: str) -> str:
     return text
 
 
-def _check_growth(description: dict[str, Any]) -> None:
-    """Raises TokenizerError if replacements or a prefix can make a short text long."""
+def _check_rules(description: dict[str, Any]) -> None:
+    """Raises TokenizerError if replacements or a prefix can make a short text long, or decoding may take any time.
+
+    Texts are decoded beside every stream, token by token, so that decoders are not run in a worker.
+    """
+    if has_regex(description.get("decoder")):
+        raise TokenizerError("its decoder replaces by a regular expression")
     for name in ("normalizer", "decoder"):
         growth = 1.0
         steps = [description.get(name) or {}]
@@ -188,7 +203,7 @@ def _check_growth(description: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _no_panic_messages() -> Iterator[None]:
+def no_panic_messages() -> Iterator[None]:
     """Discard what the library writes to the process's stderr: a panic's message and backtrace."""
     try:
         stderr = os.dup(2)

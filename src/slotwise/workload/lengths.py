@@ -138,45 +138,35 @@ class LogNormal:
 
 
 @dataclass(frozen=True, slots=True)
-class AzurePrompt:
-    """Prompts of the Azure conversation trace, times `scale`.  Raises ValueError for a scale out of range."""
+class _Azure:
+    """Lengths of the Azure conversation trace, times `scale`.  Raises ValueError for a scale out of range."""
 
     scale: float
-    form: ClassVar[str] = "azure-prompt:SCALE"
+    form: ClassVar[str]
+    values: ClassVar[tuple[int, ...]]
 
     def __post_init__(self) -> None:
         forms.require_within("a scale of lengths", self.scale, 1e-4, 10)
 
     def __str__(self) -> str:
-        return f"azure-prompt:{self.scale!r}"
+        return self.form.replace("SCALE", repr(self.scale))
 
     @property
     def longest(self) -> int:
-        return _whole(AZURE_PROMPT[-1] * self.scale, MAX_LENGTH)
+        return _whole(self.values[-1] * self.scale, MAX_LENGTH)
 
     def draw(self, rng: random.Random) -> int:
-        return _whole(quantile(AZURE_PROMPT, rng.random()) * self.scale, MAX_LENGTH)
+        return _whole(quantile(self.values, rng.random()) * self.scale, MAX_LENGTH)
 
 
-@dataclass(frozen=True, slots=True)
-class AzureOutput:
-    """Outputs of the Azure conversation trace, times `scale`.  Raises ValueError for a scale out of range."""
+class AzurePrompt(_Azure):
+    form = "azure-prompt:SCALE"
+    values = AZURE_PROMPT
 
-    scale: float
-    form: ClassVar[str] = "azure-output:SCALE"
 
-    def __post_init__(self) -> None:
-        forms.require_within("a scale of lengths", self.scale, 1e-4, 10)
-
-    def __str__(self) -> str:
-        return f"azure-output:{self.scale!r}"
-
-    @property
-    def longest(self) -> int:
-        return _whole(AZURE_OUTPUT[-1] * self.scale, MAX_LENGTH)
-
-    def draw(self, rng: random.Random) -> int:
-        return _whole(quantile(AZURE_OUTPUT, rng.random()) * self.scale, MAX_LENGTH)
+class AzureOutput(_Azure):
+    form = "azure-output:SCALE"
+    values = AZURE_OUTPUT
 
 
 KINDS: dict[str, type[Lengths]] = {

@@ -112,6 +112,12 @@ class Workload:
         return [first + forms.below(rng, vocab_size - first) for _ in range(count)]
 
 
+def as_workload(asked: Sequence[tuple[float, int, int]]) -> Workload:
+    """Returns requests of the given (seconds of arrival, prompt tokens, output tokens)."""
+    requests = tuple(WorkRequest(number, *one) for number, one in enumerate(asked))
+    return Workload(requests, max(request.num_output for request in requests))
+
+
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """The distributions of a workload.  Raises ValueError for a number out of range."""

@@ -58,9 +58,9 @@ def test_a_request_keeps_its_hue_in_every_chart_and_slots_change_hue_with_their_
 
 
 def test_a_request_that_is_left_out_of_steps_is_drawn_as_paused():
-    pieces = [data.Piece(0, 0, 2, "decode", 7, 2), data.Piece(0, 5, 1, "decode", 7, 1),
-              data.Piece(0, 8, 1, "decode", 9, 1)]
-    assert [piece for piece in lanes.with_idle(pieces) if piece.kind == "idle"] == [data.Piece(0, 2, 3, "idle", 7, 0)]
+    spans = [data.Span(0, 0, 2, "decode", 7, 2), data.Span(0, 5, 1, "decode", 7, 1),
+              data.Span(0, 8, 1, "decode", 9, 1)]
+    assert [span for span in lanes.with_idle(spans) if span.kind == "idle"] == [data.Span(0, 2, 3, "idle", 7, 0)]
 
 
 def test_slots_that_were_never_used_share_one_lane():

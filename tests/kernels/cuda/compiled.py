@@ -58,19 +58,21 @@ def compile_only() -> None:
 
 
 def launch(kind: torch.dtype, head_dim: int, window: int) -> None:
-    """One step of a chunk and a decode row through one layer, and its sampling."""
-    shape = AttentionShape(8, 2, head_dim, 0.1, window)
+    """One step of a chunk and a decode row through one layer, and its sampling; with a window, with all options."""
+    shape = AttentionShape(8, 2, head_dim, 0.1, window, soft_cap=50.0 if window else 0.0)
     cache = CudaCache.allocate(4, 16, shape, kind, torch.device("cpu"))
     longs, ints = torch.zeros(40, dtype=torch.int64), torch.zeros(3, dtype=torch.int32)
     batch = RaggedBatch(longs, longs, longs, ints, ints[:2], torch.zeros(2, 3, dtype=torch.int32), longs[:2], 39, 40)
     norm = QKNorm(torch.ones(head_dim, dtype=kind), torch.ones(head_dim, dtype=kind), 1e-6)
     qkv = torch.zeros(40, 12 * head_dim, dtype=kind)
     query = rotary.rotary_store(qkv, torch.zeros(64, head_dim), batch, cache, shape, norm)
-    attention.attend(query, cache, batch, shape, default_tuning(head_dim, kind))
+    sinks = torch.zeros(8) if window else None
+    attention.attend(query, cache, batch, shape, default_tuning(head_dim, kind), sinks)
     x, weight = torch.zeros(40, 576, dtype=kind), torch.ones(576, dtype=kind)
     pointwise.rms_norm(x, weight, 1e-5)
     pointwise.add_rms_norm(x, x.clone(), weight, 1e-5)
-    pointwise.silu_mul(x)
+    pointwise.activated(x, "silu")
+    pointwise.activated(x, "gelu_tanh")
     sampling.sample(torch.zeros(2, 50_000, dtype=kind), torch.zeros(2, 4), longs[:2], longs[:2])
 
 

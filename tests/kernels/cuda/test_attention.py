@@ -92,6 +92,14 @@ def test_windows_around_the_edges_of_tiles_and_splits(window):
     assert apart(layer) < 2e-6
 
 
+@pytest.mark.parametrize("window", [0, 17, 33])
+@pytest.mark.parametrize(("soft_cap", "has_sinks"), [(1.5, False), (0.0, True), (1.5, True)])
+def test_sinks_and_soft_caps(soft_cap, has_sinks, window):
+    shape = AttentionShape(6, 2, 64, 0.2, window, soft_cap)
+    layer = Layer(shape, 16, torch.float32, [(1, 90), (4, 90), (40, 90), (1, 5)], has_sinks=has_sinks)
+    assert apart(layer) < 2e-6
+
+
 @pytest.mark.parametrize("window", [0, 18])
 def test_rows_of_a_few_tokens_can_be_split_as_well(window, monkeypatch):
     """What verifying drafts would ask for."""

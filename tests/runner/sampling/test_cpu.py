@@ -12,7 +12,7 @@ from slotwise.core.params import SamplingParams
 from slotwise.core.step import NewRequest
 from slotwise.kernels.sampling import FAILED
 from slotwise.runner.sampling.cpu import Sampler
-from slotwise.runner.sampling.interface import Sampled
+from slotwise.runner.sampling.params import Sampled
 
 DTYPES = [torch.bfloat16, torch.float32]
 quick = settings(deadline=None, max_examples=40, derandomize=True)

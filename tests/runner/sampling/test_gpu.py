@@ -14,7 +14,7 @@ from slotwise.kernels.sampling import FAILED, draw, uniform
 from slotwise.runner.input_batch import SlotTable
 from slotwise.runner.sampling.cpu import Sampler
 from slotwise.runner.sampling.gpu import DeviceSampler, largest
-from slotwise.runner.sampling.interface import Sampled
+from slotwise.runner.sampling.params import Sampled
 
 CPU = torch.device("cpu")
 VOCAB, SLOTS, TOKENS = 300, 24, 64
@@ -29,7 +29,7 @@ class Both:
         self.host = Sampler(num_slots, vocab)
 
     def join(self, *new_requests: NewRequest) -> None:
-        self.table.apply(StepPlan(0, 0.0, (), new_requests, (), (), (), (), (), (), (), (), (), (), None))
+        self.table.apply(StepPlan(0, 0.0, (), new_requests, *[()] * 13, None))
         for join in new_requests:
             self.device.join(join)
             self.host.join(join)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 
 from markupsafe import Markup
@@ -47,8 +46,8 @@ def sweep(swept: Sweep) -> Markup:
     """Measured points joined by lines; theory dashed in the same colour."""
     points = [point for series in swept.series for point in series.points]
     xs, ys = [x for x, _ in points], [y for _, y in points]
-    x = svg.at_values(_axis(swept.x_label, xs, swept.x_log), xs)
-    y = _axis(swept.y_label, ys, swept.y_log)
+    x = svg.at_values(_axis(swept.x.label, xs, swept.x.log), xs)
+    y = _axis(swept.y.label, ys, swept.y.log)
     places = series_places(swept)
     drawn, marked = [], []
     for series, place in zip(swept.series, places, strict=True):
@@ -56,25 +55,13 @@ def sweep(swept: Sweep) -> Markup:
         drawn.append(_curve(series.points, x, y, f"{colour} {'theory' if series.theory else 'solid'}"))
         if not series.theory:
             marked += [_point(point, (x, y), place, colour) for point in series.points]
-    return plot(f"{swept.title}: {swept.y_label} against {swept.x_label}", (x, y), drawn, marked, HEIGHT)
+    return plot(f"{swept.title}: {swept.y.label} against {swept.x.label}", (x, y), drawn, marked, HEIGHT)
 
 
 def series_places(swept: Sweep) -> list[int]:
-    """Index of the colour and shape of each series; theory has those of the measurement whose label begins its own."""
-    measured = [_subject_of(series.label) for series in swept.series if not series.theory]
-    subjects = []
-    for series in swept.series:
-        own = _subject_of(series.label)
-        meant = [subject for subject in measured if own.startswith(subject)] if series.theory else []
-        subjects.append(max(meant, key=len, default=own))
-    order = list(dict.fromkeys(subjects))
-    return [order.index(subject) for subject in subjects]
-
-
-def _subject_of(label: str) -> str:
-    """A series' label without the words for measured or computed."""
-    kept = re.sub(r"[\s,:(]*\b(measured|theory|predicted|in theory)\b[)\s,:]*", " ", label, flags=re.IGNORECASE)
-    return kept.strip() or label
+    """Index of the colour and shape of each series; a measurement and its theory have one subject, and share both."""
+    order = list(dict.fromkeys(series.subject for series in swept.series))
+    return [order.index(series.subject) for series in swept.series]
 
 
 def _axis(label: str, values: Sequence[float], log: bool) -> Axis:
@@ -90,9 +77,7 @@ def legend(entries: Iterable[tuple[str, str]]) -> Markup:
 
 def sweep_legend(swept: Sweep) -> Markup:
     """The meaning of each colour, once for a measurement and its theory, and of dashes."""
-    named = {place: _subject_of(series.label)
-             for series, place in sorted(zip(swept.series, series_places(swept), strict=True),
-                                         key=lambda pair: not pair[0].theory)}
+    named = dict(zip(series_places(swept), (series.subject for series in swept.series), strict=True))
     entries = [
         tag("li", _sample(f"c{place % COLOURS} solid", svg.marker((0.5, 7), place, f"c{place % COLOURS}")), " " + text)
         for place, text in sorted(named.items())]

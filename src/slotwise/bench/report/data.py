@@ -1,20 +1,20 @@
 """The result of a comparison as typed values.
 
-A result is JSON written by `slotwise compare` (version 1); it may be incomplete, from an interrupted run, or come from
-a file.  So the reader is lenient: what is missing, null or not finite becomes None or an empty sequence, and the
-pictures show "–".
+A result is the JSON that `slotwise compare` writes (version 1).  It may come from an interrupted run, and a comparison
+of servers has null for what no client can measure: what is missing or null is None or empty here, and "–" on the page.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import msgspec
 
-class Piece(NamedTuple):
+Points = tuple[tuple[float, float], ...]
+
+
+class Span(NamedTuple):
     """`steps` consecutive steps of one request in one slot, all of one kind."""
 
     slot: int
@@ -35,58 +35,71 @@ class Pad(NamedTuple):
     tokens: float
 
 
-@dataclass(frozen=True)
-class Spread:
-    """One latency over all requests, in seconds; `values` are sorted samples for its distribution."""
+class Latency(msgspec.Struct):
+    """Percentiles of one latency over all requests, in seconds."""
 
-    p50: float | None
-    p99: float | None
-    values: tuple[float, ...]
+    p50: float | None = None
+    p99: float | None = None
 
 
-@dataclass(frozen=True)
-class Lanes:
+class Lanes(msgspec.Struct):
     """The request of every slot at every step.  `ends` has one number more than there are steps, in seconds."""
 
-    slots: int
-    steps: int
-    ends: tuple[float, ...]
-    pieces: tuple[Piece, ...]
-    pads: tuple[Pad, ...]
-    truncated: bool
+    slots: int = 0
+    steps: int = 0
+    ends: tuple[float, ...] = msgspec.field(name="step_ends", default=(0.0,))
+    spans: tuple[Span, ...] = msgspec.field(name="runs", default=())
+    pads: tuple[Pad, ...] = ()
+    truncated: bool = False
+
+    def __post_init__(self) -> None:
+        self.spans = tuple(sorted(self.spans))
 
 
-@dataclass(frozen=True)
-class Waste:
-    padded_tokens: float | None
-    held_row_steps: float | None
-    empty_slot_steps: float | None
-    head_of_line_seconds: float | None
-    reserved_unused: float | None
+class Waste(msgspec.Struct):
+    padded_tokens: float | None = None
+    held_row_steps: float | None = None
+    empty_slot_steps: float | None = None
+    head_of_line_seconds: float | None = None
+    reserved_unused: float | None = None
 
 
-@dataclass(frozen=True)
-class Run:
+class StepTime(msgspec.Struct):
+    """Seconds of a decode step: `a` + `b` x rows; `error` is relative, of the whole run."""
+
+    a: float
+    b: float
+    error: float | None = None
+
+
+class Run(msgspec.Struct):
     index: int
     name: str
-    label: str
-    slots: int
-    seconds: float | None
-    steps: float | None
-    output_tokens: float | None
-    output_throughput: float | None
-    occupancy: float | None
-    mean_rows: float | None
-    max_rows: float | None
-    preemptions: float | None
-    cost_per_million: float | None
-    ttft: Spread
-    itl: Spread
-    e2e: Spread
-    waste: Waste
-    step_time: tuple[float, float, float | None] | None  # a, b in seconds, and the relative error of the fit
-    lanes: Lanes
-    cumulative: tuple[tuple[float, float], ...]
+    label: str = ""
+    slots: int = msgspec.field(name="num_slots", default=0)
+    seconds: float | None = None
+    steps: float | None = None
+    decode_steps: float | None = None
+    theory_steps: float | None = None  # of decode_steps
+    output_tokens: float | None = None
+    output_throughput: float | None = None
+    occupancy: float | None = None
+    mean_rows: float | None = None
+    max_rows: float | None = None
+    preemptions: float | None = None
+    cost_per_million: float | None = None
+    ttft: Latency = msgspec.field(default_factory=Latency)
+    itl: Latency = msgspec.field(default_factory=Latency)
+    e2e: Latency = msgspec.field(default_factory=Latency)
+    ttft_values: tuple[float, ...] = ()  # sorted samples
+    itl_values: tuple[float, ...] = ()
+    waste: Waste = msgspec.field(default_factory=Waste)
+    step_time: StepTime | None = None
+    lanes: Lanes = msgspec.field(name="chart", default_factory=Lanes)
+    cumulative: Points = ()
+
+    def __post_init__(self) -> None:
+        self.label = (self.label or self.name).replace("_", " ")
 
     @property
     def whole(self) -> bool:
@@ -94,129 +107,58 @@ class Run:
         return self.ttft.p50 is not None and not self.itl.p50 and not self.itl.p99
 
 
-@dataclass(frozen=True)
-class Series:
+class AxisLabel(msgspec.Struct):
+    label: str = ""
+    log: bool = False
+
+
+class Series(msgspec.Struct):
     label: str
-    points: tuple[tuple[float, float], ...]
-    theory: bool
+    points: Points
+    style: str = ""  # measured or theory
+    subject: str = ""  # what is measured or predicted; "": the label
+
+    def __post_init__(self) -> None:
+        self.points = tuple(sorted(self.points))
+        self.subject = self.subject or self.label
+
+    @property
+    def theory(self) -> bool:
+        return self.style == "theory"
 
 
-@dataclass(frozen=True)
-class Sweep:
+class Sweep(msgspec.Struct):
     title: str
-    x_label: str
-    x_log: bool
-    y_label: str
-    y_log: bool
-    series: tuple[Series, ...]
-    notes: tuple[str, ...]
+    x: AxisLabel
+    y: AxisLabel
+    series: tuple[Series, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Result:
-    model: str
-    dtype: str
-    mode: str
-    seed: str
-    environment: Mapping[str, str]
-    description: Mapping[str, str]
-    requests: int | None
-    prompt_tokens: float | None
-    identical: bool | None
-    interrupted: bool
-    runs: tuple[Run, ...]
-    sweeps: tuple[Sweep, ...]
+class Workload(msgspec.Struct):
+    num_requests: int | None = None
+    prompt_tokens: float | None = None
+    description: dict[str, str] = {}
+
+
+class Result(msgspec.Struct):
+    model: str = ""
+    dtype: str = ""
+    mode: str = ""
+    seed: int | None = None
+    environment: dict[str, Any] = {}
+    workload: Workload = msgspec.field(default_factory=Workload)
+    identical: bool | None = msgspec.field(name="identical_tokens", default=None)
+    interrupted: bool = False
+    runs: tuple[Run, ...] = ()
+    sweeps: tuple[Sweep, ...] = ()
 
 
 def read(result: Mapping[str, Any]) -> Result:
-    workload = _mapping(result, "workload")
-    requests = number(workload.get("num_requests"))
-    identical = result.get("identical_tokens")
-    return Result(
-        model=_text(result, "model"), dtype=_text(result, "dtype"), mode=_text(result, "mode"),
-        seed=_text(result, "seed"), environment=_texts(_mapping(result, "environment")),
-        description=_texts(_mapping(workload, "description")), requests=None if requests is None else int(requests),
-        prompt_tokens=number(workload.get("prompt_tokens")),
-        identical=identical if isinstance(identical, bool) else None,
-        interrupted=result.get("interrupted") is True,
-        runs=tuple(_run(index, run) for index, run in enumerate(_items(result, "runs"))),
-        sweeps=tuple(_sweep(sweep) for sweep in _items(result, "sweeps")))
+    """Raises ValueError for what is no result."""
+    runs = [_known(run) | {"index": index} for index, run in enumerate(result.get("runs", ()))]
+    return msgspec.convert(_known(result) | {"runs": runs}, Result)
 
 
-def number(value: object) -> float | None:
-    """A finite number, or None."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return value
-
-
-def _run(index: int, run: Mapping[str, Any]) -> Run:
-    name = _text(run, "name") or f"run {index + 1}"
-    waste = _mapping(run, "waste")
-    plain = ("seconds", "steps", "output_tokens", "output_throughput", "occupancy", "mean_rows", "max_rows",
-             "preemptions", "cost_per_million")
-    return Run(
-        index=index, name=name, label=(_text(run, "label") or name).replace("_", " "),
-        slots=int(number(run.get("num_slots")) or 0), **{key: number(run.get(key)) for key in plain},
-        **{key: _spread(run, key) for key in ("ttft", "itl", "e2e")},
-        waste=Waste(**{key: number(waste.get(key)) for key in Waste.__dataclass_fields__}),
-        step_time=_step_time(_mapping(run, "step_time")), lanes=_lanes(_mapping(run, "chart")),
-        cumulative=_points(run, "cumulative"))
-
-
-def _spread(run: Mapping[str, Any], name: str) -> Spread:
-    summary = _mapping(run, name)
-    values = (number(value) for value in _items(run, f"{name}_values"))
-    return Spread(number(summary.get("p50")), number(summary.get("p99")),
-                  tuple(sorted(value for value in values if value is not None)))
-
-
-def _step_time(fit: Mapping[str, Any]) -> tuple[float, float, float | None] | None:
-    fixed, per_row = number(fit.get("a")), number(fit.get("b"))
-    return None if fixed is None or per_row is None else (fixed, per_row, number(fit.get("error")))
-
-
-def _lanes(chart: Mapping[str, Any]) -> Lanes:
-    slots, steps = (int(number(chart.get(key)) or 0) for key in ("slots", "steps"))
-    ends = tuple(number(end) for end in _items(chart, "step_ends"))
-    if len(ends) != steps + 1 or None in ends or any(end < start for start, end in pairwise(ends)):
-        slots, steps, ends = 0, 0, (0.0,)  # a chart with invalid times is not drawn
-    pieces = tuple(sorted(Piece(*piece) for piece in _items(chart, "runs")
-                          if 0 <= piece[0] < slots and piece[2] > 0 and 0 <= piece[1] <= steps - piece[2]))
-    pads = tuple(Pad(*pad) for pad in _items(chart, "pads")
-                 if 0 <= pad[0] < slots and 0 <= pad[1] < steps and pad[2] > 0)
-    return Lanes(slots, steps, ends, pieces, pads, bool(chart.get("truncated")))
-
-
-def _sweep(sweep: Mapping[str, Any]) -> Sweep:
-    x, y = _mapping(sweep, "x"), _mapping(sweep, "y")
-    series = tuple(
-        Series(_text(one, "label"), tuple(sorted(_points(one, "points"))), one.get("style") == "theory")
-        for one in _items(sweep, "series"))
-    return Sweep(_text(sweep, "title") or _text(sweep, "name"), _text(x, "label"), bool(x.get("log")),
-                 _text(y, "label"), bool(y.get("log")), tuple(one for one in series if one.points),
-                 tuple(str(note) for note in _items(sweep, "notes")))
-
-
-def _points(values: Mapping[str, Any], key: str) -> tuple[tuple[float, float], ...]:
-    pairs = ((number(point[0]), number(point[1])) for point in _items(values, key))
-    return tuple((x, y) for x, y in pairs if x is not None and y is not None)
-
-
-def _mapping(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    inner = values.get(key)
-    return inner if isinstance(inner, Mapping) else {}
-
-
-def _items(values: Mapping[str, Any], key: str) -> Sequence[Any]:
-    inner = values.get(key)
-    return inner if isinstance(inner, list | tuple) else ()
-
-
-def _text(values: Mapping[str, Any], key: str) -> str:
-    value = values.get(key)
-    return "" if value is None else str(value)
-
-
-def _texts(values: Mapping[str, Any]) -> dict[str, str]:
-    return {str(key): str(value) for key, value in values.items() if value not in (None, "")}
+def _known(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from markupsafe import Markup
 
-from slotwise.bench.report.data import Lanes, Pad, Piece
+from slotwise.bench.report.data import Lanes, Pad, Span
 from slotwise.bench.report.svg import Axis, canvas, group, percent, tag
 
 HUES = 12
@@ -32,13 +32,13 @@ def lane_height(slots: int) -> float:
     return min(24.0, max(6.0, 208.0 / max(slots, 1)))
 
 
-def with_idle(pieces: Sequence[Piece]) -> list[Piece]:
-    """The pieces, and the gaps between two of the same request in the same slot, where it was not computed."""
+def with_idle(spans: Sequence[Span]) -> list[Span]:
+    """The spans, and the gaps between two of the same request in the same slot, where it was not computed."""
     gaps = [
-        Piece(before.slot, before.end, after.first - before.end, "idle", before.request, 0)
-        for before, after in pairwise(pieces)
+        Span(before.slot, before.end, after.first - before.end, "idle", before.request, 0)
+        for before, after in pairwise(spans)
         if before.slot == after.slot and before.request == after.request and before.end < after.first]
-    return [*pieces, *gaps]
+    return [*spans, *gaps]
 
 
 def draw(lanes: Lanes, edges: Sequence[float], axis: Axis, wider: float, words: tuple[str, str]) -> Markup:
@@ -55,9 +55,9 @@ def draw(lanes: Lanes, edges: Sequence[float], axis: Axis, wider: float, words: 
     end = axis.place(edges[-1])
     cells = _Cells(places, pitch)
     drawn = [tag("path", d=cells.lane(slot), class_="lane") for slot in range(shown)]
-    drawn += _requests(with_idle(lanes.pieces), cells)
+    drawn += _requests(with_idle(lanes.spans), cells)
     drawn.append(_path("padding", cells.padding(lanes)))
-    drawn.append(_path("start", "".join(cells.start(piece) for piece in _starts(lanes.pieces))))
+    drawn.append(_path("start", "".join(cells.start(span) for span in _starts(lanes.spans))))
     return tag(
         "svg", tag("title", title), *_grid(axis, height), canvas(drawn, height, width),
         *_names(lanes.slots, used, shown, pitch),
@@ -68,7 +68,7 @@ def draw(lanes: Lanes, edges: Sequence[float], axis: Axis, wider: float, words: 
 
 def _shown(lanes: Lanes) -> tuple[int, int]:
     """Slots up to the last one used, and the lanes drawn: one lane stands for all unused slots if these are many."""
-    used = max((piece.slot + 1 for piece in lanes.pieces), default=0)
+    used = max((span.slot + 1 for span in lanes.spans), default=0)
     return used, lanes.slots if lanes.slots - used < 3 else used + 1
 
 
@@ -94,20 +94,20 @@ class _Cells:
     def lane(self, slot: int) -> str:
         return self._box(slot, 0, len(self._places) - 1)
 
-    def of(self, piece: Piece) -> str:
-        if piece.kind == "idle":
-            return self._box(piece.slot, piece.first, piece.end, 0.42, 0.58)
-        return self._box(piece.slot, piece.first, piece.end)
+    def of(self, span: Span) -> str:
+        if span.kind == "idle":
+            return self._box(span.slot, span.first, span.end, 0.42, 0.58)
+        return self._box(span.slot, span.first, span.end)
 
-    def start(self, piece: Piece) -> str:
-        top, bottom = self._rows(piece.slot)
-        return f"M{self._places[piece.first]:.2f} {top:.2f}V{bottom:.2f}"
+    def start(self, span: Span) -> str:
+        top, bottom = self._rows(span.slot)
+        return f"M{self._places[span.first]:.2f} {top:.2f}V{bottom:.2f}"
 
     def padding(self, lanes: Lanes) -> str:
         """Padding fills the share of a cell that it has of the cell's tokens."""
         return "".join(
             self._box(pad.slot, pad.step, pad.step + 1, 1 - part)
-            for pad, part in zip(lanes.pads, padded_parts(lanes.pieces, lanes.pads), strict=True))
+            for pad, part in zip(lanes.pads, padded_parts(lanes.spans, lanes.pads), strict=True))
 
     def _rows(self, slot: int) -> tuple[float, float]:
         return slot * self._pitch + self._gap / 2, (slot + 1) * self._pitch - self._gap / 2
@@ -119,47 +119,47 @@ class _Cells:
         return f"M{left:.2f} {high:.2f}H{right:.2f}V{low:.2f}H{left:.2f}z"
 
 
-def padded_parts(pieces: Sequence[Piece], pads: Iterable[Pad]) -> list[float]:
+def padded_parts(spans: Sequence[Span], pads: Iterable[Pad]) -> list[float]:
     """For each pad, the share of padding among the tokens computed in its slot at its step."""
-    begins = [(piece.slot, piece.first) for piece in pieces]
+    begins = [(span.slot, span.first) for span in spans]
     parts = []
     for pad in pads:
         index = bisect_right(begins, (pad.slot, pad.step)) - 1
         own = 0.0
-        if index >= 0 and pieces[index].slot == pad.slot and pad.step < pieces[index].end:
-            own = pieces[index].tokens / pieces[index].steps
+        if index >= 0 and spans[index].slot == pad.slot and pad.step < spans[index].end:
+            own = spans[index].tokens / spans[index].steps
         parts.append(pad.tokens / (pad.tokens + max(own, 0.0)))
     return parts
 
 
-def _requests(pieces: Sequence[Piece], cells: _Cells) -> list[Markup]:
+def _requests(spans: Sequence[Span], cells: _Cells) -> list[Markup]:
     """A group of paths, one for each kind, for every request; for every hue where requests are many."""
-    one_each = len({piece.request for piece in pieces}) <= FEW_REQUESTS
-    groups: dict[int, list[Piece]] = defaultdict(list)
-    for piece in pieces:
-        groups[piece.request if one_each else piece.request % HUES].append(piece)
+    one_each = len({span.request for span in spans}) <= FEW_REQUESTS
+    groups: dict[int, list[Span]] = defaultdict(list)
+    for span in spans:
+        groups[span.request if one_each else span.request % HUES].append(span)
     return [
         tag("g", tag("title", _story(key, groups[key])) if one_each else Markup(""), *_kinds(groups[key], cells),
             class_=f"h{key * 5 % HUES}", data_request=key if one_each else None)
         for key in sorted(groups)]
 
 
-def _kinds(pieces: Sequence[Piece], cells: _Cells) -> list[Markup]:
-    return [_path(kind, "".join(cells.of(piece) for piece in pieces if piece.kind == kind))
+def _kinds(spans: Sequence[Span], cells: _Cells) -> list[Markup]:
+    return [_path(kind, "".join(cells.of(span) for span in spans if span.kind == kind))
             for kind in ("idle", "prefill", "decode", "held")]
 
 
-def _story(request: int, pieces: Sequence[Piece]) -> str:
+def _story(request: int, spans: Sequence[Span]) -> str:
     """The tooltip of a request's cells."""
-    slots = sorted({piece.slot for piece in pieces})
-    taken = {kind: sum(piece.steps for piece in pieces if piece.kind == kind) for kind in KINDS}
-    prompt = sum(piece.tokens for piece in pieces if piece.kind == "prefill")
+    slots = sorted({span.slot for span in spans})
+    taken = {kind: sum(span.steps for span in spans if span.kind == kind) for kind in KINDS}
+    prompt = sum(span.tokens for span in spans if span.kind == "prefill")
     parts = [f"{prompt:,.0f} prompt tokens in {_steps(taken['prefill'])}"] if taken["prefill"] else []
     parts += [f"decode {_steps(taken['decode'])}"] if taken["decode"] else []
     parts += [f"held {_steps(taken['held'])} after its last token"] if taken["held"] else []
     parts += [f"not computed in {_steps(taken['idle'])}"] if taken["idle"] else []
     where = f"slot{'s' if len(slots) > 1 else ''} {', '.join(map(str, slots))}"
-    first, last = min(piece.first for piece in pieces), max(piece.end for piece in pieces) - 1
+    first, last = min(span.first for span in spans), max(span.end for span in spans) - 1
     return f"request {request} · {where} · steps {first:,} to {last:,} · {', '.join(parts)}"
 
 
@@ -167,9 +167,9 @@ def _steps(steps: int) -> str:
     return f"{steps:,} step{'' if steps == 1 else 's'}"
 
 
-def _starts(pieces: Sequence[Piece]) -> list[Piece]:
-    """The pieces at which a slot changes to another request."""
-    return [after for before, after in pairwise(pieces)
+def _starts(spans: Sequence[Span]) -> list[Span]:
+    """The spans at which a slot changes to another request."""
+    return [after for before, after in pairwise(spans)
             if before.slot == after.slot and before.request != after.request]
 
 

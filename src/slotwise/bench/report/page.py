@@ -20,6 +20,9 @@ SLOT_PARTS = {"useful": "a useful token", "held": "finished but held", "empty": 
 TOKEN_PARTS = {"prefill": "prompt tokens", "decode": "output tokens", "padding": "padding",
                "held": "held rows"}
 
+Parts = list[tuple[str, float | None]]
+"""Styles and sizes of a bar's parts."""
+
 
 def context(result: Result) -> dict[str, Any]:
     """The template's variables."""
@@ -48,22 +51,17 @@ def colours_of(runs: Sequence[Run]) -> list[str]:
 
 def facts(result: Result) -> list[tuple[str, str]]:
     """What was compared, as terms and their values; unknown ones are left out."""
-    environment = dict(result.environment)
-    machine = ", ".join(filter(None, (environment.get("machine"), _cores(environment.get("cores")))))
-    versions = ", ".join(f"{name} {environment[name]}" for name in ("slotwise", "python", "torch") if
-                         name in environment)
-    requests = f"{result.requests:,} requests" if result.requests else ""
-    terms = (f"{key.replace('_', ' ')} {value}" for key, value in result.description.items())
-    workload = ", ".join(filter(None, (requests, *terms)))
+    environment, workload = result.environment, result.workload
+    machine = (environment.get("machine"), f"{cores} cores" if (cores := environment.get("cores")) else "")
+    versions = (f"{name} {environment[name]}" for name in ("slotwise", "python", "torch") if environment.get(name))
+    requests = f"{workload.num_requests:,} requests" if workload.num_requests else ""
+    terms = (f"{key.replace('_', ' ')} {value}" for key, value in workload.description.items())
     listed = (
-        ("Model", ", ".join(filter(None, (result.model, result.dtype)))), ("Workload", workload),
-        ("Seed", result.seed), ("Machine", machine), ("Versions", versions),
-        ("Commit", environment.get("commit", "")), ("Measured", words.moment(environment.get("created", ""))))
-    return [(term, value) for term, value in listed if value]
-
-
-def _cores(cores: str | None) -> str:
-    return f"{cores} cores" if cores else ""
+        ("Model", (result.model, result.dtype)), ("Workload", (requests, *terms)),
+        ("Seed", ("" if result.seed is None else str(result.seed),)), ("Machine", machine), ("Versions", versions),
+        ("Commit", (environment.get("commit"),)), ("Measured", (words.moment(environment.get("created", "")),)))
+    joined = [(term, ", ".join(filter(None, values))) for term, values in listed]
+    return [(term, text) for term, text in joined if text]
 
 
 def charts_of(runs: Sequence[Run]) -> dict[str, Any]:
@@ -85,7 +83,7 @@ def charts_of(runs: Sequence[Run]) -> dict[str, Any]:
              "picture": lanes.draw(
                  run.lanes, edges, axis, wider, (_chart_title(run, name), _finish(run, name)))}
             for run, edges in zip(drawn, every, strict=True)]}
-    kinds = {piece.kind for run in drawn for piece in lanes.with_idle(run.lanes.pieces)}
+    kinds = {span.kind for run in drawn for span in lanes.with_idle(run.lanes.spans)}
     kinds |= {"padding"} if any(run.lanes.pads for run in drawn) else set()
     kinds |= {"empty", "prefill", "decode"}
     return {"views": views, "legend": lanes.legend(kind for kind in lanes.KINDS if kind in kinds)}
@@ -107,9 +105,9 @@ def _chart_note(run: Run) -> str:
     parts = [f"{seconds(run.seconds)}", f"{count(run.steps)} steps",
              f"occupancy {share(run.occupancy)}"]
     if run.step_time:
-        fixed, per_row, error = run.step_time
+        error = run.step_time.error
         within = f" (within {share(abs(error))})" if error is not None else ""
-        parts.append(f"a step takes {seconds(fixed)} + {seconds(per_row)} a row{within}")
+        parts.append(f"a step takes {seconds(run.step_time.a)} + {seconds(run.step_time.b)} a row{within}")
     if run.lanes.truncated:
         parts.append(f"drawn: the first {count(run.lanes.steps)} steps")
     return " · ".join(parts)
@@ -120,15 +118,16 @@ def _speed(runs: Sequence[Run], colours: Sequence[str]) -> list[tuple[str, str, 
     base = reference(tuple(runs))
     gains = [ratio(run.output_throughput, base.output_throughput) for run in runs]
     throughput = [
-        bars.Bar(run.label, colour, run.output_throughput, None, " · ".join(filter(None, (
+        bars.Bar(run.label, [(f"fill {colour}", run.output_throughput)], " · ".join(filter(None, (
             f"{figure(run.output_throughput)} tok/s", words.times(gain) if gain and len(runs) > 1 else ""))))
         for run, colour, gain in zip(runs, colours, gains, strict=True)]
     panels = [("Output tokens per second", "longer is better", throughput)]
     for title, key in (("Time to first token", "ttft"), ("Time between tokens", "itl"), ("Time to last token", "e2e")):
         spreads = [getattr(run, key) for run in runs]
         panels.append((title, "bar: p50, line: to p99; shorter is better", [
-            bars.Bar(run.label, colour, spread.p50, spread.p99, "answers come whole" if spread is run.itl and run.whole
-                     else f"p50 {seconds(spread.p50)} · p99 {seconds(spread.p99)}")
+            bars.Bar(run.label, [(f"fill {colour}", spread.p50)],
+                     "answers come whole" if spread is run.itl and run.whole
+                     else f"p50 {seconds(spread.p50)} · p99 {seconds(spread.p99)}", spread.p99)
             for run, colour, spread in zip(runs, colours, spreads, strict=True)]))
     return [(title, note, bars.bars(title, rows)) for title, note, rows in panels]
 
@@ -141,10 +140,10 @@ def _curves(runs: Sequence[Run], colours: Sequence[str]) -> dict[str, Any]:
         "distributions": [(title, note, picture) for title, note, picture in (
             ("Time to first token", "share of requests",
              curves.distribution("Distribution of the time to first token", runs, colours,
-                                 lambda run: run.ttft.values)),
+                                 lambda run: run.ttft_values)),
             ("Time between tokens", "share of gaps",
              curves.distribution("Distribution of the time between tokens", runs, colours,
-                                 lambda run: run.itl.values))) if picture]}
+                                 lambda run: run.itl_values))) if picture]}
 
 
 def _whole(runs: Sequence[Run]) -> str:
@@ -160,36 +159,40 @@ def _waste(result: Result) -> dict[str, Any]:
     table = waste_table(result.runs)
     if not table.rows:
         return {}
-    slot_rows = [bars.Stack(run.label, _slot_parts(run), _slot_text(run)) for run in result.runs]
-    token_rows = [bars.Stack(run.label, _token_parts(run, result.prompt_tokens), "") for run in result.runs]
-    token_rows = [bars.Stack(row.label, row.parts, f"{count(row.total)} tokens") for row in token_rows]
-    return {"slots": bars.stacks("Slot-steps by what they were used for", slot_rows),
-            "slot_legend": _part_legend(slot_rows, SLOT_PARTS), "tokens": bars.stacks(
-                "Computed tokens by what they were for", token_rows),
+    slot_rows = [bars.Bar(run.label, _slot_parts(run), _slot_text(run)) for run in result.runs]
+    token_rows = [bars.Bar(run.label, _token_parts(run, result.workload.prompt_tokens), "") for run in result.runs]
+    token_rows = [row._replace(text=f"{count(row.total)} tokens") for row in token_rows]
+    return {"slots": bars.bars("Slot-steps by what they were used for", slot_rows),
+            "slot_legend": _part_legend(slot_rows, SLOT_PARTS),
+            "tokens": bars.bars("Computed tokens by what they were for", token_rows),
             "token_legend": _part_legend(token_rows, TOKEN_PARTS), "sentence": waste_sentence(result),
             "table": table}
 
 
-def _slot_parts(run: Run) -> tuple[tuple[str, float], ...]:
+def _slot_parts(run: Run) -> Parts:
     total = run.slots * (run.steps or 0)
     useful = (run.occupancy or 0) * total
     held, empty = run.waste.held_row_steps or 0, run.waste.empty_slot_steps or 0
     idle = total - useful - held - empty
-    return (("useful", useful), ("held", held), ("empty", empty), ("idle", idle if idle > 0.5 else 0))
+    return _parts(useful=useful, held=held, empty=empty, idle=idle if idle > 0.5 else 0)
 
 
 def _slot_text(run: Run) -> str:
     return f"{count(run.slots * (run.steps or 0))} slot-steps · {share(run.occupancy)} wanted"
 
 
-def _token_parts(run: Run, prompt_tokens: float | None) -> tuple[tuple[str, float], ...]:
-    return (("prefill", prompt_tokens or 0), ("decode", run.output_tokens or 0),
-            ("padding", run.waste.padded_tokens or 0), ("held", run.waste.held_row_steps or 0))
+def _token_parts(run: Run, prompt_tokens: float | None) -> Parts:
+    return _parts(prefill=prompt_tokens, decode=run.output_tokens, padding=run.waste.padded_tokens,
+                  held=run.waste.held_row_steps)
 
 
-def _part_legend(rows: Sequence[bars.Stack], names: dict[str, str]) -> list[tuple[str, str]]:
-    present = {kind for row in rows for kind, size in row.parts if size > 0}
-    return [(kind, text) for kind, text in names.items() if kind in present]
+def _parts(**sizes: float | None) -> Parts:
+    return [(f"part {kind}", size) for kind, size in sizes.items()]
+
+
+def _part_legend(rows: Sequence[bars.Bar], names: dict[str, str]) -> list[tuple[str, str]]:
+    present = {style for row in rows for style, size in row.parts if size}
+    return [(kind, text) for kind, text in names.items() if f"part {kind}" in present]
 
 
 def waste_sentence(result: Result) -> str:

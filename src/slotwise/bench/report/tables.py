@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from slotwise.bench.report.data import Run
@@ -34,10 +34,10 @@ class Column:
     better: Callable[[Sequence[float]], float] | None = None  # max, min, or neither
 
 
-def runs_table(runs: Sequence[Run]) -> Table:
-    """A row for each run and a column for each measure; the best is marked where better is meaningful."""
+def speed_columns(runs: Sequence[Run]) -> list[Column]:
+    """What clients see: tokens per second, latencies and costs."""
     base = reference(tuple(runs))
-    columns = [
+    return [
         Column("output tok/s", lambda run: run.output_throughput, figure, max),
         Column(f"×\u00a0{base.label}", lambda run: ratio(run.output_throughput, base.output_throughput), times),
         Column("TTFT p50", lambda run: run.ttft.p50, seconds, min),
@@ -46,16 +46,36 @@ def runs_table(runs: Sequence[Run]) -> Table:
         Column("ITL p99", lambda run: 0.0 if run.whole else run.itl.p99, _gap),
         Column("E2E p50", lambda run: run.e2e.p50, seconds, min),
         Column("E2E p99", lambda run: run.e2e.p99, seconds, min),
-        Column("steps", lambda run: run.steps, count, min),
-        Column("rows, mean", lambda run: run.mean_rows, figure),
-        Column("rows, most", lambda run: run.max_rows, count),
-        Column("occupancy", lambda run: run.occupancy, share),
-        Column("preemptions", lambda run: run.preemptions, count),
-        Column("cost of 1 M tokens", lambda run: run.cost_per_million, figure, min),
-    ]
-    columns = [column for column in columns if any(column.read(run) is not None for run in runs)]
-    if not any(run.preemptions for run in runs):
-        columns = [column for column in columns if column.head != "preemptions"]
+        Column("cost of 1 M tokens", lambda run: run.cost_per_million, figure, min)]
+
+
+STEPS = (
+    Column("steps", lambda run: run.steps, count, min),
+    Column("rows, mean", lambda run: run.mean_rows, figure),
+    Column("rows, most", lambda run: run.max_rows, count),
+    Column("occupancy", lambda run: run.occupancy, share),
+    Column("preemptions", lambda run: run.preemptions or None, count))
+WASTE = {  # with what it means
+    Column("padded tokens", lambda run: run.waste.padded_tokens, count):
+        "computed only to bring a batch's prompts to one length",
+    Column("held row-steps", lambda run: run.waste.held_row_steps, count):
+        "rows computed again after their last token, because their batch had not drained",
+    Column("empty slot-steps", lambda run: run.waste.empty_slot_steps, count):
+        "slots without a request while a step ran, or whose request was left out of it",
+    Column("head-of-line wait", lambda run: run.waste.head_of_line_seconds, seconds):
+        "time that requests stood in line while a slot was empty or held, summed over requests",
+    Column("reserved, unused cache", lambda run: run.waste.reserved_unused, share):
+        "mean share of the cache set aside for tokens that were not there"}
+
+
+def known(columns: Iterable[Column], runs: Sequence[Run]) -> list[Column]:
+    """The columns that have a value for any run."""
+    return [column for column in columns if any(column.read(run) is not None for run in runs)]
+
+
+def runs_table(runs: Sequence[Run]) -> Table:
+    """A row for each run and a column for each measure; the best is marked where better is meaningful."""
+    columns = known([*speed_columns(runs), *STEPS], runs)
     cells = [_cells(column, runs) for column in columns]
     return Table(tuple(column.head for column in columns),
                  tuple((run.label, "", tuple(column[run.index] for column in cells)) for run in runs))
@@ -63,20 +83,9 @@ def runs_table(runs: Sequence[Run]) -> Table:
 
 def waste_table(runs: Sequence[Run]) -> Table:
     """A row for each kind of waste, with its meaning, and a column for each run."""
-    kinds: tuple[tuple[str, str, Read, Write], ...] = (
-        ("padded tokens", "computed only to bring a batch's prompts to one length",
-         lambda run: run.waste.padded_tokens, count),
-        ("held row-steps", "rows computed again after their last token, because their batch had not drained",
-         lambda run: run.waste.held_row_steps, count),
-        ("empty slot-steps", "slots without a request while a step ran, or whose request was left out of it",
-         lambda run: run.waste.empty_slot_steps, count),
-        ("head-of-line wait", "time that requests stood in line while a slot was empty or held, summed over requests",
-         lambda run: run.waste.head_of_line_seconds, seconds),
-        ("reserved, unused cache", "mean share of the cache set aside for tokens that were not there",
-         lambda run: run.waste.reserved_unused, share))
-    kinds = tuple(kind for kind in kinds if any(kind[2](run) is not None for run in runs))
     return Table(tuple(run.label for run in runs), tuple(
-        (name, meaning, tuple(Cell(write(read(run)), False) for run in runs)) for name, meaning, read, write in kinds))
+        (column.head, WASTE[column], tuple(Cell(column.write(column.read(run)), False) for run in runs))
+        for column in known(WASTE, runs)))
 
 
 def _cells(column: Column, runs: Sequence[Run]) -> list[Cell]:

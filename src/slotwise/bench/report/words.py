@@ -140,7 +140,8 @@ def _sooner(best: Run, base: Run) -> str:
 
 def conditions(result: Result) -> str:
     """The conditions shared by all runs."""
-    requests = f"the same {result.requests:,} requests" if result.requests else "the same requests"
+    number = result.workload.num_requests
+    requests = f"the same {number:,} requests" if number else "the same requests"
     if len(result.runs) < 2:
         return f"One discipline on {requests.replace('the same ', '')}: run others beside it to compare."
     where = "each behind its own server" if result.mode == "server" else "in one process, one after another"

@@ -1,5 +1,4 @@
-"""Kernels for CPUs: Numba on a thread pool, and products with weights that are packed once."""
+"""Kernels for CPUs: Numba on a thread pool, and products with weights that are packed once.
 
-from slotwise.kernels.cpu.kernels import CpuKernels
-
-__all__ = ["CpuKernels"]
+Importing this package imports nothing: compile workers start before the engine imports torch (`jit/workers.py`).
+"""

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slotwise.kernels.cpu.pages import populate, untouched_pages
+from slotwise.kernels.cpu.memory import populate, untouched_pages
 from slotwise.kernels.cpu.processor import LANES, PAIR
 from slotwise.kernels.interface import AttentionShape
 
@@ -90,7 +90,9 @@ class CpuCache:
         return keys, values
 
     def _parts(self, shape: AttentionShape) -> tuple[Tensor, ...]:
-        return self.storage.split(head_block_elements(self.block_size, shape.head_dim, self.storage.dtype), dim=-1)
+        parts: tuple[Tensor, ...] = self.storage.split(
+            head_block_elements(self.block_size, shape.head_dim, self.storage.dtype), dim=-1)
+        return parts
 
     def _columns(self, stored: Tensor) -> Tensor:
         """Columns in their logical order."""

@@ -17,11 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slotwise.kernels.cpu.compiled import Compiled
+from slotwise.kernels.cpu.jit.compiler import Compiled, kernel
 from slotwise.kernels.cpu.launcher import HEADER, MAX_ARGUMENTS, KernelLauncher
 from slotwise.kernels.cpu.memory import aligned
-from slotwise.kernels.cpu.parts import kernel
-from slotwise.kernels.cpu.simd import INT64, call, load
+from slotwise.kernels.cpu.simd import INT64, call_kernel, load
 from slotwise.kernels.cpu.threads import run_shared
 
 WORDS = HEADER + MAX_ARGUMENTS  # int64 of a kernel's header and arguments
@@ -38,8 +37,8 @@ class Graph:
                  held: Sequence[object]) -> None:
         self._launcher = launcher
         self._held = (kernels, held)  # keeps the kernels' memory alive
-        place = (result.untyped_storage(), result.storage_offset(), result.shape)
-        self.result = result.new_empty(0).set_(*place)  # a tensor of its own: the arena may reuse the memory
+        place = (result.untyped_storage(), result.storage_offset(), result.shape, result.stride())
+        self.result: Tensor = result.new_empty(0).set_(*place)  # of its own: the arena may reuse the memory
         self._codes = np.array([[code.address, is_alone] for code, is_alone, _ in kernels], np.int64)
         self._blocks, self._address = aligned(len(kernels) * WORDS, np.int64)
         self._blocks = self._blocks.reshape(len(kernels), WORDS)
@@ -117,19 +116,19 @@ class GraphRecorder:
 
 
 @kernel
-def _run(pool, codes, block, count):
+def _run(pool: int, codes: int, block: int, count: int) -> None:
     """Run the kernels in order, each on the calling thread or shared with the pool."""
     for index in range(count):
         code, is_alone = load(codes, 2 * index, INT64), load(codes, 2 * index + 1, INT64)
         if is_alone != 0:
-            call(code, block)
+            call_kernel(code, block)
         else:
             run_shared(pool, code, block)
         block += 8 * WORDS
 
 
-def _program(pool, codes, block, count):
+def _program(pool: int, codes: int, block: int, count: int) -> None:
     _run(pool, codes, block, count)
 
 
-PROGRAM = Compiled(_program, "void(int64, int64, int64, int64)")
+PROGRAM = Compiled(_program)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from slotwise.kernels.cpu import (
     attention,
-    attention_tiling,
     gemm,
     linear,
     linear_fp16,
@@ -21,14 +20,15 @@ from slotwise.kernels.cpu import (
     paths,
     pointwise,
     processor,
+    quantize,
     sampling,
 )
 from slotwise.kernels.cpu.cache import CpuCache, head_block_elements, padded
-from slotwise.kernels.cpu.compiled import Compiled, compile_all
 from slotwise.kernels.cpu.graph import PROGRAM, Arena, Graph, GraphRecorder
+from slotwise.kernels.cpu.jit.compiler import Compiled, compile_all
 from slotwise.kernels.cpu.launcher import KernelLauncher
 from slotwise.kernels.cpu.threads import RUN_SHARED, WORK
-from slotwise.kernels.interface import AttentionShape, Linear, QKNorm, RaggedBatch, cache_kind, in_two_steps
+from slotwise.kernels.interface import Activation, AttentionShape, Linear, QKNorm, RaggedBatch, cache_kind, in_two_steps
 
 LOG2_E = math.log2(math.e)
 SMALL = 1 << 14  # elements that one thread computes before two have synchronised
@@ -41,7 +41,7 @@ class CpuKernels:
 
     name = "cpu"
     device = torch.device("cpu")
-    kinds = (torch.bfloat16, torch.float32)
+    kinds: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
 
     def __init__(
         self, threads: int | None = None, quantization: str = "none", kv_cache_dtype: str = "auto",
@@ -50,15 +50,15 @@ class CpuKernels:
         """`threads` of the pool; None: as many as torch uses.  `path` is one of `paths.ALL`; None: see `paths.py`.
 
         Raises:
-            ValueError: `quantization` is neither "none" nor one of `linear_int.BITS`, `kv_cache_dtype` neither "auto"
+            ValueError: `quantization` is neither "none" nor one of `quantize.BITS`, `kv_cache_dtype` neither "auto"
                 nor "int8", or the path that is forced is unknown or cannot run here.
         """
-        if quantization != "none" and quantization not in linear_int.BITS:
-            raise ValueError(f"quantization must be none, {' or '.join(linear_int.BITS)}, not {quantization!r}")
+        if quantization != "none" and quantization not in quantize.BITS:
+            raise ValueError(f"quantization must be none, {' or '.join(quantize.BITS)}, not {quantization!r}")
         self._cached = cache_kind(kv_cache_dtype, self.name, ("auto", "int8"))
         self._forced = paths.forced(path)
         self.launcher = KernelLauncher(threads or torch.get_num_threads())
-        self._bits = linear_int.BITS.get(quantization, 0)  # of a weight; 0: not quantised
+        self._bits = quantize.BITS.get(quantization, 0)  # of a weight; 0: not quantised
         self._head_bits = 8 if self._bits else 0  # the head keeps 8: each of its errors is a token's
         self._arena = Arena()
 
@@ -91,13 +91,19 @@ class CpuKernels:
             "fp16": [linear_fp16.PRODUCT], "onednn": [pointwise.SILU_MUL[kind]],
             "float32": [linear.PRODUCT[kind], pointwise.SILU_MUL[kind]]}.get(self.product_path(kind), [])
         of_logits = [sampling.DRAW, sampling.LOG_PROBABILITIES, sampling.GREEDY[kind], sampling.WIDEN[kind]]
-        compile_all([*(products or dense), *of_the_cache, *multiply, *of_logits, attention_tiling.PLAN, pointwise.EMBED,
+        compile_all([*(products or dense), *of_the_cache, *multiply, *of_logits, attention.PLAN, pointwise.EMBED,
                      pointwise.NORM[kind], PROGRAM, WORK, RUN_SHARED])
 
     def operations_per_second(self, kind: torch.dtype) -> float:
         """By the path of products, for each thread."""
         of_a_thread = {"onednn": 7e11, "fp16": 1.6e11}.get(self.product_path(kind), 1e11 if processor.AVX512 else 6e10)
         return of_a_thread * self.launcher.threads
+
+    def refusal(self, shape: AttentionShape) -> str:
+        """Soft-capped scores over an int8 cache, whose scales are applied behind the cap."""
+        if shape.soft_cap and self._cached == torch.int8:
+            return "kv_cache_dtype int8 does not support soft-capped attention scores on device cpu: choose auto"
+        return ""
 
     def allocate_cache(self, num_blocks: int, block_size: int, shape: AttentionShape, kind: torch.dtype) -> CpuCache:
         """One layer's zeroed cache of `num_blocks` blocks of `block_size` tokens."""
@@ -120,12 +126,14 @@ class CpuKernels:
         """`weight [out, in]`, packed once for many products."""
         return self._packed(weight, bias, self._bits)
 
-    def gated(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """`weight [2 * intermediate, in]`, gates first.  Quantised or in fp16, activation is part of the product."""
+    def gated(self, weight: Tensor, bias: Tensor | None = None, activation: Activation = "silu") -> Linear:
+        """`weight [2 * intermediate, in]`, gates first.  Quantised or in fp16, SiLU is part of the product."""
+        if activation != "silu":
+            return in_two_steps(self, weight, bias, activation)
         if self._bits:
-            return linear_int.int_gated(weight, bias, self._bits, self._quantised, self.launcher)
+            return linear_int.int_linear(weight, bias, self._bits, self._quantised, self.launcher, is_gated=True)
         if self._in_halves(weight):
-            return linear_fp16.fp16_gated(weight, bias, self.launcher)
+            return linear_fp16.fp16_linear(weight, bias, self.launcher, is_gated=True)
         return in_two_steps(self, weight, bias)
 
     def head(self, weight: Tensor) -> Linear:
@@ -148,12 +156,12 @@ class CpuKernels:
 
     def linear_bytes(self, outputs: int, depth: int, kind: torch.dtype) -> int:
         """Bytes of a packed `linear`."""
-        return linear_int.weight_bytes(outputs, depth, self._bits) if self._bits else outputs * depth * kind.itemsize
+        return quantize.weight_bytes(outputs, depth, self._bits) if self._bits else outputs * depth * kind.itemsize
 
     def head_bytes(self, outputs: int, depth: int, kind: torch.dtype) -> int:
         """Bytes of a packed `head`."""
         bits = self._head_bits
-        return linear_int.weight_bytes(outputs, depth, bits) if bits else outputs * depth * kind.itemsize
+        return quantize.weight_bytes(outputs, depth, bits) if bits else outputs * depth * kind.itemsize
 
     def library_bytes(self, kind: torch.dtype) -> int:
         """oneDNN's cache, where it multiplies."""
@@ -180,29 +188,46 @@ class CpuKernels:
         self._run(pointwise.EMBED, tokens * size)
         return out
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """RMSNorm over the last dimension of `x [tokens, hidden]`."""
-        return self._norm(x, 0, weight, eps)
+        return self._norm(x, 0, weight, eps, offset)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """`residual += x` in place, then RMSNorm of the sum as stored: `[tokens, hidden]`."""
-        return self._norm(x, residual.data_ptr(), weight, eps)
+        return self._norm(x, residual.data_ptr(), weight, eps, offset)
 
-    def _norm(self, x: Tensor, residual_at: int, weight: Tensor, eps: float) -> Tensor:
+    def _norm(self, x: Tensor, residual_at: int, weight: Tensor, eps: float, offset: float) -> Tensor:
         x = x.contiguous()
         tokens, size = x.shape
         out = self.launcher.empty((tokens, size), x.dtype)
-        self.launcher.give(x.data_ptr(), residual_at, weight.data_ptr(), out.data_ptr(), tokens, size, _bits(eps))
+        self.launcher.give(x.data_ptr(), residual_at, weight.data_ptr(), out.data_ptr(), tokens, size, _bits(eps),
+                           _bits(offset))
         self._run(pointwise.NORM[x.dtype], x.numel())
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """`silu(gate) * up` for `gate_up [tokens, 2 * intermediate]`."""
+        return self._activated(pointwise.SILU_MUL, gate_up)
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """`gelu(gate) * up`, with GELU's approximation by tanh."""
+        return self._activated(pointwise.GELU_MUL, gate_up)
+
+    def _activated(self, codes: dict[torch.dtype, Compiled], gate_up: Tensor) -> Tensor:
         gate_up = gate_up.contiguous()
         tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = self.launcher.empty((tokens, size), gate_up.dtype)
         self.launcher.give(gate_up.data_ptr(), 0, 0, out.data_ptr(), tokens, size)
-        self._run(pointwise.SILU_MUL[gate_up.dtype], gate_up.numel())
+        self._run(codes[gate_up.dtype], gate_up.numel())
+        return out
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """`cap * tanh(x / cap)` for `x [tokens, size]`; NaN and infinities stay what they are."""
+        x = x.contiguous()
+        tokens, size = x.shape
+        out = self.launcher.empty((tokens, size), x.dtype)
+        self.launcher.give(x.data_ptr(), 0, 0, out.data_ptr(), tokens, size, _bits(cap))
+        self._run(pointwise.SOFT_CAP[x.dtype], x.numel())
         return out
 
     def rotary_store(
@@ -213,7 +238,8 @@ class CpuKernels:
         qkv = qkv.contiguous()
         tokens = qkv.shape[0]
         query = self.launcher.empty((tokens, shape.num_heads, shape.head_dim), qkv.dtype)
-        norms = (0, 0, 0) if norm is None else (norm.query.data_ptr(), norm.key.data_ptr(), _bits(norm.eps))
+        norms = (0, 0, 0, 0) if norm is None else (
+            norm.query.data_ptr(), norm.key.data_ptr(), _bits(norm.eps), _bits(norm.offset))
         self.launcher.give(
             qkv.data_ptr(), query.data_ptr(), cache.address, rotary.data_ptr(), batch.positions.data_ptr(),
             batch.slot_mapping.data_ptr(), tokens, *cache.geometry, *norms,
@@ -222,20 +248,23 @@ class CpuKernels:
         self._run(pointwise.ROTARY_STORE[qkv.dtype, cache.storage.dtype], qkv.numel())
         return query
 
-    def attention(self, query: Tensor, cache: CpuCache, batch: RaggedBatch, shape: AttentionShape) -> Tensor:
+    def attention(
+        self, query: Tensor, cache: CpuCache, batch: RaggedBatch, shape: AttentionShape, sinks: Tensor | None = None,
+    ) -> Tensor:
         """Causal attention of every row over its own cached context: `[tokens, heads * head_dim]`."""
         tokens, rows, tables = query.shape[0], batch.context_lens.shape[0], batch.block_tables
         launcher, out = self.launcher, self.launcher.empty((tokens, shape.num_heads * shape.head_dim), query.dtype)
-        workspace = attention_tiling.workspace(shape, rows, tokens, batch.max_context_len)
+        workspace = attention.workspace(shape, rows, tokens, batch.max_context_len)
         base = launcher.scratch(workspace.floats(launcher.threads))
         launcher.give(
             gemm.MULTIPLY[cache.storage.dtype].address, query.data_ptr(), out.data_ptr(), cache.address,
             tables.data_ptr(), tables.stride(0), batch.query_starts.data_ptr(), batch.context_lens.data_ptr(), rows,
             base, base + workspace.arrivals, base + workspace.parts, base + workspace.threads, workspace.thread_bytes,
             *cache.geometry,
-            shape.window, _bits(shape.scale * LOG2_E), launcher.threads,
+            shape.window, _bits(shape.scale * LOG2_E), launcher.threads, _bits(shape.soft_cap * LOG2_E),
+            0 if sinks is None else sinks.data_ptr(),
         )
-        launcher.alone(attention_tiling.PLAN)
+        launcher.alone(attention.PLAN)
         launcher.together(attention.ATTEND[query.dtype, cache.storage.dtype])
         return out
 
@@ -249,4 +278,5 @@ class CpuKernels:
 @functools.lru_cache(maxsize=256)
 def _bits(value: float) -> int:
     """The 32 bits of `value` as float32."""
-    return struct.unpack("<I", struct.pack("<f", value))[0]
+    (bits,) = struct.unpack("<I", struct.pack("<f", value))
+    return int(bits)

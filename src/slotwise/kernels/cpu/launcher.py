@@ -8,23 +8,20 @@ core does less of it; a kernel is correct with any number of threads, and with o
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from slotwise.kernels.cpu.compiled import Compiled
+from slotwise.kernels.cpu.jit.compiler import Compiled
 from slotwise.kernels.cpu.memory import aligned
 from slotwise.kernels.cpu.openmp import torch_threads
 from slotwise.kernels.cpu.threads import thread_pool
 
-if TYPE_CHECKING:
-    from slotwise.kernels.cpu.graph import GraphRecorder
-
 HEADER = 16  # int64 words: work is counted in word 0, threads in word 8, on a cache line each; word 1 is the pool's
 THREAD_COUNTER = 64  # bytes from the start of the words
-MAX_ARGUMENTS = 24
+MAX_ARGUMENTS = 32  # header and arguments are whole cache lines: `threads.py` uses the low bits of their addresses
 
 _COUNTERS = struct.Struct(f"{8 * HEADER}x")
 _ARGUMENTS = [struct.Struct(f"{count}q") for count in range(MAX_ARGUMENTS + 1)]
@@ -36,16 +33,29 @@ class Threads(Protocol):
         ...
 
 
+class Recorder(Protocol):
+    """Notes the kernels that are launched."""
+
+    def note(self, code: Compiled, words: bytes, scratch: object, *, is_alone: bool) -> None:
+        """Note a kernel that starts with the arguments `words` and works in `scratch`."""
+        ...
+
+    def empty(self, size: tuple[int, ...], kind: torch.dtype) -> Tensor:
+        """Memory for a kernel's result."""
+        ...
+
+
 class KernelLauncher:
     """The threads, the arguments and the scratch memory of kernels.  One caller at a time."""
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
-        self.recorder: GraphRecorder | None = None
+        self.recorder: Recorder | None = None
         self.pool = thread_pool(threads)
         self.is_beside_torch = False
         self._all: Threads = self.pool
         self._block, self._address = aligned(HEADER + MAX_ARGUMENTS, np.int64)
+        self._memory = self._block.data
         self._scratch, self._scratch_address = aligned(0, np.float32)
 
     def join_torch(self) -> None:
@@ -55,8 +65,8 @@ class KernelLauncher:
 
     def give(self, *arguments: int) -> None:
         """Set the arguments of the next kernel, and the counters to zero."""
-        _COUNTERS.pack_into(self._block, 0)
-        _ARGUMENTS[len(arguments)].pack_into(self._block, 8 * HEADER, *arguments)
+        _COUNTERS.pack_into(self._memory, 0)
+        _ARGUMENTS[len(arguments)].pack_into(self._memory, 8 * HEADER, *arguments)
         self._given = len(arguments)
 
     def together(self, code: Compiled) -> None:

@@ -1,23 +1,28 @@
-"""Products with weights that are packed once.
+"""Products with weights that are packed once: what all of them share, and those in float32.
 
-Bfloat16 is widened to float32 on its way into registers, by `gemm.py`; `onednn.py` is better only where the processor
-multiplies bfloat16 faster than float32.  float32 products take the same path, which makes a token's result independent
-of its batch-mates, bit for bit.
+Outputs are packed into *panels*, groups of outputs that are computed together; a product is items of a block of rows
+times a panel, which threads take.  `linear_fp16.py` and `linear_int.py` have other panels.
+
+Here bfloat16 is widened to float32 on its way into registers, by `gemm.py`; `onednn.py` is better only where the
+processor multiplies bfloat16 faster than float32.  float32 products take the same path, which makes a token's result
+independent of its batch-mates, bit for bit.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from slotwise.kernels.cpu.cache import stored_order
-from slotwise.kernels.cpu.compiled import Compiled
 from slotwise.kernels.cpu.gemm import MULTIPLY, STRIP, STRIP_ROW_BYTES, call_multiply
+from slotwise.kernels.cpu.jit.compiler import Compiled, kernel, specialised
 from slotwise.kernels.cpu.launcher import HEADER, THREAD_COUNTER, KernelLauncher
-from slotwise.kernels.cpu.parts import kernel
 from slotwise.kernels.cpu.processor import PAIR
-from slotwise.kernels.cpu.simd import BFLOAT16, FLOAT32, INT64, ZERO, bytes_of, fetch_add, fill, load, store
+from slotwise.kernels.cpu.simd import BFLOAT16, FLOAT32, INT64, ZERO, Real, bytes_of, fetch_add, fill, load, store
 from slotwise.kernels.interface import Linear
 
 PANEL = 32  # outputs computed together: the weights of each PAIR of them lie together
@@ -25,13 +30,57 @@ TILE = 12  # rows multiplied at once
 AHEAD = 4096  # bytes of weights between what is read and what is prefetched
 BLOCK_FLOATS = 1 << 16  # of rows widened at once: a quarter of a typical second-level cache
 
-MULTIPLY_ADDRESS, X, WEIGHT, BIAS, OUT, TOKENS, DEPTH, OUTPUTS, BLOCK, SCRATCH, SCRATCH_BYTES = range(
-    HEADER, HEADER + 11
-)
+# Arguments of every product, in words after the header; MULTIPLY_ADDRESS of those in float32 only.
+(X, WEIGHT, BIAS, OUT, TOKENS, DEPTH, OUTPUTS, STORED, BLOCK, SCRATCH, SCRATCH_BYTES, THREADS,
+ MULTIPLY_ADDRESS) = range(HEADER, HEADER + 13)
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Weights in panels, and how their kernel runs."""
+
+    code: Compiled
+    panels: Tensor
+    bias: Tensor | None
+    depth: int
+    outputs: int
+    stored: int  # numbers per token in the result: half of the outputs where these are gates and what they gate
+    block_rows: Callable[[int], int]  # rows prepared at once, for a number of tokens
+    floats: int  # of scratch memory per thread
+    multiply: Compiled | None = None  # called by the code
+
+    def product(self, launcher: KernelLauncher) -> Linear:
+        """The product with these weights, as a function of `x [..., depth]`."""
+        bias, multiply = 0 if self.bias is None else self.bias.data_ptr(), self.multiply
+
+        def product(x: Tensor) -> Tensor:
+            x = x.contiguous()
+            out = launcher.empty((*x.shape[:-1], self.stored), x.dtype)
+            tokens = x.numel() // self.depth
+            launcher.give(
+                x.data_ptr(), self.panels.data_ptr(), bias, out.data_ptr(), tokens, self.depth, self.outputs,
+                self.stored, self.block_rows(tokens), launcher.scratch(launcher.threads * self.floats),
+                self.floats * 4, launcher.threads, 0 if multiply is None else multiply.address)
+            launcher.together(self.code)
+            return out
+
+        return product
+
+
+def in_panels(outputs: Tensor, size: int, *, is_gated: bool = False) -> Tensor:
+    """`outputs [out, ...]`, padded with zeros to whole panels of `size`.
+
+    Args:
+        is_gated: they are gates, then as many of what they gate: a panel becomes half of either.
+    """
+    if is_gated:
+        halves = [in_panels(half, size // 2).unflatten(0, (-1, size // 2)) for half in outputs.chunk(2)]
+        return torch.cat(halves, dim=1).flatten(0, 1)
+    return F.pad(outputs, (0, 0) * (outputs.dim() - 1) + (0, -len(outputs) % size))
 
 
 @kernel
-def _widen_block(words, first, rows, target, kind):
+def _widen_block(words: int, first: int, rows: int, target: int, kind: Real) -> None:
     """Rows `first ... first + rows` of x, as strips of float32."""
     depth = load(words, DEPTH, INT64)
     for row in range(rows):
@@ -43,7 +92,7 @@ def _widen_block(words, first, rows, target, kind):
 
 
 @kernel
-def _store_tile(words, sums, first, rows, panel, kind):
+def _store_tile(words: int, sums: int, first: int, rows: int, panel: int, kind: Real) -> None:
     """Store a tile's sums plus bias to the output."""
     outputs, bias, column = load(words, OUTPUTS, INT64), load(words, BIAS, INT64), panel * PANEL
     columns = min(PANEL, outputs - column)
@@ -58,7 +107,7 @@ def _store_tile(words, sums, first, rows, panel, kind):
 
 
 @kernel
-def _product(words, kind):
+def _product(words: int, kind: Real) -> None:
     tokens, depth, block = load(words, TOKENS, INT64), load(words, DEPTH, INT64), load(words, BLOCK, INT64)
     panels = (load(words, OUTPUTS, INT64) + PANEL - 1) // PANEL
     items = (tokens + block - 1) // block * panels
@@ -84,43 +133,20 @@ def _product(words, kind):
         item = fetch_add(words, 1)
 
 
-def _product_bfloat16(words):
-    _product(words, BFLOAT16)
-
-
-def _product_float32(words):
-    _product(words, FLOAT32)
-
-
-PRODUCT = {
-    torch.bfloat16: Compiled(_product_bfloat16, "void(int64)"),
-    torch.float32: Compiled(_product_float32, "void(int64)"),
-}
+PRODUCT = {torch.bfloat16: specialised(_product, BFLOAT16), torch.float32: specialised(_product, FLOAT32)}
 
 
 def pack_panels(weight: Tensor) -> Tensor:
     """`weight [out, in]` as `[out / PAIR, in, PAIR]`, zeros up to whole panels, columns in the order they are read."""
-    outputs, depth = weight.shape
-    filled = F.pad(weight, (0, 0, 0, -outputs % PANEL)).view(-1, PAIR, depth)
+    filled = in_panels(weight, PANEL).view(-1, PAIR, weight.shape[1])
     return filled[:, stored_order(PAIR, weight.dtype)].transpose(1, 2).contiguous()
 
 
 def tiled_linear(weight: Tensor, bias: Tensor | None, launcher: KernelLauncher) -> Linear:
     """`weight [out, in]` through `gemm.py`."""
     outputs, depth = weight.shape
-    panels = pack_panels(weight)
-    code, multiply = PRODUCT[weight.dtype], MULTIPLY[weight.dtype]
     block = max(TILE, BLOCK_FLOATS // depth // TILE * TILE)
-    floats = TILE * PANEL + block * -(-depth // STRIP) * STRIP
-
-    def product(x: Tensor) -> Tensor:
-        x = x.contiguous()
-        out = launcher.empty((*x.shape[:-1], outputs), x.dtype)
-        launcher.give(
-            multiply.address, x.data_ptr(), panels.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(),
-            x.numel() // depth, depth, outputs, block, launcher.scratch(launcher.threads * floats), floats * 4,
-        )
-        launcher.together(code)
-        return out
-
-    return product
+    packed = Packed(
+        PRODUCT[weight.dtype], pack_panels(weight), bias, depth, outputs, outputs, lambda tokens: block,
+        TILE * PANEL + block * -(-depth // STRIP) * STRIP, MULTIPLY[weight.dtype])
+    return packed.product(launcher)

@@ -1,9 +1,12 @@
 """Products of bfloat16 in half precision, for processors that multiply halves (AVX-512 FP16) but no faster bfloat16.
 
 A half has three bits more than a bfloat16 and a far smaller range.  So every output's weights, and every token's
-numbers, are shifted by a power of two, which loses nothing but what is below 2**-28 of the largest.  A vector holds
-twice as many halves as float32, and nothing is widened on its way.  The rounding error of adding in halves is half of
-that of rounding a result to bfloat16 (see `gemm_fp16.py`).
+numbers, are scaled by a power of two, which loses only numbers below 2**-28 of the largest.  A vector holds
+twice as many halves as float32, and nothing is widened on its way.
+
+Products are added at three levels: those of a chain in fp16 registers, the chains of a group in fp16 memory, groups in
+float32.  The rounding error grows with the square root of a chain's length, and is half of the error of rounding a
+result to bfloat16.
 
     weights       panels of 64 outputs, or of 32 gates and what they gate
                   [ half[depth, 64] | scale float32[64] | bias float32[64] ]
@@ -15,41 +18,76 @@ A row's result does not depend on the rows beside it, bit for bit.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import cast
+
 import torch
+from llvmlite import ir
 from torch import Tensor
 
-from slotwise.kernels.cpu.compiled import Compiled
-from slotwise.kernels.cpu.gemm_fp16 import (
-    CHAIN,
-    GATES,
-    PAIR_BYTES,
-    PANEL,
-    ROOM_BYTES,
-    STRIP_ROW_BYTES,
-    SUMS_BYTES,
-    TALLEST,
-    TILE_BYTES,
-    finish_gated_rows,
-    finish_rows,
-    fp16_gemm,
-    largest_size,
-    to_fp16,
+from slotwise.kernels.cpu.jit.compiler import Compiled, kernel
+from slotwise.kernels.cpu.jit.intrinsic import FLOAT, INT, intrinsic
+from slotwise.kernels.cpu.launcher import THREAD_COUNTER, KernelLauncher
+from slotwise.kernels.cpu.linear import (
+    BLOCK,
+    DEPTH,
+    OUT,
+    OUTPUTS,
+    SCRATCH,
+    SCRATCH_BYTES,
+    STORED,
+    THREADS,
+    TOKENS,
+    WEIGHT,
+    Packed,
+    X,
+    in_panels,
 )
-from slotwise.kernels.cpu.launcher import HEADER, THREAD_COUNTER, KernelLauncher
-from slotwise.kernels.cpu.packing import paired, whole
-from slotwise.kernels.cpu.parts import kernel
+from slotwise.kernels.cpu.llvm import (
+    HALF,
+    LONG,
+    SHORT,
+    SINGLE,
+    WORD,
+    Loop,
+    all_of,
+    behind,
+    call,
+    fma,
+    number,
+    prefetch,
+    read,
+    round_to_bfloat16,
+    silu,
+    spread,
+    switch,
+    widened,
+    write,
+)
 from slotwise.kernels.cpu.processor import has
 from slotwise.kernels.cpu.simd import BFLOAT16, FLOAT32, INT64, ZERO, fetch_add, fill, float_of, load, store
 from slotwise.kernels.cpu.work_queue import NOTHING, pop, rows_of_a_block, upcoming
 from slotwise.kernels.interface import Linear
 
+CHAIN = 32  # products added in registers
+GROUP = 4  # chains whose sums are added in fp16
+LANES = 32  # halves of a vector
+PANEL = 2 * LANES  # outputs computed together
+GATES = PANEL // 2  # of a panel that is half gates, half what they gate
+TALLEST = 13  # rows of a tile: its accumulators, two vectors of weights and the broadcast pair fit into 32 registers
+PAIR_BYTES = 4
+STRIP_ROW_BYTES = CHAIN * PAIR_BYTES
+SUMS_BYTES = TALLEST * PANEL * 4  # of a tile's sums in float32; a group's in fp16 come behind them
+TILE_BYTES = TALLEST * PANEL * (4 + 2)
+ROOM_BYTES = PANEL * 4  # of one float32 per output: its scale, its bias
 TOP = 4  # numbers are shifted below 2**TOP: the sum of a group stays below 2**15, and a half holds nearly 2**16
 SMALLEST_EXPONENT = TOP  # biased exponent of a bfloat16: the smallest for which the shift is still a float
 AHEAD = 16384  # bytes of weights between what is read and what is prefetched, where a panel is read but once
 PACKED_AT_ONCE = 1 << 20  # weights, which stay in a cache from one of torch's operators to the next
 BLOCK_PAIRS = 1 << 16  # of rows packed at once: an eighth of the second-level cache of such processors
 
-X, WEIGHT, OUT, TOKENS, DEPTH, OUTPUTS, STORED, BLOCK, SCRATCH, SCRATCH_BYTES, THREADS = range(HEADER, HEADER + 11)
+_HALVES, _FLOATS = ir.VectorType(HALF, LANES), ir.VectorType(SINGLE, LANES // 2)
+_WORDS, _SHORTS = (ir.VectorType(kind, LANES // 2) for kind in (WORD, SHORT))
 
 
 def has_fp16_gemm() -> bool:
@@ -57,8 +95,128 @@ def has_fp16_gemm() -> bool:
     return has("avx512fp16")
 
 
+def _to_fp16(builder: ir.IRBuilder, source: ir.Value, target: ir.Value, factor: ir.Value) -> None:
+    scaled = builder.fmul(widened(builder, read(builder, source, _SHORTS, 2)), spread(builder, factor, _FLOATS))
+    halves = builder.fptrunc(scaled, ir.VectorType(HALF, 16))
+    once = builder.zext(builder.bitcast(halves, _SHORTS), _WORDS)
+    write(builder, builder.or_(once, builder.shl(once, all_of(_WORDS, 16))), target)
+
+
+to_fp16: Callable[[int, int, float], None] = intrinsic(_to_fp16, INT, INT, FLOAT)
+"""`to_fp16(source, target, factor)`: 16 bfloat16, times `factor`, as 16 pairs of one half twice."""
+
+
+def _largest_size(builder: ir.IRBuilder, address: ir.Value, count: ir.Value) -> ir.Value:
+    lanes = ir.VectorType(SHORT, CHAIN)
+    turns = Loop(builder, count, CHAIN, [all_of(lanes, 0)])
+    place = builder.add(address, builder.shl(turns.index, number(1)))
+    sizes = builder.and_(read(builder, place, lanes, 2), all_of(lanes, 0x7FFF))
+    (largest,) = turns.close([call(builder, f"llvm.umax.v{CHAIN}i16", lanes, *turns.values, sizes)])
+    return builder.zext(call(builder, f"llvm.vector.reduce.umax.v{CHAIN}i16", SHORT, largest), LONG)
+
+
+largest_size: Callable[[int, int], int] = intrinsic(_largest_size, INT, INT, returns=INT)
+"""`largest_size(address, count)`: the largest of `count` bfloat16 by magnitude, as bits without the sign; `count` is a
+multiple of CHAIN."""
+
+
+def _add_chain(
+    builder: ir.IRBuilder, rows: int, a: ir.Value, b: ir.Value, asked: ir.Value, step: ir.Value
+) -> list[ir.Value]:
+    """The products of one chain: the addresses behind it, then two vectors of halves per row."""
+    turns = Loop(builder, number(CHAIN), 1, [a, b, asked, *[all_of(_HALVES, 0.0)] * (2 * rows)])
+    column, line, asked, *sums = turns.values
+    prefetch(builder, asked)
+    prefetch(builder, builder.add(asked, builder.lshr(step, number(1))))
+    weights = [read(builder, behind(builder, line, v * 2 * LANES), _HALVES, 2) for v in (0, 1)]
+    results = []
+    for row in range(rows):
+        pair = read(builder, behind(builder, column, row * STRIP_ROW_BYTES), WORD, 2)
+        factor = builder.bitcast(spread(builder, pair, _WORDS), _HALVES)
+        results += [fma(builder, factor, weights[v], sums[2 * row + v]) for v in (0, 1)]
+    return turns.close([behind(builder, column, PAIR_BYTES), behind(builder, line, 2 * PANEL),
+                        builder.add(asked, step), *results])
+
+
+def _add_to(builder: ir.IRBuilder, address: ir.Value, index: int, vector: ir.Value) -> None:
+    """Add `vector` to vector `index` at `address`."""
+    place = behind(builder, address, index * 64)
+    write(builder, builder.fadd(read(builder, place, vector.type), vector), place)
+
+
+def _widen(builder: ir.IRBuilder, rows: int, chains: ir.Value, sums: ir.Value) -> None:
+    """Add the halves at `chains` to the float32 in `sums`, and set them to zero."""
+    for index in range(2 * rows):
+        place = behind(builder, chains, index * 64)
+        vector = read(builder, place, _HALVES, 2)
+        write(builder, all_of(_HALVES, 0.0), place)
+        for part in (0, 1):
+            lanes = ir.Constant(ir.VectorType(WORD, 16), list(range(16 * part, 16 * part + 16)))
+            wide = builder.fpext(builder.shuffle_vector(vector, vector, lanes), _FLOATS)
+            _add_to(builder, sums, 2 * index + part, wide)
+
+
+def _fp16_gemm(builder: ir.IRBuilder, height: ir.Value, *arguments: ir.Value) -> None:
+    """All chains of a tile.  Those of a group are added in memory, behind the sums."""
+    a, strip_bytes, b, chains, sums, asked, step = arguments
+
+    def of_height(rows: int) -> None:
+        met = behind(builder, sums, SUMS_BYTES)
+        strips = Loop(builder, chains, 1, [a, b, asked])
+        strip, line, ahead = strips.values
+        _, after, ahead, *halves = _add_chain(builder, rows, strip, line, ahead, step)
+        for index, vector in enumerate(halves):
+            _add_to(builder, met, index, vector)
+        is_last = builder.icmp_unsigned("==", builder.urem(strips.index, number(GROUP)), number(GROUP - 1))
+        with builder.if_then(is_last, likely=False):
+            _widen(builder, rows, met, sums)
+        strips.close([builder.add(strip, strip_bytes), after, ahead])
+        _widen(builder, rows, met, sums)
+
+    switch(builder, height, range(1, TALLEST + 1), of_height)
+
+
+fp16_gemm: Callable[..., None] = intrinsic(_fp16_gemm, *[INT] * 8)
+"""`fp16_gemm(height, a, strip_bytes, b, chains, sums, asked, step)`: `sums[height, 64] +=` the product of pairs from
+`a` on, `strip_bytes` from chain to chain, and a panel at `b`.  Meanwhile memory from `asked` on is prefetched, `step`
+bytes (up to two lines) per step of depth."""
+
+
+def _finish(
+    builder: ir.IRBuilder, sums: ir.Value, rows: ir.Value, scales: ir.Value, of_outputs: ir.Value, target: ir.Value,
+    stride: ir.Value, *, is_gated: bool,
+) -> None:
+    vectors = PANEL * 4 // 64
+    of_weights, bias = ([read(builder, behind(builder, of_outputs, start + v * 64), _FLOATS, 2) for v in range(vectors)]
+                        for start in (0, ROOM_BYTES))
+    turns = Loop(builder, rows, 1, [sums, scales, target])
+    row, scale, place = turns.values
+    factor = spread(builder, read(builder, scale, SINGLE, 2), _FLOATS)
+    own = [builder.fmul(read(builder, behind(builder, row, v * 64), _FLOATS, 2), factor) for v in range(vectors)]
+    results = [fma(builder, *one) for one in zip(own, of_weights, bias, strict=True)]
+    if is_gated:
+        results = [builder.fmul(silu(builder, gate), up) for gate, up in zip(results[:2], results[2:], strict=True)]
+    for v, result in enumerate(results):
+        write(builder, round_to_bfloat16(builder, result), behind(builder, place, v * 32), align=2)
+    turns.close([behind(builder, row, PANEL * 4), behind(builder, scale, 4), builder.add(place, stride)])
+
+
+def _finishing(*, is_gated: bool) -> Callable[[int, int, int, int, int, int], None]:
+    """`finish(sums, rows, scales, of_outputs, target, stride)`: store rows of scaled sums plus bias as bfloat16.
+
+    `scales` has a float32 per row.  Behind `of_outputs` come the panel's scales, then its bias.  `stride` is in bytes.
+    """
+    def finish(builder: ir.IRBuilder, *arguments: ir.Value) -> None:
+        _finish(builder, *arguments, is_gated=is_gated)
+
+    return cast("Callable[[int, int, int, int, int, int], None]", intrinsic(finish, *[INT] * 6))
+
+
+finish_rows, finish_gated_rows = _finishing(is_gated=False), _finishing(is_gated=True)
+
+
 @kernel
-def _pack_fp16_block(words, first, rows, target, scales):
+def _pack_fp16_block(words: int, first: int, rows: int, target: int, scales: int) -> None:
     """Pack rows `first ... first + rows` of x as strips of pairs, and store each row's scale.
 
     A row with an infinity or a NaN is shifted like one of very large numbers, and keeps both.
@@ -76,7 +234,7 @@ def _pack_fp16_block(words, first, rows, target, scales):
 
 
 @kernel
-def _store_tile(words, sums, scales, of_outputs, first, rows, panel):
+def _store_tile(words: int, sums: int, scales: int, of_outputs: int, first: int, rows: int, panel: int) -> None:
     """Store a tile's sums to the output; a panel of gates and what they gate yields half as many numbers.
 
     A panel wider than the rest of the output is stored to scratch first, where groups were added.
@@ -98,13 +256,13 @@ def _store_tile(words, sums, scales, of_outputs, first, rows, panel):
 
 
 @kernel
-def _scales(words, sums):
+def _scales(words: int, sums: int) -> int:
     """Address of a thread's row scales: behind its packed rows, which come behind its sums."""
     return sums + TILE_BYTES + load(words, BLOCK, INT64) * load(words, DEPTH, INT64) * PAIR_BYTES
 
 
 @kernel
-def _multiply(words, sums, first, rows, panel, following, is_cold):
+def _multiply(words: int, sums: int, first: int, rows: int, panel: int, following: int, is_cold: int) -> None:
     """Multiply one panel with a block of rows, tile by tile, while the panel at `following` is prefetched.
 
     If this panel was not prefetched, its first tile prefetches it; a single tile always does.
@@ -128,7 +286,7 @@ def _multiply(words, sums, first, rows, panel, following, is_cold):
         row += count
 
 
-def _product(words):
+def _product(words: int) -> None:
     tokens, depth, block = load(words, TOKENS, INT64), load(words, DEPTH, INT64), load(words, BLOCK, INT64)
     panels, threads = (load(words, OUTPUTS, INT64) + PANEL - 1) // PANEL, load(words, THREADS, INT64)
     blocks, panel_bytes = (tokens + block - 1) // block, depth * PANEL * 2 + 2 * ROOM_BYTES
@@ -148,7 +306,7 @@ def _product(words):
         item = pop(words, thread, threads, blocks * panels)
 
 
-PRODUCT = Compiled(_product, "void(int64)")
+PRODUCT = Compiled(_product)
 
 
 def fits(weight: Tensor) -> bool:
@@ -156,17 +314,21 @@ def fits(weight: Tensor) -> bool:
     return weight.dtype == torch.bfloat16 and weight.shape[1] % CHAIN == 0
 
 
-def fp16_linear(weight: Tensor, bias: Tensor | None, launcher: KernelLauncher) -> Linear:
-    """`weight [out, in]`, which `fits`, packed for many products."""
-    outputs = len(weight)
-    return _packed(whole(weight, PANEL), None if bias is None else whole(bias, PANEL), outputs, outputs, launcher)
+def fp16_linear(weight: Tensor, bias: Tensor | None, launcher: KernelLauncher, *, is_gated: bool = False) -> Linear:
+    """`weight [out, in]`, which `fits`, packed for many products.
 
-
-def fp16_gated(weight: Tensor, bias: Tensor | None, launcher: KernelLauncher) -> Linear:
-    """silu(gate) * up of products with `weight [gates, then as many of what they gate; in]`, which `fits`."""
-    outputs = len(weight)
-    return _packed(paired(weight, GATES), None if bias is None else paired(bias, GATES), outputs, outputs // 2,
-                   launcher)
+    Args:
+        is_gated: `weight [gates, then as many of what they gate; in]`; the result is silu(gate) * up.
+    """
+    outputs, depth = weight.shape
+    panels = pack(in_panels(weight, PANEL, is_gated=is_gated),
+                  None if bias is None else in_panels(bias, PANEL, is_gated=is_gated))
+    most = max(TALLEST, BLOCK_PAIRS // depth // TALLEST * TALLEST)
+    packed = Packed(
+        PRODUCT, panels, None, depth, outputs, outputs // 2 if is_gated else outputs,
+        lambda tokens: rows_of_a_block(tokens, most, launcher.threads),
+        (TILE_BYTES // 4 + most + most * depth + 15) // 16 * 16)
+    return packed.product(launcher)
 
 
 def pack(weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -185,24 +347,3 @@ def pack(weight: Tensor, bias: Tensor | None) -> Tensor:
         scale.copy_(down.view(-1, PANEL))
     added.view(torch.float32).copy_(torch.zeros(()) if bias is None else bias.view(-1, PANEL))
     return panels
-
-
-def _packed(weight: Tensor, bias: Tensor | None, outputs: int, stored: int, launcher: KernelLauncher) -> Linear:
-    """Products with whole panels of `outputs`, which yield `stored` numbers."""
-    depth, panels = weight.shape[1], pack(weight, bias)
-    most = max(TALLEST, BLOCK_PAIRS // depth // TALLEST * TALLEST)
-    floats = (TILE_BYTES // 4 + most + most * depth + 15) // 16 * 16
-
-    def product(x: Tensor) -> Tensor:
-        x = x.contiguous()
-        out = launcher.empty((*x.shape[:-1], stored), x.dtype)
-        tokens = x.numel() // depth
-        launcher.give(
-            x.data_ptr(), panels.data_ptr(), out.data_ptr(), tokens, depth, outputs, stored,
-            rows_of_a_block(tokens, most, launcher.threads), launcher.scratch(launcher.threads * floats), floats * 4,
-            launcher.threads,
-        )
-        launcher.together(PRODUCT)
-        return out
-
-    return product

@@ -1,172 +1,273 @@
-"""Products with quantised weights: 7 bits (`int8`) or 4 (`int4`), with a scale for each 64 inputs of an output.
+"""Products of small integers: weights of 7 bits (`int8`) or 4 (`int4`), with a scale for each 64 inputs of an output.
 
-Activations are quantised at run time, each token by itself, with a scale for each 64 of its numbers ("group-wise", as
-in ZeroQuant, Yao et al., 2022), so an outlier affects only its group, and a token's result does not depend on its
-batch-mates, bit for bit.  `gemm_int.py` multiplies the integers.
+    sums[rows, 32]  +=  for each group of 64 along depth:  scale(row, group) * scale(group, column) * (q . (w - zero))
 
-A group's scale is the one of a few that leaves the least squared error: clipping the largest weight a little pays
-where there are 15 steps, as in Banner et al., "Post training 4-bit quantization", 2019.
+`quantize.py` makes the integers: weights are unsigned bytes of 7 bits (`zero` 64) or nibbles (`zero` 8), activations
+signed bytes up to `LIMIT`.  Instructions per 64 products:
+
+    VNNI: bytes multiplied and added to 32 bits (`vpdpbusd`)                          1
+    nibbles: pairs added in 16 bits (`pmaddubsw`), widened after eight of them        2.2
+    7 bits: the same, widened after two                                               2.5
+    for comparison: each pair widened to 32 bits                                      3
+    for comparison: bfloat16 widened to float32                                       4 and more
+
+Nothing can overflow, so every processor computes the same integers; they are converted to floats once a group, always
+in the same order, so a row does not depend on the rows beside it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, NewType, TypeAlias
+
 import numpy as np
 import torch
-import torch.nn.functional as F
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 from torch import Tensor
 
-from slotwise.kernels.cpu.compiled import Compiled
-from slotwise.kernels.cpu.gemm_int import (
+from slotwise.kernels.cpu.jit.compiler import kernel, specialised
+from slotwise.kernels.cpu.jit.intrinsic import INT, KIND, ElementType, intrinsic
+from slotwise.kernels.cpu.launcher import THREAD_COUNTER, KernelLauncher
+from slotwise.kernels.cpu.linear import (
+    BIAS,
+    BLOCK,
+    DEPTH,
+    OUT,
+    OUTPUTS,
+    SCRATCH,
+    SCRATCH_BYTES,
+    STORED,
+    THREADS,
+    TOKENS,
+    WEIGHT,
+    Packed,
+    in_panels,
+)
+from slotwise.kernels.cpu.llvm import (
+    BYTE,
+    SHORT,
+    SINGLE,
+    WORD,
+    Loop,
+    all_of,
+    behind,
+    call,
+    fma,
+    number,
+    prefetch,
+    read,
+    round_to_bfloat16,
+    silu,
+    spread,
+    switch,
+    write,
+)
+from slotwise.kernels.cpu.processor import AVX2, AVX512
+from slotwise.kernels.cpu.quantize import (
+    BYTES,
     COLUMNS,
-    GATES,
     GROUP,
-    HEIGHTS,
     LIMIT,
     RECORD,
-    STEPS_OF_A_GROUP,
-    ZERO,
-    int_gemm,
-    spread,
+    ZERO_WEIGHT,
+    pack,
+    quantise,
+    quantise_block,
 )
-from slotwise.kernels.cpu.launcher import HEADER, THREAD_COUNTER, KernelLauncher
-from slotwise.kernels.cpu.packing import paired, whole
-from slotwise.kernels.cpu.parts import kernel
-from slotwise.kernels.cpu.simd import (
-    BFLOAT16,
-    FLOAT32,
-    INT64,
-    bytes_of,
-    fetch_add,
-    fill,
-    load,
-    store,
-)
-from slotwise.kernels.cpu.vectors import all_of, call
+from slotwise.kernels.cpu.simd import BFLOAT16, FLOAT32, INT64, Real, bytes_of, fetch_add, load, store
 from slotwise.kernels.cpu.work_queue import NOTHING, pop, rows_of_a_block, upcoming
 from slotwise.kernels.interface import Linear
 
-BITS = {"int8": 8, "int4": 4}  # bits of a weight
-STEPS = {8: 63, 4: 7}  # integers on either side of zero
-CLIPS = {8: (1.0,), 4: (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)}  # of a group's largest weight
-BLOCK_BYTES = 1 << 18  # of activations quantised at once: a part of a typical second-level cache
+GATES = COLUMNS // 2  # of a panel that is half gates, half what they gate
+HEIGHTS = (1, 2, 3, 4, 6) if AVX512 else (1, 2)  # of a tile, as registers allow
 TALLEST = HEIGHTS[-1]
-ROOM_BYTES = TALLEST * COLUMNS * 4
+RUN = {8: 2, 4: 8}  # quads whose pairs are added in 16 bits
+STEPS_OF_A_GROUP = GROUP // 8  # two quads at once
+ASKED = 2  # lines prefetched with each
 AHEAD = 8192  # bytes of weights between what is read and what is prefetched, where a panel is read but once
-INTEGER_8, INTEGER_4, VNNI_8, VNNI_4 = np.uint8(0), np.int8(0), np.uint16(0), np.int16(0)  # kinds of `int_gemm`
-NUMBERS_8, NUMBERS_4 = ((np.float32(LIMIT[bits]), ZERO[bits], RECORD[bits]) for bits in (8, 4))
+BLOCK_BYTES = 1 << 18  # of activations quantised at once: a part of a typical second-level cache
+ROOM_BYTES = TALLEST * COLUMNS * 4
 
-INFINITE, NO_NUMBER = 0x7F800000, 0x7FC00000  # bits of a float32
-WITHOUT_PLACES = 1.5 * 2**23
+WeightKind = NewType("WeightKind", np.generic)
+WEIGHTS = {types.uint8: (8, False), types.int8: (4, False), types.uint16: (8, True), types.int16: (4, True)}
+"""Bits of a weight, and whether VNNI multiplies it, by the type of a `WeightKind`."""
 
-_INT, _FLOAT = ir.IntType(32), ir.FloatType()
-_BYTES, _WHOLES, _FLOATS = (ir.VectorType(kind, GROUP) for kind in (ir.IntType(8), _INT, _FLOAT))
+_BYTES, _SHORTS, _WORDS, _FLOATS = (
+    ir.VectorType(kind, lanes) for kind, lanes in ((BYTE, 64), (SHORT, 32), (WORD, 16), (SINGLE, 16)))
 
-X, WEIGHT, BIAS, OUT, TOKENS, DEPTH, OUTPUTS, STORED, BLOCK, SCRATCH, SCRATCH_BYTES, THREADS = range(
-    HEADER, HEADER + 12
-)
+Add: TypeAlias = Callable[[ir.IRBuilder, ir.Value, ir.Value, ir.Value], ir.Value]
+"""`add(builder, so_far, unsigned, signed)`: the sums after 64 products of bytes."""
 
 
-@intrinsic
-def _quantise_group(typingctx, x, target, told, limit, zero, kind):
-    """Quantise 64 numbers at `x` to bytes at `target`, up to `limit`; stores their scale and correction at `told`.
+class _Panel(NamedTuple):
+    """Addresses and strides of a panel's weights and of the rows it is multiplied with."""
 
-    The scale of a group with a NaN is NaN, and of one with an infinity infinite.
+    weights: ir.Value
+    x: ir.Value
+    scales: ir.Value  # scales and corrections of the rows
+    group_rows: ir.Value
+    groups: ir.Value
+    target: ir.Value
+    stride: ir.Value
+    bias: ir.Value
+    is_gated: ir.Value
+    asked: ir.Value  # what to prefetch
+    step: ir.Value  # bytes of it with each two quads
+
+
+def _pick(builder: ir.IRBuilder, vector: ir.Value, lanes: Sequence[int]) -> ir.Value:
+    chosen = ir.Constant(ir.VectorType(WORD, len(lanes)), list(lanes))
+    return builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), chosen)
+
+
+def _in_halves(builder: ir.IRBuilder, name: str, result: ir.Type, left: ir.Value, right: ir.Value) -> ir.Value:
+    """Apply an AVX2 instruction to both halves of two vectors."""
+    count, half = left.type.count, ir.VectorType(result.element, result.count // 2)
+    parts = [call(builder, f"llvm.x86.{name}", half, *(_pick(builder, vector, lanes) for vector in (left, right)))
+             for lanes in (range(count // 2), range(count // 2, count))]
+    return builder.shuffle_vector(*parts, ir.Constant(ir.VectorType(WORD, result.count), list(range(result.count))))
+
+
+def _add_pairs(builder: ir.IRBuilder, so_far: ir.Value, unsigned: ir.Value, signed: ir.Value) -> ir.Value:
+    """64 products of bytes, added in pairs to int16 x 32."""
+    if AVX512:
+        pairs = call(builder, "llvm.x86.avx512.pmaddubs.w.512", _SHORTS, unsigned, signed)
+    elif AVX2:
+        pairs = _in_halves(builder, "avx2.pmadd.ub.sw", _SHORTS, unsigned, signed)
+    else:
+        pairs = builder.add(*(builder.mul(
+            builder.zext(_pick(builder, unsigned, range(odd, 64, 2)), _SHORTS),
+            builder.sext(_pick(builder, signed, range(odd, 64, 2)), _SHORTS)) for odd in (0, 1)))
+    return builder.add(so_far, pairs)
+
+
+def _widen_pairs(builder: ir.IRBuilder, shorts: ir.Value) -> ir.Value:
+    """Pairs of int16 added: int32 x 16."""
+    ones = all_of(_SHORTS, 1)
+    if AVX512:
+        return call(builder, "llvm.x86.avx512.pmaddw.d.512", _WORDS, shorts, ones)
+    if AVX2:
+        return _in_halves(builder, "avx2.pmadd.wd", _WORDS, shorts, ones)
+    return builder.add(*(builder.sext(_pick(builder, shorts, range(odd, 32, 2)), _WORDS) for odd in (0, 1)))
+
+
+def _add_fours(builder: ir.IRBuilder, so_far: ir.Value, unsigned: ir.Value, signed: ir.Value) -> ir.Value:
+    """64 products of bytes, added in fours to int32 x 16."""
+    return call(builder, "llvm.x86.avx512.vpdpbusd.512", _WORDS, so_far, builder.bitcast(unsigned, _WORDS),
+                builder.bitcast(signed, _WORDS))
+
+
+def _weights_of_two_quads(builder: ir.IRBuilder, address: ir.Value, bits: int) -> list[list[ir.Value]]:
+    """Weights of two quads: for each, 16 columns of either half, as unsigned bytes."""
+    stored = [read(builder, behind(builder, address, place * 64), _BYTES, 1) for place in range(bits // 2)]
+    if bits == 8:
+        return [stored[:2], stored[2:]]
+    return [[builder.and_(pair, all_of(_BYTES, 15)) for pair in stored],
+            [builder.lshr(pair, all_of(_BYTES, 4)) for pair in stored]]
+
+
+def _add_two_quads(
+    builder: ir.IRBuilder, rows: int, bits: int, panel: _Panel, place: ir.Value, sums: Sequence[ir.Value], add: Add
+) -> list[ir.Value]:
+    """`sums`, two vectors a row, after all products of the two quads at `place` in the group; prefetches meanwhile."""
+    for line in range(ASKED):
+        part = builder.udiv(builder.mul(panel.step, number(line)), number(ASKED))
+        prefetch(builder, builder.add(panel.asked, builder.add(builder.mul(place, panel.step), part)))
+    weights = builder.add(panel.weights, builder.mul(place, number(128 * bits // 4)))
+    x, sums = builder.add(panel.x, builder.mul(place, number(8))), list(sums)
+    for quad, halves in enumerate(_weights_of_two_quads(builder, weights, bits)):
+        for row in range(rows):
+            four = read(builder, behind(builder, x, row * GROUP + quad * 4), WORD, 1)
+            four = builder.bitcast(spread(builder, four, _WORDS), _BYTES)
+            for half in (0, 1):
+                sums[2 * row + half] = add(builder, sums[2 * row + half], halves[half], four)
+    return sums
+
+
+def _group(builder: ir.IRBuilder, rows: int, kind: ElementType, panel: _Panel) -> list[ir.Value]:
+    """One group's integers, two vectors of int32 per row: corrections first, then all quads.
+
+    Loops and not copies: with all loads in sight LLVM would hoist them and run out of registers.
     """
-
-    def codegen(context, builder, signature, args):
-        x, target, told, limit, zero, _ = args
-        bits = _bits(builder, x, kind)
-        largest = _largest(builder, bits)
-        tiny = ir.Constant(_FLOAT, 1e-30)
-        factor = builder.fdiv(limit, builder.select(builder.fcmp_ordered(">", largest, tiny), largest, tiny))
-        steps = _whole(builder, _floats(builder, bits), factor)
-        correction = builder.mul(_total(builder, steps), builder.neg(builder.trunc(zero, _INT)))
-        # Kernels are compiled as if floats never were NaN, so a NaN is detected, and stored, by its bits.
-        no_number = builder.icmp_unsigned(">", builder.bitcast(largest, _INT), ir.Constant(_INT, INFINITE))
-        scale = builder.bitcast(builder.fdiv(largest, limit), _INT)
-        scale = builder.select(no_number, ir.Constant(_INT, NO_NUMBER), scale)
-        for value, address, offset in ((steps, target, 0), (scale, told, 0), (correction, told, 4)):
-            place = builder.add(address, ir.Constant(ir.IntType(64), offset))
-            builder.store(value, builder.inttoptr(place, value.type.as_pointer())).align = 4
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64, types.float32, types.int64, kind), codegen
+    bits, by_vnni = WEIGHTS[kind]
+    start = [spread(builder, read(builder, behind(builder, panel.scales, row * 8 + 4), WORD, 1), _WORDS)
+             for row in range(rows) for _ in (0, 1)]
+    if by_vnni:
+        turns = Loop(builder, number(STEPS_OF_A_GROUP), 1, start)
+        return turns.close(_add_two_quads(builder, rows, bits, panel, turns.index, turns.values, _add_fours))
+    runs = Loop(builder, number(GROUP // 4 // RUN[bits]), 1, start)
+    first, nothing = builder.mul(runs.index, number(RUN[bits] // 2)), [all_of(_SHORTS, 0)] * len(start)
+    if RUN[bits] == 2:
+        sums = _add_two_quads(builder, rows, bits, panel, first, nothing, _add_pairs)
+    else:
+        turns = Loop(builder, number(RUN[bits] // 2), 1, nothing)
+        place = builder.add(first, turns.index)
+        sums = turns.close(_add_two_quads(builder, rows, bits, panel, place, turns.values, _add_pairs))
+    return runs.close([builder.add(total, _widen_pairs(builder, shorts))
+                       for total, shorts in zip(runs.values, sums, strict=True)])
 
 
-def _bits(builder, address, kind):
-    """The stored bits of 64 numbers."""
-    stored = ir.VectorType(ir.IntType(kind.bitwidth), GROUP)
-    value = builder.load(builder.inttoptr(address, stored.as_pointer()))
-    value.align = 2
-    return value
+def _all_groups(builder: ir.IRBuilder, rows: int, kind: ElementType, panel: _Panel) -> list[ir.Value]:
+    """The sums of a tile, two vectors a row."""
+    bits, _ = WEIGHTS[kind]
+    groups = Loop(builder, panel.groups, 1, [all_of(_FLOATS, 0.0)] * (2 * rows))
+    record = builder.add(panel.weights, builder.mul(groups.index, number(RECORD[bits])))
+    passed = builder.mul(groups.index, panel.group_rows)
+    scales = builder.add(panel.scales, builder.mul(passed, number(8)))
+    step = builder.mul(panel.step, number(STEPS_OF_A_GROUP))
+    totals = _group(builder, rows, kind, panel._replace(
+        weights=record, x=builder.add(panel.x, builder.mul(passed, number(GROUP))), scales=scales,
+        asked=builder.add(panel.asked, builder.mul(groups.index, step))))
+    results = []
+    for place, (total, so_far) in enumerate(zip(totals, groups.values, strict=True)):
+        own = spread(builder, read(builder, behind(builder, scales, place // 2 * 8), SINGLE, 1), _FLOATS)
+        of_weights = read(builder, behind(builder, record, BYTES[bits] + place % 2 * 64), _FLOATS, 1)
+        results.append(fma(builder, builder.sitofp(total, _FLOATS), builder.fmul(own, of_weights), so_far))
+    return groups.close(results)
 
 
-def _largest(builder, bits):
-    """The largest magnitude, a float32; NaN where there is one.  Without signs, bits order by magnitude."""
-    width = bits.type.element.width
-    sizes = builder.and_(bits, all_of(bits.type, (1 << width - 1) - 1))
-    largest = call(builder, f"llvm.vector.reduce.umax.v{GROUP}i{width}", bits.type.element, sizes)
-    return builder.bitcast(_as_float32(builder, largest, _INT), _FLOAT)
+def _store_rows(builder: ir.IRBuilder, sums: list[ir.Value], panel: _Panel, kind: ElementType) -> None:
+    """Store each row's two vectors plus bias, or for a panel of gates their one product, as `kind`."""
+    def put(row: int, half: int, value: ir.Value) -> None:
+        if kind == types.uint16:
+            value = round_to_bfloat16(builder, value)
+        place = builder.add(panel.target, builder.mul(panel.stride, number(row)))
+        write(builder, value, behind(builder, place, half * kind.bitwidth * 2), align=2)
+
+    added = [read(builder, behind(builder, panel.bias, half * 64), _FLOATS, 1) for half in (0, 1)]
+    sums = [builder.fadd(value, added[place % 2]) for place, value in enumerate(sums)]
+    with builder.if_else(builder.icmp_signed("!=", panel.is_gated, number(0))) as (gated, plain):
+        with gated:
+            for row, (gate, up) in enumerate(zip(sums[::2], sums[1::2], strict=True)):
+                put(row, 0, builder.fmul(silu(builder, gate), up))
+        with plain:
+            for place, value in enumerate(sums):
+                put(place // 2, place % 2, value)
 
 
-def _floats(builder, bits):
-    return builder.bitcast(_as_float32(builder, bits, _WHOLES), _FLOATS)
+def _int_gemm(builder: ir.IRBuilder, height: ir.Value, *arguments: ir.Value) -> None:
+    *addresses, weight_kind, kind = arguments
+    panel = _Panel._make(addresses)
+    switch(builder, height, HEIGHTS, lambda rows: _store_rows(
+        builder, _all_groups(builder, rows, weight_kind, panel), panel, kind))
 
 
-def _as_float32(builder, bits, wide):
-    """The same numbers as bits of float32: a bfloat16 is the upper half of one."""
-    if bits.type == wide:
-        return bits
-    sixteen = all_of(wide, 16) if isinstance(wide, ir.VectorType) else ir.Constant(wide, 16)
-    return builder.shl(builder.zext(bits, wide), sixteen)
+int_gemm: Callable[..., None] = intrinsic(_int_gemm, *[INT] * 12, KIND, KIND)
+"""`int_gemm(height, *panel, weight_kind, kind)`: the weights of a `_Panel` times `height` (of `HEIGHTS`) rows, plus
+bias, to rows of `kind`.
 
-
-def _whole(builder, values, factor):
-    """`values` times `factor`, rounded to bytes: adds a number so large that a float32 has no fraction bits left."""
-    added = call(builder, f"llvm.fma.v{GROUP}f32", _FLOATS, values, spread(builder, factor, _FLOATS),
-                 all_of(_FLOATS, WITHOUT_PLACES))
-    return builder.trunc(builder.bitcast(added, _WHOLES), _BYTES)
-
-
-def _total(builder, steps):
-    """The sum of 64 signed bytes, by LLVM's instruction for unsigned ones."""
-    unsigned = builder.zext(builder.xor(steps, all_of(_BYTES, 128)), _WHOLES)
-    return builder.sub(call(builder, f"llvm.vector.reduce.add.v{GROUP}i32", _INT, unsigned),
-                       ir.Constant(_INT, 128 * GROUP))
-
-
-@kernel
-def _quantise_rest(x, count, room, target, told, limit, zero, kind):
-    """Quantise a group of fewer than 64 numbers, padded with zeros in the scratch `room`."""
-    for i in range(count):
-        store(room, i, load(x, i, kind), FLOAT32)
-    fill(room + count * 4, GROUP - count, np.float32(0))
-    _quantise_group(room, target, told, limit, zero, FLOAT32)
-
-
-@kernel
-def _quantise_block(words, first, rows, target, room, limit, zero, kind):
-    """Rows `first ... first + rows` of x as groups of bytes, then as groups of scales and corrections."""
-    depth = load(words, DEPTH, INT64)
-    groups = (depth + GROUP - 1) // GROUP
-    told = target + groups * rows * GROUP
-    for row in range(rows):
-        x = load(words, X, INT64) + (first + row) * depth * bytes_of(kind)
-        for group in range(depth // GROUP):
-            place = group * rows + row
-            _quantise_group(
-                x + group * GROUP * bytes_of(kind), target + place * GROUP, told + place * 8, limit, zero, kind)
-        if depth % GROUP:
-            place, done = (groups - 1) * rows + row, depth // GROUP * GROUP
-            _quantise_rest(x + done * bytes_of(kind), depth - done, room, target + place * GROUP, told + place * 8,
-                           limit, zero, kind)
+Meanwhile memory from `asked` on is prefetched, `step` bytes (up to ASKED lines) with each two quads of depth.  Rows at
+`target` lie `stride` bytes apart; they have 32 numbers, or 16 where the panel `is_gated`.  A group has `group_rows`
+rows of activations in all.
+"""
 
 
 @kernel
-def _multiply(words, room, first, row, panel, following, kind, weight_kind, record):
+def _multiply(
+    words: int, room: int, first: int, row: int, panel: int, following: int, kind: Real, weight_kind: WeightKind,
+    record: int,
+) -> int:
     """Multiply one tile: a panel with rows from `first + row` on; returns the number of rows.
 
     Meanwhile it prefetches its share of the panel at `following`; a tile that is the only one, its own panel, a little
@@ -197,7 +298,7 @@ def _multiply(words, room, first, row, panel, following, kind, weight_kind, reco
 
 
 @kernel
-def _product(words, kind, weight_kind, numbers):
+def _product(words: int, kind: Real, weight_kind: WeightKind, numbers: tuple[float, int, int]) -> None:
     limit, zero, record = numbers
     tokens, block, threads = load(words, TOKENS, INT64), load(words, BLOCK, INT64), load(words, THREADS, INT64)
     panels, blocks = (load(words, OUTPUTS, INT64) + COLUMNS - 1) // COLUMNS, (tokens + block - 1) // block
@@ -210,7 +311,7 @@ def _product(words, kind, weight_kind, numbers):
         first, panel = item // panels * block, item % panels
         rows = min(block, tokens - first)
         if first != held:
-            _quantise_block(words, first, rows, room + ROOM_BYTES, room, limit, zero, kind)
+            quantise_block(words, first, rows, room + ROOM_BYTES, room, limit, zero, kind)
             held = first
         after = upcoming(words, thread, threads, blocks * panels)
         following = load(words, WEIGHT, INT64) + (panel if after == NOTHING else after % panels) * panel_bytes
@@ -220,115 +321,31 @@ def _product(words, kind, weight_kind, numbers):
         item = pop(words, thread, threads, blocks * panels)
 
 
-def _integer_8_bfloat16(words):
-    _product(words, BFLOAT16, INTEGER_8, NUMBERS_8)
-
-
-def _integer_8_float32(words):
-    _product(words, FLOAT32, INTEGER_8, NUMBERS_8)
-
-
-def _integer_4_bfloat16(words):
-    _product(words, BFLOAT16, INTEGER_4, NUMBERS_4)
-
-
-def _integer_4_float32(words):
-    _product(words, FLOAT32, INTEGER_4, NUMBERS_4)
-
-
-def _vnni_8_bfloat16(words):
-    _product(words, BFLOAT16, VNNI_8, NUMBERS_8)
-
-
-def _vnni_8_float32(words):
-    _product(words, FLOAT32, VNNI_8, NUMBERS_8)
-
-
-def _vnni_4_bfloat16(words):
-    _product(words, BFLOAT16, VNNI_4, NUMBERS_4)
-
-
-def _vnni_4_float32(words):
-    _product(words, FLOAT32, VNNI_4, NUMBERS_4)
-
+_KINDS = {torch.bfloat16: BFLOAT16, torch.float32: FLOAT32}
+_WEIGHT_KINDS = {(8, "integer"): np.uint8(0), (4, "integer"): np.int8(0), (8, "vnni"): np.uint16(0),
+                 (4, "vnni"): np.int16(0)}  # as in `WEIGHTS`
 
 PRODUCT = {  # by bits, type of the activations, and path
-    (8, torch.bfloat16, "integer"): Compiled(_integer_8_bfloat16, "void(int64)"),
-    (8, torch.float32, "integer"): Compiled(_integer_8_float32, "void(int64)"),
-    (4, torch.bfloat16, "integer"): Compiled(_integer_4_bfloat16, "void(int64)"),
-    (4, torch.float32, "integer"): Compiled(_integer_4_float32, "void(int64)"),
-    (8, torch.bfloat16, "vnni"): Compiled(_vnni_8_bfloat16, "void(int64)"),
-    (8, torch.float32, "vnni"): Compiled(_vnni_8_float32, "void(int64)"),
-    (4, torch.bfloat16, "vnni"): Compiled(_vnni_4_bfloat16, "void(int64)"),
-    (4, torch.float32, "vnni"): Compiled(_vnni_4_float32, "void(int64)"),
-}
+    (bits, dtype, path): specialised(
+        _product, kind, weight_kind, (np.float32(LIMIT[bits]), ZERO_WEIGHT[bits], RECORD[bits]))
+    for (bits, path), weight_kind in _WEIGHT_KINDS.items() for dtype, kind in _KINDS.items()}
 
 
-def quantise(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """`weight [out, in]` as integers `[out, groups, 64]` (int8) and their scales `[out, groups]` (float32)."""
-    padded = F.pad(weight, (0, -weight.shape[1] % GROUP)).float().unflatten(1, (-1, GROUP))
-    largest = padded.abs().amax(dim=2, keepdim=True).clamp_min(1e-30)
-    best, least = None, torch.full_like(largest, torch.inf)
-    for clip in CLIPS[bits]:
-        scale = largest * (clip / STEPS[bits])
-        steps = (padded / scale).round_().clamp_(-STEPS[bits] - (bits == 4), STEPS[bits])
-        error = (steps * scale - padded).square_().sum(dim=2, keepdim=True)
-        better = error < least
-        least = torch.where(better, error, least)
-        best = (steps, scale) if best is None else tuple(
-            torch.where(better, new, old) for new, old in zip((steps, scale), best, strict=True))
-    steps, scale = best
-    return steps.to(torch.int8), scale.squeeze(2)
+def int_linear(
+    weight: Tensor, bias: Tensor | None, bits: int, path: str, launcher: KernelLauncher, *, is_gated: bool = False
+) -> Linear:
+    """`weight [out, in]`, quantised to `bits` and packed for many products, by one of `paths.QUANTISED`.
 
-
-def pack(steps: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """The result of `quantise` as the panels that `gemm_int.py` reads: `[panels, groups, bytes]`."""
-    outputs, groups = scales.shape
-    more = -outputs % COLUMNS
-    unsigned = F.pad(steps + ZERO[bits], (0, 0, 0, 0, 0, more), value=ZERO[bits]).to(torch.uint8)
-    quads = unsigned.view(-1, COLUMNS, groups, GROUP // 4, 4).permute(0, 2, 3, 1, 4)
-    if bits == 4:
-        quads = quads[:, :, 0::2] | quads[:, :, 1::2] << 4
-    told = F.pad(scales, (0, 0, 0, more)).view(-1, COLUMNS, groups).transpose(1, 2).contiguous()
-    return torch.cat((quads.flatten(2), told.view(torch.uint8)), dim=2)
-
-
-def weight_bytes(outputs: int, depth: int, bits: int) -> int:
-    """Bytes of a packed `weight [outputs, depth]`."""
-    return -(-outputs // COLUMNS) * -(-depth // GROUP) * RECORD[bits]
-
-
-def int_linear(weight: Tensor, bias: Tensor | None, bits: int, path: str, launcher: KernelLauncher) -> Linear:
-    """`weight [out, in]`, quantised to `bits` and packed for many products, by one of `paths.QUANTISED`."""
-    return _packed(weight, bias, (bits, path), len(weight), launcher)
-
-
-def int_gated(weight: Tensor, bias: Tensor | None, bits: int, path: str, launcher: KernelLauncher) -> Linear:
-    """silu(gate) * up of products with `weight [gates, then as many of what they gate; in]`."""
-    added = None if bias is None else paired(bias, GATES)
-    return _packed(paired(weight, GATES), added, (bits, path), len(weight) // 2, launcher)
-
-
-def _packed(weight: Tensor, bias: Tensor | None, how: tuple[int, str], stored: int, launcher: KernelLauncher) -> Linear:
-    """Products with `weight`, whose outputs yield `stored` numbers."""
-    (outputs, depth), (bits, path) = weight.shape, how
-    panels = pack(*quantise(weight, bits), bits)
-    added = whole(torch.zeros(outputs) if bias is None else bias.float(), COLUMNS)
-    code, groups = PRODUCT[bits, weight.dtype, path], panels.shape[1]
-    row_bytes = groups * (GROUP + 8)
+    Args:
+        is_gated: `weight [gates, then as many of what they gate; in]`; the result is silu(gate) * up.
+    """
+    outputs, depth = weight.shape
+    panels = pack(*quantise(in_panels(weight, COLUMNS, is_gated=True) if is_gated else weight, bits), bits)
+    added = in_panels(torch.zeros(outputs) if bias is None else bias.float(), COLUMNS, is_gated=is_gated)
+    row_bytes = panels.shape[1] * (GROUP + 8)
     most = max(TALLEST, BLOCK_BYTES // row_bytes // TALLEST * TALLEST)
-    floats = (4 * TALLEST * COLUMNS + most * row_bytes + 63) // 64 * 16
-
-    def product(x: Tensor) -> Tensor:
-        x = x.contiguous()
-        out = launcher.empty((*x.shape[:-1], stored), x.dtype)
-        tokens = x.numel() // depth
-        launcher.give(
-            x.data_ptr(), panels.data_ptr(), added.data_ptr(), out.data_ptr(), tokens, depth, outputs, stored,
-            rows_of_a_block(tokens, most, launcher.threads), launcher.scratch(launcher.threads * floats), floats * 4,
-            launcher.threads,
-        )
-        launcher.together(code)
-        return out
-
-    return product
+    packed = Packed(
+        PRODUCT[bits, weight.dtype, path], panels, added, depth, panels.shape[0] * COLUMNS if is_gated else outputs,
+        outputs // 2 if is_gated else outputs, lambda tokens: rows_of_a_block(tokens, most, launcher.threads),
+        (4 * TALLEST * COLUMNS + most * row_bytes + 63) // 64 * 16)
+    return packed.product(launcher)

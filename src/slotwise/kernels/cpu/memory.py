@@ -1,13 +1,45 @@
-"""Memory shared by threads."""
+"""Memory of the CPU's kernels: arrays that threads share, and pages that are allocated at the first write or before."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import mmap
+from typing import Any
+
 import numpy as np
+from numpy.typing import NDArray
+
+LARGE = 2 << 20  # bytes of a huge page, where there are any
+POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; Python has no name for it
+_C = ctypes.CDLL(None)
 
 
-def aligned(size: int, kind: type) -> tuple[np.ndarray, int]:
+def aligned(size: int, kind: type[np.generic]) -> tuple[NDArray[Any], int]:
     """An array of `size` zeros that starts on a cache line, and its address."""
     width = np.dtype(kind).itemsize
     room = np.zeros(size + 64 // width, kind)
     skip = -room.ctypes.data % 64 // width
     return room[skip : skip + size], room.ctypes.data + skip * width
+
+
+def untouched_pages(size: int) -> mmap.mmap:
+    """`size` bytes of zeros that take no memory before they are written, as `torch.zeros` would.
+
+    Advises huge pages: scattered reads of small ones would miss the TLB.
+    """
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a system without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
+
+
+def populate(address: int, size: int) -> bool:
+    """Allocate `size` bytes at `address` now, with their contents unchanged; False where the system cannot.
+
+    Safe while other threads read and write there; releases the interpreter's lock.
+    """
+    start = address // mmap.PAGESIZE * mmap.PAGESIZE
+    asked = ctypes.c_void_p(start), ctypes.c_size_t(address + size - start), ctypes.c_int(POPULATE_WRITE)
+    return bool(_C.madvise(*asked) == 0) if hasattr(_C, "madvise") else False

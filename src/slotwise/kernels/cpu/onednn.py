@@ -45,8 +45,8 @@ def bound_caches() -> None:
 def cache_bytes() -> int:
     """The most bytes of memory that cached products take."""
     bound_caches()
-    told = [os.environ[variable] for variable in BOUNDS]
-    return max(int(each) if each.isdecimal() else 1024 for each in told) * KEPT_BYTES
+    bounds = [os.environ[variable] for variable in BOUNDS]
+    return max(int(each) if each.isdecimal() else 1024 for each in bounds) * KEPT_BYTES
 
 
 @functools.cache

@@ -5,8 +5,8 @@
     bfloat16     onednn     by oneDNN, through torch (`onednn.py`); decode steps are not captured
                  fp16       in half precision (`linear_fp16.py`): AVX-512 FP16, and a depth of whole chains
                  float32    widened to float32 on the way into registers (`gemm.py`)
-    int8, int4   vnni       of bytes, added in fours by one instruction (`gemm_int.py`): AVX-512 VNNI
-                 integer    of bytes, added in pairs (`gemm_int.py`)
+    int8, int4   vnni       of bytes, added in fours by one instruction (`linear_int.py`): AVX-512 VNNI
+                 integer    of bytes, added in pairs (`linear_int.py`)
 
 By default the first path of a group is used that this processor can execute and, for oneDNN, that was measured to be
 faster than float32.  One path can be forced, by an argument of `CpuKernels` or by the environment variable

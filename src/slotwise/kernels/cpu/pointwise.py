@@ -6,12 +6,10 @@ result is stored.  A thread takes one token at a time.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
-from slotwise.kernels.cpu.compiled import Compiled
+from slotwise.kernels.cpu.jit.compiler import kernel, specialised
 from slotwise.kernels.cpu.launcher import HEADER, THREAD_COUNTER
-from slotwise.kernels.cpu.parts import kernel
 from slotwise.kernels.cpu.processor import LANES, PAIR
 from slotwise.kernels.cpu.simd import (
     BFLOAT16,
@@ -19,31 +17,39 @@ from slotwise.kernels.cpu.simd import (
     INT8,
     INT32,
     INT64,
-    LOG2_E,
+    ONE,
+    ZERO,
+    Real,
+    bits_of,
     bytes_of,
-    exp2,
     fetch_add,
+    float32,
     float_of,
     larger,
     load,
+    sigmoid,
+    sqrt,
     store,
+    tanh,
 )
 
 SIZE_BITS, INFINITY_BITS = 0x7FFFFFFF, 0x7F800000  # of a float32: all but its sign; NaN lies above infinity
-STEPS = np.float32(127)  # int8 steps on either side of zero
-TINY = np.float32(1e-30)
+GELU_FIRST, GELU_THIRD = float32(1.5957691216057308), float32(0.07135481282952456)
+STEPS = float32(127)  # int8 steps on either side of zero
+TINY = float32(1e-30)
 
 # Arguments in words after the header: of the embedding, of norms and activation, of the rotary embedding.
 TABLE, TOKEN_IDS, EMBEDDING, EMBEDDED, ROW_BYTES, LAST_ID = range(HEADER, HEADER + 6)
-X, RESIDUAL, WEIGHT, OUT, TOKENS, SIZE, EPS_BITS = range(HEADER, HEADER + 7)
+X, RESIDUAL, WEIGHT, OUT, TOKENS, SIZE, EPS_BITS, OFFSET_BITS = range(HEADER, HEADER + 8)
+CAP_BITS = EPS_BITS
 (
     QKV, QUERY, CACHE, ROTARY, POSITIONS, SLOTS, NUM_TOKENS, GROUP, KV_HEADS, DIM, DIM_PADDED, BLOCK, BLOCK_PADDED,
-    HEAD_BLOCK, QUERY_NORM, KEY_NORM, NORM_EPS_BITS, ROOM,
-) = range(HEADER, HEADER + 18)
+    HEAD_BLOCK, QUERY_NORM, KEY_NORM, NORM_EPS_BITS, NORM_OFFSET_BITS, ROOM,
+) = range(HEADER, HEADER + 19)
 
 
 @kernel
-def _embed(words):
+def _embed(words: int) -> None:
     """Rows of the table, copied by 32 bits.  An id outside the table is clamped: no other memory is read."""
     tokens, row, last = load(words, EMBEDDED, INT64), load(words, ROW_BYTES, INT64), load(words, LAST_ID, INT64)
     token = fetch_add(words, 1)
@@ -57,19 +63,20 @@ def _embed(words):
 
 
 @kernel
-def _inverse_rms(x, size, eps, kind):
-    squares = np.float32(0)
+def _inverse_rms(x: int, size: int, eps: float, kind: Real) -> float:
+    squares = ZERO
     for i in range(size):
         value = load(x, i, kind)
         squares += value * value
-    return np.float32(1) / np.sqrt(squares / np.float32(size) + eps)
+    return ONE / sqrt(squares / float32(size) + eps)
 
 
 @kernel
-def _norm(words, kind):
+def _norm(words: int, kind: Real) -> None:
     """RMSNorm of `x`, or of `residual += x` where `RESIDUAL` is an address."""
     size, weight = load(words, SIZE, INT64), load(words, WEIGHT, INT64)
     eps, tokens = float_of(load(words, EPS_BITS, INT64)), load(words, TOKENS, INT64)
+    offset = float_of(load(words, OFFSET_BITS, INT64))
     token = fetch_add(words, 1)
     while token < tokens:
         start = token * size * bytes_of(kind)
@@ -81,12 +88,12 @@ def _norm(words, kind):
             x = residual
         factor = _inverse_rms(x, size, eps, kind)
         for i in range(size):
-            store(out, i, load(x, i, kind) * factor * load(weight, i, kind), kind)
+            store(out, i, load(x, i, kind) * factor * (load(weight, i, kind) + offset), kind)
         token = fetch_add(words, 1)
 
 
 @kernel
-def _silu_mul(words, kind):
+def _silu_mul(words: int, kind: Real) -> None:
     size, tokens = load(words, SIZE, INT64), load(words, TOKENS, INT64)
     bytes_of_row = size * bytes_of(kind)
     token = fetch_add(words, 1)
@@ -95,12 +102,44 @@ def _silu_mul(words, kind):
         up, out = gate + bytes_of_row, load(words, OUT, INT64) + token * bytes_of_row
         for i in range(size):
             value = load(gate, i, kind)
-            store(out, i, value / (np.float32(1) + exp2(-value * LOG2_E)) * load(up, i, kind), kind)
+            store(out, i, value * sigmoid(value) * load(up, i, kind), kind)
         token = fetch_add(words, 1)
 
 
 @kernel
-def _rotate(words, token, head, norm, target, stride, kind, stored):
+def _gelu_mul(words: int, kind: Real) -> None:
+    """GELU by tanh: x * (1 + tanh(y)) / 2 is x * sigmoid(2 * y), for y = sqrt(2 / pi) * (x + 0.044715 * x**3)."""
+    size, tokens = load(words, SIZE, INT64), load(words, TOKENS, INT64)
+    bytes_of_row = size * bytes_of(kind)
+    token = fetch_add(words, 1)
+    while token < tokens:
+        gate = load(words, X, INT64) + 2 * token * bytes_of_row
+        up, out = gate + bytes_of_row, load(words, OUT, INT64) + token * bytes_of_row
+        for i in range(size):
+            value = load(gate, i, kind)
+            power = value * (GELU_FIRST + GELU_THIRD * value * value)
+            store(out, i, value * sigmoid(power) * load(up, i, kind), kind)
+        token = fetch_add(words, 1)
+
+
+@kernel
+def _soft_cap(words: int, kind: Real) -> None:
+    """`cap * tanh(x / cap)`; numbers that are not finite, recognised by their bits, are unchanged."""
+    size, cap = load(words, SIZE, INT64), float_of(load(words, CAP_BITS, INT64))
+    factor, tokens = ONE / cap, load(words, TOKENS, INT64)
+    token = fetch_add(words, 1)
+    while token < tokens:
+        start = token * size * bytes_of(kind)
+        x, out = load(words, X, INT64) + start, load(words, OUT, INT64) + start
+        for i in range(size):
+            value = load(x, i, kind)
+            capped = cap * tanh(value * factor)
+            store(out, i, capped if bits_of(value) & SIZE_BITS < INFINITY_BITS else value, kind)
+        token = fetch_add(words, 1)
+
+
+@kernel
+def _rotate(words: int, token: int, head: int, norm: int, target: int, stride: int, kind: Real, stored: Real) -> None:
     """One head of `qkv`, normed if `norm` is an address and rotated, to every `stride`-th element of `target`.
 
     `stored` is the kind of the elements of `target`.
@@ -111,21 +150,21 @@ def _rotate(words, token, head, norm, target, stride, kind, stored):
     x = load(words, QKV, INT64) + (token * row + head * dim) * bytes_of(kind)
     cosine = load(words, ROTARY, INT64) + load(load(words, POSITIONS, INT64), token, INT64) * dim * 4
     sine = cosine + half * 4
-    factor = np.float32(1)
+    factor, offset = ONE, float_of(load(words, NORM_OFFSET_BITS, INT64))
     if norm != 0:
         factor = _inverse_rms(x, dim, float_of(load(words, NORM_EPS_BITS, INT64)), kind)
     for i in range(half):
         low, high = load(x, i, kind), load(x, half + i, kind)
         if norm != 0:
-            low *= factor * load(norm, i, kind)
-            high *= factor * load(norm, half + i, kind)
+            low *= factor * (load(norm, i, kind) + offset)
+            high *= factor * (load(norm, half + i, kind) + offset)
         c, s = load(cosine, i, FLOAT32), load(sine, i, FLOAT32)
         store(target, i * stride, low * c - high * s, stored)
         store(target, (half + i) * stride, high * c + low * s, stored)
 
 
 @kernel
-def stored_at(column, columns, kind):
+def stored_at(column: int, columns: int, kind: Real) -> int:
     """The place of `column` among `columns`, as in `cache.stored_order`."""
     if bytes_of(kind) != 2 or column >= columns // PAIR * PAIR:
         return column
@@ -133,13 +172,13 @@ def stored_at(column, columns, kind):
 
 
 @kernel
-def _key_head(words, head):
+def _key_head(words: int, head: int) -> int:
     """Index in `qkv` of the key of key-value head `head`."""
     return load(words, GROUP, INT64) * load(words, KV_HEADS, INT64) + head
 
 
 @kernel
-def _values(words, token, head, kind):
+def _values(words: int, token: int, head: int, kind: Real) -> int:
     """Address in `qkv` of a token's value of one head."""
     group, kv_heads, dim = load(words, GROUP, INT64), load(words, KV_HEADS, INT64), load(words, DIM, INT64)
     place = (token * (group + 2) + group + 1) * kv_heads + head
@@ -147,7 +186,7 @@ def _values(words, token, head, kind):
 
 
 @kernel
-def _keep_as_is(words, token, head, block, offset, kind):
+def _keep_as_is(words: int, token: int, head: int, block: int, offset: int, kind: Real) -> None:
     """Store a token's key and value of one head at place `offset` of the `block` of that head."""
     dim, width, columns = load(words, DIM, INT64), load(words, DIM_PADDED, INT64), load(words, BLOCK_PADDED, INT64)
     key = block + stored_at(offset, columns, kind) * bytes_of(kind)
@@ -159,7 +198,7 @@ def _keep_as_is(words, token, head, block, offset, kind):
 
 
 @kernel
-def _quantise(numbers, count, target, stride, scale):
+def _quantise(numbers: int, count: int, target: int, stride: int, scale: int) -> None:
     """Quantise float32 `numbers` to every `stride`-th byte of `target`, and store their scale at `scale`.
 
     Magnitudes are compared by their bits, which order like the numbers, with NaN at the top.  So the scale of numbers
@@ -178,7 +217,7 @@ def _quantise(numbers, count, target, stride, scale):
 
 
 @kernel
-def _keep_int8(words, token, head, block, offset, room, kind):
+def _keep_int8(words: int, token: int, head: int, block: int, offset: int, room: int, kind: Real) -> None:
     """The same quantised to int8, with `room` as scratch for a head in float32."""
     dim, width, columns = load(words, DIM, INT64), load(words, DIM_PADDED, INT64), load(words, BLOCK_PADDED, INT64)
     values = block + dim * columns
@@ -192,7 +231,7 @@ def _keep_int8(words, token, head, block, offset, room, kind):
 
 
 @kernel
-def _rotary_store_token(words, token, room, kind, stored):
+def _rotary_store_token(words: int, token: int, room: int, kind: Real, stored: Real) -> None:
     kv_heads, dim = load(words, KV_HEADS, INT64), load(words, DIM, INT64)
     heads = load(words, GROUP, INT64) * kv_heads
     for head in range(heads):
@@ -210,7 +249,7 @@ def _rotary_store_token(words, token, room, kind, stored):
 
 
 @kernel
-def _rotary_store(words, kind, stored):
+def _rotary_store(words: int, kind: Real, stored: Real) -> None:
     """Queries normed and rotated; keys and values to the cache, as `stored`, which may be another kind.
 
     Neighbours in a prompt are neighbours in a block, where keys of 32 tokens share every cache line: threads that
@@ -226,54 +265,26 @@ def _rotary_store(words, kind, stored):
         first = fetch_add(words, grain)
 
 
-def _embed_rows(words):
-    _embed(words)
-
-
-def _norm_bfloat16(words):
-    _norm(words, BFLOAT16)
-
-
-def _norm_float32(words):
-    _norm(words, FLOAT32)
-
-
-def _silu_mul_bfloat16(words):
-    _silu_mul(words, BFLOAT16)
-
-
-def _silu_mul_float32(words):
-    _silu_mul(words, FLOAT32)
-
-
-def _rotary_store_bfloat16(words):
-    _rotary_store(words, BFLOAT16, BFLOAT16)
-
-
-def _rotary_store_float32(words):
-    _rotary_store(words, FLOAT32, FLOAT32)
-
-
-def _rotary_store_bfloat16_as_int8(words):
-    _rotary_store(words, BFLOAT16, INT8)
-
-
-def _rotary_store_float32_as_int8(words):
-    _rotary_store(words, FLOAT32, INT8)
-
-
-EMBED = Compiled(_embed_rows, "void(int64)")
+EMBED = specialised(_embed)
 NORM = {
-    torch.bfloat16: Compiled(_norm_bfloat16, "void(int64)"),
-    torch.float32: Compiled(_norm_float32, "void(int64)"),
+    torch.bfloat16: specialised(_norm, BFLOAT16),
+    torch.float32: specialised(_norm, FLOAT32),
 }
 SILU_MUL = {
-    torch.bfloat16: Compiled(_silu_mul_bfloat16, "void(int64)"),
-    torch.float32: Compiled(_silu_mul_float32, "void(int64)"),
+    torch.bfloat16: specialised(_silu_mul, BFLOAT16),
+    torch.float32: specialised(_silu_mul, FLOAT32),
+}
+GELU_MUL = {
+    torch.bfloat16: specialised(_gelu_mul, BFLOAT16),
+    torch.float32: specialised(_gelu_mul, FLOAT32),
+}
+SOFT_CAP = {
+    torch.bfloat16: specialised(_soft_cap, BFLOAT16),
+    torch.float32: specialised(_soft_cap, FLOAT32),
 }
 ROTARY_STORE = {  # by the type of the input and of the cache
-    (torch.bfloat16, torch.bfloat16): Compiled(_rotary_store_bfloat16, "void(int64)"),
-    (torch.float32, torch.float32): Compiled(_rotary_store_float32, "void(int64)"),
-    (torch.bfloat16, torch.int8): Compiled(_rotary_store_bfloat16_as_int8, "void(int64)"),
-    (torch.float32, torch.int8): Compiled(_rotary_store_float32_as_int8, "void(int64)"),
+    (torch.bfloat16, torch.bfloat16): specialised(_rotary_store, BFLOAT16, BFLOAT16),
+    (torch.float32, torch.float32): specialised(_rotary_store, FLOAT32, FLOAT32),
+    (torch.bfloat16, torch.int8): specialised(_rotary_store, BFLOAT16, INT8),
+    (torch.float32, torch.int8): specialised(_rotary_store, FLOAT32, INT8),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any, cast
 
 import torch
 from numba import config
@@ -16,8 +17,8 @@ PAIR = 2 * LANES  # columns that products read together
 
 def has(feature: str) -> bool:
     """Whether kernels may use a feature of AVX-512, by LLVM's name, on the processor they are compiled for."""
-    told = config.CPU_FEATURES
-    return AVX512 and f"+{feature}" in (_host_features() if told is None else told).split(",")
+    forced: str | None = cast(Any, config).CPU_FEATURES
+    return AVX512 and f"+{feature}" in (_host_features() if forced is None else forced).split(",")
 
 
 _host_features = functools.cache(get_host_cpu_features)

@@ -20,24 +20,31 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
-from slotwise.kernels.cpu.compiled import Compiled
+from slotwise.kernels.cpu.jit.compiler import Compiled, kernel, specialised
 from slotwise.kernels.cpu.launcher import HEADER, THREAD_COUNTER
-from slotwise.kernels.cpu.parts import kernel
 from slotwise.kernels.cpu.simd import (
     BFLOAT16,
     FLOAT32,
     INT32,
     INT64,
+    LOG2_E,
+    ONE,
+    ZERO,
+    Real,
     bytes_of,
     exp2,
     fetch_add,
+    float32,
+    float64,
     float_of,
+    int32,
+    int64,
     load,
+    log,
+    signed_bits_of,
     store,
+    uint64,
 )
 from slotwise.kernels.sampling import FAILED
 
@@ -54,30 +61,12 @@ _SMALL_BLOCK = 64
 _INFINITY = 0x7F800000  # the bits of these floats
 _TWO = 0x40000000
 _COARSE_STEPS = 8  # of a bisection: they find the exponent
-_BY_COUNT, _BY_MASS = np.int64(0), np.int64(1)
-_ZERO, _ONE = np.float32(0), np.float32(1)
-_LOG2_E = np.float32(1.4426950408889634)
-_LOW_WORD, _WORD = np.uint64(0xFFFFFFFF), np.uint64(32)
-
-
-@intrinsic
-def _bits_of(typingctx, value):
-    """The 32 bits of a float32 as int32."""
-    return types.int32(types.float32), lambda _context, builder, _signature, args: builder.bitcast(
-        args[0], ir.IntType(32)
-    )
-
-
-def _greedy_bfloat16(words):
-    _greedy(words, BFLOAT16)
-
-
-def _greedy_float32(words):
-    _greedy(words, FLOAT32)
+_BY_COUNT, _BY_MASS = int64(0), int64(1)
+_LOW_WORD, _WORD = uint64(0xFFFFFFFF), uint64(32)
 
 
 @kernel
-def _greedy(words, kind):
+def _greedy(words: int, kind: Real) -> None:
     """`tokens[i]` = the first of the largest logits of row `rows[i]`, or FAILED."""
     bytes_of_row = load(words, VOCAB, INT64) * bytes_of(kind)
     i = fetch_add(words, 1)
@@ -88,16 +77,8 @@ def _greedy(words, kind):
         i = fetch_add(words, 1)
 
 
-def _widen_bfloat16(words):
-    _widen(words, BFLOAT16)
-
-
-def _widen_float32(words):
-    _widen(words, FLOAT32)
-
-
 @kernel
-def _widen(words, kind):
+def _widen(words: int, kind: Real) -> None:
     """Row i of the float32 target = row `rows[i]` of the logits."""
     vocab = load(words, VOCAB, INT64)
     i = fetch_add(words, 1)
@@ -109,7 +90,7 @@ def _widen(words, kind):
         i = fetch_add(words, 1)
 
 
-def _draw(words):
+def _draw(words: int) -> None:
     """`tokens[i]` = a token drawn from row i of the float32 logits under its controls, or FAILED."""
     vocab = load(words, VOCAB, INT64)
     ids = load(words, SCRATCH, INT64) + fetch_add(words + THREAD_COUNTER, 1) * vocab * SCRATCH_BYTES
@@ -122,13 +103,13 @@ def _draw(words):
             _weigh(logits, load(logits, token, FLOAT32), temperature, ids, vocab)
             n = _filter(control, ids, vocab)
             seed, index = load(load(words, SEEDS, INT64), i, INT64), load(load(words, INDICES, INT64), i, INT64)
-            place = _invert(ids + vocab * 4, n, ids + vocab * 8, _uniform(np.uint64(seed), np.uint64(index)))
+            place = _invert(ids + vocab * 4, n, ids + vocab * 8, _uniform(uint64(seed), uint64(index)))
             token = load(ids, place, INT32)
         store(load(words, TOKENS, INT64), i, token, INT64)
         i = fetch_add(words, 1)
 
 
-def _log_probabilities(words):
+def _log_probabilities(words: int) -> None:
     """Log-probability and rank of `tokens[i]` in row `rows[i]`, and of the most probable, best first, ties by id."""
     vocab, k = load(words, VOCAB, INT64), load(words, NUM_TOP, INT64)
     ids = load(words, SCRATCH, INT64) + fetch_add(words + THREAD_COUNTER, 1) * vocab * SCRATCH_BYTES
@@ -136,12 +117,12 @@ def _log_probabilities(words):
     while i < load(words, NUM_ROWS, INT64):
         logits = load(words, LOGITS, INT64) + load(load(words, ROWS, INT64), i, INT64) * vocab * 4
         largest = load(logits, _argmax(logits, vocab, FLOAT32), FLOAT32)
-        _weigh(logits, largest, _ONE, ids, vocab)
-        log_sum = np.float32(np.log(_sum_blocks(ids + vocab * 4, vocab, ids + vocab * 8)))
+        _weigh(logits, largest, ONE, ids, vocab)
+        log_sum = float32(log(_sum_blocks(ids + vocab * 4, vocab, ids + vocab * 8)))
         logit = load(logits, load(load(words, TOKENS, INT64), i, INT64), FLOAT32)
         store(load(words, CHOSEN, INT64), i, (logit - largest) - log_sum, FLOAT32)
-        above = np.nextafter(logit, np.float32(np.inf))
-        store(load(words, RANKS, INT64), i, 1 + np.int64(_measure(logits, vocab, above, _BY_COUNT)), INT64)
+        above = np.nextafter(logit, float32(np.inf))
+        store(load(words, RANKS, INT64), i, 1 + int64(_measure(logits, vocab, above, _BY_COUNT)), INT64)
         top_ids, top = load(words, TOP_IDS, INT64) + i * k * 4, load(words, TOP, INT64) + i * k * 4
         _find_largest(logits, vocab, top_ids, k)
         for j in range(k):
@@ -150,23 +131,23 @@ def _log_probabilities(words):
 
 
 @kernel
-def _argmax(logits, size, kind):
+def _argmax(logits: int, size: int, kind: Real) -> int:
     """The first of the largest, or FAILED.
 
     Works on integers that order like the floats (sign and magnitude made two's complement): they vectorise, unlike
     comparisons of floats that respect NaN.
     """
-    best, place = np.int32(-_INFINITY), np.int64(FAILED)
+    best, place = int32(-_INFINITY), int64(FAILED)
     for start in range(0, size, _BLOCK):
-        top, widest = np.int32(-_INFINITY), np.int32(0)
+        top, widest = int32(-_INFINITY), int32(0)
         for i in range(start, min(start + _BLOCK, size)):
             order = _order(load(logits, i, kind))
             top = max(top, order)
-            widest = max(widest, np.int32(abs(order)))
+            widest = max(widest, int32(abs(order)))
         if widest > _INFINITY or top == _INFINITY:
-            return np.int64(FAILED)
+            return int64(FAILED)
         if top > best:
-            best, place = top, np.int64(start)
+            best, place = top, int64(start)
     if place != FAILED:
         while _order(load(logits, place, kind)) != best:
             place += 1
@@ -174,23 +155,23 @@ def _argmax(logits, size, kind):
 
 
 @kernel
-def _order(value):
-    bits = _bits_of(value)
-    sign = np.int32(bits >> np.int32(31))
-    return np.int32((np.int32(bits & np.int32(0x7FFFFFFF)) ^ sign) - sign)
+def _order(value: float) -> int:
+    bits = signed_bits_of(value)
+    sign = int32(bits >> int32(31))
+    return int32((int32(bits & int32(0x7FFFFFFF)) ^ sign) - sign)
 
 
 @kernel
-def _weigh(logits, largest, temperature, ids, size):
+def _weigh(logits: int, largest: float, temperature: float, ids: int, size: int) -> None:
     """Make all tokens candidates: `ids` 0 to `size`, and behind them their weights."""
-    weights, scale = ids + size * 4, _LOG2_E / temperature
+    weights, scale = ids + size * 4, LOG2_E / temperature
     for i in range(size):
         store(ids, i, i, INT32)
         store(weights, i, exp2((load(logits, i, FLOAT32) - largest) * scale), FLOAT32)
 
 
 @kernel
-def _filter(control, ids, vocab):
+def _filter(control: int, ids: int, vocab: int) -> int:
     """Move the candidates that pass min-p, top-k and top-p, in this order, to the front; returns their number."""
     weights, n = ids + vocab * 4, vocab
     top_k, top_p, min_p = load(control, TOP_K, FLOAT32), load(control, TOP_P, FLOAT32), load(control, MIN_P, FLOAT32)
@@ -199,14 +180,14 @@ def _filter(control, ids, vocab):
     if 0 < top_k < n:
         n = _keep_top(ids, weights, n, top_k, _BY_COUNT)
     if top_p < 1:
-        n = _keep_top(ids, weights, n, top_p * _measure(weights, n, _ZERO, _BY_MASS), _BY_MASS)
+        n = _keep_top(ids, weights, n, top_p * _measure(weights, n, ZERO, _BY_MASS), _BY_MASS)
     return n
 
 
 @kernel
-def _keep_top(ids, weights, n, target, by):
+def _keep_top(ids: int, weights: int, n: int, target: float, by: int) -> int:
     """Keep the fewest candidates, heaviest first and ties together, that measure at least `target`."""
-    low, high = np.int64(0), np.int64(_TWO)  # bits of weights: a cut at `low` keeps enough, a cut at `high` does not
+    low, high = int64(0), int64(_TWO)  # bits of weights: a cut at `low` keeps enough, a cut at `high` does not
     step = 0
     while high - low > 1:
         middle = (low + high) // 2
@@ -221,7 +202,7 @@ def _keep_top(ids, weights, n, target, by):
 
 
 @kernel
-def _keep(ids, weights, n, cut):
+def _keep(ids: int, weights: int, n: int, cut: float) -> int:
     """Move the candidates of weight `cut` and above to the front, in order; returns their number."""
     kept = 0
     for start in range(0, n, _SMALL_BLOCK):
@@ -236,29 +217,29 @@ def _keep(ids, weights, n, cut):
 
 
 @kernel
-def _measure(values, size, cut, by):
+def _measure(values: int, size: int, cut: float, by: int) -> float:
     """The sum or the number (exact up to 2**24) of the values at or above `cut`."""
-    total = _ZERO
+    total = ZERO
     for i in range(size):
         value = load(values, i, FLOAT32)
-        total += (value if by == _BY_MASS else _ONE) if value >= cut else _ZERO
+        total += (value if by == _BY_MASS else ONE) if value >= cut else ZERO
     return total
 
 
 @kernel
-def _sum_blocks(weights, size, sums):
+def _sum_blocks(weights: int, size: int, sums: int) -> float:
     """The sum of all weights; the sum of each block is stored in `sums`."""
     total = 0.0
     for block in range((size + _BLOCK - 1) // _BLOCK):
         start = block * _BLOCK
-        part = _measure(weights + start * 4, min(size - start, _BLOCK), _ZERO, _BY_MASS)
+        part = _measure(weights + start * 4, min(size - start, _BLOCK), ZERO, _BY_MASS)
         store(sums, block, part, FLOAT32)
         total += part
     return total
 
 
 @kernel
-def _invert(weights, size, sums, share):
+def _invert(weights: int, size: int, sums: int, share: float) -> int:
     """The first place where the cumulative weight exceeds `share` (in [0, 1)) of the whole."""
     threshold = share * _sum_blocks(weights, size, sums)
     start, below = 0, 0.0
@@ -277,7 +258,7 @@ def _invert(weights, size, sums, share):
 
 
 @kernel
-def _find_largest(values, size, ids, k):
+def _find_largest(values: int, size: int, ids: int, k: int) -> None:
     """Set `ids [k]` to the places of the k largest values, largest first, ties by place.  Needs `k <= size`."""
     found = 0
     for start in range(0, size, _SMALL_BLOCK):
@@ -293,7 +274,7 @@ def _find_largest(values, size, ids, k):
 
 
 @kernel
-def _insert(values, i, ids, found, k):
+def _insert(values: int, i: int, ids: int, found: int, k: int) -> int:
     """Insert `i` among the `found` largest so far; returns their new number."""
     value = load(values, i, FLOAT32)
     if found < k:
@@ -309,26 +290,26 @@ def _insert(values, i, ids, found, k):
 
 
 @kernel
-def _uniform(seed, index):
+def _uniform(seed: int, index: int) -> float:
     """A float64 in [0, 1): 53 of the 128 bits of Philox4x32-10 under key `seed` and counter `index`, both uint64."""
     key_low, key_high = seed & _LOW_WORD, seed >> _WORD
-    a, b, c, d = index & _LOW_WORD, index >> _WORD, np.uint64(0), np.uint64(0)
+    a, b, c, d = index & _LOW_WORD, index >> _WORD, uint64(0), uint64(0)
     for _ in range(10):
-        left, right = np.uint64(0xD2511F53) * a, np.uint64(0xCD9E8D57) * c
+        left, right = uint64(0xD2511F53) * a, uint64(0xCD9E8D57) * c
         a, b = (right >> _WORD) ^ b ^ key_low, right & _LOW_WORD
         c, d = (left >> _WORD) ^ d ^ key_high, left & _LOW_WORD
-        key_low = (key_low + np.uint64(0x9E3779B9)) & _LOW_WORD
-        key_high = (key_high + np.uint64(0xBB67AE85)) & _LOW_WORD
-    return np.float64(((b << _WORD) | a) >> np.uint64(11)) * 2.0**-53
+        key_low = (key_low + uint64(0x9E3779B9)) & _LOW_WORD
+        key_high = (key_high + uint64(0xBB67AE85)) & _LOW_WORD
+    return float64(((b << _WORD) | a) >> uint64(11)) * 2.0**-53
 
 
 GREEDY = {
-    torch.bfloat16: Compiled(_greedy_bfloat16, "void(int64)"),
-    torch.float32: Compiled(_greedy_float32, "void(int64)"),
+    torch.bfloat16: specialised(_greedy, BFLOAT16),
+    torch.float32: specialised(_greedy, FLOAT32),
 }
 WIDEN = {
-    torch.bfloat16: Compiled(_widen_bfloat16, "void(int64)"),
-    torch.float32: Compiled(_widen_float32, "void(int64)"),
+    torch.bfloat16: specialised(_widen, BFLOAT16),
+    torch.float32: specialised(_widen, FLOAT32),
 }
-DRAW = Compiled(_draw, "void(int64)")
-LOG_PROBABILITIES = Compiled(_log_probabilities, "void(int64)")
+DRAW = Compiled(_draw)
+LOG_PROBABILITIES = Compiled(_log_probabilities)

@@ -7,124 +7,141 @@ cache (`cache.py`) are applied here: a key's multiplies its score, a value's the
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Protocol
+
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 
-from slotwise.kernels.cpu.gemm import STRIP, STRIP_ROW_BYTES, prefetch
+from slotwise.kernels.cpu.gemm import STRIP, STRIP_ROW_BYTES
+from slotwise.kernels.cpu.jit.compiler import kernel
+from slotwise.kernels.cpu.jit.intrinsic import FLOAT, INT, KIND, ElementType, intrinsic
+from slotwise.kernels.cpu.llvm import (
+    LOWEST,
+    SINGLE,
+    WORD,
+    all_of,
+    behind,
+    call,
+    exp2,
+    fast,
+    number,
+    pointer,
+    prefetch,
+    spread,
+)
 from slotwise.kernels.cpu.processor import LANES
-from slotwise.kernels.cpu.vectors import LOWEST, ask, call, exp2
+from slotwise.kernels.cpu.simd import FLOAT32, ONE, Real, load, store, tanh
 
-_FLOAT, _INT32 = ir.FloatType(), ir.IntType(32)
-_VECTOR, _WIDE = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT32, LANES)
-
-
-def _floats(value):
-    return ir.Constant(_VECTOR, [value] * LANES)
+_VECTOR, _WIDE = ir.VectorType(SINGLE, LANES), ir.VectorType(WORD, LANES)
 
 
-def _splat(builder, scalar, vector):
-    lone = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(_INT32, 0))
-    return builder.shuffle_vector(lone, ir.Constant(vector, ir.Undefined), ir.Constant(_WIDE, [0] * LANES))
-
-
-def _reduced(builder, name, vectors, pairwise):
+def _reduced(
+    builder: ir.IRBuilder, name: str, vectors: list[ir.Value], pairwise: Callable[[ir.Value, ir.Value], ir.Value]
+) -> ir.Value:
     """Reduce a strip's vectors, a power of two of them, to one number."""
     while len(vectors) > 1:
         vectors = [pairwise(*pair) for pair in zip(vectors[::2], vectors[1::2], strict=True)]
-    arguments = tuple(vectors)
-    if name == "fadd":
-        arguments = (ir.Constant(_FLOAT, 0.0), *arguments)
-    return call(builder, f"llvm.vector.reduce.{name}.v{LANES}f32", _FLOAT, *arguments)
+    first = [ir.Constant(SINGLE, 0.0)] if name == "fadd" else []
+    return fast(builder, f"llvm.vector.reduce.{name}.v{LANES}f32", SINGLE, *first, *vectors)
 
 
-def _places(builder, address):
+def _places(builder: ir.IRBuilder, address: ir.Value) -> list[ir.Value]:
     """Pointers to a strip's vectors."""
-    offsets = [ir.Constant(ir.IntType(64), 4 * LANES * v) for v in range(STRIP // LANES)]
-    return [builder.inttoptr(builder.add(address, offset), _VECTOR.as_pointer()) for offset in offsets]
+    return [pointer(builder, behind(builder, address, 4 * LANES * v), _VECTOR) for v in range(STRIP // LANES)]
 
 
-def _scaled(builder, vectors, counted, scales):
+def _scaled(
+    builder: ir.IRBuilder, vectors: list[ir.Value], counted: list[ir.Value], scales: ir.Value
+) -> list[ir.Value]:
     """Vectors times the scales of the columns that count; other scales are not read: they may lie outside the cache."""
-    mask = ir.VectorType(ir.IntType(1), LANES)
-    kind = ir.FunctionType(_VECTOR, [_VECTOR.as_pointer(), _INT32, mask, _VECTOR])
-    read = cgutils.get_or_insert_function(builder.module, kind, f"llvm.masked.load.v{LANES}f32.p0")
-    return [
-        builder.fmul(vector, builder.call(read, [place, ir.Constant(_INT32, 4), counts, _floats(0.0)]))
-        for vector, counts, place in zip(vectors, counted, _places(builder, scales), strict=True)]
+    results = []
+    for vector, counts, place in zip(vectors, counted, _places(builder, scales), strict=True):
+        loaded = call(builder, f"llvm.masked.load.v{LANES}f32.p0", _VECTOR, place, ir.Constant(WORD, 4), counts,
+                      all_of(_VECTOR, 0.0))
+        results.append(builder.fmul(vector, loaded))
+    return results
 
 
-@intrinsic
-def ask_for(typingctx, address):
-    """Prefetch a cache line."""
-
-    def codegen(context, builder, signature, args):
-        ask(builder, args[0])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen
+def _of_values(builder: ir.IRBuilder, scales: ir.Value, tokens: ir.Value) -> ir.Value:
+    """Address of the scales of a strip's values, `tokens` columns behind those of its keys."""
+    return builder.add(scales, builder.shl(tokens, number(2)))
 
 
-@intrinsic
-def ask_for_scales(typingctx, scales, tokens, kind):
-    """Prefetch a strip's scales; those of its values lie `tokens` columns behind those of its keys.
-
-    `kind` is a value whose type is that of the cache; only int8 has scales.
-    """
-
-    def codegen(context, builder, signature, args):
-        scales, tokens, _ = args
-        if kind == types.int8:
-            of_values = builder.add(scales, builder.shl(tokens, ir.Constant(ir.IntType(64), 2)))
-            for address in (scales, of_values):
-                prefetch(builder, address, STRIP_ROW_BYTES)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, kind), codegen
+ask_for: Callable[[int], None] = intrinsic(prefetch, INT)
+"""Prefetch the cache line at an address."""
 
 
-@intrinsic
-def softmax_strip(typingctx, scores, start, end, top, scales, tokens, kind):
-    """Scores of a strip's columns `start ... end` to weights `2**(score - new top)`, those of all others to 0.
+def _ask_for_scales(builder: ir.IRBuilder, scales: ir.Value, tokens: ir.Value, kind: ElementType) -> None:
+    if kind == types.int8:
+        for address in (scales, _of_values(builder, scales, tokens)):
+            prefetch(builder, address, STRIP_ROW_BYTES)
 
-    `top` is the largest score so far; returns the new one and the sum of the weights.  The other arguments are those of
-    `ask_for_scales`.
-    """
 
-    def codegen(context, builder, signature, args):
-        scores, start, end, top, scales, tokens, _ = args
-        places = _places(builder, scores)
-        first, last = (_splat(builder, builder.trunc(bound, _INT32), _WIDE) for bound in (start, end))
-        top_vector = _splat(builder, top, _VECTOR)
-        larger = lambda left, right: call(builder, f"llvm.maxnum.v{LANES}f32", _VECTOR, left, right)
-        counted, values = [], []
-        for v, place in enumerate(places):
-            columns = ir.Constant(_WIDE, list(range(v * LANES, (v + 1) * LANES)))
-            counts = builder.and_(
-                builder.icmp_signed(">=", columns, first), builder.icmp_signed("<", columns, last))
-            value = builder.load(place)
-            value.align = 4
-            counted.append(counts)
-            values.append(value)
-        if kind == types.int8:
-            values = _scaled(builder, values, counted, scales)
-        values = [builder.select(*pair, top_vector) for pair in zip(counted, values, strict=True)]
-        top = _reduced(builder, "fmax", values, larger)
-        top = call(builder, "llvm.maxnum.f32", _FLOAT, top, args[3])
-        top_vector, weights = _splat(builder, top, _VECTOR), []
-        for counts, value in zip(counted, values, strict=True):
-            below = builder.fsub(value, top_vector)
-            weight = exp2(builder, larger(below, _floats(LOWEST)))
-            counts = builder.and_(counts, builder.fcmp_ordered(">=", below, _floats(LOWEST)))
-            weights.append(builder.select(counts, weight, _floats(0.0)))
-        total = _reduced(builder, "fadd", weights, builder.fadd)
-        if kind == types.int8:
-            of_values = builder.add(scales, builder.shl(tokens, ir.Constant(ir.IntType(64), 2)))
-            weights = _scaled(builder, weights, counted, of_values)
-        for place, weight in zip(places, weights, strict=True):
-            builder.store(weight, place).align = 4
-        return context.make_tuple(builder, signature.return_type, [top, total])
+ask_for_scales: Callable[[int, int, Real], None] = intrinsic(_ask_for_scales, INT, INT, KIND)
+"""`ask_for_scales(scales, tokens, kind)`: prefetch a strip's scales; those of its values lie `tokens` columns behind
+those of its keys.  `kind` is a value whose type is that of the cache; only int8 has scales."""
 
-    pair = types.UniTuple(types.float32, 2)
-    return pair(types.int64, types.int64, types.int64, types.float32, types.int64, types.int64, kind), codegen
+
+def _counted(builder: ir.IRBuilder, start: ir.Value, end: ir.Value) -> list[ir.Value]:
+    """For each vector of a strip, which of its columns lie in `start ... end`."""
+    first, last = (spread(builder, builder.trunc(bound, WORD), _WIDE) for bound in (start, end))
+    masks = []
+    for v in range(STRIP // LANES):
+        columns = ir.Constant(_WIDE, list(range(v * LANES, (v + 1) * LANES)))
+        masks.append(builder.and_(
+            builder.icmp_signed(">=", columns, first), builder.icmp_signed("<", columns, last)))
+    return masks
+
+
+def _softmax_strip(
+    builder: ir.IRBuilder, scores: ir.Value, start: ir.Value, end: ir.Value, top: ir.Value, scales: ir.Value,
+    tokens: ir.Value, kind: ElementType,
+) -> list[ir.Value]:
+    def larger(left: ir.Value, right: ir.Value) -> ir.Value:
+        return fast(builder, f"llvm.maxnum.v{LANES}f32", _VECTOR, left, right)
+
+    places, counted = _places(builder, scores), _counted(builder, start, end)
+    values = [builder.load(place) for place in places]
+    for value in values:
+        value.align = 4
+    if kind == types.int8:
+        values = _scaled(builder, values, counted, scales)
+    before = spread(builder, top, _VECTOR)
+    values = [builder.select(*pair, before) for pair in zip(counted, values, strict=True)]
+    top = fast(builder, "llvm.maxnum.f32", SINGLE, _reduced(builder, "fmax", values, larger), top)
+    highest, weights = spread(builder, top, _VECTOR), []
+    for counts, value in zip(counted, values, strict=True):
+        below = builder.fsub(value, highest)
+        weight = exp2(builder, larger(below, all_of(_VECTOR, LOWEST)))
+        counts = builder.and_(counts, builder.fcmp_ordered(">=", below, all_of(_VECTOR, LOWEST)))
+        weights.append(builder.select(counts, weight, all_of(_VECTOR, 0.0)))
+    total = _reduced(builder, "fadd", weights, builder.fadd)
+    if kind == types.int8:
+        weights = _scaled(builder, weights, counted, _of_values(builder, scales, tokens))
+    for place, weight in zip(places, weights, strict=True):
+        builder.store(weight, place).align = 4
+    return [top, total]
+
+
+class _SoftmaxStrip(Protocol):
+    def __call__(
+        self, scores: int, start: int, end: int, top: float, scales: int, tokens: int, kind: Real, /
+    ) -> tuple[float, float]: ...
+
+
+softmax_strip: _SoftmaxStrip = intrinsic(
+    _softmax_strip, INT, INT, INT, FLOAT, INT, INT, KIND, returns=types.UniTuple(FLOAT, 2))
+"""Scores of a strip's columns `start ... end` to weights `2**(score - new top)`, those of all others to 0.
+
+`top` is the largest score so far; returns the new one and the sum of the weights.  The other arguments are those of
+`ask_for_scales`.
+"""
+
+
+@kernel
+def soft_cap(scores: int, columns: int, cap: float) -> None:
+    """Cap a strip's scores; `cap` is in units of log 2, as scores are."""
+    factor = ONE / cap
+    for i in range(columns):
+        store(scores, i, cap * tanh(load(scores, i, FLOAT32) * factor), FLOAT32)

@@ -28,13 +28,12 @@ import threading
 
 import numpy as np
 
-from slotwise.kernels.cpu.compiled import Compiled
+from slotwise.kernels.cpu.jit.compiler import Compiled, kernel, specialised
 from slotwise.kernels.cpu.memory import aligned
 from slotwise.kernels.cpu.openmp import places
-from slotwise.kernels.cpu.parts import kernel
 from slotwise.kernels.cpu.simd import (
     INT64,
-    call,
+    call_kernel,
     exchange,
     fetch_add,
     load,
@@ -62,7 +61,7 @@ ADDRESS = ~63
 
 
 @kernel
-def _enter_jobs(shared):
+def _enter_jobs(shared: int) -> None:
     """Enter every job once, until the pool ends."""
     entered, looks = 0, 0
     while look(shared + 8 * ENDING) == 0:
@@ -77,13 +76,13 @@ def _enter_jobs(shared):
             continue
         fetch_add(shared + 8 * INSIDE, 1)  # a leader that closes the job from here on waits
         if look(shared + 8 * JOB) == job:
-            call(load(job & ADDRESS, CODE, INT64), job & ADDRESS)
+            call_kernel(load(job & ADDRESS, CODE, INT64), job & ADDRESS)
             entered, looks = job, 0
         fetch_add(shared + 8 * INSIDE, -1)
 
 
 @kernel
-def run_shared(shared, code, words):
+def run_shared(shared: int, code: int, words: int) -> None:
     """Call `code` with `words` on this thread and all helpers that enter; its work is done when this returns."""
     number = load(shared, JOBS, INT64) + 1 & ~ADDRESS
     store(shared, JOBS, number, INT64)
@@ -92,7 +91,7 @@ def run_shared(shared, code, words):
     if look(shared + 8 * ASLEEP) != 0:
         for _ in range(exchange(shared + 8 * ASLEEP, 0)):
             post(shared + 8 * SEMAPHORE)
-    call(code, words)
+    call_kernel(code, words)
     exchange(shared + 8 * JOB, 0)
     looks = 0
     while look(shared + 8 * INSIDE) != 0:
@@ -100,16 +99,12 @@ def run_shared(shared, code, words):
         rest(looks, LONG)
 
 
-def _work(shared):
-    _enter_jobs(shared)
-
-
-def _run_shared(shared, code, words):
+def _run_shared(shared: int, code: int, words: int) -> None:
     run_shared(shared, code, words)
 
 
-WORK = Compiled(_work, "void(int64)")
-RUN_SHARED = Compiled(_run_shared, "void(int64, int64, int64)")
+WORK = specialised(_enter_jobs)
+RUN_SHARED = Compiled(_run_shared)
 
 
 class ThreadPool:

@@ -11,7 +11,7 @@ prefetched before the current one is done.
 
 from __future__ import annotations
 
-from slotwise.kernels.cpu.parts import kernel
+from slotwise.kernels.cpu.jit.compiler import kernel
 from slotwise.kernels.cpu.simd import fetch_add, look
 
 MAX_QUEUES = 6  # as many counters are free in the words of a kernel
@@ -20,7 +20,7 @@ NOTHING = -1
 
 
 @kernel
-def pop(words, thread, threads, items):
+def pop(words: int, thread: int, threads: int, items: int) -> int:
     """The next of `items` for a thread, as its number; NOTHING when all are taken."""
     queues = min(threads, MAX_QUEUES)
     for turn in range(queues):
@@ -34,7 +34,7 @@ def pop(words, thread, threads, items):
 
 
 @kernel
-def upcoming(words, thread, threads, items):
+def upcoming(words: int, thread: int, threads: int, items: int) -> int:
     """The item that `pop` will return next from a thread's own queue; NOTHING when that is empty."""
     queues = min(threads, MAX_QUEUES)
     queue = thread % queues

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,7 +23,10 @@ SMALLEST_TILE = 16  # rows of the smallest `tl.dot`
 _OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-def attend(query: Tensor, cache: CudaCache, batch: RaggedBatch, shape: AttentionShape, tuning: Tuning) -> Tensor:
+def attend(
+    query: Tensor, cache: CudaCache, batch: RaggedBatch, shape: AttentionShape, tuning: Tuning,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Causal attention of every row over its own cached context: `[tokens, heads * head_dim]`.
 
     Rows of at most SHORT new tokens are split along their context (`decode.py`), the others are cut into tiles of
@@ -33,49 +36,62 @@ def attend(query: Tensor, cache: CudaCache, batch: RaggedBatch, shape: Attention
     out = torch.empty_like(query)
     if not len(query):
         return out.flatten(1)
-    longest = batch.max_query_len
+    longest, layer = batch.max_query_len, _Layer(shape, sinks)
     if longest > SHORT:
-        _attend_long(out, query, cache, batch, shape, tuning)
+        _attend_long(out, query, cache, batch, layer, tuning)
     if longest <= SHORT or len(query) < len(batch.context_lens) * longest:  # else all rows have `longest` new tokens
-        _attend_short(out, query, cache, batch, shape, tuning)
+        _attend_short(out, query, cache, batch, layer, tuning)
     return out.flatten(1)
 
 
+class _Layer(NamedTuple):
+    """What is the same in every step."""
+
+    shape: AttentionShape
+    sinks: Tensor | None
+
+
 def _attend_long(
-    out: Tensor, query: Tensor, cache: CudaCache, batch: RaggedBatch, shape: AttentionShape, tuning: Tuning
+    out: Tensor, query: Tensor, cache: CudaCache, batch: RaggedBatch, layer: _Layer, tuning: Tuning
 ) -> None:
+    shape = layer.shape
     group, rows, chosen = shape.num_heads // shape.num_kv_heads, len(batch.context_lens), tuning.prefill
     tiles = prefill.num_tiles(len(query), rows, group, chosen.block_m)
     prefill.attend_tiles[(tiles * shape.num_kv_heads,)](
         out, query, cache.storage, batch.block_tables, batch.block_tables.stride(0), batch.query_starts,
-        batch.context_lens, rows, shape.scale * LOG2_E, **_geometry(query, cache, shape),
+        batch.context_lens, rows, shape.scale * LOG2_E, query if layer.sinks is None else layer.sinks,
+        **_geometry(query, cache, layer),
         BLOCK_M=chosen.block_m, BLOCK_N=chosen.block_n, num_warps=chosen.num_warps, num_stages=chosen.num_stages)
 
 
 def _attend_short(
-    out: Tensor, query: Tensor, cache: CudaCache, batch: RaggedBatch, shape: AttentionShape, tuning: Tuning
+    out: Tensor, query: Tensor, cache: CudaCache, batch: RaggedBatch, layer: _Layer, tuning: Tuning
 ) -> None:
+    shape = layer.shape
     heads, kv_heads, rows, chosen = shape.num_heads, shape.num_kv_heads, len(batch.context_lens), tuning.decode
-    geometry, cuts = _geometry(query, cache, shape), {"MIN_SPLIT": chosen.min_split, "MAX_SPLITS": chosen.max_splits}
+    geometry, cuts = _geometry(query, cache, layer), {"MIN_SPLIT": chosen.min_split, "MAX_SPLITS": chosen.max_splits}
     packed = max(SMALLEST_TILE, triton.next_power_of_2(SHORT * heads // kv_heads))
     room = decode.num_splits(batch.max_context_len, chosen.min_split, chosen.max_splits)
     partials = query.new_empty(rows, SHORT, heads, room, shape.head_dim, dtype=torch.float32)
     logs = query.new_empty(rows, SHORT, heads, room, dtype=torch.float32)
     decode.attend_splits[(rows, kv_heads, decode.num_programs(rows, kv_heads, room))](
         partials, logs, query, cache.storage, batch.block_tables, batch.block_tables.stride(0), batch.query_starts,
-        batch.context_lens, shape.scale * LOG2_E, room, **geometry, **cuts, BLOCK_M=packed, BLOCK_N=chosen.block_n,
-        num_warps=chosen.num_warps, num_stages=chosen.num_stages)
+        batch.context_lens, shape.scale * LOG2_E, room, query if layer.sinks is None else layer.sinks,
+        **geometry, **cuts, BLOCK_M=packed, BLOCK_N=chosen.block_n, num_warps=chosen.num_warps,
+        num_stages=chosen.num_stages)
     decode.combine_splits[(rows, heads, SHORT)](
         out, partials, logs, batch.query_starts, batch.context_lens, room, SHORT=SHORT, HEADS=heads,
         HEAD_DIM=shape.head_dim, BLOCK_D=geometry["BLOCK_D"], WINDOW=shape.window, **cuts, num_warps=2)
 
 
-def _geometry(query: Tensor, cache: CudaCache, shape: AttentionShape) -> dict[str, Any]:
+def _geometry(query: Tensor, cache: CudaCache, layer: _Layer) -> dict[str, Any]:
     """The compile-time constants of a layer's kernels."""
+    shape = layer.shape
     # The interpreter multiplies the bits of bfloat16 instead of its values.
     operand = tl.float32 if INTERPRETED else _OPERANDS[query.dtype]
     return {
         "SHORT": SHORT, "KV_HEADS": shape.num_kv_heads, "GROUP": shape.num_heads // shape.num_kv_heads,
         "HEAD_DIM": shape.head_dim, "BLOCK_D": max(SMALLEST_TILE, triton.next_power_of_2(shape.head_dim)),
         "BLOCK_SIZE": cache.block_size, "WINDOW": shape.window, "OPERAND": operand,
+        "SOFT_CAP": shape.soft_cap * LOG2_E, "SINKS": layer.sinks is not None,
     }

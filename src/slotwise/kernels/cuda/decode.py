@@ -11,10 +11,10 @@ The grid depends on the number of rows and the longest context only, so a captur
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
-from slotwise.kernels.cuda.tile import attend, load_query, query_offset
+from slotwise.kernels.cuda.jit import jit, jit_varying
+from slotwise.kernels.cuda.tile import attend, load_query, query_offset, start_softmax
 
 ENOUGH_PROGRAMS = 8192  # in a grid: a row far longer than its batch-mates is then still spread over many
 
@@ -26,11 +26,13 @@ def num_programs(rows: int, kv_heads: int, splits: int) -> int:
 
 def num_splits(max_context_len: int, min_split: int, max_splits: int) -> int:
     """The most splits of a row of `max_context_len` tokens."""
-    return min(max_splits, triton.cdiv(max_context_len, min_split))
+    return min(max_splits, -(-max_context_len // min_split))
 
 
-@triton.jit
-def row_splits(context_len, length, WINDOW: tl.constexpr, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
+@jit
+def row_splits(
+    context_len: tl.tensor, length: tl.tensor, WINDOW: tl.constexpr, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr
+) -> tuple[tl.tensor, ...]:
     """First position a row may see, where its first split begins, positions of a split, number of splits."""
     first = tl.maximum(context_len - length - WINDOW + 1, 0) if WINDOW else 0
     begin = first // MIN_SPLIT * MIN_SPLIT
@@ -39,15 +41,15 @@ def row_splits(context_len, length, WINDOW: tl.constexpr, MIN_SPLIT: tl.constexp
     return first, begin, size, (context_len - begin + size - 1) // size
 
 
-@triton.jit(
-    do_not_specialize=["table_stride", "room"],
-    do_not_specialize_on_alignment=["tables", "query_starts", "context_lens"])
+@jit_varying("table_stride", "room", alignments=("tables", "query_starts", "context_lens"))
 def attend_splits(
-    partials, logs, query, storage, tables, table_stride, query_starts, context_lens, scale, room,
-    SHORT: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, OPERAND: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
-):
+    partials: tl.tensor, logs: tl.tensor, query: tl.tensor, storage: tl.tensor, tables: tl.tensor,
+    table_stride: tl.tensor, query_starts: tl.tensor, context_lens: tl.tensor, scale: tl.tensor, room: tl.tensor,
+    sinks: tl.tensor, SHORT: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr,
+    OPERAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MIN_SPLIT: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+) -> None:
     """Each split's own attention, for every row of at most SHORT new tokens; BLOCK_M packed queries hold them.
 
     Args:
@@ -72,11 +74,14 @@ def attend_splits(
     unsplit = query_offset(packed, row * SHORT, kv_head, KV_HEADS, GROUP, 1)
     for split in range(tl.program_id(2), splits, tl.num_programs(2)):
         left = begin + split * size
+        weight, largest = start_softmax(sinks, packed, kv_head, GROUP, SINKS, BLOCK_M)
+        if SINKS:  # they belong to the first split
+            weight = tl.where(split == 0, weight, 0.0)
+            largest = tl.where(split == 0, largest, float("-inf"))
         total, weight, largest = attend(
-            tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32), tl.full([BLOCK_M], 0.0, tl.float32),
-            tl.full([BLOCK_M], float("-inf"), tl.float32), tensor, positions, storage, table, kv_head, left,
-            tl.minimum(left + size, context_len), first, context_len - 1, scale, KV_HEADS, HEAD_DIM, BLOCK_D,
-            BLOCK_SIZE, WINDOW, BLOCK_N, True)
+            tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32), weight, largest, tensor, positions, storage, table, kv_head,
+            left, tl.minimum(left + size, context_len), first, context_len - 1, scale, KV_HEADS, HEAD_DIM, BLOCK_D,
+            BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_N, True)
         place = unsplit * room + split
         divisor = tl.where(weight == 0, 1.0, weight)  # 0 where a query's window begins behind this split
         tl.store(logs + place, largest + tl.log2(divisor), present)
@@ -84,13 +89,12 @@ def attend_splits(
         tl.store(partials + place[:, None] * HEAD_DIM + column[None, :], result, inside)
 
 
-@triton.jit(
-    do_not_specialize=["room"], do_not_specialize_on_alignment=["query_starts", "context_lens"])
+@jit_varying("room", alignments=("query_starts", "context_lens"))
 def combine_splits(
-    out, partials, logs, query_starts, context_lens, room, SHORT: tl.constexpr, HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr, MIN_SPLIT: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-):
+    out: tl.tensor, partials: tl.tensor, logs: tl.tensor, query_starts: tl.tensor, context_lens: tl.tensor,
+    room: tl.tensor, SHORT: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    WINDOW: tl.constexpr, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
+) -> None:
     """`out [tokens, heads, head_dim]` of every row of at most SHORT new tokens; one program per query."""
     row, head, token = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(query_starts + row)

@@ -13,6 +13,7 @@ from slotwise.kernels.cuda.cache import CudaCache, bytes_per_block
 from slotwise.kernels.cuda.rotary import rotary_store
 from slotwise.kernels.cuda.tile import INTERPRETED
 from slotwise.kernels.interface import (
+    Activation,
     AttentionShape,
     Graph,
     Linear,
@@ -32,7 +33,7 @@ class CudaKernels:
     """Triton kernels and cuBLAS products.  Calls only enqueue work; none waits for the device."""
 
     name = "cuda"
-    kinds = (torch.bfloat16, torch.float16, torch.float32)
+    kinds: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
 
     def __init__(self, device: str = "cuda", kv_cache_dtype: str = "auto") -> None:
         """`device` is a CUDA device, or "cpu" under Triton's interpreter.
@@ -66,6 +67,10 @@ class CudaKernels:
         rate = _DENSE_RATES.get(torch.cuda.get_device_capability(self.device)[0], 1e14)
         return rate * _FLOAT32_SHARE if kind == torch.float32 else rate
 
+    def refusal(self, shape: AttentionShape) -> str:
+        """Nothing is refused."""
+        return ""
+
     def allocate_cache(self, num_blocks: int, block_size: int, shape: AttentionShape, kind: torch.dtype) -> CudaCache:
         """One layer's zeroed cache of `num_blocks` blocks of `block_size` tokens."""
         return CudaCache.allocate(num_blocks, block_size, shape, self._cached or kind, self.device)
@@ -82,9 +87,9 @@ class CudaKernels:
         """`weight [out, in]` as a product over the last dimension, by cuBLAS."""
         return lambda x: F.linear(x, weight, bias)
 
-    def gated(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+    def gated(self, weight: Tensor, bias: Tensor | None = None, activation: Activation = "silu") -> Linear:
         """A product, then its activation."""
-        return in_two_steps(self, weight, bias)
+        return in_two_steps(self, weight, bias, activation)
 
     def head(self, weight: Tensor) -> Linear:
         """A product like any other."""
@@ -112,17 +117,25 @@ class CudaKernels:
         """Rows of `table [vocabulary, hidden]`: `[tokens, hidden]`."""
         return table.index_select(0, token_ids)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """RMSNorm over the last dimension of `x [tokens, hidden]`."""
-        return pointwise.rms_norm(x, weight, eps)
+        return pointwise.rms_norm(x, weight, eps, offset)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """`residual += x` in place, then RMSNorm of the sum as stored: `[tokens, hidden]`."""
-        return pointwise.add_rms_norm(x, residual, weight, eps)
+        return pointwise.add_rms_norm(x, residual, weight, eps, offset)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """`silu(gate) * up` for `gate_up [tokens, 2 * intermediate]`."""
-        return pointwise.silu_mul(gate_up)
+        return pointwise.activated(gate_up, "silu")
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """`gelu(gate) * up`, with GELU's approximation by tanh."""
+        return pointwise.activated(gate_up, "gelu_tanh")
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """`cap * tanh(x / cap)`; NaN and infinities stay what they are."""
+        return torch.where(x.isfinite(), (cap * torch.tanh(x.float() / cap)).to(x.dtype), x)
 
     def rotary_store(
         self, qkv: Tensor, rotary: Tensor, batch: RaggedBatch, cache: CudaCache, shape: AttentionShape,
@@ -131,7 +144,9 @@ class CudaKernels:
         """Split, norm and rotate; keys and values go to `batch.slot_mapping`; queries `[tokens, heads, head_dim]`."""
         return rotary_store(qkv, rotary, batch, cache, shape, norm)
 
-    def attention(self, query: Tensor, cache: CudaCache, batch: RaggedBatch, shape: AttentionShape) -> Tensor:
+    def attention(
+        self, query: Tensor, cache: CudaCache, batch: RaggedBatch, shape: AttentionShape, sinks: Tensor | None = None,
+    ) -> Tensor:
         """Causal attention of every row over its own cached context: `[tokens, heads * head_dim]`."""
         tuning = configs.tuning_for(self._device_name, shape.head_dim, query.dtype)
-        return attention.attend(query, cache, batch, shape, tuning)
+        return attention.attend(query, cache, batch, shape, tuning, sinks)

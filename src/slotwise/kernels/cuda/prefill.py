@@ -11,10 +11,10 @@ attention does).  Programs start from the last tile, since under a causal mask a
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
-from slotwise.kernels.cuda.tile import attend, load_query, query_offset
+from slotwise.kernels.cuda.jit import jit, jit_varying
+from slotwise.kernels.cuda.tile import attend, load_query, query_offset, start_softmax
 
 
 def num_tiles(tokens: int, rows: int, group: int, block_m: int) -> int:
@@ -22,14 +22,16 @@ def num_tiles(tokens: int, rows: int, group: int, block_m: int) -> int:
     return tokens * group // block_m + rows
 
 
-@triton.jit
-def first_tile(query_starts, row, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+@jit
+def first_tile(query_starts: tl.tensor, row: tl.tensor, GROUP: tl.constexpr, BLOCK_M: tl.constexpr) -> tl.tensor:
     """The first tile of a row's queries."""
     return tl.load(query_starts + row) * GROUP // BLOCK_M + row
 
 
-@triton.jit
-def find_row(query_starts, tile, num_rows, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+@jit
+def find_row(
+    query_starts: tl.tensor, tile: tl.tensor, num_rows: tl.tensor, GROUP: tl.constexpr, BLOCK_M: tl.constexpr
+) -> tl.tensor:
     """The last row whose first tile is not behind `tile`."""
     low, high = 0, num_rows
     while high - low > 1:
@@ -41,15 +43,14 @@ def find_row(query_starts, tile, num_rows, GROUP: tl.constexpr, BLOCK_M: tl.cons
     return low
 
 
-@triton.jit(
-    do_not_specialize=["table_stride", "num_rows"],
-    do_not_specialize_on_alignment=["tables", "query_starts", "context_lens"])
+@jit_varying("table_stride", "num_rows", alignments=("tables", "query_starts", "context_lens"))
 def attend_tiles(
-    out, query, storage, tables, table_stride, query_starts, context_lens, num_rows, scale, SHORT: tl.constexpr,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, OPERAND: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    out: tl.tensor, query: tl.tensor, storage: tl.tensor, tables: tl.tensor, table_stride: tl.tensor,
+    query_starts: tl.tensor, context_lens: tl.tensor, num_rows: tl.tensor, scale: tl.tensor, sinks: tl.tensor,
+    SHORT: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr, OPERAND: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+) -> None:
     """`out [tokens, heads, head_dim]` of every row of more than SHORT new tokens."""
     kv_head = tl.program_id(0) % KV_HEADS
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS
@@ -73,19 +74,18 @@ def attend_tiles(
     tensor = load_query(query, packed, start, length, kv_head, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, OPERAND)
     table = tables + row.to(tl.int64) * table_stride
     total = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)
-    weight = tl.full([BLOCK_M], 0.0, tl.float32)
-    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    weight, largest = start_softmax(sinks, packed, kv_head, GROUP, SINKS, BLOCK_M)
     if WINDOW:
         total, weight, largest = attend(
             total, weight, largest, tensor, positions, storage, table, kv_head, first // BLOCK_N * BLOCK_N,
-            tl.minimum(whole, last + 1), first, last, scale, KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW, BLOCK_N,
-            True)
+            tl.minimum(whole, last + 1), first, last, scale, KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW, SOFT_CAP,
+            BLOCK_N, True)
     total, weight, largest = attend(
         total, weight, largest, tensor, positions, storage, table, kv_head, whole, edge, first, last, scale, KV_HEADS,
-        HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW, BLOCK_N, False)
+        HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_N, False)
     total, weight, largest = attend(
         total, weight, largest, tensor, positions, storage, table, kv_head, edge, last + 1, first, last, scale,
-        KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW, BLOCK_N, True)
+        KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_N, True)
     divisor = tl.where(weight == 0, 1.0, weight)[:, None]  # 0 in places past the row's end
     column = tl.arange(0, BLOCK_D)
     to = out + query_offset(packed, start, kv_head, KV_HEADS, GROUP, HEAD_DIM)[:, None] + column[None, :]

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slotwise.kernels.cuda.cache import CudaCache
+from slotwise.kernels.cuda.jit import jit, jit_varying
 from slotwise.kernels.interface import FP8_LARGEST, AttentionShape, QKNorm, RaggedBatch
 
 HEADS_A_PROGRAM = 8
@@ -27,22 +28,24 @@ def rotary_store(
     query = qkv.new_empty(tokens, shape.num_heads, shape.head_dim)
     if not tokens:
         return query
-    query_weight, key_weight, eps = (norm.query, norm.key, norm.eps) if norm is not None else (qkv, qkv, 0.0)
+    query_weight, key_weight, eps, offset = (
+        (norm.query, norm.key, norm.eps, norm.offset) if norm is not None else (qkv, qkv, 0.0, 0.0))
     grid = (tokens, triton.cdiv(shape.num_heads + 2 * shape.num_kv_heads, HEADS_A_PROGRAM))
     _rotary_store[grid](
         query, cache.storage, qkv, rotary, query_weight, key_weight, eps, batch.positions, batch.slot_mapping,
         HEADS=shape.num_heads, KV_HEADS=shape.num_kv_heads, HALF=half, BLOCK_HALF=triton.next_power_of_2(half),
-        BLOCK_SIZE=cache.block_size, NORM=norm is not None, BLOCK_H=HEADS_A_PROGRAM,
+        BLOCK_SIZE=cache.block_size, NORM=norm is not None, OFFSET=offset, BLOCK_H=HEADS_A_PROGRAM,
         LARGEST=FP8_LARGEST if cache.storage.itemsize == 1 else None, num_warps=4)
     return query
 
 
-@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
+@jit_varying(alignments=("positions", "slots"))
 def _rotary_store(
-    query, storage, qkv, rotary, query_weight, key_weight, eps, positions, slots,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, NORM: tl.constexpr, BLOCK_H: tl.constexpr, LARGEST: tl.constexpr,
-):
+    query: tl.tensor, storage: tl.tensor, qkv: tl.tensor, rotary: tl.tensor, query_weight: tl.tensor,
+    key_weight: tl.tensor, eps: tl.tensor, positions: tl.tensor, slots: tl.tensor, HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr, NORM: tl.constexpr,
+    OFFSET: tl.constexpr, BLOCK_H: tl.constexpr, LARGEST: tl.constexpr,
+) -> None:
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
     column = tl.arange(0, BLOCK_HALF)[None, :]
@@ -54,8 +57,9 @@ def _rotary_store(
     turned_low, turned_high = low, high
     if NORM:
         factor = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / (2 * HALF) + eps)[:, None]
-        turned_low = low * factor * _head_weight(query_weight, key_weight, is_query, column, HALF)
-        turned_high = high * factor * _head_weight(query_weight + HALF, key_weight + HALF, is_query, column, HALF)
+        of_low = _head_weight(query_weight, key_weight, is_query, column, HALF)
+        of_high = _head_weight(query_weight + HALF, key_weight + HALF, is_query, column, HALF)
+        turned_low, turned_high = low * factor * (of_low + OFFSET), high * factor * (of_high + OFFSET)
     angle = tl.load(positions + token).to(tl.int64) * (2 * HALF) + column
     cosine = tl.load(rotary + angle, column < HALF, 0.0)
     sine = tl.load(rotary + angle + HALF, column < HALF, 0.0)
@@ -77,8 +81,10 @@ def _rotary_store(
     tl.store(to_cache + HALF, high.to(kind), inside & (head >= HEADS))
 
 
-@triton.jit
-def _head_weight(query_weight, key_weight, is_query, column, HALF: tl.constexpr):
+@jit
+def _head_weight(
+    query_weight: tl.tensor, key_weight: tl.tensor, is_query: tl.tensor, column: tl.tensor, HALF: tl.constexpr
+) -> tl.tensor:
     """The norm's weight for half of each head, `[BLOCK_H, BLOCK_HALF]` float32."""
     of_query = tl.load(query_weight + column, column < HALF, 0.0).to(tl.float32)
     of_key = tl.load(key_weight + column, column < HALF, 0.0).to(tl.float32)

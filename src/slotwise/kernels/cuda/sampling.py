@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slotwise.kernels.cuda.jit import jit, jit_varying
 from slotwise.kernels.sampling import FAILED
 
 CHUNK = 4096  # logits per program
@@ -36,7 +37,7 @@ _LOG2_E = tl.constexpr(math.log2(math.e))
 _ABOVE_ALL = tl.constexpr(0x40000000)  # the bits of 2.0f: no weight reaches it
 _NOWHERE = tl.constexpr(0x7FFFFFFF)
 _FAILED = tl.constexpr(FAILED)
-_PARAMETERS = ["controls", "seeds", "indices"]  # their alignment varies, and must not compile kernels again
+_PARAMETERS = ("controls", "seeds", "indices")  # their alignment varies, and must not compile kernels again
 
 
 def sample(logits: Tensor, controls: Tensor, seeds: Tensor, indices: Tensor) -> Tensor:
@@ -69,8 +70,11 @@ def sample(logits: Tensor, controls: Tensor, seeds: Tensor, indices: Tensor) -> 
     return tokens
 
 
-@triton.jit
-def _largest(maxima, places, logits, STRIDE: tl.constexpr, VOCAB: tl.constexpr, CHUNK: tl.constexpr):
+@jit
+def _largest(
+    maxima: tl.tensor, places: tl.tensor, logits: tl.tensor, STRIDE: tl.constexpr, VOCAB: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
     """Largest logit of a chunk and its first place; the place is FAILED where the chunk holds NaN or +inf."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -83,11 +87,12 @@ def _largest(maxima, places, logits, STRIDE: tl.constexpr, VOCAB: tl.constexpr, 
     tl.store(places + at, tl.where(unsound > 0, _FAILED, place))
 
 
-@triton.jit(do_not_specialize_on_alignment=_PARAMETERS)
+@jit_varying(alignments=_PARAMETERS)
 def _survey(
-    counts, masses, logits, maxima, controls, STRIDE: tl.constexpr, VOCAB: tl.constexpr, CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, LEVELS: tl.constexpr,
-):
+    counts: tl.tensor, masses: tl.tensor, logits: tl.tensor, maxima: tl.tensor, controls: tl.tensor,
+    STRIDE: tl.constexpr, VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_CHUNKS: tl.constexpr,
+    LEVELS: tl.constexpr,
+) -> None:
     """How many weights of a chunk reach each level, and their sum: `[rows, chunks, LEVELS]` int32 and float32."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     temperature = tl.load(controls + row * 4)
@@ -108,11 +113,12 @@ def _survey(
     tl.store(masses + at, tl.sum(mass, 0))
 
 
-@triton.jit(do_not_specialize_on_alignment=_PARAMETERS)
+@jit_varying(alignments=_PARAMETERS)
 def _gather(
-    weights, ids, logits, maxima, counts, masses, controls, STRIDE: tl.constexpr, VOCAB: tl.constexpr,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, LEVELS: tl.constexpr,
-):
+    weights: tl.tensor, ids: tl.tensor, logits: tl.tensor, maxima: tl.tensor, counts: tl.tensor, masses: tl.tensor,
+    controls: tl.tensor, STRIDE: tl.constexpr, VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    BLOCK_CHUNKS: tl.constexpr, LEVELS: tl.constexpr,
+) -> None:
     """Write the candidates of a chunk, in order of token id, behind those of the chunks before it."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     temperature = tl.load(controls + row * 4)
@@ -129,11 +135,12 @@ def _gather(
     tl.store(weights + at, weight, kept)
 
 
-@triton.jit(do_not_specialize_on_alignment=_PARAMETERS)
+@jit_varying(alignments=_PARAMETERS)
 def _draw(
-    tokens, weights, ids, maxima, places, counts, masses, controls, seeds, indices, VOCAB: tl.constexpr,
+    tokens: tl.tensor, weights: tl.tensor, ids: tl.tensor, maxima: tl.tensor, places: tl.tensor, counts: tl.tensor,
+    masses: tl.tensor, controls: tl.tensor, seeds: tl.tensor, indices: tl.tensor, VOCAB: tl.constexpr,
     CHUNKS: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, LEVELS: tl.constexpr,
-):
+) -> None:
     """A row's token."""
     row, chunk = tl.program_id(0), tl.arange(0, BLOCK_CHUNKS)
     largest = _row_largest(maxima, row, CHUNKS, BLOCK_CHUNKS)
@@ -156,29 +163,32 @@ def _draw(
     tl.store(tokens + row, token.to(tl.int64))
 
 
-@triton.jit
-def _row_largest(maxima, row, CHUNKS: tl.constexpr, BLOCK_CHUNKS: tl.constexpr):
+@jit
+def _row_largest(maxima: tl.tensor, row: tl.tensor, CHUNKS: tl.constexpr, BLOCK_CHUNKS: tl.constexpr) -> tl.tensor:
     chunk = tl.arange(0, BLOCK_CHUNKS)
     return tl.max(tl.load(maxima + row * CHUNKS + chunk, chunk < CHUNKS, float("-inf")), 0)
 
 
-@triton.jit
-def _weigh(logits, token, largest, temperature, VOCAB: tl.constexpr):
+@jit
+def _weigh(
+    logits: tl.tensor, token: tl.tensor, largest: tl.tensor, temperature: tl.tensor, VOCAB: tl.constexpr
+) -> tl.tensor:
     """Weights of tokens, -1 outside of the vocabulary; `logits` points at the row."""
     values = tl.load(logits + token, token < VOCAB, float("-inf")).to(tl.float32)
     return tl.where(token < VOCAB, tl.exp2((values - largest) * (_LOG2_E / temperature)), -1.0)
 
 
-@triton.jit
-def _cut_of(level, min_p, LEVELS: tl.constexpr):
+@jit
+def _cut_of(level: tl.tensor, min_p: tl.tensor, LEVELS: tl.constexpr) -> tl.tensor:
     """The cut of a level: 4 ** -level and not less than `min_p`; of the last level, `min_p`."""
     return tl.where(level == LEVELS - 1, min_p, tl.maximum(tl.exp2(-2.0 * level.to(tl.float32)), min_p))
 
 
-@triton.jit
+@jit
 def _choose_level(
-    counts, masses, controls, row, CHUNKS: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, LEVELS: tl.constexpr
-):
+    counts: tl.tensor, masses: tl.tensor, controls: tl.tensor, row: tl.tensor, CHUNKS: tl.constexpr,
+    BLOCK_CHUNKS: tl.constexpr, LEVELS: tl.constexpr,
+) -> tuple[tl.tensor, ...]:
     """The level at which the search for the exact cuts begins.
 
     Returns the highest level's cut that leaves enough for the first of top-k and top-p, and how many of each chunk
@@ -200,8 +210,8 @@ def _choose_level(
     return cut, number, all_mass, by_count, by_mass
 
 
-@triton.jit
-def _measure(weights, size, cut, BY_MASS: tl.constexpr):
+@jit
+def _measure(weights: tl.tensor, size: tl.tensor, cut: tl.tensor, BY_MASS: tl.constexpr) -> tl.tensor:
     """The sum or the number (exact up to 2**24) of the weights that reach `cut`."""
     total = tl.full([_BLOCK], 0.0, tl.float32)
     for begin in range(0, size, _BLOCK):
@@ -210,16 +220,16 @@ def _measure(weights, size, cut, BY_MASS: tl.constexpr):
     return tl.sum(total, 0)
 
 
-@triton.jit
-def _candidates(weights, begin, size, cut):
+@jit
+def _candidates(weights: tl.tensor, begin: tl.tensor, size: tl.tensor, cut: tl.tensor) -> tl.tensor:
     """The weights of one block, -1 where they do not reach `cut`."""
     place = begin + tl.arange(0, _BLOCK)
     weight = tl.load(weights + place, place < size, -1.0)
     return tl.where(weight >= cut, weight, -1.0)
 
 
-@triton.jit
-def _search(weights, size, cut, target, BY_MASS: tl.constexpr):
+@jit
+def _search(weights: tl.tensor, size: tl.tensor, cut: tl.tensor, target: tl.tensor, BY_MASS: tl.constexpr) -> tl.tensor:
     """The largest cut that weights measuring at least `target` reach; those that reach `cut` are known to be enough."""
     low, high = cut.to(tl.int32, bitcast=True), _ABOVE_ALL
     while high - low > 1:
@@ -230,8 +240,8 @@ def _search(weights, size, cut, target, BY_MASS: tl.constexpr):
     return low.to(tl.float32, bitcast=True)
 
 
-@triton.jit
-def _invert(weights, size, cut, share):
+@jit
+def _invert(weights: tl.tensor, size: tl.tensor, cut: tl.tensor, share: tl.tensor) -> tl.tensor:
     """The first place where the cumulative weight exceeds `share` (in [0, 1)) of the whole."""
     total = tl.full([], 0.0, tl.float64)
     for begin in range(0, size, _BLOCK):
@@ -253,8 +263,8 @@ def _invert(weights, size, cut, share):
     return tl.where(found >= 0, found, last)  # the last one is returned if the sums were rounded up
 
 
-@triton.jit
-def _uniform(seed, index):
+@jit
+def _uniform(seed: tl.tensor, index: tl.tensor) -> tl.tensor:
     """A float64 in [0, 1): 53 of the 128 bits of Philox4x32-10 under key `seed` and counter `index`."""
     low, high = (index & 0xFFFFFFFF).to(tl.uint32), (index >> 32).to(tl.uint32)
     first, second, _, _ = tl.philox(seed, low, high, low * 0, low * 0, 10)

@@ -14,10 +14,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from slotwise.kernels.cuda.jit import jit
 
-@triton.jit
-def load_query(query, packed, start, length, kv_head, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
-               HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, OPERAND: tl.constexpr):
+
+@jit
+def load_query(
+    query: tl.tensor, packed: tl.tensor, start: tl.tensor, length: tl.tensor, kv_head: tl.tensor,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, OPERAND: tl.constexpr,
+) -> tl.tensor:
     """Packed rows `packed [BLOCK_M]` of the sequence whose tokens are `start ... start + length - 1`; zero past it."""
     column = tl.arange(0, BLOCK_D)
     inside = (packed < length * GROUP)[:, None] & (column < HEAD_DIM)[None, :]
@@ -25,20 +29,46 @@ def load_query(query, packed, start, length, kv_head, KV_HEADS: tl.constexpr, GR
     return tl.load(query + at, inside, 0.0).to(OPERAND)
 
 
-@triton.jit
-def query_offset(packed, start, kv_head, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr):
+@jit
+def query_offset(
+    packed: tl.tensor, start: tl.tensor, kv_head: tl.tensor, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+) -> tl.tensor:
     """Offsets of packed rows in `[tokens, heads, head_dim]`, int64."""
     token = (start + packed // GROUP).to(tl.int64)
     return (token * (KV_HEADS * GROUP) + kv_head * GROUP + packed % GROUP) * HEAD_DIM
 
 
-@triton.jit
+@jit
+def start_softmax(
+    sinks: tl.tensor, packed: tl.tensor, kv_head: tl.tensor, GROUP: tl.constexpr, SINKS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+) -> tuple[tl.tensor, ...]:
+    """Sum of weights and largest score of packed rows before any position: nothing, or the sink of each head."""
+    weight = tl.full([BLOCK_M], 0.0, tl.float32)
+    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    if SINKS:
+        weight += 1.0
+        largest = tl.load(sinks + kv_head * GROUP + packed % GROUP) * 1.4426950408889634  # log2(e)
+    return weight, largest
+
+
+@jit
+def tanh(x: tl.tensor) -> tl.tensor:
+    """The hyperbolic tangent: near 0 by its series, where the other form, 2 / (1 + e**(-2 * x)) - 1, cancels."""
+    square = x * x
+    series = x * (1.0 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315))))
+    return tl.where(square < 0.0625, series, 2.0 / (1.0 + tl.exp2(-2.8853900817779268 * x)) - 1.0)
+
+
+@jit
 def attend(
-    total, weight, largest, query, positions, storage, table, kv_head, start, stop, first, last, scale,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
-):
-    """Add the cached positions `start ... stop - 1` to the running softmax, in tiles of BLOCK_N.
+    total: tl.tensor, weight: tl.tensor, largest: tl.tensor, query: tl.tensor, positions: tl.tensor, storage: tl.tensor,
+    table: tl.tensor, kv_head: tl.tensor, start: tl.tensor, stop: tl.tensor, first: tl.tensor, last: tl.tensor,
+    scale: tl.tensor, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+) -> tuple[tl.tensor, ...]:
+    """Add the cached positions `start ... stop - 1` to the running softmax, by BLOCK_N; returns its first three.
 
     Args:
         total: weighted sum of values so far, `[BLOCK_M, BLOCK_D]` float32.
@@ -48,9 +78,7 @@ def attend(
         positions: of the queries, `[BLOCK_M]`.
         first, last: positions outside of `first ... last` are seen by no query of the tile.  Used where MASKED; else
             every query sees all of `start ... stop - 1`, a whole number of tiles.
-        scale: of scores, log2(e) included.
-
-    Returns `total, weight, largest`.
+        scale: of scores, log2(e) included, as in SOFT_CAP.
     """
     column = tl.arange(0, BLOCK_D)
     in_head = (column < HEAD_DIM)[None, :]
@@ -67,6 +95,8 @@ def attend(
         pointers = storage + at[:, None] + column[None, :]
         keys = tl.load(pointers, inside, 0.0).to(query.dtype)
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
+        if SOFT_CAP > 0:
+            scores = SOFT_CAP * tanh(scores / SOFT_CAP)
         if MASKED:
             visible = (place[None, :] <= positions[:, None]) & readable[None, :]
             if WINDOW:

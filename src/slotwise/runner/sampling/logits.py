@@ -2,40 +2,47 @@
 
 The order is vLLM's: end tokens are banned before `min_tokens`, the bias is added, then the repetition penalty (over
 prompt and output; Keskar et al., "CTRL", 2019) scales and the frequency and presence penalties (over the output only;
-OpenAI's) are subtracted.  Only the entries concerned are edited, so the cost follows the request, not the vocabulary.
+OpenAI's) are subtracted.
+
+On the host only the entries concerned are edited, so the cost follows the request, not the vocabulary; on a device,
+where tokens may still be computed, each edit is an operation on a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from slotwise.core.params import SamplingParams
-from slotwise.core.step import NewRequest
+from slotwise.runner.sampling.params import RequestParams, has_penalties
 
 
 class LogitEdits:
-    """The edits of one request.  Tokens outside the vocabulary have no logit and are ignored."""
+    """The edits of one request, on the host.
 
-    def __init__(self, join: NewRequest, vocab_size: int) -> None:
-        params = join.params
-        biased = [token for token in params.logit_bias if 0 <= token < vocab_size]
-        self._bias_ids = np.array(biased, dtype=np.int64)
-        self._bias = np.array([params.logit_bias[token] for token in biased], dtype=np.float32)
-        self._ends = np.array([token for token in join.stop_ids if 0 <= token < vocab_size], dtype=np.int64)
-        self._min_tokens = params.min_tokens
-        self._penalties = Penalties(join, vocab_size) if has_penalties(params) else None
+    Args:
+        known: the request's tokens so far, prompt included.
+    """
 
-    def apply(self, logits: np.ndarray, num_outputs: int) -> None:
-        """Edit `logits [vocab]` float32 in place for the token that follows `num_outputs` outputs.
+    def __init__(self, request: RequestParams, known: Sequence[int], vocab_size: int) -> None:
+        self._request = request
+        self._penalties = (
+            Penalties(request.params, known, request.num_prompt, vocab_size) if has_penalties(request.params) else None)
+
+    def apply(self, logits: NDArray[np.float32], num_outputs: int) -> None:
+        """Edit `logits [vocab]` in place for the token that follows `num_outputs` outputs.
 
         Raises:
-            ValueError: earlier outputs were neither in the `NewRequest` nor recorded.
+            ValueError: earlier outputs were neither known when the request joined nor recorded.
         """
-        if num_outputs < self._min_tokens:
-            logits[self._ends] = -np.inf
-        logits[self._bias_ids] += self._bias
+        if self._request.bans_stops(num_outputs):
+            logits[self._request.stop_ids] = -np.inf
+        logits[self._request.bias_ids] += self._request.bias
         if self._penalties is not None:
             self._penalties.forget_after(num_outputs)
             self._penalties.apply(logits)
@@ -46,27 +53,22 @@ class LogitEdits:
             self._penalties.record(token)
 
 
-def has_penalties(params: SamplingParams) -> bool:
-    """Whether earlier tokens change the logits."""
-    return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
-
-
 class Penalties:
     """The distinct tokens of a request, and how often it produced each."""
 
-    def __init__(self, join: NewRequest, vocab_size: int) -> None:
+    def __init__(self, params: SamplingParams, known: Sequence[int], num_prompt: int, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._repetition = np.float32(join.params.repetition_penalty)
-        self._frequency = np.float32(join.params.frequency_penalty)
-        self._presence = np.float32(join.params.presence_penalty)
+        self._repetition = np.float32(params.repetition_penalty)
+        self._frequency = np.float32(params.frequency_penalty)
+        self._presence = np.float32(params.presence_penalty)
         self._places: dict[int, int] = {}  # column of each distinct token
         self._ids = np.empty(64, dtype=np.int64)
         self._counts = np.zeros(64, dtype=np.int32)  # occurrences in the output
-        self._in_prompt = np.zeros(64, dtype=bool)
+        self._in_prompt = np.zeros(64, dtype=np.bool_)
         self._outputs: list[int] = []
-        prompt = self._places_of(join.tokens[: join.num_prompt])  # may grow the columns
+        prompt = self._places_of(known[:num_prompt])  # may grow the columns
         self._in_prompt[prompt] = True
-        for token in join.tokens[join.num_prompt :]:
+        for token in known[num_prompt:]:
             self.record(token)
 
     def record(self, token: int) -> None:
@@ -81,7 +83,7 @@ class Penalties:
         while len(self._outputs) > num_outputs:
             self._counts[self._places_of((self._outputs.pop(),))] -= 1
 
-    def apply(self, logits: np.ndarray) -> None:
+    def apply(self, logits: NDArray[np.float32]) -> None:
         """Penalise `logits [vocab]` in place."""
         used = len(self._places)
         ids, counts = self._ids[:used], self._counts[:used]
@@ -106,4 +108,40 @@ class Penalties:
         room = len(self._ids)
         self._ids = np.concatenate([self._ids, np.empty(room, dtype=np.int64)])
         self._counts = np.concatenate([self._counts, np.zeros(room, dtype=np.int32)])
-        self._in_prompt = np.concatenate([self._in_prompt, np.zeros(room, dtype=bool)])
+        self._in_prompt = np.concatenate([self._in_prompt, np.zeros(room, dtype=np.bool_)])
+
+
+class DeviceEdits(NamedTuple):
+    """The edits of one request, on a device."""
+
+    request: RequestParams
+    stop_ids: Tensor  # the request's, on the device, like the next two
+    bias_ids: Tensor
+    bias: Tensor
+
+    def apply(self, logits: Tensor, known: Tensor, num_outputs: int) -> None:
+        """Edit `logits [vocab]` float32 in place for the token that follows `known`, which has `num_outputs` outputs.
+
+        All are on the device, and nothing waits for it.
+        """
+        if self.request.bans_stops(num_outputs):
+            logits.index_fill_(0, self.stop_ids, -torch.inf)
+        logits.index_add_(0, self.bias_ids, self.bias)
+        if has_penalties(self.request.params):
+            num_prompt = self.request.num_prompt
+            penalise(logits, known[:num_prompt], known[num_prompt:], self.request.params)
+
+
+def penalise(row: Tensor, prompt: Tensor, output: Tensor, params: SamplingParams) -> None:
+    """Apply the repetition, frequency and presence penalties to `row [vocab]` float32, in place.
+
+    Args:
+        prompt, output: token ids.
+    """
+    vocab = len(row)  # ids outside of it are counted at index `vocab`
+    counts = row.new_zeros(vocab + 1).index_add_(0, output.clamp(max=vocab), torch.ones_like(output, dtype=row.dtype))
+    is_known = (counts > 0).index_fill_(0, prompt.clamp(max=vocab), True)[:vocab]
+    counts = counts[:vocab]
+    scaled = torch.where(row > 0, row / params.repetition_penalty, row * params.repetition_penalty)
+    row.copy_(torch.where(is_known, scaled, row))
+    row -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)

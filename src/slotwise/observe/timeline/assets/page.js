@@ -22,7 +22,7 @@ export class Page {
     this.pinned = null;
     this.dirty = false;
     this.saved = false;
-    this.told = 0; // time of the last update of the text
+    this.textUpdatedAt = 0; // time of the last update of the text
     this.onScheduling = () => {};
     this.actions = {}; // of keys and buttons
     const chosen = localStorage.getItem("slotwise-theme");
@@ -109,8 +109,8 @@ export class Page {
     const words = this.view.following ? "❚❚ pause" : "▶ follow";
     if ($("pause").textContent !== words) $("pause").textContent = words;
     const now = performance.now();
-    if (now - this.told > BESIDE) {
-      this.told = now;
+    if (now - this.textUpdatedAt > BESIDE) {
+      this.textUpdatedAt = now;
       this.tell();
     }
   }
@@ -151,11 +151,11 @@ export class Page {
     const parts = [];
     if (request) {
       const colour = this.palette.of(request.number).soft;
-      parts.push(...told(`request ${request.number}`, requestStory(history, request), request.id, colour));
+      parts.push(...section(`request ${request.number}`, requestStory(history, request), request.id, colour));
     }
     if (step) {
       const where = this.pointed.slot === null ? "" : `slot ${this.pointed.slot}`;
-      parts.push(...told(`step ${step.ordinal}`, stepStory(history, step), where));
+      parts.push(...section(`step ${step.ordinal}`, stepStory(history, step), where));
     }
     if (!parts.length && history.steps.length) {
       parts.push(element("p", "Point at a request for its story; click to keep it."));
@@ -168,7 +168,7 @@ export function element(kind, words, properties = {}) {
   return Object.assign(document.createElement(kind), { textContent: words, ...properties });
 }
 
-function told(title, facts, aside, colour) {
+function section(title, facts, aside, colour) {
   const head = element("h2", ""), list = element("dl", "");
   if (colour) {
     const swatch = element("i", "");

@@ -1,7 +1,7 @@
 // The waiting requests, from arrival to admission; why no other was admitted; and how batches were formed.
 const ROW = 7; // most pixels of a waiting request
 const WORDS = {
-  no_slot: "no slot free", no_blocks: "no cache blocks left", token_budget: "token budget spent", ending: "ending",
+  no_slot: "no slot free", no_blocks: "no cache blocks left", token_budget: "token budget spent", ending: "ending", verifying: "verifying drafts",
   time_budget: "the step's time is spent",
   first_token: "left to a tenant far behind", short_step: "kept short for a tenant that may come",
   tier_cap: "free slots are another tier's", outranked: "gave way to one that goes first",

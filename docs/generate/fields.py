@@ -1,0 +1,74 @@
+"""The fields of classes: names, types as written, and the comment beside each."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import io
+import textwrap
+import tokenize
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from docs.generate.markdown import code, escaped, sentence, table
+
+OURS = "slotwise."
+
+
+class Field(NamedTuple):
+    name: str
+    type: str
+    note: str  # its comment, or the string below it; "" without either
+
+
+def fields_of(kind: type) -> list[Field]:
+    """Returns the annotated fields of a class, those of its bases in this package first."""
+    found: dict[str, Field] = {}
+    for base in reversed(kind.__mro__):
+        if base.__module__.startswith(OURS):
+            found |= {field.name: field for field in _own_fields(base)}
+    return list(found.values())
+
+
+def notes_of(kind: type) -> dict[str, str]:
+    """Returns the notes of the fields that have one."""
+    return {field.name: field.note for field in fields_of(kind) if field.note}
+
+
+def fields_table(kind: type, common: Mapping[str, str]) -> str:
+    """Returns a table of the fields; `common` are the notes of those that have none."""
+    return table(("field", "type", "meaning"), [
+        (code(field.name), code(field.type), sentence(field.note or common.get(field.name, "")))
+        for field in fields_of(kind)])
+
+
+def documented(kind: type, common: Mapping[str, str]) -> str:
+    """Returns the docstring of a class and the table of its fields; the docstring's pictures stay as they are."""
+    prose = "\n".join(line if line.startswith("    ") else escaped(line).replace(r"\|", "|")
+                      for line in _docstring(kind).splitlines())
+    return "\n\n".join(filter(None, (prose, fields_table(kind, common))))
+
+
+def _docstring(kind: type) -> str:
+    """Returns a class' docstring, but not the one that NamedTuple makes."""
+    text = kind.__doc__ or ""
+    return "" if text.startswith(f"{kind.__name__}(") else inspect.cleandoc(text)
+
+
+def _own_fields(kind: type) -> Iterator[Field]:
+    source = textwrap.dedent(inspect.getsource(kind))
+    comments = {token.start[0]: token.string.lstrip("# ") for token in tokenize.generate_tokens(
+        io.StringIO(source).readline) if token.type == tokenize.COMMENT}
+    (statement,) = ast.parse(source).body
+    body = getattr(statement, "body", [])
+    for node, below in zip(body, [*body[1:], None], strict=True):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and not node.target.id.startswith("_"):
+            note = comments.get(node.end_lineno or 0, "") or _string(below)
+            yield Field(node.target.id, ast.unparse(node.annotation), note)
+
+
+def _string(statement: ast.stmt | None) -> str:
+    """Returns the text of a statement that is a string, else ""."""
+    value = statement.value if isinstance(statement, ast.Expr) else None
+    text = value.value if isinstance(value, ast.Constant) else ""
+    return inspect.cleandoc(text) if isinstance(text, str) else ""

@@ -1,0 +1,49 @@
+"""The metrics, from the tables that name and explain them."""
+
+from __future__ import annotations
+
+from docs.generate.markdown import code, listed, number, sentence, table
+
+from slotwise.observe.series import (
+    COUNTERS,
+    GAUGES,
+    HISTOGRAMS,
+    LABELLED,
+    PREFIX,
+    STEP,
+    STEP_TIME,
+    STEP_TIME_HELP,
+    WAITING,
+    Labelled,
+    step_times,
+)
+
+
+def metrics() -> str:
+    """Returns the table of all metrics but those labelled with settings."""
+    steps = Labelled("kind", tuple(step_times()), STEP_TIME_HELP)
+    rows = [
+        *((name, "gauge", sentence(text)) for name, text in GAUGES.items()),
+        ("num_requests_waiting_by_reason", "gauge", _with_label(WAITING)),
+        *((name, "counter", sentence(text)) for name, text in COUNTERS.items()),
+        *((name, "counter", _with_label(labelled)) for name, labelled in LABELLED.items()),
+        *((name, "histogram", sentence(text)) for name, (_, text) in HISTOGRAMS.items()),
+        (STEP_TIME, "histogram", _with_label(steps)),
+    ]
+    return table(("metric", "type", "meaning"), [(code(PREFIX + name), kind, text) for name, kind, text in rows])
+
+
+def buckets() -> str:
+    """Returns the table of the histograms' upper bounds."""
+    bounds = {name: bounds for name, (bounds, _) in HISTOGRAMS.items()} | {STEP_TIME: STEP}
+    alike: dict[tuple[float, ...], list[str]] = {}
+    for name, upper in bounds.items():
+        alike.setdefault(tuple(upper), []).append(name)
+    return table(("histograms", "upper bounds"), [
+        (listed(names) + ".", ", ".join(map(number, upper)) + ".") for upper, names in alike.items()])
+
+
+def _with_label(labelled: Labelled) -> str:
+    """Returns the meaning, and the label with the values that are shown from the start."""
+    values = f": {listed(labelled.values)}" if labelled.values else ""
+    return f"{sentence(labelled.help)} Label {code(labelled.label)}{values}."

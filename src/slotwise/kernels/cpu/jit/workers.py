@@ -1,0 +1,76 @@
+"""Processes that compile kernels in parallel: compilation is mostly Python code, which threads would not share out.
+
+A worker (`__main__.py`) needs two seconds of imports before it can compile.  So where the store of kernels is empty,
+workers are started before the engine process imports anything itself, and receive their work once a model's config was
+read:
+
+    engine   call_early │ imports …………… │ set_to_work │ compiles ………
+    worker              └─ imports ………………… waits ──────┘ compiles ………
+
+Nothing here imports what takes long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from pathlib import Path
+
+from slotwise import child, spawn
+from slotwise.kernels.cpu.jit.store import home
+
+GPU = Path("/dev/nvidiactl")  # the NVIDIA driver's
+MOST = 13  # workers; no model needs more kernels
+
+CompileWorker = subprocess.Popen[str]
+_waiting: list[CompileWorker] = []  # started, without work so far
+
+
+def call_early(device: str) -> None:
+    """Start workers if the store of kernels is empty and `device` is the CPU, as far as can be seen without torch."""
+    is_cpu = device == "cpu" or (device == "auto" and not GPU.exists())
+    folder = home() if is_cpu else None
+    if folder is not None and not any(folder.glob("*")):
+        _call(min(MOST, len(os.sched_getaffinity(0)) - 1))
+
+
+def are_waiting() -> bool:
+    """Whether workers are waiting for work."""
+    return bool(_waiting)
+
+
+def set_to_work(number: int, claims: Path, names: list[str]) -> list[CompileWorker]:
+    """Have `number` workers compile the kernels among `names` that are unclaimed; waiting workers are used first.
+
+    Args:
+        claims: a folder in which to claim work.
+
+    Returns:
+        The workers.  Each ends when there is nothing left, and may have failed.
+    """
+    _call(number - len(_waiting))
+    chosen = [_waiting.pop() for _ in range(number)]
+    for worker in chosen:
+        _send(worker, "\n".join([str(claims), *names]))
+    return chosen
+
+
+def dismiss() -> None:
+    """End the workers that are waiting."""
+    while _waiting:
+        _send(_waiting.pop(), "")
+
+
+def _send(worker: CompileWorker, work: str) -> None:
+    assert worker.stdin is not None
+    with contextlib.suppress(OSError), worker.stdin:  # it may have ended already
+        worker.stdin.write(work)
+
+
+def _call(number: int) -> None:
+    if number < 1:
+        return
+    command, free = child.python(__package__, options=("-W", "ignore")), child.environment()
+    free.pop("OMP_PROC_BIND", None)  # or all would be bound to the first core
+    _waiting.extend(spawn.start(command, stdin=subprocess.PIPE, text=True, env=free) for _ in range(number))

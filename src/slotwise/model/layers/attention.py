@@ -1,0 +1,61 @@
+"""Attention with rotary positions, and its options.
+
+    x ─► q, k, v ─► norm q, k ─► rotate q, k ─► store k, v ─► attend (window, soft cap, sinks) ─► output
+         Linear     `─────── one kernel, `queries` ───────'       one kernel, `attend`             Linear
+
+Sizes, window and soft cap are the kernels' `AttentionShape`; biases, norms and sinks are weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from slotwise.kernels.interface import AttentionShape, LayerCache, RaggedBatch
+from slotwise.model.layers.linear import Linear
+from slotwise.model.layers.norm import NormOptions, read_qk_norm
+from slotwise.model.layers.rope import Rope
+from slotwise.model.layers.source import Source
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """What a family's attention has beside its projections."""
+
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: NormOptions | None = None
+    sinks: bool = False  # a score without a value for each head
+
+
+class Attention:
+    """The attention called `name` in the checkpoint."""
+
+    def __init__(
+        self, source: Source, name: str, shape: AttentionShape, rope: Rope, hidden_size: int,
+        options: AttentionOptions = AttentionOptions(),
+    ) -> None:
+        self.shape = shape
+        self.rope = rope
+        self._kernels = source.kernels
+        query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        parts = {f"{name}.q_proj": query, f"{name}.k_proj": key, f"{name}.v_proj": key}
+        self.qkv = Linear(source, parts, hidden_size, bias=options.qkv_bias)
+        self.output = Linear(source, {f"{name}.o_proj": hidden_size}, query, bias=options.output_bias)
+        self._norm = read_qk_norm(source, name, shape.head_dim, options.qk_norm) if options.qk_norm else None
+        self._sinks = source.tensor({f"{name}.sinks": (shape.num_heads,)}).float() if options.sinks else None
+        self.bytes = self.qkv.bytes + self.output.bytes
+        self.bytes += 2 * shape.head_dim * source.dtype.itemsize if options.qk_norm else 0
+        self.bytes += 0 if self._sinks is None else self._sinks.nbytes
+
+    def queries(self, x: Tensor, rotary: Tensor, batch: RaggedBatch, cache: LayerCache) -> Tensor:
+        """Write the keys and values of `x [tokens, hidden]` to the cache; returns queries `[tokens, heads, head_dim]`.
+
+        `rotary` is the table of `rope`, as far as the batch's positions.
+        """
+        return self._kernels.rotary_store(self.qkv(x), rotary, batch, cache, self.shape, self._norm)
+
+    def attend(self, query: Tensor, batch: RaggedBatch, cache: LayerCache) -> Tensor:
+        """Every row's attention over its context: `[tokens, heads * head_dim]`, the input of `output`."""
+        return self._kernels.attention(query, cache, batch, self.shape, self._sinks)

@@ -1,0 +1,53 @@
+"""The first and the last layer: from token ids to hidden states, and from hidden states to logits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slotwise.model.layers.source import Source
+
+
+class Embedding:
+    """`[tokens] -> [tokens, hidden]`, rows of `table [vocabulary, hidden]` times `scale`.
+
+    The scale is rounded to the table's type and applied once, to a copy of the table: the same numbers as in each step.
+    """
+
+    def __init__(self, source: Source, table: Tensor, scale: float = 1.0) -> None:
+        self._kernels = source.kernels
+        self._table = table if scale == 1.0 else table * torch.tensor(scale, dtype=table.dtype)
+        self.bytes = table.numel() * source.dtype.itemsize
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        return self._kernels.embed(self._table, token_ids)
+
+
+class Head:
+    """`[tokens, hidden] -> [tokens, vocabulary]`, logits in the type of the weights.
+
+    Args:
+        weight: `[vocabulary, hidden]`; the embedding's table where the two are tied.
+        soft_cap: logits become `soft_cap * tanh(logit / soft_cap)`; 0: they stay.
+    """
+
+    def __init__(self, source: Source, weight: Tensor, soft_cap: float = 0.0) -> None:
+        self._kernels = source.kernels
+        self._product = source.kernels.head(weight)
+        self.soft_cap = soft_cap
+        outputs, depth = weight.shape
+        self.bytes = source.kernels.head_bytes(outputs, depth, source.dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        logits = self._product(x)
+        return self._kernels.soft_cap(logits, self.soft_cap) if self.soft_cap else logits
+
+
+def read_ends(
+    source: Source, vocab_size: int, hidden_size: int, *, tied: bool, scale: float = 1.0, soft_cap: float = 0.0,
+) -> tuple[Embedding, Head]:
+    """Embedding and head under the names that all families use; a `tied` head is the embedding's table, unscaled."""
+    size = (vocab_size, hidden_size)
+    table = source.tensor({"model.embed_tokens.weight": size})
+    weight = table if tied else source.tensor({"lm_head.weight": size})
+    return Embedding(source, table, scale), Head(source, weight, soft_cap)

@@ -1,0 +1,50 @@
+"""Products with weights.
+
+A `Linear` is one product of a layer: one weight of the checkpoint, or several that read the same input and are stacked
+along their outputs, so that one product computes all of them:
+
+    qkv     [ q_proj | k_proj | v_proj ]        parts by name, each with its number of outputs
+
+Layers hold `Linear` objects and never a kernel's product, because what else may belong to a product belongs here: its
+bias, its quantised form (kernels that quantise do so when they pack it), and what addresses a part by its name.  An
+adapter adds a low-rank term to the outputs of a part; a shard of a tensor-parallel model keeps a range of each part's
+outputs, or of the inputs.  Neither changes a family's file.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from slotwise.kernels.interface import Activation
+from slotwise.kernels.interface import Linear as PackedLinear
+from slotwise.model.layers.source import Source
+
+
+class Linear:
+    """`[tokens, inputs] -> [tokens, outputs]`: `x @ weight.T + bias`.
+
+    Args:
+        parts: outputs of each weight, by its name in the checkpoint without ".weight" or ".bias".
+        gate: the first half of the outputs are gates: `activation(gates) * others`, half as many outputs.
+    """
+
+    def __init__(
+        self, source: Source, parts: Mapping[str, int], inputs: int, *, bias: bool = False,
+        gate: Activation | None = None,
+    ) -> None:
+        kernels = source.kernels
+        self.parts = dict(parts)
+        self.inputs = inputs
+        self.outputs = sum(parts.values())
+        weight = source.tensor({f"{name}.weight": (outputs, inputs) for name, outputs in parts.items()})
+        biases = source.tensor({f"{name}.bias": (outputs,) for name, outputs in parts.items()}) if bias else None
+        pack = kernels.linear if gate is None else functools.partial(kernels.gated, activation=gate)
+        self._product: PackedLinear = pack(weight, biases)
+        self.bytes = kernels.linear_bytes(self.outputs, inputs, source.dtype)  # as packed
+        self.bytes += 0 if biases is None else self.outputs * source.dtype.itemsize
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._product(x)

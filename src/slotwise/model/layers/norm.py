@@ -1,0 +1,41 @@
+"""RMSNorm (Zhang and Sennrich, 2019)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from slotwise.kernels.interface import QKNorm
+from slotwise.model.layers.source import Source
+
+
+@dataclass(frozen=True, slots=True)
+class NormOptions:
+    """How a family's norms compute."""
+
+    eps: float
+    offset: float = 0.0  # added to the weight in float32: Gemma's is 1
+
+
+class RMSNorm:
+    """`x / rms(x) * (offset + weight)` over the last dimension, `[tokens, size]`."""
+
+    def __init__(self, source: Source, name: str, size: int, options: NormOptions) -> None:
+        self._kernels = source.kernels
+        self._weight = source.tensor({f"{name}.weight": (size,)})
+        self._options = options
+        self.bytes = size * source.dtype.itemsize
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._kernels.rms_norm(x, self._weight, self._options.eps, self._options.offset)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """`residual += x` in place, then the norm of the sum, as one kernel."""
+        return self._kernels.add_rms_norm(x, residual, self._weight, self._options.eps, self._options.offset)
+
+
+def read_qk_norm(source: Source, name: str, head_dim: int, options: NormOptions) -> QKNorm:
+    """The norms of each head's query and key, of the attention called `name`."""
+    query, key = (source.tensor({f"{name}.{part}_norm.weight": (head_dim,)}) for part in "qk")
+    return QKNorm(query, key, options.eps, options.offset)

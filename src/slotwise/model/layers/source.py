@@ -1,0 +1,58 @@
+"""Where layers get their weights, and the kernels that pack them.
+
+A layer asks for its tensors by their names and shapes while it is constructed.  So the same code that builds a model
+also lists the tensors that it needs, before any file is opened: it is built over `Listing`, whose tensors have shapes
+and no memory.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slotwise.kernels.interface import Kernels
+from slotwise.kernels.reference import ReferenceKernels
+from slotwise.model.weights import Read, Shapes
+
+
+class Source:
+    """The tensors of a checkpoint, read as `dtype` to where `kernels` compute."""
+
+    def __init__(self, read: Read, kernels: Kernels, dtype: torch.dtype) -> None:
+        self.kernels = kernels
+        self.dtype = dtype
+        self._read = read
+
+    def tensor(self, shapes: Shapes) -> Tensor:
+        """The tensor of the one name in `shapes`, or those of several stacked along their first dimension."""
+        return self._read(*shapes)
+
+
+class _Sizes(ReferenceKernels):
+    """Packs nothing, and says the bytes that other kernels' packed weights take."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        super().__init__()
+        self.linear_bytes = kernels.linear_bytes  # type: ignore[method-assign]
+        self.head_bytes = kernels.head_bytes  # type: ignore[method-assign]
+
+
+class Listing(Source):
+    """Lists the tensors that layers ask for, and gives them tensors without memory.
+
+    Args:
+        kernels: whose packed sizes count.
+    """
+
+    def __init__(self, dtype: torch.dtype, kernels: Kernels | None = None) -> None:
+        super().__init__(self._record, _Sizes(kernels) if kernels else ReferenceKernels(), dtype)
+        self.shapes: dict[str, tuple[int, ...]] = {}
+
+    def tensor(self, shapes: Shapes) -> Tensor:
+        """An empty tensor on the device "meta"; notes names and shapes."""
+        self.shapes |= shapes
+        return super().tensor(shapes)
+
+    def _record(self, *names: str) -> Tensor:
+        rows = sum(self.shapes[name][0] for name in names)
+        return torch.empty((rows, *self.shapes[names[0]][1:]), dtype=self.dtype, device="meta")

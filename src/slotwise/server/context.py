@@ -1,0 +1,118 @@
+"""The components of the service that the endpoints work with."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from http import HTTPStatus
+
+from slotwise.core.slo import SLO
+from slotwise.engine.admission_control import AdmissionControl
+from slotwise.engine.client import QUEUE_FULL, EngineClient, Refused
+from slotwise.engine.tenant_capacity import TenantCapacity
+from slotwise.observe.batched_observer import BatchedObserver
+from slotwise.observe.metrics import Metrics
+from slotwise.observe.recorder import Recorder
+from slotwise.observe.step_time import StepTimeModel
+from slotwise.observe.traces import Traces
+from slotwise.server.active_requests import ActiveRequests
+from slotwise.server.bodies import Bodies
+from slotwise.server.browsers import Browsers
+from slotwise.server.errors import ApiError, from_refusal
+from slotwise.server.explainer import Explainer
+from slotwise.server.http_exchange import HttpExchange
+from slotwise.server.keys import Keys
+from slotwise.server.logprobs import MAX_HELD
+from slotwise.server.prompts import Prompts
+from slotwise.server.protocol import Generate
+from slotwise.server.queue_headers import headers_of
+from slotwise.server.quotas import Account, Quotas
+from slotwise.server.settings import ServerSettings
+from slotwise.server.slo import Tiers, slo_of
+from slotwise.server.subscribers import Subscribers
+
+
+class Api:
+    """All components, built on an engine that is ready.
+
+    Args:
+        step_times: a step-time model, possibly fitted earlier.
+    """
+
+    def __init__(self, engine_client: EngineClient, prompts: Prompts, settings: ServerSettings,
+                 step_times: StepTimeModel) -> None:
+        limits = engine_client.info.limits
+        self.keys = Keys(settings.all_keys, settings.admin_api_key)
+        self.browsers = Browsers(settings)
+        self.bodies = Bodies(settings)
+        self.tiers = Tiers(settings.tiers, self.keys)
+        self.engine_client = engine_client
+        self.prompts = prompts
+        self.settings = settings
+        self.admission_control = AdmissionControl(limits, settings.max_num_queued_reqs, settings.max_num_queued_tokens,
+                                                  engine_client.max_live)
+        self.recorder = Recorder()
+        self.metrics = Metrics(settings.served_model_name, engine_client.info, self.recorder.timelines,
+                               lambda: engine_client.healthy)
+        self.recorder.add_reader(self.metrics)
+        self.recorder.started(engine_client.info)
+        self.quotas = Quotas(self.tiers.quota, self.admission_control, self.refused)
+        self.subscribers = Subscribers()
+        self.step_times = step_times
+        self.metrics.extra_gauges["step_time_model_error"] = lambda: step_times.error
+        self.traces: Traces | None = None  # set by `trace`
+        self.batched_observer = BatchedObserver([self.recorder, self.metrics, self.step_times])
+        self.explainer = Explainer(self.batched_observer, self.recorder, step_times)
+        engine_client.observers += [self.admission_control, self.batched_observer]
+        self.active_requests = ActiveRequests()
+        self.prompt_entries = TenantCapacity("log-probabilities of prompts are held", MAX_HELD)
+        self.formatting = asyncio.Lock()  # see server.logprobs
+        self.num_exchanges = 0  # in progress, of any kind
+        self.seeds = random.Random(settings.seed)  # of requests without one
+        self.serials = itertools.count()  # tracing ids may repeat; the engine's names may not
+
+    def check_capacity(self, slo: SLO, num_requests: int = 1, num_tokens: int = 0) -> None:
+        """Raises ApiError when this many more do not fit the queue or their tier's bound, or the engine is closed.
+
+        Args:
+            slo: as far as it is known.
+        """
+        admission_control = self.admission_control
+        try:
+            self.engine_client.check_open()
+        except Refused as refused:
+            raise from_refusal(refused, admission_control.retry_after) from refused
+        objection, retry_after = admission_control.objection(slo.tenant, num_requests, num_tokens), 0
+        if not objection and (bound := self.tiers.bound(slo.tier)) is not None:
+            objection = admission_control.tier_objection(slo, bound, num_requests)
+            retry_after = admission_control.tier_retry_after(slo.tier, bound)
+        if objection:
+            self.refused(QUEUE_FULL)
+            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, objection, code=QUEUE_FULL,
+                           retry_after=retry_after or admission_control.retry_after,
+                           more=headers_of(admission_control.wait_estimate()))
+
+    def account(self, exchange: HttpExchange) -> Account:
+        """The account of a request's key; the response tells what is left of it."""
+        account = self.quotas.account(exchange.tenant)
+        exchange.late_headers = account.headers
+        return account
+
+    def slo(self, request: Generate, tenant: str) -> SLO:
+        """The objectives of a request.  Raises ApiError for a request that exceeds what its tier allows."""
+        return slo_of(request, tenant, self.tiers.choose(request.service_tier, tenant))
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self.prompts.close()
+        self.explainer.close()
+
+    def trace(self, traces: Traces) -> None:
+        """Trace every request from here on."""
+        self.traces = traces
+        self.recorder.add_reader(traces)
+
+    def refused(self, kind: str) -> None:
+        """Count a request that was refused before the engine service received it."""
+        self.batched_observer.refused(kind)

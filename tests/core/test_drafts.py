@@ -1,0 +1,221 @@
+"""Rows with drafts: the output is that without, whatever is guessed, and nothing of a wrong guess stays behind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from operations import DISCIPLINE, LIMITS, OPERATION, play
+from toy import VOCAB, Driver, Guesses, alone, next_token, request
+
+from slotwise.core.limits import SchedulerLimits
+from slotwise.core.params import SamplingParams
+from slotwise.core.reasons import VERIFYING
+from slotwise.core.request import Request
+from slotwise.core.step import CACHE_GROUP, FreedBlocks, Output, RowKind, StepPlan, StepResult
+
+ROOMY = SchedulerLimits(max_model_len=64, num_blocks=64, block_size=4, max_num_seqs=4, max_num_batched_tokens=16)
+
+
+class Fixed:
+    """Proposes as many right tokens, then as many wrong ones."""
+
+    def __init__(self, num_right: int, num_wrong: int = 0) -> None:
+        self.num_right, self.num_wrong = num_right, num_wrong
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        known = list(request.tokens)
+        for number in range(self.num_right + self.num_wrong):
+            token = next_token(known)
+            known.append(token if number < self.num_right else (token + 1) % VOCAB)
+        return known[len(request.tokens):][:most]
+
+    def waits(self, request: Request) -> bool:
+        return True
+
+
+def lasting(name: str, num_prompt: int = 3, max_tokens: int = 12) -> Request:
+    return request(name, [1 + number % 7 for number in range(num_prompt)], max_tokens, ignore_eos=True)
+
+
+def decoding(proposer: Fixed, limits: SchedulerLimits = ROOMY, **asked: int) -> Driver:
+    """A driver whose only request is past its prompt."""
+    driver = Driver(limits, proposer=proposer)
+    driver.add(lasting("one", **asked))
+    driver.plan(), driver.commit()
+    return driver
+
+
+@settings(max_examples=150, deadline=None)
+@given(LIMITS, DISCIPLINE, st.lists(OPERATION, max_size=60), st.integers(0, 2**32 - 1))
+def test_tokens_are_those_without_drafts_and_every_request_ends_once(limits, discipline, operations, seed):
+    """The driver checks blocks, slots and the token budget after each call, and that the run comes to an end."""
+    driver, expected = play(limits, discipline, operations, Guesses(seed))
+    assert driver.ended.keys() == expected.keys()
+    for name, reason in driver.ended.items():
+        got = driver.output.get(name, [])
+        assert got == expected[name] if reason in ("stop", "length") else got == expected[name][: len(got)]
+    assert driver.scheduler.num_free_blocks == limits.num_blocks
+
+
+@settings(max_examples=80, deadline=None)
+@given(LIMITS, DISCIPLINE, st.lists(OPERATION, max_size=40), st.integers(0, 2**32 - 1))
+def test_the_same_calls_give_the_same_plans(limits, discipline, operations, seed):
+    first, second = (play(limits, discipline, operations, Guesses(seed))[0] for _ in range(2))
+    assert first.plans == second.plans
+
+
+def verified(plan: StepPlan) -> set[str]:
+    return {name for name, drafted in zip(plan.request_ids, plan.drafts, strict=False) if drafted}
+
+
+def assert_rows(plan: StepPlan, previous: StepPlan | None) -> None:
+    drafts = plan.drafts or ((),) * plan.num_rows
+    for kind, count, wanted, drafted in zip(plan.kinds, plan.counts, plan.num_logits, drafts, strict=True):
+        if kind is RowKind.DECODE:
+            assert count == wanted == 1 + len(drafted)
+        else:
+            assert not drafted and wanted in (0, 1)
+    if previous is not None:
+        assert verified(previous).isdisjoint(plan.request_ids), "how far they got is not known"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(5, 30))
+def test_rows_say_what_they_are_and_wait_while_they_are_verified(seed, blocks):
+    driver, draw = Driver(replace(ROOMY, num_blocks=blocks), proposer=Guesses(seed)), Random(seed)
+    for number in range(8):
+        driver.add(lasting(f"r{number}", draw.randint(1, 12), draw.randint(1, 8)))
+    while driver.scheduler.num_unfinished:
+        plan = driver.plan()
+        assert_rows(plan, driver.flying[-2] if len(driver.flying) > 1 else None)
+        preempted = {name for name, _ in plan.preempted}
+        for name in verified(driver.flying[0]) if len(driver.flying) > 1 else ():
+            assert name in preempted or dict(plan.refused)[name] == VERIFYING
+        if len(driver.flying) > 1 or draw.random() < 0.5:
+            driver.commit()
+    assert len(driver.ended) == 8
+
+
+def test_a_row_leaves_out_a_step_to_draft_from_its_token_in_flight_if_the_proposer_says_so():
+    driver = Driver(ROOMY, proposer=Fixed(2))
+    driver.add(lasting("one"))
+    driver.plan()
+    assert driver.plan().refused == (("one", VERIFYING),)
+    driver.commit(), driver.commit()
+    assert len(driver.plan().drafts[0]) == 2
+    driver.run()
+    assert driver.output["one"] == alone(lasting("one"), ROOMY)
+
+
+@pytest.mark.parametrize(("right", "wrong"), [(0, 3), (1, 2), (3, 0), (2, 9)])
+def test_a_step_yields_the_drafts_that_are_right_and_one_token_more(right, wrong):
+    driver = decoding(Fixed(right, wrong))
+    plan = driver.plan()
+    assert len(plan.drafts[0]) == min(right + wrong, 10) == plan.counts[0] - 1 and plan.num_logits == plan.counts
+    driver.commit()
+    assert len(driver.output["one"]) == 1 + right + 1
+    driver.run()
+    assert driver.output["one"] == alone(lasting("one"), ROOMY)
+
+
+def test_blocks_behind_the_accepted_tokens_are_freed():
+    driver = decoding(Fixed(0, 9), num_prompt=4)
+    free = driver.scheduler.num_free_blocks
+    plan = driver.plan()
+    (_, _, added), = plan.new_blocks
+    assert len(added) == 3, "positions 4 to 13"
+    driver.commit()
+    assert driver.scheduler.num_free_blocks == free - 1, "position 4 is the token sampled last"
+    assert driver.plan().freed_blocks == (FreedBlocks(0, CACHE_GROUP, 2),)
+
+
+def test_what_was_allocated_on_admission_stays():
+    from slotwise.batching.orca import Orca
+
+    driver = Driver(ROOMY, Orca(), proposer=Fixed(0, 9))
+    driver.add(lasting("one"))
+    driver.run()
+    assert not any(plan.freed_blocks for plan in driver.plans) and any(plan.drafts for plan in driver.plans)
+
+
+def test_freed_blocks_of_a_slot_that_was_released_are_not_told():
+    driver = decoding(Fixed(0, 9), num_prompt=4)
+    driver.plan(), driver.commit()
+    driver.finish("one")
+    driver.add(lasting("two"))
+    plan = driver.plan()
+    assert plan.released_slots == (0,) and not plan.freed_blocks and plan.new_requests[0].slot == 0
+
+
+@pytest.mark.parametrize(("blocks", "counts"), [(3, (1,)), (4, (4, 4)), (5, (7, 1)), (64, (7, 1))])
+def test_drafts_leave_a_token_and_a_block_to_each_row_behind(blocks, counts):
+    """Each of the two has a full block, so it needs another one in any case: with three, one of them is preempted."""
+    limits = replace(ROOMY, num_blocks=blocks, max_num_seqs=2, max_num_batched_tokens=8)
+    driver = Driver(limits, proposer=Fixed(9))
+    for name in ("one", "two"):
+        driver.add(lasting(name, 4, 9))
+    driver.plan(), driver.commit()
+    plan = driver.plan()
+    assert plan.counts == counts and len(plan.preempted) == (len(counts) < 2)
+    driver.run()
+    assert driver.ended == {"one": "length", "two": "length"}
+
+
+def test_a_row_preempted_while_it_is_verified_keeps_what_was_accepted():
+    driver = decoding(Fixed(2))
+    driver.plan()
+    (one,) = driver.scheduler.requests()
+    driver.scheduler._table.preempt(one, 1, driver.now)
+    assert "one" not in driver.plan().request_ids
+    driver.commit()
+    assert len(driver.output["one"]) == 4
+    driver.run()
+    assert driver.output["one"] == alone(lasting("one"), ROOMY)
+
+
+def test_a_failed_step_takes_its_drafts_back():
+    driver = decoding(Fixed(2))
+    driver.plan()
+    assert driver.scheduler.rollback() == ["one"]
+    driver.flying.clear(), driver.executor.collect()
+    driver.scheduler.check()
+    driver.run()
+    assert driver.output["one"] == alone(lasting("one"), ROOMY)
+
+
+@pytest.mark.parametrize("tokens", [((99, 98),), ((1, 2, 3, 4, 5, 6, 7),)])
+def test_a_result_that_its_drafts_do_not_begin_is_refused(tokens):
+    driver = decoding(Fixed(2))
+    plan = driver.plan()
+    with pytest.raises(RuntimeError, match="do not begin"):
+        driver.scheduler.commit(plan, StepResult(plan.step, tokens), 9.0)
+
+
+def test_all_positions_of_a_prompt_want_logits_and_none_is_found_in_the_cache():
+    limits = replace(ROOMY, enable_prefix_caching=True, max_num_batched_tokens=8)
+    driver = Driver(limits)
+    driver.add(lasting("before", 12, 1))
+    driver.run()
+
+    class Ignores:
+        """The fake executor computes no log-probabilities of prompts."""
+
+        def submit(self, plan: StepPlan) -> None:
+            self.plan = plan
+
+        def collect(self) -> StepResult:
+            ends = [start + count for start, count in zip(self.plan.starts, self.plan.counts, strict=True)]
+            return StepResult(self.plan.step, tuple([(5,) if end >= 12 else () for end in ends]))
+
+    driver.executor = Ignores()
+    params = SamplingParams(max_tokens=3, ignore_eos=True, prompt_logprobs=1)
+    driver.add(Request("scored", [1 + number % 7 for number in range(12)], params))
+    driver.run()
+    scored = [plan for plan in driver.plans if "scored" in plan.request_ids]
+    assert scored[0].new_requests[0].output is Output.PROMPT_LOGPROBS
+    assert [(plan.starts, plan.counts, plan.num_logits) for plan in scored] == [
+        ((0,), (8,), (8,)), ((8,), (4,), (4,)), ((12,), (1,), (1,)), ((13,), (1,), (1,))]

@@ -1,0 +1,107 @@
+"""Large outputs of one step reach the API process in messages of bounded size."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slotwise.batching.settings import Batching
+from slotwise.core.limits import SchedulerLimits
+from slotwise.core.params import SamplingParams
+from slotwise.core.step import TokenLogprobs
+from slotwise.engine.client import EngineClient
+from slotwise.engine.heartbeat import HeartbeatMonitor
+from slotwise.engine.ipc import MAX_MESSAGE, BlockingChannel, encode, frame, pair
+from slotwise.engine.messages import Add, EngineInfo, RowEnd, StepOutputs, StepRecord
+from slotwise.engine.outputs import MAX_ENTRIES, messages_of
+from slotwise.engine.scheduling import Scheduling
+
+LIMITS = SchedulerLimits(max_model_len=64, num_blocks=64, block_size=4, max_num_seqs=8, max_num_batched_tokens=32)
+INFO = EngineInfo("toy", "cpu", "float32", 50, LIMITS, Scheduling(Batching(), 8, 32), (1,))
+
+
+def a_record(lengths: list[int], top: int) -> StepRecord:
+    """Rows "0", "1", ... of these lengths, with `top` log-probabilities a token."""
+    tokens = tuple([tuple(range(row, row + length)) for row, length in enumerate(lengths)])
+    entry = TokenLogprobs(-0.123456, 3, tuple(range(1000, 1000 + top)), (-1.23456,) * top)
+    return StepRecord(
+        5, 1, 2, tuple(map(str, range(len(lengths)))), tuple(range(len(lengths))), (0,) * len(lengths),
+        (1,) * len(lengths), token_ids=tokens, logprobs=tuple([(entry,) * length for length in lengths]))
+
+
+@given(st.lists(st.integers(0, 5000), max_size=20), st.integers(0, 20))
+def test_parts_are_bounded_and_hold_every_output_in_order(lengths: list[int], top: int) -> None:
+    record = a_record(lengths, top)
+    expected = {name: tuple(zip(tokens, some, strict=True)) for name, tokens, some in zip(
+        record.request_ids, record.token_ids, record.logprobs, strict=True)}
+    *parts, last = messages_of(record)
+    assert last is record and record.num_parts == len(parts)
+    found: dict[str, tuple[Any, ...]] = dict.fromkeys(expected, ())
+    for part in parts or [last]:
+        assert sum((1 + top) * len(tokens) for tokens in part.token_ids) <= MAX_ENTRIES
+        for name, tokens, some in zip(part.request_ids, part.token_ids, part.logprobs, strict=True):
+            found[name] += tuple(zip(tokens, some, strict=True))
+    assert found == expected and (not parts or not last.logprobs)
+
+
+@given(st.lists(st.integers(0, 9000), min_size=1, max_size=8), st.integers(0, 20))
+def test_prompts_are_sent_in_parts_that_say_their_positions(lengths: list[int], top: int) -> None:
+    entry = TokenLogprobs(-0.5, 1, tuple(range(top)), (-0.5,) * top)
+    rows = tuple([tuple([entry._replace(rank=place) for place in range(length)]) for length in lengths])
+    record = StepRecord(
+        5, 1, 2, tuple(map(str, range(len(rows)))), tuple(range(len(rows))), tuple(range(0, 7 * len(rows), 7)),
+        tuple([max(1, length) for length in lengths]), token_ids=((),) * len(rows), prompt_logprobs=rows)
+    starts = dict(zip(record.request_ids, record.starts, strict=True))
+    found: dict[str, list[int]] = {name: [] for name in starts}
+    for message in messages_of(record):
+        assert sum((1 + top) * len(some) for some in message.prompt_logprobs) <= MAX_ENTRIES
+        for name, start, some in zip(message.request_ids, message.starts, message.prompt_logprobs, strict=False):
+            assert not some or start == starts[name] + len(found[name])
+            found[name] += [one.rank for one in some]
+    assert list(found.values()) == [list(range(length)) for length in lengths]
+
+
+def test_a_batch_larger_than_any_message_is_sent_in_small_ones() -> None:
+    sizes = [len(frame(encode(message))) for message in messages_of(a_record([1000] * 300, 20))]
+    assert sum(sizes) > MAX_MESSAGE and max(sizes) < MAX_MESSAGE // 30
+
+
+def test_a_message_that_the_other_end_would_refuse_is_not_sent() -> None:
+    ours, theirs = pair()
+    with ours, theirs:
+        with pytest.raises(ValueError, match="too large to be sent"):
+            BlockingChannel(ours).send(bytes(MAX_MESSAGE + 1))
+        BlockingChannel(ours).send(b"small")
+        assert BlockingChannel(theirs).receive(1.0) == [b"small"]
+
+
+def test_the_client_hands_out_the_parts_before_the_end() -> None:
+    async def play() -> None:
+        ours, theirs = pair()
+        client = EngineClient()
+        channel = BlockingChannel(theirs)
+        channel.send(encode(INFO))
+        assert isinstance(await client.attach(ours, HeartbeatMonitor(60)), EngineInfo)
+        params = SamplingParams(max_tokens=5000, logprobs=20)
+        generations = [client.submit(Add(str(row), [1], params, 0)) for row in range(3)]
+        record = a_record([2000, 3000, 1000], 20)
+        expected = list(zip(record.token_ids, record.logprobs, strict=True))
+        record.ended = (RowEnd("0", "length", 2000), RowEnd("2", "length", 1000))
+        messages = list(messages_of(record))
+        assert [type(message) for message in messages] == [StepOutputs] * (len(messages) - 1) + [StepRecord]
+        for message in messages:
+            await asyncio.to_thread(channel.send, encode(message))
+        while not generations[0].ended:
+            await asyncio.sleep(0.002)
+        for generation, (tokens, logprobs), ended in zip(generations, expected, (True, False, True), strict=True):
+            chunk = await anext(generation)
+            assert (tuple(chunk.token_ids), tuple(chunk.logprobs)) == (tokens, logprobs)
+            assert generation.ended == ended
+        client.give_up("enough")
+        theirs.close()
+
+    asyncio.run(play())

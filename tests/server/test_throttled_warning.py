@@ -1,0 +1,21 @@
+"""A warning that a client can cause is written once, with a count later."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from slotwise.server import throttled_warning
+from slotwise.server.throttled_warning import ThrottledWarning
+
+
+def test_a_flood_is_one_warning_and_then_a_number(
+        monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    warning = ThrottledWarning(logging.getLogger("flood"))
+    for _ in range(100):
+        warning.warn("not HTTP")
+    assert [record.message for record in caplog.records] == ["not HTTP"]
+    monkeypatch.setattr(throttled_warning, "EVERY", -1.0)
+    warning.warn("not HTTP")
+    assert caplog.records[-1].message == "not HTTP (100 times since the last warning)"

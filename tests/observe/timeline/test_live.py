@@ -42,6 +42,7 @@ def opened(chromium, server):
         page.fill("#key", KEY)
         page.keyboard.press("Enter")
         until(page, "slotwise.history.run !== null")
+        frame(page)
         yield page
         assert [one for one in complaints if UNAUTHORISED not in one] == []
 
@@ -86,6 +87,7 @@ def test_a_newcomer_sees_both_ways_to_batch_and_every_cell_is_what_was_planned(s
     assert get(server, "/admin/scheduling").json() == before
     said = opened.inner_text("#said")
     assert "static" in said and "continuous" in said and "× as fast" in said
+    frame(opened)
     assert not opened.is_visible("#empty") and opened.evaluate("slotwise.layout.slots") == SLOTS
 
     until(opened, "slotwise.history.segments.at(-1).capacity === 16")  # the record comes a little after the answer

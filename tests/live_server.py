@@ -65,15 +65,15 @@ def running(folder: Path, log: Path, *settings: str, before: Callable[[], None] 
 
 
 @contextmanager
-def unanswered(server: Server, path: str, body: dict[str, Any], **headers: str) -> Iterator[None]:
-    """A client that has sent a request, and leaves without its answer when the block ends."""
+def unanswered(server: Server, path: str, body: dict[str, Any], **headers: str) -> Iterator[socket.socket]:
+    """The socket of a client that has sent a request, and leaves without its answer when the block ends."""
     host, port = server.url.removeprefix("http://").split(":")
     content = json.dumps(body).encode()
     fields = JSON | headers | {"Host": host, "Content-Length": str(len(content))}
     head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
     with socket.create_connection((host, int(port)), timeout=120) as connection:
         connection.sendall(f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + content)
-        yield
+        yield connection
 
 
 def counted(first: int, count: int) -> list[int]:

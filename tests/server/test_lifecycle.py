@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from live_server import JSON, POSTED, Server, counted, eventually, running, unanswered
 
 from slotwise.server.app import OPEN_TO_ALL, ROUTES
@@ -125,6 +126,18 @@ def test_sigterm_does_not_wait_for_ever(folder: Path, tmp_path: Path) -> None:
         listener.join()
         assert events[-1]["choices"][0]["finish_reason"] == "abort"
         assert server.process.wait(timeout=120) == 0
+
+
+def test_sigterm_drops_what_a_client_does_not_read(folder: Path, tmp_path: Path,
+                                                   capfd: pytest.CaptureFixture[str]) -> None:
+    # The response is larger than what sockets hold.
+    body = {"prompt": [list(range(2, 40))] * 60, "n": 8, "max_tokens": 1, "prompt_logprobs": 20}
+    with running(folder, tmp_path / "engine", "max_choices=512") as server, \
+            unanswered(server, COMPLETIONS, body) as client:
+        assert client.recv(1) == b"H"
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(timeout=120) == 0
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_overload_is_refused_at_once_and_whole(folder: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from live_server import JSON, Server
 
 from slotwise.core.params import MAX_BIAS, RANGES
 from slotwise.engine import scheduling
+from slotwise.observe import event_log
 from slotwise.server.events import SWITCHES
 from slotwise.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from slotwise.server.tiers import TierSettings
@@ -75,6 +76,8 @@ def test_a_field_takes_any_value_or_is_named(server: Server, path: str, name: st
         else:
             assert names_it(answer, name), (name, value, answer.text)
     assert served, "every field has a value that is right"
+    for line in server.get("/events?follow=0").content.splitlines():
+        event_log.decode(line)
     assert server.get("/health").json()["status"] == "ok"
 
 

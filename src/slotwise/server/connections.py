@@ -75,6 +75,11 @@ class Connections:
         for connection in [one for one in (*self._clients, *self._reserved) if one.deadline < now]:
             connection.time_out()
 
+    def abort(self) -> None:
+        """Close all connections at once; written but unsent bytes are dropped."""
+        for connection in (*self._clients, *self._reserved):
+            connection.refuse()
+
     def malformed(self, message: str) -> None:
         """Counts a request that is not HTTP."""
         self._invalid.warn(message)

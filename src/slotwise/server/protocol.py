@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from slotwise.core.params import BIAS, MAX_STOP_LENGTH, RANGES, TOKEN_ID, InvalidParams, SamplingParams
-from slotwise.core.ranges import INT64, Range
+from slotwise.core.ranges import INT64, Range, whole
 from slotwise.core.slo import PRIORITIES
 from slotwise.server import body_precheck
 from slotwise.server.errors import ApiError, bad_request, from_decoding, from_params
@@ -39,6 +39,7 @@ Choices = Annotated[int, _within(RANGES["n"])]
 TopK = Annotated[int, _within(RANGES["top_k"])]
 Seed = Annotated[int, _within(RANGES["seed"])]
 OneOrMore = Annotated[int, _within(RANGES["max_tokens"])]
+Length = Annotated[int, _within(whole(1))]
 NoneOrMore = Annotated[int, _within(RANGES["min_tokens"])]
 Logprobs = Annotated[int, _within(RANGES["logprobs"])]
 TokenId = Annotated[int, _within(TOKEN_ID)]
@@ -114,7 +115,7 @@ class Generate(Unsupported, kw_only=True):
     logit_bias: dict[TokenId, Bias] | None = None
     prompt_logprobs: Logprobs | None = None  # entries of each token of the prompt; not in a stream
     explain: bool | None = None  # the response contains where its time went
-    bench_output_tokens: OneOrMore | list[OneOrMore] | None = None  # forced output length; a list: of each prompt
+    bench_output_tokens: Length | list[Length] | None = None  # forced output length; a list: of each prompt
 
     def refuse_unsupported(self) -> None:
         """Raises ApiError for an unsupported field."""

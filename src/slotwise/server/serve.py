@@ -21,7 +21,7 @@ from slotwise.server.app import App
 from slotwise.server.connection import Connection
 from slotwise.server.connections import BACKLOG, Connections, backlog_within, most_within, raise_file_limit
 
-FLUSH = 5  # seconds for responses that are written but not yet sent
+FLUSH = 5  # seconds for responses that are written but not yet sent; then what clients have not read is dropped
 EXPIRE_EVERY = 0.25  # seconds between two checks for connections past their deadline
 KEEP_ALIVE = 75  # seconds; the client should be the first to close, and balancers keep idle connections for a minute
 
@@ -72,7 +72,7 @@ async def serve(app: App, listener: socket.socket, on_listening: Callable[[str],
     config = uvicorn.Config(
         app, http=cast(type[asyncio.Protocol], protocol), ws="none", lifespan="off", log_config=None,
         access_log=False, proxy_headers=False, server_header=False, backlog=backlog_within(file_limit),
-        timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=FLUSH)
+        timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=FLUSH + 1)
     server = _Server(config)
     loop = asyncio.get_running_loop()
     stopping: set[asyncio.Task[None]] = set()
@@ -81,7 +81,7 @@ async def serve(app: App, listener: socket.socket, on_listening: Callable[[str],
         if stopping:
             server.should_exit = server.force_exit = True
         else:
-            stopping.add(loop.create_task(_drain(app, server)))
+            stopping.add(loop.create_task(_drain(app, server, connections)))
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
@@ -96,9 +96,11 @@ async def serve(app: App, listener: socket.socket, on_listening: Callable[[str],
             task.cancel()
 
 
-async def _drain(app: App, server: uvicorn.Server) -> None:
+async def _drain(app: App, server: uvicorn.Server, connections: Connections) -> None:
     await app.api.engine_client.drain(app.api.settings.shutdown_timeout)
     server.should_exit = True
+    await asyncio.sleep(FLUSH)
+    connections.abort()
 
 
 async def _without_hope(app: App, stop: Callable[[], None]) -> None:

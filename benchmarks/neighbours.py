@@ -37,11 +37,11 @@ RESTLESS = [sys.executable, "-c", "while True: pass"]
 
 
 @contextlib.contextmanager
-def served(source: Path, model: list[str]) -> Iterator[Target]:
+def served(source: Path, arguments: list[str]) -> Iterator[Target]:
     """Yields a server of the version in `source`."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = str(source)
-    with serving([*model, "--max-num-seqs", str(SLOTS)]) as server:
+    with serving(arguments) as server:
         if before is None:
             del os.environ["PYTHONPATH"]
         else:
@@ -97,9 +97,9 @@ def main() -> None:
         asked.num_prompts, lengths.parse(asked.prompts), lengths.parse("lognormal:64:0.8:256"),
         arrivals.parse(f"closed:{SLOTS}")), seed=1)
     sources = {"this": HERE} | ({"other": asked.beside.resolve()} if asked.beside else {})
-    model = [asked.model] if asked.model else []
+    arguments = [*([asked.model] if asked.model else []), "--max-num-seqs", str(SLOTS)]
     with contextlib.ExitStack() as stack:
-        targets = {name: stack.enter_context(served(source, model)) for name, source in sources.items()}
+        targets = {name: stack.enter_context(served(source, arguments)) for name, source in sources.items()}
         for target in targets.values():
             load(target, workload)
         figures = compare(targets, workload, asked.busy, asked.rounds)

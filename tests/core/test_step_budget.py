@@ -8,13 +8,13 @@ import pytest
 from crowds import ROOMY, Comer, Priced, crowd, play
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from toy import Driver, alone
+from toy import Driver, alone, request
 
 from slotwise.batching.continuous import Chunked, Inline
 from slotwise.core.chunking import FLOOR
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.reasons import TIME_BUDGET
-from slotwise.core.slo import SLO
+from slotwise.core.slo import SLO, Tier
 from slotwise.core.step import StepPlan
 from slotwise.core.step_time import StepBudget, StepTimeModel, Work, work_of
 
@@ -101,6 +101,21 @@ def test_the_closest_pace_promised_to_one_who_runs_governs():
     free = Driver(LONG, times=times)
     play(free, crowd([Comer(0, 4, 12), Comer(1, 300, 2), Comer(0, 300, 2)]))
     assert len(free.plans) < len(driver.plans)
+
+
+@pytest.mark.parametrize("tier", ["", "gold"])
+def test_only_an_objective_of_a_tier_keeps_others_from_starting(tier):
+    driver = Driver(replace(LONG, tiers=(Tier("gold"),)), times=Priced())
+    driver.add(request("first", [1, 2, 3], 300, slo=SLO(tier=tier, tpot=0.0001), ignore_eos=True))
+    for _ in range(2):
+        driver.plan()
+        driver.commit()
+    driver.add(request("second", [4, 5, 6], 2))
+    plan = driver.plan()
+    assert ("second" in driver.admitted) == (not tier)
+    assert [decision.reason for decision in plan.refused] == ([TIME_BUDGET] if tier else [])
+    driver.commit()
+    driver.run()
 
 
 def test_who_finds_no_time_is_told_so():

@@ -65,6 +65,18 @@ def test_who_has_waited_long_enough_is_due_once_unless_it_left(entries, now, gon
     assert queue.next_moment > now
 
 
+def test_requests_that_left_are_forgotten_long_before_their_moment():
+    queue = WaitingQueue(lambda lane, now: ())
+    for number in range(1000):
+        request = crowd([Comer(0, 1, 1)])[0][1]
+        request.request_id, request.arrival = f"r{number}", number
+        queue.add(request, Lane("", "a"), (0,), 86_400.0)
+        if number:
+            queue.remove(request)
+    assert len(queue._moments) < 100
+    assert [request.request_id for request in queue.due(86_400.0)] == ["r0"]
+
+
 @given(ENTRIES, st.lists(st.integers(0, 19), max_size=8))
 def test_a_request_that_comes_back_stands_where_its_new_key_says(entries, again):
     queue, counters, listed = filled(entries)

@@ -234,6 +234,15 @@ def test_while_a_window_is_open_only_the_clock_or_a_command_gives_something_to_d
     assert subject.step().request_ids == ("a", "b")
 
 
+def test_nothing_is_waited_for_while_a_step_is_in_flight():
+    subject = engine(depth=1)
+    for number in range(2 * LIMITS.max_num_seqs):
+        subject.handle(add(f"r{number}", 1, ignore_eos=True))
+    while subject.has_work:
+        subject.step()
+        assert subject.wait() == 0
+
+
 def test_a_change_is_in_force_at_the_next_plan_and_told_once():
     subject = engine(batching=Batching("static", batch_size=1))
     for name in "abc":

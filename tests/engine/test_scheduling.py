@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,6 +33,7 @@ def test_another_batching_lets_go_of_what_belonged_to_the_last():
     ({"max_num_seqs": True}, "max_num_seqs must be a whole number"),
     ({"max_num_seqs": None}, "max_num_seqs must be a whole number"),
     ({"long_prefill_token_threshold": 2**70}, "long_prefill_token_threshold must be a whole number from 0 to"),
+    ({"long_prefill_token_threshold": None}, "long_prefill_token_threshold must be a whole number from 0 to"),
     ({"batching": 3}, "batching must be one of"),
     ({"batching": None}, "batching must be one of"),
     ({"batching": "dynamic", "max_wait_ms": "soon"}, "max_wait_ms must be a number"),
@@ -57,3 +59,4 @@ def test_whatever_is_asked_is_in_force_or_refused(changes):
     for name, value in changes.items():
         assert changed.as_settings()[name] == value
     assert changed.discipline() and changed.limits(SLOTS)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(changed), type=Scheduling) == changed, "as the engine reads it"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -227,6 +228,12 @@ INFO = EngineInfo("toy", "cpu", "bfloat16", 100, LIMITS, Scheduling(Batching(), 
 
 
 ONE = Work(1, 1, 10, 0.0)
+
+
+def test_a_pipe_in_the_place_of_the_file_is_not_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    os.mkfifo(tmp_path / "times.json")
+    assert not step_time.load(tmp_path / "times.json").is_trained
+    assert "not a regular file" in caplog.text
 
 
 def test_what_one_server_learned_the_next_one_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,9 +56,10 @@ def test_bodies_under_way_take_a_bounded_memory(folder: Path, tmp_path: Path, is
     with running(folder, tmp_path / "engine") as server, ExitStack() as stack:
         server.post("/v1/completions", {"prompt": [2], "max_tokens": 1})
         before = memory(server, "VmRSS")
-        connections = [stack.enter_context(connect(server)) for _ in range(MANY)]
-        for connection in connections:
-            begin(connection, is_announced)
+        connections = []
+        for _ in range(MANY):  # one that is silent for ten seconds would be closed
+            connections.append(stack.enter_context(connect(server)))
+            begin(connections[-1], is_announced)
         eventually(lambda: server.get("/load").json()["server_load"] < MANY)
         told = [answer(connection) for connection in connections]
         refused = [one for one in told if one]
@@ -72,6 +73,24 @@ def test_bodies_under_way_take_a_bounded_memory(folder: Path, tmp_path: Path, is
         eventually(lambda: memory(server, "VmRSS") < before + 64 * MB)
         large = json.dumps({"prompt": [2], "max_tokens": 1, "unknown": "x" * (LARGEST - 100)})
         assert server.post("/v1/completions", large).status_code == 200
+
+
+def test_small_bodies_of_many_values_take_a_bounded_memory(folder: Path, tmp_path: Path) -> None:
+    """Each waits for the chat template as twenty thousand lists, which take twenty times its bytes."""
+    body = json.dumps({"messages": [{"role": "user", "content": "x", "a": [[]] * 20_000}]}, separators=(",", ":"))
+    assert len(body) < bodies.SMALL
+    request = (b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
+               b"%d\r\n\r\n%b" % (len(body), body.encode()))
+    with running(folder, tmp_path / "engine") as server, ExitStack() as stack:
+        server.post("/tokenize", {"messages": [{"role": "user", "content": "x"}]})
+        before = memory(server, "VmRSS")
+        connections = []
+        for _ in range(2 * MANY):
+            connections.append(stack.enter_context(connect(server)))
+            connections[-1].sendall(request)
+        told = [connection.recv(1 << 16)[9:12] for connection in connections]
+        assert b"200" in told and set(told) <= {b"200", b"429", b"503"}
+        assert memory(server, "VmHWM") < before + bodies.MOST
 
 
 def test_a_body_that_is_served_is_not_kept(folder: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import socket
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from live_server import POSTED, Server, eventually, running
+from live_server import POSTED, Server, eventually, running, unanswered
 
 from slotwise.server.connections import Connections, backlog_within, client_of, most_within, raise_file_limit
 
@@ -99,6 +100,60 @@ def test_what_is_left_of_a_refused_body_is_not_waited_for(folder: Path, tmp_path
         assert told.startswith(b"HTTP/1.1 413") and b"body_too_large" in told
 
 
+def test_a_connection_whose_refused_body_comes_later_is_not_kept_for_ever(folder: Path, tmp_path: Path) -> None:
+    with running(folder, tmp_path / "engine", "keep_alive_timeout=1") as server, connect(server) as connection:
+        connection.sendall(b"POST /no/such/route HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n")
+        assert b"404 Not Found" in connection.recv(1000)
+        connection.sendall(b"{}")
+        while connection.recv(1000):
+            pass
+
+
+def chunked(server: Server, body: bytes, path: bytes = b"/v1/completions") -> bytes:
+    """The beginning of the response to a body that is sent in chunks, as they are given."""
+    with connect(server) as connection:
+        connection.sendall(b"POST " + path + b" HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                           b"Transfer-Encoding: chunked\r\n\r\n")
+        with contextlib.suppress(OSError):
+            connection.sendall(body)
+        try:
+            return connection.recv(1000)
+        except OSError:
+            return b""
+
+
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/no/such/route"])
+@pytest.mark.parametrize("endless", [b"a: b\r\n", b"x", b"a" * 30_000 + b": b\r\n"])
+def test_trailers_are_bounded_and_no_headers(server: Server, path: bytes, endless: bytes) -> None:
+    body = b'{"prompt": [2], "max_tokens": 1}'
+    whole = b"%x\r\n%b\r\n0\r\n" % (len(body), body)
+    answer = chunked(server, whole + b"X-Request-Id: of-a-trailer\r\nHost: other\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 200 OK") and b"of-a-trailer" not in answer
+    assert not chunked(server, whole + b"a: " + endless * ((1 << 20) // len(endless)), path).startswith(
+        b"HTTP/1.1 200")
+    assert server.get("/health").status_code == 200
+
+
+def test_a_body_of_small_chunks_is_read_and_one_of_nothing_else_is_refused(server: Server) -> None:
+    body = b'{"prompt": [2], "max_tokens": 1}'
+    assert chunked(server, b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n").startswith(
+        b"HTTP/1.1 200 OK")
+    assert b"too many chunks" in chunked(server, b"1\r\n \r\n" * 100_000)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_does_not_read_is_disconnected(folder: Path, tmp_path: Path, stream: bool) -> None:
+    body = {"prompt": [[2] * 500] * 20, "n": 8, "max_tokens": 200, "ignore_eos": True, "logprobs": 20, "stream": stream}
+    with running(folder, tmp_path / "engine", "unread_timeout=0.5", "max_choices=512") as server:
+        assert server.get("/health").status_code == 200
+        before = files(server)
+        with unanswered(server, COMPLETIONS, body):
+            eventually(lambda: files(server) > before)
+            eventually(lambda: files(server) == before)
+        eventually(lambda: server.get("/load").json() == {"server_load": 0})
+        assert asked(server).status_code == 200
+
+
 def test_a_flood_of_what_is_not_http_is_one_warning(
         folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with running(folder, tmp_path / "engine") as server:
@@ -114,12 +169,12 @@ class Held:
     """A connection that is only counted."""
 
     def __init__(self) -> None:
-        self.deadline, self.ended = 10.0, ""
+        self.deadline, self.unread_deadline, self.ended = 10.0, float("inf"), ""
 
     def refuse(self) -> None:
         self.ended = "refused"
 
-    def time_out(self) -> None:
+    def time_out(self, now: float) -> None:
         self.ended = "late"
 
 

@@ -6,6 +6,7 @@ The application is called without a socket, over the real engine loop in a threa
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
 import time
@@ -26,6 +27,7 @@ from slotwise.engine.executor import FakeExecutor
 from slotwise.engine.heartbeat import HeartbeatMonitor, HeartbeatSender
 from slotwise.engine.ipc import BlockingChannel, ChannelClosed, encode, pair
 from slotwise.server.app import App, build_app
+from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.settings import ServerSettings
 from slotwise.server.templates import Template
 from slotwise.text.chat_source import find_chat_template
@@ -188,5 +190,26 @@ def test_a_chat_template_that_fails(folder: Path) -> None:
         answer = await neighbours(client, client.post("/v1/chat/completions", json=body))
         assert answer.status_code == 400 and "no such role" in answer.json()["error"]["message"]
         await nobody_is_left(app, client)
+
+    scenario(folder, play)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_nothing_of_an_answered_request_waits_for_the_garbage_collector(stream: bool, folder: Path) -> None:
+    """It runs rarely, and takes a time that grows with what waits for it."""
+    async def play(app: App, client: httpx.AsyncClient) -> None:
+        def num_alive() -> int:
+            return sum(isinstance(one, HttpExchange) for one in gc.get_objects())
+
+        gc.collect()
+        gc.disable()
+        try:
+            before = num_alive()
+            for _ in range(10):
+                await client.post(COMPLETIONS, json={"prompt": [1, 2, 3], "max_tokens": 2, "stream": stream})
+            await asyncio.sleep(0.01)
+            assert num_alive() == before
+        finally:
+            gc.enable()
 
     scenario(folder, play)

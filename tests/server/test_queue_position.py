@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from live_server import Server, eventually, running
+from live_server import Server, eventually, running, unanswered
 
 COMPLETIONS, SCHEDULING = "/v1/completions", "/admin/scheduling"
 LONG = {"prompt": [2], "max_tokens": 500, "ignore_eos": True}
@@ -128,6 +129,23 @@ def test_a_stream_and_a_refusal_say_how_many_wait(server: Server) -> None:
             headers=ONE) as answer:
         assert answer.headers["x-queue-position"] == "0" and answer.headers["x-estimated-start-ms"] == "0"
         assert answer.read().endswith(b"data: [DONE]\n\n")
+
+
+def test_the_questions_of_one_client_keep_no_other_out(server: Server) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    question = f"GET /requests/mine HTTP/1.1\r\nHost: localhost\r\nAuthorization: {ONE['Authorization']}\r\n\r\n"
+    with ExitStack() as stack:
+        stack.enter_context(unanswered(server, COMPLETIONS, LONG | {"request_id": "other"}, **TWO))
+        eventually(lambda: where(server, "other", **TWO))
+        stack.enter_context(line(server, mine=0))
+        crowd = [stack.enter_context(socket.create_connection((host, int(port)), timeout=120)) for _ in range(100)]
+        for _ in range(3):
+            for connection in crowd:
+                connection.sendall(question.encode())
+            assert server.get("/requests/other", **TWO).status_code == 200
+            told = [connection.recv(1 << 16) for connection in crowd]
+            assert {one[9:12] for one in told} <= {b"200", b"429"} and any(b'"queries_full"' in one for one in told)
+        server.post("/abort_requests", {"request_id": "other"}, **TWO)
 
 
 def test_each_choice_stands_for_itself(server: Server) -> None:

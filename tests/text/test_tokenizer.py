@@ -104,6 +104,7 @@ UNUSABLE: dict[str, dict[str, Any]] = {
         {"type": "Sequence", "normalizers": [replaced("a" * 100)]}, replaced("a" * 100)]}},
     "decoding by a regular expression": {"decoder": {"type": "Sequence", "decoders": [
         {"type": "Replace", "pattern": {"Regex": "(a|a)+$"}, "content": "a"}]}},
+    "a thousand rules": {"decoder": {"type": "Sequence", "decoders": [replaced("b")] * 1000}},
     "long output": {"decoder": {"type": "Sequence", "decoders": [replaced("a" * 100)] * 5}},
     "many special tokens": {"post_processor": {
         "type": "TemplateProcessing", "single": [BEGINNING] * 10_000 + [TEXT], "pair": [TEXT, TEXT],

@@ -7,6 +7,7 @@ budget, step time and blocks suffice, checked in this order; a tier's reserved s
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 
 from slotwise.core.chunking import Chunking
 from slotwise.core.interfaces import Discipline, Gate, View
@@ -83,15 +84,23 @@ class Admission:
         used.subtract(self._reserved)
         return used
 
-    def num_missing_blocks(self, request: Request) -> int:
-        """Blocks to be freed before `request` fits; below 1: it fits."""
-        return self._table.kv.missing(request, self._discipline.reserve(request))
+    def needed(self, request: Request) -> Allocation:
+        """Returns the blocks that `request` needs to be admitted, whether they are free or not."""
+        return self._table.kv.match(request, self._discipline.reserve(request))
+
+    def num_missing_blocks(self, request: Request, needed: Allocation, leaving: Collection[Request]) -> int:
+        """Blocks to be freed before `request` may be admitted once `leaving` have left; below 1: none."""
+        spare = self._spare(request, len(self._table.running) - len(leaving))
+        return self._table.kv.missing(needed, leaving) + spare
 
     def allocation(self, request: Request, builder: PlanBuilder) -> Allocation | None:
         """Returns blocks for a waiting request; None: too few, or this plan preempted a request for want of them."""
         if builder.is_pressed:
             return None
-        capacity = self._discipline.reserve(request)
-        grows = capacity < request.end - 1  # else every request reserves its maximum, and no watermark is needed
-        spare = self._limits.watermark_blocks if self._table.running and grows else 0
-        return self._table.kv.find(request, capacity, spare)
+        spare = self._spare(request, len(self._table.running))
+        return self._table.kv.find(request, self._discipline.reserve(request), spare)
+
+    def _spare(self, request: Request, num_running: int) -> int:
+        """Blocks that stay free beside running requests; none where every request reserves its maximum."""
+        grows = self._discipline.reserve(request) < request.end - 1
+        return self._limits.watermark_blocks if num_running and grows else 0

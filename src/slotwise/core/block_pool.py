@@ -12,7 +12,7 @@ Kwon et al., "PagedAttention" (SOSP 2023).
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 
 class ConservationError(AssertionError):
@@ -72,6 +72,10 @@ class BlockPool:
                     self._free.append(block)
             elif references[block] < 0:
                 raise ConservationError(f"block {block} was given back twice")
+
+    def num_freed(self, dropped: Mapping[int, int]) -> int:
+        """Returns how many blocks would lose their last reference if `dropped`, by block, were dropped."""
+        return sum(self._references[block] == count for block, count in dropped.items())
 
     def is_cached(self, block: int) -> bool:
         """Whether `block` is cached: published and without references."""

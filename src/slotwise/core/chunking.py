@@ -2,7 +2,8 @@
 
 The token budget is the discipline's.  The time budget (`core/step_time.py`) exists while `max_step_ms`, a TPOT
 objective of a running request or a stall limit bounds the step.  The first chunk of a step has at least FLOOR tokens
-whatever it takes, so that every prompt completes.
+whatever it takes, so that every prompt completes.  No stall limit and no objective that a request alone has set keeps
+a waiting request from starting: else one client could keep all others waiting.
 """
 
 from __future__ import annotations
@@ -40,13 +41,20 @@ class Chunking:
 
     def time_budget(self) -> StepBudget | None:
         """Returns the time budget of the next step; None: unlimited."""
-        bounds = [] if self._limits.max_step_ms is None else [self._limits.max_step_ms / 1000]
-        if self._table.num_with_tpot:
-            bounds += [one.slo.tpot for one in self._table.running.values() if one.slo.tpot is not None]
+        fixed = inf if self._limits.max_step_ms is None else self._limits.max_step_ms / 1000
+        own, of_tiers = self._objectives()
         stall = self._stall_limit(self._stall) if self._stall is not None else None
-        if stall is None and not bounds:
+        if stall is None and fixed == own == inf:
             return None
-        return StepBudget(self._times, min(bounds, default=inf) * AIM, stall)
+        return StepBudget(self._times, min(fixed, own) * AIM, stall, min(fixed, of_tiers) * AIM)
+
+    def _objectives(self) -> tuple[float, float]:
+        """Returns the lowest TPOT objective of the running requests, and the lowest that a tier backs, in seconds."""
+        if not self._table.num_with_tpot:
+            return inf, inf
+        objectives = [(one.slo.tpot, one.slo.tier) for one in self._table.running.values() if one.slo.tpot is not None]
+        return (min((tpot for tpot, _ in objectives), default=inf),
+                min((tpot for tpot, tier in objectives if tier), default=inf))
 
     def _stall_limit(self, bound: float) -> StallLimit | None:
         """Returns the stall limit of a step that mixes prefill and decode; None if this step cannot."""

@@ -9,6 +9,7 @@ A prefix found only in host memory (`core/host_cache.py`) needs a device block, 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -50,19 +51,26 @@ class KVManager:
 
         The cached prefix ends before the last known token, which must be computed to sample the next one.
         """
-        allocation = self._match(request, num_tokens)
+        allocation = self.match(request, num_tokens)
         return None if self._num_lacking(allocation) + spare > 0 else allocation
 
-    def missing(self, request: Request, num_tokens: int) -> int:
-        """Blocks to be freed before `num_tokens` tokens of a request without blocks fit; below 1: they fit."""
-        return self._num_lacking(self._match(request, num_tokens))
+    def missing(self, allocation: Allocation, leaving: Iterable[Request]) -> int:
+        """Blocks to be freed before `allocation` fits once the requests `leaving` have left; below 1: it fits.
+
+        A block that another request shares, or that the allocation contains, is not freed by a request that leaves.
+        """
+        kept = {entry.block for entry in allocation.found}
+        dropped = Counter(block for request in leaving for block in request.blocks if block not in kept)
+        return self._num_lacking(allocation) - self.pool.num_freed(dropped)
 
     def _num_lacking(self, allocation: Allocation) -> int:
         idle = sum(self.pool.is_cached(entry.block) for entry in allocation.found)
         return allocation.num_missing - (self.pool.num_available - idle)
 
-    def _match(self, request: Request, num_tokens: int) -> Allocation:
-        """Match the cached prefix, up to the host blocks that one plan may load."""
+    def match(self, request: Request, num_tokens: int) -> Allocation:
+        """Returns what `num_tokens` tokens of a request without blocks need; of a prefix in host memory no more than
+        one plan may load.
+        """
         scores_prompt = request.output is Output.PROMPT_LOGPROBS and not request.num_output  # then it is computed
         found = [] if scores_prompt or not self._shares else self.prefix.match(
             request.block_hashes, request.tokens, len(request.tokens) - 1)

@@ -62,7 +62,8 @@ class Preemption:
         ranked = sorted(
             (running for running in self._table.running.values() if not running.reason),
             key=lambda running: (policy.victim_key(running, now), running.arrival), reverse=True)
-        missing = admission.num_missing_blocks(request)
+        needed = admission.needed(request)
+        missing = admission.num_missing_blocks(request, needed, ())
         slots = min(admission.num_slots_for(request), admission.gate(now).max_new) - before
         victims: list[Request] = []
         for running in ranked:
@@ -76,5 +77,5 @@ class Preemption:
             victims.append(running)
             surplus[tier] -= 1
             slots += 1
-            missing -= len(running.blocks)
+            missing = admission.num_missing_blocks(request, needed, victims)
         return victims if slots >= 1 and missing <= 0 else []

@@ -392,11 +392,15 @@ class StepBudget:
         times: step-time model; while it is untrained, nothing is limited.
         limit: seconds that the step may take (`max_step_ms` or a TPOT objective); infinite: any.
         stall: stall limit for the decoding rows; None: no row decodes.
+        start_limit: seconds beyond which no waiting request starts.
     """
 
-    def __init__(self, times: StepTimeModel, limit: float, stall: StallLimit | None = None) -> None:
+    def __init__(
+        self, times: StepTimeModel, limit: float, stall: StallLimit | None = None, start_limit: float = math.inf,
+    ) -> None:
         self._times = times
         self._limit = limit
+        self._start_limit = start_limit
         self._stall = stall or StallLimit(limit, limit)
         self._work = NO_WORK
 
@@ -406,8 +410,8 @@ class StepBudget:
         return max(1, math.ceil(self._times.seconds(self._work) / self._stall.seconds))
 
     def lets_begin(self, start: int, count: int) -> bool:
-        """Whether a waiting request may start with `count` tokens: only the time limit delays it, no stall limit."""
-        return self._takes(start, count, self._limit)
+        """Whether a waiting request may start with `count` tokens."""
+        return self._takes(start, count, self._start_limit)
 
     def takes_whole(self, start: int, count: int) -> bool:
         """Whether all `count` tokens of a new prompt may be computed in this step."""

@@ -18,6 +18,8 @@ from typing import NamedTuple
 from slotwise.core.interfaces import Key
 from slotwise.core.request import Request
 
+SLACK = 64  # moments of requests that have left, which are dropped when they outnumber those of waiting ones
+
 Entry = tuple[Key, int, Request]
 
 
@@ -46,7 +48,7 @@ class WaitingQueue:
 
     def __init__(self, lane_key: Callable[[str, float], Key]) -> None:
         self.lane_key = lane_key
-        self._moments: list[tuple[float, int, Request]] = []  # a heap; may hold requests that have left
+        self._moments: list[tuple[float, int, Request]] = []  # a heap; holds some requests that have left
         self._lanes: dict[Lane, list[Entry]] = {}
         self._places: dict[str, Place] = {}
 
@@ -81,10 +83,9 @@ class WaitingQueue:
     def due(self, now: float) -> Iterator[Request]:
         """Yields the requests due by `now`.  The caller removes or re-inserts them."""
         while self._moments and self._moments[0][0] <= now:
-            moment, arrival, request = heappop(self._moments)
-            place = self._places.get(request.request_id)
-            if place is not None and (place.arrival, place.moment) == (arrival, moment):
-                yield request
+            entry = heappop(self._moments)
+            if self._is_current(*entry):
+                yield entry[2]
 
     def add(self, request: Request, lane: Lane, key: Key, moment: float = inf) -> None:
         """Insert a request by its key.  At `moment`, in seconds, it is `due`."""
@@ -99,6 +100,14 @@ class WaitingQueue:
         del entries[bisect_left(entries, (key, arrival), key=lambda entry: entry[:2])]
         if not entries:
             del self._lanes[lane]
+        if len(self._moments) > 2 * len(self._places) + SLACK:
+            self._moments = [entry for entry in self._moments if self._is_current(*entry)]
+            heapify(self._moments)
+
+    def _is_current(self, moment: float, arrival: int, request: Request) -> bool:
+        """Whether a request is still in the queue as it was when the moment was noted."""
+        place = self._places.get(request.request_id)
+        return place is not None and (place.arrival, place.moment) == (arrival, moment)
 
 
 class Walk:

@@ -112,7 +112,7 @@ class Engine:
 
     def wait(self) -> float:
         """Seconds until `step` may have work, when it waits for the clock alone; else 0."""
-        return max(0.0, self._idle_until - self.clock() * 1e-9)
+        return 0.0 if self._in_flight else max(0.0, self._idle_until - self.clock() * 1e-9)
 
     def step(self) -> StepRecord:
         """Plans as far ahead as `depth` allows, then waits for the oldest step and commits it."""

@@ -85,7 +85,7 @@ class Scheduling:
         for name, value in changes.items():
             if name not in SETTINGS:
                 raise ValueError(f"there is no scheduling setting {name!r}; there are {', '.join(SETTINGS)}")
-            if name in LIMITS and (wrong := RANGES[name].objection(value)):
+            if (name in LIMITS or name in NEVER_NULL) and (wrong := RANGES[name].objection(value)):
                 raise ValueError(f"{name} {wrong}")
         limits: dict[str, Any] = {name: changes[name] for name in LIMITS if name in changes}
         if "tiers" in changes:

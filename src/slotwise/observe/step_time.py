@@ -18,7 +18,7 @@ from slotwise import __version__
 from slotwise.core import step_time
 from slotwise.core.step_time import Learned, work_of
 from slotwise.engine.observer import Observer
-from slotwise.files import PRIVATE, write_whole
+from slotwise.files import PRIVATE, read_regular, write_whole
 
 if TYPE_CHECKING:
     from slotwise.engine.config import EngineConfig
@@ -87,9 +87,7 @@ def load(path: Path) -> StepTimeModel:
     import msgspec
 
     try:
-        if path.stat().st_size > MAX_BYTES:
-            return StepTimeModel()
-        return StepTimeModel(msgspec.json.decode(path.read_bytes(), type=Learned))
+        return StepTimeModel(msgspec.json.decode(read_regular(path, MAX_BYTES), type=Learned))
     except FileNotFoundError:
         return StepTimeModel()
     except (OSError, ValueError, ArithmeticError) as error:

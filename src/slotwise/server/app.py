@@ -131,6 +131,7 @@ class App:
             await exchange.respond_error(answer)
         finally:
             self.api.num_exchanges -= 1
+            del scope["exchange"]  # else they refer to each other, and the collector that frees them runs rarely
 
 
 class _Endpoint:

@@ -5,8 +5,8 @@ A connection is always read, also while a response is under way: that is how a c
     ├─ head ─┼─ body ─┼─────── response in progress ───────┼─ idle ─┤
      parsed   parsed   kept, up to MAX_PIPELINED              closed after the keep-alive time
 
-A client that sends nothing, or a head without an end, is disconnected: each state has a deadline, which
-`connections.Connections` checks.
+A client that sends nothing, or a head without an end, is disconnected, and so is one that does not read what it was
+sent: each state has a deadline, which `connections.Connections` checks.
 
 A client that ends its sending side may have left, or may wait for its answer (RFC 9112, 9.5); TCP tells the two apart
 only when something is sent.  So the connection sends an interim response, which HTTP/1.1 allows at any time: a client
@@ -29,6 +29,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from slotwise.server.connections import RESERVE_TIMEOUT, Connections
 
 MAX_HEAD = 512 << 10  # bytes; the socket is read in parts of up to half of it
+MAX_FRAMING = 64 << 10  # bytes of a body's chunk sizes and trailers, beside as many as it has of content
 MAX_PIPELINED = 64 << 10  # bytes kept of requests behind one that is being answered; then reading pauses
 PATIENCE = 1.0  # seconds after which a connection whose reading is paused is closed: its client might have left
 MAX_REQUESTS = 64  # behind one that is being answered, of one read of the socket; those before are answered
@@ -42,6 +43,7 @@ NEVER = float("inf")
 LATE = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 INVALID = "Invalid HTTP request received."
 TUNNEL = "CONNECT is not supported."
+FRAMING = "The body has too many chunks or trailers."
 TOO_MANY = f"At most {MAX_REQUESTS} requests may follow one that is not answered."
 OLD_PATIENCE = 1.0  # seconds that a half-closed HTTP/1.0 client counts as present: it knows no interim responses
 
@@ -53,15 +55,18 @@ class Connection(HttpToolsProtocol):
         among: all connections.
         header_timeout: seconds for a connection's first byte, and for the rest of each head.
         body_timeout: seconds for the rest of a body when its request has been answered.
+        unread_timeout: seconds for which a client may read nothing of what was written.
     """
 
     def __init__(self, *arguments: Any, among: Connections, header_timeout: float, body_timeout: float,
-                 **options: Any) -> None:
+                 unread_timeout: float, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.deadline = NEVER  # see connections.Timed
+        self.deadline = self.unread_deadline = NEVER  # see connections.Timed
         self._among = among
         self._header_timeout = header_timeout
         self._body_timeout = body_timeout
+        self._unread_timeout = unread_timeout
+        self._framing_left = 0  # bytes that chunk sizes and trailers of a body may still have
         self._reserved = False  # a connection of the reserve, see connections.ALWAYS
         self._head: int | None = 0  # bytes received of an unfinished head; None within a body
         self._active: RequestResponseCycle | None = None  # the request being answered, or the last one answered
@@ -79,14 +84,20 @@ class Connection(HttpToolsProtocol):
     def refuse(self) -> None:
         self.transport.abort()
 
-    def time_out(self) -> None:
-        """Close the connection: its deadline has passed."""
-        if self._head and not self._is_answering:
-            self.transport.write(LATE)
-            self.transport.close()
-        else:
-            self.transport.abort()
-        self.deadline = NEVER
+    def time_out(self, now: float) -> None:
+        """Close the connection if a deadline is before `now`; what was read meanwhile is not unread."""
+        if self.unread_deadline < now:
+            self.unread_deadline = NEVER
+            if self.transport.get_write_buffer_size():
+                self.transport.abort()
+                return
+        if self.deadline < now:
+            self.deadline = NEVER
+            if self._head and not self._is_answering:
+                self.transport.write(LATE)
+                self.transport.close()
+            else:
+                self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._among.leave(self)
@@ -122,8 +133,12 @@ class Connection(HttpToolsProtocol):
             if self._head > MAX_HEAD:
                 self.transport.close()
                 return
+        else:
+            self._framing_left -= len(data)
         self._unset_keepalive_if_required()
         self._parse(data)
+        if self._head is None and self._framing_left < 0:
+            self._refuse_framing()
         if self.pipeline:  # uvicorn pauses reading then, and would not notice that the client leaves
             self.flow.resume_reading()
 
@@ -137,6 +152,12 @@ class Connection(HttpToolsProtocol):
                 return
             self._among.malformed(INVALID)
             self.send_400_response(INVALID)
+
+    def _refuse_framing(self) -> None:
+        if self._active is not None and self._active.response_started:
+            self.transport.abort()
+        else:
+            super().send_400_response(FRAMING)
 
     def _ignore_upgrade(self, rest: bytes) -> None:
         """Parse the head that the parser has just ended again, without its Upgrade header, and what follows it."""
@@ -161,6 +182,7 @@ class Connection(HttpToolsProtocol):
         self.scope["transport"] = self.transport  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
         self._head = None
+        self._framing_left = MAX_FRAMING
         self.deadline = NEVER
         if self._reserved:
             self.scope["reserved"] = True  # type: ignore[typeddict-unknown-key]
@@ -169,6 +191,14 @@ class Connection(HttpToolsProtocol):
             self._active = self.cycle
         elif len(self.pipeline) > MAX_REQUESTS:
             self._stop_parser()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._head is not None:  # else it is a trailer, which is ignored (RFC 9110, 6.5.1)
+            super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        self._framing_left = min(MAX_FRAMING, self._framing_left + 2 * len(body))
+        super().on_body(body)
 
     def _stop_parser(self) -> None:
         """Drop the request whose head was just read, and all behind it: the connection ends after those before it.
@@ -186,7 +216,8 @@ class Connection(HttpToolsProtocol):
             return
         super().on_message_complete()
         self._head = 0
-        self.deadline = NEVER
+        # A body that ends after its response has ended uvicorn's keep-alive time.
+        self.deadline = NEVER if self._is_answering else self.loop.time() + self.timeout_keep_alive
 
     def send_400_response(self, msg: str) -> None:
         if self._is_answering:
@@ -205,10 +236,20 @@ class Connection(HttpToolsProtocol):
 
     # -- sending -------------------------------------------------------------------------------------------------
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.unread_deadline = self.loop.time() + self._unread_timeout
+
+    def resume_writing(self) -> None:
+        self.unread_deadline = NEVER
+        super().resume_writing()
+
     def on_response_complete(self) -> None:
         cast(_HeadJoined, self.transport).flush()  # a HEAD response has no body to join
         following = self.pipeline[-1][0] if self.pipeline else None
         self.deadline = NEVER
+        if self.transport.get_write_buffer_size() and self.unread_deadline == NEVER:
+            self.unread_deadline = self.loop.time() + self._unread_timeout
         super().on_response_complete()
         if self.transport.is_closing():
             return

@@ -32,9 +32,10 @@ class Timed(Protocol):
     """A connection as `Connections` sees it."""
 
     deadline: float  # of the loop's clock: when it is closed without progress; inf: never
+    unread_deadline: float  # when it is closed if what was written is not read; inf: never
 
     def refuse(self) -> None: ...
-    def time_out(self) -> None: ...
+    def time_out(self, now: float) -> None: ...
 
 
 class Connections:
@@ -71,9 +72,10 @@ class Connections:
             self._capacity.release(client, 1)
 
     def expire(self, now: float) -> None:
-        """Time out connections whose deadline is before `now`."""
-        for connection in [one for one in (*self._clients, *self._reserved) if one.deadline < now]:
-            connection.time_out()
+        """Time out connections with a deadline before `now`."""
+        late = [one for one in (*self._clients, *self._reserved) if min(one.deadline, one.unread_deadline) < now]
+        for connection in late:
+            connection.time_out(now)
 
     def abort(self) -> None:
         """Close all connections at once; written but unsent bytes are dropped."""

@@ -31,6 +31,9 @@ from slotwise.server.quotas import Account, Quotas
 from slotwise.server.settings import ServerSettings
 from slotwise.server.slo import Tiers, slo_of
 from slotwise.server.subscribers import Subscribers
+from slotwise.server.turns import Turns
+
+MAX_QUERIES, MAX_QUERIES_OF_ONE = 63, 16  # of queue positions that wait, of all clients and of one
 
 
 class Api:
@@ -66,6 +69,7 @@ class Api:
         self.explainer = Explainer(self.batched_observer, self.recorder, step_times)
         engine_client.observers += [self.admission_control, self.batched_observer]
         self.active_requests = ActiveRequests()
+        self.position_queries = Turns(MAX_QUERIES, MAX_QUERIES_OF_ONE)
         self.prompt_entries = TenantCapacity("log-probabilities of prompts are held", MAX_HELD)
         self.formatting = asyncio.Lock()  # see server.logprobs
         self.num_exchanges = 0  # in progress, of any kind

@@ -100,10 +100,10 @@ def from_refusal(refused: Refused, retry_after: int = 1) -> ApiError:
     return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, refused.message, code=refused.kind, retry_after=retry_after)
 
 
-def from_queue_full(error: QueueFull, work: str) -> ApiError:
+def from_queue_full(error: QueueFull, work: str, code: str = "tokenizer_busy") -> ApiError:
     """Args: work: the pieces of work that wait, as in "too many `work` at once"."""
     status = HTTPStatus.TOO_MANY_REQUESTS if error.of_one else HTTPStatus.SERVICE_UNAVAILABLE
-    return ApiError(status, f"too many {work} at once; try again later", code="tokenizer_busy")
+    return ApiError(status, f"too many {work} at once; try again later", code=code)
 
 
 def from_params(error: InvalidParams) -> ApiError:

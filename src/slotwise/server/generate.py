@@ -25,6 +25,8 @@ from slotwise.server.shapes import Events, Heading, Shape, usage, whole_choice, 
 from slotwise.text.continuation import Continuation
 
 SHORT_STOPS = 256  # characters of a request's stop strings that the event log shows
+MAX_PROMPT_TOKENS = 1 << 23  # of all choices of a request: the engine keeps each choice's own, some 36 bytes a token
+PASS_TOKENS = 1 << 16  # of choices that are sent to the engine in one pass of the event loop
 MAX_BIASES = 1 << 16  # biased tokens of a request, times its choices: about a megabyte of the event log
 
 
@@ -50,8 +52,8 @@ class Job(NamedTuple):
         return sum(map(len, self.prompts)) + len(self.prompts) * self.params.n * (self.params.max_tokens or 0)
 
 
-def start(api: Api, job: Job) -> list[Choice]:
-    """`n` continuations of every prompt, in OpenAI's order: all or none.
+async def start(api: Api, job: Job) -> list[Choice]:
+    """`n` continuations of every prompt, in OpenAI's order: all or none.  Other clients are served between long ones.
 
     Raises:
         ApiError: the engine accepts no more, or these are too many.
@@ -60,6 +62,8 @@ def start(api: Api, job: Job) -> list[Choice]:
     prompts, params = job.prompts, job.params
     if len(prompts) * params.n > api.settings.max_choices:
         raise bad_request(f"n: at most {api.settings.max_choices} choices in one request", "n")
+    if sum(map(len, prompts)) * params.n > MAX_PROMPT_TOKENS:
+        raise bad_request(f"n: the prompts of all choices together may have at most {MAX_PROMPT_TOKENS} tokens", "n")
     check_entries(len(prompts) * params.n, params, sum(map(len, prompts)))
     _check_biases(len(prompts) * params.n, params)
     lengths = job.request.forced_lengths(len(prompts))
@@ -69,9 +73,13 @@ def start(api: Api, job: Job) -> list[Choice]:
     seed = api.seeds.getrandbits(63) if params.seed is None else params.seed
     sent, stop_lengths = _without_long_stops(params)
     choices: list[Choice] = []
+    num_sent = 0  # tokens since the last pass of the event loop
     try:
         for prompt, output_tokens in zip(prompts, lengths, strict=True):
             for k in range(params.n):
+                if (num_sent := num_sent + len(prompt)) > PASS_TOKENS:
+                    num_sent = 0
+                    await asyncio.sleep(0)
                 unique = f"{job.heading.response_id}-{next(api.serials)}"
                 text = Continuation(api.prompts.tokenizer, prompt, params.stop, params.min_tokens)
                 if api.traces is not None and job.traceparent:
@@ -80,7 +88,7 @@ def start(api: Api, job: Job) -> list[Choice]:
                     unique, prompt, sent.of_choice(k), (seed + k) % 2**64, output_tokens, job.salt, timeout,
                     job.received_ns, tokenised_ns, job.slo, stop_lengths))
                 choices.append(Choice(len(choices), generation, text))
-    except Exception as error:
+    except BaseException as error:
         finish(choices, "abort")
         if isinstance(error, Refused):
             raise from_refusal(error, api.admission_control.retry_after) from error
@@ -125,7 +133,7 @@ async def answer(api: Api, exchange: HttpExchange, job: Job) -> None:
     account = api.quotas.account(job.slo.tenant)
     with (api.quotas.reserved(account, job.most_tokens, lambda: _used(job, choices)),
           held(api.prompt_entries, exchange.holder, num_prompt_entries(job.params, sum(map(len, job.prompts))))):
-        choices += start(api, job)
+        choices += await start(api, job)
         exchange.more += headers_of(wait_estimate)
         await _answered(api, exchange, job, choices)
 
@@ -162,7 +170,7 @@ async def _whole(api: Api, exchange: HttpExchange, job: Job, choices: list[Choic
     first_ns = time.monotonic_ns()
     body = whole_response(job.heading, answers, _usage(job, choices), extras)
     del answers, extras
-    await exchange.respond_in_parts(body, api.settings.unread_timeout)
+    await exchange.respond_in_parts(body)
     last_ns = time.monotonic_ns()
     for choice in choices:
         api.batched_observer.sent(choice.generation.request_id, first_ns, last_ns, 1)

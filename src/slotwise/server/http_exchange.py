@@ -111,15 +111,8 @@ class HttpExchange:
         await self._start(status, [(b"content-type", content_type), length, *(headers or [])])
         await self._send({"type": "http.response.body", "body": body})
 
-    async def respond_in_parts(self, parts: list[bytes], timeout: float) -> None:
-        """Send a JSON body of any length: a bounded number of bytes in one pass of the event loop.
-
-        Args:
-            timeout: seconds after which a client that reads nothing is disconnected.
-
-        Raises:
-            ClientGone: it was.
-        """
+    async def respond_in_parts(self, parts: list[bytes]) -> None:
+        """Send a JSON body of any length: a bounded number of bytes in one pass of the event loop."""
         length = sum(map(len, parts))
         if length <= STEP:
             await self.respond(b"".join(parts))
@@ -132,12 +125,7 @@ class HttpExchange:
             while parts and size < STEP:
                 group.append(parts.pop())
                 size += len(group[-1])
-            try:
-                async with asyncio.timeout(timeout):
-                    await self._send({"type": "http.response.body", "body": b"".join(group), "more_body": bool(parts)})
-            except TimeoutError:
-                self.abort()
-                raise ClientGone from None
+            await self._send({"type": "http.response.body", "body": b"".join(group), "more_body": bool(parts)})
             await asyncio.sleep(0)
 
     async def respond_json(self, value: object) -> None:

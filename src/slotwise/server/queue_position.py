@@ -15,8 +15,9 @@ from slotwise.engine.client import Refused
 from slotwise.engine.messages import RequestPosition
 from slotwise.server.choice import Choice
 from slotwise.server.context import Api
-from slotwise.server.errors import ApiError, from_refusal
+from slotwise.server.errors import ApiError, from_queue_full, from_refusal
 from slotwise.server.http_exchange import HttpExchange
+from slotwise.server.turns import QueueFull
 
 MOST = 16  # choices in one response: tracing ids may repeat, and a response may have many choices
 FINISHED = "finished"
@@ -29,18 +30,21 @@ async def of_request(api: Api, exchange: HttpExchange) -> None:
     found = [(choice, request.tier) for request in requests for choice in request.choices][-MOST:]
     if not found:
         raise ApiError(HTTPStatus.NOT_FOUND, "no request of that name is under way", "request_id", "request_not_found")
-    positions = await _positions(api, [choice for choice, _ in found])
+    positions = await _positions(api, exchange.holder, [choice for choice, _ in found])
     statuses = [_status(api, choice, tier, positions.get(choice.generation.request_id)) for choice, tier in found]
     await exchange.respond_json({"object": "request.status", "requests": statuses})
 
 
-async def _positions(api: Api, choices: Sequence[Choice]) -> dict[str, RequestPosition]:
-    """Positions of the unfinished choices."""
+async def _positions(api: Api, holder: str, choices: Sequence[Choice]) -> dict[str, RequestPosition]:
+    """Positions of the unfinished choices.  Clients take turns, for an answer may have to visit the whole queue."""
     unfinished = [choice.generation.request_id for choice in choices if not choice.generation.ended]
     if not unfinished:
         return {}
     try:
-        return {position.request_id: position for position in await api.engine_client.queue_positions(unfinished)}
+        async with api.position_queries.turn(holder):
+            return {position.request_id: position for position in await api.engine_client.queue_positions(unfinished)}
+    except QueueFull as error:
+        raise from_queue_full(error, "queries of queue positions", "queries_full") from error
     except Refused as refused:
         raise from_refusal(refused, api.admission_control.retry_after) from refused
 

@@ -23,7 +23,6 @@ from slotwise.server.connections import BACKLOG, Connections, backlog_within, mo
 
 FLUSH = 5  # seconds for responses that are written but not yet sent; then what clients have not read is dropped
 EXPIRE_EVERY = 0.25  # seconds between two checks for connections past their deadline
-KEEP_ALIVE = 75  # seconds; the client should be the first to close, and balancers keep idle connections for a minute
 
 
 class _Server(uvicorn.Server):
@@ -68,11 +67,11 @@ async def serve(app: App, listener: socket.socket, on_listening: Callable[[str],
     settings, file_limit = app.api.settings, raise_file_limit()
     connections = Connections(most_within(file_limit))
     protocol = partial(Connection, among=connections, header_timeout=settings.header_timeout,
-                       body_timeout=settings.body_timeout)
+                       body_timeout=settings.body_timeout, unread_timeout=settings.unread_timeout)
     config = uvicorn.Config(
         app, http=cast(type[asyncio.Protocol], protocol), ws="none", lifespan="off", log_config=None,
         access_log=False, proxy_headers=False, server_header=False, backlog=backlog_within(file_limit),
-        timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=FLUSH + 1)
+        timeout_keep_alive=settings.keep_alive_timeout, timeout_graceful_shutdown=FLUSH + 1)
     server = _Server(config)
     loop = asyncio.get_running_loop()
     stopping: set[asyncio.Task[None]] = set()

@@ -18,7 +18,8 @@ class ServerSettings:
     max_body_bytes: int = 4 << 20  # a million token ids; decoding a body delays every stream
     header_timeout: float = 10.0  # seconds for the first byte of a connection, and for the rest of each head
     body_timeout: float = 60.0  # seconds a request's body may take to arrive
-    unread_timeout: float = 30.0  # seconds for which a client may read nothing of a large response
+    keep_alive_timeout: int = 75  # seconds between two requests; balancers close idle connections after a minute
+    unread_timeout: float = 30.0  # seconds for which a client may read nothing of what was written
     max_choices: int = 1024  # choices of one request, prompts times `n`
     shutdown_timeout: float = 30.0  # seconds that running requests have at the end
     engine_timeout: float = ENGINE_TIMEOUT  # seconds without a heartbeat after which the engine is restarted

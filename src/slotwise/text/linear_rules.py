@@ -45,6 +45,7 @@ NORMALIZERS = frozenset({
 PRE_TOKENIZERS = frozenset({
     "Sequence", "Split", "ByteLevel", "Metaspace", "Whitespace", "WhitespaceSplit", "Digits", "Punctuation",
     "BertPreTokenizer", "CharDelimiterSplit"})  # fmt: skip
+STAGES = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 MAX_STRING = 64  # characters of a pattern without a regular expression
 MAX_WORD = 256  # characters of a word, which WordPiece takes a time quadratic in
 MAX_TOKEN = 1024  # characters of a token, in a vocabulary that is searched for the longest at each character
@@ -66,13 +67,18 @@ def has_regex(decoder: dict[str, Any] | None) -> bool:
     return any(not _is_known_pattern(rule.get("pattern")) for rule in _rules(decoder))
 
 
+def num_rules(description: dict[str, Any]) -> int:
+    """Returns the rules of a `tokenizer.json`, which are applied one after another."""
+    return sum(1 for stage in STAGES for _ in _rules(description.get(stage)))
+
+
 def _rules(rule: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
     """The rule and all within it."""
     left = [rule] if rule else []
     while left:
         one = left.pop()
         yield one
-        for name in ("normalizers", "pretokenizers", "decoders"):
+        for name in ("normalizers", "pretokenizers", "decoders", "processors"):
             left += one.get(name) or []
 
 

@@ -16,7 +16,7 @@ import tokenizers
 
 from slotwise.errors import OneLineError
 from slotwise.files import read_part
-from slotwise.text.linear_rules import has_regex, is_linear
+from slotwise.text.linear_rules import has_regex, is_linear, num_rules
 from slotwise.text.token_bytes import token_bytes_of
 
 MAX_JSON_BYTES = 16 << 20  # of the files beside `tokenizer.json`
@@ -25,6 +25,7 @@ SHORT = 4096  # characters, encoded in well under a millisecond
 SAMPLES = ("a", " the\n", "Zürich 12", "日本🙂")  # encoded and decoded at load
 MAX_SAMPLE = 4096  # tokens, or characters, that a sample may become
 MAX_SAMPLE_SECONDS = 1.0  # of computing
+MAX_RULES = 64  # published ones have up to a dozen
 MAX_GROWTH = 256  # characters that a tokenizer's rules may write for one, or before a text
 INTERRUPTS = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)  # no failures of the library
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -184,10 +185,12 @@ def _content(token: object, where: str) -> str:
 
 
 def _check_rules(description: dict[str, Any]) -> None:
-    """Raises TokenizerError if replacements or a prefix can make a short text long, or decoding may take any time.
+    """Raises TokenizerError if rules are too many, make a short text long, or take any time to decode.
 
     Texts are decoded beside every stream, token by token, so that decoders are not run in a worker.
     """
+    if (number := num_rules(description)) > MAX_RULES:
+        raise TokenizerError(f"it has {number} rules, more than {MAX_RULES}")
     if has_regex(description.get("decoder")):
         raise TokenizerError("its decoder replaces by a regular expression")
     for name in ("normalizer", "decoder"):

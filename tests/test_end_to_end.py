@@ -91,6 +91,28 @@ def test_the_openai_client_streams_and_fetches_the_same(client):
     assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
 
 
+def test_tokens_that_may_not_come(live: Live):
+    """Words that are banned, and ids of which alone an output may consist."""
+    asked = {"prompt": "def close(self):", "max_tokens": 24, "temperature": 0, "return_token_ids": True}
+
+    def choice(**fields: Any) -> dict[str, Any]:
+        response = live.client.post("/v1/completions", json=asked | fields)
+        assert response.status_code == 200, response.text
+        return response.json()["choices"][0]
+
+    def tokens_of(text: str) -> list[int]:
+        return live.client.post("/tokenize", json={"prompt": text, "add_special_tokens": False}).json()["tokens"]
+
+    plain = choice()
+    texts = {token: live.client.post("/detokenize", json={"tokens": [token]}).json()["prompt"]
+             for token in plain["token_ids"]}
+    token = next(token for token, text in texts.items() if text.strip() and tokens_of(text) == [token])
+    assert token not in choice(bad_words=[texts[token]])["token_ids"]
+    ids = tokens_of(" self.close")
+    allowed = choice(allowed_token_ids=ids)
+    assert set(allowed["token_ids"]) <= set(ids) and allowed["finish_reason"] == "length"
+
+
 def test_chat_completes_code(client):
     messages = [{"role": "user", "content": "def is_empty(self):"}]
     answer = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=24, temperature=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from docs.generate import command_line, http, metrics, modules, policies, records, results
+from docs.generate import command_line, http, metrics, modules, policies, protocols, records, results
 
 BLOCKS: dict[str, Callable[[], str]] = {
     "commands": command_line.commands,
@@ -12,6 +12,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "bodies": http.bodies,
     "tier file": http.tier_file,
     "statuses": http.statuses,
+    "beside vllm fields": protocols.beside_vllm,
+    "beside openai fields": protocols.beside_openai,
     "metrics": metrics.metrics,
     "buckets": metrics.buckets,
     "plan": records.plan,

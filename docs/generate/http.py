@@ -19,8 +19,9 @@ from slotwise.engine.scheduling import Scheduling, changes_schema
 from slotwise.policies.settings import Ordering
 from slotwise.server.app import OPEN_TO_ALL, ROUTES
 from slotwise.server.openapi import BODIES, document
-from slotwise.server.protocol import CompletionRequest, Generate, unsupported_fields
+from slotwise.server.protocol import CompletionRequest, Generate
 from slotwise.server.tiers import Listed, TierSettings
+from slotwise.server.unsupported import unsupported_fields
 
 Json = dict[str, Any]
 CHANGES = "/admin/scheduling"
@@ -87,6 +88,12 @@ def _document() -> Json:
 def _components() -> Json:
     schemas: Json = _document()["components"]["schemas"]
     return schemas
+
+
+def properties(kind: type) -> Json:
+    """Returns the JSON schemas of a body's fields."""
+    found: Json = _components()[kind.__name__]["properties"]
+    return found
 
 
 def _fields_of(kind: type) -> tuple[str, ...]:

@@ -65,8 +65,11 @@ def test_a_bias_that_means_nothing_is_refused(bias: Any) -> None:
 @pytest.mark.parametrize(("name", "value"), [
     ("stop", 5), ("stop", ("",)), ("stop", ("x" * 1025,)), ("stop", ("x",) * 65), ("stop", (5,)),
     ("stop_token_ids", (-1,)), ("stop_token_ids", (2**70,)), ("stop_token_ids", (1.5,)), ("stop_token_ids", "ab"),
-    ("stop_token_ids", (True,)), ("stop_token_ids", tuple(range(257)))])
-def test_stops_that_mean_nothing_are_refused(name: str, value: Any) -> None:
+    ("stop_token_ids", (True,)), ("stop_token_ids", tuple(range(257))), ("allowed_token_ids", 5),
+    ("allowed_token_ids", (-1,)), ("allowed_token_ids", tuple(range(4097))), ("bad_words_token_ids", 5),
+    ("bad_words_token_ids", (5,)), ("bad_words_token_ids", ((),)), ("bad_words_token_ids", ("ab",)),
+    ("bad_words_token_ids", ((1,),) * 257), ("bad_words_token_ids", ((1,) * 1025,))])
+def test_tokens_that_mean_nothing_are_refused(name: str, value: Any) -> None:
     with pytest.raises(InvalidParams) as caught:
         SamplingParams(**{name: value})
     assert caught.value.param == name
@@ -79,3 +82,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
     assert params.check_vocabulary(2) is None
     with pytest.raises(InvalidParams, match="logit_bias: token ids must be between 0 and 0"):
         params.check_vocabulary(1)
+    for params in (SamplingParams(allowed_token_ids=(0, 1)), SamplingParams(bad_words_token_ids=((0,), (0, 1)))):
+        assert params.check_vocabulary(2) is None
+        with pytest.raises(InvalidParams, match="token ids must be between 0 and 0"):
+            params.check_vocabulary(1)

@@ -31,6 +31,8 @@ LIMITS = {"num_blocks": int, "max_model_len": int, "max_num_seqs": int, "enable_
 def _setting(name: str, value: str) -> Any:
     if name in ("api_keys", "allowed_hosts", "allowed_origins"):
         return tuple(value.split(","))
+    if name == "trust_request_chat_template":
+        return value == "1"
     if name in ("admin_api_key", "host"):
         return value
     return float(value) if "timeout" in name else int(value)

@@ -24,6 +24,7 @@ from slotwise.server.protocol import (
     decode_object,
 )
 from slotwise.server.settings import ServerSettings
+from slotwise.server.unknown_fields import unknown_fields
 
 LARGEST = ServerSettings("toy").max_body_bytes
 MOST = 2.5  # times what the body that is right costs; 4.5 and more before bodies were looked at by their shape
@@ -78,7 +79,8 @@ PLACES: dict[str, tuple[str, str]] = {
     "abort one": ("abort", '{"request_id":%s}'), "abort junk": ("abort", '{"request_id":"x","junk":%s}'),
 }
 READ: dict[str, Callable[[bytes], object]] = {
-    "completion": lambda body: decode(CompletionRequest, body), "chat": lambda body: decode(ChatRequest, body),
+    "completion": lambda body: (decode(CompletionRequest, body), unknown_fields(CompletionRequest, body)),
+    "chat": lambda body: (decode(ChatRequest, body), unknown_fields(ChatRequest, body)),
     "tokenize": lambda body: decode(TokenizeRequest, body), "detokenize": lambda body: decode(DetokenizeRequest, body),
     "abort": lambda body: decode(AbortRequest, body).names(),
 }

@@ -20,7 +20,8 @@ def completion(server: Server, **body: Any) -> dict[str, Any]:
 def test_a_whole_completion(server: Server, tokenizer: Tokenizer) -> None:
     answer = completion(server, max_tokens=40)
     (choice,) = answer["choices"]
-    assert choice == {"index": 0, "text": tokenizer.decode(counted(2, 40)), "logprobs": None, "finish_reason": "length"}
+    assert choice == {"index": 0, "text": tokenizer.decode(counted(2, 40)), "logprobs": None, "finish_reason": "length",
+                      "stop_reason": None}
     assert answer["usage"] == {"prompt_tokens": 1, "completion_tokens": 40, "total_tokens": 41,
                                "prompt_tokens_details": {"cached_tokens": 0}}
     assert answer["object"] == "text_completion" and answer["model"] == "toy" and answer["id"].startswith("cmpl-")

@@ -16,6 +16,7 @@ from slotwise.text.tokenizer import Tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
+SENTENCE = "This model's maximum context length is 512 tokens. However, "
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 
 
@@ -61,8 +62,11 @@ COMMON: list[tuple[str, Any]] = [
     ("stream_options", 3), ("priority", "high"), ("priority", 2**70), ("request_id", ""), ("request_id", "a\r\nb: c"),
     ("request_id", "x" * 129), ("request_id", 3), ("response_format", {"type": "json_object"}),
     ("guided_json", {"type": "object"}), ("structured_outputs", {"regex": "a"}), ("use_beam_search", True),
-    ("bad_words", ["x"]), ("allowed_token_ids", [1]), ("include_stop_str_in_output", True),
-    ("skip_special_tokens", False), ("truncate_prompt_tokens", 5), ("model", 5), ("model", ["toy"]),
+    ("bad_words", "x"), ("bad_words", [""]), ("bad_words", ["x"] * 65), ("allowed_token_ids", []),
+    ("allowed_token_ids", [400]), ("allowed_token_ids", [2] * 5000), ("include_stop_str_in_output", 1),
+    ("skip_special_tokens", "no"), ("truncate_prompt_tokens", 0), ("truncate_prompt_tokens", -2),
+    ("truncate_prompt_tokens", 513), ("truncation_side", "top"), ("truncation_side", "x" * 9000), ("model", 5),
+    ("model", ["toy"]), ("best_of", 2), ("stream_interval", 0), ("prompt_embeds", "x"), ("detokenize", False),
     ("service_tier", "gold"), ("service_tier", ""),
 ]
 
@@ -91,9 +95,24 @@ def test_bad_messages(server: Server, messages: Any) -> None:
     refused(server.post(CHAT, {"messages": messages}), 400, "messages")
 
 
+@pytest.mark.parametrize(("kind", "holds"), [
+    ("image_url", "images"), ("input_audio", "audio"), ("video_url", "video"), ("file", "files")])
+def test_other_media_than_text_are_named(server: Server, kind: str, holds: str) -> None:
+    part = {"type": kind, kind: {"url": "data:,"}}
+    error = refused(server.post(CHAT, {"messages": [{"role": "user", "content": [part]}]}), 400, "messages")
+    assert f"messages[0].content: the model takes text only; a part of type {kind} holds {holds}" == error["message"]
+    assert error["code"] == "unsupported_content"
+
+
+def test_a_message_repeats_little_of_a_long_value(server: Server) -> None:
+    for body in ({"truncation_side": "x" * 50_000}, {"truncation_side": {"x" * 50_000: 1}}):
+        assert len(refused(server.post(COMPLETIONS, {"prompt": [2]} | body), 400, "truncation_side")["message"]) < 600
+
+
 @pytest.mark.parametrize(("param", "value"), [
     ("tools", [TOOL]), ("functions", [{}]), ("audio", {"voice": "x"}), ("modalities", ["audio"]),
-    ("chat_template", "x"), ("continue_final_message", True), ("top_logprobs", 2), ("logprobs", 3),
+    ("chat_template", "x"), ("chat_template", ""), ("top_logprobs", 2), ("logprobs", 3), ("documents", {}),
+    ("reasoning_effort", "huge"), ("return_prompt_text", 1), ("chat_template_kwargs", {"documents": []}),
     ("tool_choice", "required"), ("chat_template_kwargs", {"messages": []}), ("chat_template_kwargs", 3),
     ("max_completion_tokens", "x"), ("web_search_options", {"a": 1})], ids=lambda value: str(value)[:20])
 def test_what_chat_cannot_do(server: Server, param: str, value: Any) -> None:
@@ -101,14 +120,14 @@ def test_what_chat_cannot_do(server: Server, param: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(("param", "value"), [
-    ("suffix", "x"), ("echo", True), ("best_of", 2), ("logprobs", 21), ("logprobs", -1), ("logprobs", True)])
+    ("suffix", "x"), ("echo", 1), ("logprobs", 21), ("logprobs", -1), ("logprobs", True)])
 def test_what_completions_cannot_do(server: Server, param: str, value: Any) -> None:
     refused(server.post(COMPLETIONS, {"prompt": [2], param: value}), 400, param)
 
 
 def test_neutral_values_of_unsupported_fields_pass(server: Server) -> None:
     body = {"prompt": [2], "suffix": None, "echo": False, "best_of": 1, "response_format": {"type": "text"},
-            "stop": None, "logit_bias": {}, "skip_special_tokens": True, "user": "me", "never_heard_of": [1]}
+            "stop": None, "logit_bias": {}, "skip_special_tokens": True, "user": "me"}
     assert server.post(COMPLETIONS, body).status_code == 200
 
 
@@ -125,9 +144,15 @@ def test_malformed_bodies(server: Server, body: bytes) -> None:
 
 def test_a_prompt_too_long_is_told_the_numbers(server: Server) -> None:
     error = refused(server.post(COMPLETIONS, {"prompt": [2] * 600}), 400, "prompt")
-    assert "512" in error["message"] and "600" in error["message"] and error["code"] == "context_length_exceeded"
+    assert error["message"].startswith(SENTENCE) and "600" in error["message"]
+    assert error["code"] == "context_length_exceeded"
     error = refused(server.post(COMPLETIONS, {"prompt": [2] * 500, "max_tokens": 13}), 400, "max_tokens")
-    assert "513" in error["message"] and "512" in error["message"]
+    assert error["message"].startswith(SENTENCE) and "513" in error["message"]
+    for body in ({"prompt": "x" * 100_000}, {"prompt": "the fox " * 2000}, {"prompt": [[2], [2] * 512]}):
+        assert refused(server.post(COMPLETIONS, body), 400, "prompt")["message"].startswith(SENTENCE)
+    long = {"messages": [{"role": "user", "content": "the fox " * 2000}]}
+    for path in (CHAT, "/tokenize"):
+        assert refused(server.post(path, long), 400, "messages")["message"].startswith(SENTENCE)
     assert server.post(COMPLETIONS, {"prompt": [2] * 500, "max_tokens": 12}).status_code == 200
 
 
@@ -140,7 +165,9 @@ def test_an_unknown_model(server: Server) -> None:
 
 def test_unknown_paths_and_methods(server: Server) -> None:
     for path in ("/", "/v1", "/v1/nothing", "/v1/completions/", "/%00", "/v1/../metrics/x"):
-        refused(server.get(path), 404, None)
+        error = refused(server.get(path), 404, None)
+        assert error["code"] == "not_found" and error["type"] == "not_found_error" and len(error["message"]) < 2100
+        assert "POST /v1/chat/completions" in error["message"] and "GET /v1/models/{model}" in error["message"]
     paths = {path for _, path, _ in ROUTES}
     for path in sorted(paths):
         refused(server.client.delete(server.url + path), 405, None)

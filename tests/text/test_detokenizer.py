@@ -100,3 +100,13 @@ def test_other_decoders_give_their_own_text_in_the_end(tokenizers_by_family: dic
     ids = tokenizer.encode("the fox, the dog. jumps over!").__iter__()
     ids = list(ids)
     assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("family", [*EXACT, "word_pieces"])
+def test_special_tokens_are_shown_where_wanted(tokenizers_by_family: dict[str, Tokenizer], family: str) -> None:
+    tokenizer = tokenizers_by_family[family]
+    special = min(tokenizer.special_ids)
+    ids = [*tokenizer.encode("the fox", add_special_tokens=False), special]
+    stream = detokenizer(tokenizer, (), shows_special=True)
+    text = "".join([stream.feed([token_id]) for token_id in ids]) + stream.flush()
+    assert text == tokenizer.decode(ids, skip_special_tokens=False) != tokenizer.decode(ids)

@@ -55,6 +55,8 @@ def _server_options(serve: argparse.ArgumentParser) -> None:
     group.add_argument("--served-model-name", metavar="NAME", help="what clients call the model")
     group.add_argument("--chat-template", type=input_file, metavar="FILE",
                        help="a Jinja file instead of the model's own template")
+    group.add_argument("--trust-request-chat-template", action="store_true",
+                       help="render chat templates that requests bring (default: refuse them with 400)")
     group.add_argument("--max-num-queued-reqs", type=Number(whole(1)), metavar="N",
                        help="requests that may wait for a first slot, 8/9 of them of one key; more get 503 "
                        f"(default: what should start within {PATIENCE:g} s, at the measured rate)")
@@ -208,5 +210,5 @@ def _run(asked: argparse.Namespace) -> int:
         event_log=asked.event_log, overwrite_event_log=asked.overwrite_event_log,
         otlp_traces_endpoint=asked.otlp_traces_endpoint, log_format=asked.log_format,
         host=asked.host, allowed_hosts=tuple(asked.allowed_hosts), allowed_origins=tuple(asked.allowed_origins),
-        seed=asked.seed)
+        seed=asked.seed, trust_request_chat_template=asked.trust_request_chat_template)
     return run_server(config, settings, (asked.host, asked.port), asked.chat_template, engine)

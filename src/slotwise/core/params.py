@@ -14,6 +14,9 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_BIAS = 100.0
 MAX_N = 128
+MAX_ALLOWED_TOKENS = 4096
+MAX_BAD_WORDS = 256  # sequences of tokens: a word may have several
+MAX_BAD_WORD_TOKENS = 1024
 
 
 # Logits are float32.  The smallest `top_p` is one that float32 can tell from 0; a repetition penalty divides and
@@ -81,6 +84,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # subtracted once for each time that the output contains the token
     repetition_penalty: float = 1.0  # divides positive logits of tokens in prompt and output, multiplies negative ones
     logit_bias: dict[int, float] = field(default_factory=dict)  # added to logits, by token id
+    allowed_token_ids: tuple[int, ...] = ()  # only these tokens are generated; empty: all are
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that the output never contains
 
     def __post_init__(self) -> None:
         for name, allowed in RANGES.items():
@@ -90,11 +95,28 @@ class SamplingParams:
         top = self.max_tokens
         _require("min_tokens", holds=top is None or self.min_tokens <= top, message="must be between 0 and max_tokens")
         self._check_stops()
+        self._check_masks()
         _require("logit_bias", holds=isinstance(self.logit_bias, dict), message="must be an object of token ids")
         _require("logit_bias", holds=len(self.logit_bias) <= MAX_LOGIT_BIAS, message=f"at most {MAX_LOGIT_BIAS} tokens")
         object.__setattr__(self, "logit_bias", {
             _checked("logit_bias", TOKEN_ID, token): _checked("logit_bias", BIAS, bias)
             for token, bias in self.logit_bias.items()})
+
+    def _check_masks(self) -> None:
+        allowed, words = self.allowed_token_ids or (), self.bad_words_token_ids or ()
+        _require("allowed_token_ids", holds=isinstance(allowed, Iterable), message="must be a list")
+        _require("bad_words_token_ids", message="must be a list of lists", holds=isinstance(words, Iterable) and all(
+            isinstance(word, Iterable) for word in words))
+        allowed, words = tuple(allowed), tuple(map(tuple, words))
+        _require("allowed_token_ids", holds=len(allowed) <= MAX_ALLOWED_TOKENS,
+                 message=f"at most {MAX_ALLOWED_TOKENS} ids")
+        _require("bad_words_token_ids", holds=len(words) <= MAX_BAD_WORDS, message=f"at most {MAX_BAD_WORDS} lists")
+        _require("bad_words_token_ids", holds=all(0 < len(word) <= MAX_BAD_WORD_TOKENS for word in words),
+                 message=f"each must have 1 to {MAX_BAD_WORD_TOKENS} ids")
+        object.__setattr__(self, "allowed_token_ids", tuple([
+            _checked("allowed_token_ids", TOKEN_ID, token) for token in allowed]))
+        object.__setattr__(self, "bad_words_token_ids", tuple([
+            tuple([_checked("bad_words_token_ids", TOKEN_ID, token) for token in word]) for word in words]))
 
     def _check_stops(self) -> None:
         for name, kind in (("stop", str), ("stop_token_ids", int)):
@@ -115,6 +137,8 @@ class SamplingParams:
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises InvalidParams for a token id that the model does not have."""
-        for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
+        for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias),
+                          ("allowed_token_ids", self.allowed_token_ids),
+                          *[("bad_words_token_ids", word) for word in self.bad_words_token_ids]):
             _require(name, holds=all(token < vocab_size for token in ids),
                      message=f"token ids must be between 0 and {vocab_size - 1}")

@@ -11,8 +11,10 @@ import msgspec
 from slotwise import __version__
 from slotwise.engine.client import DRAINING, ENGINE_DEAD, Refused
 from slotwise.server.context import Api
+from slotwise.server.conversation import Conversation
 from slotwise.server.errors import bad_request, from_refusal
 from slotwise.server.http_exchange import HttpExchange
+from slotwise.server.prompts import Encoding
 from slotwise.server.protocol import (
     AbortRequest,
     DetokenizeRequest,
@@ -128,11 +130,14 @@ async def tokenize(api: Api, exchange: HttpExchange) -> None:
         check_model(request.model, api.settings.served_model_name)
         if (request.prompt is None) == (request.messages is None):
             raise bad_request("give either prompt or messages", "prompt")
-        if request.prompt is None:
-            tokens = await api.prompts.of_chat(request, exchange.holder, {})
+        if request.messages is not None:
+            begins = request.add_generation_prompt is not False
+            conversation = Conversation(request.messages, {"add_generation_prompt": begins})
+            encoding = Encoding(bool(request.add_special_tokens))
+            tokens = (await api.prompts.of_chat(conversation, exchange.holder, encoding)).ids
         else:
             special = request.add_special_tokens is not False
-            tokens = await api.prompts.plain(request.prompt, exchange.holder, add_special_tokens=special)
+            tokens = await api.prompts.plain(request.prompt or "", exchange.holder, add_special_tokens=special)
     texts = [api.prompts.tokenizer.inner.id_to_token(token) for token in tokens] if request.return_token_strs else None
     await exchange.respond_json({
         "count": len(tokens), "max_model_len": api.engine_client.info.limits.max_model_len, "tokens": tokens,

@@ -64,6 +64,7 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
 )
 OPEN_TO_ALL = ("/health", "/ping", "/timeline")  # the last is a page without data, which prompts for a key itself
 ADMIN = "/admin/"  # routes below it change how the server works
+MAX_ROUTES = 2000  # characters of the routes that an error lists
 REJECTIONS = ("context_length_exceeded", "tokenizer_busy")  # codes of errors that count as refused admissions
 
 logger = logging.getLogger(__name__)
@@ -149,7 +150,13 @@ def _as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, HTTPException):
-        code = "not_found" if error.status_code == HTTPStatus.NOT_FOUND else None
-        return ApiError(error.status_code, str(error.detail), code=code)
+        if error.status_code == HTTPStatus.NOT_FOUND:
+            return ApiError(HTTPStatus.NOT_FOUND, f"there is no such route; there are {_known_routes()}",
+                            code="not_found")
+        return ApiError(error.status_code, str(error.detail))
     logger.error("a request failed", exc_info=error)
     return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "internal error; the server's log says more")
+
+
+def _known_routes() -> str:
+    return ", ".join([f"{method} {path.replace(':path}', '}')}" for method, path, _ in ROUTES])[:MAX_ROUTES]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from slotwise.core.step import TokenLogprobs
@@ -15,21 +15,33 @@ T = TypeVar("T")
 
 
 class Delta(NamedTuple):
-    """Text and tokens since the last delta.  The last one has a finish reason."""
+    """Text and tokens since the last delta.  The last one has a finish reason.
+
+    `stop_reason` is the stop string, or the stop token of the request, that ended the output.
+    """
 
     text: str
     token_ids: Sequence[int]
     logprobs: Sequence[TokenLogprobs]
     finish_reason: str | None
+    stop_reason: str | int | None = None
 
 
 class Choice:
-    """One continuation of one prompt."""
+    """One continuation of one prompt.
 
-    def __init__(self, index: int, generation: Generation, continuation: Continuation) -> None:
+    Args:
+        stop_ids: stop tokens of the request, as far as they are no end tokens of the model.
+        is_silent: the prompt is all that is wanted; the one token that the engine generates is dropped.
+    """
+
+    def __init__(self, index: int, generation: Generation, continuation: Continuation,
+                 stop_ids: Collection[int] = (), *, is_silent: bool = False) -> None:
         self.index = index
         self.generation = generation
         self.continuation = continuation
+        self._stop_ids = stop_ids
+        self._is_silent = is_silent
 
     @property
     def num_tokens(self) -> int:
@@ -49,13 +61,18 @@ class Choice:
         continuation, reason = self.continuation, chunk.finish_reason
         if reason in ("rejected", "timeout", "shed", "error"):
             raise from_ending(reason, chunk.message)
+        if self._is_silent:
+            return Delta("", (), (), "length" if reason == "stop" else reason)
         text, kept = continuation.read(chunk.token_ids, reason)
-        if continuation.stop_reason is not None:
+        stop_reason: str | int | None = continuation.stop_reason
+        if stop_reason is not None:
             self.generation.finish("stop")
             reason = "stop"
+        elif reason == "stop" and chunk.token_ids and chunk.token_ids[-1] in self._stop_ids:
+            stop_reason = chunk.token_ids[-1]
         if kept == len(chunk.token_ids):
-            return Delta(text, chunk.token_ids, chunk.logprobs, reason)
-        return Delta(text, chunk.token_ids[:kept], chunk.logprobs[:kept], reason)
+            return Delta(text, chunk.token_ids, chunk.logprobs, reason, stop_reason)
+        return Delta(text, chunk.token_ids[:kept], chunk.logprobs[:kept], reason, stop_reason)
 
 
 async def together(work: list[Coroutine[Any, Any, T]]) -> list[T]:

@@ -8,16 +8,19 @@ from typing import NamedTuple
 from slotwise.core.params import InvalidParams, SamplingParams
 from slotwise.core.slo import SLO
 from slotwise.server.context import Api
+from slotwise.server.conversation import Conversation, last_text
 from slotwise.server.errors import bad_request, from_params
-from slotwise.server.generate import Job, answer
+from slotwise.server.generate import answer
 from slotwise.server.http_exchange import HttpExchange, checked_request_id
+from slotwise.server.job import Job, Repeated
 from slotwise.server.logprobs import most_tokens
+from slotwise.server.prompts import Encoding
 from slotwise.server.protocol import ChatRequest, CompletionRequest, Generate, check_model, decode
 from slotwise.server.shapes import CHAT, COMPLETION, Heading, Shape
 from slotwise.server.slo import UNTIERED
+from slotwise.server.unknown_fields import warn_of_unknown_fields
 
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens; a chat's is whatever fits
-RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 
 
 async def completions(api: Api, exchange: HttpExchange) -> None:
@@ -30,37 +33,6 @@ async def chat_completions(api: Api, exchange: HttpExchange) -> None:
     await _respond(api, exchange, CHAT, _chat)
 
 
-async def _completion(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
-    request = decode(CompletionRequest, body)
-    slo = _check(api, exchange, request)
-    api.check_capacity(slo)
-    with api.admission_control.entering(slo):
-        prompts = await api.prompts.of_completion(request.prompt, api.settings.max_choices, exchange.holder)
-    request.prompt = ""
-    default = _default(api, slo, request, prompts, COMPLETION_TOKENS, request.logprobs)
-    max_tokens = api.prompts.max_tokens(request.max_tokens, max(map(len, prompts)), default)
-    params = request.sampling_params(max_tokens, request.logprobs)
-    return Asked(request, slo, prompts, params)
-
-
-async def _chat(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
-    request = decode(ChatRequest, body)
-    slo = _check(api, exchange, request)
-    variables = request.chat_template_kwargs or {}
-    if not variables.keys().isdisjoint(RESERVED_VARIABLES):
-        raise bad_request("chat_template_kwargs: names a variable that the request sets", "chat_template_kwargs")
-    api.check_capacity(slo)
-    with api.admission_control.entering(slo):
-        prompt = await api.prompts.of_chat(request, exchange.holder, variables)
-    request.messages = []
-    param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
-    logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    default = _default(api, slo, request, [prompt], None, logprobs)
-    max_tokens = api.prompts.max_tokens(getattr(request, param), len(prompt), default, param)
-    params = request.sampling_params(max_tokens, logprobs)
-    return Asked(request, slo, [prompt], params)
-
-
 class Asked(NamedTuple):
     """A checked request with its prompts, parameters and objectives."""
 
@@ -68,13 +40,86 @@ class Asked(NamedTuple):
     slo: SLO
     prompts: list[list[int]]
     params: SamplingParams
+    repeated: Repeated
+    is_silent: bool
+
+
+async def _completion(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
+    request = decode(CompletionRequest, body)
+    warn_of_unknown_fields(exchange, CompletionRequest, body)
+    slo = _check(api, exchange, request)
+    asked, is_silent = request.length("max_tokens")
+    encoding = _encoding(api, request, COMPLETION_TOKENS if asked is None else asked, adds_special_tokens=True)
+    api.check_capacity(slo)
+    with api.admission_control.entering(slo):
+        prompts = await api.prompts.of_completion(
+            request.prompt, api.settings.max_choices, exchange.holder, encoding)
+        echoes = await _echoes(api, exchange, request, prompts, encoding)
+    request.prompt = ""
+    default = _default(api, slo, request, prompts, COMPLETION_TOKENS, request.logprobs)
+    max_tokens = api.prompts.max_tokens(asked, max(map(len, prompts)), default)
+    params = request.sampling_params(max_tokens, request.logprobs, await _bad_words(api, exchange, request))
+    return Asked(request, slo, prompts, params, Repeated(echoes), is_silent)
+
+
+async def _echoes(api: Api, exchange: HttpExchange, request: CompletionRequest, prompts: list[list[int]],
+                  encoding: Encoding) -> tuple[str, ...]:
+    if not request.echo:
+        return ()
+    special = request.skip_special_tokens is False
+    return tuple(await api.prompts.texts(request.prompt, prompts, exchange.holder, encoding, special=special))
+
+
+async def _chat(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
+    request = decode(ChatRequest, body)
+    warn_of_unknown_fields(exchange, ChatRequest, body)
+    slo = _check(api, exchange, request)
+    if request.chat_template is not None and not api.settings.trust_request_chat_template:
+        raise bad_request("chat_template: the server takes none from requests unless it is started with "
+                          "--trust-request-chat-template", "chat_template")
+    conversation = Conversation(
+        request.messages, request.variables(), request.chat_template, bool(request.continue_final_message))
+    param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+    asked, is_silent = request.length(param)
+    encoding = _encoding(api, request, 1 if asked is None else asked, adds_special_tokens=False)
+    api.check_capacity(slo)
+    with api.admission_control.entering(slo):
+        rendered = await api.prompts.of_chat(conversation, exchange.holder, encoding)
+    echo = last_text(request.messages, "assistant") if request.echo else ""
+    request.messages, prompt = [], rendered.ids
+    logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    default = _default(api, slo, request, [prompt], None, logprobs)
+    max_tokens = api.prompts.max_tokens(asked, len(prompt), default, param)
+    params = request.sampling_params(max_tokens, logprobs, await _bad_words(api, exchange, request))
+    repeated = Repeated((echo,) if echo else (), rendered.text if request.return_prompt_text else None)
+    return Asked(request, slo, [prompt], params, repeated, is_silent)
+
+
+async def _bad_words(api: Api, exchange: HttpExchange, request: Generate) -> tuple[tuple[int, ...], ...]:
+    return await api.prompts.of_bad_words(request.bad_words, exchange.holder) if request.bad_words else ()
+
+
+def _encoding(api: Api, request: Generate, num_output: int, *, adds_special_tokens: bool) -> Encoding:
+    """How prompts are encoded.
+
+    Args:
+        num_output: tokens for which a prompt leaves room if as many of its own are kept as fit.
+        adds_special_tokens: by default.
+    """
+    most, longest = request.truncate_prompt_tokens, api.prompts.longest
+    if most == -1:
+        most = max(1, longest - num_output)
+    elif most is not None and not 0 < most <= longest:
+        raise bad_request(f"truncate_prompt_tokens: must be -1 or between 1 and {longest}", "truncate_prompt_tokens")
+    adds = request.add_special_tokens
+    return Encoding(adds_special_tokens if adds is None else adds, most, request.truncation_side != "right")
 
 
 async def _respond(api: Api, exchange: HttpExchange, shape: Shape,
                    check: Callable[[Api, HttpExchange, bytes], Awaitable[Asked]]) -> None:
     _enter(api, exchange)
     async with api.bodies.reading(exchange) as body:
-        request, slo, prompts, params = await check(api, exchange, body)
+        request, slo, prompts, params, repeated, is_silent = await check(api, exchange, body)
         del body  # frees its memory while the response is generated
     try:
         params.check_vocabulary(api.engine_client.info.vocab_size)
@@ -83,7 +128,8 @@ async def _respond(api: Api, exchange: HttpExchange, shape: Shape,
     tier = slo.tier or (UNTIERED if request.service_tier is not None else "")
     heading = Heading.now(shape, exchange.request_id, api.settings.served_model_name, tier)
     salt = _salt(exchange.tenant, request.cache_salt)
-    job = Job(request, prompts, params, heading, slo, salt, exchange.received_ns, exchange.traceparent)
+    job = Job(request, prompts, params, heading, slo, salt, exchange.received_ns, exchange.traceparent, repeated,
+              is_silent)
     await answer(api, exchange, job)
 
 

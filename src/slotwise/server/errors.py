@@ -11,7 +11,7 @@ from slotwise.core.params import InvalidParams
 from slotwise.engine.client import DRAINING, DUPLICATE_ID, Refused
 from slotwise.server.turns import QueueFull
 from slotwise.text.chat_source import ChatTemplateError
-from slotwise.text.tokenizer import TextTooLong, TokenizerError
+from slotwise.text.tokenizer import TokenizerError
 
 TRY_LATER = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 KINDS: dict[int, str] = {
@@ -25,6 +25,7 @@ _BYTE = re.compile(r"\(byte (\d+)\)$")
 _KEY = re.compile(rb'"([A-Za-z_]\w{0,63})"\s*:')
 _NOT_JSON = re.compile(rb"-?(NaN|Infinity|nan|inf)")
 NEAR = 200  # bytes before an error in which to look for the name of its field
+MAX_WHAT = 400  # characters of what is wrong with a value
 
 
 class ErrorContent(msgspec.Struct):
@@ -90,6 +91,12 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(HTTPStatus.BAD_REQUEST, message, param, code)
 
 
+def beyond_context(longest: int, why: str, param: str) -> ApiError:
+    """The error of a request that exceeds the context.  Clients look for the first sentence."""
+    return too_long(f"This model's maximum context length is {longest} tokens. However, {why}. Please shorten the "
+                    "prompt or the output.", param)
+
+
 def too_long(message: str, param: str) -> ApiError:
     return bad_request(message, param, "context_length_exceeded")
 
@@ -111,7 +118,7 @@ def from_params(error: InvalidParams) -> ApiError:
 
 
 def from_text(error: TokenizerError | ChatTemplateError, param: str) -> ApiError:
-    return too_long(str(error), param) if isinstance(error, TextTooLong) else bad_request(str(error), param)
+    return bad_request(str(error), param)
 
 
 def from_decoding(error: Exception, body: bytes) -> ApiError:
@@ -120,8 +127,9 @@ def from_decoding(error: Exception, body: bytes) -> ApiError:
         return _malformed(str(error), body)
     found = _AT.match(str(error))
     if found is None:
-        return bad_request(str(error))
-    return bad_request(f"{found['param']}{found['rest']}: {found['what']}", found["param"] or None)
+        return bad_request(str(error)[:MAX_WHAT])
+    what = found["what"][:MAX_WHAT]  # it may repeat the value
+    return bad_request(f"{found['param']}{found['rest']}: {what}", found["param"] or None)
 
 
 def _malformed(message: str, body: bytes) -> ApiError:

@@ -20,7 +20,6 @@ from slotwise.core.step import TokenLogprobs
 from slotwise.engine.tenant_capacity import TenantCapacity
 from slotwise.server.choice import Delta
 from slotwise.server.errors import ApiError, bad_request
-from slotwise.text.tokenizer import Tokenizer
 
 LEAST = -9999.0  # JSON has no infinity; vLLM writes this for an impossible token
 MAX_ENTRIES = 2_000_000  # of one request: about 150 MB of JSON
@@ -82,37 +81,68 @@ def most_tokens(num_choices: int, logprobs: int | None) -> int | None:
     return None if logprobs is None else max(1, MAX_ENTRIES // (num_choices * (logprobs + 1)))
 
 
+class TokenTexts(Protocol):
+    """What tokens are called beside their log-probabilities: a tokenizer, or `TokenNames`."""
+
+    def token_text(self, token_id: int) -> str: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+
+class TokenNames:
+    """Names of tokens that tell their ids, as vLLM writes them: a token need not be a text."""
+
+    def token_text(self, token_id: int) -> str:
+        return f"token_id:{token_id}"
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.token_text(token_id).encode()
+
+
 class LogprobFormat(Protocol):
-    def __init__(self, tokenizer: Tokenizer) -> None: ...
+    def __init__(self, names: TokenTexts) -> None: ...
 
     def of(self, delta: Delta) -> dict[str, Any]: ...
 
 
 class CompletionLogprobs:
-    """`/v1/completions`: parallel lists; offsets count characters of the tokens' own texts."""
+    """`/v1/completions`: parallel lists; offsets count characters of the tokens' own texts.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._offset = 0
+    Args:
+        offset: of the first token.
+    """
+
+    def __init__(self, names: TokenTexts, offset: int = 0) -> None:
+        self._names = names
+        self._offset = offset
 
     def of(self, delta: Delta) -> dict[str, Any]:
-        texts = [self._tokenizer.token_text(token) for token in delta.token_ids]
-        offsets = []
-        for text in texts:
-            offsets.append(self._offset)
-            self._offset += len(text)
+        texts = [self._names.token_text(token) for token in delta.token_ids]
         return {
-            "text_offset": offsets,
+            "text_offset": self._offsets(texts),
             "tokens": texts,
             "token_logprobs": [finite(entry.logprob) for entry in delta.logprobs],
             "top_logprobs": [self._top(text, entry) for text, entry in zip(texts, delta.logprobs, strict=False)],
         }
 
+    def of_first(self, token: int) -> dict[str, Any]:
+        """The entries of the first token of a prompt, which has no log-probability."""
+        text = self._names.token_text(token)
+        return {"text_offset": self._offsets([text]), "tokens": [text], "token_logprobs": [None],
+                "top_logprobs": [None]}
+
+    def _offsets(self, texts: list[str]) -> list[int]:
+        offsets = []
+        for text in texts:
+            offsets.append(self._offset)
+            self._offset += len(text)
+        return offsets
+
     def _top(self, sampled: str, entry: TokenLogprobs) -> dict[str, float]:
         """The most probable tokens and the sampled one; of tokens with equal text, the most probable."""
         top: dict[str, float] = {}
         for token, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True):
-            top.setdefault(self._tokenizer.token_text(token), finite(logprob))
+            top.setdefault(self._names.token_text(token), finite(logprob))
         top.setdefault(sampled, finite(entry.logprob))
         return top
 
@@ -120,8 +150,8 @@ class CompletionLogprobs:
 class ChatLogprobs:
     """`/v1/chat/completions`: an object for each token, with its bytes."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, names: TokenTexts) -> None:
+        self._names = names
 
     def of(self, delta: Delta) -> dict[str, Any]:
         content = []
@@ -131,7 +161,7 @@ class ChatLogprobs:
         return {"content": content, "refusal": None}
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        data = self._tokenizer.token_bytes(token)
+        data = self._names.token_bytes(token)
         return {"token": data.decode("utf-8", errors="replace"), "logprob": finite(logprob), "bytes": list(data)}
 
 
@@ -166,15 +196,27 @@ class LogprobsWriter:
                 await asyncio.sleep(0)
 
     def _add(self, delta: Delta) -> None:
-        if not delta.token_ids:
-            return
-        for name, value in self._format.of(delta).items():
+        if delta.token_ids:
+            self.put(self._format.of(delta))
+
+    def put(self, values: dict[str, Any]) -> None:
+        """Append entries that are formatted, but not yet JSON."""
+        for name, value in values.items():
             if isinstance(value, list) and value:
                 self._lists.setdefault(name, []).append(_to_json(value)[1:-1])
 
+    def put_first(self, lists: dict[str, list[bytes]]) -> None:
+        """Place what another writer has made before all entries."""
+        self._lists = {name: [*lists.get(name, ()), *self._lists.get(name, ())] for name in lists | self._lists}
+
+    def pop_lists(self) -> dict[str, list[bytes]]:
+        """The entries added since the last call: for each list, parts of its JSON without brackets."""
+        lists, self._lists = self._lists, {}
+        return lists
+
     def pop(self) -> list[bytes]:
         """The JSON object of what was added since the last call, in parts."""
-        lists, self._lists = self._lists, {}
+        lists = self.pop_lists()
         parts: list[bytes] = []
         for name, value in self._empty.items():
             parts.append((b"," if parts else b"{") + _to_json(name) + b":")

@@ -21,10 +21,10 @@ from slotwise.server.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
-    unsupported_fields,
 )
 from slotwise.server.queue_headers import POSITION, START
 from slotwise.server.tiers import TierSettings
+from slotwise.server.unsupported import unsupported_fields
 
 Json = dict[str, Any]
 BODIES: dict[str, type] = {

@@ -16,7 +16,7 @@ import msgspec
 from slotwise.core.step import TokenLogprobs
 from slotwise.server.choice import Choice
 from slotwise.server.logprobs import SLICE, finite
-from slotwise.server.shapes import Shape
+from slotwise.server.shapes import Shape, add_field
 from slotwise.text.tokenizer import Tokenizer
 
 _to_json = msgspec.json.Encoder().encode
@@ -72,5 +72,5 @@ async def with_prompts(
         if not shape.prompts_in_choices:
             return {"prompt_logprobs": msgspec.Raw(b"".join(parts))}
         for answer in answers[first : first + num_choices]:
-            answer[-1:] = [answer[-1][:-1] + b',"prompt_logprobs":', *parts, b"}"]
+            add_field(answer, b"prompt_logprobs", parts)
     return {}

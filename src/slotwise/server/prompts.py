@@ -5,22 +5,47 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+from slotwise.core.params import MAX_BAD_WORD_TOKENS
 from slotwise.engine.messages import EngineInfo
-from slotwise.server.body_precheck import MAX_MESSAGES
-from slotwise.server.errors import bad_request, from_queue_full, from_text, too_long
+from slotwise.server.conversation import Conversation, OpenEnd, check_messages
+from slotwise.server.errors import bad_request, beyond_context, from_queue_full, from_text, too_long
 from slotwise.server.limited_tokenizer import LimitedTokenizer
-from slotwise.server.protocol import ChatRequest, Prompt, TokenizeRequest
+from slotwise.server.protocol import Prompt
 from slotwise.server.templates import Template
 from slotwise.server.turns import QueueFull, Turns
 from slotwise.text.chat_source import ChatTemplateError
-from slotwise.text.tokenizer import SHORT, Tokenizer, TokenizerError
+from slotwise.text.tokenizer import SHORT, TextTooLong, Tokenizer, TokenizerError
 
 MAX_WAITING, MAX_WAITING_OF_ONE = 4096, 256  # long texts of all clients, and of one, that wait for the thread
 TEXTS = "long texts to tokenize"  # in an error
 
 T = TypeVar("T")
+
+
+class Encoding(NamedTuple):
+    """How a text, or a list of token ids, becomes a prompt."""
+
+    add_special_tokens: bool = True  # the tokenizer adds its own to a text
+    most: int | None = None  # tokens that are kept; None: all of them
+    keeps_last: bool = True  # the last ones; else the first
+
+    def kept(self, ids: list[int]) -> list[int]:
+        if self.most is None or len(ids) <= self.most:
+            return ids
+        return ids[len(ids) - self.most :] if self.keeps_last else ids[: self.most]
+
+
+WHOLE = Encoding()
+RENDERED = Encoding(add_special_tokens=False)  # a template writes the special tokens itself
+
+
+class Rendered(NamedTuple):
+    """A conversation as the template wrote it, and its token ids."""
+
+    text: str
+    ids: list[int]
 
 
 class Prompts:
@@ -35,6 +60,7 @@ class Prompts:
         """Args: engine_info: returns that of the engine attached last."""
         self.tokenizer = tokenizer
         self._template = chat_template
+        self._requested: Template | None = None  # a worker of its own for templates in requests
         self._engine_info = engine_info
         self._thread = ThreadPoolExecutor(1, "tokenize")
         self._turns = Turns(MAX_WAITING, MAX_WAITING_OF_ONE)
@@ -43,12 +69,17 @@ class Prompts:
 
     def close(self) -> None:
         """End the workers."""
-        if self._limited is not None:
-            self._limited.close()
-        if self._template is not None:
-            self._template.close()
+        for worker in (self._limited, self._template, self._requested):
+            if worker is not None:
+                worker.close()
 
-    async def of_completion(self, prompt: Prompt, max_prompts: int, holder: str) -> list[list[int]]:
+    @property
+    def longest(self) -> int:
+        """The model's context length in tokens."""
+        return self._engine_info().limits.max_model_len
+
+    async def of_completion(self, prompt: Prompt, max_prompts: int, holder: str,
+                            encoding: Encoding = WHOLE) -> list[list[int]]:
         """Token ids of each prompt; a list of ids is one prompt.
 
         Args:
@@ -57,85 +88,125 @@ class Prompts:
         Raises:
             ApiError: a prompt is empty, mixed, too long or not in the vocabulary, or too many long texts wait.
         """
-        prompts = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
+        prompts = _listed(prompt)
         if not prompts:
             raise bad_request("prompt: must not be empty", "prompt")
         if len(prompts) > max_prompts:
             raise bad_request(f"prompt: at most {max_prompts} prompts in one request", "prompt")
         ids = []
         for one in prompts:
-            ids.append(await self._ids(one, holder))
+            ids.append(await self._ids(one, holder, encoding))
             await asyncio.sleep(0)  # a thousand short texts would delay every stream
         return ids
 
-    async def _ids(self, prompt: object, holder: str) -> list[int]:
+    async def _ids(self, prompt: object, holder: str, encoding: Encoding) -> list[int]:
         if isinstance(prompt, str):
-            ids = await self._encode(holder, prompt)
+            ids = await self._encode(holder, prompt, "prompt", encoding)
         else:
-            ids = self._given(prompt)
+            ids = self._given(prompt, encoding)
         self.check(ids, "prompt")
         return ids
 
-    def _given(self, prompt: object) -> list[int]:
+    def _given(self, prompt: object, encoding: Encoding) -> list[int]:
         if isinstance(prompt, list):
+            prompt = encoding.kept(prompt)
             self._check_length(prompt, "prompt")
             if all(issubclass(kind, int) for kind in set(map(type, prompt))):
                 return prompt
         raise bad_request("prompt: must be a string, token ids, or a list of either", "prompt")
 
-    async def of_chat(self, request: ChatRequest | TokenizeRequest, holder: str,
-                      variables: dict[str, Any]) -> list[int]:
-        """Token ids of the rendered messages.
+    async def texts(self, prompt: Prompt, ids: Sequence[list[int]], holder: str, encoding: Encoding, *,
+                    special: bool) -> list[str]:
+        """The text of each prompt: as it was given, or the text of its tokens if these were given or are truncated.
+
+        Args:
+            ids: of each prompt, encoded as `encoding` says.
+            special: special tokens have a text.
+        """
+        texts = []
+        for one, kept in zip(_listed(prompt), ids, strict=True):
+            is_given = isinstance(one, str) and encoding.most is None
+            texts.append(one if is_given else await self._decoded(kept, holder, special=special))
+            await asyncio.sleep(0)
+        return texts
+
+    async def of_chat(self, conversation: Conversation, holder: str, encoding: Encoding = RENDERED) -> Rendered:
+        """The rendered messages.
 
         Args:
             holder: the client; clients take turns at the template and the thread.
-            variables: of the template.
 
         Raises:
             ApiError: there is no template, it refuses the messages, or they are too long.
         """
-        template, messages = self._template, request.messages or []
+        messages, source = conversation.messages, conversation.template
+        template = self._template if source is None else self._of_requests()
         if template is None:
             raise bad_request("the model has no chat template; start the server with --chat-template", "messages")
-        _check_messages(messages)
-        variables = variables | {"add_generation_prompt": request.add_generation_prompt is not False}
+        check_messages(messages)
+        open_end = OpenEnd(messages) if conversation.continues else None
         try:
-            text = await template.render(holder, messages, variables)
+            text = await template.render(
+                holder, messages if open_end is None else open_end.messages, conversation.variables, source)
         except ChatTemplateError as error:
-            raise from_text(error, "messages") from error
-        ids = await self._encode(holder, text, "messages", add_special_tokens=False)
+            raise from_text(error, "messages" if source is None else "chat_template") from error
+        if open_end is not None:
+            text = open_end.cut(text)
+        ids = await self._encode(holder, text, "messages", encoding)
         self.check(ids, "messages")
-        return ids
+        return Rendered(text, ids)
+
+    def _of_requests(self) -> Template:
+        """A template that has no source of its own: one that takes too long delays no rendering of the model's."""
+        if self._requested is None:
+            self._requested = Template("", self.tokenizer.special_tokens)
+        return self._requested
 
     async def plain(self, text: str, holder: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of any text; only its length is checked."""
-        return await self._encode(holder, text, add_special_tokens=add_special_tokens)
+        return await self._encode(holder, text, "prompt", Encoding(add_special_tokens))
+
+    async def of_bad_words(self, words: Sequence[str], holder: str) -> tuple[tuple[int, ...], ...]:
+        """The token ids of each word, at the beginning of a text and after a space."""
+        vocab_size, found = self._engine_info().vocab_size, dict[tuple[int, ...], None]()
+        for text in dict.fromkeys(text for word in words for text in (word, " " + word.lstrip())):
+            ids = tuple(await self.plain(text, holder, add_special_tokens=False))
+            if len(ids) > MAX_BAD_WORD_TOKENS:
+                raise bad_request(f"bad_words: each may have {MAX_BAD_WORD_TOKENS} tokens", "bad_words")
+            if ids and max(ids) < vocab_size:  # else the model never generates it
+                found[ids] = None
+            await asyncio.sleep(0)
+        return tuple(found)
 
     async def decode(self, token_ids: list[int], holder: str) -> str:
         """The text of token ids.  Raises ApiError for ids outside the vocabulary."""
         self._check_vocabulary(token_ids, "tokens")
+        return await self._decoded(token_ids, holder, special=True)
+
+    async def _decoded(self, token_ids: list[int], holder: str, *, special: bool) -> str:
         try:
             return await self._aside(
-                holder, len(token_ids), lambda: self.tokenizer.decode(token_ids, skip_special_tokens=False))
+                holder, len(token_ids), lambda: self.tokenizer.decode(token_ids, skip_special_tokens=not special))
         except QueueFull as error:
             raise from_queue_full(error, TEXTS) from error
 
-    @property
-    def _longest(self) -> int:
-        return self._engine_info().limits.max_model_len
-
-    async def _encode(self, holder: str, text: str, param: str = "prompt", *,
-                      add_special_tokens: bool = True) -> list[int]:
+    async def _encode(self, holder: str, text: str, param: str, encoding: Encoding) -> list[int]:
+        special = encoding.add_special_tokens
+        most = self.longest if encoding.most is None else None  # of a text that is truncated any length is encoded
         try:
             if self._limited is None:
-                return await self._aside(holder, len(text), lambda: self.tokenizer.encode(
-                    text, add_special_tokens=add_special_tokens, max_tokens=self._longest))
-            self.tokenizer.check_length(text, self._longest)
-            return await self._limited.encode(holder, text, add_special_tokens=add_special_tokens)
+                ids = await self._aside(holder, len(text), lambda: self.tokenizer.encode(
+                    text, add_special_tokens=special, max_tokens=most))
+            else:
+                self.tokenizer.check_length(text, most)
+                ids = await self._limited.encode(holder, text, add_special_tokens=special)
+        except TextTooLong as error:
+            raise beyond_context(self.longest, str(error), param) from error
         except TokenizerError as error:
             raise from_text(error, param) from error
         except QueueFull as error:
             raise from_queue_full(error, TEXTS) from error
+        return encoding.kept(ids)
 
     async def _aside(self, holder: str, size: int, work: Callable[[], T]) -> T:
         """Do the work on a text of so many characters or tokens."""
@@ -152,9 +223,8 @@ class Prompts:
         self._check_vocabulary(ids, param)
 
     def _check_length(self, ids: Sequence[int], param: str) -> None:
-        if len(ids) >= self._longest:
-            raise too_long(f"this model's maximum context length is {self._longest} tokens, output included; "
-                           f"the prompt has {len(ids)}", param)
+        if len(ids) >= self.longest:
+            raise beyond_context(self.longest, f"the prompt has {len(ids)} tokens, and the output needs one", param)
 
     def _check_vocabulary(self, ids: Sequence[int], param: str) -> None:
         vocab_size = self._engine_info().vocab_size
@@ -169,33 +239,17 @@ class Prompts:
         """
         limits = self._engine_info().limits
         if asked is None:
-            left = min(self._longest, limits.cache_tokens + 1) - longest_prompt  # the last token needs no cache place
+            left = min(self.longest, limits.cache_tokens + 1) - longest_prompt  # the last token needs no cache place
             asked = max(1, left if default is None else min(default, left))
-        if longest_prompt + asked > self._longest:
-            raise too_long(
-                f"this model's maximum context length is {self._longest} tokens; you asked for "
-                f"{longest_prompt + asked} ({longest_prompt} in the prompt, {asked} in the output)", param)
+        if longest_prompt + asked > self.longest:
+            raise beyond_context(
+                self.longest, f"you requested {longest_prompt + asked} tokens ({longest_prompt} in the prompt, {asked} "
+                "in the output)", param)
         if objection := limits.objection(longest_prompt, asked):
             raise too_long(objection, param)
         return asked
 
 
-def _check_messages(messages: list[dict[str, Any]]) -> None:
-    """Raises ApiError for messages of the wrong shape."""
-    if not messages or len(messages) > MAX_MESSAGES:
-        raise bad_request(f"messages: must hold 1 to {MAX_MESSAGES} messages", "messages")
-    for index, message in enumerate(messages):
-        _check_message(f"messages[{index}]", message)
-
-
-def _check_message(where: str, message: dict[str, Any]) -> None:
-    if not isinstance(message.get("role"), str):
-        raise bad_request(f"{where}.role: must be a string", "messages")
-    content = message.get("content")
-    if content is None or isinstance(content, str):
-        return
-    if not isinstance(content, list):
-        raise bad_request(f"{where}.content: must be a string or a list of parts", "messages")
-    for part in content:
-        if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
-            raise bad_request(f"{where}.content: only parts of type text are supported", "messages")
+def _listed(prompt: Prompt) -> list[Any]:
+    """The prompts of a request: a text, or a list that begins with a token id, is one."""
+    return [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt

@@ -1,7 +1,7 @@
 """Request bodies: OpenAI's fields and vLLM's extensions.
 
-Types are strict.  Unknown fields are ignored, as OpenAI-compatible servers do; known fields that are not supported and
-would change the meaning of the answer are refused by name.
+Types are strict, but that an integral float is an integer.  A known field is obeyed, accepted with the values that
+change nothing, or refused by name (see `server.unsupported`); an unknown one is ignored, and the response tells so.
 """
 
 from __future__ import annotations
@@ -9,19 +9,31 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from http import HTTPStatus
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from slotwise.core.params import BIAS, MAX_STOP_LENGTH, RANGES, TOKEN_ID, InvalidParams, SamplingParams
+from slotwise.core.params import (
+    BIAS,
+    MAX_ALLOWED_TOKENS,
+    MAX_STOP_LENGTH,
+    MAX_STOP_STRINGS,
+    RANGES,
+    TOKEN_ID,
+    InvalidParams,
+    SamplingParams,
+)
 from slotwise.core.ranges import INT64, Range, whole
 from slotwise.core.slo import PRIORITIES
 from slotwise.server import body_precheck
 from slotwise.server.errors import ApiError, bad_request, from_decoding, from_params
+from slotwise.server.unsupported import Unsupported, refuse
+from slotwise.server.whole_numbers import with_whole_numbers
 
 MAX_NAME = 200  # characters of a name that an error repeats
+RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message",
+                      "chat_template")  # of a chat template: fields set them
 Int = Annotated[int, msgspec.Meta(ge=-INT64, le=INT64)]
 
 
@@ -51,37 +63,17 @@ Seconds = Annotated[float, msgspec.Meta(ge=0.001, le=86400)]
 Salt = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 User = Annotated[str, msgspec.Meta(max_length=512)]
 Prompt = str | list[str | Int | list[Int]]
-NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})
-NEUTRAL: dict[str, tuple[Any, ...]] = {  # values without effect, where they differ from NOTHING
-    "response_format": (None, {"type": "text"}), "modalities": (None, ["text"]), "tool_choice": (None, "none", "auto"),
-    "skip_special_tokens": (None, True), "spaces_between_special_tokens": (None, True), "length_penalty": (None, 1.0),
-}
+AllowedTokens = Annotated[list[TokenId], msgspec.Meta(min_length=1, max_length=MAX_ALLOWED_TOKENS)]
+BadWords = Annotated[list[Stop], msgspec.Meta(max_length=MAX_STOP_STRINGS)]
+Hint = Annotated[str, msgspec.Meta(max_length=512)]
+TemplateSource = Annotated[str, msgspec.Meta(min_length=1, max_length=body_precheck.MAX_FIELD)]
+KeptTokens = Annotated[int, msgspec.Meta(ge=-1, le=INT64)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None  # a last event with the token counts
     continuous_usage_stats: bool | None = None  # the token counts in every event
-
-
-class Unsupported(msgspec.Struct, kw_only=True):
-    """Fields that would change the answer if they were supported."""
-
-    response_format: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    use_beam_search: Any = None
-    length_penalty: Any = None
-    truncate_prompt_tokens: Any = None
-    include_stop_str_in_output: Any = None
-    skip_special_tokens: Any = None
-    spaces_between_special_tokens: Any = None
-    bad_words: Any = None
-    allowed_token_ids: Any = None
-    return_token_ids: Any = None
-    return_tokens_as_token_ids: Any = None
 
 
 class Generate(Unsupported, kw_only=True):
@@ -90,7 +82,9 @@ class Generate(Unsupported, kw_only=True):
     model: str | None = None  # the served model's name, by default
     stream: bool | None = None  # send server-sent events, one or more tokens each
     stream_options: StreamOptions | None = None  # only with `stream`
+    stream_interval: OneOrMore | None = None  # tokens of each event after the first, if more than the server's
     request_id: str | None = None  # the id of the response, and of the request in logs and queries
+    session_id: Hint | None = None  # changes nothing
     service_tier: str | None = None  # `auto`, `default`, or one of the server's own: docs/tiers.md
     priority: Priority | None = None  # lower is earlier; None: its tier's
     ttft_ms: Milliseconds | None = None  # objective, milliseconds to the first token; None: its tier's
@@ -99,33 +93,66 @@ class Generate(Unsupported, kw_only=True):
     queue_timeout: Seconds | None = None  # seconds to its first slot; the server's own bound holds as well
     cache_salt: Salt | None = None  # cached prefixes are shared only among requests of one key and one salt
     n: Choices | None = None
+    best_of: OneOrMore | None = None  # equal to `n`
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: TopK | None = None
     min_p: MinP | None = None
-    max_tokens: OneOrMore | None = None
+    max_tokens: NoneOrMore | None = None  # most output tokens; None: what fits; 0: only with echo or prompt_logprobs
     min_tokens: NoneOrMore | None = None
     stop: Stop | list[Stop] | None = None
     stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool | None = None  # the text ends with the stop string, not before it
     ignore_eos: bool | None = None
     seed: Seed | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: RepetitionPenalty | None = None
     logit_bias: dict[TokenId, Bias] | None = None
+    allowed_token_ids: AllowedTokens | None = None
+    bad_words: BadWords | None = None  # texts that the output never contains, as they are tokenized by themselves
     prompt_logprobs: Logprobs | None = None  # entries of each token of the prompt; not in a stream
+    skip_special_tokens: bool | None = None  # special tokens have no text; by default they have none
+    return_token_ids: bool | None = None  # the response contains the ids of prompts and outputs
+    return_tokens_as_token_ids: bool | None = None  # beside log-probabilities a token is called `token_id:` and its id
+    add_special_tokens: bool | None = None  # by default the tokenizer's are added to a prompt, and not to a chat
+    truncate_prompt_tokens: KeptTokens | None = None  # the prompt's tokens that are kept; -1: as many as fit
+    truncation_side: Literal["left", "right"] | None = None  # where tokens are dropped; by default on the left
+    echo: bool | None = None  # the prompt, or in a chat the assistant's last message, stands before the output
     explain: bool | None = None  # the response contains where its time went
     bench_output_tokens: Length | list[Length] | None = None  # forced output length; a list: of each prompt
 
     def refuse_unsupported(self) -> None:
         """Raises ApiError for an unsupported field."""
-        for name, neutral in unsupported_fields(type(self)).items():
-            if getattr(self, name) not in neutral:
-                raise bad_request(f"{name} is not supported", name, "unsupported_parameter")
+        refuse(self)
         if self.stream_options is not None and not self.stream:
             raise bad_request("stream_options: only allowed when stream is true", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise bad_request("prompt_logprobs: not available when stream is true", "prompt_logprobs")
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise bad_request("best_of: only the value of n is supported", "best_of", "unsupported_parameter")
+
+    def length(self, param: str) -> tuple[int | None, bool]:
+        """The most tokens to generate, as the field `param` says, and whether none of them are wanted.
+
+        The engine generates at least one: a request for none asks for its prompt alone.
+
+        Raises:
+            ApiError: nothing of the prompt is wanted, either.
+        """
+        asked: int | None = getattr(self, param)
+        if asked != 0:
+            return asked, False
+        if not self.echo and self.prompt_logprobs is None:
+            raise bad_request(f"{param}: 0 is only allowed with echo or prompt_logprobs", param)
+        if self.min_tokens:
+            raise bad_request(f"min_tokens: must be between 0 and {param}", "min_tokens")
+        return 1, True
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Log-probabilities that the engine computes for each token of a prompt; None: not even the token's own."""
+        return self.prompt_logprobs
 
     def forced_lengths(self, num_prompts: int) -> list[int]:
         """For each prompt, the output length that a benchmark forces; 0: none.
@@ -141,13 +168,16 @@ class Generate(Unsupported, kw_only=True):
                               "bench_output_tokens")
         return asked
 
-    def sampling_params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    def sampling_params(self, max_tokens: int | None, logprobs: int | None,
+                        bad_words: tuple[tuple[int, ...], ...]) -> SamplingParams:
         """Raises ApiError for a value out of range."""
         names = ("n", "temperature", "top_p", "top_k", "min_p", "min_tokens", "stop", "stop_token_ids", "ignore_eos",
-                 "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "prompt_logprobs")
+                 "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
+                 "allowed_token_ids")
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         try:
-            return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)
+            return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=self.num_prompt_logprobs,
+                                  bad_words_token_ids=bad_words, **given)
         except InvalidParams as error:
             raise from_params(error) from error
 
@@ -156,33 +186,52 @@ class CompletionRequest(Generate, kw_only=True):
     prompt: Prompt  # a text or its token ids; a list: several, each with its own choices
     logprobs: Logprobs | None = None  # return this many log-probabilities for each token, and the token's own
     suffix: Any = None
-    echo: Any = None
-    best_of: OneOrMore | None = None  # at most `n`
-    prompt_embeds: Any = None
 
     def refuse_unsupported(self) -> None:
         super().refuse_unsupported()
-        if self.best_of is not None and self.best_of > (self.n or 1):
-            raise bad_request("best_of: more than n is not supported", "best_of", "unsupported_parameter")
+        if self.echo and self.logprobs is not None:
+            if self.stream:
+                raise bad_request("echo: with logprobs not available when stream is true", "echo")
+            if self.prompt_logprobs not in (None, self.logprobs):
+                raise bad_request("prompt_logprobs: must be equal to logprobs with echo", "prompt_logprobs")
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        return self.logprobs if self.echo and self.logprobs is not None else self.prompt_logprobs
 
 
 class ChatRequest(Generate, kw_only=True):
     messages: list[dict[str, Any]]  # each has a `role` and a `content`: a text, or parts of type `text`
-    max_completion_tokens: OneOrMore | None = None  # OpenAI's newer name of `max_tokens`
+    max_completion_tokens: NoneOrMore | None = None  # OpenAI's newer name of `max_tokens`
     logprobs: bool | None = None  # return the log-probability of each token
     top_logprobs: Logprobs | None = None  # only with `logprobs`: those of this many of the most probable tokens, too
     add_generation_prompt: bool | None = None  # the template begins the answer; by default it does
+    continue_final_message: bool | None = None  # the answer continues the last message; then none is begun
+    chat_template: TemplateSource | None = None  # the template, where the server has `--trust-request-chat-template`
     chat_template_kwargs: dict[str, Any] | None = None  # further variables of the template
+    documents: list[dict[str, Any]] | None = None  # the template's variable of this name
+    reasoning_effort: Effort | None = None  # the template's variable; sets `enable_thinking`, too, unless that is given
+    return_prompt_text: bool | None = None  # the response contains the conversation as the template wrote it
+    metadata: dict[str, Any] | None = None  # changes nothing
+    parallel_tool_calls: bool | None = None  # changes nothing: no tools are called
+    prompt_cache_key: Hint | None = None  # changes nothing: every prompt is looked up in the cache
+    safety_identifier: Hint | None = None  # changes nothing
     tools: Any = None
     tool_choice: Any = None
     functions: Any = None
     function_call: Any = None
     modalities: Any = None
     audio: Any = None
-    chat_template: Any = None
-    continue_final_message: Any = None
-    documents: Any = None
     web_search_options: Any = None
+    include_reasoning: Any = None
+    media_io_kwargs: Any = None
+    mm_processor_kwargs: Any = None
+    moderation: Any = None
+    prediction: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
+    store: Any = None
+    verbosity: Any = None
 
     def refuse_unsupported(self) -> None:
         if self.tool_choice == "none":  # tools are listed, and must not be called
@@ -190,13 +239,30 @@ class ChatRequest(Generate, kw_only=True):
         super().refuse_unsupported()
         if self.top_logprobs is not None and not self.logprobs:
             raise bad_request("top_logprobs: only allowed when logprobs is true", "top_logprobs")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise bad_request("continue_final_message: not allowed when add_generation_prompt is true",
+                              "continue_final_message")
+
+    def variables(self) -> dict[str, Any]:
+        """The template's variables, beside the messages.  Raises ApiError for one that a field sets."""
+        given = self.chat_template_kwargs or {}
+        if not given.keys().isdisjoint(RESERVED_VARIABLES):
+            raise bad_request("chat_template_kwargs: names a variable that the request sets", "chat_template_kwargs")
+        begins = self.add_generation_prompt is not False and not self.continue_final_message
+        variables: dict[str, Any] = {"add_generation_prompt": begins} | given
+        if self.documents is not None:
+            variables["documents"] = self.documents
+        if self.reasoning_effort is not None:
+            variables = {"enable_thinking": self.reasoning_effort != "none"} | variables
+            variables["reasoning_effort"] = self.reasoning_effort
+        return variables
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
     model: str | None = None  # the served model's name, by default
     prompt: str | None = None  # a text; either this or `messages`
     messages: list[dict[str, Any]] | None = None  # a conversation, rendered with the chat template
-    add_special_tokens: bool | None = None  # by default the tokenizer adds its tokens to a text
+    add_special_tokens: bool | None = None  # by default the tokenizer adds its tokens to a text, and not to messages
     add_generation_prompt: bool | None = None  # the template begins the answer; by default it does
     return_token_strs: bool | None = None  # return each token as the tokenizer's string, too
 
@@ -228,20 +294,19 @@ _DECODERS: dict[type, msgspec.json.Decoder[Any]] = {
     for kind in (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, AbortRequest)
 }
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
-
-
-@cache
-def unsupported_fields(kind: type[Generate]) -> dict[str, tuple[Any, ...]]:
-    """Fields of type Any, which are not supported, each with the values that are accepted."""
-    names = [field.name for field in msgspec.structs.fields(kind) if field.type is Any]
-    return {name: NEUTRAL.get(name, NOTHING) for name in names}
+_FLOAT_FOR_INTEGER = "got `float`"  # in msgspec's error
 
 
 def decode(kind: type[Body], body: bytes) -> Body:
     """The body as a `kind`.  Raises ApiError, with the field at fault as its `param`."""
     with _decoding(body):
-        decoded: Body = _DECODERS[kind].decode(
-            body_precheck.trimmed(kind, body) if len(body) > body_precheck.LARGE else body)
+        kept = body_precheck.trimmed(kind, body) if len(body) > body_precheck.LARGE else body
+        try:
+            decoded: Body = _DECODERS[kind].decode(kept)
+        except msgspec.ValidationError as error:
+            if _FLOAT_FOR_INTEGER not in str(error):
+                raise
+            decoded = _DECODERS[kind].decode(with_whole_numbers(kind, kept))
     return decoded
 
 

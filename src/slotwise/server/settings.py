@@ -35,6 +35,7 @@ class ServerSettings:
     allowed_hosts: tuple[str, ...] = ()  # further names in `Host`, without ports; "*": any
     allowed_origins: tuple[str, ...] = ()  # sites whose pages may use the server, as scheme://host:port; "*": any
     seed: int = 0  # generates the seeds of requests without one
+    trust_request_chat_template: bool = False  # render the chat templates that requests bring
 
     @property
     def all_keys(self) -> tuple[str, ...]:

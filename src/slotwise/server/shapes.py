@@ -78,10 +78,20 @@ def whole_response(heading: Heading, choices: list[list[bytes]], used: dict[str,
     return [*parts, b"]," + to_json({"usage": used} | extras)[1:]]
 
 
-def whole_choice(shape: Shape, index: int, text: str, logprobs: list[bytes], finish_reason: str | None) -> list[bytes]:
-    """A choice as JSON, in parts.  Args: logprobs: JSON, in parts."""
+def whole_choice(shape: Shape, index: int, text: str, logprobs: list[bytes], ending: bytes) -> list[bytes]:
+    """A choice as JSON, in parts.  Args: logprobs: JSON, in parts; ending: see `ending`."""
     head = to_json({"index": index} | shape.whole(text))[:-1] + b',"logprobs":'
-    return [head, *logprobs, b',"finish_reason":' + to_json(finish_reason) + b"}"]
+    return [head, *logprobs, b"," + ending + b"}"]
+
+
+def ending(finish_reason: str | None, stop_reason: str | int | None) -> bytes:
+    """The fields of a choice that tell why its output ended."""
+    return b'"finish_reason":%b,"stop_reason":%b' % (to_json(finish_reason), to_json(stop_reason))
+
+
+def add_field(choice: list[bytes], name: bytes, parts: list[bytes]) -> None:
+    """Add a field, JSON in parts, to a choice from `whole_choice`."""
+    choice[-1:] = [choice[-1][:-1] + b',"%b":' % name, *parts, b"}"]
 
 
 class Events:
@@ -99,22 +109,32 @@ class Events:
         self._plain = self._after + b',"logprobs":null,"finish_reason":null}]' + self._no_usage + b"}\n\n"
         self._opening = shape.opening
 
-    def opening(self, index: int) -> bytes:
+    def opening(self, index: int, extras: bytes = b"") -> bytes:
+        """The first event of a choice, before any text; empty where its endpoint has none.
+
+        Args:
+            extras: further fields of the event, each after a comma.
+        """
         if not self._opening:
             return b""
-        return (b'%b{"index":%d,%b,"logprobs":null,"finish_reason":null}]%b}\n\n'
-                % (self._head, index, self._opening, self._no_usage))
+        return (b'%b{"index":%d,%b,"logprobs":null,"finish_reason":null}]%b%b}\n\n'
+                % (self._head, index, self._opening, self._no_usage, extras))
 
     def plain(self, index: int, text: str) -> bytes:
         """An event with text only: nearly every event."""
         return b'%b{"index":%d%b%b%b' % (self._head, index, self._before, to_json(text), self._plain)
 
-    def full(self, index: int, delta: Delta, logprobs: bytes, used: dict[str, Any] | None) -> bytes:
-        """An event with any of log-probabilities (JSON), finish reason and usage so far."""
+    def full(self, index: int, delta: Delta, logprobs: bytes, used: dict[str, Any] | None,
+             fields: bytes = b"") -> bytes:
+        """An event with any of log-probabilities (JSON), the end and usage so far.
+
+        Args:
+            fields: further fields of the choice, each after a comma.
+        """
         usage_field = self._no_usage if used is None else b',"usage":' + to_json(used)
-        return b'%b{"index":%d%b%b%b,"logprobs":%b,"finish_reason":%b}]%b}\n\n' % (
-            self._head, index, self._before, to_json(delta.text), self._after, logprobs,
-            to_json(delta.finish_reason), usage_field)
+        end = b'"finish_reason":null' if delta.finish_reason is None else ending(delta.finish_reason, delta.stop_reason)
+        return b'%b{"index":%d%b%b%b,"logprobs":%b,%b%b}]%b}\n\n' % (
+            self._head, index, self._before, to_json(delta.text), self._after, logprobs, end, fields, usage_field)
 
     def last(self, used: dict[str, Any], extras: dict[str, Any]) -> bytes:
         """The last event: usage of the whole request, and `extras` as in `whole_response`."""

@@ -24,7 +24,7 @@ class Template:
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], limits: Limits = LIMITS) -> None:
-        self._fixed = (source, list(special_tokens.items()))
+        self._source, self._special_tokens = source, list(special_tokens.items())
         self._worker = Worker("slotwise.text.rendering", limits, Turns(MAX_WAITING, MAX_WAITING_OF_ONE))
 
     async def check(self) -> None:
@@ -37,18 +37,20 @@ class Template:
         finally:
             self._worker.tells = True
 
-    async def render(self, holder: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+    async def render(self, holder: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any],
+                     source: str | None = None) -> str:
         """The prompt for `messages`.
 
         Args:
             holder: the client; clients take turns.
+            source: of another template, rendered by the same worker.
 
         Raises:
             ChatTemplateError: the template refuses the messages, fails, or exceeds its limits.
             ApiError: too many renderings are waiting, or the worker failed twice.
         """
         try:
-            return str(await self._call(holder, "render", messages, variables))
+            return str(await self._call(holder, "render", messages, variables, source=source))
         except QueueFull as error:
             raise from_queue_full(error, "chat templates to render") from error
 
@@ -56,9 +58,10 @@ class Template:
         """End the worker."""
         self._worker.close()
 
-    async def _call(self, holder: str, function: str, *more: Any) -> Any:
+    async def _call(self, holder: str, function: str, *more: Any, source: str | None = None) -> Any:
+        fixed = (self._source if source is None else source, self._special_tokens)
         try:
-            return await self._worker.call(holder, function, lambda: (*self._fixed, *more))
+            return await self._worker.call(holder, function, lambda: (*fixed, *more))
         except CallRefused as error:
             raise ChatTemplateError(str(error)) from error
         except WorkerError as error:

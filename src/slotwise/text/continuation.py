@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from slotwise.text.detokenizer import detokenizer
 from slotwise.text.stop_strings import StopStrings
 from slotwise.text.tokenizer import Tokenizer
+
+
+class Shown(NamedTuple):
+    """What has text beside the ordinary tokens."""
+
+    stop: bool = False  # the stop string, or the end or stop token, that ends the output
+    special: bool = False  # special tokens
+
+
+PLAIN = Shown()
 
 
 class Continuation:
@@ -17,12 +28,13 @@ class Continuation:
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stop: Sequence[str] = (),
-                 min_tokens: int = 0) -> None:
+                 min_tokens: int = 0, shown: Shown = PLAIN) -> None:
         self.num_tokens = 0  # up to the one that completed a stop string
         self.stop_reason: str | None = None  # the stop string that ended it
-        self._detokenizer = detokenizer(tokenizer, prompt_ids)
+        self._detokenizer = detokenizer(tokenizer, prompt_ids, shows_special=shown.special)
         self._stops = StopStrings(stop) if stop else None
         self._min_tokens = min_tokens
+        self._shows_stop = shown.stop
 
     @property
     def looks_for_stops(self) -> bool:
@@ -32,7 +44,7 @@ class Continuation:
         """The text that a chunk of tokens completes, and how many of them count: none after a stop string.
 
         Args:
-            ended: why these are the last; with "stop" the last one is an end or stop token, which has no text.
+            ended: why these are the last; with "stop" the last one is an end or stop token.
         """
         before = self.num_tokens
         shown = len(token_ids) - (ended == "stop")
@@ -53,21 +65,24 @@ class Continuation:
             return ""
         self.num_tokens += 1
         text = self._detokenizer.feed((token_id,))
-        if self.num_tokens <= self._min_tokens:
-            return text
+        return text if self.num_tokens <= self._min_tokens else self._searched(text, stops)
+
+    def _searched(self, text: str, stops: StopStrings) -> str:
+        """The part of `text` that may be returned now; sets the stop reason if a stop string ends in it."""
         text, self.stop_reason = stops.feed(text)
-        return text
+        return text + self.stop_reason if self._shows_stop and self.stop_reason is not None else text
 
     def end(self, terminators: Sequence[int] = ()) -> str:
         """The text held back, once no stop string can follow.
 
         Args:
-            terminators: the end or stop token the model ended with; counted, never returned.
+            terminators: the end or stop token the model ended with; counted, and returned only where it is shown.
         """
         if self.stop_reason is not None:
             return ""
         self.num_tokens += len(terminators)
+        text = (self._detokenizer.feed(terminators) if self._shows_stop else "") + self._detokenizer.flush()
         if self._stops is None:
-            return self._detokenizer.flush()
-        text, self.stop_reason = self._stops.feed(self._detokenizer.flush())
+            return text
+        text = self._searched(text, self._stops)
         return text if self.stop_reason is not None else text + self._stops.flush()

@@ -18,7 +18,7 @@ from slotwise.text.tokenizer import INTERRUPTS, Tokenizer
 
 
 class Detokenizer(Protocol):
-    """The text of one continuation.  Special tokens have none."""
+    """The text of one continuation.  Special tokens have none, unless they are to be shown."""
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """The text completed by `token_ids`."""
@@ -29,16 +29,17 @@ class Detokenizer(Protocol):
         ...
 
 
-def detokenizer(tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> Detokenizer:
+def detokenizer(tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, shows_special: bool = False) -> Detokenizer:
     """A detokenizer for what follows `prompt_ids`.
 
     SentencePiece texts lose the space before their first token; a continuation does not begin a text, so it keeps its
     space unless only special tokens precede it.
     """
     if tokenizer.bytes_by_id is None:
-        return WindowDetokenizer(tokenizer, prompt_ids)
+        return WindowDetokenizer(tokenizer, prompt_ids, shows_special=shows_special)
     begins = tokenizer.bytes_by_id.drops_leading_space and all(i in tokenizer.special_ids for i in prompt_ids)
-    return ByteDetokenizer(tokenizer.bytes_by_id, tokenizer.special_ids, begins_text=begins)
+    hidden: frozenset[int] = frozenset() if shows_special else tokenizer.special_ids
+    return ByteDetokenizer(tokenizer.bytes_by_id, hidden, begins_text=begins)
 
 
 class ByteDetokenizer:
@@ -48,15 +49,15 @@ class ByteDetokenizer:
     them is invalid, for which the whole run would have to be held back.
     """
 
-    def __init__(self, token_bytes: TokenBytes, special_ids: frozenset[int], *, begins_text: bool) -> None:
+    def __init__(self, token_bytes: TokenBytes, hidden_ids: frozenset[int], *, begins_text: bool) -> None:
         self._bytes_by_id = token_bytes
-        self._special_ids = special_ids
+        self._hidden_ids = hidden_ids
         self._begins_text = begins_text
         self._left = b""  # at most three bytes of an incomplete character
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        if not self._special_ids.isdisjoint(token_ids):
-            token_ids = [token_id for token_id in token_ids if token_id not in self._special_ids]
+        if not self._hidden_ids.isdisjoint(token_ids):
+            token_ids = [token_id for token_id in token_ids if token_id not in self._hidden_ids]
         token_bytes = list(map(self._bytes_by_id.__getitem__, token_ids))
         if self._begins_text:
             self._begin(token_ids, token_bytes)
@@ -83,10 +84,11 @@ class WindowDetokenizer:
     Text that the window cannot decide follows at the end, from one decoding of everything.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], *, shows_special: bool = False) -> None:
         self._tokenizer = tokenizer
         self._prompt = [i for i in prompt_ids if i not in tokenizer.special_ids][-8:]  # enough for word boundaries
-        self._stream: DecodeStream | None = DecodeStream(ids=self._prompt, skip_special_tokens=True)
+        self._skips = not shows_special
+        self._stream: DecodeStream | None = DecodeStream(ids=self._prompt, skip_special_tokens=self._skips)
         self._ids: list[int] = []
         self._length = 0  # characters returned
 
@@ -108,7 +110,10 @@ class WindowDetokenizer:
             return ""
 
     def flush(self) -> str:
-        before = len(self._tokenizer.decode(self._prompt))
-        rest = self._tokenizer.decode(self._prompt + self._ids)[before + self._length :]
+        before = len(self._decoded(self._prompt))
+        rest = self._decoded(self._prompt + self._ids)[before + self._length :]
         self._length += len(rest)
         return rest
+
+    def _decoded(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skips)

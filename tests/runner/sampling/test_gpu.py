@@ -18,6 +18,7 @@ from slotwise.runner.sampling.params import Sampled
 
 CPU = torch.device("cpu")
 VOCAB, SLOTS, TOKENS = 300, 24, 64
+BAD = ((4,), (7, 8), (999, 3), *[(a, b) for a in range(0, 300, 40) for b in (0, 40)])
 
 
 class Both:
@@ -50,7 +51,9 @@ def asked(seed: int) -> SamplingParams:
         top_p=pick.choice([1.0, 0.9, 0.3]), min_p=pick.choice([0.0, 0.0, 0.05]), min_tokens=pick.choice([0, 3]),
         logprobs=pick.choice([None, None, 0, 5]), presence_penalty=pick.choice([0.0, 0.0, 0.8]),
         frequency_penalty=pick.choice([0.0, 0.0, 0.5]), repetition_penalty=pick.choice([1.0, 1.0, 1.4]),
-        logit_bias=pick.choice([{}, {}, {5: 4.0, 999: 1.0, 7: -3.0}]))
+        logit_bias=pick.choice([{}, {}, {5: 4.0, 999: 1.0, 7: -3.0}]),
+        allowed_token_ids=pick.choice([(), (), (*range(0, 300, 40), 999)]),
+        bad_words_token_ids=pick.choice([(), (), BAD]))
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
@@ -71,6 +74,57 @@ def test_the_same_tokens_whatever_is_asked(kind):
                 assert ours.rank == theirs.rank and ours.top_ids == theirs.top_ids
                 np.testing.assert_allclose([ours.logprob, *ours.top_logprobs], [theirs.logprob, *theirs.top_logprobs],
                                            rtol=1e-5, atol=1e-5)
+
+
+class TestMasks:
+    """Tokens that may not be chosen, on both samplers."""
+
+    LOGITS = torch.tensor([[5.0, 4.0, 3.0, 2.0, 1.0, 0.0]])
+
+    def sampled(self, params: SamplingParams, known=(0,), num_prompt=1, steps=6, logits=LOGITS) -> list[int]:
+        both = Both(logits.shape[1], 1)
+        both.join(NewRequest("r", 0, tuple(known), num_prompt, params, 1, ()))
+        tokens = []
+        for step in range(steps):
+            found, expected = both.sample(logits, [0], [len(known) + step])
+            assert found.tokens == expected.tokens and found.failed == expected.failed
+            tokens += found.tokens
+        return tokens
+
+    def test_only_allowed_tokens(self):
+        assert self.sampled(SamplingParams(temperature=0, allowed_token_ids=(4, 2, 99))) == [2] * 6
+        drawn = self.sampled(SamplingParams(temperature=5.0, allowed_token_ids=(1, 3)), steps=40)
+        assert set(drawn) == {1, 3}
+
+    def test_allowed_tokens_keep_their_probabilities(self):
+        params = SamplingParams(temperature=0, logprobs=6, allowed_token_ids=(1, 3), logit_bias={3: 2.0, 0: 9.0})
+        sampler = Sampler(1, 6)
+        sampler.join(NewRequest("r", 0, (0,), 1, params, 1, ()))
+        [found] = sampler.sample(self.LOGITS, [0], [1]).logprobs
+        assert found.logprob == pytest.approx(-np.log(2), abs=1e-6)
+        assert found.top_logprobs[2:] == (-np.inf,) * 4
+
+    def test_a_word_of_one_token_never_comes(self):
+        assert self.sampled(SamplingParams(temperature=0, bad_words_token_ids=((0,), (1,)))) == [2] * 6
+
+    def test_a_word_of_several_tokens_is_never_completed(self):
+        params = SamplingParams(temperature=0, bad_words_token_ids=((0, 0), (0, 1, 0)))
+        assert self.sampled(params) == [0, 1, 1, 0, 1, 1]
+        # The prompt's last tokens begin no word; outputs before a preemption do.
+        assert self.sampled(params, known=(0, 0), num_prompt=2, steps=1) == [0]
+        assert self.sampled(params, known=(0, 0), num_prompt=1, steps=1) == [1]
+        assert self.sampled(params, known=(5, 0, 1), num_prompt=1, steps=1) == [1]
+
+    def test_a_step_that_is_run_again_forgets_its_outputs(self):
+        sampler = Sampler(1, 6)
+        params = SamplingParams(temperature=0, bad_words_token_ids=((0, 0),))
+        sampler.join(NewRequest("r", 0, (0,), 1, params, 1, ()))
+        for _ in range(3):
+            assert sampler.sample(self.LOGITS, [0], [1]).tokens == [0]
+        assert sampler.sample(self.LOGITS, [0], [2]).tokens == [1]
+
+    def test_nothing_left_fails_the_row(self):
+        assert self.sampled(SamplingParams(allowed_token_ids=(2,), bad_words_token_ids=((2,),)), steps=1) == [FAILED]
 
 
 def test_rows_that_cannot_sample_fail_alone():

@@ -58,9 +58,11 @@ class DeviceSampler:
         params = self._params.join(join)
         self._edits.pop(join.slot, None)
         if params.is_edited(num_outputs=0):
-            stop_ids, bias_ids, bias = self._send(
-                [params.stop_ids, params.bias_ids], [params.bias.view(np.int32)])
-            self._edits[join.slot] = DeviceEdits(params, stop_ids, bias_ids, bias.view(torch.float32))
+            words = np.array([token for word in params.bad_words for token in word], np.int64)
+            stop_ids, bias_ids, allowed_ids, bad, bias = self._send(
+                [params.stop_ids, params.bias_ids, params.allowed_ids, words], [params.bias.view(np.int32)])
+            self._edits[join.slot] = DeviceEdits(params, stop_ids, bias_ids, bias.view(torch.float32), allowed_ids,
+                                                 bad.split([*map(len, params.bad_words)]) if len(bad) else ())
 
     def leave(self, slot: int) -> None:
         """Clear the slot."""

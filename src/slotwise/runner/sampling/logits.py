@@ -1,11 +1,12 @@
-"""Edits of a request's logits before a token is chosen: banned ends, bias, penalties.
+"""Edits of a request's logits before a token is chosen: banned ends, bias, penalties, banned tokens.
 
-The order is vLLM's: end tokens are banned before `min_tokens`, the bias is added, then the repetition penalty (over
-prompt and output; Keskar et al., "CTRL", 2019) scales and the frequency and presence penalties (over the output only;
-OpenAI's) are subtracted.
+The order is vLLM's where it matters: end tokens are banned before `min_tokens`, the bias is added, then the repetition
+penalty (over prompt and output; Keskar et al., "CTRL", 2019) scales and the frequency and presence penalties (over the
+output only; OpenAI's) are subtracted.  Tokens that are not allowed, and those that would complete a banned sequence of
+output tokens, get minus infinity at the end.
 
-On the host only the entries concerned are edited, so the cost follows the request, not the vocabulary; on a device,
-where tokens may still be computed, each edit is an operation on a row.
+On the host only the entries concerned are edited, so the cost follows the request, not the vocabulary (but where only
+some tokens are allowed); on a device, where tokens may still be computed, each edit is an operation on a row.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class LogitEdits:
 
     def __init__(self, request: RequestParams, known: Sequence[int], vocab_size: int) -> None:
         self._request = request
+        self._outputs = list(known[request.num_prompt :])
         self._penalties = (
             Penalties(request.params, known, request.num_prompt, vocab_size) if has_penalties(request.params) else None)
 
@@ -40,15 +42,32 @@ class LogitEdits:
         Raises:
             ValueError: earlier outputs were neither known when the request joined nor recorded.
         """
-        if self._request.bans_stops(num_outputs):
-            logits[self._request.stop_ids] = -np.inf
-        logits[self._request.bias_ids] += self._request.bias
+        request = self._request
+        if request.bans_stops(num_outputs):
+            logits[request.stop_ids] = -np.inf
+        logits[request.bias_ids] += request.bias
         if self._penalties is not None:
             self._penalties.forget_after(num_outputs)
             self._penalties.apply(logits)
+        if len(request.allowed_ids):
+            allowed = logits[request.allowed_ids]
+            logits.fill(-np.inf)
+            logits[request.allowed_ids] = allowed
+        if request.bad_words:
+            logits[self._completing(num_outputs)] = -np.inf
+
+    def _completing(self, num_outputs: int) -> list[int]:
+        """Tokens that would complete a banned sequence; forgets outputs of a step that failed and is run again."""
+        if num_outputs > len(self._outputs):
+            raise ValueError(f"a token is wanted after {num_outputs} outputs, of which {len(self._outputs)} are known")
+        del self._outputs[num_outputs:]
+        return [word[-1] for word in self._request.bad_words
+                if len(word) <= num_outputs + 1 and tuple(self._outputs[num_outputs + 1 - len(word) :]) == word[:-1]]
 
     def record(self, token: int) -> None:
         """Record `token` as the next output."""
+        if self._request.bad_words:
+            self._outputs.append(token)
         if self._penalties is not None:
             self._penalties.record(token)
 
@@ -115,9 +134,11 @@ class DeviceEdits(NamedTuple):
     """The edits of one request, on a device."""
 
     request: RequestParams
-    stop_ids: Tensor  # the request's, on the device, like the next two
+    stop_ids: Tensor  # the request's, on the device, like all below
     bias_ids: Tensor
     bias: Tensor
+    allowed_ids: Tensor
+    bad_words: tuple[Tensor, ...]  # ids of each
 
     def apply(self, logits: Tensor, known: Tensor, num_outputs: int) -> None:
         """Edit `logits [vocab]` float32 in place for the token that follows `known`, which has `num_outputs` outputs.
@@ -130,6 +151,14 @@ class DeviceEdits(NamedTuple):
         if has_penalties(self.request.params):
             num_prompt = self.request.num_prompt
             penalise(logits, known[:num_prompt], known[num_prompt:], self.request.params)
+        if len(self.allowed_ids):
+            allowed = logits.index_select(0, self.allowed_ids)
+            logits.fill_(-torch.inf).index_copy_(0, self.allowed_ids, allowed)
+        for word in self.bad_words:
+            if len(word) <= num_outputs + 1:
+                completes = (known[len(known) + 1 - len(word) :] == word[:-1]).all()
+                last = logits.index_select(0, word[-1:])
+                logits.index_copy_(0, word[-1:], last.masked_fill(completes, -torch.inf))
 
 
 def penalise(row: Tensor, prompt: Tensor, output: Tensor, params: SamplingParams) -> None:

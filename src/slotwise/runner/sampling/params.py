@@ -36,6 +36,8 @@ class RequestParams:
     stop_ids: NDArray[np.int64]  # banned before `params.min_tokens` outputs
     bias_ids: NDArray[np.int64]
     bias: NDArray[np.float32]
+    allowed_ids: NDArray[np.int64]  # all others are banned; empty: none is
+    bad_words: tuple[tuple[int, ...], ...]  # the last token of each is banned after the others
     num_logprobs: int  # of the most probable tokens; NO_LOGPROBS: not even the sampled token's
     greedy_from: int  # outputs after which plain argmax is enough
 
@@ -46,10 +48,14 @@ class RequestParams:
         stop_ids = _within(request.stop_ids if params.min_tokens else (), vocab_size)
         bias_ids = _within(params.logit_bias, vocab_size)
         bias = np.array([params.logit_bias[token] for token in bias_ids.tolist()], np.float32)
+        allowed_ids = _within(params.allowed_token_ids, vocab_size)
+        bad_words = tuple([word for word in params.bad_words_token_ids if max(word) < vocab_size])
         num_logprobs = NO_LOGPROBS if params.logprobs is None else min(params.logprobs, vocab_size)
-        is_plain = is_greedy(params) and params.logprobs is None and not len(bias) and not has_penalties(params)
+        is_plain = is_greedy(params) and params.logprobs is None and not len(bias) and not (
+            has_penalties(params) or has_masks(params))
         greedy_from = (params.min_tokens if len(stop_ids) else 0) if is_plain else sys.maxsize
-        return cls(request.slot, request.num_prompt, params, stop_ids, bias_ids, bias, num_logprobs, greedy_from)
+        return cls(request.slot, request.num_prompt, params, stop_ids, bias_ids, bias, allowed_ids, bad_words,
+                   num_logprobs, greedy_from)
 
     def bans_stops(self, num_outputs: int) -> bool:
         """Whether stop tokens are banned after `num_outputs` outputs."""
@@ -57,7 +63,8 @@ class RequestParams:
 
     def is_edited(self, num_outputs: int) -> bool:
         """Whether logits are edited before the token after `num_outputs` outputs is drawn."""
-        return self.bans_stops(num_outputs) or len(self.bias_ids) > 0 or has_penalties(self.params)
+        return self.bans_stops(num_outputs) or len(self.bias_ids) > 0 or (
+            has_penalties(self.params) or has_masks(self.params))
 
 
 class SlotParams:
@@ -192,6 +199,11 @@ def is_greedy(params: SamplingParams) -> bool:
 def has_penalties(params: SamplingParams) -> bool:
     """Whether earlier tokens change the logits."""
     return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+
+
+def has_masks(params: SamplingParams) -> bool:
+    """Whether some tokens are never chosen, or only after others."""
+    return bool(params.allowed_token_ids or params.bad_words_token_ids)
 
 
 def _within(tokens: Iterable[int], vocab_size: int) -> NDArray[np.int64]:

@@ -1,0 +1,90 @@
+"""A request that is ready to start, and what whole responses and streams share."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from slotwise.core.params import SamplingParams
+from slotwise.core.slo import SLO
+from slotwise.server.choice import Choice
+from slotwise.server.context import Api
+from slotwise.server.http_exchange import HttpExchange
+from slotwise.server.logprobs import CompletionLogprobs, LogprobFormat, LogprobsWriter, TokenNames, TokenTexts
+from slotwise.server.protocol import Generate
+from slotwise.server.shapes import Heading, Shape, usage
+
+
+class Repeated(NamedTuple):
+    """What a response repeats of its prompts."""
+
+    echoes: tuple[str, ...] = ()  # the text before the output of each prompt; empty: there is no echo
+    prompt_text: str | None = None  # the conversation as rendered; None: it is not returned
+
+
+class Job(NamedTuple):
+    """A request that is ready to start."""
+
+    request: Generate
+    prompts: list[list[int]]
+    params: SamplingParams
+    heading: Heading
+    slo: SLO
+    salt: str
+    received_ns: int  # monotonic
+    traceparent: str  # W3C's header; empty when the caller is not traced
+    repeated: Repeated = Repeated()
+    is_silent: bool = False  # no output is wanted: `max_tokens` is 0
+
+    @property
+    def shape(self) -> Shape:
+        return self.heading.shape
+
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens it may need, prompts and outputs."""
+        return sum(map(len, self.prompts)) + len(self.prompts) * self.params.n * (self.params.max_tokens or 0)
+
+    @property
+    def echoes_logprobs(self) -> bool:
+        """Whether log-probabilities of the prompts stand before those of the outputs."""
+        return bool(self.repeated.echoes) and self.params.logprobs is not None and self.shape.prompts_in_choices
+
+    def echo(self, index: int) -> str:
+        """The text before the output of choice `index`."""
+        return self.repeated.echoes[self.place(index)] if self.repeated.echoes else ""
+
+    def place(self, index: int) -> int:
+        """Which of the prompts choice `index` continues."""
+        return index // self.params.n
+
+
+def names_of(api: Api, job: Job) -> TokenTexts:
+    """What tokens are called beside their log-probabilities."""
+    return TokenNames() if job.request.return_tokens_as_token_ids else api.prompts.tokenizer
+
+
+def writer_of(api: Api, job: Job, offset: int = 0) -> LogprobsWriter | None:
+    """Writes the log-probabilities of one choice; None where none are wanted.
+
+    Args:
+        offset: characters of the tokens that stand before its own.
+    """
+    if job.params.logprobs is None:
+        return None
+    names = names_of(api, job)
+    formatted: LogprobFormat = CompletionLogprobs(names, offset) if job.echoes_logprobs else job.shape.logprobs(names)
+    return LogprobsWriter(formatted, api.formatting)
+
+
+def usage_of(job: Job, choices: list[Choice]) -> dict[str, Any]:
+    """The token counts of a response."""
+    cached = sum(choice.num_cached for choice in choices[:: job.params.n])
+    return usage(sum(map(len, job.prompts)), sum(choice.num_tokens for choice in choices), cached)
+
+
+async def explained(api: Api, exchange: HttpExchange, job: Job, choices: list[Choice]) -> dict[str, Any]:
+    """Slotwise's own fields of the response, where the request has `explain`."""
+    if not job.request.explain:
+        return {}
+    ids = [choice.generation.request_id for choice in choices]
+    return {"slotwise": await api.explainer.of_response(exchange.holder, ids)}

@@ -1,0 +1,163 @@
+"""Every field of OpenAI's and vLLM's protocols is obeyed, accepted with what changes nothing, or refused by name."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from live_server import Server
+
+from slotwise.server import unknown_fields as module
+from slotwise.server.body_precheck import LARGE, MAX_FIELD
+from slotwise.server.http_exchange import HttpExchange
+from slotwise.server.protocol import ChatRequest, CompletionRequest, decode
+from slotwise.server.throttled_warning import ThrottledWarning
+from slotwise.server.unknown_fields import unknown_fields
+from slotwise.server.unsupported import HINTS, NEUTRAL, unsupported_fields
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # `docs` is run from the repository's root
+
+from docs.generate.protocols import NEUTRAL as NEUTRAL_FIELD
+from docs.generate.protocols import OBEYED, REFUSED, names, treatment
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+BODIES: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
+    COMPLETIONS: (CompletionRequest, {"prompt": [2], "max_tokens": 2}),
+    CHAT: (ChatRequest, {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2})}
+REQUIRED = ("messages", "prompt")
+HEADER = "x-slotwise-warning"
+SENT_HINTS = {"metadata": {"a": "b"}, "parallel_tool_calls": False, "prompt_cache_key": "k", "safety_identifier": "s",
+              "session_id": "i"}
+
+
+def known(path: str) -> list[str]:
+    return sorted({name for protocol in ("openai", "vllm") for name in names(protocol, path)})
+
+
+EACH = [(path, name) for path in BODIES for name in known(path)]
+
+
+def sent(server: Server, path: str, **fields: Any) -> Any:
+    return server.post(path, BODIES[path][1] | fields)
+
+
+def test_the_lists_have_openais_own_parameters() -> None:
+    """Where its package is installed."""
+    params = pytest.importorskip("openai.types.chat.completion_create_params")
+    chat = params.CompletionCreateParamsNonStreaming
+    text = pytest.importorskip("openai.types.completion_create_params").CompletionCreateParamsNonStreaming
+    for path, kind in ((COMPLETIONS, text), (CHAT, chat)):
+        parameters = kind.__required_keys__ | kind.__optional_keys__
+        assert len(parameters) > 15 and parameters <= set(names("openai", path))
+
+
+@pytest.mark.parametrize(("path", "name"), EACH)
+def test_a_known_field_has_one_treatment(server: Server, path: str, name: str) -> None:
+    kind = BODIES[path][0]
+    done = treatment(kind, name)
+    if name not in REQUIRED:
+        answer = sent(server, path, **{name: None})
+        assert answer.status_code == 200 and HEADER not in answer.headers, answer.text
+    wrong = sent(server, path, **{name: {"neither": ["this", "nor", "that"]}})
+    if done == OBEYED:
+        assert name not in unsupported_fields(kind) and HEADER not in wrong.headers
+        return
+    for value in (SENT_HINTS[name],) if name in HINTS else unsupported_fields(kind)[name][1:]:
+        answer = sent(server, path, **{name: value})
+        assert done == NEUTRAL_FIELD and answer.status_code == 200 and HEADER not in answer.headers, answer.text
+    if name != "metadata":
+        error = wrong.json()["error"]
+        assert wrong.status_code == 400 and error["param"] == name and name in error["message"], error
+
+
+def test_the_values_that_change_nothing_are_of_fields_that_exist() -> None:
+    fields = {name for kind, _ in BODIES.values() for name in kind.__struct_fields__}
+    assert set(NEUTRAL) | set(HINTS) <= fields and not set(NEUTRAL) & set(HINTS)
+    assert treatment(CompletionRequest, "suffix") == NEUTRAL_FIELD and treatment(ChatRequest, "audio") == REFUSED
+    with pytest.raises(KeyError):
+        treatment(ChatRequest, "prompt")
+
+
+@pytest.mark.parametrize(("name", "value", "status"), [
+    ("detokenize", 1, 400), ("watermarking", 0, 400), ("length_penalty", True, 400), ("length_penalty", 1, 200),
+    ("use_beam_search", 0, 400), ("thinking_token_budget", -1, 200)])
+def test_a_number_is_not_a_truth_value(server: Server, name: str, value: object, status: int) -> None:
+    assert sent(server, COMPLETIONS, **{name: value}).status_code == status
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_an_unknown_field_is_answered_with_a_warning(server: Server, path: str) -> None:
+    whole, told = sent(server, path), sent(server, path, temprature=0, top_q=[1])
+    assert told.status_code == 200 and HEADER not in whole.headers
+    assert told.json()["choices"] == whole.json()["choices"]
+    assert told.headers[HEADER] == "unknown fields are ignored: 'temprature', 'top_q'"
+    with server.client.stream("POST", server.url + path, json=BODIES[path][1] | {"stream": True, "x": 1}) as stream:
+        assert stream.headers[HEADER] == "unknown fields are ignored: 'x'"
+
+
+@pytest.mark.parametrize("name", ["a\r\nset-cookie: b", "é\u2028🙂", "'", "\u0000", "x" * 100_000, ""])
+def test_any_name_is_escaped_and_bounded(server: Server, name: str) -> None:
+    told = sent(server, COMPLETIONS, **{name: 1})
+    assert told.status_code == 200 and "set-cookie" not in told.headers
+    assert told.headers[HEADER] == f"unknown fields are ignored: {name[:40]!a}"
+
+
+def test_many_unknown_fields_are_few_in_the_header(server: Server) -> None:
+    told = sent(server, COMPLETIONS, **{f"k{number}": 1 for number in range(5000)})
+    assert told.headers[HEADER] == "unknown fields are ignored: " + ", ".join(f"'k{number}'" for number in range(5))
+    assert len(sent(server, COMPLETIONS, **{"🙂" * 50 + str(i): 1 for i in range(9)}).headers[HEADER]) < 2500
+
+
+def test_of_a_large_body_the_first_unknown_field_is_named() -> None:
+    body = {"prompt": "x" * LARGE, "first": 1, "n": 1, "second": 2}
+    assert unknown_fields(CompletionRequest, json.dumps(body).encode()) == ["first"]
+    assert unknown_fields(CompletionRequest, b'{"prompt":"x","n":[{"deep":1}]}') == []
+
+
+def test_a_warning_is_logged_once_a_minute(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(module, "_warning", ThrottledWarning(logging.getLogger("fields")))
+    exchange = HttpExchange({"headers": []}, None, None, "x")  # type: ignore[arg-type]
+    before = len(exchange.more)
+    for number in range(50):
+        module.warn_of_unknown_fields(exchange, CompletionRequest, b'{"prompt":"x","k%d":1}' % number)
+    assert [record.message for record in caplog.records] == ["unknown fields are ignored: 'k0'"]
+    assert len(exchange.more) == before + 50
+
+
+WHOLE: list[tuple[str, str, object]] = [
+    ("max_tokens", "16.0", 16), ("max_tokens", "1.6e1", 16), ("n", "2.0", 2), ("top_k", "-1.0", -1),
+    ("seed", "-7.0", -7), ("logprobs", "0.0", 0), ("stop_token_ids", "[3.0, 4]", [3, 4]),
+    ("prompt", "[2.0, 5.0]", [2, 5]), ("prompt", '["2.0", [3.0]]', ["2.0", [3]]), ("priority", "-2.0", -2),
+    ("bench_output_tokens", "[3.0]", [3]), ("truncate_prompt_tokens", "-1.0", -1)]
+
+
+@pytest.mark.parametrize(("name", "written", "meant"), WHOLE)
+def test_an_integral_float_is_an_integer(server: Server, name: str, written: str, meant: object) -> None:
+    fields = {key: json.dumps(value) for key, value in BODIES[COMPLETIONS][1].items()} | {name: written}
+    body = "{" + ",".join(f'"{key}":{value}' for key, value in fields.items()) + "}"
+    value = getattr(decode(CompletionRequest, body.encode()), name)
+    assert value == meant and repr(value) == repr(meant)
+    assert server.post(COMPLETIONS, body).status_code == 200
+
+
+@pytest.mark.parametrize("value", ["16.5", "1e400", "-1.0", '"16.0"', "[16.0]", "1e308", "true"])
+def test_any_other_is_refused_by_name(server: Server, value: str) -> None:
+    for path, (_, body) in BODIES.items():
+        answer = server.post(path, json.dumps(body)[:-1] + f',"max_tokens":{value}}}')
+        assert answer.status_code == 400 and "max_tokens" in answer.json()["error"]["message"], answer.text
+
+
+def test_variables_of_a_template_keep_their_floats() -> None:
+    body = b'{"messages":[{"role":"user","content":"x"}],"max_tokens":2.0,"chat_template_kwargs":{"t":1.0}}'
+    assert repr(decode(ChatRequest, body).chat_template_kwargs) == "{'t': 1.0}"
+
+
+def test_integral_floats_of_a_long_prompt_are_refused(server: Server) -> None:
+    """Rewriting them would take many times as long as decoding integers."""
+    answer = server.post(COMPLETIONS, '{"prompt":[' + ",".join(["2.0"] * MAX_FIELD) + "]}")
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "prompt"

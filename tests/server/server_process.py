@@ -15,6 +15,7 @@ from typing import Any
 import uvloop
 
 from slotwise.compose.launch import ChildProcess
+from slotwise.core.sampling_defaults import SamplingDefaults
 from slotwise.engine.client import EngineClient
 from slotwise.engine.supervisor import Backoff, Supervisor
 from slotwise.server.app import build_app
@@ -31,6 +32,8 @@ LIMITS = {"num_blocks": int, "max_model_len": int, "max_num_seqs": int, "enable_
 def _setting(name: str, value: str) -> Any:
     if name in ("api_keys", "allowed_hosts", "allowed_origins"):
         return tuple(value.split(","))
+    if name == "sampling_defaults":
+        return SamplingDefaults(**json.loads(value))
     if name in ("admin_api_key", "host"):
         return value
     return float(value) if "timeout" in name else int(value)

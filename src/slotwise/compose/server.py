@@ -17,6 +17,7 @@ from tqdm import tqdm
 from slotwise.compose.cores import Cores
 from slotwise.compose.garbage import settle
 from slotwise.compose.launch import ChildProcess, launch_engine
+from slotwise.compose.sampling_defaults import announce
 from slotwise.engine.client import EngineClient
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import EngineInfo, Loading
@@ -53,6 +54,7 @@ def run_server(
             anything is served.
     """
     lines.set_up(settings.log_format)
+    announce(settings.sampling_defaults)
     try:
         with listen(*address) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve(config, settings, listener, template, first))

@@ -16,7 +16,7 @@ from slotwise.server.protocol import ChatRequest, CompletionRequest, Generate, c
 from slotwise.server.shapes import CHAT, COMPLETION, Heading, Shape
 from slotwise.server.slo import UNTIERED
 
-COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens; a chat's is whatever fits
+COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens; a chat's is the model's own, else whatever fits
 RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 
 
@@ -37,9 +37,10 @@ async def _completion(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
     with api.admission_control.entering(slo):
         prompts = await api.prompts.of_completion(request.prompt, api.settings.max_choices, exchange.holder)
     request.prompt = ""
+    defaults = api.settings.sampling_defaults
     default = _default(api, slo, request, prompts, COMPLETION_TOKENS, request.logprobs)
-    max_tokens = api.prompts.max_tokens(request.max_tokens, max(map(len, prompts)), default)
-    params = request.sampling_params(max_tokens, request.logprobs)
+    max_tokens = api.prompts.max_tokens(defaults.limited(request.max_tokens), max(map(len, prompts)), default)
+    params = request.sampling_params(max_tokens, request.logprobs, defaults.of_sampling)
     return Asked(request, slo, prompts, params)
 
 
@@ -55,9 +56,10 @@ async def _chat(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
     request.messages = []
     param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    default = _default(api, slo, request, [prompt], None, logprobs)
-    max_tokens = api.prompts.max_tokens(getattr(request, param), len(prompt), default, param)
-    params = request.sampling_params(max_tokens, logprobs)
+    defaults = api.settings.sampling_defaults
+    default = _default(api, slo, request, [prompt], defaults.max_tokens, logprobs)
+    max_tokens = api.prompts.max_tokens(defaults.limited(getattr(request, param)), len(prompt), default, param)
+    params = request.sampling_params(max_tokens, logprobs, defaults.of_sampling)
     return Asked(request, slo, [prompt], params)
 
 
@@ -89,10 +91,11 @@ async def _respond(api: Api, exchange: HttpExchange, shape: Shape,
 
 def _default(api: Api, slo: SLO, request: Generate, prompts: list[list[int]], usual: int | None,
              logprobs: int | None) -> int | None:
-    """`max_tokens` by default: `usual`, within the client's quota and the bound of log-probabilities; None: any."""
+    """`max_tokens` by default: `usual`, within the bounds of server, quota and log-probabilities; None: any."""
     num_choices = len(prompts) * (request.n or 1)
     capacity = api.quotas.account(slo.tenant).output_capacity(sum(map(len, prompts)), num_choices)
-    bounds = (usual, capacity, most_tokens(num_choices, logprobs))
+    limit = api.settings.sampling_defaults.max_tokens_limit
+    bounds = (usual, limit, capacity, most_tokens(num_choices, logprobs))
     return min((bound for bound in bounds if bound is not None), default=None)
 
 

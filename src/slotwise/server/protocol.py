@@ -7,7 +7,7 @@ would change the meaning of the answer are refused by name.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from http import HTTPStatus
@@ -140,13 +140,15 @@ class Generate(Unsupported, kw_only=True):
                               "bench_output_tokens")
         return asked
 
-    def sampling_params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        """Raises ApiError for a value out of range."""
+    def sampling_params(
+        self, max_tokens: int | None, logprobs: int | None, defaults: Mapping[str, Any],
+    ) -> SamplingParams:
+        """The parameters named, else those of `defaults`.  Raises ApiError for a value out of range."""
         names = ("n", "temperature", "top_p", "top_k", "min_p", "min_tokens", "stop", "stop_token_ids", "ignore_eos",
                  "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "prompt_logprobs")
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         try:
-            return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)
+            return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **{**defaults, **given})
         except InvalidParams as error:
             raise from_params(error) from error
 

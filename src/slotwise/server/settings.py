@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from slotwise.core.sampling_defaults import SamplingDefaults
 from slotwise.engine.heartbeat import ENGINE_TIMEOUT
 from slotwise.observe.lines import TEXT
 from slotwise.server.tiers import ServedTier
@@ -34,6 +35,7 @@ class ServerSettings:
     allowed_hosts: tuple[str, ...] = ()  # further names in `Host`, without ports; "*": any
     allowed_origins: tuple[str, ...] = ()  # sites whose pages may use the server, as scheme://host:port; "*": any
     seed: int = 0  # generates the seeds of requests without one
+    sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)  # where a request names none
 
     @property
     def all_keys(self) -> tuple[str, ...]:

@@ -54,7 +54,6 @@ def run_server(
             anything is served.
     """
     lines.set_up(settings.log_format)
-    announce(settings.sampling_defaults)
     try:
         with listen(*address) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve(config, settings, listener, template, first))
@@ -85,6 +84,7 @@ async def _serve(
             await chat.check()  # the engine is loading meanwhile
         with bar:
             info = await supervisor.ready()
+        announce(settings.sampling_defaults)  # now: a start that fails says one line
         cores.leave_to(first.process.pid)
         with step_time.kept(config, info) as step_times:
             app = build_app(engine_client, tokenizer, chat, settings, step_times)

@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from tqdm import tqdm
 
 from slotwise import builtin
 from slotwise.compose.engine import build_engine
+from slotwise.compose.sampling_defaults import announce, read_defaults
 from slotwise.core.params import SamplingParams
 from slotwise.core.step import TokenLogprobs
 from slotwise.engine.config import EngineConfig
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from slotwise.observe.offline import Logged
 
 Prompt = str | Mapping[str, Sequence[int]] | Sequence[int]
-Params = SamplingParams | Sequence[SamplingParams] | None
+Params = SamplingParams | Sequence[SamplingParams]
 
 
 class LLM:
@@ -45,14 +47,23 @@ class LLM:
         model: a checkpoint's folder or a hub id; by default the built-in model.
         event_log: a file to which the event log is written (see observe.event_log); an older event log is replaced,
             any other file is refused; empty: none.
+        generation_config: where defaults of sampling come from: `auto`, the model's generation_config.json; `vllm`,
+            nowhere; else such a file, or its folder.
+        override_generation_config: fields of a generation_config.json that replace those; None stands for neutral.
         settings: any field of `engine.config.EngineConfig`.
 
     Raises:
         CheckpointError, TokenizerError, ConfigError: one line that says what is wrong and what to do.
     """
 
-    def __init__(self, model: str | None = None, *, event_log: str | Path = "", **settings: Any) -> None:
-        self._config = EngineConfig.of(model=str(locate(model or builtin.path())), **settings)
+    def __init__(
+        self, model: str | None = None, *, event_log: str | Path = "", generation_config: str = "auto",
+        override_generation_config: Mapping[str, Any] | None = None, **settings: Any,
+    ) -> None:
+        self._config = EngineConfig.of(
+            model=str(locate(model or builtin.path())), generation_config=generation_config, **settings)
+        self.sampling_defaults = read_defaults(self._config, override_generation_config)
+        announce(self.sampling_defaults)
         if event_log:
             from slotwise.observe import log_file  # needs msgspec, which may not be installed
 
@@ -72,14 +83,18 @@ class LLM:
         # Guards engine, seeds and readers.  Reentrant: a step may collect an abandoned iteration, which then ends here.
         self._lock = threading.RLock()
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The parameters of a call without any: the model's own, as far as `generation_config` keeps them."""
+        return self.sampling_defaults.params()
+
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *, use_tqdm: bool = True,
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params | None = None, *, use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Continues every prompt and returns the results in the order of the prompts.
 
         Args:
             prompts: strings, lists of token ids, or `{"prompt_token_ids": [...]}`; one or many.
-            sampling_params: one for all prompts, or one for each.
+            sampling_params: one for all prompts, or one for each; by default `get_default_sampling_params()`.
 
         Raises:
             ValueError: a prompt that can never run, or parameters that do not match; no request was started.
@@ -91,7 +106,7 @@ class LLM:
         return [job.output for job in jobs]
 
     def chat(
-        self, messages: Sequence[Any], sampling_params: Params = None, *, use_tqdm: bool = True,
+        self, messages: Sequence[Any], sampling_params: Params | None = None, *, use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answers one conversation, or each of several, through the model's chat template."""
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
@@ -108,9 +123,10 @@ class LLM:
             raise ValueError(f"{self._config.model} has no chat template: use generate")
         return self.tokenizer.encode(template.render(conversation), add_special_tokens=False)
 
-    def _job(self, prompt: Prompt, params: SamplingParams) -> _Job:
+    def _job(self, prompt: Prompt, wanted: SamplingParams | None) -> _Job:
         text = prompt if isinstance(prompt, str) else None
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
+        params = wanted or self._defaults_after(len(ids))
         params.check_vocabulary(self.info.vocab_size)
         objection = self.info.limits.objection(len(ids), params.max_tokens)
         if not objection and not all(0 <= token < self.info.vocab_size for token in ids):
@@ -121,13 +137,19 @@ class LLM:
         output = RequestOutput(str(next(self._names)), text, ids, [], finished=False, metrics=metrics)
         return _Job(output, params, self.tokenizer)
 
+    def _defaults_after(self, num_prompt: int) -> SamplingParams:
+        """The default parameters, with `max_tokens` as far as it fits after so many tokens."""
+        params, limits = self.get_default_sampling_params(), self.info.limits
+        left = max(1, min(limits.max_model_len, limits.cache_tokens + 1) - num_prompt)
+        return replace(params, max_tokens=min(params.max_tokens or left, left))
+
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Continues one prompt and yields its text as it comes.  `n` must be 1.
 
         Raises:
             ValueError: the prompt can never run.
         """
-        job = self._job(prompt, sampling_params or SamplingParams())
+        job = self._job(prompt, sampling_params)
         if len(job.readers) != 1:
             raise ValueError("stream() yields one continuation: leave n at 1")
         shown = 0
@@ -253,9 +275,9 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     return [prompts] if single else prompts  # type: ignore[return-value, list-item]
 
 
-def _as_params(params: Params, count: int) -> Sequence[SamplingParams]:
+def _as_params(params: Params | None, count: int) -> Sequence[SamplingParams | None]:
     if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
+        return [params] * count
     if len(params) != count:
         raise ValueError(f"{count} prompts but {len(params)} sampling_params: give one for all or one for each")
     return params

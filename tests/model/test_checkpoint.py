@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import SIZES, edit_config, make, prompts
+from checkpoints import SIZES, edit_config, make, prompts, reference_model
 from ragged import Driver
 from safetensors.torch import load_file, save_file
 
@@ -120,6 +120,45 @@ class TestEndTokens:
         (folder / "generation_config.json").unlink()
         edit_config(folder, eos_token_id=value)
         assert read_config(folder).eos_token_ids == ids
+
+
+class TestStoredHead:
+    """`tie_word_embeddings` beside an `lm_head.weight` in the file."""
+
+    @pytest.fixture
+    def folder(self, checkpoint: Callable[[str], Path], tmp_path: Path) -> Path:
+        """A checkpoint that ties, and stores no head."""
+        return Path(shutil.copytree(checkpoint("llama3"), tmp_path / "model"))
+
+    def test_a_different_one_is_used_as_in_transformers(self, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+        tied = logits(load(folder))
+        add_weights(folder, {"lm_head.weight": torch.linspace(-1, 1, 1024 * 96).reshape(1024, 96)})
+        caplog.clear()
+        decoder = load(folder)
+        assert not decoder.config.tie_word_embeddings
+        assert "lm_head.weight is stored and differs from model.embed_tokens.weight" in caplog.text
+        (ids,) = prompts([12])
+        with torch.inference_mode():
+            expected = reference_model(folder, "float32")(torch.tensor([ids])).logits[:, -1]
+        found = Driver(decoder).step([(0, ids)])
+        assert (found - expected).abs().max() < 1e-3 < (expected - tied[:1]).abs().max()
+
+    @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+    def test_an_equal_one_is_the_embedding(self, kind: torch.dtype, folder: Path,
+                                           caplog: pytest.LogCaptureFixture) -> None:
+        """Equal as loaded: the embedding is rounded to bfloat16, too."""
+        table = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+        add_weights(folder, {"lm_head.weight": table.to(kind)})
+        decoder = load(folder, "bfloat16")
+        assert decoder.config.tie_word_embeddings and not caplog.records
+
+    @pytest.mark.parametrize(("head", "told"), [
+        (torch.ones(1024, 95), "lm_head.weight has shape"), (torch.ones(7), "lm_head.weight has shape"),
+        (torch.ones(1024, 96, dtype=torch.int8), "lm_head.weight is stored as I8"),
+        (torch.full((1024, 96), torch.nan), "lm_head.weight holds NaN")])
+    def test_one_that_cannot_be_used_is_refused(self, head: torch.Tensor, told: str, folder: Path) -> None:
+        add_weights(folder, {"lm_head.weight": head})
+        assert told in refusal(folder)
 
 
 class TestRefusals:

@@ -166,3 +166,48 @@ def test_refusals(fields: dict[str, Any], problem: str) -> None:
     with pytest.raises(CheckpointError, match=problem) as caught:
         read(**fields)
     assert "config.json" in str(caught.value)
+
+
+MISTRAL = {"architectures": ["MistralForCausalLM"]}
+
+
+@pytest.mark.parametrize(("fields", "windows"), [
+    ({"sliding_window": 16, "layer_types": ["full_attention", "sliding_attention"] * 2}, (0, 16, 0, 16)),
+    ({"sliding_window": None, "layer_types": ["full_attention"] * 4}, (0,) * 4),
+    ({"sliding_window": None, "layer_types": None}, (0,) * 4), ({}, (4096,) * 4),
+    ({"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, (0, 0, 0, 4096)),
+])
+def test_windows_of_mistral(fields: dict[str, Any], windows: tuple[int, ...]) -> None:
+    assert read(**MISTRAL, **fields).windows == windows
+
+
+def test_a_null_window_of_qwen_is_none() -> None:
+    fields = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "max_window_layers": 0}
+    assert read(**fields, sliding_window=None).windows == (0,) * 4
+
+
+@pytest.mark.parametrize(("fields", "problem"), [
+    (MISTRAL | {"sliding_window": None, "layer_types": ["sliding_attention"] * 4}, "sliding_window is null, but"),
+    (MISTRAL | {"layer_types": ["full_attention"]}, "names 1 layers, num_hidden_layers 4"),
+    (MISTRAL | {"layer_types": []}, "names 0 layers, num_hidden_layers 4"),
+    (MISTRAL | {"layer_types": ["chunked_attention"] * 4}, "'chunked_attention', which is"),
+    (MISTRAL | {"model_type": "llama"}, "model_type must be mistral or ministral with architecture Mistral"),
+    ({"model_type": "mistral"}, "model_type must be llama with architecture LlamaForCausalLM, not 'mistral'"),
+    ({"architectures": ["Gemma2ForCausalLM"], "hidden_activation": "gelu_pytorch_tanh", "sliding_window": None},
+     "sliding_window is null, but layers have sliding attention"),
+    ({"per_layer_config": {"0": {"head_dim": 4}}}, "per_layer_config gives layers sizes of their own"),
+    ({"is_encoder_decoder": True}, "is_encoder_decoder is true: only decoders"),
+])
+def test_refusals_of_what_would_change_the_answer(fields: dict[str, Any], problem: str) -> None:
+    with pytest.raises(CheckpointError, match=problem):
+        read(**fields)
+
+
+def test_absent_key_value_heads_are_those_of_the_family() -> None:
+    absent = {"num_key_value_heads": ..., "num_attention_heads": 64}
+    fields = {name: value for name, value in (BASE | absent).items() if value is not ...}
+    for name, expected in (("Llama", 64), ("Mistral", 8), ("Qwen2", 32), ("Qwen3", 32)):
+        fields["architectures"] = [f"{name}ForCausalLM"]
+        assert configure(Fields(fields | {"head_dim": 16}, "config.json")).num_kv_heads == expected
+        null = fields | {"head_dim": 16, "num_key_value_heads": None}
+        assert configure(Fields(null, "config.json")).num_kv_heads == 64

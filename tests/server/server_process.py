@@ -15,6 +15,7 @@ from typing import Any
 import uvloop
 
 from slotwise.compose.launch import ChildProcess
+from slotwise.core.sampling_defaults import SamplingDefaults
 from slotwise.engine.client import EngineClient
 from slotwise.engine.supervisor import Backoff, Supervisor
 from slotwise.server.app import build_app
@@ -33,6 +34,8 @@ def _setting(name: str, value: str) -> Any:
         return tuple(value.split(","))
     if name == "trust_request_chat_template":
         return value == "1"
+    if name == "sampling_defaults":
+        return SamplingDefaults(**json.loads(value))
     if name in ("admin_api_key", "host"):
         return value
     return float(value) if "timeout" in name else int(value)

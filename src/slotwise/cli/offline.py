@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from slotwise import builtin
 from slotwise.cli.interrupts import ending_at_once
 from slotwise.cli.numbers import Number
-from slotwise.cli.options import Commands, add_command, add_engine_options, engine_settings
+from slotwise.cli.options import (
+    Commands,
+    add_command,
+    add_engine_options,
+    add_generation_options,
+    engine_settings,
+)
 from slotwise.core.params import SamplingParams
 from slotwise.core.ranges import real, whole
 from slotwise.engine.config import TOKENS, ConfigError, EngineConfig
@@ -18,6 +25,9 @@ from slotwise.model.locate import locate
 
 if TYPE_CHECKING:
     from slotwise.llm import LLM
+
+USUAL: dict[str, Any] = {"max_tokens": 256, "temperature": 0.2}  # of a model that has no defaults
+
 
 def add(commands: Commands) -> None:
     generate = add_command(commands, "generate", "continue prompts and print the text", run_generate)
@@ -31,32 +41,37 @@ def add(commands: Commands) -> None:
 
 def _sampling_options(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("sampling")
-    group.add_argument("--max-tokens", type=Number(whole(1, TOKENS)), default=256,
-                       help="most output tokens (default: 256)")
-    group.add_argument("--temperature", type=Number(real(0, 100)), default=0.2, help="0 is greedy (default: 0.2)")
-    group.add_argument("--top-p", type=Number(real(0.000001, 1)), default=1.0,
-                       help="nucleus sampling (default: 1.0, off)")
-    group.add_argument("--top-k", type=Number(whole(-1)), default=0,
-                       help="most probable tokens to draw from (default: all)")
+    group.add_argument("--max-tokens", type=Number(whole(1, TOKENS)),
+                       help=f"most output tokens (default: the model's own, else {USUAL['max_tokens']})")
+    group.add_argument("--temperature", type=Number(real(0, 100)),
+                       help=f"0 is greedy (default: the model's own, else {USUAL['temperature']})")
+    group.add_argument("--top-p", type=Number(real(0.000001, 1)),
+                       help="nucleus sampling (default: the model's own, else 1.0, off)")
+    group.add_argument("--top-k", type=Number(whole(-1)),
+                       help="most probable tokens to draw from (default: the model's own, else all)")
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
+    add_generation_options(group)
 
 
-def _sampling_params(asked: argparse.Namespace) -> SamplingParams:
-    return SamplingParams(
-        temperature=asked.temperature, top_p=asked.top_p, top_k=asked.top_k, max_tokens=asked.max_tokens,
-        stop=tuple(asked.stop))
+def _sampling_params(asked: argparse.Namespace, defaults: Mapping[str, Any]) -> SamplingParams:
+    """What the command line says, else the model's `defaults`, else what is usual here."""
+    names = ("temperature", "top_p", "top_k", "max_tokens")
+    given = {name: value for name in names if (value := getattr(asked, name)) is not None}
+    return SamplingParams(stop=tuple(asked.stop), **{**USUAL, **defaults, **given})
 
 
 def _load(asked: argparse.Namespace) -> LLM:
     """An engine in this process, with a notice on a terminal while it loads."""
+    _sampling_params(asked, {})  # what is invalid fails before the seconds that torch takes to load, as below
     folder, settings = str(locate(asked.model or builtin.path())), engine_settings(asked)
-    EngineConfig.of(model=folder, **settings)  # invalid settings fail before the seconds that torch takes to load
+    EngineConfig.of(model=folder, **settings)
     if sys.stderr.isatty():
         print("Loading the model ...", end="\r", file=sys.stderr, flush=True)
     with ending_at_once():
         from slotwise.llm import LLM
 
-        llm = LLM(folder, **settings)
+        llm = LLM(folder, generation_config=asked.generation_config,
+                  override_generation_config=asked.override_generation_config, **settings)
     if sys.stderr.isatty():
         print(" " * 24, end="\r", file=sys.stderr, flush=True)
     return llm
@@ -66,8 +81,8 @@ def run_generate(asked: argparse.Namespace) -> int:
     prompts = asked.prompts or [sys.stdin.read()]
     if not all(prompts):
         raise ConfigError("an empty prompt: give a text to continue, as an argument or on stdin")
-    params = _sampling_params(asked)
     llm = _load(asked)
+    params = _sampling_params(asked, llm.sampling_defaults.given)
     if len(prompts) == 1:
         print(prompts[0], end="", flush=True)
         for text in llm.stream(prompts[0], params):
@@ -80,8 +95,8 @@ def run_generate(asked: argparse.Namespace) -> int:
 
 
 def run_chat(asked: argparse.Namespace) -> int:
-    params = _sampling_params(asked)
     llm = _load(asked)
+    params = _sampling_params(asked, llm.sampling_defaults.given)
     if sys.stdin.isatty():
         print("Type a message; an empty line or Ctrl-D ends.  The built-in model completes Python code.")
     conversation: list[dict[str, str]] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Callable, Collection
 from typing import Any, TypeAlias
@@ -15,6 +16,7 @@ from slotwise.errors import printable
 from slotwise.policies.settings import GAP, POLICIES, QUANTILE, TTFT_MS
 
 BUILTIN_NAME = "slotwise-builtin"  # the served name of the model in the package
+MAX_JSON = 1 << 16  # characters of an option that is a JSON object
 
 # Numbers have the ranges of `engine.config.ENGINE`.
 ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -122,6 +124,32 @@ def input_file(text: str) -> str:
     if os.path.exists(text) and not os.path.isfile(text):
         raise argparse.ArgumentTypeError(f"must be a regular file, and {printable(text)} is none")
     return text
+
+
+def add_generation_options(group: argparse._ActionsContainer, bound: str = "") -> None:
+    """Where parameters of sampling that a request leaves out come from.
+
+    Args:
+        bound: what `max_new_tokens` does beside being a default, where it comes from one of these options.
+    """
+    group.add_argument("--generation-config", default="auto", metavar="SOURCE",
+                       help="defaults of sampling: auto, the model's generation_config.json; vllm, none of them; else "
+                       f"such a file, or its folder{bound} (default: auto)")
+    group.add_argument("--override-generation-config", type=json_object, default={}, metavar="JSON",
+                       help="fields that replace those defaults, as {\"temperature\": 0.6}; null stands for the "
+                       f"neutral value{bound}")
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """The type of an option that is a JSON object."""
+    try:
+        value = json.loads(text) if len(text) <= MAX_JSON else None
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(
+            f"must be a JSON object of at most {MAX_JSON} characters, not {printable(text[:40])}")
+    return value
 
 
 def add_overwrite_option(group: argparse._ActionsContainer) -> None:

@@ -16,6 +16,7 @@ from slotwise.cli.options import (
     Commands,
     add_command,
     add_engine_options,
+    add_generation_options,
     add_overwrite_option,
     engine_settings,
     input_file,
@@ -57,6 +58,7 @@ def _server_options(serve: argparse.ArgumentParser) -> None:
                        help="a Jinja file instead of the model's own template")
     group.add_argument("--trust-request-chat-template", action="store_true",
                        help="render chat templates that requests bring (default: refuse them with 400)")
+    add_generation_options(group, bound="; its max_new_tokens bounds every request")
     group.add_argument("--max-num-queued-reqs", type=Number(whole(1)), metavar="N",
                        help="requests that may wait for a first slot, 8/9 of them of one key; more get 503 "
                        f"(default: what should start within {PATIENCE:g} s, at the measured rate)")
@@ -187,13 +189,15 @@ def run(asked: argparse.Namespace) -> int:
 def _run(asked: argparse.Namespace) -> int:
     from slotwise.compose.garbage import hold_off
     from slotwise.compose.launch import launch_engine
+    from slotwise.compose.sampling_defaults import read_defaults
     from slotwise.observe.log_file import check
 
     hold_off()
     tiers, api_keys, admin_key = _tiers(asked), _keys(asked.api_key), _admin_key(asked.admin_api_key)
     config = EngineConfig.of(
         model=str(locate(asked.model or builtin.path())), tiers=tuple([served.tier for served in tiers]),
-        **engine_settings(asked))
+        generation_config=asked.generation_config, **engine_settings(asked))
+    defaults = read_defaults(config, asked.override_generation_config)
     if asked.event_log:
         check(asked.event_log, overwrite=asked.overwrite_event_log)
     engine = launch_engine(config, asked.log_format)  # it loads while this process imports the rest
@@ -210,5 +214,5 @@ def _run(asked: argparse.Namespace) -> int:
         event_log=asked.event_log, overwrite_event_log=asked.overwrite_event_log,
         otlp_traces_endpoint=asked.otlp_traces_endpoint, log_format=asked.log_format,
         host=asked.host, allowed_hosts=tuple(asked.allowed_hosts), allowed_origins=tuple(asked.allowed_origins),
-        seed=asked.seed, trust_request_chat_template=asked.trust_request_chat_template)
+        seed=asked.seed, trust_request_chat_template=asked.trust_request_chat_template, sampling_defaults=defaults)
     return run_server(config, settings, (asked.host, asked.port), asked.chat_template, engine)

@@ -29,6 +29,7 @@ from slotwise.kernels.select import choose, draw_for, launcher_of, resolve
 from slotwise.model.config import ModelConfig
 from slotwise.model.decoder import Decoder
 from slotwise.model.fingerprint import fingerprint
+from slotwise.model.generation import named_file
 from slotwise.model.load import describe, load_model
 from slotwise.model.locate import locate
 from slotwise.observe.step_time import load_or_learn
@@ -155,12 +156,14 @@ def load(config: EngineConfig, progress: Progress = silent, wrap: Callable[[Kern
     kernels = wrap(CheckedKernels(kernels) if os.environ.get("SLOTWISE_DEBUG") == "1" else kernels)
     folder = locate(config.model)
     checkpoint = fingerprint(folder)  # first: what changes meanwhile is seen by the next engine
-    kind = describe(folder, config.dtype, kernels).dtype
+    generation = named_file(config.generation_config)
+    kind = describe(folder, config.dtype, kernels, generation).dtype
     packing = 1 if workers.are_waiting() else torch.get_num_threads()  # all other threads compile
     warming = Warming(kernels, kind)  # loading kernels holds the GIL, packing weights does not
     with _threads(packing):
         decoder = load_model(
-            config.model, kernels=kernels, dtype=config.dtype, max_positions=config.max_model_len,
+            config.model, kernels=kernels, dtype=config.dtype, generation=generation,
+            max_positions=config.max_model_len,
             progress=lambda done, total: progress("weights", done, total),
             admit=lambda num_bytes: _check_memory(num_bytes, kernels.device))
     return Loaded(config.model, device, decoder, warming, checkpoint=checkpoint)

@@ -14,6 +14,7 @@ import msgspec
 from slotwise import child, spawn
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.ipc import frame, pair
+from slotwise.model.generation import absolute
 
 # Compute threads that move between cores compete with this process there: when all threads synchronised at every
 # kernel, the mixed trace over HTTP took 43 to 71 s without this, and 41 to 43 s with it.
@@ -52,6 +53,7 @@ def launch_engine(config: EngineConfig, log_format: str) -> ChildProcess:
     """Starts the engine process, which begins to load; its stderr has `log_format` (see observe.lines)."""
     process = ChildProcess(
         child.python("slotwise.compose.worker", log_format), env=THREADS_STAY | child.environment())
-    config = replace(config, model=str(Path(config.model).absolute()))
+    config = replace(
+        config, model=str(Path(config.model).absolute()), generation_config=absolute(config.generation_config))
     process.channel.sendall(frame(msgspec.msgpack.encode(config)))
     return process

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from slotwise.compose.cores import Cores
 from slotwise.compose.garbage import settle
 from slotwise.compose.launch import ChildProcess, launch_engine
+from slotwise.compose.sampling_defaults import announce
 from slotwise.engine.client import EngineClient
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import EngineInfo, Loading
@@ -83,6 +84,7 @@ async def _serve(
             await chat.check()  # the engine is loading meanwhile
         with bar:
             info = await supervisor.ready()
+        announce(settings.sampling_defaults)  # now: a start that fails says one line
         cores.leave_to(first.process.pid)
         with step_time.kept(config, info) as step_times:
             app = build_app(engine_client, tokenizer, chat, settings, step_times)

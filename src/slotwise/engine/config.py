@@ -92,6 +92,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True  # shared prefixes of requests are computed once
     kv_offloading_size: float = 0.0  # GiB of host memory for blocks that the cache evicts, to be copied back; 0: none
     on_pressure: str = RECOMPUTE  # what happens to a victim when blocks run out: recomputed later, or ended in "error"
+    generation_config: str = "auto"  # whose end tokens count: auto or vllm, the checkpoint's; else a file or its folder
     seed: int = 0  # of the requests without one
     overlap: int | None = None  # steps in flight while the next is planned, 0 or 1; None: 1 where a GPU computes
 

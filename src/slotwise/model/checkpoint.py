@@ -9,21 +9,21 @@ from slotwise.model.config import ModelConfig
 from slotwise.model.errors import CheckpointError
 from slotwise.model.families import configure
 from slotwise.model.fields import read_json
+from slotwise.model.generation import read_generation
 
 
-def read_config(folder: Path) -> ModelConfig:
+def read_config(folder: Path, generation: Path | None = None) -> ModelConfig:
     """The checkpoint's config.json, with the further end tokens of its generation_config.json.
 
-    Raises CheckpointError when config.json is missing, malformed or describes an unsupported model.
+    `generation` is a generation_config.json to be read instead of the checkpoint's.
+
+    Raises CheckpointError when config.json is missing, malformed or describes an unsupported model, and for the other
+    file when it is malformed or, given as `generation`, missing.
     """
     path = folder / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{folder} has no config.json: it is not a Hugging Face checkpoint")
-    config = configure(read_json(path))
-    generation = folder / "generation_config.json"
-    if not generation.is_file():
-        return _ending(config, ())
-    return _ending(config, read_json(generation).token_ids("eos_token_id"))
+    return _ending(configure(read_json(path)), read_generation(folder, generation).token_ids("eos_token_id"))
 
 
 def _ending(config: ModelConfig, more: tuple[int, ...]) -> ModelConfig:

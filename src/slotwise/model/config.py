@@ -78,20 +78,24 @@ class ModelConfig:
         return self.num_layers * self.hidden_size * (heads + 3 * self.intermediate_size)
 
 
-def read_common(fields: Fields, activations: Sequence[str] = ("silu", "swish")) -> ModelConfig:
+def read_common(
+    fields: Fields, activations: Sequence[str] = ("silu", "swish"), num_kv_heads: int | None = None,
+) -> ModelConfig:
     """The fields that all families write alike; a family's module replaces what differs.
 
-    `activations` are the names of the one activation that the family computes.
+    `activations` are the names of the one activation that the family computes.  `num_kv_heads` is what a config has
+    that leaves them out; None: as many as heads of queries, which a null means in every family.
 
     Raises CheckpointError when a field is absent, malformed or needs something not implemented.
     """
-    fields.refuse(("quantization_config",), "is set: quantised checkpoints are not supported")
+    _refuse_unsupported(fields)
     for name in ("hidden_act", "hidden_activation"):
         activation = fields.text(name, default=activations[0])
         if activation not in activations:
             raise fields.error(name, f"must be {activations[0]}, not {activation!r:.40}")
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     num_layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
+    absent = heads if num_kv_heads is None or fields.is_null("num_key_value_heads") else num_kv_heads
     return ModelConfig(
         architecture=fields.texts("architectures")[0],
         vocab_size=fields.integer("vocab_size"),
@@ -99,7 +103,7 @@ def read_common(fields: Fields, activations: Sequence[str] = ("silu", "swish")) 
         intermediate_size=fields.integer("intermediate_size"),
         num_layers=num_layers,
         num_heads=heads,
-        num_kv_heads=fields.integer("num_key_value_heads", default=heads),
+        num_kv_heads=fields.integer("num_key_value_heads", default=absent),
         head_dim=_head_dim(fields, hidden, heads),
         rms_norm_eps=fields.number("rms_norm_eps", default=1e-6),
         rope=read_rope(fields),
@@ -111,22 +115,42 @@ def read_common(fields: Fields, activations: Sequence[str] = ("silu", "swish")) 
     )
 
 
+def _refuse_unsupported(fields: Fields) -> None:
+    """Raises CheckpointError for fields of every family that would change the answer and are not implemented."""
+    fields.refuse(("quantization_config",), "is set: quantised checkpoints are not supported")
+    if fields.section("per_layer_config").values:
+        raise fields.error("per_layer_config", "gives layers sizes of their own, which is not supported")
+    if fields.flag("is_encoder_decoder"):
+        raise fields.error("is_encoder_decoder", "is true: only decoders are supported")
+
+
+def read_window(fields: Fields) -> int:
+    """`sliding_window` in tokens; 0, for no limit, where it is null, and transformers' default where it is absent."""
+    return 0 if fields.is_null("sliding_window") else fields.integer("sliding_window", default=4096)
+
+
 def read_layer_windows(fields: Fields) -> tuple[int, ...]:
     """Windows by layer, as Qwen's configs write them: 0 without limit, else in tokens."""
     num_layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
-    window = fields.integer("sliding_window", default=4096) if fields.flag("use_sliding_window") else 0
-    if "sliding_attention" in fields.texts("layer_types") and not window:
+    window = read_window(fields) if fields.flag("use_sliding_window") else 0
+    if SLIDING in fields.texts("layer_types") and not fields.flag("use_sliding_window"):
         raise fields.error("layer_types", "asks for sliding attention, but use_sliding_window is false")
     full = fields.integer("max_window_layers", default=28, minimum=0)
-    return read_layer_types(fields, window, [FULL if layer < full else SLIDING for layer in range(num_layers)])
+    kinds = [FULL if layer < full or not window else SLIDING for layer in range(num_layers)]
+    return read_layer_types(fields, window, kinds)
 
 
 def read_layer_types(fields: Fields, window: int, default: Sequence[str]) -> tuple[int, ...]:
-    """Windows by layer from `layer_types`, or from `default` where a config has none."""
-    kinds = fields.texts("layer_types") or default
+    """Windows by layer from `layer_types`, or from `default` where a config has none.
+
+    Raises CheckpointError for other kinds of layers, and for sliding attention without a window.
+    """
+    kinds = fields.texts("layer_types") if fields.has("layer_types") else default
     unknown = set(kinds) - {FULL, SLIDING}
     if unknown:
         raise fields.error("layer_types", f"holds {min(unknown)!r:.40}, which is not supported")
+    if SLIDING in kinds and not window:
+        raise fields.error("sliding_window", "is null, but layers have sliding attention")
     return tuple(window if kind == SLIDING else 0 for kind in kinds)
 
 

@@ -19,26 +19,34 @@ class Family(NamedTuple):
 
     configure: Callable[[Fields], ModelConfig]
     compose: Callable[[ModelConfig, Source], Network]
+    model_types: tuple[str, ...] = ()  # that a config may name, by which transformers chooses its class; none: any
 
 
 FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family(llama.configure, llama.compose),
-    "MistralForCausalLM": Family(mistral.configure, llama.compose),
-    "Qwen2ForCausalLM": Family(qwen2.configure, llama.compose),
-    "Qwen3ForCausalLM": Family(qwen3.configure, llama.compose),
-    "Gemma2ForCausalLM": Family(gemma2.configure, gemma2.compose),
+    "LlamaForCausalLM": Family(llama.configure, llama.compose, ("llama",)),
+    "MistralForCausalLM": Family(mistral.configure, llama.compose, ("mistral", "ministral")),
+    "Qwen2ForCausalLM": Family(qwen2.configure, llama.compose, ("qwen2",)),
+    "Qwen3ForCausalLM": Family(qwen3.configure, llama.compose, ("qwen3",)),
+    "Gemma2ForCausalLM": Family(gemma2.configure, gemma2.compose, ("gemma2",)),
 }
 
 
 def configure(fields: Fields) -> ModelConfig:
-    """The decoder a config.json describes.  Raises CheckpointError for unsupported architectures."""
+    """The decoder a config.json describes.
+
+    Raises CheckpointError for unsupported architectures, and for one whose model_type is another's.
+    """
     architectures = fields.texts("architectures")
     if not architectures or architectures[0] not in FAMILIES:
         named = architectures[0] if architectures else "none"
         raise CheckpointError(
             f"{fields.where}: architecture {named:.60} is not supported; these are: {', '.join(FAMILIES)}"
         )
-    return FAMILIES[architectures[0]].configure(fields)
+    family = FAMILIES[architectures[0]]
+    if family.model_types and fields.has("model_type") and fields.text("model_type") not in family.model_types:
+        raise fields.error("model_type", f"must be {' or '.join(family.model_types)} with architecture "
+                           f"{architectures[0]}, not {fields.text('model_type')!r:.40}")
+    return family.configure(fields)
 
 
 def compose(config: ModelConfig, source: Source) -> Network:

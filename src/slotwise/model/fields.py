@@ -30,6 +30,10 @@ class Fields:
     def has(self, name: str) -> bool:
         return self.values.get(name) is not None
 
+    def is_null(self, name: str) -> bool:
+        """Whether the file says null, which in some fields means something else than leaving them out."""
+        return name in self.values and self.values[name] is None
+
     def integer(self, name: str, *, default: int | None = None, minimum: int = 1, maximum: int = 2**24) -> int:
         value = self._value(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:

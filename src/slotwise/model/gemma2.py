@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from slotwise.model.config import FULL, SLIDING, ModelConfig, read_common, read_layer_types
+from slotwise.model.config import FULL, SLIDING, ModelConfig, read_common, read_layer_types, read_window
 from slotwise.model.fields import Fields
 from slotwise.model.layers.attention import Attention, AttentionOptions
 from slotwise.model.layers.embedding import read_ends
@@ -19,7 +19,7 @@ from slotwise.model.network import DecoderLayer, Network
 
 
 def configure(fields: Fields) -> ModelConfig:
-    config = read_common(fields, activations=("gelu_pytorch_tanh",))
+    config = read_common(fields, activations=("gelu_pytorch_tanh",), num_kv_heads=4)
     bias, num_layers = fields.flag("attention_bias"), config.num_layers
     if fields.flag("use_bidirectional_attention"):
         raise fields.error("use_bidirectional_attention", "is true, which is not supported")
@@ -30,8 +30,7 @@ def configure(fields: Fields) -> ModelConfig:
         attention_soft_cap=_cap(fields, "attn_logit_softcapping", 50.0),
         logit_soft_cap=_cap(fields, "final_logit_softcapping", 30.0),
         tie_word_embeddings=fields.flag("tie_word_embeddings", default=True),
-        windows=read_layer_types(
-            fields, fields.integer("sliding_window", default=4096), ((SLIDING, FULL) * num_layers)[:num_layers]),
+        windows=read_layer_types(fields, read_window(fields), ((SLIDING, FULL) * num_layers)[:num_layers]),
         qkv_bias=bias,
         output_bias=bias,
     )
@@ -39,7 +38,7 @@ def configure(fields: Fields) -> ModelConfig:
 
 def _cap(fields: Fields, name: str, default: float) -> float:
     """0, for none, where the file has a null."""
-    return 0.0 if name in fields.values and not fields.has(name) else fields.number(name, default=default)
+    return 0.0 if fields.is_null(name) else fields.number(name, default=default)
 
 
 def compose(config: ModelConfig, source: Source) -> Network:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,42 +15,58 @@ from slotwise.model.config import ModelConfig
 from slotwise.model.decoder import Decoder
 from slotwise.model.errors import CheckpointError
 from slotwise.model.families import tensor_shapes, weight_bytes
+from slotwise.model.layers.embedding import HEAD, TABLE
 from slotwise.model.locate import locate
 from slotwise.model.weights import Progress, Weights, files_may_hold
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
+logger = logging.getLogger(__name__)
+
 
 def load_model(
-    model: str | Path, *, kernels: Kernels, dtype: str = "auto", max_positions: int | None = None,
-    progress: Progress | None = None, admit: Callable[[int], None] = lambda num_bytes: None,
+    model: str | Path, *, kernels: Kernels, dtype: str = "auto", generation: Path | None = None,
+    max_positions: int | None = None, progress: Progress | None = None,
+    admit: Callable[[int], None] = lambda num_bytes: None,
 ) -> Decoder:
     """Load a Hugging Face checkpoint: a folder, or a hub id.
 
     `dtype` is one of `DTYPES` that the kernels compute in, or `auto`: as stored, with float16 as bfloat16 where the
-    kernels do not support it; the decoder's `config.dtype` is the result.  `max_positions` (tokens) bounds the rotary
-    table.  `admit` receives the bytes of all weights, as packed, before a file is opened, and may refuse by raising.
+    kernels do not support it; the decoder's `config.dtype` is the result.  `generation` is a generation_config.json
+    instead of the checkpoint's.  `max_positions` (tokens) bounds the rotary table.  `admit` receives the bytes of all
+    weights, as packed, before a file is opened, and may refuse by raising.
 
     Raises CheckpointError, with one line that says what to do, for any fault of the checkpoint.
     """
     folder = locate(model)
-    config = describe(folder, dtype, kernels)
-    shapes = tensor_shapes(config)
-    if files_may_hold(folder, shapes):  # else the files are at fault; opening them maps them, which takes memory
+    config = describe(folder, dtype, kernels, generation)
+    if files_may_hold(folder, tensor_shapes(config)):  # else the files are at fault; opening them maps them: memory
         admit(weight_bytes(config, kernels))
-    read = Weights(folder).reader(shapes, config.dtype, progress)
+    weights = Weights(folder)
+    config = _with_stored_head(config, weights, folder)
+    read = weights.reader(tensor_shapes(config), config.dtype, progress)
     device = kernels.device
     longest = config.max_position_embeddings
     return Decoder(config, lambda *names: read(*names).to(device), kernels, min(max_positions or longest, longest))
 
 
-def describe(folder: Path, dtype: str, kernels: Kernels) -> ModelConfig:
+def _with_stored_head(config: ModelConfig, weights: Weights, folder: Path) -> ModelConfig:
+    """A config that ties a head which the file stores, and differently, unties it: as transformers, with a warning."""
+    tied = config.tie_word_embeddings and weights.holds(HEAD) and weights.holds(TABLE)
+    if not tied or weights.are_equal(HEAD, TABLE, config.dtype):
+        return config
+    logger.warning("%s: config.json ties the head to the embedding (tie_word_embeddings), but %s is stored and differs "
+                   "from %s: the stored head is used", folder, HEAD, TABLE)
+    return replace(config, tie_word_embeddings=False)
+
+
+def describe(folder: Path, dtype: str, kernels: Kernels, generation: Path | None = None) -> ModelConfig:
     """A checkpoint's config, with the `dtype` that the weights will be loaded as for these kernels.
 
     Raises CheckpointError when the config is missing, malformed or describes a model that is unsupported, in general
     or by these kernels.
     """
-    config = read_config(folder)
+    config = read_config(folder, generation)
     for shape in dict.fromkeys(config.attention_shape(index) for index in range(config.num_layers)):
         refusal = kernels.refusal(shape)
         if refusal:

@@ -9,4 +9,4 @@ from slotwise.model.fields import Fields
 
 
 def configure(fields: Fields) -> ModelConfig:
-    return replace(read_common(fields), qkv_bias=True, windows=read_layer_windows(fields))
+    return replace(read_common(fields, num_kv_heads=32), qkv_bias=True, windows=read_layer_windows(fields))

@@ -11,7 +11,7 @@ from slotwise.model.fields import Fields
 def configure(fields: Fields) -> ModelConfig:
     bias = fields.flag("attention_bias")
     return replace(
-        read_common(fields),
+        read_common(fields, num_kv_heads=32),
         head_dim=fields.integer("head_dim", default=128),
         qkv_bias=bias,
         output_bias=bias,

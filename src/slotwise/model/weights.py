@@ -24,6 +24,8 @@ Read = Callable[..., Tensor]
 
 _BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
 MAX_NAME_BYTES = 255
+MATRIX = 2  # dimensions
+COMPARED_NUMBERS = 1 << 22  # of two matrices, at a time
 _NAMED = 3  # tensors named in an error before "and n more"
 
 
@@ -40,6 +42,20 @@ class Weights:
         for path in _files(folder):
             file = _open(path)
             self._source.update(dict.fromkeys(file.keys(), file))
+
+    def holds(self, name: str) -> bool:
+        return name in self._source
+
+    def are_equal(self, one: str, other: str, dtype: torch.dtype) -> bool:
+        """Whether two stored matrices are the same once they are `dtype`, compared a few rows at a time."""
+        first, second = (self._source[name].get_slice(name) for name in (one, other))
+        shape = first.get_shape()
+        is_usable = {self._stored(one), self._stored(other)} <= set(_BYTES)
+        if not is_usable or len(shape) != MATRIX or second.get_shape() != shape:
+            return False
+        rows = max(1, COMPARED_NUMBERS // max(1, shape[1]))
+        return all(torch.equal(first[at : at + rows].to(dtype), second[at : at + rows].to(dtype))
+                   for at in range(0, shape[0], rows))
 
     def reader(self, expected: Shapes, dtype: torch.dtype, progress: Progress | None = None) -> Read:
         """Check that exactly the expected tensors exist; returns a function that reads them as `dtype`.

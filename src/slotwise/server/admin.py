@@ -70,6 +70,7 @@ def _model(api: Api) -> dict[str, object]:
         "id": api.settings.served_model_name, "object": "model", "created": STARTED, "owned_by": "slotwise",
         "root": api.engine_client.info.model, "parent": None,
         "max_model_len": api.engine_client.info.limits.max_model_len,
+        "default_sampling_params": api.settings.sampling_defaults.given,
     }
 
 

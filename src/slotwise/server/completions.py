@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from slotwise.core.params import InvalidParams, SamplingParams
 from slotwise.core.slo import SLO
@@ -20,7 +20,7 @@ from slotwise.server.shapes import CHAT, COMPLETION, Heading, Shape
 from slotwise.server.slo import UNTIERED
 from slotwise.server.unknown_fields import warn_of_unknown_fields
 
-COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens; a chat's is whatever fits
+COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens; a chat's is the model's own, else whatever fits
 
 
 async def completions(api: Api, exchange: HttpExchange) -> None:
@@ -57,8 +57,9 @@ async def _completion(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
         echoes = await _echoes(api, exchange, request, prompts, encoding)
     request.prompt = ""
     default = _default(api, slo, request, prompts, COMPLETION_TOKENS, request.logprobs)
-    max_tokens = api.prompts.max_tokens(asked, max(map(len, prompts)), default)
-    params = request.sampling_params(max_tokens, request.logprobs, await _bad_words(api, exchange, request))
+    limited = api.settings.sampling_defaults.limited(asked)
+    max_tokens = api.prompts.max_tokens(limited, max(map(len, prompts)), default)
+    params = request.sampling_params(max_tokens, request.logprobs, await _others(api, exchange, request))
     return Asked(request, slo, prompts, params, Repeated(echoes), is_silent)
 
 
@@ -88,15 +89,20 @@ async def _chat(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
     echo = last_text(request.messages, "assistant") if request.echo else ""
     request.messages, prompt = [], rendered.ids
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    default = _default(api, slo, request, [prompt], None, logprobs)
-    max_tokens = api.prompts.max_tokens(asked, len(prompt), default, param)
-    params = request.sampling_params(max_tokens, logprobs, await _bad_words(api, exchange, request))
+    defaults = api.settings.sampling_defaults
+    default = _default(api, slo, request, [prompt], defaults.max_tokens, logprobs)
+    max_tokens = api.prompts.max_tokens(defaults.limited(asked), len(prompt), default, param)
+    params = request.sampling_params(max_tokens, logprobs, await _others(api, exchange, request))
     repeated = Repeated((echo,) if echo else (), rendered.text if request.return_prompt_text else None)
     return Asked(request, slo, [prompt], params, repeated, is_silent)
 
 
-async def _bad_words(api: Api, exchange: HttpExchange, request: Generate) -> tuple[tuple[int, ...], ...]:
-    return await api.prompts.of_bad_words(request.bad_words, exchange.holder) if request.bad_words else ()
+async def _others(api: Api, exchange: HttpExchange, request: Generate) -> dict[str, Any]:
+    """Sampling parameters that are the model's own, or that need the tokenizer."""
+    others = api.settings.sampling_defaults.of_sampling
+    if request.bad_words:
+        others["bad_words_token_ids"] = await api.prompts.of_bad_words(request.bad_words, exchange.holder)
+    return others
 
 
 def _encoding(api: Api, request: Generate, num_output: int, *, adds_special_tokens: bool) -> Encoding:
@@ -135,10 +141,11 @@ async def _respond(api: Api, exchange: HttpExchange, shape: Shape,
 
 def _default(api: Api, slo: SLO, request: Generate, prompts: list[list[int]], usual: int | None,
              logprobs: int | None) -> int | None:
-    """`max_tokens` by default: `usual`, within the client's quota and the bound of log-probabilities; None: any."""
+    """`max_tokens` by default: `usual`, within the bounds of server, quota and log-probabilities; None: any."""
     num_choices = len(prompts) * (request.n or 1)
     capacity = api.quotas.account(slo.tenant).output_capacity(sum(map(len, prompts)), num_choices)
-    bounds = (usual, capacity, most_tokens(num_choices, logprobs))
+    limit = api.settings.sampling_defaults.max_tokens_limit
+    bounds = (usual, limit, capacity, most_tokens(num_choices, logprobs))
     return min((bound for bound in bounds if bound is not None), default=None)
 
 

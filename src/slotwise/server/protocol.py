@@ -7,7 +7,7 @@ change nothing, or refused by name (see `server.unsupported`); an unknown one is
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Annotated, Any, Literal, TypeVar
@@ -168,16 +168,17 @@ class Generate(Unsupported, kw_only=True):
                               "bench_output_tokens")
         return asked
 
-    def sampling_params(self, max_tokens: int | None, logprobs: int | None,
-                        bad_words: tuple[tuple[int, ...], ...]) -> SamplingParams:
-        """Raises ApiError for a value out of range."""
+    def sampling_params(
+        self, max_tokens: int | None, logprobs: int | None, others: Mapping[str, Any],
+    ) -> SamplingParams:
+        """The parameters named, else those of `others`.  Raises ApiError for a value out of range."""
         names = ("n", "temperature", "top_p", "top_k", "min_p", "min_tokens", "stop", "stop_token_ids", "ignore_eos",
                  "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
                  "allowed_token_ids")
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         try:
             return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=self.num_prompt_logprobs,
-                                  bad_words_token_ids=bad_words, **given)
+                                  **{**others, **given})
         except InvalidParams as error:
             raise from_params(error) from error
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from slotwise.core.sampling_defaults import SamplingDefaults
 from slotwise.engine.heartbeat import ENGINE_TIMEOUT
 from slotwise.observe.lines import TEXT
 from slotwise.server.tiers import ServedTier
@@ -36,6 +37,7 @@ class ServerSettings:
     allowed_origins: tuple[str, ...] = ()  # sites whose pages may use the server, as scheme://host:port; "*": any
     seed: int = 0  # generates the seeds of requests without one
     trust_request_chat_template: bool = False  # render the chat templates that requests bring
+    sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)  # where a request names none
 
     @property
     def all_keys(self) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from slotwise.text.chat_source import ChatTemplateError, find_chat_template
+from slotwise.text.tool_calls import ArgumentsError, with_parsed_arguments
 
 __all__ = ["ChatTemplate", "ChatTemplateError", "load_chat_template"]
 
@@ -96,11 +97,13 @@ class ChatTemplate:
         parts: list[str] = []
         size = 0
         try:
-            for part in self._template.generate(chosen | {"messages": [_with_plain_text(m) for m in messages]}):
+            for part in self._template.generate(chosen | {"messages": [_prepared(m) for m in messages]}):
                 parts.append(part)
                 size += len(part)
                 if size > MAX_CHARACTERS:
                     raise ChatTemplateError(f"the chat template wrote more than {MAX_CHARACTERS} characters")
+        except ArgumentsError as error:
+            raise ChatTemplateError(str(error)) from error
         except (ChatTemplateError, MemoryError):
             raise
         except Exception as error:  # a template can fail in any way that Python can
@@ -119,8 +122,12 @@ def load_chat_template(folder: str | Path, special_tokens: Mapping[str, str],
     return ChatTemplate(source, special_tokens) if source else None
 
 
-def _with_plain_text(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Join content in text parts, [{"type": "text", "text"}], to one string, a line for each part."""
+def _prepared(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Join content in text parts, [{"type": "text", "text"}], to one string, a line for each part.
+
+    Tool calls get their arguments as objects.
+    """
+    message = with_parsed_arguments(message)
     content = message.get("content")
     if not isinstance(content, list):
         return dict(message)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ import tokenizers
 
 from slotwise.errors import OneLineError
 from slotwise.files import read_part
+from slotwise.text.declared_tokens import DECODER, NAMED_TOKENS, DeclarationError, Declared, content_of, declared_tokens
 from slotwise.text.linear_rules import has_regex, is_linear, num_rules
 from slotwise.text.token_bytes import token_bytes_of
 
@@ -28,7 +30,9 @@ MAX_SAMPLE_SECONDS = 1.0  # of computing
 MAX_RULES = 64  # published ones have up to a dozen
 MAX_GROWTH = 256  # characters that a tokenizer's rules may write for one, or before a text
 INTERRUPTS = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)  # no failures of the library
-NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+SHOWN = 3  # tokens that a warning names
+
+logger = logging.getLogger(__name__)
 
 
 class TokenizerError(OneLineError, ValueError):
@@ -89,22 +93,30 @@ class Tokenizer:
         path = Path(folder) / "tokenizer.json"
         if not path.is_file():
             raise TokenizerError(f"{path}: no such file (only tokenizers in this format can be read)")
+        config, mapped = path.with_name("tokenizer_config.json"), path.with_name("special_tokens_map.json")
+        fields = {file: read_json(file) for file in (mapped, config)}
         special: dict[str, str] = {}
-        for file in (path.with_name("special_tokens_map.json"), path.with_name("tokenizer_config.json")):
-            found = read_json(file)
+        for file, found in fields.items():
             special |= {name: _content(found[name], f"{file}: {name}") for name in NAMED_TOKENS if found.get(name)}
         with no_panic_messages():
             try:
                 text = read_part(path, MAX_TOKENIZER_BYTES).decode()
                 description = json.loads(text)
                 _check_rules(description)  # loading already applies the rules, to the added tokens
-                tokenizer = cls(tokenizers.Tokenizer.from_str(text), special)
+                inner = tokenizers.Tokenizer.from_str(text)
+                declared = declared_tokens(fields[config], fields[mapped], inner.get_added_tokens_decoder())
+                moved = _add(inner, declared)
+                tokenizer = cls(inner, special)
                 tokenizer._check_samples()
                 tokenizer.slow_folder = None if is_linear(description) else path.parent.absolute()
             except INTERRUPTS:
                 raise
+            except DeclarationError as error:
+                raise TokenizerError(f"{config}: {error}") from error
             except BaseException as error:  # the library raises plain Exception; a panic is a BaseException
                 raise TokenizerError(f"{path}: not a usable tokenizer ({error})") from error
+        if moved:
+            logger.warning("%s: %s has other ids than the vocabulary, which hold: %s", config, DECODER, moved)
         return tokenizer
 
     def _check_samples(self) -> None:
@@ -173,15 +185,19 @@ class Tokenizer:
 
 
 def _content(token: object, where: str) -> str:
-    """The text of a special token, which is a string or an object with its text in `content`.
+    """The text of a special token.  Raises TokenizerError if it has none."""
+    try:
+        return content_of(token, where)
+    except DeclarationError as error:
+        raise TokenizerError(str(error)) from error
 
-    Raises:
-        TokenizerError: it is neither, or not a text.
-    """
-    text = token.get("content") if isinstance(token, dict) else token
-    if not isinstance(text, str) or any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise TokenizerError(f"{where} must be a text, or an object with one in content, not {token!r:.40}")
-    return text
+
+def _add(inner: tokenizers.Tokenizer, declared: Sequence[Declared]) -> str:
+    """Add tokens; returns those that got another id than declared, for a warning, "" if there are none."""
+    inner.add_tokens([one.token for one in declared])
+    moved = [f"{one.content!r:.40} is {found}, not {one.token_id}" for one in declared
+             if one.token_id is not None and (found := inner.token_to_id(one.content)) != one.token_id]
+    return ", ".join(moved[:SHOWN]) + (f" and {len(moved) - SHOWN} more" if len(moved) > SHOWN else "")
 
 
 def _check_rules(description: dict[str, Any]) -> None:

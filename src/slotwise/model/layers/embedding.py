@@ -7,6 +7,8 @@ from torch import Tensor
 
 from slotwise.model.layers.source import Source
 
+TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # in the checkpoints of all families
+
 
 class Embedding:
     """`[tokens] -> [tokens, hidden]`, rows of `table [vocabulary, hidden]` times `scale`.
@@ -48,6 +50,6 @@ def read_ends(
 ) -> tuple[Embedding, Head]:
     """Embedding and head under the names that all families use; a `tied` head is the embedding's table, unscaled."""
     size = (vocab_size, hidden_size)
-    table = source.tensor({"model.embed_tokens.weight": size})
-    weight = table if tied else source.tensor({"lm_head.weight": size})
+    table = source.tensor({TABLE: size})
+    weight = table if tied else source.tensor({HEAD: size})
     return Embedding(source, table, scale), Head(source, weight, soft_cap)

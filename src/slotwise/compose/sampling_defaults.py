@@ -1,0 +1,103 @@
+"""Default sampling parameters, from a generation_config.json and the operator's changes to it.
+
+    the checkpoint's file, or one that is named  ─►  override_generation_config  ─►  a request's own fields
+
+The setting `generation_config` is `auto` (the checkpoint's file), `vllm` (none: neutral defaults), or a path.  As in
+vLLM, `max_new_tokens` is the default of `max_tokens`; where the operator gives it, by an override or in a file that is
+named, it is also the most that any request of a server gets.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slotwise.core.params import RANGES
+from slotwise.core.sampling_defaults import SamplingDefaults
+from slotwise.engine.config import ConfigError, EngineConfig
+from slotwise.model.fields import Fields
+from slotwise.model.generation import NEUTRAL, named_file, read_generation
+from slotwise.observe import lines
+
+OVERRIDE = "override_generation_config"
+LENGTH = "max_new_tokens"
+OBEYED = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")} | {
+    LENGTH: "max_tokens"}  # names in the file, and in `SamplingParams`
+NONE: tuple[Any, ...] = (None, [], {}, "")
+IGNORED: dict[str, tuple[Any, ...]] = {  # not implemented; with the values that change no answer
+    "do_sample": (None, True), "num_beams": (None, 1), "num_beam_groups": (None, 1), "diversity_penalty": (None, 0),
+    "penalty_alpha": (None, 0), "dola_layers": NONE, "max_length": NONE, "min_length": (None, 0),
+    "min_new_tokens": (None, 0), "max_time": NONE, "stop_strings": NONE, "top_h": NONE, "typical_p": (None, 1),
+    "epsilon_cutoff": (None, 0), "eta_cutoff": (None, 0), "no_repeat_ngram_size": (None, 0),
+    "encoder_repetition_penalty": (None, 1), "encoder_no_repeat_ngram_size": (None, 0), "bad_words_ids": NONE,
+    "force_words_ids": NONE, "constraints": NONE, "forced_bos_token_id": NONE, "forced_eos_token_id": NONE,
+    "exponential_decay_length_penalty": NONE, "suppress_tokens": NONE, "begin_suppress_tokens": NONE,
+    "forced_decoder_ids": NONE, "sequence_bias": NONE, "token_healing": (None, False), "guidance_scale": (None, 1),
+    "watermarking_config": NONE, "num_return_sequences": (None, 1),
+}  # fmt: skip
+
+logger = logging.getLogger(__name__)
+
+
+def read_defaults(config: EngineConfig, override: Mapping[str, Any] | None = None) -> SamplingDefaults:
+    """The defaults for `config.model` and `config.generation_config`, changed by `override`.
+
+    `override` has fields of a generation_config.json; null stands for the neutral default.
+
+    Raises:
+        CheckpointError: there is no such file, or a field of it is malformed.
+        ConfigError: a field of `override` is unknown or malformed.
+    """
+    named = named_file(config.generation_config)
+    fields = read_generation(Path(config.model), named)
+    if config.generation_config == NEUTRAL:
+        fields = Fields({}, fields.where)
+    values: dict[str, Any] = {name: _checked(fields, name) for name in OBEYED}
+    changes = _changes(override if override is not None else {})
+    chosen = {OBEYED[name]: value for name, value in (values | changes).items() if value is not None}
+    limit = chosen.get("max_tokens") if named is not None else changes.get(LENGTH)
+    ignored = [name for name, neutral in IGNORED.items() if fields.values.get(name) not in neutral]
+    if fields.has(LENGTH) and "max_length" in ignored:  # which counts only without the other
+        ignored.remove("max_length")
+    has_own = any(value is not None for value in values.values())
+    sources = [*([fields.where] if has_own or ignored else []), *([OVERRIDE] if changes else [])]
+    return SamplingDefaults(**chosen, max_tokens_limit=limit, source=" and ".join(sources), ignored=tuple(ignored))
+
+
+def _checked(fields: Fields, name: str) -> float | None:
+    """A field of the file, within the range of the parameter it stands for; None: absent."""
+    if not fields.has(name):
+        return None
+    try:
+        return RANGES[OBEYED[name]].checked(fields.values[name])
+    except ValueError as error:
+        raise fields.error(name, f"{error}; generation_config {NEUTRAL} leaves it out") from None
+
+
+def _changes(override: Mapping[str, Any]) -> dict[str, Any]:
+    """The operator's changes.  Raises ConfigError."""
+    if not isinstance(override, Mapping):
+        raise ConfigError(f"{OVERRIDE} must be an object of fields, not {override!r:.40}")
+    changes: dict[str, Any] = {}
+    for name, value in override.items():
+        if name not in OBEYED:
+            raise ConfigError(f"{OVERRIDE}: {name!s:.40} is not supported; these are: {', '.join(OBEYED)}")
+        try:
+            changes[name] = None if value is None else RANGES[OBEYED[name]].checked(value)
+        except ValueError as error:
+            raise ConfigError(f"{OVERRIDE}: {name} {error}") from None
+    return changes
+
+
+def announce(defaults: SamplingDefaults) -> None:
+    """Logs the defaults in one line, and in another the fields of the file that are not obeyed."""
+    if given := defaults.given:
+        shown = ", ".join(f"{name} {value}" for name, value in given.items())
+        most = f", at most {defaults.max_tokens_limit}" if defaults.max_tokens_limit is not None else ""
+        lines.tell(logger, f"sampling by default: {shown}{most} (from {defaults.source}; a request's own fields win)",
+                   {"default_sampling_params": given, "max_tokens_limit": defaults.max_tokens_limit})
+    if defaults.ignored:
+        logger.warning("%s: %s would change the answers and %s not implemented: requests are served without",
+                       defaults.source, ", ".join(defaults.ignored), "is" if len(defaults.ignored) == 1 else "are")

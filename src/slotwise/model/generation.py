@@ -1,0 +1,41 @@
+"""Finds a generation_config.json: the checkpoint's, or one that the operator names.  Does not import torch."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from slotwise.model.errors import CheckpointError
+from slotwise.model.fields import Fields, read_json
+
+FILE = "generation_config.json"
+AUTO, NEUTRAL = "auto", "vllm"  # values of the setting that name no file
+
+
+def absolute(setting: str) -> str:
+    """The setting `generation_config` for a process whose folder may be another."""
+    return setting if setting in (AUTO, NEUTRAL) else str(Path(setting).expanduser().absolute())
+
+
+def named_file(setting: str) -> Path | None:
+    """The file that the setting `generation_config` names, by itself or by its folder; None: the checkpoint's.
+
+    Raises CheckpointError when there is no such file.
+    """
+    if setting in (AUTO, NEUTRAL):
+        return None
+    given = Path(os.path.realpath(absolute(setting)))
+    path = given / FILE if given.is_dir() else given
+    if not path.is_file():
+        raise CheckpointError(
+            f"generation_config must be {AUTO}, {NEUTRAL}, or a file, or a folder with {FILE}: there is no file {path}")
+    return path
+
+
+def read_generation(folder: Path, named: Path | None = None) -> Fields:
+    """The fields of `named`, else of the checkpoint's file; none where the checkpoint has no such file.
+
+    Raises CheckpointError when it cannot be read or is no JSON object.
+    """
+    path = named or folder / FILE
+    return read_json(path) if named is not None or path.is_file() else Fields({}, str(path))

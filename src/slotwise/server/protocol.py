@@ -7,7 +7,7 @@ would change the meaning of the answer are refused by name.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from http import HTTPStatus
@@ -269,8 +269,9 @@ def _decoding(body: bytes) -> Iterator[None]:
         gc.enable()
 
 
-def check_model(asked: str | None, served: str) -> None:
-    """Raises ApiError for a model other than the served one."""
-    if asked is not None and asked != served:
-        message = f"the model {asked[:MAX_NAME]!r} does not exist; this server has {served!r}"
+def check_model(asked: str | None, names: Sequence[str]) -> None:
+    """Raises ApiError for a name that is none of the served model's."""
+    if asked is not None and asked not in names:
+        served = " or ".join(map(repr, names))
+        message = f"the model {asked[:MAX_NAME]!r} does not exist; this server has {served}"
         raise ApiError(HTTPStatus.NOT_FOUND, message, "model", "model_not_found")

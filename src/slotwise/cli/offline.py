@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from slotwise import builtin
 from slotwise.cli.interrupts import ending_at_once
-from slotwise.cli.numbers import Number
+from slotwise.cli.numbers import Number, Size
 from slotwise.cli.options import Commands, add_command, add_engine_options, engine_settings
 from slotwise.core.params import SamplingParams
 from slotwise.core.ranges import real, whole
@@ -31,7 +31,7 @@ def add(commands: Commands) -> None:
 
 def _sampling_options(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("sampling")
-    group.add_argument("--max-tokens", type=Number(whole(1, TOKENS)), default=256,
+    group.add_argument("--max-tokens", type=Size(whole(1, TOKENS)), default=256,
                        help="most output tokens (default: 256)")
     group.add_argument("--temperature", type=Number(real(0, 100)), default=0.2, help="0 is greedy (default: 0.2)")
     group.add_argument("--top-p", type=Number(real(0.000001, 1)), default=1.0,

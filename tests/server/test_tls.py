@@ -87,6 +87,7 @@ def test_requests_streams_and_large_bodies_over_tls(secure: Server) -> None:
     assert secure.events("/v1/completions", BODY | {"max_tokens": 20})[-1]["choices"][0]["finish_reason"] == "length"
     assert secure.post("/v1/completions", BODY | {"unknown": "x" * (3 << 20)}).status_code == 200
     assert secure.get("/timeline").status_code == 200 and secure.get("/nowhere").status_code == 404
+    assert b"plan" in secure.get("/events?follow=0").content
 
 
 def test_tls_begins_as_http_1_1_and_no_older_than_1_2(secure: Server, authority: Authority) -> None:

@@ -25,7 +25,7 @@ def add_network_options(command: argparse.ArgumentParser) -> None:
                        help="the certificate's private key, in PEM and not encrypted (default: in --ssl-certfile)")
     group.add_argument("--ssl-ca-certs", type=input_file, metavar="FILE",
                        help="certificates, in PEM: every client must have one that is signed by one of these")
-    group.add_argument("--root-path", default="", type=_root_path, metavar="PATH",
+    group.add_argument("--root-path", type=_root_path, metavar="PATH",
                        help="the path below which a reverse proxy shows this server, as /llm; requests may come with "
                        "it or without")
 
@@ -61,7 +61,7 @@ def network_settings(asked: argparse.Namespace) -> dict[str, Any]:
         "host": asked.host, "allowed_hosts": tuple(asked.allowed_hosts),
         "allowed_origins": tuple(asked.allowed_origins), "allow_credentials": asked.allow_credentials,
         "allowed_methods": tuple(asked.allowed_methods) or (ANY,),
-        "allowed_headers": tuple(asked.allowed_headers) or (ANY,), "root_path": asked.root_path,
+        "allowed_headers": tuple(asked.allowed_headers) or (ANY,), "root_path": asked.root_path or "",
         "ssl_certfile": asked.ssl_certfile or "", "ssl_keyfile": asked.ssl_keyfile or "",
         "ssl_ca_certs": asked.ssl_ca_certs or ""}
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 
-READY = re.compile(r"Ready after .* on (http://\S+)")
+READY = re.compile(r"Ready after .* on (https?://\S+)")
 
 
 @dataclass

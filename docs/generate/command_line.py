@@ -11,6 +11,7 @@ from docs.generate.markdown import code, listed, number, sentence, table
 
 from slotwise.cli import build_parser
 from slotwise.cli.numbers import Number
+from slotwise.cli.vllm_flags import FLAGS
 
 Row = tuple[str, str]
 UNBOUNDED = 1 << 31  # greater limits only keep numbers representable
@@ -29,6 +30,15 @@ def commands() -> str:
     """Returns a section for each command; of a group that an earlier command has, only what differs."""
     described: dict[str, Described] = {}  # by title
     return "\n\n".join(_section(name, parser, described) for name, parser in _parsers(build_parser("")))
+
+
+def vllm_flags() -> str:
+    """Returns the table of vLLM's flags that change nothing here."""
+    rows = []
+    for flag in FLAGS:
+        names = ", ".join(map(code, flag.names))
+        rows.append((names, f"{listed(flag.fits)}." if flag.fits else "Any.", sentence(flag.meaning)))
+    return table(("flag", "accepted values", "meaning here"), rows)
 
 
 def _parsers(parser: argparse.ArgumentParser, prefix: str = "") -> Iterator[tuple[str, argparse.ArgumentParser]]:
@@ -96,5 +106,5 @@ def _range(option: Number) -> str:
     kind = "a whole number" if allowed.is_whole else "a number"
     least, most = number(allowed.least), number(allowed.most)
     if allowed.most >= UNBOUNDED:
-        return kind if allowed.least <= -UNBOUNDED else f"{kind} of at least {least}"
-    return f"{kind} from {least} to {most}" + " or inf" * allowed.may_be_infinite
+        return (kind if allowed.least <= -UNBOUNDED else f"{kind} of at least {least}") + option.hint
+    return f"{kind} from {least} to {most}" + " or inf" * allowed.may_be_infinite + option.hint

@@ -8,6 +8,7 @@ from docs.generate import command_line, http, metrics, modules, policies, protoc
 
 BLOCKS: dict[str, Callable[[], str]] = {
     "commands": command_line.commands,
+    "vllm flags": command_line.vllm_flags,
     "routes": http.routes,
     "bodies": http.bodies,
     "tier file": http.tier_file,

@@ -15,6 +15,7 @@ SECRETS = ("SLOTWISE_API_KEY", "SLOTWISE_ADMIN_API_KEY")  # read by commands onl
 HOME = "/"  # the current folder of children, since libraries read configuration from it
 OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the folder in which this package lies
 COMMAND = "slotwise"
+MAIN = os.path.join(OURS, COMMAND, "__main__.py")
 INSTALLED = ("site-packages", "dist-packages")
 _kept = set(SECRETS)
 
@@ -63,7 +64,7 @@ def leave_current_folder() -> bool:
     Returns:
         Whether this process runs a command.
     """
-    by_name = sys.argv[0] == "-m"  # its value until the named module has been found
+    by_name = sys.argv[0] in ("-m", MAIN)  # the first until the named module is found; then the file of this package
     if not by_name and os.path.basename(sys.argv[0]) != COMMAND:
         return False
     if by_name and not sys.flags.safe_path:

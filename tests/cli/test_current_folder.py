@@ -71,7 +71,8 @@ def run(folder: Path, *command: str, **environment: str) -> subprocess.Completed
 
 
 def command(started: str) -> list[str]:
-    return [str(SCRIPT)] if started == "script" else [sys.executable, "-m", "slotwise.cli"]
+    modules = {"module": "slotwise.cli", "package": "slotwise"}
+    return [str(SCRIPT)] if started == "script" else [sys.executable, "-m", modules[started]]
 
 
 def test_a_module_of_the_current_folder_would_leave_a_mark(folder: Path) -> None:
@@ -80,7 +81,7 @@ def test_a_module_of_the_current_folder_would_leave_a_mark(folder: Path) -> None
     clear(folder)
 
 
-@pytest.mark.parametrize("started", ["script", "module"])
+@pytest.mark.parametrize("started", ["script", "module", "package"])
 def test_a_server_and_what_asks_it(folder: Path, started: str) -> None:
     process = subprocess.Popen([*command(started), "serve", ".", "--port", "0"], cwd=folder, stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE, text=True)
@@ -118,7 +119,7 @@ def test_a_comparison_starts_a_server_of_its_own(folder: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize("arguments", [
     (), ("serve",), ("generate",), ("chat",), ("bench",), ("bench", "serve"), ("bench", "throughput"),
-    ("bench", "latency"), ("compare",), ("top",), ("timeline",), ("explain",), ("replay",)])
+    ("bench", "latency"), ("compare",), ("top",), ("timeline",), ("explain",), ("replay",), ("completion",)])
 def test_the_help_of_every_command(folder: Path, arguments: tuple[str, ...]) -> None:
     done = run(folder, *command("module"), *arguments, "--help")
     assert done.returncode == 0 and "usage: slotwise" in done.stdout, done.stderr

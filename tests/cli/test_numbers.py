@@ -12,7 +12,7 @@ import pytest
 from live import cli
 
 from slotwise.cli import MODULES, build_parser
-from slotwise.cli.numbers import Number
+from slotwise.cli.numbers import Bytes, Gibibytes, Number, Size
 from slotwise.core.ranges import Range
 from slotwise.engine.config import ENGINE, RETIRED, ConfigError, EngineConfig
 
@@ -129,3 +129,43 @@ def test_a_server_refuses_in_one_line(option: str, value: str) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"slotwise serve: argument {option}: must be ") and repr(value) in line
+
+
+@pytest.mark.parametrize(("text", "number"), [
+    ("4k", 4000), ("4K", 4096), ("25.6k", 25_600), ("0.5K", 512), ("1m", 10**6), ("2M", 2**21), ("1g", None),
+    ("1.0001k", None), ("0.3K", None), ("4 k", None), ("4kk", None), ("k", None), ("-4k", None), ("4KiB", None),
+    ("4B", None), ("1e3k", None), (".5k", None), ("٤k", None), ("1" * 70 + "k", None), ("4096", 4096)])
+def test_tokens_may_have_a_unit(text: str, number: int | None) -> None:
+    assert taken(Size(Range(1, 1 << 24)), text) == number
+
+
+@pytest.mark.parametrize(("text", "number"), [
+    ("8GiB", 8 << 30), ("8GB", 8 * 10**9), ("8G", 8 << 30), ("1.5KiB", 1536), ("1kB", 1000), ("1KB", None),
+    ("1gib", None), ("8 GiB", None), ("4k", 4000), ("1TiB", 1 << 40), ("123", 123)])
+def test_bytes_may_have_one_more(text: str, number: int | None) -> None:
+    assert taken(Bytes(Range(1, 1 << 50)), text) == number
+
+
+def test_gibibytes_are_what_they_are_without_a_unit() -> None:
+    allowed = Range(0, 1 << 20, is_whole=False)
+    assert [taken(Gibibytes(allowed), text) for text in ("8", "8GiB", "512MiB", "1.5")] == [8.0, 8.0, 0.5, 1.5]
+
+
+def taken(kind: Number, text: str) -> float | None:
+    """The number that an option makes of a text; None where it refuses it, with its range and how else to write it."""
+    try:
+        return kind(text)
+    except argparse.ArgumentTypeError as error:
+        assert f"must be {kind.range}{kind.hint}, not " in str(error)
+        return None
+
+
+def test_sizes_of_the_command_line_take_units() -> None:
+    found = build_parser("serve").parse_args([
+        "serve", "--max-model-len", "4k", "--max-num-batched-tokens=2K", "--kv-cache-memory", "512MiB",
+        "--max-num-queued-tokens", "1m", "--kv-offloading-size", "2GiB", "--long-prefill-token-threshold", "1K"])
+    assert (found.max_model_len, found.max_num_batched_tokens, found.kv_cache_memory) == (4000, 2048, 512 << 20)
+    assert (found.max_num_queued_tokens, found.kv_offloading_size, found.long_prefill_token_threshold) == (
+        1_000_000, 2.0, 1024)
+    tokens = [action for _, action in NUMBERS if action.metavar in ("TOKENS", "BYTES", "GIB", "BYTES|auto")]
+    assert len(tokens) > 20 and all(isinstance(action.type, Size) for action in tokens)

@@ -27,16 +27,18 @@ from slotwise.text.chat_source import find_chat_template
 from slotwise.text.tokenizer import Tokenizer
 
 LIMITS = {"num_blocks": int, "max_model_len": int, "max_num_seqs": int, "enable_prefix_caching": bool}  # the engine's
+LISTS = ("api_keys", "allowed_hosts", "allowed_origins", "allowed_methods", "allowed_headers", "more_model_names")
+TEXTS = ("admin_api_key", "host", "root_path", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
 
 
 def _setting(name: str, value: str) -> Any:
-    if name in ("api_keys", "allowed_hosts", "allowed_origins"):
+    if name in LISTS:
         return tuple(value.split(","))
     if name == "trust_request_chat_template":
         return value == "1"
     if name == "sampling_defaults":
         return SamplingDefaults(**json.loads(value))
-    if name in ("admin_api_key", "host"):
+    if name in TEXTS:
         return value
     return float(value) if "timeout" in name else int(value)
 

@@ -14,7 +14,7 @@ import pytest
 import uvloop
 
 from slotwise.server import acceptor
-from slotwise.server.acceptor import AT_ONCE, Acceptor
+from slotwise.server.acceptor import AT_ONCE, Acceptor, plain
 
 CLIENTS = 5 * AT_ONCE + 3
 
@@ -68,7 +68,7 @@ def no_more_files() -> Iterator[None]:
 
 async def all_accepted(listener: socket.socket) -> list[int]:
     passes, made = Passes(), list[int]()
-    accepting = Acceptor(listener, lambda: Noted(passes, made))
+    accepting = Acceptor(listener, plain(lambda: Noted(passes, made)))
     while len(made) < CLIENTS:
         await asyncio.sleep(0)
     accepting.close()
@@ -92,7 +92,7 @@ def test_accepting_goes_on_once_there_are_files_again(monkeypatch: pytest.Monkey
 
     async def accepted(listener: socket.socket) -> None:
         passes, made = Passes(), list[int]()
-        accepting = Acceptor(listener, lambda: Noted(passes, made))
+        accepting = Acceptor(listener, plain(lambda: Noted(passes, made)))
         with no_more_files():
             while not caplog.records:
                 await asyncio.sleep(0.01)

@@ -12,7 +12,7 @@ import pytest
 from live import cli
 from live_server import JSON, Server, eventually, running
 
-from slotwise.cli import serve as command
+from slotwise.cli import network_options as command
 from slotwise.server.browsers import is_loopback
 
 COMPLETIONS = "/v1/completions"

@@ -164,7 +164,7 @@ def test_an_unknown_model(server: Server) -> None:
 
 
 def test_unknown_paths_and_methods(server: Server) -> None:
-    for path in ("/", "/v1", "/v1/nothing", "/v1/completions/", "/%00", "/v1/../metrics/x"):
+    for path in ("/v1", "/v1/nothing", "/v1/completions/", "/%00", "/v1/../metrics/x"):
         error = refused(server.get(path), 404, None)
         assert error["code"] == "not_found" and error["type"] == "not_found_error" and len(error["message"]) < 2100
         assert "POST /v1/chat/completions" in error["message"] and "GET /v1/models/{model}" in error["message"]

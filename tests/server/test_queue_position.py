@@ -17,13 +17,14 @@ from live_server import Server, eventually, running, unanswered
 COMPLETIONS, SCHEDULING = "/v1/completions", "/admin/scheduling"
 LONG = {"prompt": [2], "max_tokens": 500, "ignore_eos": True}
 ONE, TWO = {"Authorization": "Bearer one"}, {"Authorization": "Bearer two"}
+ROOT = {"Authorization": "Bearer root"}
 
 
 @pytest.fixture(scope="module")
 def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     path = tmp_path_factory.mktemp("log")
     with running(folder, path / "engine", "seconds_per_step=0.02", "max_num_seqs=1", "max_num_queued_reqs=7",
-                 "api_keys=one,two") as started:
+                 "api_keys=one,two", "admin_api_key=root") as started:
         yield started
 
 
@@ -62,7 +63,7 @@ def is_quiet(server: Server) -> bool:
 
 
 def schedule(server: Server, **changes: Any) -> None:
-    assert server.client.put(server.url + SCHEDULING, json=changes, headers=ONE).status_code == 200
+    assert server.client.put(server.url + SCHEDULING, json=changes, headers=ROOT).status_code == 200
 
 
 def test_places_are_those_of_the_policy_in_force(server: Server) -> None:

@@ -20,12 +20,12 @@ from collections.abc import Sequence
 
 import slotwise
 from slotwise.cli import numba_config
-from slotwise.cli.numbers import Parser
+from slotwise.cli.parser import Parser
 from slotwise.errors import OneLineError, one_line
 
 MODULES = {
     "serve": "serve", "generate": "offline", "chat": "offline", "bench": "bench", "compare": "compare",
-    "top": "top", "timeline": "timeline", "explain": "explain", "replay": "replay",
+    "top": "top", "timeline": "timeline", "explain": "explain", "replay": "replay", "completion": "completion",
 }
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from slotwise.bench.compare import DISCIPLINES, Comparison, Contender, contenders, same_cache
 from slotwise.cli.interrupts import INTERRUPTED
-from slotwise.cli.numbers import Number
+from slotwise.cli.numbers import Bytes, Number
 from slotwise.cli.options import BUILTIN_NAME, Commands, add_command, add_engine_options
 from slotwise.cli.workload_options import Defaults, add_seed_option, add_workload_options, workload_of
 from slotwise.core.ranges import real, whole
@@ -51,7 +51,7 @@ def add(commands: Commands) -> None:
                        help="dynamic: how long the first request of a batch waits for others (default: 50)")
     group.add_argument("--online", action="store_true",
                        help="measure as clients of a real server, which is switched from discipline to discipline")
-    group.add_argument("--equal-memory", type=Number(whole(1, BYTES), {"auto": 0}), metavar="BYTES|auto",
+    group.add_argument("--equal-memory", type=Bytes(whole(1, BYTES), {"auto": 0}), metavar="BYTES|auto",
                        help="also run Orca's reservation against pages in a cache of so many bytes, with slots to "
                        "spare; auto: what Orca needs to fill the slots")
     group.add_argument("--vary", action="append", default=[], choices=SWEEPS,

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
-from typing import NoReturn
+import re
+from fractions import Fraction
 
 from slotwise.core.ranges import Range
-from slotwise.errors import one_line
 
 MOST_DIGITS = 64
+UNITS = {  # vLLM's
+    "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+BYTE_UNITS = UNITS | {
+    "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+GIB = 2**30  # bytes
+
+_WITH_UNIT = re.compile(r"(\d+(?:\.\d+)?)([A-Za-z]+)", re.ASCII)
 
 
 class Number:
     """An argparse type: a number in ASCII digits, within a range."""
+
+    hint = ""  # further ways to write it, behind the range
 
     def __init__(self, range_: Range, words: dict[str, float] | None = None) -> None:
         """Args: words: texts that stand for numbers, in the range or not."""
@@ -24,21 +32,47 @@ class Number:
     def __call__(self, text: str) -> float:
         if text in self.words:
             return self.words[text]
+        number = self._number(text)
+        if self.range.objection(number):
+            either = "".join(f"{word} or " for word in self.words)
+            raise argparse.ArgumentTypeError(f"must be {either}{self.range}{self.hint}, not {text!r:.40}")
+        return number
+
+    def _number(self, text: str) -> float:
+        """Returns the number that `text` says; NaN, which is in no range, for none."""
         try:
             if not text.isascii() or "_" in text or text != text.strip() or len(text) > MOST_DIGITS:
                 raise ValueError
-            number: float = int(text) if self.range.is_whole else float(text)
+            return int(text) if self.range.is_whole else float(text)
         except ValueError:
-            number = math.nan  # in no range
-        if self.range.objection(number):
-            either = "".join(f"{word} or " for word in self.words)
-            raise argparse.ArgumentTypeError(f"must be {either}{self.range}, not {text!r:.40}")
-        return number
+            return math.nan
 
 
-class Parser(argparse.ArgumentParser):
-    """Reports an error in a command in one line."""
+class Size(Number):
+    """A number of tokens, also with one of vLLM's units: 4k is 4,000, 4K is 4,096."""
 
-    def error(self, message: str) -> NoReturn:
-        print(f"{self.prog}: {one_line(message)} ({self.prog} --help tells what there is)", file=sys.stderr)
-        sys.exit(2)
+    hint = ", also as 4k or 4K"
+    units = UNITS
+    one = 1  # what a number without a unit counts
+
+    def _number(self, text: str) -> float:
+        found = _WITH_UNIT.fullmatch(text) if len(text) <= MOST_DIGITS else None
+        if found is None or found[2] not in self.units:
+            return super()._number(text)
+        number = Fraction(found[1]) * self.units[found[2]] / self.one
+        if not self.range.is_whole:
+            return float(number)
+        return int(number) if number.denominator == 1 else math.nan
+
+
+class Bytes(Size):
+    """A number of bytes, also as 8GiB (binary) or 8GB (decimal)."""
+
+    hint = ", also as 512MiB or 8GB"
+    units = BYTE_UNITS
+
+
+class Gibibytes(Bytes):
+    """A number of GiB; with a unit, of bytes."""
+
+    one = GIB

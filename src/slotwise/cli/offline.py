@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from slotwise import builtin
 from slotwise.cli.interrupts import ending_at_once
-from slotwise.cli.numbers import Number
+from slotwise.cli.numbers import Number, Size
 from slotwise.cli.options import (
     Commands,
     add_command,
@@ -41,7 +41,7 @@ def add(commands: Commands) -> None:
 
 def _sampling_options(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("sampling")
-    group.add_argument("--max-tokens", type=Number(whole(1, TOKENS)),
+    group.add_argument("--max-tokens", type=Size(whole(1, TOKENS)),
                        help=f"most output tokens (default: the model's own, else {USUAL['max_tokens']})")
     group.add_argument("--temperature", type=Number(real(0, 100)),
                        help=f"0 is greedy (default: the model's own, else {USUAL['temperature']})")

@@ -9,7 +9,8 @@ from collections.abc import Callable, Collection
 from typing import Any, TypeAlias
 
 from slotwise.batching.settings import KINDS, MAX_WAIT_MS, PREFILLS
-from slotwise.cli.numbers import Number, Parser
+from slotwise.cli.numbers import Bytes, Gibibytes, Number, Size
+from slotwise.cli.parser import Parser
 from slotwise.core.limits import PRESSURES, RECOMPUTE
 from slotwise.engine.config import DEVICES, DTYPES, ENGINE, KV_CACHE_DTYPES, QUANTIZATIONS, STALL_MS
 from slotwise.errors import printable
@@ -18,11 +19,15 @@ from slotwise.policies.settings import GAP, POLICIES, QUANTILE, TTFT_MS
 BUILTIN_NAME = "slotwise-builtin"  # the served name of the model in the package
 MAX_JSON = 1 << 16  # characters of an option that is a JSON object
 
+DTYPE_NAMES = {"half": "float16", "float": "float32"}  # vLLM's
+NUMBERS: dict[str, type[Number]] = {"TOKENS": Size, "BYTES": Bytes, "GIB": Gibibytes}  # by metavar
+
 # Numbers have the ranges of `engine.config.ENGINE`.
 ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--device", {"choices": DEVICES, "default": "auto", "help": "what computes (default: auto, a GPU if torch finds "
                   "one, else the CPU)"}),
-    ("--dtype", {"choices": DTYPES, "default": "auto", "help": "type of the weights (default: auto, that of the "
+    ("--dtype", {"type": lambda text: DTYPE_NAMES.get(text, text), "choices": DTYPES, "default": "auto",
+                 "help": "type of the weights, half and float being float16 and float32 (default: auto, that of the "
                  "checkpoint; on a CPU float16 becomes bfloat16)"}),
     ("--quantization", {"choices": QUANTIZATIONS, "default": "none", "help": "type to which weights are quantized "
                         "when they are loaded; activations are quantized to int8 in each step (default: none)"}),
@@ -103,7 +108,7 @@ Run = Callable[[argparse.Namespace], int]
 """Runs a command and returns its exit status."""
 
 
-def add_command(commands: Commands, name: str, summary: str, run: Run) -> argparse.ArgumentParser:
+def add_command(commands: Commands, name: str, summary: str, run: Run) -> Parser:
     command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
     command.set_defaults(run=run)
     return command
@@ -115,7 +120,7 @@ def add_engine_options(command: argparse.ArgumentParser, names: Collection[str] 
     for name, options in ENGINE_OPTIONS:
         if not names or name in names:
             if allowed := ENGINE.get(_setting(name)):
-                options = options | {"type": Number(allowed)}
+                options = options | {"type": NUMBERS.get(options.get("metavar", ""), Number)(allowed)}
             group.add_argument(name, **options)
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slotwise import builtin, child
+from slotwise.cli import layers
 from slotwise.cli.interrupts import ending_at_once
-from slotwise.cli.numbers import Number
+from slotwise.cli.network_options import add_network_options, network_settings
+from slotwise.cli.numbers import Number, Size
 from slotwise.cli.options import (
     BUILTIN_NAME,
     Commands,
@@ -21,6 +21,7 @@ from slotwise.cli.options import (
     engine_settings,
     input_file,
 )
+from slotwise.cli.vllm_flags import add_vllm_flags, notices
 from slotwise.core.ranges import real, whole
 from slotwise.engine.admission_control import PATIENCE
 from slotwise.engine.config import DAY, EngineConfig
@@ -34,9 +35,17 @@ if TYPE_CHECKING:
 
 def add(commands: Commands) -> None:
     serve = add_command(commands, "serve", "serve a model over HTTP, with OpenAI's API", run)
-    serve.add_argument("model", nargs="?", help="a checkpoint's folder or a hub id (default: the built-in model)")
+    serve.fill = layers.fill
+    serve.add_argument("model_tag", nargs="?", metavar="MODEL",
+                       help="a checkpoint's folder or a hub id (default: the built-in model)")
+    serve.add_argument("--model", metavar="MODEL", help="the same as an option")
+    serve.add_argument("--config", type=input_file, metavar="FILE",
+                       help="settings in YAML: options without their dashes, as in `max-num-seqs: 16`; the command "
+                       "line and the environment ($SLOTWISE_MAX_NUM_SEQS) win")
     _server_options(serve)
+    add_network_options(serve)
     add_engine_options(serve)
+    add_vllm_flags(serve)
 
 
 def _server_options(serve: argparse.ArgumentParser) -> None:
@@ -48,12 +57,14 @@ def _server_options(serve: argparse.ArgumentParser) -> None:
                        help="a key that clients send as a bearer token; repeatable; keys share no cached prefixes "
                        "(default: those in $SLOTWISE_API_KEY, comma separated)")
     group.add_argument("--admin-api-key", type=_key, metavar="KEY",
-                       help="the only key that may use /admin (default: $SLOTWISE_ADMIN_API_KEY; without one, any "
-                       "key may)")
+                       help="the only key that may use /admin (default: $SLOTWISE_ADMIN_API_KEY; without one, clients "
+                       "on this machine may where no key is needed, and else no client)")
     group.add_argument("--tiers", type=input_file, metavar="FILE",
                        help="classes of service, in TOML: objectives, shares, queues, keys and their quotas; "
                        "docs/tiers.md tells all")
-    group.add_argument("--served-model-name", metavar="NAME", help="what clients call the model")
+    group.add_argument("--served-model-name", action="extend", nargs="+", default=[], metavar="NAME",
+                       help="what clients call the model, by any of several names; responses and metrics have the "
+                       "first (default: the model as it is given here)")
     group.add_argument("--chat-template", type=input_file, metavar="FILE",
                        help="a Jinja file instead of the model's own template")
     group.add_argument("--trust-request-chat-template", action="store_true",
@@ -62,7 +73,7 @@ def _server_options(serve: argparse.ArgumentParser) -> None:
     group.add_argument("--max-num-queued-reqs", type=Number(whole(1)), metavar="N",
                        help="requests that may wait for a first slot, 8/9 of them of one key; more get 503 "
                        f"(default: what should start within {PATIENCE:g} s, at the measured rate)")
-    group.add_argument("--max-num-queued-tokens", type=Number(whole(1)), metavar="TOKENS",
+    group.add_argument("--max-num-queued-tokens", type=Size(whole(1)), metavar="TOKENS",
                        help="prompt tokens of requests that wait for a first slot, likewise")
     group.add_argument("--queue-timeout", type=Number(real(0, DAY)), default=0.0, metavar="SECONDS",
                        help="a request that has waited so long for its first slot gets 504 (default: no limit)")
@@ -72,8 +83,12 @@ def _server_options(serve: argparse.ArgumentParser) -> None:
                             f"/health is 503 (default: {ENGINE_TIMEOUT:g})")
     group.add_argument("--shutdown-timeout", type=Number(real(0, DAY)), default=30.0, metavar="SECONDS",
                        help="time that running requests have to end after SIGTERM (default: 30)")
-    group.add_argument("--stream-interval", type=Number(whole(1, 65_536)), default=1, metavar="TOKENS",
+    group.add_argument("--stream-interval", type=Size(whole(1, 65_536)), default=1, metavar="TOKENS",
                        help="tokens of each event of a stream (default: 1)")
+    _observing_options(group)
+
+
+def _observing_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--event-log", default="", metavar="FILE",
                        help="write the event log here, prompts included: up to 1 kB for a step of 16 rows (default: "
                        "only the latest entries are kept, in memory)")
@@ -83,46 +98,8 @@ def _server_options(serve: argparse.ArgumentParser) -> None:
                        "(http://127.0.0.1:4318/v1/traces; needs slotwise[otel])")
     group.add_argument("--log-format", choices=FORMATS, default=TEXT,
                        help="lines on stderr: text, or a JSON object each (default: text)")
-    _browser_options(group)
-
-
-def _browser_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--allowed-hosts", action="extend", default=[], type=_host_names, metavar="NAME",
-                       help="names of this server that the Host header may have; on a loopback address "
-                       "without keys all but localhost and its addresses are refused; repeatable, or a JSON list; "
-                       "* allows any")
-    group.add_argument("--allowed-origins", action="extend", default=[], type=_origins, metavar="ORIGIN",
-                       help="sites whose pages may use this server from a browser, as https://example.com; "
-                       "repeatable, or a JSON list; * allows any (default: only pages of this server)")
-
-
-def _listed(text: str) -> list[str]:
-    """One value, or several as a JSON list."""
-    if not text.startswith("["):
-        return [text]
-    try:
-        values = json.loads(text)
-    except ValueError:
-        return [text]  # an address in brackets
-    if not all(isinstance(value, str) for value in values):
-        raise argparse.ArgumentTypeError(f"must be a JSON list of strings, not {text}")
-    return list(values)
-
-
-def _host_names(text: str) -> list[str]:
-    names = _listed(text)
-    for name in names:
-        if not re.fullmatch(r"\*|\[[0-9A-Fa-f:.]+\]|[\w.-]+", name):
-            raise argparse.ArgumentTypeError(f"must be host names without ports, not {name!r}")
-    return names
-
-
-def _origins(text: str) -> list[str]:
-    origins = _listed(text)
-    for origin in origins:
-        if not re.fullmatch(r"\*|null|[A-Za-z][\w+.-]*://[^/\s@]+", origin):
-            raise argparse.ArgumentTypeError(f"must be origins like https://example.com:8443, not {origin!r}")
-    return origins
+    group.add_argument("--disable-log-stats", action="store_true",
+                       help="leave out the line about the load, every 10 s while there is some")
 
 
 def _key(text: str) -> str:
@@ -181,6 +158,23 @@ def _tiers(asked: argparse.Namespace) -> tuple[ServedTier, ...]:
     return tiers
 
 
+def _model(asked: argparse.Namespace) -> str:
+    """The model asked for, "" for the built-in one.
+
+    Raises:
+        ValueError: there are two, or one stands where --served-model-name took it for a name.
+    """
+    given, option = asked.model_tag, asked.model
+    if given and option and given != option:
+        raise ValueError(f"{given} and --model {option}: a server has one model")
+    if not (given or option):
+        for name in asked.served_model_name[1:]:
+            if "/" in name or os.path.isdir(name):
+                raise ValueError(f"--served-model-name has taken {name} for a further name: put the model before it, "
+                                 "or give it with --model")
+    return given or option or ""
+
+
 def run(asked: argparse.Namespace) -> int:
     with ending_at_once():  # until the server takes signals itself
         return _run(asked)
@@ -194,8 +188,9 @@ def _run(asked: argparse.Namespace) -> int:
 
     hold_off()
     tiers, api_keys, admin_key = _tiers(asked), _keys(asked.api_key), _admin_key(asked.admin_api_key)
+    model, network, lines = _model(asked), _network(asked), notices(asked)
     config = EngineConfig.of(
-        model=str(locate(asked.model or builtin.path())), tiers=tuple([served.tier for served in tiers]),
+        model=str(locate(model or builtin.path())), tiers=tuple([served.tier for served in tiers]),
         generation_config=asked.generation_config, **engine_settings(asked))
     defaults = read_defaults(config, asked.override_generation_config)
     if asked.event_log:
@@ -205,14 +200,28 @@ def _run(asked: argparse.Namespace) -> int:
     from slotwise.compose.server import run_server
     from slotwise.server.settings import ServerSettings
 
+    name, *more_names = dict.fromkeys(asked.served_model_name or [model or BUILTIN_NAME])
     settings = ServerSettings(
-        served_model_name=asked.served_model_name or asked.model or BUILTIN_NAME, api_keys=api_keys,
-        admin_api_key=admin_key, tiers=tiers,
-        max_num_queued_reqs=asked.max_num_queued_reqs, max_num_queued_tokens=asked.max_num_queued_tokens,
+        served_model_name=name, more_model_names=tuple(more_names), api_keys=api_keys, admin_api_key=admin_key,
+        tiers=tiers, max_num_queued_reqs=asked.max_num_queued_reqs, max_num_queued_tokens=asked.max_num_queued_tokens,
         queue_timeout=asked.queue_timeout, engine_timeout=asked.engine_timeout,
         shutdown_timeout=asked.shutdown_timeout, stream_interval=asked.stream_interval,
         event_log=asked.event_log, overwrite_event_log=asked.overwrite_event_log,
         otlp_traces_endpoint=asked.otlp_traces_endpoint, log_format=asked.log_format,
-        host=asked.host, allowed_hosts=tuple(asked.allowed_hosts), allowed_origins=tuple(asked.allowed_origins),
-        seed=asked.seed, trust_request_chat_template=asked.trust_request_chat_template, sampling_defaults=defaults)
+        log_stats=not asked.disable_log_stats, seed=asked.seed, notices=tuple(lines),
+        trust_request_chat_template=asked.trust_request_chat_template, sampling_defaults=defaults, **network)
     return run_server(config, settings, (asked.host, asked.port), asked.chat_template, engine)
+
+
+def _network(asked: argparse.Namespace) -> dict[str, Any]:
+    """Returns the settings about the network.
+
+    Raises:
+        ValueError: they contradict each other, or TLS cannot be served with these files.
+    """
+    network = network_settings(asked)
+    if network["ssl_certfile"]:
+        from slotwise.server.tls import context_of
+
+        context_of(**{name: path for name, path in network.items() if name.startswith("ssl_")})
+    return network

@@ -6,7 +6,7 @@ import argparse
 import math
 from dataclasses import dataclass
 
-from slotwise.cli.numbers import Number
+from slotwise.cli.numbers import Number, Size
 from slotwise.cli.options import input_file
 from slotwise.core.ranges import Range, real, whole
 from slotwise.engine.config import ENGINE
@@ -56,7 +56,7 @@ def add_workload_options(command: argparse.ArgumentParser, defaults: Defaults = 
                        help="shape of the gamma-distributed gaps at that rate: below 1 arrivals come in bursts")
     group.add_argument("--prefix", metavar=prefixes.Prefixes.form, help="put one of so many shared prefixes "
                        "before each prompt")
-    group.add_argument("--max-tokens", type=Number(whole(1, MAX_LENGTH)), metavar="TOKENS",
+    group.add_argument("--max-tokens", type=Size(whole(1, MAX_LENGTH)), metavar="TOKENS",
                        help="max_tokens of every request (default: the longest possible output)")
     group.add_argument("--length-scale", type=Number(real(0.0001, 100)), metavar="X",
                        help="multiply the lengths of a trace")

@@ -103,7 +103,7 @@ async def _observed(api: Api, traces: Traces | None, settings: ServerSettings) -
     """Runs traces, the load report and the event log while the server runs."""
     if traces is not None:
         api.trace(traces)
-    reporting = asyncio.create_task(report(api.metrics))
+    reporting = [asyncio.create_task(report(api.metrics))] if settings.log_stats else []
     try:
         with (LogFile(settings.event_log, overwrite=settings.overwrite_event_log) if settings.event_log
               else contextlib.nullcontext()) as file:
@@ -112,7 +112,8 @@ async def _observed(api: Api, traces: Traces | None, settings: ServerSettings) -
             yield
             api.batched_observer.flush()
     finally:
-        reporting.cancel()
+        for task in reporting:
+            task.cancel()
         api.close()
         if traces is not None:
             await asyncio.to_thread(traces.close)

@@ -65,9 +65,9 @@ async def metrics(api: Api, exchange: HttpExchange) -> None:
     await exchange.respond(api.metrics.exposition(), content_type=PROMETHEUS)
 
 
-def _model(api: Api) -> dict[str, object]:
+def _model(api: Api, name: str) -> dict[str, object]:
     return {
-        "id": api.settings.served_model_name, "object": "model", "created": STARTED, "owned_by": "slotwise",
+        "id": name, "object": "model", "created": STARTED, "owned_by": "slotwise",
         "root": api.engine_client.info.model, "parent": None,
         "max_model_len": api.engine_client.info.limits.max_model_len,
         "default_sampling_params": api.settings.sampling_defaults.given,
@@ -113,14 +113,15 @@ async def abort_requests(api: Api, exchange: HttpExchange) -> None:
 
 
 async def models(api: Api, exchange: HttpExchange) -> None:
-    """The served model, as a list of one."""
-    await exchange.respond_json({"object": "list", "data": [_model(api)]})
+    """The served model, once by each of its names."""
+    await exchange.respond_json({"object": "list", "data": [_model(api, name) for name in api.settings.model_names]})
 
 
 async def model(api: Api, exchange: HttpExchange) -> None:
     """The served model."""
-    check_model(exchange.scope["path_params"]["model"], api.settings.served_model_name)
-    await exchange.respond_json(_model(api))
+    name = exchange.scope["path_params"]["model"]
+    check_model(name, api.settings.model_names)
+    await exchange.respond_json(_model(api, name))
 
 
 async def tokenize(api: Api, exchange: HttpExchange) -> None:
@@ -128,7 +129,7 @@ async def tokenize(api: Api, exchange: HttpExchange) -> None:
     api.quotas.count_request(api.account(exchange))
     async with api.bodies.reading(exchange) as body:
         request = decode(TokenizeRequest, body)
-        check_model(request.model, api.settings.served_model_name)
+        check_model(request.model, api.settings.model_names)
         if (request.prompt is None) == (request.messages is None):
             raise bad_request("give either prompt or messages", "prompt")
         if request.messages is not None:
@@ -150,6 +151,6 @@ async def detokenize(api: Api, exchange: HttpExchange) -> None:
     api.quotas.count_request(api.account(exchange))
     async with api.bodies.reading(exchange) as body:
         request = decode(DetokenizeRequest, body)
-        check_model(request.model, api.settings.served_model_name)
+        check_model(request.model, api.settings.model_names)
         text = await api.prompts.decode(request.tokens, exchange.holder)
     await exchange.respond_json({"prompt": text})

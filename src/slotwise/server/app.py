@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from functools import cache
 from http import HTTPStatus
 
 from starlette.exceptions import HTTPException
@@ -17,8 +18,8 @@ from starlette.types import Receive, Scope, Send
 
 from slotwise.engine.client import EngineClient
 from slotwise.observe.step_time import StepTimeModel
-from slotwise.server import admin, explain, queue_position
-from slotwise.server.browsers import PREFLIGHT, WITH_A_BODY, check_json, check_one_host, is_preflight
+from slotwise.server import admin, explain, pages, queue_position
+from slotwise.server.browsers import WITH_A_BODY, check_json, check_one_host, is_local, is_preflight
 from slotwise.server.completions import chat_completions, completions
 from slotwise.server.connections import ALWAYS
 from slotwise.server.context import Api
@@ -37,7 +38,17 @@ Endpoint = Callable[[Api, HttpExchange], Awaitable[None]]
 
 async def openapi(api: Api, exchange: HttpExchange) -> None:
     """The OpenAPI document of this service."""
-    await exchange.respond(document(ROUTES, OPEN_TO_ALL))
+    await exchange.respond(document(ROUTES, OPEN_TO_ALL, api.settings.root_path))
+
+
+async def docs(api: Api, exchange: HttpExchange) -> None:
+    """The routes and their bodies, from the OpenAPI document, as an HTML page."""
+    await pages.respond(exchange, _reference(api.settings.root_path))
+
+
+@cache
+def _reference(root_path: str) -> bytes:
+    return pages.reference(document(ROUTES, OPEN_TO_ALL), root_path)
 
 
 ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
@@ -52,6 +63,8 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("GET", "/ping", admin.health),
     ("POST", "/ping", admin.health),
     ("GET", "/version", admin.version),
+    ("GET", "/", pages.index),
+    ("GET", "/docs", docs),
     ("GET", "/openapi.json", openapi),
     ("GET", "/metrics", admin.metrics),
     ("GET", "/load", admin.load),
@@ -62,7 +75,7 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("GET", "/explain/{request_id:path}", explain.of_request),
     ("GET", "/requests/{request_id:path}", queue_position.of_request),
 )
-OPEN_TO_ALL = ("/health", "/ping", "/timeline")  # the last is a page without data, which prompts for a key itself
+OPEN_TO_ALL = ("/", "/docs", "/health", "/ping", "/timeline")  # the pages hold no data; the last prompts for a key
 ADMIN = "/admin/"  # routes below it change how the server works
 MAX_ROUTES = 2000  # characters of the routes that an error lists
 REJECTIONS = ("context_length_exceeded", "tokenizer_busy")  # codes of errors that count as refused admissions
@@ -95,6 +108,7 @@ class App:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise NotImplementedError(f"this application does not speak {scope['type']}")
+        scope["path"] = below(self.api.settings.root_path, scope["path"])
         headers = dict(scope["headers"])
         exchange = HttpExchange(scope, receive, send, secrets.token_hex(16))
         scope["exchange"] = exchange
@@ -104,17 +118,15 @@ class App:
             if given := headers.get(b"x-request-id"):
                 exchange.request_id = checked_request_id(given.decode("latin-1"), "X-Request-Id")
             check_one_host(scope["headers"])
-            exchange.more += self.api.browsers.check(headers)
+            exchange.more += self.api.browsers.check(scope["method"], headers)
             if "reserved" in scope and scope["path"] not in ALWAYS:
                 raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "too many connections are open; try again later",
                                code="too_many_connections")
             if is_preflight(scope["method"], headers):
-                await exchange.respond(b"", headers=PREFLIGHT)
+                await exchange.respond(b"", headers=self.api.browsers.preflight(headers))
                 return
             if scope["path"] not in OPEN_TO_ALL:
-                keys = self.api.keys
-                named = keys.admin if scope["path"].startswith(ADMIN) else keys.tenant
-                exchange.tenant = named(headers.get(b"authorization", b""))
+                exchange.tenant = self._tenant(scope, headers)
             if endpoint := self._known.get((scope["method"], scope["path"])):
                 if scope["method"] in WITH_A_BODY:
                     check_json(headers)
@@ -133,6 +145,21 @@ class App:
         finally:
             self.api.num_exchanges -= 1
             del scope["exchange"]  # else they refer to each other, and the collector that frees them runs rarely
+
+    def _tenant(self, scope: Scope, headers: Mapping[bytes, bytes]) -> str:
+        """The tenant of a request's key.  Raises ApiError: the key does not open this path."""
+        keys, authorization = self.api.keys, headers.get(b"authorization", b"")
+        if not scope["path"].startswith(ADMIN):
+            return keys.tenant(authorization)
+        client = scope.get("client") or ("",)
+        return keys.admin(authorization, is_local=is_local(client[0], headers))
+
+
+def below(root_path: str, path: str) -> str:
+    """A path as the routes have it: a reverse proxy may pass its prefix on, or have taken it off."""
+    if root_path and (path == root_path or path.startswith(root_path + "/")):
+        return path[len(root_path):] or "/"
+    return path
 
 
 class _Endpoint:

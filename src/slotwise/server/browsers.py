@@ -4,7 +4,8 @@ A browser sends requests to any address that a page names.  Four checks tell suc
 
 - `Host`: by DNS rebinding a page's own name may come to mean 127.0.0.1.  A server on a loopback address without keys
   answers only names that always mean this machine, and those of `--allowed-hosts`.  No request may have two.
-- `Origin`: a browser names the site of the page.  It must be this server's own or one of `--allowed-origins`.
+- `Origin`: a browser names the site of the page.  It must be this server's own or one of `--allowed-origins`, and the
+  method one of `--allowed-methods`.
 - `Sec-Fetch-Site`: a browser names no origin with the GET of a script or an image, but says that another site's page
   sends it.  Where hosts are checked, only a link to this server (`Sec-Fetch-Mode: navigate`) is followed.
 - `Content-Type`: a page may send text/plain or a form anywhere without asking first (a "simple request" of the Fetch
@@ -27,8 +28,13 @@ JSON = b"application/json"
 WITH_A_BODY = ("POST", "PUT")
 MAX_SHOWN = 100  # characters of a header that an error repeats
 ANY = "*"
+FORWARDED = (b"forwarded", b"via", b"x-forwarded-for", b"x-real-ip")  # by a proxy, for another client
+METHODS = ("GET", "POST", "PUT")
+PREFLIGHT_METHOD = "OPTIONS"
+CREDENTIALS = (b"access-control-allow-credentials", b"true")
 
 _HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[^\[\]:/@]+)(:\d{0,5})?", re.IGNORECASE)
+_NAMES = re.compile(rb"[\w!#$%&'*+.^`|~, \t-]{1,4096}")
 
 
 class Browsers:
@@ -40,17 +46,20 @@ class Browsers:
         self._checks_if_local = not settings.all_keys and ANY not in self._names
         self._names.add(settings.host.lower())
         self._origins = frozenset(origin.lower() for origin in settings.allowed_origins)
+        self._methods = frozenset(settings.allowed_methods)
+        self._headers = settings.allowed_headers
+        self._allowed: Headers = [CREDENTIALS] if settings.allow_credentials else []
         self._known_host = lru_cache(256)(self._is_ours)
 
     def listens_on(self, address: str) -> None:
         """Set the address that the server's socket is bound to: `--host` may be a name, or written as 127.1."""
         self._checks_host |= self._checks_if_local and is_loopback(address)
 
-    def check(self, headers: Mapping[bytes, bytes]) -> Headers:
+    def check(self, method: str, headers: Mapping[bytes, bytes]) -> Headers:
         """CORS headers of the response to a page that may read it.
 
         Raises:
-            ApiError: the request is for another host, or from a page of another site.
+            ApiError: the request is for another host, or from a page that may not send it.
         """
         host = headers.get(b"host")
         if self._checks_host and host is not None and not self._known_host(host):
@@ -66,7 +75,24 @@ class Browsers:
         if origin.decode("latin-1").lower() not in self._origins and ANY not in self._origins:
             raise ApiError(HTTPStatus.FORBIDDEN, f"pages of {_shown(origin)} may not use this server; start it with "
                            "--allowed-origins to let them", "Origin", "origin_not_allowed")
-        return [(b"access-control-allow-origin", origin), (b"vary", b"Origin")]
+        if method != PREFLIGHT_METHOD and not self._may_use(method):
+            raise ApiError(HTTPStatus.FORBIDDEN, f"pages of other sites may not send {method}; start the server with "
+                           "--allowed-methods to let them", "Origin", "method_not_allowed")
+        return [(b"access-control-allow-origin", origin), (b"vary", b"Origin"), *self._allowed]
+
+    def preflight(self, headers: Mapping[bytes, bytes]) -> Headers:
+        """Headers of the answer to a preflight: what a page may send, which its browser then compares."""
+        methods = METHODS if ANY in self._methods else sorted(self._methods)
+        if ANY not in self._headers:
+            names = ", ".join(self._headers).encode()
+        elif not _NAMES.fullmatch(names := headers.get(b"access-control-request-headers", b"")):
+            names = b""  # none, or what no browser sends
+        named = [(b"access-control-allow-headers", names)] if names else []
+        return [(b"access-control-allow-methods", ", ".join(methods).encode()), *named,
+                (b"access-control-max-age", b"600")]
+
+    def _may_use(self, method: str) -> bool:
+        return ANY in self._methods or method in self._methods
 
     def _is_ours(self, host: bytes) -> bool:
         found = _HOST.fullmatch(host.decode("latin-1"))
@@ -91,13 +117,7 @@ def check_json(headers: Mapping[bytes, bytes]) -> None:
 
 def is_preflight(method: str, headers: Mapping[bytes, bytes]) -> bool:
     """Whether this is a CORS preflight of the Fetch standard: a browser checks if a page may send a request."""
-    return method == "OPTIONS" and b"origin" in headers and b"access-control-request-method" in headers
-
-
-PREFLIGHT: Headers = [
-    (b"access-control-allow-methods", b"GET, POST, PUT"),
-    (b"access-control-allow-headers", b"authorization, content-type, x-request-id"),
-    (b"access-control-max-age", b"600")]
+    return method == PREFLIGHT_METHOD and b"origin" in headers and b"access-control-request-method" in headers
 
 
 def is_loopback(name: str) -> bool:
@@ -110,6 +130,11 @@ def is_loopback(name: str) -> bool:
         return (getattr(address, "ipv4_mapped", None) or address).is_loopback  # ::ffff:127.0.0.1
     except ValueError:
         return False
+
+
+def is_local(address: str, headers: Mapping[bytes, bytes]) -> bool:
+    """Whether a request comes from this machine, and through no proxy that says so.  Args: address: the client's."""
+    return is_loopback(address) and not any(name in headers for name in FORWARDED)
 
 
 def _is_cross_site(headers: Mapping[bytes, bytes]) -> bool:

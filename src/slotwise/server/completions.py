@@ -164,7 +164,7 @@ def _enter(api: Api, exchange: HttpExchange) -> None:
 
 def _check(api: Api, exchange: HttpExchange, request: Generate) -> SLO:
     """All checks that need no prompt.  Returns the objectives the request is served on."""
-    check_model(request.model, api.settings.served_model_name)
+    check_model(request.model, api.settings.model_names)
     request.refuse_unsupported()
     if request.request_id is not None:
         exchange.request_id = checked_request_id(request.request_id, "request_id")

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import select
 from asyncio import Transport
+from collections.abc import Callable
 from typing import Any, cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
@@ -73,23 +74,46 @@ class Connection(HttpToolsProtocol):
         self._ahead = bytearray()  # received while it is answered
         self._malformed = ""  # why what follows it is not answered
         self._half_closed = False  # the client has ended its sending side
+        self._is_entered = False  # among all connections
+        self._give_up: Callable[[], object] | None = None  # ends a handshake in progress
+
+    def begin_handshake(self, address: str, give_up: Callable[[], object]) -> None:
+        """Count the connection before it is made, while TLS begins.  Args: give_up: ends that."""
+        self._give_up = give_up
+        self._enter(address)
+
+    def end_handshake(self) -> None:
+        """TLS has begun, and the connection is made, or it never will be."""
+        if self._give_up is not None:
+            self._give_up = None
+            self._among.leave(self)
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         super().connection_made(cast(Transport, _HeadJoined(transport)))
-        self._reserved = not self._among.enter(self, self.client[0] if self.client else "")
+        self._give_up = None
+        if not self._is_entered:
+            self._enter(self.client[0] if self.client else "")
+        self.deadline = self.loop.time() + self._header_timeout
+
+    def _enter(self, address: str) -> None:
+        self._is_entered = True
+        self._reserved = not self._among.enter(self, address)
         if self._reserved:
             self._header_timeout = min(self._header_timeout, RESERVE_TIMEOUT)
         self.deadline = self.loop.time() + self._header_timeout
 
     def refuse(self) -> None:
-        self.transport.abort()
+        if self._give_up is not None:
+            self._give_up()
+        else:
+            self.transport.abort()
 
     def time_out(self, now: float) -> None:
         """Close the connection if a deadline is before `now`; what was read meanwhile is not unread."""
         if self.unread_deadline < now:
             self.unread_deadline = NEVER
             if self.transport.get_write_buffer_size():
-                self.transport.abort()
+                self.refuse()
                 return
         if self.deadline < now:
             self.deadline = NEVER
@@ -97,7 +121,7 @@ class Connection(HttpToolsProtocol):
                 self.transport.write(LATE)
                 self.transport.close()
             else:
-                self.transport.abort()
+                self.refuse()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._among.leave(self)
@@ -226,7 +250,10 @@ class Connection(HttpToolsProtocol):
             super().send_400_response(msg)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Returns whether the transport stays open."""
+        """Returns whether the transport stays open.  TLS knows no half-closed connections, as event loops have it."""
+        if self.scheme == "https" and self._is_answering:
+            self.transport.abort()  # what it writes from here on would be dropped, and never end
+            return False
         if not self._is_answering or self.transport.is_closing():
             return False
         if not self._half_closed:

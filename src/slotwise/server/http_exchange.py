@@ -66,7 +66,7 @@ class HttpExchange:
         """
         announced = int(dict(self.scope["headers"]).get(b"content-length", b"0"))
         if announced > max_bytes:
-            raise _too_large(max_bytes)
+            raise too_large(max_bytes)
         claim(announced)
         try:
             async with asyncio.timeout(timeout):
@@ -83,7 +83,7 @@ class HttpExchange:
             part = message.get("body", b"")
             size += len(part)
             if size > max_bytes:
-                raise _too_large(max_bytes)
+                raise too_large(max_bytes)
             parts.append(part)
             if not message.get("more_body", False):
                 return b"".join(parts)
@@ -179,7 +179,8 @@ class HttpExchange:
         await self._send({"type": "http.response.start", "status": int(status), "headers": headers})
 
 
-def _too_large(max_bytes: int) -> ApiError:
+def too_large(max_bytes: int) -> ApiError:
+    """The error of a body that has more bytes."""
     return ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body has more than {max_bytes} bytes",
                     code="body_too_large")
 

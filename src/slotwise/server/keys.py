@@ -1,4 +1,4 @@
-"""API keys: authentication, and the tenant of each key."""
+"""API keys: authentication, the tenant of each key, and who may change how the server works."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Keys:
     """
 
     def __init__(self, keys: Sequence[str], admin_key: str = "") -> None:
-        """Args: admin_key: the only key that may change how the server works; "": any may."""
+        """Args: admin_key: the only key that may change how the server works; "": see `admin`."""
         self._secret = secrets.token_bytes(32)
         self._tenants = [self.name_of(key) for key in keys]
         self._admin = self.name_of(admin_key) if admin_key else ""
@@ -69,17 +69,25 @@ class Keys:
             return ""
         return self._known(authorization, [*self._tenants, self._admin] if self._admin else self._tenants)
 
-    def admin(self, authorization: bytes) -> str:
-        """The tenant of a key that may change how the server works.
+    def admin(self, authorization: bytes, *, is_local: bool) -> str:
+        """The tenant of a client that may change how the server works.
+
+        Without an admin key these are clients on this machine, where no key is needed, and else none.
+
+        Args:
+            is_local: the client is on this machine.
 
         Raises:
-            ApiError: the key is missing, unknown, or not the admin key.
+            ApiError: the key is missing, unknown, or not the admin key, or there is none.
         """
         if not self._admin:
-            return self.tenant(authorization)
+            tenant = self.tenant(authorization)
+            if self._tenants or not is_local:
+                raise _admin_key_needed("start the server with --admin-api-key")
+            return tenant
         name = self._known(authorization, [*self._tenants, self._admin])
         if name != self._admin:
-            raise ApiError(HTTPStatus.FORBIDDEN, "this needs the admin key", code="admin_key_needed")
+            raise _admin_key_needed("send it as a bearer token")
         return name
 
     def _known(self, authorization: bytes, names: Sequence[str]) -> str:
@@ -93,3 +101,7 @@ class Keys:
 
     def _digest(self, key: bytes) -> str:
         return hashlib.blake2b(key, key=self._secret, digest_size=NAME_BYTES).hexdigest()
+
+
+def _admin_key_needed(how: str) -> ApiError:
+    return ApiError(HTTPStatus.FORBIDDEN, f"this needs the admin key: {how}", code="admin_key_needed")

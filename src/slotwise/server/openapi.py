@@ -31,7 +31,8 @@ BODIES: dict[str, type] = {
     "/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest, "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest, "/abort_requests": AbortRequest}
 GENERATING = ("/v1/completions", "/v1/chat/completions")
-OTHER_TEXT = {"/metrics": "text/plain", "/timeline": "text/html", "/events": "application/x-ndjson"}
+OTHER_TEXT = {"/": "text/html", "/docs": "text/html", "/metrics": "text/plain", "/timeline": "text/html",
+              "/events": "application/x-ndjson"}
 AT_ANY_ROUTE = (HTTPStatus.BAD_REQUEST, HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND,
                 HTTPStatus.METHOD_NOT_ALLOWED, HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.SERVICE_UNAVAILABLE)
 EVENT: Json = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
@@ -65,11 +66,14 @@ class Message(msgspec.Struct):
     content: str | list[Part] | None = None
 
 
-def document(routes: Sequence[tuple[str, str, Callable[..., object]]], open_to_all: Sequence[str]) -> bytes:
+def document(
+    routes: Sequence[tuple[str, str, Callable[..., object]]], open_to_all: Sequence[str], root_path: str = "",
+) -> bytes:
     """The OpenAPI document of `routes`, each a method, a path and an endpoint, as JSON.
 
     Args:
         open_to_all: paths that need no key.
+        root_path: prefix of all paths, for clients that reach the server through a proxy.
     """
     types = [*BODIES.values(), Message, ErrorBody, TierSettings]
     references, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
@@ -91,6 +95,7 @@ def document(routes: Sequence[tuple[str, str, Callable[..., object]]], open_to_a
         "openapi": "3.1.0",
         "info": {"title": "Slotwise", "version": __version__},
         "security": [{"key": []}, {}],  # for servers without keys
+        **({"servers": [{"url": root_path}]} if root_path else {}),
         "paths": paths,
         "components": {"schemas": components, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
     })

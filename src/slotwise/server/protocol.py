@@ -7,7 +7,7 @@ change nothing, or refused by name (see `server.unsupported`); an unknown one is
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Annotated, Any, Literal, TypeVar
@@ -336,8 +336,9 @@ def _decoding(body: bytes) -> Iterator[None]:
         gc.enable()
 
 
-def check_model(asked: str | None, served: str) -> None:
-    """Raises ApiError for a model other than the served one."""
-    if asked is not None and asked != served:
-        message = f"the model {asked[:MAX_NAME]!r} does not exist; this server has {served!r}"
+def check_model(asked: str | None, names: Sequence[str]) -> None:
+    """Raises ApiError for a name that is none of the served model's."""
+    if asked is not None and asked not in names:
+        served = " or ".join(map(repr, names))
+        message = f"the model {asked[:MAX_NAME]!r} does not exist; this server has {served}"
         raise ApiError(HTTPStatus.NOT_FOUND, message, "model", "model_not_found")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -16,25 +17,39 @@ from typing import cast
 
 import uvicorn
 
-from slotwise.server.acceptor import Acceptor
-from slotwise.server.app import App
+from slotwise.server.acceptor import Acceptor, plain
+from slotwise.server.app import ADMIN, App
 from slotwise.server.connection import Connection
 from slotwise.server.connections import BACKLOG, Connections, backlog_within, most_within, raise_file_limit
+from slotwise.server.settings import ServerSettings
+from slotwise.server.tls import AT_ONCE, MOST, Tls, context_of
 
 FLUSH = 5  # seconds for responses that are written but not yet sent; then what clients have not read is dropped
 EXPIRE_EVERY = 0.25  # seconds between two checks for connections past their deadline
 
+logger = logging.getLogger(__name__)
+
 
 class _Server(uvicorn.Server):
+    """Args: tls: None: without."""
+
+    def __init__(self, config: uvicorn.Config, tls: Tls | None) -> None:
+        super().__init__(config)
+        self._tls = tls
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept connections through `acceptor`, for uvicorn would accept all that wait at once."""
-        factory = cast(Callable[..., asyncio.Protocol], self.config.http_protocol_class)
-        protocol = partial(factory, config=self.config, server_state=self.server_state,
-                           app_state={})
         for listener in sockets or []:
             listener.listen(self.config.backlog)
-        self.servers = [cast(asyncio.Server, Acceptor(listener, protocol)) for listener in sockets or []]
+        self.servers = [cast(asyncio.Server, self._acceptor(listener)) for listener in sockets or []]
         self.started = True
+
+    def _acceptor(self, listener: socket.socket) -> Acceptor:
+        factory = cast(Callable[..., Connection], self.config.http_protocol_class)
+        protocol = partial(factory, config=self.config, server_state=self.server_state, app_state={})
+        if (tls := self._tls) is None:
+            return Acceptor(listener, plain(protocol))
+        return Acceptor(listener, lambda loop, accepted: tls.connect(loop, protocol(), accepted), AT_ONCE)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -52,9 +67,9 @@ def listen(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=family, backlog=BACKLOG)
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, scheme: str = "http") -> str:
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 async def serve(app: App, listener: socket.socket, on_listening: Callable[[str], None] = lambda url: None) -> None:
@@ -65,14 +80,15 @@ async def serve(app: App, listener: socket.socket, on_listening: Callable[[str],
     """
     app.api.browsers.listens_on(listener.getsockname()[0])
     settings, file_limit = app.api.settings, raise_file_limit()
-    connections = Connections(most_within(file_limit))
+    tls, most = _tls(settings), most_within(file_limit)
+    connections = Connections(min(most, MOST) if tls else most)
     protocol = partial(Connection, among=connections, header_timeout=settings.header_timeout,
                        body_timeout=settings.body_timeout, unread_timeout=settings.unread_timeout)
     config = uvicorn.Config(
         app, http=cast(type[asyncio.Protocol], protocol), ws="none", lifespan="off", log_config=None,
         access_log=False, proxy_headers=False, server_header=False, backlog=backlog_within(file_limit),
         timeout_keep_alive=settings.keep_alive_timeout, timeout_graceful_shutdown=FLUSH + 1)
-    server = _Server(config)
+    server = _Server(config, tls)
     loop = asyncio.get_running_loop()
     stopping: set[asyncio.Task[None]] = set()
 
@@ -84,7 +100,8 @@ async def serve(app: App, listener: socket.socket, on_listening: Callable[[str],
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
-    beside = [loop.create_task(_announce(server, lambda: on_listening(url_of(listener)))),
+    scheme = "https" if tls else "http"
+    beside = [loop.create_task(_announce(server, settings, lambda: on_listening(url_of(listener, scheme)))),
               loop.create_task(_without_hope(app, stop)), loop.create_task(_expire(connections))]
     try:
         await server.serve([listener])
@@ -111,9 +128,25 @@ async def _expire(connections: Connections) -> None:
     while True:
         await asyncio.sleep(EXPIRE_EVERY)
         connections.expire(asyncio.get_running_loop().time())
-
-
-async def _announce(server: uvicorn.Server, tell: Callable[[], None]) -> None:
+async def _announce(server: uvicorn.Server, settings: ServerSettings, tell: Callable[[], None]) -> None:
     while not server.started:
         await asyncio.sleep(0.01)
+    for line in (*settings.notices, *_about_admin(settings)):
+        logger.info(line)
     tell()
+
+
+def _about_admin(settings: ServerSettings) -> list[str]:
+    """Returns a line about who may use the routes that change the server."""
+    if settings.admin_api_key:
+        return []
+    if settings.all_keys:
+        return [f"{ADMIN} answers no client: --admin-api-key opens it to one key"]
+    return [f"{ADMIN} answers clients on this machine only: --admin-api-key opens it to one key"]
+
+
+def _tls(settings: ServerSettings) -> Tls | None:
+    if not settings.ssl_certfile:
+        return None
+    context = context_of(settings.ssl_certfile, settings.ssl_keyfile, settings.ssl_ca_certs)
+    return Tls(context, settings.header_timeout)

@@ -12,9 +12,10 @@ from slotwise.server.tiers import ServedTier
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    served_model_name: str
+    served_model_name: str  # in responses and metrics
+    more_model_names: tuple[str, ...] = ()  # further names by which clients may ask for it
     api_keys: tuple[str, ...] = ()  # each a tenant, like the keys of tiers; none: no key is needed
-    admin_api_key: str = ""  # the only key that may change scheduling; empty: any key may
+    admin_api_key: str = ""  # the only key that may change scheduling; empty: see keys.Keys.admin
     tiers: tuple[ServedTier, ...] = ()  # classes of service, as at the start
     max_body_bytes: int = 4 << 20  # a million token ids; decoding a body delays every stream
     header_timeout: float = 10.0  # seconds for the first byte of a connection, and for the rest of each head
@@ -32,12 +33,26 @@ class ServerSettings:
     overwrite_event_log: bool = False  # replace any file of that name
     otlp_traces_endpoint: str = ""  # a collector's URL, for OTLP over HTTP; empty: nothing is traced
     log_format: str = TEXT  # of stderr: see observe.lines
+    log_stats: bool = True  # log the load, every ten seconds
+    notices: tuple[str, ...] = ()  # lines to log at the start
     host: str = ""  # the name or address it listens on; it may stand in `Host`
     allowed_hosts: tuple[str, ...] = ()  # further names in `Host`, without ports; "*": any
     allowed_origins: tuple[str, ...] = ()  # sites whose pages may use the server, as scheme://host:port; "*": any
+    allowed_methods: tuple[str, ...] = ("*",)  # of their requests; "*": any
+    allowed_headers: tuple[str, ...] = ("*",)  # likewise
+    allow_credentials: bool = False  # their requests may carry cookies
+    ssl_certfile: str = ""  # a certificate, in PEM; empty: HTTP without TLS
+    ssl_keyfile: str = ""  # its private key; empty: it is in the same file
+    ssl_ca_certs: str = ""  # one of these has signed the certificate that each client must have; empty: none needs one
+    root_path: str = ""  # prefix of paths, without a slash at its end, below which a reverse proxy shows this server
     seed: int = 0  # generates the seeds of requests without one
     trust_request_chat_template: bool = False  # render the chat templates that requests bring
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)  # where a request names none
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """All names by which clients may ask for the model."""
+        return (self.served_model_name, *self.more_model_names)
 
     @property
     def all_keys(self) -> tuple[str, ...]:

@@ -30,7 +30,8 @@ def chromium():
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, chromium):
     folder = tmp_path_factory.mktemp("timeline")
-    with serving("--max-num-seqs", "16", "--api-key", KEY, log=folder / "stderr") as running:
+    with serving("--max-num-seqs", "16", "--api-key", KEY, "--admin-api-key", KEY, "--root-path", "/llm",
+                 log=folder / "stderr") as running:
         yield running
 
 
@@ -77,6 +78,17 @@ def test_a_key_is_asked_for_and_a_wrong_one_again(chromium, server):
         assert not page.is_visible("#door") and page.inner_text("#state") == "live"
         assert KEY not in page.url and KEY.replace(" ", "%20") not in page.url
         assert complaints and all(UNAUTHORISED in one for one in complaints), complaints
+
+
+def test_below_a_prefix_everything_is_fetched_below_it(chromium, server):
+    with looked_at(chromium, server.url + "/llm/timeline") as (page, _):
+        page.wait_for_selector("#door[open]")
+        asked = []
+        page.on("request", lambda request: asked.append(request.url))
+        page.fill("#key", KEY)
+        page.keyboard.press("Enter")
+        until(page, "slotwise.history.run !== null")
+        assert asked and all(url.startswith(f"{server.url}/llm/") for url in asked)
 
 
 def test_a_newcomer_sees_both_ways_to_batch_and_every_cell_is_what_was_planned(server, opened):

@@ -15,7 +15,7 @@ export class Service {
       if (body !== undefined) headers["Content-Type"] = "application/json";
       const keepalive = method === "PUT"; // sent even if the page is closed
       const sent = { method, headers, body: body && JSON.stringify(body), cache: "no-store", signal, keepalive };
-      const response = await fetch(path, sent);
+      const response = await fetch(path.slice(1), sent); // beside this page, which a proxy may show below a prefix
       if (response.status !== 401) return response;
       this.key = await this.onKey(this.key !== "");
       sessionStorage.setItem(KEY, this.key);

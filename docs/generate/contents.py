@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from docs.generate import command_line, http, metrics, modules, policies, protocols, records, results
+from docs.generate import (
+    coming_from,
+    command_line,
+    http,
+    metrics,
+    modules,
+    policies,
+    protocols,
+    records,
+    results,
+    supported,
+)
 
 BLOCKS: dict[str, Callable[[], str]] = {
     "commands": command_line.commands,
@@ -38,4 +49,14 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "neighbours": results.neighbours,
     "observing": results.observing,
     "policies": policies.promises,
+    "architectures": supported.architectures,
+    "checkpoints": supported.checkpoints,
+    "devices": supported.devices,
+    "fields taken and refused": supported.fields,
+    "served routes": supported.served_routes,
+    "not there": supported.without,
+    "vllm options": coming_from.vllm_options,
+    "vllm routes": coming_from.vllm_routes,
+    "llama cpp": coming_from.llama_cpp,
+    "ollama": coming_from.ollama,
 }

@@ -93,4 +93,4 @@ def test_without_opentelemetry_it_is_said_what_to_install() -> None:
     script = ("import sys; sys.modules['opentelemetry.sdk'] = None\n"
               "from slotwise.observe.traces import Traces\nTraces('http://127.0.0.1:1', 'toy')")
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert run.returncode == 1 and "pip install 'slotwise[otel]'" in run.stderr.splitlines()[-1]
+    assert run.returncode == 1 and "pip install '.[otel]' in a checkout" in run.stderr.splitlines()[-1]

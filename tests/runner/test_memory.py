@@ -31,6 +31,41 @@ def test_a_group_without_a_limit_leaves_it_to_the_machine(group: Path):
     assert memory.available_bytes() == 64 * GIB
 
 
+def member(group: Path, monkeypatch: pytest.MonkeyPatch, listed: str) -> None:
+    """This process is a member of the groups that `listed` names."""
+    (group / "membership").write_text(listed)
+    monkeypatch.setattr(memory, "_MEMBERSHIP", group / "membership")
+
+
+def limited(group: Path, free: int) -> None:
+    """A group that may take `free` bytes more, and may not swap."""
+    group.mkdir(parents=True, exist_ok=True)
+    for name, value in (("max", 2 * GIB + free), ("current", 2 * GIB), ("swap.max", 0), ("swap.current", 0)):
+        (group / f"memory.{name}").write_text(f"{value}\n")
+    (group / "memory.stat").write_text("anon 1\n")
+
+
+def test_the_limit_of_a_service_counts_and_so_do_those_above_it(group: Path, monkeypatch: pytest.MonkeyPatch):
+    """`MemoryMax=` of a unit is in the unit's own group, which no container makes the root."""
+    member(group, monkeypatch, "12:cpu:/other\n0::/system.slice/slotwise.service\n")
+    assert memory.available_bytes() == 7 * GIB, "the root's, as the others do not exist"
+    limited(group / "system.slice" / "slotwise.service", 3 * GIB)
+    assert memory.available_bytes() == memory.loadable_bytes() == 3 * GIB
+    limited(group / "system.slice", 2 * GIB)
+    assert memory.available_bytes() == 2 * GIB
+    limited(group / "other", GIB)
+    assert memory.available_bytes() == 2 * GIB
+
+
+@pytest.mark.parametrize("listed", ["", "0::/\n", "0::/../outside\n", "3:memory:/old\n"])
+def test_a_process_whose_group_is_not_seen_has_the_roots(
+        group: Path, monkeypatch: pytest.MonkeyPatch, listed: str):
+    limited(group.parent / "outside", GIB)
+    limited(group / "old", GIB)
+    member(group, monkeypatch, listed)
+    assert memory.available_bytes() == 7 * GIB
+
+
 def test_a_full_group_is_told_apart_from_a_broken_number(group: Path):
     (group / "memory.current").write_text(f"{20 * GIB}\n")
     assert memory.available_bytes() == 0

@@ -162,7 +162,7 @@ def _provider(endpoint: str) -> TracerProvider:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         raise TracesError(
-            f"traces need OpenTelemetry ({error}): pip install 'slotwise[otel]'") from error
+            f"traces need OpenTelemetry ({error}): pip install '.[otel]' in a checkout of Slotwise") from error
     named = {"service.name": os.environ.get("OTEL_SERVICE_NAME", "slotwise")}
     provider = TracerProvider(resource=Resource.create(named), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(

@@ -20,12 +20,13 @@ STEPS_LEAVE = 20_000_000  # bytes of graphs, samplers and heap fragmentation: 15
 UNLIMITED = 1 << 62  # bytes
 
 _CGROUP = Path("/sys/fs/cgroup")
+_MEMBERSHIP = Path("/proc/self/cgroup")
 _MEMINFO = Path("/proc/meminfo")
 
 
 def available_bytes() -> int:
-    """Memory this process may still take: the machine's, or its control group's where that is less."""
-    return min(_machine_available(), _cgroup_available())
+    """Memory this process may still take: the machine's, or that of a control group above it where that is less."""
+    return min(_machine_available(), *map(_free_of, _groups()))
 
 
 def loadable_bytes() -> int:
@@ -37,7 +38,7 @@ def loadable_bytes() -> int:
     if available is None:
         return UNLIMITED
     swap = _meminfo("SwapFree") or 0
-    return min(available + swap, _cgroup_available() + min(swap, _cgroup_swap()))
+    return min(available + swap, *[_free_of(group) + min(swap, _swap_of(group)) for group in _groups()])
 
 
 def check_weights(weights: int, free: int, where: str) -> None:
@@ -175,24 +176,37 @@ def _meminfo(name: str) -> int | None:
     return None
 
 
-def _cgroup_available() -> int:
+def _groups() -> list[Path]:
+    """The control group of this process and those above it, as far as they can be seen: a container sees its root."""
     try:
-        limit = (_CGROUP / "memory.max").read_text().strip()
+        named = [line.removeprefix("0::") for line in _MEMBERSHIP.read_text().splitlines() if line.startswith("0::")]
+    except OSError:
+        named = []
+    parts = [part for part in (named[0] if named else "/").split("/") if part]
+    if ".." in parts:  # a group outside of what can be seen
+        parts = []
+    return [_CGROUP.joinpath(*parts[:depth]) for depth in range(len(parts) + 1)]
+
+
+def _free_of(group: Path) -> int:
+    """Bytes that a control group may still take."""
+    try:
+        limit = (group / "memory.max").read_text().strip()
         if limit == "max":
             return UNLIMITED
-        used = int((_CGROUP / "memory.current").read_text())
-        stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+        used = int((group / "memory.current").read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
         return UNLIMITED  # no memory control group
     files = int(stat.get("active_file", 0)) + int(stat.get("inactive_file", 0))  # page cache: reclaimed on demand
     return max(0, int(limit) - used + files)
 
 
-def _cgroup_swap() -> int:
-    """Bytes that the control group may still swap out."""
+def _swap_of(group: Path) -> int:
+    """Bytes that a control group may still swap out."""
     try:
-        limit = (_CGROUP / "memory.swap.max").read_text().strip()
-        used = int((_CGROUP / "memory.swap.current").read_text())
+        limit = (group / "memory.swap.max").read_text().strip()
+        used = int((group / "memory.swap.current").read_text())
         return UNLIMITED if limit == "max" else max(0, int(limit) - used)
     except (OSError, ValueError):
         return UNLIMITED  # no control of swap: the machine's is the bound

@@ -1,0 +1,119 @@
+"""What is supported, and what is not: lists for one page, from the code that supports it."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+from docs.generate import names
+from docs.generate.blocks import ROOT
+from docs.generate.markdown import code, escaped, first_sentence, listed, table
+
+from slotwise.engine.config import DEVICES, KV_CACHE_DTYPES, QUANTIZATIONS, ConfigError, EngineConfig
+from slotwise.model.families import FAMILIES
+from slotwise.model.layers import rope
+from slotwise.model.weights import _BYTES as STORED
+from slotwise.server.protocol import ChatRequest, CompletionRequest
+
+KERNELS = {  # files, not imported: Triton may be absent
+    "cpu": "cpu/kernels.py", "cuda": "cuda/kernels.py", "reference": "reference.py"}
+MEASURED = {
+    "cpu": "Measured on x86-64 with AVX2, AVX-512 and AVX-512 FP16.",
+    "cuda": "Never measured on hardware; its kernels are tested under Triton's interpreter.",
+    "reference": "Plain torch, for tests and comparisons: slow."}
+WITHOUT = (  # a capability, and a name that would be there with it
+    ("tensor, pipeline and data parallelism: one engine computes on one device", "--tensor-parallel-size"),
+    ("LoRA adapters", "--enable-lora"),
+    ("speculative decoding: no draft model and no n-gram proposer is part of the package", "--speculative-config"),
+    ("structured output: JSON schemas, grammars, regular expressions, choices", "response_format"),
+    ("tool calls", "tools"),
+    ("embeddings, scores and reranking", "/v1/embeddings"),
+    ("OpenAI's Responses API", "/v1/responses"),
+    ("Anthropic's Messages API", "/v1/messages"),
+    ("audio routes", "/v1/audio/transcriptions"),
+    ("TLS: a proxy in front of the server can add it", "--ssl-certfile"),
+    ("a prefix of all paths", "--root-path"),
+    ("a file of options", "--config"),
+    ("code of a checkpoint: it is never run", "--trust-remote-code"),
+    ("a revision of a hub model: the newest is downloaded", "--revision"))
+
+
+def architectures() -> str:
+    """Returns the architectures that a config.json may name, each with its models."""
+    return table(("`architectures` in config.json", "models"), [
+        (code(name), escaped(first_sentence(sys.modules[family.configure.__module__].__doc__)))
+        for name, family in FAMILIES.items()])
+
+
+def checkpoints() -> str:
+    """Returns what the files of a checkpoint may hold."""
+    return table(("of a checkpoint", "what is read"), [
+        ("weights", "`model.safetensors`, or the shards that `model.safetensors.index.json` names."),
+        ("types of stored weights", f"{listed(STORED)}."),
+        ("rotary embeddings (`rope_type`)", f"{listed(rope._READERS)}."),
+        ("tokenizer", "`tokenizer.json`, with the special tokens of `tokenizer_config.json`."),
+        ("chat template", "That of `--chat-template`, else `chat_template.jinja`, else the one in "
+         "`tokenizer_config.json`; without one chats are refused.")])
+
+
+def devices() -> str:
+    """Returns the types in which each device computes, quantizes and caches."""
+    rows = []
+    for device, path in KERNELS.items():
+        types = (_kinds(path), _quantizations(device), _caches(path))
+        rows.append((code(device), *[f"{listed(each)}." for each in types], MEASURED[device]))
+    if set(KERNELS) | {"auto"} != set(DEVICES):
+        raise ValueError(f"there are other devices than {', '.join(KERNELS)}")
+    return table(("`--device`", "`--dtype`", "`--quantization`", "`--kv-cache-dtype`", "state"), rows)
+
+
+def fields() -> str:
+    """Returns the fields that the generating routes take and refuse."""
+    rows = []
+    for path, kind in (("/v1/completions", CompletionRequest), ("/v1/chat/completions", ChatRequest)):
+        taken, refused = names.fields(kind)
+        rows += [(code(path), "taken", f"{listed(sorted(taken))}."),
+                 (code(path), "refused", f"{listed(sorted(refused))}.")]
+    return table(("route", "a value is", "fields"), rows)
+
+
+def served_routes() -> str:
+    """Returns all routes."""
+    return f"{listed(names.routes())}."
+
+
+def without() -> str:
+    """Returns the capabilities that are absent, as a list."""
+    return "\n".join(f"- {what[0].upper() + what[1:]} ({code(name)})." for what, name in WITHOUT if not names.has(name))
+
+
+def _tree(path: str) -> ast.Module:
+    return ast.parse((ROOT / "src" / "slotwise" / "kernels" / Path(path)).read_text())
+
+
+def _kinds(path: str) -> list[str]:
+    """The types that the kernels in a file compute in: the field `kinds` of their class."""
+    (found,) = [node.value for node in ast.walk(_tree(path)) if isinstance(node, ast.AnnAssign)
+                and isinstance(node.target, ast.Name) and node.target.id == "kinds"]
+    return [kind.attr for kind in ast.walk(found or ast.Tuple()) if isinstance(kind, ast.Attribute)]
+
+
+def _caches(path: str) -> list[str]:
+    """The types of a cache that the kernels in a file accept: the last argument of `cache_kind`."""
+    (call,) = [node for node in ast.walk(_tree(path)) if isinstance(node, ast.Call)
+               and isinstance(node.func, ast.Name) and node.func.id == "cache_kind"]
+    given = call.args[-1]
+    return list(ast.literal_eval(given)) if isinstance(given, ast.Tuple) else list(KV_CACHE_DTYPES)
+
+
+def _quantizations(device: str) -> list[str]:
+    """The types to which weights may be quantized on a device, as a config accepts them."""
+    taken = []
+    for name in QUANTIZATIONS:
+        try:
+            EngineConfig(model="", device=device, quantization=name)
+        except ConfigError:
+            continue
+        taken.append(name)
+    return taken

@@ -1,0 +1,43 @@
+"""The workflow runs what the repository's own script runs; the changelog has the form that it names."""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+KINDS = ("Added", "Changed", "Deprecated", "Removed", "Fixed", "Security")
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)")
+
+
+def test_the_workflow_runs_every_check_and_every_test() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    assert {"push", "pull_request"} <= set(workflow[True])  # YAML 1.1 reads `on` as true
+    assert workflow["permissions"] == {"contents": "read"}
+    (job,) = workflow["jobs"].values()
+    (command,) = [step["run"] for step in job["steps"] if "run" in step]
+    assert command == "bash .ci/run" and os.access(ROOT / ".ci" / "run", os.R_OK)
+    assert all(re.fullmatch(r"actions/[\w-]+@v\d+", step["uses"]) for step in job["steps"] if "uses" in step)
+    (python,) = [step["with"]["python-version"] for step in job["steps"] if "with" in step]
+    assert PROJECT["requires-python"] == f">={python}", "the oldest version that is promised is the one that is tested"
+
+
+def test_the_changelog_has_sections_of_known_kinds() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    versions = re.findall(r"^## \[(.+?)\]", text, re.MULTILINE)
+    assert versions[0] == "Unreleased" and all(re.fullmatch(r"\d+\.\d+\.\d+", version) for version in versions[1:])
+    for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
+        kinds = re.findall(r"^### (.+)$", section, re.MULTILINE)
+        assert kinds == sorted(set(kinds), key=KINDS.index)
+        parts = re.split(r"^### .+$", section, flags=re.MULTILINE)[1:]
+        assert parts and all(part.strip().startswith("- ") for part in parts)
+
+
+def test_the_changelogs_links_lead_somewhere() -> None:
+    links = LINK.findall((ROOT / "CHANGELOG.md").read_text())
+    assert links and all((ROOT / link).exists() for link in links)

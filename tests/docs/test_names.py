@@ -1,0 +1,96 @@
+"""Pages that speak of other servers name what Slotwise has, and what they call absent is refused."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT))  # `docs` is run from the repository's root and never installed
+
+from docs.generate import coming_from, names, supported  # noqa: E402
+from docs.generate.markdown import code  # noqa: E402
+
+from slotwise.cli import build_parser  # noqa: E402
+from slotwise.engine.config import KV_CACHE_DTYPES  # noqa: E402
+from slotwise.kernels.reference import ReferenceKernels  # noqa: E402
+from slotwise.kernels.select import choose  # noqa: E402
+
+FLAG = re.compile(r"`(--[\w-]+)`")
+ABSENT = sorted(
+    {option.there for option in coming_from.VLLM_OPTIONS if option.there not in names.all_options()}
+    | {flag for row in coming_from.LLAMA_CPP for flag in FLAG.findall(row.there)
+       if flag not in names.all_options()})
+PAGES = ("deployment", "supported", "coming-from")
+COMMAND = re.compile(r"^(?:/\S+/)?slotwise serve (.*)$", re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", [
+    "--max-num-seqs", "--no-enable-prefix-caching", "/health", "/v1/models/{model}", "slotwise chat", "max_tokens",
+    "messages", "prompt"])
+def test_what_is_there_is_found(name: str) -> None:
+    assert names.has(name)
+
+
+@pytest.mark.parametrize("name", [
+    "--max-num", "--max-step-context", "/v1", "/v1/no/such", "slotwise sing", "no_such_field", "audio"])
+def test_what_is_absent_retired_or_refused_is_not_found(name: str) -> None:
+    assert not names.has(name)
+
+
+def test_a_table_cannot_name_what_is_not_there() -> None:
+    assert coming_from.check("`--port` and `/health`") == "`--port` and `/health`"
+    with pytest.raises(KeyError, match="--no-such-option"):
+        coming_from.check("`--no-such-option`")
+
+
+@pytest.mark.parametrize("option", ABSENT)
+def test_an_option_that_is_absent_is_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not taken for the beginning of another one either."""
+    with pytest.raises(SystemExit) as ended:
+        build_parser("serve").parse_args(["serve", option])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert f"unrecognized arguments: {option}" in error
+
+
+def test_an_option_of_the_same_name_is_not_called_absent() -> None:
+    shown = coming_from.vllm_options()
+    for option in coming_from.VLLM_OPTIONS:
+        (row,) = [line for line in shown.splitlines() if line.startswith(f"| {code(option.there)} |")]
+        assert ("The same name" in row) == names.has(option.there)
+
+
+def test_what_is_listed_as_not_there_is_not_there() -> None:
+    shown = supported.without()
+    assert shown.count("\n") + 1 == sum(not names.has(name) for _, name in supported.WITHOUT)
+    assert "--tensor-parallel-size" in shown
+
+
+def test_the_types_of_a_device_are_those_that_its_kernels_accept() -> None:
+    for device in ("cpu", "reference"):
+        kernels = choose(device)
+        path = supported.KERNELS[device]
+        assert supported._kinds(path) == [str(kind).removeprefix("torch.") for kind in kernels.kinds]
+        accepted = []
+        for name in KV_CACHE_DTYPES:
+            try:
+                choose(device, kv_cache_dtype=name)
+            except ValueError:
+                continue
+            accepted.append(name)
+        assert supported._caches(path) == accepted
+    assert supported._kinds(supported.KERNELS["cuda"]) == supported._kinds(supported.KERNELS["reference"])
+    assert ReferenceKernels.name in supported.KERNELS
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_of_a_page_are_the_parsers(page: str) -> None:
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    for arguments in COMMAND.findall(text):
+        build_parser("serve").parse_args(["serve", *arguments.split()])
+    if page == "coming-from":
+        assert COMMAND.findall(text)

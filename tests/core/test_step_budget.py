@@ -118,6 +118,29 @@ def test_only_an_objective_of_a_tier_keeps_others_from_starting(tier):
     driver.run()
 
 
+def test_an_objective_that_no_step_can_keep_leaves_prompts_half_of_each():
+    def num_steps(tpot):
+        driver = Driver(LONG, times=Slow())
+        driver.add(request("first", [1, 2, 3], 380, slo=SLO(tpot=tpot), ignore_eos=True))
+        for _ in range(2):
+            driver.plan()
+            driver.commit()
+        for number in range(4):
+            driver.add(request(f"r{number}", [4 + number] * 200, 2, ignore_eos=True))
+        steps = 0
+        while not all(f"r{number}" in driver.ended for number in range(4)):
+            driver.plan()
+            driver.commit()
+            steps += 1
+        return steps
+
+    class Slow(Priced):
+        def seconds(self, work: Work) -> float:
+            return super().seconds(work) + 0.050
+
+    assert num_steps(0.0001) < 40 < 4 * 200 / FLOOR
+
+
 def test_who_finds_no_time_is_told_so():
     driver = Driver(replace(LONG, max_step_ms=30.0), times=Priced())
     told = set()

@@ -343,3 +343,41 @@ def test_the_engine_ends_when_the_service_lets_go() -> None:
         assert not client.healthy and client.state == "down"
 
     scenario(play)
+
+
+def test_what_a_new_engine_must_know_comes_before_any_request() -> None:
+    """A client of the API may send a request in the very pass of the loop in which the engine becomes ready."""
+    async def play(client: EngineClient, other: Other, notes: Notes) -> None:
+        client.reschedule({"max_num_seqs": 4, "max_num_batched_tokens": 32})
+        client.give_up("it was killed")
+        await settle()
+        told: list[str] = []
+
+        class Eager(Notes):
+            def started(self, info: EngineInfo) -> None:
+                told.append("started")
+
+            def commanded(self, command: Command, now_ns: int) -> None:
+                told.append(type(command).__name__)
+
+        client.observers.append(Eager())
+        ours, theirs = pair()
+        channel = BlockingChannel(theirs)
+        attaching = asyncio.create_task(client.attach(ours, HeartbeatMonitor(60)))
+
+        def submit() -> None:
+            if client.healthy:
+                client.submit(Add("eager", [1, 2], SamplingParams(max_tokens=2), 0))
+            else:
+                asyncio.get_running_loop().call_soon(submit)
+
+        submit()
+        await settle()
+        channel.send(encode(INFO))
+        await attaching
+        await settle()
+        assert told == ["started", "Configure", "Add"]
+        client.give_up("enough")
+        theirs.close()
+
+    scenario(play)

@@ -78,7 +78,8 @@ def test_with_keys_or_beyond_loopback_any_host_is_answered(folder: Path, tmp_pat
 
 @pytest.mark.parametrize("path", ["/metrics", "/explain/1", "/v1/models", "/nowhere"])
 def test_a_script_or_an_image_of_another_site_is_refused(guarded: Server, path: str) -> None:
-    for mode in ({"Sec_Fetch_Mode": "no-cors", "Sec_Fetch_Dest": "script"}, {}):
+    for mode in ({"Sec_Fetch_Mode": "no-cors", "Sec_Fetch_Dest": "script"}, {},
+                 {"Sec_Fetch_Mode": "navigate", "Sec_Fetch_Dest": "iframe"}):
         refused = asked(guarded, "GET", path, None, Sec_Fetch_Site="cross-site", **mode)
         assert refused.status_code == 403 and refused.json()["error"]["code"] == "origin_not_allowed"
         assert "--allowed-origins" in refused.json()["error"]["message"]

@@ -141,16 +141,24 @@ def test_a_body_of_small_chunks_is_read_and_one_of_nothing_else_is_refused(serve
     assert b"too many chunks" in chunked(server, b"1\r\n \r\n" * 100_000)
 
 
+@pytest.mark.parametrize("header", [b"a:\r\n", b"some-name: some value\r\n", b"a: " + b"x" * 10_000 + b"\r\n"])
+def test_headers_are_bounded(server: Server, header: bytes) -> None:
+    def told(number: int) -> bytes:
+        with connect(server) as connection:
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + header * number + b"\r\n")
+            return connection.recv(1000)
+
+    assert told(5).startswith(b"HTTP/1.1 200 OK")
+    assert told(300_000 // len(header)).startswith(b"HTTP/1.1 400") and b"too many headers" in told(200)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_does_not_read_is_disconnected(folder: Path, tmp_path: Path, stream: bool) -> None:
     body = {"prompt": [[2] * 500] * 20, "n": 8, "max_tokens": 200, "ignore_eos": True, "logprobs": 20, "stream": stream}
     with running(folder, tmp_path / "engine", "unread_timeout=0.5", "max_choices=512") as server:
-        assert server.get("/health").status_code == 200
-        before = files(server)
-        with unanswered(server, COMPLETIONS, body):
-            eventually(lambda: files(server) > before)
-            eventually(lambda: files(server) == before)
-        eventually(lambda: server.get("/load").json() == {"server_load": 0})
+        with unanswered(server, COMPLETIONS, body) as client:
+            assert client.recv(15) == b"HTTP/1.1 200 OK"
+            eventually(lambda: server.get("/load").json() == {"server_load": 0})
         assert asked(server).status_code == 200
 
 

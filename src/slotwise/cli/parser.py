@@ -16,7 +16,10 @@ from slotwise.errors import one_line
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports an error in a command in one line."""
+    """Reports an error in a command in one line.  No option may be shortened: a new one would change its meaning."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"allow_abbrev": False} | options)
 
     fill: Callable[[Parser, argparse.Namespace], None] | None = None
     """Sets what `given` has left None, where another source has it."""

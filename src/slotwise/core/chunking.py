@@ -3,7 +3,8 @@
 The token budget is the discipline's.  The time budget (`core/step_time.py`) exists while `max_step_ms`, a TPOT
 objective of a running request or a stall limit bounds the step.  The first chunk of a step has at least FLOOR tokens
 whatever it takes, so that every prompt completes.  No stall limit and no objective that a request alone has set keeps
-a waiting request from starting: else one client could keep all others waiting.
+a waiting request from starting, and such an objective leaves prompts as much time as the decoding rows take: else one
+client could keep all others waiting.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from slotwise.core.limits import SchedulerLimits
 from slotwise.core.plan_builder import PlanBuilder
 from slotwise.core.request import Request
 from slotwise.core.request_table import RequestTable
-from slotwise.core.step_time import StallLimit, StepBudget, StepTimeModel, stall_limit
+from slotwise.core.step_time import SHARE, StallLimit, StepBudget, StepTimeModel, Work, stall_limit
 
 FLOOR = 16  # tokens that one prompt gets at every step at any cost, so that a long prompt progresses
 AIM = 0.9  # of a step's time limit: predictions are medians, and half of the steps take longer
@@ -46,7 +47,15 @@ class Chunking:
         stall = self._stall_limit(self._stall) if self._stall is not None else None
         if stall is None and fixed == own == inf:
             return None
-        return StepBudget(self._times, min(fixed, own) * AIM, stall, min(fixed, of_tiers) * AIM)
+        promised = min(fixed, of_tiers)
+        if own < promised:
+            own = max(own, SHARE * self._times.seconds(self._decode_work()))
+        return StepBudget(self._times, min(own, promised) * AIM, stall, promised * AIM)
+
+    def _decode_work(self) -> Work:
+        """Returns the work of the decoding rows alone."""
+        contexts = [one.num_scheduled for one in self._table.running.values() if one.unscheduled <= 1]
+        return Work(len(contexts), len(contexts), sum(contexts) + len(contexts), 0.0)
 
     def _objectives(self) -> tuple[float, float]:
         """Returns the lowest TPOT objective of the running requests, and the lowest that a tier backs, in seconds."""

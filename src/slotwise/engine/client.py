@@ -112,13 +112,7 @@ class EngineClient:
         self._starting = asyncio.get_running_loop().create_future()
         self._connection = EngineConnection(heartbeat, self._receive, self._on_lost)
         await self._connection.connect(sock)
-        self._info = await asyncio.shield(self._starting)
-        self.failure = ""
-        info = self._info
-        self._notify(lambda observer: observer.started(info))
-        if self._scheduling is not None:
-            self._send(Configure(self._scheduling))
-        return info
+        return await asyncio.shield(self._starting)
 
     async def lost(self) -> str:
         """Waits until the engine is lost and returns why."""
@@ -291,11 +285,19 @@ class EngineClient:
             self._on_loading(report)
         elif isinstance(report, EngineInfo) and self._starting is not None and not self._starting.done():
             if self._info is None or report.identity == self._info.identity:
-                self._starting.set_result(report)
+                self._started(report, self._starting)
             else:  # refused here, before any request can reach it
                 changed = CheckpointChanged()
                 self._starting.set_exception(changed)
                 self.give_up(str(changed))
+
+    def _started(self, info: EngineInfo, starting: asyncio.Future[EngineInfo]) -> None:
+        """Takes in that an engine is ready: observers and the engine know all there is before any request comes."""
+        self._info, self.failure = info, ""
+        self._notify(lambda observer: observer.started(info))
+        if self._scheduling is not None:
+            self._send(Configure(self._scheduling))
+        starting.set_result(info)
 
     def _publish(self, record: StepRecord) -> None:
         live = self._live

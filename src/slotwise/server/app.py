@@ -38,12 +38,17 @@ Endpoint = Callable[[Api, HttpExchange], Awaitable[None]]
 
 async def openapi(api: Api, exchange: HttpExchange) -> None:
     """The OpenAPI document of this service."""
-    await exchange.respond(document(ROUTES, OPEN_TO_ALL, api.settings.root_path))
+    await exchange.respond(_document(api.settings.root_path))
 
 
 async def docs(api: Api, exchange: HttpExchange) -> None:
     """The routes and their bodies, from the OpenAPI document, as an HTML page."""
     await pages.respond(exchange, _reference(api.settings.root_path))
+
+
+@cache
+def _document(root_path: str) -> bytes:
+    return document(ROUTES, OPEN_TO_ALL, root_path)
 
 
 @cache

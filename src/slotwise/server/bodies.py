@@ -20,7 +20,6 @@ from http import HTTPStatus
 
 from slotwise.engine.tenant_capacity import TenantCapacity
 from slotwise.server.body_precheck import MAX_VALUES
-from slotwise.server.connections import client_of
 from slotwise.server.errors import ApiError, bad_request
 from slotwise.server.http_exchange import STEP, HttpExchange, too_large
 from slotwise.server.settings import ServerSettings
@@ -59,8 +58,7 @@ class Bodies:
             ApiError: it is too large or too slow, there are too many at once, or it cannot be unpacked.
             ClientGone: the client disconnected before its end.
         """
-        client = exchange.scope.get("client") or ("",)
-        holder, held = exchange.tenant or client_of(client[0]), 0
+        holder, held = exchange.holder, 0
 
         def claim(size: int) -> None:
             nonlocal held

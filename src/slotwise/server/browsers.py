@@ -26,6 +26,7 @@ from slotwise.server.settings import ServerSettings
 Headers = list[tuple[bytes, bytes]]
 JSON = b"application/json"
 WITH_A_BODY = ("POST", "PUT")
+MAX_HOST = 262  # bytes of a Host header: a name of DNS, and a port
 MAX_SHOWN = 100  # characters of a header that an error repeats
 ANY = "*"
 FORWARDED = (b"forwarded", b"via", b"x-forwarded-for", b"x-real-ip")  # by a proxy, for another client
@@ -62,7 +63,7 @@ class Browsers:
             ApiError: the request is for another host, or from a page that may not send it.
         """
         host = headers.get(b"host")
-        if self._checks_host and host is not None and not self._known_host(host):
+        if self._checks_host and host is not None and (len(host) > MAX_HOST or not self._known_host(host)):
             raise ApiError(HTTPStatus.FORBIDDEN, f"this server does not answer for the host {_shown(host)}; start it "
                            "with --allowed-hosts to add names", "Host", "host_not_allowed")
         origin = headers.get(b"origin")
@@ -138,8 +139,9 @@ def is_local(address: str, headers: Mapping[bytes, bytes]) -> bool:
 
 
 def _is_cross_site(headers: Mapping[bytes, bytes]) -> bool:
-    """Whether a page of another site sends the request, without going to its answer."""
-    return headers.get(b"sec-fetch-site") == b"cross-site" and headers.get(b"sec-fetch-mode") != b"navigate"
+    """Whether a page of another site sends the request, without going to its answer; a frame stays in that page."""
+    goes = headers.get(b"sec-fetch-mode") == b"navigate" and headers.get(b"sec-fetch-dest", b"document") == b"document"
+    return headers.get(b"sec-fetch-site") == b"cross-site" and not goes
 
 
 def _authority(origin: bytes) -> bytes:

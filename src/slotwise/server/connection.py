@@ -30,6 +30,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from slotwise.server.connections import RESERVE_TIMEOUT, Connections
 
 MAX_HEAD = 512 << 10  # bytes; the socket is read in parts of up to half of it
+MAX_HEADERS = 128  # of a request; each costs many times its bytes
+MAX_HEADER_BYTES = 64 << 10  # of their names and values
 MAX_FRAMING = 64 << 10  # bytes of a body's chunk sizes and trailers, beside as many as it has of content
 MAX_PIPELINED = 64 << 10  # bytes kept of requests behind one that is being answered; then reading pauses
 PATIENCE = 1.0  # seconds after which a connection whose reading is paused is closed: its client might have left
@@ -43,6 +45,7 @@ LONGEST_CHECK = 30.0  # seconds
 NEVER = float("inf")
 LATE = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 INVALID = "Invalid HTTP request received."
+HEADERS = "The request has too many headers, or too long ones."
 TUNNEL = "CONNECT is not supported."
 FRAMING = "The body has too many chunks or trailers."
 TOO_MANY = f"At most {MAX_REQUESTS} requests may follow one that is not answered."
@@ -72,6 +75,8 @@ class Connection(HttpToolsProtocol):
         self._head: int | None = 0  # bytes received of an unfinished head; None within a body
         self._active: RequestResponseCycle | None = None  # the request being answered, or the last one answered
         self._ahead = bytearray()  # received while it is answered
+        self._header_bytes = 0  # of the head that is being read
+        self._complaint = INVALID  # about what the parser does not accept
         self._malformed = ""  # why what follows it is not answered
         self._half_closed = False  # the client has ended its sending side
         self._is_entered = False  # among all connections
@@ -174,8 +179,8 @@ class Connection(HttpToolsProtocol):
         except HttpParserError:
             if self._malformed:  # the parser was stopped
                 return
-            self._among.malformed(INVALID)
-            self.send_400_response(INVALID)
+            self._among.malformed(self._complaint)
+            self.send_400_response(self._complaint)
 
     def _refuse_framing(self) -> None:
         if self._active is not None and self._active.response_started:
@@ -216,9 +221,18 @@ class Connection(HttpToolsProtocol):
         elif len(self.pipeline) > MAX_REQUESTS:
             self._stop_parser()
 
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._header_bytes = 0
+
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._head is not None:  # else it is a trailer, which is ignored (RFC 9110, 6.5.1)
-            super().on_header(name, value)
+        if self._head is None:  # a trailer, which is ignored (RFC 9110, 6.5.1)
+            return
+        super().on_header(name, value)
+        self._header_bytes += len(name) + len(value)
+        if len(self.headers) > MAX_HEADERS or self._header_bytes > MAX_HEADER_BYTES:
+            self._complaint = HEADERS
+            raise ValueError(HEADERS)
 
     def on_body(self, body: bytes) -> None:
         self._framing_left = min(MAX_FRAMING, self._framing_left + 2 * len(body))

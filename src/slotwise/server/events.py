@@ -18,6 +18,7 @@ SWITCHES = ("backlog", "follow")  # 0 or 1; default 1
 EVERY = 0.1  # seconds between two polls of the ring
 MOST = 64  # entries encoded at a time: a millisecond or two in which no other stream is served
 UNREAD = 10.0  # seconds a subscriber has to read what was written, beyond what sockets and buffers hold
+MAX_QUERY = 1024  # characters
 MAX_UNSENT = 128 << 10  # bytes of socket buffer per subscriber
 NDJSON = b"application/x-ndjson"
 
@@ -79,7 +80,10 @@ async def _write(exchange: HttpExchange, lines: bytes, gone: asyncio.Event) -> N
 
 def _switches(exchange: HttpExchange) -> dict[str, bool]:
     found = dict.fromkeys(SWITCHES, True)
-    for name, value in parse_qsl(exchange.scope["query_string"].decode("latin-1"), keep_blank_values=True):
+    query = exchange.scope["query_string"].decode("latin-1")
+    if len(query) > MAX_QUERY:
+        raise bad_request(f"the query has more than {MAX_QUERY} characters")
+    for name, value in parse_qsl(query, keep_blank_values=True):
         if name in found:
             if value not in ("0", "1"):
                 raise bad_request(f"{name} is 0 or 1", name)

@@ -15,6 +15,7 @@ from http import HTTPStatus
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from slotwise.server.connections import client_of
 from slotwise.server.errors import ApiError, ClientGone, bad_request
 
 Headers = list[tuple[bytes, bytes]]
@@ -51,9 +52,9 @@ class HttpExchange:
 
     @property
     def holder(self) -> str:
-        """The key of per-client bounds: the tenant, else the client's address."""
+        """The key of per-client bounds: the tenant, else what counts as one client of the address."""
         client = self.scope.get("client")
-        return self.tenant or (client[0] if client else "")
+        return self.tenant or (client_of(client[0]) if client else "")
 
     # -- request -------------------------------------------------------------------------------------------------
 

@@ -59,8 +59,8 @@ class PromptFormat:
 async def with_prompts(
     shape: Shape, prompts: Sequence[Sequence[int]], choices: Sequence[Choice], answers: list[list[bytes]],
     prompt_format: PromptFormat,
-) -> dict[str, Any]:
-    """Adds the log-probabilities of `prompts` to the `answers` of their choices, or returns them as a field.
+) -> list[bytes]:
+    """Adds the log-probabilities of `prompts` to the `answers` of their choices, or returns a field of the response.
 
     The first choice of each prompt has received them.
     """
@@ -70,7 +70,7 @@ async def with_prompts(
         parts = await prompt_format.parts(prompt, choices[first].generation.prompt_logprobs)
         choices[first].generation.prompt_logprobs.clear()  # JSON takes half of the memory
         if not shape.prompts_in_choices:
-            return {"prompt_logprobs": msgspec.Raw(b"".join(parts))}
+            return [b',"prompt_logprobs":', *parts]
         for answer in answers[first : first + num_choices]:
             add_field(answer, b"prompt_logprobs", parts)
-    return {}
+    return []

@@ -6,7 +6,7 @@ What is constant within a stream is encoded once; a plain token costs a few conc
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,12 +70,17 @@ class Heading:
 
 
 def whole_response(heading: Heading, choices: list[list[bytes]], used: dict[str, Any],
-                   extras: dict[str, Any]) -> list[bytes]:
-    """The response as JSON, in parts.  Args: extras: fields that OpenAI's responses do not have."""
+                   extras: dict[str, Any], last: Sequence[bytes] = ()) -> list[bytes]:
+    """The response as JSON, in parts.
+
+    Args:
+        extras: fields that OpenAI's responses do not have.
+        last: further ones, as JSON in parts, each field after a comma.
+    """
     parts = [to_json(heading.of(heading.shape.whole_object))[:-1] + b',"choices":']
     for i, choice in enumerate(choices):
         parts += (b"," if i else b"[", *choice)
-    return [*parts, b"]," + to_json({"usage": used} | extras)[1:]]
+    return [*parts, b"]," + to_json({"usage": used} | extras)[1:-1], *last, b"}"]
 
 
 def whole_choice(shape: Shape, index: int, text: str, logprobs: list[bytes], ending: bytes) -> list[bytes]:

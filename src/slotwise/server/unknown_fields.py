@@ -18,6 +18,7 @@ from slotwise.server.throttled_warning import ThrottledWarning
 
 HEADER = b"x-slotwise-warning"
 MAX_NAMES = 5
+UNREADABLE = "(not UTF-8)"  # in the place of a name
 MAX_CHARACTERS = 40  # of a name; each may be written as ten
 
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -41,9 +42,18 @@ def unknown_fields(kind: type[msgspec.Struct], body: bytes) -> list[str]:
         found = _UNKNOWN.match(str(error))
         if found is None or len(body) > LARGE:
             return [found["name"]] if found else []
-        known = {field.encode_name for field in msgspec.structs.fields(kind)}
-        return [name for name in _OBJECT.decode(body) if name not in known][:MAX_NAMES]
+        return _unknown(kind, body)
+    except UnicodeDecodeError:
+        return [UNREADABLE]
     return []
+
+
+def _unknown(kind: type[msgspec.Struct], body: bytes) -> list[str]:
+    known = {field.encode_name for field in msgspec.structs.fields(kind)}
+    try:
+        return [name for name in _OBJECT.decode(body) if name not in known][:MAX_NAMES]
+    except UnicodeDecodeError:
+        return [UNREADABLE]
 
 
 @cache

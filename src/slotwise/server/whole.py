@@ -41,13 +41,14 @@ async def respond_whole(api: Api, exchange: HttpExchange, job: Job, choices: lis
     answers = [_choice(job, *one) for one in zip(choices, outputs, writers, strict=True)]
     del outputs, writers
     extras = await explained(api, exchange, job, choices)
+    last: list[bytes] = []
     if job.request.prompt_logprobs is not None:
-        extras |= await with_prompts(job.shape, job.prompts, choices, answers, PromptFormat(
+        last = await with_prompts(job.shape, job.prompts, choices, answers, PromptFormat(
             api.prompts.tokenizer, api.formatting))
     extras |= _repeated(job, answers)
     first_ns = time.monotonic_ns()
-    body = whole_response(job.heading, answers, usage_of(job, choices), extras)
-    del answers, extras
+    body = whole_response(job.heading, answers, usage_of(job, choices), extras, last)
+    del answers, extras, last
     await exchange.respond_in_parts(body)
     last_ns = time.monotonic_ns()
     for choice in choices:

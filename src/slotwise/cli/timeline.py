@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from slotwise.cli.options import Commands, add_command
-from slotwise.files import write_whole
+from slotwise.files import write_output
 from slotwise.observe import event_log
 from slotwise.observe.timeline import page
 
@@ -24,7 +24,7 @@ def add(commands: Commands) -> None:
 
 def run(asked: argparse.Namespace) -> int:
     output: Path = asked.output or asked.log.with_name(asked.log.name + ".html")
-    write_whole(output, page.saved(asked.log.name, _drawn(asked.log)))
+    write_output(output, page.saved(asked.log.name, _drawn(asked.log)))
     print(f"wrote {output}")
     if asked.open:
         webbrowser.open(output.resolve().as_uri())

@@ -14,7 +14,7 @@ import pytest
 
 from slotwise.bench.results import write_json
 from slotwise.core.step_time import StepTimeModel, Work
-from slotwise.files import PRIVATE, check_part, read_regular, write_whole
+from slotwise.files import PRIVATE, check_part, read_regular, write_output, write_whole
 from slotwise.observe import step_time
 from slotwise.observe.log_file import LogFile
 
@@ -52,7 +52,7 @@ def test_a_link_is_replaced_and_the_file_it_names_stays(tmp_path: Path) -> None:
     (tmp_path / "beside").symlink_to(tmp_path / "folder")
     for name, target in (("link", "target"), ("dangling", "nowhere"), ("loop", "loop"), ("beside/page", "../target")):
         (tmp_path / name).symlink_to(target)
-        write_whole(tmp_path / name, b"x")
+        write_output(tmp_path / name, b"x")
         assert not (tmp_path / name).is_symlink() and (tmp_path / name).read_bytes() == b"x"
     assert (tmp_path / "target").read_bytes() == b"precious" and not (tmp_path / "nowhere").exists()
     assert (tmp_path / "beside").is_symlink()
@@ -60,7 +60,7 @@ def test_a_link_is_replaced_and_the_file_it_names_stays(tmp_path: Path) -> None:
 
 def test_standard_output_is_written_also_where_it_is_a_file(tmp_path: Path) -> None:
     with (tmp_path / "out").open("wb") as out:
-        script = "from slotwise.files import write_whole; write_whole('/dev/stdout', b'x')"
+        script = "from slotwise.files import write_output; write_output('/dev/stdout', b'x')"
         subprocess.run([sys.executable, "-c", script], stdout=out, check=True, timeout=120)
     assert (tmp_path / "out").read_bytes() == b"x" and Path("/dev/stdout").is_symlink()
 
@@ -68,9 +68,23 @@ def test_standard_output_is_written_also_where_it_is_a_file(tmp_path: Path) -> N
 def test_what_is_no_file_stays_what_it_is(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with subprocess.Popen(["cat", str(tmp_path / "pipe")], stdout=subprocess.PIPE) as reader:
-        write_whole(tmp_path / "pipe", b"through")
+        write_output(tmp_path / "pipe", b"through")
         assert reader.communicate(timeout=120)[0] == b"through"
     assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+
+
+def test_a_pipe_in_the_place_of_step_times_is_replaced_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "times.json")
+    script = """if True:
+        import sys
+        from pathlib import Path
+        from slotwise.core.step_time import StepTimeModel
+        from slotwise.observe import step_time
+        step_time.save(Path(sys.argv[1]), StepTimeModel())
+        step_time.load(Path(sys.argv[1]))"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "times.json")], timeout=60, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and (tmp_path / "times.json").is_file()
 
 
 LIMITED = """

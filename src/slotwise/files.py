@@ -21,19 +21,30 @@ HUB_REPOSITORY = "models--"  # how its folder's name begins
 STREAMS = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))  # links in these name what is open already
 
 
+def write_output(path: Path | str, data: bytes, mode: int = PUBLIC) -> None:
+    """Writes `data` to the output that a command's user has named: as `write_whole`, or into what is no file.
+
+    A terminal, a device or a pipe is written directly, as is `/dev/stdout`; a pipe is waited for until it is read.
+
+    Raises:
+        OSError: it cannot be written; a file's old content is unchanged.
+    """
+    target = Path(path).absolute()
+    if (target.exists() and not target.is_file()) or target.parent in STREAMS:
+        target.write_bytes(data)
+    else:
+        write_whole(target, data, mode)
+
+
 def write_whole(path: Path | str, data: bytes, mode: int = PUBLIC) -> None:
     """Writes `data` to `path`: to a temporary file beside it, synchronised, then renamed; removed on failure.
 
-    A link is replaced, and the file that it names stays as it is.  A target that is no regular file, such as a
-    terminal or a pipe, is written directly, as is `/dev/stdout`.
+    A link or a pipe is replaced, and the file that a link names stays as it is.
 
     Raises:
         OSError: the file cannot be written; the old content is unchanged.
     """
     target = Path(path).absolute()
-    if (target.exists() and not target.is_file()) or target.parent in STREAMS:
-        target.write_bytes(data)
-        return
     unfinished = target.with_name(f".{secrets.token_hex(8)}.tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,9 @@ def test_a_server_of_ones_own_obeys_and_ends() -> None:
     with serving(["--max-num-seqs", "4", "--dtype", "float32"]) as served:
         assert isinstance(served, Served)
         assert served.dtype == "float32"
+        lines = subprocess.run(["ps", "-ww", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+        assert "--dtype float32 --port 0" in lines, "the whole line"
+        assert served.target.api_key not in lines, "seen by all users"
         assert reschedule(served.target, {"batching": "static", "batch_size": 2})["batch_size"] == 2
         with pytest.raises(RuntimeError, match=r"the server refuses .* batch_size of 9 needs as many slots"):
             reschedule(served.target, {"batching": "static", "batch_size": 9})

@@ -30,6 +30,15 @@ workers.dismiss()
 print(workers.are_waiting(), *(helper.wait() for helper in called))
 """
 
+ONE = """
+import resource, torch
+from slotwise.kernels.cpu import pointwise
+from slotwise.kernels.cpu.jit import compiler
+{before}
+compiler.compile_all([pointwise.EMBED])
+print(pointwise.EMBED.is_on_disk)
+"""
+
 
 @pytest.fixture
 def processors() -> int:
@@ -53,6 +62,12 @@ def test_helpers_are_called_before_anything_is_compiled_and_leave_when_it_is(tmp
     assert int(first) == called
     assert second.split() == ["True", "True", "True", "False", *["0"] * called]
     assert run(EARLY, tmp_path) == ["0"], "everything is there already"
+
+
+def test_kernels_on_disk_need_no_temporary_folder(tmp_path):
+    assert run(ONE.format(before=""), tmp_path) == ["True"]
+    no_files = "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))"
+    assert run(ONE.format(before=no_files), tmp_path) == ["True"]
 
 
 @pytest.mark.slow

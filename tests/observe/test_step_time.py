@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -215,6 +217,25 @@ def test_what_was_learned_is_kept_and_soon_outweighed(tmp_path, monkeypatch: pyt
     Machine(2, factor=3.0).teach(again, 300)
     work = Machine(3).work()
     assert off(again, work, 3.0) < 0.15
+
+
+def test_a_config_is_read_in_any_locale(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"name": "模型"}', encoding="utf-8")
+    script = """if True:
+        import sys
+        from types import SimpleNamespace
+        from slotwise.engine.config import EngineConfig
+        from slotwise.observe import step_time
+        info = SimpleNamespace(dtype="", quantization="", cache_dtype="", device="", product_path="", threads=1)
+        print(step_time.path_for(step_time.traits(EngineConfig(sys.argv[1]), info)).name)"""
+    names = set()
+    for locale in ("C", "C.UTF-8"):
+        environment = os.environ | {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": locale}
+        done = subprocess.run(
+            [sys.executable, "-c", script, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        names.add(done.stdout)
+    assert len(names) == 1
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"sizes": {"decode-1": {"weight": 1, "products": [1], "totals": []}}}'])

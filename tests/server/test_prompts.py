@@ -120,8 +120,8 @@ def test_a_panic_on_a_text_is_an_error_and_writes_nothing(tmp_path: Path, capfd:
 
 
 def test_a_tokenizer_has_limits(tmp_path: Path) -> None:
-    slow(tmp_path, "b*b*c")
-    limited = LimitedTokenizer(tmp_path, Turns(4, 4), Limits(seconds=60.0, memory=32 << 20, answer=1 << 20))
+    digest = slow(tmp_path, "b*b*c").digest
+    limited = LimitedTokenizer(tmp_path, digest, Turns(4, 4), Limits(seconds=60.0, memory=32 << 20, answer=1 << 20))
 
     async def play() -> None:
         with pytest.raises(ApiError, match="the tokenizer ") as told:
@@ -132,6 +132,42 @@ def test_a_tokenizer_has_limits(tmp_path: Path) -> None:
     asyncio.run(play())
 
 
+@pytest.mark.parametrize("change", ["other", "broken", "missing", "linear"])
+def test_a_tokenizer_changed_since_the_start_gives_no_tokens(
+        tmp_path: Path, caplog: pytest.LogCaptureFixture, change: str) -> None:
+    tokenizer, file = slow(tmp_path, "b*b*c"), tmp_path / "tokenizer.json"
+    prompts, before = Prompts(tokenizer, None, lambda: WIDE), file.read_text()
+    if change == "other":
+        vocab = json.loads(before)["model"]["vocab"]
+        first, second = (f"{json.dumps(name)}:{vocab[name]}" for name in ("d", "e"))
+        swapped = f'"d":{vocab["e"]}', f'"e":{vocab["d"]}'
+        compact = json.dumps(json.loads(before), separators=(",", ":"))
+        assert first in compact and second in compact
+        file.write_text(compact.replace(first, swapped[0]).replace(second, swapped[1]))
+    elif change == "broken":
+        file.write_text(before[:1000])
+    elif change == "missing":
+        file.unlink()
+    else:
+        file.write_bytes((Path(builtin.path()) / "tokenizer.json").read_bytes())
+
+    async def play() -> None:
+        for _ in range(2):
+            with pytest.raises(ApiError) as told:
+                await prompts.of_completion("def add(", 1, "a")
+            assert (told.value.status, told.value.code) == (503, "checkpoint_changed")
+            assert told.value.message == "the checkpoint has changed since the start: restart the server"
+        file.write_text(before)
+        expected = [tokenizer.encode("def add(")]
+        assert await prompts.of_completion("def add(", 1, "a") == expected
+        file.unlink()  # a worker that has read it goes on
+        assert await prompts.of_completion("def add(", 1, "a") == expected
+        prompts.close()
+
+    asyncio.run(play())
+    assert caplog.text.count("the checkpoint has changed") == 1
+
+
 def test_a_relative_folder_is_found_by_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker's current folder is another one."""
     (tmp_path / "checkpoint").mkdir()
@@ -139,7 +175,7 @@ def test_a_relative_folder_is_found_by_the_worker(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     tokenizer = Tokenizer.load("checkpoint")
     assert tokenizer.slow_folder is not None
-    limited = LimitedTokenizer(tokenizer.slow_folder, Turns(4, 4))
+    limited = LimitedTokenizer(tokenizer.slow_folder, tokenizer.digest, Turns(4, 4))
     try:
         ids = asyncio.run(limited.encode("one", "def add(a):", add_special_tokens=False))
     finally:

@@ -73,6 +73,15 @@ def test_a_broken_trace_names_the_line(tmp_path: Path, text: str, says: str) -> 
     assert "broken.csv" in str(told.value) and "\n" not in str(told.value)
 
 
+@pytest.mark.parametrize(("before", "line"), [("", 1), ("arrived_at,num_prefill_tokens,num_decode_tokens\n", 2)])
+@pytest.mark.parametrize("letter", ["a", "\0", ","])
+def test_a_line_without_end_is_refused_at_its_bound(tmp_path: Path, before: str, line: int, letter: str) -> None:
+    path = tmp_path / "long.csv"
+    path.write_text(before + letter * 200_000 + "\n")
+    with pytest.raises(ValueError, match=rf"long\.csv, line {line}: longer than 65536 characters"):
+        read_trace(path)
+
+
 @pytest.mark.parametrize("scaling", [{"length_scale": 0}, {"time_scale": -1}, {"limit": 0}])
 def test_scales_out_of_range_are_refused(path: Path, scaling: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="must be between"):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import slotwise
-from slotwise.files import write_whole
+from slotwise.files import write_output
 from slotwise.workload.requests import Workload
 
 GIT_SECONDS = 5.0
@@ -68,7 +68,7 @@ def write_json(path: Path | str, result: dict[str, Any]) -> None:
         OSError: the folder cannot be written to.
         ValueError: the result holds NaN or an infinity.
     """
-    write_whole(path, f"{json.dumps(result, allow_nan=False)}\n".encode())
+    write_output(path, f"{json.dumps(result, allow_nan=False)}\n".encode())
 
 
 def default_filename(kind: str, model: str) -> str:

@@ -52,11 +52,11 @@ def serving(arguments: Sequence[str]) -> Iterator[Served]:
         RuntimeError: it ended before it was ready; the message is its last line of output.
     """
     key = secrets.token_urlsafe(16)
-    keys = (f"--api-key={key}", f"--admin-api-key={key}")  # a key may begin with a dash
-    options = [*NO_QUEUE_BOUND, *arguments, "--port", "0", *keys]
+    options = [*NO_QUEUE_BOUND, *arguments, "--port", "0"]
     command = child.python("slotwise.cli", "serve", *options)
+    environment = child.environment() | dict.fromkeys(child.SECRETS, key)  # other users can read a command line
     with tempfile.TemporaryFile("w+") as log, subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True, env=child.environment(),
+            command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True, env=environment,
             cwd=child.HOME) as process:
         try:
             url, dtype = _greeting(process, log)

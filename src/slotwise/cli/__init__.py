@@ -7,9 +7,10 @@ from slotwise import child
 IS_COMMAND = child.leave_current_folder()  # `python -m` has put it before the standard library
 
 # ruff: noqa: E402
-from slotwise.cli import interrupts
+from slotwise.cli import interrupts, streams
 
 if IS_COMMAND:
+    streams.open_missing()
     interrupts.end_at_once()  # while the rest is imported
 
 import argparse

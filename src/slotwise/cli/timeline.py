@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import os
+import stat
 import webbrowser
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
 from slotwise.cli.options import Commands, add_command
-from slotwise.files import write_whole
+from slotwise.files import PRIVATE, write_output
 from slotwise.observe import event_log
 from slotwise.observe.timeline import page
 
@@ -24,16 +27,24 @@ def add(commands: Commands) -> None:
 
 def run(asked: argparse.Namespace) -> int:
     output: Path = asked.output or asked.log.with_name(asked.log.name + ".html")
-    write_whole(output, page.saved(asked.log.name, _drawn(asked.log)))
+    if asked.log.is_file() and output.exists() and os.path.samefile(asked.log, output):
+        raise ValueError(f"--output {output} is the log itself: name another file")
+    write_output(output, page.saved(asked.log.name, _drawn(asked.log)), _mode(asked.log))
     print(f"wrote {output}")
     if asked.open:
         webbrowser.open(output.resolve().as_uri())
     return 0
 
 
+def _mode(log: Path) -> int:
+    """The mode of a page: it holds what the log holds, so the same users may read it; only the owner, of a pipe."""
+    return stat.S_IMODE(log.stat().st_mode) & 0o666 if log.is_file() else PRIVATE
+
+
 def _drawn(path: Path) -> Iterator[bytes]:
-    """The entries of a log, checked, without fields that are not drawn."""
+    """The entries of a log, checked, without prompts, salts and tenants, which are not drawn."""
     for entry in event_log.read_file(path):
         if isinstance(entry, event_log.Request):
-            entry = msgspec.structs.replace(entry, prompt=())
+            slo = replace(entry.slo, tenant="") if entry.slo.tenant else entry.slo
+            entry = msgspec.structs.replace(entry, prompt=(), salt="", slo=slo)
         yield event_log.encode(entry) + b"\n"

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slotwise import __version__
+from slotwise import __version__, folders
 from slotwise.core import step_time
 from slotwise.core.step_time import Learned, work_of
 from slotwise.engine.observer import Observer
@@ -70,16 +69,15 @@ def kept(config: EngineConfig, info: EngineInfo) -> Iterator[StepTimeModel]:
 
 def traits(config: EngineConfig, info: EngineInfo) -> tuple[str, ...]:
     """Returns all that determines the speed of steps: the model's shape, types, kernels, threads and machine."""
-    shape = (Path(config.model) / "config.json").read_text()
+    shape = hashlib.blake2b((Path(config.model) / "config.json").read_bytes(), digest_size=16).hexdigest()
     return (shape, info.dtype, info.quantization, info.cache_dtype, info.device, info.product_path, str(info.threads),
             platform.node(), platform.machine(), __version__)
 
 
 def path_for(traits: Sequence[str]) -> Path:
     """Returns the file for `traits`."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     name = hashlib.blake2b("\n".join(traits).encode(), digest_size=8).hexdigest()
-    return Path(home) / "slotwise" / "step-times" / f"{name}-v{VERSION}.json"
+    return folders.cache() / "slotwise" / "step-times" / f"{name}-v{VERSION}.json"
 
 
 def load(path: Path) -> StepTimeModel:

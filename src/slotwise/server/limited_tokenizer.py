@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from http import HTTPStatus
 from pathlib import Path
 
@@ -12,18 +13,24 @@ from slotwise.server.worker_main import Limits
 from slotwise.text.tokenizer import TokenizerError
 
 LIMITS = Limits(seconds=10.0, memory=2 << 30, answer=32 << 20)  # the first call loads the tokenizer
+CHANGED = "the checkpoint has changed since the start: restart the server"
+
+logger = logging.getLogger(__name__)
 
 
 class LimitedTokenizer:
     """Encodes in a worker process.
 
     Args:
-        folder: of `tokenizer.json`.
+        folder: of `tokenizer.json`, which each new worker reads.
+        digest: of the tokenizer read from there at the start (`Tokenizer.digest`).
         turns: of the clients.
     """
 
-    def __init__(self, folder: Path, turns: Turns, limits: Limits = LIMITS) -> None:
+    def __init__(self, folder: Path, digest: str, turns: Turns, limits: Limits = LIMITS) -> None:
         self._folder = str(folder)
+        self._digest = digest
+        self._has_told = False
         self._worker = Worker("slotwise.text.encoding", limits, turns)
 
     async def encode(self, holder: str, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -31,12 +38,12 @@ class LimitedTokenizer:
 
         Raises:
             TokenizerError: it has none.
-            ApiError: the tokenizer exceeds its limits.
+            ApiError: the tokenizer exceeds its limits, or is no longer the one that was read at the start.
             QueueFull: too many texts are waiting.
         """
         try:
-            ids: list[int] = await self._worker.call(
-                holder, "encode", lambda: (self._folder, text, add_special_tokens))
+            ids: list[int] | None = await self._worker.call(
+                holder, "encode", lambda: (self._folder, self._digest, text, add_special_tokens))
         except CallRefused as error:
             raise TokenizerError(str(error)) from error
         except CallError as error:
@@ -44,7 +51,16 @@ class LimitedTokenizer:
                 from error
         except UnicodeError as error:
             raise TokenizerError("the text is not valid Unicode") from error
+        if ids is None:
+            raise self._changed()
         return ids
+
+    def _changed(self) -> ApiError:
+        """The error of a text without a tokenizer for it; the first one is logged, too."""
+        if not self._has_told:
+            logger.error("%s: %s", self._folder, CHANGED)
+            self._has_told = True
+        return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, CHANGED, code="checkpoint_changed")
 
     def close(self) -> None:
         """End the worker."""

@@ -65,7 +65,8 @@ class Prompts:
         self._thread = ThreadPoolExecutor(1, "tokenize")
         self._turns = Turns(MAX_WAITING, MAX_WAITING_OF_ONE)
         slow = tokenizer.slow_folder
-        self._limited = LimitedTokenizer(slow, Turns(MAX_WAITING, MAX_WAITING_OF_ONE)) if slow is not None else None
+        self._limited = (LimitedTokenizer(slow, tokenizer.digest, Turns(MAX_WAITING, MAX_WAITING_OF_ONE))
+                         if slow is not None else None)
 
     def close(self) -> None:
         """End the workers."""

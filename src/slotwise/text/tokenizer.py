@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -70,9 +71,11 @@ class Tokenizer:
 
     Attributes:
         slow_folder: the folder it was loaded from, if a text may take it any time (see `text.linear_rules`).
+        digest: of all that determines the tokens of a text, if it has a `slow_folder`.
     """
 
     slow_folder: Path | None = None
+    digest = ""
 
     def __init__(self, inner: tokenizers.Tokenizer, special_tokens: dict[str, str] | None = None) -> None:
         self.inner = inner
@@ -109,6 +112,7 @@ class Tokenizer:
                 tokenizer = cls(inner, special)
                 tokenizer._check_samples()
                 tokenizer.slow_folder = None if is_linear(description) else path.parent.absolute()
+                tokenizer.digest = tokenizer._digest(text) if tokenizer.slow_folder is not None else ""
             except INTERRUPTS:
                 raise
             except DeclarationError as error:
@@ -118,6 +122,11 @@ class Tokenizer:
         if moved:
             logger.warning("%s: %s has other ids than the vocabulary, which hold: %s", config, DECODER, moved)
         return tokenizer
+
+    def _digest(self, text: str) -> str:
+        """Args: text: of `tokenizer.json`; other files may have added tokens to it."""
+        added = sorted((token_id, repr(token)) for token_id, token in self.inner.get_added_tokens_decoder().items())
+        return hashlib.blake2b(f"{added}\n{text}".encode(), digest_size=16).hexdigest()
 
     def _check_samples(self) -> None:
         """Raises TokenizerError if short texts cannot be encoded and decoded, or become long."""

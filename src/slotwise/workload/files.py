@@ -8,7 +8,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TextIO
 
-from slotwise.files import write_whole
+from slotwise.files import write_output
 from slotwise.workload import forms
 from slotwise.workload.requests import MAX_REQUESTS, Workload, WorkRequest
 
@@ -26,7 +26,7 @@ def save(workload: Workload, path: Path | str) -> None:
         "slotwise_workload": VERSION, "num_requests": len(workload.requests), "max_tokens": workload.max_tokens,
         "users": workload.users, "seed": workload.seed, "description": workload.description}
     lines = (header, *map(asdict, workload.requests))
-    write_whole(path, "".join([json.dumps(line, allow_nan=False) + "\n" for line in lines]).encode())
+    write_output(path, "".join([json.dumps(line, allow_nan=False) + "\n" for line in lines]).encode())
 
 
 def load(path: Path | str) -> Workload:

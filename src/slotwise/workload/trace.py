@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 from math import isfinite
 from pathlib import Path
+from typing import TextIO
 
 from slotwise.workload import forms
 from slotwise.workload.arrivals import Arrivals, TraceTimes
@@ -16,6 +17,7 @@ from slotwise.workload.prefixes import Prefixes
 from slotwise.workload.requests import MAX_REQUESTS, NO_PREFIX, Workload, requests_of
 
 COLUMNS = ("arrived_at", "num_prefill_tokens", "num_decode_tokens")
+MAX_LINE = 65_536  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,23 +78,36 @@ def replay(
     return Workload(requests, max_tokens, arrivals.users, seed, description)
 
 
-def _rows(file: Iterator[str], path: Path) -> Iterator[tuple[float, int, int]]:
+def _rows(file: TextIO, path: Path) -> Iterator[tuple[float, int, int]]:
     """Yields validated rows; raises ValueError with the line of the first invalid one."""
-    reader = csv.reader(file)
-    header = [name.strip() for name in next(reader, [])]
-    if missing := [name for name in COLUMNS if name not in header]:
-        raise ValueError(f"{path}: the first line must name the columns {', '.join(COLUMNS)}; "
-                         f"{', '.join(missing)} is missing")
-    places = [header.index(name) for name in COLUMNS]
-    last = float("-inf")
+    number, last = 1, float("-inf")
     try:
-        for row in reader:
+        places = _places(_row(file) or [])
+        number += 1
+        while (row := _row(file)) is not None:
             arrived_at, prompt, output = (row[place] for place in places)
             checked = _checked(float(arrived_at), int(prompt), int(output), last)
             yield checked
             last = checked[0]
+            number += 1
     except (ValueError, IndexError, csv.Error) as error:
-        raise ValueError(f"{path}, line {reader.line_num}: {error}") from None
+        raise ValueError(f"{path}, line {number}: {error}") from None
+
+
+def _row(file: TextIO) -> list[str] | None:
+    """Returns the fields of the next line, None at the end; raises ValueError if it is too long."""
+    line = file.readline(MAX_LINE + 1)
+    if len(line) > MAX_LINE:
+        raise ValueError(f"longer than {MAX_LINE} characters")
+    return next(csv.reader((line,)), []) if line else None
+
+
+def _places(header: list[str]) -> list[int]:
+    """Returns the place of each column."""
+    names = [name.strip() for name in header]
+    if missing := [name for name in COLUMNS if name not in names]:
+        raise ValueError(f"the line must name the columns {', '.join(COLUMNS)}; {', '.join(missing)} is missing")
+    return [names.index(name) for name in COLUMNS]
 
 
 def _checked(arrived_at: float, prompt: int, output: int, last: float) -> tuple[float, int, int]:

@@ -18,7 +18,7 @@ from markupsafe import Markup
 from slotwise.bench.report import lanes, page
 from slotwise.bench.report.data import Result, read
 from slotwise.bench.report.svg import tag
-from slotwise.files import write_whole
+from slotwise.files import write_output
 
 __all__ = ["render", "slot_charts", "write_report"]
 
@@ -39,7 +39,7 @@ def render(result: Mapping[str, Any]) -> str:
 
 def write_report(result: Mapping[str, Any], path: str | PathLike[str]) -> None:
     """Write the page to `path`."""
-    write_whole(Path(path), render(result).encode())
+    write_output(Path(path), render(result).encode())
 
 
 def slot_charts(result: Mapping[str, Any]) -> dict[str, str]:

@@ -184,13 +184,14 @@ def compile_all(codes: Sequence[Compiled]) -> None:
     """
     missing = [code for code in codes if not code.is_on_disk]
     processors = len(os.sched_getaffinity(0)) if store().folder else 1
-    with tempfile.TemporaryDirectory() as folder:
-        claims = Path(folder)
-        number = max(0, min(processors, len(missing)) - 1)
-        called = workers.set_to_work(number, claims, [code.name for code in missing])
-        _share(claims, missing)
-        for worker in called:
-            worker.wait()  # if it failed, its claims are compiled below
+    number = max(0, min(processors, len(missing)) - 1)
+    if number:  # only then is a folder needed, and the store has one
+        with tempfile.TemporaryDirectory(prefix=".", dir=store().folder) as folder:
+            claims = Path(folder)
+            called = workers.set_to_work(number, claims, [code.name for code in missing])
+            _share(claims, missing)
+            for worker in called:
+                worker.wait()  # if it failed, its claims are compiled below
     for code in codes:
         code.compile()
 

@@ -11,7 +11,7 @@ environment comes first, then one in the system's folder for temporary files, wh
 
 A file is written whole (a temporary one, flushed to the disk, renamed), so several processes may compile the same
 kernel at once.  A file that is damaged, or that other users could have written, counts as missing and is replaced.
-Only the standard library is imported here.
+Nothing that takes long is imported here.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ import stat
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
+
+from slotwise import folders
 
 KEPT = 6  # folders; there are more only where kernels are changed
 LARGEST = 1 << 24  # bytes of a file; kernels have a hundred thousand
@@ -109,13 +111,12 @@ class Store:
 
 def wanted() -> Path:
     """The folder of all compiled kernels that the environment names; it may not exist."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(os.environ.get("NUMBA_CACHE_DIR") or cache / "slotwise" / "kernels")
+    return Path(os.environ.get("NUMBA_CACHE_DIR") or folders.cache() / "slotwise" / "kernels")
 
 
 def homes() -> list[Path]:
     """Folders for compiled kernels; the first safe one is used."""
-    return [wanted(), Path(tempfile.gettempdir()) / f"slotwise-{os.geteuid()}" / "kernels"]
+    return [wanted(), folders.temporary() / "kernels"]
 
 
 def home() -> Path | None:
@@ -165,8 +166,8 @@ def make(folder: Path) -> None:
 
 def remove_unused(root: Path) -> None:
     """Remove all but the `KEPT` folders used last."""
-    folders = sorted((path for path in root.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime)
-    for unused in folders[:-KEPT]:
+    found = sorted((path for path in root.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime)
+    for unused in found[:-KEPT]:
         shutil.rmtree(unused, ignore_errors=True)
 
 

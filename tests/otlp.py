@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -54,6 +55,35 @@ def attributes(carrier: Any) -> dict[str, Any]:
         value = getattr(pair.value, kind)
         found[pair.key] = [one.string_value for one in value.values] if kind == "array_value" else value
     return found
+
+
+class Silent:
+    """Connections that are taken and never answered."""
+
+    def __init__(self, listening: socket.socket) -> None:
+        self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        self.taken: list[socket.socket] = []
+        self._listening = listening
+
+    def take_all(self) -> None:
+        with suppress(OSError):  # closed
+            while True:
+                self.taken.append(self._listening.accept()[0])
+
+
+@contextmanager
+def silent() -> Iterator[Silent]:
+    with socket.create_server(("127.0.0.1", 0), backlog=100) as listening:
+        collector = Silent(listening)
+        thread = threading.Thread(target=collector.take_all, daemon=True)
+        thread.start()
+        try:
+            yield collector
+        finally:
+            listening.shutdown(socket.SHUT_RDWR)  # ends `accept`
+            thread.join()
+            for connection in collector.taken:
+                connection.close()
 
 
 @contextmanager

@@ -127,6 +127,19 @@ def with_fields(**fields: Any) -> dict[str, Any]:
     return step | fields
 
 
+@pytest.mark.parametrize(("product", "total"), [(1e-300, 1e59), (1e-200, 1e50), (1e-20, 1e10)])
+def test_learned_sums_that_give_no_step_times(product: float, total: float) -> None:
+    """Of the tokens: each sum alone is valid, and their quotient is a coefficient beyond all measurements."""
+    run = deepcopy(recorded()[0])
+    sums = {"weight": 1.0, "products": [0.0] * 21, "totals": [1.0, 0.0, total, 0.0, 0.0, 0.0]}
+    sums["products"][5] = product
+    run["learned"] = {"sizes": {"prompts-1": sums}}
+    with pytest.raises(LogError, match=r"line 1: .*its step times cannot be fitted"):
+        looked_at(lines_of([run, *recorded()[1:]]))
+    sums["products"][5] = total
+    looked_at(lines_of([run, *recorded()[1:]]))
+
+
 @pytest.mark.parametrize(("fields", "told"), [
     ({"slots": []}, "columns of step 3 differ in length"),
     ({"numbers": [0, 1, 2, 3]}, "columns of step 3 differ in length"),

@@ -151,6 +151,37 @@ def test_pieces_of_a_prompt_are_shares_of_what_it_would_take_alone() -> None:
     assert Solo(StepTimeModel(), None).token(5) == 0
 
 
+class Counted(StepTimeModel):
+    """A model that counts its predictions."""
+
+    num_predictions = 0
+
+    def typical(self, work: Work) -> float:
+        self.num_predictions += 1
+        return super().typical(work)
+
+
+@pytest.mark.parametrize("chunk", [2, 3, 64])
+@pytest.mark.parametrize(("first", "start", "count", "known"), [
+    (0, 0, 1000, 1000), (0, 5, 990, 1200), (7, 7, 64, 500), (7, 70, 700, 770), (0, 64, 129, 193), (3, 4, 1, 9)])
+def test_many_chunks_are_timed_as_each_of_them_is_by_a_few_predictions(
+        chunk: int, first: int, start: int, count: int, known: int) -> None:
+    times = Counted()
+    for tokens in range(2, 200):
+        times.learn(work_of([tokens], [tokens]), 0.002 + 1e-5 * tokens + 1e-6 * tokens * tokens)
+    solo = Solo(times, Scheduling(Batching(), 4, chunk))
+    each = 0.0
+    for at in range(start, start + count):  # each token's share of its chunk
+        low = first + (at - first) // chunk * chunk
+        high = min(low + chunk, known)
+        each += times.typical(work_of([low], [high - low])) / (high - low)
+    times.num_predictions = 0
+    assert solo.chunk(first, known, start, count) == pytest.approx(each * 1e9, rel=1e-9, abs=2)
+    assert times.num_predictions <= 4
+    times.num_predictions = 0
+    assert solo.chunk(0, 2**31, 1, 2**31 - 1) > 0 and times.num_predictions <= 4
+
+
 def test_a_living_request_is_explained_as_far_as_the_log_goes() -> None:
     play = Play(2)
     play.arrive(20, 30)

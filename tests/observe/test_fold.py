@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
+from types import FrameType
+from typing import Any
 
 import pytest
 from recorded import Recorded
@@ -210,3 +213,39 @@ def test_a_log_that_begins_later_knows_who_has_a_slot() -> None:
     assert (runs.stage, runs.slot, runs.computed) == ("decode", 1, 5)
     assert waits.is_waiting and fold.reason(waits) == "no_blocks"
     assert not any(one.is_whole for one in fold.by_number.values()) and gather([run]) == {}
+
+
+def choices(ends_ms: Sequence[int]) -> list[Entry]:
+    """The choices of one response, each with the end of its only step."""
+    run = Run("1", "toy", "float32", "cpu", 0.0, 0, engine().limits, engine().scheduling)
+    ended = [Step(-1, 0, ms * MS, ended=(End(number, "stop", 1),)) for number, ms in enumerate(ends_ms)]
+    return [run, *(Request(number, f"cmpl-x-{number}", MS, 4, SamplingParams(), 0) for number in range(len(ends_ms))),
+            *ended]
+
+
+@pytest.mark.parametrize("ends", [(5,), (5, 7), (7, 5, 3), (5, 9, 9, 2), (9, 9, 9)])
+def test_each_choice_knows_the_last_end_of_the_others(ends: tuple[int, ...]) -> None:
+    told = [timeline.siblings_ended_ns // MS for timeline in gather(choices(ends)).values()]
+    assert told == [max([end for at, end in enumerate(ends) if at != own], default=0) for own in range(len(ends))]
+
+
+def test_choices_are_not_compared_each_with_each() -> None:
+    def work(num_choices: int) -> int:
+        """Instructions run to gather a log."""
+        entries, count = choices(range(2, 2 + num_choices)), 0
+
+        def counted(frame: FrameType, event: str, _: object) -> Any:
+            nonlocal count
+            frame.f_trace_opcodes = True
+            count += event == "opcode"
+            return counted
+
+        before = sys.gettrace()
+        sys.settrace(counted)
+        try:
+            gather(entries)
+        finally:
+            sys.settrace(before)
+        return count
+
+    assert work(400) < 3 * work(200)

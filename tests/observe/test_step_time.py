@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import subprocess
@@ -238,7 +239,12 @@ def test_a_config_is_read_in_any_locale(tmp_path: Path) -> None:
     assert len(names) == 1
 
 
-@pytest.mark.parametrize("content", ["", "{}", '{"sizes": {"decode-1": {"weight": 1, "products": [1], "totals": []}}}'])
+INFINITE = {"weight": 1.0, "products": [*[0.0] * 5, 1e-300, *[0.0] * 15], "totals": [1.0, 0.0, 1e59, 0.0, 0.0, 0.0]}
+
+
+@pytest.mark.parametrize("content", [
+    "", "{}", '{"sizes": {"decode-1": {"weight": 1, "products": [1], "totals": []}}}',
+    json.dumps({"sizes": {"prompts-1": INFINITE}})])
 def test_a_file_that_says_nothing_is_left_alone(tmp_path, content: str) -> None:
     path = tmp_path / "kept.json"
     path.write_text(content)

@@ -6,7 +6,7 @@ import sys
 import time
 
 import pytest
-from otlp import attributes, collecting
+from otlp import attributes, collecting, silent
 from toy_engine import MS, engine
 
 from slotwise.core.params import SamplingParams
@@ -81,6 +81,21 @@ def test_nobody_waits_for_a_collector_that_is_not_there(monkeypatch: pytest.Monk
         live_through(traces)
     assert time.monotonic() - began < 100, "1,800 spans for a queue of 600"
     traces.close()
+
+
+def test_a_collector_that_never_answers_is_left_with_what_it_has_not_taken(
+        monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    module = importlib.import_module("slotwise.observe.traces")
+    monkeypatch.setattr(module, "BATCH", 8)
+    monkeypatch.setattr(module, "TIMEOUT", 1.0)
+    monkeypatch.setattr(module, "CLOSING", 0.1)
+    with silent() as connections:
+        traces = Traces(connections.url, "toy")
+        for _ in range(10):
+            live_through(traces)
+        traces.close()
+        assert len(connections.taken) < 60 / 8, "one for each batch, if all are tried"
+    assert "has not taken all spans" in caplog.text
 
 
 @pytest.mark.parametrize("endpoint", ["", "localhost:4318", "ftp://there", "http://"])

@@ -140,6 +140,34 @@ def test_whatever_is_changed_is_found(field: str) -> None:
     assert (outcome.records, outcome.difference.record, outcome.difference.field) == (index, index, field)
 
 
+@pytest.mark.parametrize("length", [0, 3, 1000, 100_000])
+def test_a_long_field_is_shown_around_its_first_difference(length: int) -> None:
+    entries = Recorded(0, Batching()).play(20)
+    index, record = next((i, entry) for i, entry in enumerate(entries) if isinstance(entry, event_log.Step)
+                         and entry.planned)
+    changed = msgspec.structs.replace(record, planned=(*record.planned, *[1] * length, 987654321))
+    difference = replay([*entries[:index], changed, *entries[index + 1:]]).difference
+    assert difference is not None and difference.field == "planned"
+    whole = msgspec.json.encode(changed.planned).decode()
+    if length <= 3:
+        assert difference.logged == whole
+    else:
+        assert difference.logged.endswith(" ...") and whole.startswith(difference.logged.removesuffix(" ..."))
+    assert difference.replayed == msgspec.json.encode(record.planned).decode() and len(difference.logged) < 450
+
+
+def test_the_difference_of_two_long_fields_is_shown_with_what_is_before_and_behind() -> None:
+    entries = Recorded(0, Batching()).play(20)
+    index, record = next((i, entry) for i, entry in enumerate(entries) if isinstance(entry, event_log.Step)
+                         and entry.ended)
+    ends = [event_log.End(end.number, "x" * 5000, end.num_output, "y" * 5000) for end in record.ended]
+    changed = msgspec.structs.replace(record, ended=tuple(ends))
+    difference = replay([*entries[:index], changed, *entries[index + 1:]]).difference
+    assert difference is not None and difference.field == "ended"
+    assert f'[[{ends[0].number},"xxx' in difference.logged and record.ended[0].reason in difference.replayed
+    assert len(difference.logged) < 450 and len(difference.replayed) < 450
+
+
 def test_a_request_that_is_not_there_is_missed() -> None:
     entries = Recorded(0, Batching()).play(20)
     gone = next(entry for entry in entries if isinstance(entry, event_log.Request) and entry.number == 7)

@@ -54,6 +54,7 @@ AFRESH = 2.0  # steps of a size that all older ones then count for
 HASTE = 0.3  # share of a step's error that moves the level
 HICCUP = 0.1  # maximum logarithmic error used: larger ones have other causes than the machine's speed
 TRUSTED = 3.0  # steps of a size before its errors move the level
+MAX_COEFFICIENT = 1e12  # seconds; learned sums that give more are no sums of measurements
 SHORT = 256  # positions: graphs are captured for contexts up to this, up to twice as many, and so on
 
 MOST = 4.0  # stall limits that a step may last for at most, however many prompts start
@@ -214,7 +215,7 @@ class Prediction:
 
 
 class StepTimeModel:
-    """An on-line model of step times."""
+    """An on-line model of step times.  Raises ValueError for learned sums that give no finite times."""
 
     def __init__(self, learned: Learned | None = None) -> None:
         self._sizes = {size: sums.faded(REMEMBERED) for size, sums in learned.sizes.items()} if learned else {}
@@ -230,6 +231,8 @@ class StepTimeModel:
         self.num_steps = 0  # steps learned from
         if self._sizes:
             self._fit()
+            if not self._is_finite():
+                raise ValueError("sums of no step times")
 
     @property
     def is_trained(self) -> bool:
@@ -273,6 +276,11 @@ class StepTimeModel:
         times._coefficients, times._met = list(known.shares), set(known.met)
         times._factors |= {kind: dict(factors) for kind, factors in known.factors.items()}
         return times
+
+    def _is_finite(self) -> bool:
+        """Whether predictions are finite for any work."""
+        points = [number for factors in self._factors.values() for point in factors.values() for number in point]
+        return all(one < MAX_COEFFICIENT for one in self._coefficients) and all(map(math.isfinite, points))
 
     def _kind(self, work: Work) -> str:
         if work.pairs:

@@ -23,7 +23,6 @@ from slotwise.observe.fold import Timelines
 from slotwise.observe.request_timeline import STEP_UNDER_WAY, RequestTimeline
 
 NS = 1e-9
-MAX_CHUNKS = 4096  # that the tokens of one step are timed as
 MS = 1e-6
 NOWHERE = -2  # step of a span outside all steps
 
@@ -154,17 +153,26 @@ class Solo:
         """Returns the nanoseconds of `count` tokens from `start` on, of a prompt computed from `first` to `known`.
 
         Alone, the prompt would have the fewest possible chunks; these tokens get their share of those chunks' times.
+        The time of a whole chunk is linear in its start, so a series of them takes the mean of the first and the last.
         """
-        seconds, end = 0.0, start + count
+        seconds, end, chunk = 0.0, start + count, self._chunk
         known = max(known, end)
-        chunk = max(self._chunk, count // MAX_CHUNKS)
-        while start < end:
+        while start < end:  # at most three times: the end of a chunk, whole chunks, the beginning of another
             low = first + (start - first) // chunk * chunk
+            if start == low and (more := (end - low) // chunk - 1) > 0:
+                both = self._typical(low, low + chunk) + self._typical(low + more * chunk, low + (more + 1) * chunk)
+                seconds += both * (more + 1) / 2
+                start += (more + 1) * chunk
+                continue
             high = max(min(low + chunk, known), start + 1)
             part = min(high, end) - start
-            seconds += self._times.typical(work_of([low], [high - low])) * part / (high - low)
+            seconds += self._typical(low, high) * part / (high - low)
             start += part
         return round(seconds / NS)
+
+    def _typical(self, low: int, high: int) -> float:
+        """Returns the seconds of the tokens from `low` to before `high`, in one step."""
+        return self._times.typical(work_of([low], [high - low]))
 
 
 class _ExplanationBuilder:

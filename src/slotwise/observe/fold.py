@@ -22,7 +22,7 @@ import msgspec
 
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe.event_log import NO_STEP, Command, End, Engine, Entry, Gap, Request, Run, Sent, Step
-from slotwise.observe.request_timeline import DECODE, QUEUE, TOKENISING, RequestTimeline, Stage
+from slotwise.observe.request_timeline import DECODE, QUEUE, TOKENISING, LastEnds, RequestTimeline, Stage
 from slotwise.observe.waiting import Waiting
 
 
@@ -334,6 +334,7 @@ def gather(entries: Iterable[Entry]) -> dict[int, RequestTimeline]:
     for timeline in timelines.by_number.values():
         choices.setdefault((timeline.received_ns, timeline.response_id), []).append(timeline)
     for together in choices.values():
+        last = LastEnds.of(together)
         for timeline in together:
-            timeline.meet(together)
+            timeline.meet(last)
     return {number: timeline for number, timeline in timelines.by_number.items() if timeline.is_whole}

@@ -13,7 +13,7 @@ from itertools import islice
 
 from slotwise.observe.event_log import Entry, Request
 from slotwise.observe.fold import Changes, Timelines
-from slotwise.observe.request_timeline import SHAPES, RequestTimeline
+from slotwise.observe.request_timeline import SHAPES, LastEnds, RequestTimeline
 
 Name = tuple[str, str]  # a tenant, or "" for all, and the id of a response
 
@@ -69,7 +69,7 @@ class Index:
         """Returns the first `most` of those found, in order of arrival, with `siblings_ended_ns` set."""
         chosen = sorted(islice(found, most), key=lambda one: one.request.number)
         for one in chosen:
-            one.meet(self._together[one.received_ns, one.response_id].values())
+            one.meet(LastEnds.of(self._together[one.received_ns, one.response_id].values()))
         return chosen
 
     def _remove(self, timeline: RequestTimeline) -> None:

@@ -10,6 +10,8 @@ A stage begins when the one before has ended; the waits of a `queue` or `preempt
 from __future__ import annotations
 
 from collections.abc import Iterable
+from heapq import nlargest
+from typing import NamedTuple
 
 import msgspec
 
@@ -31,6 +33,17 @@ class Stage(msgspec.Struct, array_like=True, gc=False):
     start_ns: int
     end_ns: int = 0  # 0: it is the current one
     waited: dict[str, int] = msgspec.field(default_factory=dict)  # nanoseconds, by reason
+
+
+class LastEnds(NamedTuple):
+    """The two latest ends (`RequestTimeline.over_ns`) of the choices of a response; equal if two choices share one."""
+
+    latest: int
+    before: int
+
+    @classmethod
+    def of(cls, together: Iterable[RequestTimeline]) -> LastEnds:
+        return cls(*nlargest(2, [0, 0, *[one.over_ns for one in together]]))
 
 
 class RequestTimeline(msgspec.Struct, gc=False):
@@ -111,6 +124,11 @@ class RequestTimeline(msgspec.Struct, gc=False):
         return max(self.last_byte_ns, self.left_ns) or self.ended_ns
 
     @property
+    def over_ns(self) -> int:
+        """End of its own work, without the sending; 0 before."""
+        return self.left_ns or self.ended_ns
+
+    @property
     def total_ns(self) -> int:
         """Time from its arrival to `end_ns`; 0 before."""
         return self.end_ns - self.received_ns if self.end_ns else 0
@@ -140,10 +158,9 @@ class RequestTimeline(msgspec.Struct, gc=False):
 
     # -- events --------------------------------------------------------------------------------------------------
 
-    def meet(self, together: Iterable[RequestTimeline]) -> None:
+    def meet(self, last: LastEnds) -> None:
         """Records the end of the other choices of its response."""
-        others = [other.left_ns or other.ended_ns for other in together if other is not self]
-        self.siblings_ended_ns = max(others, default=0)
+        self.siblings_ended_ns = last.before if self.over_ns == last.latest else last.latest
 
     def enter(self, stage: str, now_ns: int) -> None:
         """Ends the current stage, and begins another."""

@@ -7,6 +7,7 @@ with a `traceparent` (W3C Trace Context) becomes part of its caller's trace.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 from collections import OrderedDict
@@ -30,9 +31,12 @@ MAX_QUEUE = 8192  # spans that wait to be sent; more are dropped
 BATCH = 512
 EVERY = 1000  # milliseconds between two batches
 TIMEOUT = 5.0  # seconds that a collector gets for a batch
+CLOSING = 5.0  # seconds that a collector gets for all batches left at the end
 MAX_UNSENT = 4096  # ended requests whose last byte is awaited; beyond it the oldest are sent without
 ANSWERED = ("stop", "length")  # ends after which a response is sent
 MAX_CALLERS = 4096  # callers' contexts kept for unfinished requests
+
+logger = logging.getLogger(__name__)
 
 
 class TracesError(RuntimeError):
@@ -94,7 +98,14 @@ class Traces:
                 self._complete.put_nowait((timeline, self._callers.pop(timeline.request.id, ""), self._offset_ns))
 
     def close(self) -> None:
-        """Sends the remaining spans; takes a few seconds when no collector answers."""
+        """Sends the remaining spans, and drops those that the collector has not taken after `CLOSING` seconds."""
+        closing = threading.Thread(target=self._finish, name="traces-closing", daemon=True)
+        closing.start()
+        closing.join(CLOSING)
+        if closing.is_alive():
+            logger.warning("the collector of traces has not taken all spans in %g s: the rest are dropped", CLOSING)
+
+    def _finish(self) -> None:
         self._complete.put(None)
         self._teller.join()
         self._provider.shutdown()

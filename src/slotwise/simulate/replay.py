@@ -24,6 +24,8 @@ from slotwise.engine.messages import Add, Command, Configure, Finish
 from slotwise.observe import event_log
 from slotwise.observe.recorder import step_entry
 
+AROUND = 200  # bytes shown of a field on each side of its first difference
+
 
 class ReplayError(ValueError):
     """The log lacks entries that a replay needs; the message is one line for a person."""
@@ -35,7 +37,7 @@ class Difference(NamedTuple):
     record: int  # index of the Step entry in the log, from 0
     step: int
     field: str
-    logged: str
+    logged: str  # the field as in the log; of a long one, the part around the first difference
     replayed: str
 
 
@@ -114,12 +116,27 @@ class _Player:
         if event_log.encode(logged) != event_log.encode(replayed):
             name = next(name for name in logged.__struct_fields__ if getattr(logged, name) != getattr(replayed, name))
             field = logged.__struct_encode_fields__[logged.__struct_fields__.index(name)]  # its name in the log
-            self.difference = Difference(
-                self._records, logged.step, field, str(getattr(logged, name)), str(getattr(replayed, name)))
+            shown = _around_difference(*(event_log.encode(getattr(step, name)) for step in (logged, replayed)))
+            self.difference = Difference(self._records, logged.step, field, *shown)
         else:
             self._records += 1
             self._steps += bool(logged.counts)
             self._tokens += sum(logged.counts)
+
+
+def _around_difference(one: bytes, other: bytes) -> tuple[str, str]:
+    """Returns two texts, each cut to at most `AROUND` bytes on both sides of their first difference."""
+    same, most = 0, min(len(one), len(other))  # bytes known to be equal; most that can be
+    while same < most:
+        middle = (same + most + 1) // 2
+        if one[same:middle] == other[same:middle]:
+            same = middle
+        else:
+            most = middle - 1
+    begin, end = max(0, same - AROUND), same + AROUND
+    first, second = ["... " * (begin > 0) + text[begin:end].decode(errors="replace") + " ..." * (end < len(text))
+                     for text in (one, other)]
+    return first, second
 
 
 def _arrival(entry: event_log.Request) -> Add:

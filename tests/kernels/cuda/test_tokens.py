@@ -42,7 +42,9 @@ def test_norms_and_activation(kind, tokens, size):
     assert same(kind, ours, theirs)
     gate_up = numbers(kind, tokens, 2 * size) * 5
     assert distance(KERNELS.silu_mul(gate_up.to(DEVICE)).cpu(), REFERENCE.silu_mul(gate_up)) < close
-    assert distance(KERNELS.gelu_mul(gate_up.to(DEVICE)).cpu(), REFERENCE.gelu_mul(gate_up)) < close
+    gate, up = gate_up.float().chunk(2, -1)  # for a negative gate 1 + tanh cancels, and only roundings may be left
+    off = (KERNELS.gelu_mul(gate_up.to(DEVICE)).cpu().float() - REFERENCE.gelu_mul(gate_up).float()).norm()
+    assert off < close * (gate * up).norm()
     assert distance(KERNELS.soft_cap(x.to(DEVICE), 2.0).cpu(), REFERENCE.soft_cap(x, 2.0)) < close
     offset = KERNELS.rms_norm(x.to(DEVICE), weight.to(DEVICE), 1e-5, 1.0).cpu()
     assert distance(offset, REFERENCE.rms_norm(x, weight, 1e-5, 1.0)) < close

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from pathlib import Path
 
@@ -51,6 +52,19 @@ def test_lines_are_read_as_they_were_written() -> None:
         list(event_log.read([*lines[:2], b"{}\n"]))
     with pytest.raises(event_log.LogError, match="No such file"):
         list(event_log.read_file("/no/such/log"))
+
+
+def test_a_line_leaves_nothing_behind() -> None:
+    def num_objects() -> int:
+        gc.collect()
+        return len(gc.get_objects())
+
+    event_log.line_of(ENTRIES[0])
+    before = num_objects()
+    for _ in range(20):
+        for entry in ENTRIES:
+            event_log.line_of(entry)
+    assert num_objects() - before < len(ENTRIES)
 
 
 @given(capacity=st.integers(1, 60_000))

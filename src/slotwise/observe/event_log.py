@@ -240,7 +240,7 @@ encode_lines = _encoder.encode_lines
 
 def line_of(entry: Entry) -> bytes:
     """Returns the line of an entry, with its line end."""
-    return encode_lines((entry,))
+    return encode_lines([entry])  # msgspec 0.22 never frees the iterator of any other sequence
 
 
 def decode(line: bytes | str) -> Entry:

@@ -237,11 +237,11 @@ def _judge_gaps(run: Attacked) -> None:
     attacked = gaps.largest(*run.figures.pop("attacked"), run.journal.excused)
     most = quiet[0][0] if quiet else WORTH_TELLING
     for seconds, at in attacked[:20]:
+        told = (f"{1000 * seconds:.0f} ms, of which the API process computed {1000 * gaps.computing[at]:.0f}; "
+                f"{1000 * most:.0f} ms in the quiet run; beside it: " + ", ".join(seen.during(at - 0.1, at + seconds)))
+        run.journal.noted("a gap of the paced stream", told, at)
         if run.patience == 1.0 and seconds > most + GAP:
-            run.journal.violated(GAP_LAW,
-                                 f"{1000 * seconds:.0f} ms, of which the API process computed "
-                                 f"{1000 * gaps.computing[at]:.0f}; {1000 * most:.0f} ms in the quiet run; beside it: "
-                                 + ", ".join(seen.during(at - 0.1, at + seconds)), at)
+            run.journal.violated(GAP_LAW, told, at)
     run.figures |= {"hostile_exchanges": len(seen.exchanges), "gap_quiet_ms": 1000 * most,
                     "gap_attacked_ms": 1000 * attacked[0][0] if attacked else 0.0,
                     "paced_failures": len(gaps.failures)}

@@ -53,6 +53,7 @@ class Journal:
     windows: list[Window] = field(default_factory=list)
     violations: list[Violation] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)  # violations of each law
+    notes: list[tuple[float, str, str]] = field(default_factory=list)  # what was seen and breaks no law
 
     def since(self, at: float) -> float:
         return round(at - self.began, 3)
@@ -60,6 +61,10 @@ class Journal:
     def did(self, what: str) -> None:
         """Records an action, with what a repetition of the run needs."""
         self.actions.append((self.since(time.perf_counter()), what))
+
+    def noted(self, what: str, told: str, at: float) -> None:
+        """Records what was seen at a time."""
+        self.notes.append((self.since(at), what, told[:600]))
 
     def violated(self, law: str, what: str, at: float | None = None) -> None:
         """Records a violation of `law`, and prints it at once.
@@ -102,4 +107,4 @@ class Journal:
     def as_json(self) -> dict[str, Any]:
         return {"seed": self.seed, "violated": self.counts, "violations": [asdict(one) for one in self.violations],
                 "windows": [[self.since(one.began), self.since(one.ended), one.why] for one in self.windows],
-                "actions": self.actions}
+                "notes": self.notes, "actions": self.actions}

@@ -56,6 +56,7 @@ SHAPES: dict[str, Callable[[int], str]] = {
     "quotes": repeated('\\"', '"', '"'), "backslashes": filled('"\\\\"'),
     "brackets in a text": repeated("[],{", '"', '"'),
     "roles": filled('{"role":"user","content":"x"}'), "parts": filled('{"type":"text","text":"x"}'),
+    "messages of a part": filled('{"content":[{"text":"%s"}]}' % ("x" * 1000)),
     "wrong parts": filled('{"content":[[],[],[],[]]}'),
 }
 COMPLETION, CHAT = '{"prompt":[2],"max_tokens":1,%s}', '{"messages":[{"role":"user","content":"x"}],%s}'

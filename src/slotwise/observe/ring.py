@@ -152,7 +152,5 @@ class Ring:
     def since(self, position: int, most: int) -> Batch:
         """Returns up to `most` lines from `position` on, as far as they are still held."""
         first = max(position, self.first)
-        latest = list(islice(reversed(self._lines), self._end - first))
-        latest.reverse()
-        lines = latest[:most]
+        lines = self._between(first, min(first + most, self._end))
         return Batch(lines, first - position, first + len(lines))

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import contextlib
 from functools import cache
-from typing import Any
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
 from slotwise.core.params import MAX_STOP_LENGTH, MAX_STOP_STRINGS
 from slotwise.server.errors import bad_request
@@ -24,6 +22,7 @@ MAX_STOP = MAX_STOP_STRINGS * (6 * MAX_STOP_LENGTH + 8)  # bytes; a character ma
 MAX_ELEMENTS = MAX_PROMPTS = MAX_MESSAGES = MAX_ABORTS = 4096  # the last: requests that one abort may name
 MAX_VALUES = 1 << 17  # of messages, beside their texts
 MAX_TOKENS = 1 << 16  # of /detokenize
+SHORT = 1 << 15  # bytes of an array; locating the elements of a longer one costs as much, however few it has
 ABSENT = msgspec.Raw()
 
 
@@ -32,6 +31,12 @@ class _Text(msgspec.Struct):
 
     content: msgspec.Raw = ABSENT
     text: msgspec.Raw = ABSENT
+
+
+_TEXT = msgspec.json.Decoder(_Text)
+_SHORT_ARRAY = msgspec.json.Decoder(list[msgspec.Raw])
+_OPENING = msgspec.json.Decoder(msgspec.defstruct(  # the first elements of an array: one more than the most allowed
+    "Opening", [(f"at{index}", msgspec.Raw, ABSENT) for index in range(MAX_ELEMENTS + 1)], array_like=True))
 
 
 @cache
@@ -74,22 +79,17 @@ def _check(name: str, field: bytes) -> None:
         raise bad_request(f"{name}: {len(field)} bytes are more than the {most} that it may have", name)
 
 
-@cache
-def _opening(kind: type) -> msgspec.json.Decoder[Any]:
-    """A decoder to the first elements of an array, each a `kind`: one more than the most allowed."""
-    fields = [(f"at{index}", kind | UnsetType, UNSET) for index in range(MAX_ELEMENTS + 1)]
-    return msgspec.json.Decoder(msgspec.defstruct("Opening", fields, array_like=True))
-
-
-def _elements(value: bytes, kind: type) -> list[Any]:
-    """Elements of an array; one more than `MAX_ELEMENTS` when there are more.  Raises msgspec.ValidationError."""
-    return [one for one in msgspec.structs.astuple(_opening(kind).decode(value)) if one is not UNSET]
+def _elements(value: bytes) -> list[msgspec.Raw]:
+    """Elements of an array; more than `MAX_ELEMENTS` when there are more.  Raises msgspec.ValidationError."""
+    if len(value) < SHORT:
+        return _SHORT_ARRAY.decode(value)
+    return [one for one in msgspec.structs.astuple(_OPENING.decode(value)) if one is not ABSENT]
 
 
 def _check_strings(name: str, value: bytes) -> None:
     """Bound the length of an array of texts."""
     with contextlib.suppress(msgspec.ValidationError):  # the decoder refuses it as early
-        if len(_elements(value, msgspec.Raw)) > MAX_ELEMENTS:
+        if len(_elements(value)) > MAX_ELEMENTS:
             raise bad_request(f"{name}: at most {MAX_ELEMENTS} in one request", name)
 
 
@@ -97,16 +97,15 @@ def _check_messages(value: bytes) -> None:
     """Bound parts and values.  Each message is decoded whole, so every value that is not text counts."""
     num_parts, num_values = 0, _most_values(value)
     try:
-        messages = _elements(value, _Text)
+        messages = _elements(value)
         for message in messages:
-            if (text := bytes(message.content)).startswith(b"["):
-                parts = _elements(text, _Text)
-                num_parts += len(parts)
-                num_values -= sum([_in_text(bytes(part.text)) for part in parts])
+            if (text := bytes(_TEXT.decode(message).content)).startswith(b"["):
+                parts = _elements(text)
+                if (num_parts := num_parts + len(parts)) > MAX_ELEMENTS:
+                    break
+                num_values -= sum([_in_text(bytes(_TEXT.decode(part).text)) for part in parts])
             else:
                 num_values -= _in_text(text)
-            if num_parts > MAX_ELEMENTS:
-                break
     except msgspec.ValidationError as error:
         raise bad_request("messages: must be a list of objects, with texts or lists of parts", "messages") from error
     if len(messages) > MAX_ELEMENTS or num_parts > MAX_ELEMENTS:

@@ -24,6 +24,7 @@ from slotwise.text.continuation import Continuation, Shown
 SHORT_STOPS = 256  # characters of a request's stop strings that the event log shows
 MAX_PROMPT_TOKENS = 1 << 23  # of all choices of a request: the engine keeps each choice's own, some 36 bytes a token
 PASS_TOKENS = 1 << 16  # of choices that are sent to the engine in one pass of the event loop
+CHOICE_TOKENS = 1 << 11  # a choice costs as much as so many tokens of its prompt
 MAX_BIASES = 1 << 16  # biased tokens of a request, times its choices: about a megabyte of the event log
 MAX_ECHO = 4 << 20  # characters of prompts in one response
 
@@ -55,7 +56,7 @@ async def start(api: Api, job: Job) -> list[Choice]:
     try:
         for prompt, output_tokens in zip(prompts, lengths, strict=True):
             for k in range(params.n):
-                if (num_sent := num_sent + len(prompt)) > PASS_TOKENS:
+                if (num_sent := num_sent + len(prompt) + CHOICE_TOKENS) > PASS_TOKENS:
                     num_sent = 0
                     await asyncio.sleep(0)
                 unique = f"{job.heading.response_id}-{next(api.serials)}"

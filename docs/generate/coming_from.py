@@ -34,7 +34,7 @@ VLLM_OPTIONS = (  # options of `vllm serve`; those that Slotwise has by the same
               "need a key, too."),
     Elsewhere("--served-model-name", ""),
     Elsewhere("--chat-template", "", "A file, not the template itself."),
-    Elsewhere("--dtype", "", "A CPU computes in bfloat16 and float32."),
+    Elsewhere("--dtype", "", "A CPU computes in bfloat16 and float32, and half is bfloat16 there."),
     Elsewhere("--quantization", "", "Quantizes weights as they are loaded; it names no format of a checkpoint."),
     Elsewhere("--kv-cache-dtype", ""),
     Elsewhere("--max-model-len", "", "The longest sequence, prompt and output together."),

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from docs.generate import names
 from docs.generate.blocks import ROOT
-from docs.generate.markdown import code, escaped, first_sentence, listed, table
+from docs.generate.markdown import code, escaped, first_sentence, listed, sentence, table
 
 from slotwise.engine.config import DEVICES, KV_CACHE_DTYPES, QUANTIZATIONS, ConfigError, EngineConfig
 from slotwise.model.families import FAMILIES
+from slotwise.model.formats import ADAPTER, FORMATS, TOKENIZER
 from slotwise.model.layers import rope
 from slotwise.model.weights import _BYTES as STORED
 from slotwise.server.protocol import ChatRequest, CompletionRequest
@@ -55,6 +56,14 @@ def checkpoints() -> str:
         ("tokenizer", "`tokenizer.json`, with the special tokens of `tokenizer_config.json`."),
         ("chat template", "That of `--chat-template`, else `chat_template.jinja`, else the one in "
          "`tokenizer_config.json`; without one chats are refused.")])
+
+
+def formats() -> str:
+    """Returns the formats that are recognised and refused."""
+    adapter = (f"{code(ADAPTER)}.", "A LoRA adapter.", "Merge it into its base model with peft, and serve the result.")
+    rows = [(f"{listed(known.patterns)}.", sentence(known.what), sentence(known.advice))
+            for known in (*FORMATS, TOKENIZER)]
+    return table(("files", "what they are", "what to do"), [adapter, *rows])
 
 
 def devices() -> str:

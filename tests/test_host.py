@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from slotwise import LLM, SamplingParams, host
 from slotwise.compose.cores import Cores
@@ -40,6 +41,18 @@ def test_plain_torch_computes_elsewhere_and_one_line_says_so(
     (record,) = caplog.records
     assert f"not on {system} on {machine}: plain torch computes instead (device reference)" in record.getMessage()
     assert resolve("reference") == "reference" and len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(("machine", "capability", "device"), [
+    ("x86_64", "DEFAULT", "reference"), ("x86_64", "AVX2", "cpu"), ("x86_64", "AVX512", "cpu"),
+    ("aarch64", "DEFAULT", "cpu"), ("aarch64", "SVE256", "cpu")])
+def test_old_processors_are_spared_the_kernels(
+        machine: str, capability: str, device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    be(monkeypatch, "Linux", machine)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert resolve("cpu") == device
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+        "the CPU's kernels need AVX2, which this processor does not have"] * (device == "reference")
 
 
 def test_a_mac_generates_the_same_tokens(monkeypatch: pytest.MonkeyPatch):

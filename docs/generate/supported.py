@@ -20,7 +20,7 @@ from slotwise.server.protocol import ChatRequest, CompletionRequest
 KERNELS = {  # files, not imported: Triton may be absent
     "cpu": "cpu/kernels.py", "cuda": "cuda/kernels.py", "reference": "reference.py"}
 MEASURED = {
-    "cpu": "Measured on x86-64 with AVX2, AVX-512 and AVX-512 FP16.",
+    "cpu": "Measured on x86-64 with AVX2, AVX-512 and AVX-512 FP16; on aarch64 run under emulation only.",
     "cuda": "Never measured on hardware; its kernels are tested under Triton's interpreter.",
     "reference": "Plain torch, for tests and comparisons: slow."}
 WITHOUT = (  # a capability, and a name that would be there with it

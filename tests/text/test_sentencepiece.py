@@ -104,6 +104,14 @@ def test_a_file_that_transformers_has_written_anew_is_obeyed(
         assert theirs(text, add_special_tokens=special).input_ids == ours.encode(text, add_special_tokens=special), text
 
 
+@pytest.mark.parametrize("kind", [GENERIC, LLAMA])
+@pytest.mark.parametrize("asked", [True, False, None])
+def test_the_file_decides_about_the_beginning_token(kind: str, asked: bool | None, tmp_path: Path) -> None:
+    ours, theirs = both(tmp_path, llama2(), tokenizer_class=kind, add_bos_token=asked, add_eos_token=asked)
+    assert theirs("the fox").input_ids == ours.encode("the fox")
+    assert ours.encode("the fox")[0] == 1 != ours.encode("the fox", add_special_tokens=False)[0]
+
+
 @pytest.mark.parametrize("skip", [True, False])
 def test_a_continuation_keeps_its_spaces(skip: bool, tmp_path: Path) -> None:
     """Wherever a text is cut into prompt and continuation, both together are what transformers decodes."""

@@ -14,7 +14,6 @@ from slotwise.kernels.interface import Kernels
 if TYPE_CHECKING:
     from slotwise.kernels.cpu.launcher import KernelLauncher
 
-
 logger = logging.getLogger(__name__)
 
 
@@ -28,7 +27,7 @@ def resolve(device: str) -> str:
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu" and (why := kernels_obstacle()):
+    if device == "cpu" and (why := kernels_obstacle(torch.backends.cpu.get_cpu_capability())):
         logger.warning("%s: plain torch computes instead (device reference), which is slower", why)
         return "reference"
     if device == "cuda" and not torch.cuda.is_available():

@@ -52,6 +52,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "architectures": supported.architectures,
     "checkpoints": supported.checkpoints,
     "devices": supported.devices,
+    "formats": supported.formats,
     "fields taken and refused": supported.fields,
     "served routes": supported.served_routes,
     "not there": supported.without,

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from docs.generate import names
 from docs.generate.blocks import ROOT
-from docs.generate.markdown import code, escaped, first_sentence, listed, table
+from docs.generate.markdown import code, escaped, first_sentence, listed, sentence, table
 
 from slotwise.engine.config import DEVICES, KV_CACHE_DTYPES, QUANTIZATIONS, ConfigError, EngineConfig
 from slotwise.model.families import FAMILIES
+from slotwise.model.formats import ADAPTER, FORMATS, TOKENIZER
 from slotwise.model.layers import rope
 from slotwise.model.weights import _BYTES as STORED
 from slotwise.server.protocol import ChatRequest, CompletionRequest
@@ -19,7 +20,7 @@ from slotwise.server.protocol import ChatRequest, CompletionRequest
 KERNELS = {  # files, not imported: Triton may be absent
     "cpu": "cpu/kernels.py", "cuda": "cuda/kernels.py", "reference": "reference.py"}
 MEASURED = {
-    "cpu": "Measured on x86-64 with AVX2, AVX-512 and AVX-512 FP16.",
+    "cpu": "Measured on x86-64 with AVX2, AVX-512 and AVX-512 FP16; on aarch64 run under emulation only.",
     "cuda": "Never measured on hardware; its kernels are tested under Triton's interpreter.",
     "reference": "Plain torch, for tests and comparisons: slow."}
 WITHOUT = (  # a capability, and a name that would be there with it
@@ -55,6 +56,14 @@ def checkpoints() -> str:
         ("tokenizer", "`tokenizer.json`, with the special tokens of `tokenizer_config.json`."),
         ("chat template", "That of `--chat-template`, else `chat_template.jinja`, else the one in "
          "`tokenizer_config.json`; without one chats are refused.")])
+
+
+def formats() -> str:
+    """Returns the formats that are recognised and refused."""
+    adapter = (f"{code(ADAPTER)}.", "A LoRA adapter.", "Merge it into its base model with peft, and serve the result.")
+    rows = [(f"{listed(known.patterns)}.", sentence(known.what), sentence(known.advice))
+            for known in (*FORMATS, TOKENIZER)]
+    return table(("files", "what they are", "what to do"), [adapter, *rows])
 
 
 def devices() -> str:

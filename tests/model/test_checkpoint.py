@@ -19,7 +19,9 @@ from slotwise.kernels.reference import ReferenceKernels
 from slotwise.model.checkpoint import read_config
 from slotwise.model.decoder import Decoder
 from slotwise.model.errors import CheckpointError
+from slotwise.model.families import tensor_shapes
 from slotwise.model.load import load_model
+from slotwise.model.weights import Weights
 
 
 def load(folder: Path, dtype: str = "auto") -> Decoder:
@@ -71,6 +73,13 @@ class TestFolders:
             file.write(bytes(os.path.getsize(folder / "model.safetensors")))
         assert torch.equal(logits(decoder), before)
 
+    def test_weights_written_by_mlx(self, folder: Path) -> None:
+        before = logits(load(folder))
+        weights = load_file(folder / "model.safetensors")
+        (folder / "model.safetensors").unlink()
+        save_file(weights, folder / "model.safetensors", metadata={"format": "mlx"})
+        assert torch.equal(logits(load(folder)), before)
+
     def test_stored_rotary_frequencies_are_ignored(self, folder: Path) -> None:
         add_weights(folder, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)})
         assert logits(load(folder)).isfinite().all()
@@ -97,16 +106,32 @@ class TestDtypes:
         assert load(folder).config.dtype == torch.bfloat16
 
     def test_unknown(self, folder: Path) -> None:
-        told = "dtype must be auto, bfloat16 or float16 or float32 on device reference, not 'int4'"
+        told = "dtype must be auto, bfloat16 or float16 or float32, not 'int4'"
         with pytest.raises(CheckpointError, match=told):
             load(folder, "int4")
 
-    def test_float16_becomes_bfloat16_where_kernels_know_none(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(("stored", "asked", "loaded", "is_told"), [
+        ("float16", "auto", torch.bfloat16, True), ("float16", "float16", torch.bfloat16, True),
+        ("bfloat16", "float16", torch.bfloat16, True), ("float16", "bfloat16", torch.bfloat16, False),
+        ("float16", "float32", torch.float32, False), ("float32", "auto", torch.float32, False)])
+    def test_float16_becomes_bfloat16_where_kernels_know_none(
+        self, stored: str, asked: str, loaded: torch.dtype, is_told: bool, tmp_path: Path,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        folder = make("qwen2", tmp_path / "model", dtype=stored)
+        assert load_model(folder, kernels=CpuKernels(), dtype=asked).config.dtype == loaded
+        told = [record.getMessage() for record in caplog.records]
+        assert len(told) == is_told and all("device cpu computes in bfloat16 and not in float16" in one for one in told)
+
+    def test_float32_keeps_float16_exactly(self, tmp_path: Path) -> None:
+        """The choice that the warning names: a float32 has all bits of a float16, a bfloat16 has not."""
         folder = make("qwen2", tmp_path / "model", dtype="float16")
-        assert load_model(folder, kernels=CpuKernels()).config.dtype == torch.bfloat16
-        told = "dtype must be auto, bfloat16 or float32 on device cpu, not 'float16'"
-        with pytest.raises(CheckpointError, match=told):
-            load_model(folder, kernels=CpuKernels(), dtype="float16")
+        stored = load_file(folder / "model.safetensors")
+        read = {kind: Weights(folder).reader(tensor_shapes(read_config(folder)), kind)
+                for kind in (torch.float32, torch.bfloat16)}
+        name = "model.layers.0.mlp.up_proj.weight"
+        assert torch.equal(read[torch.float32](name).half(), stored[name])
+        assert not torch.equal(read[torch.bfloat16](name).half(), stored[name])
 
 
 class TestEndTokens:
@@ -241,6 +266,11 @@ class TestRefusals:
 
     def test_quantised(self, folder: Path) -> None:
         assert "quantised" in refusal(edit_config(folder, quantization_config={"quant_method": "gptq"}))
+
+    def test_quantised_by_mlx(self, folder: Path) -> None:
+        settings = {"group_size": 64, "bits": 4}
+        told = refusal(edit_config(folder, quantization=settings, quantization_config=settings))
+        assert "quantization is set: checkpoints quantised by MLX are not supported: serve the one" in told
 
     def test_integer_weights(self, folder: Path) -> None:
         add_weights(folder, {"lm_head.weight": torch.zeros(1024, 96, dtype=torch.int8)})

@@ -25,8 +25,9 @@ def located(name: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_folder_is_itself(tmp_path: Path) -> None:
-    assert locate(tmp_path) == locate(str(tmp_path)) == tmp_path
+def test_a_folder_is_itself(checkpoint: Callable[[str], Path]) -> None:
+    folder = checkpoint("llama2")
+    assert locate(folder) == locate(str(folder)) == folder
 
 
 def test_offline() -> None:

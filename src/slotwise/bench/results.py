@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import subprocess
 from datetime import UTC, datetime
@@ -13,6 +12,7 @@ from typing import Any
 
 import slotwise
 from slotwise.files import write_output
+from slotwise.host import num_processors
 from slotwise.workload.requests import Workload
 
 GIT_SECONDS = 5.0
@@ -22,7 +22,7 @@ def environment() -> dict[str, Any]:
     """Software and machine.  `commit` is empty outside a checkout, and ends in "-dirty" with uncommitted changes."""
     return {
         "slotwise": slotwise.__version__, "python": platform.python_version(), "torch": _installed("torch"),
-        "commit": commit(), "machine": machine(), "cores": _cores(),
+        "commit": commit(), "machine": machine(), "cores": num_processors(),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
@@ -82,8 +82,3 @@ def _installed(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return ""
-
-
-def _cores() -> int:
-    """Processors this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -12,14 +12,13 @@ from slotwise.batching.settings import KINDS, MAX_WAIT_MS, PREFILLS
 from slotwise.cli.numbers import Bytes, Gibibytes, Number, Size
 from slotwise.cli.parser import Parser
 from slotwise.core.limits import PRESSURES, RECOMPUTE
-from slotwise.engine.config import DEVICES, DTYPES, ENGINE, KV_CACHE_DTYPES, QUANTIZATIONS, STALL_MS
+from slotwise.engine.config import DEVICES, DTYPE_NAMES, DTYPES, ENGINE, KV_CACHE_DTYPES, QUANTIZATIONS, STALL_MS
 from slotwise.errors import printable
 from slotwise.policies.settings import GAP, POLICIES, QUANTILE, TTFT_MS
 
 BUILTIN_NAME = "slotwise-builtin"  # the served name of the model in the package
 MAX_JSON = 1 << 16  # characters of an option that is a JSON object
 
-DTYPE_NAMES = {"half": "float16", "float": "float32"}  # vLLM's
 NUMBERS: dict[str, type[Number]] = {"TOKENS": Size, "BYTES": Bytes, "GIB": Gibibytes}  # by metavar
 
 # Numbers have the ranges of `engine.config.ENGINE`.

@@ -28,8 +28,9 @@ class Cores:
         """Keeps all threads of this process off the cores to which the main thread of process `engine` is bound."""
         self._ours = self._all - _of(engine) or self._all
         if self._ours != self._all:
-            for thread in os.listdir("/proc/self/task"):
-                _move(int(thread), self._ours)
+            with contextlib.suppress(OSError):  # a system without /proc: the threads stay where they are
+                for thread in os.listdir("/proc/self/task"):
+                    _move(int(thread), self._ours)
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:

@@ -19,6 +19,7 @@ from slotwise.policies import settings as policy_settings
 from slotwise.policies.settings import Ordering
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+DTYPE_NAMES = {"half": "float16", "float": "float32"}  # vLLM's; a config has the longer ones
 QUANTIZATIONS = ("none", "int8", "int4")  # besides none, those of kernels/cpu/quantize.py, which is not imported here
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 DEVICES = ("auto", "cpu", "cuda", "reference")
@@ -98,6 +99,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         self._check_kinds()
+        object.__setattr__(self, "dtype", DTYPE_NAMES.get(self.dtype, self.dtype))
         if self.device not in DEVICES:
             raise ConfigError(f"device must be one of {', '.join(DEVICES)}, not {self.device!r}")
         if self.dtype not in DTYPES:

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from slotwise.host import kernels_obstacle
 from slotwise.kernels import sampling
 from slotwise.kernels.interface import Kernels
 
 if TYPE_CHECKING:
     from slotwise.kernels.cpu.launcher import KernelLauncher
 
+logger = logging.getLogger(__name__)
+
 
 def resolve(device: str) -> str:
-    """The device that `auto` stands for on this machine: `cuda` where torch sees a GPU, else `cpu`.
+    """The device that computes: for `auto` `cuda` where torch sees a GPU, else `cpu`.
+
+    That is `reference`, which a warning says, where the CPU's kernels do not run.
 
     Raises:
         ValueError: `device` is `cuda`, and there is none.
     """
     if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and (why := kernels_obstacle(torch.backends.cpu.get_cpu_capability())):
+        logger.warning("%s: plain torch computes instead (device reference), which is slower", why)
+        return "reference"
     if device == "cuda" and not torch.cuda.is_available():
         built = "sees no GPU" if torch.version.cuda else "was built for the CPU alone"
         raise ValueError(f"device cuda needs an NVIDIA GPU, and torch {torch.__version__} {built}: choose cpu or auto")

@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from slotwise.model.config import ModelConfig
-from slotwise.model.errors import CheckpointError
 from slotwise.model.families import configure
 from slotwise.model.fields import read_json
+from slotwise.model.formats import CONFIG
 from slotwise.model.generation import read_generation
 
 
@@ -20,10 +20,8 @@ def read_config(folder: Path, generation: Path | None = None) -> ModelConfig:
     Raises CheckpointError when config.json is missing, malformed or describes an unsupported model, and for the other
     file when it is malformed or, given as `generation`, missing.
     """
-    path = folder / "config.json"
-    if not path.is_file():
-        raise CheckpointError(f"{folder} has no config.json: it is not a Hugging Face checkpoint")
-    return _ending(configure(read_json(path)), read_generation(folder, generation).token_ids("eos_token_id"))
+    config = configure(read_json(folder / CONFIG))
+    return _ending(config, read_generation(folder, generation).token_ids("eos_token_id"))
 
 
 def _ending(config: ModelConfig, more: tuple[int, ...]) -> ModelConfig:

@@ -117,7 +117,9 @@ def read_common(
 
 def _refuse_unsupported(fields: Fields) -> None:
     """Raises CheckpointError for fields of every family that would change the answer and are not implemented."""
-    fields.refuse(("quantization_config",), "is set: quantised checkpoints are not supported")
+    quantised = "are not supported: serve the one it was made from, which quantization int8 or int4 quantises"
+    fields.refuse(("quantization",), f"is set: checkpoints quantised by MLX {quantised}")
+    fields.refuse(("quantization_config",), f"is set: quantised checkpoints {quantised}")
     if fields.section("per_layer_config").values:
         raise fields.error("per_layer_config", "gives layers sizes of their own, which is not supported")
     if fields.flag("is_encoder_decoder"):

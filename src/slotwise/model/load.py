@@ -31,8 +31,8 @@ def load_model(
 ) -> Decoder:
     """Load a Hugging Face checkpoint: a folder, or a hub id.
 
-    `dtype` is one of `DTYPES` that the kernels compute in, or `auto`: as stored, with float16 as bfloat16 where the
-    kernels do not support it; the decoder's `config.dtype` is the result.  `generation` is a generation_config.json
+    `dtype` is one of `DTYPES`, or `auto`: as stored.  float16 becomes bfloat16 where the kernels do not compute in it,
+    which a warning says; the decoder's `config.dtype` is the result.  `generation` is a generation_config.json
     instead of the checkpoint's.  `max_positions` (tokens) bounds the rotary table.  `admit` receives the bytes of all
     weights, as packed, before a file is opened, and may refuse by raising.
 
@@ -43,6 +43,8 @@ def load_model(
     if files_may_hold(folder, tensor_shapes(config)):  # else the files are at fault; opening them maps them: memory
         admit(weight_bytes(config, kernels))
     weights = Weights(folder)
+    if torch.float16 not in kernels.kinds:
+        _tell_of_float16(dtype, config, weights, kernels)
     config = _with_stored_head(config, weights, folder)
     read = weights.reader(tensor_shapes(config), config.dtype, progress)
     device = kernels.device
@@ -75,10 +77,14 @@ def describe(folder: Path, dtype: str, kernels: Kernels, generation: Path | None
 
 
 def _resolve(asked: str, stored: torch.dtype, kernels: Kernels) -> torch.dtype:
-    kinds = kernels.kinds
-    if asked == "auto":
-        return stored if stored in kinds else torch.bfloat16 if stored.itemsize == 2 else torch.float32
-    if DTYPES.get(asked) not in kinds:
-        known = [name for name, kind in DTYPES.items() if kind in kinds]
-        raise CheckpointError(f"dtype must be auto, {' or '.join(known)} on device {kernels.name}, not {asked!r:.40}")
-    return DTYPES[asked]
+    if asked != "auto" and asked not in DTYPES:
+        raise CheckpointError(f"dtype must be auto, {' or '.join(DTYPES)}, not {asked!r:.40}")
+    wanted = DTYPES.get(asked, stored)
+    return wanted if wanted in kernels.kinds else torch.bfloat16 if wanted.itemsize == 2 else torch.float32
+
+
+def _tell_of_float16(asked: str, config: ModelConfig, weights: Weights, kernels: Kernels) -> None:
+    """Warn, for kernels without float16, where it is asked for, or stored and to be rounded."""
+    if asked == "float16" or (asked == "auto" and config.dtype == torch.bfloat16 and weights.are_stored_as("F16")):
+        logger.warning("device %s computes in bfloat16 and not in float16: weights stored in float16 are rounded, from "
+                       "11 significant bits to 8 (dtype float32 keeps them, in twice the memory)", kernels.name)

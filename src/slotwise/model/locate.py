@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from slotwise.model.errors import CheckpointError
+from slotwise.model.formats import check_folder, file_error
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
@@ -15,16 +16,18 @@ _HUB_SKIPPED = ["*/*", "consolidated*"]  # other formats of the same weights
 def locate(model: str | Path) -> Path:
     """The folder of a checkpoint.  A hub id that is not a folder here is downloaded, or found in the hub's cache.
 
-    Raises CheckpointError when there is no such folder, or the hub cannot be reached or has no such model.
+    Raises CheckpointError when there is no such folder, it holds something else than a checkpoint, or the hub cannot be
+    reached or has no such model.
     """
     folder = Path(model).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists():
-        raise CheckpointError(f"{model} is a file: give the folder that holds config.json and model.safetensors")
-    if _HUB_ID.fullmatch(str(model)):
-        return _download(str(model))
-    raise CheckpointError(f"no folder {model}: give a checkpoint's folder or a hub id such as owner/name")
+    if not folder.is_dir():
+        if folder.exists():
+            raise file_error(folder)
+        if not _HUB_ID.fullmatch(str(model)):
+            raise CheckpointError(f"no folder {model}: give a checkpoint's folder or a hub id such as owner/name")
+        folder = _download(str(model))
+    check_folder(folder)
+    return folder
 
 
 def _download(name: str) -> Path:

@@ -14,6 +14,7 @@ from torch import Tensor
 from slotwise.files import check_part
 from slotwise.model.errors import CheckpointError
 from slotwise.model.fields import read_json
+from slotwise.model.formats import INDEX, WEIGHTS
 
 Shapes = Mapping[str, tuple[int, ...]]
 Progress = Callable[[int, int], None]
@@ -45,6 +46,10 @@ class Weights:
 
     def holds(self, name: str) -> bool:
         return name in self._source
+
+    def are_stored_as(self, kind: str) -> bool:
+        """Whether any tensor is stored as `kind`, by its name in the file."""
+        return any(self._stored(name) == kind for name in self._source)
 
     def are_equal(self, one: str, other: str, dtype: torch.dtype) -> bool:
         """Whether two stored matrices are the same once they are `dtype`, compared a few rows at a time."""
@@ -142,16 +147,8 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def _files(folder: Path) -> list[Path]:
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
-        return [single]
-    if index.is_file():
-        return _shards(index)
-    if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
-        raise CheckpointError(
-            f"{folder} has only pickled weights, which can run code when opened: convert them to safetensors"
-        )
-    raise CheckpointError(f"{folder} has no model.safetensors and no model.safetensors.index.json")
+    single = folder / WEIGHTS
+    return [single] if single.is_file() else _shards(folder / INDEX)
 
 
 def _shards(index: Path) -> list[Path]:

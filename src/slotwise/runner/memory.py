@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 from pathlib import Path
 
 GPU_SHARE = 0.9  # of a GPU's memory, where no option says how much
@@ -165,7 +166,15 @@ def gib(count: int) -> str:
 
 def _machine_available() -> int:
     available = _meminfo("MemAvailable")
-    return 8 << 30 if available is None else available  # not Linux: a modest guess; kv_cache_memory overrides it
+    return _guess() if available is None else available
+
+
+def _guess() -> int:
+    """A modest guess of what is free, for systems without /proc: half of the memory, as far as it is known."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    except (ValueError, OSError):
+        return 4 << 30
 
 
 def _meminfo(name: str) -> int | None:

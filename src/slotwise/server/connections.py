@@ -117,5 +117,8 @@ def backlog_within(file_limit: int) -> int:
 
 def most_within(file_limit: int) -> int:
     """Connections that leave files for this process, and as many as the backlog for those being set up or closed."""
-    open_now = len(os.listdir("/dev/fd"))
+    try:
+        open_now = len(os.listdir("/dev/fd"))
+    except OSError:  # Linux without /proc, to which it is a link
+        open_now = OWN_FILES
     return max(16, min(MOST, file_limit - open_now - OWN_FILES - backlog_within(file_limit)))

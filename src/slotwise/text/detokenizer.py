@@ -33,12 +33,12 @@ def detokenizer(tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, shows_s
     """A detokenizer for what follows `prompt_ids`.
 
     SentencePiece texts lose the space before their first token; a continuation does not begin a text, so it keeps its
-    space unless only special tokens precede it.
+    space unless only tokens without text precede it.
     """
     if tokenizer.bytes_by_id is None:
         return WindowDetokenizer(tokenizer, prompt_ids, shows_special=shows_special)
-    begins = tokenizer.bytes_by_id.drops_leading_space and all(i in tokenizer.special_ids for i in prompt_ids)
     hidden: frozenset[int] = frozenset() if shows_special else tokenizer.special_ids
+    begins = tokenizer.bytes_by_id.drops_leading_space and hidden.issuperset(prompt_ids)
     return ByteDetokenizer(tokenizer.bytes_by_id, hidden, begins_text=begins)
 
 

@@ -147,8 +147,10 @@ call_kernel: Callable[[int, int], None] = intrinsic(_call_kernel, INT, INT)
 
 
 def _rest(builder: ir.IRBuilder, looks: ir.Value, patience: ir.Value) -> None:
-    if platform.machine() in ("x86_64", "AMD64"):
+    if platform.machine() == "x86_64":
         call(builder, "llvm.x86.sse2.pause", ir.VoidType())
+    elif platform.machine() == "aarch64":  # whose `yield` does nothing on most processors
+        call(builder, "llvm.aarch64.isb", ir.VoidType(), ir.Constant(WORD, 15))
     with builder.if_then(builder.icmp_signed(">", looks, patience)):
         call(builder, "sched_yield", WORD)
 

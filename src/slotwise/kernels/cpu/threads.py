@@ -28,6 +28,7 @@ import threading
 
 import numpy as np
 
+from slotwise.host import num_processors
 from slotwise.kernels.cpu.jit.compiler import Compiled, kernel, specialised
 from slotwise.kernels.cpu.memory import aligned
 from slotwise.kernels.cpu.openmp import places
@@ -178,5 +179,5 @@ def thread_pool(threads: int) -> ThreadPool:
     A helper on the leader's own core would keep the leader from running, and the leader would wait for it.
     """
     bound = places()
-    processors = sum(map(len, bound)) if bound else len(os.sched_getaffinity(0))
+    processors = sum(map(len, bound)) if bound else num_processors()
     return ThreadPool(max(0, min(threads, processors) - 1))

@@ -18,7 +18,6 @@ import functools
 import hashlib
 import importlib
 import inspect
-import os
 import platform
 import tempfile
 import threading
@@ -38,6 +37,7 @@ from numba.core.registry import cpu_target
 from numba.core.runtime.nrt import rtsys
 from numba.core.untyped_passes import TranslateByteCode
 
+from slotwise.host import num_processors
 from slotwise.kernels.cpu.jit import workers
 from slotwise.kernels.cpu.jit.store import Object, Store
 
@@ -183,7 +183,7 @@ def compile_all(codes: Sequence[Compiled]) -> None:
         codes: the slowest to compile first.
     """
     missing = [code for code in codes if not code.is_on_disk]
-    processors = len(os.sched_getaffinity(0)) if store().folder else 1
+    processors = num_processors() if store().folder else 1
     number = max(0, min(processors, len(missing)) - 1)
     if number:  # only then is a folder needed, and the store has one
         with tempfile.TemporaryDirectory(prefix=".", dir=store().folder) as folder:
@@ -223,8 +223,8 @@ def key() -> str:
     config: Any = numba.config
     cpu = config.CPU_NAME or llvmlite.binding.get_host_cpu_name()
     features = get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES
-    parts = (numba.__version__, llvmlite.__version__, platform.python_version(), cpu, features,
-             torch.backends.cpu.get_cpu_capability())
+    parts = (numba.__version__, llvmlite.__version__, platform.python_version(), llvm.get_process_triple(), cpu,
+             features, torch.backends.cpu.get_cpu_capability())
     return hashlib.sha256(sources + "\0".join(parts).encode()).hexdigest()[:16]
 
 

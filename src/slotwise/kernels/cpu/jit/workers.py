@@ -13,11 +13,11 @@ Nothing here imports what takes long.
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
 from pathlib import Path
 
 from slotwise import child, spawn
+from slotwise.host import kernels_obstacle, num_processors
 from slotwise.kernels.cpu.jit.store import home
 
 GPU = Path("/dev/nvidiactl")  # the NVIDIA driver's
@@ -30,9 +30,9 @@ _waiting: list[CompileWorker] = []  # started, without work so far
 def call_early(device: str) -> None:
     """Start workers if the store of kernels is empty and `device` is the CPU, as far as can be seen without torch."""
     is_cpu = device == "cpu" or (device == "auto" and not GPU.exists())
-    folder = home() if is_cpu else None
+    folder = home() if is_cpu and not kernels_obstacle() else None
     if folder is not None and not any(folder.glob("*")):
-        _call(min(MOST, len(os.sched_getaffinity(0)) - 1))
+        _call(min(MOST, num_processors() - 1))
 
 
 def are_waiting() -> bool:

@@ -1,0 +1,32 @@
+"""What this machine is, without torch: its processors, and whether the CPU's kernels run on it."""
+
+from __future__ import annotations
+
+import os
+import platform
+
+SYSTEM = "Linux"
+MACHINES: dict[str, tuple[str, ...]] = {"x86_64": ("AVX2", "AVX512"), "aarch64": ()}
+"""Processors on which the kernels were run, each with what torch must report of them; (): anything."""
+
+
+def num_processors() -> int:
+    """Returns the number of processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def kernels_obstacle(capability: str = "") -> str:
+    """Returns why the CPU's kernels do not run on this machine; empty where they do.
+
+    Their threads sleep at the unnamed semaphores of POSIX, which macOS does not have, and they were run on no other
+    systems and processors than these.  On x86-64 without AVX2 each product and sum of two numbers is a function call.
+
+    Args:
+        capability: `torch.backends.cpu.get_cpu_capability()`; empty: not known yet.
+    """
+    system, machine = platform.system(), platform.machine()
+    if system != SYSTEM or machine not in MACHINES:
+        return f"the CPU's kernels run on {SYSTEM} on {' and '.join(MACHINES)}, not on {system} on {machine}"
+    if capability and MACHINES[machine] and capability not in MACHINES[machine]:
+        return f"the CPU's kernels need {MACHINES[machine][0]}, which this processor does not have"
+    return ""

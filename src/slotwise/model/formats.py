@@ -1,0 +1,123 @@
+"""Formats that are not read, recognised by the names of their files: each is told as what it is, with what to do.
+
+A folder with config.json and safetensors weights is a checkpoint, whatever else lies there: many published ones hold
+the same weights in several formats.  Does not import torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from fnmatch import fnmatchcase
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+from slotwise.model.errors import CheckpointError
+from slotwise.model.fields import read_json
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"
+BELOW = "onnx"  # a folder whose files count, too
+MOST_ENTRIES = 4096  # of a folder that are looked at
+SHOWN = 3  # folders that a message names
+MAGIC = b"GGUF"  # how such a file begins: Ollama's have names that tell nothing
+ORIGINAL = "serve the Hugging Face checkpoint that it was made from"
+
+
+class Format(NamedTuple):
+    """A format, recognised by names."""
+
+    what: str
+    advice: str
+    patterns: tuple[str, ...]  # of files and folders
+
+
+GGUF = Format("a GGUF file, the format of llama.cpp and Ollama",
+              f"{ORIGINAL}, with quantization int8 or int4 where memory is short", ("*.gguf", "*.ggml"))
+FORMATS = (  # in the order in which they are looked for
+    Format("a diffusers pipeline, which makes images", "give the folder of a language model", ("model_index.json",)),
+    GGUF,
+    Format("an OpenVINO model", ORIGINAL, ("openvino_*.xml", "openvino_*.bin")),
+    Format("an ONNX model", ORIGINAL, ("*.onnx", "*.onnx_data")),
+    Format("an MLX model in NumPy's format", ORIGINAL, ("*.npz",)),
+    Format("a Core ML model", ORIGINAL, ("*.mlpackage", "*.mlmodelc", "*.mlmodel")),
+    Format("a TensorRT engine", ORIGINAL, ("*.engine",)),
+    Format("a TensorFlow or Flax model", "serve its PyTorch version", ("*.h5", "*.msgpack", "*.tflite", "*.pb")),
+    Format("weights in their maker's own layout", "serve the version for transformers", ("consolidated*",)),
+    Format("pickled weights, which can run code when opened", "load them with transformers if you trust them, write "
+           "safetensors with save_pretrained, and serve those", ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")),
+    Format("a part of a training state", "export the model with save_pretrained", ("*.distcp", "global_step*")),
+)  # fmt: skip
+TOKENIZER = Format("a tokenizer without a model", "give the folder of the model",
+                   ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json"))
+
+
+def file_error(path: Path) -> CheckpointError:
+    """The error for a path that is no folder, as a checkpoint is."""
+    known = GGUF if _begins_as_gguf(path) else _recognised([path.name])
+    if known is not None:
+        return CheckpointError(_not_read(f"{path} is", known))
+    return CheckpointError(f"{path} is a file: give the folder that holds {CONFIG} and {WEIGHTS}")
+
+
+def check_folder(folder: Path) -> None:
+    """Raises CheckpointError, with what the folder holds instead, where it holds no checkpoint that can be read."""
+    has_config, has_weights = (folder / CONFIG).is_file(), any((folder / name).is_file() for name in (WEIGHTS, INDEX))
+    if (folder / ADAPTER).is_file():
+        raise CheckpointError(_adapter(folder, is_beside_weights=has_config and has_weights))
+    if has_config and has_weights:
+        return
+    names, inner = _entries(folder)
+    if known := _recognised(names):
+        raise CheckpointError(_not_read(f"{folder} holds", known))
+    if has_config:
+        raise CheckpointError(f"{folder} has no {WEIGHTS} and no {INDEX}: download its weights")
+    if inner:
+        raise CheckpointError(f"{folder} has no {CONFIG}, but folders in it have: give one of them ({inner})")
+    if not has_weights and _matches(names, TOKENIZER):
+        raise CheckpointError(f"{folder} holds {TOKENIZER.what}: {TOKENIZER.advice}")
+    raise CheckpointError(f"{folder} has no {CONFIG}: it is not a Hugging Face checkpoint, or not all of one")
+
+
+def _not_read(found: str, known: Format) -> str:
+    return f"{found} {known.what}, and Slotwise reads safetensors checkpoints only: {known.advice}"
+
+
+def _adapter(folder: Path, *, is_beside_weights: bool) -> str:
+    """The message for an adapter, which transformers applies to its base model also where other weights lie beside."""
+    base = ""
+    with suppress(CheckpointError):  # the file is damaged or names none
+        base = f" for {read_json(folder / ADAPTER).text('base_model_name_or_path'):.100}"
+    other = f", or remove {ADAPTER} to serve the weights beside it" if is_beside_weights else ""
+    return (f"{folder} holds a LoRA adapter{base}, and adapters are not supported: merge it into its base model with "
+            f"peft (merge_and_unload, then save_pretrained) and serve the result{other}")
+
+
+def _entries(folder: Path) -> tuple[list[str], str]:
+    """Names in a folder and in its folder `BELOW`; and the first folders in it that have a config, for a message."""
+    try:
+        entries = sorted(islice(os.scandir(folder), MOST_ENTRIES), key=lambda entry: entry.name)
+        names = [entry.name for entry in entries]
+        if BELOW in names and (folder / BELOW).is_dir():
+            names += [entry.name for entry in islice(os.scandir(folder / BELOW), MOST_ENTRIES)]
+    except OSError as error:
+        raise CheckpointError(f"cannot read {folder}: {error.strerror}") from error
+    return names, ", ".join([entry.path for entry in entries if Path(entry, CONFIG).is_file()][:SHOWN])
+
+
+def _begins_as_gguf(path: Path) -> bool:
+    with suppress(OSError):
+        if path.is_file():  # no pipe, which would be waited for
+            with path.open("rb") as file:
+                return file.read(len(MAGIC)) == MAGIC
+    return False
+
+
+def _recognised(names: Iterable[str]) -> Format | None:
+    return next((known for known in FORMATS if _matches(names, known)), None)
+
+
+def _matches(names: Iterable[str], known: Format) -> bool:
+    return any(fnmatchcase(name, pattern) for name in names for pattern in known.patterns)

@@ -1,0 +1,67 @@
+"""The kernels as code for aarch64, made on this machine: only those for x86's own instructions are not portable.
+
+That they compute the same there is what tests/aarch64.sh shows, under emulation.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from llvmlite import binding as llvm
+
+TRIPLE = "aarch64-unknown-linux-gnu"
+AARCH64 = 183  # in the header of an object file
+MACHINE = 18  # where that is
+SCRIPT = """
+import json, platform
+platform.machine = lambda: "aarch64"  # before kernels are compiled
+from llvmlite import binding as llvm
+from numba import types
+from slotwise.kernels.cpu import kernels, paths, processor
+from slotwise.kernels.cpu.jit import compiler
+
+llvm.initialize_all_targets()
+llvm.initialize_all_asmprinters()
+machine = llvm.Target.from_triple(TRIPLE).create_target_machine(cpu="neoverse-n1", opt=3)
+passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
+made, not_portable = {}, []
+for name, code in compiler._known.items():
+    part = compiler._part(code._entry)
+    part.compile((types.int64,) * code._arity)
+    (overload,) = part.overloads.values()
+    text = overload.library.get_llvm_str()
+    if "llvm.x86" in text:
+        not_portable.append(name)
+        continue
+    module = llvm.parse_assembly(text)
+    module.triple, module.data_layout = TRIPLE, str(machine.target_data)
+    passes.getModulePassManager().run(module, passes)
+    made[name] = machine.emit_object(module)[MACHINE], machine.emit_assembly(module).count("isb")
+lacks = [path for path in paths.ALL if path != "onednn" and paths.obstacle(path)]
+print(json.dumps([processor.LANES, lacks, made, not_portable]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_kernel_that_a_processor_without_avx_uses_compiles_for_aarch64() -> None:
+    llvm.initialize_all_targets()
+    try:
+        llvm.Target.from_triple(TRIPLE)
+    except RuntimeError:
+        pytest.skip("this llvmlite has no code generator for aarch64")
+    environment = os.environ | {
+        "ATEN_CPU_CAPABILITY": "default", "NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": "", "OMP_NUM_THREADS": "1"}
+    script = SCRIPT.replace("TRIPLE", repr(TRIPLE)).replace("MACHINE", str(MACHINE))
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lanes, lacks, made, not_portable = json.loads(done.stdout)
+    assert lanes == 8 and lacks == ["fp16", "vnni"], "what torch says of a processor without AVX"
+    assert not_portable and all("linear_int._product" in name and "int16_tuple" in name for name in not_portable), "VNNI"
+    assert len(made) > 30 and {machine for machine, _ in made.values()} == {AARCH64}
+    assert [name.rpartition(".")[2] for name, (_, pauses) in made.items() if pauses] == [
+        "_enter_jobs", "_run_shared", "_program"], "those that wait for other threads"

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from slotwise.bench.report.data import Run, read
 from slotwise.bench.report.tables import STEPS, WASTE, Column, known, speed_columns
-from slotwise.bench.report.words import count
+from slotwise.bench.report.words import count, faster, fit_warning, gains, median, span, times
 from slotwise.terminal import plain
 
 DECODE_STEPS = (
@@ -28,7 +28,9 @@ def comparison_tables(result: Mapping[str, Any]) -> RenderableType:
         parts.append(_table(title, speed_columns(runs), runs))
         if known(WASTE, runs):
             parts.append(_table("Where the steps went", [*DECODE_STEPS, *STEPS[1:], *WASTE], runs))
-        parts += [Text(line) for line in _findings(result)]
+        parts += [Text(line) for line in _findings(result, runs)]
+        if warning := fit_warning(runs):
+            parts.append(plain(f"warning: {warning}", "bold yellow"))
     for sweep in result["sweeps"]:
         parts += [Text(f"\n{sweep['title']}", style="bold"), *(Text(f"  {note}") for note in sweep["notes"])]
     return Group(*parts)
@@ -44,12 +46,18 @@ def _table(title: str, columns: Iterable[Column], runs: Sequence[Run]) -> Table:
     for column in columns:
         table.add_column(column.head, justify="right")
     for run in runs:
-        table.add_row(plain(run.label), *(column.write(column.read(run)) for column in columns))
+        table.add_row(plain(run.label), *(_cell(column, run) for column in columns))
     return table
 
 
-def _findings(result: Mapping[str, Any]) -> list[str]:
-    found = _headline({run["name"]: run for run in result["runs"]})
+def _cell(column: Column, run: Run) -> Text:
+    """The median, and below it the range of the rounds."""
+    text, span = Text(column.write(column.read(run))), column.span(run)
+    return text.append(f"\n{span}", style="dim") if span else text
+
+
+def _findings(result: Mapping[str, Any], runs: Sequence[Run]) -> list[str]:
+    found = _headline({run.name: run for run in runs})
     if result["identical_tokens"] is not None:
         requests = result["workload"]["num_requests"]
         found.append(f"tokens: the same under all, for each of {requests} requests" if result["identical_tokens"] else
@@ -63,14 +71,21 @@ def _findings(result: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _headline(runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def _headline(runs: Mapping[str, Run]) -> list[str]:
     """How continuous compares with static."""
     if not {"static", "continuous"} <= runs.keys():
         return []
     static, continuous = runs["static"], runs["continuous"]
-    faster = continuous["output_throughput"] / static["output_throughput"]
-    sooner = [f"{static['ttft'][name] / continuous['ttft'][name]:.2f}x at {name}" for name in ("p50", "p99")]
-    return [f"continuous over static: {faster:.2f}x the output tokens per second, first token {', '.join(sooner)}"]
+    first = [_gain(gains(static, continuous, read)) for read in (
+        lambda seen: seen.ttft.p50, lambda seen: seen.ttft.p99)]
+    rounds = f"; medians and ranges of {number} rounds" if (number := len(continuous.rounds)) > 1 else ""
+    return [f"continuous over static: {_gain(faster(continuous, static))} the output tokens per second, first token "
+            f"{first[0]} sooner at p50, {first[1]} at p99{rounds}"]
+
+
+def _gain(values: Sequence[float]) -> str:
+    found = span(values, times)
+    return times(median(values)) + f" ({found})" * bool(found)
 
 
 def _workload(facts: Mapping[str, Any]) -> str:

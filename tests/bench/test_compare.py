@@ -94,9 +94,8 @@ def test_a_run_that_is_off_the_line_is_seen() -> None:
 
 @pytest.mark.parametrize(("errors", "warning"), [
     ((0.29, -0.29), ""),
-    ((0.02, -0.35), "it predicts 35% less than the decode time of continuous."),
-    ((0.3, -0.412), "it predicts 30% more than the decode time of static and 41% less than the decode "
-     "time of continuous."),
+    ((0.02, -0.35), "misses: 35% under the decode time of continuous."),
+    ((0.3, -0.412), "misses: 30% over the decode time of static and 41% under the decode time of continuous."),
 ])
 def test_a_fit_that_misses_by_30_percent_is_warned_of_in_one_line(errors: tuple[float, float], warning: str) -> None:
     result = compared(queued(OUTPUTS), "static", "continuous").result()
@@ -105,7 +104,7 @@ def test_a_fit_that_misses_by_30_percent_is_warned_of_in_one_line(errors: tuple[
     lines = [line for line in printed(result).splitlines() if line.startswith("warning:")]
     assert len(lines) == bool(warning)
     assert all(warning in line for line in lines)
-    assert ("The fit of step times misses" in render(result)) == bool(warning)
+    assert ("The step-time fit misses" in render(result)) == bool(warning)
     assert warning in render(result)
 
 

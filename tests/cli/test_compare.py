@@ -70,7 +70,7 @@ def test_a_small_comparison_from_end_to_end(tmp_path: Path, capsys: pytest.Captu
     assert [len(run["repeats"]) for run in runs.values()] == [3] * len(runs)
     said, progress = capsys.readouterr()
     assert "continuous over static" in said
-    assert "medians and ranges of 3 rounds" in said
+    assert "medians and ranges of 3 rounds" in " ".join(said.split())
     assert "report.html" in said
     assert "one at a time" in (tmp_path / "report.html").read_text()
     assert [line for line in progress.splitlines() if line.startswith("compare: ")] == [

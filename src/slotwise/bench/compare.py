@@ -4,8 +4,9 @@
                                                           ├──► Comparison.result() ──► table, JSON, HTML
     Contender ──switch a server──► load generator ────────┘
 
-Each contender runs once in every round, so that whatever changes on the machine meanwhile affects all alike; its figures
-are the medians of its rounds.  A comparison grows run by run, so an interrupted one still has all complete measurements.
+Each contender runs once in every round, so that whatever changes on the machine meanwhile affects all alike; its
+figures are the medians of its rounds.  A comparison grows run by run, so an interrupted one still has all complete
+measurements.
 """
 
 from __future__ import annotations

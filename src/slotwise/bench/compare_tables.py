@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -14,6 +17,8 @@ from slotwise.bench.report.tables import STEPS, WASTE, Column, known, speed_colu
 from slotwise.bench.report.words import count, faster, fit_warning, gains, median, span, times
 from slotwise.terminal import plain
 
+WIDEST = 1000  # characters of a table
+HEAD_WIDTH = 10  # of a line of a column's head
 DECODE_STEPS = (
     Column("decode steps", lambda run: run.decode_steps, count),
     Column("in theory", lambda run: run.theory_steps, count))
@@ -25,9 +30,9 @@ def comparison_tables(result: Mapping[str, Any]) -> RenderableType:
     parts: list[RenderableType] = []
     if runs:
         title = f"{result['model']}, {result['dtype']}, {result['slots']} slots, {_workload(result['workload'])}"
-        parts.append(_table(title, speed_columns(runs), runs))
+        parts.append(_Tables(title, known(speed_columns(runs), runs), runs))
         if known(WASTE, runs):
-            parts.append(_table("Where the steps went", [*DECODE_STEPS, *STEPS[1:], *WASTE], runs))
+            parts.append(_Tables("Where the steps went", known([*DECODE_STEPS, *STEPS[1:], *WASTE], runs), runs))
         parts += [Text(line) for line in _findings(result, runs)]
         if warning := fit_warning(runs):
             parts.append(plain(f"warning: {warning}", "bold yellow"))
@@ -36,15 +41,35 @@ def comparison_tables(result: Mapping[str, Any]) -> RenderableType:
     return Group(*parts)
 
 
-def _table(title: str, columns: Iterable[Column], runs: Sequence[Run]) -> Table:
-    """A row for each run."""
-    columns = known(columns, runs)
-    meanings = " · ".join(f"{column.head}: {WASTE[column]}" for column in columns if column in WASTE)
-    table = Table(title=plain(title), caption=meanings, title_justify="left", caption_justify="left",
-                  header_style="bold")
+@dataclass(frozen=True)
+class _Tables:
+    """A row for each run; columns that do not fit beside the others are in a further table below."""
+
+    title: str
+    columns: Sequence[Column]
+    runs: Sequence[Run]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        unbounded = options.update(max_width=WIDEST)
+        yield plain(self.title, "italic")
+        rest = list(self.columns)
+        while rest:
+            fitting = len(rest)
+            while fitting > 1 and (Measurement.get(console, unbounded, _table(rest[:fitting], self.runs)).maximum
+                                   > options.max_width):
+                fitting -= 1
+            yield _table(rest[:fitting], self.runs)
+            rest = rest[fitting:]
+        meanings = " · ".join(f"{column.head}: {WASTE[column]}" for column in self.columns if column in WASTE)
+        if meanings:
+            yield Text(meanings, style="italic dim")
+
+
+def _table(columns: Sequence[Column], runs: Sequence[Run]) -> Table:
+    table = Table(header_style="bold")
     table.add_column("discipline", overflow="fold")
     for column in columns:
-        table.add_column(column.head, justify="right")
+        table.add_column(textwrap.fill(column.head, HEAD_WIDTH), justify="right")
     for run in runs:
         table.add_row(plain(run.label), *(_cell(column, run) for column in columns))
     return table

@@ -253,29 +253,30 @@ def test_a_change_that_is_wanted_is_made_from_the_keyboard(server, opened, puts)
 
 
 def test_requests_of_this_page_are_no_others(chromium, tmp_path):
-    with serving("--max-num-seqs", "16", log=tmp_path / "stderr") as alone:
-        with looked_at(chromium, alone.url + "/timeline") as (page, _):
-            until(page, "slotwise.history.run !== null")
-            page.click("#send")
-            until(page, "!document.getElementById('send').disabled")
-            page.select_option("#slots", "4")
-            assert not page.is_visible("#sure")
-            until(page, "slotwise.history.segments.at(-1).capacity === 4")
-            before = page.evaluate("slotwise.history.requests.size")
-            with complete(alone) as response:
-                response.read()
-            until(page, f"slotwise.history.requests.size > {before}")
-            until(page, "[...slotwise.history.requests.values()].at(-1).flushed")  # the last entry about it
-            page.evaluate("slotwise.heardAt = performance.now() - 61e3")
-            page.select_option("#slots", "16")
-            assert not page.is_visible("#sure"), "the other's request ended more than a minute ago"
-            until(page, "slotwise.history.segments.at(-1).capacity === 16")
+    with (serving("--max-num-seqs", "16", log=tmp_path / "stderr") as alone,
+          looked_at(chromium, alone.url + "/timeline") as (page, _)):
+        until(page, "slotwise.history.run !== null")
+        page.click("#send")
+        until(page, "!document.getElementById('send').disabled")
+        page.select_option("#slots", "4")
+        assert not page.is_visible("#sure")
+        until(page, "slotwise.history.segments.at(-1).capacity === 4")
+        before = page.evaluate("slotwise.history.requests.size")
+        with complete(alone) as response:
+            response.read()
+        until(page, f"slotwise.history.requests.size > {before}")
+        until(page, "[...slotwise.history.requests.values()].at(-1).flushed")  # the last entry about it
+        page.evaluate("slotwise.heardAt = performance.now() - 61e3")
+        page.select_option("#slots", "16")
+        assert not page.is_visible("#sure"), "the other's request ended more than a minute ago"
+        until(page, "slotwise.history.segments.at(-1).capacity === 16")
 
 
 def test_a_change_that_the_server_refuses_is_told_and_taken_back(chromium, tmp_path):
-    with serving("--max-num-seqs", "4", "--batching", "static", "--batch-size", "4", log=tmp_path / "stderr") as alone:
-        with looked_at(chromium, alone.url + "/timeline") as (page, _):
-            until(page, "slotwise.history.run !== null")
-            page.select_option("#slots", "2")
-            until(page, "document.getElementById('said').textContent.startsWith('That did not work')")
-            until(page, "document.getElementById('slots').value === '4'")
+    static = ("--max-num-seqs", "4", "--batching", "static", "--batch-size", "4")
+    with (serving(*static, log=tmp_path / "stderr") as alone,
+          looked_at(chromium, alone.url + "/timeline") as (page, _)):
+        until(page, "slotwise.history.run !== null")
+        page.select_option("#slots", "2")
+        until(page, "document.getElementById('said').textContent.startsWith('That did not work')")
+        until(page, "document.getElementById('slots').value === '4'")

@@ -107,7 +107,8 @@ def _chart_note(run: Run) -> str:
     if run.step_time:
         error = run.step_time.error
         within = f" (within {share(abs(error))})" if error is not None else ""
-        parts.append(f"a step takes {seconds(run.step_time.a)} + {seconds(run.step_time.b)} a row{within}")
+        sign, each = ("−", -run.step_time.b) if run.step_time.b < 0 else ("+", run.step_time.b)
+        parts.append(f"a step takes {seconds(run.step_time.a)} {sign} {seconds(each)} a row{within}")
     if run.lanes.truncated:
         parts.append(f"drawn: the first {count(run.lanes.steps)} steps")
     return " · ".join(parts)

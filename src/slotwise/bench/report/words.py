@@ -195,12 +195,9 @@ def _rounds(result: Result) -> str:
 
 def fit_warning(runs: Iterable[Run]) -> str:
     """A sentence about the runs whose decode time the line of step times misses by `FIT_MISS` or more; else empty."""
-    missed = [f"{abs(error):.0%} {'more' if error > 0 else 'less'} than the decode time of {run.label}" for run in runs
+    missed = [f"{abs(error):.0%} {'over' if error > 0 else 'under'} the decode time of {run.label}" for run in runs
               if run.step_time and (error := run.step_time.error) is not None and abs(error) >= FIT_MISS]
-    if not missed:
-        return ""
-    return (f"The fit of step times misses: it predicts {listed(missed)}. Steps did not take a + b × "
-            "rows; other work on the machine is a likely cause.")
+    return f"The step-time fit misses: {listed(missed)}. Was the machine busy?" if missed else ""
 
 
 def listed(parts: Iterable[str]) -> str:

@@ -18,7 +18,7 @@ from slotwise.bench.accounting import Accounts
 from slotwise.bench.compare import DISCIPLINES, Comparison, contenders, rounds, same_cache
 from slotwise.bench.compare_tables import comparison_tables
 from slotwise.bench.offline_run import Stand
-from slotwise.bench.report import render
+from slotwise.bench.report import render, words
 from slotwise.engine.messages import StepRecord
 from slotwise.workload.requests import Workload
 
@@ -42,9 +42,9 @@ def all_compared() -> Comparison:
     return compared(queued(OUTPUTS, PROMPTS), price_per_hour=1.0)
 
 
-def printed(result: Mapping[str, Any]) -> str:
+def printed(result: Mapping[str, Any], width: int = 200) -> str:
     written = io.StringIO()
-    Console(file=written, width=200).print(comparison_tables(result))
+    Console(file=written, width=width).print(comparison_tables(result))
     return written.getvalue()
 
 
@@ -163,6 +163,22 @@ def test_a_gain_is_the_median_of_the_rounds_own_gains(repeated: Comparison) -> N
     assert f"The gain was {least:.2f}–{gain:.2f}× in tokens per second and" in page
     assert "Each ran in 3 rounds, in turn; figures are medians." in page
     assert f"<small>{least:.2f}–{gain:.2f}×</small>" in page
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 160])
+def test_tables_fit_a_terminal_and_cut_nothing_off(repeated: Comparison, all_compared: Comparison, width: int) -> None:
+    for result in (repeated.result(), all_compared.result()):
+        lines = printed(result, width).splitlines()
+        assert max(map(len, lines)) <= width and not any("…" in line for line in lines)
+        heads = "".join(line for line in lines if line.startswith("┃"))
+        for head in ("tok/s", "TTFT p50", "E2E p99", "padded", "line wait"):
+            assert heads.count(head) == 1
+        for run in result["runs"]:
+            rows = [line for line in lines if line.startswith(f"│ {run['label']} ")]
+            assert len(rows) == sum(line.startswith("┃ discipline") for line in lines)
+    cells = " ".join(printed(repeated.result(), 60).split())
+    rates = [one["output_throughput"] for one in repeated.result()["runs"][0]["repeats"]]
+    assert words.span(rates, words.figure) in cells
 
 
 def test_one_round_has_no_range(all_compared: Comparison) -> None:

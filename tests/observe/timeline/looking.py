@@ -30,7 +30,8 @@ PIXELS = """([low, high]) => {
     }
     steps.push(slots);
   }
-  return { steps, hues: palette.hues, lane: palette.lane, tint: palette.loss_tint, page: palette.page };
+  const { hues, lane, loss_tint: tint, rule, page } = palette;
+  return { steps, hues, lane, tint, rule, page };
 }"""
 
 
@@ -98,7 +99,7 @@ def compare(page: Any, steps: list[dict[int, Cell]], first: int = 0) -> dict[str
 def _check(column: list[str], cell: Cell | None, page: dict[str, Any]) -> str:
     colours = set(column)
     if cell is None:
-        assert colours <= {page["lane"], page["tint"]}, (column, "should be empty")
+        assert colours <= {page["lane"], page["tint"]} or colours == {page["rule"]}, (column, "should be empty")
         return "empty"
     hue = page["hues"][cell.number % len(page["hues"])]
     if cell.kind in PLAIN:

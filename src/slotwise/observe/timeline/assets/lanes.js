@@ -29,16 +29,19 @@ export function drawLanes(scene) {
 // Draws the empty lanes, and marks slots that are empty while requests wait.
 function drawGround({ history, view, layout, palette, pen }, low, high) {
   const hungry = joined(history.reasons.all);
+  for (const { first, folded } of layout.strips) {
+    if (folded) pen.rect(layout.left, rows(layout, first)[0] + THIN / 2, layout.width, 1, palette.rule);
+  }
   history.segments.forEach((segment, index) => {
     const end = Math.min(high, history.segments[index + 1]?.first ?? high);
     const first = Math.max(low, segment.first);
     const fill = (from, to, colour) => {
       if (from >= to) return;
       const x = view.x(view.start(from)), width = view.x(view.stop(to - 1)) - x;
-      for (const { first: slot } of layout.strips) {
+      for (const { first: slot, folded } of layout.strips) {
         if (slot >= segment.capacity) return;
         const [top, height] = rows(layout, slot);
-        pen.rect(x, top, width, height, colour);
+        pen.rect(x, top, width, height, folded && colour === palette.lane ? palette.rule : colour);
       }
     };
     fill(first, end, palette.lane);

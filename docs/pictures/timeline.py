@@ -76,7 +76,7 @@ def main() -> None:
           const { view, layout, history, canvas } = slotwise, first = history.segments.at(-2).first;
           const taken = history.waits.find((wait) => wait.to > first + 14);
           const request = history.requests.get(taken.number), box = canvas.getBoundingClientRect();
-          const { top, height } = layout.strips.find((strip) => request.slots[0] < strip.end);
+          const { top, height } = layout.stripOf[request.slots[0]];
           return [box.left + view.x(taken.to + 0.5), box.top + top + height / 2];
         }""")
         page.mouse.move(x, y)

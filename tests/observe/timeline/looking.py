@@ -22,7 +22,7 @@ PIXELS = """([low, high]) => {
   for (let ordinal = low; ordinal < high; ordinal++) {
     const x = view.x(view.start(ordinal)), width = view.x(view.stop(ordinal)) - x, slots = [];
     for (let slot = 0; slot < layout.slots; slot++) {
-      const { top, height, folded } = layout.strips.find((strip) => slot < strip.end), middle = top + height / 2;
+      const { top, height, folded } = layout.stripOf[slot], middle = top + height / 2;
       const column = [];
       const [first, end] = folded ? [middle - 1, middle + 1] : [top + 1, top + height - 4];
       for (let y = first; y < end; y++) column.push(hex(x + 0.7 * width, y));

@@ -76,7 +76,7 @@ def test_the_story_of_a_request_is_told_and_kept(opened, entries):
     frame(opened)
     x, y = opened.evaluate("""([step, slot]) => {
       const box = slotwise.canvas.getBoundingClientRect(), { layout, view } = slotwise;
-      const { top, height } = layout.strips.find((strip) => slot < strip.end);
+      const { top, height } = layout.stripOf[slot];
       return [box.left + view.x(step + 0.5), box.top + top + height / 2];
     }""", [step, slot])
     opened.mouse.move(x, y)

@@ -7,17 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slotwise.bench.report.data import Run, Seen
-from slotwise.bench.report.words import (
-    count,
-    faster,
-    figure,
-    median,
-    reference,
-    seconds,
-    share,
-    span,
-    times,
-)
+from slotwise.bench.report.words import count, faster, figure, median, reference, seconds, share, span, times
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
@@ -12,7 +11,6 @@ from slotwise.bench.report.data import Result, Run, Seen
 
 NONE = "–"
 FIT_MISS = 0.3  # share of the measured decode time from which the line of step times is no explanation
-_UNIT = re.compile(r"(.*?)(\D*)")
 
 
 def figure(value: float | None, digits: int = 3) -> str:
@@ -106,8 +104,8 @@ def span(values: Sequence[float], write: Callable[[float | None], str]) -> str:
     low, high = (write(least(values)) if len(values) > 1 else "" for least in (min, max))
     if low == high:
         return ""
-    (first, unit), (last, other) = (_UNIT.fullmatch(text).groups() for text in (low, high))  # type: ignore[union-attr]
-    return f"{first}–{last}{unit}" if unit == other else f"{low} – {high}"
+    unit = high.lstrip("0123456789.,")
+    return f"{low.removesuffix(unit)}–{high}" if low.endswith(unit) else f"{low} – {high}"
 
 
 def reference(runs: tuple[Run, ...]) -> Run:

@@ -62,7 +62,7 @@ function joined(runs) {
 
 // Returns the top and the height of a slot's lane.
 export function rows(layout, slot) {
-  const { top, height, folded } = layout.strips.find((strip) => slot < strip.end);
+  const { top, height, folded } = layout.stripOf[slot];
   if (folded) return [top + (height - THIN) / 2, THIN];
   return [top, height - (height >= 12 ? 3 : height >= 9 ? 2 : 1)];
 }

@@ -31,7 +31,8 @@ export function layOut(width, height, strips) {
   const bands = total(ROOMY) + PITCH.least * open + folds <= height ? ROOMY : TIGHT;
   const fitting = Math.floor((height - total(bands) - folds) / Math.max(1, open));
   const pitch = Math.min(PITCH.most, Math.max(PITCH.least, fitting));
-  const layout = { left: narrow ? GUTTER.narrow : GUTTER.wide, narrow, pitch, slots: strips.at(-1).end, strips: [] };
+  const left = narrow ? GUTTER.narrow : GUTTER.wide;
+  const layout = { left, narrow, pitch, slots: strips.at(-1).end, strips: [], stripOf: [] };
   layout.width = width - layout.left - (narrow ? 8 : 14);
   let top = 0;
   for (const name of BANDS) {
@@ -40,10 +41,11 @@ export function layOut(width, height, strips) {
   }
   layout.height = top;
   top = layout.lanes.top;
-  for (const strip of strips) {
-    const height = strip.folded ? FOLD.height : pitch;
-    layout.strips.push({ ...strip, top, height });
-    top += height;
+  for (const { first, end, folded } of strips) {
+    const strip = { first, end, folded, top, height: folded ? FOLD.height : pitch };
+    layout.strips.push(strip);
+    for (let slot = first; slot < end; slot++) layout.stripOf[slot] = strip;
+    top += strip.height;
   }
   layout.right = layout.left + layout.width;
   return layout;

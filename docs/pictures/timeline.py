@@ -76,8 +76,8 @@ def main() -> None:
           const { view, layout, history, canvas } = slotwise, first = history.segments.at(-2).first;
           const taken = history.waits.find((wait) => wait.to > first + 14);
           const request = history.requests.get(taken.number), box = canvas.getBoundingClientRect();
-          const y = layout.lanes.top + (request.slots[0] + 0.5) * layout.pitch;
-          return [box.left + view.x(taken.to + 0.5), box.top + y];
+          const { top, height } = layout.stripOf[request.slots[0]];
+          return [box.left + view.x(taken.to + 0.5), box.top + top + height / 2];
         }""")
         page.mouse.move(x, y)
         page.wait_for_timeout(300)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from array import array
 from collections.abc import Mapping
 from typing import Any
@@ -14,10 +15,10 @@ from bench.virtual import BLOCK_BYTES, ROW_NS, STEP_NS, arriving, queued, stand
 from rich.console import Console
 
 from slotwise.bench.accounting import Accounts
-from slotwise.bench.compare import DISCIPLINES, Comparison, contenders, same_cache
+from slotwise.bench.compare import DISCIPLINES, Comparison, contenders, rounds, same_cache
 from slotwise.bench.compare_tables import comparison_tables
 from slotwise.bench.offline_run import Stand
-from slotwise.bench.report import render
+from slotwise.bench.report import render, words
 from slotwise.engine.messages import StepRecord
 from slotwise.workload.requests import Workload
 
@@ -41,9 +42,9 @@ def all_compared() -> Comparison:
     return compared(queued(OUTPUTS, PROMPTS), price_per_hour=1.0)
 
 
-def printed(result: Mapping[str, Any]) -> str:
+def printed(result: Mapping[str, Any], width: int = 200) -> str:
     written = io.StringIO()
-    Console(file=written, width=200).print(comparison_tables(result))
+    Console(file=written, width=width).print(comparison_tables(result))
     return written.getvalue()
 
 
@@ -83,12 +84,117 @@ def test_step_times_lie_on_one_line(all_compared: Comparison) -> None:
 
 def test_a_run_that_is_off_the_line_is_seen() -> None:
     comparison = compared(queued(OUTPUTS), "static", "continuous")
-    slow = comparison._accounts[1].decode_times
+    slow = comparison._rounds["continuous"].decode_times
     for rows, seconds in slow.by_x.items():  # as if every step of this run had taken half as long again
         slow.by_x[rows] = array("d", [1.5 * one for one in seconds])
     static, continuous = (run["step_time"]["error"] for run in comparison.result()["runs"])
     assert continuous < -0.1
     assert abs(static) < 0.05
+
+
+@pytest.mark.parametrize(("errors", "warning"), [
+    ((0.29, -0.29), ""),
+    ((0.02, -0.35), "misses: 35% under the decode time of continuous."),
+    ((0.3, -0.412), "misses: 30% over the decode time of static and 41% under the decode time of continuous."),
+])
+def test_a_fit_that_misses_by_30_percent_is_warned_of_in_one_line(errors: tuple[float, float], warning: str) -> None:
+    result = compared(queued(OUTPUTS), "static", "continuous").result()
+    for run, error in zip(result["runs"], errors, strict=True):
+        run["step_time"]["error"] = error
+    lines = [line for line in printed(result).splitlines() if line.startswith("warning:")]
+    assert len(lines) == bool(warning)
+    assert all(warning in line for line in lines)
+    assert ("The step-time fit misses" in render(result)) == bool(warning)
+    assert warning in render(result)
+
+
+# -- rounds ------------------------------------------------------------------------------------------------------------
+
+
+def test_every_round_runs_each_discipline_once_in_turn() -> None:
+    chosen = contenders(["static", "orca", "continuous"], 8)
+    assert list(rounds(2, chosen)) == [
+        ("round 1 of 2, static", chosen[0]), ("round 1 of 2, orca", chosen[1]), ("round 1 of 2, continuous", chosen[2]),
+        ("round 2 of 2, static", chosen[0]), ("round 2 of 2, orca", chosen[1]), ("round 2 of 2, continuous", chosen[2])]
+
+
+def slowed(entry: Mapping[str, Any], factor: float) -> dict[str, Any]:
+    """A run whose every step took `factor` times as long."""
+    late = {name: {key: value * factor for key, value in entry[name].items()} for name in ("ttft", "itl", "e2e")}
+    return {**entry, **late, "seconds": entry["seconds"] * factor, "steps": round(100 * factor),
+            "output_throughput": entry["output_throughput"] / factor}
+
+
+@pytest.fixture
+def repeated() -> Comparison:
+    """Static and continuous batching in three rounds; the second round is slow, and in the third continuous is."""
+    plain = {run["name"]: run for run in compared(queued(OUTPUTS), "static", "continuous").result()["runs"]}
+    comparison = Comparison(queued(OUTPUTS), dict(HEAD), price_per_hour=1.0)
+    for factors in ((1.0, 1.0), (2.0, 2.0), (1.1, 1.65)):
+        for contender, factor in zip(contenders(["static", "continuous"], 8), factors, strict=True):
+            comparison.add(contender, slowed(plain[contender.name], factor))
+    return comparison
+
+
+def test_figures_are_medians_of_the_rounds_and_the_rest_is_the_run_in_the_middle(repeated: Comparison) -> None:
+    alone = compared(queued(OUTPUTS), "static", "continuous").result()["runs"]
+    for one, run, factor in zip(alone, repeated.result()["runs"], (1.1, 1.65), strict=True):
+        assert run["output_throughput"] == pytest.approx(one["output_throughput"] / factor)
+        assert run["seconds"] == pytest.approx(one["seconds"] * factor)
+        for name in ("ttft", "itl", "e2e"):
+            assert run[name] == pytest.approx({key: value * factor for key, value in one[name].items()})
+        assert run["steps"] == round(100 * factor)
+        assert [repeat["seconds"] / one["seconds"] for repeat in run["repeats"]] == pytest.approx(
+            [1.0, 2.0, factor])
+        assert run["cost_per_million"] == pytest.approx(1e6 / 3600 / run["output_throughput"])
+
+
+def test_a_gain_is_the_median_of_the_rounds_own_gains(repeated: Comparison) -> None:
+    """A slow round slows both: it does not widen the range."""
+    alone = compared(queued(OUTPUTS), "static", "continuous").result()
+    static, continuous = (run["output_throughput"] for run in alone["runs"])
+    gain, least = continuous / static, continuous / static / 1.5
+    result = repeated.result()
+    said = printed(result)
+    assert f"continuous over static: {gain:.2f}× ({least:.2f}–{gain:.2f}×) the output tokens per second" in said
+    assert "medians and ranges of 3 rounds" in said
+    page = render(result)
+    assert f"{gain:.1f}× the tokens per second of static" in page
+    assert f"The gain was {least:.2f}–{gain:.2f}× in tokens per second and" in page
+    assert "Each ran in 3 rounds, in turn; figures are medians." in page
+    assert f"<small>{least:.2f}–{gain:.2f}×</small>" in page
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 160])
+def test_tables_fit_a_terminal_and_cut_nothing_off(repeated: Comparison, all_compared: Comparison, width: int) -> None:
+    for result in (repeated.result(), all_compared.result()):
+        lines = printed(result, width).splitlines()
+        assert max(map(len, lines)) <= width and not any("…" in line for line in lines)
+        heads = "".join(line for line in lines if line.startswith("┃"))
+        for head in ("tok/s", "TTFT p50", "E2E p99", "padded", "line wait"):
+            assert heads.count(head) == 1
+        for run in result["runs"]:
+            rows = [line for line in lines if line.startswith(f"│ {run['label']} ")]
+            assert len(rows) == sum(line.startswith("┃ discipline") for line in lines)
+    cells = " ".join(printed(repeated.result(), 60).split())
+    rates = [one["output_throughput"] for one in repeated.result()["runs"][0]["repeats"]]
+    assert words.span(rates, words.figure) in cells
+
+
+def test_one_round_has_no_range(all_compared: Comparison) -> None:
+    result = all_compared.result()
+    assert all(len(run["repeats"]) == 1 for run in result["runs"])
+    assert "rounds" not in printed(result)
+    assert not re.search("<td[^>]*>[^<]*<small>", render(result))
+    assert "figures are medians" not in render(result)
+
+
+def test_rounds_with_other_tokens_are_seen() -> None:
+    contender = contenders(["continuous"], 8)[0]
+    comparison = Comparison(queued([5, 1, 7]), dict(HEAD))
+    comparison.run(contender, stand)
+    comparison.run(contender, lambda settings: stand(settings, counting=True))
+    assert comparison.result()["identical_tokens"] is False
 
 
 def test_the_same_cache_holds_more_rows_in_pages() -> None:

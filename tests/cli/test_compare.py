@@ -45,7 +45,8 @@ def test_impossible_options_are_one_line(
     assert not (tmp_path / "report.html").exists()
 
 
-@pytest.mark.parametrize("arguments", [("--equal-memory", "much"), ("--vary", "weather")])
+@pytest.mark.parametrize("arguments", [
+    ("--equal-memory", "much"), ("--vary", "weather"), ("--repeats", "0"), ("--repeats", "101"), ("--repeats", "2.5")])
 def test_unreadable_options_are_refused(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["compare", *arguments])
@@ -66,10 +67,14 @@ def test_a_small_comparison_from_end_to_end(tmp_path: Path, capsys: pytest.Captu
     assert runs["continuous"]["decode_steps"] < runs["static"]["decode_steps"] < runs["one_at_a_time"]["decode_steps"]
     assert runs["static"]["waste"]["held_row_steps"] > 0 == runs["continuous"]["waste"]["held_row_steps"]
     assert all(run["cost_per_million"] > 0 and "a" in run["step_time"] for run in runs.values())
-    said = capsys.readouterr().out
+    assert [len(run["repeats"]) for run in runs.values()] == [3] * len(runs)
+    said, progress = capsys.readouterr()
     assert "continuous over static" in said
+    assert "medians and ranges of 3 rounds" in " ".join(said.split())
     assert "report.html" in said
     assert "one at a time" in (tmp_path / "report.html").read_text()
+    assert [line for line in progress.splitlines() if line.startswith("compare: ")] == [
+        f"compare: round {number} of 3, {run['label']}" for number in (1, 2, 3) for run in runs.values()]
 
 
 @pytest.mark.slow
@@ -107,7 +112,7 @@ def test_an_interrupt_keeps_the_runs_that_are_complete(
 def test_disciplines_behind_a_real_server(tmp_path: Path) -> None:
     status, result = compare(
         tmp_path, *FEW, "--online", "--disciplines", "static,continuous", "--arrivals", "poisson:50", "--batch-size",
-        "3")
+        "3", "--repeats", "2")
     assert status == 0
     assert result["mode"] == "server"
     assert result["dtype"] == "float32"
@@ -116,4 +121,5 @@ def test_disciplines_behind_a_real_server(tmp_path: Path) -> None:
     assert continuous["itl"]["p50"] > 0
     assert continuous["cumulative"][-1][1] == pytest.approx(continuous["output_tokens"])
     assert static["chart"] is None
+    assert [len(run["repeats"]) for run in result["runs"]] == [2, 2]
     assert result["identical_tokens"] is None

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from slotwise.bench.tables import throughput_table
 from slotwise.cli import main
-from slotwise.cli.top_frame import frame
+from slotwise.cli.top_frame import Frame
 from slotwise.observe.event_log import Engine, Entry, Request, Run, Step, encode_lines
 from slotwise.observe.live_state import LiveState
 
@@ -53,7 +53,7 @@ def test_every_frame_of_top_shows_hostile_text(entries: list[Entry]) -> None:
         state.apply(entry)
         for trouble in ("", HOSTILE):
             with console.capture() as captured:
-                console.print(frame(state, state.now_ns, 50, trouble))
+                console.print(Frame(state, state.now_ns, 50, trouble))
             assert is_plain(captured.get())
 
 

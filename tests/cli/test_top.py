@@ -1,15 +1,205 @@
-"""`slotwise top` against a server that is none of ours."""
+"""`slotwise top`: its frames in narrow terminals, its keys, and a server that is none of ours."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
+import pty
+import select
+import signal
 import socket
+import struct
+import subprocess
+import sys
+import termios
 import threading
+import time
 from collections.abc import Iterator
+from typing import Any
 
+import msgspec
 import pytest
+from live import serving
+from observe.played import Play
+from rich.console import Console
 
 from slotwise.cli import main
+from slotwise.cli.top_frame import WIDTHS, Frame
+from slotwise.observe.event_log import Entry, Request
+from slotwise.observe.live_state import LiveState
+
+NARROW = 60  # columns
+LONG = "cmpl-0123456789abcdef0123456789abcdef-0"
+
+
+def states() -> Iterator[LiveState]:
+    """A run, entry by entry; the names of its requests are long."""
+    state = LiveState()
+    for entry in Play(4).run(30).entries:
+        state.apply(_named_at_length(entry))
+        yield state
+
+
+def _named_at_length(entry: Entry) -> Entry:
+    return msgspec.structs.replace(entry, id=f"{entry.number}{LONG}") if isinstance(entry, Request) else entry
+
+
+def shown(state: LiveState, width: int, rows: int = 50) -> list[str]:
+    console = Console(width=width)
+    with console.capture() as captured:
+        console.print(Frame(state, state.now_ns, rows, hint="q quits"))
+    return [line.rstrip() for line in captured.get().splitlines()]
+
+
+@pytest.mark.parametrize("width", [NARROW, 72, 80, 100, 140])
+def test_a_frame_fits_its_terminal_and_cuts_off_nothing_but_the_middle_of_names(width: int) -> None:
+    seen = set()
+    for state in states():
+        lines = shown(state, width)
+        assert max(map(len, lines)) <= width
+        running = state.seated()
+        for line, live in zip(lines[len(lines) - len(running) - _after(lines):], running, strict=False):
+            words = line.split()
+            assert words[0] == str(live.slot) and words[2] == (state.reason(live) or state.phase(live))
+            assert words[1].startswith(str(live.request.number)) and words[1].endswith("-0")
+            assert words[-2:] == [f"{(state.now_ns - live.request.ns) * 1e-9:.1f}", "s"]
+            assert words[-3] == str(live.num_sampled)
+            seen.add(state.phase(live))
+        text = " ".join(" ".join(lines).split())
+        for phrase in ("tokens/s out", "requests/s", "of slots empty", "% wasted", "q quits"):
+            assert phrase in text
+        assert "…" not in text.replace("…bcdef-0", "").replace("…cdef-0", "").replace("…def-0", "")
+    assert seen >= {"prefill", "decode"}
+
+
+def _after(lines: list[str]) -> int:
+    """Lines behind the slots: the queue."""
+    return next(number for number, line in enumerate(reversed(lines), 1) if line.startswith(("waiting", "no requests")))
+
+
+def test_columns_are_left_out_of_narrow_terminals_only() -> None:
+    *_, state = states()
+    for state in states():
+        if len(state.seated()) == 6:
+            break
+    heads = {width: next(line.split() for line in shown(state, width) if "doing" in line) for width in (NARROW, 120)}
+    assert heads == {NARROW: ["slot", "request", "doing", "output", "for"], 120: list(WIDTHS)}
+
+
+def test_a_low_terminal_shows_fewer_slots_and_the_queue_all_the_same() -> None:
+    for state in states():
+        if state.queue() and len(state.seated()) == 6:
+            break
+    lines = shown(state, NARROW, rows=13)
+    assert len(lines) <= 13
+    slots = [line for line in lines if line.split()[0] in "012345"]
+    assert 1 <= len(slots) < 6 and f"  and {6 - len(slots)} more" in lines
+    assert any(line.startswith("waiting   ") for line in lines)
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with serving("--max-num-seqs", "4", log=tmp_path_factory.mktemp("top") / "stderr") as running:
+        yield running.url
+
+
+class Terminal:
+    """A process in the foreground of a terminal of its own."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._ours, self._theirs = pty.openpty()
+        fcntl.ioctl(self._theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, NARROW, 0, 0))
+        self.before = self.settings
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "slotwise.cli", *arguments], stdin=self._theirs, stdout=self._theirs,
+            stderr=self._theirs, start_new_session=True, env=os.environ | {"TERM": "xterm-256color"},
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))
+        self.text = ""
+
+    @property
+    def settings(self) -> list[Any]:
+        return termios.tcgetattr(self._theirs)
+
+    @property
+    def reads_lines(self) -> bool:
+        return bool(self.settings[3] & termios.ICANON and self.settings[3] & termios.ECHO)
+
+    def press(self, keys: bytes) -> None:
+        os.write(self._ours, keys)
+
+    def read(self, wanted: str = "", seconds: float = 60) -> None:
+        """Reads until `wanted` was written; without it, what is there."""
+        ends = time.monotonic() + seconds
+        while not wanted or wanted not in self.text:
+            if not select.select([self._ours], [], [], 0.1)[0]:
+                if not wanted:
+                    return
+                assert time.monotonic() < ends and self.process.poll() is None, f"never: {wanted}\n{self.text}"
+                continue
+            self.text += os.read(self._ours, 65_536).decode(errors="replace")
+
+    def ended(self) -> int:
+        """The exit status; what is written meanwhile is read, or the process would wait for it."""
+        ends = time.monotonic() + 60
+        while self.process.poll() is None:
+            assert time.monotonic() < ends, self.text
+            self.read()
+        self.read()
+        return self.process.returncode
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for end in (self._ours, self._theirs):
+            os.close(end)
+
+
+@pytest.fixture
+def terminal(url: str) -> Iterator[Terminal]:
+    with contextlib.closing(Terminal("top", url, "--interval", "0.1")) as opened:
+        opened.read("of slots empty")
+        yield opened
+
+
+def is_left(terminal: Terminal) -> bool:
+    """Whether the terminal is as it was: its settings, its first screen, its cursor."""
+    return (terminal.settings == terminal.before and terminal.reads_lines
+            and terminal.text.rindex("\x1b[?1049l") > terminal.text.rindex("\x1b[?1049h")
+            and terminal.text.rindex("\x1b[?25h") > terminal.text.rindex("\x1b[?25l"))
+
+
+@pytest.mark.parametrize(("keys", "status"), [(b"q", 0), (b"xQ", 0), (b"\x03", 130)], ids=["q", "Q", "Ctrl-C"])
+def test_a_key_leaves_and_the_terminal_is_as_it_was(terminal: Terminal, keys: bytes, status: int) -> None:
+    assert "q quits" in terminal.text and not terminal.reads_lines
+    terminal.press(keys)
+    assert terminal.ended() == status
+    assert is_left(terminal) and "Traceback" not in terminal.text
+
+
+def test_other_keys_do_nothing(terminal: Terminal) -> None:
+    terminal.press(b"x\r?")
+    frames = terminal.text.count("of slots empty")
+    while terminal.text.count("of slots empty") < frames + 3:
+        terminal.read()
+        assert terminal.process.poll() is None
+    terminal.press(b"q")
+    assert terminal.ended() == 0
+
+
+def test_a_terminated_view_leaves_the_terminal_as_it_was(terminal: Terminal) -> None:
+    terminal.process.send_signal(signal.SIGTERM)
+    assert terminal.ended() == 0 and is_left(terminal)
+
+
+def test_a_lost_server_is_told_and_the_key_still_leaves(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with serving(log=tmp_path_factory.mktemp("top") / "stderr") as running:
+        view = Terminal("top", running.url, "--interval", "0.1")
+        view.read("of slots empty")
+    with contextlib.closing(view):
+        view.read("cannot be reached")
+        view.press(b"q")
+        assert view.ended() == 0 and is_left(view)
 
 
 @pytest.fixture

@@ -4,18 +4,20 @@
                                                           ├──► Comparison.result() ──► table, JSON, HTML
     Contender ──switch a server──► load generator ────────┘
 
-A comparison grows run by run, so an interrupted one still has all complete measurements.
+Each contender runs once in every round, so that whatever changes on the machine meanwhile affects all alike; its
+figures are the medians of its rounds.  A comparison grows run by run, so an interrupted one still has all complete
+measurements.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from slotwise.batching.settings import KINDS, Batching
-from slotwise.bench.accounting import Accounts
-from slotwise.bench.fit import together
+from slotwise.bench.fit import Steps, together
 from slotwise.bench.offline_run import OnStep, Stand, run_warm
 from slotwise.bench.results import workload_facts
 from slotwise.bench.theory import DECODE_STEPS
@@ -24,6 +26,7 @@ from slotwise.workload.requests import Workload
 VERSION = 1  # of the result's format
 DISCIPLINES = tuple(reversed(KINDS))  # from the naive one on, continuous last
 LABELS = {"one_at_a_time": "one at a time"}
+SEEN = ("seconds", "output_throughput", "request_throughput", "ttft", "itl", "e2e")  # figures with a median and a range
 
 Make = Callable[[Mapping[str, Any]], Stand]
 """Builds an engine from settings of `EngineConfig`, on weights that stay loaded."""
@@ -74,6 +77,39 @@ def same_cache(cache_bytes: int, slots: int) -> list[Contender]:
         for kind in ("orca", "continuous")]
 
 
+def rounds(number: int, chosen: Sequence[Contender]) -> Iterator[tuple[str, Contender]]:
+    """Each contender once in each round, with words for the run."""
+    for one in range(number):
+        for contender in chosen:
+            yield f"round {one + 1} of {number}, {contender.label}", contender
+
+
+@dataclass
+class _Rounds:
+    """The measurements of one contender, in the order of its rounds."""
+
+    contender: Contender
+    measured: list[Mapping[str, Any]] = field(default_factory=list)
+    decode_times: Steps = field(default_factory=Steps)  # of all rounds
+    prompt_times: Steps = field(default_factory=Steps)
+
+    def entry(self) -> dict[str, Any]:
+        """The run of median throughput (the lower of two), with the medians of all runs for what clients see."""
+        ordered = sorted(self.measured, key=lambda one: one["output_throughput"])
+        middle = ordered[(len(ordered) - 1) // 2]
+        return {
+            "name": self.contender.name, "label": self.contender.label, "settings": self.contender.settings, **middle,
+            **{name: _median([one[name] for one in self.measured]) for name in SEEN},
+            "repeats": [{name: one[name] for name in SEEN} for one in self.measured]}
+
+
+def _median(values: Sequence[Any]) -> Any:
+    """The median of numbers, or of the numbers under each key."""
+    if isinstance(values[0], Mapping):
+        return {key: _median([value[key] for value in values]) for key in values[0]}
+    return statistics.median(values)
+
+
 @dataclass
 class Comparison:
     """All measurements so far."""
@@ -81,45 +117,54 @@ class Comparison:
     workload: Workload
     head: dict[str, Any]  # environment, model, dtype, mode, seed, slots
     price_per_hour: float | None = None
-    runs: list[dict[str, Any]] = field(default_factory=list)
     sweeps: list[dict[str, Any]] = field(default_factory=list)
     interrupted: bool = False
-    _accounts: list[Accounts] = field(default_factory=list)
+    num_runs: int = 0  # complete ones
+    _rounds: dict[str, _Rounds] = field(default_factory=dict)  # by contender
+    _outputs: dict[int, list[int]] = field(default_factory=dict)  # of the first run, by request
+    _same: set[int] = field(default_factory=set)  # requests with these tokens in every run since
+    _num_outputs: int = 0  # runs whose tokens are known
 
     def run(self, contender: Contender, make: Make, on_step: OnStep = lambda accounts, record: None) -> None:
         """Run the workload offline under one discipline, on a warm engine."""
         accounts = run_warm(make(contender.settings), self.workload, on_step)
-        self._accounts.append(accounts)
+        self._check(accounts.outputs)
         self.add(contender, {**accounts.entry(), "theory_steps": self._theory_steps(contender)})
+        measured = self._rounds[contender.name]
+        measured.decode_times = together([measured.decode_times, accounts.decode_times])
+        measured.prompt_times = together([measured.prompt_times, accounts.prompt_times])
 
     def add(self, contender: Contender, measured: Mapping[str, Any]) -> None:
         """Add a run that has been measured."""
-        self.runs.append({
-            "name": contender.name, "label": contender.label, "settings": contender.settings, **measured,
-            "cost_per_million": self._cost(measured), "step_time": None})
+        self._rounds.setdefault(contender.name, _Rounds(contender)).measured.append(measured)
+        self.num_runs += 1
+
+    def _check(self, outputs: dict[int, list[int]]) -> None:
+        if not self._num_outputs:
+            self._outputs, self._same = outputs, set(outputs)
+        self._same = {number for number in self._same if outputs[number] == self._outputs[number]}
+        self._num_outputs += 1
 
     @property
     def identical_tokens(self) -> bool | None:
         """Whether every run gave every request the same tokens; None with fewer than two runs."""
-        if len(self._accounts) < 2:
-            return None
-        return all(accounts.outputs == self._accounts[0].outputs for accounts in self._accounts)
+        return len(self._same) == len(self._outputs) if self._num_outputs > 1 else None
 
     @property
     def num_same_answers(self) -> int:
         """Requests to which all runs gave the same tokens."""
-        outputs = [accounts.outputs for accounts in self._accounts] or [{}]
-        return sum(all(one[number] == outputs[0][number] for one in outputs) for number in outputs[0])
+        return len(self._same)
 
     def result(self) -> dict[str, Any]:
         """The result as JSON, version 1; the report is made from it."""
-        for run, accounts in zip(self.runs, self._accounts, strict=False):
-            run["step_time"] = self._step_time(accounts)
+        runs = [measured.entry() for measured in self._rounds.values()]
+        for run, measured in zip(runs, self._rounds.values(), strict=True):
+            run |= {"cost_per_million": self._cost(run), "step_time": self._step_time(measured)}
         return {
             "version": VERSION, **self.head,
             "workload": workload_facts(self.workload), "price_per_hour": self.price_per_hour,
             "identical_tokens": self.identical_tokens, "same_answers": self.num_same_answers,
-            "interrupted": self.interrupted, "runs": self.runs, "sweeps": self.sweeps,
+            "interrupted": self.interrupted, "runs": runs, "sweeps": self.sweeps,
         }
 
     def _theory_steps(self, contender: Contender) -> int | None:
@@ -137,18 +182,18 @@ class Comparison:
             return None
         return self.price_per_hour / 3600 / throughput * 1e6
 
-    def _step_time(self, accounts: Accounts) -> dict[str, float] | None:
-        """One line through the decode steps of all runs, and how far this run lies from it.
+    def _step_time(self, measured: _Rounds) -> dict[str, float] | None:
+        """One line through the decode steps of all runs, and how far a contender's runs lie from it.
 
-        `error` is predicted over measured seconds of the run's decode steps, less one; `wall_error` the same for the
-        whole run, with steps that compute prompts on a second line, through their tokens.  None for a single run: its
+        `error` is predicted over measured seconds of their decode steps, less one; `wall_error` the same for the whole
+        runs, with steps that compute prompts on a second line, through their tokens.  None for a single contender: its
         own line would always fit.
         """
-        decode, prompts = accounts.decode_times, accounts.prompt_times
-        if len(self._accounts) < 2 or not decode.total:
+        decode, prompts = measured.decode_times, measured.prompt_times
+        if len(self._rounds) < 2 or not decode.total:
             return None
-        by_rows = together(one.decode_times for one in self._accounts).fitted()
-        by_tokens = together(one.prompt_times for one in self._accounts).fitted()
+        by_rows = together(one.decode_times for one in self._rounds.values()).fitted()
+        by_tokens = together(one.prompt_times for one in self._rounds.values()).fitted()
         predicted = by_rows.total(decode)
         whole = predicted + by_tokens.total(prompts)
         return {

@@ -1,4 +1,4 @@
-"""A progress bar on stderr while something long runs, gone at its end; nothing without a terminal."""
+"""A progress bar on stderr while something long runs, gone at its end; without a terminal, a line for each part."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from tqdm import tqdm
 class Bar:
     """Counts up to a total; what counts from zero again, as a second run does, is added."""
 
-    def __init__(self, bar: tqdm[Any]) -> None:
+    def __init__(self, bar: tqdm[Any], label: str) -> None:
         self._bar = bar
+        self._label = label
         self._last = 0
 
     def show(self, done: int) -> None:
@@ -26,7 +27,9 @@ class Bar:
         self._bar.update()
 
     def say(self, what: str) -> None:
-        """Set the description."""
+        """Name the part that begins."""
+        if self._bar.disable:
+            print(f"{self._label}: {what}", file=sys.stderr)
         self._bar.set_description(what)
 
 
@@ -34,4 +37,4 @@ class Bar:
 def progress(label: str = "", total: int | None = None, unit: str = "it") -> Iterator[Bar]:
     """Args: total: in `unit`s; None: unknown."""
     with tqdm(desc=label, total=total, unit=unit, leave=False, disable=not sys.stderr.isatty()) as bar:
-        yield Bar(bar)
+        yield Bar(bar, label)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slotwise.bench.compare import DISCIPLINES, Comparison, Contender, contenders, same_cache
+from slotwise.bench.compare import DISCIPLINES, Comparison, Contender, contenders, rounds, same_cache
 from slotwise.cli.interrupts import INTERRUPTED
 from slotwise.cli.numbers import Bytes, Number
 from slotwise.cli.options import BUILTIN_NAME, Commands, add_command, add_engine_options
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 FILE_WIDTH = 160  # columns of the tables without a terminal
 SLOTS = 16
 MAX_SAME_CACHE_SLOTS = 256
+REPEATS, MAX_REPEATS = 3, 100
 SWEEPS = ("output-cv", "slots", "rows", "prefill")
 WORKLOAD = Defaults(input_lengths="lognormal:64:0.8:256", output_lengths="lognormal:64:1.0:512")
 ENGINE = ("--device", "--dtype", "--max-model-len", "--max-num-batched-tokens", "--block-size", "--kv-cache-memory")
@@ -49,6 +50,9 @@ def add(commands: Commands) -> None:
                        help="static, dynamic: most requests of a batch (default: as many as there are slots)")
     group.add_argument("--max-wait-ms", type=Number(ENGINE_NUMBERS["max_wait_ms"]), metavar="MS",
                        help="dynamic: how long the first request of a batch waits for others (default: 50)")
+    group.add_argument("--repeats", type=Number(whole(1, MAX_REPEATS)), default=REPEATS, metavar="N",
+                       help="rounds, each of which runs every discipline once; figures are medians, with their range "
+                       f"(default: {REPEATS})")
     group.add_argument("--online", action="store_true",
                        help="measure as clients of a real server, which is switched from discipline to discipline")
     group.add_argument("--equal-memory", type=Bytes(whole(1, BYTES), {"auto": 0}), metavar="BYTES|auto",
@@ -75,6 +79,7 @@ class Plan:
     contenders: list[Contender]
     workload: Workload
     slots: int
+    repeats: int
     equal_memory: int | None  # bytes; 0: what Orca needs
     sweeps: tuple[str, ...]
 
@@ -96,7 +101,7 @@ class Plan:
         EngineConfig.of(model=model, max_num_seqs=asked.slots, **settings)
         return cls(
             asked.model or BUILTIN_NAME, {"model": model, **settings}, chosen, workload_of(asked, WORKLOAD),
-            asked.slots, asked.equal_memory, tuple(dict.fromkeys(asked.vary)))
+            asked.slots, asked.repeats, asked.equal_memory, tuple(dict.fromkeys(asked.vary)))
 
 
 def _located(model: str | None) -> str:
@@ -120,12 +125,12 @@ def run(asked: argparse.Namespace) -> int:
         comparison.interrupted = True
     except (ValueError, RuntimeError, MemoryError) as error:
         failure = error
-    if comparison.runs or comparison.sweeps:
+    if comparison.num_runs or comparison.sweeps:
         _show(comparison, asked.output, asked.json)
     if failure is not None:
         raise failure
     if comparison.interrupted:
-        print(f"interrupted: {len(comparison.runs)} runs and {len(comparison.sweeps)} sweeps were complete",
+        print(f"interrupted: {comparison.num_runs} runs and {len(comparison.sweeps)} sweeps were complete",
               file=sys.stderr)
         return INTERRUPTED
     if comparison.identical_tokens is False and comparison.head["dtype"] == "float32":
@@ -144,8 +149,9 @@ def _offline(plan: Plan, comparison: Comparison) -> None:
     if plan.equal_memory is not None:
         chosen += same_cache(
             plan.equal_memory or _orca_bytes(plan), min(len(plan.workload.requests), MAX_SAME_CACHE_SLOTS))
-    for contender in chosen:
-        with progress(contender.label, plan.workload.output_tokens, "token") as bar:
+    with progress("compare", plan.repeats * len(chosen) * plan.workload.output_tokens, "token") as bar:
+        for words, contender in rounds(plan.repeats, chosen):
+            bar.say(words)
             comparison.run(contender, make, _by_tokens(bar))
     for name in plan.sweeps:
         with progress(f"vary {name}") as bar:
@@ -212,8 +218,10 @@ def _online(plan: Plan, comparison: Comparison) -> None:
         with progress("starting a server"):
             served = stack.enter_context(serving(arguments))
         comparison.head["dtype"] = served.dtype
-        for contender in plan.contenders:
-            with progress(contender.label, len(plan.workload.requests), "request") as bar:
+        number = plan.repeats * len(plan.contenders) * len(plan.workload.requests)
+        with progress("compare", number, "request") as bar:
+            for words, contender in rounds(plan.repeats, plan.contenders):
+                bar.say(words)
                 comparison.add(contender, run_online(served.target, plan.workload, contender.settings, bar.count))
 
 

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
+import signal
 import sys
+import termios
 import time
+import tty
+from collections.abc import Iterator
 from email.utils import parsedate_to_datetime
 from http import HTTPStatus
 from math import isfinite
@@ -27,6 +32,8 @@ BACKLOG = 2.0  # seconds that the backlog may take to arrive
 PATIENCE = 15.0  # seconds that --once waits for a server's first entry
 CONNECTS = 5.0  # seconds
 AGAIN = 1.0  # seconds until a lost server is tried again
+LEAVES, HINT = b"q", "q quits"
+MAX_KEYS = 64  # bytes read at a time
 
 
 class TopError(RuntimeError):
@@ -125,7 +132,7 @@ async def _once(watch: Watch) -> None:
     """Print one frame when the backlog has arrived: it comes at once, later entries step by step."""
     from rich.console import Console
 
-    from slotwise.cli.top_frame import frame
+    from slotwise.cli.top_frame import Frame
 
     following = asyncio.create_task(watch.follow())
     ends = time.monotonic() + PATIENCE
@@ -139,24 +146,59 @@ async def _once(watch: Watch) -> None:
         following.result()
     following.cancel()
     console = Console()
-    console.print(frame(watch.state, watch.now_ns(), most_rows=10_000, trouble=watch.trouble))
+    console.print(Frame(watch.state, watch.now_ns(), most_rows=10_000, trouble=watch.trouble))
 
 
 async def _live(watch: Watch, interval: float) -> None:
     from rich.live import Live
 
-    from slotwise.cli.top_frame import frame
+    from slotwise.cli.top_frame import Frame
 
     following = asyncio.create_task(_follow_on(watch))
     try:
-        with Live(screen=True, auto_refresh=False) as live:
-            while not following.done():
+        with keys_read() as leaving, Live(screen=True, auto_refresh=False) as live:
+            left = asyncio.create_task(leaving.wait())
+            while not following.done() and not left.done():
                 height = live.console.size.height
-                live.update(frame(watch.state, watch.now_ns(), most_rows=height, trouble=watch.trouble), refresh=True)
-                await asyncio.sleep(interval)
-        following.result()
+                live.update(Frame(watch.state, watch.now_ns(), height, watch.trouble, HINT), refresh=True)
+                await asyncio.wait((following, left), timeout=interval, return_when=asyncio.FIRST_COMPLETED)
+        if following.done():
+            following.result()
     finally:
         following.cancel()
+
+
+@contextlib.contextmanager
+def keys_read() -> Iterator[asyncio.Event]:
+    """Within this context stdin's terminal passes on each key at once, and the event is set when one of them is `q`.
+
+    It is also set when that terminal is gone, and on SIGTERM.  The terminal's settings are restored in any case.
+    """
+    loop, leaving = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, leaving.set)
+    if not sys.stdin.isatty():
+        yield leaving
+        return
+    terminal = sys.stdin.fileno()
+
+    def read() -> None:
+        try:
+            keys = os.read(terminal, MAX_KEYS)
+        except OSError:  # nobody is there
+            keys = b""
+        if not keys or LEAVES in keys.lower():
+            loop.remove_reader(terminal)
+            leaving.set()
+
+    before = termios.tcgetattr(terminal)
+    try:
+        tty.setcbreak(terminal)
+        loop.add_reader(terminal, read)
+        yield leaving
+    finally:
+        loop.remove_reader(terminal)
+        with contextlib.suppress(termios.error):
+            termios.tcsetattr(terminal, termios.TCSADRAIN, before)
 
 
 async def _follow_on(watch: Watch) -> None:

@@ -85,6 +85,18 @@ def test_pointing_at_a_request_follows_it_through_every_chart(chromium, report):
         assert complaints == []
 
 
+def test_a_tap_follows_a_request_until_the_next_tap(chromium, report):
+    context = chromium.new_context(viewport={"width": 400, "height": 800}, has_touch=True, is_mobile=True)
+    page = context.new_page()
+    page.goto(report.as_uri())
+    assert "Tap a request to follow it" in page.inner_text("#story") and "Point at" not in page.inner_text("#story")
+    page.tap(".charts.seconds figure:last-child g[data-request='0'] path.decode")
+    assert page.inner_text("#story").startswith("request 0 · slot 0")
+    page.tap(".charts.seconds figcaption")
+    assert "Tap a request" in page.inner_text("#story") and page.query_selector("g.lit") is None
+    context.close()
+
+
 def test_charts_scroll_inside_their_figure_on_a_phone(chromium, report):
     with opened(chromium, report, width=390) as (page, _):
         inner, outer = page.evaluate("(() => { const charts = document.querySelector('.charts.seconds');"

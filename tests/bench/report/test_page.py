@@ -15,7 +15,7 @@ from bench.report.pages import RESULT, Charts, text_of, with_runs
 from bench.virtual import queued, stand
 
 from slotwise.bench.compare import DISCIPLINES, Comparison, contenders
-from slotwise.bench.report import curves, data, render, slot_charts, svg, words, write_report
+from slotwise.bench.report import curves, data, lanes, render, slot_charts, svg, words, write_report
 
 
 def test_every_figure_of_the_table_is_the_results():
@@ -111,8 +111,42 @@ def test_colours_stand_out_from_the_page(theme):
     colours = dict(re.findall(r"--([\w-]+): (#[0-9a-f]+);", block))
     for name in ("ink", "quiet", "accent"):
         assert contrast(colours[name], colours["page"]) >= 4.5, name
-    for name in [f"c{number}" for number in range(10)] + ["held-line", "padding-dot"]:
-        assert contrast(colours[name], colours["page"]) >= (2.5 if name == "held-line" else 3), name
+    for name in [f"c{number}" for number in range(10)] + ["loss"]:
+        assert contrast(colours[name], colours["page"]) >= 3, name
+    assert contrast(colours["loss"], colours["loss-ground"]) >= 3
+
+
+def sheet_of(package: str, name: str) -> str:
+    return (resources.files(package) / "assets" / name).read_text("utf-8")
+
+
+@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
+def test_waste_has_one_colour_and_one_name_here_and_in_the_timeline(theme):
+    """Hatched red is wasted computation."""
+    blocks = [re.findall(r":root(?:\.dark)? \{(.*?)\}", sheet, flags=re.DOTALL)[theme] for sheet in (
+        sheet_of("slotwise.bench.report", "chart.css"), sheet_of("slotwise.observe.timeline", "page.css"))]
+    report, timeline = (dict(re.findall(r"--([\w-]+): (#[0-9a-f]+);", block)) for block in blocks)
+    for name in ("loss", "loss-ground"):
+        assert report[name] == timeline[name]
+    palette = sheet_of("slotwise.observe.timeline", "palette.js")
+    kinds = dict(re.findall(r'\["(\w+)", "([^"]+)"\]', palette[palette.index("KINDS"):palette.index("class")]))
+    assert {kind: kinds[kind] for kind in kinds.keys() & lanes.KINDS} == {
+        kind: words for kind, words in lanes.KINDS.items() if kind in kinds}
+    wasted = {kind for kind, words in kinds.items() if words.startswith("wasted: ")}
+    assert wasted == {"held", "padding", "void"}
+    assert {kind for kind, words in lanes.KINDS.items() if words.startswith("wasted: ")} == wasted - {"void"}
+    for name in wasted:
+        assert re.search(rf"\b{name}: hatched\(", palette), f"{name} is not hatched"
+    hues = [int(hue) for hue in re.search(r"HUES = \[([\d, ]+)\]", palette)[1].split(",")]
+    sheet = sheet_of("slotwise.bench.report", "chart.css")
+    assert [int(hue) for hue in re.findall(r"\.h\d+ \{ --hue: (\d+); \}", sheet)] == hues
+
+
+def test_the_patterns_of_waste_are_hatched_lines():
+    root = ElementTree.fromstring(lanes.patterns())
+    for kind in ("held", "padding"):
+        pattern = root.find(f".//pattern[@id='{kind}']")
+        assert pattern.find("rect").get("class") == "loss-ground" and pattern.find("path").get("class") == "loss-line"
 
 
 def seen_by_a_client(changed: dict[str, Any]) -> None:

@@ -30,6 +30,14 @@ def test_shares_are_percentages(value, text):
     assert words.share(value) == text
 
 
+@pytest.mark.parametrize(("values", "write", "text"), [
+    ([0.464, 0.471, 0.468], words.seconds, "464–471 ms"), ([0.9, 1.2], words.seconds, "900 ms – 1.20 s"),
+    ([2.25, 2.18], words.times, "2.18–2.25×"), ([1590.4, 1630.2], words.figure, "1,590–1,630"),
+    ([2.0, 2.0], words.times, ""), ([2.0], words.times, ""), ([], words.times, "")])
+def test_a_range_names_its_unit_once(values, write, text):
+    assert words.span(values, write) == text
+
+
 def headline_of(changed: dict[str, Any]) -> str:
     return ": ".join(words.headline(data.read(changed)))
 

@@ -22,15 +22,37 @@ PIXELS = """([low, high]) => {
   for (let ordinal = low; ordinal < high; ordinal++) {
     const x = view.x(view.start(ordinal)), width = view.x(view.stop(ordinal)) - x, slots = [];
     for (let slot = 0; slot < layout.slots; slot++) {
-      const top = layout.lanes.top + slot * layout.pitch, tall = layout.pitch - 3;
+      const { top, height, folded } = layout.stripOf[slot], middle = top + height / 2;
       const column = [];
-      for (let y = top + 1; y < top + tall - 1; y++) column.push(hex(x + 0.7 * width, y));
+      const [first, end] = folded ? [middle - 1, middle + 1] : [top + 1, top + height - 4];
+      for (let y = first; y < end; y++) column.push(hex(x + 0.7 * width, y));
       slots.push(column);
     }
     steps.push(slots);
   }
-  return { steps, hues: palette.hues, lane: palette.lane, tint: palette.loss_tint, page: palette.page };
+  const { hues, lane, loss_tint: tint, rule, page } = palette;
+  return { steps, hues, lane, tint, rule, page };
 }"""
+
+
+WRITTEN = """(band) => {
+  const [pen] = slotwise.pens, { text } = pen, { layout } = slotwise, { top, height } = layout[band], found = [];
+  pen.text = (words, x, y, ink, how) => {
+    text.call(pen, words, x, y, ink, how);
+    const inside = y >= top && y < top + height && x >= layout.left;
+    if (inside) found.push([words, x + pen.context.measureText(words).width]);
+  };
+  slotwise.draw();
+  delete pen.text;
+  return [found, layout.right];
+}"""
+
+
+def written(page: Any, band: str) -> list[str]:
+    """The words drawn in a band of the picture; all of them must lie within it."""
+    found, right = page.evaluate(WRITTEN, band)
+    assert all(end <= right for _, end in found), (found, right)
+    return [words for words, _ in found]
 
 
 @contextmanager
@@ -77,7 +99,7 @@ def compare(page: Any, steps: list[dict[int, Cell]], first: int = 0) -> dict[str
 def _check(column: list[str], cell: Cell | None, page: dict[str, Any]) -> str:
     colours = set(column)
     if cell is None:
-        assert colours <= {page["lane"], page["tint"]}, (column, "should be empty")
+        assert colours <= {page["lane"], page["tint"]} or colours == {page["rule"]}, (column, "should be empty")
         return "empty"
     hue = page["hues"][cell.number % len(page["hues"])]
     if cell.kind in PLAIN:

@@ -39,13 +39,17 @@ def server(tmp_path_factory, chromium):
 def opened(chromium, server):
     """The page behind its key."""
     with looked_at(chromium, server.url + "/timeline") as (page, complaints):
-        page.wait_for_selector("#door[open]")
-        page.fill("#key", KEY)
-        page.keyboard.press("Enter")
-        until(page, "slotwise.history.run !== null")
-        frame(page)
+        let_in(page)
         yield page
         assert [one for one in complaints if UNAUTHORISED not in one] == []
+
+
+def let_in(page):
+    page.wait_for_selector("#door[open]")
+    page.fill("#key", KEY)
+    page.keyboard.press("Enter")
+    until(page, "slotwise.history.run !== null")
+    frame(page)
 
 
 def until(page, holds):
@@ -55,6 +59,13 @@ def until(page, holds):
             return
         time.sleep(0.05)
     raise AssertionError(f"never: {holds}")
+
+
+def changing(page, act):
+    """Does what changes the scheduling; agrees where the page asks, as it does for a minute after the test before."""
+    act()
+    if page.is_visible("#sure"):
+        page.click("#sure button.main")
 
 
 def get(server, path):
@@ -119,8 +130,8 @@ def test_records_that_come_late_are_waited_for(opened):
     """Where both cores are busy, the page reads of a step long after the step's request was answered."""
     opened.evaluate("(() => { const take = slotwise.take.bind(slotwise);"
                     " slotwise.take = (entries) => { setTimeout(() => take(entries), 1500); }; })()")
-    opened.click("#compare")
-    until(opened, "!document.getElementById('compare').disabled")
+    changing(opened, lambda: opened.click("#compare"))
+    until(opened, "document.getElementById('said').textContent.includes('× as fast')")
     said = opened.inner_text("#said")
     told = [int(steps) for steps in re.findall(r"(?:static|continuous) (\d+) steps", said)]
     until(opened, "slotwise.history.segments.at(-1).capacity === 16")
@@ -155,9 +166,9 @@ def test_a_freed_slot_is_taken_at_the_very_next_step(server):
 
 
 def test_requests_are_sent_batched_as_chosen_and_followed(server, opened):
-    opened.select_option("#slots", "4")
+    changing(opened, lambda: opened.select_option("#slots", "4"))
     until(opened, "slotwise.history.segments.at(-1).capacity === 4")
-    opened.select_option("#batching", "orca")
+    changing(opened, lambda: opened.select_option("#batching", "orca"))
     until(opened, "slotwise.history.segments.at(-1).kind === 'orca'")
     asked = get(server, "/admin/scheduling").json()
     assert asked["batching"] == "orca" and asked["max_num_seqs"] == 4
@@ -174,5 +185,98 @@ def test_requests_are_sent_batched_as_chosen_and_followed(server, opened):
     opened.click("#send")
     until(opened, "!document.getElementById('send').disabled")
     assert opened.evaluate("slotwise.view.to") != paused
-    opened.select_option("#slots", "16")
-    opened.select_option("#batching", "continuous")
+    changing(opened, lambda: opened.select_option("#slots", "16"))
+    changing(opened, lambda: opened.select_option("#batching", "continuous"))
+    until(opened, "slotwise.history.segments.at(-1).kind === 'continuous'")
+    until(opened, "slotwise.history.segments.at(-1).capacity === 16")
+
+
+COMPLETION = {"prompt": "def add(a, b):", "max_tokens": 4}
+
+
+def complete(server, **changes):
+    headers = {"Authorization": f"Bearer {KEY}"}
+    return httpx.stream("POST", server.url + "/v1/completions", headers=headers, json=COMPLETION | changes, timeout=120)
+
+
+@pytest.fixture
+def puts(opened):
+    """The bodies that this page puts to the server."""
+    bodies = []
+    opened.on("request", lambda request: bodies.append(request.post_data_json) if request.method == "PUT" else None)
+    return bodies
+
+
+def test_others_requests_are_not_rescheduled_unasked(server, opened, puts):
+    settings = get(server, "/admin/scheduling").json()
+    many = {"prompt": [COMPLETION["prompt"]] * 64, "max_tokens": 900, "ignore_eos": True, "stream": True}
+    with complete(server, **many) as response:
+        answer = response.iter_bytes()  # kept: without it the connection closes
+        next(answer)
+        until(opened, "slotwise.history.last?.waiting > 0")
+        opened.keyboard.press("c")
+        assert opened.is_visible("#sure")
+        assert re.fullmatch(r"In progress: \d+ requests of others\.", opened.inner_text("#others"))
+        assert "“Static, then continuous” changes the batching and the slots" in opened.inner_text("#change")
+        assert opened.evaluate("document.activeElement.textContent") == "Leave it as it is"
+        opened.keyboard.press("Enter")
+        opened.wait_for_selector("#sure", state="hidden")
+        opened.click("#compare")
+        assert opened.is_visible("#sure")
+        opened.keyboard.press("Escape")
+        opened.wait_for_selector("#sure", state="hidden")
+        assert not opened.is_disabled("#compare")
+        opened.select_option("#batching", "static")
+        assert "would be batched by “static”" in opened.inner_text("#change")
+        opened.click("#sure button:not(.main)")
+        until(opened, "document.getElementById('batching').value === 'continuous'")
+        opened.select_option("#slots", "4")
+        assert "would share slots: 4" in opened.inner_text("#change")
+        opened.keyboard.press("Escape")
+        until(opened, "document.getElementById('slots').value === '16'")
+    assert puts == [] and get(server, "/admin/scheduling").json() == settings
+
+
+def test_a_change_that_is_wanted_is_made_from_the_keyboard(server, opened, puts):
+    with complete(server) as response:
+        response.read()
+    until(opened, "slotwise.history.last?.running === 0")
+    opened.select_option("#slots", "8")
+    assert "in the last minute" in opened.inner_text("#others")
+    opened.keyboard.press("Tab")
+    assert opened.evaluate("document.activeElement.textContent") == "Change it"
+    opened.keyboard.press("Enter")
+    until(opened, "slotwise.history.segments.at(-1).capacity === 8")
+    assert puts == [{"max_num_seqs": 8}] and get(server, "/admin/scheduling").json()["max_num_seqs"] == 8
+    changing(opened, lambda: opened.select_option("#slots", "16"))
+    until(opened, "slotwise.history.segments.at(-1).capacity === 16")
+
+
+def test_requests_of_this_page_are_no_others(chromium, tmp_path):
+    with (serving("--max-num-seqs", "16", log=tmp_path / "stderr") as alone,
+          looked_at(chromium, alone.url + "/timeline") as (page, _)):
+        until(page, "slotwise.history.run !== null")
+        page.click("#send")
+        until(page, "!document.getElementById('send').disabled")
+        page.select_option("#slots", "4")
+        assert not page.is_visible("#sure")
+        until(page, "slotwise.history.segments.at(-1).capacity === 4")
+        before = page.evaluate("slotwise.history.requests.size")
+        with complete(alone) as response:
+            response.read()
+        until(page, f"slotwise.history.requests.size > {before}")
+        until(page, "[...slotwise.history.requests.values()].at(-1).flushed")  # the last entry about it
+        page.evaluate("slotwise.heardAt = performance.now() - 61e3")
+        page.select_option("#slots", "16")
+        assert not page.is_visible("#sure"), "the other's request ended more than a minute ago"
+        until(page, "slotwise.history.segments.at(-1).capacity === 16")
+
+
+def test_a_change_that_the_server_refuses_is_told_and_taken_back(chromium, tmp_path):
+    static = ("--max-num-seqs", "4", "--batching", "static", "--batch-size", "4")
+    with (serving(*static, log=tmp_path / "stderr") as alone,
+          looked_at(chromium, alone.url + "/timeline") as (page, _)):
+        until(page, "slotwise.history.run !== null")
+        page.select_option("#slots", "2")
+        until(page, "document.getElementById('said').textContent.startsWith('That did not work')")
+        until(page, "document.getElementById('slots').value === '4'")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
 from browser import browser
+from observe.played import LIMITS, Play
 from observe.timeline.logs import cells, everything
-from observe.timeline.looking import compare, frame, looked_at
+from observe.timeline.looking import compare, frame, looked_at, written
 
 from slotwise.observe import event_log
 from slotwise.observe.timeline import page as timeline
@@ -27,11 +29,15 @@ def entries():
     return everything()
 
 
+def saved_page(entries, folder, name=EVIL):
+    path = folder / "page.html"
+    path.write_bytes(timeline.saved(name, [event_log.encode(entry) + b"\n" for entry in entries]))
+    return path.as_uri()
+
+
 @pytest.fixture(scope="module")
 def url(entries, tmp_path_factory):
-    path = tmp_path_factory.mktemp("timeline") / "page.html"
-    path.write_bytes(timeline.saved(EVIL, [event_log.encode(entry) + b"\n" for entry in entries]))
-    return path.as_uri()
+    return saved_page(entries, tmp_path_factory.mktemp("timeline"))
 
 
 @pytest.fixture
@@ -56,9 +62,7 @@ def test_every_cell_drawn_is_what_the_plan_says(opened, entries, unit):
 
 def test_a_row_computed_after_its_request_has_ended_is_told_apart(chromium, tmp_path):
     entries = everything(seed=2, depth=1)
-    path = tmp_path / "page.html"
-    path.write_bytes(timeline.saved("depth 1", [event_log.encode(entry) + b"\n" for entry in entries]))
-    with looked_at(chromium, path.as_uri()) as (page, complaints):
+    with looked_at(chromium, saved_page(entries, tmp_path, "depth 1")) as (page, complaints):
         page.wait_for_function("slotwise.history.steps.length > 0")
         assert compare(page, cells(entries)).keys() >= {"void", "held"}
         assert complaints == []
@@ -72,7 +76,8 @@ def test_the_story_of_a_request_is_told_and_kept(opened, entries):
     frame(opened)
     x, y = opened.evaluate("""([step, slot]) => {
       const box = slotwise.canvas.getBoundingClientRect(), { layout, view } = slotwise;
-      return [box.left + view.x(step + 0.5), box.top + layout.lanes.top + (slot + 0.5) * layout.pitch];
+      const { top, height } = layout.stripOf[slot];
+      return [box.left + view.x(step + 0.5), box.top + top + height / 2];
     }""", [step, slot])
     opened.mouse.move(x, y)
     story = opened.inner_text("#story")
@@ -134,7 +139,7 @@ def test_pictures_are_saved(opened):
     fills = [shape.get("fill") for shape in drawing.iter("{http://www.w3.org/2000/svg}rect")]
     soft = opened.evaluate("slotwise.palette.hues.map((hue) => hue.soft)")
     assert len([fill for fill in fills if fill in soft]) > 40
-    assert "url(#hatch)" in fills and drawing.find(".//*[@id='hatch']") is not None
+    assert "url(#held)" in fills and drawing.find(".//*[@id='held']") is not None
     picture = saved(opened, "png")
     width, height = (int.from_bytes(picture[start:start + 4]) for start in (16, 20))
     assert picture.startswith(b"\x89PNG") and [width, height] == opened.evaluate("slotwise.size.map((one) => 2 * one)")
@@ -167,6 +172,108 @@ def test_the_page_fits_and_fetches_nothing(chromium, url, width, dark):
         assert (sum(lightness) < 3 * 40) == dark
         assert not page.is_visible("#send") and not page.is_visible("#compare")
         assert complaints == [] and fetched == []
+
+
+SLOTS = 40
+
+
+@pytest.fixture(scope="module")
+def sparse():
+    """A run with far more slots than its cache can fill."""
+    limits = replace(LIMITS, max_num_seqs=SLOTS, max_num_batched_tokens=SLOTS, enable_prefix_caching=False)
+    return Play(4, limits=limits).run(40).entries
+
+
+@pytest.fixture
+def roomy(chromium, sparse, tmp_path):
+    with looked_at(chromium, saved_page(sparse, tmp_path)) as (page, complaints):
+        page.wait_for_function("slotwise.history.steps.length > 0")
+        frame(page)
+        yield page
+        assert complaints == []
+
+
+def lanes_of(page):
+    frame(page)
+    return page.evaluate("slotwise.layout.strips.map(({ first, end, folded }) => [first, end, folded])")
+
+
+def test_slots_that_never_had_a_request_are_one_thin_line_with_a_count(roomy, sparse):
+    used = 1 + max(slot for step in cells(sparse) for slot in step)
+    assert 3 < used < SLOTS - 3
+    open_lanes = [[slot, slot + 1, False] for slot in range(used)]
+    assert lanes_of(roomy) == [*open_lanes, [used, SLOTS, True]]
+    assert compare(roomy, cells(sparse))["empty"]
+    drawing = ElementTree.fromstring(saved(roomy, "svg"))
+    assert f"▸ {SLOTS - used} idle" in [text.text for text in drawing.iter("{http://www.w3.org/2000/svg}text")]
+    heights = roomy.evaluate("slotwise.layout.strips.map((strip) => strip.height)")
+    assert heights[-1] < heights[0]
+
+
+def test_idle_lanes_are_unfolded_and_folded_by_pointer_button_and_key(roomy):
+    used, folded = len(lanes_of(roomy)) - 1, lanes_of(roomy)
+    unfolded = [[slot, slot + 1, False] for slot in range(SLOTS)]
+    x, y = roomy.evaluate("""() => {
+      const box = slotwise.canvas.getBoundingClientRect(), { top, height } = slotwise.layout.strips.at(-1);
+      return [box.left + 200, box.top + top + height / 2];
+    }""")
+    roomy.mouse.move(x, y)
+    assert f"Slots {used} to {SLOTS - 1} had no request" in roomy.inner_text("#story")
+    roomy.mouse.click(x, y)
+    assert lanes_of(roomy) == unfolded and roomy.get_attribute("#fold", "aria-pressed") == "true"
+    roomy.click("#fold")
+    assert lanes_of(roomy) == folded and roomy.get_attribute("#fold", "aria-pressed") == "false"
+    roomy.keyboard.press("f")
+    assert lanes_of(roomy) == unfolded
+    roomy.keyboard.press("f")
+    for _ in range(SLOTS):
+        roomy.keyboard.press("Shift+ArrowDown")
+    assert f"slot {used - 1}" in roomy.inner_text("#story")
+
+
+def test_without_a_run_of_idle_slots_nothing_is_folded(opened):
+    assert not opened.is_visible("#fold")
+    assert lanes_of(opened) == [[slot, slot + 1, False] for slot in range(6)]
+
+
+WHY = {"no_slot": "no slot free", "no_blocks": "no cache blocks left", "token_budget": "token budget spent",
+       "batch_running": "the batch must end first", "one_at_a_time": "one at a time"}
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+@pytest.mark.parametrize("shown", [(0, 10**6), (0, 40), (100, 220)], ids=["all", "few", "some"])
+def test_why_requests_wait_is_written_at_any_width(chromium, url, entries, width, shown):
+    with looked_at(chromium, url, width=width) as (page, _):
+        page.wait_for_function("slotwise.history.steps.length > 0")
+        low, high = shown[0], min(shown[1], len(steps_of(entries)))
+        page.evaluate("([low, high]) => slotwise.view.show(low, high)", [low, high])
+        frame(page)
+        found = page.evaluate("([low, high]) => slotwise.history.reasons.all.filter((run) => run.first < high"
+                              " && run.end > low).map((run) => run.value)", [low, high])
+        words = " ".join(written(page, "reasons"))
+        assert found and words
+        missing = {reason for reason in found if WHY[reason] not in words and reason.replace("_", " ") not in words}
+        assert len(missing) == (int(words.rsplit(" +", 1)[1]) if " +" in words else 0)
+
+
+def test_a_finger_taps_what_a_mouse_points_at(chromium, url, entries):
+    context = chromium.new_context(viewport={"width": 400, "height": 860}, has_touch=True, is_mobile=True)
+    page = context.new_page()
+    page.goto(url)
+    page.wait_for_function("window.slotwise && slotwise.history.steps.length > 0")
+    page.evaluate("slotwise.view.show(0, 30)")
+    frame(page)
+    assert "Tap a request for its story." in page.inner_text("#story")
+    place = """(slot) => {
+      const box = slotwise.canvas.getBoundingClientRect(), { layout, view } = slotwise;
+      return [box.left + view.x(5.5), box.top + layout.strips[slot].top + 5];
+    }"""
+    number = cells(entries)[5][0].number
+    page.touchscreen.tap(*page.evaluate(place, 0))
+    assert f"request {number}" in page.inner_text("#story") and "step 5" in page.inner_text("#story")
+    page.click("#help")
+    assert "tap a request to pin it" in page.inner_text("#keys") and "click a request" not in page.inner_text("#keys")
+    context.close()
 
 
 FOLD = """([lines, most]) => {

@@ -72,25 +72,36 @@ class StepTime(msgspec.Struct):
     error: float | None = None
 
 
-class Run(msgspec.Struct):
+class Seen(msgspec.Struct):
+    """What clients see of a run, or the medians of several runs."""
+
+    seconds: float | None = None
+    output_throughput: float | None = None
+    ttft: Latency = msgspec.field(default_factory=Latency)
+    itl: Latency = msgspec.field(default_factory=Latency)
+    e2e: Latency = msgspec.field(default_factory=Latency)
+
+    @property
+    def whole(self) -> bool:
+        """Whether answers came at once, so that there was no time between their tokens."""
+        return self.ttft.p50 is not None and not self.itl.p50 and not self.itl.p99
+
+
+class Run(Seen, kw_only=True):
     index: int
     name: str
     label: str = ""
     slots: int = msgspec.field(name="num_slots", default=0)
-    seconds: float | None = None
+    repeats: tuple[Seen, ...] = ()  # in the order of the rounds
     steps: float | None = None
     decode_steps: float | None = None
     theory_steps: float | None = None  # of decode_steps
     output_tokens: float | None = None
-    output_throughput: float | None = None
     occupancy: float | None = None
     mean_rows: float | None = None
     max_rows: float | None = None
     preemptions: float | None = None
     cost_per_million: float | None = None
-    ttft: Latency = msgspec.field(default_factory=Latency)
-    itl: Latency = msgspec.field(default_factory=Latency)
-    e2e: Latency = msgspec.field(default_factory=Latency)
     ttft_values: tuple[float, ...] = ()  # sorted samples
     itl_values: tuple[float, ...] = ()
     waste: Waste = msgspec.field(default_factory=Waste)
@@ -102,9 +113,9 @@ class Run(msgspec.Struct):
         self.label = (self.label or self.name).replace("_", " ")
 
     @property
-    def whole(self) -> bool:
-        """Whether answers came at once, so that there was no time between their tokens."""
-        return self.ttft.p50 is not None and not self.itl.p50 and not self.itl.p99
+    def rounds(self) -> tuple[Seen, ...]:
+        """What clients saw in each round; of a result without repeats, of its only one."""
+        return self.repeats or (self,)
 
 
 class AxisLabel(msgspec.Struct):

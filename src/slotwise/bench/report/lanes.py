@@ -1,7 +1,7 @@
 """The slot x step chart: a lane for each slot, time to the right, a hue for each request.
 
-Colour is useful work, dark for a prompt and light for decode.  Waste has no colour: padding is dotted, a row
-computed after its last token is hatched, an empty slot is blank.
+A request's hue is useful work, dark for a prompt and light for decode.  One rule, here and in the timeline: what is
+hatched in red was computed for nothing, padding or a row computed after its last token.  An empty slot is blank.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from markupsafe import Markup
 from slotwise.bench.report.data import Lanes, Pad, Span
 from slotwise.bench.report.svg import Axis, canvas, group, percent, tag
 
-HUES = 12
+HUES = 10
 FEW_REQUESTS = 400  # up to this number, each request is a group with a tooltip
 KINDS = {
-    "prefill": "prompt (dark)", "decode": "decode (light)", "padding": "padding",
-    "held": "finished but held", "idle": "paused or preempted", "empty": "empty",
+    "prefill": "prompt", "decode": "decode", "held": "wasted: finished, but held", "padding": "wasted: padding",
+    "idle": "paused or preempted", "empty": "empty",
 }
 SWATCH = 14
 PADDING = 40  # pixels above and below the lanes
@@ -140,7 +140,7 @@ def _requests(spans: Sequence[Span], cells: _Cells) -> list[Markup]:
         groups[span.request if one_each else span.request % HUES].append(span)
     return [
         tag("g", tag("title", _story(key, groups[key])) if one_each else Markup(""), *_kinds(groups[key], cells),
-            class_=f"h{key * 5 % HUES}", data_request=key if one_each else None)
+            class_=f"h{key % HUES}", data_request=key if one_each else None)
         for key in sorted(groups)]
 
 
@@ -197,19 +197,17 @@ def _names(slots: int, used: int, shown: int, pitch: float) -> list[Markup]:
 
 def patterns() -> Markup:
     """The textures of waste, defined once for the page."""
-    hatch = tag("pattern", tag("rect", width=6, height=6, class_="held-ground"),
-                tag("path", d="M-1 7L7 -1M-1 1L1 -1M5 7L7 5", class_="held-line"),
-                id="hatch", width=6, height=6, patternUnits="userSpaceOnUse")
-    dots = tag("pattern", tag("rect", width=5, height=5, class_="padding-ground"),
-               tag("rect", x=1, y=1, width=2, height=2, class_="padding-dot"),
-               id="dots", width=5, height=5, patternUnits="userSpaceOnUse")
-    return tag("svg", tag("defs", hatch, dots), width=0, height=0, aria_hidden="true", class_="patterns")
+    hatched = (
+        tag("pattern", tag("rect", width=size, height=size, class_="loss-ground"),
+            tag("path", d=lines, class_="loss-line"), id=kind, width=size, height=size, patternUnits="userSpaceOnUse")
+        for kind, size, lines in (("held", 7, "M-1 8L8 -1M-1 1L1 -1M6 8L8 6"), ("padding", 4, "M2 0V4")))
+    return tag("svg", tag("defs", *hatched), width=0, height=0, aria_hidden="true", class_="patterns")
 
 
 def legend(kinds: Iterable[str]) -> Markup:
     """A swatch and a label for each kind, inline in a list."""
     return group(
-        tag("li", tag("svg", tag("g", _swatch(kind), class_="h5"), width=SWATCH, height=SWATCH, aria_hidden="true"),
+        tag("li", tag("svg", tag("g", _swatch(kind), class_="h0"), width=SWATCH, height=SWATCH, aria_hidden="true"),
             " " + KINDS[kind])
         for kind in kinds)
 

@@ -12,13 +12,12 @@ from slotwise.bench.report import bars, curves, lanes, words
 from slotwise.bench.report.data import Result, Run
 from slotwise.bench.report.svg import fitted, percent
 from slotwise.bench.report.tables import runs_table, waste_table
-from slotwise.bench.report.words import batching, capital, count, figure, ratio, reference, seconds, share, subject
+from slotwise.bench.report.words import batching, capital, count, figure, reference, seconds, share, subject
 
 NAMED_COLOURS = {"continuous": "c0", "static": "c1", "orca": "c2", "dynamic": "c3", "one_at_a_time": "c4"}
-SLOT_PARTS = {"useful": "a useful token", "held": "finished but held", "empty": "empty slot",
-              "idle": "paused or preempted"}
-TOKEN_PARTS = {"prefill": "prompt tokens", "decode": "output tokens", "padding": "padding",
-               "held": "held rows"}
+SLOT_PARTS = {"useful": "a useful token", **{kind: lanes.KINDS[kind] for kind in ("held", "empty", "idle")}}
+TOKEN_PARTS = {"prefill": "prompt tokens", "decode": "output tokens",
+               **{kind: lanes.KINDS[kind] for kind in ("padding", "held")}}
 
 Parts = list[tuple[str, float | None]]
 """Styles and sizes of a bar's parts."""
@@ -29,7 +28,8 @@ def context(result: Result) -> dict[str, Any]:
     who, finding = words.headline(result)
     runs = result.runs
     shown = {"result": result, "who": who, "finding": finding, "conditions": words.conditions(result), "runs": runs,
-             "facts": facts(result), "patterns": lanes.patterns(), "sweeps": _sweeps(result)}
+             "facts": facts(result), "fit_warning": words.fit_warning(runs), "patterns": lanes.patterns(),
+             "sweeps": _sweeps(result)}
     if runs:
         colours = colours_of(runs)
         shown |= {"table_of_runs": runs_table(runs), "charts": charts_of(runs), "speed": _speed(runs, colours),
@@ -107,7 +107,8 @@ def _chart_note(run: Run) -> str:
     if run.step_time:
         error = run.step_time.error
         within = f" (within {share(abs(error))})" if error is not None else ""
-        parts.append(f"a step takes {seconds(run.step_time.a)} + {seconds(run.step_time.b)} a row{within}")
+        sign, each = ("−", -run.step_time.b) if run.step_time.b < 0 else ("+", run.step_time.b)
+        parts.append(f"a step takes {seconds(run.step_time.a)} {sign} {seconds(each)} a row{within}")
     if run.lanes.truncated:
         parts.append(f"drawn: the first {count(run.lanes.steps)} steps")
     return " · ".join(parts)
@@ -116,7 +117,7 @@ def _chart_note(run: Run) -> str:
 def _speed(runs: Sequence[Run], colours: Sequence[str]) -> list[tuple[str, str, Markup]]:
     """A panel of bars for each measure: its title, how to read it, its picture."""
     base = reference(tuple(runs))
-    gains = [ratio(run.output_throughput, base.output_throughput) for run in runs]
+    gains = [words.median(words.faster(run, base)) for run in runs]
     throughput = [
         bars.Bar(run.label, [(f"fill {colour}", run.output_throughput)], " · ".join(filter(None, (
             f"{figure(run.output_throughput)} tok/s", words.times(gain) if gain and len(runs) > 1 else ""))))

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from slotwise.bench.report.data import Run
-from slotwise.bench.report.words import count, figure, ratio, reference, seconds, share, times
+from slotwise.bench.report.data import Run, Seen
+from slotwise.bench.report.words import count, faster, figure, median, reference, seconds, share, span, times
 
 
 @dataclass(frozen=True)
 class Cell:
     text: str
     best: bool
+    span: str  # of all rounds
 
 
 @dataclass(frozen=True)
@@ -32,20 +34,31 @@ class Column:
     read: Read
     write: Write
     better: Callable[[Sequence[float]], float] | None = None  # max, min, or neither
+    rounds: Callable[[Run], Sequence[float]] = lambda run: ()  # the values of each round, where they are known
+
+    def span(self, run: Run) -> str:
+        """The range of the rounds' values; empty where there is none."""
+        return span(self.rounds(run), self.write)
+
+
+def _seen(head: str, read: Callable[[Seen], float | None], write: Write, better: Any = None) -> Column:
+    return Column(head, read, write, better,
+                  lambda run: [value for one in run.repeats if (value := read(one)) is not None])
 
 
 def speed_columns(runs: Sequence[Run]) -> list[Column]:
     """What clients see: tokens per second, latencies and costs."""
     base = reference(tuple(runs))
     return [
-        Column("output tok/s", lambda run: run.output_throughput, figure, max),
-        Column(f"×\u00a0{base.label}", lambda run: ratio(run.output_throughput, base.output_throughput), times),
-        Column("TTFT p50", lambda run: run.ttft.p50, seconds, min),
-        Column("TTFT p99", lambda run: run.ttft.p99, seconds, min),
-        Column("ITL p50", lambda run: 0.0 if run.whole else run.itl.p50, _gap),
-        Column("ITL p99", lambda run: 0.0 if run.whole else run.itl.p99, _gap),
-        Column("E2E p50", lambda run: run.e2e.p50, seconds, min),
-        Column("E2E p99", lambda run: run.e2e.p99, seconds, min),
+        _seen("output tok/s", lambda seen: seen.output_throughput, figure, max),
+        Column(f"×\u00a0{base.label}", lambda run: median(faster(run, base)), times,
+               rounds=lambda run: faster(run, base)),
+        _seen("TTFT p50", lambda seen: seen.ttft.p50, seconds, min),
+        _seen("TTFT p99", lambda seen: seen.ttft.p99, seconds, min),
+        _seen("ITL p50", lambda seen: 0.0 if seen.whole else seen.itl.p50, _gap),
+        _seen("ITL p99", lambda seen: 0.0 if seen.whole else seen.itl.p99, _gap),
+        _seen("E2E p50", lambda seen: seen.e2e.p50, seconds, min),
+        _seen("E2E p99", lambda seen: seen.e2e.p99, seconds, min),
         Column("cost of 1 M tokens", lambda run: run.cost_per_million, figure, min)]
 
 
@@ -84,7 +97,7 @@ def runs_table(runs: Sequence[Run]) -> Table:
 def waste_table(runs: Sequence[Run]) -> Table:
     """A row for each kind of waste, with its meaning, and a column for each run."""
     return Table(tuple(run.label for run in runs), tuple(
-        (column.head, WASTE[column], tuple(Cell(column.write(column.read(run)), False) for run in runs))
+        (column.head, WASTE[column], tuple(Cell(column.write(column.read(run)), False, "") for run in runs))
         for column in known(WASTE, runs)))
 
 
@@ -94,7 +107,7 @@ def _cells(column: Column, runs: Sequence[Run]) -> list[Cell]:
     # Alone, or equal to all others, no run is best.
     texts = [column.write(value) for value in values]
     best = column.write(column.better(known)) if column.better and len({*texts}) > 1 and known else None
-    return [Cell(text, text == best) for text in texts]
+    return [Cell(text, text == best, column.span(run)) for text, run in zip(texts, runs, strict=True)]
 
 
 def _gap(value: float | None) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import statistics
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 
-from slotwise.bench.report.data import Result, Run
+from slotwise.bench.report.data import Result, Run, Seen
 
 NONE = "–"
+FIT_MISS = 0.3  # share of the measured decode time from which the line of step times is no explanation
 
 
 def figure(value: float | None, digits: int = 3) -> str:
@@ -87,6 +89,25 @@ def ratio(value: float | None, base: float | None) -> float | None:
     return value / base if value is not None and base else None
 
 
+def gains(run: Run, base: Run, read: Callable[[Seen], float | None]) -> list[float]:
+    """The measure over that of `base`, in each round that has both."""
+    found = (ratio(read(ours), read(theirs)) for ours, theirs in zip(run.rounds, base.rounds, strict=False))
+    return [gain for gain in found if gain is not None]
+
+
+def median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def span(values: Sequence[float], write: Callable[[float | None], str]) -> str:
+    """The least and the greatest of several values: 464–471 ms; empty where they are one or read the same."""
+    low, high = (write(least(values)) if len(values) > 1 else "" for least in (min, max))
+    if low == high:
+        return ""
+    unit = high.lstrip("0123456789.,")
+    return f"{low.removesuffix(unit)}–{high}" if low.endswith(unit) else f"{low} – {high}"
+
+
 def reference(runs: tuple[Run, ...]) -> Run:
     """The run that others are compared with: static batching, else the slowest."""
     named = [run for run in runs if run.name == "static"]
@@ -125,12 +146,22 @@ def headline(result: Result) -> tuple[str, str]:
 
 
 def _faster(best: Run, base: Run) -> str:
-    gain = ratio(best.output_throughput, base.output_throughput)
+    gain = median(faster(best, base))
     return f"{figure(gain, 2)}× the tokens per second of {base.label}" if gain else ""
 
 
+def faster(best: Run, base: Run) -> list[float]:
+    """Of each round: output tokens per second, over those of `base`."""
+    return gains(best, base, lambda seen: seen.output_throughput)
+
+
+def sooner(best: Run, base: Run) -> list[float]:
+    """Of each round: the median time to the first token of `base`, over that of `best`."""
+    return gains(base, best, lambda seen: seen.ttft.p50)
+
+
 def _sooner(best: Run, base: Run) -> str:
-    gain = ratio(base.ttft.p50, best.ttft.p50)
+    gain = median(sooner(best, base))
     if not gain:
         return ""
     if 0.995 < gain < 1.005:
@@ -144,8 +175,27 @@ def conditions(result: Result) -> str:
     requests = f"the same {number:,} requests" if number else "the same requests"
     if len(result.runs) < 2:
         return f"One discipline on {requests.replace('the same ', '')}: run others beside it to compare."
-    where = "each behind its own server" if result.mode == "server" else "in one process, one after another"
-    return f"On the same kernels and {requests}, {where}."
+    where = "as clients of one server" if result.mode == "server" else "in one process"
+    return f"On the same kernels and {requests}, {where}, one after another.{_rounds(result)}"
+
+
+def _rounds(result: Result) -> str:
+    """How often each discipline ran, and the ranges of the headline's figures."""
+    best, base = subject(result.runs), reference(result.runs)
+    number = max(len(run.rounds) for run in result.runs)
+    if number < 2:
+        return ""
+    spans = ((span(faster(best, base), times), "in tokens per second"),
+             (span(sooner(best, base), times), "in time to the first token"))
+    gains = listed(f"{found} {measure}" for found, measure in spans if found)
+    return f" Each ran in {number} rounds, in turn; figures are medians." + f" The gain was {gains}." * bool(gains)
+
+
+def fit_warning(runs: Iterable[Run]) -> str:
+    """A sentence about the runs whose decode time the line of step times misses by `FIT_MISS` or more; else empty."""
+    missed = [f"{abs(error):.0%} {'over' if error > 0 else 'under'} the decode time of {run.label}" for run in runs
+              if run.step_time and (error := run.step_time.error) is not None and abs(error) >= FIT_MISS]
+    return f"The step-time fit misses: {listed(missed)}. Was the machine busy?" if missed else ""
 
 
 def listed(parts: Iterable[str]) -> str:

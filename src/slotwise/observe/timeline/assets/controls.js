@@ -26,6 +26,7 @@ export function attachControls(page, demo) {
   const click = (id, act) => $(id).addEventListener("click", (event) => { act(event); page.changed(); });
   page.actions = actions(page, demo);
   for (const id of ["pause", "theme", "help", "compare"]) click(id, page.actions[id]);
+  click("fold", () => page.fold());
   for (const id of ["steps", "seconds"]) click(id, () => measureIn(page, id));
   click("first", page.actions.compare);
   click("in", () => page.view.zoom(1.6));
@@ -60,7 +61,9 @@ function actions(page, demo) {
       const known = [...page.history.requests.keys()].sort((one, other) => one - other);
       if (known.length) page.pin(known[Math.max(0, known.indexOf(page.pinned) + by) % known.length]);
     },
-    compare() { if (!page.saved && !$("compare").disabled) compare(page, demo); },
+    async compare() {
+      if (!page.saved && !$("compare").disabled && await agreed(demo, COMPARES)) compare(page, demo);
+    },
   };
 }
 
@@ -82,6 +85,25 @@ async function asking(ids, act) {
   } finally {
     for (const id of ids) $(id).disabled = false;
   }
+}
+
+const COMPARES = "“Static, then continuous” changes the batching and the slots of every request on this server for some"
+  + " seconds, and then restores them.";
+const CHANGES = {
+  batching: (words) => `Every request on this server would be batched by “${words}”.`,
+  slots: (words) => `All requests on this server would share slots: ${words}.`,
+};
+
+// Asks before others' requests are affected; resolves to whether the change is wanted.
+function agreed(demo, change) {
+  const { others } = demo, sure = $("sure");
+  if (!others) return true;
+  [$("others").textContent, $("change").textContent] = [others, change];
+  sure.returnValue = "";
+  sure.showModal();
+  return new Promise((done) => {
+    sure.addEventListener("close", () => done(sure.returnValue === "change"), { once: true });
+  });
 }
 
 const PARTS = {
@@ -142,9 +164,12 @@ export function live(page, service, demo) {
     return demo.send(Math.min(192, Math.max(24, 3 * page.history.segments.at(-1).capacity)));
   }));
   for (const id of ["batching", "slots"]) {
-    $(id).addEventListener("change", () => asking([id], async () => {
-      await demo.schedule(id === "batching" ? { batching: $(id).value } : { max_num_seqs: Number($(id).value) });
-    }));
+    $(id).addEventListener("change", async ({ target }) => {
+      const changes = id === "batching" ? { batching: target.value } : { max_num_seqs: Number(target.value) };
+      const restore = () => controls(page);
+      if (!await agreed(demo, CHANGES[id](target.selectedOptions[0].text))) return restore();
+      await asking([id], () => demo.schedule(changes).catch((error) => { restore(); throw error; }));
+    });
   }
   service.follow(() => page.begin(), (entries) => { if (!page.saved) page.take(entries); }, (state) => {
     if (page.saved) return;

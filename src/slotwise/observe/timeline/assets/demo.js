@@ -6,6 +6,7 @@ const PROMPT = { middle: 20, spread: 0.9, least: 4, most: 160 };
 const TURNS = 1200; // most polls for records, 25 milliseconds apart
 const SHARED = 48; // tokens of the prefix of a quarter of the prompts
 const FIRST_ID = 64, IDS = 180; // ordinary tokens of any vocabulary
+const LATELY = 60; // seconds for which a request counts after its end
 
 // Mulberry32: the same workload in each run.
 function random(seed) {
@@ -38,12 +39,24 @@ export function workload(count, longest, seed = 7) {
 }
 
 export class Demo {
-  constructor(service, history) {
+  constructor(service, page) {
     this.service = service;
-    this.history = history;
+    this.page = page;
+    this.name = `timeline-${crypto.getRandomValues(new Uint32Array(2)).join("-")}`; // begins the ids of its requests
+    this.count = 0;
   }
 
-  get limits() { return this.history().run.limits; }
+  get history() { return this.page.history; }
+  get limits() { return this.history.run.limits; }
+
+  // Returns which requests of others a change would affect, as a sentence; "" where there are none.
+  get others() {
+    const others = [...this.history.requests.values()].filter((one) => !one.id.startsWith(`cmpl-${this.name}-`));
+    const active = others.filter((one) => !one.ended).length;
+    if (active) return `In progress: ${active} ${active === 1 ? "request" : "requests"} of others.`;
+    const now = (this.history.last?.until ?? 0) + (performance.now() - this.page.heardAt) / 1e3;
+    return others.some((one) => one.ended.seconds > now - LATELY) ? "Others sent requests in the last minute." : "";
+  }
 
   // Sends all requests at once; resolves when the last is answered.
   send(count) { return this.#complete(workload(count, this.limits.max_model_len)); }
@@ -72,7 +85,7 @@ export class Demo {
     onPart(batching);
     const { id } = await (answered ? answered() : this.send(count));
     await this.#until((history) => history.extentOf(id).ended === count);
-    return this.history().extentOf(id);
+    return this.history.extentOf(id);
   }
 
   // Queues `count` requests behind one in the only slot, since a static batch takes the requests that wait when it
@@ -98,16 +111,16 @@ export class Demo {
   // Records arrive after the answers they describe: a moment later, or seconds when both cores are busy.
   async #until(holds) {
     for (let turn = 0; turn < TURNS; turn++) {
-      if (holds(this.history())) return;
+      if (holds(this.history)) return;
       await new Promise((done) => setTimeout(done, 25));
     }
     throw new Error("the service's records of it did not come");
   }
 
   #complete({ prompts, outputs }, signal) {
-    const salt = `demo ${crypto.getRandomValues(new Uint32Array(2)).join("")}`; // no prefix hits from earlier runs
+    const name = `${this.name}-${this.count += 1}`; // also the salt: no prefix hits from earlier runs
     return this.service.json("/v1/completions", { method: "POST", signal, body: {
       prompt: prompts, max_tokens: Math.max(...outputs), bench_output_tokens: outputs, ignore_eos: true, seed: 7,
-      cache_salt: salt } });
+      cache_salt: name, request_id: name } });
   }
 }

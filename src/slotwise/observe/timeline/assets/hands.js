@@ -37,11 +37,14 @@ export function attach(canvas, page) {
     const held = down.delete(event.pointerId);
     if (!held || moved > CLICK || scrubbing || event.type !== "pointerup") return;
     const pointed = page.pointedAt(...place(event));
+    if (pointed.fold) return page.fold();
     page.point(pointed);
     page.pin(pointed.number);
   };
   for (const kind of ["pointerup", "pointercancel"]) canvas.addEventListener(kind, up);
-  canvas.addEventListener("pointerleave", () => page.point(null));
+  canvas.addEventListener("pointerleave", (event) => {
+    if (event.pointerType === "mouse") page.point(null); // a finger leaves when it is lifted
+  });
 
   canvas.addEventListener("wheel", (event) => {
     const sideways = Math.abs(event.deltaX) > Math.abs(event.deltaY);
@@ -88,6 +91,7 @@ export const KEYS = [
   ["enter", "pin the request pointed at", ["Enter"], (page) => page.pin(page.pointed.number)],
   ["n  p", "next, previous request", ["n", "p"], (page, key) => page.actions.neighbour(key === "n" ? 1 : -1)],
   ["esc", "let go of it", ["Escape"], (page) => page.pin(null)],
+  ["f", "fold or unfold idle slots", ["f"], (page) => page.fold()],
   ["d", "light or dark", ["d"], (page) => page.actions.theme()],
   ["c", "static, then continuous", ["c"], (page) => page.actions.compare()],
   ["?", "these keys", ["?"], (page) => page.actions.help()],

@@ -226,7 +226,7 @@ export class History {
       const cell = { count, padding, cached: cached.get(number) ?? 0, joins: cached.has(number) };
       this.#extend(step.ordinal, step.slots[row], number, kind, cell);
     });
-    step.worked = step.sum.decode + step.sum.prefill;
+    step.worked = step.sum.decode + step.sum.prefill + step.sum.recompute;
     step.tokensComputed = Object.values(step.sum).reduce((sum, one) => sum + one, 0);
     step.wanted += step.useful;
     step.seats += step.capacity;

@@ -5,6 +5,7 @@ const CELLS = 5; // least pixels of a step to draw the lines between steps
 const NAMED = 12; // least pixels of a lane to draw request numbers
 const FEW = 160; // most admissions in view to draw the lines from the queue
 const MORE = 4; // least pixels of a span to round its ends
+const THIN = 4; // pixels of the line that stands for a run of slots
 
 export function drawLanes(scene) {
   const { history, view, layout, pen } = scene;
@@ -15,7 +16,9 @@ export function drawLanes(scene) {
     drawGround(scene, low, high);
     drawLeads(scene, joins);
     const named = [];
-    for (let slot = 0; slot < layout.slots; slot++) drawLane(scene, history.lanes[slot] ?? [], slot, low, high, named);
+    for (const { first, folded } of layout.strips) {
+      if (!folded) drawLane(scene, history.lanes[first] ?? [], first, low, high, named);
+    }
     drawSteps(scene, low, high);
     for (const [span, from, right] of named) drawNumber(scene, span, from, right);
     drawArrows(scene, joins);
@@ -23,18 +26,22 @@ export function drawLanes(scene) {
   drawNames(scene);
 }
 
-// Draws the empty lanes, one for each slot, and marks slots that are empty while requests wait.
+// Draws the empty lanes, and marks slots that are empty while requests wait.
 function drawGround({ history, view, layout, palette, pen }, low, high) {
   const hungry = joined(history.reasons.all);
+  for (const { first, folded } of layout.strips) {
+    if (folded) pen.rect(layout.left, rows(layout, first)[0] + THIN / 2, layout.width, 1, palette.rule);
+  }
   history.segments.forEach((segment, index) => {
     const end = Math.min(high, history.segments[index + 1]?.first ?? high);
     const first = Math.max(low, segment.first);
     const fill = (from, to, colour) => {
       if (from >= to) return;
       const x = view.x(view.start(from)), width = view.x(view.stop(to - 1)) - x;
-      for (let slot = 0; slot < segment.capacity; slot++) {
+      for (const { first: slot, folded } of layout.strips) {
+        if (slot >= segment.capacity) return;
         const [top, height] = rows(layout, slot);
-        pen.rect(x, top, width, height, colour);
+        pen.rect(x, top, width, height, folded && colour === palette.lane ? palette.rule : colour);
       }
     };
     fill(first, end, palette.lane);
@@ -53,9 +60,11 @@ function joined(runs) {
   return found;
 }
 
+// Returns the top and the height of a slot's lane.
 export function rows(layout, slot) {
-  const gap = layout.pitch >= 12 ? 3 : layout.pitch >= 9 ? 2 : 1;
-  return [layout.lanes.top + slot * layout.pitch, layout.pitch - gap];
+  const { top, height, folded } = layout.stripOf[slot];
+  if (folded) return [top + (height - THIN) / 2, THIN];
+  return [top, height - (height >= 12 ? 3 : height >= 9 ? 2 : 1)];
 }
 
 // Draws a lane; adds to `named` the spans that may fit a request's number.
@@ -157,9 +166,10 @@ function drawArrows({ layout, palette, pen }, joins) {
 
 function drawNames({ layout, palette, pen }) {
   const every = layout.pitch >= 11 ? 1 : Math.ceil(11 / layout.pitch / 2) * 4;
-  for (let slot = 0; slot < layout.slots; slot += every) {
-    const [top, height] = rows(layout, slot);
-    const words = layout.narrow ? String(slot) : `slot ${slot}`;
+  for (const { first, end, folded } of layout.strips) {
+    if (!folded && first % every) continue;
+    const [top, height] = rows(layout, first);
+    const words = folded ? `▸ ${end - first} idle` : layout.narrow ? String(first) : `slot ${first}`;
     pen.text(words, layout.left - 8, top + height / 2 + 4, palette.quiet, { size: 11, align: "right" });
   }
 }

@@ -7,7 +7,7 @@ import { packed, Service } from "./service.js";
 let question = null; // the open request for a key: one at a time
 const service = new Service((wrong) => question ??= askForKey(wrong).finally(() => { question = null; }));
 const page = new Page();
-const demo = new Demo(service, () => page.history);
+const demo = new Demo(service, page);
 attachControls(page, demo);
 window.slotwise = page; // for inspection in the browser's console
 if ($("log")) openLog(page, packed($("log").textContent), $("log").dataset.name);

@@ -1,7 +1,7 @@
 // The page: a history, a view of it, and the text about the element under the pointer.
 import { attach, listen } from "./hands.js";
 import { History } from "./history.js";
-import { layOut } from "./layout.js";
+import { layOut, stripsOf } from "./layout.js";
 import { KINDS, Palette } from "./palette.js";
 import { ScreenPen } from "./pen.js";
 import { drawPicture, drawPointer, pointedAt } from "./picture.js";
@@ -12,7 +12,8 @@ export const $ = (id) => document.getElementById(id);
 const SMALL = 1000; // pixels of window width up to which the page scrolls instead of filling the window
 const BESIDE = 150; // milliseconds between two updates of the text
 const SWATCH = [30, 14];
-const NOWHERE = { band: null, ordinal: null, slot: null, span: null, number: null };
+const NOWHERE = { band: null, ordinal: null, slot: null, fold: null, span: null, number: null };
+const TOUCHED = matchMedia("(hover: none)").matches; // by a finger, which cannot point
 
 export class Page {
   constructor() {
@@ -22,7 +23,9 @@ export class Page {
     this.pinned = null;
     this.dirty = false;
     this.saved = false;
+    this.unfolded = false; // whether slots that never had a request have lanes
     this.textUpdatedAt = 0; // time of the last update of the text
+    this.heardAt = 0; // time of the last entries
     this.onScheduling = () => {};
     this.actions = {}; // of keys and buttons
     const chosen = localStorage.getItem("slotwise-theme");
@@ -46,6 +49,7 @@ export class Page {
 
   take(entries) {
     for (const entry of entries) this.history.take(entry);
+    this.heardAt = performance.now();
     if (entries.some((entry) => entry.kind === "run" || entry.configured)) this.onScheduling();
     this.view.advance();
     this.changed();
@@ -71,7 +75,9 @@ export class Page {
     const tall = innerWidth <= SMALL ? Math.max(560, innerHeight * 0.8) : height;
     const [low, high] = this.view.shown;
     const slots = Math.max(this.history.capacity(low, Math.max(high, low + 1)), this.#used(low, high), 1);
-    const layout = layOut(width, tall, slots);
+    const strips = stripsOf(slots, (slot) => this.history.lanes[slot]?.length > 0);
+    $("fold").hidden = !strips.some((strip) => strip.folded);
+    const layout = layOut(width, tall, this.unfolded ? stripsOf(slots, () => true) : strips);
     this.view.left = layout.left;
     this.view.width = layout.width;
     const density = devicePixelRatio || 1;
@@ -125,6 +131,7 @@ export class Page {
 
   point(pointed) {
     this.pointed = pointed ?? NOWHERE;
+    this.canvas.style.cursor = this.pointed.fold ? "pointer" : "";
     if (this.layout) this.drawPointer();
     this.tell();
   }
@@ -135,11 +142,21 @@ export class Page {
     this.changed();
   }
 
+  // Shows or hides the lanes of slots that never had a request.
+  fold() {
+    this.unfolded = !this.unfolded;
+    $("fold").setAttribute("aria-pressed", String(this.unfolded));
+    this.point(null);
+    this.changed();
+  }
+
   // Moves the pointer to a neighbouring cell.
   walk(across, down) {
     const [low, high] = this.view.shown;
     const ordinal = Math.min(high - 1, Math.max(low, (this.pointed.ordinal ?? low) + across));
-    const slot = Math.min(this.layout.slots - 1, Math.max(0, (this.pointed.slot ?? 0) + down));
+    const slots = this.layout.strips.filter((strip) => !strip.folded).map((strip) => strip.first);
+    if (!slots.length) return;
+    const slot = slots[Math.min(slots.length - 1, Math.max(0, Math.max(0, slots.indexOf(this.pointed.slot)) + down))];
     const span = this.history.spanAt(slot, ordinal);
     this.point({ band: "lanes", ordinal, slot, span, number: span?.number ?? null });
   }
@@ -148,7 +165,11 @@ export class Page {
     const { history } = this;
     const request = history.requests.get(this.pointed.number ?? this.pinned);
     const step = this.pointed.ordinal === null ? null : history.step(this.pointed.ordinal);
-    const parts = [];
+    const parts = [], { fold } = this.pointed;
+    if (fold) {
+      parts.push(element("p", `Slots ${fold.first} to ${fold.end - 1} had no request in the stored history. `
+        + `${TOUCHED ? "Tap" : "Click"} for their lanes.`));
+    }
     if (request) {
       const colour = this.palette.of(request.number).soft;
       parts.push(...section(`request ${request.number}`, requestStory(history, request), request.id, colour));
@@ -158,7 +179,8 @@ export class Page {
       parts.push(...section(`step ${step.ordinal}`, stepStory(history, step), where));
     }
     if (!parts.length && history.steps.length) {
-      parts.push(element("p", "Point at a request for its story; click to keep it."));
+      const how = TOUCHED ? "Tap a request for its story." : "Point at a request for its story; click to keep it.";
+      parts.push(element("p", how));
     }
     $("story").replaceChildren(...parts);
   }

@@ -1,13 +1,14 @@
-// Colours: a hue for each request, one warm hue for waste.  Everything shown by colour is also shown by a pattern.
+// Colours: a hue for each request, and red for waste.  One rule, here and in the report of `slotwise compare`: what is
+// hatched in red was computed for nothing.  Everything shown by colour is also shown by a pattern.
 const HUES = [255, 145, 305, 90, 200, 280, 120, 330, 230, 172]; // neighbours far apart, none near the hue of waste
 const LIGHT = { strong: [0.5, 0.15], soft: [0.8, 0.095], line: [0.6, 0.14] };
 const DARK = { strong: [0.85, 0.12], soft: [0.56, 0.11], line: [0.72, 0.12] };
 const NAMES = ["page", "ink", "quiet", "rule", "lane", "accent", "loss", "loss-ground", "loss-tint", "series"];
 
 export const KINDS = [
-  ["prefill", "prompt"], ["decode", "decode, a token a step"], ["cached", "found in the cache"],
-  ["recompute", "computed again"], ["held", "finished, but held"], ["padding", "padding"],
-  ["starved", "empty while requests wait"], ["void", "computed after its end"],
+  ["prefill", "prompt"], ["decode", "decode"], ["cached", "found in the cache"], ["recompute", "computed again"],
+  ["held", "wasted: finished, but held"], ["padding", "wasted: padding"], ["void", "wasted: computed after its end"],
+  ["starved", "empty while requests wait"],
 ];
 
 export class Palette {
@@ -18,13 +19,12 @@ export class Palette {
     const shades = dark ? DARK : LIGHT;
     this.hues = HUES.map((hue) => Object.fromEntries(
       Object.entries(shades).map(([name, [lightness, chroma]]) => [name, hex(lightness, chroma, hue)])));
+    const hatched = (lines, size = 7) => ({ size, ground: this.loss_ground, ink: this.loss, width: 1.5, lines });
     this.patterns = {
-      hatch: {
-        size: 7, ground: this.loss_ground, ink: this.loss, width: 1.5,
-        lines: [[-1, 8, 8, -1], [-1, 1, 1, -1], [6, 8, 8, 6]] },
-      dots: { size: 6, ground: this.loss_ground, ink: this.loss, dots: [[1.5, 1.5, 1.1], [4.5, 4.5, 1.1]] },
+      held: hatched([[-1, 8, 8, -1], [-1, 1, 1, -1], [6, 8, 8, 6]]),
+      padding: hatched([[2, 0, 2, 4]], 4),
+      void: hatched([[-1, -1, 8, 8], [6, -1, 8, 1], [-1, 6, 1, 8]]),
     };
-    this.patterns.after = { ...this.patterns.hatch, lines: [[-1, -1, 8, 8], [6, -1, 8, 1], [-1, 6, 1, 8]] };
     this.hues.forEach((hue, index) => {
       this.patterns[`cached${index}`] = {
         size: 5, ground: hue.soft, ink: hue.strong, width: 1, lines: [[0, 1, 5, 1], [0, 3.5, 5, 3.5]] };
@@ -43,10 +43,8 @@ export class Palette {
       case "decode": return this.hues[index].soft;
       case "cached": return { pattern: `cached${index}` };
       case "recompute": return { pattern: `again${index}` };
-      case "held": return { pattern: "hatch" };
-      case "padding": return { pattern: "dots" };
       case "starved": return this.loss_tint;
-      default: return { pattern: "after" };
+      default: return { pattern: kind };
     }
   }
 }

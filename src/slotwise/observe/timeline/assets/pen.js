@@ -78,25 +78,20 @@ export class ScreenPen {
     return style;
   }
 
-  #tile({ size, ground, ink, lines = [], dots = [], width = 1 }) {
+  #tile({ size, ground, ink, lines, width }) {
     const tile = document.createElement("canvas");
     tile.width = tile.height = size * this.density;
     const context = tile.getContext("2d");
     context.scale(this.density, this.density);
     context.fillStyle = ground;
     context.fillRect(0, 0, size, size);
-    context.strokeStyle = context.fillStyle = ink;
+    context.strokeStyle = ink;
     context.lineWidth = width;
     for (const [x1, y1, x2, y2] of lines) {
       context.beginPath();
       context.moveTo(x1, y1);
       context.lineTo(x2, y2);
       context.stroke();
-    }
-    for (const [x, y, radius] of dots) {
-      context.beginPath();
-      context.arc(x, y, radius, 0, 7);
-      context.fill();
     }
     const pattern = this.context.createPattern(tile, "repeat");
     pattern.setTransform(new DOMMatrix().scale(1 / this.density));
@@ -168,11 +163,10 @@ export class VectorPen {
   }
 
   #tile(name) {
-    const { size, ground, ink, lines = [], dots = [], width = 1 } = this.palette.patterns[name];
+    const { size, ground, ink, lines, width } = this.palette.patterns[name];
     const strokes = lines.map(([x1, y1, x2, y2]) =>
       `<line x1="${x1}" y1="${y1}" x2="${x2}" y2="${y2}" stroke="${ink}" stroke-width="${width}"/>`);
-    const circles = dots.map(([x, y, radius]) => `<circle cx="${x}" cy="${y}" r="${radius}" fill="${ink}"/>`);
     return `<pattern id="${name}" width="${size}" height="${size}" patternUnits="userSpaceOnUse">`
-      + `<rect width="${size}" height="${size}" fill="${ground}"/>${strokes.join("")}${circles.join("")}</pattern>`;
+      + `<rect width="${size}" height="${size}" fill="${ground}"/>${strokes.join("")}</pattern>`;
   }
 }

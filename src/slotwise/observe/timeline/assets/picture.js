@@ -15,20 +15,22 @@ export function drawPicture(scene, height) {
   drawOverview(scene);
 }
 
-// Returns the element at a pixel: {band, ordinal, slot, span, number}, each null where there is none.
+// Returns the element at a pixel: {band, ordinal, slot, fold, span, number}, each null where there is none.
 export function pointedAt(scene, x, y) {
   const { history, view, layout } = scene;
-  const found = { band: null, ordinal: null, slot: null, span: null, number: null };
+  const found = { band: null, ordinal: null, slot: null, fold: null, span: null, number: null };
   for (const name of ["queue", "reasons", "lanes", "axis", "blocks", "time", "tokens", "crowd", "overview"]) {
     const { top, height } = layout[name];
     if (y >= top && y < top + height) found.band = name;
   }
+  const strip = found.band === "lanes" ? layout.strips.find(({ top, height }) => y < top + height) : null;
+  if (strip?.folded) return { ...found, fold: strip };
   if (x < layout.left || x > layout.right || found.band === null || found.band === "overview") return found;
   const value = view.value(x);
   const ordinal = view.ordinal(value);
   if (ordinal >= history.first && ordinal < history.end) found.ordinal = ordinal;
-  if (found.band === "lanes") {
-    found.slot = Math.min(layout.slots - 1, Math.floor((y - layout.lanes.top) / layout.pitch));
+  if (strip) {
+    found.slot = strip.first;
     found.span = found.ordinal === null ? null : history.spanAt(found.slot, ordinal);
     found.number = found.span?.number ?? null;
   } else if (found.band === "queue") {

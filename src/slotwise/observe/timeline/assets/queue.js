@@ -43,22 +43,52 @@ export function drawQueue(scene) {
   label(pen, palette, layout, queue, "queue", `${waiting} wait`);
 }
 
-// Draws why the first request of the queue was not admitted.
+// Draws why the first request of the queue was not admitted: each reason where it held, or where one does not fit, a
+// list of all.
 export function drawReasons({ history, view, layout, palette, pen }) {
   const { reasons, left, width } = layout;
-  const [low, high] = view.shown;
+  const runs = reasonsShown(history, view);
+  const named = new Set(runs.filter((run) => run.words).map((run) => run.value));
+  const words = runs.every((run) => named.has(run.value)) ? null : listOf(runs, width - 6);
   pen.clipped(left, reasons.top, width, reasons.height, () => {
-    for (const run of history.reasons.all) {
-      const from = Math.max(low, run.first), to = Math.min(high, run.end);
-      if (from >= to) continue;
-      const x = view.x(view.start(from)), wide = view.x(view.stop(to - 1)) - x;
-      pen.rect(x, reasons.top + reasons.height - 3, Math.max(0.5, wide - 1), 2, palette.quiet);
-      const words = [inWords(run.value), run.value.replaceAll("_", " ")].find((one) => one.length * LETTER < wide - 6);
-      if (words) pen.text(words, x + 2, reasons.top + reasons.height - 7, palette.quiet, { size: 11 });
+    for (const run of runs) {
+      pen.rect(run.x, reasons.top + reasons.height - 3, Math.max(0.5, run.wide - 1), 2, palette.quiet);
+      if (words === null && run.words) drawReason(run.words, run.x);
     }
+    if (words) drawReason(words, left);
   });
-  if (layout.narrow) return;
-  pen.text("why they wait", layout.left - 8, reasons.top + 12, palette.quiet, { size: 11, align: "right" });
+  const name = layout.narrow ? "why" : "why they wait";
+  pen.text(name, left - 8, reasons.top + 12, palette.quiet, { size: 11, align: "right" });
+
+  function drawReason(words, x) {
+    pen.text(words, x + 2, reasons.top + reasons.height - 7, palette.quiet, { size: 11 });
+  }
+}
+
+// Returns the runs of reasons in view as {value, steps, x, wide, words}, without words where none fit.
+function reasonsShown(history, view) {
+  const [low, high] = view.shown;
+  return history.reasons.all.filter((run) => run.first < high && run.end > low).map(({ value, first, end }) => {
+    const [from, to] = [Math.max(low, first), Math.min(high, end)];
+    const x = view.x(view.start(from)), wide = view.x(view.stop(to - 1)) - x;
+    const words = [inWords(value), value.replaceAll("_", " ")].find((one) => one.length * LETTER < wide - 6);
+    return { value, steps: to - from, x, wide, words };
+  });
+}
+
+// Returns the reasons of these runs with their shares of the steps, the most frequent first, and the number of those
+// that `width` pixels do not hold.
+function listOf(runs, width) {
+  const steps = new Map();
+  for (const run of runs) steps.set(run.value, (steps.get(run.value) ?? 0) + run.steps);
+  const all = [...steps.values()].reduce((sum, one) => sum + one, 0);
+  const reasons = [...steps].sort((one, other) => other[1] - one[1])
+    .map(([value, count]) => `${inWords(value)} ${Math.round(100 * count / all)}%`);
+  const further = (count) => count < reasons.length ? ` +${reasons.length - count}` : "";
+  const upTo = (count) => reasons.slice(0, count).join(" · ") + further(count);
+  let count = reasons.length;
+  while (count > 1 && upTo(count).length * LETTER > width) count -= 1;
+  return upTo(count);
 }
 
 // Draws the batching in force and its share of useful slots, for each segment.

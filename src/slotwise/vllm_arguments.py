@@ -8,14 +8,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
 from typing import Any, NamedTuple
 
 from slotwise.neutral import ANY
 
-SAME = "that of model"  # stands for the value of the argument `model`
 OFF: tuple[Any, ...] = (False,)
 ONE: tuple[Any, ...] = (1,)
 _OPTION = re.compile(r"\{(\w+)\}")
+
+
+class Same(Enum):
+    """Stands for the value of another argument."""
+
+    MODEL = "model"
+
+
+SAME = Same.MODEL
 
 
 class Rule(NamedTuple):

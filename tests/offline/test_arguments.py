@@ -74,6 +74,7 @@ def test_all_neutral_values_at_once_start_an_engine() -> None:
     ({"dtype": "auto"}, "dtype", "auto"), ({"quantization": None}, "quantization", "none"), ({"seed": None}, "seed", 0),
     ({"enable_prefix_caching": None}, "enable_prefix_caching", True), ({"max_num_seqs": None}, "max_num_seqs", 64),
     ({"kv_cache_memory_bytes": 1 << 20}, "kv_cache_memory", 1 << 20),
+    ({"kv_cache_memory_bytes": 1 << 20, "gpu_memory_utilization": 0.9}, "gpu_memory_utilization", None),
     ({"kv_cache_memory_bytes": "1GiB"}, "kv_cache_memory", 1 << 30),
     ({"max_num_batched_tokens": "2k"}, "max_num_batched_tokens", 2000),
     ({"scheduling_policy": "priority"}, "scheduling_policy", "priority"), ({"device": "cpu"}, "device", "cpu")])
@@ -94,7 +95,9 @@ def test_an_obeyed_argument_is_a_setting(given: dict[str, Any], field: str, valu
     ({"max_model_len": "0.0015k"}, "max_model_len must be a whole number"), ({"stream_interval": 0}, "stream_interval"),
     ({"revision": "v2"}, "revision 'v2' is not supported: the newest"), ({"max_logprobs": 50}, "at most 20"),
     ({"speculative_config": {"method": "ngram"}}, "there is no speculative decoding"),
-    ({"swap_space": 4, "cpu_offload_gb": 2.5}, "cpu_offload_gb 2.5")])
+    ({"swap_space": 4, "cpu_offload_gb": 2.5}, "cpu_offload_gb 2.5"),
+    ({"disable_log_stats": 0}, "disable_log_stats 0: False: LLM counts"), ({"chat_template": 5}, "chat_template 5"),
+    ({"served_model_name": 5}, "served_model_name 5: the name, or a list")])
 def test_an_argument_is_refused_with_what_to_do(given: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says) as wrong:
         of(**given)

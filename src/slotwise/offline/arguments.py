@@ -26,9 +26,10 @@ OWN = {  # obeyed beside the settings
     "served_model_name": "the name, or a list whose first is the name, in the labels of metrics",
     "stream_interval": "tokens of each output of AsyncLLM after the first, 1 or more",
     "disable_log_stats": "False: LLM counts what get_metrics() returns, AsyncLLM logs its load; None is True",
-    "kv_cache_memory_bytes": "vLLM's name of kv_cache_memory",
+    "kv_cache_memory_bytes": "vLLM's name of kv_cache_memory; gpu_memory_utilization has no effect beside it",
     "event_log": "a file to which LLM writes the event log; an older one is replaced",
 }
+KINDS = {"disable_log_stats": bool, "served_model_name": str | list | tuple, "chat_template": str | Path}
 FITTING = (-1, "auto")  # vLLM's values of max_model_len for as many tokens as fit
 SIZES = {"max_model_len": UNITS, "max_num_batched_tokens": UNITS, "long_prefill_token_threshold": UNITS,
          "block_size": UNITS, "kv_cache_memory": BYTE_UNITS, "kv_cache_memory_bytes": BYTE_UNITS}
@@ -60,13 +61,15 @@ class Arguments(NamedTuple):
         settings = {name: given[name] for name in (*SETTINGS, *RETIRED) if name in given}
         if "kv_cache_memory_bytes" in given:
             settings["kv_cache_memory"] = given["kv_cache_memory_bytes"]
+            settings.pop("gpu_memory_utilization", None)
         if settings.get("max_model_len") in FITTING:
             del settings["max_model_len"]
         config = EngineConfig.of(model=str(locate(model or builtin.path())), **settings)
-        named = given.get("served_model_name") or model or "slotwise-builtin"
-        interval = given.get("stream_interval", 1)
+        named, interval = given.get("served_model_name") or model or "slotwise-builtin", given.get("stream_interval", 1)
         if wrong := whole(1).objection(interval):
             raise ConfigError(f"stream_interval {wrong}")
+        if idle := [name for name in given if name in RULES]:
+            logger.info("without effect: %s", ", ".join(idle))
         return cls(config, named if isinstance(named, str) else str(named[0]), given.get("override_generation_config"),
                    given.get("chat_template"), given.get("event_log", ""), interval,
                    given.get("disable_log_stats") is False)
@@ -82,8 +85,8 @@ def check(model: str | None, given: Mapping[str, Any]) -> None:
         elif name not in (*SETTINGS, *OWN, *RETIRED):
             near = nearest(name, (*SETTINGS, *OWN, *RULES))
             raise ConfigError(f"there is no argument {name!r:.40}" + f"; did you mean {near}?" * bool(near))
-    if idle := [name for name in given if name in RULES]:
-        logger.info("without effect: %s", ", ".join(idle))
+        elif value is not None and name in KINDS and not isinstance(value, KINDS[name]):
+            raise ConfigError(f"{name} {value!r:.40}: {OWN[name]}")
 
 
 def _value(name: str, value: Any) -> Any:

@@ -43,32 +43,18 @@ class OfflineTokenizer:
         found = self._frontend.rendered(conversation, chosen, continues=continue_final_message, template=chat_template)
         return (found.ids or []) if tokenize else (found.text or "")
 
-    def convert_tokens_to_ids(self, token: str) -> int | None:
-        return self._tokenizer.inner.token_to_id(token)
-
-    @property
-    def special_tokens_map(self) -> dict[str, str]:
-        return dict(self._tokenizer.special_tokens)
-
-    @property
-    def eos_token(self) -> str | None:
-        return self._tokenizer.special_tokens.get("eos_token")
-
     @property
     def eos_token_id(self) -> int | None:
-        return None if self.eos_token is None else self.convert_tokens_to_ids(self.eos_token)
-
-    @property
-    def bos_token(self) -> str | None:
-        return self._tokenizer.special_tokens.get("bos_token")
+        return self._id_of("eos_token")
 
     @property
     def bos_token_id(self) -> int | None:
-        return None if self.bos_token is None else self.convert_tokens_to_ids(self.bos_token)
+        return self._id_of("bos_token")
 
     @property
     def vocab_size(self) -> int:
         return self._tokenizer.vocab_size
 
-    def __len__(self) -> int:
-        return self._tokenizer.vocab_size
+    def _id_of(self, name: str) -> int | None:
+        text = self._tokenizer.special_tokens.get(name)
+        return None if text is None else self._tokenizer.inner.token_to_id(text)

@@ -10,13 +10,16 @@ import checkpoints
 import pytest
 import torch
 
-from slotwise import LLM, SamplingParams
+import slotwise
+from slotwise import LLM
 from slotwise.compose.engine import build_engine
+from slotwise.core.params import SamplingParams
 from slotwise.core.request import Request
 from slotwise.core.step import TokenLogprobs
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add, StepRecord
+from slotwise.outputs import Logprob
 
 TOP = 3
 LENGTHS = [1, 2, 40, 75, 23, 60]
@@ -185,15 +188,24 @@ def test_few_rows_of_logits_exist_at_a_time(folder, exact, monkeypatch):
     assert max(sizes) <= 64 and sum(sizes) >= 1499
 
 
+def joined(token: int, entries: dict[int, Logprob]) -> TokenLogprobs:
+    """What the engine said of a token, from what `LLM` makes of it."""
+    own = entries[token]
+    top = sorted((entry.rank, one) for one, entry in entries.items())[:TOP]
+    return TokenLogprobs(own.logprob, own.rank, tuple(one for _, one in top),
+                         tuple(entries[one].logprob for _, one in top))
+
+
 def test_offline(folder, prompts, exact):
     llm = LLM(str(folder), dtype="float32", kv_cache_memory=16 << 20, max_model_len=128)
-    params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=TOP, n=2)
+    params = slotwise.SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=TOP, n=2)
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     for output, prompt in zip(outputs, prompts, strict=True):
         first, *entries = output.prompt_logprobs
         assert first is None and len(output.outputs) == 2
-        check(dict(enumerate(entries, 1)), prompt, exact(prompt))
-    [plain] = llm.generate([{"prompt_token_ids": prompts[2]}], SamplingParams(max_tokens=1), use_tqdm=False)
+        check({place: joined(token, at) for place, (token, at) in enumerate(zip(prompt[1:], entries, strict=True), 1)},
+              prompt, exact(prompt))
+    [plain] = llm.generate([{"prompt_token_ids": prompts[2]}], slotwise.SamplingParams(max_tokens=1), use_tqdm=False)
     assert plain.prompt_logprobs is None
 
 

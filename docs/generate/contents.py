@@ -26,6 +26,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "statuses": http.statuses,
     "beside vllm fields": protocols.beside_vllm,
     "beside openai fields": protocols.beside_openai,
+    "offline arguments": protocols.offline_arguments,
+    "offline parameters": protocols.offline_parameters,
     "metrics": metrics.metrics,
     "buckets": metrics.buckets,
     "plan": records.plan,

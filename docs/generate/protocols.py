@@ -1,24 +1,37 @@
-"""What Slotwise does with every field of vLLM's and OpenAI's protocols, which `protocols.json` lists."""
+"""What Slotwise does with every field of vLLM's and OpenAI's protocols, and every argument of vLLM's offline API.
+
+`protocols.json` lists them.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from docs.generate.fields import notes_of
 from docs.generate.http import properties, values
 from docs.generate.markdown import code, sentence, table
 
+from slotwise.cli.options import ENGINE_OPTIONS
+from slotwise.core.params import RANGES
+from slotwise.core.ranges import Range
+from slotwise.engine.config import ENGINE
+from slotwise.neutral import ANY
+from slotwise.offline.arguments import OWN, SETTINGS
+from slotwise.sampling_params import INSTEAD, NAMES, UNSUPPORTED, SamplingParams
 from slotwise.server.openapi import BODIES
 from slotwise.server.unsupported import HINTS, unsupported_fields
+from slotwise.vllm_arguments import RULES, SAME
 
 OBEYED, NEUTRAL, REFUSED = "obeyed", "neutral", "refused"
 LISTS = Path(__file__).with_name("protocols.json")
 
 
 def names(protocol: str, path: str) -> list[str]:
-    """Returns the fields of `protocol`, "vllm" or "openai", at a route."""
+    """Returns the fields of `protocol`, "vllm" or "openai", at a route; those of a class for "vllm offline"."""
     listed: list[str] = json.loads(LISTS.read_text())[protocol][path]
     return listed
 
@@ -42,6 +55,47 @@ def beside_vllm() -> str:
 def beside_openai() -> str:
     """Returns a table for each route with the fields that OpenAI's protocol has and vLLM's does not."""
     return _tables("openai", "vllm")
+
+
+def offline_treatment(kind: str, name: str) -> tuple[str, tuple[Any, ...]]:
+    """Returns what `LLM` or `SamplingParams` does with an argument, and the values accepted where it is not obeyed.
+
+    Raises:
+        KeyError: it is not known.
+    """
+    unsupported = {one: rule.accepted for one, rule in RULES.items()} if kind == "LLM" else UNSUPPORTED
+    if name in unsupported:
+        return NEUTRAL if unsupported[name] else REFUSED, unsupported[name]
+    if name not in ((*SETTINGS, *OWN) if kind == "LLM" else NAMES):
+        raise KeyError(name)
+    return OBEYED, ()
+
+
+def offline_arguments() -> str:
+    """Returns the table of the arguments of vLLM's `LLM`."""
+    options = {name[2:].replace("-", "_"): more["help"].replace("%%", "%") for name, more in ENGINE_OPTIONS}
+    ruled = {name: rule.told(str)[not rule.accepted] for name, rule in RULES.items()}
+    return _offline("LLM", options | OWN | ruled, ENGINE)
+
+
+def offline_parameters() -> str:
+    """Returns the table of the arguments of vLLM's `SamplingParams`."""
+    return _offline("SamplingParams", notes_of(SamplingParams) | INSTEAD, RANGES)
+
+
+def _offline(kind: str, notes: Mapping[str, str], ranges: Mapping[str, Range]) -> str:
+    rows = []
+    for name in sorted(names("vllm offline", kind)):
+        done, accepted = offline_treatment(kind, name)
+        values = {OBEYED: str(ranges.get(name, "")), REFUSED: "none"}.get(done) or " or ".join(map(_written, accepted))
+        rows.append((code(name), done, " ".join(filter(None, (sentence(values), sentence(notes.get(name, "")))))))
+    return table(("argument", "Slotwise", "values accepted, beside `None`, and what holds"), rows)
+
+
+def _written(value: object) -> str:
+    if value is ANY[0]:
+        return "any value"
+    return "the value of `model`" if value == SAME else code(repr(value))
 
 
 def _tables(protocol: str, beside: str = "") -> str:

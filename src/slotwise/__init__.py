@@ -5,18 +5,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine", "CompletionOutput", "EngineArgs", "Logprob",
+           "PromptType", "RequestOutput", "RequestOutputKind", "SamplingParams", "TextPrompt", "TokensPrompt"]
 
 if TYPE_CHECKING:
-    from slotwise.core.params import SamplingParams
+    from slotwise.async_llm import AsyncLLM, AsyncLLMEngine
+    from slotwise.inputs import PromptType, TextPrompt, TokensPrompt
     from slotwise.llm import LLM
-    from slotwise.outputs import CompletionOutput, RequestOutput
+    from slotwise.offline.arguments import AsyncEngineArgs, EngineArgs
+    from slotwise.outputs import CompletionOutput, Logprob, RequestOutput
+    from slotwise.sampling_params import RequestOutputKind, SamplingParams
 
 _HOMES = {
     "LLM": "slotwise.llm",
-    "SamplingParams": "slotwise.core.params",
-    "CompletionOutput": "slotwise.outputs",
-    "RequestOutput": "slotwise.outputs",
+    **dict.fromkeys(("AsyncLLM", "AsyncLLMEngine"), "slotwise.async_llm"),
+    **dict.fromkeys(("AsyncEngineArgs", "EngineArgs"), "slotwise.offline.arguments"),
+    **dict.fromkeys(("PromptType", "TextPrompt", "TokensPrompt"), "slotwise.inputs"),
+    **dict.fromkeys(("CompletionOutput", "Logprob", "RequestOutput"), "slotwise.outputs"),
+    **dict.fromkeys(("RequestOutputKind", "SamplingParams"), "slotwise.sampling_params"),
 }
 
 

@@ -54,12 +54,12 @@ def named(folder: Path, **fields: Any) -> str:
 
 def test_no_file_and_an_empty_one_change_nothing(folder: Path) -> None:
     assert read(folder) == SamplingDefaults() == read(folder, eos_token_id=2, transformers_version="5.0.0")
-    assert SamplingDefaults().params() == SamplingParams()
+    assert SamplingDefaults().given == {}
 
 
 def test_all_fields_of_the_file_are_defaults(folder: Path) -> None:
     defaults = read(folder, **ALL)
-    assert defaults.given == GIVEN and defaults.params() == SamplingParams(**GIVEN)
+    assert defaults.given == GIVEN and SamplingParams(**defaults.given) == SamplingParams(**GIVEN)
     assert defaults.max_tokens_limit is None and defaults.limited(1000) == 1000 and not defaults.ignored
     assert str(folder / "generation_config.json") == defaults.source
 
@@ -83,7 +83,7 @@ def test_an_override_wins_over_the_file_and_null_is_neutral(folder: Path) -> Non
     defaults = read(folder, "auto", {"temperature": 1.5, "top_p": None}, **ALL)
     expected = GIVEN | {"temperature": 1.5}
     del expected["top_p"]
-    assert defaults.given == expected and defaults.params().top_p == 1.0
+    assert defaults.given == expected and SamplingParams(**defaults.given).top_p == 1.0
     assert defaults.source.endswith("generation_config.json and override_generation_config")
 
 

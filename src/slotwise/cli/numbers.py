@@ -4,19 +4,10 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
-from fractions import Fraction
 
-from slotwise.core.ranges import Range
+from slotwise.core.ranges import BYTE_UNITS, MOST_DIGITS, UNITS, Range, with_unit
 
-MOST_DIGITS = 64
-UNITS = {  # vLLM's
-    "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-BYTE_UNITS = UNITS | {
-    "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 GIB = 2**30  # bytes
-
-_WITH_UNIT = re.compile(r"(\d+(?:\.\d+)?)([A-Za-z]+)", re.ASCII)
 
 
 class Number:
@@ -56,10 +47,10 @@ class Size(Number):
     one = 1  # what a number without a unit counts
 
     def _number(self, text: str) -> float:
-        found = _WITH_UNIT.fullmatch(text) if len(text) <= MOST_DIGITS else None
-        if found is None or found[2] not in self.units:
+        counted = with_unit(text, self.units)
+        if counted is None:
             return super()._number(text)
-        number = Fraction(found[1]) * self.units[found[2]] / self.one
+        number = counted / self.one
         if not self.range.is_whole:
             return float(number)
         return int(number) if number.denominator == 1 else math.nan

@@ -17,11 +17,11 @@ from slotwise.cli.options import (
     add_generation_options,
     engine_settings,
 )
-from slotwise.core.params import SamplingParams
 from slotwise.core.ranges import real, whole
 from slotwise.engine.config import TOKENS, ConfigError, EngineConfig
 from slotwise.errors import printable
 from slotwise.model.locate import locate
+from slotwise.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from slotwise.llm import LLM
@@ -57,7 +57,7 @@ def _sampling_params(asked: argparse.Namespace, defaults: Mapping[str, Any]) -> 
     """What the command line says, else the model's `defaults`, else what is usual here."""
     names = ("temperature", "top_p", "top_k", "max_tokens")
     given = {name: value for name in names if (value := getattr(asked, name)) is not None}
-    return SamplingParams(stop=tuple(asked.stop), **{**USUAL, **defaults, **given})
+    return SamplingParams(stop=asked.stop, **{**USUAL, **defaults, **given})
 
 
 def _load(asked: argparse.Namespace) -> LLM:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 from slotwise.errors import one_line
+from slotwise.neutral import nearest
 
 
 class Parser(argparse.ArgumentParser):
@@ -72,10 +73,3 @@ class Parser(argparse.ArgumentParser):
             yield
         finally:
             self._source = ""
-
-
-def nearest(name: str, names: Collection[str]) -> str:
-    """Returns the one of `names` that is nearest to `name`, "" where none is near."""
-    from difflib import get_close_matches
-
-    return next(iter(get_close_matches(name, names, 1)), "")

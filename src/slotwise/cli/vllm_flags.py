@@ -1,7 +1,7 @@
 """Flags of `vllm serve` that change nothing here, so that a command written for vLLM starts.
 
 Each is accepted with the values that describe what Slotwise does anyway, and the log says at the start what it means
-here.  Other values are refused, with what to do instead.
+here.  Other values are refused, with what to do instead.  `vllm_arguments` has those that are engine arguments.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import argparse
 from typing import NamedTuple
 
+from slotwise import neutral
+from slotwise.vllm_arguments import RULES
+
 ANY: tuple[str, ...] = ()
 YES, NO = "true", "false"
-ONE_DEVICE = ("a model runs on one device: make it fit with --quantization, --dtype or --kv-cache-dtype, and start a "
-              "server for each further device behind a load balancer")
-NOT_LOGGED = "requests are not logged; --event-log FILE records them"
 
 
 class Flag(NamedTuple):
@@ -34,37 +34,42 @@ def _switch(name: str, meaning: str, fits: tuple[str, ...] = ANY, instead: str =
     return Flag((name,), fits, meaning, instead, is_switch=True)
 
 
+def _option(setting: str) -> str:
+    return "--" + setting.replace("_", "-")
+
+
+def _shared(*arguments: str, short: str = "", is_switch: bool = False) -> Flag:
+    """A flag that the offline API has as an argument, or as several of one meaning."""
+    rule = RULES[arguments[0]]
+    fits = ANY if rule.accepted is neutral.ANY else tuple([
+        {True: YES, False: NO}[one] if isinstance(one, bool) else str(one) for one in rule.accepted])
+    names = (*map(_option, arguments), *short.split())
+    return Flag(names, fits, *rule.told(_option), is_switch=is_switch)
+
+
 FLAGS: tuple[Flag, ...] = (
-    Flag(("--tensor-parallel-size", "-tp"), ("1",), "a model runs on one device", ONE_DEVICE),
-    Flag(("--pipeline-parallel-size", "-pp"), ("1",), "a model runs on one device", ONE_DEVICE),
-    Flag(("--data-parallel-size", "-dp"), ("1",), "a server has one engine",
-         "a server has one engine: start a server for each further device behind a load balancer"),
+    _shared("tensor_parallel_size", short="-tp"),
+    _shared("pipeline_parallel_size", short="-pp"),
+    _shared("data_parallel_size", short="-dp"),
     Flag(("--api-server-count",), ("1",), "one process serves HTTP",
          "one process serves HTTP: start further servers behind a load balancer"),
-    Flag(("--distributed-executor-backend",), ("mp", "uni"), "the engine has a process of its own",
-         "the engine has a process of its own on this machine: leave the flag out"),
-    _switch("--disable-custom-all-reduce", "one device needs no all-reduce"),
+    _shared("distributed_executor_backend"),
+    _shared("disable_custom_all_reduce", is_switch=True),
     _switch("--disable-frontend-multiprocessing", "the engine always has a process of its own"),
-    _switch("--trust-remote-code", "no code of a checkpoint is ever run; supported families are built in"),
-    _switch("--enforce-eager", "a step has one way to run; on a GPU, decode steps are captured"),
-    Flag(("--compilation-config", "-O"), ANY, "kernels are compiled when they are first needed"),
-    Flag(("--max-seq-len-to-capture",), ANY, "on a GPU, decode steps are captured at any length"),
-    _switch("--async-scheduling", "on a GPU a step is planned while another runs, on a CPU none is"),
-    _switch("--enable-chunked-prefill", "prompts are chunked unless --prefill says otherwise", (YES,),
-            "use --prefill inline (prompts run whole beside rows that decode) or --prefill alone"),
-    Flag(("--swap-space",), ANY, "a preempted request is computed again, never swapped; on a GPU "
-         "--kv-offloading-size keeps evicted blocks in host memory"),
-    Flag(("--cpu-offload-gb",), ("0", "0.0"), "weights stay on the device",
-         "weights stay on the device: --quantization makes them smaller"),
-    Flag(("--load-format",), ("auto", "safetensors"), "weights are read from safetensors",
-         "weights are read from safetensors: convert the checkpoint"),
-    Flag(("--tokenizer-mode",), ("auto", "hf"), "the checkpoint's tokenizer.json is used",
-         "the checkpoint's tokenizer.json is used: leave the flag out"),
-    Flag(("--runner", "--task"), ("auto", "generate"), "the model generates text",
-         "only generation is served: leave the flag out"),
-    _switch("--disable-log-requests", NOT_LOGGED, (YES,)),
-    _switch("--enable-log-requests", NOT_LOGGED, (NO,)),
-    Flag(("--max-log-len",), ANY, NOT_LOGGED),
+    _shared("trust_remote_code", is_switch=True),
+    _shared("enforce_eager", is_switch=True),
+    _shared("compilation_config", short="-O"),
+    _shared("max_seq_len_to_capture"),
+    _shared("async_scheduling", is_switch=True),
+    _shared("enable_chunked_prefill", is_switch=True),
+    _shared("swap_space"),
+    _shared("cpu_offload_gb"),
+    _shared("load_format"),
+    _shared("tokenizer_mode"),
+    _shared("runner", "task"),
+    _shared("disable_log_requests", is_switch=True),
+    _shared("enable_log_requests", is_switch=True),
+    Flag(("--max-log-len",), ANY, "requests are not logged"),
     _switch("--disable-uvicorn-access-log", "HTTP exchanges are not logged"),
     Flag(("--uvicorn-log-level",), ANY, "the web server logs nothing of its own; --log-format is the form of the log"),
     _switch("--enable-server-load-tracking", "GET /load is always answered", (YES,)),

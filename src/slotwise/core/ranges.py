@@ -1,15 +1,25 @@
-"""Ranges of numbers: one check for sampling parameters, settings and the command line."""
+"""Ranges of numbers, and numbers with units: one check for sampling parameters, settings and the command line."""
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from numbers import Integral, Real
 from typing import Any
 
 SMALLEST = 1e-9  # of a real setting that is not 0: smaller ones are mistakes, and overflow where they divide
 LARGEST = 1 << 31
 INT64 = 2**63 - 1
+MOST_DIGITS = 64
+UNITS = {  # vLLM's
+    "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+BYTE_UNITS = UNITS | {
+    "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+_WITH_UNIT = re.compile(r"(\d+(?:\.\d+)?)([A-Za-z]+)", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,3 +75,9 @@ def whole(least: int, most: int = LARGEST) -> Range:
 
 def real(least: float, most: float) -> Range:
     return Range(least, most, is_whole=False, smallest=SMALLEST)
+
+
+def with_unit(text: str, units: Mapping[str, int]) -> Fraction | None:
+    """Returns the number that a text such as 4k says; None for one without a unit of `units`."""
+    found = _WITH_UNIT.fullmatch(text) if len(text) <= MOST_DIGITS else None
+    return Fraction(found[1]) * units[found[2]] if found is not None and found[2] in units else None

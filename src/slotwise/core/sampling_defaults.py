@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from slotwise.core.params import SamplingParams
-
 NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
 
 
@@ -33,10 +31,6 @@ class SamplingDefaults:
     def of_sampling(self) -> dict[str, Any]:
         """Those that are set and do not bound the length."""
         return {name: value for name, value in self.given.items() if name != "max_tokens"}
-
-    def params(self) -> SamplingParams:
-        """The parameters of a request that names none."""
-        return SamplingParams(**self.given)
 
     def limited(self, max_tokens: int | None) -> int | None:
         """What a request gets that names `max_tokens`; None stays None."""

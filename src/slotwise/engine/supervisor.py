@@ -123,12 +123,24 @@ class Supervisor:
     async def end(self) -> None:
         """Ends the engine in bounded time: by closing its channel if it is healthy, else by killing it."""
         alive = self._client.healthy
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._client.give_up("the server is shutting down")
+        tasks = self._stop()
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._process is not None and not (alive and await self._ended(self._process, EXIT)):
             await self._kill_process()
+
+    def kill(self) -> None:
+        """Ends the engine and its supervision at once; every generation ends with an error."""
+        if self._process is not None:
+            self._process.kill()
+        self._stop()
+
+    def _stop(self) -> list[asyncio.Task[None]]:
+        """Ends supervision and closes the channel.  Returns the tasks that are being cancelled."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        self._client.give_up("the engine is shutting down")
+        return tasks
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

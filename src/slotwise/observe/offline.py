@@ -1,10 +1,11 @@
-"""Writes the event log of an engine in this process, for `LLM` and the offline benchmarks."""
+"""Records an engine in this process, for `LLM` and the offline benchmarks: its event log, its metrics."""
 
 from __future__ import annotations
 
 import time
 from typing import TYPE_CHECKING
 
+from slotwise.observe.metrics import Metrics
 from slotwise.observe.recorder import File, Recorder
 from slotwise.observe.ring import Ring
 
@@ -14,13 +15,21 @@ if TYPE_CHECKING:
 
 
 class Logged:
-    """An engine that also writes its commands and steps to `file`."""
+    """An engine that also writes its commands and steps to `file`, if there is one."""
 
-    def __init__(self, engine: Engine, info: EngineInfo, file: File) -> None:
+    def __init__(self, engine: Engine, info: EngineInfo, file: File | None = None) -> None:
         self._engine = engine
+        self._info = info
         self._recorder = Recorder(Ring(capacity=1))
         self._recorder.started(info)
-        self._recorder.write_to(file)
+        if file is not None:
+            self._recorder.write_to(file)
+
+    def metrics(self, model_name: str) -> Metrics:
+        """Metrics that count from now on."""
+        metrics = Metrics(model_name, self._info, self._recorder.timelines)
+        self._recorder.add_reader(metrics)
+        return metrics
 
     @property
     def has_work(self) -> bool:

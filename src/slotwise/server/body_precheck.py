@@ -15,11 +15,12 @@ import msgspec
 
 from slotwise.core.params import MAX_STOP_LENGTH, MAX_STOP_STRINGS
 from slotwise.server.errors import bad_request
+from slotwise.text.conversation import MAX_MESSAGES
 
 LARGE = 64 << 10  # bytes; a smaller body is decoded within a few milliseconds whatever it holds
 MAX_FIELD = 64 << 10  # bytes of a field that holds no text
 MAX_STOP = MAX_STOP_STRINGS * (6 * MAX_STOP_LENGTH + 8)  # bytes; a character may be written as six
-MAX_ELEMENTS = MAX_PROMPTS = MAX_MESSAGES = MAX_ABORTS = 4096  # the last: requests that one abort may name
+MAX_ELEMENTS = MAX_PROMPTS = MAX_ABORTS = MAX_MESSAGES  # the last: requests that one abort may name
 MAX_VALUES = 1 << 17  # of messages, beside their texts
 MAX_TOKENS = 1 << 16  # of /detokenize
 SHORT = 1 << 15  # bytes of an array; locating the elements of a longer one costs as much, however few it has

@@ -12,7 +12,6 @@ import msgspec
 
 from slotwise import __version__
 from slotwise.engine.scheduling import MAX_TIERS, changes_schema
-from slotwise.server.body_precheck import MAX_MESSAGES
 from slotwise.server.errors import TRY_LATER, ErrorBody
 from slotwise.server.events import SWITCHES
 from slotwise.server.protocol import (
@@ -25,6 +24,7 @@ from slotwise.server.protocol import (
 from slotwise.server.queue_headers import POSITION, START
 from slotwise.server.tiers import TierSettings
 from slotwise.server.unsupported import unsupported_fields
+from slotwise.text.conversation import MAX_MESSAGES
 
 Json = dict[str, Any]
 BODIES: dict[str, type] = {

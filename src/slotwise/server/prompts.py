@@ -9,14 +9,15 @@ from typing import Any, NamedTuple, TypeVar
 
 from slotwise.core.params import MAX_BAD_WORD_TOKENS
 from slotwise.engine.messages import EngineInfo
-from slotwise.server.conversation import Conversation, OpenEnd, check_messages
+from slotwise.server.conversation import Conversation
 from slotwise.server.errors import bad_request, beyond_context, from_queue_full, from_text, too_long
 from slotwise.server.limited_tokenizer import LimitedTokenizer
 from slotwise.server.protocol import Prompt
 from slotwise.server.templates import Template
 from slotwise.server.turns import QueueFull, Turns
 from slotwise.text.chat_source import ChatTemplateError
-from slotwise.text.tokenizer import SHORT, TextTooLong, Tokenizer, TokenizerError
+from slotwise.text.conversation import InvalidMessages, OpenEnd, check_messages
+from slotwise.text.tokenizer import SHORT, TextTooLong, Tokenizer, TokenizerError, spellings
 
 MAX_WAITING, MAX_WAITING_OF_ONE = 4096, 256  # long texts of all clients, and of one, that wait for the thread
 TEXTS = "long texts to tokenize"  # in an error
@@ -144,15 +145,16 @@ class Prompts:
         template = self._template if source is None else self._of_requests()
         if template is None:
             raise bad_request("the model has no chat template; start the server with --chat-template", "messages")
-        check_messages(messages)
-        open_end = OpenEnd(messages) if conversation.continues else None
         try:
+            check_messages(messages)
+            open_end = OpenEnd(messages) if conversation.continues else None
             text = await template.render(
                 holder, messages if open_end is None else open_end.messages, conversation.variables, source)
+            text = text if open_end is None else open_end.cut(text)
         except ChatTemplateError as error:
             raise from_text(error, "messages" if source is None else "chat_template") from error
-        if open_end is not None:
-            text = open_end.cut(text)
+        except InvalidMessages as error:
+            raise bad_request(str(error), error.param, error.code) from error
         ids = await self._encode(holder, text, "messages", encoding)
         self.check(ids, "messages")
         return Rendered(text, ids)
@@ -170,7 +172,7 @@ class Prompts:
     async def of_bad_words(self, words: Sequence[str], holder: str) -> tuple[tuple[int, ...], ...]:
         """The token ids of each word, at the beginning of a text and after a space."""
         vocab_size, found = self._engine_info().vocab_size, dict[tuple[int, ...], None]()
-        for text in dict.fromkeys(text for word in words for text in (word, " " + word.lstrip())):
+        for text in spellings(words):
             ids = tuple(await self.plain(text, holder, add_special_tokens=False))
             if len(ids) > MAX_BAD_WORD_TOKENS:
                 raise bad_request(f"bad_words: each may have {MAX_BAD_WORD_TOKENS} tokens", "bad_words")

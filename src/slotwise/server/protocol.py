@@ -30,10 +30,9 @@ from slotwise.server import body_precheck
 from slotwise.server.errors import ApiError, bad_request, from_decoding, from_params
 from slotwise.server.unsupported import Unsupported, refuse
 from slotwise.server.whole_numbers import with_whole_numbers
+from slotwise.text.conversation import RESERVED_VARIABLES
 
 MAX_NAME = 200  # characters of a name that an error repeats
-RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message",
-                      "chat_template")  # of a chat template: fields set them
 Int = Annotated[int, msgspec.Meta(ge=-INT64, le=INT64)]
 
 

@@ -12,15 +12,13 @@ from typing import Any
 
 import msgspec
 
+from slotwise.neutral import SAMPLING, is_neutral
 from slotwise.server.errors import bad_request
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {  # beside null
-    "response_format": ({"type": "text"},), "structured_outputs": ({},), "use_beam_search": (False,),
-    "length_penalty": (1.0,), "spaces_between_special_tokens": (True,), "thinking_token_budget": (-1,),
-    "return_token_offsets": (False,), "return_mm_kwargs": (True,), "routed_experts_prompt_start": (0,),
-    "kv_transfer_params": ({},), "ec_transfer_params": ({},), "vllm_xargs": ({},), "logits_processors": ([],),
-    "detokenize": (True,), "watermarking": (False,), "prompt_embeds": ([],),
-    "suffix": ("",),
+NEUTRAL: dict[str, tuple[Any, ...]] = SAMPLING | {  # beside null
+    "response_format": ({"type": "text"},), "return_token_offsets": (False,), "return_mm_kwargs": (True,),
+    "kv_transfer_params": ({},), "ec_transfer_params": ({},), "vllm_xargs": ({},), "detokenize": (True,),
+    "prompt_embeds": ([],), "suffix": ("",),
     "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
     "modalities": (["text"],), "include_reasoning": (True,), "media_io_kwargs": ({},), "mm_processor_kwargs": ({},),
     "prompt_cache_options": ({},), "prompt_cache_retention": ("in_memory",), "store": (False,),
@@ -65,12 +63,6 @@ def unsupported_fields(kind: type[msgspec.Struct]) -> dict[str, tuple[Any, ...]]
 
 def refuse(request: msgspec.Struct) -> None:
     """Raises ApiError for a value that would change the answer if its field were supported."""
-    for name, neutral in unsupported_fields(type(request)).items():
-        value = getattr(request, name)
-        if value is not None and not any(_is(value, one) for one in neutral):
+    for name, accepted in unsupported_fields(type(request)).items():
+        if not is_neutral(getattr(request, name), accepted):
             raise bad_request(f"{name} is not supported", name, "unsupported_parameter")
-
-
-def _is(value: object, neutral: object) -> bool:
-    """Whether two JSON values are equal: a number never equals true or false."""
-    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)

@@ -193,6 +193,11 @@ class Tokenizer:
         return self.decode([token_id], skip_special_tokens=False).encode()
 
 
+def spellings(words: Sequence[str]) -> list[str]:
+    """Each word at the beginning of a text, and after a space: both are tokenized to forbid the word."""
+    return list(dict.fromkeys(text for word in words for text in (word, " " + word.lstrip())))
+
+
 def _content(token: object, where: str) -> str:
     """The text of a special token.  Raises TokenizerError if it has none."""
     try:

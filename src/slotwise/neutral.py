@@ -1,0 +1,32 @@
+"""vLLM's names without an implementation here: the rule that server, command line and offline API share.
+
+A *neutral* name is accepted with the values that change nothing; any other value is refused by name.  A *refused* name
+has no such value but None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+ANY: tuple[Any, ...] = (...,)  # no value changes anything
+
+SAMPLING: dict[str, tuple[Any, ...]] = {  # sampling parameters, with their values that change nothing beside None
+    "structured_outputs": ({},), "use_beam_search": (False,), "length_penalty": (1.0,),
+    "spaces_between_special_tokens": (True,), "thinking_token_budget": (-1,), "routed_experts_prompt_start": (0,),
+    "logits_processors": ([],), "watermarking": (False,),
+}
+
+
+def is_neutral(value: object, accepted: Collection[Any]) -> bool:
+    """Whether `value` is None or one of `accepted`: a number never equals true or false."""
+    return value is None or accepted is ANY or any(
+        isinstance(value, bool) == isinstance(one, bool) and isinstance(value, type(one) | int | float)
+        and value == one for one in accepted)
+
+
+def nearest(name: str, names: Collection[str]) -> str:
+    """Returns the one of `names` that is nearest to `name`, "" where none is near."""
+    from difflib import get_close_matches
+
+    return next(iter(get_close_matches(name, names, 1)), "")

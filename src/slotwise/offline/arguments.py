@@ -1,0 +1,116 @@
+"""Arguments of `LLM` and `AsyncLLM`: the engine's settings, and vLLM's arguments."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from slotwise import builtin
+from slotwise.core.ranges import BYTE_UNITS, UNITS, whole, with_unit
+from slotwise.engine.config import RETIRED, ConfigError, EngineConfig
+from slotwise.model.locate import locate
+from slotwise.neutral import is_neutral, nearest
+from slotwise.vllm_arguments import RULES, SAME
+
+DTYPES = {"half": "float16", "float": "float32"}  # vLLM's
+SETTINGS = tuple(one.name for one in fields(EngineConfig) if one.name not in {"model", *RETIRED})
+OWN = {  # obeyed beside the settings
+    "model": "a checkpoint's folder or a hub id; None: the built-in model",
+    "generation_config": "where defaults of sampling come from: `auto`, the model's generation_config.json; `vllm`, "
+    "nowhere; else such a file, or its folder",
+    "override_generation_config": "fields that replace those defaults; None stands for a neutral value",
+    "chat_template": "a chat template or its file, in the place of the model's",
+    "served_model_name": "the name, or a list whose first is the name, in the labels of metrics",
+    "stream_interval": "tokens of each output of AsyncLLM after the first, 1 or more",
+    "disable_log_stats": "False: LLM counts what get_metrics() returns, AsyncLLM logs its load; None is True",
+    "kv_cache_memory_bytes": "vLLM's name of kv_cache_memory; gpu_memory_utilization has no effect beside it",
+    "event_log": "a file to which LLM writes the event log; an older one is replaced",
+}
+KINDS = {"disable_log_stats": bool, "served_model_name": str | list | tuple, "chat_template": str | Path}
+FITTING = (-1, "auto")  # vLLM's values of max_model_len for as many tokens as fit
+SIZES = {"max_model_len": UNITS, "max_num_batched_tokens": UNITS, "long_prefill_token_threshold": UNITS,
+         "block_size": UNITS, "kv_cache_memory": BYTE_UNITS, "kv_cache_memory_bytes": BYTE_UNITS}
+
+logger = logging.getLogger(__name__)
+
+
+class Arguments(NamedTuple):
+    """What the arguments say."""
+
+    config: EngineConfig
+    name: str  # of the model, in metrics
+    override: Mapping[str, Any] | None = None  # fields that replace those of the generation_config.json
+    chat_template: str | Path | None = None  # a template or its file; None: the model's own
+    event_log: str | Path = ""
+    stream_interval: int = 1
+    log_stats: bool = False
+
+    @classmethod
+    def of(cls, model: str | None, given: Mapping[str, Any]) -> Arguments:
+        """Args: given: by name; None stands for a default.
+
+        Raises:
+            CheckpointError: there is no such model.
+            ConfigError: one line that names the argument and says what to do.
+        """
+        check(model, given)
+        given = {name: _value(name, value) for name, value in given.items() if value is not None}
+        settings = {name: given[name] for name in (*SETTINGS, *RETIRED) if name in given}
+        if "kv_cache_memory_bytes" in given:
+            settings["kv_cache_memory"] = given["kv_cache_memory_bytes"]
+            settings.pop("gpu_memory_utilization", None)
+        if settings.get("max_model_len") in FITTING:
+            del settings["max_model_len"]
+        config = EngineConfig.of(model=str(locate(model or builtin.path())), **settings)
+        named, interval = given.get("served_model_name") or model or "slotwise-builtin", given.get("stream_interval", 1)
+        if wrong := whole(1).objection(interval):
+            raise ConfigError(f"stream_interval {wrong}")
+        if idle := [name for name in given if name in RULES]:
+            logger.info("without effect: %s", ", ".join(idle))
+        return cls(config, named if isinstance(named, str) else str(named[0]), given.get("override_generation_config"),
+                   given.get("chat_template"), given.get("event_log", ""), interval,
+                   given.get("disable_log_stats") is False)
+
+
+def check(model: str | None, given: Mapping[str, Any]) -> None:
+    """Raises ConfigError for an argument that is unknown, or not supported with its value."""
+    for name, value in given.items():
+        if name in RULES:
+            rule = RULES[name]
+            if not is_neutral(value, rule.accepted) and not (SAME in rule.accepted and value == model):
+                raise ConfigError(f"{name} {value!r:.40} is not supported: {rule.told(str)[1]}")
+        elif name not in (*SETTINGS, *OWN, *RETIRED):
+            near = nearest(name, (*SETTINGS, *OWN, *RULES))
+            raise ConfigError(f"there is no argument {name!r:.40}" + f"; did you mean {near}?" * bool(near))
+        elif value is not None and name in KINDS and not isinstance(value, KINDS[name]):
+            raise ConfigError(f"{name} {value!r:.40}: {OWN[name]}")
+
+
+def _value(name: str, value: Any) -> Any:
+    """A value as `EngineConfig` has it: sizes are numbers, types have one name."""
+    if name == "dtype":
+        text = str(value).removeprefix("torch.")
+        return DTYPES.get(text, text)
+    if name in SIZES and isinstance(value, str):
+        number = int(value) if value.isdecimal() and value.isascii() else with_unit(value, SIZES[name])
+        return value if number is None or number.denominator != 1 else int(number)
+    return value
+
+
+class EngineArgs:
+    """Arguments of `LLM` or `AsyncLLM`, by attribute: `LLM.from_engine_args` and `AsyncLLM.from_engine_args` take them.
+
+    Raises:
+        ConfigError: an argument is unknown, or not supported with its value.
+    """
+
+    def __init__(self, model: str | None = None, **arguments: Any) -> None:
+        check(model, arguments)
+        vars(self).update(arguments, model=model)
+
+
+class AsyncEngineArgs(EngineArgs):
+    """vLLM's name of `EngineArgs` for `AsyncLLM`."""

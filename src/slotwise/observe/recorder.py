@@ -77,8 +77,8 @@ class Recorder(Observer):
 
     def started(self, info: EngineInfo) -> None:
         self._run = event_log.Run(
-            slotwise.__version__, info.model, info.dtype, info.device, self._calendar(), self._clock(), info.limits,
-            info.scheduling, info.eos_token_ids, info.depth, info.learned)
+            event_log.FORMAT, slotwise.__version__, info.model, info.dtype, info.device, self._calendar(),
+            self._clock(), info.limits, info.scheduling, info.eos_token_ids, info.depth, info.learned)
         self._write(self._run)
 
     def refused(self, kind: str) -> None:

@@ -28,6 +28,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "beside openai fields": protocols.beside_openai,
     "metrics": metrics.metrics,
     "buckets": metrics.buckets,
+    "vllm metrics": metrics.vllm_metrics,
+    "absent metrics": metrics.absent_metrics,
     "plan": records.plan,
     "core events": records.core_events,
     "event log": records.entries,

@@ -13,7 +13,6 @@ ANY: tuple[str, ...] = ()
 YES, NO = "true", "false"
 ONE_DEVICE = ("a model runs on one device: make it fit with --quantization, --dtype or --kv-cache-dtype, and start a "
               "server for each further device behind a load balancer")
-NOT_LOGGED = "requests are not logged; --event-log FILE records them"
 
 
 class Flag(NamedTuple):
@@ -62,10 +61,10 @@ FLAGS: tuple[Flag, ...] = (
          "the checkpoint's tokenizer.json is used: leave the flag out"),
     Flag(("--runner", "--task"), ("auto", "generate"), "the model generates text",
          "only generation is served: leave the flag out"),
-    _switch("--disable-log-requests", NOT_LOGGED, (YES,)),
-    _switch("--enable-log-requests", NOT_LOGGED, (NO,)),
-    Flag(("--max-log-len",), ANY, NOT_LOGGED),
-    _switch("--disable-uvicorn-access-log", "HTTP exchanges are not logged"),
+    _switch("--disable-log-requests", "requests are logged with --enable-log-requests only", (YES,),
+            "requests are logged with --enable-log-requests"),
+    _switch("--disable-uvicorn-access-log", "HTTP exchanges are logged with --access-log only", (YES,),
+            "HTTP exchanges are logged with --access-log"),
     Flag(("--uvicorn-log-level",), ANY, "the web server logs nothing of its own; --log-format is the form of the log"),
     _switch("--enable-server-load-tracking", "GET /load is always answered", (YES,)),
     _switch("--enable-prompt-tokens-details", "usage always has prompt_tokens_details", (YES,)),

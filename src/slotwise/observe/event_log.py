@@ -80,6 +80,7 @@ class Request(_Entry, tag="request", rename={"slo": "terms"}):
     params: SamplingParams
     seed: int
     received_ns: Ns = 0  # its first bytes were read; 0: not over HTTP
+    read_ns: Ns = 0  # its body was read whole, from which latencies are measured; likewise
     tokenised_ns: Ns = 0  # its prompt was tokenised
     output_tokens: Number = 0  # output length forced by a benchmark; 0: none
     queue_timeout: float = 0.0  # seconds; 0: none

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +32,7 @@ def serving(*arguments: str, log: Path) -> Iterator[Live]:
             [sys.executable, "-m", "slotwise.cli", "serve", "--port", "0", *arguments], stdout=subprocess.PIPE,
             stderr=stderr, text=True)
         try:
-            url = _address(process, log)
+            url = _address_in(log, process) if "json" in arguments else _address(process, log)
             with httpx.Client(base_url=url, timeout=120) as client:
                 yield Live(process, url, client)
         finally:
@@ -47,6 +49,16 @@ def _address(process: subprocess.Popen[str], log: Path) -> str:
     for line in process.stdout:
         if found := READY.search(line):
             return found[1]
+    raise AssertionError(f"the server ended before it was ready: {log.read_text()}")
+
+
+def _address_in(log: Path, process: subprocess.Popen[str]) -> str:
+    """With `--log-format json` the address is in a line of the log."""
+    while process.poll() is None:
+        for line in log.read_text().split("\n")[:-1]:
+            if "url" in (told := json.loads(line)):
+                return str(told["url"])
+        time.sleep(0.1)
     raise AssertionError(f"the server ended before it was ready: {log.read_text()}")
 
 

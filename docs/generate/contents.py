@@ -30,6 +30,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "offline parameters": protocols.offline_parameters,
     "metrics": metrics.metrics,
     "buckets": metrics.buckets,
+    "vllm metrics": metrics.vllm_metrics,
+    "absent metrics": metrics.absent_metrics,
     "plan": records.plan,
     "core events": records.core_events,
     "event log": records.entries,

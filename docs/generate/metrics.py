@@ -17,6 +17,7 @@ from slotwise.observe.series import (
     Labelled,
     step_times,
 )
+from slotwise.observe.vllm_metrics import ABSENT, NAMES, OLDER, VLLM_PREFIX
 
 
 def metrics() -> str:
@@ -41,6 +42,18 @@ def buckets() -> str:
         alike.setdefault(tuple(upper), []).append(name)
     return table(("histograms", "upper bounds"), [
         (listed(names) + ".", ", ".join(map(number, upper)) + ".") for upper, names in alike.items()])
+
+
+def vllm_metrics() -> str:
+    """Returns the names that `--vllm-metrics` adds, and those that it adds for older rules."""
+    older = (f"{code(VLLM_PREFIX + theirs)} for {code(ours)}" for ours, theirs in OLDER.items())
+    return f"{listed(VLLM_PREFIX + name for name in NAMES)}; and by older names {', '.join(older)}."
+
+
+def absent_metrics() -> str:
+    """Returns the table of vLLM's metrics that are not served."""
+    return table(("metric of vLLM's", "why it is absent"), [
+        (code(name if name.startswith("http") else VLLM_PREFIX + name), sentence(why)) for name, why in ABSENT.items()])
 
 
 def _with_label(labelled: Labelled) -> str:

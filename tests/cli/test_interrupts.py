@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -98,6 +99,22 @@ with interrupts.ending_at_once():
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     os.kill(os.getpid(), signal.SIGINT)
 """
+
+
+FORMED = """
+import functools, os, signal
+from slotwise.cli import interrupts
+from slotwise.observe.lines import final
+signal.signal(signal.SIGINT, signal.default_int_handler)
+with interrupts.ending_at_once(functools.partial(final, "json")):
+    os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
+def test_the_line_has_the_form_of_the_log() -> None:
+    done = subprocess.run([sys.executable, "-c", FORMED], capture_output=True, text=True)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 130 and json.loads(line)["message"] == "slotwise: interrupted"
 
 
 def test_the_line_is_written_also_while_stderr_is_discarded() -> None:

@@ -14,9 +14,10 @@ from slotwise.observe.recorder import Recorder
 class Measured(Observer):
     """A recorder and its metrics; `arrive` is short for the command that starts a request."""
 
-    def __init__(self, info: EngineInfo, healthy: Callable[[], bool] = lambda: True) -> None:
+    def __init__(self, info: EngineInfo, healthy: Callable[[], bool] = lambda: True, *, has_vllm_names: bool = False,
+                 ) -> None:
         self.recorder = Recorder(clock=lambda: 0)
-        self.metrics = Metrics("toy", info, self.recorder.timelines, healthy)
+        self.metrics = Metrics("toy", info, self.recorder.timelines, healthy, has_vllm_names=has_vllm_names)
         self.recorder.add_reader(self.metrics)
         self.recorder.started(info)
 

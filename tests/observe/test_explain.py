@@ -217,7 +217,8 @@ def row(step: int, numbers: tuple[int, ...], start: int, **more: object) -> even
     """A step of ten milliseconds that begins a millisecond after the last."""
     began = (step * 11 + 1) * MS
     return event_log.Step(step, began, began + 10 * MS, numbers=numbers, slots=numbers, starts=(start,) * len(numbers),
-                          counts=(4 if start == 0 else 1,) * len(numbers), tokens=((7,),) * len(numbers), **more)
+                          counts=(4 if start == 0 else 1,) * len(numbers), tokens=((7,),) * len(numbers),
+                          prefills=tuple(range(len(numbers))) if start == 0 else (), **more)
 
 
 def joined(*numbers: int) -> dict[str, object]:

@@ -18,6 +18,7 @@ from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.observe import traces
 from slotwise.observe.event_log import (
+    FORMAT,
     Admission,
     Command,
     End,
@@ -153,7 +154,7 @@ def test_what_waits_for_its_sending_is_bounded(monkeypatch: pytest.MonkeyPatch) 
 
 def test_another_engine_knows_no_request() -> None:
     info = engine()
-    run = Run("1", "toy", "float32", "cpu", 0.0, 0, info.limits, info.scheduling)
+    run = Run(FORMAT, "1", "toy", "float32", "cpu", 0.0, 0, info.limits, info.scheduling)
     assert told([request(0, 0), run, step(10, ended=(End(0, "stop", 1),)), Sent(0, 0, MS, 1)]) == []
 
 
@@ -202,7 +203,7 @@ def test_what_is_counted_together_is_what_each_row_had(batching: Batching, depth
 
 def test_a_log_that_begins_later_knows_who_has_a_slot() -> None:
     """As `GET /events` begins: with the run, the unfinished requests, and the steps to come."""
-    run = Run("1", "toy", "float32", "cpu", 0.0, 0, engine().limits, engine().scheduling)
+    run = Run(FORMAT, "1", "toy", "float32", "cpu", 0.0, 0, engine().limits, engine().scheduling)
     fold = Timelines()
     for entry in (
             run, request(0, 1), request(1, 2), request(2, 3),
@@ -217,7 +218,7 @@ def test_a_log_that_begins_later_knows_who_has_a_slot() -> None:
 
 def choices(ends_ms: Sequence[int]) -> list[Entry]:
     """The choices of one response, each with the end of its only step."""
-    run = Run("1", "toy", "float32", "cpu", 0.0, 0, engine().limits, engine().scheduling)
+    run = Run(FORMAT, "1", "toy", "float32", "cpu", 0.0, 0, engine().limits, engine().scheduling)
     ended = [Step(-1, 0, ms * MS, ended=(End(number, "stop", 1),)) for number, ms in enumerate(ends_ms)]
     return [run, *(Request(number, f"cmpl-x-{number}", MS, 4, SamplingParams(), 0) for number in range(len(ends_ms))),
             *ended]

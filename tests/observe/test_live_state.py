@@ -5,6 +5,7 @@ from toy_engine import MS, engine
 
 from slotwise.core.params import SamplingParams
 from slotwise.observe.event_log import (
+    FORMAT,
     Admission,
     End,
     Engine,
@@ -21,7 +22,7 @@ from slotwise.observe.event_log import (
 from slotwise.observe.live_state import LiveState
 
 INFO = engine()
-RUN = Run("1", "toy", "float32", "cpu", 0.0, 0, INFO.limits, INFO.scheduling)
+RUN = Run(FORMAT, "1", "toy", "float32", "cpu", 0.0, 0, INFO.limits, INFO.scheduling)
 
 
 def request(number: int, at_ms: int = 0, num_prompt: int = 6) -> Request:

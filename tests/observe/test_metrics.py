@@ -13,19 +13,20 @@ from toy_engine import LIMITS, MS, Rehearsal, engine
 
 from slotwise.batching.settings import Batching
 from slotwise.core.limits import SchedulerLimits
+from slotwise.core.params import SamplingParams
 from slotwise.core.roofline import Machine, Roofline
-from slotwise.core.step import Copy, Decision, Stop
-from slotwise.engine.messages import Configure, MemoryUse, RowEnd, StepRecord
+from slotwise.core.step import Copy, Decision, RowKind, Stop
+from slotwise.engine.messages import Add, Configure, MemoryUse, RowEnd, StepRecord
 from slotwise.engine.scheduling import Scheduling
-from slotwise.observe.series import ITL, Histogram
+from slotwise.observe.series import ITL, SOURCES, Histogram
 from slotwise.observe.step_view import KINDS
 
 
 def samples(measured: Measured) -> dict[str, float]:
-    """Everything shown, by name and by labels other than the model's."""
+    """Everything shown of the server, by name and by labels other than the model's."""
     found = {}
     for family in text_string_to_metric_families(measured.metrics.exposition().decode()):
-        for sample in family.samples:
+        for sample in family.samples if not family.name.startswith("process_") else ():
             assert sample.name.startswith("slotwise:") and sample.labels.pop("model_name") == "toy"
             labels = ",".join(f"{key}={value}" for key, value in sample.labels.items())
             found[sample.name.removeprefix("slotwise:") + (f"[{labels}]" if labels else "")] = sample.value
@@ -36,7 +37,7 @@ def step(at_ms: int, ids: str, sampled: str = "", **rest: object) -> StepRecord:
     """A step of ten milliseconds that computes two tokens for each of `ids`."""
     return StepRecord(
         0, at_ms * MS, (at_ms + 10) * MS, request_ids=tuple(ids), slots=tuple(range(len(ids))),
-        starts=(0,) * len(ids), counts=(2,) * len(ids),
+        starts=(0,) * len(ids), counts=(2,) * len(ids), kinds=(RowKind.PREFILL,) * len(ids),
         token_ids=tuple((7,) if name in sampled else () for name in ids), num_running=len(ids), **rest)
 
 
@@ -64,6 +65,8 @@ def test_hits_are_told_apart_by_tier_and_copies_are_counted() -> None:
     seen = samples(measured)
     assert seen["prefix_cache_queries_total"] == 20
     assert seen["prefix_cache_hits_total"] == 8 and seen["external_prefix_cache_hits_total"] == 4
+    assert seen["external_prefix_cache_queries_total"] == 20 - 8, "what the device does not have is looked for there"
+    assert [seen[f"prompt_tokens_by_source_total[source={source}]"] for source in SOURCES] == [8, 8, 4]
     assert seen["kv_offload_total_bytes_total[transfer_type=GPU_to_CPU]"] == 4000
     assert seen["kv_offload_total_bytes_total[transfer_type=CPU_to_GPU]"] == 1000
 
@@ -90,9 +93,23 @@ def test_two_lives() -> None:
     assert round(seen["inter_token_latency_seconds_sum"], 9) == 0.13 and seen["inter_token_latency_seconds_count"] == 3
     assert round(seen["e2e_request_latency_seconds_sum"], 9) == 0.08 + 0.18
     assert round(seen["request_decode_time_seconds_sum"], 9) == 0.02 + 0.11
+    assert round(seen["request_inference_time_seconds_sum"], 9) == 0.03 + 0.13
+    assert seen["request_prefill_kv_computed_tokens_sum"] == 1 + 5
+    assert [seen[f"prompt_tokens_by_source_total[source={source}]"] for source in SOURCES] == [6, 2, 0]
     assert round(seen["request_time_per_output_token_seconds_sum"], 9) == 0.12
     assert seen["iteration_tokens_total_sum"] == 2 + 2 + 4 + 4 and seen["iteration_tokens_total_count"] == 4
     assert seen["num_requests_running"] == 0 and round(seen["kv_cache_usage_perc"], 9) == 0.3, "told as it is"
+
+
+def test_latencies_count_from_when_the_request_was_read() -> None:
+    """Not from its first bytes, whose body may be slow to come, and not from when the engine gets it."""
+    measured = Measured(engine())
+    measured.commanded(Add("a", [1, 2, 3], SamplingParams(), 0, received_ns=10 * MS, read_ns=60 * MS), 100 * MS)
+    measured.stepped(step(150, "a", "a", admitted=("a",), cached=(0,)))
+    measured.stepped(step(160, "a", "a", ended=(RowEnd("a", "length", 2),)))
+    seen = samples(measured)
+    assert seen["time_to_first_token_seconds_sum"] == 0.1 and seen["e2e_request_latency_seconds_sum"] == 0.11
+    assert seen["request_queue_time_seconds_sum"] == 0.05, "that begins on the way to the engine"
 
 
 def test_requests_that_never_ran() -> None:
@@ -134,7 +151,8 @@ def test_the_time_of_a_step_begins_when_the_one_before_has_ended(counts: tuple[i
     measured.arrive_all(ids)
     for started in (0, 5):  # the second is planned while the first runs
         measured.stepped(StepRecord(0, started * MS, (started * 2 + 10) * MS, request_ids=ids, counts=counts,
-                                    slots=counts, starts=counts))
+                                    slots=counts, starts=counts, kinds=tuple(
+                                        RowKind.PREFILL if count > 1 else RowKind.DECODE for count in counts)))
     seen = samples(measured)
     assert seen[f"iteration_time_seconds_sum[kind={kind}]"] == 0.02
     assert seen[f"iteration_time_seconds_count[kind={kind}]"] == 2

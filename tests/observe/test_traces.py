@@ -10,7 +10,7 @@ from otlp import attributes, collecting, silent
 from toy_engine import MS, engine
 
 from slotwise.core.params import SamplingParams
-from slotwise.observe.event_log import Admission, End, Request, Run, Sent, Step
+from slotwise.observe.event_log import FORMAT, Admission, End, Request, Run, Sent, Step
 from slotwise.observe.fold import Timelines
 from slotwise.observe.traces import Traces, TracesError
 
@@ -23,7 +23,7 @@ def live_through(traces: Traces, *, reason: str = "stop", message: str = "") -> 
     params = SamplingParams(temperature=0.5, max_tokens=9)
     timelines = Timelines()
     for entry in (
-            Run("1", "toy", "float32", "cpu", UNIX, 1000 * MS, info.limits, info.scheduling),
+            Run(FORMAT, "1", "toy", "float32", "cpu", UNIX, 1000 * MS, info.limits, info.scheduling),
             Request(0, "chatcmpl-x-0", 1005 * MS, 4, params, 0, received_ns=1001 * MS),
             Step(0, 1010 * MS, 1020 * MS, numbers=(0,), slots=(0,), starts=(3,), counts=(1,), tokens=((7,),),
                  admitted=(Admission(0, 3),)),

@@ -23,6 +23,7 @@ import slotwise
 from slotwise.cli import numba_config
 from slotwise.cli.parser import Parser
 from slotwise.errors import OneLineError, one_line
+from slotwise.observe import lines
 
 MODULES = {
     "serve": "serve", "generate": "offline", "chat": "offline", "bench": "bench", "compare": "compare",
@@ -49,7 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, OSError, MemoryError, RuntimeError, OneLineError) as error:
-        print(f"slotwise {asked.command}: {one_line(str(error) or type(error).__name__)}", file=sys.stderr)
+        said = f"slotwise {asked.command}: {one_line(str(error) or type(error).__name__)}"
+        print(lines.final(getattr(asked, "log_format", lines.TEXT), said), file=sys.stderr)
         if IS_COMMAND:
             interrupts.leave(1)
         return 1

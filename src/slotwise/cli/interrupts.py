@@ -13,17 +13,21 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NoReturn
 
 INTERRUPTED = 130  # exit status
 
 
-def end_at_once() -> None:
-    """From here on an interrupt ends this process with one line, unless interrupts are ignored or handled already."""
+def end_at_once(form: Callable[[str], str] = str) -> None:
+    """From here on an interrupt ends this process with one line, unless interrupts are ignored or handled already.
+
+    Args:
+        form: makes the line of what it says.
+    """
     if _handler() is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _Ending())
+        signal.signal(signal.SIGINT, _Ending(form))
 
 
 def raise_again() -> None:
@@ -34,9 +38,9 @@ def raise_again() -> None:
 
 
 @contextlib.contextmanager
-def ending_at_once() -> Iterator[None]:
-    """Within this context an interrupt ends the process with one line."""
-    end_at_once()
+def ending_at_once(form: Callable[[str], str] = str) -> Iterator[None]:
+    """Within this context an interrupt ends the process with one line, as `end_at_once`."""
+    end_at_once(form)
     try:
         yield
     finally:
@@ -62,7 +66,8 @@ def _handler() -> object:
 class _Ending:
     """The handler that ends this process.  It keeps the present stderr: a tokenizer loads while that is discarded."""
 
-    def __init__(self) -> None:
+    def __init__(self, form: Callable[[str], str]) -> None:
+        self._form = form
         try:
             self._stderr = os.dup(2)
         except OSError:  # it is closed
@@ -72,7 +77,7 @@ class _Ending:
         _kill_children()
         start = "\n" if os.isatty(self._stderr) else ""  # after what the terminal or a progress bar shows
         with contextlib.suppress(OSError):
-            os.write(self._stderr, f"{start}slotwise{_command()}: interrupted\n".encode())
+            os.write(self._stderr, f"{start}{self._form(f'slotwise{_command()}: interrupted')}\n".encode())
         os._exit(INTERRUPTED)
 
     def close(self) -> None:

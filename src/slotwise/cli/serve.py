@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from slotwise import builtin, child
@@ -27,7 +28,7 @@ from slotwise.engine.admission_control import PATIENCE
 from slotwise.engine.config import DAY, EngineConfig
 from slotwise.engine.heartbeat import ENGINE_TIMEOUT, SHORTEST_TIMEOUT
 from slotwise.model.locate import locate
-from slotwise.observe.lines import FORMATS, TEXT
+from slotwise.observe.lines import FORMATS, TEXT, final
 
 if TYPE_CHECKING:
     from slotwise.server.tiers import ServedTier
@@ -100,6 +101,14 @@ def _observing_options(group: argparse._ArgumentGroup) -> None:
                        help="lines on stderr: text, or a JSON object each (default: text)")
     group.add_argument("--disable-log-stats", action="store_true",
                        help="leave out the line about the load, every 10 s while there is some")
+    group.add_argument("--enable-log-requests", action=argparse.BooleanOptionalAction, default=False,
+                       help="log a line for each request to generate: its id, tokens, status and times, no text")
+    group.add_argument("--max-log-len", type=Number(whole(0, 10_000)), default=0, metavar="CHARACTERS",
+                       help="with --enable-log-requests, that many characters of each request's prompts (default: 0)")
+    group.add_argument("--access-log", action=argparse.BooleanOptionalAction, default=False,
+                       help="log a line for each HTTP exchange: method, path, status and time")
+    group.add_argument("--vllm-metrics", action="store_true",
+                       help="/metrics has vLLM's metrics under vLLM's names, too, for its dashboards and alert rules")
 
 
 def _key(text: str) -> str:
@@ -176,7 +185,7 @@ def _model(asked: argparse.Namespace) -> str:
 
 
 def run(asked: argparse.Namespace) -> int:
-    with ending_at_once():  # until the server takes signals itself
+    with ending_at_once(partial(final, asked.log_format)):  # until the server takes signals itself
         return _run(asked)
 
 
@@ -189,6 +198,8 @@ def _run(asked: argparse.Namespace) -> int:
     hold_off()
     tiers, api_keys, admin_key = _tiers(asked), _keys(asked.api_key), _admin_key(asked.admin_api_key)
     model, network, lines = _model(asked), _network(asked), notices(asked)
+    if asked.max_log_len and not asked.enable_log_requests:
+        lines.append("--max-log-len has no effect without --enable-log-requests")
     config = EngineConfig.of(
         model=str(locate(model or builtin.path())), tiers=tuple([served.tier for served in tiers]),
         generation_config=asked.generation_config, **engine_settings(asked))
@@ -208,7 +219,8 @@ def _run(asked: argparse.Namespace) -> int:
         shutdown_timeout=asked.shutdown_timeout, stream_interval=asked.stream_interval,
         event_log=asked.event_log, overwrite_event_log=asked.overwrite_event_log,
         otlp_traces_endpoint=asked.otlp_traces_endpoint, log_format=asked.log_format,
-        log_stats=not asked.disable_log_stats, seed=asked.seed, notices=tuple(lines),
+        log_stats=not asked.disable_log_stats, log_requests=asked.enable_log_requests, access_log=asked.access_log,
+        max_log_len=asked.max_log_len, vllm_metrics=asked.vllm_metrics, seed=asked.seed, notices=tuple(lines),
         trust_request_chat_template=asked.trust_request_chat_template, sampling_defaults=defaults, **network)
     return run_server(config, settings, (asked.host, asked.port), asked.chat_template, engine)
 

@@ -28,14 +28,15 @@ class Generation:
     """One request's tokens as an asynchronous iterator of chunks, for one consumer."""
 
     __slots__ = (
-        "_delivered", "_end", "_finish", "_logprobs", "_loop", "_tokens", "_waiter", "interval", "moved_ns",
-        "num_cached", "prompt_logprobs", "request_id")
+        "_delivered", "_end", "_finish", "_logprobs", "_loop", "_tokens", "_waiter", "first_token_ns", "interval",
+        "moved_ns", "num_cached", "prompt_logprobs", "request_id")
 
     def __init__(self, request_id: str, finish: Callable[[Generation, str], None]) -> None:
         self.request_id = request_id
         self.interval = 1  # tokens to wait for before the consumer is woken
         self.num_cached = -1  # prompt tokens found in the cache at its first admission; -1: not admitted yet
         self.moved_ns = time.monotonic_ns()  # time of its last change: arrival, admission, preemption or end
+        self.first_token_ns = 0  # time of its first tokens; 0: it has none
         self.prompt_logprobs: list[TokenLogprobs] = []  # of the prompt's tokens from the second on
         self._finish = finish
         self._loop = asyncio.get_running_loop()
@@ -53,6 +54,11 @@ class Generation:
     @property
     def ended(self) -> bool:
         return self._end is not None
+
+    @property
+    def end_reason(self) -> str:
+        """Why it has ended; empty before."""
+        return self._end[0] if self._end is not None else ""
 
     @property
     def num_unread(self) -> int:
@@ -76,6 +82,8 @@ class Generation:
         return Chunk(tokens, logprobs, *self._end)
 
     def push(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
+        if not self.first_token_ns:
+            self.first_token_ns = time.monotonic_ns()
         self._tokens += tokens
         if logprobs:
             self._logprobs += logprobs

@@ -11,6 +11,8 @@ of arrival in a log, so that a step's columns are small integers.  Times are mon
 those called `seconds`; `Run.started_unix` relates them to the calendar.  The timeline page, explanations, metrics of a
 log and the replay are folds over these entries, live or from a file.
 
+`FORMAT` is the version of all this.  A log begins with a `Run`, which names it, and every reader refuses another one.
+
 A file is complete, and can be replayed.  A stream omits prompts and salts; it begins with the last `Run` and the
 `Request`s still unfinished, and after a `Gap` it begins like that again: readers drop the requests they had.  In a file
 the entries that a `Gap` counts are lost.
@@ -18,28 +20,27 @@ the entries that a `Gap` counts are lost.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
+from slotwise import __version__
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import NO_SLO
 from slotwise.core.slo import SLO
-from slotwise.core.step import CACHE_GROUP, Copy, FreedBlocks, RowKind
-from slotwise.core.step_time import Learned, StepTimeModel
+from slotwise.core.step import Copy, FreedBlocks, RowKind
+from slotwise.core.step_time import Learned
 from slotwise.engine.scheduling import Scheduling
+from slotwise.errors import printable
+from slotwise.observe.log_checks import MAX_TOKENS, wrong_run, wrong_step
 
+FORMAT = 1  # to be raised with every change that an older reader would misunderstand
 NO_STEP = -1
-MAX_BLOCKS = 1 << 24  # of a cache; a replay keeps a few dozen bytes for each
-MAX_SEQS = 1 << 20
-MAX_TOKENS = 1 << 31  # of a row, and of any limit
-MAX_DEPTH = 64
+MAX_VERSION = 32  # characters of a version that an error repeats
 MAX_LINE = 1 << 26  # bytes
-MAX_SUM = 1e60  # of what a step-time model has learned
 LOST = "lost"  # the state of an engine
 
 
@@ -55,6 +56,7 @@ class _Entry(msgspec.Struct, tag_field="kind", omit_defaults=True, gc=False):
 class Run(_Entry, tag="run"):
     """An engine is ready, the first or the replacement of a lost one.  It holds no requests yet."""
 
+    format: int  # of the log: another one than this program's is refused
     version: str
     model: str
     dtype: str
@@ -78,6 +80,7 @@ class Request(_Entry, tag="request", rename={"slo": "terms"}):
     params: SamplingParams
     seed: int
     received_ns: Ns = 0  # its first bytes were read; 0: not over HTTP
+    read_ns: Ns = 0  # its body was read whole, from which latencies are measured; likewise
     tokenised_ns: Ns = 0  # its prompt was tokenised
     output_tokens: Number = 0  # output length forced by a benchmark; 0: none
     queue_timeout: float = 0.0  # seconds; 0: none
@@ -135,11 +138,11 @@ class End(NamedTuple):
 
 
 class NewBlocks(NamedTuple):
-    """Blocks appended to a slot's block table; without a group in the logs of versions that had none."""
+    """Blocks appended to a slot's block table."""
 
     slot: int
     blocks: tuple[int, ...]
-    group: int = CACHE_GROUP
+    group: int
 
 
 class Step(_Entry, tag="step", rename={"released_slots": "leaves", "new_blocks": "grants"}):
@@ -175,7 +178,7 @@ class Step(_Entry, tag="step", rename={"released_slots": "leaves", "new_blocks":
     num_running: Number = 0
     num_waiting: Number = 0
     num_free_blocks: Number = 0
-    prefills: tuple[Number, ...] = ()  # rows that compute tokens known when their request joined; older logs have none
+    prefills: tuple[Number, ...] = ()  # rows that compute tokens known when their request joined
     drafts: tuple[tuple[int, ...], ...] = ()  # tokens that each row verifies; () when there are none
     freed_blocks: tuple[FreedBlocks, ...] = ()  # blocks that left the end of a slot's block table, before the new ones
 
@@ -189,10 +192,7 @@ class Step(_Entry, tag="step", rename={"released_slots": "leaves", "new_blocks":
         return self.starts[row] + accepted
 
     def kind_of(self, row: int) -> RowKind:
-        """The kind of a row; in older logs every row of several tokens is a prefill, and no other."""
-        drafted = self.drafts and self.drafts[row]
-        is_prefill = row in self.prefills or (self.counts[row] > 1 and not drafted)
-        return RowKind.PREFILL if is_prefill else RowKind.DECODE
+        return RowKind.PREFILL if row in self.prefills else RowKind.DECODE
 
 
 class Sent(_Entry, tag="sent"):
@@ -232,8 +232,21 @@ class LogError(ValueError):
     """Invalid content of an event log; the message is one line for a person."""
 
 
+class FormatError(LogError):
+    """An event log of another format."""
+
+
+class _Head(msgspec.Struct):
+    """What every format keeps of its first line."""
+
+    kind: Literal["run"]
+    format: int | None = None
+    version: str = ""
+
+
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Entry)
+_head_decoder = msgspec.json.Decoder(_Head)
 encode = _encoder.encode
 encode_lines = _encoder.encode_lines
 
@@ -244,77 +257,46 @@ def line_of(entry: Entry) -> bytes:
 
 
 def decode(line: bytes | str) -> Entry:
-    """Returns the entry of a line; raises LogError if it is none."""
+    """Returns the entry of a line.
+
+    Raises:
+        FormatError: it begins a log of another format.
+        LogError: it is none.
+    """
     try:
         entry: Entry = _decoder.decode(line)
     except msgspec.MsgspecError as error:
+        _check_format(line)
         raise LogError(f"this is not an entry of an event log ({error})") from error
     wrong = ""
     if isinstance(entry, Step):
-        wrong = _wrong_step(entry)
+        wrong = wrong_step(entry)
     elif isinstance(entry, Run):
-        wrong = _wrong_run(entry)
+        _check_format(line)
+        wrong = wrong_run(entry)
     if wrong:
         raise LogError(f"this is not an entry of an event log ({wrong})")
     return entry
 
 
-def _wrong_step(step: Step) -> str:
-    """What contradicts itself in a step; "" if nothing does."""
-    rows = len(step.numbers)
-    needed: tuple[Sized, ...] = (step.slots, step.starts, step.counts)
-    others: tuple[Sized, ...] = (step.padding, step.tokens, step.sampled, step.drafts)
-    if any(len(column) != rows for column in needed) or any(len(column) not in (0, rows) for column in others):
-        return f"the columns of step {step.step} differ in length"
-    if step.drafts and not (step.sampled or step.tokens):
-        return f"step {step.step} has drafts and no tokens"
-    if len(set(step.numbers)) != rows:
-        return f"step {step.step} has two rows of one request"
-    if rows and min(step.counts) < 1:
-        return f"a row of step {step.step} has no tokens"
-    if max((*step.held, *step.failed, *step.prefills), default=-1) >= rows:
-        return f"step {step.step} names a row that it does not have"
-    if step.stop is not None and all(refused.number != step.stop.first_blocked for refused in step.refused):
-        return f"step {step.step} stops at a request that it does not name"
-    return _wrong_scheduling(step.configured) if step.configured is not None else ""
-
-
-def _wrong_run(run: Run) -> str:
-    limits = run.limits
-    for name, most in (("num_blocks", MAX_BLOCKS), ("num_host_blocks", MAX_BLOCKS), ("block_size", MAX_TOKENS),
-                       ("max_num_seqs", MAX_SEQS), ("max_num_batched_tokens", MAX_TOKENS),
-                       ("max_model_len", MAX_TOKENS), ("max_passes", MAX_TOKENS), ("watermark_blocks", MAX_BLOCKS)):
-        if getattr(limits, name) > most:
-            return f"{name} is {getattr(limits, name)}, more than {most}"
-    if not 0 <= run.depth <= MAX_DEPTH:
-        return f"depth is {run.depth}"
-    if run.learned is not None and (wrong := _wrong_learned(run.learned)):
-        return wrong
-    return _wrong_scheduling(run.scheduling)
-
-
-def _wrong_learned(learned: Learned) -> str:
-    for sums in learned.sizes.values():
-        numbers = (sums.weight, *sums.products, *sums.totals)
-        if not all(0 <= number < MAX_SUM and math.isfinite(number) for number in numbers) or not sums.totals[2] > 0:
-            return "its step times are no sums"
+def _check_format(line: bytes | str) -> None:
+    """Raises FormatError if a line begins a log of another format."""
     try:
-        StepTimeModel(learned)
-    except (ValueError, ArithmeticError):
-        return "its step times cannot be fitted"
-    return ""
-
-
-def _wrong_scheduling(scheduling: Scheduling) -> str:
-    if not 1 <= scheduling.max_num_batched_tokens <= MAX_TOKENS:
-        return "its steps have no tokens" if scheduling.max_num_batched_tokens < 1 else "its steps have too many tokens"
-    return "" if 1 <= scheduling.max_num_seqs <= MAX_SEQS else f"its slots are {scheduling.max_num_seqs}"
+        head = _head_decoder.decode(line)
+    except msgspec.MsgspecError:
+        return
+    if head.format == FORMAT or (head.format is None and not head.version):
+        return
+    named = "no format" if head.format is None else f"format {head.format}"
+    writer = f", written by slotwise {printable(head.version[:MAX_VERSION])}" if head.version else ""
+    raise FormatError(f"this is an event log of {named}{writer}; slotwise {__version__} reads format {FORMAT}")
 
 
 def read(lines: Iterable[bytes]) -> Iterator[Entry]:
     """Yields the entries in `lines`, without an incomplete last line.
 
     Raises:
+        FormatError: they have another format.
         LogError: a line is no entry; the message has its number.
     """
     for number, line in enumerate(lines, 1):
@@ -325,17 +307,22 @@ def read(lines: Iterable[bytes]) -> Iterator[Entry]:
         try:
             yield decode(line)
         except LogError as error:
-            raise LogError(f"line {number}: {error}") from error
+            raise type(error)(f"line {number}: {error}") from error
 
 
 def read_file(path: Path | str) -> Iterator[Entry]:
     """Yields the entries of a file, read lazily.
 
     Raises:
-        LogError: the file cannot be read, or is no event log.
+        FormatError: it has another format.
+        LogError: the file cannot be read, or is no event log, or has lost its beginning.
     """
     try:
         with Path(path).open("rb") as file:
-            yield from read(iter(lambda: file.readline(MAX_LINE + 1), b""))
+            for index, entry in enumerate(read(iter(lambda: file.readline(MAX_LINE + 1), b""))):
+                if index == 0 and not isinstance(entry, Run):
+                    raise LogError(f"line 1: the beginning of this event log is missing, and its format with it; "
+                                   f"slotwise {__version__} reads format {FORMAT}")
+                yield entry
     except OSError as error:
         raise LogError(f"{path}: {error.strerror}") from error

@@ -16,7 +16,7 @@ from types import TracebackType
 
 from slotwise.errors import OneLineError
 from slotwise.files import PRIVATE
-from slotwise.observe.event_log import Gap, LogError, Run, decode, line_of
+from slotwise.observe.event_log import FormatError, Gap, LogError, Run, decode, line_of
 
 GATHER = 0.25  # seconds between two writes: fewer and larger ones cost the logging thread less
 MAX_WAITING = 32 << 20  # bytes that may wait to be written
@@ -87,6 +87,8 @@ def _is_log(beginning: bytes) -> bool:
     line, end, _ = beginning.partition(b"\n")
     try:
         return bool(end) and isinstance(decode(line), Run)
+    except FormatError:
+        return True  # of an earlier version
     except LogError:
         return False
 

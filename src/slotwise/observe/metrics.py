@@ -6,22 +6,26 @@ The fold's state is plain numbers; Prometheus' own objects are built when the me
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from slotwise.engine.observer import Observer
 from slotwise.observe import step_view
-from slotwise.observe.event_log import Entry, Refusal, Step
+from slotwise.observe.event_log import Entry, Refusal, Request, Step
 from slotwise.observe.fold import Changes, Timelines
+from slotwise.observe.prompt_choices import PromptChoices
 from slotwise.observe.request_timeline import RequestTimeline
 from slotwise.observe.series import (
+    COMPUTED,
     COUNTERS,
     HISTOGRAMS,
+    IN_HOST,
     LABELLED,
+    ON_DEVICE,
     TO_DEVICE,
     TO_HOST,
     WAITS,
@@ -29,6 +33,7 @@ from slotwise.observe.series import (
     Shown,
     step_times,
 )
+from slotwise.observe.vllm_metrics import as_vllm
 
 if TYPE_CHECKING:
     from slotwise.core.roofline import Roofline
@@ -46,11 +51,13 @@ class Metrics(Collector, Observer):
         info: of the ready engine.
         timelines: the recorder's.
         healthy: whether a responsive engine is attached.
+        has_vllm_names: metrics that vLLM has are there under its names, too.
     """
 
     def __init__(self, model_name: str, info: EngineInfo, timelines: Timelines,
-                 healthy: Callable[[], bool] = lambda: True) -> None:
+                 healthy: Callable[[], bool] = lambda: True, *, has_vllm_names: bool = False) -> None:
         self._shown = Shown(model_name)
+        self._has_vllm_names = has_vllm_names
         self.extra_gauges: dict[str, Callable[[], float]] = {}  # gauges of other components
         self.timelines = timelines
         self._healthy = healthy
@@ -81,16 +88,19 @@ class Metrics(Collector, Observer):
         self._info = info
         self._slots = info.scheduling.max_num_seqs
         self._last_end = 0  # of a step with rows
+        self._choices = PromptChoices()
         self.counters["engine_starts_total"] += 1
 
     def write(self, entry: Entry, changes: Changes) -> None:
         """Counts an entry that made these changes.  Never waits."""
         if isinstance(entry, Refusal):
             self._count("admission_rejections_total", entry.reason)
+        elif isinstance(entry, Request):
+            self._choices.arrived(entry)
         elif isinstance(entry, Step):
             self._requests(entry, changes)
             if entry.saves or entry.admitted:
-                self._tiers(entry)
+                self._tiers(entry, changes)
             if entry.counts:
                 self._step(entry)
             if entry.configured is not None:
@@ -100,8 +110,7 @@ class Metrics(Collector, Observer):
         """Counts what happened to requests."""
         self.counters["num_preemptions_total"] += len(step.preempted)
         self.counters["generation_tokens_total"] += changes.num_tokens
-        for timeline, num_known in changes.admitted:
-            self.counters["prefix_cache_queries_total"] += num_known
+        for timeline, _ in changes.admitted:
             if timeline.num_preemptions:  # it is recomputed
                 self.counters["recomputed_tokens_total"] += max(0, timeline.lost - timeline.cached)
             else:
@@ -114,35 +123,60 @@ class Metrics(Collector, Observer):
             self._ended(timeline, end.reason, step.ended_ns)
 
     def _first_token(self, timeline: RequestTimeline) -> None:
-        arrived, first = timeline.request.ns, timeline.first_token_ns
-        self._observe("time_to_first_token_seconds", first - arrived)
-        self._observe("request_queue_time_seconds", timeline.admitted_ns - arrived)
+        first = timeline.first_token_ns
+        self._observe("time_to_first_token_seconds", first - timeline.arrived_ns)
+        self._observe("request_queue_time_seconds", timeline.admitted_ns - timeline.request.ns)
         self._observe("request_prefill_time_seconds", first - timeline.admitted_ns)
         self.counters["prompt_tokens_total"] += timeline.request.num_prompt
 
     def _ended(self, timeline: RequestTimeline, reason: str, now: int) -> None:
+        request, num_output = timeline.request, timeline.num_published
+        longest = self._choices.ended(request, num_output)
         if reason == "rejected":
             self._count("admission_rejections_total", reason)
             return
-        decoding, num_output = timeline.last_token_ns - timeline.first_token_ns, timeline.num_published
         self._count("request_success_total", reason)
-        self._observe("e2e_request_latency_seconds", now - timeline.request.ns)
-        self._histograms["request_prompt_tokens"].observe(timeline.request.num_prompt)
-        self._histograms["request_generation_tokens"].observe(num_output)
+        self._observe("e2e_request_latency_seconds", now - timeline.arrived_ns)
+        self._number("request_prompt_tokens", request.num_prompt)
+        self._number("request_generation_tokens", num_output)
+        self._number("request_params_max_tokens", request.params.max_tokens)
+        if longest is not None:
+            self._number("request_max_num_generation_tokens", longest)
+            self._number("request_params_n", request.params.n)
         if timeline.first_token_ns:
+            decoding = timeline.last_token_ns - timeline.first_token_ns
+            self._observe("request_inference_time_seconds", timeline.last_token_ns - timeline.admitted_ns)
             self._observe("request_decode_time_seconds", decoding)
-        if num_output > 1:
-            self._observe("request_time_per_output_token_seconds", decoding / (num_output - 1))
+            self._number("request_prefill_kv_computed_tokens", request.num_prompt - timeline.num_cached)
+            if num_output > 1:
+                self._observe("request_time_per_output_token_seconds", decoding / (num_output - 1))
 
-    def _tiers(self, step: Step) -> None:
+    def _tiers(self, step: Step, changes: Changes) -> None:
         """Counts the prefix hits of each tier and the copies between them."""
-        limits = self._info.limits
+        limits, counters = self._info.limits, self.counters
         loaded = len(step.loads) * limits.block_size
-        self.counters["prefix_cache_hits_total"] += sum([cached for _, cached in step.admitted]) - loaded
-        self.counters["external_prefix_cache_hits_total"] += loaded
+        on_device = sum([cached for _, cached in step.admitted]) - loaded
+        queries = sum([num_known for _, num_known in changes.admitted])
+        counters["prefix_cache_queries_total"] += queries
+        counters["prefix_cache_hits_total"] += on_device
+        if limits.num_host_blocks:
+            counters["external_prefix_cache_queries_total"] += queries - on_device
+            counters["external_prefix_cache_hits_total"] += loaded
+        self._sources([timeline for timeline, _ in changes.admitted if not timeline.num_preemptions], loaded)
         block_bytes = self._info.memory.host // max(1, limits.num_host_blocks)
         self._count("kv_offload_total_bytes_total", TO_HOST, len(step.saves) * block_bytes)
         self._count("kv_offload_total_bytes_total", TO_DEVICE, len(step.loads) * block_bytes)
+
+    def _sources(self, new: Sequence[RequestTimeline], loaded: int) -> None:
+        """Counts where the prompt tokens of new requests come from.
+
+        What a step has loaded is not told by request: it is taken to be theirs, not that of requests that return.
+        """
+        found = sum([timeline.cached for timeline in new])
+        from_host = min(found, loaded)
+        self._count("prompt_tokens_by_source_total", COMPUTED, sum([one.request.num_prompt for one in new]) - found)
+        self._count("prompt_tokens_by_source_total", ON_DEVICE, found - from_host)
+        self._count("prompt_tokens_by_source_total", IN_HOST, from_host)
 
     def _step(self, step: Step) -> None:
         """Observes a step's time and waste.  The executor starts a step when the previous one has ended."""
@@ -171,6 +205,10 @@ class Metrics(Collector, Observer):
     def _observe(self, name: str, nanoseconds: float) -> None:
         self._histograms[name].observe(max(nanoseconds, 0) * NS)
 
+    def _number(self, name: str, number: int | None) -> None:
+        if number is not None:
+            self._histograms[name].observe(number)
+
     def _count(self, name: str, label: str, times: int = 1) -> None:
         counts = self.labelled[name]
         counts[label] = counts.get(label, 0) + times
@@ -178,12 +216,19 @@ class Metrics(Collector, Observer):
     # -- exposition ----------------------------------------------------------------------------------------------
 
     def exposition(self) -> bytes:
-        """Returns the metrics in Prometheus' text format."""
+        """Returns the metrics in Prometheus' text format, with those that Prometheus' clients have of any process."""
         registry = CollectorRegistry()
         registry.register(self)
+        ProcessCollector(registry=registry)
         return generate_latest(registry)
 
     def collect(self) -> Iterator[Metric]:
+        for family in self._families():
+            yield family
+            if self._has_vllm_names:
+                yield from as_vllm(family)
+
+    def _families(self) -> Iterator[Metric]:
         shown, info = self._shown, self._info
         limits = info.limits
         yield shown.info("engine_info", "The engine's settings, as labels of a 1.", {

@@ -77,8 +77,8 @@ class Recorder(Observer):
 
     def started(self, info: EngineInfo) -> None:
         self._run = event_log.Run(
-            slotwise.__version__, info.model, info.dtype, info.device, self._calendar(), self._clock(), info.limits,
-            info.scheduling, info.eos_token_ids, info.depth, info.learned)
+            event_log.FORMAT, slotwise.__version__, info.model, info.dtype, info.device, self._calendar(),
+            self._clock(), info.limits, info.scheduling, info.eos_token_ids, info.depth, info.learned)
         self._write(self._run)
 
     def refused(self, kind: str) -> None:
@@ -111,8 +111,8 @@ class Recorder(Observer):
         self._arrivals += 1
         entry = event_log.Request(
             number, request.request_id, now_ns, len(request.prompt), request.params, request.seed, request.received_ns,
-            request.tokenised_ns, request.output_tokens, request.queue_timeout, request.slo, request.salt,
-            stop_lengths=request.stop_lengths)
+            request.read_ns, request.tokenised_ns, request.output_tokens, request.queue_timeout, request.slo,
+            request.salt, stop_lengths=request.stop_lengths)
         if self._file is not None:
             self._file.write(line_of(msgspec.structs.replace(entry, prompt=tuple(request.prompt))))
         self._show(entry, line_of(entry))

@@ -110,6 +110,11 @@ class RequestTimeline(msgspec.Struct, gc=False):
         return self.request.received_ns or self.request.ns
 
     @property
+    def arrived_ns(self) -> int:
+        """From here on a server's latencies count: the request was read whole."""
+        return self.request.read_ns or self.request.ns
+
+    @property
     def tokenised_ns(self) -> int:
         return self.request.tokenised_ns or self.request.ns
 

@@ -1,7 +1,6 @@
 """Names, help texts and buckets of the metrics, and their conversion to Prometheus' families.
 
-Names and buckets are vLLM's where it has the metric, with the prefix `slotwise:`, so that a dashboard for one works for
-the other after one substitution.
+Names and buckets are vLLM's where it has the metric, with the prefix `slotwise:`; `observe.vllm_metrics` has the rest.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ LATENCY = (.3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 
 STEP = (.001, .0025, .005, .01, .015, .02, .03, .04, .06, .08, .1, .15, .2, .3, .5, .75, 1, 2.5, 5, 10, 20)
 TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 STEP_TOKENS = tuple(2**power for power in range(15))
+CHOICES = (1, 2, 5, 10, 20, 50, 100)
 
 WAITS = (
     STEP_UNDER_WAY, reasons.NO_SLOT, reasons.NO_BLOCKS, reasons.TOKEN_BUDGET, reasons.SHORT_STEP, reasons.TIME_BUDGET,
@@ -34,15 +34,20 @@ STALLS = (
 FINISHED = ("stop", "length", "abort", "timeout", "shed", "error")
 
 HISTOGRAMS = {
-    "time_to_first_token_seconds": (TTFT, "Seconds from arrival to the first token."),
+    "time_to_first_token_seconds": (TTFT, "Seconds from arrival, when the body was read whole, to the first token."),
     "inter_token_latency_seconds": (ITL, "Seconds between two tokens of a request."),
     "request_time_per_output_token_seconds": (ITL, "Mean seconds between the tokens of a request."),
     "e2e_request_latency_seconds": (LATENCY, "Seconds from arrival to the end."),
-    "request_queue_time_seconds": (LATENCY, "Seconds from arrival to the first step."),
+    "request_queue_time_seconds": (LATENCY, "Seconds from the request's way to the engine to its first step."),
+    "request_inference_time_seconds": (LATENCY, "Seconds from the first step to the last token."),
     "request_prefill_time_seconds": (LATENCY, "Seconds from the first step to the first token."),
     "request_decode_time_seconds": (LATENCY, "Seconds from the first token to the last."),
     "request_prompt_tokens": (TOKENS, "Prompt tokens of a request."),
     "request_generation_tokens": (TOKENS, "Generated tokens of a request."),
+    "request_max_num_generation_tokens": (TOKENS, "Generated tokens of the longest of the choices of a prompt."),
+    "request_prefill_kv_computed_tokens": (TOKENS, "Prompt tokens of a request that were not found in the cache."),
+    "request_params_n": (CHOICES, "Choices of a prompt: the parameter n."),
+    "request_params_max_tokens": (TOKENS, "Most tokens that a request may generate: the parameter max_tokens."),
     "iteration_tokens_total": (STEP_TOKENS, "Tokens of requests computed in a step, padding not counted."),
 }
 STEP_TIME = "iteration_time_seconds"
@@ -55,6 +60,7 @@ COUNTERS = {
     "prompt_tokens_cached_total": "Prompt tokens found in the prefix cache at the first admission of their request.",
     "prefix_cache_queries_total": "Tokens of admitted requests, looked up in the prefix cache.",
     "prefix_cache_hits_total": "Tokens found in the prefix cache on the device.",
+    "external_prefix_cache_queries_total": "Tokens looked up in host memory: those not found on the device.",
     "external_prefix_cache_hits_total": "Tokens found in host memory only, and copied back to the device.",
     "recomputed_tokens_total": "Waste: tokens computed again after a preemption.",
     "padded_tokens_total": "Waste: padding tokens, computed beside those in iteration_tokens_total.",
@@ -73,7 +79,11 @@ class Labelled(NamedTuple):
 
 
 TO_HOST, TO_DEVICE = "GPU_to_CPU", "CPU_to_GPU"
+COMPUTED, ON_DEVICE, IN_HOST = SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 LABELLED = {
+    "prompt_tokens_by_source_total": Labelled(
+        "source", SOURCES, "Prompt tokens at the first admission of their request: to be computed, found in the prefix "
+        "cache on the device, found in host memory."),
     "kv_offload_total_bytes_total": Labelled(
         "transfer_type", (TO_HOST, TO_DEVICE), "Bytes of cache blocks copied to host memory and back, by direction."),
     "request_success_total": Labelled("finished_reason", FINISHED, "Finished requests, by reason."),

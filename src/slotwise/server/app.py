@@ -149,6 +149,7 @@ class App:
             await exchange.respond_error(answer)
         finally:
             self.api.num_exchanges -= 1
+            self.api.request_log.ended(exchange)
             del scope["exchange"]  # else they refer to each other, and the collector that frees them runs rarely
 
     def _tenant(self, scope: Scope, headers: Mapping[bytes, bytes]) -> str:

@@ -134,8 +134,8 @@ async def _respond(api: Api, exchange: HttpExchange, shape: Shape,
     tier = slo.tier or (UNTIERED if request.service_tier is not None else "")
     heading = Heading.now(shape, exchange.request_id, api.settings.served_model_name, tier)
     salt = _salt(exchange.tenant, request.cache_salt)
-    job = Job(request, prompts, params, heading, slo, salt, exchange.received_ns, exchange.traceparent, repeated,
-              is_silent)
+    job = Job(request, prompts, params, heading, slo, salt, exchange.received_ns, exchange.read_ns,
+              exchange.traceparent, repeated, is_silent)
     await answer(api, exchange, job)
 
 

@@ -28,6 +28,7 @@ from slotwise.server.prompts import Prompts
 from slotwise.server.protocol import Generate
 from slotwise.server.queue_headers import headers_of
 from slotwise.server.quotas import Account, Quotas
+from slotwise.server.request_log import RequestLog
 from slotwise.server.settings import ServerSettings
 from slotwise.server.slo import Tiers, slo_of
 from slotwise.server.subscribers import Subscribers
@@ -57,7 +58,7 @@ class Api:
                                                   engine_client.max_live)
         self.recorder = Recorder()
         self.metrics = Metrics(settings.served_model_name, engine_client.info, self.recorder.timelines,
-                               lambda: engine_client.healthy)
+                               lambda: engine_client.healthy, has_vllm_names=settings.vllm_metrics)
         self.recorder.add_reader(self.metrics)
         self.recorder.started(engine_client.info)
         self.quotas = Quotas(self.tiers.quota, self.admission_control, self.refused)
@@ -73,6 +74,7 @@ class Api:
         self.prompt_entries = TenantCapacity("log-probabilities of prompts are held", MAX_HELD)
         self.formatting = asyncio.Lock()  # see server.logprobs
         self.num_exchanges = 0  # in progress, of any kind
+        self.request_log = RequestLog(settings, prompts.tokenizer)
         self.seeds = random.Random(settings.seed)  # of requests without one
         self.serials = itertools.count()  # tracing ids may repeat; the engine's names may not
 

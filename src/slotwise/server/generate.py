@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
+from functools import partial
 
 from slotwise.core.params import SamplingParams
 from slotwise.engine.client import Refused
@@ -65,7 +66,7 @@ async def start(api: Api, job: Job) -> list[Choice]:
                     api.traces.caller(unique, job.traceparent)
                 generation = api.engine_client.submit(Add(
                     unique, prompt, sent.of_choice(k), (seed + k) % 2**64, output_tokens, job.salt, timeout,
-                    job.received_ns, tokenised_ns, job.slo, stop_lengths))
+                    job.received_ns, job.read_ns, tokenised_ns, job.slo, stop_lengths))
                 choices.append(Choice(len(choices), generation, text, stop_ids, is_silent=job.is_silent))
     except BaseException as error:
         finish(choices, "abort")
@@ -135,6 +136,7 @@ async def answer(api: Api, exchange: HttpExchange, job: Job) -> None:
     account = api.quotas.account(job.slo.tenant)
     with (api.quotas.reserved(account, job.most_tokens, lambda: _used(job, choices)),
           held(api.prompt_entries, exchange.holder, num_prompt_entries(job.params, sum(map(len, job.prompts))))):
+        exchange.about_generation = partial(api.request_log.about, job, choices)
         choices += await start(api, job)
         exchange.more += headers_of(wait_estimate)
         await _answered(api, exchange, job, choices)

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from http import HTTPStatus
+from typing import Any
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -39,7 +40,9 @@ class HttpExchange:
         self.tenant = ""  # of the request's key
         self.traceparent = dict(scope["headers"]).get(b"traceparent", b"").decode("latin-1")
         self.received_ns = time.monotonic_ns()
-        self.started = False
+        self.read_ns = 0  # the body was read whole
+        self.status = 0  # of the response; 0: none has begun
+        self.about_generation: Callable[[HttpExchange], dict[str, Any]] = lambda exchange: {}  # for its log line
         self.more: Headers = [NO_SNIFFING]  # headers of every response
         self.late_headers: Callable[[], Headers] = list  # further headers, evaluated when the response begins
         self._receive = receive
@@ -87,6 +90,7 @@ class HttpExchange:
                 raise too_large(max_bytes)
             parts.append(part)
             if not message.get("more_body", False):
+                self.read_ns = time.monotonic_ns()
                 return b"".join(parts)
             claim(size)
 
@@ -134,7 +138,7 @@ class HttpExchange:
 
     async def respond_error(self, error: ApiError) -> None:
         """Send an error: as the response, or as the last event of a stream in progress."""
-        if self.started:
+        if self.status:
             await self.end(b"data: " + error.body() + b"\n\n")
         else:
             await self.respond(error.body(), error.status, headers=error.headers())
@@ -145,7 +149,7 @@ class HttpExchange:
         Raises:
             ApiError: the client speaks HTTP/1.0, which knows no response of unknown length on an open connection.
         """
-        if not self.started:
+        if not self.status:
             if self.scope["http_version"] == "1.0":
                 raise bad_request("stream: a stream needs HTTP/1.1", "stream")
             await self._start(HTTPStatus.OK, [(b"content-type", content_type), (b"cache-control", b"no-cache")])
@@ -173,11 +177,11 @@ class HttpExchange:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, num_bytes)
 
     async def _start(self, status: int, headers: Headers) -> None:
-        self.started = True
+        self.status = int(status)
         headers += self.more
         headers += self.late_headers()
         headers.append((b"x-request-id", self.request_id.encode("ascii")))
-        await self._send({"type": "http.response.start", "status": int(status), "headers": headers})
+        await self._send({"type": "http.response.start", "status": self.status, "headers": headers})
 
 
 def too_large(max_bytes: int) -> ApiError:

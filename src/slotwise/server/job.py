@@ -30,7 +30,8 @@ class Job(NamedTuple):
     heading: Heading
     slo: SLO
     salt: str
-    received_ns: int  # monotonic
+    received_ns: int  # monotonic: its first bytes were read
+    read_ns: int  # likewise: its body was read whole
     traceparent: str  # W3C's header; empty when the caller is not traced
     repeated: Repeated = Repeated()
     is_silent: bool = False  # no output is wanted: `max_tokens` is 0

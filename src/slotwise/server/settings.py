@@ -34,6 +34,10 @@ class ServerSettings:
     otlp_traces_endpoint: str = ""  # a collector's URL, for OTLP over HTTP; empty: nothing is traced
     log_format: str = TEXT  # of stderr: see observe.lines
     log_stats: bool = True  # log the load, every ten seconds
+    log_requests: bool = False  # log a line for each request to generate
+    access_log: bool = False  # log a line for each HTTP exchange
+    max_log_len: int = 0  # characters of a request's prompts in its line
+    vllm_metrics: bool = False  # metrics that vLLM has are there under its names, too
     notices: tuple[str, ...] = ()  # lines to log at the start
     host: str = ""  # the name or address it listens on; it may stand in `Host`
     allowed_hosts: tuple[str, ...] = ()  # further names in `Host`, without ports; "*": any

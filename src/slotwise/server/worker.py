@@ -22,6 +22,7 @@ import msgspec
 
 from slotwise import child, spawn
 from slotwise.engine.ipc import ChannelClosed, Unframer, frame, pair
+from slotwise.observe import lines
 from slotwise.server.turns import Turns
 from slotwise.server.worker_main import DONE, FAILED, OUT_OF_MEMORY, REFUSED, TOO_LARGE, Limits
 
@@ -190,5 +191,5 @@ def _start(module: str, limits: Limits, theirs: socket.socket) -> subprocess.Pop
     """Start a Python process that inherits only `theirs`, standard error and the environment."""
     descriptor = theirs.fileno()
     command = child.python(
-        "slotwise.server.worker_main", module, msgspec.json.encode(limits).decode(), str(descriptor))
+        "slotwise.server.worker_main", module, msgspec.json.encode(limits).decode(), lines.chosen(), str(descriptor))
     return spawn.start(command, pass_fds=[descriptor], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)

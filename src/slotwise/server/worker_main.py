@@ -1,6 +1,6 @@
 """A worker process: runs the functions of one module, a call at a time, under limits that the system enforces.
 
-usage: python -m slotwise.server.worker_main MODULE LIMITS FD
+usage: python -m slotwise.server.worker_main MODULE LIMITS LOG_FORMAT FD
 
 MODULE has `CALLS`, functions by name; LIMITS are `Limits` as JSON; FD is a socket.  Ends with its parent,
 whose end of the socket is closed then; a call that never returns is ended by an alarm.
@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from slotwise.engine.ipc import BlockingChannel, ChannelClosed
+from slotwise.observe import lines
 
 READY, DONE, REFUSED, FAILED, OUT_OF_MEMORY, TOO_LARGE = "ready", "done", "refused", "failed", "memory", "large"
 
@@ -72,4 +73,5 @@ def main(module: str, limits: Limits, descriptor: int) -> None:
 
 if __name__ == "__main__":
     with contextlib.suppress(ChannelClosed):
-        main(sys.argv[1], msgspec.json.decode(sys.argv[2], type=Limits), int(sys.argv[3]))
+        lines.set_up(sys.argv[3])
+        main(sys.argv[1], msgspec.json.decode(sys.argv[2], type=Limits), int(sys.argv[4]))

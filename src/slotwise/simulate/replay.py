@@ -111,8 +111,6 @@ class _Player:
         if replayed is None:
             self.difference = Difference(self._records, logged.step, "record", "something happened", "nothing did")
             return
-        if not logged.prefills:
-            replayed.prefills = ()  # an older version did not record them
         if event_log.encode(logged) != event_log.encode(replayed):
             name = next(name for name in logged.__struct_fields__ if getattr(logged, name) != getattr(replayed, name))
             field = logged.__struct_encode_fields__[logged.__struct_fields__.index(name)]  # its name in the log

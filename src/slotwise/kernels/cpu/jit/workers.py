@@ -47,7 +47,8 @@ def set_to_work(number: int, claims: Path, names: list[str]) -> list[CompileWork
         claims: a folder in which to claim work.
 
     Returns:
-        The workers.  Each ends when there is nothing left, and may have failed.
+        The workers.  Each ends when there is nothing left, and may have failed, of which it says nothing: what it
+        leaves is compiled here, and fails here.
     """
     _call(number - len(_waiting))
     chosen = [_waiting.pop() for _ in range(number)]
@@ -73,4 +74,5 @@ def _call(number: int) -> None:
         return
     command, free = child.python(__package__, options=("-W", "ignore")), child.environment()
     free.pop("OMP_PROC_BIND", None)  # or all would be bound to the first core
-    _waiting.extend(spawn.start(command, stdin=subprocess.PIPE, text=True, env=free) for _ in range(number))
+    _waiting.extend(spawn.start(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=free)
+                    for _ in range(number))

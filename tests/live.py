@@ -6,12 +6,13 @@ import contextlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 
+CLI = (sys.executable, "-m", "slotwise.cli")
 READY = re.compile(r"Ready after .* on (https?://\S+)")
 
 
@@ -23,12 +24,11 @@ class Live:
 
 
 @contextlib.contextmanager
-def serving(*arguments: str, log: Path) -> Iterator[Live]:
+def serving(*arguments: str, log: Path, program: Sequence[str] = CLI) -> Iterator[Live]:
     """Run the command line with `arguments`; what it writes to stderr goes to `log`."""
     with log.open("w") as stderr:
         process = subprocess.Popen(
-            [sys.executable, "-m", "slotwise.cli", "serve", "--port", "0", *arguments], stdout=subprocess.PIPE,
-            stderr=stderr, text=True)
+            [*program, "serve", "--port", "0", *arguments], stdout=subprocess.PIPE, stderr=stderr, text=True)
         try:
             url = _address(process, log)
             with httpx.Client(base_url=url, timeout=120) as client:
@@ -52,4 +52,4 @@ def _address(process: subprocess.Popen[str], log: Path) -> str:
 
 def cli(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "slotwise.cli", *arguments], input=stdin, capture_output=True, text=True, timeout=120)
+        [*CLI, *arguments], input=stdin, capture_output=True, text=True, timeout=120)

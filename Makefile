@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CLIENTS := .venv-clients
+CLIENT_PIP := $(CLIENTS)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check
 # Four test processes of one compute thread each, for many tests wait for servers: threads that share cores wait for each
 # other at every kernel.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
@@ -42,7 +43,7 @@ docs: $(VENV)/docs.ready   ## build the documentation as a site, build/site/inde
 clients-install: $(CLIENTS)/clients.ready
 
 clients: clients-install $(VENV)/kernels.ready   ## real clients against live servers; writes the table of docs/clients.md
-	OMP_NUM_THREADS=1 $(CLIENTS)/bin/python -m pytest clients $(or $(ARGS),--table docs/clients.json); \
+	OMP_NUM_THREADS=1 $(CLIENTS)/bin/python -m pytest -W ignore clients $(or $(ARGS),--table docs/clients.json); \
 	outcome=$$?; $(BIN)/python -m docs.generate && exit $$outcome
 
 gpu-check:       ## check and measure on a GPU, in eight minutes (ARGS=--rehearse: in small, on the CPU)
@@ -66,11 +67,12 @@ $(VENV)/docs.ready: $(VENV)/serve.ready
 	touch $@
 
 # It stands on the packages of $(VENV), torch above all: no second copy is fetched, and the server's stay as they are.
-$(CLIENTS)/clients.ready: $(VENV)/test.ready clients/requirements.txt clients/package.json
+$(CLIENTS)/clients.ready: $(VENV)/test.ready $(wildcard clients/requirements*.txt) clients/package.json
 	test -x $(CLIENTS)/bin/python || $(BIN)/python -m venv $(CLIENTS)
 	$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
 		> $$($(CLIENTS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/stands_on.pth
-	$(CLIENTS)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -r clients/requirements.txt || \
+	{ $(CLIENT_PIP) --upgrade pip && $(CLIENT_PIP) -r clients/requirements.txt && \
+	  $(CLIENT_PIP) --no-deps -r clients/requirements-alone.txt; } || \
 		{ echo "The package registry did not give all clients of clients/requirements.txt: see above"; exit 1; }
 	if command -v npm >/dev/null; then npm install --prefix clients --no-package-lock --no-audit --no-fund --silent || \
 		{ echo "The package registry of Node did not give clients/package.json"; exit 1; }; fi

@@ -40,7 +40,7 @@ class Server:
         assert response.status_code == 200, response.text
         return response.json()
 
-    def completion(self, prompt: str = PROMPT, max_tokens: int = MAX_TOKENS) -> str:
+    def completion(self, prompt: str | list[int] = PROMPT, max_tokens: int = MAX_TOKENS) -> str:
         """The greedy continuation of a prompt."""
         body = self.post("/v1/completions", prompt=prompt, max_tokens=max_tokens, temperature=0)
         return body["choices"][0]["text"]

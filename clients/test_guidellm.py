@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from importlib.metadata import version
@@ -27,7 +28,8 @@ def measured(server: Server, folder: Path, route: str, profile: str) -> dict[str
         "--profile", profile, "--constraint", f"kind=max_requests,count={REQUESTS}",
         "--data", f"kind=synthetic_text,prompt_tokens={PROMPT_TOKENS},output_tokens={OUTPUT_TOKENS}",
         "--tokenizer", f"kind=huggingface_auto,model={BUILTIN}", "--output", f"kind=json,path={report}"],
-        cwd=folder, capture_output=True, text=True, timeout=280)
+        cwd=folder, env=os.environ | {"GUIDELLM__MAX_WORKER_PROCESSES": "1"}, capture_output=True, text=True,
+        timeout=280)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     (benchmark,) = json.loads(report.read_text())["benchmarks"]
     return benchmark

@@ -36,10 +36,14 @@ def _models(builtin: Server, chat: Server) -> None:
     (folder / "keys.json").write_text(json.dumps({"slotwise": chat.key}))
 
 
-def llm(*arguments: str) -> str:
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     done = subprocess.run([PROGRAM, *arguments], capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stderr
-    return done.stdout.removesuffix("\n")
+    return done
+
+
+def llm(*arguments: str) -> str:
+    return run(*arguments).stdout.removesuffix("\n")
 
 
 def test_models() -> None:
@@ -71,6 +75,5 @@ def test_conversation(chat: Server) -> None:
 
 def test_usage() -> None:
     """Reads the token counts of a stream (`--usage`)."""
-    done = subprocess.run([PROGRAM, "-m", "talk", "--usage", "What is a slot?", *GREEDY], capture_output=True, text=True,
-                          timeout=120, stdin=subprocess.DEVNULL)
-    assert "Token usage" in done.stderr and f"{MAX_TOKENS} output" in done.stderr
+    told = run("-m", "talk", "--usage", "What is a slot?", *GREEDY).stderr
+    assert "Token usage" in told and f"{MAX_TOKENS} output" in told

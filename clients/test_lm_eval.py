@@ -6,17 +6,18 @@ Its log-likelihoods are compared with those that transformers computes of the sa
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import lm_eval
 import pytest
+from lm_eval.tasks import TaskManager
 from servers import BUILTIN, ROOT, Server
 
 CLIENT = "`lm-eval`"
@@ -27,36 +28,41 @@ DOCS = [json.loads(line) for line in (TASKS / "signatures.jsonl").read_text().sp
 MAX_GEN_TOKS = 24
 WITHIN = 2e-3  # of a log-likelihood, summed over tokens in float32
 COMMAND = re.compile(r"^```\n(lm_eval .*?)^```", re.DOTALL | re.MULTILINE)
-Samples = list[dict[str, Any]]
-Run = Callable[..., dict[str, Samples]]
-
-
-@pytest.fixture
-def run(tmp_path: Path, chat: Server) -> Run:
-    """Runs lm_eval and returns the samples of each task, in the order of the file."""
-    def lm_eval(*arguments: str) -> dict[str, Samples]:
-        done = subprocess.run(
-            [PROGRAM, *arguments, "--include_path", str(TASKS), "--output_path", str(tmp_path), "--log_samples"],
-            cwd=ROOT, env=os.environ | {"OPENAI_API_KEY": chat.key}, capture_output=True, text=True, timeout=280)
-        assert done.returncode == 0, done.stderr[-3000:]
-        return {path.name.split("_20")[0].removeprefix("samples_"): _samples(path)
-                for path in tmp_path.rglob("samples_*.jsonl")}
-
-    return lm_eval
-
-
-def _samples(path: Path) -> Samples:
-    return sorted(map(json.loads, path.read_text().splitlines()), key=lambda sample: sample["doc_id"])
-
-
-def arguments(server: Server, route: str, *tasks: str, model: str = "local-completions", **more: object) -> list[str]:
-    given = {"model": server.model, "base_url": f"{server.base_url}/{route}"} | more
-    return ["--model", model, "--model_args", ",".join(f"{name}={value}" for name, value in given.items()),
-            "--tasks", ",".join(tasks)]
+Samples = list[dict[str, Any]]  # of a task, in the order of its file
+Likelihood = Callable[[str, str], tuple[float, bool]]
 
 
 @pytest.fixture(scope="module")
-def likelihood() -> Callable[[str, str], tuple[float, bool]]:
+def page(builtin: Server, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Samples]:
+    """What the page's command gives, by task."""
+    folder = tmp_path_factory.mktemp("results")
+    (command,) = COMMAND.findall((ROOT / "docs" / "clients.md").read_text())
+    program, *given = shlex.split(command.replace("\\\n", " ").replace("http://127.0.0.1:8000", builtin.url))
+    assert program == "lm_eval"
+    done = subprocess.run(
+        [PROGRAM, *given, "--output_path", str(folder), "--log_samples"],
+        cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    files = {path.name.split("_20")[0].removeprefix("samples_"): path for path in folder.rglob("samples_*.jsonl")}
+    return {task: _in_order(map(json.loads, path.read_text().splitlines())) for task, path in files.items()}
+
+
+def evaluated(task: str, model: str, server: Server, route: str, **more: Any) -> Samples:
+    """The samples of a task through the harness's Python interface."""
+    given = {"model": server.model, "base_url": f"{server.base_url}/{route}", "header": {
+        "Authorization": f"Bearer {server.key}"}} | more.pop("model_args", {})
+    tasks = TaskManager(include_path=str(TASKS), include_defaults=False)
+    found = lm_eval.simple_evaluate(
+        model=model, model_args=given, tasks=[task], task_manager=tasks, log_samples=True, bootstrap_iters=0, **more)
+    return _in_order(found["samples"][task])
+
+
+def _in_order(samples: Iterable[dict[str, Any]]) -> Samples:
+    return sorted(samples, key=lambda sample: sample["doc_id"])
+
+
+@pytest.fixture(scope="module")
+def likelihood() -> Likelihood:
     """transformers' log-likelihood of a text after another one, and whether it is the greedy continuation."""
     import torch
     from checkpoints import one_thread, reference_model
@@ -76,57 +82,60 @@ def likelihood() -> Callable[[str, str], tuple[float, bool]]:
     return of
 
 
-def test_likelihoods(builtin: Server, run: Run, likelihood: Callable[[str, str], tuple[float, bool]]) -> None:
-    """`local-completions`: multiple choice by log-likelihood; the values are those of transformers."""
-    (samples,) = run(*arguments(builtin, "completions", "signature_choice", tokenizer_backend="huggingface",
-                                tokenizer=BUILTIN, num_concurrent=4)).values()
-    assert len(samples) == len(DOCS)
-    for doc, sample in zip(DOCS, samples, strict=True):
+def test_the_page(page: dict[str, Samples]) -> None:
+    """The command of [Evaluate a model](#evaluate-a-model), as it is written there."""
+    assert page.keys() == {"signature_choice", "signature_body", "signature_perplexity"}
+    assert {len(samples) for samples in page.values()} == {len(DOCS)}
+
+
+def test_choice(page: dict[str, Samples], likelihood: Likelihood) -> None:
+    """`local-completions`: multiple choice; the log-likelihoods are those that `transformers` computes."""
+    for doc, sample in zip(DOCS, page["signature_choice"], strict=True):
         for body, (response,) in zip(doc["bodies"], sample["resps"], strict=True):
             expected, greedy = likelihood(doc["signature"], body)
             assert float(response[0]) == pytest.approx(expected, abs=WITHIN)
             assert str(response[1]) == str(greedy)
 
 
-def test_batches(builtin: Server, run: Run, likelihood: Callable[[str, str], tuple[float, bool]]) -> None:
-    """`local-completions` with `batch_size`: several prompts of token ids in one request."""
-    (samples,) = run(*arguments(builtin, "completions", "signature_choice", tokenizer_backend="huggingface",
-                                tokenizer=BUILTIN), "--batch_size", "4").values()
-    first = [float(response[0]) for (response,) in samples[0]["resps"]]
-    expected = [likelihood(DOCS[0]["signature"], body)[0] for body in DOCS[0]["bodies"]]
-    assert first == pytest.approx(expected, abs=WITHIN)
-
-
-def test_perplexity(builtin: Server, run: Run, likelihood: Callable[[str, str], tuple[float, bool]]) -> None:
-    """`local-completions`: perplexity of whole texts (`loglikelihood_rolling`), as transformers has it."""
-    (samples,) = run(*arguments(builtin, "completions", "signature_perplexity", tokenizer_backend="huggingface",
-                                tokenizer=BUILTIN)).values()
-    for doc, sample in zip(DOCS, samples, strict=True):
+def test_perplexity(page: dict[str, Samples], likelihood: Likelihood) -> None:
+    """`local-completions`: perplexity of whole texts (`loglikelihood_rolling`), as `transformers` has it."""
+    for doc, sample in zip(DOCS, page["signature_perplexity"], strict=True):
         expected, _ = likelihood("", doc["signature"] + doc["bodies"][doc["answer"]])
         assert float(sample["resps"][0][0]) == pytest.approx(expected, abs=WITHIN)
 
 
-def test_generation(builtin: Server, run: Run) -> None:
-    """`local-completions`: generation until stop strings, without a tokenizer on the client's side."""
-    (samples,) = run(*arguments(builtin, "completions", "signature_body", tokenizer_backend="none",
-                                num_concurrent=4)).values()
+def test_generation(page: dict[str, Samples], builtin: Server) -> None:
+    """`local-completions`: generation until stop strings, from token ids."""
+    for doc, sample in zip(DOCS, page["signature_body"], strict=True):
+        ids = builtin.post("/tokenize", prompt=doc["signature"], add_special_tokens=False)["tokens"]
+        assert sample["resps"][0][0] == until_definition(builtin.completion(ids, MAX_GEN_TOKS))
+
+
+def test_batches(builtin: Server, likelihood: Likelihood) -> None:
+    """`local-completions` with `batch_size`: several prompts in one request."""
+    samples = evaluated("signature_choice", "local-completions", builtin, "completions", batch_size=4, model_args={
+        "tokenizer_backend": "huggingface", "tokenizer": str(BUILTIN)})
     for doc, sample in zip(DOCS, samples, strict=True):
-        text = builtin.completion(doc["signature"], MAX_GEN_TOKS)
-        assert sample["resps"][0][0] == re.split("\ndef |\nclass ", text)[0]
+        found = [float(response[0]) for (response,) in sample["resps"]]
+        assert found == pytest.approx([likelihood(doc["signature"], body)[0] for body in doc["bodies"]], abs=WITHIN)
 
 
-def test_chat(chat: Server, run: Run) -> None:
-    """`local-chat-completions` with `--apply_chat_template` and a system message."""
-    (samples,) = run(*arguments(chat, "chat/completions", "signature_body", model="local-chat-completions"),
-                     "--apply_chat_template", "--system_instruction", "Write code.").values()
+def test_without_a_tokenizer(builtin: Server) -> None:
+    """`local-completions` with `tokenizer_backend=None`: generation from texts, several at once."""
+    samples = evaluated("signature_body", "local-completions", builtin, "completions", model_args={
+        "tokenizer_backend": None, "num_concurrent": 4})
+    for doc, sample in zip(DOCS, samples, strict=True):
+        assert sample["resps"][0][0] == until_definition(builtin.completion(doc["signature"], MAX_GEN_TOKS))
+
+
+def test_chat(chat: Server) -> None:
+    """`local-chat-completions` with `apply_chat_template` and a system message."""
+    samples = evaluated("signature_body", "local-chat-completions", chat, "chat/completions",
+                        apply_chat_template=True, system_instruction="Write code.")
     for doc, sample in zip(DOCS, samples, strict=True):
         turns = [{"role": "system", "content": "Write code."}, {"role": "user", "content": doc["signature"]}]
-        assert sample["resps"][0][0] == chat.chat(turns, MAX_GEN_TOKS)
+        assert sample["resps"][0][0] == until_definition(chat.chat(turns, MAX_GEN_TOKS))
 
 
-def test_the_page(builtin: Server, run: Run) -> None:
-    """The command of [Evaluate a model](#evaluate-a-model), as it is written there."""
-    (command,) = COMMAND.findall((ROOT / "docs" / "clients.md").read_text())
-    program, *given = shlex.split(command.replace("\\\n", " ").replace("http://127.0.0.1:8000", builtin.url))
-    assert program == "lm_eval"
-    assert run(*given).keys() == {"signature_choice", "signature_body"}
+def until_definition(text: str) -> str:
+    return re.split("\ndef |\nclass ", text)[0]

@@ -4,42 +4,46 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import pytest
-from servers import BUILTIN, Server
+from servers import BUILTIN, ROOT, Server
 
 CLIENT = "`guidellm`"
 VERSION = version("guidellm")
 PROGRAM = Path(sys.executable).with_name("guidellm")
-PROMPT_TOKENS, OUTPUT_TOKENS, REQUESTS = 16, 8, 6
+COMMAND = re.compile(r"^```\n(guidellm .*?)^```", re.DOTALL | re.MULTILINE)
+CHATS = ("guidellm run --backend kind=openai_http,target=http://127.0.0.1:8000 --profile kind=constant,rate=20 "
+         "--constraint kind=max_requests,count=6 --data kind=synthetic_text,prompt_tokens=16,output_tokens=8 "
+         f"--tokenizer kind=huggingface_auto,model={BUILTIN}")
 
 
-def measured(server: Server, folder: Path, route: str, profile: str) -> dict[str, Any]:
-    """The first benchmark of a run's report."""
-    report = folder / "report.json"
-    done = subprocess.run([
-        PROGRAM, "run", "--disable-console",
-        "--backend", f"kind=openai_http,target={server.url},model={server.model},request_format={route}",
-        "--profile", profile, "--constraint", f"kind=max_requests,count={REQUESTS}",
-        "--data", f"kind=synthetic_text,prompt_tokens={PROMPT_TOKENS},output_tokens={OUTPUT_TOKENS}",
-        "--tokenizer", f"kind=huggingface_auto,model={BUILTIN}", "--output", f"kind=json,path={report}"],
-        cwd=folder, env=os.environ | {"GUIDELLM__MAX_WORKER_PROCESSES": "1"}, capture_output=True, text=True,
+def requests(command: str, server: Server, folder: Path) -> dict[str, Any]:
+    """The requests of a run's only benchmark, by their outcome."""
+    program, *given = shlex.split(command.replace("\\\n", " ").replace("http://127.0.0.1:8000", server.url))
+    assert program == "guidellm"
+    done = subprocess.run(
+        [PROGRAM, *given, "--disable-console", "--output", f"kind=json,path={folder / 'report.json'}"],
+        cwd=ROOT, env=os.environ | {"GUIDELLM__MAX_WORKER_PROCESSES": "1"}, capture_output=True, text=True,
         timeout=280)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-    (benchmark,) = json.loads(report.read_text())["benchmarks"]
-    return benchmark
+    (benchmark,) = json.loads((folder / "report.json").read_text())["benchmarks"]
+    return benchmark["requests"]
 
 
-@pytest.mark.parametrize(("route", "profile"), [
-    ("/v1/completions", "kind=concurrent,streams=2"), ("/v1/chat/completions", "kind=constant,rate=20"),
-], ids=["completions", "chat"])
-def test_benchmark(builtin: Server, tmp_path: Path, route: str, profile: str) -> None:
-    """A benchmark of `{route}` with `--profile {profile}`: all requests succeed, with the lengths asked for."""
-    requests = measured(builtin, tmp_path, route, profile)["requests"]
-    assert len(requests["successful"]) == REQUESTS and not requests["errored"]
-    assert {request["output_tokens"] for request in requests["successful"]} == {OUTPUT_TOKENS}
+def test_completions(builtin: Server, tmp_path: Path) -> None:
+    """The command of [Benchmark a server](#benchmark-a-server): every output has the length that was asked for."""
+    (command,) = COMMAND.findall((ROOT / "docs" / "clients.md").read_text())
+    found = requests(command, builtin, tmp_path)
+    assert not found["errored"] and [one["output_tokens"] for one in found["successful"]] == [32] * 64
+
+
+def test_chats(builtin: Server, tmp_path: Path) -> None:
+    """A benchmark of `/v1/chat/completions` at a constant rate: every output has the length that was asked for."""
+    found = requests(CHATS, builtin, tmp_path)
+    assert not found["errored"] and [one["output_tokens"] for one in found["successful"]] == [8] * 6

@@ -42,9 +42,13 @@ def conversation(**more: Any) -> dict[str, Any]:
 
 
 def test_model(builtin: Server) -> None:
-    """Finds the model: the first of `/v1/models`, its `id` and `root`."""
+    """Without `--model`: the first of `/v1/models`, whose `root` has the tokenizer."""
+    from transformers import AutoTokenizer
+
     first = builtin.http.get("/v1/models").json()["data"][0]
-    assert first["id"] == builtin.model and isinstance(first["root"], str)
+    assert first["id"] == builtin.model
+    assert AutoTokenizer.from_pretrained(first["root"])(PROMPT).input_ids[-3:] == \
+        builtin.post("/tokenize", prompt=PROMPT)["tokens"][-3:]
 
 
 def test_completions(builtin: Server) -> None:

@@ -6,9 +6,9 @@ import json
 from collections import Counter
 
 from docs.generate.blocks import ROOT
-from docs.generate.markdown import sentence, table
+from docs.generate.markdown import code, escaped, sentence, table
 
-RESULTS = {"works": "Works.", "refused": "Refused: {}", "fails": "**Fails**: {}", "not run": "Not run: {}"}
+RESULTS = {"works": "Works.", "refused": "Refused: {}.", "fails": "**Fails**: {}.", "not run": "Not run: {}"}
 
 
 def clients() -> str:
@@ -16,12 +16,12 @@ def clients() -> str:
     content = json.loads((ROOT / "docs" / "clients.json").read_text())
     rows = content["rows"]
     counts = Counter(row["result"] for row in rows)
-    told = ", ".join(f"{counts[name]} {name}" for name in ("works", "refused", "fails", "not run") if counts[name])
-    head = f"Run on {content['date']} with Python {content['python']}; rows by their result: {told}."
+    told = ", ".join(f"{result}: {counts[result]}" for result in RESULTS if counts[result])
+    head = f"Run on {content['date']} with Python {content['python']}; {len(rows)} rows ({told})."
     return head + "\n\n" + table(("client", "version", "what it does", "result"), [
         (row["client"], row["version"], sentence(row["does"]), _result(row)) for row in rows])
 
 
 def _result(row: dict[str, str]) -> str:
-    reason = sentence(row["reason"]) if row["reason"] else ""
+    reason = escaped(row["reason"]) if row["result"] == "not run" else code(row["reason"])
     return RESULTS[row["result"]].format(reason)

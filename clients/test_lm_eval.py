@@ -18,7 +18,7 @@ from typing import Any
 import lm_eval
 import pytest
 from lm_eval.tasks import TaskManager
-from servers import BUILTIN, ROOT, Server
+from servers import BUILTIN, PROMPT, ROOT, Server
 
 CLIENT = "`lm-eval`"
 VERSION = version("lm-eval")
@@ -47,14 +47,15 @@ def page(builtin: Server, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return {task: _in_order(map(json.loads, path.read_text().splitlines())) for task, path in files.items()}
 
 
-def evaluated(task: str, model: str, server: Server, route: str, **more: Any) -> Samples:
+def evaluated(task: str | dict[str, Any], model: str, server: Server, route: str, **more: Any) -> Samples:
     """The samples of a task through the harness's Python interface."""
     given = {"model": server.model, "base_url": f"{server.base_url}/{route}", "header": {
         "Authorization": f"Bearer {server.key}"}} | more.pop("model_args", {})
     tasks = TaskManager(include_path=str(TASKS), include_defaults=False)
     found = lm_eval.simple_evaluate(
         model=model, model_args=given, tasks=[task], task_manager=tasks, log_samples=True, bootstrap_iters=0, **more)
-    return _in_order(found["samples"][task])
+    (samples,) = found["samples"].values()
+    return _in_order(samples)
 
 
 def _in_order(samples: Iterable[dict[str, Any]]) -> Samples:
@@ -118,6 +119,20 @@ def test_batches(builtin: Server, likelihood: Likelihood) -> None:
     for doc, sample in zip(DOCS, samples, strict=True):
         found = [float(response[0]) for (response,) in sample["resps"]]
         assert found == pytest.approx([likelihood(doc["signature"], body)[0] for body in doc["bodies"]], abs=WITHIN)
+
+
+def test_long_prompts(builtin: Server, tmp_path: Path) -> None:
+    """`local-completions` with `max_length`: prompts are cut to exactly what the server can hold."""
+    longest = builtin.http.get("/v1/models").json()["data"][0]["max_model_len"]
+    (tmp_path / "long.jsonl").write_text(json.dumps({"text": PROMPT + "\n        pass" * longest, "body": " pass"}))
+    files = {"data_files": {"test": str(tmp_path / "long.jsonl")}}
+    task = {"task": "long", "dataset_path": "json", "dataset_kwargs": files, "test_split": "test",
+            "output_type": "loglikelihood", "doc_to_text": "text", "doc_to_target": "body", "target_delimiter": "",
+            "metric_list": [{"metric": "acc"}]}
+    (sample,) = evaluated(task, "local-completions", builtin, "completions", model_args={
+        "tokenizer_backend": "huggingface", "tokenizer": str(BUILTIN), "max_length": longest, "max_retries": 1})
+    ((likelihood, _),) = sample["resps"][0]
+    assert float(likelihood) < 0
 
 
 def test_without_a_tokenizer(builtin: Server) -> None:

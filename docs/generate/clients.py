@@ -23,5 +23,5 @@ def clients() -> str:
 
 
 def _result(row: dict[str, str]) -> str:
-    reason = escaped(row["reason"]) if row["result"] == "not run" else code(row["reason"])
+    reason = escaped(row["reason"]) if row["result"] == "not run" else code(row["reason"].replace("`", "'"))
     return RESULTS[row["result"]].format(reason)

@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+CLIENTS := .venv-clients
+CLIENT_PIP := $(CLIENTS)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check
 # Four test processes of one compute thread each, for many tests wait for servers: threads that share cores wait for each
 # other at every kernel.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
@@ -9,7 +11,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 4 --dist load
 # Python keeps what it has compiled, whatever the shell says: else every process of the tests would compile torch anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install serve test suite quick lint docs gpu-check clean
+.PHONY: help install serve test suite quick lint docs clients clients-install gpu-check clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -38,6 +40,12 @@ docs: $(VENV)/docs.ready   ## build the documentation as a site, build/site/inde
 		src/slotwise/core/interfaces.py src/slotwise/builtin/NOTICE.md | tar xf - -C build/pages
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
+clients-install: $(CLIENTS)/clients.ready
+
+clients: clients-install $(VENV)/kernels.ready   ## real clients against live servers; writes the table of docs/clients.md
+	OMP_NUM_THREADS=1 $(CLIENTS)/bin/python -m pytest -W ignore clients $(or $(ARGS),--table docs/clients.json); \
+	outcome=$$?; $(BIN)/python -m docs.generate && exit $$outcome
+
 gpu-check:       ## check and measure on a GPU, in eight minutes (ARGS=--rehearse: in small, on the CPU)
 	@if $(PYTHON) -c 'import torch' 2>/dev/null; then python=$(PYTHON); \
 	else $(MAKE) $(VENV)/test.ready && python=$(BIN)/python; fi; \
@@ -58,6 +66,18 @@ $(VENV)/docs.ready: $(VENV)/serve.ready
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check "slotwise[docs]"
 	touch $@
 
+# It stands on the packages of $(VENV), torch above all: no second copy is fetched, and the server's stay as they are.
+$(CLIENTS)/clients.ready: $(VENV)/test.ready $(wildcard clients/requirements*.txt) clients/package.json
+	test -x $(CLIENTS)/bin/python || $(BIN)/python -m venv $(CLIENTS)
+	$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
+		> $$($(CLIENTS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/stands_on.pth
+	{ $(CLIENT_PIP) --upgrade pip && $(CLIENT_PIP) -r clients/requirements.txt && \
+	  $(CLIENT_PIP) --no-deps -r clients/requirements-alone.txt; } || \
+		{ echo "The package registry did not give all clients of clients/requirements.txt: see above"; exit 1; }
+	if command -v npm >/dev/null; then npm install --prefix clients --no-package-lock --no-audit --no-fund --silent || \
+		{ echo "The package registry of Node did not give clients/package.json"; exit 1; }; fi
+	touch $@
+
 # Read once, before four processes each rewrite the assertions of every test and compile whatever tests import.
 $(VENV)/collected.ready: $(VENV)/test.ready
 	$(BIN)/python -m pytest --collect-only --quiet >/dev/null || true
@@ -69,4 +89,4 @@ $(VENV)/kernels.ready: $(VENV)/serve.ready $(wildcard src/slotwise/kernels/cpu/*
 	touch $@
 
 clean:           ## remove the virtual environment and caches
-	rm -rf $(VENV) .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(CLIENTS) clients/node_modules .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache

@@ -8,12 +8,13 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 
+CLI = (sys.executable, "-m", "slotwise.cli")
 READY = re.compile(r"Ready after .* on (https?://\S+)")
 
 
@@ -25,12 +26,11 @@ class Live:
 
 
 @contextlib.contextmanager
-def serving(*arguments: str, log: Path) -> Iterator[Live]:
+def serving(*arguments: str, log: Path, program: Sequence[str] = CLI) -> Iterator[Live]:
     """Run the command line with `arguments`; what it writes to stderr goes to `log`."""
     with log.open("w") as stderr:
         process = subprocess.Popen(
-            [sys.executable, "-m", "slotwise.cli", "serve", "--port", "0", *arguments], stdout=subprocess.PIPE,
-            stderr=stderr, text=True)
+            [*program, "serve", "--port", "0", *arguments], stdout=subprocess.PIPE, stderr=stderr, text=True)
         try:
             url = _address_in(log, process) if "json" in arguments else _address(process, log)
             with httpx.Client(base_url=url, timeout=120) as client:
@@ -64,4 +64,4 @@ def _address_in(log: Path, process: subprocess.Popen[str]) -> str:
 
 def cli(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "slotwise.cli", *arguments], input=stdin, capture_output=True, text=True, timeout=120)
+        [*CLI, *arguments], input=stdin, capture_output=True, text=True, timeout=120)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from docs.generate import (
+    clients,
     coming_from,
     command_line,
     http,
@@ -64,4 +65,5 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "vllm routes": coming_from.vllm_routes,
     "llama cpp": coming_from.llama_cpp,
     "ollama": coming_from.ollama,
+    "clients": clients.clients,
 }

@@ -1,0 +1,116 @@
+"""LangChain's chat model and language model for OpenAI's interface."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from importlib.metadata import version
+
+import openai
+import pytest
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
+from langchain_core.prompts import ChatPromptTemplate
+from langchain_openai import ChatOpenAI, OpenAI
+from pydantic import BaseModel
+from servers import MAX_TOKENS, MESSAGES, PROMPT, Server
+
+CLIENT = "`langchain-openai`"
+VERSION = version("langchain-openai")
+KINDS = {"system": SystemMessage, "user": HumanMessage, "assistant": AIMessage}
+CONVERSATION = [KINDS[turn["role"]](turn["content"]) for turn in MESSAGES]
+
+
+class Answer(BaseModel):
+    """What is asked for as structured output."""
+
+    text: str
+
+
+@pytest.fixture(scope="module")
+def talk(chat: Server) -> ChatOpenAI:
+    return ChatOpenAI(base_url=chat.base_url, api_key=chat.key, model=chat.model, temperature=0,
+                      max_tokens=MAX_TOKENS, max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def code(builtin: Server) -> OpenAI:
+    return OpenAI(base_url=builtin.base_url, api_key=builtin.key, model=builtin.model, temperature=0,
+                  max_tokens=MAX_TOKENS, max_retries=0)
+
+
+def test_invoke(talk: ChatOpenAI, chat: Server) -> None:
+    """`ChatOpenAI.invoke` answers a conversation and has the token counts."""
+    answer = talk.invoke(CONVERSATION)
+    assert answer.content == chat.chat() and answer.usage_metadata["output_tokens"] > 0
+
+
+def test_stream(talk: ChatOpenAI, chat: Server) -> None:
+    """`ChatOpenAI.stream` answers in pieces, with the token counts."""
+    pieces = list(talk.stream(CONVERSATION, stream_usage=True))
+    assert len(pieces) > 2 and "".join(piece.content for piece in pieces) == chat.chat()
+    whole = pieces[0]
+    for piece in pieces[1:]:
+        whole += piece
+    assert whole.usage_metadata is not None and whole.usage_metadata["output_tokens"] > 0
+
+
+def test_batch(talk: ChatOpenAI, chat: Server) -> None:
+    """`ChatOpenAI.batch` answers eight conversations at once."""
+    assert [answer.content for answer in talk.batch([CONVERSATION] * 8)] == [chat.chat()] * 8
+
+
+def test_async(talk: ChatOpenAI, chat: Server) -> None:
+    """`ChatOpenAI.ainvoke` and `astream`."""
+    async def both() -> tuple[str, str]:
+        streamed = "".join([piece.content async for piece in talk.astream(CONVERSATION)])
+        return (await talk.ainvoke(CONVERSATION)).content, streamed
+
+    assert asyncio.run(both()) == (chat.chat(), chat.chat())
+
+
+def test_chain(talk: ChatOpenAI, chat: Server) -> None:
+    """A chain of a prompt template and the chat model."""
+    template = ChatPromptTemplate.from_messages([("system", "Answer in one line."), ("user", "What is a {thing}?")])
+    expected = chat.chat([{"role": "system", "content": "Answer in one line."},
+                          {"role": "user", "content": "What is a slot?"}])
+    assert (template | talk).invoke({"thing": "slot"}).content == expected
+
+
+def test_logprobs(talk: ChatOpenAI) -> None:
+    """Log-probabilities, bound to the chat model."""
+    answer = talk.bind(logprobs=True, top_logprobs=2).invoke(CONVERSATION)
+    content = answer.response_metadata["logprobs"]["content"]
+    assert len(content) == answer.usage_metadata["output_tokens"]
+    assert all(len(entry["top_logprobs"]) == 2 for entry in content)
+
+
+def test_completions(code: OpenAI, builtin: Server) -> None:
+    """`OpenAI.invoke`, `stream` and `batch` complete prompts."""
+    other = "def is_empty(self):"
+    assert code.invoke(PROMPT) == "".join(code.stream(PROMPT)) == builtin.completion()
+    assert code.batch([PROMPT, other]) == [builtin.completion(), builtin.completion(other)]
+
+
+def test_extra_body(builtin: Server) -> None:
+    """vLLM's fields through `extra_body`: `ignore_eos`, `top_k`."""
+    code = OpenAI(base_url=builtin.base_url, api_key=builtin.key, model=builtin.model, temperature=1, max_tokens=200,
+                  extra_body={"ignore_eos": True, "top_k": 1})
+    (generation,) = code.generate([PROMPT]).generations
+    assert generation[0].text.startswith(builtin.completion())
+    assert generation[0].generation_info["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(("asks", "field", "change"), [
+    ("tools (`bind_tools`)", "tools", lambda talk: talk.bind_tools([Answer])),
+    ("structured output (`with_structured_output`)", "response_format",
+     lambda talk: talk.with_structured_output(Answer, method="json_schema")),
+], ids=["tools", "structured"])
+def test_refused(
+    talk: ChatOpenAI, asks: str, field: str, change: Callable[[ChatOpenAI], ChatOpenAI],
+    record_property: Callable[[str, object], None],
+) -> None:
+    """Asks for {asks}."""
+    with pytest.raises(openai.BadRequestError) as refused:
+        change(talk).invoke(CONVERSATION)
+    assert refused.value.param == field
+    record_property("refused", refused.value.body["message"])

@@ -1,0 +1,86 @@
+"""LiteLLM, with the providers under which it is told of such a server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+import litellm
+import pytest
+from servers import MAX_TOKENS, MESSAGES, PROMPT, Server
+
+CLIENT = "`litellm`"
+VERSION = version("litellm")
+CHATS = ("openai", "hosted_vllm")
+COMPLETIONS = ("text-completion-openai", "hosted_vllm")
+
+
+def asked(server: Server, provider: str, **more: Any) -> dict[str, Any]:
+    return {"model": f"{provider}/{server.model}", "api_base": server.base_url, "api_key": server.key,
+            "temperature": 0, "max_tokens": MAX_TOKENS, "max_retries": 0} | more
+
+
+@pytest.mark.parametrize("provider", CHATS)
+def test_chat(chat: Server, provider: str) -> None:
+    """`completion` answers a conversation, as `{provider}/`."""
+    answer = litellm.completion(messages=MESSAGES, **asked(chat, provider))
+    assert answer.choices[0].message.content == chat.chat()
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens > 0
+
+
+@pytest.mark.parametrize("provider", CHATS)
+def test_chat_stream(chat: Server, provider: str) -> None:
+    """`completion` with `stream` and the token counts, as `{provider}/`."""
+    chunks = list(litellm.completion(
+        messages=MESSAGES, stream=True, stream_options={"include_usage": True}, **asked(chat, provider)))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == chat.chat()
+    (usage,) = [chunk.usage for chunk in chunks if getattr(chunk, "usage", None)]
+    assert usage.completion_tokens > 0
+
+
+@pytest.mark.parametrize("provider", COMPLETIONS)
+def test_text_completion(builtin: Server, provider: str) -> None:
+    """`text_completion` completes a prompt, whole and as a stream, as `{provider}/`."""
+    whole = litellm.text_completion(prompt=PROMPT, **asked(builtin, provider))
+    assert whole.choices[0].text == builtin.completion()
+    chunks = litellm.text_completion(prompt=PROMPT, stream=True, **asked(builtin, provider))
+    assert "".join(chunk.choices[0].text or "" for chunk in chunks) == builtin.completion()
+
+
+def test_async(chat: Server) -> None:
+    """`acompletion`: eight conversations at once."""
+    async def all_of_them() -> list[Any]:
+        return await asyncio.gather(*[
+            litellm.acompletion(messages=MESSAGES, **asked(chat, "openai")) for _ in range(8)])
+
+    answers = asyncio.run(all_of_them())
+    assert [answer.choices[0].message.content for answer in answers] == [chat.chat()] * 8
+
+
+def test_extra_fields(builtin: Server) -> None:
+    """vLLM's fields beside OpenAI's: `top_k`, `ignore_eos`."""
+    fields = asked(builtin, "hosted_vllm", max_tokens=200, temperature=1.0)
+    answer = litellm.text_completion(prompt=PROMPT, extra_body={"top_k": 1, "ignore_eos": True}, **fields)
+    assert answer.usage.completion_tokens == 200 and answer.choices[0].text.startswith(builtin.completion())
+
+
+def test_errors(builtin: Server, chat: Server) -> None:
+    """Errors become LiteLLM's types: a wrong key, an unknown model, a prompt that is too long."""
+    with pytest.raises(litellm.AuthenticationError):
+        litellm.completion(messages=MESSAGES, **asked(chat, "openai", api_key="wrong"))
+    with pytest.raises(litellm.NotFoundError):
+        litellm.completion(messages=MESSAGES, **asked(chat, "openai", model="openai/gpt-4"))
+    with pytest.raises(litellm.ContextWindowExceededError):
+        long = [{"role": "user", "content": "x " * 4096}]
+        litellm.completion(messages=long, **asked(builtin, "openai", max_tokens=1))
+
+
+def test_tools(chat: Server, record_property: Callable[[str, object], None]) -> None:
+    """Asks for tool calls (`tools`)."""
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+    with pytest.raises(litellm.BadRequestError) as refused:
+        litellm.completion(messages=MESSAGES, tools=tools, **asked(chat, "openai"))
+    assert "tools is not supported" in str(refused.value)
+    record_property("refused", "tools is not supported")

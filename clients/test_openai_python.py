@@ -1,0 +1,225 @@
+"""OpenAI's client for Python."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+import openai
+import pytest
+from servers import MAX_TOKENS, MESSAGES, PROMPT, Server
+
+CLIENT = "`openai` for Python"
+VERSION = version("openai")
+GREEDY = {"temperature": 0, "max_tokens": MAX_TOKENS}
+Refused = Callable[[str, object], None]
+
+
+@pytest.fixture(scope="module")
+def code(builtin: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=builtin.base_url, api_key=builtin.key, max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def talk(chat: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=chat.base_url, api_key=chat.key, max_retries=0)
+
+
+def test_completion(code: openai.OpenAI, builtin: Server) -> None:
+    """Completes a prompt, whole."""
+    answer = code.completions.create(model=builtin.model, prompt=PROMPT, **GREEDY)
+    assert answer.choices[0].text == builtin.completion() != ""
+    assert answer.usage is not None and answer.choices[0].finish_reason in ("stop", "length")
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def test_completion_stream(code: openai.OpenAI, builtin: Server) -> None:
+    """Completes a prompt as a stream, with the token counts in the last event."""
+    *chunks, last = code.completions.create(
+        model=builtin.model, prompt=PROMPT, stream=True, stream_options={"include_usage": True}, **GREEDY)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == builtin.completion()
+    assert chunks[-1].choices[0].finish_reason in ("stop", "length")
+    assert not last.choices and last.usage is not None and last.usage.completion_tokens > 0
+
+
+def test_several_prompts(code: openai.OpenAI, builtin: Server) -> None:
+    """Completes several prompts in one request, as texts and as token ids."""
+    prompts = [PROMPT, "def is_empty(self):"]
+    ids = [builtin.post("/tokenize", prompt=prompt)["tokens"] for prompt in prompts]
+    expected = [builtin.completion(prompt) for prompt in prompts]
+    for given in (prompts, ids):
+        answer = code.completions.create(model=builtin.model, prompt=given, **GREEDY)
+        assert [choice.text for choice in answer.choices] == expected
+
+
+def test_chat(talk: openai.OpenAI, chat: Server) -> None:
+    """Answers a conversation: system message and earlier turns reach the model."""
+    answer = talk.chat.completions.create(
+        model=chat.model, messages=MESSAGES, extra_body={"return_prompt_text": True}, **GREEDY)
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].message.content == chat.chat() != ""
+    rendered = "".join(f"<s>{turn['role']}\n{turn['content']}</s>\n" for turn in MESSAGES) + "<s>assistant\n"
+    assert answer.model_extra is not None and answer.model_extra["prompt_text"] == rendered
+
+
+def test_chat_stream(talk: openai.OpenAI, chat: Server) -> None:
+    """Answers a conversation as a stream, with the token counts in the last event."""
+    *chunks, last = talk.chat.completions.create(
+        model=chat.model, messages=MESSAGES, stream=True, stream_options={"include_usage": True}, **GREEDY)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == chat.chat()
+    assert not last.choices and last.usage is not None and last.usage.completion_tokens > 0
+
+
+def test_chat_stream_helper(talk: openai.OpenAI, chat: Server) -> None:
+    """Answers through the helper `chat.completions.stream`, which puts the message together."""
+    stop = chat.chat()[8:10]  # the helper refuses an answer that its length ended
+    with talk.chat.completions.stream(model=chat.model, messages=MESSAGES, stop=stop, **GREEDY) as stream:
+        kinds = {event.type for event in stream}
+        final = stream.get_final_completion()
+    assert {"chunk", "content.delta", "content.done"} <= kinds
+    assert final.choices[0].message.content == chat.chat().partition(stop)[0]
+
+
+def test_parts_of_a_message(talk: openai.OpenAI, chat: Server) -> None:
+    """Accepts a message whose content is a list of texts."""
+    parts = [{"type": "text", "text": MESSAGES[-1]["content"]}]
+    answer = talk.chat.completions.create(
+        model=chat.model, messages=[*MESSAGES[:-1], {"role": "user", "content": parts}], **GREEDY)
+    assert answer.choices[0].message.content == chat.chat()
+
+
+def test_async(chat: Server) -> None:
+    """`AsyncOpenAI`: eight streams at once."""
+    async def streamed(client: openai.AsyncOpenAI) -> str:
+        stream = await client.chat.completions.create(model=chat.model, messages=MESSAGES, stream=True, **GREEDY)
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    async def all_of_them() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=chat.base_url, api_key=chat.key, max_retries=0) as client:
+            return await asyncio.gather(*[streamed(client) for _ in range(8)])
+
+    assert asyncio.run(all_of_them()) == [chat.chat()] * 8
+
+
+def test_models(code: openai.OpenAI, builtin: Server) -> None:
+    """Lists the model and retrieves it by its name."""
+    assert [model.id for model in code.models.list()] == [builtin.model]
+    assert code.models.retrieve(builtin.model).id == builtin.model
+
+
+def test_logprobs_of_completions(code: openai.OpenAI, builtin: Server) -> None:
+    """Log-probabilities of a completion, also with `echo`."""
+    answer = code.completions.create(model=builtin.model, prompt=PROMPT, logprobs=2, echo=True, **GREEDY)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.tokens and logprobs.token_logprobs and logprobs.top_logprobs
+    assert "".join(logprobs.tokens[1:]) == answer.choices[0].text == PROMPT + builtin.completion()
+    assert logprobs.tokens[0] == "<|begin|>" and logprobs.token_logprobs[0] is None
+    assert all(one <= 0 for one in logprobs.token_logprobs[1:])
+    assert all(len(top) >= 2 for top in logprobs.top_logprobs[1:])
+
+
+def test_logprobs_of_chats(talk: openai.OpenAI, chat: Server) -> None:
+    """Log-probabilities of a chat, with `top_logprobs`."""
+    answer = talk.chat.completions.create(model=chat.model, messages=MESSAGES, logprobs=True, top_logprobs=3, **GREEDY)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.content and answer.usage is not None
+    assert len(logprobs.content) == answer.usage.completion_tokens
+    for entry in logprobs.content:
+        assert len(entry.top_logprobs) == 3 and entry.logprob == max(top.logprob for top in entry.top_logprobs)
+
+
+def test_sampling(code: openai.OpenAI, builtin: Server) -> None:
+    """`n`, `stop`, `seed`, `top_p` and penalties."""
+    asked: dict[str, Any] = {"model": builtin.model, "prompt": PROMPT, "max_tokens": MAX_TOKENS, "n": 3, "seed": 7,
+                             "temperature": 0.9, "top_p": 0.95, "frequency_penalty": 0.2, "presence_penalty": 0.1}
+    texts = [choice.text for choice in code.completions.create(**asked).choices]
+    assert texts == [choice.text for choice in code.completions.create(**asked).choices]
+    assert len(set(texts)) > 1
+    stopped = code.completions.create(model=builtin.model, prompt=PROMPT, stop="self", **GREEDY).choices[0]
+    assert stopped.text == builtin.completion().partition("self")[0] and stopped.finish_reason == "stop"
+
+
+def test_extra_body(code: openai.OpenAI, builtin: Server) -> None:
+    """vLLM's fields through `extra_body`: `ignore_eos`, `min_tokens`, `top_k`, `return_token_ids`."""
+    answer = code.completions.create(
+        model=builtin.model, prompt=PROMPT, max_tokens=200, temperature=1.0,
+        extra_body={"top_k": 1, "ignore_eos": True, "return_token_ids": True})
+    assert answer.usage is not None and answer.usage.completion_tokens == 200
+    assert len(answer.choices[0].model_extra["token_ids"]) == 200
+    assert answer.choices[0].text.startswith(builtin.completion())
+    longer = code.completions.create(model=builtin.model, prompt=PROMPT, max_tokens=100, temperature=0,
+                                     extra_body={"min_tokens": 90})
+    assert longer.usage is not None and longer.usage.completion_tokens >= 90
+
+
+def test_errors(code: openai.OpenAI, builtin: Server) -> None:
+    """Errors have the client's own types, with status, `code` and `param`."""
+    with pytest.raises(openai.BadRequestError) as bad:
+        code.completions.create(model=builtin.model, prompt=PROMPT, temperature=-1)
+    assert (bad.value.status_code, bad.value.param) == (400, "temperature")
+    with pytest.raises(openai.BadRequestError) as long:
+        code.completions.create(model=builtin.model, prompt="x " * 4096, max_tokens=1)
+    assert long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.NotFoundError) as unknown:
+        code.completions.create(model="gpt-4", prompt=PROMPT)
+    assert unknown.value.code == "model_not_found"
+    with pytest.raises(openai.NotFoundError):
+        code.models.retrieve("gpt-4")
+
+
+def test_keys(chat: Server) -> None:
+    """A wrong key is an `AuthenticationError`."""
+    stranger = openai.OpenAI(base_url=chat.base_url, api_key="wrong", max_retries=0)
+    with pytest.raises(openai.AuthenticationError):
+        stranger.models.list()
+    with pytest.raises(openai.AuthenticationError):
+        stranger.chat.completions.create(model=chat.model, messages=MESSAGES)
+
+
+def test_request_ids(talk: openai.OpenAI, chat: Server) -> None:
+    """The request's id is in `_request_id`, and in the response's header."""
+    raw = talk.chat.completions.with_raw_response.create(
+        model=chat.model, messages=MESSAGES, extra_headers={"X-Request-Id": "mine-1"}, **GREEDY)
+    assert raw.headers["x-request-id"] == "mine-1" == raw.parse()._request_id
+
+
+def test_leaving_a_stream(code: openai.OpenAI, builtin: Server) -> None:
+    """A stream that is closed early ends its request on the server."""
+    stream = code.completions.create(
+        model=builtin.model, prompt=PROMPT, max_tokens=900, stream=True, extra_body={"ignore_eos": True})
+    next(iter(stream))
+    stream.close()
+    for _ in range(1200):
+        if builtin.http.get("/health").json()["num_live"] == 0:
+            return
+        asyncio.run(asyncio.sleep(0.05))
+    raise AssertionError("the request still runs")
+
+
+@pytest.mark.parametrize(("asks", "fields"), [
+    ("tool calls (`tools`)", {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}),
+    ("structured output (`response_format`)", {"response_format": {"type": "json_object"}}),
+    ("audio (`modalities`)", {"modalities": ["text", "audio"]}),
+], ids=["tools", "response_format", "audio"])
+def test_refused_fields(
+    talk: openai.OpenAI, chat: Server, asks: str, fields: dict[str, Any], record_property: Refused,
+) -> None:
+    """Asks for {asks}."""
+    with pytest.raises(openai.BadRequestError) as refused:
+        talk.chat.completions.create(model=chat.model, messages=MESSAGES, **fields)
+    assert refused.value.code == "unsupported_parameter" and refused.value.param in fields
+    record_property("refused", refused.value.body["message"])
+
+
+@pytest.mark.parametrize(("asks", "call"), [
+    ("embeddings", lambda client: client.embeddings.create(model="tiny-chat", input="a")),
+    ("the Responses API", lambda client: client.responses.create(model="tiny-chat", input="a")),
+], ids=["embeddings", "responses"])
+def test_absent_routes(talk: openai.OpenAI, asks: str, call: Callable[[Any], Any], record_property: Refused) -> None:
+    """Asks for {asks}."""
+    with pytest.raises(openai.NotFoundError) as refused:
+        call(talk)
+    record_property("refused", refused.value.body["message"].partition(";")[0])

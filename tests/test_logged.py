@@ -22,7 +22,7 @@ LOGGER = "slotwise.server.request_log"
 
 
 def exchanges(live: Live) -> None:
-    """A whole response, a stream, one that its client leaves, an invalid request, a probe, and a path of its own."""
+    """A whole response, a stream, one that its client leaves, two that are refused, a probe, and a path of its own."""
     post = live.client.post
     assert post("/v1/completions", json=BODY | {"prompt": SECRET}, headers={"X-Request-Id": "whole"}).status_code == 200
     assert post("/v1/completions", json=BODY | {"prompt": [SECRET, "def f"], "n": 2},
@@ -34,6 +34,8 @@ def exchanges(live: Live) -> None:
         next(left.iter_lines())
     assert post("/v1/completions", json=BODY | {"prompt": SECRET, "n": 0},
                 headers={"X-Request-Id": "wrong"}).status_code == 400
+    assert post("/v1/completions", json=BODY | {"prompt": ["a"] * 9, "n": 128},
+                headers={"X-Request-Id": "refused"}).status_code == 400
     assert live.client.get("/health", headers={"X-Request-Id": "probe"}).status_code == 200
     assert live.client.get("/nowhere%0AINFO%20forged", headers={"X-Request-Id": "path"}).status_code == 404
 
@@ -100,6 +102,10 @@ def test_a_request_without_an_answer_has_a_line_too(as_json: list[dict[str, Any]
     assert left["finish_reasons"] == {"abort": 1} and 0 < left["output_tokens"] < 400
     wrong = named(as_json, "wrong")
     assert wrong["status"] == 400 and "output_tokens" not in wrong
+    refused = named(as_json, "refused")
+    assert (refused["status"], refused["output_tokens"], refused["finish_reasons"], refused["first_token_s"]) == (
+        400, 0, {}, None)
+    assert "0 output tokens, none begun" in refused["message"]
 
 
 def test_other_exchanges_have_a_line_in_the_access_log(as_json: list[dict[str, Any]]) -> None:
@@ -113,7 +119,7 @@ def test_every_line_of_text_has_one_form_and_prompts_where_they_are_wanted(tmp_p
         lines = log.read_text().split("\n")[:-1]
     assert not [line for line in lines if not TEXT_LINE.fullmatch(line)]
     requests = [line for line in lines if " POST /v1/" in line]
-    assert len(requests) == 5 and not [line for line in lines if "/health" in line or "nowhere" in line]
+    assert len(requests) == 6 and not [line for line in lines if "/health" in line or "nowhere" in line]
     (whole,) = [line for line in requests if "; id whole;" in line]
     assert re.search(r" 200 after \d+\.\d{3} s; .* 4 output tokens, 1 length; .*first token after \d+\.\d{3} s", whole)
     assert whole.endswith('; prompts ["<|begin|>class Secret:\\n   "]'), "26 characters, on one line"

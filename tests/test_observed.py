@@ -20,6 +20,7 @@ from typing import Any
 import dashboards
 import httpx
 import pytest
+from observe import vllm_names
 from otlp import Collector, attributes, collecting
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
@@ -65,7 +66,7 @@ def top(url: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
     log = tmp_path_factory.mktemp("observed") / "log"
     command = [sys.executable, "-m", "slotwise.cli", "serve", "--port", "0", "--max-num-seqs", str(SLOTS),
-               "--api-key", KEY, "--log-format", "json"]
+               "--api-key", KEY, "--log-format", "json", "--vllm-metrics"]
     with collecting() as collector, log.open("w") as errors:
         command += ["--otlp-traces-endpoint", collector.url]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
@@ -104,6 +105,15 @@ def test_all_that_dashboard_and_alerts_name_is_there(seen: Seen) -> None:
     named = {name for expr in [*dashboards.queries(), *(rule["expr"] for rule in dashboards.alerts())]
              for name in dashboards.names(expr)}
     assert named - shown == {"slotwise:admission_rejections_total"}, "nobody was refused"
+
+
+def test_all_that_vllms_dashboards_name_is_there_with_the_same_values(seen: Seen) -> None:
+    samples = seen.metrics()
+    theirs = {sample.name: sample for sample in samples if sample.labels.get("engine") == "0"}
+    assert set(vllm_names.DASHBOARD.split()) | set(vllm_names.OLD_DASHBOARD.split()) <= theirs.keys()
+    (ours,) = [sample for sample in samples if sample.name == "slotwise:generation_tokens_total"]
+    found = theirs["vllm:generation_tokens_total"]
+    assert found.value == ours.value > 0 and found.labels["model_name"] == "slotwise-builtin"
 
 
 def test_metrics_add_up(seen: Seen) -> None:

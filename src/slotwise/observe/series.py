@@ -38,7 +38,7 @@ HISTOGRAMS = {
     "inter_token_latency_seconds": (ITL, "Seconds between two tokens of a request."),
     "request_time_per_output_token_seconds": (ITL, "Mean seconds between the tokens of a request."),
     "e2e_request_latency_seconds": (LATENCY, "Seconds from arrival to the end."),
-    "request_queue_time_seconds": (LATENCY, "Seconds from the request's way to the engine to its first step."),
+    "request_queue_time_seconds": (LATENCY, "Seconds from sending a request to the engine to its first step."),
     "request_inference_time_seconds": (LATENCY, "Seconds from the first step to the last token."),
     "request_prefill_time_seconds": (LATENCY, "Seconds from the first step to the first token."),
     "request_decode_time_seconds": (LATENCY, "Seconds from the first token to the last."),

@@ -91,7 +91,7 @@ def sentence(fields: dict[str, Any]) -> str:
     line = (f"{fields['client'] or 'a client'}: {fields['method']} {fields['path']} "
             f"{fields['status'] or 'without an answer'} after {fields['seconds']:.3f} s; id {fields['request_id']}")
     if "id" in fields:
-        ends = ", ".join(f"{count} {reason}" for reason, count in fields["finish_reasons"].items())
+        ends = ", ".join(f"{count} {reason}" for reason, count in fields["finish_reasons"].items()) or "none begun"
         line += (f"; {fields['prompt_tokens']} prompt tokens, {fields['cached_tokens']} cached; "
                  f"{fields['output_tokens']} output tokens, {ends}; read after {fields['read_s']:.3f} s")
         if fields["first_token_s"] is not None:

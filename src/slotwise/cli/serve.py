@@ -27,6 +27,7 @@ from slotwise.core.ranges import real, whole
 from slotwise.engine.admission_control import PATIENCE
 from slotwise.engine.config import DAY, EngineConfig
 from slotwise.engine.heartbeat import ENGINE_TIMEOUT, SHORTEST_TIMEOUT
+from slotwise.errors import printable
 from slotwise.model.locate import locate
 from slotwise.observe.lines import FORMATS, TEXT, final
 
@@ -51,7 +52,7 @@ def add(commands: Commands) -> None:
 
 def _server_options(serve: argparse.ArgumentParser) -> None:
     group = serve.add_argument_group("server")
-    group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    group.add_argument("--host", type=_host, default="127.0.0.1", help="address to listen on (default: this machine only)")
     group.add_argument("--port", type=Number(whole(0, 65_535)), default=8000,
                        help="port to listen on; 0: any free port (default: 8000)")
     group.add_argument("--api-key", action="append", default=[], type=_key, metavar="KEY",
@@ -109,6 +110,14 @@ def _observing_options(group: argparse._ArgumentGroup) -> None:
                        help="log a line for each HTTP exchange: method, path, status and time")
     group.add_argument("--vllm-metrics", action="store_true",
                        help="/metrics has vLLM's metrics under vLLM's names, too, for its dashboards and alert rules")
+
+
+def _host(text: str) -> str:
+    """The type of an address.  An empty one, as of an unset variable, would mean all addresses of this machine."""
+    if not text.strip() or not text.isprintable():
+        raise argparse.ArgumentTypeError(
+            f"must be a name or an address, and 0.0.0.0 for all of this machine, not {printable(text)!r:.40}")
+    return text
 
 
 def _key(text: str) -> str:

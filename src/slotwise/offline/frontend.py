@@ -52,7 +52,7 @@ class Frontend:
         if not isinstance(wanted, SamplingParams):
             raise ValueError(f"sampling_params must be slotwise.SamplingParams, not {type(wanted).__name__}")
         engine_params = wanted.for_engine(self._bad_words(wanted.bad_words or (), info.vocab_size))
-        engine_params.check_vocabulary(info.vocab_size)
+        engine_params.check_vocabulary(info.vocab_size, info.eos_token_ids)
         objection = info.limits.objection(len(ids), engine_params.max_tokens)
         if not objection and not all(0 <= token < info.vocab_size for token in ids):
             objection = f"a prompt holds token ids outside the vocabulary of {info.vocab_size}"

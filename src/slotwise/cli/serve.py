@@ -52,7 +52,8 @@ def add(commands: Commands) -> None:
 
 def _server_options(serve: argparse.ArgumentParser) -> None:
     group = serve.add_argument_group("server")
-    group.add_argument("--host", type=_host, default="127.0.0.1", help="address to listen on (default: this machine only)")
+    group.add_argument("--host", type=_host, default="127.0.0.1",
+                       help="address to listen on (default: this machine only)")
     group.add_argument("--port", type=Number(whole(0, 65_535)), default=8000,
                        help="port to listen on; 0: any free port (default: 8000)")
     group.add_argument("--api-key", action="append", default=[], type=_key, metavar="KEY",

@@ -184,7 +184,7 @@ def keys_read() -> Iterator[asyncio.Event]:
     def read() -> None:
         try:
             keys = os.read(terminal, MAX_KEYS)
-        except OSError:  # nobody is there
+        except OSError:  # no terminal is there any more
             keys = b""
         if not keys or LEAVES in keys.lower():
             loop.remove_reader(terminal)

@@ -34,7 +34,7 @@ FAMILIES: dict[str, Family] = {
 def configure(fields: Fields) -> ModelConfig:
     """The decoder a config.json describes.
 
-    Raises CheckpointError for unsupported architectures, and for one whose model_type is another's.
+    Raises CheckpointError for unsupported architectures, and for a model_type of another one.
     """
     architectures = fields.texts("architectures")
     if not architectures or architectures[0] not in FAMILIES:

@@ -26,8 +26,8 @@ class Logged:
             self._recorder.write_to(file)
 
     def metrics(self, model_name: str) -> Metrics:
-        """Metrics that count from now on."""
-        metrics = Metrics(model_name, self._info, self._recorder.timelines)
+        """Metrics that count from now on, under vLLM's names, too: scripts look them up."""
+        metrics = Metrics(model_name, self._info, self._recorder.timelines, has_vllm_names=True)
         self._recorder.add_reader(metrics)
         return metrics
 

@@ -12,7 +12,6 @@ from prometheus_client.samples import Sample
 UPPER = "le"  # label of a bucket: its bound
 
 
-
 @dataclass(slots=True)
 class Metric:
     """One sample of a metric, or a histogram."""

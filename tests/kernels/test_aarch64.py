@@ -1,6 +1,6 @@
 """The kernels as code for aarch64, made on this machine: only those for x86's own instructions are not portable.
 
-That they compute the same there is what tests/aarch64 shows, under emulation.
+That they compute the same there is what tests/aarch64/run.sh shows, under emulation.
 """
 
 from __future__ import annotations

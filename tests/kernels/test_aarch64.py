@@ -61,7 +61,7 @@ def test_every_kernel_that_a_processor_without_avx_uses_compiles_for_aarch64() -
     assert done.returncode == 0, done.stderr[-3000:]
     lanes, lacks, made, not_portable = json.loads(done.stdout)
     assert lanes == 8 and lacks == ["fp16", "vnni"], "what torch says of a processor without AVX"
-    assert not_portable and all("linear_int._product" in one and "int16_tuple" in one for one in not_portable), "VNNI"
+    assert not_portable and all("linear_int._product" in name and "int16_tuple" in name for name in not_portable)
     assert len(made) > 30 and {machine for machine, _ in made.values()} == {AARCH64}
     assert [name.rpartition(".")[2] for name, (_, pauses) in made.items() if pauses] == [
         "_enter_jobs", "_run_shared", "_program"], "those that wait for other threads"

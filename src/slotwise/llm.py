@@ -127,7 +127,7 @@ class LLM:
         text = prompt if isinstance(prompt, str) else None
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
         params = wanted or self._defaults_after(len(ids))
-        params.check_vocabulary(self.info.vocab_size)
+        params.check_vocabulary(self.info.vocab_size, self.info.eos_token_ids)
         objection = self.info.limits.objection(len(ids), params.max_tokens)
         if not objection and not all(0 <= token < self.info.vocab_size for token in ids):
             objection = f"a prompt holds token ids outside the vocabulary of {self.info.vocab_size}"

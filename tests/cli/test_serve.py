@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import httpx
 import pytest
 from live import cli, serving
 
-from slotwise.cli import main, serve
+from slotwise.cli import build_parser, main, serve
 from slotwise.core.slo import Tier
 
 
@@ -37,6 +38,17 @@ def test_a_key_that_cannot_be_sent_is_refused(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit):
         asked("--api-key", key)
     assert "a key must not be empty, and must be of characters that can be sent" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("host", ["", " ", "a\0b", "a\n"])
+def test_an_address_that_is_none_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, host: str) -> None:
+    """An empty one, as of an unset variable, would open the server to all; one with a NUL is an error of sockets."""
+    (tmp_path / "config.yaml").write_text(f"host: {json.dumps(host)}\n")
+    for arguments in (["--host", host], ["--config", str(tmp_path / "config.yaml")]):
+        with pytest.raises(SystemExit):
+            build_parser("serve").parse_args(["serve", *arguments])
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "argument --host: " in line
 
 
 @pytest.mark.parametrize("value", ["", " ", "\t\n", ",", " , ,", "a\x01b", "\udcff"])

@@ -105,3 +105,35 @@ def test_the_client_hands_out_the_parts_before_the_end() -> None:
         theirs.close()
 
     asyncio.run(play())
+
+
+def test_the_last_token_of_a_part_comes_with_the_end_that_the_record_tells() -> None:
+    """A consumer that reads between the messages of a step must not take a stop token for text."""
+    async def play() -> None:
+        ours, theirs = pair()
+        client = EngineClient()
+        channel = BlockingChannel(theirs)
+        channel.send(encode(INFO))
+        await client.attach(ours, HeartbeatMonitor(60))
+        params = SamplingParams(max_tokens=5000, logprobs=20)
+        ending, running = [client.submit(Add(str(row), [1], params, 0)) for row in range(2)]
+        record = a_record([2000, 1000], 20)
+        (tokens, others), (logprobs, _) = record.token_ids, record.logprobs
+        record.ended = (RowEnd("0", "stop", 2000),)
+        *parts, last = messages_of(record)
+        for part in parts:
+            await asyncio.to_thread(channel.send, encode(part))
+        read: list[int] = []
+        while len(read) < len(tokens) - 1:
+            chunk = await anext(ending)
+            assert chunk.finish_reason is None and len(chunk.logprobs) == len(chunk.token_ids)
+            read += chunk.token_ids
+        channel.send(encode(last))
+        chunk = await anext(ending)
+        assert (tuple(chunk.token_ids), tuple(chunk.logprobs)) == (tokens[-1:], logprobs[-1:])
+        assert chunk.finish_reason == "stop" and (*read, *chunk.token_ids) == tokens
+        assert tuple((await anext(running)).token_ids) == others
+        client.give_up("enough")
+        theirs.close()
+
+    asyncio.run(play())

@@ -86,3 +86,21 @@ def test_numbers_of_numpy_are_numbers() -> None:
         assert params.check_vocabulary(2) is None
         with pytest.raises(InvalidParams, match="token ids must be between 0 and 0"):
             params.check_vocabulary(1)
+
+
+@pytest.mark.parametrize(("fields", "is_possible"), [
+    ({"allowed_token_ids": (3,), "bad_words_token_ids": ((3,),)}, False),
+    ({"allowed_token_ids": (3, 4), "bad_words_token_ids": ((3,), (4, 4))}, True),
+    ({"allowed_token_ids": (3,), "stop_token_ids": (3,), "min_tokens": 1}, False),
+    ({"allowed_token_ids": (3,), "stop_token_ids": (3,)}, True),
+    ({"allowed_token_ids": (2,), "min_tokens": 1}, False),
+    ({"allowed_token_ids": (2,), "min_tokens": 1, "ignore_eos": True}, True),
+    ({"bad_words_token_ids": tuple([(token,) for token in range(8)])}, False),
+    ({"bad_words_token_ids": tuple([(token,) for token in range(7)])}, True)])
+def test_parameters_that_leave_no_token_are_refused(fields: dict[str, Any], is_possible: bool) -> None:
+    params = SamplingParams(**fields)
+    if is_possible:
+        params.check_vocabulary(8, (2,))
+        return
+    with pytest.raises(InvalidParams, match="leave none of the tokens that are allowed"):
+        params.check_vocabulary(8, (2,))

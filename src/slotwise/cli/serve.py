@@ -26,6 +26,7 @@ from slotwise.core.ranges import real, whole
 from slotwise.engine.admission_control import PATIENCE
 from slotwise.engine.config import DAY, EngineConfig
 from slotwise.engine.heartbeat import ENGINE_TIMEOUT, SHORTEST_TIMEOUT
+from slotwise.errors import printable
 from slotwise.model.locate import locate
 from slotwise.observe.lines import FORMATS, TEXT
 
@@ -50,7 +51,7 @@ def add(commands: Commands) -> None:
 
 def _server_options(serve: argparse.ArgumentParser) -> None:
     group = serve.add_argument_group("server")
-    group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    group.add_argument("--host", type=_host, default="127.0.0.1", help="address to listen on (default: this machine only)")
     group.add_argument("--port", type=Number(whole(0, 65_535)), default=8000,
                        help="port to listen on; 0: any free port (default: 8000)")
     group.add_argument("--api-key", action="append", default=[], type=_key, metavar="KEY",
@@ -100,6 +101,14 @@ def _observing_options(group: argparse._ArgumentGroup) -> None:
                        help="lines on stderr: text, or a JSON object each (default: text)")
     group.add_argument("--disable-log-stats", action="store_true",
                        help="leave out the line about the load, every 10 s while there is some")
+
+
+def _host(text: str) -> str:
+    """The type of an address.  An empty one, as of an unset variable, would mean all addresses of this machine."""
+    if not text.strip() or not text.isprintable():
+        raise argparse.ArgumentTypeError(
+            f"must be a name or an address, and 0.0.0.0 for all of this machine, not {printable(text)!r:.40}")
+    return text
 
 
 def _key(text: str) -> str:

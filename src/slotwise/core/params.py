@@ -135,10 +135,16 @@ class SamplingParams:
         """The parameters of one of the `n` continuations: the first one computes what belongs to their prompt."""
         return self if index == 0 or self.prompt_logprobs is None else replace(self, prompt_logprobs=None)
 
-    def check_vocabulary(self, vocab_size: int) -> None:
-        """Raises InvalidParams for a token id that the model does not have."""
+    def check_vocabulary(self, vocab_size: int, eos_token_ids: Iterable[int] = ()) -> None:
+        """Raises InvalidParams for a token id that the model does not have, or where no first token is left."""
         for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias),
                           ("allowed_token_ids", self.allowed_token_ids),
                           *[("bad_words_token_ids", word) for word in self.bad_words_token_ids]):
             _require(name, holds=all(token < vocab_size for token in ids),
                      message=f"token ids must be between 0 and {vocab_size - 1}")
+        banned = {word[0] for word in self.bad_words_token_ids if len(word) == 1}
+        if self.min_tokens:
+            banned.update(self.stop_token_ids, () if self.ignore_eos else eos_token_ids)
+        candidates = self.allowed_token_ids or range(vocab_size)
+        _require("allowed_token_ids", holds=any(token not in banned for token in candidates),
+                 message="min_tokens, stop_token_ids and bad_words leave none of the tokens that are allowed")

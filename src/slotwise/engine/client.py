@@ -303,6 +303,8 @@ class EngineClient:
         live = self._live
         if not record.num_parts:
             self._push(record)
+        else:
+            self._complete(record)
         self._push_prompts(record)
         for request_id, num_cached in zip(record.admitted, record.cached, strict=True):
             generation = live.get(request_id)
@@ -330,7 +332,13 @@ class EngineClient:
             if tokens:
                 generation = live.get(request_id)
                 if generation is not None:
-                    generation.push(tokens, row_logprobs)
+                    generation.push(tokens, row_logprobs, is_part=isinstance(outputs, StepOutputs))
+
+    def _complete(self, record: StepRecord) -> None:
+        """Releases the last token of each row, whose parts came before the record."""
+        for request_id in record.request_ids:
+            if (generation := self._live.get(request_id)) is not None:
+                generation.push((), ())
 
     def _push_prompts(self, outputs: StepRecord | StepOutputs) -> None:
         for request_id, start, logprobs in zip(

@@ -28,7 +28,7 @@ class Generation:
     """One request's tokens as an asynchronous iterator of chunks, for one consumer."""
 
     __slots__ = (
-        "_delivered", "_end", "_finish", "_logprobs", "_loop", "_tokens", "_waiter", "interval", "moved_ns",
+        "_delivered", "_end", "_finish", "_kept", "_logprobs", "_loop", "_tokens", "_waiter", "interval", "moved_ns",
         "num_cached", "prompt_logprobs", "request_id")
 
     def __init__(self, request_id: str, finish: Callable[[Generation, str], None]) -> None:
@@ -40,6 +40,7 @@ class Generation:
         self._finish = finish
         self._loop = asyncio.get_running_loop()
         self._tokens: list[int] = []
+        self._kept = 0  # of these, the last one, while it is not known whether it ends the output
         self._logprobs: list[TokenLogprobs] = []
         self._end: tuple[str, str] | None = None  # reason and message
         self._delivered = False  # the consumer has seen the end
@@ -65,21 +66,28 @@ class Generation:
     async def __anext__(self) -> Chunk:
         if self._delivered:
             raise StopAsyncIteration
-        while self._end is None and len(self._tokens) < self.interval:
+        while self._end is None and len(self._tokens) - self._kept < self.interval:
             self._waiter = self._loop.create_future()
             await self._waiter
-        tokens, self._tokens = self._tokens, []
-        logprobs, self._logprobs = self._logprobs, []
+        count = len(self._tokens) - (self._kept if self._end is None else 0)
+        tokens, self._tokens = self._tokens[:count], self._tokens[count:]
+        logprobs, self._logprobs = self._logprobs[:count], self._logprobs[count:]
         if self._end is None:
             return Chunk(tokens, logprobs)
         self._delivered = True
         return Chunk(tokens, logprobs, *self._end)
 
-    def push(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
+    def push(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], *, is_part: bool = False) -> None:
+        """Adds tokens.
+
+        Args:
+            is_part: the record of their step follows, and may tell that the last of them ends the output.
+        """
         self._tokens += tokens
         if logprobs:
             self._logprobs += logprobs
-        if len(self._tokens) >= self.interval:
+        self._kept = int(is_part)
+        if len(self._tokens) - self._kept >= self.interval:
             self._wake()
 
     def push_prompt(self, start: int, logprobs: Sequence[TokenLogprobs]) -> None:

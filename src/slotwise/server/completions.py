@@ -128,7 +128,7 @@ async def _respond(api: Api, exchange: HttpExchange, shape: Shape,
         request, slo, prompts, params, repeated, is_silent = await check(api, exchange, body)
         del body  # frees its memory while the response is generated
     try:
-        params.check_vocabulary(api.engine_client.info.vocab_size)
+        params.check_vocabulary(api.engine_client.info.vocab_size, api.engine_client.info.eos_token_ids)
     except InvalidParams as error:
         raise from_params(error) from error
     tier = slo.tier or (UNTIERED if request.service_tier is not None else "")

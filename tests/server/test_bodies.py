@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import socket
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from live_server import POSTED, Server, eventually, running
+from starlette.types import Message
 
 from slotwise.server import bodies
+from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.settings import ServerSettings
 
 MB = 1 << 20
@@ -111,3 +115,32 @@ def test_the_bound_has_room_for_a_few_of_the_largest() -> None:
     for size in (1, LARGEST, 1 << 30):
         held = bodies.Bodies(ServerSettings("toy", max_body_bytes=size))
         assert held._most >= max(bodies.MOST, 4 * size)
+
+
+def test_between_two_large_bodies_other_work_runs() -> None:
+    """A hundred that arrive at once, as a few kilobytes of gzip each, must not stop every stream until all are read."""
+    size, num = bodies.SMALL + 1, 32
+    passes, read = 0, []
+
+    async def read_one(reader: bodies.Bodies) -> None:
+        async def receive() -> Message:
+            return {"type": "http.request", "body": b"x" * size}
+
+        async def send(message: Message) -> None:
+            raise AssertionError(message)
+
+        scope = {"headers": [(b"content-length", b"%d" % size)], "client": ("127.0.0.1", 1), "method": "POST"}
+        async with reader.reading(HttpExchange(scope, receive, send, "one")):
+            read.append(passes)
+
+    async def run() -> None:
+        nonlocal passes
+        reader = bodies.Bodies(ServerSettings("toy"))
+        reading = [asyncio.create_task(read_one(reader)) for _ in range(num)]
+        while not all(task.done() for task in reading):
+            passes += 1
+            await asyncio.sleep(0)
+        await asyncio.gather(*reading)
+
+    asyncio.run(run())
+    assert len(read) == num and all(after > before for before, after in pairwise(read))

@@ -45,6 +45,7 @@ class Bodies:
         self._most = max(MOST, LEAST_BODIES * (settings.max_body_bytes + STEP + VALUE * MAX_VALUES))
         self._capacity = TenantCapacity("bytes of bodies are on their way", self._most)
         self._freed = 0  # bytes since memory was last returned
+        self._turn = asyncio.Lock()  # a pass of the event loop is begun for each large body
         self._trim = _trim()
 
     @asynccontextmanager
@@ -77,6 +78,9 @@ class Bodies:
             if unpack is not None:
                 body = await unpack(body, most, claim)
             claim(len(body) + VALUE * _num_values(body))
+            if len(body) > SMALL:
+                async with self._turn:
+                    await asyncio.sleep(0)
             yield body
         finally:
             if held:

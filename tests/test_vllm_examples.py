@@ -99,7 +99,8 @@ def test_metrics() -> None:
         elif isinstance(metric, Histogram):
             shown[metric.name] = metric.sum
             assert metric.buckets["+Inf"] == metric.count
-    assert shown["slotwise:generation_tokens"] == shown["vllm:generation_tokens"] == sum(len(output.outputs[0].token_ids) for output in outputs)
+    num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    assert shown["slotwise:generation_tokens"] == shown["vllm:generation_tokens"] == num_tokens
 
 
 def test_async_llm_streaming() -> None:

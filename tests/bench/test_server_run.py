@@ -56,7 +56,8 @@ def test_an_interrupted_run_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"ended before it was ready: .*has no config\.json"), serving([str(tmp_path)]):
+    says = r"ended before it was ready: .*has no config\.json"
+    with pytest.raises(RuntimeError, match=says), serving([str(tmp_path)]):
         pass
 
 

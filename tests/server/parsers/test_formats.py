@@ -179,9 +179,9 @@ def test_arguments_grow_while_they_come() -> None:
 
 
 WORDS = [
-    "{", "}", "[", "]", "(", ")", '"', "'", "\\", "\\u", "d83d", "\\ude00", ",", ":", "=", ";", " ", "\n", "a", "1", "é🙂",
+    "{", "}", "[", "]", "(", ")", '"', "'", "\\", "\\u", "d83d", "\\ude00", ",", ":", "=", ";", " ", "\n", "a", "1",
     "null", '"name"', '"arguments"', '"parameters"', '"weather"', '{"name": "weather", "arguments": {"city": "',
-    '{"name": "time", "parameters": {}}', "weather", "time(", "city=", "<think>", "</think>", "<tool_call>",
+    '{"name": "time", "parameters": {}}', "weather", "time(", "city=", "é🙂", "<think>", "</think>", "<tool_call>",
     "</tool_call>", "<function=weather>", "<parameter=city>", "<parameter=days>", "<parameter=", "</parameter>",
     "</function>", "<tool_", "to=functions.time", "analysis", "commentary", "final", *SPECIAL]
 TEXTS = st.lists(st.sampled_from(WORDS), max_size=12).map("".join) | st.sampled_from(

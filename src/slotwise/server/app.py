@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from slotwise.engine.client import EngineClient
 from slotwise.observe.step_time import StepTimeModel
-from slotwise.server import admin, explain, pages, queue_position
+from slotwise.server import admin, explain, messages_output, pages, queue_position
 from slotwise.server.browsers import WITH_A_BODY, check_json, check_one_host, is_local, is_preflight
 from slotwise.server.completions import chat_completions, completions
 from slotwise.server.connections import ALWAYS
@@ -27,6 +27,7 @@ from slotwise.server.embeddings import embeddings
 from slotwise.server.errors import ApiError, ClientGone
 from slotwise.server.events import events
 from slotwise.server.http_exchange import HttpExchange, checked_request_id
+from slotwise.server.messages import count_tokens, messages
 from slotwise.server.openapi import document
 from slotwise.server.prompts import Prompts
 from slotwise.server.settings import ServerSettings
@@ -61,6 +62,8 @@ def _reference(root_path: str) -> bytes:
 ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("POST", "/v1/completions", completions),
     ("POST", "/v1/chat/completions", chat_completions),
+    ("POST", "/v1/messages", messages),
+    ("POST", "/v1/messages/count_tokens", count_tokens),
     ("POST", "/v1/embeddings", embeddings),
     ("GET", "/v1/models", admin.models),
     ("GET", "/v1/models/{model:path}", admin.model),
@@ -84,6 +87,7 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("GET", "/requests/{request_id:path}", queue_position.of_request),
 )
 OPEN_TO_ALL = ("/", "/docs", "/health", "/ping", "/timeline")  # the pages hold no data; the last prompts for a key
+MESSAGES = "/v1/messages"  # it and the routes below it write errors in Anthropic's form
 ADMIN = "/admin/"  # routes below it change how the server works
 MAX_ROUTES = 2000  # characters of the routes that an error lists
 REJECTIONS = ("context_length_exceeded", "tokenizer_busy")  # codes of errors that count as refused admissions
@@ -119,6 +123,8 @@ class App:
         scope["path"] = below(self.api.settings.root_path, scope["path"])
         headers = dict(scope["headers"])
         exchange = HttpExchange(scope, receive, send, secrets.token_hex(16))
+        if scope["path"].startswith(MESSAGES):
+            exchange.error_format = messages_output.ERRORS
         scope["exchange"] = exchange
         scope["app"] = self  # so that the router raises what it cannot answer
         self.api.num_exchanges += 1
@@ -158,6 +164,8 @@ class App:
     def _tenant(self, scope: Scope, headers: Mapping[bytes, bytes]) -> str:
         """The tenant of a request's key.  Raises ApiError: the key does not open this path."""
         keys, authorization = self.api.keys, headers.get(b"authorization", b"")
+        if not authorization and (key := headers.get(b"x-api-key")):  # Anthropic's header
+            authorization = b"Bearer " + key
         if not scope["path"].startswith(ADMIN):
             return keys.tenant(authorization)
         client = scope.get("client") or ("",)

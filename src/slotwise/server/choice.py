@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 from slotwise.core.step import TokenLogprobs
 from slotwise.engine.generation import Chunk, Generation
 from slotwise.server.errors import from_ending
+from slotwise.server.parsers.parts import Content, Part
 from slotwise.text.continuation import Continuation
 
 T = TypeVar("T")
@@ -73,6 +74,11 @@ class Choice:
         if kept == len(chunk.token_ids):
             return Delta(text, chunk.token_ids, chunk.logprobs, reason, stop_reason)
         return Delta(text, chunk.token_ids[:kept], chunk.logprobs[:kept], reason, stop_reason)
+
+
+def parts_of(delta: Delta) -> Sequence[Part]:
+    """What a delta adds to an output, for routes that tell apart what it holds."""
+    return [Content(delta.text)] if delta.text else ()
 
 
 async def together(work: list[Coroutine[Any, Any, T]]) -> list[T]:

@@ -14,6 +14,7 @@ from slotwise import __version__
 from slotwise.engine.scheduling import MAX_TIERS, changes_schema
 from slotwise.server.errors import TRY_LATER, ErrorBody
 from slotwise.server.events import SWITCHES
+from slotwise.server.messages_protocol import CountTokensRequest, MessagesRequest
 from slotwise.server.protocol import (
     AbortRequest,
     ChatRequest,
@@ -31,9 +32,10 @@ from slotwise.text.conversation import MAX_MESSAGES
 Json = dict[str, Any]
 BODIES: dict[str, type] = {
     "/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest,
+    "/v1/messages": MessagesRequest, "/v1/messages/count_tokens": CountTokensRequest,
     "/v1/embeddings": EmbeddingRequest, "/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest,
     "/abort_requests": AbortRequest}
-STREAMING = ("/v1/completions", "/v1/chat/completions")
+STREAMING = ("/v1/completions", "/v1/chat/completions", "/v1/messages")
 OTHER_TEXT = {"/": "text/html", "/docs": "text/html", "/metrics": "text/plain", "/timeline": "text/html",
               "/events": "application/x-ndjson"}
 AT_ANY_ROUTE = (HTTPStatus.BAD_REQUEST, HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND,

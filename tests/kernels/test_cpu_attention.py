@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kernels.paged import Layer, chunks, decodes, distance, layers, rotary
 
 from slotwise.kernels.cpu.kernels import CpuKernels
-from slotwise.kernels.interface import AttentionShape, QKNorm
+from slotwise.kernels.interface import AttentionShape, QKNorm, RaggedBatch
 from slotwise.kernels.reference import ReferenceKernels
 
 CPU, REFERENCE = CpuKernels(threads=2), ReferenceKernels()
@@ -125,6 +125,22 @@ def test_a_position_does_not_depend_on_how_many_are_computed_with_it(row, is_int
         done += size
         part = layer.batch([(size, context - queries + done)])
         assert torch.equal(kernels.attention(query[mine], cache, part, layer.shape, layer.sinks), whole[mine]), size
+
+
+@FLOATS
+@pytest.mark.parametrize("context", [5, 70, 1026])
+def test_a_draft_that_is_not_finite_leaves_the_positions_before_it(context, kind):
+    layer = Layer(AttentionShape(6, 2, 32, 0.2), 16, kind, [(4, context)])
+    batch, cache = layer.batch(), layer.filled_cache(CPU)
+    query = layer.query(batch)
+    expected = CPU.attention(query, cache, batch, layer.shape)
+    last = RaggedBatch(batch.token_ids[-1:], batch.positions[-1:], batch.slot_mapping[-1:], torch.tensor([0, 1]).int(),
+                       batch.context_lens, batch.block_tables, torch.tensor([0]), 1, context)
+    draft = torch.full((1, 10 * 32), math.nan, dtype=kind)
+    CPU.rotary_store(draft, rotary(32, context), last, cache, layer.shape, None)
+    actual = CPU.attention(query, cache, batch, layer.shape)
+    assert torch.equal(actual[:-1], expected[:-1])
+    assert actual[-1].isnan().all()
 
 
 @FLOATS

@@ -1,12 +1,10 @@
 """Attention over the paged cache, decode and prefill alike.
 
-A row's queries are cut into tiles of a few tokens times all query heads of one key-value head.  A tile walks the row's
-blocks once with an online softmax (Milakov and Gimelshein, 2018; FlashAttention, Dao et al., 2022), so every key and
-value is read once for the whole group.  The context is cut into segments, each with a softmax of its own, and their
-results are merged in order.  Segments of a row of one tile, such as a decode row, are separate work, which the last
-thread to finish merges (Flash-Decoding, Dao et al., 2023); every other tile walks and merges its segments one by one.
-
-    segments    0 ... 1023 | 1024 ... 2047 | 2048 ...        by absolute position, whatever the row and the window
+A tile (see `attention_plan.py`) walks the row's blocks once with an online softmax (Milakov and Gimelshein, 2018;
+FlashAttention, Dao et al., 2022), so every key and value is read once for the whole group.  Each segment of the context
+has a softmax of its own, and their results are merged in order.  Segments of a row of one tile, such as a decode row,
+are separate work, which the last thread to finish merges (Flash-Decoding, Dao et al., 2023); every other tile walks and
+merges its segments one by one.
 
 A position's result depends on the positions that it sees and on nothing else, bit for bit: neither on its batch-mates
 nor on how many queries its row computes with it.  Strips and segments lie at the same positions for every query, and
@@ -19,15 +17,50 @@ the next tile's) during the softmax, the others during the value product.
 
 from __future__ import annotations
 
-import functools
-from typing import NamedTuple
-
 import torch
 
-from slotwise.kernels.cpu.cache import padded
+from slotwise.kernels.cpu.attention_plan import (
+    ARRIVALS,
+    BLOCK,
+    BLOCK_PADDED,
+    CACHE,
+    CONTEXT_LENS,
+    DIM,
+    DIM_PADDED,
+    FIRST,
+    GROUP,
+    HEAD_BLOCK,
+    KV_HEADS,
+    LAST,
+    MULTIPLY_ADDRESS,
+    OUT,
+    PART,
+    PARTS,
+    QUERY,
+    QUERY_STARTS,
+    ROW,
+    SCALE_BITS,
+    SCRATCH,
+    SCRATCH_BYTES,
+    SEGMENT,
+    SEGMENT_INDEX,
+    SEGMENTS,
+    SINKS,
+    SOFT_CAP_BITS,
+    TABLE,
+    TABLE_WIDTH,
+    TABLES,
+    THREADS,
+    TILE_ROWS,
+    TILE_WORDS,
+    TILES,
+    TOKEN,
+    TOKENS,
+    WINDOW,
+)
 from slotwise.kernels.cpu.gemm import STRIP, STRIP_ROW_BYTES, call_multiply
-from slotwise.kernels.cpu.jit.compiler import Compiled, kernel, specialised
-from slotwise.kernels.cpu.launcher import HEADER, THREAD_COUNTER
+from slotwise.kernels.cpu.jit.compiler import kernel, specialised
+from slotwise.kernels.cpu.launcher import THREAD_COUNTER
 from slotwise.kernels.cpu.llvm import LINE
 from slotwise.kernels.cpu.processor import PAIR
 from slotwise.kernels.cpu.simd import (
@@ -53,88 +86,9 @@ from slotwise.kernels.cpu.simd import (
 )
 from slotwise.kernels.cpu.softmax import ask_for, ask_for_scales, soft_cap, softmax_strip
 from slotwise.kernels.cpu.work_queue import NOTHING, pop, upcoming
-from slotwise.kernels.interface import AttentionShape
 
 ASKED = 16  # lines prefetched while scores become weights: as many as a core can have in flight
 NO_SCORE = float32(-1e20)  # below every score
-TILE_ROWS = 48  # the most queries (tokens x heads) of a tile: its scores stay in the first-level cache
-SEGMENT = 1024  # tokens of context per segment: another core's results are slow to come by
-
-# A tile: `TILE_WORDS` int32 in a table.
-ROW, TOKEN, TOKENS, FIRST, LAST, SEGMENT_INDEX, SEGMENTS, PART = range(8)
-TILE_WORDS = 8
-TABLE = 64  # bytes before the table: a cache line for the number of tiles
-
-# Arguments of `_plan` and of `_attend`, in words after the header.
-(
-    MULTIPLY_ADDRESS, QUERY, OUT, CACHE, TABLES, TABLE_WIDTH, QUERY_STARTS, CONTEXT_LENS, ROWS, TILES, ARRIVALS, PARTS,
-    SCRATCH, SCRATCH_BYTES, GROUP, KV_HEADS, DIM, DIM_PADDED, BLOCK, BLOCK_PADDED, HEAD_BLOCK, WINDOW, SCALE_BITS,
-    THREADS, SOFT_CAP_BITS, SINKS,
-) = range(HEADER, HEADER + 26)
-
-
-class Workspace(NamedTuple):
-    """Offsets in bytes of the parts of a step's workspace, behind the number of tiles and their table."""
-
-    arrivals: int
-    parts: int
-    threads: int
-    thread_bytes: int
-
-    def floats(self, threads: int) -> int:
-        """Size of the workspace in float32 words."""
-        return (self.threads + threads * self.thread_bytes) // 4
-
-
-@functools.lru_cache(maxsize=256)
-def workspace(shape: AttentionShape, rows: int, tokens: int, max_context_len: int) -> Workspace:
-    """The largest workspace that a step of this size may need."""
-    group, width = shape.num_heads // shape.num_kv_heads, padded(shape.head_dim)
-    per_tile = max(1, TILE_ROWS // group)
-    segments = max_context_len // SEGMENT + 1
-    results = segments * min(tokens, rows * per_tile)  # of tokens in segments
-    arrivals = TABLE + 4 * TILE_WORDS * (rows * segments + rows + tokens // per_tile)
-    parts = arrivals + 8 * results * shape.num_kv_heads
-    threads = parts + 4 * results * shape.num_heads * (width + 2)
-    strips = -(-width // STRIP)
-    return Workspace(arrivals, parts, threads, 4 * per_tile * group * ((strips + 1) * STRIP + 2 * (width + 2)))
-
-
-def _plan(words: int) -> None:
-    """Cut the step's rows into tiles, and the tile of a row that has only one into its segments."""
-    starts, contexts = load(words, QUERY_STARTS, INT64), load(words, CONTEXT_LENS, INT64)
-    tile, arrivals = load(words, TILES, INT64) + TABLE, load(words, ARRIVALS, INT64)
-    kv_heads, window = load(words, KV_HEADS, INT64), load(words, WINDOW, INT64)
-    per_tile = max(1, TILE_ROWS // load(words, GROUP, INT64))
-    count, parts = 0, 0
-    for row in range(load(words, ROWS, INT64)):
-        token, end = load(starts, row, INT32), load(starts, row + 1, INT32)
-        is_one_tile = end - token <= per_tile
-        while token < end:
-            tokens = min(per_tile, end - token)
-            position = load(contexts, row, INT32) - (end - token)
-            first = max(0, position - window + 1) if window > 0 else 0
-            last = position + tokens
-            segments = (last - 1) // SEGMENT - first // SEGMENT + 1 if is_one_tile else 1
-            for segment in range(segments):
-                after = (first // SEGMENT + 1) * SEGMENT if segment + 1 < segments else last
-                store(tile, ROW, row, INT32)
-                store(tile, TOKEN, token, INT32)
-                store(tile, TOKENS, tokens, INT32)
-                store(tile, FIRST, first, INT32)
-                store(tile, LAST, after, INT32)
-                store(tile, SEGMENT_INDEX, segment, INT32)
-                store(tile, SEGMENTS, segments, INT32)
-                store(tile, PART, parts, INT32)
-                tile += TILE_WORDS * 4
-                first = after
-            count += segments
-            if segments > 1:
-                for head in range(kv_heads):
-                    store(arrivals, parts * kv_heads + head, 0, INT64)
-                parts += segments * tokens
-            token += tokens
-    store(load(words, TILES, INT64), 0, count, INT64)
 
 
 @kernel
@@ -218,6 +172,29 @@ def _softmax(
 
 
 @kernel
+def _add_values(
+    words: int, tile: int, weights: int, sums: int, values: int, place: int, places: int, ahead: int, stored: Real
+) -> None:
+    """Add the weighted values of `places` places from `place` on.
+
+    Not one of them is read for a query that does not see it: a draft's values may not be finite, and weights of 0 do
+    not hide that from the queries before it.
+    """
+    multiply, width, size = load(words, MULTIPLY_ADDRESS, INT64), load(words, DIM_PADDED, INT64), bytes_of(stored)
+    rows, here = load(words, GROUP, INT64), _here(words, tile)
+    tokens, seen = load(tile, TOKENS, INT32), here - place + 1
+    if seen >= places:  # by the first token, and so by all
+        rows, tokens = rows * tokens, 1
+    for _ in range(tokens):
+        if seen > 0:
+            call_multiply(multiply, rows, width, weights, 0, values, width * size, PAIR * size, min(seen, places), sums,
+                          width * 4, ahead)
+        weights += rows * STRIP_ROW_BYTES
+        sums += rows * width * 4
+        seen += 1
+
+
+@kernel
 def _keys(words: int, tile: int, head: int, entry: int) -> int:
     """Address of the `entry`th block of a tile's row."""
     table = load(words, TABLES, INT64) + load(tile, ROW, INT32) * load(words, TABLE_WIDTH, INT64) * 4
@@ -261,8 +238,7 @@ def _walk(
         for line in range(following, following + ASKED * LINE, LINE):
             ask_for(line)
         _softmax(words, tile, scores, sums, state, low, high, place - low, scales, stored)
-        call_multiply(multiply, rows, width, scores + low * 4, 0, values, width * size, PAIR * size, high - low, sums,
-                      width * 4, following - values)
+        _add_values(words, tile, scores + low * 4, sums, values, place, high - low, following - values, stored)
         keys = following
         place += high - low
 
@@ -388,7 +364,6 @@ def _attend(words: int, kind: Real, stored: Real) -> None:
         item = pop(words, thread, threads, items)
 
 
-PLAN = Compiled(_plan)
 ATTEND = {  # by the type of the queries and of the cache
     (dtype, cached): specialised(_attend, kind, stored)
     for dtype, kind in ((torch.bfloat16, BFLOAT16), (torch.float32, FLOAT32))

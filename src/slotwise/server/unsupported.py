@@ -18,7 +18,7 @@ from slotwise.server.errors import bad_request
 NEUTRAL: dict[str, tuple[Any, ...]] = SAMPLING | {  # beside null
     "response_format": ({"type": "text"},), "return_token_offsets": (False,), "return_mm_kwargs": (True,),
     "kv_transfer_params": ({},), "ec_transfer_params": ({},), "vllm_xargs": ({},), "detokenize": (True,),
-    "prompt_embeds": ([],), "suffix": ("",),
+    "prompt_embeds": ([],),
     "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
     "modalities": (["text"],), "include_reasoning": (True,), "media_io_kwargs": ({},), "mm_processor_kwargs": ({},),
     "prompt_cache_options": ({},), "prompt_cache_retention": ("in_memory",), "store": (False,),

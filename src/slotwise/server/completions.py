@@ -14,10 +14,13 @@ from slotwise.server.generate import answer
 from slotwise.server.http_exchange import HttpExchange, checked_request_id
 from slotwise.server.job import Job, Repeated
 from slotwise.server.logprobs import most_tokens
+from slotwise.server.output_parsing import Parsing
+from slotwise.server.parsers.thinking import has_begun
 from slotwise.server.prompts import Encoding
 from slotwise.server.protocol import ChatRequest, CompletionRequest, Generate, check_model, decode
 from slotwise.server.shapes import CHAT, COMPLETION, Heading, Shape
 from slotwise.server.slo import UNTIERED
+from slotwise.server.tools import allowed_tools, parsing_of
 from slotwise.server.unknown_fields import warn_of_unknown_fields
 
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens; a chat's is the model's own, else whatever fits
@@ -42,6 +45,7 @@ class Asked(NamedTuple):
     params: SamplingParams
     repeated: Repeated
     is_silent: bool
+    parsing: Parsing | None = None
 
 
 async def _completion(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
@@ -78,6 +82,7 @@ async def _chat(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
     if request.chat_template is not None and not api.settings.trust_request_chat_template:
         raise bad_request("chat_template: the server takes none from requests unless it is started with "
                           "--trust-request-chat-template", "chat_template")
+    chosen = allowed_tools(api, request)
     conversation = Conversation(
         request.messages, request.variables(), request.chat_template, bool(request.continue_final_message))
     param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
@@ -86,7 +91,10 @@ async def _chat(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
     api.check_capacity(slo)
     with api.admission_control.entering(slo):
         rendered = await api.prompts.of_chat(conversation, exchange.holder, encoding)
-    echo = last_text(request.messages, "assistant") if request.echo else ""
+    continued = last_text(request.messages, "assistant")
+    echo = continued if request.echo else ""
+    parsing = parsing_of(api, request, chosen, has_begun(
+        rendered.text, continued if conversation.continues else None))
     request.messages, prompt = [], rendered.ids
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     defaults = api.settings.sampling_defaults
@@ -94,7 +102,7 @@ async def _chat(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
     max_tokens = api.prompts.max_tokens(defaults.limited(asked), len(prompt), default, param)
     params = request.sampling_params(max_tokens, logprobs, await _others(api, exchange, request))
     repeated = Repeated((echo,) if echo else (), rendered.text if request.return_prompt_text else None)
-    return Asked(request, slo, [prompt], params, repeated, is_silent)
+    return Asked(request, slo, [prompt], params, repeated, is_silent, parsing)
 
 
 async def _others(api: Api, exchange: HttpExchange, request: Generate) -> dict[str, Any]:
@@ -125,7 +133,7 @@ async def _respond(api: Api, exchange: HttpExchange, shape: Shape,
                    check: Callable[[Api, HttpExchange, bytes], Awaitable[Asked]]) -> None:
     _enter(api, exchange)
     async with api.bodies.reading(exchange) as body:
-        request, slo, prompts, params, repeated, is_silent = await check(api, exchange, body)
+        request, slo, prompts, params, repeated, is_silent, parsing = await check(api, exchange, body)
         del body  # frees its memory while the response is generated
     try:
         params.check_vocabulary(api.engine_client.info.vocab_size, api.engine_client.info.eos_token_ids)
@@ -135,7 +143,7 @@ async def _respond(api: Api, exchange: HttpExchange, shape: Shape,
     heading = Heading.now(shape, exchange.request_id, api.settings.served_model_name, tier)
     salt = _salt(exchange.tenant, request.cache_salt)
     job = Job(request, prompts, params, heading, slo, salt, exchange.received_ns, exchange.read_ns,
-              exchange.traceparent, repeated, is_silent)
+              exchange.traceparent, repeated, is_silent, parsing)
     await answer(api, exchange, job)
 
 

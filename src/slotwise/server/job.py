@@ -10,6 +10,7 @@ from slotwise.server.choice import Choice
 from slotwise.server.context import Api
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.logprobs import CompletionLogprobs, LogprobFormat, LogprobsWriter, TokenNames, TokenTexts
+from slotwise.server.output_parsing import Parsing
 from slotwise.server.protocol import Generate
 from slotwise.server.shapes import Heading, Shape, usage
 
@@ -35,6 +36,7 @@ class Job(NamedTuple):
     traceparent: str  # W3C's header; empty when the caller is not traced
     repeated: Repeated = Repeated()
     is_silent: bool = False  # no output is wanted: `max_tokens` is 0
+    parsing: Parsing | None = None  # how outputs are parsed; None: they are text
 
     @property
     def shape(self) -> Shape:

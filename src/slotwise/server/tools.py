@@ -39,8 +39,8 @@ def allowed_tools(api: Api, request: ChatRequest) -> ToolChoice:
     if chosen.strict:
         raise bad_request("tools: strict is not supported", "tools", "unsupported_parameter")
     if chosen.tools is not None and not api.output_format.tools:
-        raise bad_request("tools is not supported, because the server has no parser of the model's tool calls: start it "
-                          "with --tool-call-parser", "tools", "unsupported_parameter")
+        raise bad_request("tools is not supported, because the server has no parser of the model's tool calls: start "
+                          "it with --tool-call-parser", "tools", "unsupported_parameter")
     return chosen
 
 

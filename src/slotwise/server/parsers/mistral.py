@@ -17,6 +17,7 @@ NAME = re.compile(r"[\w.:/-]+", re.ASCII)
 
 
 class Mistral(FormatParser):
+    MODELS = "Mistral, all generations"
     SPELLINGS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
 
     def _parse(self) -> Waiting[None]:

@@ -37,6 +37,7 @@ class FormatParser:
         tools: those that the output may call.
     """
 
+    MODELS: ClassVar[str] = ""  # that write it
     SPELLINGS: ClassVar[tuple[str, ...]] = ()  # of tokens that the format is made of, and that may be special
 
     def __init__(self, markers: Markers, tools: Tools) -> None:

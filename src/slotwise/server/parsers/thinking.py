@@ -34,6 +34,7 @@ def has_begun(prompt: str, continued: str | None = None) -> bool | None:
 class Qwen3(FormatParser):
     """Args: begun: whether the output begins within reasoning, as `has_begun` says."""
 
+    MODELS = "Qwen3: reasoning begins with `<think>`, in the prompt or the output"
     SPELLINGS = (OPENING, CLOSING)
     THINKS = False  # where the prompt does not say
 
@@ -68,4 +69,5 @@ class Qwen3(FormatParser):
 class DeepSeekR1(Qwen3):
     """The model thinks first, even where neither prompt nor output has the first tag."""
 
+    MODELS = "DeepSeek-R1, its distillations and QwQ: the output begins with reasoning"
     THINKS = True

@@ -29,6 +29,7 @@ from slotwise.server.events import events
 from slotwise.server.http_exchange import HttpExchange, checked_request_id
 from slotwise.server.messages import count_tokens, messages
 from slotwise.server.openapi import document
+from slotwise.server.parsers.registry import UNPARSED, OutputFormat
 from slotwise.server.prompts import Prompts
 from slotwise.server.settings import ServerSettings
 from slotwise.server.templates import Template
@@ -87,7 +88,6 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("GET", "/requests/{request_id:path}", queue_position.of_request),
 )
 OPEN_TO_ALL = ("/", "/docs", "/health", "/ping", "/timeline")  # the pages hold no data; the last prompts for a key
-MESSAGES = "/v1/messages"  # it and the routes below it write errors in Anthropic's form
 ADMIN = "/admin/"  # routes below it change how the server works
 MAX_ROUTES = 2000  # characters of the routes that an error lists
 REJECTIONS = ("context_length_exceeded", "tokenizer_busy")  # codes of errors that count as refused admissions
@@ -96,14 +96,16 @@ logger = logging.getLogger(__name__)
 
 
 def build_app(engine_client: EngineClient, tokenizer: Tokenizer, chat_template: Template | None,
-              settings: ServerSettings, step_times: StepTimeModel | None = None) -> App:
+              settings: ServerSettings, step_times: StepTimeModel | None = None,
+              output_format: OutputFormat = UNPARSED) -> App:
     """The application over an engine that is ready.
 
     Args:
         step_times: a model fitted earlier; None: an empty one.
+        output_format: how the model's outputs are parsed.
     """
     prompts = Prompts(tokenizer, chat_template, lambda: engine_client.info)
-    return App(Api(engine_client, prompts, settings, step_times or StepTimeModel()))
+    return App(Api(engine_client, prompts, settings, step_times or StepTimeModel(), output_format))
 
 
 class App:
@@ -123,7 +125,7 @@ class App:
         scope["path"] = below(self.api.settings.root_path, scope["path"])
         headers = dict(scope["headers"])
         exchange = HttpExchange(scope, receive, send, secrets.token_hex(16))
-        if scope["path"].startswith(MESSAGES):
+        if scope["path"].startswith(messages_output.MESSAGES):
             exchange.error_format = messages_output.ERRORS
         scope["exchange"] = exchange
         scope["app"] = self  # so that the router raises what it cannot answer

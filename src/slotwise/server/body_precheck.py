@@ -23,8 +23,8 @@ MAX_STOP = MAX_STOP_STRINGS * (6 * MAX_STOP_LENGTH + 8)  # bytes; a character ma
 MAX_ELEMENTS = MAX_PROMPTS = MAX_ABORTS = MAX_MESSAGES  # the last: requests that one abort may name
 MAX_VALUES = 1 << 17  # of messages, beside their texts
 MAX_TOKENS = 1 << 16  # of /detokenize
-MAX_TOOLS = 512 << 10  # bytes: agents send dozens of tools, each with a page of description
-LONGER = {"stop": MAX_STOP, "stop_sequences": MAX_STOP, "tools": MAX_TOOLS}
+MAX_TOOL_BYTES = 1 << 20  # of all tools of a request
+LONGER = {"stop": MAX_STOP, "stop_sequences": MAX_STOP}
 TEXTS = ("system", "instructions")  # a text, or parts as a message has them
 SHORT = 1 << 15  # bytes of an array; locating the elements of a longer one costs as much, however few it has
 ABSENT = msgspec.Raw()
@@ -79,6 +79,9 @@ def _check(name: str, field: bytes) -> None:
     elif name in TEXTS:
         if not value.startswith(b'"'):
             _check_messages(name, b'[{"content":%b}]' % value)
+    elif name == "tools":
+        if len(value) > MAX_TOOL_BYTES or _most_values(value) > MAX_VALUES:
+            raise bad_request(f"tools: at most {MAX_TOOL_BYTES} bytes, and {MAX_VALUES} commas and brackets", name)
     elif name == "request_ids":
         _check_strings(name, value)
     elif name == "tokens":

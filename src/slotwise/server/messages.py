@@ -18,6 +18,7 @@ from slotwise.server.parsers.parts import Part
 from slotwise.server.pipeline import Asked, respond
 from slotwise.server.protocol import check_model, decode
 from slotwise.server.shapes import MESSAGE
+from slotwise.server.tools import allowed_tools
 from slotwise.server.unknown_fields import warn_of_unknown_fields
 
 
@@ -33,6 +34,7 @@ async def count_tokens(api: Api, exchange: HttpExchange) -> None:
         request = decode(CountTokensRequest, body)
         check_model(request.model, api.settings.model_names)
         chat = request.as_chat()
+        allowed_tools(api, chat)
         rendered = await api.prompts.of_chat(conversation_of(api, chat), exchange.holder)
     await exchange.respond_json({"input_tokens": len(rendered.ids)})
 

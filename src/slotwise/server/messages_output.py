@@ -8,7 +8,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from http import HTTPStatus
+from typing import Any, Literal
 
 import msgspec
 
@@ -18,6 +19,7 @@ from slotwise.server.parsers.parts import CallArguments, CallName, Content, Part
 from slotwise.server.shapes import to_json
 
 Json = dict[str, Any]
+MESSAGES = "/v1/messages"  # it and the routes below it write errors in Anthropic's form
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}  # of finish reasons; others end the turn
 INVALID = "INVALID_JSON"  # the key that Anthropic's guide names for arguments that are no JSON object
 KINDS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
@@ -112,9 +114,23 @@ def _arguments(text: str) -> Json:
     return given if isinstance(given, dict) else {INVALID: text}
 
 
+class MessagesErrorContent(msgspec.Struct):
+    type: str
+    message: str
+
+
+class MessagesErrorBody(msgspec.Struct):
+    """Anthropic's error object."""
+
+    error: MessagesErrorContent
+    request_id: str
+    type: Literal["error"] = "error"
+
+
 def _body(error: ApiError, request_id: str) -> bytes:
-    kind = KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return to_json({"type": "error", "error": {"type": kind, "message": _message(error)}, "request_id": request_id})
+    others = "invalid_request_error" if error.status < HTTPStatus.INTERNAL_SERVER_ERROR else "api_error"
+    return to_json(MessagesErrorBody(
+        MessagesErrorContent(KINDS.get(error.status, others), _message(error)), request_id))
 
 
 def _message(error: ApiError) -> str:

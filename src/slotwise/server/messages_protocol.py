@@ -64,17 +64,17 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     model: str | None = None  # the served model's name, by default
     system: Text | None = None  # the system message: a text, or blocks of type `text`
     tools: list[dict[str, Any]] | None = None  # `name`, `description` and `input_schema` of each
-    tool_choice: ToolChoice | None = None
+    tool_choice: ToolChoice | None = None  # `auto`, `any`, `tool` with a name, or `none`
     thinking: Thinking | None = None  # the template's `enable_thinking`; by default the model's own
-    output_config: OutputConfig | None = None
+    output_config: OutputConfig | None = None  # `effort`, the template's `reasoning_effort`, and `format`
     chat_template_kwargs: dict[str, Any] | None = None  # further variables of the template
     cache_control: dict[str, Any] | None = None  # changes nothing: every prompt is looked up in the cache
-    speed: Literal["standard"] | None = None
-    container: Any = None
-    context_management: Any = None
-    diagnostics: Any = None
-    inference_geo: Any = None
-    mcp_servers: Any = None
+    speed: Literal["standard"] | None = None  # changes nothing
+    container: Any = None  # not supported
+    context_management: Any = None  # not supported
+    diagnostics: Any = None  # not supported
+    inference_geo: Any = None  # not supported
+    mcp_servers: Any = None  # not supported
 
     def as_chat(self) -> ChatRequest:
         """The same conversation as a chat.  Raises ApiError for a field that is not valid, or not supported."""
@@ -100,14 +100,14 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
 class MessagesRequest(CountTokensRequest, kw_only=True):
     max_tokens: OneOrMore  # most output tokens, thinking included
     stream: bool | None = None  # send server-sent events
-    stop_sequences: StopSequences | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
-    metadata: Metadata | None = None
+    stop_sequences: StopSequences | None = None  # texts that end the answer, and are not part of it
+    temperature: Temperature | None = None  # divides the logits; by default the model's own
+    top_p: TopP | None = None  # keep the smallest set of tokens whose probabilities sum to this
+    top_k: TopK | None = None  # keep the k most probable tokens
+    metadata: Metadata | None = None  # `user_id`: the tenant, where the server has no keys
     service_tier: str | None = None  # `auto`, `standard_only`, or one of the server's own: docs/tiers.md
     request_id: str | None = None  # the id of the response, and of the request in logs and queries
-    seed: Seed | None = None
+    seed: Seed | None = None  # the same seed gives the same answer
     priority: Priority | None = None  # lower is earlier; None: its tier's
     ttft_ms: Milliseconds | None = None  # objective, milliseconds to the first token; None: its tier's
     tpot_ms: Milliseconds | None = None  # objective, milliseconds between two tokens; None: its tier's

@@ -18,9 +18,8 @@ from slotwise.server.errors import bad_request
 NEUTRAL: dict[str, tuple[Any, ...]] = SAMPLING | {  # beside null
     "response_format": ({"type": "text"},), "return_token_offsets": (False,), "return_mm_kwargs": (True,),
     "kv_transfer_params": ({},), "ec_transfer_params": ({},), "vllm_xargs": ({},), "detokenize": (True,),
-    "prompt_embeds": ([],), "suffix": ("",),
-    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
-    "modalities": (["text"],), "include_reasoning": (True,), "media_io_kwargs": ({},), "mm_processor_kwargs": ({},),
+    "prompt_embeds": ([],), "functions": ([],), "function_call": ("none", "auto"),
+    "modalities": (["text"],), "media_io_kwargs": ({},), "mm_processor_kwargs": ({},),
     "prompt_cache_options": ({},), "prompt_cache_retention": ("in_memory",), "store": (False,),
     "verbosity": ("medium",),
 }
@@ -33,7 +32,7 @@ PATHS = {  # of OpenAI's and vLLM's routes that are not served, by their beginni
     "/v1/images": "the model takes and gives text, and no images",
     "/pooling": "/v1/embeddings gives pooled vectors",
 }
-HINTS = ("metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "session_id")
+HINTS = ("metadata", "prompt_cache_key", "safety_identifier", "session_id")
 
 
 class Unsupported(msgspec.Struct, kw_only=True):
@@ -84,5 +83,5 @@ def refuse(request: msgspec.Struct) -> None:
         if not is_neutral(getattr(request, name), accepted):
             raise bad_request(f"{name} is not supported", name, "unsupported_parameter")
     for name, other in AS_ANOTHER.items():
-        if getattr(request, name) not in (None, getattr(request, other) or 1):
+        if getattr(request, name, None) not in (None, getattr(request, other, None) or 1):
             raise bad_request(f"{name}: only the value of {other} is supported", name, "unsupported_parameter")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from slotwise.kernels.cpu import (
     attention,
+    attention_plan,
     gemm,
     linear,
     linear_bf16,
@@ -93,7 +94,7 @@ class CpuKernels:
             **{path: [code] for path, code in linear_bf16.PRODUCT.items()},
             "float32": [linear.PRODUCT[kind], pointwise.SILU_MUL[kind]]}.get(self.product_path(kind), [])
         of_logits = [sampling.DRAW, sampling.LOG_PROBABILITIES, sampling.GREEDY[kind], sampling.WIDEN[kind]]
-        compile_all([*(products or dense), *of_the_cache, *multiply, *of_logits, attention.PLAN, pointwise.EMBED,
+        compile_all([*(products or dense), *of_the_cache, *multiply, *of_logits, attention_plan.PLAN, pointwise.EMBED,
                      pointwise.NORM[kind], PROGRAM, WORK, RUN_SHARED])
 
     def operations_per_second(self, kind: torch.dtype) -> float:
@@ -259,7 +260,7 @@ class CpuKernels:
         """Causal attention of every row over its own cached context: `[tokens, heads * head_dim]`."""
         tokens, rows, tables = query.shape[0], batch.context_lens.shape[0], batch.block_tables
         launcher, out = self.launcher, self.launcher.empty((tokens, shape.num_heads * shape.head_dim), query.dtype)
-        workspace = attention.workspace(shape, rows, tokens, batch.max_context_len)
+        workspace = attention_plan.workspace(shape, rows, tokens, batch.max_context_len)
         base = launcher.scratch(workspace.floats(launcher.threads))
         launcher.give(
             gemm.MULTIPLY[cache.storage.dtype].address, query.data_ptr(), out.data_ptr(), cache.address,
@@ -269,7 +270,7 @@ class CpuKernels:
             shape.window, _bits(shape.scale * LOG2_E), launcher.threads, _bits(shape.soft_cap * LOG2_E),
             0 if sinks is None else sinks.data_ptr(),
         )
-        launcher.alone(attention.PLAN)
+        launcher.alone(attention_plan.PLAN)
         launcher.together(attention.ATTEND[query.dtype, cache.storage.dtype])
         return out
 

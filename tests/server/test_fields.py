@@ -31,8 +31,7 @@ BODIES: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
     CHAT: (ChatRequest, {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2})}
 REQUIRED = ("messages", "prompt")
 HEADER = "x-slotwise-warning"
-SENT_HINTS = {"metadata": {"a": "b"}, "parallel_tool_calls": False, "prompt_cache_key": "k", "safety_identifier": "s",
-              "session_id": "i"}
+SENT_HINTS = {"metadata": {"a": "b"}, "prompt_cache_key": "k", "safety_identifier": "s", "session_id": "i"}
 
 
 def known(path: str) -> list[str]:

@@ -83,6 +83,7 @@ class Tokenizer:
         inner.no_padding()
         self.special_tokens = special_tokens or {}
         added = inner.get_added_tokens_decoder()
+        self.special_by_text = {token.content: token_id for token_id, token in added.items() if token.special}
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.bytes_by_id = token_bytes_of(inner)
 

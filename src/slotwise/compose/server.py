@@ -72,7 +72,7 @@ async def _serve(
         if last is None:
             return first
         with cores.lent():
-            return launch_engine(_like(config, last), settings.log_format)
+            return launch_engine(_like(config, last), settings.log_format, settings.engine_environment)
 
     supervisor = Supervisor(engine_client, launch, settings.engine_timeout)
     chat: Template | None = None

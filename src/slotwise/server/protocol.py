@@ -73,6 +73,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None  # a last event with the token counts
     continuous_usage_stats: bool | None = None  # the token counts in every event
+    include_obfuscation: bool | None = None  # nothing but false: events are not padded to hide their lengths
 
 
 class Generate(Unsupported, kw_only=True):
@@ -85,14 +86,14 @@ class Generate(Unsupported, kw_only=True):
     request_id: str | None = None  # the id of the response, and of the request in logs and queries
     session_id: Hint | None = None  # changes nothing
     service_tier: str | None = None  # `auto`, `default`, or one of the server's own: docs/tiers.md
-    priority: Priority | None = None  # lower is earlier; None: its tier's
+    priority: Priority | None = None  # of the policy `priority`: lower is earlier; None: its tier's
     ttft_ms: Milliseconds | None = None  # objective, milliseconds to the first token; None: its tier's
     tpot_ms: Milliseconds | None = None  # objective, milliseconds between two tokens; None: its tier's
     user: User | None = None  # the tenant, where the server has no keys
     queue_timeout: Seconds | None = None  # seconds to its first slot; the server's own bound holds as well
     cache_salt: Salt | None = None  # cached prefixes are shared only among requests of one key and one salt
     n: Choices | None = None
-    best_of: OneOrMore | None = None  # equal to `n`
+    best_of: OneOrMore | None = None  # nothing but the value of `n`
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: TopK | None = None
@@ -126,10 +127,11 @@ class Generate(Unsupported, kw_only=True):
         refuse(self)
         if self.stream_options is not None and not self.stream:
             raise bad_request("stream_options: only allowed when stream is true", "stream_options")
+        if self.stream_options is not None and self.stream_options.include_obfuscation:
+            raise bad_request("stream_options.include_obfuscation is not supported", "stream_options",
+                              "unsupported_parameter")
         if self.prompt_logprobs is not None and self.stream:
             raise bad_request("prompt_logprobs: not available when stream is true", "prompt_logprobs")
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise bad_request("best_of: only the value of n is supported", "best_of", "unsupported_parameter")
 
     def length(self, param: str) -> tuple[int | None, bool]:
         """The most tokens to generate, as the field `param` says, and whether none of them are wanted.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from slotwise.core.pooling_defaults import PoolingDefaults
@@ -40,6 +41,7 @@ class ServerSettings:
     max_log_len: int = 0  # characters of a request's prompts in its line
     vllm_metrics: bool = False  # metrics that vLLM has are there under its names, too
     notices: tuple[str, ...] = ()  # lines to log at the start
+    engine_environment: Mapping[str, str] = field(default_factory=dict)  # variables of the engine's process
     host: str = ""  # the name or address it listens on; it may stand in `Host`
     allowed_hosts: tuple[str, ...] = ()  # further names in `Host`, without ports; "*": any
     allowed_origins: tuple[str, ...] = ()  # sites whose pages may use the server, as scheme://host:port; "*": any

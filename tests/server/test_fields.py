@@ -31,8 +31,7 @@ BODIES: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
     CHAT: (ChatRequest, {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2})}
 REQUIRED = ("messages", "prompt")
 HEADER = "x-slotwise-warning"
-SENT_HINTS = {"metadata": {"a": "b"}, "parallel_tool_calls": False, "prompt_cache_key": "k", "safety_identifier": "s",
-              "session_id": "i"}
+SENT_HINTS = {"metadata": {"a": "b"}, "prompt_cache_key": "k", "safety_identifier": "s", "session_id": "i"}
 
 
 def known(path: str) -> list[str]:
@@ -79,7 +78,7 @@ def test_a_known_field_has_one_treatment(server: Server, path: str, name: str) -
 def test_the_values_that_change_nothing_are_of_fields_that_exist() -> None:
     fields = {name for kind, _ in BODIES.values() for name in kind.__struct_fields__}
     assert set(NEUTRAL) | set(HINTS) <= fields and not set(NEUTRAL) & set(HINTS)
-    assert treatment(CompletionRequest, "suffix") == NEUTRAL_FIELD and treatment(ChatRequest, "audio") == REFUSED
+    assert treatment(CompletionRequest, "detokenize") == NEUTRAL_FIELD and treatment(ChatRequest, "audio") == REFUSED
     with pytest.raises(KeyError):
         treatment(ChatRequest, "prompt")
 

@@ -33,6 +33,7 @@ from slotwise.errors import printable
 from slotwise.host import processors
 from slotwise.model.locate import locate
 from slotwise.observe.lines import FORMATS, TEXT, final
+from slotwise.server.parsers.registry import REASONING_ALIASES, REASONING_PARSERS, TOOL_ALIASES, TOOL_PARSERS
 
 if TYPE_CHECKING:
     from slotwise.server.tiers import ServedTier
@@ -73,6 +74,15 @@ def _server_options(serve: argparse.ArgumentParser) -> None:
                        "first (default: the model as it is given here)")
     group.add_argument("--chat-template", type=input_file, metavar="FILE",
                        help="a Jinja file instead of the model's own template")
+    group.add_argument("--enable-auto-tool-choice", action=argparse.BooleanOptionalAction, default=None,
+                       help="answers may call the tools that a request lists (default: where it is known how the model "
+                       "calls them)")
+    group.add_argument("--tool-call-parser", choices=(*TOOL_PARSERS, *TOOL_ALIASES), default="", metavar="NAME",
+                       help=f"how the model calls tools: {', '.join(sorted(TOOL_PARSERS))} (default: as its chat "
+                       "template tells)")
+    group.add_argument("--reasoning-parser", choices=(*REASONING_PARSERS, *REASONING_ALIASES), default="",
+                       metavar="NAME", help="how the model's reasoning is told from its answer: "
+                       f"{', '.join(sorted(REASONING_PARSERS))} (default: it is part of the answer)")
     group.add_argument("--trust-request-chat-template", action="store_true",
                        help="render chat templates that requests bring (default: refuse them with 400)")
     add_generation_options(group, bound="; its max_new_tokens bounds every request")
@@ -255,8 +265,10 @@ def _run(asked: argparse.Namespace) -> int:
         otlp_traces_endpoint=asked.otlp_traces_endpoint, log_format=asked.log_format,
         log_stats=not asked.disable_log_stats, log_requests=asked.enable_log_requests, access_log=asked.access_log,
         max_log_len=asked.max_log_len, vllm_metrics=asked.vllm_metrics, seed=asked.seed, notices=tuple(lines),
-        engine_environment=variables, trust_request_chat_template=asked.trust_request_chat_template,
-        sampling_defaults=defaults, pooling_defaults=pooling, **network)
+        tool_call_parser=asked.tool_call_parser, enable_auto_tool_choice=asked.enable_auto_tool_choice,
+        reasoning_parser=asked.reasoning_parser, engine_environment=variables,
+        trust_request_chat_template=asked.trust_request_chat_template, sampling_defaults=defaults,
+        pooling_defaults=pooling, **network)
     return run_server(config, settings, (asked.host, asked.port), asked.chat_template, engine)
 
 

@@ -28,6 +28,7 @@ from slotwise.server.errors import ApiError, ClientGone
 from slotwise.server.events import events
 from slotwise.server.http_exchange import HttpExchange, checked_request_id
 from slotwise.server.openapi import document
+from slotwise.server.parsers.registry import UNPARSED, OutputFormat
 from slotwise.server.prompts import Prompts
 from slotwise.server.settings import ServerSettings
 from slotwise.server.templates import Template
@@ -92,14 +93,16 @@ logger = logging.getLogger(__name__)
 
 
 def build_app(engine_client: EngineClient, tokenizer: Tokenizer, chat_template: Template | None,
-              settings: ServerSettings, step_times: StepTimeModel | None = None) -> App:
+              settings: ServerSettings, step_times: StepTimeModel | None = None,
+              output_format: OutputFormat = UNPARSED) -> App:
     """The application over an engine that is ready.
 
     Args:
         step_times: a model fitted earlier; None: an empty one.
+        output_format: how the model's outputs are parsed.
     """
     prompts = Prompts(tokenizer, chat_template, lambda: engine_client.info)
-    return App(Api(engine_client, prompts, settings, step_times or StepTimeModel()))
+    return App(Api(engine_client, prompts, settings, step_times or StepTimeModel(), output_format))
 
 
 class App:

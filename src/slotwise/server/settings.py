@@ -53,6 +53,9 @@ class ServerSettings:
     ssl_ca_certs: str = ""  # one of these has signed the certificate that each client must have; empty: none needs one
     root_path: str = ""  # prefix of paths, without a slash at its end, below which a reverse proxy shows this server
     seed: int = 0  # generates the seeds of requests without one
+    tool_call_parser: str = ""  # how the model calls tools; empty: as its chat template tells
+    enable_auto_tool_choice: bool | None = None  # answers may call tools; None: where it is known how the model does
+    reasoning_parser: str = ""  # how the model's reasoning is told from its answer; empty: it is not
     trust_request_chat_template: bool = False  # render the chat templates that requests bring
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)  # where a request names none
     pooling_defaults: PoolingDefaults = field(default_factory=PoolingDefaults)  # of vectors, likewise

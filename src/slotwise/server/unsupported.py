@@ -18,9 +18,8 @@ from slotwise.server.errors import bad_request
 NEUTRAL: dict[str, tuple[Any, ...]] = SAMPLING | {  # beside null
     "response_format": ({"type": "text"},), "return_token_offsets": (False,), "return_mm_kwargs": (True,),
     "kv_transfer_params": ({},), "ec_transfer_params": ({},), "vllm_xargs": ({},), "detokenize": (True,),
-    "prompt_embeds": ([],), "suffix": ("",),
-    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
-    "modalities": (["text"],), "include_reasoning": (True,), "media_io_kwargs": ({},), "mm_processor_kwargs": ({},),
+    "prompt_embeds": ([],), "functions": ([],), "function_call": ("none", "auto"),
+    "modalities": (["text"],), "media_io_kwargs": ({},), "mm_processor_kwargs": ({},),
     "prompt_cache_options": ({},), "prompt_cache_retention": ("in_memory",), "store": (False,),
     "verbosity": ("medium",),
 }
@@ -33,7 +32,7 @@ PATHS = {  # of OpenAI's and vLLM's routes that are not served, by their beginni
     "/v1/images": "the model takes and gives text, and no images",
     "/pooling": "/v1/embeddings gives pooled vectors",
 }
-HINTS = ("metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "session_id")
+HINTS = ("metadata", "prompt_cache_key", "safety_identifier", "session_id")
 
 
 class Unsupported(msgspec.Struct, kw_only=True):

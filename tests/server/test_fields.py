@@ -78,7 +78,7 @@ def test_a_known_field_has_one_treatment(server: Server, path: str, name: str) -
 def test_the_values_that_change_nothing_are_of_fields_that_exist() -> None:
     fields = {name for kind, _ in BODIES.values() for name in kind.__struct_fields__}
     assert set(NEUTRAL) | set(HINTS) <= fields and not set(NEUTRAL) & set(HINTS)
-    assert treatment(CompletionRequest, "suffix") == NEUTRAL_FIELD and treatment(ChatRequest, "audio") == REFUSED
+    assert treatment(CompletionRequest, "detokenize") == NEUTRAL_FIELD and treatment(ChatRequest, "audio") == REFUSED
     with pytest.raises(KeyError):
         treatment(ChatRequest, "prompt")
 

@@ -39,6 +39,8 @@ async def _completion(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
     request = decode(CompletionRequest, body)
     warn_of_unknown_fields(exchange, CompletionRequest, body)
     slo = check(api, exchange, request)
+    if request.suffix:
+        request.prompt = api.prompts.with_gap(request.prompt, request.suffix)
     asked, is_silent = request.length("max_tokens")
     encoding = encoding_of(api, request, COMPLETION_TOKENS if asked is None else asked, adds_special_tokens=True)
     api.check_capacity(slo)

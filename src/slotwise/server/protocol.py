@@ -187,10 +187,12 @@ class Generate(Unsupported, kw_only=True):
 class CompletionRequest(Generate, kw_only=True):
     prompt: Prompt  # a text or its token ids; a list: several, each with its own choices
     logprobs: Logprobs | None = None  # return this many log-probabilities for each token, and the token's own
-    suffix: Any = None
+    suffix: str | None = None  # the output fills the gap before this text; of models with tokens for it
 
     def refuse_unsupported(self) -> None:
         super().refuse_unsupported()
+        if self.suffix and (self.echo or self.truncate_prompt_tokens is not None):
+            raise bad_request("suffix: not allowed with echo or truncate_prompt_tokens", "suffix")
         if self.echo and self.logprobs is not None:
             if self.stream:
                 raise bad_request("echo: with logprobs not available when stream is true", "echo")

@@ -18,8 +18,7 @@ from slotwise.server.errors import bad_request
 NEUTRAL: dict[str, tuple[Any, ...]] = SAMPLING | {  # beside null
     "response_format": ({"type": "text"},), "return_token_offsets": (False,), "return_mm_kwargs": (True,),
     "kv_transfer_params": ({},), "ec_transfer_params": ({},), "vllm_xargs": ({},), "detokenize": (True,),
-    "prompt_embeds": ([],), "suffix": ("",),
-    "functions": ([],), "function_call": ("none", "auto"),
+    "prompt_embeds": ([],), "functions": ([],), "function_call": ("none", "auto"),
     "modalities": (["text"],), "media_io_kwargs": ({},), "mm_processor_kwargs": ({},),
     "prompt_cache_options": ({},), "prompt_cache_retention": ("in_memory",), "store": (False,),
     "verbosity": ("medium",),

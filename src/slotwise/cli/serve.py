@@ -30,6 +30,7 @@ from slotwise.engine.heartbeat import ENGINE_TIMEOUT, SHORTEST_TIMEOUT
 from slotwise.errors import printable
 from slotwise.model.locate import locate
 from slotwise.observe.lines import FORMATS, TEXT, final
+from slotwise.speculation.settings import Speculation
 
 if TYPE_CHECKING:
     from slotwise.server.tiers import ServedTier
@@ -48,6 +49,7 @@ def add(commands: Commands) -> None:
     add_network_options(serve)
     add_engine_options(serve)
     add_vllm_flags(serve)
+    serve.set_defaults(speculative_config=Speculation())
 
 
 def _server_options(serve: argparse.ArgumentParser) -> None:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from operations import DISCIPLINE, LIMITS, OPERATION, play
 from toy import VOCAB, Driver, alone, request
 
+from slotwise.core.drafting import MAX_DRAFTS, NO_GAIN, NO_MATCH
 from slotwise.core.interfaces import DraftRow
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.reasons import MAX_DRAFTS, NO_GAIN, NO_MATCH
 from slotwise.core.step_time import StepTimeModel, Work
 from slotwise.speculation.proposer import DraftProposer, proposer_of
 from slotwise.speculation.settings import METHODS, Speculation
@@ -113,7 +113,8 @@ def test_a_prediction_is_drafted_from_the_first_token_on():
 @pytest.mark.parametrize(("given", "message"), [
     ({"method": "eagle"}, "method must be one of auto, ngram"), ({"method": "draft_model"}, "not implemented"),
     ({"method": ["ngram"]}, "method must be one of"), ({"num_draft": 3}, "there is no key 'num_draft'"),
-    ({"num_speculative_tokens": 0}, "num_speculative_tokens must be a whole number from 1"), ({"model": "x"}, "no draft model"),
+    ({"num_speculative_tokens": 0}, "num_speculative_tokens must be a whole number from 1"),
+    ({"model": "x"}, "no draft model"),
     ({"prompt_lookup_min": 5, "prompt_lookup_max": 4}, "prompt_lookup_min 5 is more"),
     ({"method": "none", "num_speculative_tokens": 3}, "no effect"), ({"prompt_lookup_max": "5"}, "prompt_lookup_max")])
 def test_settings_that_say_nothing_are_refused_by_name(given, message):

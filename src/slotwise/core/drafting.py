@@ -14,13 +14,18 @@ from collections.abc import Sequence
 
 from slotwise.core.interfaces import DraftRow, Proposer
 from slotwise.core.plan_builder import PlanBuilder
-from slotwise.core.reasons import NO_ROOM, TIME_BUDGET
+from slotwise.core.reasons import TIME_BUDGET
 from slotwise.core.request import Request
 from slotwise.core.request_table import RequestTable
 from slotwise.core.step import RowKind
 from slotwise.core.step_time import StepTimeModel, Work, work_of
 
 DECODE = RowKind.DECODE
+# Why a step has no more drafts, beside the `reasons` TOKEN_BUDGET, SHORT_STEP and TIME_BUDGET.
+NO_MATCH = "no_match"  # the proposer does not know how the rows go on
+NO_GAIN = "no_gain"  # another draft would take more time than it is expected to save
+MAX_DRAFTS = "max_drafts"  # the rows that could have more have as many as the settings allow
+NO_ROOM = "no_room"  # their outputs end, or there are no free blocks for more
 
 
 class Drafting:
@@ -51,7 +56,7 @@ class Drafting:
             return
         rows = [self._row(builder.rows[place][0], builder.num_rows) for place in places]
         proposal = self.proposer.propose(rows, work, most)
-        builder.draft_limit = proposal.reason
+        builder.draft_limit = proposal.reason or (builder.shortage if most == builder.budget else TIME_BUDGET)
         for place, drafts in zip(places, proposal.drafts, strict=True):
             if drafts:
                 self._plan(place, drafts, builder)

@@ -161,7 +161,7 @@ class DraftRow(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """Drafts by row, () for a plain decode row, and the reason why there are no more (`core/reasons.py`)."""
+    """Drafts by row, () for a plain one, and why there are no more (`core/drafting.py`); "": `most`."""
 
     drafts: Sequence[tuple[int, ...]]
     reason: str

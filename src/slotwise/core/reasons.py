@@ -9,11 +9,6 @@ TIER_CAP = "tier_cap"  # the free slots are reserved for other tiers
 FIRST_TOKEN = "first_token"  # paused for the prefill of a tenant far behind
 OUTRANKED = "outranked"  # preempted for a request that goes before it
 ENDING = "ending"  # its last token is in flight
-# Why a step has no more drafts.  Also TOKEN_BUDGET, TIME_BUDGET.
-NO_MATCH = "no_match"  # no proposer knows how the rows go on
-NO_GAIN = "no_gain"  # another draft would take more time than it is expected to save
-MAX_DRAFTS = "max_drafts"  # every row has num_speculative_tokens
-NO_ROOM = "no_room"  # the rows' outputs end, or there are no free blocks for more
 VERIFYING = "verifying"  # its drafts, or the token that drafts are to follow, are in flight
 PROMPTS_ALONE = "prompts_alone"  # the step computes new prompts only
 BATCH_RUNNING = "batch_running"  # a static batch admits no request while it runs

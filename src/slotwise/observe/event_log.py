@@ -184,7 +184,7 @@ class Step(_Entry, tag="step", rename={"released_slots": "leaves", "new_blocks":
     prefills: tuple[Number, ...] = ()  # rows that compute tokens known when their request joined
     drafts: tuple[tuple[int, ...], ...] = ()  # tokens that each row verifies; () when there are none
     freed_blocks: tuple[FreedBlocks, ...] = ()  # blocks that left the end of a slot's block table, before the new ones
-    draft_limit: str = ""  # why there are no more drafts (`core.reasons`); "" where none can be
+    draft_limit: str = ""  # why there are no more drafts (`core/drafting.py`); "" where none can be
 
     @property
     def kinds(self) -> tuple[RowKind, ...]:

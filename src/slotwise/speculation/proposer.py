@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from slotwise.core.drafting import MAX_DRAFTS, NO_GAIN, NO_MATCH, NO_ROOM
 from slotwise.core.interfaces import DraftRow, Proposal
-from slotwise.core.reasons import MAX_DRAFTS, NO_GAIN, NO_MATCH, NO_ROOM
 from slotwise.core.request import Request
 from slotwise.core.step_time import StepTimeModel, Work
 from slotwise.speculation.acceptance import Acceptance

@@ -11,7 +11,7 @@ from toy import EOS, VOCAB, next_token, scheduler
 from slotwise.batching.settings import Batching
 from slotwise.core.interfaces import Proposer
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import POOLING_TYPES, PoolingParams, SamplingParams
 from slotwise.core.step import StepResult
 from slotwise.core.step_time import StepTimeModel
 from slotwise.engine.engine import Engine
@@ -50,7 +50,7 @@ class Whimsical(FakeExecutor):
         result = super().collect()
         if self._whims.random() < 0.01:
             raise ArithmeticError(f"step {result.step}: broke")
-        if result.tokens and result.tokens[0] and self._whims.random() < 0.02:
+        if result.tokens and (result.tokens[0] or any(result.pooled[:1])) and self._whims.random() < 0.02:
             return result._replace(tokens=((), *result.tokens[1:]), failed=(0,))
         return result
 
@@ -102,7 +102,8 @@ class Recorded:
         self.send(Add(
             f"r{number}", prompt * whims.choice((1, 1, 1, 1, 4)), SamplingParams(**params), whims.getrandbits(64),
             output_tokens=whims.choice((0, 0, 5)), salt=whims.choice(("", "other")),
-            queue_timeout=whims.choice((0.0, 0.0, 0.05)), prediction=self._prediction(whims)))
+            queue_timeout=whims.choice((0.0, 0.0, 0.05)), prediction=self._prediction(whims),
+            pooling=PoolingParams(whims.choice(POOLING_TYPES)) if whims.random() < 0.1 else None))
 
     def _prediction(self, whims: random.Random) -> tuple[int, ...]:
         if self._speculation is None or whims.random() < 0.5:

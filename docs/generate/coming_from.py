@@ -59,6 +59,7 @@ VLLM_OPTIONS = (  # options of `vllm serve`; those that Slotwise has by the same
     Elsewhere("--disable-uvicorn-access-log", "`--access-log`", "No access log by default."),
     Elsewhere("--generation-config", ""),
     Elsewhere("--override-generation-config", ""),
+    Elsewhere("--pooler-config", "`pooling_type` (LAST, MEAN) and `normalize`; one server generates and embeds."),
     Elsewhere("--config", ""),
     Elsewhere("--root-path", ""),
     Elsewhere("--ssl-certfile", ""),

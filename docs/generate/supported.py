@@ -29,7 +29,7 @@ WITHOUT = (  # a capability, and a name that would be there with it
     ("speculative decoding: no draft model and no n-gram proposer is part of the package", "--speculative-config"),
     ("structured output: JSON schemas, grammars, regular expressions, choices", "response_format"),
     ("tool calls", "tools"),
-    ("embeddings, scores and reranking", "/v1/embeddings"),
+    ("scores and reranking: no supported family has a head for them", "/rerank"),
     ("OpenAI's Responses API", "/v1/responses"),
     ("Anthropic's Messages API", "/v1/messages"),
     ("audio routes", "/v1/audio/transcriptions"),

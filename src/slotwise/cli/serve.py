@@ -21,6 +21,7 @@ from slotwise.cli.options import (
     add_overwrite_option,
     engine_settings,
     input_file,
+    json_object,
 )
 from slotwise.cli.vllm_flags import add_vllm_flags, notices
 from slotwise.core.ranges import real, whole
@@ -75,6 +76,9 @@ def _server_options(serve: argparse.ArgumentParser) -> None:
     group.add_argument("--trust-request-chat-template", action="store_true",
                        help="render chat templates that requests bring (default: refuse them with 400)")
     add_generation_options(group, bound="; its max_new_tokens bounds every request")
+    group.add_argument("--pooler-config", type=json_object, default={}, metavar="JSON",
+                       help="how /v1/embeddings makes vectors, as {\"pooling_type\": \"MEAN\", \"normalize\": true}; "
+                       "the type is LAST or MEAN (default: as the checkpoint's 1_Pooling/config.json says, else LAST)")
     group.add_argument("--max-num-queued-reqs", type=Number(whole(1)), metavar="N",
                        help="requests that may wait for a first slot, 8/9 of them of one key; more get 503 "
                        f"(default: what should start within {PATIENCE:g} s, at the measured rate)")
@@ -204,6 +208,7 @@ def run(asked: argparse.Namespace) -> int:
 def _run(asked: argparse.Namespace) -> int:
     from slotwise.compose.garbage import hold_off
     from slotwise.compose.launch import launch_engine
+    from slotwise.compose.pooling import read_pooling
     from slotwise.compose.sampling_defaults import read_defaults
     from slotwise.observe.log_file import check
 
@@ -216,6 +221,7 @@ def _run(asked: argparse.Namespace) -> int:
         model=str(locate(model or builtin.path())), tiers=tuple([served.tier for served in tiers]),
         generation_config=asked.generation_config, **engine_settings(asked))
     defaults = read_defaults(config, asked.override_generation_config)
+    pooling = read_pooling(config.model, asked.pooler_config)
     if asked.event_log:
         check(asked.event_log, overwrite=asked.overwrite_event_log)
     engine = launch_engine(config, asked.log_format)  # it loads while this process imports the rest
@@ -233,7 +239,8 @@ def _run(asked: argparse.Namespace) -> int:
         otlp_traces_endpoint=asked.otlp_traces_endpoint, log_format=asked.log_format,
         log_stats=not asked.disable_log_stats, log_requests=asked.enable_log_requests, access_log=asked.access_log,
         max_log_len=asked.max_log_len, vllm_metrics=asked.vllm_metrics, seed=asked.seed, notices=tuple(lines),
-        trust_request_chat_template=asked.trust_request_chat_template, sampling_defaults=defaults, **network)
+        trust_request_chat_template=asked.trust_request_chat_template, sampling_defaults=defaults,
+        pooling_defaults=pooling, **network)
     return run_server(config, settings, (asked.host, asked.port), asked.chat_template, engine)
 
 

@@ -122,7 +122,7 @@ class Loaded:
             vocab_size=decoder.config.vocab_size, limits=limits, scheduling=scheduling, eos_token_ids=eos_ids,
             memory=used, depth=depth, quantization=config.quantization, kv_cache_dtype=config.kv_cache_dtype,
             threads=torch.get_num_threads(), product_path=kernels.product_path(decoder.config.dtype),
-            checkpoint=self._checkpoint, speculation=self._speculation(config))
+            checkpoint=self._checkpoint, hidden_size=decoder.config.hidden_size, speculation=self._speculation(config))
         runner = _runner(decoder, limits)
         check_steps(runner, limits, time.monotonic_ns)
         times = load_or_learn(config, info, lambda: warmup(

@@ -279,6 +279,7 @@ class EngineClient:
         elif isinstance(report, StepOutputs):
             self._push(report)
             self._push_prompts(report)
+            self._push_pooled(report)
         elif isinstance(report, QueuePositionAnswer):
             self._queries.answered(report)
         elif isinstance(report, Loading):
@@ -306,6 +307,7 @@ class EngineClient:
         else:
             self._complete(record)
         self._push_prompts(record)
+        self._push_pooled(record)
         for request_id, num_cached in zip(record.admitted, record.cached, strict=True):
             generation = live.get(request_id)
             if generation is not None:
@@ -345,6 +347,11 @@ class EngineClient:
                 outputs.request_ids, outputs.starts, outputs.prompt_logprobs, strict=False):
             if logprobs and (generation := self._live.get(request_id)) is not None:
                 generation.push_prompt(start, logprobs)
+
+    def _push_pooled(self, outputs: StepRecord | StepOutputs) -> None:
+        for request_id, vector in zip(outputs.request_ids, outputs.pooled, strict=False):
+            if vector and (generation := self._live.get(request_id)) is not None:
+                generation.pooled = vector
 
     def _notify(self, news: Callable[[Observer], None]) -> None:
         for observer in self.observers:

@@ -23,6 +23,7 @@ from slotwise.server.browsers import WITH_A_BODY, check_json, check_one_host, is
 from slotwise.server.completions import chat_completions, completions
 from slotwise.server.connections import ALWAYS
 from slotwise.server.context import Api
+from slotwise.server.embeddings import embeddings
 from slotwise.server.errors import ApiError, ClientGone
 from slotwise.server.events import events
 from slotwise.server.http_exchange import HttpExchange, checked_request_id
@@ -31,6 +32,7 @@ from slotwise.server.prompts import Prompts
 from slotwise.server.settings import ServerSettings
 from slotwise.server.templates import Template
 from slotwise.server.timeline import timeline
+from slotwise.server.unsupported import why_not_served
 from slotwise.text.tokenizer import Tokenizer
 
 Endpoint = Callable[[Api, HttpExchange], Awaitable[None]]
@@ -59,6 +61,7 @@ def _reference(root_path: str) -> bytes:
 ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("POST", "/v1/completions", completions),
     ("POST", "/v1/chat/completions", chat_completions),
+    ("POST", "/v1/embeddings", embeddings),
     ("GET", "/v1/models", admin.models),
     ("GET", "/v1/models/{model:path}", admin.model),
     ("POST", "/tokenize", admin.tokenize),
@@ -143,7 +146,7 @@ class App:
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # the tokenizer is not written in Python: its panics are no Exceptions
-            answer = _as_api_error(error)
+            answer = _as_api_error(error, scope["path"])
             if answer.code in REJECTIONS:
                 self.api.refused(answer.code)
             await exchange.respond_error(answer)
@@ -179,11 +182,13 @@ class _Endpoint:
         await self._endpoint(self._app.api, scope["exchange"])
 
 
-def _as_api_error(error: BaseException) -> ApiError:
+def _as_api_error(error: BaseException, path: str) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, HTTPException):
         if error.status_code == HTTPStatus.NOT_FOUND:
+            if why := why_not_served(path):
+                return ApiError(HTTPStatus.NOT_FOUND, why, code="not_supported")
             return ApiError(HTTPStatus.NOT_FOUND, f"there is no such route; there are {_known_routes()}",
                             code="not_found")
         return ApiError(error.status_code, str(error.detail))

@@ -67,8 +67,8 @@ def trimmed(kind: type[msgspec.Struct], body: bytes) -> bytes:
 
 def _check(name: str, field: bytes) -> None:
     value = field[len(name) + 3 :]
-    if name == "prompt":
-        _check_prompts(value)
+    if name in ("prompt", "input"):
+        _check_prompts(name, value)
     elif name == "messages":
         _check_messages(value)
     elif name == "request_ids":
@@ -124,11 +124,11 @@ def _most_values(raw: bytes) -> int:
     return len(raw) - len(raw.translate(None, b",[{"))
 
 
-def _check_prompts(value: bytes) -> None:
+def _check_prompts(name: str, value: bytes) -> None:
     """Bound the number of prompts: decoding fails at the first value that is no prompt, so only the number matters."""
     if value.startswith(b'"'):
         return
     if b'"' in value:
-        _check_strings("prompt", value)
+        _check_strings(name, value)
     elif value.count(b"[") > MAX_PROMPTS + 1:
-        raise bad_request(f"prompt: at most {MAX_PROMPTS} prompts in one request", "prompt")
+        raise bad_request(f"{name}: at most {MAX_PROMPTS} prompts in one request", name)

@@ -34,6 +34,7 @@ from slotwise.server.slo import Tiers, slo_of
 from slotwise.server.subscribers import Subscribers
 from slotwise.server.turns import Turns
 
+MAX_NUMBERS = 1 << 24  # of the vectors of all responses: some 350 MB as JSON
 MAX_QUERIES, MAX_QUERIES_OF_ONE = 63, 16  # of queue positions that wait, of all clients and of one
 
 
@@ -72,6 +73,7 @@ class Api:
         self.active_requests = ActiveRequests()
         self.position_queries = Turns(MAX_QUERIES, MAX_QUERIES_OF_ONE)
         self.prompt_entries = TenantCapacity("log-probabilities of prompts are held", MAX_HELD)
+        self.vector_numbers = TenantCapacity("numbers of vectors are held", MAX_NUMBERS)
         self.formatting = asyncio.Lock()  # see server.logprobs
         self.num_exchanges = 0  # in progress, of any kind
         self.request_log = RequestLog(settings, prompts.tokenizer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import PoolingParams, SamplingParams
 from slotwise.core.slo import SLO
 from slotwise.server.choice import Choice
 from slotwise.server.context import Api
@@ -35,6 +35,7 @@ class Job(NamedTuple):
     traceparent: str  # W3C's header; empty when the caller is not traced
     repeated: Repeated = Repeated()
     is_silent: bool = False  # no output is wanted: `max_tokens` is 0
+    pooling: PoolingParams | None = None  # vectors are wanted, and no tokens
 
     @property
     def shape(self) -> Shape:

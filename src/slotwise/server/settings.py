@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from slotwise.core.pooling_defaults import PoolingDefaults
 from slotwise.core.sampling_defaults import SamplingDefaults
 from slotwise.engine.heartbeat import ENGINE_TIMEOUT
 from slotwise.observe.lines import TEXT
@@ -52,6 +53,7 @@ class ServerSettings:
     seed: int = 0  # generates the seeds of requests without one
     trust_request_chat_template: bool = False  # render the chat templates that requests bring
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)  # where a request names none
+    pooling_defaults: PoolingDefaults = field(default_factory=PoolingDefaults)  # of vectors, likewise
 
     @property
     def model_names(self) -> tuple[str, ...]:

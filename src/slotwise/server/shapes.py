@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -41,6 +41,8 @@ CHAT = Shape(
     b'"delta":{"role":"assistant","content":""}',
     lambda text: {"message": {"role": "assistant", "content": text, "refusal": None}}, ChatLogprobs,
     prompts_in_choices=False)
+
+EMBEDDING = replace(COMPLETION, id_prefix="embd", whole_object="list")
 
 
 def usage(num_prompt: int, num_output: int, num_cached: int) -> dict[str, Any]:

@@ -24,6 +24,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = SAMPLING | {  # beside null
     "prompt_cache_options": ({},), "prompt_cache_retention": ("in_memory",), "store": (False,),
     "verbosity": ("medium",),
 }
+PATHS = {  # of OpenAI's and vLLM's routes that are not served, by their beginnings
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score", "/classify", "/v1/classify"),
+                    "it needs a model with a classification head, and this server has one that generates text; "
+                    "compare vectors of /v1/embeddings instead"),
+    "/v1/audio": "the model takes and gives text, and no audio",
+    "/v1/images": "the model takes and gives text, and no images",
+    "/pooling": "/v1/embeddings gives pooled vectors",
+}
 HINTS = ("metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "session_id")
 
 
@@ -52,6 +60,14 @@ class Unsupported(msgspec.Struct, kw_only=True):
     detokenize: Any = None
     watermarking: Any = None
     prompt_embeds: Any = None
+
+
+def why_not_served(path: str) -> str:
+    """Why a known route of other servers is not there; "" for any other path."""
+    for beginning, why in PATHS.items():
+        if path == beginning or path.startswith(beginning + "/"):
+            return f"{beginning} is not served: {why}"
+    return ""
 
 
 @cache

@@ -4,7 +4,8 @@ usage: python engine_process.py SECONDS_PER_STEP BROKEN LIMITS FD
 
 The token after x is x + 1, round and round through the vocabulary.  A step whose prompt begins with BREAKING fails; a
 prompt that begins with DYING ends the process, one that begins with BABBLING makes it talk nonsense, one that begins
-with FALLING is more than the engine can take.  It does not start while there is a file BROKEN.
+with FALLING is more than the engine can take; one that begins with COPYING is answered with what stands between this
+token and the next of its kind.  It does not start while there is a file BROKEN.
 LIMITS is JSON: of the scheduler, those that differ from what stands here.
 """
 
@@ -37,6 +38,7 @@ from slotwise.policies.fcfs import FirstComeFirstServed
 
 VOCAB = 400
 EOS = 1
+COPYING = 300  # the first id that is not the tokenizer's
 WIDTH = 4  # numbers of a vector
 FALLING, BABBLING, BREAKING, DYING = 396, 397, 398, 399
 LIMITS = SchedulerLimits(max_model_len=512, num_blocks=2048, block_size=16, max_num_seqs=64,
@@ -79,8 +81,12 @@ class Row:
         if self.kind == DYING and self.num_sampled == 3:
             os._exit(3)
         self.num_sampled += 1
-        self.last = (self.last + 1) % VOCAB
+        self.last = (self.last + 1) % VOCAB if self.kind != COPYING else self._copied()
         return self.last
+
+    def _copied(self) -> int:
+        token = self.prompt[self.num_sampled]
+        return EOS if token == COPYING else token
 
 
 class Executor:

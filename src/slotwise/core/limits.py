@@ -29,7 +29,7 @@ class SchedulerLimits:
     max_passes: int = 0  # later arrivals admitted before a request that waits for blocks
     on_pressure: str = RECOMPUTE  # what becomes of the victim when blocks run out
     max_step_ms: float | None = None  # predicted milliseconds a step may take; None: only TPOT objectives count
-    max_stall_ms: float | None = None  # milliseconds prefill may delay decode (core/step_time.py); None: any
+    max_stall_ms: float | None = None  # milliseconds prefill may delay decode (core/step_budget.py); None: any
     tiers: tuple[Tier, ...] = ()  # service tiers; a request may belong to none
     num_host_blocks: int = 0  # blocks in host memory for evicted device blocks
 

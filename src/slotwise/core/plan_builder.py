@@ -19,7 +19,7 @@ from slotwise.core.step import (
     StepResult,
     Stop,
 )
-from slotwise.core.step_time import StepBudget
+from slotwise.core.step_budget import StepBudget
 
 DECODE = RowKind.DECODE  # looked up once a row
 

@@ -23,6 +23,7 @@ MAX_STOP = MAX_STOP_STRINGS * (6 * MAX_STOP_LENGTH + 8)  # bytes; a character ma
 MAX_ELEMENTS = MAX_PROMPTS = MAX_ABORTS = MAX_MESSAGES  # the last: requests that one abort may name
 MAX_VALUES = 1 << 17  # of messages, beside their texts
 MAX_TOKENS = 1 << 16  # of /detokenize
+MAX_TOOL_BYTES = 1 << 20  # of all tools of a request
 SHORT = 1 << 15  # bytes of an array; locating the elements of a longer one costs as much, however few it has
 ABSENT = msgspec.Raw()
 
@@ -71,6 +72,9 @@ def _check(name: str, field: bytes) -> None:
         _check_prompts(name, value)
     elif name == "messages":
         _check_messages(value)
+    elif name == "tools":
+        if len(value) > MAX_TOOL_BYTES or _most_values(value) > MAX_VALUES:
+            raise bad_request(f"tools: at most {MAX_TOOL_BYTES} bytes, and {MAX_VALUES} commas and brackets", name)
     elif name == "request_ids":
         _check_strings(name, value)
     elif name == "tokens":

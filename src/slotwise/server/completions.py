@@ -12,11 +12,13 @@ from slotwise.server.generate import Renderer
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.job import Repeated
 from slotwise.server.logprobs import most_tokens
+from slotwise.server.parsers.thinking import has_begun
 from slotwise.server.pipeline import Asked, check, encoding_of, respond
 from slotwise.server.prompts import Encoding
 from slotwise.server.protocol import ChatRequest, CompletionRequest, Generate, decode
 from slotwise.server.shapes import CHAT, COMPLETION
 from slotwise.server.streams import respond_stream
+from slotwise.server.tools import allowed_tools, parsing_of
 from slotwise.server.unknown_fields import warn_of_unknown_fields
 from slotwise.server.whole import respond_whole
 
@@ -37,6 +39,8 @@ async def _completion(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
     request = decode(CompletionRequest, body)
     warn_of_unknown_fields(exchange, CompletionRequest, body)
     slo = check(api, exchange, request)
+    if request.suffix:
+        request.prompt = api.prompts.with_gap(request.prompt, request.suffix)
     asked, is_silent = request.length("max_tokens")
     encoding = encoding_of(api, request, COMPLETION_TOKENS if asked is None else asked, adds_special_tokens=True)
     api.check_capacity(slo)
@@ -63,10 +67,23 @@ async def _echoes(api: Api, exchange: HttpExchange, request: CompletionRequest, 
 async def _chat(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
     request = decode(ChatRequest, body)
     warn_of_unknown_fields(exchange, ChatRequest, body)
+    return await asked_of_chat(api, exchange, request, _renderer(request))
+
+
+async def asked_of_chat(api: Api, exchange: HttpExchange, request: ChatRequest, render: Renderer) -> Asked:
+    """Checks a conversation, and encodes it: for every route that has one.
+
+    Args:
+        render: sends the response.
+
+    Raises:
+        ApiError: a field is not valid, or the conversation cannot be served.
+    """
     slo = check(api, exchange, request)
     if request.chat_template is not None and not api.settings.trust_request_chat_template:
         raise bad_request("chat_template: the server takes none from requests unless it is started with "
                           "--trust-request-chat-template", "chat_template")
+    chosen = allowed_tools(api, request)
     conversation = Conversation(
         request.messages, request.variables(), request.chat_template, bool(request.continue_final_message))
     param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
@@ -75,7 +92,10 @@ async def _chat(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
     api.check_capacity(slo)
     with api.admission_control.entering(slo):
         rendered = await api.prompts.of_chat(conversation, exchange.holder, encoding)
-    echo = last_text(request.messages, "assistant") if request.echo else ""
+    continued = last_text(request.messages, "assistant")
+    echo = continued if request.echo else ""
+    parsing = parsing_of(api, request, chosen, has_begun(
+        rendered.text, continued if conversation.continues else None))
     request.messages, prompt = [], rendered.ids
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     defaults = api.settings.sampling_defaults
@@ -83,7 +103,7 @@ async def _chat(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
     max_tokens = api.prompts.max_tokens(defaults.limited(asked), len(prompt), default, param)
     params = request.sampling_params(max_tokens, logprobs, await _others(api, exchange, request))
     repeated = Repeated((echo,) if echo else (), rendered.text if request.return_prompt_text else None)
-    return Asked(request, slo, [prompt], params, _renderer(request), repeated, is_silent)
+    return Asked(request, slo, [prompt], params, render, repeated, is_silent, parsing=parsing)
 
 
 def _renderer(request: Generate) -> Renderer:

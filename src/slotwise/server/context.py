@@ -24,6 +24,7 @@ from slotwise.server.explainer import Explainer
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.keys import Keys
 from slotwise.server.logprobs import MAX_HELD
+from slotwise.server.parsers.registry import UNPARSED, OutputFormat
 from slotwise.server.prompts import Prompts
 from slotwise.server.protocol import Generate
 from slotwise.server.queue_headers import headers_of
@@ -43,10 +44,11 @@ class Api:
 
     Args:
         step_times: a step-time model, possibly fitted earlier.
+        output_format: how the model's outputs are parsed.
     """
 
     def __init__(self, engine_client: EngineClient, prompts: Prompts, settings: ServerSettings,
-                 step_times: StepTimeModel) -> None:
+                 step_times: StepTimeModel, output_format: OutputFormat = UNPARSED) -> None:
         limits = engine_client.info.limits
         self.keys = Keys(settings.all_keys, settings.admin_api_key)
         self.browsers = Browsers(settings)
@@ -55,6 +57,7 @@ class Api:
         self.engine_client = engine_client
         self.prompts = prompts
         self.settings = settings
+        self.output_format = output_format
         self.admission_control = AdmissionControl(limits, settings.max_num_queued_reqs, settings.max_num_queued_tokens,
                                                   engine_client.max_live)
         self.recorder = Recorder()

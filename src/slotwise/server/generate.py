@@ -69,7 +69,8 @@ async def start(api: Api, job: Job) -> list[Choice]:
                 generation = api.engine_client.submit(Add(
                     unique, prompt, sent.of_choice(k), (seed + k) % 2**64, output_tokens, job.salt, timeout,
                     job.received_ns, job.read_ns, tokenised_ns, job.slo, stop_lengths, job.pooling))
-                choices.append(Choice(len(choices), generation, text, stop_ids, is_silent=job.is_silent))
+                choices.append(Choice(len(choices), generation, text, stop_ids, is_silent=job.is_silent,
+                                      parsed=job.parsing.output() if job.parsing is not None else None))
     except BaseException as error:
         finish(choices, "abort")
         if isinstance(error, Refused):
@@ -112,7 +113,8 @@ def _check_repeated(job: Job) -> None:
 
 
 def _shown(job: Job) -> Shown:
-    return Shown(bool(job.request.include_stop_str_in_output), job.request.skip_special_tokens is False)
+    shown = Shown(bool(job.request.include_stop_str_in_output), job.request.skip_special_tokens is False)
+    return shown if job.parsing is None else shown._replace(marks=job.parsing.marks)
 
 
 def _stop_ids(api: Api, params: SamplingParams) -> frozenset[int]:

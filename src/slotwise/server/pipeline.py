@@ -15,6 +15,7 @@ from slotwise.server.errors import bad_request, from_params
 from slotwise.server.generate import Renderer, answer
 from slotwise.server.http_exchange import HttpExchange, checked_request_id
 from slotwise.server.job import Job, Repeated
+from slotwise.server.output_parsing import Parsing
 from slotwise.server.prompts import Encoding
 from slotwise.server.protocol import Generate, check_model
 from slotwise.server.shapes import Heading, Shape
@@ -32,6 +33,7 @@ class Asked(NamedTuple):
     repeated: Repeated = Repeated()
     is_silent: bool = False
     pooling: PoolingParams | None = None  # vectors are wanted, and no tokens
+    parsing: Parsing | None = None  # how outputs are parsed; None: they are text
 
 
 Check = Callable[[Api, HttpExchange, bytes], Awaitable[Asked]]
@@ -53,7 +55,7 @@ async def respond(api: Api, exchange: HttpExchange, shape: Shape, prepare: Check
     heading = Heading.now(shape, exchange.request_id, api.settings.served_model_name, tier)
     salt = _salt(exchange.tenant, request.cache_salt)
     job = Job(request, asked.prompts, params, heading, slo, salt, exchange.received_ns, exchange.read_ns,
-              exchange.traceparent, asked.repeated, asked.is_silent, asked.pooling)
+              exchange.traceparent, asked.repeated, asked.is_silent, asked.pooling, asked.parsing)
     await answer(api, exchange, job, asked.render)
 
 

@@ -20,6 +20,7 @@ from slotwise.text.conversation import InvalidMessages, OpenEnd, check_messages
 from slotwise.text.tokenizer import SHORT, TextTooLong, Tokenizer, TokenizerError, spellings
 
 MAX_WAITING, MAX_WAITING_OF_ONE = 4096, 256  # long texts of all clients, and of one, that wait for the thread
+MAX_SUFFIXES = 1 << 20  # characters of a request's suffix, which stands behind each of its prompts
 TEXTS = "long texts to tokenize"  # in an error
 
 T = TypeVar("T")
@@ -102,6 +103,22 @@ class Prompts:
             ids.append(await self._ids(one, holder, encoding))
             await asyncio.sleep(0)  # a thousand short texts would delay every stream
         return ids
+
+    def with_gap(self, prompt: Prompt, suffix: str) -> Prompt:
+        """The prompts whose outputs stand between each prompt and `suffix`.
+
+        Raises:
+            ApiError: the model has no tokens for it, or a prompt is no text, or they are too many for a long suffix.
+        """
+        marks, prompts = self.tokenizer.fill_marks, _listed(prompt)
+        if marks is None:
+            raise bad_request("suffix: the model has no tokens that mark a gap to fill", "suffix",
+                              "unsupported_parameter")
+        if not all(isinstance(one, str) for one in prompts):
+            raise bad_request("suffix: needs prompts that are texts", "suffix")
+        if len(prompts) * len(suffix) > MAX_SUFFIXES:
+            raise bad_request(f"suffix: {MAX_SUFFIXES} characters at most behind all prompts", "suffix")
+        return [marks.prompt(one, suffix) for one in prompts]
 
     async def _ids(self, prompt: object, holder: str, encoding: Encoding) -> list[int]:
         if isinstance(prompt, str):

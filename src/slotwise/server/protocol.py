@@ -73,6 +73,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None  # a last event with the token counts
     continuous_usage_stats: bool | None = None  # the token counts in every event
+    include_obfuscation: bool | None = None  # nothing but false: events are not padded to hide their lengths
 
 
 class Generate(Unsupported, kw_only=True):
@@ -85,14 +86,14 @@ class Generate(Unsupported, kw_only=True):
     request_id: str | None = None  # the id of the response, and of the request in logs and queries
     session_id: Hint | None = None  # changes nothing
     service_tier: str | None = None  # `auto`, `default`, or one of the server's own: docs/tiers.md
-    priority: Priority | None = None  # lower is earlier; None: its tier's
+    priority: Priority | None = None  # of the policy `priority`: lower is earlier; None: its tier's
     ttft_ms: Milliseconds | None = None  # objective, milliseconds to the first token; None: its tier's
     tpot_ms: Milliseconds | None = None  # objective, milliseconds between two tokens; None: its tier's
     user: User | None = None  # the tenant, where the server has no keys
     queue_timeout: Seconds | None = None  # seconds to its first slot; the server's own bound holds as well
     cache_salt: Salt | None = None  # cached prefixes are shared only among requests of one key and one salt
     n: Choices | None = None
-    best_of: OneOrMore | None = None  # equal to `n`
+    best_of: OneOrMore | None = None  # nothing but the value of `n`
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: TopK | None = None
@@ -126,10 +127,11 @@ class Generate(Unsupported, kw_only=True):
         refuse(self)
         if self.stream_options is not None and not self.stream:
             raise bad_request("stream_options: only allowed when stream is true", "stream_options")
+        if self.stream_options is not None and self.stream_options.include_obfuscation:
+            raise bad_request("stream_options.include_obfuscation is not supported", "stream_options",
+                              "unsupported_parameter")
         if self.prompt_logprobs is not None and self.stream:
             raise bad_request("prompt_logprobs: not available when stream is true", "prompt_logprobs")
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise bad_request("best_of: only the value of n is supported", "best_of", "unsupported_parameter")
 
     def length(self, param: str) -> tuple[int | None, bool]:
         """The most tokens to generate, as the field `param` says, and whether none of them are wanted.
@@ -185,10 +187,12 @@ class Generate(Unsupported, kw_only=True):
 class CompletionRequest(Generate, kw_only=True):
     prompt: Prompt  # a text or its token ids; a list: several, each with its own choices
     logprobs: Logprobs | None = None  # return this many log-probabilities for each token, and the token's own
-    suffix: Any = None
+    suffix: str | None = None  # the output fills the gap before this text; of models with tokens for it
 
     def refuse_unsupported(self) -> None:
         super().refuse_unsupported()
+        if self.suffix and (self.echo or self.truncate_prompt_tokens is not None):
+            raise bad_request("suffix: not allowed with echo or truncate_prompt_tokens", "suffix")
         if self.echo and self.logprobs is not None:
             if self.stream:
                 raise bad_request("echo: with logprobs not available when stream is true", "echo")
@@ -213,17 +217,17 @@ class ChatRequest(Generate, kw_only=True):
     reasoning_effort: Effort | None = None  # the template's variable; sets `enable_thinking`, too, unless that is given
     return_prompt_text: bool | None = None  # the response contains the conversation as the template wrote it
     metadata: dict[str, Any] | None = None  # changes nothing
-    parallel_tool_calls: bool | None = None  # changes nothing: no tools are called
+    tools: list[dict[str, Any]] | None = None  # functions that the answer may call, with the schemas of arguments
+    tool_choice: str | dict[str, Any] | None = None  # `auto`, `none`, `required`, or a function to call: docs/tools.md
+    parallel_tool_calls: bool | None = None  # false: an answer has one call at most
+    include_reasoning: bool | None = None  # false: reasoning is left out of the response
     prompt_cache_key: Hint | None = None  # changes nothing: every prompt is looked up in the cache
     safety_identifier: Hint | None = None  # changes nothing
-    tools: Any = None
-    tool_choice: Any = None
     functions: Any = None
     function_call: Any = None
     modalities: Any = None
     audio: Any = None
     web_search_options: Any = None
-    include_reasoning: Any = None
     media_io_kwargs: Any = None
     mm_processor_kwargs: Any = None
     moderation: Any = None
@@ -234,8 +238,6 @@ class ChatRequest(Generate, kw_only=True):
     verbosity: Any = None
 
     def refuse_unsupported(self) -> None:
-        if self.tool_choice == "none":  # tools are listed, and must not be called
-            self.tools = None
         super().refuse_unsupported()
         if self.top_logprobs is not None and not self.logprobs:
             raise bad_request("top_logprobs: only allowed when logprobs is true", "top_logprobs")
@@ -250,6 +252,8 @@ class ChatRequest(Generate, kw_only=True):
             raise bad_request("chat_template_kwargs: names a variable that the request sets", "chat_template_kwargs")
         begins = self.add_generation_prompt is not False and not self.continue_final_message
         variables: dict[str, Any] = {"add_generation_prompt": begins} | given
+        if self.tools and self.tool_choice != "none":
+            variables["tools"] = self.tools
         if self.documents is not None:
             variables["documents"] = self.documents
         if self.reasoning_effort is not None:

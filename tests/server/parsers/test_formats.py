@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from slotwise.server.parsers.parts import CallArguments, CallName, Message, Part, gathered, merged
 from slotwise.server.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, OutputFormat, tool_parser_of
+from slotwise.server.parsers.thinking import has_begun
 
 SPECIAL = {spelling: number for number, spelling in enumerate(
     ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>", "<|return|>", "[TOOL_CALLS]",
@@ -28,15 +29,15 @@ FORMATS = [(tools, "") for tools in TOOL_PARSERS] + [("", reasoning) for reasoni
 def coded(tools: str, reasoning: str, text: str) -> tuple[OutputFormat, str]:
     """A format, and the text as the detokenizer writes it: with special tokens as characters of their own."""
     chosen = OutputFormat(tools, reasoning, SPECIAL)
+    markers = chosen.markers(TOOLS if tools else None)
     for spelling in SPECIAL:
-        text = text.replace(spelling, chosen.markers.of(spelling))
+        text = text.replace(spelling, markers.of(spelling))
     return chosen, text
 
 
-def parsed(tools: str, reasoning: str, pieces: Iterable[str], prompt: str = "") -> list[Part]:
+def parsed(tools: str, reasoning: str, pieces: Iterable[str], begun: bool | None = None) -> list[Part]:
     chosen, _ = coded(tools, reasoning, "")
-    parser = chosen.parser(TOOLS if tools else None, prompt)
-    assert parser is not None
+    parser = chosen.parser(TOOLS if tools else None, begun)
     found: list[Part] = []
     for piece in pieces:
         found += parser.feed(piece)
@@ -45,7 +46,7 @@ def parsed(tools: str, reasoning: str, pieces: Iterable[str], prompt: str = "") 
 
 def message(tools: str, reasoning: str, text: str, prompt: str = "") -> Message:
     """The output, fed a character at a time."""
-    return gathered(parsed(tools, reasoning, coded(tools, reasoning, text)[1], prompt))
+    return gathered(parsed(tools, reasoning, coded(tools, reasoning, text)[1], has_begun(prompt)))
 
 
 def calls(tools: str, text: str) -> tuple[str, list[tuple[str, str]]]:
@@ -170,7 +171,6 @@ def test_calls_after_reasoning() -> None:
 def test_arguments_grow_while_they_come() -> None:
     chosen, text = coded("hermes", "", '<tool_call>{"name": "weather", "arguments": {"city": "Pa\\u00e9')
     parser = chosen.parser(TOOLS)
-    assert parser is not None
     parts = [parser.feed(character) for character in text]
     said = [part for one in parts for part in one]
     assert said[0] == CallName(0, "weather")
@@ -211,7 +211,6 @@ def test_arguments_never_end_within_an_escape(tools: str, reasoning: str, text: 
     if tools in ("openai", "pythonic", ""):
         return  # others are the model's own text beyond an object; a whole value
     parser = chosen.parser(TOOLS)
-    assert parser is not None
     for character in coded_text:
         for part in parser.feed(character):
             if isinstance(part, CallArguments):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from slotwise.kernels.cpu import (
     attention,
+    attention_plan,
     gemm,
     linear,
     linear_bf16,
@@ -89,15 +90,16 @@ class CpuKernels:
         of_the_cache = [attention.ATTEND[kind, stored], pointwise.ROTARY_STORE[kind, stored]]
         multiply = [gemm.MULTIPLY[each] for each in dict.fromkeys((kind, stored))]
         dense = {
-            "fp16": [linear_fp16.PRODUCT], "bf16": [linear_bf16.PRODUCT], "onednn": [pointwise.SILU_MUL[kind]],
+            "fp16": [linear_fp16.PRODUCT], "onednn": [pointwise.SILU_MUL[kind]],
+            **{path: [code] for path, code in linear_bf16.PRODUCT.items()},
             "float32": [linear.PRODUCT[kind], pointwise.SILU_MUL[kind]]}.get(self.product_path(kind), [])
         of_logits = [sampling.DRAW, sampling.LOG_PROBABILITIES, sampling.GREEDY[kind], sampling.WIDEN[kind]]
-        compile_all([*(products or dense), *of_the_cache, *multiply, *of_logits, attention.PLAN, pointwise.EMBED,
+        compile_all([*(products or dense), *of_the_cache, *multiply, *of_logits, attention_plan.PLAN, pointwise.EMBED,
                      pointwise.NORM[kind], PROGRAM, WORK, RUN_SHARED])
 
     def operations_per_second(self, kind: torch.dtype) -> float:
         """By the path of products, for each thread."""
-        of_a_thread = {"onednn": 7e11, "fp16": 1.6e11, "bf16": 1.8e11}.get(
+        of_a_thread = {"amx": 7e11, "onednn": 7e11, "fp16": 1.6e11, "bf16": 1.8e11}.get(
             self.product_path(kind), 1e11 if processor.AVX512 else 6e10)
         return of_a_thread * self.launcher.threads
 
@@ -129,7 +131,7 @@ class CpuKernels:
         return self._packed(weight, bias, self._bits)
 
     def gated(self, weight: Tensor, bias: Tensor | None = None, activation: Activation = "silu") -> Linear:
-        """`weight [2 * intermediate, in]`, gates first.  Quantised, in fp16 or bf16, SiLU is part of the product."""
+        """`weight [2 * intermediate, in]`, gates first.  On most paths SiLU is part of the product."""
         if activation != "silu":
             return in_two_steps(self, weight, bias, activation)
         if self._bits:
@@ -146,8 +148,8 @@ class CpuKernels:
     def _packing(self, weight: Tensor) -> Callable[..., Linear] | None:
         """Packs `weight` for products that may be gated; None where the path of its type has none."""
         path = self._path_of(weight.dtype)
-        if path == "bf16":
-            return linear_bf16.bf16_linear
+        if path in linear_bf16.PRODUCT:
+            return functools.partial(linear_bf16.bf16_linear, path=path)
         return linear_fp16.fp16_linear if path == "fp16" and linear_fp16.fits(weight) else None
 
     def _packed(self, weight: Tensor, bias: Tensor | None, bits: int) -> Linear:
@@ -258,7 +260,7 @@ class CpuKernels:
         """Causal attention of every row over its own cached context: `[tokens, heads * head_dim]`."""
         tokens, rows, tables = query.shape[0], batch.context_lens.shape[0], batch.block_tables
         launcher, out = self.launcher, self.launcher.empty((tokens, shape.num_heads * shape.head_dim), query.dtype)
-        workspace = attention.workspace(shape, rows, tokens, batch.max_context_len)
+        workspace = attention_plan.workspace(shape, rows, tokens, batch.max_context_len)
         base = launcher.scratch(workspace.floats(launcher.threads))
         launcher.give(
             gemm.MULTIPLY[cache.storage.dtype].address, query.data_ptr(), out.data_ptr(), cache.address,
@@ -268,7 +270,7 @@ class CpuKernels:
             shape.window, _bits(shape.scale * LOG2_E), launcher.threads, _bits(shape.soft_cap * LOG2_E),
             0 if sinks is None else sinks.data_ptr(),
         )
-        launcher.alone(attention.PLAN)
+        launcher.alone(attention_plan.PLAN)
         launcher.together(attention.ATTEND[query.dtype, cache.storage.dtype])
         return out
 

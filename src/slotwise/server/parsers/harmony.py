@@ -22,6 +22,7 @@ ENDS = ("<|end|>", "<|call|>", "<|return|>")
 
 
 class Harmony(FormatParser):
+    MODELS = "gpt-oss"
     SPELLINGS = (START, CHANNEL, MESSAGE, *ENDS, "<|constrain|>")
 
     def _parse(self) -> Waiting[None]:

@@ -13,6 +13,7 @@ from slotwise.server.parsers.reader import Waiting
 
 
 class Hermes(FormatParser):
+    MODELS = "Hermes 2 and 3, Qwen 2.5 and 3, and many more"
     SPELLINGS = ("<tool_call>", "</tool_call>")
 
     def _parse(self) -> Waiting[None]:

@@ -13,6 +13,7 @@ from slotwise.server.parsers.reader import SPACES, Waiting
 
 
 class Llama3Json(FormatParser):
+    MODELS = "Llama 3.1, 3.2 and 3.3"
     SPELLINGS = ("<|python_tag|>",)
 
     def _parse(self) -> Waiting[None]:

@@ -17,16 +17,17 @@ NAME = re.compile(r"[\w.:/-]+", re.ASCII)
 
 
 class Mistral(FormatParser):
+    MODELS = "Mistral, all generations"
     SPELLINGS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
 
     def _parse(self) -> Waiting[None]:
         opening = self.markers.of("[TOOL_CALLS]")
         while (yield from self.reader.until(self._say, opening)):
+            self.reader.keep()
             yield from self.reader.spaces()
-            if (yield from self.reader.skip("[")):
-                yield from self._list(opening + "[")
-            else:
-                yield from self._named(opening)
+            is_list = yield from self.reader.skip("[")
+            before = opening + self.reader.pop_kept()
+            yield from (self._list(before) if is_list else self._named(before))
 
     def _list(self, before: str) -> Waiting[None]:
         """Calls after the bracket of a list.  What is none becomes text, after what stands `before` it."""
@@ -47,7 +48,7 @@ class Mistral(FormatParser):
                 yield from self.reader.skip("]")
                 return
 
-    def _named(self, opening: str) -> Waiting[None]:
+    def _named(self, before: str) -> Waiting[None]:
         self.reader.keep()
         name = yield from self.reader.all_of(NAME)
         if (yield from self.reader.skip(self.markers.of("[CALL_ID]"))):
@@ -57,7 +58,7 @@ class Mistral(FormatParser):
         is_call = bool(name) and (yield from self.reader.peek()) == "{"
         kept = self.reader.pop_kept()
         if not is_call:
-            self._say(opening + kept)
+            self._say(before + kept)
             return
         self._call(name)
         yield from nested(self.reader, self._argue)

@@ -7,7 +7,7 @@ and `_argue`.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 from slotwise.server.parsers.markers import Markers
@@ -37,6 +37,7 @@ class FormatParser:
         tools: those that the output may call.
     """
 
+    MODELS: ClassVar[str] = ""  # that write it
     SPELLINGS: ClassVar[tuple[str, ...]] = ()  # of tokens that the format is made of, and that may be special
 
     def __init__(self, markers: Markers, tools: Tools) -> None:
@@ -89,22 +90,25 @@ class FormatParser:
 
 
 class Chain:
-    """Reasoning is told apart first; the content that is left goes through the parser of tool calls."""
+    """Parsers in a row: each parses what is content to those before it."""
 
-    def __init__(self, reasoning: OutputParser, tools: OutputParser) -> None:
-        self._reasoning, self._tools = reasoning, tools
+    def __init__(self, *parsers: OutputParser) -> None:
+        self._parsers = parsers
 
     def feed(self, text: str) -> list[Part]:
-        return self._through(self._reasoning.feed(text))
+        return self._through([Content(text)], self._parsers)
 
     def end(self) -> list[Part]:
-        return [*self._through(self._reasoning.end()), *self._tools.end()]
-
-    def _through(self, parts: list[Part]) -> list[Part]:
         found: list[Part] = []
-        for part in parts:
-            found += self._tools.feed(part.text) if isinstance(part, Content) else [part]
+        for place, parser in enumerate(self._parsers):
+            found += self._through(list(parser.end()), self._parsers[place + 1 :])
         return found
+
+    def _through(self, parts: list[Part], parsers: Sequence[OutputParser]) -> list[Part]:
+        for parser in parsers:
+            parts = [more for part in parts for more in (
+                parser.feed(part.text) if isinstance(part, Content) else [part])]
+        return parts
 
 
 class Spelled:

@@ -25,6 +25,7 @@ WORDS = {"true": True, "false": False, "null": None}  # of JSON, which models wr
 
 
 class Pythonic(FormatParser):
+    MODELS = "Llama 3.2 and 4, and others that call tools in a list, as Python does"
     SPELLINGS = ("<|python_start|>", "<|python_end|>")
 
     def _parse(self) -> Waiting[None]:

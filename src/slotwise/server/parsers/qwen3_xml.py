@@ -31,6 +31,7 @@ WORDS = {"True": True, "False": False, "None": None}  # of Python, which models 
 
 
 class Qwen3Xml(FormatParser):
+    MODELS = "Qwen3-Coder, Qwen 3.5, Nemotron 3 and others"
     SPELLINGS = ("<tool_call>", "</tool_call>")
 
     def _parse(self) -> Waiting[None]:

@@ -30,6 +30,10 @@ SIGNS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (  # a templat
 )
 
 
+TOOL_ALIASES = {"qwen3_coder": "qwen3_xml"}  # vLLM's names
+REASONING_ALIASES = {"openai_gptoss": HARMONY}
+
+
 def tool_parser_of(template: str) -> str:
     """The name of the parser for calls as a chat template writes them; "" if none is known."""
     for name, signs, others in SIGNS:
@@ -51,25 +55,39 @@ class OutputFormat:
 
     def __init__(self, tools: str, reasoning: str, special: Mapping[str, int]) -> None:
         self.tools, self.reasoning = tools, reasoning
-        kinds = [*([TOOL_PARSERS[tools]] if tools else ()), *([REASONING_PARSERS[reasoning]] if reasoning else ())]
-        self.markers = Markers(special, [spelling for kind in kinds for spelling in kind.SPELLINGS])
-        missing = [spelling for spelling in Harmony.SPELLINGS if spelling not in self.markers]
+        of_tools = TOOL_PARSERS[tools].SPELLINGS if tools else ()
+        of_reasoning = REASONING_PARSERS[reasoning].SPELLINGS if reasoning else ()
+        self._both, self._one = Markers(special, (*of_tools, *of_reasoning)), Markers(special, of_reasoning)
+        missing = [spelling for spelling in Harmony.SPELLINGS if spelling not in self._both]
         if HARMONY in (tools, reasoning) and missing:
             raise ValueError(f"the parser {HARMONY} needs a tokenizer with the special tokens of harmony; "
                              f"{missing[0]} is none of its own")
 
-    def parser(self, tools: Tools | None, prompt: str = "") -> OutputParser | None:
-        """A parser for one output; None where there is nothing to parse.
+    def parses(self, tools: Tools | None) -> bool:
+        """Whether outputs are parsed that may call `tools`, or none."""
+        return bool(self.reasoning) or (bool(self.tools) and tools is not None)
+
+    def markers(self, tools: Tools | None) -> Markers:
+        """How special tokens stand in the text that a parser reads."""
+        return self._one if tools is None else self._both
+
+    def parser(self, tools: Tools | None, begun: bool | None = None) -> OutputParser:
+        """A parser for one output.
 
         Args:
             tools: those that may be called; None: calls stay text.
-            prompt: as the chat template wrote it.
+            begun: whether the output begins within reasoning; see `thinking.has_begun`.
         """
+        markers = self.markers(tools)
         if HARMONY in (self.reasoning, self.tools if tools is not None else ""):
-            return Spelled(Harmony(self.markers, tools or {}), self.markers)
-        reasoning = THINKING_PARSERS[self.reasoning](self.markers, prompt) if self.reasoning else None
-        calls = TOOL_PARSERS[self.tools](self.markers, tools) if self.tools and tools is not None else None
-        if reasoning is not None and calls is not None:
-            return Spelled(Chain(reasoning, calls), self.markers)
-        only: OutputParser | None = reasoning or calls
-        return Spelled(only, self.markers) if only is not None else None
+            return Spelled(Harmony(markers, tools or {}), markers)
+        parsers: list[OutputParser] = []
+        if self.reasoning:
+            parsers.append(THINKING_PARSERS[self.reasoning](markers, begun))
+        if self.tools and tools is not None:
+            parsers.append(TOOL_PARSERS[self.tools](markers, tools))
+        return Spelled(Chain(*parsers), markers)
+
+
+UNPARSED = OutputFormat("", "", {})
+"""Outputs are text."""

@@ -18,16 +18,29 @@ from slotwise.server.parsers.reader import SPACES, Waiting
 OPENING, CLOSING = "<think>", "</think>"
 
 
+def has_begun(prompt: str, continued: str | None = None) -> bool | None:
+    """Whether a prompt ends within reasoning; None: it does not say.
+
+    Args:
+        prompt: as the template wrote it.
+        continued: the text of the message that the output continues, if it does.
+    """
+    if continued is not None:
+        return continued.rfind(OPENING) > continued.rfind(CLOSING)
+    end = prompt[-256:].rstrip()
+    return True if end.endswith(OPENING) else False if end.endswith(CLOSING) else None
+
+
 class Qwen3(FormatParser):
-    """Args: prompt: the end of it, as the template wrote it."""
+    """Args: begun: whether the output begins within reasoning, as `has_begun` says."""
 
+    MODELS = "Qwen3: reasoning begins with `<think>`, in the prompt or the output"
     SPELLINGS = (OPENING, CLOSING)
-    THINKS = False  # without being told
+    THINKS = False  # where the prompt does not say
 
-    def __init__(self, markers: Markers, prompt: str = "") -> None:
+    def __init__(self, markers: Markers, begun: bool | None = None) -> None:
         super().__init__(markers, {})
-        end = prompt.rstrip()
-        self._has_begun = end.endswith(OPENING) or (self.THINKS and not end.endswith(CLOSING))
+        self._has_begun = self.THINKS if begun is None else begun
         self._line_breaks = ""  # at the end of the reasoning so far
 
     def _parse(self) -> Waiting[None]:
@@ -56,4 +69,5 @@ class Qwen3(FormatParser):
 class DeepSeekR1(Qwen3):
     """The model thinks first, even where neither prompt nor output has the first tag."""
 
+    MODELS = "DeepSeek-R1, its distillations and QwQ: the output begins with reasoning"
     THINKS = True

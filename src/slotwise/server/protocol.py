@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from http import HTTPStatus
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -319,13 +320,13 @@ class AbortRequest(msgspec.Struct, kw_only=True):
 
 
 Body = TypeVar("Body", bound=msgspec.Struct)
-_DECODERS: dict[type, msgspec.json.Decoder[Any]] = {
-    kind: msgspec.json.Decoder(kind)
-    for kind in (
-        CompletionRequest, ChatRequest, EmbeddingRequest, TokenizeRequest, DetokenizeRequest, AbortRequest)
-}
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _FLOAT_FOR_INTEGER = "got `float`"  # in msgspec's error
+
+
+@cache
+def _decoder(kind: type[Body]) -> msgspec.json.Decoder[Body]:
+    return msgspec.json.Decoder(kind)
 
 
 def decode(kind: type[Body], body: bytes) -> Body:
@@ -333,11 +334,11 @@ def decode(kind: type[Body], body: bytes) -> Body:
     with _decoding(body):
         kept = body_precheck.trimmed(kind, body) if len(body) > body_precheck.LARGE else body
         try:
-            decoded: Body = _DECODERS[kind].decode(kept)
+            decoded: Body = _decoder(kind).decode(kept)
         except msgspec.ValidationError as error:
             if _FLOAT_FOR_INTEGER not in str(error):
                 raise
-            decoded = _DECODERS[kind].decode(with_whole_numbers(kind, kept))
+            decoded = _decoder(kind).decode(with_whole_numbers(kind, kept))
     return decoded
 
 

@@ -24,15 +24,19 @@ MAX_ELEMENTS = MAX_PROMPTS = MAX_ABORTS = MAX_MESSAGES  # the last: requests tha
 MAX_VALUES = 1 << 17  # of messages, beside their texts
 MAX_TOKENS = 1 << 16  # of /detokenize
 MAX_TOOL_BYTES = 1 << 20  # of all tools of a request
+LONGER = {"stop": MAX_STOP, "stop_sequences": MAX_STOP}
+TEXTS = ("system", "instructions")  # a text, or parts as a message has them
 SHORT = 1 << 15  # bytes of an array; locating the elements of a longer one costs as much, however few it has
 ABSENT = msgspec.Raw()
 
 
 class _Text(msgspec.Struct):
-    """A message or one of its parts: only the fields that may be long."""
+    """A message, an item, or one of its parts: only the fields that may be long."""
 
     content: msgspec.Raw = ABSENT
     text: msgspec.Raw = ABSENT
+    output: msgspec.Raw = ABSENT  # of a tool
+    arguments: msgspec.Raw = ABSENT
 
 
 _TEXT = msgspec.json.Decoder(_Text)
@@ -68,10 +72,13 @@ def trimmed(kind: type[msgspec.Struct], body: bytes) -> bytes:
 
 def _check(name: str, field: bytes) -> None:
     value = field[len(name) + 3 :]
-    if name in ("prompt", "input"):
+    if name == "prompt" or (name == "input" and b"{" not in value[:2]):
         _check_prompts(name, value)
-    elif name == "messages":
-        _check_messages(value)
+    elif name in ("messages", "input"):
+        _check_messages(name, value)
+    elif name in TEXTS:
+        if not value.startswith(b'"'):
+            _check_messages(name, b'[{"content":%b}]' % value)
     elif name == "tools":
         if len(value) > MAX_TOOL_BYTES or _most_values(value) > MAX_VALUES:
             raise bad_request(f"tools: at most {MAX_TOOL_BYTES} bytes, and {MAX_VALUES} commas and brackets", name)
@@ -80,7 +87,7 @@ def _check(name: str, field: bytes) -> None:
     elif name == "tokens":
         if value.count(b",") >= MAX_TOKENS:
             raise bad_request(f"tokens: at most {MAX_TOKENS} tokens at once", name)
-    elif len(field) > (most := MAX_STOP if name == "stop" else MAX_FIELD):
+    elif len(field) > (most := LONGER.get(name, MAX_FIELD)):
         raise bad_request(f"{name}: {len(field)} bytes are more than the {most} that it may have", name)
 
 
@@ -98,7 +105,7 @@ def _check_strings(name: str, value: bytes) -> None:
             raise bad_request(f"{name}: at most {MAX_ELEMENTS} in one request", name)
 
 
-def _check_messages(value: bytes) -> None:
+def _check_messages(name: str, value: bytes) -> None:
     """Bound parts and values.  Each message is decoded whole, so every value that is not text counts."""
     num_parts, num_values = 0, _most_values(value)
     try:
@@ -108,19 +115,21 @@ def _check_messages(value: bytes) -> None:
                 parts = _elements(text)
                 if (num_parts := num_parts + len(parts)) > MAX_ELEMENTS:
                     break
-                num_values -= sum([_in_text(bytes(_TEXT.decode(part).text)) for part in parts])
+                num_values -= sum(map(_in_texts, parts))
             else:
-                num_values -= _in_text(text)
+                num_values -= _in_texts(message)
     except msgspec.ValidationError as error:
-        raise bad_request("messages: must be a list of objects, with texts or lists of parts", "messages") from error
+        raise bad_request(f"{name}: must be a list of objects, with texts or lists of parts", name) from error
     if len(messages) > MAX_ELEMENTS or num_parts > MAX_ELEMENTS:
-        raise bad_request(f"messages: must hold 1 to {MAX_ELEMENTS} messages, and as many parts", "messages")
+        raise bad_request(f"{name}: must hold 1 to {MAX_ELEMENTS} messages, and as many parts", name)
     if num_values > MAX_VALUES:
-        raise bad_request(f"messages: more than {MAX_VALUES} values beside their texts", "messages")
+        raise bad_request(f"{name}: more than {MAX_VALUES} values beside their texts", name)
 
 
-def _in_text(text: bytes) -> int:
-    return _most_values(text) if text.startswith(b'"') else 0
+def _in_texts(raw: msgspec.Raw) -> int:
+    """Of an upper bound of the values in a message or part, those that are in its texts."""
+    texts = map(bytes, msgspec.structs.astuple(_TEXT.decode(raw)))
+    return sum([_most_values(text) for text in texts if text.startswith(b'"')])
 
 
 def _most_values(raw: bytes) -> int:

@@ -295,7 +295,7 @@ _FLOAT_FOR_INTEGER = "got `float`"  # in msgspec's error
 
 
 @cache
-def _decoder(kind: type[msgspec.Struct]) -> msgspec.json.Decoder[Any]:
+def _decoder(kind: type[Body]) -> msgspec.json.Decoder[Body]:
     return msgspec.json.Decoder(kind)
 
 

@@ -34,6 +34,7 @@ from slotwise.host import processors
 from slotwise.model.locate import locate
 from slotwise.observe.lines import FORMATS, TEXT, final
 from slotwise.server.parsers.registry import REASONING_ALIASES, REASONING_PARSERS, TOOL_ALIASES, TOOL_PARSERS
+from slotwise.speculation.settings import Speculation
 
 if TYPE_CHECKING:
     from slotwise.server.tiers import ServedTier
@@ -52,6 +53,7 @@ def add(commands: Commands) -> None:
     add_network_options(serve)
     add_engine_options(serve)
     add_vllm_flags(serve)
+    serve.set_defaults(speculative_config=Speculation())
 
 
 def _server_options(serve: argparse.ArgumentParser) -> None:

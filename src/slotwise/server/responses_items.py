@@ -89,7 +89,7 @@ class Items:
     def _delta(self, text: str) -> Event:
         item = self.items[-1]
         self._texts.append(text)
-        fields = self._place(item) | {"delta": text}
+        fields: Json = self._place(item) | {"delta": text}
         if item["type"] == MESSAGE:
             fields["logprobs"] = []
         return f"{DELTAS[item['type']]}.delta", fields

@@ -155,6 +155,7 @@ class StepResult(NamedTuple):
     logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()  # () if no row returns them, else aligned with `tokens`
     failed: tuple[int, ...] = ()  # rows that could not sample; other rows are unaffected
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()  # () if no row has any; of tokens starts[i] + 1 on
+    objections: tuple[str, ...] = ()  # why each of `failed` cannot go on, "" for a fault; () if there are only faults
 
     def check(self, plan: StepPlan) -> None:
         """Raises RuntimeError unless this may be a result of `plan`."""

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine", "CompletionOutput", "EngineArgs", "Logprob",
-           "PromptType", "RequestOutput", "RequestOutputKind", "SamplingParams", "TextPrompt", "TokensPrompt"]
+           "PromptType", "RequestOutput", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams",
+           "TextPrompt", "TokensPrompt"]
 
 if TYPE_CHECKING:
     from slotwise.async_llm import AsyncLLM, AsyncLLMEngine
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from slotwise.llm import LLM
     from slotwise.offline.arguments import AsyncEngineArgs, EngineArgs
     from slotwise.outputs import CompletionOutput, Logprob, RequestOutput
-    from slotwise.sampling_params import RequestOutputKind, SamplingParams
+    from slotwise.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 _HOMES = {
     "LLM": "slotwise.llm",
@@ -22,7 +23,7 @@ _HOMES = {
     **dict.fromkeys(("AsyncEngineArgs", "EngineArgs"), "slotwise.offline.arguments"),
     **dict.fromkeys(("PromptType", "TextPrompt", "TokensPrompt"), "slotwise.inputs"),
     **dict.fromkeys(("CompletionOutput", "Logprob", "RequestOutput"), "slotwise.outputs"),
-    **dict.fromkeys(("RequestOutputKind", "SamplingParams"), "slotwise.sampling_params"),
+    **dict.fromkeys(("RequestOutputKind", "SamplingParams", "StructuredOutputsParams"), "slotwise.sampling_params"),
 }
 
 

@@ -78,8 +78,9 @@ def compiled(tokenizer: Any, kind: str, text: str) -> tuple[Any, str]:
 
 
 def message_of(matcher: Any) -> str:
-    """The error of a matcher on one line; behind it the library shows an excerpt of the grammar."""
-    return _one_line(str(matcher.get_error()).replace("<state>", "\n").strip().split("\n", 1)[0])
+    """The error of a matcher on one line, without the excerpt of the grammar that the library shows."""
+    first, *others = str(matcher.get_error()).replace("<state>", "\n").strip().split("\n")
+    return _one_line(" ".join([first, *[line for line in others if line.startswith("error: ")]]))
 
 
 def _written(kind: str, text: str) -> str:

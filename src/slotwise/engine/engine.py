@@ -48,7 +48,7 @@ class Engine:
     Args:
         depth: steps that may be in flight while the next is planned, 0 or 1.
         scheduling: the settings that `scheduler` was built with; None: first come, first served.
-        grammars: compiles the grammars of requests; None: requests with one wait for ever.
+        grammars: compiles the grammars of requests; None: those with one are rejected.
     """
 
     def __init__(
@@ -92,8 +92,11 @@ class Engine:
             if command.queue_timeout:
                 request.deadline = now + command.queue_timeout
             self._scheduler.add(request, now)
-            if self._grammars is not None and command.params.grammar is not None and not request.ended:
-                self._grammars.compile(command.request_id, command.params.grammar)
+            if (grammar := command.params.grammar) is not None and not request.ended:
+                if self._grammars is None:
+                    self._scheduler.compiled(command.request_id, f"{grammar.field}: not available here", now)
+                else:
+                    self._grammars.compile(command.request_id, grammar)
         elif isinstance(command, Finish):
             self._scheduler.finish(command.request_id, command.reason, now)
         else:

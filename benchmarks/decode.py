@@ -2,8 +2,9 @@
 
 For each number of rows and tokens of context it prints the median step, and the share of it that two bounds explain.
 Each bound is the mean of measurements right before and after, because neighbours halve a machine's bandwidth from one
-minute to the next.  Bytes: every weight once and every row's keys and values, at the bandwidth of a large sum.
-Operations: of products and attention, at the rate of a large float32 product.  The larger one is a lower bound.
+minute to the next.  Bytes: every weight once and every row's keys and values, at the bandwidth of a sum over as many.
+Operations: of products and attention, at the rate of a large product on the path that the weights use.  The larger one
+is a lower bound.
 
     python benchmarks/checkpoint.py CHECKPOINT
     python benchmarks/decode.py CHECKPOINT --output benchmarks/results/decode-cpu.json
@@ -22,7 +23,6 @@ import torch
 from slotwise.bench.results import environment
 from slotwise.bench.roofline import cost_of
 from slotwise.compose.engine import Loaded, load
-from slotwise.compose.machine import measure_machine
 from slotwise.core.params import SamplingParams
 from slotwise.core.roofline import Cost, Machine, Roofline
 from slotwise.engine.config import EngineConfig
@@ -69,11 +69,11 @@ def main() -> None:
         max_model_len=max(args.context) + args.steps + BEGINNING)
     loaded = load(config)
     print(f"{'rows':>5} {'context':>8} {'step':>9} {'GB/s of reads':>14} {'GFLOP/s':>8} {'of bytes':>9} {'of both':>8}")
-    figures, before = [], measure_machine()
+    figures, before = [], loaded.measure_machine()
     for context in args.context:
         for rows in args.rows:
             seconds, cost = median_step(loaded, config, (rows, context), args.steps, loaded.roofline(before))
-            after = measure_machine()
+            after = loaded.measure_machine()
             machine, before = _mean(before, after), after
             by_bytes = cost.bytes / machine.bytes_per_second
             by_operations = cost.operations / machine.operations_per_second

@@ -20,6 +20,7 @@ from slotwise.kernels.cpu import paths
 from slotwise.kernels.cpu.kernels import CpuKernels
 from slotwise.kernels.cpu.launcher import KernelLauncher
 from slotwise.kernels.cpu.linear import tiled_linear
+from slotwise.kernels.cpu.linear_bf16 import bf16_linear, has_bf16_gemm
 from slotwise.kernels.cpu.linear_fp16 import fp16_linear, has_fp16_gemm
 from slotwise.kernels.cpu.linear_int import int_linear
 from slotwise.kernels.cpu.onednn import onednn_linear
@@ -44,6 +45,11 @@ def widened(weight: Tensor) -> Linear:
 def halves(weight: Tensor) -> Linear:
     """bfloat16 in half precision."""
     return fp16_linear(weight, None, TEAM)
+
+
+def pairs(weight: Tensor) -> Linear:
+    """bfloat16 as it is, by instructions that multiply its pairs."""
+    return bf16_linear(weight, None, TEAM)
 
 
 def by_torch(weight: Tensor) -> Linear:
@@ -135,8 +141,8 @@ def dyn_quant(weight: Tensor) -> Linear:
 
 
 WAYS: tuple[Callable[[Tensor], Linear], ...] = (
-    today, widened, *([halves] if has_fp16_gemm() else []), by_torch, own_int8, own_int4, fbgemm, onednn,
-    int_mm, int8pack, int4pack, dyn_quant)
+    today, widened, *([halves] if has_fp16_gemm() else []), *([pairs] if has_bf16_gemm() else []), by_torch, own_int8,
+    own_int4, fbgemm, onednn, int_mm, int8pack, int4pack, dyn_quant)
 
 
 def microseconds(layers: list[list[Linear]], inputs: list[Tensor], repeats: int) -> float:

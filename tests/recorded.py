@@ -11,7 +11,7 @@ from toy import EOS, VOCAB, next_token, scheduler
 from slotwise.batching.settings import Batching
 from slotwise.core.interfaces import Proposer
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import POOLING_TYPES, PoolingParams, SamplingParams
 from slotwise.core.step import StepResult
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
@@ -47,7 +47,7 @@ class Whimsical(FakeExecutor):
         result = super().collect()
         if self._whims.random() < 0.01:
             raise ArithmeticError(f"step {result.step}: broke")
-        if result.tokens and result.tokens[0] and self._whims.random() < 0.02:
+        if result.tokens and (result.tokens[0] or any(result.pooled[:1])) and self._whims.random() < 0.02:
             return result._replace(tokens=((), *result.tokens[1:]), failed=(0,))
         return result
 
@@ -95,7 +95,8 @@ class Recorded:
         self.send(Add(
             f"r{number}", prompt * whims.choice((1, 1, 1, 1, 4)), SamplingParams(**params), whims.getrandbits(64),
             output_tokens=whims.choice((0, 0, 5)), salt=whims.choice(("", "other")),
-            queue_timeout=whims.choice((0.0, 0.0, 0.05))))
+            queue_timeout=whims.choice((0.0, 0.0, 0.05)),
+            pooling=PoolingParams(whims.choice(POOLING_TYPES)) if whims.random() < 0.1 else None))
 
     def turn(self) -> None:
         """What the engine does between two looks at its channel."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +12,7 @@ from slotwise.batching.continuous import Chunked
 from slotwise.core.events import Admitted, Committed, Finished, Preempted, Rejected
 from slotwise.core.interfaces import Discipline, Policy, Proposer
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import PoolingParams, SamplingParams
 from slotwise.core.request import NO_SLO, Request
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.slo import SLO
@@ -31,6 +32,8 @@ def next_token(context: Sequence[int]) -> int:
 
 def alone(request: Request, limits: SchedulerLimits) -> list[int]:
     """The output this request must have, computed without a scheduler."""
+    if request.pooling is not None:
+        return []
     tokens = list(request.tokens[: request.num_prompt])
     end = limits.longest(request.num_prompt, request.params.max_tokens)
     while len(tokens) < end:
@@ -49,10 +52,10 @@ def scheduler(
 
 def request(
     name: str, prompt: Sequence[int], max_tokens: int | None = 8, salt: str = "", slo: SLO = NO_SLO,
-    **params: object,
+    pooling: PoolingParams | None = None, **params: object,
 ) -> Request:
     asked = SamplingParams(max_tokens=max_tokens, **params)
-    return Request(name, prompt, asked, eos_ids=(EOS,), salt=salt, slo=slo)
+    return Request(name, prompt, asked, eos_ids=(EOS,), salt=salt, slo=slo, pooling=pooling)
 
 
 class Guesses:
@@ -86,6 +89,7 @@ class Driver:
         self.plans: list[StepPlan] = []
         self.flying: list[StepPlan] = []
         self.output: dict[str, list[int]] = {}
+        self.pooled: dict[str, float] = {}
         self.ended: dict[str, str] = {}
         self.admitted: list[str] = []
         self.preempted: list[str] = []
@@ -131,7 +135,11 @@ class Driver:
 
     def commit(self) -> None:
         self.now += 1.0
-        self.scheduler.commit(self.flying.pop(0), self.executor.collect(), self.now)
+        plan, result = self.flying.pop(0), self.executor.collect()
+        for name, vector in zip(plan.request_ids, result.pooled, strict=False):
+            if vector:
+                (self.pooled[name],) = struct.unpack("<f", vector)
+        self.scheduler.commit(plan, result, self.now)
         self.scheduler.check()
         self._fold()
 

@@ -15,7 +15,7 @@ from docs.generate.markdown import code, table
 
 NONE = "–"
 CODE = re.compile(r"`([^`]+)`")
-ENVIRONMENT = ("SLOTWISE_API_KEY", "SLOTWISE_ADMIN_API_KEY", "XDG_CACHE_HOME", "HF_HOME", "HF_TOKEN", "OMP_NUM_THREADS")
+ENVIRONMENT = ("SLOTWISE_API_KEY", "SLOTWISE_ADMIN_API_KEY", "XDG_CACHE_HOME", "HF_HOME", "HF_TOKEN")
 
 
 class Elsewhere(NamedTuple):
@@ -59,6 +59,7 @@ VLLM_OPTIONS = (  # options of `vllm serve`; those that Slotwise has by the same
     Elsewhere("--disable-uvicorn-access-log", "`--access-log`", "No access log by default."),
     Elsewhere("--generation-config", ""),
     Elsewhere("--override-generation-config", ""),
+    Elsewhere("--pooler-config", "`pooling_type` (LAST, MEAN) and `normalize`; one server generates and embeds."),
     Elsewhere("--config", ""),
     Elsewhere("--root-path", ""),
     Elsewhere("--ssl-certfile", ""),
@@ -71,8 +72,8 @@ VLLM_OPTIONS = (  # options of `vllm serve`; those that Slotwise has by the same
     Elsewhere("--data-parallel-size", ""),
     Elsewhere("--enable-lora", "", "An adapter's folder is refused: merge it into its base model."),
     Elsewhere("--speculative-config", ""),
-    Elsewhere("--enable-auto-tool-choice", ""),
-    Elsewhere("--tool-call-parser", ""),
+    Elsewhere("--enable-auto-tool-choice", "", "By default where it is known how the model calls tools."),
+    Elsewhere("--tool-call-parser", "", "By default as the chat template tells."),
     Elsewhere("--reasoning-parser", ""),
     Elsewhere("--enforce-eager", ""),
     Elsewhere("--cpu-offload-gb", ""),
@@ -99,7 +100,7 @@ LLAMA_CPP = (
     Elsewhere("`--batch-size`", "`--max-num-batched-tokens`", "`--batch-size` here is another thing: the requests of a "
               "static batch."),
     Elsewhere("`--predict`", "The field `max_tokens`"),
-    Elsewhere("`--threads`", "The environment variable `OMP_NUM_THREADS`"),
+    Elsewhere("`--threads`", "`--cpu-threads`"),
     Elsewhere("`--n-gpu-layers`", "`--device`", "The whole model is on one device."),
     Elsewhere("`--cache-type-k`, `--cache-type-v`", "`--kv-cache-dtype`", "The same type for keys and values."),
     Elsewhere("`--chat-template-file`", "`--chat-template`", "Always Jinja."),

@@ -23,7 +23,7 @@ from slotwise.neutral import ANY
 from slotwise.offline.arguments import OWN, SETTINGS
 from slotwise.sampling_params import INSTEAD, NAMES, UNSUPPORTED, SamplingParams
 from slotwise.server.openapi import BODIES
-from slotwise.server.unsupported import HINTS, unsupported_fields
+from slotwise.server.unsupported import AS_ANOTHER, HINTS, unsupported_fields
 from slotwise.vllm_arguments import RULES, SAME
 
 OBEYED, NEUTRAL, REFUSED = "obeyed", "neutral", "refused"
@@ -38,7 +38,7 @@ def names(protocol: str, path: str) -> list[str]:
 
 def treatment(kind: type[msgspec.Struct], name: str) -> str:
     """Returns what Slotwise does with a field.  Raises KeyError for one that it does not know."""
-    if name in HINTS:
+    if name in HINTS or name in AS_ANOTHER:
         return NEUTRAL
     if name in (unsupported := unsupported_fields(kind)):
         return NEUTRAL if len(unsupported[name]) > 1 else REFUSED
@@ -110,6 +110,8 @@ def _tables(protocol: str, beside: str = "") -> str:
 
 
 def _accepted(kind: type[msgspec.Struct], name: str, schema: dict[str, Any]) -> str:
+    if name in AS_ANOTHER:
+        return sentence(f"the value of {code(AS_ANOTHER[name])}")
     if name not in (unsupported := unsupported_fields(kind)):
         return sentence(values(schema))
     return sentence(" or ".join(code(json.dumps(value)) for value in unsupported[name][1:]) or "none")

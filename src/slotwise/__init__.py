@@ -5,16 +5,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine", "CompletionOutput", "EngineArgs", "Logprob",
-           "PromptType", "RequestOutput", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams",
-           "TextPrompt", "TokensPrompt"]
+__all__ = ["LLM", "AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine", "CompletionOutput", "EmbeddingOutput",
+           "EmbeddingRequestOutput", "EngineArgs", "Logprob", "PoolingParams", "PromptType",
+           "RequestOutput", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams", "TextPrompt",
+           "TokensPrompt"]
 
 if TYPE_CHECKING:
     from slotwise.async_llm import AsyncLLM, AsyncLLMEngine
     from slotwise.inputs import PromptType, TextPrompt, TokensPrompt
     from slotwise.llm import LLM
     from slotwise.offline.arguments import AsyncEngineArgs, EngineArgs
-    from slotwise.outputs import CompletionOutput, Logprob, RequestOutput
+    from slotwise.outputs import (
+        CompletionOutput,
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
+        Logprob,
+        RequestOutput,
+    )
+    from slotwise.pooling_params import PoolingParams
     from slotwise.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 _HOMES = {
@@ -22,7 +30,9 @@ _HOMES = {
     **dict.fromkeys(("AsyncLLM", "AsyncLLMEngine"), "slotwise.async_llm"),
     **dict.fromkeys(("AsyncEngineArgs", "EngineArgs"), "slotwise.offline.arguments"),
     **dict.fromkeys(("PromptType", "TextPrompt", "TokensPrompt"), "slotwise.inputs"),
-    **dict.fromkeys(("CompletionOutput", "Logprob", "RequestOutput"), "slotwise.outputs"),
+    **dict.fromkeys(("CompletionOutput", "EmbeddingOutput", "EmbeddingRequestOutput", "Logprob", "RequestOutput"),
+                    "slotwise.outputs"),
+    "PoolingParams": "slotwise.pooling_params",
     **dict.fromkeys(("RequestOutputKind", "SamplingParams", "StructuredOutputsParams"), "slotwise.sampling_params"),
 }
 

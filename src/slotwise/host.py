@@ -10,9 +10,16 @@ MACHINES: dict[str, tuple[str, ...]] = {"x86_64": ("AVX2", "AVX512"), "aarch64":
 """Processors on which the kernels were run, each with what torch must report of them; (): anything."""
 
 
+def processors() -> frozenset[int]:
+    """Returns the processors that this process may use, by their numbers; as many of them, where these are unknown."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
 def num_processors() -> int:
     """Returns the number of processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(processors())
 
 
 def kernels_obstacle(capability: str = "") -> str:

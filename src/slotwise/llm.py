@@ -24,11 +24,13 @@ from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Finish, StepRecord
 from slotwise.inputs import Parsed, PromptType, as_batch, parsed
 from slotwise.offline.arguments import Arguments, EngineArgs
+from slotwise.offline.embedding import EmbeddingJob
 from slotwise.offline.frontend import Frontend, template_variables
 from slotwise.offline.job import Choice, Job
 from slotwise.offline.methods import VllmMethods, check_call
 from slotwise.offline.tokenizer import OfflineTokenizer
-from slotwise.outputs import RequestOutput
+from slotwise.outputs import EmbeddingRequestOutput, RequestOutput
+from slotwise.pooling_params import PoolingParams
 from slotwise.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -75,7 +77,7 @@ class LLM(VllmMethods):
             self._engine = logged = Logged(engine, self.info, file)
             self._metrics = logged.metrics(self._arguments.name) if self._arguments.log_stats else None
         self._names = itertools.count()
-        self._choices: dict[str, Choice] = {}  # of all unfinished requests: a step serves every call's
+        self._choices: dict[str, Choice | EmbeddingJob] = {}  # of all unfinished requests: a step serves every call's
         # Guards the engine and its requests.  Reentrant: a step may collect an abandoned iteration, which then ends.
         self._lock = threading.RLock()
 
@@ -134,10 +136,39 @@ class LLM(VllmMethods):
         params = _for_each("sampling_params", sampling_params, len(prompts))
         priorities = _for_each("priority", priority, len(prompts))
         jobs = [self._job(*each) for each in zip(prompts, params, priorities, strict=True)]
+        self._run(jobs, use_tqdm, "Generating")
+        return [job.output for job in jobs]
+
+    def _run(self, jobs: Sequence[Job] | Sequence[EmbeddingJob], use_tqdm: Progress, told: str) -> None:
+        """Runs all steps of these requests, with a progress bar."""
         make = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
-        with make(total=sum(len(job.choices) for job in jobs), unit="request", desc="Generating") as bar:
+        with make(total=sum(len(job.choices) for job in jobs), unit="request", desc=told) as bar:
             for num_ended in self._steps(jobs):
                 bar.update(num_ended)
+
+    def embed(
+        self, prompts: PromptType | Sequence[PromptType], *, truncate_prompt_tokens: int | None = None,
+        use_tqdm: Progress = True, pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        lora_request: None = None, **more: Any,
+    ) -> list[EmbeddingRequestOutput]:
+        """Returns the vector of every prompt, in the order of the prompts.
+
+        Args:
+            prompts, use_tqdm, more: as those of `generate`.
+            truncate_prompt_tokens: the first so many tokens of each prompt are kept; -1: as many as the model takes.
+            pooling_params: one for all prompts, or one for each; by default as checkpoint and `pooler_config` say.
+
+        Raises:
+            ValueError: as `generate`, or the checkpoint's vectors are made in a way that is not supported.
+        """
+        check_call(more | {"lora_request": lora_request})
+        if truncate_prompt_tokens is not None and truncate_prompt_tokens != -1 and truncate_prompt_tokens < 1:
+            raise ValueError(f"truncate_prompt_tokens must be -1 or at least 1, not {truncate_prompt_tokens}")
+        given = [parsed(prompt) for prompt in as_batch(prompts)]
+        jobs = [
+            self._frontend.embedding_job(self.info, prompt, params, str(next(self._names)), truncate_prompt_tokens)
+            for prompt, params in zip(given, _for_each("pooling_params", pooling_params, len(given)), strict=True)]
+        self._run(jobs, use_tqdm, "Embedding")
         return [job.output for job in jobs]
 
     def chat(
@@ -194,15 +225,16 @@ class LLM(VllmMethods):
                 yield text[shown:]
                 shown = len(text)
 
-    def _steps(self, jobs: Sequence[Job]) -> Iterator[int]:
+    def _steps(self, jobs: Sequence[Job] | Sequence[EmbeddingJob]) -> Iterator[int]:
         """Runs steps until every job has ended; yields how many continuations ended in each step.
 
         Continuations still running when the iteration stops, for instance by an interrupt, are aborted.
         """
-        own = {f"{job.output.request_id}-{choice.completion.index}": choice for job in jobs for choice in job.choices}
+        own: dict[str, Choice | EmbeddingJob] = {
+            f"{job.output.request_id}-{choice.index}": choice for job in jobs for choice in job.choices}
         with self._lock:
             for name, choice in own.items():
-                self._engine.handle(choice.job.add(choice, name))
+                self._engine.handle(choice.add(name))
             self._choices |= own
         try:
             while own:
@@ -238,6 +270,10 @@ class LLM(VllmMethods):
         for name, start, entries in zip(record.request_ids, record.starts, record.prompt_logprobs, strict=False):
             if entries and (choice := self._choices.get(name)) is not None:
                 choice.job.read_prompt(start, entries)
+        for name, vector in zip(record.request_ids, record.pooled, strict=False):
+            choice = self._choices.get(name)
+            if vector and isinstance(choice, EmbeddingJob):
+                choice.pool(vector)
         for end in record.ended:
             if choice := self._choices.pop(end.request_id, None):
                 choice.end(end.reason, end.message, now)

@@ -80,3 +80,26 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     num_cached_tokens: int | None = None  # tokens of the prompt found in the prefix cache; None: it has no slot yet
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """A vector."""
+
+    embedding: list[float] = field(default_factory=list)
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(slots=True)
+class EmbeddingRequestOutput:
+    """A prompt and its vector."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    finished: bool
+    metrics: RequestMetrics
+    num_cached_tokens: int | None = None  # tokens of the prompt found in the prefix cache; None: it has no slot yet

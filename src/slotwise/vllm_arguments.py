@@ -132,10 +132,10 @@ RULES: dict[str, Rule] = dict((
             "of a hub model is downloaded: give the folder of another"),
     *_rules("the hub's own cache and login are used", {"hf_token": (True,)}, refused="download_dir",
             instead="set the environment variable HF_HOME (the hub's cache) or HF_TOKEN (its login)"),
-    *_rules("the model generates text", {
-        "runner": ("auto", "generate"), "task": ("auto", "generate"), "convert": ("auto", "none"),
-        "enable_prompt_embeds": OFF}, refused="pooler_config override_pooler_config",
-        instead="only generation is served: leave it out"),
+    *_rules("a model generates text and embeds it", {
+        "runner": ("auto", "generate", "pooling"), "task": ("auto", "generate", "embed", "embedding"),
+        "convert": ("auto", "none", "embed"), "enable_prompt_embeds": OFF}, refused="override_pooler_config",
+        instead="generation and embeddings are served, pooled as pooler_config says"),
     *_rules("a model takes text only", free="allowed_local_media_path allowed_media_domains language_model_only "
             "limit_mm_per_prompt enable_mm_embeds interleave_mm_strings media_io_kwargs mm_processor_kwargs "
             "mm_processor_cache_gb mm_processor_cache_type mm_hasher_algorithm mm_shm_cache_max_object_size_mb "

@@ -56,7 +56,8 @@ def measured(dtype: str, path: str) -> dict[str, object]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("dtype", "path"), [
-    product_paths.param("float32", "float32"), *(product_paths.param(path, "bfloat16") for path in ("fp16", "onednn"))])
+    product_paths.param("float32", "float32"),
+    *(product_paths.param(path, "bfloat16") for path in ("fp16", "bf16", "onednn"))])
 def test_a_process_takes_what_was_said_within_a_tenth(dtype, path):
     memory = measured(dtype, path)
     assert memory["path"] == path

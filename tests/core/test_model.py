@@ -16,11 +16,12 @@ from random import Random
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from toy import VOCAB, Driver, Guesses, alone, request
+from toy import VOCAB, Driver, Guesses, alone, next_token, request
 
 from slotwise.batching.settings import Batching
 from slotwise.core.events import Admitted
 from slotwise.core.limits import ERROR, RECOMPUTE, SchedulerLimits
+from slotwise.core.params import POOLING_TYPES, PoolingParams
 from slotwise.core.slo import SLO, Tier
 from slotwise.policies.settings import Ordering
 
@@ -55,6 +56,7 @@ class Life(Driver):
         super().__init__(limits, draw.choice(DISCIPLINES).discipline(limits.max_num_seqs), proposer=proposer)
         self.draw = draw
         self.expected: dict[str, list[int]] = {}
+        self.vectors: dict[str, int] = {}  # those of pooled requests
 
     def operate(self) -> None:
         operation = self.draw.choices(
@@ -68,7 +70,10 @@ class Life(Driver):
         slo = SLO(
             draw.choice("abc"), draw.choice(("", "gold", "bulk")), draw.randint(-2, 2), draw.choice((None, 3.0, 60.0)),
             draw.choice((None, None, None, 1.0)))
-        new = request(name, prompt, draw.randint(1, 20), draw.choice(("", "", "other")), slo)
+        pooling = PoolingParams(draw.choice(POOLING_TYPES)) if draw.random() < 0.2 else None
+        new = request(name, prompt, draw.randint(1, 20), draw.choice(("", "", "other")), slo, pooling)
+        if pooling is not None:
+            self.vectors[name] = next_token(prompt)
         new.deadline = self.now + draw.choice((inf, inf, inf, inf, 20.0, 0.0))
         self.expected[name] = alone(new, self.limits)
         self.add(new)
@@ -113,7 +118,8 @@ def test_nothing_is_lost_and_nobody_gets_what_is_not_theirs():
     many_lives()
     total = sum(SEEN[name] for name in ("arrive", "step", "abort", "jump", "switch", "order"))
     assert total >= 100_000
-    for kind in ("hit", "save", "load", "preempted", "length", "stop", "abort", "timeout", "shed", "error", "rejected"):
+    for kind in ("hit", "save", "load", "preempted", "length", "stop", "abort", "timeout", "shed", "error", "rejected",
+                 "pooled"):
         assert SEEN[kind] >= 50, f"{kind} hardly ever happened: {SEEN}"
 
 
@@ -127,6 +133,7 @@ def many_lives(seed: int) -> None:
         life.operate()
     life.run()
     SEEN.update(life.ended.values())
+    SEEN["pooled"] += len(life.pooled)
     SEEN["preempted"] += len(life.preempted)
     SEEN["save"] += sum(len(plan.saves) for plan in life.plans)
     SEEN["load"] += sum(len(plan.loads) for plan in life.plans)
@@ -135,6 +142,7 @@ def many_lives(seed: int) -> None:
         got, expected = life.output.get(name, []), life.expected[name]
         if reason in ("length", "stop"):
             assert got == expected, name
+            assert life.pooled.get(name) == life.vectors.get(name), name
         else:
             assert got == expected[: len(got)], name
         if reason in ("rejected", "timeout", "shed"):

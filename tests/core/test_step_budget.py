@@ -16,7 +16,8 @@ from slotwise.core.limits import SchedulerLimits
 from slotwise.core.reasons import TIME_BUDGET
 from slotwise.core.slo import SLO, Tier
 from slotwise.core.step import StepPlan
-from slotwise.core.step_time import StepBudget, StepTimeModel, Work, work_of
+from slotwise.core.step_budget import StepBudget
+from slotwise.core.step_time import StepTimeModel, Work, work_of
 
 LONG = replace(ROOMY, max_model_len=400, num_blocks=800, max_num_seqs=8, max_num_batched_tokens=256)
 ROWS = st.lists(st.tuples(st.integers(0, 6), st.integers(1, 250), st.integers(1, 9)), min_size=1, max_size=12)

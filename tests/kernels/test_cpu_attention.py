@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from kernels.paged import Layer, chunks, decodes, distance, layers, rotary
 
 from slotwise.kernels.cpu.kernels import CpuKernels
-from slotwise.kernels.interface import AttentionShape, QKNorm
+from slotwise.kernels.interface import AttentionShape, QKNorm, RaggedBatch
 from slotwise.kernels.reference import ReferenceKernels
 
 CPU, REFERENCE = CpuKernels(threads=2), ReferenceKernels()
+INT8 = CpuKernels(threads=2, kv_cache_dtype="int8")
 CLOSE = {torch.float32: 5e-6, torch.bfloat16: 4e-3}  # norm of the difference over norm
 FLOATS = pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
@@ -94,6 +95,52 @@ def test_a_row_does_not_feel_its_batch_mates(kind, window):
         mine = slice(int(together.query_starts[i]), int(together.query_starts[i + 1]))
         alone = CPU.attention(query[mine], cache, layer.batch(keep=[i]), layer.shape)
         assert torch.equal(alone, whole[mine]), rows[i]
+
+
+@st.composite
+def one_row(draw):
+    """A row around the edges of segments, and how many queries it computes at once, last ones last."""
+    context = draw(st.sampled_from([1023, 1024, 1025, 2047, 2049, 2500, 4000]))
+    sizes = draw(st.lists(st.sampled_from([1, 1, 2, 3, 5, 9, 17, 33, 64, 130]), min_size=1, max_size=7))
+    window = draw(st.sampled_from([0, 0, 7, 100, 1000, 1500]))
+    shape = AttentionShape(*draw(st.sampled_from([(9, 3), (4, 2), (8, 1)])), 32, 0.2, window, draw(
+        st.sampled_from([0.0, 0.0, 2.0])))
+    kind = draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    layer = Layer(shape, draw(st.sampled_from([16, 48, 64, 128])), kind, [(sum(sizes), context)],
+                  draw(st.integers(0, 1000)), draw(st.booleans()))
+    return layer, sizes
+
+
+@settings(max_examples=60, deadline=None)
+@given(one_row(), st.booleans())
+def test_a_position_does_not_depend_on_how_many_are_computed_with_it(row, is_int8):
+    layer, sizes = row
+    kernels = INT8 if is_int8 and not layer.shape.soft_cap else CPU
+    (queries, context), = layer.rows
+    cache, query = layer.filled_cache(kernels), layer.query(layer.batch())
+    whole = kernels.attention(query, cache, layer.batch(), layer.shape, layer.sinks)
+    done = 0
+    for size in sizes:
+        mine = slice(done, done + size)
+        done += size
+        part = layer.batch([(size, context - queries + done)])
+        assert torch.equal(kernels.attention(query[mine], cache, part, layer.shape, layer.sinks), whole[mine]), size
+
+
+@FLOATS
+@pytest.mark.parametrize("context", [5, 70, 1026])
+def test_a_draft_that_is_not_finite_leaves_the_positions_before_it(context, kind):
+    layer = Layer(AttentionShape(6, 2, 32, 0.2), 16, kind, [(4, context)])
+    batch, cache = layer.batch(), layer.filled_cache(CPU)
+    query = layer.query(batch)
+    expected = CPU.attention(query, cache, batch, layer.shape)
+    last = RaggedBatch(batch.token_ids[-1:], batch.positions[-1:], batch.slot_mapping[-1:], torch.tensor([0, 1]).int(),
+                       batch.context_lens, batch.block_tables, torch.tensor([0]), 1, context)
+    draft = torch.full((1, 10 * 32), math.nan, dtype=kind)
+    CPU.rotary_store(draft, rotary(32, context), last, cache, layer.shape, None)
+    actual = CPU.attention(query, cache, batch, layer.shape)
+    assert torch.equal(actual[:-1], expected[:-1])
+    assert actual[-1].isnan().all()
 
 
 @FLOATS

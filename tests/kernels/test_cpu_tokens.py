@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.paged import distance
 
-from slotwise.kernels.cpu import onednn, paths
+from slotwise.kernels.cpu import paths
 from slotwise.kernels.cpu.kernels import CpuKernels
 from slotwise.kernels.cpu.launcher import KernelLauncher
 from slotwise.kernels.cpu.linear import tiled_linear
@@ -73,26 +73,6 @@ def test_onednn_products_carry_the_bias(path):
     weight, bias, x = (numbers(torch.bfloat16, *size) for size in ((64, 48), (64,), (5, 48)))
     expected = x.double() @ weight.double().T + bias.double()
     assert distance(onednn_linear(weight, bias)(x), expected) < 3e-3
-
-
-@pytest.mark.parametrize(("of_bfloat16", "of_float32", "is_faster"), [(1, 8, True), (1, 1.3, False), (2, 1, False)])
-def test_torch_multiplies_bfloat16_only_where_it_is_faster_at_it(monkeypatch, of_bfloat16, of_float32, is_faster):
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True, raising=False)
-    monkeypatch.setattr(onednn, "obstacle", lambda: "")
-    monkeypatch.setattr(onednn, "_seconds", lambda: (of_bfloat16, of_float32))
-    assert onednn.multiplies_bfloat16.__wrapped__() is is_faster
-
-
-def test_without_instructions_for_it_torch_multiplies_no_bfloat16(monkeypatch):
-    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
-        monkeypatch.setattr(torch.cpu, name, lambda: False, raising=False)
-    monkeypatch.setattr(onednn, "_seconds", None)
-    assert not onednn.multiplies_bfloat16.__wrapped__()
-
-
-@product_paths.each(["onednn"])
-def test_what_a_product_takes_is_measured(path):
-    assert all(0 < seconds < 1 for seconds in onednn._seconds())
 
 
 @FLOATS

@@ -15,8 +15,9 @@ from numba import config
 from slotwise import LLM, SamplingParams
 from slotwise.compose.engine import load
 from slotwise.engine.config import ConfigError, EngineConfig
-from slotwise.kernels.cpu import linear_fp16, onednn, paths
+from slotwise.kernels.cpu import onednn, paths
 from slotwise.kernels.cpu.kernels import CpuKernels
+from slotwise.kernels.cpu.processor import AVX512
 from slotwise.kernels.select import choose
 
 BFLOAT16 = torch.bfloat16
@@ -28,19 +29,20 @@ def nothing_is_forced(monkeypatch):
     monkeypatch.delenv(paths.VARIABLE, raising=False)
 
 
-@pytest.mark.parametrize(("by_onednn", "in_halves", "taken"), [
-    (True, True, "onednn"), (False, True, "fp16"), (False, False, "float32")])
-def test_the_fastest_path_that_the_processor_has_is_taken(monkeypatch, by_onednn, in_halves, taken):
-    monkeypatch.setattr(onednn, "multiplies_bfloat16", lambda: by_onednn)
-    monkeypatch.setattr(linear_fp16, "has_fp16_gemm", lambda: in_halves)
+@pytest.mark.parametrize(("features", "taken"), [
+    ("avx512f,+avx512bf16,+avx512fp16", "fp16"), ("avx512f,+avx512bf16", "bf16"), ("avx512f", "float32")])
+@pytest.mark.skipif(not AVX512, reason="wants a processor with AVX-512")
+def test_the_fastest_path_that_the_processor_has_is_taken(monkeypatch, features, taken):
+    monkeypatch.setattr(config, "CPU_FEATURES", f"+{features}")
     assert CpuKernels(1).product_path(BFLOAT16) == taken
     assert CpuKernels(1).product_path(torch.float32) == "float32"
 
 
-def test_nothing_is_measured_for_weights_of_float32(monkeypatch):
-    monkeypatch.setattr(onednn, "multiplies_bfloat16", lambda: pytest.fail("measured"))
-    CpuKernels(1).linear(torch.ones(4, 4))
-    assert CpuKernels(1, path="float32").product_path(BFLOAT16) == "float32"
+@pytest.mark.skipif(not AVX512, reason="wants a processor with AVX-512")
+def test_a_path_with_an_obstacle_is_not_taken(monkeypatch):
+    monkeypatch.setattr(config, "CPU_FEATURES", "+avx512f,+avx512bf16,+amx-bf16")
+    monkeypatch.setattr(onednn, "obstacle", lambda: "torch has none")
+    assert CpuKernels(1).product_path(BFLOAT16) == "bf16"
 
 
 @product_paths.each(paths.DENSE)
@@ -60,14 +62,14 @@ def test_a_path_of_integers_is_forced_for_quantised_weights(path, monkeypatch):
 
 
 def test_an_unknown_path_is_refused_with_those_there_are(monkeypatch):
-    with pytest.raises(ValueError, match="path must be onednn, fp16, float32, vnni or integer, not 'gpu'"):
+    with pytest.raises(ValueError, match="path must be onednn, fp16, bf16, float32, vnni or integer, not 'gpu'"):
         CpuKernels(1, path="gpu")
     monkeypatch.setenv(paths.VARIABLE, "FLOAT32")
     with pytest.raises(ConfigError, match=r"^SLOTWISE_CPU_LINEAR must be .*, not 'FLOAT32'$"):
         load(EngineConfig.of(model="nowhere", device="cpu"))
 
 
-@pytest.mark.parametrize("path", ["fp16", "vnni"])
+@pytest.mark.parametrize("path", ["fp16", "bf16", "vnni"])
 def test_a_path_that_the_processor_cannot_execute_is_refused(path, monkeypatch):
     monkeypatch.setattr(config, "CPU_FEATURES", "+avx512f")
     with pytest.raises(ValueError, match=f"path {path} cannot run here: it needs a processor with AVX-512"):
@@ -90,7 +92,7 @@ def test_a_bad_path_is_one_line_on_the_command_line(monkeypatch):
     run = cli("generate", "--device", "cpu", "x")
     assert run.returncode == 1
     assert run.stderr == (
-        "slotwise generate: SLOTWISE_CPU_LINEAR must be onednn, fp16, float32, vnni or integer, not 'abacus'\n")
+        "slotwise generate: SLOTWISE_CPU_LINEAR must be onednn, fp16, bf16, float32, vnni or integer, not 'abacus'\n")
 
 
 @product_paths.each(paths.ALL)

@@ -84,7 +84,7 @@ def test_two_hundred_steps_are_enough_and_hiccups_do_not_count(seed: int) -> Non
     machine.teach(times, 200)
     assert sorted(off(times, machine.work()) for _ in range(100))[50] < 0.06
     assert 0.0 < times.error < 0.1
-    assert all(value >= 0 for value in times.coefficients.values())
+    assert all(value >= 0 for value in times.prediction().shares)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -4,7 +4,8 @@ usage: python engine_process.py SECONDS_PER_STEP BROKEN LIMITS FD
 
 The token after x is x + 1, round and round through the vocabulary.  A step whose prompt begins with BREAKING fails; a
 prompt that begins with DYING ends the process, one that begins with BABBLING makes it talk nonsense, one that begins
-with FALLING is more than the engine can take.  It does not start while there is a file BROKEN.
+with FALLING is more than the engine can take; one that begins with COPYING is answered with what stands between this
+token and the next of its kind.  It does not start while there is a file BROKEN.
 LIMITS is JSON: of the scheduler, those that differ from what stands here.
 """
 
@@ -14,6 +15,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import sys
 import time
 from collections import deque
@@ -36,6 +38,8 @@ from slotwise.policies.fcfs import FirstComeFirstServed
 
 VOCAB = 400
 EOS = 1
+COPYING = 300  # the first id that is not the tokenizer's
+WIDTH = 4  # numbers of a vector
 FALLING, BABBLING, BREAKING, DYING = 396, 397, 398, 399
 LIMITS = SchedulerLimits(max_model_len=512, num_blocks=2048, block_size=16, max_num_seqs=64,
                          max_num_batched_tokens=1024)
@@ -48,10 +52,21 @@ class Row:
         self.kind, self.last, self.logprobs = join.tokens[0], join.tokens[-1], join.params.logprobs
         self.prompt, self.num_top = join.tokens[: join.num_prompt], join.params.prompt_logprobs
         self.num_sampled, self.num_told = 0, len(join.tokens)
+        self.pooling = join.pooling
 
     def samples(self, plan: StepPlan, row: int) -> bool:
         """Whether row `row` of `plan` reaches the end of the known tokens."""
-        return plan.kinds[row] == RowKind.DECODE or plan.starts[row] + plan.counts[row] == self.num_told
+        return self.pooling is None and (
+            plan.kinds[row] == RowKind.DECODE or plan.starts[row] + plan.counts[row] == self.num_told)
+
+    def pooled(self, end: int) -> bytes:
+        """The vector of a pooled prompt that ends here: its first tokens, then zeros."""
+        if self.pooling is None or end < self.num_told:
+            return b""
+        if self.kind == BREAKING:
+            raise ArithmeticError("a step that cannot be computed")
+        numbers = [*self.prompt, *[0.0] * WIDTH][: self.pooling.dimensions or WIDTH]
+        return struct.pack(f"<{len(numbers)}f", *numbers)
 
     def described(self, start: int, end: int) -> tuple[TokenLogprobs, ...]:
         """Of the prompt's tokens from `start + 1` to `end`: each is the most probable one."""
@@ -66,8 +81,12 @@ class Row:
         if self.kind == DYING and self.num_sampled == 3:
             os._exit(3)
         self.num_sampled += 1
-        self.last = (self.last + 1) % VOCAB
+        self.last = (self.last + 1) % VOCAB if self.kind != COPYING else self._copied()
         return self.last
+
+    def _copied(self) -> int:
+        token = self.prompt[self.num_sampled]
+        return EOS if token == COPYING else token
 
 
 class Executor:
@@ -100,7 +119,9 @@ class Executor:
         if any(row.num_top is not None for row in rows):
             prompts = tuple(row.described(start, start + count)
                             for row, start, count in zip(rows, plan.starts, plan.counts, strict=True))
-        return StepResult(plan.step, tokens, logprobs, prompt_logprobs=prompts)
+        pooled = tuple(row.pooled(start + count)
+                       for row, start, count in zip(rows, plan.starts, plan.counts, strict=True))
+        return StepResult(plan.step, tokens, logprobs, prompt_logprobs=prompts, pooled=pooled if any(pooled) else ())
 
 
 def _logprobs(token: int, k: int) -> TokenLogprobs:
@@ -136,7 +157,7 @@ def main(seconds: float, broken: Path, changed: dict[str, Any], descriptor: int)
     if broken.is_file():
         channel.send(encode(EngineFailed("the model is not there")))
         return
-    channel.send(encode(EngineInfo("toy", "cpu", "float32", VOCAB, limits, scheduling, (EOS,))))
+    channel.send(encode(EngineInfo("toy", "cpu", "float32", VOCAB, limits, scheduling, (EOS,), hidden_size=WIDTH)))
     serve(engine, channel, heartbeat_sender)
 
 

@@ -19,6 +19,7 @@ from slotwise.core.sampling_defaults import SamplingDefaults
 from slotwise.engine.client import EngineClient
 from slotwise.engine.supervisor import Backoff, Supervisor
 from slotwise.server.app import build_app
+from slotwise.server.output_parsing import output_format
 from slotwise.server.serve import listen, serve
 from slotwise.server.settings import ServerSettings
 from slotwise.server.templates import Template
@@ -28,7 +29,8 @@ from slotwise.text.tokenizer import Tokenizer
 
 LIMITS = {"num_blocks": int, "max_model_len": int, "max_num_seqs": int, "enable_prefix_caching": bool}  # the engine's
 LISTS = ("api_keys", "allowed_hosts", "allowed_origins", "allowed_methods", "allowed_headers", "more_model_names")
-TEXTS = ("admin_api_key", "host", "root_path", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
+TEXTS = ("admin_api_key", "host", "root_path", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs",
+         "tool_call_parser", "reasoning_parser")
 
 
 def _setting(name: str, value: str) -> Any:
@@ -66,8 +68,11 @@ async def main(folder: Path, log: Path, *given: str) -> int:
     supervisor.launch()
     await supervisor.ready()
     tokenizer = Tokenizer.load(folder)
-    template = Template(find_chat_template(folder) or "", tokenizer.special_tokens)
-    app = build_app(engine_client, tokenizer, template, settings)
+    source = find_chat_template(folder) or ""
+    template = Template(source, tokenizer.special_tokens)
+    form = output_format(settings.tool_call_parser, settings.reasoning_parser, settings.enable_auto_tool_choice, source,
+                         tokenizer.special_by_text)
+    app = build_app(engine_client, tokenizer, template, settings, output_format=form)
     for heavy in ("torch", "numpy", "numba", "jinja2"):
         assert heavy not in sys.modules, f"the API process has imported {heavy}"
     await serve(app, listen(settings.host, 0), lambda url: print(url, engines[-1].process.pid, flush=True))

@@ -171,9 +171,14 @@ def test_unknown_paths_and_methods(server: Server) -> None:
         error = refused(server.get(path), 404, None)
         assert error["code"] == "not_found" and error["type"] == "not_found_error" and len(error["message"]) < 2100
         assert "POST /v1/chat/completions" in error["message"] and "GET /v1/models/{model}" in error["message"]
-    paths = {path for _, path, _ in ROUTES}
-    for path in sorted(paths):
-        refused(server.client.delete(server.url + path), 405, None)
+    has: dict[str, set[str]] = {}
+    for method, path, _ in ROUTES:
+        has.setdefault(path, set()).update({method, "HEAD"} if method == "GET" else {method})
+    for path in sorted(has):
+        methods = ", ".join(sorted(has[path]))
+        response = server.client.delete(server.url + path)
+        error = refused(response, 405, None)
+        assert response.headers["allow"] == methods and methods in error["message"]
 
 
 def test_too_large_a_body(server: Server) -> None:

@@ -18,7 +18,7 @@ from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.protocol import ChatRequest, CompletionRequest, decode
 from slotwise.server.throttled_warning import ThrottledWarning
 from slotwise.server.unknown_fields import unknown_fields
-from slotwise.server.unsupported import HINTS, NEUTRAL, unsupported_fields
+from slotwise.server.unsupported import AS_ANOTHER, HINTS, NEUTRAL, unsupported_fields
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # `docs` is run from the repository's root
 
@@ -31,8 +31,7 @@ BODIES: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
     CHAT: (ChatRequest, {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2})}
 REQUIRED = ("messages", "prompt")
 HEADER = "x-slotwise-warning"
-SENT_HINTS = {"metadata": {"a": "b"}, "parallel_tool_calls": False, "prompt_cache_key": "k", "safety_identifier": "s",
-              "session_id": "i"}
+SENT_HINTS = {"metadata": {"a": "b"}, "prompt_cache_key": "k", "safety_identifier": "s", "session_id": "i"}
 
 
 def known(path: str) -> list[str]:
@@ -65,9 +64,10 @@ def test_a_known_field_has_one_treatment(server: Server, path: str, name: str) -
         assert answer.status_code == 200 and HEADER not in answer.headers, answer.text
     wrong = sent(server, path, **{name: {"neither": ["this", "nor", "that"]}})
     if done == OBEYED:
-        assert name not in unsupported_fields(kind) and HEADER not in wrong.headers
+        assert name not in unsupported_fields(kind) and f"'{name}'" not in wrong.headers.get(HEADER, "")
         return
-    for value in (SENT_HINTS[name],) if name in HINTS else unsupported_fields(kind)[name][1:]:
+    others = SENT_HINTS | dict.fromkeys(AS_ANOTHER, 1)
+    for value in (others[name],) if name in others else unsupported_fields(kind)[name][1:]:
         answer = sent(server, path, **{name: value})
         assert done == NEUTRAL_FIELD and answer.status_code == 200 and HEADER not in answer.headers, answer.text
     if name != "metadata":
@@ -78,7 +78,7 @@ def test_a_known_field_has_one_treatment(server: Server, path: str, name: str) -
 def test_the_values_that_change_nothing_are_of_fields_that_exist() -> None:
     fields = {name for kind, _ in BODIES.values() for name in kind.__struct_fields__}
     assert set(NEUTRAL) | set(HINTS) <= fields and not set(NEUTRAL) & set(HINTS)
-    assert treatment(CompletionRequest, "suffix") == NEUTRAL_FIELD and treatment(ChatRequest, "audio") == REFUSED
+    assert treatment(CompletionRequest, "detokenize") == NEUTRAL_FIELD and treatment(ChatRequest, "audio") == REFUSED
     with pytest.raises(KeyError):
         treatment(ChatRequest, "prompt")
 
@@ -98,6 +98,22 @@ def test_an_unknown_field_is_answered_with_a_warning(server: Server, path: str) 
     assert told.headers[HEADER] == "unknown fields are ignored: 'temprature', 'top_q'"
     with server.client.stream("POST", server.url + path, json=BODIES[path][1] | {"stream": True, "x": 1}) as stream:
         assert stream.headers[HEADER] == "unknown fields are ignored: 'x'"
+
+
+def test_an_unknown_field_of_an_inner_object_is_named_with_it(server: Server) -> None:
+    options = {"include_usage": True, "include": 1}
+    body = BODIES[COMPLETIONS][1] | {"stream": True, "x": 1, "stream_options": options}
+    with server.client.stream("POST", server.url + COMPLETIONS, json=body) as stream:
+        assert stream.headers[HEADER] == "unknown fields are ignored: 'x', 'stream_options.include'"
+    large = {"stream_options": options, "prompt": "x" * LARGE, "x": 1}
+    assert unknown_fields(CompletionRequest, json.dumps(large).encode()) == ["stream_options.include"]
+    assert unknown_fields(CompletionRequest, b'{"prompt":"x","stream_options":null,"y":1}') == ["y"]
+
+
+def test_obfuscated_events_are_refused(server: Server) -> None:
+    for value, status in ((True, 400), (False, 200)):
+        answer = sent(server, COMPLETIONS, stream=True, stream_options={"include_obfuscation": value})
+        assert answer.status_code == status and HEADER not in answer.headers
 
 
 @pytest.mark.parametrize("name", ["a\r\nset-cookie: b", "é\u2028🙂", "'", "\u0000", "x" * 100_000, ""])

@@ -52,7 +52,7 @@ def test_bodies_are_those_that_are_decoded(document: dict[str, Any]) -> None:
     chat = document["components"]["schemas"]["ChatRequest"]["properties"]
     assert chat["n"]["anyOf"][0] == {"type": "integer", "minimum": 1, "maximum": 128}
     assert {"queue_timeout", "cache_salt", "priority", "messages"} <= set(chat)
-    assert chat["tools"]["enum"] == [None, []]
+    assert chat["functions"]["enum"] == [None, []]
     assert document["components"]["schemas"]["ChatRequest"]["required"] == ["messages"]
 
 

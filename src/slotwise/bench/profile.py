@@ -15,7 +15,7 @@ from slotwise.bench.accounting import NANO, Accounts
 from slotwise.bench.offline_run import OnStep, Stand, run_offline, warm_up
 from slotwise.bench.roofline import Achieved
 from slotwise.compose.engine import load
-from slotwise.compose.machine import measure_machine
+from slotwise.compose.machine import faster
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import StepRecord
 from slotwise.kernels.interface import Kernels
@@ -39,21 +39,25 @@ class Profiler:
         return self._kernels[0]
 
     def run(self, workload: Workload, on_step: OnStep) -> dict[str, Any]:
-        """Both runs, after measuring the machine; seconds throughout.
+        """Both runs, and the machine measured before and after the first; seconds throughout.
 
         Raises:
             ValueError: a request can never run.
         """
         loaded = self._loaded
-        achieved = Achieved(loaded.roofline(measure_machine()))
-        seconds = self._once(workload, achieved.step, on_step)
+        before, records = loaded.measure_machine(), list[StepRecord]()
+        seconds = self._once(workload, records.append, on_step)
+        achieved = Achieved(loaded.roofline(faster(before, loaded.measure_machine())))
+        for record in records:
+            achieved.step(record)
         kernels, in_steps = self._kernels[0], array("d")
         kernels.start()
         timed = self._once(
             workload, lambda record: in_steps.append((record.ended_ns - record.started_ns) * NANO), on_step)
         parts = {**kernels.seconds, REST: sum(in_steps) - sum(kernels.seconds.values()), BETWEEN: timed - sum(in_steps)}
         return {
-            "seconds": seconds, "machine": asdict(achieved.roofline.machine), "timed_seconds": timed, "parts": parts,
+            "seconds": seconds, "machine": asdict(achieved.roofline.machine), "product_path": loaded.product_path,
+            "timed_seconds": timed, "parts": parts,
             "kinds": {kind: vars(tally) | {"achieved": tally.achieved} for kind, tally in achieved.kinds.items()}}
 
     def _once(self, workload: Workload, watch: Callable[[StepRecord], None], on_step: OnStep) -> float:

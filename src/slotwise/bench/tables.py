@@ -64,7 +64,7 @@ def roofline_table(result: Mapping[str, Any]) -> RenderableType:
     """Achieved share of the machine's limits by kind of step, and where a run's time goes."""
     machine = result["machine"]
     title = plain(f"bench throughput --roofline: {result.get('model', '')}, {result['seconds']:.1f} s; reads at "
-             f"{machine['bytes_per_second'] / 1e9:.1f} GB/s, products at "
+             f"{machine['bytes_per_second'] / 1e9:.1f} GB/s, {result['product_path']} products at "
              f"{machine['operations_per_second'] / 1e9:,.0f} GFLOP/s")
     steps = _table(title, ("steps", "number", "tokens", "seconds", "bytes alone", "operations alone", "achieved"))
     for kind, tally in result["kinds"].items():

@@ -66,7 +66,9 @@ def of_file(parser: Parser, path: str) -> dict[str, Any]:
     with parser.reading(path):
         try:
             root = yaml.compose(read_regular(path, MOST).decode(), Loader=yaml.SafeLoader)
-        except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        except OSError as error:  # its own text repeats the path
+            parser.error(error.strerror or str(error))
+        except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
             parser.error(str(error) or type(error).__name__)
         if root is None:  # an empty file
             return found

@@ -21,15 +21,19 @@ from slotwise.cli.options import (
     add_overwrite_option,
     engine_settings,
     input_file,
+    json_object,
 )
 from slotwise.cli.vllm_flags import add_vllm_flags, notices
+from slotwise.compose.placement import AUTO, CORES, MOST_PROCESSORS, NONE, environment, numbers, read_processors
 from slotwise.core.ranges import real, whole
 from slotwise.engine.admission_control import PATIENCE
 from slotwise.engine.config import DAY, EngineConfig
 from slotwise.engine.heartbeat import ENGINE_TIMEOUT, SHORTEST_TIMEOUT
 from slotwise.errors import printable
+from slotwise.host import processors
 from slotwise.model.locate import locate
 from slotwise.observe.lines import FORMATS, TEXT, final
+from slotwise.server.parsers.registry import REASONING_ALIASES, REASONING_PARSERS, TOOL_ALIASES, TOOL_PARSERS
 
 if TYPE_CHECKING:
     from slotwise.server.tiers import ServedTier
@@ -70,9 +74,21 @@ def _server_options(serve: argparse.ArgumentParser) -> None:
                        "first (default: the model as it is given here)")
     group.add_argument("--chat-template", type=input_file, metavar="FILE",
                        help="a Jinja file instead of the model's own template")
+    group.add_argument("--enable-auto-tool-choice", action=argparse.BooleanOptionalAction, default=None,
+                       help="answers may call the tools that a request lists (default: where it is known how the model "
+                       "calls them)")
+    group.add_argument("--tool-call-parser", choices=(*TOOL_PARSERS, *TOOL_ALIASES), default="", metavar="NAME",
+                       help=f"how the model calls tools: {', '.join(sorted(TOOL_PARSERS))} (default: as its chat "
+                       "template tells)")
+    group.add_argument("--reasoning-parser", choices=(*REASONING_PARSERS, *REASONING_ALIASES), default="",
+                       metavar="NAME", help="how the model's reasoning is told from its answer: "
+                       f"{', '.join(sorted(REASONING_PARSERS))} (default: it is part of the answer)")
     group.add_argument("--trust-request-chat-template", action="store_true",
                        help="render chat templates that requests bring (default: refuse them with 400)")
     add_generation_options(group, bound="; its max_new_tokens bounds every request")
+    group.add_argument("--pooler-config", type=json_object, default={}, metavar="JSON",
+                       help="how /v1/embeddings makes vectors, as {\"pooling_type\": \"MEAN\", \"normalize\": true}; "
+                       "the type is LAST or MEAN (default: as the checkpoint's 1_Pooling/config.json says, else LAST)")
     group.add_argument("--max-num-queued-reqs", type=Number(whole(1)), metavar="N",
                        help="requests that may wait for a first slot, 8/9 of them of one key; more get 503 "
                        f"(default: what should start within {PATIENCE:g} s, at the measured rate)")
@@ -84,6 +100,11 @@ def _server_options(serve: argparse.ArgumentParser) -> None:
                        metavar="SECONDS",
                        help="silence after which the engine process is killed and replaced; after half of it "
                             f"/health is 503 (default: {ENGINE_TIMEOUT:g})")
+    group.add_argument("--cpu-threads", type=Number(whole(1, MOST_PROCESSORS)), metavar="N",
+                       help="compute threads of the engine (default: one for each place of --cpu-bind)")
+    group.add_argument("--cpu-bind", type=_bind, default=AUTO, metavar="PLACES",
+                       help="where they run: auto, each on a processor of its own; cores, each on a physical core, "
+                       "node by node; none, anywhere; or a list of processors, as 0-3,8 (default: auto)")
     group.add_argument("--shutdown-timeout", type=Number(real(0, DAY)), default=30.0, metavar="SECONDS",
                        help="time that running requests have to end after SIGTERM (default: 30)")
     group.add_argument("--stream-interval", type=Size(whole(1, 65_536)), default=1, metavar="TOKENS",
@@ -118,6 +139,16 @@ def _host(text: str) -> str:
     if not text.strip() or not text.isprintable():
         raise argparse.ArgumentTypeError(
             f"must be a name or an address, and 0.0.0.0 for all of this machine, not {printable(text)!r:.40}")
+    return text
+
+
+def _bind(text: str) -> str:
+    """The type of `--cpu-bind`."""
+    try:
+        if text not in (AUTO, CORES, NONE):
+            numbers(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error} (or auto, cores, none)") from None
     return text
 
 
@@ -202,6 +233,7 @@ def run(asked: argparse.Namespace) -> int:
 def _run(asked: argparse.Namespace) -> int:
     from slotwise.compose.garbage import hold_off
     from slotwise.compose.launch import launch_engine
+    from slotwise.compose.pooling import read_pooling
     from slotwise.compose.sampling_defaults import read_defaults
     from slotwise.observe.log_file import check
 
@@ -214,9 +246,11 @@ def _run(asked: argparse.Namespace) -> int:
         model=str(locate(model or builtin.path())), tiers=tuple([served.tier for served in tiers]),
         generation_config=asked.generation_config, **engine_settings(asked))
     defaults = read_defaults(config, asked.override_generation_config)
+    pooling = read_pooling(config.model, asked.pooler_config)
     if asked.event_log:
         check(asked.event_log, overwrite=asked.overwrite_event_log)
-    engine = launch_engine(config, asked.log_format)  # it loads while this process imports the rest
+    variables = environment(asked.cpu_threads, asked.cpu_bind, read_processors(processors()))
+    engine = launch_engine(config, asked.log_format, variables)  # it loads while this process imports the rest
 
     from slotwise.compose.server import run_server
     from slotwise.server.settings import ServerSettings
@@ -231,7 +265,10 @@ def _run(asked: argparse.Namespace) -> int:
         otlp_traces_endpoint=asked.otlp_traces_endpoint, log_format=asked.log_format,
         log_stats=not asked.disable_log_stats, log_requests=asked.enable_log_requests, access_log=asked.access_log,
         max_log_len=asked.max_log_len, vllm_metrics=asked.vllm_metrics, seed=asked.seed, notices=tuple(lines),
-        trust_request_chat_template=asked.trust_request_chat_template, sampling_defaults=defaults, **network)
+        tool_call_parser=asked.tool_call_parser, enable_auto_tool_choice=asked.enable_auto_tool_choice,
+        reasoning_parser=asked.reasoning_parser, engine_environment=variables,
+        trust_request_chat_template=asked.trust_request_chat_template, sampling_defaults=defaults,
+        pooling_defaults=pooling, **network)
     return run_server(config, settings, (asked.host, asked.port), asked.chat_template, engine)
 
 

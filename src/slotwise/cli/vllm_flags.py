@@ -14,6 +14,7 @@ from slotwise.vllm_arguments import RULES
 
 ANY: tuple[str, ...] = ()
 YES, NO = "true", "false"
+NONE = ("null",)  # of a flag whose every value describes another server
 
 
 class Flag(NamedTuple):
@@ -42,7 +43,7 @@ def _shared(*arguments: str, short: str = "", is_switch: bool = False) -> Flag:
     """A flag that the offline API has as an argument, or as several of one meaning."""
     rule = RULES[arguments[0]]
     fits = ANY if rule.accepted is neutral.ANY else tuple([
-        {True: YES, False: NO}[one] if isinstance(one, bool) else str(one) for one in rule.accepted])
+        {True: YES, False: NO}[one] if isinstance(one, bool) else str(one) for one in rule.accepted]) or NONE
     names = (*map(_option, arguments), *short.split())
     return Flag(names, fits, *rule.told(_option), is_switch=is_switch)
 
@@ -67,6 +68,11 @@ FLAGS: tuple[Flag, ...] = (
     _shared("load_format"),
     _shared("tokenizer_mode"),
     _shared("runner", "task"),
+    _shared("enable_lora", is_switch=True),
+    _shared("max_loras"),
+    _shared("max_lora_rank"),
+    Flag(("--lora-modules",), NONE, "there are no adapters: merge them into the weights"),
+    _shared("kv_transfer_config"),
     _switch("--disable-log-requests", "requests are logged with --enable-log-requests only", (YES,),
             "requests are logged with --enable-log-requests"),
     _switch("--disable-uvicorn-access-log", "HTTP exchanges are logged with --access-log only", (YES,),
@@ -96,6 +102,8 @@ def notices(asked: argparse.Namespace) -> list[str]:
             continue
         text = {True: YES, False: NO}.get(value, value)
         if flag.fits and text not in flag.fits:
-            raise ValueError(f"{flag.names[0]} {text}: {flag.instead or flag.meaning}")
+            shown = {True: flag.names[0], False: f"--no-{flag.dest.replace('_', '-')}"}.get(
+                value, f"{flag.names[0]} {text}")
+            raise ValueError(f"{shown}: {flag.instead or flag.meaning}")
         lines.append(f"{flag.names[0]} has no effect: {flag.meaning}")
     return lines

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
-from slotwise.compose.machine import glance, roofline
+from slotwise.compose.machine import glance, measure_machine, roofline
 from slotwise.compose.sizes import sized, step_tokens
 from slotwise.compose.vocabulary import Vocabulary
 from slotwise.core.limits import SchedulerLimits
@@ -97,6 +97,15 @@ class Loaded:
         """The model's configuration."""
         return self._decoder.config
 
+    @property
+    def product_path(self) -> str:
+        """The name of the path that multiplies with its weights."""
+        return self._decoder.kernels.product_path(self._decoder.config.dtype)
+
+    def measure_machine(self) -> Machine:
+        """Returns the rates of this machine that its steps can reach."""
+        return measure_machine(self._decoder)
+
     def roofline(self, machine: Machine) -> Roofline:
         """Returns lower bounds of the costs of its steps on `machine`."""
         return roofline(self._decoder, machine)
@@ -124,8 +133,8 @@ class Loaded:
             model=self._name, device=self._device, dtype=str(decoder.config.dtype).removeprefix("torch."),
             vocab_size=decoder.config.vocab_size, limits=limits, scheduling=scheduling, eos_token_ids=eos_ids,
             memory=used, depth=depth, quantization=config.quantization, kv_cache_dtype=config.kv_cache_dtype,
-            threads=torch.get_num_threads(), product_path=kernels.product_path(decoder.config.dtype),
-            checkpoint=self._checkpoint)
+            threads=torch.get_num_threads(), product_path=self.product_path,
+            checkpoint=self._checkpoint, hidden_size=decoder.config.hidden_size)
         grammars = Grammars(self._vocabulary.result() if self._vocabulary is not None else None)
         runner = _runner(decoder, limits, grammars)
         check_steps(runner, limits, time.monotonic_ns)
@@ -134,7 +143,7 @@ class Loaded:
         engine = Engine(scheduler, runner, time.monotonic_ns, eos_ids, depth=depth, scheduling=scheduling,
                         grammars=grammars)
         info.learned = times.learned() if times.is_trained else None
-        info.roofline = self.roofline(glance(decoder.kernels.device, decoder.config.dtype))
+        info.roofline = self.roofline(glance(decoder))
         return engine, info
 
     def _with_runtime(self, used: MemoryUse) -> MemoryUse:

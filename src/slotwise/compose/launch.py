@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,10 +49,15 @@ class ChildProcess:
         self.process.kill()
 
 
-def launch_engine(config: EngineConfig, log_format: str) -> ChildProcess:
-    """Starts the engine process, which begins to load; its stderr has `log_format` (see observe.lines)."""
+def launch_engine(config: EngineConfig, log_format: str, more: Mapping[str, str] = {}) -> ChildProcess:
+    """Starts the engine process, which begins to load.
+
+    Args:
+        log_format: of its stderr: see observe.lines.
+        more: variables of its environment that replace this process' own, as those of `compose.placement`.
+    """
     process = ChildProcess(
-        child.python("slotwise.compose.worker", log_format), env=THREADS_STAY | child.environment())
+        child.python("slotwise.compose.worker", log_format), env=THREADS_STAY | child.environment() | dict(more))
     config = replace(
         config, model=str(Path(config.model).absolute()), generation_config=absolute(config.generation_config))
     process.channel.sendall(frame(msgspec.msgpack.encode(config)))

@@ -28,6 +28,7 @@ from slotwise.observe.log_file import LogFile
 from slotwise.observe.traces import Traces
 from slotwise.server.app import build_app
 from slotwise.server.context import Api
+from slotwise.server.output_parsing import output_format
 from slotwise.server.serve import listen, serve
 from slotwise.server.settings import ServerSettings
 from slotwise.server.templates import Template
@@ -72,14 +73,17 @@ async def _serve(
         if last is None:
             return first
         with cores.lent():
-            return launch_engine(_like(config, last), settings.log_format)
+            return launch_engine(_like(config, last), settings.log_format, settings.engine_environment)
 
     supervisor = Supervisor(engine_client, launch, settings.engine_timeout)
     chat: Template | None = None
     try:
         supervisor.launch()
         tokenizer = Tokenizer.load(config.model)
-        if source := find_chat_template(config.model, template):
+        source = find_chat_template(config.model, template)
+        form = output_format(settings.tool_call_parser, settings.reasoning_parser, settings.enable_auto_tool_choice,
+                             source or "", tokenizer.special_by_text)
+        if source:
             chat = Template(source, tokenizer.special_tokens)
             await chat.check()  # the engine is loading meanwhile
         with bar:
@@ -87,7 +91,7 @@ async def _serve(
         announce(settings.sampling_defaults)  # now: a start that fails says one line
         cores.leave_to(first.process.pid)
         with step_time.kept(config, info) as step_times:
-            app = build_app(engine_client, tokenizer, chat, settings, step_times)
+            app = build_app(engine_client, tokenizer, chat, settings, step_times, form)
             settle()
             async with _observed(app.api, traces, settings):
                 await serve(app, listener, lambda url: _greet(url, info, settings, time.monotonic() - first.started))

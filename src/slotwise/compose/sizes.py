@@ -14,7 +14,7 @@ from slotwise.runner.profile import measured_workspace
 from slotwise.runner.prompt_logprobs import workspace_rows
 
 STEP_SECONDS = 0.1  # where streams wait for whole steps
-BURST_SECONDS = 0.5  # where steps are that long only when hardly any stream waits for them (core/step_time.py)
+BURST_SECONDS = 0.5  # where steps are that long only when hardly any stream waits for them (core/step_budget.py)
 STEP_SIZES = (512, 256, 128)  # tokens; fewer would read the weights too often for the tokens they compute
 GPU_STEP_SIZES = (8192, 4096, 2048)  # products reach their rate at a few thousand tokens
 BLOCK_SIZE = 64  # tokens; as in the measurements of benchmarks/results/kernels-cpu.md

@@ -1,6 +1,6 @@
 """Chunked prefill: the tokens of a prompt that a step computes, as policy, discipline and both budgets allow.
 
-The token budget is the discipline's.  The time budget (`core/step_time.py`) exists while `max_step_ms`, a TPOT
+The token budget is the discipline's.  The time budget (`core/step_budget.py`) exists while `max_step_ms`, a TPOT
 objective of a running request or a stall limit bounds the step.  The first chunk of a step has at least FLOOR tokens
 whatever it takes, so that every prompt completes.  No stall limit and no objective that a request alone has set keeps
 a waiting request from starting, and such an objective leaves prompts as much time as the decoding rows take: else one
@@ -16,7 +16,8 @@ from slotwise.core.limits import SchedulerLimits
 from slotwise.core.plan_builder import PlanBuilder
 from slotwise.core.request import Request
 from slotwise.core.request_table import RequestTable
-from slotwise.core.step_time import SHARE, StallLimit, StepBudget, StepTimeModel, Work, stall_limit
+from slotwise.core.step_budget import SHARE, StallLimit, StepBudget, stall_limit
+from slotwise.core.step_time import StepTimeModel, Work
 
 FLOOR = 16  # tokens that one prompt gets at every step at any cost, so that a long prompt progresses
 AIM = 0.9  # of a step's time limit: predictions are medians, and half of the steps take longer

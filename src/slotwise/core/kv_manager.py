@@ -17,7 +17,7 @@ from slotwise.core.block_pool import BlockPool, ConservationError
 from slotwise.core.host_cache import HostCache
 from slotwise.core.prefix_cache import NOWHERE, Entry, PrefixCache
 from slotwise.core.request import Request
-from slotwise.core.step import CACHE_GROUP, FreedBlocks, Output
+from slotwise.core.step import CACHE_GROUP, FreedBlocks
 
 NEVER_PUBLISHED = 1 << 62  # tokens
 
@@ -71,8 +71,8 @@ class KVManager:
         """Returns what `num_tokens` tokens of a request without blocks need; of a prefix in host memory no more than
         one plan may load.
         """
-        scores_prompt = request.output is Output.PROMPT_LOGPROBS and not request.num_output  # then it is computed
-        found = [] if scores_prompt or not self._shares else self.prefix.match(
+        computes_all = request.wants_prompt and not request.num_output
+        found = [] if computes_all or not self._shares else self.prefix.match(
             request.block_hashes, request.tokens, len(request.tokens) - 1)
         on_host = [index for index, entry in enumerate(found) if entry.block == NOWHERE]
         if len(on_host) > self.host.max_loads:

@@ -29,7 +29,7 @@ class SchedulerLimits:
     max_passes: int = 0  # later arrivals admitted before a request that waits for blocks
     on_pressure: str = RECOMPUTE  # what becomes of the victim when blocks run out
     max_step_ms: float | None = None  # predicted milliseconds a step may take; None: only TPOT objectives count
-    max_stall_ms: float | None = None  # milliseconds prefill may delay decode (core/step_time.py); None: any
+    max_stall_ms: float | None = None  # milliseconds prefill may delay decode (core/step_budget.py); None: any
     tiers: tuple[Tier, ...] = ()  # service tiers; a request may belong to none
     num_host_blocks: int = 0  # blocks in host memory for evicted device blocks
 
@@ -78,12 +78,20 @@ class SchedulerLimits:
         return limit if max_tokens is None else min(limit, num_prompt + max_tokens)
 
     def objection(self, num_prompt: int, max_tokens: int | None) -> str:
-        """Returns why such a request can never run, with the numbers; "" if it can."""
+        """Returns why such a request can never run, with the numbers; "" if it can.
+
+        Args:
+            max_tokens: 0: the prompt is all that is computed; None: as many as fit.
+        """
         if num_prompt < 1:
             return "the prompt has no tokens"
-        if num_prompt >= self.max_model_len:
-            return (f"the prompt has {num_prompt} tokens; this model takes at most {self.max_model_len}, "
-                    "output included")
+        if num_prompt + (max_tokens != 0) > self.max_model_len:
+            return (f"the prompt has {num_prompt} tokens; this model takes at most {self.max_model_len}"
+                    + ", output included" * (max_tokens != 0))
+        if max_tokens == 0:
+            return "" if num_prompt <= self.cache_tokens else (
+                f"the prompt has {num_prompt} tokens, and the cache has {self.cache_tokens} places; start with a "
+                "larger cache")
         # The last token sampled is never computed, so it needs no position in the cache.
         needed = self.longest(num_prompt, max_tokens) - 1
         if needed > self.cache_tokens:

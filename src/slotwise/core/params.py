@@ -37,6 +37,9 @@ RANGES = {
     "repetition_penalty": Range(0.01, 100, is_whole=False),
 }
 TOKEN_ID = Range(0, INT64)
+LAST, MEAN = "last", "mean"
+POOLING_TYPES = (LAST, MEAN)
+DIMENSIONS = Range(1, 1 << 20, may_be_none=True)
 BIAS = Range(-MAX_BIAS, MAX_BIAS, is_whole=False)
 
 
@@ -58,6 +61,34 @@ def _checked(param: str, allowed: Range, value: object) -> int | float | None:
         return allowed.checked(value)
     except ValueError as error:
         raise InvalidParams(param, str(error)) from None
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingParams:
+    """How the hidden states of a prompt become one vector.  Names are vLLM's.
+
+    Raises:
+        InvalidParams: a field is out of range.
+    """
+
+    pooling_type: str = LAST  # `last`: the hidden state of the last token; `mean`: the mean of all
+    dimensions: int | None = None  # the first so many numbers of the vector are kept; None: all
+    normalize: bool = True  # the vector, once it is cut, has length 1
+
+    def __post_init__(self) -> None:
+        _require("pooling_type", holds=self.pooling_type in POOLING_TYPES,
+                 message=f"must be one of {', '.join(POOLING_TYPES)}")
+        object.__setattr__(self, "dimensions", _checked("dimensions", DIMENSIONS, self.dimensions))
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether the hidden states of all tokens are needed, those of a cached prefix included."""
+        return self.pooling_type == MEAN
+
+    def check_width(self, width: int) -> None:
+        """Raises InvalidParams for more dimensions than the `width` numbers that the model has."""
+        _require("dimensions", holds=self.dimensions is None or self.dimensions <= width,
+                 message=f"must be between 1 and {width}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,15 +15,14 @@ from slotwise.core.step import (
     FreedBlocks,
     NewBlocks,
     NewRequest,
-    Output,
     RowKind,
     StepPlan,
     StepResult,
     Stop,
 )
-from slotwise.core.step_time import StepBudget
+from slotwise.core.step_budget import StepBudget
 
-DECODE, PROMPT_LOGPROBS = RowKind.DECODE, Output.PROMPT_LOGPROBS  # looked up once a row
+DECODE = RowKind.DECODE  # looked up once a row
 
 Row = tuple[Request, int, int, int, RowKind]
 """Request, start, count, num_logits, kind."""
@@ -80,7 +79,7 @@ class PlanBuilder:
         """Plan `count` known tokens of `request` from position `start`; the row samples at the last of them."""
         self.budget -= count
         samples = request.schedule(count)
-        wants_all = request.output is PROMPT_LOGPROBS and not request.num_output
+        wants_all = request.wants_prompt and not request.num_output
         self.rows.append((request, start, count, count if wants_all else int(samples), kind))
 
     def add_drafts(self, request: Request, drafts: tuple[int, ...]) -> None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import PoolingParams, SamplingParams
 from slotwise.core.prefix_cache import BlockHashes
 from slotwise.core.slo import SLO
 from slotwise.core.step import Output
@@ -62,18 +62,19 @@ class Request:
         eos_ids: the model's end-of-sequence tokens; they stop the request unless `params.ignore_eos` is set.
         salt: requests share cached prefixes only within the same salt (a tenant, an adapter).
         slo: tenant, tier, priority and latency objectives.
+        pooling: the prompt is computed for one vector, and nothing is sampled; None: tokens are.
     """
 
     __slots__ = (
         "arrival", "arrived_at", "block_hashes", "blocks", "capacity", "deadline", "end", "epoch", "expected_tokens",
         "is_compiling", "num_at_join", "num_computed", "num_passed", "num_prompt", "num_reserved", "num_scheduled",
-        "output", "params", "pending", "publish_at", "reason", "request_id", "seed", "slo", "slot", "state", "stop_ids",
-        "tokens",
+        "output", "params", "pending", "pooling", "publish_at", "reason", "request_id", "seed", "slo", "slot", "state",
+        "stop_ids", "tokens", "wants_prompt",
     )
 
     def __init__(
         self, request_id: str, prompt: Sequence[int], params: SamplingParams, seed: int = 0,
-        eos_ids: Sequence[int] = (), salt: str = "", slo: SLO = NO_SLO,
+        eos_ids: Sequence[int] = (), salt: str = "", slo: SLO = NO_SLO, pooling: PoolingParams | None = None,
     ) -> None:
         self.request_id = request_id
         self.tokens = list(prompt)  # known tokens, without the pending ones
@@ -83,7 +84,11 @@ class Request:
         self.num_computed = 0  # tokens whose keys and values are in the cache, as of the last commit
         self.pending = 0  # maximum number of tokens that steps in flight may sample
         self.params = params
-        self.output = Output.SAMPLE if params.prompt_logprobs is None else Output.PROMPT_LOGPROBS
+        self.pooling = pooling
+        self.output = Output.POOLED if pooling is not None else (
+            Output.SAMPLE if params.prompt_logprobs is None else Output.PROMPT_LOGPROBS)
+        # Whether all positions of its prompt must be computed for what it yields: a cached prefix is of no use then.
+        self.wants_prompt = self.output is Output.PROMPT_LOGPROBS or (pooling is not None and pooling.reads_all)
         self.seed = seed
         self.slo = slo
         self.stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else eos_ids)
@@ -97,7 +102,7 @@ class Request:
         self.deadline = float("inf")  # seconds; a request not admitted by then times out
         self.expected_tokens = 0  # output length fixed by a benchmark: it ends there as if the model ended it; 0: none
         self.num_passed = 0  # later arrivals admitted while it waited for blocks
-        self.end = 0  # maximum length, prompt and output, in tokens
+        self.end = 0  # maximum length, prompt and output, in tokens; a vector counts as one
         self.slot = NO_SLOT_HELD
         self.blocks: list[int] = []  # block table
         self.capacity = 0  # tokens that fit in `blocks`
@@ -105,6 +110,11 @@ class Request:
         self.block_hashes = BlockHashes(salt)
         self.publish_at = 0  # number of computed tokens at which the next block is full
         self.epoch = 0
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Most output tokens; None: as many as fit."""
+        return self.params.max_tokens if self.pooling is None else 0
 
     @property
     def num_output(self) -> int:
@@ -181,6 +191,13 @@ class Request:
             if reason:
                 break
         return kept, reason
+
+    def pool(self, end: int) -> str:
+        """Count a row of a pooled request, which has computed the tokens until `end`.  Returns the finish reason."""
+        if end < self.num_prompt:
+            return ""
+        self.pending -= 1
+        return "stop"
 
     def __repr__(self) -> str:
         return (f"Request({self.request_id!r}, {self.state.name}, known={len(self.tokens)}+{self.pending}, "

@@ -165,8 +165,9 @@ class Scheduler:
 
     def add(self, request: Request, now: float) -> None:
         """Enqueue a request, or reject it if it could never run."""
-        request.end = self.limits.longest(request.num_prompt, request.params.max_tokens)
-        self._table.add(request, self.limits.objection(request.num_prompt, request.params.max_tokens), now)
+        is_pooled = request.pooling is not None
+        request.end = self.limits.longest(request.num_prompt, request.max_tokens) + is_pooled
+        self._table.add(request, self.limits.objection(request.num_prompt, request.max_tokens), now)
 
     def finish(self, request_id: str, reason: str, now: float) -> None:
         """Finish a request in any state.  Does nothing if the id is unknown or already finished."""
@@ -394,7 +395,7 @@ class Scheduler:
         self._table.admit(request, allocation, builder.step, builder.now)
         builder.new_requests.append(NewRequest(
             request.request_id, request.slot, tuple(request.tokens), request.num_prompt, request.params, request.seed,
-            tuple(sorted(request.stop_ids)), request.output))
+            tuple(sorted(request.stop_ids)), request.output, request.pooling))
         builder.add_blocks(request, tuple(request.blocks))
         count = self._chunking.first_chunk(request, builder)
         builder.add_row(request, request.num_scheduled, count, PREFILL)
@@ -432,6 +433,8 @@ class Scheduler:
                 kept[row] = ()
                 continue
             accepted, reason = request.append(tokens, drafted) if tokens else ((), "")
+            if not tokens and request.pooling is not None and row not in result.failed:
+                reason = request.pool(plan.starts[row] + count)
             if request.epoch == epoch:
                 self._count_computed(request, count, len(accepted) if drafted else count)
             if not accepted or accepted != tokens:

@@ -13,7 +13,8 @@ It holds columns, not row objects: a step of 1,000 rows must cost about a micros
 
 Logits are wanted at the last `num_logits[i]` positions of row i: at 1 for the next token, at 1 + drafts to verify
 these, at all `counts[i]` for the log-probabilities of a prompt.  A row samples if it wants logits and reaches the end
-of the known tokens; its result has 1 to 1 + drafts tokens.
+of the known tokens; its result has 1 to 1 + drafts tokens.  A row of a pooled request wants hidden states there in
+place of logits, and samples nothing.
 
 Blocks belong to *cache groups*, sets of layers that keep the same positions; today there is one, group 0.
 
@@ -26,7 +27,7 @@ from __future__ import annotations
 from enum import Enum, IntEnum
 from typing import NamedTuple
 
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import PoolingParams, SamplingParams
 
 CACHE_GROUP = 0  # the only cache group
 
@@ -43,7 +44,7 @@ class Output(Enum):
 
     SAMPLE = "sample"  # tokens
     PROMPT_LOGPROBS = "prompt_logprobs"  # tokens, and the log-probabilities of the prompt's
-    POOLED = "pooled"  # hidden states; not implemented
+    POOLED = "pooled"  # one vector, from the hidden states of the prompt
 
 
 class NewRequest(NamedTuple):
@@ -57,6 +58,7 @@ class NewRequest(NamedTuple):
     seed: int  # 64 bits; set by the client or drawn on arrival
     stop_ids: tuple[int, ...]  # tokens that end the request; masked until `params.min_tokens` are sampled
     output: Output = Output.SAMPLE
+    pooling: PoolingParams | None = None  # of a POOLED request
 
 
 class NewBlocks(NamedTuple):
@@ -155,6 +157,7 @@ class StepResult(NamedTuple):
     logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()  # () if no row returns them, else aligned with `tokens`
     failed: tuple[int, ...] = ()  # rows that could not sample; other rows are unaffected
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()  # () if no row has any; of tokens starts[i] + 1 on
+    pooled: tuple[bytes, ...] = ()  # () if no row has any; float32, little-endian, of rows that end a pooled prompt
     objections: tuple[str, ...] = ()  # why each of `failed` cannot go on, "" for a fault; () if there are only faults
 
     def check(self, plan: StepPlan) -> None:

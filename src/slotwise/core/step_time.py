@@ -1,4 +1,4 @@
-"""Step times: a model that predicts and learns a step's seconds, its fit, and the time budget of a step.
+"""Step times: a model that predicts and learns the seconds of a step, and its fit.
 
 **Model.**  A step's seconds are a non-negative linear function of its work, times a factor of its size and a level:
 
@@ -16,14 +16,6 @@ terms are divided by its seconds): a step of two milliseconds counts as much as 
 other processes made ten times longer hardly counts.  A factor corrects a size whose steps persistently take more or
 less than the linear function, interpolated between two sizes.  The level follows the last dozens of steps, of any size,
 because a shared machine changes its speed; the *typical* time omits it.
-
-**Budget.**  How many prompt tokens a step may still compute:
-
-    |■ decode rows ■|■■■■ prefill chunk ■■■■■■|              |      predicted seconds
-    0                                          ...            limit
-
-A token budget does not bound inter-token latency: decoding requests wait for a step's time, not for its tokens, as
-Sarathi-Serve observes (Agrawal et al., OSDI 2024).
 """
 
 from __future__ import annotations
@@ -57,12 +49,7 @@ TRUSTED = 3.0  # steps of a size before its errors move the level
 MAX_COEFFICIENT = 1e12  # seconds; learned sums that give more are no sums of measurements
 SHORT = 256  # positions: graphs are captured for contexts up to this, up to twice as many, and so on
 
-MOST = 4.0  # stall limits that a step may last for at most, however many prompts start
-WHOLE = 2.5  # stall limits that it may last for if a prompt completes in it
-SHARE = 2.0  # times the decoding rows' own time, always allowed: prompts get half of a full step
-
-TERMS = ("step", "launch", "token", "row", "context", "pair")
-NUM_TERMS = len(TERMS)
+NUM_TERMS = 6
 PAIRS = [(i, j) for i in range(NUM_TERMS) for j in range(i + 1)]  # lower triangle of a symmetric matrix
 DECODE, FIRST, PROMPTS = "decode", "first", "prompts"
 KINDS = (DECODE, FIRST, PROMPTS)
@@ -209,7 +196,7 @@ def _interpolated(points: Sequence[Point], tokens: int) -> float:
 class Prediction:
     """The parameters of `StepTimeModel.typical`, to predict in another process."""
 
-    shares: list[float]  # coefficients, in the order of TERMS
+    shares: list[float]  # coefficients: seconds per step, launch, token, row, context position and attention pair
     factors: dict[str, dict[str, Point]]  # by kind and size
     met: list[tuple[int, int]]
 
@@ -255,11 +242,6 @@ class StepTimeModel:
     def error(self) -> float:
         """Median of |predicted - measured| / measured over the last steps, each predicted before learning from it."""
         return statistics.median(self._errors) if self._errors else 0.0
-
-    @property
-    def coefficients(self) -> dict[str, float]:
-        """Seconds per step, kernel launch, token, row, context position and attention pair."""
-        return dict(zip(TERMS, self._coefficients, strict=True))
 
     def learned(self) -> Learned:
         return Learned({size: sums.faded(sums.weight) for size, sums in self._sizes.items()})
@@ -363,103 +345,3 @@ def _size(work: Work, kind: str) -> str:
 def _graph_of(work: Work) -> tuple[int, int]:
     """Returns the key of a captured graph: number of rows, and the context up to a power of two."""
     return work.rows, max(SHORT - 1, work.longest - 1).bit_length()
-
-
-# -- budget --------------------------------------------------------------------------------------------------------
-
-
-class StallLimit(NamedTuple):
-    """How long a step with prefill chunks may take beside decoding rows, in seconds."""
-
-    seconds: float
-    whole: float  # if it computes a whole prompt: chunking a short one delays the rows, and the prompt, longer in total
-
-
-def stall_limit(times: StepTimeModel, bound: float, contexts: Sequence[int], num_newcomers: int) -> StallLimit:
-    """Returns the stall limit of a step with `num_newcomers` prompts beside decoding rows.
-
-    A step of `bound` seconds delays each decoding row as much as it advances each newcomer.  If newcomers outnumber
-    decoding rows, the limit grows by that ratio: a burst is computed at nearly full speed, a few long prompts in small
-    chunks.
-
-    Args:
-        bound: seconds; the limit if newcomers do not outnumber decoding rows, and these leave time for prompts.
-        contexts: computed tokens of each decoding request; at least one request.
-        num_newcomers: running requests without a token, and waiting ones that get a slot.
-    """
-    decode = Work(len(contexts), len(contexts), sum(contexts) + len(contexts), 0.0)
-    plain = max(bound, SHARE * times.seconds(decode))
-    seconds = plain * min(MOST, max(1.0, num_newcomers / len(contexts)))
-    return StallLimit(seconds, max(seconds, WHOLE * plain))
-
-
-class StepBudget:
-    """The work planned into a step so far, and the prompt tokens that still fit its time.
-
-    Args:
-        times: step-time model; while it is untrained, nothing is limited.
-        limit: seconds that the step may take (`max_step_ms` or a TPOT objective); infinite: any.
-        stall: stall limit for the decoding rows; None: no row decodes.
-        start_limit: seconds beyond which no waiting request starts.
-    """
-
-    def __init__(
-        self, times: StepTimeModel, limit: float, stall: StallLimit | None = None, start_limit: float = math.inf,
-    ) -> None:
-        self._times = times
-        self._limit = limit
-        self._start_limit = start_limit
-        self._stall = stall or StallLimit(limit, limit)
-        self._work = NO_WORK
-
-    @property
-    def stalls(self) -> int:
-        """Number of stall limits that the step planned so far lasts for; at least 1."""
-        return max(1, math.ceil(self._times.seconds(self._work) / self._stall.seconds))
-
-    def lets_begin(self, start: int, count: int) -> bool:
-        """Whether a waiting request may start with `count` tokens."""
-        return self._takes(start, count, self._start_limit)
-
-    def takes_whole(self, start: int, count: int) -> bool:
-        """Whether all `count` tokens of a new prompt may be computed in this step."""
-        return self._takes(start, count, min(self._limit, self._stall.whole))
-
-    def add(self, start: int, count: int) -> None:
-        """Add a row that computes `count` tokens from position `start`."""
-        self._work = self._with(start, count)
-
-    def add_decodes(self, starts: Sequence[int]) -> None:
-        """Add decoding rows, which compute one token each, at positions `starts`."""
-        tokens, rows, context, pairs, _ = self._work
-        self._work = Work(tokens + len(starts), rows + len(starts), context + sum(starts) + len(starts), pairs)
-
-    def fitting(self, start: int, wanted: int, stalls: int = 1) -> int:
-        """Returns how many of `wanted` tokens from position `start` fit the time left; 0: none.
-
-        Args:
-            stalls: stall limits that the step may last for; above 1 only if all decoding rows pause.
-        """
-        seconds = min(self._limit, self._stall.seconds * stalls)
-        if self._takes(start, wanted, seconds):
-            return wanted
-        fits, too_many = 0, wanted
-        while too_many - fits > 1:
-            count = (fits + too_many) // 2
-            if self._takes(start, count, seconds):
-                fits = count
-            else:
-                too_many = count
-        return fits
-
-    def _takes(self, start: int, count: int, seconds: float) -> bool:
-        """Whether the step with these tokens takes at most `seconds`; true while the model is untrained."""
-        return not self._times.is_trained or self._times.seconds(self._with(start, count)) <= seconds
-
-    def _with(self, start: int, count: int) -> Work:
-        tokens, rows, context, pairs, _ = self._work
-        if count == 1:
-            context += start + 1
-        else:
-            pairs += count * (start + (count + 1) / 2)
-        return Work(tokens + count, rows + 1, context, pairs)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from slotwise.engine.delivery import deliver
 from slotwise.engine.generation import Generation
 from slotwise.engine.heartbeat import HeartbeatMonitor
 from slotwise.engine.ipc import EngineConnection
@@ -277,8 +278,7 @@ class EngineClient:
         if isinstance(report, StepRecord):
             self._publish(report)
         elif isinstance(report, StepOutputs):
-            self._push(report)
-            self._push_prompts(report)
+            deliver(self._live, report)
         elif isinstance(report, QueuePositionAnswer):
             self._queries.answered(report)
         elif isinstance(report, Loading):
@@ -301,11 +301,7 @@ class EngineClient:
 
     def _publish(self, record: StepRecord) -> None:
         live = self._live
-        if not record.num_parts:
-            self._push(record)
-        else:
-            self._complete(record)
-        self._push_prompts(record)
+        deliver(live, record)
         for request_id, num_cached in zip(record.admitted, record.cached, strict=True):
             generation = live.get(request_id)
             if generation is not None:
@@ -324,27 +320,6 @@ class EngineClient:
             else:
                 self._leaving.pop(row.request_id, None)
         self._notify(lambda observer: observer.stepped(record))
-
-    def _push(self, outputs: StepRecord | StepOutputs) -> None:
-        live = self._live
-        logprobs = outputs.logprobs or ((),) * len(outputs.token_ids)
-        for request_id, tokens, row_logprobs in zip(outputs.request_ids, outputs.token_ids, logprobs, strict=False):
-            if tokens:
-                generation = live.get(request_id)
-                if generation is not None:
-                    generation.push(tokens, row_logprobs, is_part=isinstance(outputs, StepOutputs))
-
-    def _complete(self, record: StepRecord) -> None:
-        """Releases the last token of each row, whose parts came before the record."""
-        for request_id in record.request_ids:
-            if (generation := self._live.get(request_id)) is not None:
-                generation.push((), ())
-
-    def _push_prompts(self, outputs: StepRecord | StepOutputs) -> None:
-        for request_id, start, logprobs in zip(
-                outputs.request_ids, outputs.starts, outputs.prompt_logprobs, strict=False):
-            if logprobs and (generation := self._live.get(request_id)) is not None:
-                generation.push_prompt(start, logprobs)
 
     def _notify(self, news: Callable[[Observer], None]) -> None:
         for observer in self.observers:

@@ -8,10 +8,12 @@ state agrees with the scheduler's when the next plan comes.
 
 from __future__ import annotations
 
+import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from slotwise.core.params import PoolingParams
 from slotwise.core.step import Output, RowKind, StepPlan, StepResult
 
 
@@ -40,6 +42,7 @@ class FakeExecutor:
         self._next_token = next_token
         self._tokens: dict[int, list[int]] = {}  # slot -> known tokens
         self._num_at_join: dict[int, int] = {}  # slot -> known tokens when its request joined
+        self._pooling: dict[int, PoolingParams | None] = {}  # slot -> of its request
         self._tables: dict[int, list[int]] = {}  # slot -> block table
         self._cache: dict[tuple[int, int], int] = {}  # (block, offset) -> digest
         self._host: dict[tuple[int, int], int] = {}  # (host block, offset) -> digest
@@ -54,14 +57,17 @@ class FakeExecutor:
             del self._tokens[slot], self._tables[slot]
         for join in plan.new_requests:
             assert join.slot not in self._tokens, f"slot {join.slot} is taken"
-            assert join.output is Output.SAMPLE, f"{join.output} is not implemented"
+            assert join.output is not Output.PROMPT_LOGPROBS, f"{join.output} is not implemented"
             self._tokens[join.slot], self._tables[join.slot] = list(join.tokens), []
+            self._pooling[join.slot] = join.pooling
             self._num_at_join[join.slot] = len(join.tokens)
         for slot, _, num_blocks in plan.freed_blocks:
             del self._tables[slot][-num_blocks:]
         for slot, _, blocks in plan.new_blocks:
             self._tables[slot].extend(blocks)
-        self._results.append(StepResult(plan.step, tuple([self._run(plan, row) for row in range(plan.num_rows)])))
+        tokens = tuple([self._run(plan, row) for row in range(plan.num_rows)])
+        pooled = tuple([self._pooled(plan, row) for row in range(plan.num_rows)])
+        self._results.append(StepResult(plan.step, tokens, pooled=pooled if any(pooled) else ()))
 
     def collect(self) -> StepResult:
         return self._results.popleft()
@@ -79,9 +85,20 @@ class FakeExecutor:
         for position, token in enumerate(known[:end]):
             history = hash((history, token))
             assert self._cache[self._place(slot, position)] == history, f"slot {slot} reads another request's cache"
+        if (pooling := self._pooling[slot]) is not None:
+            is_last = int(end == len(known))
+            assert plan.num_logits[row] == (plan.counts[row] if pooling.reads_all else is_last)
+            return ()
         is_decode = plan.kinds[row] is RowKind.DECODE
         assert plan.num_logits[row] == (1 + len(drafts) if is_decode or end == self._num_at_join[slot] else 0)
         return self._sampled(known, end - len(drafts), drafts) if plan.num_logits[row] else ()
+
+    def _pooled(self, plan: StepPlan, row: int) -> bytes:
+        """Returns the vector of a pooled prompt that this row completes: one number, the token after it."""
+        slot, end = plan.slots[row], plan.starts[row] + plan.counts[row]
+        if self._pooling[slot] is None or plan.kinds[row] is RowKind.DECODE or end < len(self._tokens[slot]):
+            return b""
+        return struct.pack("<f", self._next_token(self._tokens[slot]))
 
     def _sampled(self, known: list[int], end: int, drafts: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the accepted drafts and the token after them, and makes them known; `end`: of the tokens before."""

@@ -29,7 +29,7 @@ class Generation:
 
     __slots__ = (
         "_delivered", "_end", "_finish", "_kept", "_logprobs", "_loop", "_tokens", "_waiter", "first_token_ns",
-        "interval", "moved_ns", "num_cached", "prompt_logprobs", "request_id")
+        "interval", "moved_ns", "num_cached", "pooled", "prompt_logprobs", "request_id")
 
     def __init__(self, request_id: str, finish: Callable[[Generation, str], None]) -> None:
         self.request_id = request_id
@@ -38,6 +38,7 @@ class Generation:
         self.moved_ns = time.monotonic_ns()  # time of its last change: arrival, admission, preemption or end
         self.first_token_ns = 0  # time of its first tokens; 0: it has none
         self.prompt_logprobs: list[TokenLogprobs] = []  # of the prompt's tokens from the second on
+        self.pooled = b""  # the vector of a pooled request that has ended: float32, little-endian
         self._finish = finish
         self._loop = asyncio.get_running_loop()
         self._tokens: list[int] = []

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import PoolingParams, SamplingParams
 from slotwise.core.request import NO_SLO
 from slotwise.core.roofline import Roofline
 from slotwise.core.slo import SLO
@@ -51,6 +51,7 @@ class Add(Struct, tag="add"):
     tokenised_ns: int = 0  # monotonic, when its prompt was tokenised; likewise
     slo: SLO = NO_SLO  # tenant, tier and objectives
     stop_lengths: tuple[int, ...] = ()  # characters of each stop string, where `params` leaves them out as long
+    pooling: PoolingParams | None = None  # one vector is wanted, and no tokens
 
 
 class Finish(Struct, tag="finish"):
@@ -118,6 +119,7 @@ class EngineInfo(Struct, tag="ready"):
     threads: int = 1  # compute threads
     product_path: str = ""  # the kernels' name of the path for products with the weights
     checkpoint: str = ""  # digest of the model's files when they were read
+    hidden_size: int = 0  # numbers of a hidden state, and so of a vector
 
     @property
     def identity(self) -> tuple[object, ...]:
@@ -193,6 +195,7 @@ class StepRecord(Struct, tag="step", omit_defaults=True):
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
     compiled: tuple[Compiled, ...] = ()  # grammars since the last record, taken in before its first plan was made
     num_parts: int = 0  # `StepOutputs` that were sent before it; they hold all tokens of its rows
+    pooled: tuple[bytes, ...] = ()  # of each row, as in `core.step.StepResult`
 
 
 class StepOutputs(Struct, tag="outputs"):
@@ -203,6 +206,7 @@ class StepOutputs(Struct, tag="outputs"):
     logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
     starts: tuple[int, ...] = ()  # the position of each row's first prompt log-probability, less one
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
+    pooled: tuple[bytes, ...] = ()
 
 
 class RequestPosition(Struct, array_like=True):

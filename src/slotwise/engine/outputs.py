@@ -1,4 +1,4 @@
-"""Splits a step record whose log-probabilities are many into messages of bounded size.
+"""Splits a step record whose log-probabilities or vectors are many into messages of bounded size.
 
     record of a step ──► StepOutputs, StepOutputs, ... , the record without log-probabilities
 
@@ -16,6 +16,7 @@ from slotwise.core.step import TokenLogprobs
 from slotwise.engine.messages import StepOutputs, StepRecord
 
 MAX_ENTRIES = 1 << 15  # log-probabilities of a message: about 0.4 MB, and five milliseconds to decode
+MAX_POOLED = 4 << 20  # bytes of vectors in a message
 
 
 def messages_of(record: StepRecord) -> Iterator[StepOutputs | StepRecord]:
@@ -23,6 +24,11 @@ def messages_of(record: StepRecord) -> Iterator[StepOutputs | StepRecord]:
     if sum(map(_num_entries, record.prompt_logprobs)) > MAX_ENTRIES:
         yield from _prompt_parts(record)
         record.prompt_logprobs = ()
+    if sum(map(len, record.pooled)) > MAX_POOLED:
+        for request_id, vector in zip(record.request_ids, record.pooled, strict=True):
+            if vector:
+                yield StepOutputs((request_id,), pooled=(vector,))
+        record.pooled = ()
     if sum(map(_num_entries, record.logprobs)) > MAX_ENTRIES:
         record.num_parts = 0
         for part in _parts(record):

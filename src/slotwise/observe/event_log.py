@@ -28,7 +28,7 @@ import msgspec
 
 from slotwise import __version__
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import PoolingParams, SamplingParams
 from slotwise.core.request import NO_SLO
 from slotwise.core.slo import SLO
 from slotwise.core.step import Copy, FreedBlocks, RowKind
@@ -88,6 +88,7 @@ class Request(_Entry, tag="request", rename={"slo": "terms"}):
     salt: str = ""  # of its cached prefixes; empty in a stream
     prompt: tuple[int, ...] = ()  # in a file only
     stop_lengths: tuple[int, ...] = ()  # characters of each stop string, where `params` leaves them out as long
+    pooling: PoolingParams | None = None  # one vector is wanted, and no tokens; the log does not hold it
 
 
 class Command(_Entry, tag="command"):

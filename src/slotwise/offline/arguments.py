@@ -22,6 +22,8 @@ OWN = {  # obeyed beside the settings
     "generation_config": "where defaults of sampling come from: `auto`, the model's generation_config.json; `vllm`, "
     "nowhere; else such a file, or its folder",
     "override_generation_config": "fields that replace those defaults; None stands for a neutral value",
+    "pooler_config": "how embed() makes vectors: an object with `pooling_type` (LAST, MEAN) and `normalize`; by "
+    "default as the checkpoint's 1_Pooling/config.json says, else LAST and true",
     "chat_template": "a chat template or its file, in the place of the model's",
     "served_model_name": "the name, or a list whose first is the name, in the labels of metrics",
     "stream_interval": "tokens of each output of AsyncLLM after the first, 1 or more",
@@ -47,6 +49,7 @@ class Arguments(NamedTuple):
     event_log: str | Path = ""
     stream_interval: int = 1
     log_stats: bool = False
+    pooler_config: Mapping[str, Any] | None = None  # replaces what the checkpoint says of pooling
 
     @classmethod
     def of(cls, model: str | None, given: Mapping[str, Any]) -> Arguments:
@@ -72,7 +75,7 @@ class Arguments(NamedTuple):
             logger.info("without effect: %s", ", ".join(idle))
         return cls(config, named if isinstance(named, str) else str(named[0]), given.get("override_generation_config"),
                    given.get("chat_template"), given.get("event_log", ""), interval,
-                   given.get("disable_log_stats") is False)
+                   given.get("disable_log_stats") is False, given.get("pooler_config"))
 
 
 def check(model: str | None, given: Mapping[str, Any]) -> None:

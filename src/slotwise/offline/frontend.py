@@ -9,12 +9,15 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+from slotwise.compose.pooling import read_pooling
 from slotwise.compose.sampling_defaults import announce, read_defaults
 from slotwise.engine.messages import EngineInfo
 from slotwise.inputs import Parsed
 from slotwise.offline.arguments import Arguments
+from slotwise.offline.embedding import EmbeddingJob
 from slotwise.offline.job import Job
-from slotwise.outputs import RequestMetrics, RequestOutput
+from slotwise.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestMetrics, RequestOutput
+from slotwise.pooling_params import PoolingParams
 from slotwise.sampling_params import SamplingParams
 from slotwise.text.chat_source import find_chat_template
 from slotwise.text.chat_template import ChatTemplate
@@ -30,6 +33,7 @@ class Frontend:
         self.defaults = read_defaults(arguments.config, arguments.override)
         announce(self.defaults)
         self.tokenizer = Tokenizer.load(arguments.config.model)
+        self.pooling = read_pooling(arguments.config.model, arguments.pooler_config)
         self._seeds = random.Random(arguments.config.seed)
         self._resets = 0  # of the prefix cache: blocks of earlier prompts have another salt, and are never found
 
@@ -53,16 +57,48 @@ class Frontend:
             raise ValueError(f"sampling_params must be slotwise.SamplingParams, not {type(wanted).__name__}")
         engine_params = wanted.for_engine(self._bad_words(wanted.bad_words or (), info.vocab_size))
         engine_params.check_vocabulary(info.vocab_size, info.eos_token_ids)
-        objection = info.limits.objection(len(ids), engine_params.max_tokens)
+        self._check_prompt(info, ids, engine_params.max_tokens)
+        seed = self._seeds.getrandbits(63) if engine_params.seed is None else engine_params.seed
+        salt = self._salt(prompt)
+        metrics = RequestMetrics(time.monotonic())
+        output = RequestOutput(request_id, prompt.text, ids, None, [], finished=False, metrics=metrics)
+        return Job(output, wanted, engine_params, seed, self.tokenizer, info.eos_token_ids, salt, priority)
+
+    def embedding_job(self, info: EngineInfo, prompt: Parsed, params: PoolingParams | None, request_id: str,
+                      most: int | None) -> EmbeddingJob:
+        """A prompt whose vector is wanted.
+
+        Args:
+            most: tokens that are kept, the first ones; -1: as many as the model takes; None: all.
+
+        Raises:
+            ValueError: the model gives no vectors, the prompt can never run, or parameters are not valid.
+        """
+        if self.pooling.objection:
+            raise ValueError(f"this model gives no embeddings: {self.pooling.objection}")
+        wanted = params if params is not None else PoolingParams()
+        if not isinstance(wanted, PoolingParams):
+            raise ValueError(f"pooling_params must be slotwise.PoolingParams, not {type(wanted).__name__}")
+        pooling = self.pooling.chosen(wanted.dimensions, normalize=wanted.normalizes)
+        pooling.check_width(info.hidden_size)
+        ids = self.tokenizer.encode(prompt.text or "") if prompt.ids is None else prompt.ids
+        if most is not None:
+            ids = ids[: info.limits.max_model_len if most == -1 else most]
+        self._check_prompt(info, ids, 0)
+        output = EmbeddingRequestOutput(
+            request_id, EmbeddingOutput(), ids, finished=False, metrics=RequestMetrics(time.monotonic()))
+        return EmbeddingJob(output, pooling, self._salt(prompt))
+
+    def _salt(self, prompt: Parsed) -> str:
+        return f"{self._resets}:{prompt.salt}" if self._resets or prompt.salt else ""
+
+    def _check_prompt(self, info: EngineInfo, ids: Sequence[int], max_tokens: int | None) -> None:
+        """Raises ValueError for a prompt that can never run."""
+        objection = info.limits.objection(len(ids), max_tokens)
         if not objection and not all(0 <= token < info.vocab_size for token in ids):
             objection = f"a prompt holds token ids outside the vocabulary of {info.vocab_size}"
         if objection:
             raise ValueError(objection)
-        seed = self._seeds.getrandbits(63) if engine_params.seed is None else engine_params.seed
-        salt = f"{self._resets}:{prompt.salt}" if self._resets or prompt.salt else ""
-        metrics = RequestMetrics(time.monotonic())
-        output = RequestOutput(request_id, prompt.text, ids, None, [], finished=False, metrics=metrics)
-        return Job(output, wanted, engine_params, seed, self.tokenizer, info.eos_token_ids, salt, priority)
 
     def _defaults_after(self, info: EngineInfo, num_prompt: int) -> SamplingParams:
         """The default parameters, with `max_tokens` as far as it fits after so many tokens."""

@@ -88,6 +88,14 @@ class Choice:
         self._stop_ids = stop_ids
 
     @property
+    def index(self) -> int:
+        return self.completion.index
+
+    def add(self, name: str) -> Add:
+        """As that of the job."""
+        return self.job.add(self, name)
+
+    @property
     def met_stop_string(self) -> bool:
         return self._text is not None and self._text.stop_reason is not None
 

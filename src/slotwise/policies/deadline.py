@@ -50,7 +50,7 @@ class Deadline(FirstComeFirstServed):
         return self._due(request) - alone
 
     def _standing(self, request: Request, now: float) -> Key:
-        if request.num_output:
+        if request.num_output or request.reason:
             return (UNDERWAY, request.arrived_at)  # its first token was produced; the TPOT objective applies now
         start = self._latest_start(request)
         if now < start:

@@ -51,5 +51,5 @@ class Shortest(FirstComeFirstServed):
 
     def finished(self, request: Request, reason: str, now: float) -> None:
         """Learn its output length, unless the output was cut off from outside."""
-        if reason in ("stop", "length"):
+        if reason in ("stop", "length") and request.pooling is None:
             self._guesses.learn(request.slo.tenant, request.num_prompt, request.num_output)

@@ -12,23 +12,25 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from slotwise.core.step import Output, StepPlan, StepResult
+from slotwise.core.step import StepPlan, StepResult
 from slotwise.kernels.interface import LayerCache
 from slotwise.model.decoder import Decoder
 from slotwise.runner.graphs import DecodeGraphs
 from slotwise.runner.input_batch import SlotTable
 from slotwise.runner.kv_offload import HostBlocks
-from slotwise.runner.prompt_logprobs import Described, Prompts, describe, rows_at_a_time
+from slotwise.runner.pooling import Pools
+from slotwise.runner.prompt_logprobs import Prompts, describe, rows_at_a_time
 from slotwise.runner.sampling.masks import Masks
 from slotwise.runner.sampling.params import Drawn, Sampling
 from slotwise.runner.staging import Event, event_of, sender
-from slotwise.runner.verification import Outcome, verify
+from slotwise.runner.verification import NOTHING, OfPrompts, Outcome, verify
 
 
 class DeviceLostError(RuntimeError):
@@ -40,7 +42,7 @@ class _Enqueued(NamedTuple):
 
     plan: StepPlan
     drawn: Drawn | None  # None: no row samples
-    described: list[Described]  # parts of prompts
+    of_prompts: OfPrompts
     done: Event
 
     def result(self) -> StepResult:
@@ -49,7 +51,7 @@ class _Enqueued(NamedTuple):
         outcome = Outcome(self.plan)
         if self.drawn is not None:
             outcome.add([row for row, wanted in enumerate(self.plan.num_logits) if wanted], self.drawn.read())
-        return outcome.result(self.described)
+        return outcome.result(self.of_prompts)
 
 
 class _Verified(NamedTuple):
@@ -57,10 +59,10 @@ class _Verified(NamedTuple):
 
     plan: StepPlan
     outcome: Outcome
-    described: list[Described]
+    of_prompts: OfPrompts
 
     def result(self) -> StepResult:
-        return self.outcome.result(self.described)
+        return self.outcome.result(self.of_prompts)
 
 
 class _Computed(NamedTuple):
@@ -69,7 +71,7 @@ class _Computed(NamedTuple):
     plan: StepPlan  # with the logits alone that tokens are drawn from
     logits: Tensor  # [sum of num_logits, vocab]
     targets: Tensor  # [sum of num_logits], where their tokens belong
-    described: list[Described]  # parts of prompts
+    of_prompts: OfPrompts = NOTHING
 
 
 class ModelRunner:
@@ -95,6 +97,7 @@ class ModelRunner:
         self._masks = masks
         self._decode_graphs = DecodeGraphs(decoder, caches, slots)
         self._prompts = Prompts(slots)
+        self._pools = Pools()
         self._send = sender(decoder.kernels.device)
         self._outcomes: deque[_Enqueued | _Verified | Exception] = deque()
         self._lost: Exception | None = None  # the device's failure
@@ -110,14 +113,14 @@ class ModelRunner:
         for slot in plan.released_slots:
             self._sampler.leave(slot)
             self._prompts.leave(slot)
+            self._pools.leave(slot)
             if self._masks is not None:
                 self._masks.leave(slot)
         try:
             for join in plan.new_requests:
-                if join.output is Output.POOLED:
-                    raise NotImplementedError(f"{join.output.value} is not implemented by this executor")
                 self._sampler.join(join)
                 self._prompts.join(join)
+                self._pools.join(join)
                 if self._masks is not None:
                     self._masks.join(join)
             self._outcomes.append(self._enqueue(plan))
@@ -152,41 +155,47 @@ class ModelRunner:
             self._masks.begin(described, lambda: [(one.plan, one.result().tokens) for one in earlier])
 
     def _enqueue(self, plan: StepPlan) -> _Enqueued | _Verified:
-        device, drawn, described = self._decoder.kernels.device, None, []
+        device, drawn, of_prompts = self._decoder.kernels.device, None, NOTHING
         if plan.slots:
             self._begin_masks(plan)
             computed = self._compute(plan)
-            plan, described = computed.plan, computed.described
+            plan, of_prompts = computed.plan, computed.of_prompts
             if plan.drafts:
                 outcome = verify(plan, computed.logits, computed.targets, self._sampler, self._slots, device)
-                return _Verified(plan, outcome, described)
+                return _Verified(plan, outcome, of_prompts)
             drawn = self._sample(computed)
         done = event_of(device)
         done.record()
-        return _Enqueued(plan, drawn, described, done)
+        return _Enqueued(plan, drawn, of_prompts, done)
 
     def _compute(self, plan: StepPlan) -> _Computed:
-        """Run the model; describe what the plan contains of prompts that are to be described."""
+        """Run the model; describe or pool what the plan contains of prompts that are to be."""
         batch, targets = self._slots.gather(plan)
         self._decoder.reach(batch.max_context_len)
-        if self._prompts.are_in(plan):
-            return self._describe(plan, targets, self._decoder.hidden(batch, self._caches))
+        if self._prompts.are_in(plan) or self._pools.are_in(plan):
+            return self._read_prompts(plan, targets, self._decoder.hidden(batch, self._caches))
         logits = self._decode_graphs.logits(batch)
         if logits is None:
             logits = self._decoder.logits(self._decoder.hidden(batch, self._caches))
-        return _Computed(plan, logits, targets, [])
+        return _Computed(plan, logits, targets)
 
-    def _describe(self, plan: StepPlan, targets: Tensor, hidden: Tensor) -> _Computed:
-        """Describe prompts; the logits are those that tokens are drawn from."""
+    def _read_prompts(self, plan: StepPlan, targets: Tensor, hidden: Tensor) -> _Computed:
+        """Describe and pool prompts; the logits are those that tokens are drawn from."""
         decoder, prompts = self._decoder, self._prompts
         at_a_time = rows_at_a_time(self._slots.num_slots)
         described = describe(prompts.rows(plan, hidden), decoder.logits, self._sampler, at_a_time)
-        plan, places = prompts.without(plan)
+        pooled = self._pools.add(plan, hidden)
+        num_drawn = [0 if self._pools.holds(slot) else drawn
+                     for slot, drawn in zip(plan.slots, prompts.num_drawn(plan), strict=True)]
+        ends = accumulate(plan.num_logits)
+        places = [place for end, drawn in zip(ends, num_drawn, strict=True) for place in range(end - drawn, end)]
         (at,) = self._send([np.array(places, np.int64)], ())
-        return _Computed(plan, decoder.logits(hidden.index_select(0, at)), targets.index_select(0, at), described)
+        return _Computed(
+            plan._replace(num_logits=tuple(num_drawn)), decoder.logits(hidden.index_select(0, at)),
+            targets.index_select(0, at), OfPrompts(described, pooled))
 
     def _sample(self, computed: _Computed) -> Drawn | None:
-        plan, logits, targets, _ = computed
+        plan, logits, targets = computed.plan, computed.logits, computed.targets
         if not len(logits):
             return None
         rows = [row for row, wanted in enumerate(plan.num_logits) if wanted]

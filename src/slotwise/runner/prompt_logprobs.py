@@ -104,17 +104,14 @@ class Prompts:
                 found.append(PromptRow(row, hidden[end - wanted : end - wanted + count], tokens, asked.num_top))
         return found
 
-    def without(self, plan: StepPlan) -> tuple[StepPlan, list[int]]:
-        """The plan with the logits alone that tokens are drawn from, and the places of these among all it wants."""
-        num_logits, end = list(plan.num_logits), 0
-        places: list[int] = []
-        for row, wanted in enumerate(plan.num_logits):
-            end += wanted
+    def num_drawn(self, plan: StepPlan) -> list[int]:
+        """Of each row, from how many of the logits it wants tokens are drawn."""
+        num_drawn = list(plan.num_logits)
+        for row in range(plan.num_rows):
             asked = self._of(plan, row)
             if asked is not None:  # a chunk in the middle of the prompt draws none
-                num_logits[row] = int(plan.starts[row] + plan.counts[row] == asked.num_at_join)
-            places += range(end - num_logits[row], end)
-        return plan._replace(num_logits=tuple(num_logits)), places
+                num_drawn[row] = int(plan.starts[row] + plan.counts[row] == asked.num_at_join)
+        return num_drawn
 
 
 class Described(NamedTuple):

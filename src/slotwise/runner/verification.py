@@ -12,7 +12,8 @@ whose draft was right the second, and so on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,9 +21,20 @@ from torch import Tensor
 
 from slotwise.core.step import StepPlan, StepResult, TokenLogprobs
 from slotwise.runner.input_batch import SlotTable
+from slotwise.runner.pooling import Pooled
 from slotwise.runner.prompt_logprobs import Described
 from slotwise.runner.sampling.params import Sampled, Sampling
 from slotwise.runner.staging import event_of
+
+
+class OfPrompts(NamedTuple):
+    """What a step has computed of prompts beside their keys and values."""
+
+    described: Sequence[Described] = ()
+    pooled: Sequence[Pooled] = ()
+
+
+NOTHING = OfPrompts()
 
 
 class Outcome:
@@ -45,12 +57,16 @@ class Outcome:
             self._failed.append(rows[index])
             self.tokens[rows[index]] = self._logprobs[rows[index]] = ()
 
-    def result(self, described: Iterable[Described] = ()) -> StepResult:
-        """The step's result, with the parts of prompts that it has described."""
+    def result(self, of_prompts: OfPrompts = NOTHING) -> StepResult:
+        """The step's result, with what it has computed of prompts."""
         logprobs = tuple(self._logprobs) if any(self._logprobs) else ()
-        found = {one.row: one.read() for one in described}
-        prompts = tuple([found.get(row, ()) for row in range(self._plan.num_rows)]) if found else ()
-        return StepResult(self._plan.step, tuple(self.tokens), logprobs, tuple(sorted(self._failed)), prompts)
+        rows = range(self._plan.num_rows)
+        found = {one.row: one.read() for one in of_prompts.described}
+        prompts = tuple([found.get(row, ()) for row in rows]) if found else ()
+        vectors = {one.row: one.read() for one in of_prompts.pooled}
+        pooled = tuple([vectors.get(row, b"") for row in rows]) if vectors else ()
+        failed = sorted([*self._failed, *(row for row, vector in vectors.items() if not vector)])
+        return StepResult(self._plan.step, tuple(self.tokens), logprobs, tuple(failed), prompts, pooled)
 
 
 def verify(

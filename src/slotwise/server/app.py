@@ -13,7 +13,7 @@ from functools import cache
 from http import HTTPStatus
 
 from starlette.exceptions import HTTPException
-from starlette.routing import Route, Router
+from starlette.routing import Match, Route, Router
 from starlette.types import Receive, Scope, Send
 
 from slotwise.engine.client import EngineClient
@@ -23,14 +23,17 @@ from slotwise.server.browsers import WITH_A_BODY, check_json, check_one_host, is
 from slotwise.server.completions import chat_completions, completions
 from slotwise.server.connections import ALWAYS
 from slotwise.server.context import Api
+from slotwise.server.embeddings import embeddings
 from slotwise.server.errors import ApiError, ClientGone
 from slotwise.server.events import events
 from slotwise.server.http_exchange import HttpExchange, checked_request_id
 from slotwise.server.openapi import document
+from slotwise.server.parsers.registry import UNPARSED, OutputFormat
 from slotwise.server.prompts import Prompts
 from slotwise.server.settings import ServerSettings
 from slotwise.server.templates import Template
 from slotwise.server.timeline import timeline
+from slotwise.server.unsupported import why_not_served
 from slotwise.text.tokenizer import Tokenizer
 
 Endpoint = Callable[[Api, HttpExchange], Awaitable[None]]
@@ -59,6 +62,7 @@ def _reference(root_path: str) -> bytes:
 ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("POST", "/v1/completions", completions),
     ("POST", "/v1/chat/completions", chat_completions),
+    ("POST", "/v1/embeddings", embeddings),
     ("GET", "/v1/models", admin.models),
     ("GET", "/v1/models/{model:path}", admin.model),
     ("POST", "/tokenize", admin.tokenize),
@@ -89,14 +93,16 @@ logger = logging.getLogger(__name__)
 
 
 def build_app(engine_client: EngineClient, tokenizer: Tokenizer, chat_template: Template | None,
-              settings: ServerSettings, step_times: StepTimeModel | None = None) -> App:
+              settings: ServerSettings, step_times: StepTimeModel | None = None,
+              output_format: OutputFormat = UNPARSED) -> App:
     """The application over an engine that is ready.
 
     Args:
         step_times: a model fitted earlier; None: an empty one.
+        output_format: how the model's outputs are parsed.
     """
     prompts = Prompts(tokenizer, chat_template, lambda: engine_client.info)
-    return App(Api(engine_client, prompts, settings, step_times or StepTimeModel()))
+    return App(Api(engine_client, prompts, settings, step_times or StepTimeModel(), output_format))
 
 
 class App:
@@ -143,7 +149,7 @@ class App:
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # the tokenizer is not written in Python: its panics are no Exceptions
-            answer = _as_api_error(error)
+            answer = self._methods_of(scope) if _is_wrong_method(error) else _as_api_error(error, scope["path"])
             if answer.code in REJECTIONS:
                 self.api.refused(answer.code)
             await exchange.respond_error(answer)
@@ -151,6 +157,14 @@ class App:
             self.api.num_exchanges -= 1
             self.api.request_log.ended(exchange)
             del scope["exchange"]  # else they refer to each other, and the collector that frees them runs rarely
+
+    def _methods_of(self, scope: Scope) -> ApiError:
+        """The error of a method that a route does not have; its header `Allow` lists those that it has."""
+        found = {name for route in self.router.routes if isinstance(route, Route)
+                 if route.matches(scope)[0] is not Match.NONE for name in route.methods or ()}
+        listed = ", ".join(sorted(found))
+        return ApiError(HTTPStatus.METHOD_NOT_ALLOWED, f"this route has the methods {listed}, not {scope['method']}",
+                        code="method_not_allowed", more=((b"allow", listed.encode()),))
 
     def _tenant(self, scope: Scope, headers: Mapping[bytes, bytes]) -> str:
         """The tenant of a request's key.  Raises ApiError: the key does not open this path."""
@@ -179,16 +193,22 @@ class _Endpoint:
         await self._endpoint(self._app.api, scope["exchange"])
 
 
-def _as_api_error(error: BaseException) -> ApiError:
+def _as_api_error(error: BaseException, path: str) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, HTTPException):
         if error.status_code == HTTPStatus.NOT_FOUND:
+            if why := why_not_served(path):
+                return ApiError(HTTPStatus.NOT_FOUND, why, code="not_supported")
             return ApiError(HTTPStatus.NOT_FOUND, f"there is no such route; there are {_known_routes()}",
                             code="not_found")
         return ApiError(error.status_code, str(error.detail))
     logger.error("a request failed", exc_info=error)
     return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "internal error; the server's log says more")
+
+
+def _is_wrong_method(error: BaseException) -> bool:
+    return isinstance(error, HTTPException) and error.status_code == HTTPStatus.METHOD_NOT_ALLOWED
 
 
 def _known_routes() -> str:

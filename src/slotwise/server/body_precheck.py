@@ -27,6 +27,7 @@ MAX_GRAMMAR_VALUES = 1 << 15  # of a schema or of choices
 MAX_ELEMENTS = MAX_PROMPTS = MAX_ABORTS = MAX_MESSAGES  # the last: requests that one abort may name
 MAX_VALUES = 1 << 17  # of messages, beside their texts
 MAX_TOKENS = 1 << 16  # of /detokenize
+MAX_TOOL_BYTES = 1 << 20  # of all tools of a request
 SHORT = 1 << 15  # bytes of an array; locating the elements of a longer one costs as much, however few it has
 ABSENT = msgspec.Raw()
 
@@ -71,10 +72,13 @@ def trimmed(kind: type[msgspec.Struct], body: bytes) -> bytes:
 
 def _check(name: str, field: bytes) -> None:
     value = field[len(name) + 3 :]
-    if name == "prompt":
-        _check_prompts(value)
+    if name in ("prompt", "input"):
+        _check_prompts(name, value)
     elif name == "messages":
         _check_messages(value)
+    elif name == "tools":
+        if len(value) > MAX_TOOL_BYTES or _most_values(value) > MAX_VALUES:
+            raise bad_request(f"tools: at most {MAX_TOOL_BYTES} bytes, and {MAX_VALUES} commas and brackets", name)
     elif name == "request_ids":
         _check_strings(name, value)
     elif name == "tokens":
@@ -130,11 +134,11 @@ def _most_values(raw: bytes) -> int:
     return len(raw) - len(raw.translate(None, b",[{"))
 
 
-def _check_prompts(value: bytes) -> None:
+def _check_prompts(name: str, value: bytes) -> None:
     """Bound the number of prompts: decoding fails at the first value that is no prompt, so only the number matters."""
     if value.startswith(b'"'):
         return
     if b'"' in value:
-        _check_strings("prompt", value)
+        _check_strings(name, value)
     elif value.count(b"[") > MAX_PROMPTS + 1:
-        raise bad_request(f"prompt: at most {MAX_PROMPTS} prompts in one request", "prompt")
+        raise bad_request(f"{name}: at most {MAX_PROMPTS} prompts in one request", name)

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, TypeVar
 from slotwise.core.step import TokenLogprobs
 from slotwise.engine.generation import Chunk, Generation
 from slotwise.server.errors import from_ending
+from slotwise.server.output_parsing import TOOL_CALLS, ParsedOutput
+from slotwise.server.parsers.parts import Content, Part
 from slotwise.text.continuation import Continuation
 
 T = TypeVar("T")
@@ -17,7 +19,8 @@ T = TypeVar("T")
 class Delta(NamedTuple):
     """Text and tokens since the last delta.  The last one has a finish reason.
 
-    `stop_reason` is the stop string, or the stop token of the request, that ended the output.
+    `stop_reason` is the stop string, or the stop token of the request, that ended the output.  `parts` is what a parser
+    makes of the text; None where there is no parser, and the text is the answer.
     """
 
     text: str
@@ -25,6 +28,12 @@ class Delta(NamedTuple):
     logprobs: Sequence[TokenLogprobs]
     finish_reason: str | None
     stop_reason: str | int | None = None
+    parts: Sequence[Part] | None = None
+
+    def after(self, text: str) -> Delta:
+        """The same after more text of the answer."""
+        parts = None if self.parts is None else [Content(text), *self.parts]
+        return self._replace(text=text + self.text, parts=parts)
 
 
 class Choice:
@@ -33,15 +42,19 @@ class Choice:
     Args:
         stop_ids: stop tokens of the request, as far as they are no end tokens of the model.
         is_silent: the prompt is all that is wanted; the one token that the engine generates is dropped.
+        parsed: parses the output; None: it is text.
     """
 
-    def __init__(self, index: int, generation: Generation, continuation: Continuation,
-                 stop_ids: Collection[int] = (), *, is_silent: bool = False) -> None:
+    def __init__(
+        self, index: int, generation: Generation, continuation: Continuation, stop_ids: Collection[int] = (), *,
+        is_silent: bool = False, parsed: ParsedOutput | None = None,
+    ) -> None:
         self.index = index
         self.generation = generation
         self.continuation = continuation
         self._stop_ids = stop_ids
         self._is_silent = is_silent
+        self._parsed = parsed
 
     @property
     def num_tokens(self) -> int:
@@ -70,9 +83,14 @@ class Choice:
             reason = "stop"
         elif reason == "stop" and chunk.token_ids and chunk.token_ids[-1] in self._stop_ids:
             stop_reason = chunk.token_ids[-1]
+        parts: Sequence[Part] | None = None
+        if self._parsed is not None:
+            parts, reason = self._parsed.read(text, reason)
+            if reason == TOOL_CALLS:
+                self.generation.finish("stop")
         if kept == len(chunk.token_ids):
-            return Delta(text, chunk.token_ids, chunk.logprobs, reason, stop_reason)
-        return Delta(text, chunk.token_ids[:kept], chunk.logprobs[:kept], reason, stop_reason)
+            return Delta(text, chunk.token_ids, chunk.logprobs, reason, stop_reason, parts)
+        return Delta(text, chunk.token_ids[:kept], chunk.logprobs[:kept], reason, stop_reason, parts)
 
 
 async def together(work: list[Coroutine[Any, Any, T]]) -> list[T]:

@@ -25,6 +25,7 @@ from slotwise.server.grammars import GrammarChecker
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.keys import Keys
 from slotwise.server.logprobs import MAX_HELD
+from slotwise.server.parsers.registry import UNPARSED, OutputFormat
 from slotwise.server.prompts import Prompts
 from slotwise.server.protocol import Generate
 from slotwise.server.queue_headers import headers_of
@@ -35,6 +36,7 @@ from slotwise.server.slo import Tiers, slo_of
 from slotwise.server.subscribers import Subscribers
 from slotwise.server.turns import Turns
 
+MAX_NUMBERS = 1 << 24  # of the vectors of all responses: some 350 MB as JSON
 MAX_QUERIES, MAX_QUERIES_OF_ONE = 63, 16  # of queue positions that wait, of all clients and of one
 
 
@@ -43,10 +45,11 @@ class Api:
 
     Args:
         step_times: a step-time model, possibly fitted earlier.
+        output_format: how the model's outputs are parsed.
     """
 
     def __init__(self, engine_client: EngineClient, prompts: Prompts, settings: ServerSettings,
-                 step_times: StepTimeModel) -> None:
+                 step_times: StepTimeModel, output_format: OutputFormat = UNPARSED) -> None:
         limits = engine_client.info.limits
         self.keys = Keys(settings.all_keys, settings.admin_api_key)
         self.browsers = Browsers(settings)
@@ -55,6 +58,7 @@ class Api:
         self.engine_client = engine_client
         self.prompts = prompts
         self.settings = settings
+        self.output_format = output_format
         self.admission_control = AdmissionControl(limits, settings.max_num_queued_reqs, settings.max_num_queued_tokens,
                                                   engine_client.max_live)
         self.recorder = Recorder()
@@ -75,6 +79,7 @@ class Api:
         self.active_requests = ActiveRequests()
         self.position_queries = Turns(MAX_QUERIES, MAX_QUERIES_OF_ONE)
         self.prompt_entries = TenantCapacity("log-probabilities of prompts are held", MAX_HELD)
+        self.vector_numbers = TenantCapacity("numbers of vectors are held", MAX_NUMBERS)
         self.formatting = asyncio.Lock()  # see server.logprobs
         self.num_exchanges = 0  # in progress, of any kind
         self.request_log = RequestLog(settings, prompts.tokenizer)

@@ -83,8 +83,8 @@ class ApiError(Exception):
             last = [(b"connection", b"close")] if self.code == DRAINING else []  # a retry on this connection would fail
             return [(b"retry-after", str(self.retry_after).encode()), *self.more, *last]
         if self.status == HTTPStatus.UNAUTHORIZED:
-            return [(b"www-authenticate", b"Bearer")]
-        return []
+            return [(b"www-authenticate", b"Bearer"), *self.more]
+        return list(self.more)
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:

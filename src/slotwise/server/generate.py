@@ -1,9 +1,10 @@
-"""From checked prompts to a complete response: the part that both endpoints share."""
+"""From checked prompts to a complete response: the part that all routes which use the model share."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 
@@ -18,8 +19,6 @@ from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.job import Job
 from slotwise.server.logprobs import MAX_ENTRIES, check_entries, held, num_prompt_entries
 from slotwise.server.queue_headers import headers_of
-from slotwise.server.streams import respond_stream
-from slotwise.server.whole import respond_whole
 from slotwise.text.continuation import Continuation, Shown
 
 SHORT_STOPS = 256  # characters of a request's stop strings that the event log shows
@@ -29,6 +28,9 @@ CHOICE_TOKENS = 1 << 11  # a choice costs as much as so many tokens of its promp
 MAX_BIASES = 1 << 16  # biased tokens of a request, times its choices: about a megabyte of the event log
 MAX_GRAMMARS = 2 << 20  # characters of a request's grammar, times its choices: each is sent and logged with its own
 MAX_ECHO = 4 << 20  # characters of prompts in one response
+
+Renderer = Callable[[Api, HttpExchange, Job, list[Choice]], Awaitable[None]]
+"""Reads the choices of a request, and sends the response.  Raises ApiError: the engine could not finish it."""
 
 
 async def start(api: Api, job: Job) -> list[Choice]:
@@ -67,8 +69,9 @@ async def start(api: Api, job: Job) -> list[Choice]:
                     api.traces.caller(unique, job.traceparent)
                 generation = api.engine_client.submit(Add(
                     unique, prompt, sent.of_choice(k), (seed + k) % 2**64, output_tokens, job.salt, timeout,
-                    job.received_ns, job.read_ns, tokenised_ns, job.slo, stop_lengths))
-                choices.append(Choice(len(choices), generation, text, stop_ids, is_silent=job.is_silent))
+                    job.received_ns, job.read_ns, tokenised_ns, job.slo, stop_lengths, job.pooling))
+                choices.append(Choice(len(choices), generation, text, stop_ids, is_silent=job.is_silent,
+                                      parsed=job.parsing.output() if job.parsing is not None else None))
     except BaseException as error:
         finish(choices, "abort")
         if isinstance(error, Refused):
@@ -114,7 +117,8 @@ def _check_repeated(job: Job) -> None:
 
 
 def _shown(job: Job) -> Shown:
-    return Shown(bool(job.request.include_stop_str_in_output), job.request.skip_special_tokens is False)
+    shown = Shown(bool(job.request.include_stop_str_in_output), job.request.skip_special_tokens is False)
+    return shown if job.parsing is None else shown._replace(marks=job.parsing.marks)
 
 
 def _stop_ids(api: Api, params: SamplingParams) -> frozenset[int]:
@@ -129,8 +133,11 @@ def finish(choices: list[Choice], reason: str) -> None:
         choice.generation.finish(reason)
 
 
-async def answer(api: Api, exchange: HttpExchange, job: Job) -> None:
+async def answer(api: Api, exchange: HttpExchange, job: Job, render: Renderer) -> None:
     """Generate and respond.  A client that disconnects aborts its generations.
+
+    Args:
+        render: sends the response.
 
     Raises:
         ApiError: the engine rejected the request, timed it out, or failed.
@@ -143,10 +150,10 @@ async def answer(api: Api, exchange: HttpExchange, job: Job) -> None:
         exchange.about_generation = partial(api.request_log.about, job, choices)
         choices += await start(api, job)
         exchange.more += headers_of(wait_estimate)
-        await _answered(api, exchange, job, choices)
+        await _answered(api, exchange, job, choices, render)
 
 
-async def _answered(api: Api, exchange: HttpExchange, job: Job, choices: list[Choice]) -> None:
+async def _answered(api: Api, exchange: HttpExchange, job: Job, choices: list[Choice], render: Renderer) -> None:
     names = (exchange.request_id, job.heading.response_id)
 
     def abort() -> None:
@@ -155,7 +162,7 @@ async def _answered(api: Api, exchange: HttpExchange, job: Job, choices: list[Ch
     try:
         with api.active_requests.listed(names, ActiveRequest(exchange.tenant, abort, choices, job.slo.tier)):
             async with exchange.watched(abort):
-                await (respond_stream if job.request.stream else respond_whole)(api, exchange, job, choices)
+                await render(api, exchange, job, choices)
     except ApiError as error:
         if error.code == SHED:
             error.retry_after = api.admission_control.retry_after

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import PoolingParams, SamplingParams
 from slotwise.core.slo import SLO
 from slotwise.server.choice import Choice
 from slotwise.server.context import Api
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.logprobs import CompletionLogprobs, LogprobFormat, LogprobsWriter, TokenNames, TokenTexts
+from slotwise.server.output_parsing import Parsing
 from slotwise.server.protocol import Generate
 from slotwise.server.shapes import Heading, Shape, usage
 
@@ -35,6 +36,8 @@ class Job(NamedTuple):
     traceparent: str  # W3C's header; empty when the caller is not traced
     repeated: Repeated = Repeated()
     is_silent: bool = False  # no output is wanted: `max_tokens` is 0
+    pooling: PoolingParams | None = None  # vectors are wanted, and no tokens
+    parsing: Parsing | None = None  # how outputs are parsed; None: they are text
 
     @property
     def shape(self) -> Shape:

@@ -19,18 +19,21 @@ from slotwise.server.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingRequest,
     TokenizeRequest,
 )
 from slotwise.server.queue_headers import POSITION, START
+from slotwise.server.request_log import GENERATING
 from slotwise.server.tiers import TierSettings
 from slotwise.server.unsupported import unsupported_fields
 from slotwise.text.conversation import MAX_MESSAGES
 
 Json = dict[str, Any]
 BODIES: dict[str, type] = {
-    "/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest, "/tokenize": TokenizeRequest,
-    "/detokenize": DetokenizeRequest, "/abort_requests": AbortRequest}
-GENERATING = ("/v1/completions", "/v1/chat/completions")
+    "/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest,
+    "/v1/embeddings": EmbeddingRequest, "/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest,
+    "/abort_requests": AbortRequest}
+STREAMING = ("/v1/completions", "/v1/chat/completions")
 OTHER_TEXT = {"/": "text/html", "/docs": "text/html", "/metrics": "text/plain", "/timeline": "text/html",
               "/events": "application/x-ndjson"}
 AT_ANY_ROUTE = (HTTPStatus.BAD_REQUEST, HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND,
@@ -136,7 +139,7 @@ def _answer(path: str) -> Json:
     if path in OTHER_TEXT:
         return {OTHER_TEXT[path]: {"schema": {"type": "string"}}}
     whole = {"application/json": {"schema": {"type": "object"}}}
-    return whole | {"text/event-stream": {"schema": EVENT}} if path in GENERATING else whole
+    return whole | {"text/event-stream": {"schema": EVENT}} if path in STREAMING else whole
 
 
 def _error(status: HTTPStatus, schema: Json) -> Json:

@@ -20,6 +20,7 @@ from slotwise.text.conversation import InvalidMessages, OpenEnd, check_messages
 from slotwise.text.tokenizer import SHORT, TextTooLong, Tokenizer, TokenizerError, spellings
 
 MAX_WAITING, MAX_WAITING_OF_ONE = 4096, 256  # long texts of all clients, and of one, that wait for the thread
+MAX_SUFFIXES = 1 << 20  # characters of a request's suffix, which stands behind each of its prompts
 TEXTS = "long texts to tokenize"  # in an error
 
 T = TypeVar("T")
@@ -31,6 +32,8 @@ class Encoding(NamedTuple):
     add_special_tokens: bool = True  # the tokenizer adds its own to a text
     most: int | None = None  # tokens that are kept; None: all of them
     keeps_last: bool = True  # the last ones; else the first
+    param: str = "prompt"  # the request's field, for errors
+    least_output: int = 1  # tokens for which a prompt must leave room
 
     def kept(self, ids: list[int]) -> list[int]:
         if self.most is None or len(ids) <= self.most:
@@ -92,30 +95,46 @@ class Prompts:
         """
         prompts = _listed(prompt)
         if not prompts:
-            raise bad_request("prompt: must not be empty", "prompt")
+            raise bad_request(f"{encoding.param}: must not be empty", encoding.param)
         if len(prompts) > max_prompts:
-            raise bad_request(f"prompt: at most {max_prompts} prompts in one request", "prompt")
+            raise bad_request(f"{encoding.param}: at most {max_prompts} prompts in one request", encoding.param)
         ids = []
         for one in prompts:
             ids.append(await self._ids(one, holder, encoding))
             await asyncio.sleep(0)  # a thousand short texts would delay every stream
         return ids
 
+    def with_gap(self, prompt: Prompt, suffix: str) -> Prompt:
+        """The prompts whose outputs stand between each prompt and `suffix`.
+
+        Raises:
+            ApiError: the model has no tokens for it, or a prompt is no text, or they are too many for a long suffix.
+        """
+        marks, prompts = self.tokenizer.fill_marks, _listed(prompt)
+        if marks is None:
+            raise bad_request("suffix: the model has no tokens that mark a gap to fill", "suffix",
+                              "unsupported_parameter")
+        if not all(isinstance(one, str) for one in prompts):
+            raise bad_request("suffix: needs prompts that are texts", "suffix")
+        if len(prompts) * len(suffix) > MAX_SUFFIXES:
+            raise bad_request(f"suffix: {MAX_SUFFIXES} characters at most behind all prompts", "suffix")
+        return [marks.prompt(one, suffix) for one in prompts]
+
     async def _ids(self, prompt: object, holder: str, encoding: Encoding) -> list[int]:
         if isinstance(prompt, str):
-            ids = await self._encode(holder, prompt, "prompt", encoding)
+            ids = await self._encode(holder, prompt, encoding.param, encoding)
         else:
             ids = self._given(prompt, encoding)
-        self.check(ids, "prompt")
+        self.check(ids, encoding.param, encoding.least_output)
         return ids
 
     def _given(self, prompt: object, encoding: Encoding) -> list[int]:
         if isinstance(prompt, list):
             prompt = encoding.kept(prompt)
-            self._check_length(prompt, "prompt")
+            self._check_length(prompt, encoding.param, encoding.least_output)
             if all(issubclass(kind, int) for kind in set(map(type, prompt))):
                 return prompt
-        raise bad_request("prompt: must be a string, token ids, or a list of either", "prompt")
+        raise bad_request(f"{encoding.param}: must be a string, token ids, or a list of either", encoding.param)
 
     async def texts(self, prompt: Prompt, ids: Sequence[list[int]], holder: str, encoding: Encoding, *,
                     special: bool) -> list[str]:
@@ -218,16 +237,17 @@ class Prompts:
         async with self._turns.turn(holder):
             return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    def check(self, ids: Sequence[int], param: str) -> None:
-        """Raises ApiError for a prompt that leaves no token for output."""
+    def check(self, ids: Sequence[int], param: str, least_output: int = 1) -> None:
+        """Raises ApiError for a prompt that leaves no room for so many tokens of output."""
         if not ids:
             raise bad_request(f"{param}: the prompt has no tokens", param)
-        self._check_length(ids, param)
+        self._check_length(ids, param, least_output)
         self._check_vocabulary(ids, param)
 
-    def _check_length(self, ids: Sequence[int], param: str) -> None:
-        if len(ids) >= self.longest:
-            raise beyond_context(self.longest, f"the prompt has {len(ids)} tokens, and the output needs one", param)
+    def _check_length(self, ids: Sequence[int], param: str, least_output: int) -> None:
+        if len(ids) + least_output > self.longest:
+            why = f"the prompt has {len(ids)} tokens" + ", and the output needs one" * bool(least_output)
+            raise beyond_context(self.longest, why, param)
 
     def _check_vocabulary(self, ids: Sequence[int], param: str) -> None:
         vocab_size = self._engine_info().vocab_size

@@ -73,6 +73,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None  # a last event with the token counts
     continuous_usage_stats: bool | None = None  # the token counts in every event
+    include_obfuscation: bool | None = None  # nothing but false: events are not padded to hide their lengths
 
 
 class Generate(Unsupported, kw_only=True):
@@ -85,14 +86,14 @@ class Generate(Unsupported, kw_only=True):
     request_id: str | None = None  # the id of the response, and of the request in logs and queries
     session_id: Hint | None = None  # changes nothing
     service_tier: str | None = None  # `auto`, `default`, or one of the server's own: docs/tiers.md
-    priority: Priority | None = None  # lower is earlier; None: its tier's
+    priority: Priority | None = None  # of the policy `priority`: lower is earlier; None: its tier's
     ttft_ms: Milliseconds | None = None  # objective, milliseconds to the first token; None: its tier's
     tpot_ms: Milliseconds | None = None  # objective, milliseconds between two tokens; None: its tier's
     user: User | None = None  # the tenant, where the server has no keys
     queue_timeout: Seconds | None = None  # seconds to its first slot; the server's own bound holds as well
     cache_salt: Salt | None = None  # cached prefixes are shared only among requests of one key and one salt
     n: Choices | None = None
-    best_of: OneOrMore | None = None  # equal to `n`
+    best_of: OneOrMore | None = None  # nothing but the value of `n`
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: TopK | None = None
@@ -132,10 +133,11 @@ class Generate(Unsupported, kw_only=True):
         refuse(self)
         if self.stream_options is not None and not self.stream:
             raise bad_request("stream_options: only allowed when stream is true", "stream_options")
+        if self.stream_options is not None and self.stream_options.include_obfuscation:
+            raise bad_request("stream_options.include_obfuscation is not supported", "stream_options",
+                              "unsupported_parameter")
         if self.prompt_logprobs is not None and self.stream:
             raise bad_request("prompt_logprobs: not available when stream is true", "prompt_logprobs")
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise bad_request("best_of: only the value of n is supported", "best_of", "unsupported_parameter")
 
     def length(self, param: str) -> tuple[int | None, bool]:
         """The most tokens to generate, as the field `param` says, and whether none of them are wanted.
@@ -191,10 +193,12 @@ class Generate(Unsupported, kw_only=True):
 class CompletionRequest(Generate, kw_only=True):
     prompt: Prompt  # a text or its token ids; a list: several, each with its own choices
     logprobs: Logprobs | None = None  # return this many log-probabilities for each token, and the token's own
-    suffix: Any = None
+    suffix: str | None = None  # the output fills the gap before this text; of models with tokens for it
 
     def refuse_unsupported(self) -> None:
         super().refuse_unsupported()
+        if self.suffix and (self.echo or self.truncate_prompt_tokens is not None):
+            raise bad_request("suffix: not allowed with echo or truncate_prompt_tokens", "suffix")
         if self.echo and self.logprobs is not None:
             if self.stream:
                 raise bad_request("echo: with logprobs not available when stream is true", "echo")
@@ -219,17 +223,17 @@ class ChatRequest(Generate, kw_only=True):
     reasoning_effort: Effort | None = None  # the template's variable; sets `enable_thinking`, too, unless that is given
     return_prompt_text: bool | None = None  # the response contains the conversation as the template wrote it
     metadata: dict[str, Any] | None = None  # changes nothing
-    parallel_tool_calls: bool | None = None  # changes nothing: no tools are called
+    tools: list[dict[str, Any]] | None = None  # functions that the answer may call, with the schemas of arguments
+    tool_choice: str | dict[str, Any] | None = None  # `auto`, `none`, `required`, or a function to call: docs/tools.md
+    parallel_tool_calls: bool | None = None  # false: an answer has one call at most
+    include_reasoning: bool | None = None  # false: reasoning is left out of the response
     prompt_cache_key: Hint | None = None  # changes nothing: every prompt is looked up in the cache
     safety_identifier: Hint | None = None  # changes nothing
-    tools: Any = None
-    tool_choice: Any = None
     functions: Any = None
     function_call: Any = None
     modalities: Any = None
     audio: Any = None
     web_search_options: Any = None
-    include_reasoning: Any = None
     media_io_kwargs: Any = None
     mm_processor_kwargs: Any = None
     moderation: Any = None
@@ -240,8 +244,6 @@ class ChatRequest(Generate, kw_only=True):
     verbosity: Any = None
 
     def refuse_unsupported(self) -> None:
-        if self.tool_choice == "none":  # tools are listed, and must not be called
-            self.tools = None
         super().refuse_unsupported()
         if self.top_logprobs is not None and not self.logprobs:
             raise bad_request("top_logprobs: only allowed when logprobs is true", "top_logprobs")
@@ -256,12 +258,40 @@ class ChatRequest(Generate, kw_only=True):
             raise bad_request("chat_template_kwargs: names a variable that the request sets", "chat_template_kwargs")
         begins = self.add_generation_prompt is not False and not self.continue_final_message
         variables: dict[str, Any] = {"add_generation_prompt": begins} | given
+        if self.tools and self.tool_choice != "none":
+            variables["tools"] = self.tools
         if self.documents is not None:
             variables["documents"] = self.documents
         if self.reasoning_effort is not None:
             variables = {"enable_thinking": self.reasoning_effort != "none"} | variables
             variables["reasoning_effort"] = self.reasoning_effort
         return variables
+
+
+class EmbeddingRequest(msgspec.Struct, kw_only=True):
+    input: Prompt  # a text or its token ids; a list: several, each with its own vector
+    model: str | None = None  # the served model's name, by default
+    encoding_format: Literal["float", "base64"] | None = None  # of vectors; base64: of float32, little-endian
+    dimensions: Length | None = None  # the first so many numbers of each vector, then normalised
+    normalize: bool | None = None  # vectors have length 1; by default as the checkpoint says, else true
+    user: User | None = None  # the tenant, where the server has no keys
+    request_id: str | None = None  # the id of the response, and of the request in logs and queries
+    service_tier: str | None = None  # `auto`, `default`, or one of the server's own: docs/tiers.md
+    priority: Priority | None = None  # lower is earlier; None: its tier's
+    ttft_ms: Milliseconds | None = None  # objective, milliseconds to the vector; None: its tier's
+    queue_timeout: Seconds | None = None  # seconds to its first slot; the server's own bound holds as well
+    cache_salt: Salt | None = None  # cached prefixes are shared only among requests of one key and one salt
+    add_special_tokens: bool | None = None  # by default the tokenizer's are added
+    truncate_prompt_tokens: KeptTokens | None = None  # an input's tokens that are kept; -1: as many as fit
+    truncation_side: Literal["left", "right"] | None = None  # where tokens are dropped; by default on the right
+
+    def as_generate(self) -> Generate:
+        """The fields that it shares with requests to generate."""
+        return Generate(
+            model=self.model, user=self.user, request_id=self.request_id, service_tier=self.service_tier,
+            priority=self.priority, ttft_ms=self.ttft_ms, queue_timeout=self.queue_timeout,
+            cache_salt=self.cache_salt, add_special_tokens=self.add_special_tokens,
+            truncate_prompt_tokens=self.truncate_prompt_tokens, truncation_side=self.truncation_side or "right")
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -294,10 +324,11 @@ class AbortRequest(msgspec.Struct, kw_only=True):
         return names
 
 
-Body = TypeVar("Body", CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, AbortRequest)
+Body = TypeVar("Body", bound=msgspec.Struct)
 _DECODERS: dict[type, msgspec.json.Decoder[Any]] = {
     kind: msgspec.json.Decoder(kind)
-    for kind in (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, AbortRequest)
+    for kind in (
+        CompletionRequest, ChatRequest, EmbeddingRequest, TokenizeRequest, DetokenizeRequest, AbortRequest)
 }
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _FLOAT_FOR_INTEGER = "got `float`"  # in msgspec's error

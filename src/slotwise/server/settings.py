@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from slotwise.core.pooling_defaults import PoolingDefaults
 from slotwise.core.sampling_defaults import SamplingDefaults
 from slotwise.engine.heartbeat import ENGINE_TIMEOUT
 from slotwise.observe.lines import TEXT
@@ -39,6 +41,7 @@ class ServerSettings:
     max_log_len: int = 0  # characters of a request's prompts in its line
     vllm_metrics: bool = False  # metrics that vLLM has are there under its names, too
     notices: tuple[str, ...] = ()  # lines to log at the start
+    engine_environment: Mapping[str, str] = field(default_factory=dict)  # variables of the engine's process
     host: str = ""  # the name or address it listens on; it may stand in `Host`
     allowed_hosts: tuple[str, ...] = ()  # further names in `Host`, without ports; "*": any
     allowed_origins: tuple[str, ...] = ()  # sites whose pages may use the server, as scheme://host:port; "*": any
@@ -50,8 +53,12 @@ class ServerSettings:
     ssl_ca_certs: str = ""  # one of these has signed the certificate that each client must have; empty: none needs one
     root_path: str = ""  # prefix of paths, without a slash at its end, below which a reverse proxy shows this server
     seed: int = 0  # generates the seeds of requests without one
+    tool_call_parser: str = ""  # how the model calls tools; empty: as its chat template tells
+    enable_auto_tool_choice: bool | None = None  # answers may call tools; None: where it is known how the model does
+    reasoning_parser: str = ""  # how the model's reasoning is told from its answer; empty: it is not
     trust_request_chat_template: bool = False  # render the chat templates that requests bring
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)  # where a request names none
+    pooling_defaults: PoolingDefaults = field(default_factory=PoolingDefaults)  # of vectors, likewise
 
     @property
     def model_names(self) -> tuple[str, ...]:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
+from slotwise.server.chat_output import delta_fields
 from slotwise.server.choice import Delta
 from slotwise.server.logprobs import ChatLogprobs, CompletionLogprobs, LogprobFormat
 
@@ -41,6 +42,8 @@ CHAT = Shape(
     b'"delta":{"role":"assistant","content":""}',
     lambda text: {"message": {"role": "assistant", "content": text, "refusal": None}}, ChatLogprobs,
     prompts_in_choices=False)
+
+EMBEDDING = replace(COMPLETION, id_prefix="embd", whole_object="list")
 
 
 def usage(num_prompt: int, num_output: int, num_cached: int) -> dict[str, Any]:
@@ -83,9 +86,9 @@ def whole_response(heading: Heading, choices: list[list[bytes]], used: dict[str,
     return [*parts, b"]," + to_json({"usage": used} | extras)[1:-1], *last, b"}"]
 
 
-def whole_choice(shape: Shape, index: int, text: str, logprobs: list[bytes], ending: bytes) -> list[bytes]:
-    """A choice as JSON, in parts.  Args: logprobs: JSON, in parts; ending: see `ending`."""
-    head = to_json({"index": index} | shape.whole(text))[:-1] + b',"logprobs":'
+def whole_choice(index: int, output: dict[str, Any], logprobs: list[bytes], ending: bytes) -> list[bytes]:
+    """A choice as JSON, in parts.  Args: output: see `Shape.whole`; logprobs: JSON, in parts; ending: see `ending`."""
+    head = to_json({"index": index} | output)[:-1] + b',"logprobs":'
     return [head, *logprobs, b"," + ending + b"}"]
 
 
@@ -138,8 +141,12 @@ class Events:
         """
         usage_field = self._no_usage if used is None else b',"usage":' + to_json(used)
         end = b'"finish_reason":null' if delta.finish_reason is None else ending(delta.finish_reason, delta.stop_reason)
-        return b'%b{"index":%d%b%b%b,"logprobs":%b,%b%b}]%b}\n\n' % (
-            self._head, index, self._before, to_json(delta.text), self._after, logprobs, end, fields, usage_field)
+        if delta.parts is None:
+            output = self._before + to_json(delta.text) + self._after
+        else:
+            output = b',"delta":' + to_json(delta_fields(delta.parts))
+        return b'%b{"index":%d%b,"logprobs":%b,%b%b}]%b}\n\n' % (
+            self._head, index, output, logprobs, end, fields, usage_field)
 
     def last(self, used: dict[str, Any], extras: dict[str, Any]) -> bytes:
         """The last event: usage of the whole request, and `extras` as in `whole_response`."""

@@ -39,7 +39,7 @@ class _Streamed:
         self._writer = writer_of(api, job)
         self._counts = options is not None and bool(options.continuous_usage_stats)
         self._has_ids = bool(job.request.return_token_ids)
-        self._is_plain = self._writer is None and not self._counts and not self._has_ids
+        self._is_plain = self._writer is None and not self._counts and not self._has_ids and job.parsing is None
         self.first_ns = 0  # monotonic, when the first event was written to the socket
         self.num_events = 0
 
@@ -54,7 +54,7 @@ class _Streamed:
         async for chunk in choice.generation:
             delta = choice.read(chunk)
             if echo:
-                delta, echo = delta._replace(text=echo + delta.text), ""
+                delta, echo = delta.after(echo), ""
             if not self._is_plain or delta.finish_reason is not None:
                 await self._exchange.event(opening + await self._full(choice, delta))
             else:

@@ -1,8 +1,8 @@
 """Fields of OpenAI's and vLLM's protocols that Slotwise does not implement.
 
-A *neutral* field is accepted with the values that change nothing, listed in `NEUTRAL`; any other value is refused by
-the field's name.  A *refused* field has no such value but null.  No value of a *hint* changes an answer: hints are for
-accounts, stores and routers that stand before a server.
+A *neutral* field is accepted with the values that change nothing, listed in `NEUTRAL` and `AS_ANOTHER`; any other value
+is refused by the field's name.  A *refused* field has no such value but null.  No value of a *hint* changes an answer:
+hints are for accounts, stores and routers that stand before a server.
 """
 
 from __future__ import annotations
@@ -18,13 +18,21 @@ from slotwise.server.errors import bad_request
 NEUTRAL: dict[str, tuple[Any, ...]] = SAMPLING | {  # beside null
     "return_token_offsets": (False,), "return_mm_kwargs": (True,),
     "kv_transfer_params": ({},), "ec_transfer_params": ({},), "vllm_xargs": ({},), "detokenize": (True,),
-    "prompt_embeds": ([],), "suffix": ("",),
-    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
-    "modalities": (["text"],), "include_reasoning": (True,), "media_io_kwargs": ({},), "mm_processor_kwargs": ({},),
+    "prompt_embeds": ([],), "functions": ([],), "function_call": ("none", "auto"),
+    "modalities": (["text"],), "media_io_kwargs": ({},), "mm_processor_kwargs": ({},),
     "prompt_cache_options": ({},), "prompt_cache_retention": ("in_memory",), "store": (False,),
     "verbosity": ("medium",),
 }
-HINTS = ("metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "session_id")
+AS_ANOTHER = {"best_of": "n"}  # accepted with the value of another field, and with no other
+PATHS = {  # of OpenAI's and vLLM's routes that are not served, by their beginnings
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score", "/classify", "/v1/classify"),
+                    "it needs a model with a classification head, and this server has one that generates text; "
+                    "compare vectors of /v1/embeddings instead"),
+    "/v1/audio": "the model takes and gives text, and no audio",
+    "/v1/images": "the model takes and gives text, and no images",
+    "/pooling": "/v1/embeddings gives pooled vectors",
+}
+HINTS = ("metadata", "prompt_cache_key", "safety_identifier", "session_id")
 
 
 class Unsupported(msgspec.Struct, kw_only=True):
@@ -48,6 +56,14 @@ class Unsupported(msgspec.Struct, kw_only=True):
     prompt_embeds: Any = None
 
 
+def why_not_served(path: str) -> str:
+    """Why a known route of other servers is not there; "" for any other path."""
+    for beginning, why in PATHS.items():
+        if path == beginning or path.startswith(beginning + "/"):
+            return f"{beginning} is not served: {why}"
+    return ""
+
+
 @cache
 def unsupported_fields(kind: type[msgspec.Struct]) -> dict[str, tuple[Any, ...]]:
     """Fields of type Any, which are not supported, each with the values that are accepted."""
@@ -60,3 +76,6 @@ def refuse(request: msgspec.Struct) -> None:
     for name, accepted in unsupported_fields(type(request)).items():
         if not is_neutral(getattr(request, name), accepted):
             raise bad_request(f"{name} is not supported", name, "unsupported_parameter")
+    for name, other in AS_ANOTHER.items():
+        if getattr(request, name) not in (None, getattr(request, other) or 1):
+            raise bad_request(f"{name}: only the value of {other} is supported", name, "unsupported_parameter")

@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 import msgspec
 
 from slotwise.engine.generation import AT_THE_END
-from slotwise.server import echo
+from slotwise.server import echo as echoes
+from slotwise.server.chat_output import message_fields
 from slotwise.server.choice import Choice, Delta, together
 from slotwise.server.context import Api
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.job import Job, explained, usage_of, writer_of
 from slotwise.server.logprobs import INTERVAL, LogprobsWriter
+from slotwise.server.parsers.parts import Content, Part
 from slotwise.server.prompt_logprobs import PromptFormat, with_prompts
 from slotwise.server.shapes import add_field, ending, to_json, whole_choice, whole_response
 
@@ -23,6 +25,7 @@ class Output(NamedTuple):
     """What a choice has generated, up to its last delta."""
 
     text: str
+    parts: list[Part] | None  # of the text; None: it is not parsed
     token_ids: list[int]
     last: Delta
 
@@ -33,11 +36,11 @@ async def respond_whole(api: Api, exchange: HttpExchange, job: Job, choices: lis
     Raises:
         ApiError: the engine rejected or shed the request, timed it out, or failed.
     """
-    offsets = await echo.offsets(api, job)
+    offsets = await echoes.offsets(api, job)
     writers = [writer_of(api, job, offsets[job.place(choice.index)]) for choice in choices]
     outputs = await together([_read(*pair) for pair in zip(choices, writers, strict=True)])
     if job.echoes_logprobs:
-        await echo.put_prompts(api, job, choices, writers)
+        await echoes.put_prompts(api, job, choices, writers)
     answers = [_choice(job, *one) for one in zip(choices, outputs, writers, strict=True)]
     del outputs, writers
     extras = await explained(api, exchange, job, choices)
@@ -60,24 +63,28 @@ async def _read(choice: Choice, writer: LogprobsWriter | None) -> Output:
     if not choice.continuation.looks_for_stops:
         choice.generation.interval = AT_THE_END if writer is None else INTERVAL
     texts: list[str] = []
+    parts: list[Part] | None = None
     token_ids: list[int] = []
     delta = Delta("", (), (), None)
     async for chunk in choice.generation:
         delta = choice.read(chunk)
         texts.append(delta.text)
+        if delta.parts is not None:
+            parts = [*(parts or ()), *delta.parts]
         token_ids += delta.token_ids
         if writer is not None:
             await writer.add(delta)
         if delta.finish_reason is not None:
             break
-    return Output("".join(texts), token_ids, delta)
+    return Output("".join(texts), parts, token_ids, delta)
 
 
 def _choice(job: Job, choice: Choice, output: Output, writer: LogprobsWriter | None) -> list[bytes]:
     """A choice as JSON, in parts."""
-    answer = whole_choice(
-        job.shape, choice.index, job.echo(choice.index) + output.text, [b"null"] if writer is None else writer.pop(),
-        ending(output.last.finish_reason, output.last.stop_reason))
+    echo, parts = job.echo(choice.index), output.parts
+    said = job.shape.whole(echo + output.text) if parts is None else message_fields([Content(echo), *parts])
+    answer = whole_choice(choice.index, said, [b"null"] if writer is None else writer.pop(),
+                          ending(output.last.finish_reason, output.last.stop_reason))
     if job.request.return_token_ids:
         add_field(answer, b"token_ids", [to_json(output.token_ids)])
     return answer

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from math import inf
 
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.scheduler import Scheduler
@@ -46,14 +47,15 @@ class _Machine:
         self.now = 0.0  # seconds
         self._cost = cost
         self._plans: deque[StepPlan] = deque()
-        self._num_at_join: dict[int, int] = {}  # by slot: tokens known when its request joined
+        self._num_at_join: dict[int, float] = {}  # by slot: tokens known when its request joined; inf: it is pooled
 
     def clock(self) -> int:
         return round(self.now * 1e9)
 
     def submit(self, plan: StepPlan) -> None:
         self._plans.append(plan)
-        self._num_at_join |= {join.slot: len(join.tokens) for join in plan.new_requests}
+        self._num_at_join |= {
+            join.slot: len(join.tokens) if join.pooling is None else inf for join in plan.new_requests}
 
     def collect(self) -> StepResult:
         plan = self._plans.popleft()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 from typing import NamedTuple
 
-from slotwise.text.detokenizer import detokenizer
+from slotwise.text.detokenizer import Detokenizer, MarkingDetokenizer, detokenizer
 from slotwise.text.stop_strings import StopStrings
 from slotwise.text.tokenizer import Tokenizer
 
@@ -15,6 +17,7 @@ class Shown(NamedTuple):
 
     stop: bool = False  # the stop string, or the end or stop token, that ends the output
     special: bool = False  # special tokens
+    marks: Mapping[int, str] = MappingProxyType({})  # the texts of some special tokens, by id
 
 
 PLAIN = Shown()
@@ -31,7 +34,8 @@ class Continuation:
                  min_tokens: int = 0, shown: Shown = PLAIN) -> None:
         self.num_tokens = 0  # up to the one that completed a stop string
         self.stop_reason: str | None = None  # the stop string that ended it
-        self._detokenizer = detokenizer(tokenizer, prompt_ids, shows_special=shown.special)
+        begin = partial(detokenizer, tokenizer, prompt_ids, shows_special=shown.special)
+        self._detokenizer: Detokenizer = MarkingDetokenizer(begin, shown.marks) if shown.marks else begin()
         self._stops = StopStrings(stop) if stop else None
         self._min_tokens = min_tokens
         self._shows_stop = shown.stop

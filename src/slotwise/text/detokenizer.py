@@ -8,7 +8,7 @@ of all bytes at once.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from tokenizers.decoders import DecodeStream
@@ -40,6 +40,33 @@ def detokenizer(tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, shows_s
     hidden: frozenset[int] = frozenset() if shows_special else tokenizer.special_ids
     begins = tokenizer.bytes_by_id.drops_leading_space and hidden.issuperset(prompt_ids)
     return ByteDetokenizer(tokenizer.bytes_by_id, hidden, begins_text=begins)
+
+
+class MarkingDetokenizer:
+    """Writes some special tokens as texts of their own; each begins the text anew.
+
+    Args:
+        begin: returns a detokenizer of the text between two of them.
+        marks: texts by token id.
+    """
+
+    def __init__(self, begin: Callable[[], Detokenizer], marks: Mapping[int, str]) -> None:
+        self._begin, self._marks = begin, marks
+        self._inner = begin()
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        if self._marks.keys().isdisjoint(token_ids):
+            return self._inner.feed(token_ids)
+        return "".join([self._marked(token_id) if token_id in self._marks else self._inner.feed((token_id,))
+                        for token_id in token_ids])
+
+    def _marked(self, token_id: int) -> str:
+        before = self._inner.flush()
+        self._inner = self._begin()
+        return before + self._marks[token_id]
+
+    def flush(self) -> str:
+        return self._inner.flush()
 
 
 class ByteDetokenizer:

@@ -19,6 +19,7 @@ import tokenizers
 from slotwise.errors import OneLineError
 from slotwise.files import read_part
 from slotwise.text.declared_tokens import DECODER, NAMED_TOKENS, DeclarationError, Declared, content_of, declared_tokens
+from slotwise.text.fill_in_the_middle import marks_of
 from slotwise.text.linear_rules import has_regex, is_linear, num_rules
 from slotwise.text.token_bytes import token_bytes_of
 
@@ -70,6 +71,7 @@ class Tokenizer:
     transformers' fast tokenizers.
 
     Attributes:
+        fill_marks: those of a model that fills gaps; None: it does not.
         slow_folder: the folder it was loaded from, if a text may take it any time (see `text.linear_rules`).
         digest: of all that determines the tokens of a text, if it has a `slow_folder`.
     """
@@ -83,7 +85,9 @@ class Tokenizer:
         inner.no_padding()
         self.special_tokens = special_tokens or {}
         added = inner.get_added_tokens_decoder()
+        self.special_by_text = {token.content: token_id for token_id, token in added.items() if token.special}
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.fill_marks = marks_of({token.content for token in added.values()})
         self.bytes_by_id = token_bytes_of(inner)
 
     @classmethod

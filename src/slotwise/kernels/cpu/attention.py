@@ -1,10 +1,14 @@
 """Attention over the paged cache, decode and prefill alike.
 
-A row's queries are cut into tiles of a few tokens times all query heads of one key-value head.  A tile walks the row's
-blocks once with an online softmax (Milakov and Gimelshein, 2018; FlashAttention, Dao et al., 2022), so every key and
-value is read once for the whole group.  A decode row is a tile of one token; its context is cut into segments, whose
-partial results the last thread to finish combines (Flash-Decoding, Dao et al., 2023).  Where the cuts fall depends on
-the row alone, so its result does not depend on its batch-mates, bit for bit.
+A tile (see `attention_plan.py`) walks the row's blocks once with an online softmax (Milakov and Gimelshein, 2018;
+FlashAttention, Dao et al., 2022), so every key and value is read once for the whole group.  Each segment of the context
+has a softmax of its own, and their results are merged in order.  Segments of a row of one tile, such as a decode row,
+are separate work, which the last thread to finish merges (Flash-Decoding, Dao et al., 2023); every other tile walks and
+merges its segments one by one.
+
+A position's result depends on the positions that it sees and on nothing else, bit for bit: neither on its batch-mates
+nor on how many queries its row computes with it.  Strips and segments lie at the same positions for every query, and
+one that a query does not see leaves its sums as they are.
 
 Loops count instead of dividing where they can: a tile of a few blocks takes the time of fifty divisions.
 Blocks lie anywhere in memory.  Prefetch: values during the score product, the first lines of the next block's keys (or
@@ -13,15 +17,50 @@ the next tile's) during the softmax, the others during the value product.
 
 from __future__ import annotations
 
-import functools
-from typing import NamedTuple
-
 import torch
 
-from slotwise.kernels.cpu.cache import padded
+from slotwise.kernels.cpu.attention_plan import (
+    ARRIVALS,
+    BLOCK,
+    BLOCK_PADDED,
+    CACHE,
+    CONTEXT_LENS,
+    DIM,
+    DIM_PADDED,
+    FIRST,
+    GROUP,
+    HEAD_BLOCK,
+    KV_HEADS,
+    LAST,
+    MULTIPLY_ADDRESS,
+    OUT,
+    PART,
+    PARTS,
+    QUERY,
+    QUERY_STARTS,
+    ROW,
+    SCALE_BITS,
+    SCRATCH,
+    SCRATCH_BYTES,
+    SEGMENT,
+    SEGMENT_INDEX,
+    SEGMENTS,
+    SINKS,
+    SOFT_CAP_BITS,
+    TABLE,
+    TABLE_WIDTH,
+    TABLES,
+    THREADS,
+    TILE_ROWS,
+    TILE_WORDS,
+    TILES,
+    TOKEN,
+    TOKENS,
+    WINDOW,
+)
 from slotwise.kernels.cpu.gemm import STRIP, STRIP_ROW_BYTES, call_multiply
-from slotwise.kernels.cpu.jit.compiler import Compiled, kernel, specialised
-from slotwise.kernels.cpu.launcher import HEADER, THREAD_COUNTER
+from slotwise.kernels.cpu.jit.compiler import kernel, specialised
+from slotwise.kernels.cpu.launcher import THREAD_COUNTER
 from slotwise.kernels.cpu.llvm import LINE
 from slotwise.kernels.cpu.processor import PAIR
 from slotwise.kernels.cpu.simd import (
@@ -43,89 +82,13 @@ from slotwise.kernels.cpu.simd import (
     larger,
     load,
     store,
+    weighted,
 )
 from slotwise.kernels.cpu.softmax import ask_for, ask_for_scales, soft_cap, softmax_strip
 from slotwise.kernels.cpu.work_queue import NOTHING, pop, upcoming
-from slotwise.kernels.interface import AttentionShape
 
 ASKED = 16  # lines prefetched while scores become weights: as many as a core can have in flight
 NO_SCORE = float32(-1e20)  # below every score
-TILE_ROWS = 48  # the most queries (tokens x heads) of a tile: its scores stay in the first-level cache
-SEGMENT = 1024  # tokens of context per segment of a decode row: another core's results are slow to come by
-
-# A tile: `TILE_WORDS` int32 in a table.
-ROW, TOKEN, TOKENS, FIRST, LAST, SEGMENT_INDEX, SEGMENTS, PART = range(8)
-TILE_WORDS = 8
-TABLE = 64  # bytes before the table: a cache line for the number of tiles
-
-# Arguments of `_plan` and of `_attend`, in words after the header.
-(
-    MULTIPLY_ADDRESS, QUERY, OUT, CACHE, TABLES, TABLE_WIDTH, QUERY_STARTS, CONTEXT_LENS, ROWS, TILES, ARRIVALS, PARTS,
-    SCRATCH, SCRATCH_BYTES, GROUP, KV_HEADS, DIM, DIM_PADDED, BLOCK, BLOCK_PADDED, HEAD_BLOCK, WINDOW, SCALE_BITS,
-    THREADS, SOFT_CAP_BITS, SINKS,
-) = range(HEADER, HEADER + 26)
-
-
-class Workspace(NamedTuple):
-    """Offsets in bytes of the parts of a step's workspace, behind the number of tiles and their table."""
-
-    arrivals: int
-    parts: int
-    threads: int
-    thread_bytes: int
-
-    def floats(self, threads: int) -> int:
-        """Size of the workspace in float32 words."""
-        return (self.threads + threads * self.thread_bytes) // 4
-
-
-@functools.lru_cache(maxsize=256)
-def workspace(shape: AttentionShape, rows: int, tokens: int, max_context_len: int) -> Workspace:
-    """The largest workspace that a step of this size may need."""
-    group, width = shape.num_heads // shape.num_kv_heads, padded(shape.head_dim)
-    per_tile = max(1, TILE_ROWS // group)
-    segments = rows * (max_context_len // SEGMENT + 1)
-    arrivals = TABLE + 4 * TILE_WORDS * (segments + rows + tokens // per_tile)
-    parts = arrivals + 8 * segments * shape.num_kv_heads
-    threads = parts + 4 * segments * shape.num_heads * (width + 2)
-    strips = -(-width // STRIP)
-    return Workspace(arrivals, parts, threads, 4 * per_tile * group * ((strips + 1) * STRIP + width + 2))
-
-
-def _plan(words: int) -> None:
-    """Cut the step's rows into tiles."""
-    starts, contexts = load(words, QUERY_STARTS, INT64), load(words, CONTEXT_LENS, INT64)
-    tile, arrivals = load(words, TILES, INT64) + TABLE, load(words, ARRIVALS, INT64)
-    kv_heads, window = load(words, KV_HEADS, INT64), load(words, WINDOW, INT64)
-    per_tile = max(1, TILE_ROWS // load(words, GROUP, INT64))
-    count, parts = 0, 0
-    for row in range(load(words, ROWS, INT64)):
-        token, end = load(starts, row, INT32), load(starts, row + 1, INT32)
-        is_decode = end - token == 1
-        while token < end:
-            tokens = min(per_tile, end - token)
-            position = load(contexts, row, INT32) - (end - token)
-            first = max(0, position - window + 1) if window > 0 else 0
-            last = position + tokens
-            step = SEGMENT if is_decode else last - first
-            segments = (last - first + step - 1) // step
-            for segment in range(segments):
-                store(tile, ROW, row, INT32)
-                store(tile, TOKEN, token, INT32)
-                store(tile, TOKENS, tokens, INT32)
-                store(tile, FIRST, first + segment * step, INT32)
-                store(tile, LAST, min(last, first + (segment + 1) * step), INT32)
-                store(tile, SEGMENT_INDEX, segment, INT32)
-                store(tile, SEGMENTS, segments, INT32)
-                store(tile, PART, parts, INT32)
-                tile += TILE_WORDS * 4
-            count += segments
-            if segments > 1:
-                for head in range(kv_heads):
-                    store(arrivals, parts * kv_heads + head, 0, INT64)
-                parts += segments
-            token += tokens
-    store(load(words, TILES, INT64), 0, count, INT64)
 
 
 @kernel
@@ -147,19 +110,32 @@ def _load_queries(words: int, tile: int, head: int, queries: int, kind: Real) ->
 
 
 @kernel
-def _start_softmax(words: int, tile: int, head: int, maxima: int, totals: int) -> None:
-    """Maxima and totals before any place: nothing, or the sink of each head, a first score without a value.
+def _here(words: int, tile: int) -> int:
+    """The position of a tile's first token."""
+    row = load(tile, ROW, INT32)
+    end = load(load(words, QUERY_STARTS, INT64), row + 1, INT32)
+    return load(load(words, CONTEXT_LENS, INT64), row, INT32) - end + load(tile, TOKEN, INT32)
 
-    Of a row in segments, the first has the sinks.
+
+@kernel
+def _start_softmax(words: int, tile: int, head: int, place: int, sums: int) -> None:
+    """Sums, maxima and totals before the segment that holds `place`: nothing, or sinks.
+
+    The sink of each head is a first score without a value, in the first segment that a query sees.
     """
-    group, sinks = load(words, GROUP, INT64), load(words, SINKS, INT64)
-    rows = load(tile, TOKENS, INT32) * group
+    group, sinks, width = load(words, GROUP, INT64), load(words, SINKS, INT64), load(words, DIM_PADDED, INT64)
+    window, here, rows = load(words, WINDOW, INT64), _here(words, tile), load(tile, TOKENS, INT32) * group
+    maxima = sums + rows * width * 4
+    totals = maxima + rows * 4
+    fill(sums, rows * width, ZERO)
     fill(maxima, rows, NO_SCORE)
     fill(totals, rows, ZERO)
-    if sinks != 0 and load(tile, SEGMENT_INDEX, INT32) == 0:
+    if sinks != 0:
         for row in range(rows):
-            store(maxima, row, load(sinks, head * group + row % group, FLOAT32) * LOG2_E, FLOAT32)
-        fill(totals, rows, ONE)
+            first = max(0, here + row // group - window + 1) if window > 0 else 0
+            if first // SEGMENT == place // SEGMENT:
+                store(maxima, row, load(sinks, head * group + row % group, FLOAT32) * LOG2_E, FLOAT32)
+                store(totals, row, ONE, FLOAT32)
 
 
 @kernel
@@ -172,9 +148,7 @@ def _softmax(
     """
     columns = load(words, BLOCK_PADDED, INT64)
     group, width = load(words, GROUP, INT64), load(words, DIM_PADDED, INT64)
-    tokens, window, row_in_step = load(tile, TOKENS, INT32), load(words, WINDOW, INT64), load(tile, ROW, INT32)
-    end_token = load(load(words, QUERY_STARTS, INT64), row_in_step + 1, INT32)
-    here = load(load(words, CONTEXT_LENS, INT64), row_in_step, INT32) - end_token + load(tile, TOKEN, INT32) - base
+    tokens, window, here = load(tile, TOKENS, INT32), load(words, WINDOW, INT64), _here(words, tile) - base
     cap = load(words, SOFT_CAP_BITS, INT64)
     row = 0
     for _ in range(tokens):
@@ -182,7 +156,7 @@ def _softmax(
         start = max(low, here - window + 1) if window > 0 else low
         for _ in range(group):
             if cap != 0:
-                soft_cap(scores, high, float_of(cap))
+                soft_cap(scores, float_of(cap))
             before = load(state, row, FLOAT32)
             top, added = softmax_strip(scores, start, end, before, scales, columns, stored)
             keep = exp2(before - top)
@@ -198,6 +172,29 @@ def _softmax(
 
 
 @kernel
+def _add_values(
+    words: int, tile: int, weights: int, sums: int, values: int, place: int, places: int, ahead: int, stored: Real
+) -> None:
+    """Add the weighted values of `places` places from `place` on.
+
+    Not one of them is read for a query that does not see it: a draft's values may not be finite, and weights of 0 do
+    not hide that from the queries before it.
+    """
+    multiply, width, size = load(words, MULTIPLY_ADDRESS, INT64), load(words, DIM_PADDED, INT64), bytes_of(stored)
+    rows, here = load(words, GROUP, INT64), _here(words, tile)
+    tokens, seen = load(tile, TOKENS, INT32), here - place + 1
+    if seen >= places:  # by the first token, and so by all
+        rows, tokens = rows * tokens, 1
+    for _ in range(tokens):
+        if seen > 0:
+            call_multiply(multiply, rows, width, weights, 0, values, width * size, PAIR * size, min(seen, places), sums,
+                          width * 4, ahead)
+        weights += rows * STRIP_ROW_BYTES
+        sums += rows * width * 4
+        seen += 1
+
+
+@kernel
 def _keys(words: int, tile: int, head: int, entry: int) -> int:
     """Address of the `entry`th block of a tile's row."""
     table = load(words, TABLES, INT64) + load(tile, ROW, INT32) * load(words, TABLE_WIDTH, INT64) * 4
@@ -207,14 +204,15 @@ def _keys(words: int, tile: int, head: int, entry: int) -> int:
 
 @kernel
 def _walk(
-    words: int, tile: int, head: int, queries: int, scores: int, sums: int, state: int, next_keys: int, stored: Real
+    words: int, tile: int, head: int, place: int, last: int, queries: int, scores: int, sums: int, next_keys: int,
+    stored: Real,
 ) -> None:
-    """Add the weighted values of all places of a tile, block by block; `next_keys` is read after them."""
+    """Add the weighted values of places `place ... last` of a tile, block by block; `next_keys` is read after them."""
     block, block_padded = load(words, BLOCK, INT64), load(words, BLOCK_PADDED, INT64)
     dim, width, size = load(words, DIM, INT64), load(words, DIM_PADDED, INT64), bytes_of(stored)
     multiply = load(words, MULTIPLY_ADDRESS, INT64)
     rows = load(tile, TOKENS, INT32) * load(words, GROUP, INT64)
-    place, last = load(tile, FIRST, INT32), load(tile, LAST, INT32)
+    state = sums + rows * width * 4
     entry, offset = place // block, place % block
     keys = _keys(words, tile, head, entry)
     while place < last:
@@ -240,8 +238,7 @@ def _walk(
         for line in range(following, following + ASKED * LINE, LINE):
             ask_for(line)
         _softmax(words, tile, scores, sums, state, low, high, place - low, scales, stored)
-        call_multiply(multiply, rows, width, scores + low * 4, 0, values, width * size, PAIR * size, high - low, sums,
-                      width * 4, following - values)
+        _add_values(words, tile, scores + low * 4, sums, values, place, high - low, following - values, stored)
         keys = following
         place += high - low
 
@@ -263,38 +260,68 @@ def _store_outputs(words: int, tile: int, head: int, sums: int, totals: int, kin
 
 
 @kernel
+def _merge(rows: int, width: int, sums: int, others: int) -> None:
+    """Merge the sums, maxima and totals of a segment, `others`, into those of the segments before it."""
+    maxima, their_maxima = sums + rows * width * 4, others + rows * width * 4
+    totals, their_totals = maxima + rows * 4, their_maxima + rows * 4
+    for row in range(rows):
+        before, after = load(maxima, row, FLOAT32), load(their_maxima, row, FLOAT32)
+        top = larger(before, after)
+        keep, share = exp2(before - top), exp2(after - top)
+        store(maxima, row, top, FLOAT32)
+        store(totals, row, weighted(load(totals, row, FLOAT32), keep, load(their_totals, row, FLOAT32), share), FLOAT32)
+        for i in range(row * width, (row + 1) * width):
+            store(sums, i, weighted(load(sums, i, FLOAT32), keep, load(others, i, FLOAT32), share), FLOAT32)
+
+
+@kernel
+def _walk_segments(
+    words: int, tile: int, head: int, queries: int, scores: int, sums: int, next_keys: int, stored: Real
+) -> None:
+    """Sums, maxima and totals of all places of a tile; those of each segment but the first lie behind them first."""
+    width, rows = load(words, DIM_PADDED, INT64), load(tile, TOKENS, INT32) * load(words, GROUP, INT64)
+    place, last, block = load(tile, FIRST, INT32), load(tile, LAST, INT32), load(words, BLOCK, INT64)
+    others = sums + rows * (width + 2) * 4
+    into = sums
+    while place < last:
+        end = min(last, (place // SEGMENT + 1) * SEGMENT)
+        following = next_keys if end == last else _keys(words, tile, head, end // block)
+        _start_softmax(words, tile, head, place, into)
+        _walk(words, tile, head, place, end, queries, scores, into, following, stored)
+        if into != sums:
+            _merge(rows, width, sums, others)
+        into = others
+        place = end
+
+
+@kernel
+def _part(words: int, tile: int, head: int, segment: int) -> int:
+    """Address of the sums, maxima and totals of a tile's segment."""
+    tokens, kv_heads = load(tile, TOKENS, INT32), load(words, KV_HEADS, INT64)
+    token = (load(tile, PART, INT32) + segment * tokens) * kv_heads + head * tokens
+    return load(words, PARTS, INT64) + token * load(words, GROUP, INT64) * (load(words, DIM_PADDED, INT64) + 2) * 4
+
+
+@kernel
 def _leave_part(words: int, tile: int, head: int, sums: int) -> bool:
     """Store a segment's sums, maxima and totals, which lie together.  Returns whether its row's segments are done."""
-    kv_heads, width = load(words, KV_HEADS, INT64), load(words, DIM_PADDED, INT64)
-    floats = load(words, GROUP, INT64) * (width + 2)
-    place = load(tile, PART, INT32) + load(tile, SEGMENT_INDEX, INT32)
-    part = load(words, PARTS, INT64) + (place * kv_heads + head) * floats * 4
-    for i in range(floats):
+    part = _part(words, tile, head, load(tile, SEGMENT_INDEX, INT32))
+    rows = load(tile, TOKENS, INT32) * load(words, GROUP, INT64)
+    for i in range(rows * (load(words, DIM_PADDED, INT64) + 2)):
         store(part, i, load(sums, i, FLOAT32), FLOAT32)
-    arrivals = load(words, ARRIVALS, INT64) + (load(tile, PART, INT32) * kv_heads + head) * 8
+    arrivals = load(words, ARRIVALS, INT64) + (load(tile, PART, INT32) * load(words, KV_HEADS, INT64) + head) * 8
     return fetch_add(arrivals, 1) + 1 == load(tile, SEGMENTS, INT32)
 
 
 @kernel
-def _join_parts(words: int, tile: int, head: int, sums: int, totals: int) -> None:
-    """Combine all segments of a row into its sums and totals, in order."""
-    kv_heads, width = load(words, KV_HEADS, INT64), load(words, DIM_PADDED, INT64)
-    group = load(words, GROUP, INT64)
-    stride = kv_heads * group * (width + 2) * 4
-    first = load(words, PARTS, INT64) + load(tile, PART, INT32) * stride + head * group * (width + 2) * 4
-    end = first + load(tile, SEGMENTS, INT32) * stride
-    for row in range(group):
-        top = NO_SCORE
-        for part in range(first, end, stride):
-            top = larger(top, load(part, group * width + row, FLOAT32))
-        total = ZERO
-        fill(sums + row * width * 4, width, ZERO)
-        for part in range(first, end, stride):
-            share = exp2(load(part, group * width + row, FLOAT32) - top)
-            total += share * load(part, group * (width + 1) + row, FLOAT32)
-            for i in range(row * width, (row + 1) * width):
-                store(sums, i, load(sums, i, FLOAT32) + share * load(part, i, FLOAT32), FLOAT32)
-        store(totals, row, total, FLOAT32)
+def _join_parts(words: int, tile: int, head: int, sums: int) -> None:
+    """Merge all segments of a row into its sums, maxima and totals, in order."""
+    width, rows = load(words, DIM_PADDED, INT64), load(tile, TOKENS, INT32) * load(words, GROUP, INT64)
+    first = _part(words, tile, head, 0)
+    for i in range(rows * (width + 2)):
+        store(sums, i, load(first, i, FLOAT32), FLOAT32)
+    for segment in range(1, load(tile, SEGMENTS, INT32)):
+        _merge(rows, width, sums, _part(words, tile, head, segment))
 
 
 @kernel
@@ -326,22 +353,17 @@ def _attend(words: int, kind: Real, stored: Real) -> None:
         tile, head = _tile(words, item), item % kv_heads
         after = upcoming(words, thread, threads, items)
         next_keys = _first_keys(words, item if after == NOTHING else after)
-        rows = load(tile, TOKENS, INT32) * group
-        maxima = sums + rows * width * 4
-        totals = maxima + rows * 4
-        fill(sums, rows * width, ZERO)
-        _start_softmax(words, tile, head, maxima, totals)
+        totals = sums + load(tile, TOKENS, INT32) * group * (width + 1) * 4
         _load_queries(words, tile, head, queries, kind)
-        _walk(words, tile, head, queries, scores, sums, maxima, next_keys, stored)
+        _walk_segments(words, tile, head, queries, scores, sums, next_keys, stored)
         if load(tile, SEGMENTS, INT32) == 1:
             _store_outputs(words, tile, head, sums, totals, kind)
         elif _leave_part(words, tile, head, sums):
-            _join_parts(words, tile, head, sums, totals)
+            _join_parts(words, tile, head, sums)
             _store_outputs(words, tile, head, sums, totals, kind)
         item = pop(words, thread, threads, items)
 
 
-PLAN = Compiled(_plan)
 ATTEND = {  # by the type of the queries and of the cache
     (dtype, cached): specialised(_attend, kind, stored)
     for dtype, kind in ((torch.bfloat16, BFLOAT16), (torch.float32, FLOAT32))

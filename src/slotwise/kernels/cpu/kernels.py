@@ -12,8 +12,10 @@ from torch import Tensor
 
 from slotwise.kernels.cpu import (
     attention,
+    attention_plan,
     gemm,
     linear,
+    linear_bf16,
     linear_fp16,
     linear_int,
     onednn,
@@ -88,15 +90,16 @@ class CpuKernels:
         of_the_cache = [attention.ATTEND[kind, stored], pointwise.ROTARY_STORE[kind, stored]]
         multiply = [gemm.MULTIPLY[each] for each in dict.fromkeys((kind, stored))]
         dense = {
-            "fp16": [linear_fp16.PRODUCT], "onednn": [pointwise.SILU_MUL[kind]],
+            "fp16": [linear_fp16.PRODUCT], "bf16": [linear_bf16.PRODUCT], "onednn": [pointwise.SILU_MUL[kind]],
             "float32": [linear.PRODUCT[kind], pointwise.SILU_MUL[kind]]}.get(self.product_path(kind), [])
         of_logits = [sampling.DRAW, sampling.LOG_PROBABILITIES, sampling.GREEDY[kind], sampling.WIDEN[kind]]
-        compile_all([*(products or dense), *of_the_cache, *multiply, *of_logits, attention.PLAN, pointwise.EMBED,
+        compile_all([*(products or dense), *of_the_cache, *multiply, *of_logits, attention_plan.PLAN, pointwise.EMBED,
                      pointwise.NORM[kind], PROGRAM, WORK, RUN_SHARED])
 
     def operations_per_second(self, kind: torch.dtype) -> float:
         """By the path of products, for each thread."""
-        of_a_thread = {"onednn": 7e11, "fp16": 1.6e11}.get(self.product_path(kind), 1e11 if processor.AVX512 else 6e10)
+        of_a_thread = {"onednn": 7e11, "fp16": 1.6e11, "bf16": 1.8e11}.get(
+            self.product_path(kind), 1e11 if processor.AVX512 else 6e10)
         return of_a_thread * self.launcher.threads
 
     def refusal(self, shape: AttentionShape) -> str:
@@ -127,22 +130,26 @@ class CpuKernels:
         return self._packed(weight, bias, self._bits)
 
     def gated(self, weight: Tensor, bias: Tensor | None = None, activation: Activation = "silu") -> Linear:
-        """`weight [2 * intermediate, in]`, gates first.  Quantised or in fp16, SiLU is part of the product."""
+        """`weight [2 * intermediate, in]`, gates first.  Quantised, in fp16 or bf16, SiLU is part of the product."""
         if activation != "silu":
             return in_two_steps(self, weight, bias, activation)
         if self._bits:
             return linear_int.int_linear(weight, bias, self._bits, self._quantised, self.launcher, is_gated=True)
-        if self._in_halves(weight):
-            return linear_fp16.fp16_linear(weight, bias, self.launcher, is_gated=True)
-        return in_two_steps(self, weight, bias)
+        packed = self._packing(weight)
+        if packed is None:
+            return in_two_steps(self, weight, bias)
+        return packed(weight, bias, self.launcher, is_gated=True)
 
     def head(self, weight: Tensor) -> Linear:
         """`weight [vocab, hidden]`, packed for logits."""
         return self._packed(weight, None, self._head_bits)
 
-    def _in_halves(self, weight: Tensor) -> bool:
-        """Whether products with `weight` are computed in half precision."""
-        return self._path_of(weight.dtype) == "fp16" and linear_fp16.fits(weight)
+    def _packing(self, weight: Tensor) -> Callable[..., Linear] | None:
+        """Packs `weight` for products that may be gated; None where the path of its type has none."""
+        path = self._path_of(weight.dtype)
+        if path == "bf16":
+            return linear_bf16.bf16_linear
+        return linear_fp16.fp16_linear if path == "fp16" and linear_fp16.fits(weight) else None
 
     def _packed(self, weight: Tensor, bias: Tensor | None, bits: int) -> Linear:
         if bits:
@@ -150,9 +157,7 @@ class CpuKernels:
         if self._path_of(weight.dtype) == "onednn":
             self.launcher.join_torch()
             return onednn.onednn_linear(weight, bias)
-        if self._in_halves(weight):
-            return linear_fp16.fp16_linear(weight, bias, self.launcher)
-        return linear.tiled_linear(weight, bias, self.launcher)
+        return (self._packing(weight) or linear.tiled_linear)(weight, bias, self.launcher)
 
     def linear_bytes(self, outputs: int, depth: int, kind: torch.dtype) -> int:
         """Bytes of a packed `linear`."""
@@ -254,7 +259,7 @@ class CpuKernels:
         """Causal attention of every row over its own cached context: `[tokens, heads * head_dim]`."""
         tokens, rows, tables = query.shape[0], batch.context_lens.shape[0], batch.block_tables
         launcher, out = self.launcher, self.launcher.empty((tokens, shape.num_heads * shape.head_dim), query.dtype)
-        workspace = attention.workspace(shape, rows, tokens, batch.max_context_len)
+        workspace = attention_plan.workspace(shape, rows, tokens, batch.max_context_len)
         base = launcher.scratch(workspace.floats(launcher.threads))
         launcher.give(
             gemm.MULTIPLY[cache.storage.dtype].address, query.data_ptr(), out.data_ptr(), cache.address,
@@ -264,7 +269,7 @@ class CpuKernels:
             shape.window, _bits(shape.scale * LOG2_E), launcher.threads, _bits(shape.soft_cap * LOG2_E),
             0 if sinks is None else sinks.data_ptr(),
         )
-        launcher.alone(attention.PLAN)
+        launcher.alone(attention_plan.PLAN)
         launcher.together(attention.ATTEND[query.dtype, cache.storage.dtype])
         return out
 

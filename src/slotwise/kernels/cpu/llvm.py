@@ -14,6 +14,22 @@ from numba.core import cgutils
 BYTE, SHORT, WORD, LONG = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 SINGLE, HALF = ir.FloatType(), ir.HalfType()
 
+
+class _Brain(ir.Type):  # type: ignore[misc]  # llvmlite has no annotations
+    """bfloat16, for which llvmlite has no type: vectors of it are operands of instructions, and nothing else."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Brain)
+
+    def __hash__(self) -> int:
+        return hash(_Brain)
+
+
+BRAIN = _Brain()
+
 LINE = 64  # bytes of a cache line
 FAST = ("nnan", "nsz", "contract", "reassoc")
 LOWEST, HIGHEST = -126.0, 127.0  # 2**x is a float32 between

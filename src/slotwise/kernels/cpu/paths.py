@@ -4,26 +4,37 @@
     float32      float32    in float32 (`gemm.py`)
     bfloat16     onednn     by oneDNN, through torch (`onednn.py`); decode steps are not captured
                  fp16       in half precision (`linear_fp16.py`): AVX-512 FP16, and a depth of whole chains
+                 bf16       of pairs of bfloat16, added to float32 (`linear_bf16.py`): AVX-512 BF16
                  float32    widened to float32 on the way into registers (`gemm.py`)
     int8, int4   vnni       of bytes, added in fours by one instruction (`linear_int.py`): AVX-512 VNNI
                  integer    of bytes, added in pairs (`linear_int.py`)
 
-By default the first path of a group is used that this processor can execute and, for oneDNN, that was measured to be
-faster than float32.  One path can be forced, by an argument of `CpuKernels` or by the environment variable
-SLOTWISE_CPU_LINEAR; the other group keeps its default.  Tests run every path without an `obstacle`.
+By default the path of bfloat16 is the first of `FASTEST` whose feature this processor has.  Nothing is measured, so
+that every start on a machine computes the same.  One path can be forced, by an argument of `CpuKernels` or by the
+environment variable SLOTWISE_CPU_LINEAR; the other group keeps its default.  Tests run every path without an
+`obstacle`.
 """
 
 from __future__ import annotations
 
 import os
 
-from slotwise.kernels.cpu import linear_fp16, onednn
+from slotwise.kernels.cpu import linear_bf16, linear_fp16, onednn
 from slotwise.kernels.cpu.processor import has
 
 VARIABLE = "SLOTWISE_CPU_LINEAR"
-DENSE = ("onednn", "fp16", "float32")  # for weights of bfloat16
+DENSE = ("onednn", "fp16", "bf16", "float32")  # for weights of bfloat16
 QUANTISED = ("vnni", "integer")
 ALL = DENSE + QUANTISED
+
+FASTEST = (
+    ("amx-bf16", "onednn"),
+    ("avx512fp16", "fp16"),  # Intel's multiply bfloat16 at half the rate of float32
+    ("avx512bf16", "bf16"),
+    ("", "float32"),
+)
+"""The fastest path for a processor with a feature, by LLVM's name: the first line that holds, as measured
+(`benchmarks/products.py`)."""
 
 
 def obstacle(path: str) -> str:
@@ -32,6 +43,8 @@ def obstacle(path: str) -> str:
         return onednn.obstacle()
     if path == "fp16" and not linear_fp16.has_fp16_gemm():
         return "it needs a processor with AVX-512 FP16"
+    if path == "bf16" and not linear_bf16.has_bf16_gemm():
+        return "it needs a processor with AVX-512 BF16"
     if path == "vnni" and not has("avx512vnni"):
         return "it needs a processor with AVX-512 VNNI"
     return ""
@@ -54,12 +67,10 @@ def forced(path: str | None = None) -> str:
 
 
 def dense(forced: str) -> str:
-    """The path of bfloat16 weights.  Measures oneDNN at the first call of a process, unless a path is forced."""
+    """The path of bfloat16 weights."""
     if forced in DENSE:
         return forced
-    if onednn.multiplies_bfloat16():
-        return "onednn"
-    return "float32" if obstacle("fp16") else "fp16"
+    return next(path for feature, path in FASTEST if (not feature or has(feature)) and not obstacle(path))
 
 
 def quantised(forced: str) -> str:

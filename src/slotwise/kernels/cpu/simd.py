@@ -184,6 +184,20 @@ def _of_two(name: str) -> Callable[[float, float], float]:
 larger = _of_two("maxnum")
 smaller = _of_two("minnum")
 
+
+def _weighted(
+    builder: ir.IRBuilder, left: ir.Value, left_weight: ir.Value, right: ir.Value, right_weight: ir.Value
+) -> ir.Value:
+    return call(builder, "llvm.fma.f32", SINGLE, right, right_weight, builder.fmul(left, left_weight))
+
+
+weighted: Callable[[float, float, float, float], float] = intrinsic(
+    _weighted, FLOAT, FLOAT, FLOAT, FLOAT, returns=FLOAT)
+"""`weighted(left, its weight, right, its weight)`: their weighted sum, rounded alike wherever it is compiled.
+
+`left * a + right * b` may become either of two fused products.
+"""
+
 _C0, _C1, _C2, _C3, _C4, _C5 = map(float32, EXP2)
 
 

@@ -140,8 +140,8 @@ softmax_strip: _SoftmaxStrip = intrinsic(
 
 
 @kernel
-def soft_cap(scores: int, columns: int, cap: float) -> None:
-    """Cap a strip's scores; `cap` is in units of log 2, as scores are."""
+def soft_cap(scores: int, cap: float) -> None:
+    """Cap a whole strip of scores, those that count and others; `cap` is in units of log 2, as scores are."""
     factor = ONE / cap
-    for i in range(columns):
+    for i in range(STRIP):
         store(scores, i, cap * tanh(load(scores, i, FLOAT32) * factor), FLOAT32)

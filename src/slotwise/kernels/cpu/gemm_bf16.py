@@ -1,0 +1,148 @@
+"""The matrix product of a few rows of bfloat16 and a packed panel of 32 outputs, with sums in float32.
+
+    sums[rows, 32]  =  for each pair of inputs, in order:  += x[2i + 1] * w[2i + 1], += x[2i] * w[2i]
+
+One instruction (`vdpbf16ps`, AVX-512 BF16) adds the products of a pair to 16 sums; every sum stays in a register while
+the depth runs, in the same order for any number of rows.  So a row's result does not depend on the rows beside it, bit
+for bit.  Bias, the gate and rounding are applied to the sums in registers.
+
+`linear_bf16.py` packs both operands:
+
+    weights       strips x 16 pairs x 32 outputs x [ bfloat16[2] ]
+    activations   strips x rows x 16 pairs x [ bfloat16[2] ]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from llvmlite import ir
+
+from slotwise.kernels.cpu.jit.intrinsic import INT, intrinsic
+from slotwise.kernels.cpu.llvm import (
+    BRAIN,
+    LONG,
+    SINGLE,
+    WORD,
+    Loop,
+    all_of,
+    behind,
+    call,
+    number,
+    prefetch,
+    read,
+    round_to_bfloat16,
+    silu,
+    spread,
+    switch,
+    write,
+)
+
+STRIP = 32  # inputs of a row that lie together: a cache line
+STRIP_PAIRS = STRIP // 2
+STRIP_ROW_BYTES = 2 * STRIP
+PANEL = 32  # outputs computed together
+GATES = PANEL // 2  # of a panel that is half gates, half what they gate
+LINE_BYTES = 4 * PANEL  # of a panel's weights for one pair of inputs
+TALLEST = 14  # rows of a tile: its sums, two vectors of weights and the broadcast pair fit into 32 registers
+
+_FLOATS, _WORDS, _BRAINS = (ir.VectorType(kind, lanes) for kind, lanes in ((SINGLE, 16), (WORD, 16), (BRAIN, 32)))
+
+
+class Panel(NamedTuple):
+    """Addresses and strides of a panel's weights, and of the rows it is multiplied with."""
+
+    weights: ir.Value
+    x: ir.Value
+    strip_bytes: ir.Value  # of the activations, from strip to strip
+    strips: ir.Value
+    target: ir.Value
+    stride: ir.Value  # bytes from a row of results to the next
+    bias: ir.Value
+    is_gated: ir.Value
+    asked: ir.Value  # what to prefetch
+    step: ir.Value  # bytes of it with each pair of inputs, at most LINE_BYTES
+
+
+def _dot(builder: ir.IRBuilder, sums: ir.Value, left: ir.Value, right: ir.Value) -> ir.Value:
+    return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _FLOATS, sums, left, right)
+
+
+def _add_strip(builder: ir.IRBuilder, rows: int, panel: Panel, sums: list[ir.Value]) -> list[ir.Value]:
+    """The addresses behind a strip, then two vectors of sums a row."""
+    turns = Loop(builder, number(STRIP_PAIRS), 1, [panel.x, panel.weights, panel.asked, *sums])
+    column, line, asked, *sums = turns.values
+    prefetch(builder, asked)
+    prefetch(builder, builder.add(asked, builder.lshr(panel.step, number(1))))
+    weights = [read(builder, behind(builder, line, v * 64), _BRAINS, 4) for v in (0, 1)]
+    results = []
+    for row in range(rows):
+        pair = read(builder, behind(builder, column, row * STRIP_ROW_BYTES), WORD, 4)
+        factor = builder.bitcast(spread(builder, pair, _WORDS), _BRAINS)
+        results += [_dot(builder, sums[2 * row + v], factor, weights[v]) for v in (0, 1)]
+    return turns.close([behind(builder, column, 4), behind(builder, line, LINE_BYTES),
+                        builder.add(asked, panel.step), *results])
+
+
+def _add_all(builder: ir.IRBuilder, rows: int, panel: Panel) -> list[ir.Value]:
+    """Two vectors of sums a row."""
+    nothing = [all_of(_FLOATS, 0.0)] * (2 * rows)
+    strips = Loop(builder, panel.strips, 1, [panel.x, panel.weights, panel.asked, *nothing])
+    x, weights, asked, *sums = strips.values
+    _, weights, asked, *sums = _add_strip(
+        builder, rows, panel._replace(x=x, weights=weights, asked=asked), sums)
+    return strips.close([builder.add(x, panel.strip_bytes), weights, asked, *sums])[3:]
+
+
+def finish_row(builder: ir.IRBuilder, sums: list[ir.Value], bias: list[ir.Value], target: ir.Value, *,
+               is_gated: bool) -> None:
+    """Store a row's two vectors of sums plus bias as bfloat16, or of a panel of gates their one product."""
+    results = [builder.fadd(*pair) for pair in zip(sums, bias, strict=True)]
+    if is_gated:
+        gate, up = results
+        results = [builder.fmul(silu(builder, gate), up)]
+    for v, result in enumerate(results):
+        write(builder, round_to_bfloat16(builder, result), behind(builder, target, v * 32), align=2)
+
+
+def bias_of(builder: ir.IRBuilder, panel: Panel) -> list[ir.Value]:
+    """The two vectors of a panel's bias."""
+    return [read(builder, behind(builder, panel.bias, v * 64), _FLOATS, 4) for v in (0, 1)]
+
+
+def _finish(builder: ir.IRBuilder, panel: Panel, sums: list[ir.Value]) -> None:
+    bias = bias_of(builder, panel)
+
+    def of_kind(*, is_gated: bool) -> None:
+        target = panel.target
+        for row in range(len(sums) // 2):
+            finish_row(builder, sums[2 * row : 2 * row + 2], bias, target, is_gated=is_gated)
+            target = builder.add(target, panel.stride)
+
+    with builder.if_else(builder.icmp_signed("!=", panel.is_gated, number(0))) as (gated, plain):
+        with gated:
+            of_kind(is_gated=True)
+        with plain:
+            of_kind(is_gated=False)
+
+
+def _gemm(builder: ir.IRBuilder, height: ir.Value, *arguments: ir.Value) -> None:
+    panel = Panel._make(arguments)
+    switch(builder, height, range(1, TALLEST + 1),
+           lambda rows: _finish(builder, panel, _add_all(builder, rows, panel)))
+
+
+bf16_gemm: Callable[..., None] = intrinsic(_gemm, *[INT] * (1 + len(Panel._fields)))
+"""`bf16_gemm(height, *panel)`: the weights of a `Panel` times `height` rows, plus bias, to rows of bfloat16.
+
+Meanwhile memory from `asked` on is prefetched.  Rows at `target` have 32 numbers, or 16 where the panel `is_gated`.
+"""
+
+
+def _copy_line(builder: ir.IRBuilder, source: ir.Value, target: ir.Value) -> None:
+    write(builder, read(builder, source, ir.VectorType(LONG, 8), 2), target)
+
+
+copy_line: Callable[[int, int], None] = intrinsic(_copy_line, INT, INT)
+"""`copy_line(source, target)`: copy 64 bytes."""

@@ -1,0 +1,122 @@
+"""`/v1/embeddings`: one vector for each input, from the hidden states of its tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from array import array
+from collections.abc import Callable
+from functools import partial
+from http import HTTPStatus
+from sys import byteorder
+
+from slotwise.core.params import InvalidParams, PoolingParams, SamplingParams
+from slotwise.engine.generation import AT_THE_END
+from slotwise.server.choice import Choice, together
+from slotwise.server.context import Api
+from slotwise.server.errors import ApiError, bad_request, from_params
+from slotwise.server.http_exchange import HttpExchange
+from slotwise.server.job import Job, usage_of
+from slotwise.server.pipeline import Asked, check, encoding_of, respond
+from slotwise.server.protocol import EmbeddingRequest, decode
+from slotwise.server.shapes import EMBEDDING, to_json
+from slotwise.server.unknown_fields import warn_of_unknown_fields
+
+NO_TOKENS = SamplingParams(max_tokens=None)
+MAX_NUMBERS = 1 << 22  # of the vectors of one response: a thousand of a large model's
+
+Format = Callable[[bytes], bytes]
+"""Returns a vector, float32 and little-endian, as JSON."""
+
+
+async def embeddings(api: Api, exchange: HttpExchange) -> None:
+    """Vectors of one text or several, by pooling the model's hidden states."""
+    await respond(api, exchange, EMBEDDING, _embedding)
+
+
+async def _embedding(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
+    asked = decode(EmbeddingRequest, body)
+    warn_of_unknown_fields(exchange, EmbeddingRequest, body)
+    request = asked.as_generate()
+    slo = check(api, exchange, request)
+    pooling = _pooling(api, asked)
+    encoding = encoding_of(api, request, 0, adds_special_tokens=True)._replace(param="input", least_output=0)
+    api.check_capacity(slo)
+    with api.admission_control.entering(slo):
+        prompts = await api.prompts.of_completion(asked.input, api.settings.max_choices, exchange.holder, encoding)
+    limits = api.engine_client.info.limits
+    if objection := limits.objection(max(map(len, prompts)), 0):
+        raise bad_request(f"input: {objection}", "input", "context_length_exceeded")
+    if (num_numbers := len(prompts) * _width(api, pooling)) > MAX_NUMBERS:
+        raise bad_request(f"input: vectors of {num_numbers} numbers in all are more than {MAX_NUMBERS}; send fewer "
+                          "inputs", "input")
+    render = partial(_respond, formatted=_base64 if asked.encoding_format == "base64" else _floats)
+    return Asked(request, slo, prompts, NO_TOKENS, render, pooling=pooling)
+
+
+def _pooling(api: Api, asked: EmbeddingRequest) -> PoolingParams:
+    """Raises ApiError for vectors that the model does not give."""
+    defaults = api.settings.pooling_defaults
+    if defaults.objection:
+        raise bad_request(f"this model gives no embeddings: {defaults.objection}", "model", "embeddings_not_supported")
+    try:
+        pooling = defaults.chosen(asked.dimensions, normalize=asked.normalize)
+        pooling.check_width(api.engine_client.info.hidden_size)
+    except InvalidParams as error:
+        raise from_params(error) from error
+    return pooling
+
+
+def _width(api: Api, pooling: PoolingParams | None) -> int:
+    """Numbers of one vector."""
+    return (pooling.dimensions if pooling else None) or api.engine_client.info.hidden_size
+
+
+async def _respond(api: Api, exchange: HttpExchange, job: Job, choices: list[Choice], formatted: Format) -> None:
+    """Send all vectors, when the last of them is there."""
+    num_numbers = len(choices) * _width(api, job.pooling)
+    if objection := api.vector_numbers.objection(exchange.holder, num_numbers):
+        raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, f"input: {objection}", code="vectors_full")
+    api.vector_numbers.acquire(exchange.holder, num_numbers)
+    try:
+        await together([_read(choice) for choice in choices])
+        first_ns = time.monotonic_ns()
+        await exchange.respond_in_parts(await _body(job, choices, formatted))
+    finally:
+        api.vector_numbers.release(exchange.holder, num_numbers)
+    last_ns = time.monotonic_ns()
+    for choice in choices:
+        api.batched_observer.sent(choice.generation.request_id, first_ns, last_ns, 1)
+
+
+async def _read(choice: Choice) -> None:
+    """Wait until a vector is there.  Raises ApiError: the engine could not finish it, or it was aborted."""
+    choice.generation.interval = AT_THE_END
+    async for chunk in choice.generation:
+        choice.read(chunk)
+    if not choice.generation.pooled:
+        raise bad_request(f"an input was ended ({choice.generation.end_reason}) before its vector was there",
+                          "input", choice.generation.end_reason)
+
+
+async def _body(job: Job, choices: list[Choice], formatted: Format) -> list[bytes]:
+    """The response as JSON, in parts; other clients are served between vectors."""
+    parts = [b'{"object":"list","data":[']
+    for choice in choices:
+        parts += (b"," * (choice.index > 0) + b'{"object":"embedding","index":%d,"embedding":' % choice.index,
+                  formatted(choice.generation.pooled), b"}")
+        await asyncio.sleep(0)
+    last = {"model": job.heading.model, "id": job.heading.response_id, "usage": usage_of(job, choices)}
+    return [*parts, b"]," + to_json(last)[1:]]
+
+
+def _floats(vector: bytes) -> bytes:
+    numbers = array("f", vector)
+    if byteorder == "big":
+        numbers.byteswap()
+    return to_json(numbers.tolist())
+
+
+def _base64(vector: bytes) -> bytes:
+    return b'"' + base64.b64encode(vector) + b'"'

@@ -1,0 +1,56 @@
+"""`openai`: gpt-oss's harmony, told by the tokenizer's special tokens: reasoning, tool calls and answers in channels.
+
+    <|channel|>analysis<|message|>The user wants ...<|end|>
+    <|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>
+    <|start|>assistant<|channel|>final<|message|>It is sunny.<|return|>
+
+The prompt ends with `<|start|>assistant`.
+"""
+
+from __future__ import annotations
+
+import re
+
+from slotwise.server.parsers.json_text import Emit, nested
+from slotwise.server.parsers.parser import FormatParser
+from slotwise.server.parsers.reader import Waiting
+
+RECIPIENT = re.compile(r"to=([\w.:-]+)")
+FUNCTIONS = "functions."
+START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+ENDS = ("<|end|>", "<|call|>", "<|return|>")
+
+
+class Harmony(FormatParser):
+    MODELS = "gpt-oss"
+    SPELLINGS = (START, CHANNEL, MESSAGE, *ENDS, "<|constrain|>")
+
+    def _parse(self) -> Waiting[None]:
+        start, channel, message = map(self.markers.of, (START, CHANNEL, MESSAGE))
+        ends = tuple(map(self.markers.of, ENDS))
+        yield from self.reader.spaces()
+        is_header = bool((yield from self.reader.at(start, channel, message, "to=")))
+        if not is_header:  # the prompt had it
+            is_header = yield from self._body("")
+        while (yield from self.reader.peek()):
+            parts: list[str] = []
+            found = yield from self.reader.until(parts.append, message, *ends)
+            before, is_started, header = "".join(parts).rpartition(start)
+            self._say(before if is_started or is_header or found == message else header)
+            is_header = found == message and (yield from self._body(header))
+
+    def _body(self, header: str) -> Waiting[bool]:
+        """Reads a message.  Returns whether the header of another one follows."""
+        recipient = RECIPIENT.search(header)
+        _, _, channel = header.partition(self.markers.of(CHANNEL))
+        if recipient and recipient[1].startswith(FUNCTIONS):
+            self._call(recipient[1].removeprefix(FUNCTIONS))
+            if (yield from self.reader.peek()) == "{":
+                yield from nested(self.reader, self._argue)
+            say: Emit = self._argue
+        elif channel.startswith("analysis") or recipient:  # what goes to built-in tools is no answer
+            say = self._think
+        else:
+            say = self._say
+        start = self.markers.of(START)
+        return (yield from self.reader.until(say, *map(self.markers.of, ENDS), start)) == start

@@ -1,0 +1,97 @@
+"""From a request's body to its answer: what every route that uses the model shares.
+
+    enter ──► body ──► the route's own check: an Asked ──► Job ──► generate.answer ──► the route's own renderer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple
+
+from slotwise.core.params import InvalidParams, PoolingParams, SamplingParams
+from slotwise.core.slo import SLO
+from slotwise.server.context import Api
+from slotwise.server.errors import bad_request, from_params
+from slotwise.server.generate import Renderer, answer
+from slotwise.server.http_exchange import HttpExchange, checked_request_id
+from slotwise.server.job import Job, Repeated
+from slotwise.server.output_parsing import Parsing
+from slotwise.server.prompts import Encoding
+from slotwise.server.protocol import Generate, check_model
+from slotwise.server.shapes import Heading, Shape
+from slotwise.server.slo import UNTIERED
+
+
+class Asked(NamedTuple):
+    """A checked request with its prompts, parameters and objectives."""
+
+    request: Generate
+    slo: SLO
+    prompts: list[list[int]]
+    params: SamplingParams
+    render: Renderer
+    repeated: Repeated = Repeated()
+    is_silent: bool = False
+    pooling: PoolingParams | None = None  # vectors are wanted, and no tokens
+    parsing: Parsing | None = None  # how outputs are parsed; None: they are text
+
+
+Check = Callable[[Api, HttpExchange, bytes], Awaitable[Asked]]
+"""Decodes and checks a body, and encodes its prompts."""
+
+
+async def respond(api: Api, exchange: HttpExchange, shape: Shape, prepare: Check) -> None:
+    """Answer a request.  Raises ApiError: it cannot be served, or failed."""
+    _enter(api, exchange)
+    async with api.bodies.reading(exchange) as body:
+        asked = await prepare(api, exchange, body)
+        del body  # frees its memory while the response is generated
+    request, slo, params = asked.request, asked.slo, asked.params
+    try:
+        params.check_vocabulary(api.engine_client.info.vocab_size, api.engine_client.info.eos_token_ids)
+    except InvalidParams as error:
+        raise from_params(error) from error
+    tier = slo.tier or (UNTIERED if request.service_tier is not None else "")
+    heading = Heading.now(shape, exchange.request_id, api.settings.served_model_name, tier)
+    salt = _salt(exchange.tenant, request.cache_salt)
+    job = Job(request, asked.prompts, params, heading, slo, salt, exchange.received_ns, exchange.read_ns,
+              exchange.traceparent, asked.repeated, asked.is_silent, asked.pooling, asked.parsing)
+    await answer(api, exchange, job, asked.render)
+
+
+def encoding_of(api: Api, request: Generate, num_output: int, *, adds_special_tokens: bool) -> Encoding:
+    """How prompts are encoded.
+
+    Args:
+        num_output: tokens for which a prompt leaves room if as many of its own are kept as fit.
+        adds_special_tokens: by default.
+    """
+    most, longest = request.truncate_prompt_tokens, api.prompts.longest
+    if most == -1:
+        most = max(1, longest - num_output)
+    elif most is not None and not 0 < most <= longest:
+        raise bad_request(f"truncate_prompt_tokens: must be -1 or between 1 and {longest}", "truncate_prompt_tokens")
+    adds = request.add_special_tokens
+    return Encoding(adds_special_tokens if adds is None else adds, most, request.truncation_side != "right")
+
+
+def _salt(tenant: str, cache_salt: str | None) -> str:
+    """The salt of prefix-cache hashes.  Tenants' names are all of one length: no salt can equal another tenant's."""
+    return f"{tenant}:{cache_salt}" if cache_salt else tenant
+
+
+def _enter(api: Api, exchange: HttpExchange) -> None:
+    """Refuse, before its body is read, a request that finds the queue full or its quota of requests used up."""
+    api.check_capacity(SLO(exchange.tenant))
+    account = api.account(exchange)
+    api.quotas.check_queue(account)
+    api.quotas.count_request(account)
+
+
+def check(api: Api, exchange: HttpExchange, request: Generate) -> SLO:
+    """All checks that need no prompt.  Returns the objectives the request is served on."""
+    check_model(request.model, api.settings.model_names)
+    request.refuse_unsupported()
+    if request.request_id is not None:
+        exchange.request_id = checked_request_id(request.request_id, "request_id")
+    return api.slo(request, exchange.tenant)

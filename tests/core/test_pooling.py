@@ -1,0 +1,77 @@
+"""Pooled requests in the scheduler: they end with their prompt, and sample nothing."""
+
+from __future__ import annotations
+
+import pytest
+from toy import Driver, next_token, request
+
+from slotwise.batching.groups import Static
+from slotwise.core.limits import SchedulerLimits
+from slotwise.core.params import InvalidParams, PoolingParams
+from slotwise.core.step import Output, StepResult
+
+LAST, MEAN = PoolingParams("last"), PoolingParams("mean")
+LIMITS = SchedulerLimits(
+    max_model_len=32, num_blocks=12, block_size=4, max_num_seqs=4, max_num_batched_tokens=8,
+    enable_prefix_caching=True)
+
+
+@pytest.mark.parametrize("pooling", [LAST, MEAN])
+def test_a_prompt_in_chunks_ends_with_its_last_token(pooling):
+    driver, prompt = Driver(LIMITS), list(range(20))
+    driver.add(request("a", prompt, pooling=pooling))
+    driver.run()
+    assert driver.plans[0].new_requests[0].output is Output.POOLED
+    counts = [plan.counts for plan in driver.plans]
+    assert counts == [(8,), (8,), (4,)]
+    wanted = counts if pooling is MEAN else [(0,), (0,), (1,)]
+    assert [plan.num_logits for plan in driver.plans] == wanted
+    assert driver.ended == {"a": "stop"}
+    assert driver.output == {}
+    assert driver.pooled == {"a": next_token(prompt)}
+
+
+def test_a_prompt_may_be_as_long_as_the_model_takes():
+    driver = Driver(LIMITS)
+    driver.add(request("fits", [1] * 32, pooling=LAST))
+    driver.add(request("sampled", [1] * 32))
+    driver.add(request("longer", [1] * 33, pooling=LAST))
+    driver.run()
+    assert driver.ended == {"fits": "stop", "sampled": "rejected", "longer": "rejected"}
+
+
+@pytest.mark.parametrize(("pooling", "computed"), [(LAST, 4), (MEAN, 16)])
+def test_a_mean_reads_no_cached_prefix_and_leaves_one(pooling, computed):
+    driver = Driver(LIMITS)
+    driver.add(request("first", list(range(16)), pooling=MEAN))
+    driver.run()
+    before = len(driver.plans)
+    driver.add(request("again", list(range(16)), pooling=pooling))
+    driver.run()
+    assert sum(plan.num_tokens for plan in driver.plans[before:]) == computed
+    assert driver.pooled["again"] == driver.pooled["first"]
+
+
+def test_a_static_batch_holds_a_pooled_row_until_its_end():
+    driver = Driver(LIMITS, Static(2))
+    driver.add(request("pooled", [1, 2, 3], pooling=MEAN))
+    driver.add(request("sampled", [5, 6], max_tokens=4, ignore_eos=True))
+    driver.run()
+    assert any(plan.held for plan in driver.plans)
+    assert driver.ended == {"pooled": "stop", "sampled": "length"}
+    assert driver.pooled == {"pooled": next_token([1, 2, 3])}
+
+
+def test_a_row_without_a_vector_ends_in_error():
+    driver = Driver(LIMITS)
+    driver.add(request("a", [1, 2], pooling=LAST))
+    plan = driver.scheduler.schedule(0.0)
+    driver.scheduler.commit(plan, StepResult(plan.step, ((),), failed=(0,)), 1.0)
+    driver._fold()
+    assert driver.ended == {"a": "error"}
+
+
+@pytest.mark.parametrize("wrong", [{"pooling_type": "cls"}, {"dimensions": 0}, {"dimensions": 1.5}])
+def test_parameters_out_of_range_are_refused(wrong):
+    with pytest.raises(InvalidParams):
+        PoolingParams(**wrong)

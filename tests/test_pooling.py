@@ -1,0 +1,210 @@
+"""Vectors of prompts against transformers' hidden states, however the prompts are computed."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+
+import checkpoints
+import pytest
+import torch
+from live import serving
+
+from slotwise import LLM, PoolingParams, SamplingParams
+from slotwise.compose.engine import build_engine
+from slotwise.core import params
+from slotwise.engine.config import ConfigError, EngineConfig
+from slotwise.engine.engine import Engine
+from slotwise.engine.messages import Add, StepRecord
+from slotwise.observe import event_log
+from slotwise.simulate.replay import replay
+
+LENGTHS = [1, 2, 40, 75, 23, 60, 100]
+BYTES_A_BLOCK = 2 * 16 * 4 * 32 * 4 * 3  # keys and values, tokens, heads, head_dim, float32, layers
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints.make("qwen3", tmp_path_factory.mktemp("qwen3"), tokenizer=True)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return checkpoints.prompts(LENGTHS, seed=5)
+
+
+@pytest.fixture(scope="module")
+def exact(folder: Path) -> Callable[..., torch.Tensor]:
+    """The vector that transformers' last hidden states give."""
+    model = checkpoints.reference_model(folder, "float32").model
+
+    def vector(prompt: list[int], kind: str, dimensions: int | None = None, *, normalize: bool = True) -> torch.Tensor:
+        with torch.inference_mode(), checkpoints.one_thread():
+            hidden = model(torch.tensor([prompt])).last_hidden_state[0]
+        found = (hidden.mean(0) if kind == "mean" else hidden[-1])[:dimensions]
+        return found / found.norm() if normalize else found
+
+    return vector
+
+
+def engine(folder: Path, **settings: object) -> Engine:
+    built, _ = build_engine(EngineConfig.of(**{
+        "model": str(folder), "dtype": "float32", "block_size": 16, "kv_cache_memory": 16 << 20, "max_model_len": 128,
+        "max_num_seqs": 8} | settings))
+    return built
+
+
+def add(name: str, prompt: list[int], kind: str, *, normalize: bool = True) -> Add:
+    return Add(name, prompt, params.SamplingParams(max_tokens=None), seed=0,
+               pooling=params.PoolingParams(kind, normalize=normalize))
+
+
+def run(subject: Engine, adds: list[Add]) -> tuple[dict[str, torch.Tensor], list[StepRecord]]:
+    for command in adds:
+        subject.handle(command)
+    vectors, records = {}, []
+    while subject.has_work:
+        record = subject.step()
+        records.append(record)
+        assert not record.failure and not any(end.message for end in record.ended), record
+        for name, vector in zip(record.request_ids, record.pooled, strict=False):
+            if vector:
+                vectors[name] = torch.tensor(array("f", vector))
+    return vectors, records
+
+
+@pytest.mark.parametrize("kind", ["last", "mean"])
+@pytest.mark.parametrize("settings", [
+    {}, {"max_num_batched_tokens": 16}, {"kv_cache_memory": BYTES_A_BLOCK * 12}, {"overlap": 1},
+    {"batching": "static"}, {"device": "reference"}, {"max_num_batched_tokens": 16, "overlap": 1}],
+    ids=["whole", "chunked", "preempted", "overlap", "static", "device", "chunked and overlap"])
+def test_vectors_equal_transformers_beside_requests_that_generate(folder, prompts, exact, kind, settings):
+    pooled = [add(f"p{index}", prompt, kind) for index, prompt in enumerate(prompts)]
+    sampled = [Add(f"s{index}", prompt, params.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), seed=0)
+               for index, prompt in enumerate(prompts)]
+    both = [one for pair in zip(pooled, sampled, strict=True) for one in pair]
+    vectors, records = run(engine(folder, **settings), both)
+    for index, prompt in enumerate(prompts):
+        torch.testing.assert_close(vectors[f"p{index}"], exact(prompt, kind), atol=2e-5, rtol=1e-4)
+    ends = {end.request_id: (end.reason, end.num_output) for record in records for end in record.ended}
+    assert ends == {f"p{index}": ("stop", 0) for index in range(len(prompts))} | {
+        f"s{index}": ("length", 12) for index in range(len(prompts))}
+    if "kv_cache_memory" in settings:
+        assert any(record.preempted for record in records)
+    if "max_num_batched_tokens" in settings:
+        assert max(sum(record.counts) for record in records) <= 16
+
+
+def test_generation_is_the_same_beside_pooled_requests(folder, prompts):
+    sampled = [Add(f"s{index}", prompt, params.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), seed=0)
+               for index, prompt in enumerate(prompts)]
+
+    def tokens(adds: list[Add]) -> dict[str, tuple[int, ...]]:
+        found: dict[str, tuple[int, ...]] = {}
+        for record in run(engine(folder), adds)[1]:
+            for name, row in zip(record.request_ids, record.token_ids, strict=True):
+                found[name] = found.get(name, ()) + row
+        return {name: row for name, row in found.items() if row}
+
+    beside = [add(f"p{index}", prompt, "mean") for index, prompt in enumerate(prompts)]
+    assert tokens([*beside, *sampled]) == tokens(sampled)
+
+
+@pytest.mark.parametrize("kind", ["last", "mean"])
+def test_a_cached_prefix_serves_the_last_token_and_not_the_mean(folder, exact, kind):
+    subject, prompt = engine(folder), checkpoints.prompts([64], seed=9)[0]
+    run(subject, [add("first", prompt, kind)])
+    vectors, records = run(subject, [add("again", prompt, kind)])
+    assert sum(sum(record.counts) for record in records) == (64 if kind == "mean" else 16)
+    torch.testing.assert_close(vectors["again"], exact(prompt, kind), atol=2e-5, rtol=1e-4)
+
+
+def test_a_failed_step_does_not_count_a_chunk_twice(folder, exact, monkeypatch):
+    subject, prompt = engine(folder, max_num_batched_tokens=16, overlap=1), checkpoints.prompts([60], seed=2)[0]
+    run(subject, [])
+    collect, calls = subject.executor.collect, []
+
+    def failing() -> object:
+        calls.append(0)
+        result = collect()
+        if len(calls) == 2:  # of the step of another request: the step in flight behind it is dropped
+            raise RuntimeError("one step failed")
+        return result
+
+    monkeypatch.setattr(subject.executor, "collect", failing)
+    subject.handle(add("broken", [1] * 32, "mean"))
+    subject.handle(add("sound", prompt, "mean"))
+    vectors, ends = {}, {}
+    while subject.has_work:
+        record = subject.step()
+        vectors |= {name: vector for name, vector in zip(record.request_ids, record.pooled, strict=False) if vector}
+        ends |= {end.request_id: end.reason for end in record.ended}
+    assert ends == {"broken": "error", "sound": "stop"}
+    torch.testing.assert_close(torch.tensor(array("f", vectors["sound"])), exact(prompt, "mean"), atol=2e-5, rtol=1e-4)
+
+
+def test_embed_returns_vllms_outputs(folder, prompts, exact):
+    llm = LLM(str(folder), dtype="float32", max_model_len=128, pooler_config={"pooling_type": "MEAN"})
+    outputs = llm.embed([{"prompt_token_ids": prompt} for prompt in prompts], use_tqdm=False)
+    for output, prompt in zip(outputs, prompts, strict=True):
+        assert output.prompt_token_ids == prompt and output.finished
+        torch.testing.assert_close(torch.tensor(output.outputs.embedding), exact(prompt, "mean"), atol=2e-5, rtol=1e-4)
+    (short,) = llm.embed(prompts[3], use_tqdm=False, pooling_params=PoolingParams(dimensions=8, normalize=False))
+    wanted = exact(prompts[3], "mean", 8, normalize=False)
+    torch.testing.assert_close(torch.tensor(short.outputs.embedding), wanted, atol=2e-5, rtol=1e-4)
+    assert llm.generate([prompts[0]], SamplingParams(max_tokens=1), use_tqdm=False)[0].finished
+    with pytest.raises(ValueError, match="dimensions"):
+        llm.embed(prompts[0], pooling_params=PoolingParams(dimensions=1 << 15))
+    with pytest.raises(ValueError, match="129 tokens"):
+        llm.embed([[1] * 129])
+
+
+def write(folder: Path, name: str, value: object) -> None:
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text(json.dumps(value))
+
+
+def test_the_checkpoint_says_how_it_pools(tmp_path):
+    from slotwise.compose.pooling import read_pooling
+
+    modules = [{"type": f"sentence_transformers.models.{kind}"} for kind in ("Transformer", "Pooling", "Normalize")]
+    assert read_pooling(tmp_path).params == params.PoolingParams("last")
+    write(tmp_path, "1_Pooling/config.json", {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False})
+    write(tmp_path, "modules.json", modules)
+    assert read_pooling(tmp_path).params == params.PoolingParams("mean")
+    write(tmp_path, "modules.json", modules[:2])
+    assert read_pooling(tmp_path).params == params.PoolingParams("mean", normalize=False)
+    chosen = read_pooling(tmp_path, {"seq_pooling_type": "LAST", "use_activation": True}).params
+    assert chosen == params.PoolingParams("last")
+    write(tmp_path, "1_Pooling/config.json", {"pooling_mode_cls_token": True})
+    assert "cls" in read_pooling(tmp_path).objection
+    write(tmp_path, "modules.json", [*modules, {"type": "sentence_transformers.models.Dense"}])
+    assert "Dense" in read_pooling(tmp_path).objection
+    assert not read_pooling(tmp_path, {"pooling_type": "MEAN"}).objection
+    for wrong in ({"pooling_type": "CLS"}, {"normalize": 1}, {"poling_type": "LAST"}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            read_pooling(tmp_path, wrong)
+
+
+def test_a_server_gives_the_same_and_its_log_replays(folder, prompts, exact, tmp_path, openai):
+    log = tmp_path / "events"
+    arguments = (str(folder), "--dtype", "float32", "--max-model-len", "128", "--max-num-batched-tokens", "32",
+                 "--max-num-seqs", "8", "--pooler-config", '{"pooling_type": "MEAN"}', "--event-log", str(log))
+    with serving(*arguments, log=tmp_path / "log") as live:
+        client = openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
+        model = client.models.list().data[0].id
+        for dimensions in (None, 16):
+            options = {} if dimensions is None else {"dimensions": dimensions}
+            answer = client.embeddings.create(model=model, input=prompts, **options)
+            assert answer.usage.prompt_tokens == sum(LENGTHS)
+            for one, prompt in zip(answer.data, prompts, strict=True):
+                wanted = exact(prompt, "mean", dimensions)
+                torch.testing.assert_close(torch.tensor(one.embedding), wanted, atol=2e-5, rtol=1e-4)
+        assert client.completions.create(model=model, prompt=prompts[2], max_tokens=3).usage.completion_tokens
+        metrics = live.client.get("/metrics").text
+        assert f'slotwise:request_success_total{{finished_reason="stop",model_name="{model}"}} {2 * len(prompts)}' in (
+            metrics), [line for line in metrics.splitlines() if "request_success" in line]
+    outcome = replay(event_log.read_file(log))
+    assert outcome.difference is None and outcome.requests == 2 * len(prompts) + 1

@@ -126,7 +126,7 @@ class Compiled(NamedTuple):
     """The grammar of a request is compiled, before this step's plan was made; an objection says why it cannot be."""
 
     number: Number
-    objection: str = ""
+    objection: str = ""  # empty: none
 
 
 class Stop(NamedTuple):

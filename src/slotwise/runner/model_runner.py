@@ -151,8 +151,8 @@ class ModelRunner:
         """Begin to fill the masks of a plan, beside its forward pass."""
         if self._masks is not None and self._masks.are_in(plan):
             earlier = [outcome for outcome in self._outcomes if not isinstance(outcome, Exception)]
-            described = self._prompts.without(plan)[0] if self._prompts.are_in(plan) else plan
-            self._masks.begin(described, lambda: [(one.plan, one.result().tokens) for one in earlier])
+            drawn = plan._replace(num_logits=tuple(self._prompts.num_drawn(plan)))
+            self._masks.begin(drawn, lambda: [(one.plan, one.result().tokens) for one in earlier])
 
     def _enqueue(self, plan: StepPlan) -> _Enqueued | _Verified:
         device, drawn, of_prompts = self._decoder.kernels.device, None, NOTHING

@@ -25,6 +25,12 @@ def openai() -> ModuleType:
     return importlib.import_module("openai")
 
 
+@pytest.fixture(scope="session")
+def anthropic() -> ModuleType:
+    """Anthropic's client, likewise."""
+    return importlib.import_module("anthropic")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests first, each whole: the last process to finish decides when everything has."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}

@@ -47,7 +47,7 @@ def routes() -> str:
 
 def bodies() -> str:
     """Returns a section for the body of each route that takes one."""
-    shared, parts = _fields_of(Generate), ["## Fields of both routes that generate", _shared()]
+    shared, parts = _fields_of(Generate), ["## Fields of completions and chats", _shared()]
     for path, kind in BODIES.items():
         parts += [f"## POST {path}", _docstring(kind), _body(kind, shared if issubclass(kind, Generate) else ())]
     settings = notes_of(Scheduling) | notes_of(SchedulerLimits) | notes_of(Ordering) | notes_of(Batching) | KINDS

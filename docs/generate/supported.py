@@ -29,7 +29,6 @@ WITHOUT = (  # a capability, and a name that would be there with it
     ("speculative decoding: no draft model and no n-gram proposer is part of the package", "--speculative-config"),
     ("scores and reranking: no supported family has a head for them", "/rerank"),
     ("OpenAI's Responses API", "/v1/responses"),
-    ("Anthropic's Messages API", "/v1/messages"),
     ("audio routes", "/v1/audio/transcriptions"),
     ("TLS: a proxy in front of the server can add it", "--ssl-certfile"),
     ("a prefix of all paths", "--root-path"),

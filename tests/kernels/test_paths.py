@@ -15,7 +15,7 @@ from numba import config
 from slotwise import LLM, SamplingParams
 from slotwise.compose.engine import load
 from slotwise.engine.config import ConfigError, EngineConfig
-from slotwise.kernels.cpu import onednn, paths
+from slotwise.kernels.cpu import linear_bf16, onednn, paths
 from slotwise.kernels.cpu.kernels import CpuKernels
 from slotwise.kernels.cpu.processor import AVX512
 from slotwise.kernels.select import choose
@@ -41,7 +41,9 @@ def test_the_fastest_path_that_the_processor_has_is_taken(monkeypatch, features,
 @pytest.mark.skipif(not AVX512, reason="wants a processor with AVX-512")
 def test_a_path_with_an_obstacle_is_not_taken(monkeypatch):
     monkeypatch.setattr(config, "CPU_FEATURES", "+avx512f,+avx512bf16,+amx-bf16")
-    monkeypatch.setattr(onednn, "obstacle", lambda: "torch has none")
+    monkeypatch.setattr(linear_bf16, "amx_obstacle", lambda: "")
+    assert CpuKernels(1).product_path(BFLOAT16) == "amx"
+    monkeypatch.setattr(linear_bf16, "amx_obstacle", lambda: "the system permits no AMX")
     assert CpuKernels(1).product_path(BFLOAT16) == "bf16"
 
 
@@ -62,17 +64,17 @@ def test_a_path_of_integers_is_forced_for_quantised_weights(path, monkeypatch):
 
 
 def test_an_unknown_path_is_refused_with_those_there_are(monkeypatch):
-    with pytest.raises(ValueError, match="path must be onednn, fp16, bf16, float32, vnni or integer, not 'gpu'"):
+    with pytest.raises(ValueError, match="path must be amx, fp16, bf16, float32, onednn, vnni or integer, not 'gpu'"):
         CpuKernels(1, path="gpu")
     monkeypatch.setenv(paths.VARIABLE, "FLOAT32")
     with pytest.raises(ConfigError, match=r"^SLOTWISE_CPU_LINEAR must be .*, not 'FLOAT32'$"):
         load(EngineConfig.of(model="nowhere", device="cpu"))
 
 
-@pytest.mark.parametrize("path", ["fp16", "bf16", "vnni"])
+@pytest.mark.parametrize("path", ["amx", "fp16", "bf16", "vnni"])
 def test_a_path_that_the_processor_cannot_execute_is_refused(path, monkeypatch):
     monkeypatch.setattr(config, "CPU_FEATURES", "+avx512f")
-    with pytest.raises(ValueError, match=f"path {path} cannot run here: it needs a processor with AVX-512"):
+    with pytest.raises(ValueError, match=f"path {path} cannot run here: it needs a processor with A"):
         CpuKernels(1, path=path)
     monkeypatch.setenv(paths.VARIABLE, path)
     with pytest.raises(ConfigError, match=f"SLOTWISE_CPU_LINEAR {path} cannot run here"):
@@ -92,7 +94,8 @@ def test_a_bad_path_is_one_line_on_the_command_line(monkeypatch):
     run = cli("generate", "--device", "cpu", "x")
     assert run.returncode == 1
     assert run.stderr == (
-        "slotwise generate: SLOTWISE_CPU_LINEAR must be onednn, fp16, bf16, float32, vnni or integer, not 'abacus'\n")
+        "slotwise generate: SLOTWISE_CPU_LINEAR must be amx, fp16, bf16, float32, onednn, vnni or integer, "
+        "not 'abacus'\n")
 
 
 @product_paths.each(paths.ALL)

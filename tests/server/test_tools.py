@@ -243,3 +243,29 @@ def test_how_a_format_is_chosen() -> None:
         output_format("", "", True, "plain", {})
     with pytest.raises(ValueError, match="special tokens"):
         output_format("openai", "", None, "", {})
+
+
+def test_anthropics_client_gets_thinking_text_and_calls(hermes: Server, anthropic: ModuleType) -> None:
+    client = anthropic.Anthropic(base_url=hermes.url, api_key="x", max_retries=0)
+    tools = [{"name": "weather", "input_schema": WEATHER["function"]["parameters"]},
+             {"name": "time", "input_schema": {"type": "object"}}]
+    said = THOUGHT + "I look.\n" + HERMES + '\n<tool_call>{"name": "time", "arguments": {}}</tool_call>'
+    asked = {"model": "toy", "max_tokens": 400, "tools": tools, "messages": [{"role": "user", "content": said}]}
+    whole_message = client.messages.create(**asked)
+    with client.messages.stream(**asked) as stream:
+        streamed_message = stream.get_final_message()
+    for message in (whole_message, streamed_message):
+        thinking, text, weather, time = message.content
+        assert (thinking.type, thinking.thinking) == ("thinking", "Where?")
+        assert (text.type, text.text) == ("text", "I look.")
+        assert (weather.type, weather.name, weather.input) == ("tool_use", "weather", {"city": "Zürich é😀"})
+        assert (time.type, time.name, time.input) == ("tool_use", "time", {}) and weather.id != time.id
+        assert message.stop_reason == "tool_use"
+    one = client.messages.create(**asked, tool_choice={"type": "auto", "disable_parallel_tool_use": True})
+    assert [block.type for block in one.content] == ["thinking", "text", "tool_use"] and one.stop_reason == "tool_use"
+    hidden = client.messages.create(**asked, thinking={"type": "adaptive", "display": "omitted"})
+    assert [block.type for block in hidden.content] == ["text", "tool_use", "tool_use"]
+    turns = [*asked["messages"], {"role": "assistant", "content": whole_message.content},
+             {"role": "user", "content": [{"type": "tool_result", "tool_use_id": whole_message.content[2].id,
+                                           "content": "sunny"}]}]
+    assert client.messages.create(**asked | {"messages": turns}).content[0].text == "sunny"

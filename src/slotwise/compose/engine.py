@@ -44,6 +44,8 @@ from slotwise.runner.sampling.gpu import DeviceSampler
 from slotwise.runner.sampling.grammars import Grammars
 from slotwise.runner.sampling.masks import Masks
 from slotwise.runner.sampling.params import Sampling
+from slotwise.speculation.proposer import proposer_of
+from slotwise.speculation.settings import Speculation
 
 Progress = Callable[[str, int, int], None]
 """Called with `(stage, done, total)` while an engine is built."""
@@ -134,17 +136,24 @@ class Loaded:
             vocab_size=decoder.config.vocab_size, limits=limits, scheduling=scheduling, eos_token_ids=eos_ids,
             memory=used, depth=depth, quantization=config.quantization, kv_cache_dtype=config.kv_cache_dtype,
             threads=torch.get_num_threads(), product_path=self.product_path,
-            checkpoint=self._checkpoint, hidden_size=decoder.config.hidden_size)
+            checkpoint=self._checkpoint, hidden_size=decoder.config.hidden_size, speculation=self._speculation(config))
         grammars = Grammars(self._vocabulary.result() if self._vocabulary is not None else None)
         runner = _runner(decoder, limits, grammars)
         check_steps(runner, limits, time.monotonic_ns)
-        times = load_or_learn(config, info, lambda: warmup(runner, limits, time.monotonic_ns))
-        scheduler = Scheduler(limits, scheduling.discipline(), scheduling.policy(times), times)
+        times = load_or_learn(config, info, lambda: warmup(
+            runner, limits, time.monotonic_ns, drafts=info.speculation is not None))
+        proposer = proposer_of(info.speculation, times)
+        scheduler = Scheduler(limits, scheduling.discipline(), scheduling.policy(times), times, proposer)
         engine = Engine(scheduler, runner, time.monotonic_ns, eos_ids, depth=depth, scheduling=scheduling,
                         grammars=grammars)
         info.learned = times.learned() if times.is_trained else None
         info.roofline = self.roofline(glance(decoder))
         return engine, info
+
+    def _speculation(self, config: EngineConfig) -> Speculation | None:
+        """Returns the settings of drafts with what depends on the model."""
+        is_exact = self._decoder.config.dtype == torch.float32 and config.quantization == "none"
+        return config.speculative_config and config.speculative_config.resolved(is_exact=is_exact)
 
     def _with_runtime(self, used: MemoryUse) -> MemoryUse:
         """Returns `used` with the runtime's bytes, measured when kernels are ready and before the cache exists."""

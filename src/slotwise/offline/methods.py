@@ -15,8 +15,7 @@ CALL: dict[str, tuple[Any, ...]] = {  # arguments, with what is accepted beside 
 }
 METHODS = {  # what to do instead
     "beam_search": "set n, and choose among the outputs by cumulative_logprob",
-    **dict.fromkeys(("encode", "classify", "score", "reward"), "embed() gives vectors; no model here has a head"),
-    "embed": "LLM.embed gives vectors; AsyncLLM generates text only",
+    **dict.fromkeys(("encode", "classify", "score", "reward"), "LLM.embed gives vectors; no model here has a head"),
     **dict.fromkeys(("enqueue", "enqueue_chat", "wait_for_completion"), "generate() runs a list of prompts together"),
     **dict.fromkeys(("sleep", "wake_up"), "end the engine to free its memory, and start another"),
     **dict.fromkeys(("collective_rpc", "apply_model"), "the model is not exposed"),

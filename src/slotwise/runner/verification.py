@@ -6,8 +6,9 @@
 
 The token behind each position is drawn with the request's own parameters, history and random number of that output, as
 in a step without drafts.  While it equals the draft, the next position's logits are those of a step without drafts,
-too, so every request's tokens are the same with and without.  All rows draw their first token together, then those
-whose draft was right the second, and so on.
+too, so every request's tokens are the same with and without.  No draw needs the outcome of another, but for requests
+whose earlier outputs change their logits: one draw serves all positions of all other rows, and the first position of
+these, whose later positions follow in draws of their own while their drafts are right.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ import torch
 from torch import Tensor
 
 from slotwise.core.step import StepPlan, StepResult, TokenLogprobs
+from slotwise.kernels.sampling import FAILED
 from slotwise.runner.input_batch import SlotTable
 from slotwise.runner.pooling import Pooled
-from slotwise.runner.prompt_logprobs import Described
-from slotwise.runner.sampling.params import Sampled, Sampling
+from slotwise.runner.prompt_logprobs import Described, workspace_rows
+from slotwise.runner.sampling.params import Drawn, Sampled, Sampling
 from slotwise.runner.staging import event_of
 
 
@@ -45,17 +47,30 @@ class Outcome:
         self.tokens: list[tuple[int, ...]] = [()] * plan.num_rows
         self._logprobs: list[tuple[TokenLogprobs, ...]] = [()] * plan.num_rows
         self._failed: list[int] = []
+        self._ended: set[int] = set()  # rows that take no further token
 
     def add(self, rows: Sequence[int], sampled: Sampled) -> None:
-        """Add a draw: one token for each of `rows` of the plan.  A row that failed has no tokens, of any draw."""
-        for row, token in zip(rows, sampled.tokens, strict=True):
-            self.tokens[row] += (token,)
-        for row, entry in zip(rows, sampled.logprobs, strict=False):
-            if entry is not None:
-                self._logprobs[row] += (entry,)
-        for index in sampled.failed:
-            self._failed.append(rows[index])
-            self.tokens[rows[index]] = self._logprobs[rows[index]] = ()
+        """Add a draw: tokens of `rows` of the plan, each row's in order.
+
+        A row takes no token after one that is not its draft.  Nor after a position without a sound distribution, which
+        fails the row if it is the first, and else is left to the next step.
+        """
+        logprobs = sampled.logprobs or [None] * len(rows)
+        for row, token, entry in zip(rows, sampled.tokens, logprobs, strict=True):
+            if self.is_open(row) and token == FAILED:
+                self._ended.add(row)
+                if not self.tokens[row]:
+                    self._failed.append(row)
+            elif self.is_open(row):
+                drafts = self._plan.drafts[row] if self._plan.drafts else ()
+                if drafts[len(self.tokens[row]) :][:1] != (token,):
+                    self._ended.add(row)
+                self.tokens[row] += (token,)
+                self._logprobs[row] += () if entry is None else (entry,)
+
+    def is_open(self, row: int) -> bool:
+        """Whether all drafts so far were right, and a token may follow."""
+        return row not in self._ended
 
     def result(self, of_prompts: OfPrompts = NOTHING) -> StepResult:
         """The step's result, with what it has computed of prompts."""
@@ -79,18 +94,25 @@ def verify(
         targets: `[sum of num_logits]`, the place in the token table of the token behind each.
     """
     firsts = (np.cumsum(plan.num_logits) - plan.num_logits).tolist()
-    rows = [row for row, wanted in enumerate(plan.num_logits) if wanted]
-    outcome, drawn = Outcome(plan), 0
-    while rows:
-        at = torch.tensor([firsts[row] + drawn for row in rows], device=device)
-        ends = [plan.starts[row] + plan.counts[row] - plan.num_logits[row] + 1 + drawn for row in rows]
-        draw = sampler.sample(logits.index_select(0, at), [plan.slots[row] for row in rows], ends)
-        slots.append(targets.index_select(0, at), draw.column)
+    wanted = [(row, positions) for row, positions in enumerate(plan.num_logits) if positions]
+    in_order = {row for row, positions in wanted if positions > 1 and sampler.draws_in_order(plan.slots[row])}
+    draws = [(row, place) for row, positions in wanted for place in range(1 if row in in_order else positions)]
+    outcome, at_a_time = Outcome(plan), workspace_rows(slots.num_slots)
+
+    def enqueue(part: Sequence[tuple[int, int]]) -> Drawn:
+        at = torch.tensor([firsts[row] + place for row, place in part], device=device)
+        ends = [plan.starts[row] + plan.counts[row] - plan.num_logits[row] + 1 + place for row, place in part]
+        drawn = sampler.sample(logits.index_select(0, at), [plan.slots[row] for row, _ in part], ends)
+        slots.append(targets.index_select(0, at), drawn.column)  # what follows a wrong draft is overwritten in time
+        return drawn
+
+    while draws:
+        parts = [draws[first : first + at_a_time] for first in range(0, len(draws), at_a_time)]
+        results = [enqueue(part) for part in parts]
         done = event_of(device)
         done.record()
         done.synchronize()
-        outcome.add(rows, draw.read())
-        rows = [row for row in rows
-                if len(plan.drafts[row]) > drawn and outcome.tokens[row][drawn:] == (plan.drafts[row][drawn],)]
-        drawn += 1
+        for part, drawn in zip(parts, results, strict=True):
+            outcome.add([row for row, _ in part], drawn.read())
+        draws = [(row, place + 1) for row, place in draws if row in in_order and outcome.is_open(row)]
     return outcome

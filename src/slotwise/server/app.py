@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from slotwise.engine.client import EngineClient
 from slotwise.observe.step_time import StepTimeModel
-from slotwise.server import admin, explain, pages, queue_position
+from slotwise.server import admin, explain, messages_output, pages, queue_position
 from slotwise.server.browsers import WITH_A_BODY, check_json, check_one_host, is_local, is_preflight
 from slotwise.server.completions import chat_completions, completions
 from slotwise.server.connections import ALWAYS
@@ -27,6 +27,7 @@ from slotwise.server.embeddings import embeddings
 from slotwise.server.errors import ApiError, ClientGone
 from slotwise.server.events import events
 from slotwise.server.http_exchange import HttpExchange, checked_request_id
+from slotwise.server.messages import count_tokens, messages
 from slotwise.server.openapi import document
 from slotwise.server.parsers.registry import UNPARSED, OutputFormat
 from slotwise.server.prompts import Prompts
@@ -62,6 +63,8 @@ def _reference(root_path: str) -> bytes:
 ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("POST", "/v1/completions", completions),
     ("POST", "/v1/chat/completions", chat_completions),
+    ("POST", "/v1/messages", messages),
+    ("POST", "/v1/messages/count_tokens", count_tokens),
     ("POST", "/v1/embeddings", embeddings),
     ("GET", "/v1/models", admin.models),
     ("GET", "/v1/models/{model:path}", admin.model),
@@ -122,6 +125,8 @@ class App:
         scope["path"] = below(self.api.settings.root_path, scope["path"])
         headers = dict(scope["headers"])
         exchange = HttpExchange(scope, receive, send, secrets.token_hex(16))
+        if scope["path"].startswith(messages_output.MESSAGES):
+            exchange.error_format = messages_output.ERRORS
         scope["exchange"] = exchange
         scope["app"] = self  # so that the router raises what it cannot answer
         self.api.num_exchanges += 1
@@ -169,6 +174,8 @@ class App:
     def _tenant(self, scope: Scope, headers: Mapping[bytes, bytes]) -> str:
         """The tenant of a request's key.  Raises ApiError: the key does not open this path."""
         keys, authorization = self.api.keys, headers.get(b"authorization", b"")
+        if not authorization and (key := headers.get(b"x-api-key")):  # Anthropic's header
+            authorization = b"Bearer " + key
         if not scope["path"].startswith(ADMIN):
             return keys.tenant(authorization)
         client = scope.get("client") or ("",)

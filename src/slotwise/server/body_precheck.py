@@ -22,21 +22,25 @@ LARGE = 64 << 10  # bytes; a smaller body is decoded within a few milliseconds w
 MAX_FIELD = 64 << 10  # bytes of a field that holds no text
 MAX_STOP = MAX_STOP_STRINGS * (6 * MAX_STOP_LENGTH + 8)  # bytes; a character may be written as six
 GRAMMARS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
-MOST = {"stop": MAX_STOP} | dict.fromkeys(GRAMMARS, 2 * MAX_BYTES)  # escapes make a field longer than its grammar
 MAX_GRAMMAR_VALUES = 1 << 15  # of a schema or of choices
 MAX_ELEMENTS = MAX_PROMPTS = MAX_ABORTS = MAX_MESSAGES  # the last: requests that one abort may name
 MAX_VALUES = 1 << 17  # of messages, beside their texts
 MAX_TOKENS = 1 << 16  # of /detokenize
 MAX_TOOL_BYTES = 1 << 20  # of all tools of a request
+LONGER = {"stop": MAX_STOP, "stop_sequences": MAX_STOP} | dict.fromkeys(
+    GRAMMARS, 2 * MAX_BYTES)  # escapes make a field longer than its grammar
+TEXTS = ("system", "instructions")  # a text, or parts as a message has them
 SHORT = 1 << 15  # bytes of an array; locating the elements of a longer one costs as much, however few it has
 ABSENT = msgspec.Raw()
 
 
 class _Text(msgspec.Struct):
-    """A message or one of its parts: only the fields that may be long."""
+    """A message, an item, or one of its parts: only the fields that may be long."""
 
     content: msgspec.Raw = ABSENT
     text: msgspec.Raw = ABSENT
+    output: msgspec.Raw = ABSENT  # of a tool
+    arguments: msgspec.Raw = ABSENT
 
 
 _TEXT = msgspec.json.Decoder(_Text)
@@ -72,10 +76,13 @@ def trimmed(kind: type[msgspec.Struct], body: bytes) -> bytes:
 
 def _check(name: str, field: bytes) -> None:
     value = field[len(name) + 3 :]
-    if name in ("prompt", "input"):
+    if name == "prompt" or (name == "input" and b"{" not in value[:2]):
         _check_prompts(name, value)
-    elif name == "messages":
-        _check_messages(value)
+    elif name in ("messages", "input"):
+        _check_messages(name, value)
+    elif name in TEXTS:
+        if not value.startswith(b'"'):
+            _check_messages(name, b'[{"content":%b}]' % value)
     elif name == "tools":
         if len(value) > MAX_TOOL_BYTES or _most_values(value) > MAX_VALUES:
             raise bad_request(f"tools: at most {MAX_TOOL_BYTES} bytes, and {MAX_VALUES} commas and brackets", name)
@@ -84,9 +91,9 @@ def _check(name: str, field: bytes) -> None:
     elif name == "tokens":
         if value.count(b",") >= MAX_TOKENS:
             raise bad_request(f"tokens: at most {MAX_TOKENS} tokens at once", name)
-    elif len(field) > (most := MOST.get(name, MAX_FIELD)):
+    elif len(field) > (most := LONGER.get(name, MAX_FIELD)):
         raise bad_request(f"{name}: {len(field)} bytes are more than the {most} that it may have", name)
-    elif name in GRAMMARS and _most_values(value) - _in_text(value) > MAX_GRAMMAR_VALUES:
+    elif name in GRAMMARS and not value.startswith(b'"') and _most_values(value) > MAX_GRAMMAR_VALUES:
         raise bad_request(f"{name}: more than {MAX_GRAMMAR_VALUES} values", name)
 
 
@@ -104,7 +111,7 @@ def _check_strings(name: str, value: bytes) -> None:
             raise bad_request(f"{name}: at most {MAX_ELEMENTS} in one request", name)
 
 
-def _check_messages(value: bytes) -> None:
+def _check_messages(name: str, value: bytes) -> None:
     """Bound parts and values.  Each message is decoded whole, so every value that is not text counts."""
     num_parts, num_values = 0, _most_values(value)
     try:
@@ -114,19 +121,21 @@ def _check_messages(value: bytes) -> None:
                 parts = _elements(text)
                 if (num_parts := num_parts + len(parts)) > MAX_ELEMENTS:
                     break
-                num_values -= sum([_in_text(bytes(_TEXT.decode(part).text)) for part in parts])
+                num_values -= sum(map(_in_texts, parts))
             else:
-                num_values -= _in_text(text)
+                num_values -= _in_texts(message)
     except msgspec.ValidationError as error:
-        raise bad_request("messages: must be a list of objects, with texts or lists of parts", "messages") from error
+        raise bad_request(f"{name}: must be a list of objects, with texts or lists of parts", name) from error
     if len(messages) > MAX_ELEMENTS or num_parts > MAX_ELEMENTS:
-        raise bad_request(f"messages: must hold 1 to {MAX_ELEMENTS} messages, and as many parts", "messages")
+        raise bad_request(f"{name}: must hold 1 to {MAX_ELEMENTS} messages, and as many parts", name)
     if num_values > MAX_VALUES:
-        raise bad_request(f"messages: more than {MAX_VALUES} values beside their texts", "messages")
+        raise bad_request(f"{name}: more than {MAX_VALUES} values beside their texts", name)
 
 
-def _in_text(text: bytes) -> int:
-    return _most_values(text) if text.startswith(b'"') else 0
+def _in_texts(raw: msgspec.Raw) -> int:
+    """Of an upper bound of the values in a message or part, those that are in its texts."""
+    texts = map(bytes, msgspec.structs.astuple(_TEXT.decode(raw)))
+    return sum([_most_values(text) for text in texts if text.startswith(b'"')])
 
 
 def _most_values(raw: bytes) -> int:

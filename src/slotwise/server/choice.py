@@ -93,6 +93,13 @@ class Choice:
         return Delta(text, chunk.token_ids[:kept], chunk.logprobs[:kept], reason, stop_reason, parts)
 
 
+def parts_of(delta: Delta) -> Sequence[Part]:
+    """What a delta adds to an output, for routes that tell apart what it holds."""
+    if delta.parts is not None:
+        return delta.parts
+    return [Content(delta.text)] if delta.text else ()
+
+
 async def together(work: list[Coroutine[Any, Any, T]]) -> list[T]:
     """Returns all results, of all choices of a response; the first failure cancels the others and is raised as itself.
 

@@ -81,12 +81,8 @@ async def asked_of_chat(api: Api, exchange: HttpExchange, request: ChatRequest, 
         ApiError: a field is not valid, or the conversation cannot be served.
     """
     slo = check(api, exchange, request)
-    if request.chat_template is not None and not api.settings.trust_request_chat_template:
-        raise bad_request("chat_template: the server takes none from requests unless it is started with "
-                          "--trust-request-chat-template", "chat_template")
     chosen = allowed_tools(api, request)
-    conversation = Conversation(
-        request.messages, request.variables(), request.chat_template, bool(request.continue_final_message))
+    conversation = conversation_of(api, request)
     param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     asked, is_silent = request.length(param)
     encoding = encoding_of(api, request, 1 if asked is None else asked, adds_special_tokens=False)
@@ -105,6 +101,15 @@ async def asked_of_chat(api: Api, exchange: HttpExchange, request: ChatRequest, 
     params = request.sampling_params(max_tokens, logprobs, await _others(api, exchange, request))
     repeated = Repeated((echo,) if echo else (), rendered.text if request.return_prompt_text else None)
     return Asked(request, slo, [prompt], params, render, repeated, is_silent, parsing=parsing)
+
+
+def conversation_of(api: Api, request: ChatRequest) -> Conversation:
+    """Raises ApiError for a template in a request of a server that takes none."""
+    if request.chat_template is not None and not api.settings.trust_request_chat_template:
+        raise bad_request("chat_template: the server takes none from requests unless it is started with "
+                          "--trust-request-chat-template", "chat_template")
+    return Conversation(
+        request.messages, request.variables(), request.chat_template, bool(request.continue_final_message))
 
 
 def _renderer(request: Generate) -> Renderer:

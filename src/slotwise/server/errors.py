@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from http import HTTPStatus
+from typing import NamedTuple
 
 import msgspec
 
@@ -85,6 +87,16 @@ class ApiError(Exception):
         if self.status == HTTPStatus.UNAUTHORIZED:
             return [(b"www-authenticate", b"Bearer"), *self.more]
         return list(self.more)
+
+
+class ErrorFormat(NamedTuple):
+    """How a route writes errors; each function also receives the request's id."""
+
+    body: Callable[[ApiError, str], bytes]  # a response
+    last: Callable[[ApiError, str], bytes]  # the last events of a stream in progress
+
+
+OPENAI = ErrorFormat(lambda error, _: error.body(), lambda error, _: b"data: %b\n\ndata: [DONE]\n\n" % error.body())
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:

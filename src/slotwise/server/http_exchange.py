@@ -17,7 +17,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from slotwise.server.connections import client_of
-from slotwise.server.errors import ApiError, ClientGone, bad_request
+from slotwise.server.errors import OPENAI, ApiError, ClientGone, bad_request
 
 Headers = list[tuple[bytes, bytes]]
 STEP = 256 << 10  # bytes that one read returns, claimed ahead of a body without an announced length; or sent at once
@@ -37,6 +37,7 @@ class HttpExchange:
                  request_id: str) -> None:
         self.scope = scope
         self.request_id = request_id
+        self.error_format = OPENAI
         self.tenant = ""  # of the request's key
         self.traceparent = dict(scope["headers"]).get(b"traceparent", b"").decode("latin-1")
         self.received_ns = time.monotonic_ns()
@@ -139,9 +140,10 @@ class HttpExchange:
     async def respond_error(self, error: ApiError) -> None:
         """Send an error: as the response, or as the last event of a stream in progress."""
         if self.status:
-            await self.end(b"data: " + error.body() + b"\n\n")
+            await self.close(self.error_format.last(error, self.request_id))
         else:
-            await self.respond(error.body(), error.status, headers=error.headers())
+            body = self.error_format.body(error, self.request_id)
+            await self.respond(body, error.status, headers=error.headers())
 
     async def event(self, data: bytes, content_type: bytes = b"text/event-stream; charset=utf-8") -> None:
         """Send whole events of a stream.  The first starts the response, so that errors before it have a status.

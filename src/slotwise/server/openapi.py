@@ -12,15 +12,15 @@ import msgspec
 
 from slotwise import __version__
 from slotwise.engine.scheduling import MAX_TIERS, changes_schema
+from slotwise.server.admin_protocol import AbortRequest, DetokenizeRequest, TokenizeRequest
 from slotwise.server.errors import TRY_LATER, ErrorBody
 from slotwise.server.events import SWITCHES
+from slotwise.server.messages_output import MESSAGES, MessagesErrorBody
+from slotwise.server.messages_protocol import CountTokensRequest, MessagesRequest
 from slotwise.server.protocol import (
-    AbortRequest,
     ChatRequest,
     CompletionRequest,
-    DetokenizeRequest,
     EmbeddingRequest,
-    TokenizeRequest,
 )
 from slotwise.server.queue_headers import POSITION, START
 from slotwise.server.request_log import GENERATING
@@ -31,9 +31,10 @@ from slotwise.text.conversation import MAX_MESSAGES
 Json = dict[str, Any]
 BODIES: dict[str, type] = {
     "/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest,
+    "/v1/messages": MessagesRequest, "/v1/messages/count_tokens": CountTokensRequest,
     "/v1/embeddings": EmbeddingRequest, "/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest,
     "/abort_requests": AbortRequest}
-STREAMING = ("/v1/completions", "/v1/chat/completions")
+STREAMING = ("/v1/completions", "/v1/chat/completions", "/v1/messages")
 OTHER_TEXT = {"/": "text/html", "/docs": "text/html", "/metrics": "text/plain", "/timeline": "text/html",
               "/events": "application/x-ndjson"}
 AT_ANY_ROUTE = (HTTPStatus.BAD_REQUEST, HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND,
@@ -78,9 +79,9 @@ def document(
         open_to_all: paths that need no key.
         root_path: prefix of all paths, for clients that reach the server through a proxy.
     """
-    types = [*BODIES.values(), Message, ErrorBody, TierSettings]
+    types = [*BODIES.values(), Message, ErrorBody, MessagesErrorBody, TierSettings]
     references, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
-    for kind in (CompletionRequest, ChatRequest):
+    for kind in BODIES.values():
         properties = components[kind.__name__]["properties"]
         properties |= {name: {"enum": neutral} for name, neutral in unsupported_fields(kind).items()}
     schemas = dict(zip(types, references, strict=True))
@@ -112,9 +113,10 @@ def _operation(method: str, path: str, schemas: dict[type, Json]) -> Json:
     takes_body = method != "GET" and path not in ("/ping",)
     statuses = AT_ANY_ROUTE + WITH_A_BODY * takes_body + WHEN_GENERATING * (path in GENERATING)
     statuses += (HTTPStatus.TOO_MANY_REQUESTS,) * (path in BOUNDED_BY_CLIENT)
+    errors = schemas[MessagesErrorBody if path.startswith(MESSAGES) else ErrorBody]
     operation: Json = {"responses": {
         "200": {"description": "OK", "content": _answer(path)},
-        **{str(int(status)): _error(status, schemas[ErrorBody]) for status in statuses}}}
+        **{str(int(status)): _error(status, errors) for status in statuses}}}
     if takes_body:
         schema = schemas[BODIES[path]] if path in BODIES else _changes(schemas[TierSettings])
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}

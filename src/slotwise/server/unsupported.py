@@ -77,5 +77,5 @@ def refuse(request: msgspec.Struct) -> None:
         if not is_neutral(getattr(request, name), accepted):
             raise bad_request(f"{name} is not supported", name, "unsupported_parameter")
     for name, other in AS_ANOTHER.items():
-        if getattr(request, name) not in (None, getattr(request, other) or 1):
+        if getattr(request, name, None) not in (None, getattr(request, other, None) or 1):
             raise bad_request(f"{name}: only the value of {other} is supported", name, "unsupported_parameter")

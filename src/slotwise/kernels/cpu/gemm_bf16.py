@@ -14,15 +14,12 @@ for bit.  Bias, the gate and rounding are applied to the sums in registers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from llvmlite import ir
 
-from slotwise.kernels.cpu.jit.intrinsic import INT, intrinsic
 from slotwise.kernels.cpu.llvm import (
     BRAIN,
-    LONG,
     SINGLE,
     WORD,
     Loop,
@@ -63,6 +60,7 @@ class Panel(NamedTuple):
     is_gated: ir.Value
     asked: ir.Value  # what to prefetch
     step: ir.Value  # bytes of it with each pair of inputs, at most LINE_BYTES
+    scratch: ir.Value  # memory of the thread
 
 
 def _dot(builder: ir.IRBuilder, sums: ir.Value, left: ir.Value, right: ir.Value) -> ir.Value:
@@ -111,6 +109,19 @@ def bias_of(builder: ir.IRBuilder, panel: Panel) -> list[ir.Value]:
     return [read(builder, behind(builder, panel.bias, v * 64), _FLOATS, 4) for v in (0, 1)]
 
 
+class OfKind(Protocol):
+    def __call__(self, *, is_gated: bool) -> None: ...
+
+
+def for_either_kind(builder: ir.IRBuilder, panel: Panel, emit: OfKind) -> None:
+    """`emit` for a panel of gates and for any other, of which one is executed."""
+    with builder.if_else(builder.icmp_signed("!=", panel.is_gated, number(0))) as (gated, plain):
+        with gated:
+            emit(is_gated=True)
+        with plain:
+            emit(is_gated=False)
+
+
 def _finish(builder: ir.IRBuilder, panel: Panel, sums: list[ir.Value]) -> None:
     bias = bias_of(builder, panel)
 
@@ -120,29 +131,10 @@ def _finish(builder: ir.IRBuilder, panel: Panel, sums: list[ir.Value]) -> None:
             finish_row(builder, sums[2 * row : 2 * row + 2], bias, target, is_gated=is_gated)
             target = builder.add(target, panel.stride)
 
-    with builder.if_else(builder.icmp_signed("!=", panel.is_gated, number(0))) as (gated, plain):
-        with gated:
-            of_kind(is_gated=True)
-        with plain:
-            of_kind(is_gated=False)
+    for_either_kind(builder, panel, of_kind)
 
 
-def _gemm(builder: ir.IRBuilder, height: ir.Value, *arguments: ir.Value) -> None:
-    panel = Panel._make(arguments)
+def emit_gemm(builder: ir.IRBuilder, height: ir.Value, panel: Panel) -> None:
+    """The weights of a `panel` times `height` rows, at most `TALLEST`, plus bias, to rows of bfloat16."""
     switch(builder, height, range(1, TALLEST + 1),
            lambda rows: _finish(builder, panel, _add_all(builder, rows, panel)))
-
-
-bf16_gemm: Callable[..., None] = intrinsic(_gemm, *[INT] * (1 + len(Panel._fields)))
-"""`bf16_gemm(height, *panel)`: the weights of a `Panel` times `height` rows, plus bias, to rows of bfloat16.
-
-Meanwhile memory from `asked` on is prefetched.  Rows at `target` have 32 numbers, or 16 where the panel `is_gated`.
-"""
-
-
-def _copy_line(builder: ir.IRBuilder, source: ir.Value, target: ir.Value) -> None:
-    write(builder, read(builder, source, ir.VectorType(LONG, 8), 2), target)
-
-
-copy_line: Callable[[int, int], None] = intrinsic(_copy_line, INT, INT)
-"""`copy_line(source, target)`: copy 64 bytes."""

@@ -90,7 +90,8 @@ class CpuKernels:
         of_the_cache = [attention.ATTEND[kind, stored], pointwise.ROTARY_STORE[kind, stored]]
         multiply = [gemm.MULTIPLY[each] for each in dict.fromkeys((kind, stored))]
         dense = {
-            "fp16": [linear_fp16.PRODUCT], "bf16": [linear_bf16.PRODUCT], "onednn": [pointwise.SILU_MUL[kind]],
+            "fp16": [linear_fp16.PRODUCT], "onednn": [pointwise.SILU_MUL[kind]],
+            **{path: [code] for path, code in linear_bf16.PRODUCT.items()},
             "float32": [linear.PRODUCT[kind], pointwise.SILU_MUL[kind]]}.get(self.product_path(kind), [])
         of_logits = [sampling.DRAW, sampling.LOG_PROBABILITIES, sampling.GREEDY[kind], sampling.WIDEN[kind]]
         compile_all([*(products or dense), *of_the_cache, *multiply, *of_logits, attention_plan.PLAN, pointwise.EMBED,
@@ -98,7 +99,7 @@ class CpuKernels:
 
     def operations_per_second(self, kind: torch.dtype) -> float:
         """By the path of products, for each thread."""
-        of_a_thread = {"onednn": 7e11, "fp16": 1.6e11, "bf16": 1.8e11}.get(
+        of_a_thread = {"amx": 7e11, "onednn": 7e11, "fp16": 1.6e11, "bf16": 1.8e11}.get(
             self.product_path(kind), 1e11 if processor.AVX512 else 6e10)
         return of_a_thread * self.launcher.threads
 
@@ -130,7 +131,7 @@ class CpuKernels:
         return self._packed(weight, bias, self._bits)
 
     def gated(self, weight: Tensor, bias: Tensor | None = None, activation: Activation = "silu") -> Linear:
-        """`weight [2 * intermediate, in]`, gates first.  Quantised, in fp16 or bf16, SiLU is part of the product."""
+        """`weight [2 * intermediate, in]`, gates first.  On most paths SiLU is part of the product."""
         if activation != "silu":
             return in_two_steps(self, weight, bias, activation)
         if self._bits:
@@ -147,8 +148,8 @@ class CpuKernels:
     def _packing(self, weight: Tensor) -> Callable[..., Linear] | None:
         """Packs `weight` for products that may be gated; None where the path of its type has none."""
         path = self._path_of(weight.dtype)
-        if path == "bf16":
-            return linear_bf16.bf16_linear
+        if path in linear_bf16.PRODUCT:
+            return functools.partial(linear_bf16.bf16_linear, path=path)
         return linear_fp16.fp16_linear if path == "fp16" and linear_fp16.fits(weight) else None
 
     def _packed(self, weight: Tensor, bias: Tensor | None, bits: int) -> Linear:

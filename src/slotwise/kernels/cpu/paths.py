@@ -2,10 +2,11 @@
 
     weights      path       products
     float32      float32    in float32 (`gemm.py`)
-    bfloat16     onednn     by oneDNN, through torch (`onednn.py`); decode steps are not captured
+    bfloat16     amx        of tiles (`linear_bf16.py`): AMX
                  fp16       in half precision (`linear_fp16.py`): AVX-512 FP16, and a depth of whole chains
                  bf16       of pairs of bfloat16, added to float32 (`linear_bf16.py`): AVX-512 BF16
                  float32    widened to float32 on the way into registers (`gemm.py`)
+                 onednn     by oneDNN, through torch (`onednn.py`); decode steps are not captured
     int8, int4   vnni       of bytes, added in fours by one instruction (`linear_int.py`): AVX-512 VNNI
                  integer    of bytes, added in pairs (`linear_int.py`)
 
@@ -23,12 +24,12 @@ from slotwise.kernels.cpu import linear_bf16, linear_fp16, onednn
 from slotwise.kernels.cpu.processor import has
 
 VARIABLE = "SLOTWISE_CPU_LINEAR"
-DENSE = ("onednn", "fp16", "bf16", "float32")  # for weights of bfloat16
+DENSE = ("amx", "fp16", "bf16", "float32", "onednn")  # for weights of bfloat16
 QUANTISED = ("vnni", "integer")
 ALL = DENSE + QUANTISED
 
 FASTEST = (
-    ("amx-bf16", "onednn"),
+    ("amx-bf16", "amx"),
     ("avx512fp16", "fp16"),  # Intel's multiply bfloat16 at half the rate of float32
     ("avx512bf16", "bf16"),
     ("", "float32"),
@@ -41,6 +42,8 @@ def obstacle(path: str) -> str:
     """Why this processor cannot execute `path`; empty where it can."""
     if path == "onednn":
         return onednn.obstacle()
+    if path == "amx":
+        return linear_bf16.amx_obstacle()
     if path == "fp16" and not linear_fp16.has_fp16_gemm():
         return "it needs a processor with AVX-512 FP16"
     if path == "bf16" and not linear_bf16.has_bf16_gemm():

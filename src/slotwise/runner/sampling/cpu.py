@@ -58,6 +58,10 @@ class Sampler:
         self._params.leave(slot)
         self._edits.pop(slot, None)
 
+    def draws_in_order(self, slot: int) -> bool:
+        """As `params.Sampling` says."""
+        return self._params.draws_in_order(slot)
+
     @torch.inference_mode()
     def sample(self, logits: Tensor, slots: Sequence[int], positions: Sequence[int]) -> Sampled:
         """Choose and record the next token of every row, as `params.Sampling` says.

@@ -73,6 +73,10 @@ class DeviceSampler:
         self._params.leave(slot)
         self._edits.pop(slot, None)
 
+    def draws_in_order(self, slot: int) -> bool:
+        """As `params.Sampling` says."""
+        return self._params.draws_in_order(slot)
+
     def sample(self, logits: Tensor, slots: Sequence[int], positions: Sequence[int]) -> _Drawn:
         """Enqueue the choice of every row's next token, as `params.Sampling` says."""
         requests, num_outputs = self._params.rows(slots, positions)

@@ -66,6 +66,11 @@ class RequestParams:
         return self.bans_stops(num_outputs) or len(self.bias_ids) > 0 or (
             has_penalties(self.params) or has_masks(self.params))
 
+    @property
+    def follows_outputs(self) -> bool:
+        """Whether the logits of a token are edited by the outputs before it."""
+        return has_penalties(self.params) or bool(self.bad_words)
+
 
 class SlotParams:
     """The sampling parameters of every slot, as columns where kernels read them.
@@ -94,6 +99,10 @@ class SlotParams:
     def leave(self, slot: int) -> None:
         """Clear the slot."""
         self._requests.pop(slot, None)
+
+    def draws_in_order(self, slot: int) -> bool:
+        """As `Sampling` says."""
+        return self._requests[slot].follows_outputs
 
     def rows(self, slots: Sequence[int], positions: Sequence[int]) -> tuple[list[RequestParams], list[int]]:
         """The requests of a step's rows, and each one's outputs before `positions`, prompt included."""
@@ -168,13 +177,17 @@ class Sampling(Protocol):
         """Clear the slot."""
         ...
 
+    def draws_in_order(self, slot: int) -> bool:
+        """Whether a token of the slot's request can be drawn only once all before it are known."""
+        ...
+
     def sample(self, logits: Tensor, slots: Sequence[int], positions: Sequence[int]) -> Drawn:
         """Choose the next token of every row of `logits [rows, vocab]`, which are left as they are.
 
         A row that fails by its request's own edits fails alone.
 
         Args:
-            slots: slot of each row, each at most once.
+            slots: slot of each row; of those that draw in order, each at most once.
             positions: position of the new token in its request, prompt included.
         """
         ...

@@ -1,0 +1,81 @@
+"""The matrix product of a few rows of bfloat16 and a packed panel of 32 outputs, by `tiles.py`.
+
+    rows 1 ... 16     sums 0 1                left 4
+    rows 17 ... 32    sums 0 1 / 2 3          left 4 5       right 6 7: 16 outputs each
+
+From 17 rows on every tile that is loaded serves two products, which hides the loads.  The depth runs in the same order
+for any number of rows, and a row's sums depend on no other row of its tile: its result is the same in any company, bit
+for bit.  Operands are packed as for `gemm_bf16.py`; rows of activations fill whole tiles, and what lies behind the last
+row is computed and dropped.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+
+from slotwise.kernels.cpu.gemm_bf16 import (
+    LINE_BYTES,
+    PANEL,
+    STRIP_PAIRS,
+    Panel,
+    bias_of,
+    finish_row,
+    for_either_kind,
+)
+from slotwise.kernels.cpu.llvm import LINE, SINGLE, Loop, behind, number, prefetch, read
+from slotwise.kernels.cpu.tiles import MEMORY_BYTES, ROW_BYTES, ROWS, TILE_BYTES, Tiles
+
+TALLEST = 2 * ROWS  # rows multiplied at once
+SUMS_ROW_BYTES = PANEL * 4
+SCRATCH_BYTES = MEMORY_BYTES + TALLEST * SUMS_ROW_BYTES  # of software tiles, then of sums
+LEFT, RIGHT = 4, 6  # tiles; sums are before them
+
+_FLOATS = ir.VectorType(SINGLE, PANEL // 2)
+
+
+def emit_gemm(builder: ir.IRBuilder, tiles: Tiles, height: ir.Value, panel: Panel) -> None:
+    """The weights of a `panel` times `height` rows, at most `TALLEST`, plus bias, to rows of bfloat16."""
+    with builder.if_else(builder.icmp_signed(">", height, number(ROWS))) as (two, one):
+        with two:
+            _add_all(builder, tiles, 2, panel)
+        with one:
+            _add_all(builder, tiles, 1, panel)
+    _finish(builder, height, panel)
+
+
+def _add_all(builder: ir.IRBuilder, tiles: Tiles, blocks: int, panel: Panel) -> None:
+    """Store the sums of `blocks` times 16 rows in the scratch memory."""
+    places = [(row, half) for row in range(blocks) for half in (0, 1)]
+    for row, half in places:
+        tiles.zero(2 * row + half)
+    asked_of_a_strip = builder.mul(panel.step, number(STRIP_PAIRS))
+    strips = Loop(builder, panel.strips, 1, [panel.x, panel.weights, panel.asked])
+    x, weights, asked = strips.values
+    lines = Loop(builder, asked_of_a_strip, LINE, [])
+    prefetch(builder, builder.add(asked, lines.index))
+    lines.close([])
+    for row in range(blocks):
+        tiles.load(LEFT + row, behind(builder, x, row * TILE_BYTES), ROW_BYTES)
+    for half in (0, 1):
+        tiles.load(RIGHT + half, behind(builder, weights, half * ROW_BYTES), LINE_BYTES)
+        for row in range(blocks):
+            tiles.add_bf16(2 * row + half, LEFT + row, RIGHT + half)
+    strips.close([builder.add(x, panel.strip_bytes), behind(builder, weights, STRIP_PAIRS * LINE_BYTES),
+                  builder.add(asked, asked_of_a_strip)])
+    for row, half in places:
+        offset = MEMORY_BYTES + row * ROWS * SUMS_ROW_BYTES + half * ROW_BYTES
+        tiles.store(2 * row + half, behind(builder, panel.scratch, offset), SUMS_ROW_BYTES)
+
+
+def _finish(builder: ir.IRBuilder, height: ir.Value, panel: Panel) -> None:
+    """Store the rows of sums plus bias, or of gates and what they gate, as bfloat16."""
+    bias = bias_of(builder, panel)
+
+    def of_kind(*, is_gated: bool) -> None:
+        rows = Loop(builder, height, 1, [behind(builder, panel.scratch, MEMORY_BYTES), panel.target])
+        place, target = rows.values
+        sums = [read(builder, behind(builder, place, half * ROW_BYTES), _FLOATS) for half in (0, 1)]
+        finish_row(builder, sums, bias, target, is_gated=is_gated)
+        rows.close([behind(builder, place, SUMS_ROW_BYTES), builder.add(target, panel.stride)])
+
+    for_either_kind(builder, panel, of_kind)

@@ -1,0 +1,207 @@
+"""Tiles: eight registers of 16 rows of 64 bytes, whose products AMX computes, or software with the same semantics.
+
+    numbers   a tile, by row
+    sums      [16 rows, 16 columns] of float32 or int32
+    left      [16 rows, 32] of bfloat16, or [16 rows, 64] of int8
+    right     [16 pairs, 16 columns, 2] of bfloat16, or [16 quads, 16 columns, 4] of uint8
+
+    add_bf16(sums, left, right)    sums += left @ right, by `tdpbf16ps`
+    add_int8(sums, left, right)    the same of int8 and uint8 to int32, by `tdpbsud`
+
+A bfloat16 product is rounded as Intel's manual says ("Software Developer's Manual", TDPBF16PS): from zero, the even
+and the odd products of a row and a column are added in order, each with one rounding; their sum is added to `sums`.
+Numbers too small for a normal float32 are zero, before and after every operation.
+
+A kernel is written once for `Tiles`.  `HardwareTiles` needs a processor with AMX and the system's permission; what is
+compiled with `SoftwareTiles` gives the same results on any processor, slowly: tests run it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Protocol
+
+from llvmlite import ir
+
+from slotwise.kernels.cpu.llvm import (
+    BYTE,
+    SINGLE,
+    WORD,
+    Loop,
+    all_of,
+    behind,
+    call,
+    fma,
+    number,
+    pointer,
+    read,
+    spread,
+    write,
+)
+from slotwise.kernels.cpu.processor import has
+
+ROWS = 16  # of a tile
+ROW_BYTES = 64
+TILE_BYTES = ROWS * ROW_BYTES
+COUNT = 8
+MEMORY_BYTES = COUNT * TILE_BYTES  # of software tiles
+
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # Linux on x86-64: asm/prctl.h
+_BYTES, _WORDS, _FLOATS = (ir.VectorType(kind, lanes) for kind, lanes in ((BYTE, 64), (WORD, 16), (SINGLE, 16)))
+
+
+class Tiles(Protocol):
+    """Emits instructions on tiles, each given by its number; strides are bytes from row to row."""
+
+    def begin(self) -> None:
+        """Before the first use in a thread."""
+        ...
+
+    def end(self) -> None:
+        """After the last."""
+        ...
+
+    def zero(self, tile: int) -> None: ...
+
+    def load(self, tile: int, address: ir.Value, stride: int) -> None: ...
+
+    def store(self, tile: int, address: ir.Value, stride: int) -> None: ...
+
+    def add_bf16(self, sums: int, left: int, right: int) -> None: ...
+
+    def add_int8(self, sums: int, left: int, right: int) -> None: ...
+
+
+@functools.cache
+def obstacle() -> str:
+    """Why this process cannot use AMX's tiles; empty where it can."""
+    if not has("amx-bf16"):
+        return "it needs a processor with AMX"
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA):
+        return f"the system permits no AMX (error {ctypes.get_errno()})"
+    return ""
+
+
+class HardwareTiles:
+    """AMX's registers."""
+
+    def __init__(self, builder: ir.IRBuilder, _memory: ir.Value) -> None:
+        self._builder = builder
+
+    def begin(self) -> None:
+        """Configure every tile as 16 rows of 64 bytes."""
+        palette = [1, *[0] * 15]
+        row_bytes = [ROW_BYTES, 0] * COUNT + [0] * 16  # 16 bits each
+        rows = [ROWS] * COUNT + [0] * 8
+        configuration = ir.Constant(_BYTES, palette + row_bytes + rows)
+        place = self._builder.alloca(_BYTES)
+        self._builder.store(configuration, place)
+        self._emit("ldtilecfg", self._builder.bitcast(place, BYTE.as_pointer()))
+
+    def end(self) -> None:
+        """Give the registers up: the system need not save them when it switches threads."""
+        self._emit("tilerelease")
+
+    def zero(self, tile: int) -> None:
+        self._emit("tilezero", _tile(tile))
+
+    def load(self, tile: int, address: ir.Value, stride: int) -> None:
+        self._emit("tileloadd64", _tile(tile), pointer(self._builder, address, BYTE), number(stride))
+
+    def store(self, tile: int, address: ir.Value, stride: int) -> None:
+        self._emit("tilestored64", _tile(tile), pointer(self._builder, address, BYTE), number(stride))
+
+    def add_bf16(self, sums: int, left: int, right: int) -> None:
+        self._emit("tdpbf16ps", *map(_tile, (sums, left, right)))
+
+    def add_int8(self, sums: int, left: int, right: int) -> None:
+        self._emit("tdpbsud", *map(_tile, (sums, left, right)))
+
+    def _emit(self, name: str, *arguments: ir.Value) -> None:
+        call(self._builder, f"llvm.x86.{name}", ir.VoidType(), *arguments)
+
+
+def _tile(tile: int) -> ir.Value:
+    return ir.Constant(BYTE, tile)
+
+
+class SoftwareTiles:
+    """Tiles in `MEMORY_BYTES` of memory."""
+
+    def __init__(self, builder: ir.IRBuilder, memory: ir.Value) -> None:
+        self._builder = builder
+        self._memory = memory
+
+    def begin(self) -> None:
+        """Nothing: memory needs no configuration."""
+
+    def end(self) -> None:
+        """Nothing."""
+
+    def zero(self, tile: int) -> None:
+        for row in range(ROWS):
+            write(self._builder, all_of(_WORDS, 0), self._row(tile, number(row)))
+
+    def load(self, tile: int, address: ir.Value, stride: int) -> None:
+        for row in range(ROWS):
+            value = read(self._builder, behind(self._builder, address, row * stride), _WORDS, 1)
+            write(self._builder, value, self._row(tile, number(row)))
+
+    def store(self, tile: int, address: ir.Value, stride: int) -> None:
+        for row in range(ROWS):
+            value = read(self._builder, self._row(tile, number(row)), _WORDS)
+            write(self._builder, value, behind(self._builder, address, row * stride), align=1)
+
+    def add_bf16(self, sums: int, left: int, right: int) -> None:
+        builder = self._builder
+        rows = Loop(builder, number(ROWS), 1, [])
+        pairs = Loop(builder, number(ROWS), 1, [all_of(_FLOATS, 0.0)] * 2)
+        ours = self._bfloat16(spread(builder, self._word(left, rows.index, pairs.index), _WORDS))
+        theirs = self._bfloat16(read(builder, self._row(right, pairs.index), _WORDS))
+        even, odd = pairs.close([
+            self._flushed(fma(builder, x, y, so_far)) for x, y, so_far in zip(ours, theirs, pairs.values, strict=True)])
+        place = self._row(sums, rows.index)
+        total = self._flushed(builder.fadd(even, odd))
+        write(builder, self._flushed(builder.fadd(self._flushed(read(builder, place, _FLOATS)), total)), place)
+        rows.close([])
+
+    def add_int8(self, sums: int, left: int, right: int) -> None:
+        builder = self._builder
+        rows = Loop(builder, number(ROWS), 1, [])
+        place = self._row(sums, rows.index)
+        quads = Loop(builder, number(ROWS), 1, [read(builder, place, _WORDS)])
+        ours = spread(builder, self._word(left, rows.index, quads.index), _WORDS)
+        theirs = read(builder, self._row(right, quads.index), _WORDS)
+        (total,) = quads.values
+        for byte in range(4):
+            signed = builder.ashr(builder.shl(ours, all_of(_WORDS, 24 - 8 * byte)), all_of(_WORDS, 24))
+            unsigned = builder.and_(builder.lshr(theirs, all_of(_WORDS, 8 * byte)), all_of(_WORDS, 255))
+            total = builder.add(total, builder.mul(signed, unsigned))
+        write(builder, quads.close([total])[0], place)
+        rows.close([])
+
+    def _row(self, tile: int, row: ir.Value) -> ir.Value:
+        """The address of a row."""
+        offset = self._builder.mul(row, number(ROW_BYTES))
+        return behind(self._builder, self._builder.add(self._memory, offset), tile * TILE_BYTES)
+
+    def _word(self, tile: int, row: ir.Value, word: ir.Value) -> ir.Value:
+        place = self._builder.add(self._row(tile, row), self._builder.mul(word, number(4)))
+        return read(self._builder, place, WORD)
+
+    def _bfloat16(self, pairs: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """The even and the odd numbers of pairs as float32."""
+        halves = self._builder.shl(pairs, all_of(_WORDS, 16)), self._builder.and_(pairs, all_of(_WORDS, 0xFFFF0000))
+        even, odd = (self._flushed(self._builder.bitcast(half, _FLOATS)) for half in halves)
+        return even, odd
+
+    def _flushed(self, value: ir.Value) -> ir.Value:
+        """Zero, with its sign, for numbers below the smallest normal float32."""
+        builder = self._builder
+        bits = builder.bitcast(value, _WORDS)
+        is_small = builder.icmp_unsigned("==", builder.and_(bits, all_of(_WORDS, 0x7F800000)), all_of(_WORDS, 0))
+        kept = builder.select(is_small, builder.and_(bits, all_of(_WORDS, 0x80000000)), bits)
+        return builder.bitcast(kept, _FLOATS)
+

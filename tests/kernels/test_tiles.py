@@ -1,0 +1,127 @@
+"""Software tiles against the manual's semantics in NumPy, and what the same kernel becomes for a processor with AMX."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from numba import cfunc
+
+from slotwise.kernels.cpu import tiles
+from slotwise.kernels.cpu.jit.intrinsic import INT, intrinsic
+from slotwise.kernels.cpu.memory import aligned
+
+SUMS, LEFT, RIGHT = 0, 4, 6
+
+
+def _instruction(name):
+    def emit(builder, left, right, sums, memory):
+        software = tiles.SoftwareTiles(builder, memory)
+        software.begin()
+        software.load(LEFT, left, 64)
+        software.load(RIGHT, right, 64)
+        software.load(SUMS, sums, 64)
+        getattr(software, name)(SUMS, LEFT, RIGHT)
+        software.zero(LEFT)
+        software.store(SUMS, sums, 64)
+        software.store(LEFT, left, 64)
+        software.end()
+
+    operation = intrinsic(emit, *[INT] * 4)
+    return cfunc("void(int64, int64, int64, int64)", nopython=True)(
+        lambda left, right, sums, memory: operation(left, right, sums, memory)).ctypes
+
+
+ADD_BF16, ADD_INT8 = _instruction("add_bf16"), _instruction("add_int8")
+
+
+def computed(instruction, left, right, sums):
+    """The sums of an instruction; `left` is zero afterwards."""
+    memory, place = aligned(tiles.MEMORY_BYTES, np.uint8)
+    left, sums = left.copy(), sums.copy()
+    instruction(left.ctypes.data, right.ctypes.data, sums.ctypes.data, place)
+    assert not left.any()
+    assert len(memory) == tiles.MEMORY_BYTES
+    return sums
+
+
+def flushed(x):
+    return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), x), x).astype(np.float32)
+
+
+def widened(bits):
+    return flushed((bits.astype(np.uint32) << 16).view(np.float32))
+
+
+def by_the_manual(left, right, sums):
+    """TDPBF16PS: a product of two bfloat16 is exact in float32, so that adding it rounds once, as an FMA does."""
+    x, y = widened(left), widened(right)  # [16 rows, 32], [16 pairs, 16 columns, 2]
+    parts = np.zeros((2, 16, 16), np.float32)
+    for pair in range(16):
+        for odd in (0, 1):
+            parts[odd] = flushed(parts[odd] + x[:, 2 * pair + odd, None] * y[None, pair, :, odd])
+    return flushed(flushed(sums) + flushed(parts[0] + parts[1]))
+
+
+def bfloat16(generator, *size, scale=1.0):
+    return ((generator.standard_normal(size, np.float32) * np.float32(scale)).view(np.uint32) >> 16).astype(np.uint16)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-12, 1e18], ids=["ordinary", "small", "large"])
+def test_a_bfloat16_product_has_the_bits_of_the_manual(scale):
+    generator = np.random.default_rng(1)
+    left, right = bfloat16(generator, 16, 32, scale=scale), bfloat16(generator, 16, 16, 2)
+    sums = generator.standard_normal((16, 16), np.float32)
+    assert np.array_equal(computed(ADD_BF16, left, right, sums).view(np.uint32),
+                          by_the_manual(left, right, sums).view(np.uint32))
+
+
+def test_numbers_below_the_smallest_normal_one_are_zero():
+    left, right = np.full((16, 32), 0x0001, np.uint16), np.full((16, 16, 2), 0x7F00, np.uint16)  # tiny * 2**127
+    sums = np.full((16, 16), 1e-40, np.float32)
+    assert np.array_equal(computed(ADD_BF16, left, right, sums), np.zeros((16, 16)))
+    left[:] = right[:] = 0x1F80  # 2**-64: products are 2**-128, below the smallest normal number
+    assert np.array_equal(computed(ADD_BF16, left, right, np.ones((16, 16), np.float32)), np.ones((16, 16)))
+
+
+def test_an_integer_product_is_exact():
+    generator = np.random.default_rng(2)
+    left, right = generator.integers(-128, 128, (16, 64), np.int8), generator.integers(0, 256, (16, 16, 4), np.uint8)
+    sums = generator.integers(-1000, 1000, (16, 16), np.int32)
+    expected = sums + left.astype(np.int32) @ right.astype(np.int32).transpose(0, 2, 1).reshape(64, 16)
+    assert np.array_equal(computed(ADD_INT8, left, right, sums), expected)
+
+
+PRINT_ASSEMBLY = """
+from numba import cfunc
+from slotwise.kernels.cpu.jit.intrinsic import INT, intrinsic
+from slotwise.kernels.cpu.linear_bf16 import HARDWARE, TILE, _product
+from slotwise.kernels.cpu.tiles import HardwareTiles
+
+tile = TILE["amx"]
+add_int8 = intrinsic(lambda builder, memory: HardwareTiles(builder, memory).add_int8(0, 4, 6), INT)
+
+def product(words):
+    _product(words, HARDWARE, tile)
+    add_int8(words)
+
+print(cfunc("void(int64)", nopython=True)(product)._library.get_asm_str())
+"""
+SAPPHIRE_RAPIDS = {
+    "NUMBA_CPU_NAME": "sapphirerapids",
+    "NUMBA_CPU_FEATURES": "+avx512f,+avx512bw,+avx512dq,+avx512vl,+avx512bf16,+fma,+amx-tile,+amx-bf16,+amx-int8"}
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="wants a compiler for x86-64")
+def test_for_sapphire_rapids_the_kernel_becomes_instructions_on_tiles():
+    done = subprocess.run([sys.executable, "-c", PRINT_ASSEMBLY], env=os.environ | SAPPHIRE_RAPIDS, capture_output=True,
+                          text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [line.split() for line in done.stdout.splitlines()]
+    used = {line[0] for line in lines if line}
+    assert used > {"ldtilecfg", "tilezero", "tileloadd", "tdpbf16ps", "tdpbsud", "tilestored", "tilerelease"}
+    operands = {"".join(line[1:]) for line in lines if line and line[0] == "tdpbf16ps"}  # right, left, sums
+    assert operands == {f"%tmm{6 + half},%tmm{4 + row},%tmm{2 * row + half}" for row in (0, 1) for half in (0, 1)}

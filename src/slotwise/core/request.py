@@ -68,8 +68,8 @@ class Request:
     __slots__ = (
         "arrival", "arrived_at", "block_hashes", "blocks", "capacity", "deadline", "end", "epoch", "expected_tokens",
         "is_compiling", "num_at_join", "num_computed", "num_passed", "num_prompt", "num_reserved", "num_scheduled",
-        "output", "params", "pending", "pooling", "prediction", "publish_at", "reason", "request_id", "seed", "slo", "slot",
-        "state", "stop_ids", "tokens", "wants_prompt",
+        "output", "params", "pending", "pooling", "prediction", "publish_at", "reason", "request_id", "seed", "slo",
+        "slot", "state", "stop_ids", "tokens", "wants_prompt",
     )
 
     def __init__(

@@ -129,7 +129,8 @@ class Loaded:
             vocab_size=decoder.config.vocab_size, limits=limits, scheduling=scheduling, eos_token_ids=eos_ids,
             memory=used, depth=depth, quantization=config.quantization, kv_cache_dtype=config.kv_cache_dtype,
             threads=torch.get_num_threads(), product_path=self.product_path,
-            checkpoint=self._checkpoint, hidden_size=decoder.config.hidden_size)
+            batch_invariant=not kernels.batch_dependence(decoder.config.dtype), checkpoint=self._checkpoint,
+            hidden_size=decoder.config.hidden_size)
         runner = _runner(decoder, limits)
         check_steps(runner, limits, time.monotonic_ns)
         times = load_or_learn(config, info, lambda: warmup(runner, limits, time.monotonic_ns))
@@ -167,6 +168,8 @@ def load(config: EngineConfig, progress: Progress = silent, wrap: Callable[[Kern
     checkpoint = fingerprint(folder)  # first: what changes meanwhile is seen by the next engine
     generation = named_file(config.generation_config)
     kind = describe(folder, config.dtype, kernels, generation).dtype
+    if config.batch_invariant and (why := kernels.batch_dependence(kind)):
+        raise ConfigError(f"batch_invariant cannot be kept: {why}")
     packing = 1 if workers.are_waiting() else torch.get_num_threads()  # all other threads compile
     warming = Warming(kernels, kind)  # loading kernels holds the GIL, packing weights does not
     with _threads(packing):

@@ -13,12 +13,15 @@ from slotwise.core.interfaces import Proposer
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import POOLING_TYPES, PoolingParams, SamplingParams
 from slotwise.core.step import StepResult
+from slotwise.core.step_time import StepTimeModel
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
 from slotwise.engine.messages import Add, Command, Configure, EngineInfo, Finish
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe.event_log import Entry, decode
 from slotwise.observe.recorder import Recorder
+from slotwise.speculation.proposer import proposer_of
+from slotwise.speculation.settings import Speculation
 
 MS = 1_000_000
 TIGHT = SchedulerLimits(  # somebody has to yield again and again
@@ -56,7 +59,7 @@ class Recorded:
     """An engine, what is sent to it, and the log of that; a clock that jumps a few milliseconds whenever it is read."""
 
     def __init__(self, seed: int, batching: Batching, *, depth: int = 0, limits: SchedulerLimits = TIGHT,
-                 proposer: Proposer | None = None) -> None:
+                 proposer: Proposer | None = None, speculation: Speculation | None = None) -> None:
         self.whims = random.Random(seed)
         self.file = Shelf()
         self.recorder = Recorder(clock=self.clock)
@@ -64,6 +67,7 @@ class Recorded:
         self._limits = limits
         self._depth = depth
         self._proposer = proposer
+        self._speculation = speculation
         self._sent: deque[Command] = deque()
         self._scheduling = Scheduling(batching, limits.max_num_seqs, limits.max_num_batched_tokens)
         self.start()
@@ -77,11 +81,14 @@ class Recorded:
         """An engine, the first or the next."""
         self._sent.clear()
         executor = Whimsical(self._limits.block_size, self.whims)
+        times = StepTimeModel()
+        proposer = self._proposer or proposer_of(self._speculation, times)
         self._engine = Engine(
-            scheduler(self._limits, self._scheduling.discipline(), proposer=self._proposer), executor, self.clock,
-            (EOS,), depth=self._depth)
+            scheduler(self._limits, self._scheduling.discipline(), times=times, proposer=proposer), executor,
+            self.clock, (EOS,), depth=self._depth)
         self.recorder.started(EngineInfo(
-            "toy", "cpu", "float32", VOCAB, self._limits, self._scheduling, (EOS,), depth=self._depth))
+            "toy", "cpu", "float32", VOCAB, self._limits, self._scheduling, (EOS,), depth=self._depth,
+            speculation=self._speculation))
 
     def send(self, command: Command) -> None:
         self.recorder.commanded(command, self.clock())
@@ -95,8 +102,13 @@ class Recorded:
         self.send(Add(
             f"r{number}", prompt * whims.choice((1, 1, 1, 1, 4)), SamplingParams(**params), whims.getrandbits(64),
             output_tokens=whims.choice((0, 0, 5)), salt=whims.choice(("", "other")),
-            queue_timeout=whims.choice((0.0, 0.0, 0.05)),
+            queue_timeout=whims.choice((0.0, 0.0, 0.05)), prediction=self._prediction(whims),
             pooling=PoolingParams(whims.choice(POOLING_TYPES)) if whims.random() < 0.1 else None))
+
+    def _prediction(self, whims: random.Random) -> tuple[int, ...]:
+        if self._speculation is None or whims.random() < 0.5:
+            return ()
+        return tuple([whims.randrange(1, VOCAB) for _ in range(whims.randint(1, 20))])
 
     def turn(self) -> None:
         """What the engine does between two looks at its channel."""

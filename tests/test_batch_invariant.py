@@ -11,6 +11,7 @@ import checkpoints
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from toy import Proposing
 
 from slotwise import LLM
 from slotwise.compose.engine import Loaded, load
@@ -26,19 +27,16 @@ SHAPE_135M = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536
 Tokens = tuple[int, ...]
 
 
-class Knowing:
+class Knowing(Proposing):
     """Proposes what requests are about to be given, with a wrong token now and then."""
 
     def __init__(self, answers: Sequence[Tokens], draw: random.Random) -> None:
         self._answers = answers
         self._draw = draw
 
-    def propose(self, request: Request, most: int) -> list[int]:
+    def guess(self, request: Request, most: int) -> list[int]:
         to_come = self._answers[int(request.request_id)][request.num_output :][: min(most, self._draw.randint(0, 5))]
         return [token ^ 1 if self._draw.random() < 0.15 else token for token in to_come]
-
-    def waits(self, request: Request) -> bool:
-        return False
 
 
 class Model:
@@ -68,7 +66,7 @@ class Model:
         engine, info = self._loaded.engine(EngineConfig.of(**self._config | differing))
         assert info.batch_invariant
         if seed is not None:
-            engine._scheduler._proposer = Knowing(self.alone, random.Random(seed))
+            engine._scheduler._drafting.proposer = Knowing(self.alone, random.Random(seed))
         params = SamplingParams(temperature=0.0, max_tokens=self._max_tokens, ignore_eos=True)
         outputs: dict[int, Tokens] = dict.fromkeys(company, ())
         waiting = deque(company)

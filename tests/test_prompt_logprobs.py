@@ -9,6 +9,7 @@ from pathlib import Path
 import checkpoints
 import pytest
 import torch
+from toy import Proposing
 
 import slotwise
 from slotwise import LLM
@@ -119,13 +120,13 @@ def test_in_chunks_and_in_company(chunk, folder, prompts, exact):
     assert tokens_of(records) == tokens_of(run(engine(folder), without)[1])
 
 
-class Knowing:
+class Knowing(Proposing):
     """Proposes what requests are about to sample, every third token wrong."""
 
     def __init__(self, outputs: dict[str, list[int]]) -> None:
         self._outputs = outputs
 
-    def propose(self, request: Request, most: int) -> list[int]:
+    def guess(self, request: Request, most: int) -> list[int]:
         done = request.num_output
         to_come = enumerate(self._outputs[request.request_id][done : done + min(most, 3)], done)
         return [token + 1 if place % 3 == 2 else token for place, token in to_come]
@@ -136,7 +137,7 @@ def test_beside_rows_with_drafts(folder, prompts, exact):
     settings = {"overlap": 0, "long_prefill_token_threshold": 7}
     expected = tokens_of(run(engine(folder, **settings), adds)[1])
     subject = engine(folder, **settings)
-    subject._scheduler._proposer = Knowing(expected)
+    subject._scheduler._drafting.proposer = Knowing(expected)
     entries, records = run(subject, adds)
     assert tokens_of(records) == expected
     for i in range(1, len(prompts), 2):

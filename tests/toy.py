@@ -10,14 +10,14 @@ from random import Random
 
 from slotwise.batching.continuous import Chunked
 from slotwise.core.events import Admitted, Committed, Finished, Preempted, Rejected
-from slotwise.core.interfaces import Discipline, Policy, Proposer
+from slotwise.core.interfaces import Discipline, DraftRow, Policy, Proposal, Proposer
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import PoolingParams, SamplingParams
 from slotwise.core.request import NO_SLO, Request
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.slo import SLO
 from slotwise.core.step import StepPlan
-from slotwise.core.step_time import StepTimeModel
+from slotwise.core.step_time import StepTimeModel, Work
 from slotwise.engine.executor import FakeExecutor
 from slotwise.policies.fcfs import FirstComeFirstServed
 
@@ -58,14 +58,37 @@ def request(
     return Request(name, prompt, asked, eos_ids=(EOS,), salt=salt, slo=slo, pooling=pooling)
 
 
-class Guesses:
+class Proposing:
+    """A proposer that gives each row what `guess` finds, until the step's tokens are spent."""
+
+    def guess(self, request: Request, most: int) -> list[int]:
+        raise NotImplementedError
+
+    def propose(self, rows: Sequence[DraftRow], work: Work, most: int) -> Proposal:
+        drafts = []
+        for request, limit in rows:
+            drafts.append(tuple(self.guess(request, min(limit, most))))
+            most -= len(drafts[-1])
+        return Proposal(drafts, "no_match")
+
+    def waits(self, request: Request) -> bool:
+        return True
+
+    def committed(self, requests: Sequence[Request], drafts: Sequence[Sequence[int]]) -> None:
+        assert not drafts or len(requests) == len(drafts)
+
+    def finished(self, request: Request) -> None:
+        assert request.ended
+
+
+class Guesses(Proposing):
     """A proposer that is right more often than not, and otherwise wrong; the history decides, as with a real one."""
 
     def __init__(self, seed: int, longest: int = 4) -> None:
         self._seed = seed
         self._longest = longest
 
-    def propose(self, request: Request, most: int) -> list[int]:
+    def guess(self, request: Request, most: int) -> list[int]:
         known, draw = list(request.tokens), Random(zlib.crc32(bytes(request.tokens), self._seed))
         for _ in range(min(most, draw.randint(0, self._longest))):
             known.append(next_token(known) if draw.random() < 0.8 else draw.randrange(VOCAB))

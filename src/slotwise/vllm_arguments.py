@@ -157,14 +157,14 @@ RULES: dict[str, Rule] = dict((
         free="guided_decoding_backend guided_decoding_disable_fallback guided_decoding_disable_any_whitespace "
         "guided_decoding_disable_additional_properties", instead="outputs follow no grammar, schema or reasoning "
         "format: leave it out, and check outputs in your own code"),
-    *_rules("a step samples one token of a row; there is no draft model", {"num_lookahead_slots": (0,)},
+    *_rules("{speculative_config} says where drafts come from; there is no draft model", {"num_lookahead_slots": (0,)},
             free="speculative_disable_mqa_scorer disable_logprobs_during_spec_decoding spec_decoding_acceptance_method "
             "typical_acceptance_sampler_posterior_threshold typical_acceptance_sampler_posterior_alpha "
             "per_request_spec_decode_metrics",
-            refused="speculative_config spec_method spec_model spec_tokens speculative_model num_speculative_tokens "
+            refused="spec_method spec_model spec_tokens speculative_model num_speculative_tokens "
             "speculative_model_quantization speculative_draft_tensor_parallel_size speculative_max_model_len "
             "speculative_disable_by_batch_size ngram_prompt_lookup_max ngram_prompt_lookup_min",
-            instead="there is no speculative decoding: leave it out; the tokens are the same"),
+            instead="drafts come from texts, as {speculative_config} says; there is no draft model"),
     *_rules("a token has at most 20 log-probabilities, and its own", {
         "max_logprobs": (20,), "logprobs_mode": ("raw_logprobs",), "return_sampling_mask": OFF,
         "enable_trace_replay": OFF}, instead="a token has at most 20 log-probabilities, and its own: leave it out"),

@@ -109,7 +109,7 @@ OTHERS = [one for one in fields(EngineConfig) if one.name not in ENGINE]
 @pytest.mark.parametrize("one", OTHERS, ids=lambda one: one.name)
 def test_other_settings_of_the_offline_api(one: Any) -> None:
     for value in (3, 2.5, [], {}, object(), b"x", math.nan, *([None] if one.default in (MISSING, "auto") else [])):
-        if one.name == "tiers" and value == []:
+        if (one.name, value) in (("tiers", []), ("speculative_config", {})):
             continue
         with pytest.raises(ConfigError, match=f"^{one.name} must be"):
             EngineConfig.of(**{"model": "m", one.name: value})

@@ -9,33 +9,31 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from operations import DISCIPLINE, LIMITS, OPERATION, play
-from toy import VOCAB, Driver, Guesses, alone, next_token, request
+from toy import VOCAB, Driver, Guesses, Proposing, alone, next_token, request
 
+from slotwise.core.chunking import AIM
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
-from slotwise.core.reasons import VERIFYING
+from slotwise.core.reasons import TOKEN_BUDGET, VERIFYING
 from slotwise.core.request import Request
 from slotwise.core.step import CACHE_GROUP, FreedBlocks, Output, RowKind, StepPlan, StepResult
+from slotwise.core.step_time import StepTimeModel, Work
 
 ROOMY = SchedulerLimits(max_model_len=64, num_blocks=64, block_size=4, max_num_seqs=4, max_num_batched_tokens=16)
 
 
-class Fixed:
+class Fixed(Proposing):
     """Proposes as many right tokens, then as many wrong ones."""
 
     def __init__(self, num_right: int, num_wrong: int = 0) -> None:
         self.num_right, self.num_wrong = num_right, num_wrong
 
-    def propose(self, request: Request, most: int) -> list[int]:
+    def guess(self, request: Request, most: int) -> list[int]:
         known = list(request.tokens)
         for number in range(self.num_right + self.num_wrong):
             token = next_token(known)
             known.append(token if number < self.num_right else (token + 1) % VOCAB)
         return known[len(request.tokens):][:most]
-
-    def waits(self, request: Request) -> bool:
-        return True
-
 
 def lasting(name: str, num_prompt: int = 3, max_tokens: int = 12) -> Request:
     return request(name, [1 + number % 7 for number in range(num_prompt)], max_tokens, ignore_eos=True)
@@ -126,8 +124,7 @@ def test_blocks_behind_the_accepted_tokens_are_freed():
     driver = decoding(Fixed(0, 9), num_prompt=4)
     free = driver.scheduler.num_free_blocks
     plan = driver.plan()
-    (_, _, added), = plan.new_blocks
-    assert len(added) == 3, "positions 4 to 13"
+    assert sum(len(blocks) for _, _, blocks in plan.new_blocks) == 3, "positions 4 to 13"
     driver.commit()
     assert driver.scheduler.num_free_blocks == free - 1, "position 4 is the token sampled last"
     assert driver.plan().freed_blocks == (FreedBlocks(0, CACHE_GROUP, 2),)
@@ -151,9 +148,12 @@ def test_freed_blocks_of_a_slot_that_was_released_are_not_told():
     assert plan.released_slots == (0,) and not plan.freed_blocks and plan.new_requests[0].slot == 0
 
 
-@pytest.mark.parametrize(("blocks", "counts"), [(3, (1,)), (4, (4, 4)), (5, (7, 1)), (64, (7, 1))])
-def test_drafts_leave_a_token_and_a_block_to_each_row_behind(blocks, counts):
-    """Each of the two has a full block, so it needs another one in any case: with three, one of them is preempted."""
+@pytest.mark.parametrize(("blocks", "counts"), [(3, (4,)), (4, (4, 4)), (5, (4, 4)), (64, (7, 1))])
+def test_drafts_have_the_tokens_that_all_rows_leave_and_a_block_for_each_row_stays_free(blocks, counts):
+    """Each of the two has a full block, so it needs another one in any case: with three, one of them is preempted.
+
+    The block that it gets then has room for three drafts.
+    """
     limits = replace(ROOMY, num_blocks=blocks, max_num_seqs=2, max_num_batched_tokens=8)
     driver = Driver(limits, proposer=Fixed(9))
     for name in ("one", "two"):
@@ -219,3 +219,27 @@ def test_all_positions_of_a_prompt_want_logits_and_none_is_found_in_the_cache():
     assert scored[0].new_requests[0].output is Output.PROMPT_LOGPROBS
     assert [(plan.starts, plan.counts, plan.num_logits) for plan in scored] == [
         ((0,), (8,), (8,)), ((8,), (4,), (4,)), ((12,), (1,), (1,)), ((13,), (1,), (1,))]
+
+
+def test_drafts_are_the_first_that_a_step_without_tokens_to_spare_goes_without():
+    driver = decoding(Fixed(9), replace(ROOMY, max_num_batched_tokens=8))
+    driver.add(lasting("long", 20, 1))
+    plan = driver.plan()
+    assert plan.counts == (1, 7) and not plan.drafts and plan.draft_limit == TOKEN_BUDGET
+    driver.run()
+    assert driver.output["one"] == alone(lasting("one"), ROOMY)
+
+
+def test_drafts_stay_within_the_time_of_the_step():
+    """Each token takes a second: with four of them a step has time for three drafts."""
+    times = StepTimeModel()
+    for tokens in range(1, 9):
+        for _ in range(20):
+            times.learn(Work(tokens, tokens, 0, 0.0, drafts=tokens - 1), float(tokens))
+    driver = Driver(replace(ROOMY, max_step_ms=4.5 / AIM * 1000), times=times, proposer=Fixed(9))
+    driver.add(lasting("one"))
+    driver.plan(), driver.commit()
+    plan = driver.plan()
+    assert 2 <= plan.counts[0] <= 5
+    driver.run()
+    assert driver.output["one"] == alone(lasting("one"), ROOMY)

@@ -201,7 +201,7 @@ def test_work_is_what_attention_and_products_do(rows: list[tuple[int, int, int]]
             longest = max(longest, attended)
         else:
             pairs += attended
-    assert work[:-1] == (sum(counts) + sum(padding), len(rows), context, pairs)
+    assert work[:4] == (sum(counts) + sum(padding), len(rows), context, pairs)
     assert pairs or work.longest == longest, "how far a row of a step of such rows alone reads"
 
 
@@ -227,7 +227,8 @@ def test_a_config_is_read_in_any_locale(tmp_path: Path) -> None:
         from types import SimpleNamespace
         from slotwise.engine.config import EngineConfig
         from slotwise.observe import step_time
-        info = SimpleNamespace(dtype="", quantization="", cache_dtype="", device="", product_path="", threads=1)
+        info = SimpleNamespace(dtype="", quantization="", cache_dtype="", device="", product_path="", threads=1,
+                                   speculation=None)
         print(step_time.path_for(step_time.traits(EngineConfig(sys.argv[1]), info)).name)"""
     names = set()
     for locale in ("C", "C.UTF-8"):

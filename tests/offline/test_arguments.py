@@ -94,7 +94,7 @@ def test_an_obeyed_argument_is_a_setting(given: dict[str, Any], field: str, valu
     ({"max_model_len": "4q"}, "max_model_len must be a whole number .* not '4q'"),
     ({"max_model_len": "0.0015k"}, "max_model_len must be a whole number"), ({"stream_interval": 0}, "stream_interval"),
     ({"revision": "v2"}, "revision 'v2' is not supported: the newest"), ({"max_logprobs": 50}, "at most 20"),
-    ({"speculative_config": {"method": "ngram"}}, "there is no speculative decoding"),
+    ({"speculative_config": {"method": "eagle"}}, "speculative_config: method must be one of"),
     ({"swap_space": 4, "cpu_offload_gb": 2.5}, "cpu_offload_gb 2.5"),
     ({"disable_log_stats": 0}, "disable_log_stats 0: False: LLM counts"), ({"chat_template": 5}, "chat_template 5"),
     ({"served_model_name": 5}, "served_model_name 5: the name, or a list")])

@@ -16,6 +16,7 @@ import checkpoints
 import pytest
 import torch
 from torch import Tensor
+from toy import Proposing
 
 from slotwise.compose.engine import load
 from slotwise.core.params import SamplingParams
@@ -115,27 +116,23 @@ def test_the_device_samples_what_the_host_does(folder, expected, overlap, few_bl
     assert any(record.preempted for record in records) == few_blocks
 
 
-class Knowing:
+class Knowing(Proposing):
     """Proposes what a request is about to be given, with a wrong token now and then."""
 
     def __init__(self, outputs: dict[str, list[int]]) -> None:
         self._outputs = outputs
         self._draw = random.Random(5)
 
-    def propose(self, request: Request, most: int) -> list[int]:
+    def guess(self, request: Request, most: int) -> list[int]:
         to_come = self._outputs[request.request_id][request.num_output :][: min(most, self._draw.randint(0, 4))]
         return [token + 1 if self._draw.random() < 0.2 else token for token in to_come]
-
-    def waits(self, request: Request) -> bool:
-        return True
-
 
 @pytest.mark.parametrize("settings", [
     {"device": "cpu", "overlap": 0}, {"overlap": 0}, {"overlap": 1}, {"kv_cache_memory": 2 * 4 * 2 * 32 * 4 * 3 * 32}],
     ids=["cpu", "device", "overlap", "few blocks"])
 def test_rows_with_drafts_sample_what_they_would_without(folder, expected, settings):
     subject = engine(folder, **settings)
-    subject._scheduler._proposer = Knowing(expected)
+    subject._scheduler._drafting.proposer = Knowing(expected)
     outputs, records = play(subject)
     assert outputs == expected
     yielded = [len(tokens) for record in records for tokens, drafts in zip(

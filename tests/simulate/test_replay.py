@@ -17,6 +17,7 @@ from slotwise.engine.messages import RowEnd, StepRecord
 from slotwise.observe import event_log
 from slotwise.observe.log_file import LogFile
 from slotwise.simulate.replay import ReplayError, replay
+from slotwise.speculation.settings import Speculation
 
 WITH_HOST = replace(TIGHT, num_host_blocks=10)
 BATCHINGS = [*(Batching(kind) for kind in KINDS), Batching(prefill="inline"), Batching(prefill="alone"),
@@ -61,6 +62,20 @@ def test_so_do_drafts(batching: Batching, depth: int) -> None:
         outcome = replay((event_log.decode(event_log.encode(entry)) for entry in entries), Guesses(seed))
         assert outcome.difference is None and outcome.records == len(records)
     assert num_failures
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("batching", [Batching(), Batching("static"), Batching("orca")], ids=str)
+def test_the_log_says_where_drafts_came_from(batching: Batching, depth: int) -> None:
+    settings, drafted = Speculation("suffix", prompt_lookup_min=1), 0
+    for seed in range(3):
+        entries = Recorded(seed, batching, depth=depth, speculation=settings).play(60)
+        records = steps(entries)
+        drafted += sum(bool(record.drafts) for record in records)
+        assert any(record.draft_limit for record in records)
+        outcome = replay(event_log.decode(event_log.encode(entry)) for entry in entries)
+        assert outcome.difference is None and outcome.records == len(records)
+    assert drafted
 
 
 def test_what_was_played_had_everything_in_it() -> None:

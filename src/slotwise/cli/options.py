@@ -15,6 +15,7 @@ from slotwise.core.limits import PRESSURES, RECOMPUTE
 from slotwise.engine.config import DEVICES, DTYPE_NAMES, DTYPES, ENGINE, KV_CACHE_DTYPES, QUANTIZATIONS, STALL_MS
 from slotwise.errors import printable
 from slotwise.policies.settings import GAP, POLICIES, QUANTILE, TTFT_MS
+from slotwise.speculation.settings import Speculation
 
 BUILTIN_NAME = "slotwise-builtin"  # the served name of the model in the package
 MAX_JSON = 1 << 16  # characters of an option that is a JSON object
@@ -102,6 +103,11 @@ ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
         "choices": PRESSURES, "default": RECOMPUTE,
         "help": f"a request that is preempted because the cache is full is recomputed, or ends with an error (default: "
         f"{RECOMPUTE})"}),
+    ("--speculative-config", {
+        "type": lambda text: speculation(text), "metavar": "JSON",
+        "help": "drafts of decoding rows, which a step verifies beside the others where that is faster, as "
+        "{\"method\": \"ngram\", \"num_speculative_tokens\": 8}; docs/speculation.md has all keys (default: of serve, "
+        "{\"method\": \"auto\"}; else no drafts)"}),
     ("--seed", {"default": 0, "help": "seed of requests without one (default: 0)"}),
 )
 
@@ -157,6 +163,14 @@ def json_object(text: str) -> dict[str, Any]:
         raise argparse.ArgumentTypeError(
             f"must be a JSON object of at most {MAX_JSON} characters, not {printable(text[:40])}")
     return value
+
+
+def speculation(text: str) -> Speculation:
+    """The type of an option with the settings of speculative decoding."""
+    try:
+        return Speculation.of(json_object(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def add_overwrite_option(group: argparse._ActionsContainer) -> None:

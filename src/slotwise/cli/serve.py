@@ -34,6 +34,7 @@ from slotwise.host import processors
 from slotwise.model.locate import locate
 from slotwise.observe.lines import FORMATS, TEXT, final
 from slotwise.server.parsers.registry import REASONING_ALIASES, REASONING_PARSERS, TOOL_ALIASES, TOOL_PARSERS
+from slotwise.speculation.settings import Speculation
 
 if TYPE_CHECKING:
     from slotwise.server.tiers import ServedTier
@@ -52,6 +53,7 @@ def add(commands: Commands) -> None:
     add_network_options(serve)
     add_engine_options(serve)
     add_vllm_flags(serve)
+    serve.set_defaults(speculative_config=Speculation())
 
 
 def _server_options(serve: argparse.ArgumentParser) -> None:
@@ -100,16 +102,20 @@ def _server_options(serve: argparse.ArgumentParser) -> None:
                        metavar="SECONDS",
                        help="silence after which the engine process is killed and replaced; after half of it "
                             f"/health is 503 (default: {ENGINE_TIMEOUT:g})")
+    group.add_argument("--shutdown-timeout", type=Number(real(0, DAY)), default=30.0, metavar="SECONDS",
+                       help="time that running requests have to end after SIGTERM (default: 30)")
+    group.add_argument("--stream-interval", type=Size(whole(1, 65_536)), default=1, metavar="TOKENS",
+                       help="tokens of each event of a stream (default: 1)")
+    _placement_options(group)
+    _observing_options(group)
+
+
+def _placement_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--cpu-threads", type=Number(whole(1, MOST_PROCESSORS)), metavar="N",
                        help="compute threads of the engine (default: one for each place of --cpu-bind)")
     group.add_argument("--cpu-bind", type=_bind, default=AUTO, metavar="PLACES",
                        help="where they run: auto, each on a processor of its own; cores, each on a physical core, "
                        "node by node; none, anywhere; or a list of processors, as 0-3,8 (default: auto)")
-    group.add_argument("--shutdown-timeout", type=Number(real(0, DAY)), default=30.0, metavar="SECONDS",
-                       help="time that running requests have to end after SIGTERM (default: 30)")
-    group.add_argument("--stream-interval", type=Size(whole(1, 65_536)), default=1, metavar="TOKENS",
-                       help="tokens of each event of a stream (default: 1)")
-    _observing_options(group)
 
 
 def _observing_options(group: argparse._ArgumentGroup) -> None:

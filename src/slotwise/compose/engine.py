@@ -41,6 +41,8 @@ from slotwise.runner.prefault import Prefault
 from slotwise.runner.sampling.cpu import Sampler
 from slotwise.runner.sampling.gpu import DeviceSampler
 from slotwise.runner.sampling.params import Sampling
+from slotwise.speculation.proposer import proposer_of
+from slotwise.speculation.settings import Speculation
 
 Progress = Callable[[str, int, int], None]
 """Called with `(stage, done, total)` while an engine is built."""
@@ -130,15 +132,22 @@ class Loaded:
             memory=used, depth=depth, quantization=config.quantization, kv_cache_dtype=config.kv_cache_dtype,
             threads=torch.get_num_threads(), product_path=self.product_path,
             batch_invariant=not kernels.batch_dependence(decoder.config.dtype), checkpoint=self._checkpoint,
-            hidden_size=decoder.config.hidden_size)
+            hidden_size=decoder.config.hidden_size, speculation=self._speculation(config))
         runner = _runner(decoder, limits)
         check_steps(runner, limits, time.monotonic_ns)
-        times = load_or_learn(config, info, lambda: warmup(runner, limits, time.monotonic_ns))
-        scheduler = Scheduler(limits, scheduling.discipline(), scheduling.policy(times), times)
+        times = load_or_learn(config, info, lambda: warmup(
+            runner, limits, time.monotonic_ns, drafts=info.speculation is not None))
+        proposer = proposer_of(info.speculation, times)
+        scheduler = Scheduler(limits, scheduling.discipline(), scheduling.policy(times), times, proposer)
         engine = Engine(scheduler, runner, time.monotonic_ns, eos_ids, depth=depth, scheduling=scheduling)
         info.learned = times.learned() if times.is_trained else None
         info.roofline = self.roofline(glance(decoder))
         return engine, info
+
+    def _speculation(self, config: EngineConfig) -> Speculation | None:
+        """Returns the settings of drafts with what depends on the model."""
+        is_exact = not self._decoder.kernels.batch_dependence(self._decoder.config.dtype)
+        return config.speculative_config and config.speculative_config.resolved(is_exact=is_exact)
 
     def _with_runtime(self, used: MemoryUse) -> MemoryUse:
         """Returns `used` with the runtime's bytes, measured when kernels are ready and before the cache exists."""

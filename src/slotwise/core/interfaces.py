@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.request import Request
+from slotwise.core.step_time import Work
 
 Key = tuple[float, ...]
 
@@ -152,16 +153,33 @@ class Policy(Protocol):
         ...
 
 
+class DraftRow(NamedTuple):
+    """A decoding row that may verify drafts, and the most that its output and the free blocks have room for."""
+
+    request: Request
+    limit: int
+
+
+class Proposal(NamedTuple):
+    """Drafts by row, () for a plain one, and why there are no more (`core/drafting.py`); "": `most`."""
+
+    drafts: Sequence[tuple[int, ...]]
+    reason: str
+
+
 class Proposer(Protocol):
-    """Proposes draft tokens, which the next step verifies: speculative decoding (Leviathan et al., ICML 2023).
+    """Proposes draft tokens, which the step verifies: speculative decoding (Leviathan et al., ICML 2023).
 
     It depends on the history alone, as a policy does.
     """
 
-    def propose(self, request: Request, most: int) -> Sequence[int]:
-        """Returns up to `most` tokens of the vocabulary that may follow `request.tokens`; none: a plain decode row.
+    def propose(self, rows: Sequence[DraftRow], work: Work, most: int) -> Proposal:
+        """Returns tokens that may follow `request.tokens` of each row: at most its `limit`, and `most` in total.
 
-        Called only while no token of `request` is in flight.
+        Called once a step, after all of its rows are planned, with those that have no token in flight.
+
+        Args:
+            work: of the step without drafts.
         """
         ...
 
@@ -170,4 +188,12 @@ class Proposer(Protocol):
 
         Else it runs without drafts, and an engine that overlaps steps never finds it without a token in flight.
         """
+        ...
+
+    def committed(self, requests: Sequence[Request], drafts: Sequence[Sequence[int]]) -> None:
+        """A step was committed: its rows' requests, with the tokens it appended, and the drafts of each row, or ()."""
+        ...
+
+    def finished(self, request: Request) -> None:
+        """It has ended, in any state."""
         ...

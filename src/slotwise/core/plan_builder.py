@@ -45,9 +45,9 @@ class PlanBuilder:
     """Filled by one `Scheduler.schedule`, row by row, then closed into a StepPlan."""
 
     __slots__ = (
-        "budget", "deferred", "drafts", "has_chunk", "held", "is_pressed", "isolated_steps", "lanes", "new_blocks",
-        "new_requests", "now", "padding", "paused", "preempted", "refused", "rows", "shortage", "starting", "step",
-        "stop", "time",
+        "budget", "deferred", "draft_limit", "drafts", "has_chunk", "held", "is_pressed", "isolated_steps", "lanes",
+        "new_blocks", "new_requests", "now", "padding", "paused", "preempted", "refused", "rows", "shortage",
+        "starting", "step", "stop", "time",
     )
 
     def __init__(self, step: int, now: float, budget: int, time: StepBudget | None = None) -> None:
@@ -65,6 +65,7 @@ class PlanBuilder:
         self.deferred: list[Request] = []  # running prefills planned after waiting requests that outrank them
         self.rows: list[Row] = []
         self.drafts: dict[int, tuple[int, ...]] = {}  # by row
+        self.draft_limit = ""  # why there are no more
         self.padding: tuple[int, ...] = ()
         self.held: list[int] = []
         self.new_requests: list[NewRequest] = []
@@ -81,12 +82,13 @@ class PlanBuilder:
         wants_all = request.wants_prompt and not request.num_output
         self.rows.append((request, start, count, count if wants_all else int(samples), kind))
 
-    def add_drafts(self, request: Request, drafts: tuple[int, ...]) -> None:
-        """Plan the last token of `request` and `drafts` after it, to be verified."""
+    def add_drafts(self, row: int, drafts: tuple[int, ...]) -> None:
+        """Add `drafts`, to be verified, to a planned row that decodes one token."""
+        request, start, _, _, kind = self.rows[row]
         count = 1 + len(drafts)
-        self.budget -= count
-        self.drafts[len(self.rows)] = drafts
-        self.rows.append((request, request.num_scheduled, count, count, DECODE))
+        self.budget -= len(drafts)
+        self.drafts[row] = drafts
+        self.rows[row] = request, start, count, count, kind
         request.schedule_drafts(len(drafts))
 
     def add_chunk(self, start: int, count: int) -> None:
@@ -137,5 +139,5 @@ class PlanBuilder:
             self.step, self.now, released_slots, tuple(self.new_requests), freed, tuple(self.new_blocks),
             tuple([request.request_id for request in requests]), tuple([request.slot for request in requests]),
             starts, counts, drafts, num_logits, kinds, self.padding, tuple(self.held),
-            tuple(self.preempted), tuple(self.refused), self.stop, *copies)
+            tuple(self.preempted), tuple(self.refused), self.stop, *copies, self.draft_limit)
         return InFlight(plan, requests, tuple([request.epoch for request in requests]))

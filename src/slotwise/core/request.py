@@ -68,8 +68,8 @@ class Request:
     __slots__ = (
         "arrival", "arrived_at", "block_hashes", "blocks", "capacity", "deadline", "end", "epoch", "expected_tokens",
         "num_at_join", "num_computed", "num_passed", "num_prompt", "num_reserved", "num_scheduled", "output",
-        "params", "pending", "pooling", "publish_at", "reason", "request_id", "seed", "slo", "slot", "state",
-        "stop_ids", "tokens", "wants_prompt",
+        "params", "pending", "pooling", "prediction", "publish_at", "reason", "request_id", "seed", "slo", "slot",
+        "state", "stop_ids", "tokens", "wants_prompt",
     )
 
     def __init__(
@@ -99,6 +99,7 @@ class Request:
         self.arrival = -1  # arrival number: the tie-breaker of every order
         self.arrived_at = 0.0  # seconds
         self.deadline = float("inf")  # seconds; a request not admitted by then times out
+        self.prediction: tuple[int, ...] = ()  # what its client expects the output to be: drafts are taken from it
         self.expected_tokens = 0  # output length fixed by a benchmark: it ends there as if the model ended it; 0: none
         self.num_passed = 0  # later arrivals admitted while it waited for blocks
         self.end = 0  # maximum length, prompt and output, in tokens; a vector counts as one
@@ -159,9 +160,9 @@ class Request:
         return True
 
     def schedule_drafts(self, num_drafts: int) -> None:
-        """Schedule the last known token and drafts after it, to be verified."""
-        self.num_scheduled += 1 + num_drafts
-        self.pending += 1 + num_drafts
+        """Schedule drafts, to be verified, after the last known token, which is scheduled."""
+        self.num_scheduled += num_drafts
+        self.pending += num_drafts
 
     def unschedule(self) -> None:
         """Undo the scheduling of all steps in flight."""

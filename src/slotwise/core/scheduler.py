@@ -28,9 +28,9 @@ request finishes after its next row was planned, that row's tokens are dropped a
 sets scheduled and computed counts to 0 (`RequestTable.preempt`) and keeps the pending token of a row in flight; until
 that token is committed, and so never in the same plan, the request is not admitted again.
 
-A decoding row may carry drafts (`interfaces.Proposer`), as many as budgets and free blocks allow without a preemption.
-Its step yields 1 to 1 + drafts tokens.  The commit tells how many, so the row is in no other step before it; commit()
-appends them, and frees the blocks behind the computed ones.
+A decoding row may carry drafts, which are planned last (`core/drafting.py`).  Such a row yields 1 to 1 + drafts tokens.
+The commit tells how many, so the row is in no other step before it; commit() appends them, and frees the blocks behind
+the computed ones.  A held row has no drafts: where a batch leaves together, a request that ends early is held longer.
 
 The scheduler is deterministic: time is an argument, ties fall to the arrival number, and no code here reads a clock,
 draws a random number or iterates a set.
@@ -45,6 +45,7 @@ from operator import length_hint
 
 from slotwise.core.admission import Admission
 from slotwise.core.chunking import Chunking
+from slotwise.core.drafting import Drafting
 from slotwise.core.events import Committed, Event
 from slotwise.core.held_outputs import outputs_of
 from slotwise.core.interfaces import Discipline, Policy, Proposer
@@ -80,8 +81,8 @@ class Scheduler:
             proposer: drafts tokens for decoding rows; None: no row has drafts.
         """
         self.times = times or StepTimeModel()
-        self._proposer = proposer
         self._table = RequestTable(limits, policy)
+        self._drafting = Drafting(self._table, self.times, proposer)
         self._isolation = PrefillIsolation(self._table)
         self._preemption = Preemption(self._table)
         self._in_flight: deque[InFlight] = deque()  # planned and not yet committed, oldest first
@@ -164,7 +165,7 @@ class Scheduler:
         """Finish a request in any state.  Does nothing if the id is unknown or already finished."""
         request = self._table.unfinished.get(request_id)
         if request is not None:
-            self._table.end(request, reason, now)
+            self._end(request, reason, now)
 
     # -- scheduling a step ---------------------------------------------------------------------------------------
 
@@ -189,6 +190,7 @@ class Scheduler:
         else:
             self._schedule_running(builder)
             self._schedule_waiting(builder)
+        self._drafting.add(builder)
         if builder.new_requests:  # in other steps all rows of a padded batch have one token
             builder.padding = self._discipline.padding(builder.counts)
         kv = self._table.kv
@@ -203,9 +205,9 @@ class Scheduler:
         for request in list(self._table.waiting.due(now)):
             if request.state is State.WAITING and request.deadline <= now:
                 waited = f"no slot came free in {now - request.arrived_at:.1f} s, and it was to wait no longer"
-                self._table.end(request, "timeout", now, waited)
+                self._end(request, "timeout", now, waited)
             elif why := policy.overdue(request, now):
-                self._table.end(request, "shed", now, why)
+                self._end(request, "shed", now, why)
             else:
                 self._table.requeue(request, now)
 
@@ -262,7 +264,7 @@ class Scheduler:
             builder.time.add_decodes([
                 request.num_scheduled for request in running if request.unscheduled == 1
                 and request.num_known < request.end and not request.reason and not request.is_verifying])
-        rows, proposes = iter(running), self._proposer is not None
+        rows = iter(running)
         for request in rows:  # `length_hint(rows)`: those behind this one
             if builder.preempted and request.state is not State.RUNNING:
                 continue  # preempted in this plan, for a row before it
@@ -282,37 +284,12 @@ class Scheduler:
                 builder.refuse(request, TIME_BUDGET)
                 continue
             kind = DECODE if start >= request.num_at_join else PREFILL
-            if proposes and kind is DECODE and self._schedule_drafts(request, builder, length_hint(rows)):
+            if kind is DECODE and self._drafting.waits(request):
+                builder.refuse(request, VERIFYING)
                 continue
             if start + count > request.capacity and not self._extend(request, start + count, builder):
                 continue
             builder.add_row(request, start, count, kind)
-
-    def _schedule_drafts(self, request: Request, builder: PlanBuilder, num_behind: int) -> bool:
-        """Plan a decoding row with drafts, or let it wait for a token to draft from; False if it runs without drafts.
-
-        Drafts leave each of the `num_behind` rows that are still to plan a token of the budget and a block.
-        """
-        assert self._proposer is not None
-        if request.pending:
-            waits = self._proposer.waits(request)
-            if waits:
-                builder.refuse(request, VERIFYING)
-            return waits
-        kv, num_known = self._table.kv, len(request.tokens)
-        limit = min(request.end - 1, kv.largest_capacity(request, num_behind)) - num_known
-        limit = min(limit, builder.budget - num_behind - 1)
-        if limit > 0 and builder.time is not None:
-            limit = builder.time.fitting(num_known, limit)
-        drafts = tuple(self._proposer.propose(request, limit))[:limit] if limit > 0 else ()
-        blocks = kv.extend(request, num_known + len(drafts)) if drafts else None
-        if blocks is None:
-            return False
-        if builder.time is not None:
-            builder.time.add(num_known, len(drafts))
-        builder.add_blocks(request, blocks)
-        builder.add_drafts(request, drafts)
-        return True
 
     def _schedule_ended(self, request: Request, builder: PlanBuilder) -> None:
         """Plan a request whose last token is known or in flight: held with its batch, or left out."""
@@ -328,7 +305,7 @@ class Scheduler:
             builder.preempt(victim, NO_BLOCKS)
             if self.limits.on_pressure == ERROR:
                 message = "the cache is full, and this server ends requests instead of preempting them; try again later"
-                self._table.end(victim, "error", builder.now, message)
+                self._end(victim, "error", builder.now, message)
             else:
                 self._table.preempt(victim, builder.step, builder.now)
             if victim is request:
@@ -419,8 +396,9 @@ class Scheduler:
             if reason:
                 ended.append((request, reason))
         ended += [(request, "error") for request in step.failed(result)]
-        if self._chunking.needs_step_times or self._table.policy.needs_step_times:
-            self.times.step(work_of(plan.starts, plan.counts, plan.padding), plan.now, now)
+        self._drafting.committed(step.requests, plan.drafts)
+        if self._drafting.needs_step_times or self._chunking.needs_step_times or self._table.policy.needs_step_times:
+            self.times.step(work_of(plan.starts, plan.counts, plan.padding, plan.drafts), plan.now, now)
         self._table.policy.served(step.requests, plan.counts, result.tokens)
         outputs = outputs_of(plan, result, kept)
         if self._discipline.leaves_together or self._table.held_outputs:
@@ -429,7 +407,7 @@ class Scheduler:
         self._table.events.append(Committed(
             now, plan.step, tuple(outputs.request_ids), tuple(outputs.tokens), tuple(outputs.logprobs), overrun))
         for request, reason in ended:
-            self._table.end(request, reason, now)
+            self._end(request, reason, now)
 
     def _count_computed(self, request: Request, num_scheduled: int, num_computed: int) -> None:
         """Count the computed tokens of a row; drafts that were not accepted, and the blocks behind, are taken back."""
@@ -439,6 +417,11 @@ class Scheduler:
         if num_computed < num_scheduled:
             request.num_scheduled -= num_scheduled - num_computed
             self._table.kv.truncate(request)
+
+    def _end(self, request: Request, reason: str, now: float, message: str = "") -> None:
+        """Finish an unfinished request."""
+        self._table.end(request, reason, now, message)
+        self._drafting.finished(request)
 
     def rollback(self) -> list[str]:
         """Drop all steps in flight after a failure; their rows are planned again from the last commit.

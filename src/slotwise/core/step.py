@@ -126,6 +126,7 @@ class StepPlan(NamedTuple):
     stop: Stop | None
     saves: tuple[Copy, ...] = ()  # device blocks to host blocks, before anything else
     loads: tuple[Copy, ...] = ()  # host blocks to device blocks, before the forward pass
+    draft_limit: str = ""  # why there are no more drafts (`core/drafting.py`); "" where none can be
 
     @property
     def num_rows(self) -> int:

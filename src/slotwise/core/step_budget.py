@@ -65,6 +65,11 @@ class StepBudget:
         self._work = NO_WORK
 
     @property
+    def seconds(self) -> float:
+        """Seconds that the step may take."""
+        return min(self._limit, self._stall.seconds)
+
+    @property
     def stalls(self) -> int:
         """Number of stall limits that the step planned so far lasts for; at least 1."""
         return max(1, math.ceil(self._times.seconds(self._work) / self._stall.seconds))
@@ -83,7 +88,7 @@ class StepBudget:
 
     def add_decodes(self, starts: Sequence[int]) -> None:
         """Add decoding rows, which compute one token each, at positions `starts`."""
-        tokens, rows, context, pairs, _ = self._work
+        tokens, rows, context, pairs, *_ = self._work
         self._work = Work(tokens + len(starts), rows + len(starts), context + sum(starts) + len(starts), pairs)
 
     def fitting(self, start: int, wanted: int, stalls: int = 1) -> int:
@@ -109,7 +114,7 @@ class StepBudget:
         return not self._times.is_trained or self._times.seconds(self._with(start, count)) <= seconds
 
     def _with(self, start: int, count: int) -> Work:
-        tokens, rows, context, pairs, _ = self._work
+        tokens, rows, context, pairs, *_ = self._work
         if count == 1:
             context += start + 1
         else:

@@ -7,7 +7,8 @@
 `a` is reading the weights, `l` launching the kernels one by one, `b` the matrix products, `c` the head and sampling,
 `d` reading the KV cache, `e` prefill attention.  There are three kinds of steps: DECODE steps, of decoding rows alone,
 replay a captured graph; a FIRST step, with a row count and context length not seen before, pays for the capture;
-PROMPTS steps, with prefill chunks or drafts, are never captured.  `launched` is 0 for DECODE, else 1.
+PROMPTS steps, with prefill chunks, are never captured; DRAFTS steps, of decoding rows that verify drafts, have factors
+of their own.  `launched` is 0 for DECODE, else 1.  A draft is a token and a row: its logits are computed.
 
 **Fit.**  Steps are remembered by kind and size: steps of 1, 2-3, 4-7 ... tokens each have their own sums, the normal
 equations of a least-squares problem.  Old measurements are down-weighted per size, so full batches do not overwrite the
@@ -51,8 +52,8 @@ SHORT = 256  # positions: graphs are captured for contexts up to this, up to twi
 
 NUM_TERMS = 6
 PAIRS = [(i, j) for i in range(NUM_TERMS) for j in range(i + 1)]  # lower triangle of a symmetric matrix
-DECODE, FIRST, PROMPTS = "decode", "first", "prompts"
-KINDS = (DECODE, FIRST, PROMPTS)
+DECODE, FIRST, PROMPTS, DRAFTS = "decode", "first", "prompts", "drafts"
+KINDS = (DECODE, FIRST, PROMPTS, DRAFTS)
 SIZES = {kind: [f"{kind}-{1 << bits >> 1}" for bits in range(64)] for kind in KINDS}  # by bit length of the tokens
 
 Matrix = list[list[float]]
@@ -63,17 +64,35 @@ class Work(NamedTuple):
     """The work of a step."""
 
     tokens: int  # padding included
-    rows: int
-    context: int  # positions attended to by rows of one token, summed
-    pairs: float  # (token, attended position) pairs of rows of several tokens: prefill chunks and drafts
+    rows: int  # those whose logits are computed, each draft being one
+    context: int  # positions attended to by decoding rows, and by each of their drafts, summed
+    pairs: float  # (token, attended position) pairs of prefill chunks
     longest: int = 0  # largest context of a row, in a step of decoding rows alone; 0: one seen before
+    drafts: int = 0
+
+    def with_drafts(self, num_drafts: int, context: int) -> Work:
+        """Returns the work with drafts, which attend to `context` positions in all."""
+        return Work(self.tokens + num_drafts, self.rows + num_drafts, self.context + context, self.pairs,
+                    drafts=self.drafts + num_drafts) if num_drafts else self
 
 
 NO_WORK = Work(0, 0, 0, 0.0)
 
 
-def work_of(starts: Sequence[int], counts: Sequence[int], padding: Sequence[int] = ()) -> Work:
-    """Returns the work of rows that compute `counts` tokens from positions `starts`, and `padding` after them."""
+def work_of(
+    starts: Sequence[int], counts: Sequence[int], padding: Sequence[int] = (), drafts: Sequence[Sequence[int]] = (),
+) -> Work:
+    """Returns the work of rows that compute `counts` tokens from positions `starts`, and `padding` after them.
+
+    Args:
+        drafts: those among each row's tokens; () for none.
+    """
+    if drafts:
+        numbers = list(map(len, drafts))
+        context = sum([number * (start + 1) + number * (number + 1) // 2
+                       for start, number in zip(starts, numbers, strict=True)])
+        plain = [count - number for count, number in zip(counts, numbers, strict=True)]
+        return work_of(starts, plain, padding).with_drafts(sum(numbers), context)
     if not counts:
         return NO_WORK
     if max(counts) == 1 and not padding:
@@ -267,6 +286,8 @@ class StepTimeModel:
     def _kind(self, work: Work) -> str:
         if work.pairs:
             return PROMPTS
+        if work.drafts:
+            return DRAFTS
         return FIRST if work.longest and _graph_of(work) not in self._met else DECODE
 
     def step(self, work: Work, started: float, ended: float) -> None:

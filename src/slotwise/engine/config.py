@@ -6,6 +6,7 @@ Names are vLLM's where vLLM has the setting.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 from slotwise.batching import settings as batching_settings
@@ -17,6 +18,7 @@ from slotwise.engine.scheduling import Scheduling
 from slotwise.errors import OneLineError
 from slotwise.policies import settings as policy_settings
 from slotwise.policies.settings import Ordering
+from slotwise.speculation.settings import Speculation
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DTYPE_NAMES = {"half": "float16", "float": "float32"}  # vLLM's; a config has the longer ones
@@ -95,10 +97,16 @@ class EngineConfig:
     kv_offloading_size: float = 0.0  # GiB of host memory for blocks that the cache evicts, to be copied back; 0: none
     on_pressure: str = RECOMPUTE  # what happens to a victim when blocks run out: recomputed later, or ended in "error"
     generation_config: str = "auto"  # whose end tokens count: auto or vllm, the checkpoint's; else a file or its folder
+    speculative_config: Speculation | None = None  # drafts of decoding rows, or a mapping of its fields; None: none
     seed: int = 0  # of the requests without one
     overlap: int | None = None  # steps in flight while the next is planned, 0 or 1; None: 1 where a GPU computes
 
     def __post_init__(self) -> None:
+        if isinstance(self.speculative_config, Mapping):
+            try:
+                object.__setattr__(self, "speculative_config", Speculation.of(self.speculative_config))
+            except ValueError as error:
+                raise ConfigError(f"speculative_config: {error}") from error
         self._check_kinds()
         object.__setattr__(self, "dtype", DTYPE_NAMES.get(self.dtype, self.dtype))
         if self.device not in DEVICES:
@@ -133,6 +141,8 @@ class EngineConfig:
                 wrong = "" if value is None and field.default is None else ENGINE[name].objection(value)
             elif isinstance(field.default, bool):
                 wrong = "" if isinstance(value, bool) else f"must be true or false, not {value!r:.40}"
+            elif name == "speculative_config":
+                wrong = "" if value is None or isinstance(value, Speculation) else f"must be a dict, not {value!r:.40}"
             elif name == "tiers":
                 good = isinstance(value, (tuple, list)) and all(isinstance(tier, Tier) for tier in value)
                 wrong = "" if good else f"must be a tuple of tiers, not {value!r:.40}"

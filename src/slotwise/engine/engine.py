@@ -84,7 +84,7 @@ class Engine:
             request = Request(
                 command.request_id, command.prompt, command.params, command.seed, self._eos_ids, command.salt,
                 command.slo, command.pooling)
-            request.expected_tokens = command.output_tokens
+            request.expected_tokens, request.prediction = command.output_tokens, command.prediction
             if command.queue_timeout:
                 request.deadline = now + command.queue_timeout
             self._scheduler.add(request, now)
@@ -166,7 +166,8 @@ class Engine:
         record = StepRecord(
             plan.step, started, ended, plan.request_ids, plan.slots, plan.starts, plan.counts, plan.padding, plan.held,
             tokens, logprobs, refused=plan.refused, stop=plan.stop, ended=ends(events), failed=result.failed,
-            drafts=plan.drafts, kinds=plan.kinds, prompt_logprobs=result.prompt_logprobs, pooled=result.pooled)
+            drafts=plan.drafts, kinds=plan.kinds, prompt_logprobs=result.prompt_logprobs, pooled=result.pooled,
+            draft_limit=plan.draft_limit)
         if tokens != result.tokens:
             record.sampled = result.tokens
         return self._stamped(_with_changes(record, [plan], events))

@@ -17,6 +17,7 @@ from slotwise.core.slo import SLO
 from slotwise.core.step import Copy, Decision, FreedBlocks, NewBlocks, RowKind, Stop, TokenLogprobs
 from slotwise.core.step_time import Learned
 from slotwise.engine.scheduling import Scheduling
+from slotwise.speculation.settings import Speculation
 
 if TYPE_CHECKING:
     from msgspec import Struct
@@ -51,6 +52,7 @@ class Add(Struct, tag="add"):
     slo: SLO = NO_SLO  # tenant, tier and objectives
     stop_lengths: tuple[int, ...] = ()  # characters of each stop string, where `params` leaves them out as long
     pooling: PoolingParams | None = None  # one vector is wanted, and no tokens
+    prediction: tuple[int, ...] = ()  # what its client expects the output to be, from which drafts are taken
 
 
 class Finish(Struct, tag="finish"):
@@ -113,6 +115,7 @@ class EngineInfo(Struct, tag="ready"):
     depth: int = 0  # steps that may be in flight while the next is planned
     quantization: str = "none"
     kv_cache_dtype: str = "auto"
+    speculation: Speculation | None = None  # as resolved for this model; None: no row has drafts
     learned: Learned | None = None  # state of the step-time model at the start
     roofline: Roofline | None = None  # lower bounds of step costs on this machine; None: not measured
     threads: int = 1  # compute threads
@@ -193,6 +196,7 @@ class StepRecord(Struct, tag="step", omit_defaults=True):
     kinds: tuple[RowKind, ...] = ()
     freed_blocks: tuple[FreedBlocks, ...] = ()  # applied before `new_blocks`
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
+    draft_limit: str = ""  # why the step has no more drafts
     num_parts: int = 0  # `StepOutputs` that were sent before it; they hold all tokens of its rows
     pooled: tuple[bytes, ...] = ()  # of each row, as in `core.step.StepResult`
 

@@ -11,14 +11,16 @@ it: its steps are the first to touch their memory, a cost that no later step has
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from slotwise.batching.continuous import Chunked
+from slotwise.core.interfaces import DraftRow, Proposal, Proposer
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
+from slotwise.core.request import Request
 from slotwise.core.scheduler import Scheduler
-from slotwise.core.step_time import StepTimeModel, work_of
+from slotwise.core.step_time import StepTimeModel, Work, work_of
 from slotwise.engine.engine import Clock, Engine
 from slotwise.engine.executor import Executor
 from slotwise.engine.messages import Add, Finish
@@ -35,8 +37,10 @@ OVERFLOW = ("its logits are NaN or infinite: a kernel computes wrongly, or the m
 
 COLD = (16, 64, 2)  # decode rows, tokens of a prompt beside them in the last step, steps before it
 STAGES = ((1, 16, 4), (4, 64, 4), (12, 0, 4), (1, 0, 16))  # likewise; the first step of a row count captures a graph
+DRAFTS = ((1, 3), (1, 7), (4, 3), (8, 3))  # decode rows, and drafts of each, in steps of speculative decoding
+DRAFT_STEPS = 3  # of each of these; the first may capture a graph, and the model does not learn from it
 SECONDS = 1.0  # after which no further step starts
-OUTPUT = 64  # tokens that a row may grow by: more than the number of steps
+OUTPUT = 160  # tokens that a row may grow by: more than all steps yield
 
 
 class FirstStepError(OneLineError, RuntimeError):
@@ -75,10 +79,15 @@ def check_steps(executor: Executor, limits: SchedulerLimits, clock: Clock) -> No
         engine.step()  # its plan releases the slot
 
 
-def warmup(executor: Executor, limits: SchedulerLimits, clock: Clock, seconds: float = SECONDS) -> StepTimeModel:
+def warmup(
+    executor: Executor, limits: SchedulerLimits, clock: Clock, seconds: float = SECONDS, *, drafts: bool = False,
+) -> StepTimeModel:
     """Returns a model of this executor's step times.
 
     Stops at a step that fails: the first served step meets the same failure and reports it.
+
+    Args:
+        drafts: rows will have drafts.
     """
     times, ends = StepTimeModel(), clock() + round(seconds * 1e9)
     rows = _Rows(executor, limits, clock)
@@ -86,20 +95,46 @@ def warmup(executor: Executor, limits: SchedulerLimits, clock: Clock, seconds: f
         for stage in STAGES:
             if not rows.play(stage, times, lambda: clock() < ends):
                 break
+        for num_rows, num_drafts in DRAFTS if drafts else ():
+            rows.drafts.number = num_drafts
+            if not (rows.play((num_rows, 0, 1), StepTimeModel(), lambda: clock() < ends)
+                    and rows.play((num_rows, 0, DRAFT_STEPS - 1), times, lambda: clock() < ends)):
+                break
     rows.leave()
     return times
 
 
-def _engine(executor: Executor, clock: Clock, limits: SchedulerLimits) -> Engine:
-    return Engine(Scheduler(limits, Chunked(), FirstComeFirstServed()), executor, clock)
+def _engine(executor: Executor, clock: Clock, limits: SchedulerLimits, proposer: Proposer | None = None) -> Engine:
+    return Engine(Scheduler(limits, Chunked(), FirstComeFirstServed(), proposer=proposer), executor, clock)
+
+
+class _Drafts:
+    """Proposes `number` drafts for each row, right or wrong."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def propose(self, rows: Sequence[DraftRow], work: Work, most: int) -> Proposal:
+        number = min(self.number, most // len(rows))
+        return Proposal([(ANY_TOKEN,) * min(row.limit, number) for row in rows], "")
+
+    def waits(self, request: Request) -> bool:
+        return False
+
+    def committed(self, requests: Sequence[Request], drafts: Sequence[Sequence[int]]) -> None:
+        """Nothing is learned."""
+
+    def finished(self, request: Request) -> None:
+        """Nothing is kept."""
 
 
 class _Rows:
     """Runs decode rows and prompts on an engine of their own."""
 
     def __init__(self, executor: Executor, limits: SchedulerLimits, clock: Clock) -> None:
+        self.drafts = _Drafts()
         self._engine = _engine(executor, clock, replace(
-            limits, enable_prefix_caching=False, max_step_ms=None, max_stall_ms=None, tiers=()))
+            limits, enable_prefix_caching=False, max_step_ms=None, max_stall_ms=None, tiers=()), self.drafts)
         self._limits = limits
         self._decoding: list[str] = []  # ids of the decode rows
         self._num_added = 0
@@ -139,5 +174,6 @@ class _Rows:
         record = self._engine.step()
         if record.failure or not record.counts:
             return False
-        times.step(work_of(record.starts, record.counts), record.started_ns * 1e-9, record.ended_ns * 1e-9)
+        work = work_of(record.starts, record.counts, drafts=record.drafts)
+        times.step(work, record.started_ns * 1e-9, record.ended_ns * 1e-9)
         return True

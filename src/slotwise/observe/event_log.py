@@ -36,6 +36,7 @@ from slotwise.core.step_time import Learned
 from slotwise.engine.scheduling import Scheduling
 from slotwise.errors import printable
 from slotwise.observe.log_checks import MAX_TOKENS, wrong_run, wrong_step
+from slotwise.speculation.settings import Speculation
 
 FORMAT = 1  # to be raised with every change that an older reader would misunderstand
 NO_STEP = -1
@@ -68,6 +69,7 @@ class Run(_Entry, tag="run"):
     eos_token_ids: tuple[int, ...] = ()
     depth: int = 0  # steps that may be in flight while the next is planned
     learned: Learned | None = None  # state of the engine's step-time model
+    speculation: Speculation | None = None  # where drafts come from; None: there are none
 
 
 class Request(_Entry, tag="request", rename={"slo": "terms"}):
@@ -88,6 +90,7 @@ class Request(_Entry, tag="request", rename={"slo": "terms"}):
     salt: str = ""  # of its cached prefixes; empty in a stream
     prompt: tuple[int, ...] = ()  # in a file only
     stop_lengths: tuple[int, ...] = ()  # characters of each stop string, where `params` leaves them out as long
+    prediction: tuple[int, ...] = ()  # tokens that its client expects; in a file only
     pooling: PoolingParams | None = None  # one vector is wanted, and no tokens; the log does not hold it
 
 
@@ -182,6 +185,7 @@ class Step(_Entry, tag="step", rename={"released_slots": "leaves", "new_blocks":
     prefills: tuple[Number, ...] = ()  # rows that compute tokens known when their request joined
     drafts: tuple[tuple[int, ...], ...] = ()  # tokens that each row verifies; () when there are none
     freed_blocks: tuple[FreedBlocks, ...] = ()  # blocks that left the end of a slot's block table, before the new ones
+    draft_limit: str = ""  # why there are no more drafts (`core/drafting.py`); "" where none can be
 
     @property
     def kinds(self) -> tuple[RowKind, ...]:

@@ -78,7 +78,8 @@ class Recorder(Observer):
     def started(self, info: EngineInfo) -> None:
         self._run = event_log.Run(
             event_log.FORMAT, slotwise.__version__, info.model, info.dtype, info.device, self._calendar(),
-            self._clock(), info.limits, info.scheduling, info.eos_token_ids, info.depth, info.learned)
+            self._clock(), info.limits, info.scheduling, info.eos_token_ids, info.depth, info.learned,
+            info.speculation)
         self._write(self._run)
 
     def refused(self, kind: str) -> None:
@@ -114,7 +115,8 @@ class Recorder(Observer):
             request.read_ns, request.tokenised_ns, request.output_tokens, request.queue_timeout, request.slo,
             request.salt, stop_lengths=request.stop_lengths, pooling=request.pooling)
         if self._file is not None:
-            self._file.write(line_of(msgspec.structs.replace(entry, prompt=tuple(request.prompt))))
+            self._file.write(line_of(msgspec.structs.replace(
+                entry, prompt=tuple(request.prompt), prediction=request.prediction)))
         self._show(entry, line_of(entry))
 
     def _write(self, entry: Entry) -> None:
@@ -148,7 +150,7 @@ def step_entry(record: StepRecord, numbers: dict[str, int]) -> event_log.Step:
         record.padding, record.held, record.token_ids, record.sampled, record.failed)
     _set_rare_fields(entry, record, numbers)
     entry.prefills = tuple([row for row, kind in enumerate(record.kinds) if kind is RowKind.PREFILL])
-    entry.drafts, entry.freed_blocks = record.drafts, record.freed_blocks
+    entry.drafts, entry.freed_blocks, entry.draft_limit = record.drafts, record.freed_blocks, record.draft_limit
     entry.released_slots = record.released_slots
     entry.new_blocks = tuple([event_log.NewBlocks(slot, blocks, group) for slot, group, blocks in record.new_blocks])
     entry.saves, entry.loads = record.saves, record.loads

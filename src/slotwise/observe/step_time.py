@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 class StepTimeModel(step_time.StepTimeModel, Observer):
     def stepped(self, record: StepRecord | event_log.Step) -> None:
         """Updates the model with a step of the engine."""
-        work = work_of(record.starts, record.counts, record.padding)
+        work = work_of(record.starts, record.counts, record.padding, record.drafts)
         self.step(work, record.started_ns * NS, record.ended_ns * NS)
 
 
@@ -71,7 +71,7 @@ def traits(config: EngineConfig, info: EngineInfo) -> tuple[str, ...]:
     """Returns all that determines the speed of steps: the model's shape, types, kernels, threads and machine."""
     shape = hashlib.blake2b((Path(config.model) / "config.json").read_bytes(), digest_size=16).hexdigest()
     return (shape, info.dtype, info.quantization, info.cache_dtype, info.device, info.product_path, str(info.threads),
-            platform.node(), platform.machine(), __version__)
+            platform.node(), platform.machine(), __version__, *(["drafts"] if info.speculation else []))
 
 
 def path_for(traits: Sequence[str]) -> Path:

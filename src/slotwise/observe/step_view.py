@@ -30,7 +30,7 @@ def held_tokens(step: Step) -> int:
 
 def work(step: Step) -> Work:
     """Returns the work of a step, padding included."""
-    return work_of(step.starts, step.counts, step.padding)
+    return work_of(step.starts, step.counts, step.padding, step.drafts)
 
 
 class Row(NamedTuple):

@@ -289,36 +289,6 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
             truncate_prompt_tokens=self.truncate_prompt_tokens, truncation_side=self.truncation_side or "right")
 
 
-class TokenizeRequest(msgspec.Struct, kw_only=True):
-    model: str | None = None  # the served model's name, by default
-    prompt: str | None = None  # a text; either this or `messages`
-    messages: list[dict[str, Any]] | None = None  # a conversation, rendered with the chat template
-    add_special_tokens: bool | None = None  # by default the tokenizer adds its tokens to a text, and not to messages
-    add_generation_prompt: bool | None = None  # the template begins the answer; by default it does
-    return_token_strs: bool | None = None  # return each token as the tokenizer's string, too
-
-
-class DetokenizeRequest(msgspec.Struct, kw_only=True):
-    model: str | None = None  # the served model's name, by default
-    tokens: list[Int]  # ids of the vocabulary
-
-
-class AbortRequest(msgspec.Struct, kw_only=True):
-    """One name or several: an `X-Request-Id`, a `request_id`, or the `id` of a response."""
-
-    request_id: str | None = None  # one name; either this or `request_ids`
-    request_ids: list[str] | None = None  # several names
-
-    def names(self) -> list[str]:
-        """Raises ApiError for no name, or for too many."""
-        if (self.request_id is None) == (self.request_ids is None):
-            raise bad_request("give either request_id or request_ids", "request_ids")
-        names = [self.request_id] if self.request_id is not None else self.request_ids or []
-        if len(names) > body_precheck.MAX_ABORTS:
-            raise bad_request(f"request_ids: at most {body_precheck.MAX_ABORTS} at once", "request_ids")
-        return names
-
-
 Body = TypeVar("Body", bound=msgspec.Struct)
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _FLOAT_FOR_INTEGER = "got `float`"  # in msgspec's error

@@ -23,6 +23,7 @@ from slotwise.engine.engine import NO_STEP, Engine
 from slotwise.engine.messages import Add, Command, Configure, Finish
 from slotwise.observe import event_log
 from slotwise.observe.recorder import step_entry
+from slotwise.speculation.proposer import proposer_of
 
 AROUND = 200  # bytes shown of a field on each side of its first difference
 
@@ -54,7 +55,7 @@ def replay(entries: Iterable[event_log.Entry], proposer: Proposer | None = None)
     """Replays a log to its end, or to the first difference.
 
     Args:
-        proposer: proposes drafts as the recorded engines' did.
+        proposer: proposes drafts as the recorded engines' did, where the log does not say.
 
     Raises:
         ReplayError: entries are missing.
@@ -141,7 +142,7 @@ def _arrival(entry: event_log.Request) -> Add:
     if len(entry.prompt) != entry.num_prompt:
         raise ReplayError("the log has no prompts: only one that was written to a file can be replayed")
     return Add(entry.id, list(entry.prompt), entry.params, entry.seed, entry.output_tokens, entry.salt,
-               entry.queue_timeout, slo=entry.slo, pooling=entry.pooling)
+               entry.queue_timeout, slo=entry.slo, prediction=entry.prediction, pooling=entry.pooling)
 
 
 class _EngineRun:
@@ -152,6 +153,7 @@ class _EngineRun:
         self._numbers = numbers
         self._executor = _Recorded(numbers)
         times = StepTimeModel(run.learned)
+        proposer = proposer or proposer_of(run.speculation, times)
         scheduler = Scheduler(run.limits, run.scheduling.discipline(), run.scheduling.policy(times), times, proposer)
         self._engine = Engine(
             scheduler, self._executor, self._executor.clock, run.eos_token_ids, depth=run.depth,

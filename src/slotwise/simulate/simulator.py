@@ -59,7 +59,7 @@ class _Machine:
 
     def collect(self) -> StepResult:
         plan = self._plans.popleft()
-        work = work_of(plan.starts, plan.counts, plan.padding)
+        work = work_of(plan.starts, plan.counts, plan.padding, plan.drafts)
         self.now += self._cost(work) if work.rows else IDLE
         rows = zip(plan.slots, plan.starts, plan.counts, strict=True)
         return StepResult(plan.step, tuple([

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from kernels.cuda.device import DEVICE, KERNELS
 
 from slotwise.kernels.interface import Kernels

@@ -1,0 +1,112 @@
+"""Drafts: how many a step verifies, beside the rows it computes in any case (`interfaces.Proposer`).
+
+Drafts are planned last, from what all rows and admissions leave of the token budget, the time budget and the blocks.
+So they are the first that a step under pressure goes without: a draft delays no prompt, and no request waits or is
+preempted for one.
+
+    tokens   |■ decode rows ■|■■■ prefill chunks ■■■|d d d d|      |
+    0                                                         budget
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slotwise.core.interfaces import DraftRow, Proposer
+from slotwise.core.plan_builder import PlanBuilder
+from slotwise.core.reasons import TIME_BUDGET
+from slotwise.core.request import Request
+from slotwise.core.request_table import RequestTable
+from slotwise.core.step import RowKind
+from slotwise.core.step_time import StepTimeModel, Work, work_of
+
+DECODE = RowKind.DECODE
+# Why a step has no more drafts, beside the `reasons` TOKEN_BUDGET, SHORT_STEP and TIME_BUDGET.
+NO_MATCH = "no_match"  # the proposer does not know how the rows go on
+NO_GAIN = "no_gain"  # another draft would take more time than it is expected to save
+MAX_DRAFTS = "max_drafts"  # the rows that could have more have as many as the settings allow
+NO_ROOM = "no_room"  # their outputs end, or there are no free blocks for more
+
+
+class Drafting:
+    """Adds the drafts of a proposer to planned steps; without a proposer, nothing."""
+
+    def __init__(self, table: RequestTable, times: StepTimeModel, proposer: Proposer | None) -> None:
+        self.proposer = proposer
+        self._table = table
+        self._times = times
+
+    @property
+    def needs_step_times(self) -> bool:
+        """Whether the number of drafts depends on predicted step times."""
+        return self.proposer is not None
+
+    def waits(self, request: Request) -> bool:
+        """Whether a decoding row leaves out this step, to draft from its token in flight."""
+        return request.pending > 0 and self.proposer is not None and self.proposer.waits(request)
+
+    def add(self, builder: PlanBuilder) -> None:
+        """Add drafts to decoding rows without a token in flight."""
+        if self.proposer is None or not (places := self._places(builder)):
+            return
+        work = work_of([row[1] for row in builder.rows], builder.counts)
+        most = self._most(builder, work)
+        if most < 1:
+            builder.draft_limit = builder.shortage if builder.budget < 1 else TIME_BUDGET
+            return
+        rows = [self._row(builder.rows[place][0], builder.num_rows) for place in places]
+        proposal = self.proposer.propose(rows, work, most)
+        builder.draft_limit = proposal.reason or (builder.shortage if most == builder.budget else TIME_BUDGET)
+        for place, drafts in zip(places, proposal.drafts, strict=True):
+            if drafts:
+                self._plan(place, drafts, builder)
+
+    def _places(self, builder: PlanBuilder) -> list[int]:
+        """Returns the rows of one token that sample it and have none in flight; held rows are not among them."""
+        return [place for place, (request, _, count, _, kind) in enumerate(builder.rows)
+                if kind is DECODE and count == 1 and request.pending == 1 and not request.reason]
+
+    def _row(self, request: Request, spare: int) -> DraftRow:
+        """Args: spare: blocks that stay free.  With steps in flight, plain rows need theirs before this commit."""
+        limit = min(request.end - 1, self._table.kv.largest_capacity(request, spare)) - len(request.tokens)
+        return DraftRow(request, max(0, limit))
+
+    def _most(self, builder: PlanBuilder, work: Work) -> int:
+        """Returns how many drafts the token budget and the time budget leave."""
+        most = builder.budget
+        if builder.time is None or not self._times.is_trained or most < 1:
+            return most
+        limit = builder.time.seconds
+        context = work.context // work.rows + 1  # of a draft
+
+        def takes(number: int) -> bool:
+            return self._times.seconds(work.with_drafts(number, number * context)) <= limit
+
+        if takes(most):
+            return most
+        fits = 0
+        while most - fits > 1:
+            number = (fits + most) // 2
+            fits, most = (number, most) if takes(number) else (fits, number)
+        return fits
+
+    def _plan(self, place: int, drafts: tuple[int, ...], builder: PlanBuilder) -> None:
+        """Plan the drafts of a row, or as many as its blocks have room for: rows before it may have taken the rest."""
+        request = builder.rows[place][0]
+        blocks = self._table.kv.extend(request, len(request.tokens) + len(drafts))
+        if blocks is None:
+            drafts, builder.draft_limit = drafts[: request.capacity - len(request.tokens)], NO_ROOM
+        else:
+            builder.add_blocks(request, blocks)
+        if drafts:
+            builder.add_drafts(place, drafts)
+
+    # -- notifications -------------------------------------------------------------------------------------------
+
+    def committed(self, requests: Sequence[Request], drafts: Sequence[Sequence[int]]) -> None:
+        if self.proposer is not None:
+            self.proposer.committed(requests, drafts)
+
+    def finished(self, request: Request) -> None:
+        if self.proposer is not None:
+            self.proposer.finished(request)

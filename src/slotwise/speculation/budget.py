@@ -1,0 +1,96 @@
+"""How many drafts a step verifies: the number with the most expected tokens per second.
+
+    tokens per second
+          ▲      ___                    drafts, the most probable first
+          │   __/   \\___                one stream: a draft costs little, for the step reads all weights in any case
+          │__/          \\___
+          │────\\____                   full batch: a draft costs what it saves, or more
+          └──────────────────► drafts
+
+The expected tokens are one for each decoding row, and each draft with the probability that it and those before it are
+right.  The seconds are those of the step-time model.  Beside prompts a step takes long in any case; there, a draft is
+worth the time that the decoding rows alone would take for a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from slotwise.core.step_time import StepTimeModel, Work
+
+GRID = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # numbers of drafts that are compared
+LEAST_GAIN = 1.03  # of the tokens per second: predictions err
+RENEWED = 64  # steps that a cost curve is used for
+
+
+class Choice(NamedTuple):
+    """A number of drafts, and whether more would have been taken had there been any."""
+
+    num_drafts: int
+    wants_more: bool
+
+
+class Costs:
+    """Predicted seconds of steps with drafts, relative to the step without, kept for steps of nearly the same work."""
+
+    def __init__(self, times: StepTimeModel) -> None:
+        self._times = times
+        self._kept: dict[tuple[int, int], tuple[int, list[float]]] = {}  # by rows and context: uses left, costs on GRID
+        self._ceilings: dict[tuple[int, int], tuple[int, bool]] = {}
+
+    def curve(self, work: Work, num_rows: int, context: int) -> list[float]:
+        """Returns the relative seconds for each number of GRID.
+
+        Args:
+            work: of the step without drafts.
+            num_rows: decoding rows among its rows.
+            context: positions that these attend to.
+        """
+        if work.pairs:
+            return self._computed(work, num_rows, context)
+        key = num_rows, context.bit_length()
+        left, costs = self._kept.get(key, (0, []))
+        if not left:
+            if len(self._kept) > 1024:
+                self._kept.clear()
+            left, costs = RENEWED, self._computed(work, num_rows, context)
+        self._kept[key] = left - 1, costs
+        return costs
+
+    def _computed(self, work: Work, num_rows: int, context: int) -> list[float]:
+        seconds = self._times.typical
+        plain = seconds(work)
+        alone = seconds(Work(num_rows, num_rows, context, 0.0)) if work.pairs else plain
+        each = context // num_rows + 1
+        if alone <= 0:
+            return [1.0] * len(GRID)
+        return [1.0 + max(0.0, seconds(work.with_drafts(number, number * each)) - plain) / alone if number else 1.0
+                for number in GRID]
+
+
+def best(costs: Sequence[float], num_rows: int, probabilities: Sequence[float]) -> Choice:
+    """Returns how many drafts to verify beside `num_rows` decoding rows.
+
+    Args:
+        costs: relative seconds for each number of GRID.
+        probabilities: that a draft and those before it in its row are right, in falling order.
+    """
+    expected = [0.0, *accumulate(probabilities)]
+    most = len(probabilities)
+    chosen, best_rate = 0, LEAST_GAIN * num_rows
+    for place, number in enumerate(GRID):
+        if place and GRID[place - 1] >= most:
+            break
+        count = min(number, most)
+        rate = (num_rows + expected[count]) / costs[place]
+        if count and rate > best_rate:
+            chosen, best_rate = count, rate
+    return Choice(chosen, chosen == most)
+
+
+def may_gain(costs: Sequence[float], num_rows: int, most: int) -> bool:
+    """Whether drafts would be worth their time if all of them were right, `most` a row."""
+    return any(number <= num_rows * most and (num_rows + number) / cost > LEAST_GAIN * num_rows
+               for number, cost in zip(GRID[1:], costs[1:], strict=True))

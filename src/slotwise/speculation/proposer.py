@@ -1,0 +1,185 @@
+"""The proposer that the scheduler calls: looks up how rows go on, and chooses how many drafts a step verifies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slotwise.core.drafting import MAX_DRAFTS, NO_GAIN, NO_MATCH, NO_ROOM
+from slotwise.core.interfaces import DraftRow, Proposal
+from slotwise.core.request import Request
+from slotwise.core.step_time import StepTimeModel, Work
+from slotwise.speculation.acceptance import Acceptance
+from slotwise.speculation.budget import Costs, best, may_gain
+from slotwise.speculation.guess import NO_GUESS, Source
+from slotwise.speculation.ids import TokenText
+from slotwise.speculation.ngram import NgramLookup
+from slotwise.speculation.prediction import PredictionLookup
+from slotwise.speculation.settings import NGRAM, NONE, PREDICTION, SUFFIX, Speculation
+from slotwise.speculation.suffix import SuffixIndex, SuffixLookup
+
+PRIORS = {  # shares of right drafts by group of positions (`acceptance.py`), before anything is known
+    NGRAM: (0.3, 0.3, 0.4, 0.55, 0.7, 0.8, 0.85, 0.85),
+    SUFFIX: (0.3, 0.3, 0.4, 0.6, 0.75, 0.85, 0.9, 0.9),
+    PREDICTION: (0.8, 0.8, 0.85, 0.9, 0.9, 0.95, 0.95, 0.95)}
+PATIENCE = 4  # looks without a gain after which a row is looked at less often
+MAX_REST = 16  # tokens between two looks, at most
+INDEXED = 64  # tokens of finished outputs that a step puts into the suffix index
+MAX_OUTPUT = 4096  # tokens of an output that are indexed, its last ones
+WORTH_WAITING = 1.0  # right drafts that a row must expect to leave out a step
+
+
+class Row:
+    """What is known about one request."""
+
+    __slots__ = ("_acceptance", "_base", "_source", "_sources", "failures", "guess", "known", "look_at")
+
+    def __init__(self, request: Request, sources: dict[str, Source], shared: dict[str, Acceptance]) -> None:
+        self.known = TokenText(request.tokens)
+        self._sources = sources
+        self._acceptance = {name: Acceptance(shared[name]) for name in sources}
+        self.guess = NO_GUESS  # the last one, with the source it is from, and the known tokens it is about to follow
+        self._source = ""
+        self._base = 0
+        self.failures = 0  # looks without a gain in succession
+        self.look_at = 0  # known tokens from which on it is looked at again
+
+    def look(self, request: Request, most: int) -> list[float]:
+        """Look up how the request goes on.  Returns the probabilities of `guess.tokens`, in falling order."""
+        known = self.known
+        if len(request.tokens) > len(known):
+            known.extend(request.tokens[len(known) :])
+        self._compare()
+        self.guess, probabilities, expected = NO_GUESS, [], 0.0
+        for name, source in self._sources.items():
+            guess = source.guess(known, most)
+            if guess.tokens:
+                survival = self._acceptance[name].survival(guess.match, len(guess.tokens))
+                if (total := sum(survival)) > expected:
+                    self.guess, self._source, probabilities, expected = guess, name, survival, total
+        self._base = len(known)
+        return probabilities
+
+    def _compare(self) -> None:
+        """Learn from the last guess, verified or not, as far as its tokens are known by now."""
+        guess, ids = self.guess, self.known.ids
+        came = ids[self._base : self._base + len(guess.tokens)]
+        num_right = 0
+        while num_right < len(came) and came[num_right] == guess.tokens[num_right]:
+            num_right += 1
+        if came:
+            self._acceptance[self._source].observe(guess.match, num_right, diverged=num_right < len(came))
+
+    def rest(self) -> None:
+        """The look gave nothing: look again later, after a while less often."""
+        self.failures += 1
+        self.look_at = len(self.known) + min(MAX_REST, 1 << max(0, min(8, self.failures - PATIENCE)))
+
+
+class DraftProposer:
+    """Proposes drafts from texts (see `core.interfaces.Proposer`).
+
+    Args:
+        times: the scheduler's, which learns from every step.
+    """
+
+    def __init__(self, settings: Speculation, times: StepTimeModel) -> None:
+        method = settings.method
+        self._looks_up = method in (NGRAM, SUFFIX)
+        self._settings = settings
+        self._times = times
+        self._costs = Costs(times)
+        self._rows: dict[str, Row] = {}
+        self._shared = {name: Acceptance(prior) for name, prior in PRIORS.items()}
+        self._index = SuffixIndex() if method == SUFFIX else None
+
+    def propose(self, rows: Sequence[DraftRow], work: Work, most: int) -> Proposal:
+        drafts: list[tuple[int, ...]] = [()] * len(rows)
+        if not self._times.is_trained:
+            return Proposal(drafts, NO_GAIN)
+        context = sum([len(row.request.tokens) for row in rows])
+        costs = self._costs.curve(work, len(rows), context)
+        if not may_gain(costs, len(rows), self._settings.num_drafts):
+            return Proposal(drafts, NO_GAIN)
+        return self._chosen(rows, costs, most, drafts)
+
+    def _chosen(
+        self, rows: Sequence[DraftRow], costs: Sequence[float], most: int, drafts: list[tuple[int, ...]],
+    ) -> Proposal:
+        """Look rows up and give the most probable drafts, as many as are worth their time."""
+        found: list[tuple[float, int]] = []  # by draft: less its probability, its row
+        looked_at: dict[int, Row] = {}
+        limits: set[str] = set()
+        for place, (request, limit) in enumerate(rows):
+            row = self._row_of(request)
+            if row is None or len(request.tokens) < row.look_at:
+                continue
+            probabilities = row.look(request, min(limit, self._settings.num_drafts))
+            if not probabilities:
+                row.rest()
+                continue
+            if len(probabilities) in (limit, self._settings.num_drafts):
+                limits.add(NO_ROOM if len(probabilities) == limit else MAX_DRAFTS)
+            looked_at[place] = row
+            found += [(-probability, place) for probability in probabilities]
+        if not found:
+            return Proposal(drafts, NO_MATCH)
+        found.sort()
+        choice = best(costs, len(rows), [-draft[0] for draft in found[:most]])
+        counts = [0] * len(rows)
+        for _, place in found[: choice.num_drafts]:
+            counts[place] += 1
+        for place, row in looked_at.items():
+            if counts[place]:
+                row.failures = 0
+                drafts[place] = tuple(row.guess.tokens[: counts[place]])
+            else:
+                row.rest()
+        if not choice.wants_more:
+            return Proposal(drafts, NO_GAIN)
+        if len(found) > most:
+            return Proposal(drafts, "")
+        return Proposal(drafts, min(limits, default=NO_MATCH))
+
+    def waits(self, request: Request) -> bool:
+        row = self._row_of(request)
+        if row is None or len(request.tokens) < row.look_at or not self._times.is_trained:
+            return False
+        if sum(row.look(request, self._settings.num_drafts)) > WORTH_WAITING:
+            return True
+        row.rest()
+        return False
+
+    def committed(self, requests: Sequence[Request], drafts: Sequence[Sequence[int]]) -> None:
+        if self._index is not None:
+            self._index.work(INDEXED)
+
+    def finished(self, request: Request) -> None:
+        self._rows.pop(request.request_id, None)
+        if self._index is not None and request.num_output:
+            begin = max(request.num_prompt, len(request.tokens) - MAX_OUTPUT)
+            self._index.add(request.block_hashes.salt, request.tokens[begin:])
+
+    def _row_of(self, request: Request) -> Row | None:
+        """Returns what is known about a request; None if nothing can propose drafts for it."""
+        row = self._rows.get(request.request_id)
+        if row is None:
+            sources = self._sources(request)
+            if not sources:
+                return None
+            row = self._rows[request.request_id] = Row(request, sources, self._shared)
+        return row
+
+    def _sources(self, request: Request) -> dict[str, Source]:
+        sources: dict[str, Source] = {}
+        if request.prediction:
+            sources[PREDICTION] = PredictionLookup(request.prediction, request.num_prompt)
+        if self._looks_up:
+            sources[NGRAM] = NgramLookup(*self._settings.lookup)
+        if self._index is not None:
+            sources[SUFFIX] = SuffixLookup(self._index, request.block_hashes.salt)
+        return sources
+
+
+def proposer_of(settings: Speculation | None, times: StepTimeModel) -> DraftProposer | None:
+    """Returns the proposer of settings that are `resolved`; None where no request has drafts."""
+    return None if settings is None or settings.method == NONE else DraftProposer(settings, times)

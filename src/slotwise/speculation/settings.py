@@ -1,0 +1,88 @@
+"""Settings of speculative decoding, with vLLM's names: `--speculative-config '{"method": "ngram"}'`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from slotwise.core.ranges import whole
+
+AUTO, NGRAM, SUFFIX, PREDICTION, NONE = "auto", "ngram", "suffix", "prediction", "none"
+METHODS = {  # and what drafts are taken from; with all but `none`, from the `prediction` of a request, too
+    AUTO: "suffix where drafts change no token, as on a CPU; else prediction",
+    NGRAM: "what followed the last tokens earlier in the request (prompt lookup)",
+    SUFFIX: "as ngram, and recent outputs of the same tenant",
+    PREDICTION: "the `prediction` of a request alone",
+    NONE: "no drafts",
+}
+MAX_DRAFTS = 64  # of a row
+NUM_DRAFTS = 16  # the default
+LOOKUP = (3, 8)  # tokens of a match, least and most, where neither is given
+RANGES = {
+    "num_speculative_tokens": whole(1, MAX_DRAFTS), "prompt_lookup_min": whole(1, 64),
+    "prompt_lookup_max": whole(1, 64)}
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """The settings; None stands for a default.
+
+    Raises:
+        ValueError: they are invalid or contradict each other; the message is one line.
+    """
+
+    method: str = AUTO
+    num_speculative_tokens: int | None = None  # most drafts of a row; fewer where they do not pay
+    prompt_lookup_min: int | None = None  # tokens that must match, at least; None: as many as at most
+    prompt_lookup_max: int | None = None  # tokens that are looked up, at most; None: as many as at least
+    model: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ValueError(f"method must be one of {', '.join(METHODS)}, not {self.method!r:.40}")
+        if self.model is not None:
+            raise ValueError(f"model: there is no draft model; the methods are {', '.join(METHODS)}")
+        for name, allowed in RANGES.items():
+            value = getattr(self, name)
+            if value is not None and (wrong := allowed.objection(value)):
+                raise ValueError(f"{name} {wrong}")
+            if value is not None and self.method == NONE:
+                raise ValueError(f"{name} has no effect with method {NONE}")
+        shortest, longest = self.lookup
+        if shortest > longest:
+            raise ValueError(f"prompt_lookup_min {shortest} is more than prompt_lookup_max {longest}")
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Speculation:
+        """Returns the settings of a JSON object.  Raises ValueError for an unknown name, too."""
+        known = [field.name for field in fields(cls)]
+        for name in given:
+            if name not in known:
+                raise ValueError(f"there is no key {name!r:.40}; there are {', '.join(known)}")
+        method = given.get("method", AUTO)
+        if method == "draft_model":
+            raise ValueError(f"method 'draft_model' is not implemented; the methods are {', '.join(METHODS)}")
+        if not isinstance(method, str):
+            raise ValueError(f"method must be one of {', '.join(METHODS)}, not {method!r:.40}")
+        return cls(**given)
+
+    def resolved(self, *, is_exact: bool) -> Speculation:
+        """Returns the settings with the method that `auto` stands for.
+
+        Args:
+            is_exact: whether no row's logits depend on how many rows and drafts a step has.
+        """
+        return self if self.method != AUTO else replace(self, method=SUFFIX if is_exact else PREDICTION)
+
+    @property
+    def num_drafts(self) -> int:
+        return self.num_speculative_tokens or NUM_DRAFTS
+
+    @property
+    def lookup(self) -> tuple[int, int]:
+        """Least and most tokens of a match."""
+        low, high = self.prompt_lookup_min, self.prompt_lookup_max
+        if low is None and high is None:
+            return LOOKUP
+        return low or high or 1, high or low or 1

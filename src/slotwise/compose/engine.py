@@ -136,7 +136,8 @@ class Loaded:
             vocab_size=decoder.config.vocab_size, limits=limits, scheduling=scheduling, eos_token_ids=eos_ids,
             memory=used, depth=depth, quantization=config.quantization, kv_cache_dtype=config.kv_cache_dtype,
             threads=torch.get_num_threads(), product_path=self.product_path,
-            checkpoint=self._checkpoint, hidden_size=decoder.config.hidden_size, speculation=self._speculation(config))
+            batch_invariant=not kernels.batch_dependence(decoder.config.dtype), checkpoint=self._checkpoint,
+            hidden_size=decoder.config.hidden_size, speculation=self._speculation(config))
         grammars = Grammars(self._vocabulary.result() if self._vocabulary is not None else None)
         runner = _runner(decoder, limits, grammars)
         check_steps(runner, limits, time.monotonic_ns)
@@ -152,7 +153,7 @@ class Loaded:
 
     def _speculation(self, config: EngineConfig) -> Speculation | None:
         """Returns the settings of drafts with what depends on the model."""
-        is_exact = self._decoder.config.dtype == torch.float32 and config.quantization == "none"
+        is_exact = not self._decoder.kernels.batch_dependence(self._decoder.config.dtype)
         return config.speculative_config and config.speculative_config.resolved(is_exact=is_exact)
 
     def _with_runtime(self, used: MemoryUse) -> MemoryUse:
@@ -183,6 +184,8 @@ def load(config: EngineConfig, progress: Progress = silent, wrap: Callable[[Kern
     checkpoint = fingerprint(folder)  # first: what changes meanwhile is seen by the next engine
     generation = named_file(config.generation_config)
     described = describe(folder, config.dtype, kernels, generation)
+    if config.batch_invariant and (why := kernels.batch_dependence(described.dtype)):
+        raise ConfigError(f"batch_invariant cannot be kept: {why}")
     vocabulary = Vocabulary(folder, described)
     packing = 1 if workers.are_waiting() else torch.get_num_threads()  # all other threads compile
     warming = Warming(kernels, described.dtype)  # loading kernels holds the GIL, packing weights does not

@@ -54,7 +54,6 @@ class Committed(NamedTuple):
     request_ids: tuple[str, ...]
     tokens: tuple[tuple[int, ...], ...]
     logprobs: tuple[tuple[TokenLogprobs, ...], ...]  # an entry is () for a request without log-probabilities
-    num_overrun: int  # sampled tokens dropped because their request had ended
 
 
 class Finished(NamedTuple):

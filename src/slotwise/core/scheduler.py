@@ -24,7 +24,7 @@ A prefix hit always ends before the last known token, which is computed for its 
 the very next plan, although a step in flight still reads it, because executors run plans in order.
 
 One step may be in flight: schedule() works from *scheduled* token counts, commit() advances *computed* ones.  If a
-request finishes after its next row was planned, that row's tokens are dropped and counted as overrun.  A preemption
+request finishes after its next row was planned, that row's tokens are dropped.  A preemption
 sets scheduled and computed counts to 0 (`RequestTable.preempt`) and keeps the pending token of a row in flight; until
 that token is committed, and so never in the same plan, the request is not admitted again.
 
@@ -401,12 +401,10 @@ class Scheduler:
         step = self._in_flight.popleft()
         ended: list[tuple[Request, str]] = []
         kept: dict[int, tuple[int, ...]] = {}  # by row: the tokens kept, where these are not all that was sampled
-        overrun = 0
         num_drafts = map(len, plan.drafts) if plan.drafts else repeat(0)
         rows = zip(step.requests, step.epochs, plan.counts, num_drafts, result.tokens, strict=False)
         for row, (request, epoch, count, drafted, tokens) in enumerate(rows):
             if request.reason:  # finished or held since it was planned
-                overrun += len(tokens)
                 kept[row] = ()
                 continue
             accepted, reason = request.append(tokens, drafted) if tokens else ((), "")
@@ -427,9 +425,8 @@ class Scheduler:
         outputs = outputs_of(plan, result, kept)
         if self._discipline.leaves_together or self._table.held_outputs:
             outputs, ended = self._table.hold(outputs, ended, plan, together=self._discipline.leaves_together)
-        overrun -= sum(len(result.tokens[row]) for row in plan.held)  # planned although ended: counted as held
         self._table.events.append(Committed(
-            now, plan.step, tuple(outputs.request_ids), tuple(outputs.tokens), tuple(outputs.logprobs), overrun))
+            now, plan.step, tuple(outputs.request_ids), tuple(outputs.tokens), tuple(outputs.logprobs)))
         for request, reason in ended:
             self._end(request, reason, now, failed.get(request, ""))
 

@@ -121,6 +121,7 @@ class EngineInfo(Struct, tag="ready"):
     roofline: Roofline | None = None  # lower bounds of step costs on this machine; None: not measured
     threads: int = 1  # compute threads
     product_path: str = ""  # the kernels' name of the path for products with the weights
+    batch_invariant: bool = False  # no position's result depends on what else a step computes
     checkpoint: str = ""  # digest of the model's files when they were read
     hidden_size: int = 0  # numbers of a hidden state, and so of a vector
 

@@ -80,7 +80,10 @@ class Items:
             item["arguments"] = ""
         else:
             item["content"] = []
-            item |= {"role": "assistant"} if kind == MESSAGE else {"summary": []}
+            if kind == MESSAGE:
+                item["role"] = "assistant"
+            else:
+                item["summary"] = []
         self.items.append(item)
         yield "output_item.added", {"output_index": len(self.items) - 1, "item": dict(item)}
         if kind != CALL:

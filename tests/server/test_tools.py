@@ -269,3 +269,11 @@ def test_anthropics_client_gets_thinking_text_and_calls(hermes: Server, anthropi
              {"role": "user", "content": [{"type": "tool_result", "tool_use_id": whole_message.content[2].id,
                                            "content": "sunny"}]}]
     assert client.messages.create(**asked | {"messages": turns}).content[0].text == "sunny"
+
+
+def test_tokens_of_messages_are_counted_with_the_tools(hermes: Server) -> None:
+    asked = body("hello", max_tokens=1, return_token_ids=True)
+    prompt = hermes.post(PATH, asked).json()["prompt_token_ids"]
+    counted = hermes.post("/tokenize", {"messages": asked["messages"], "tools": asked["tools"]}).json()
+    assert counted["tokens"] == prompt
+    assert hermes.post("/tokenize", {"messages": asked["messages"]}).json()["count"] < len(prompt)

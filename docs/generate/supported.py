@@ -26,7 +26,6 @@ MEASURED = {
 WITHOUT = (  # a capability, and a name that would be there with it
     ("tensor, pipeline and data parallelism: one engine computes on one device", "--tensor-parallel-size"),
     ("LoRA adapters", "--enable-lora"),
-    ("speculative decoding: no draft model and no n-gram proposer is part of the package", "--speculative-config"),
     ("scores and reranking: no supported family has a head for them", "/rerank"),
     ("audio routes", "/v1/audio/transcriptions"),
     ("TLS: a proxy in front of the server can add it", "--ssl-certfile"),

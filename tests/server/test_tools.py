@@ -297,3 +297,11 @@ def test_openais_responses_have_reasoning_text_and_calls(hermes: Server, openai:
     assert answer.output_text == "sunny"
     again = [{"role": "user", "content": said}, *[item.to_dict() for item in whole_response.output], output]
     assert client.responses.create(model="toy", input=again, tools=tools, store=False).output_text == "sunny"
+
+
+def test_tokens_of_messages_are_counted_with_the_tools(hermes: Server) -> None:
+    asked = body("hello", max_tokens=1, return_token_ids=True)
+    prompt = hermes.post(PATH, asked).json()["prompt_token_ids"]
+    counted = hermes.post("/tokenize", {"messages": asked["messages"], "tools": asked["tools"]}).json()
+    assert counted["tokens"] == prompt
+    assert hermes.post("/tokenize", {"messages": asked["messages"]}).json()["count"] < len(prompt)

@@ -19,7 +19,7 @@ class Arrived(NamedTuple):
 
 
 class Rejected(NamedTuple):
-    """Refused on arrival, because it could never run.  Ends the request."""
+    """Refused on arrival or when its grammar was compiled, because it could never run.  Ends the request."""
 
     now: float
     request_id: str

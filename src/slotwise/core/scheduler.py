@@ -14,7 +14,7 @@ A step is scheduled in this order:
     flight (ENDING), its drafts are (VERIFYING), a budget is spent (TOKEN_BUDGET, SHORT_STEP, TIME_BUDGET), it pauses
     for a prompt (FIRST_TOKEN), or the discipline starts prompts alone (PROMPTS_ALONE).
  4. Waiting requests are admitted from the head of the queue while `core/admission.py` finds no reason against it.
-    A few smaller ones may pass a request that waits for blocks.
+    A few smaller ones may pass a request that waits for blocks, and all of them one whose grammar is being compiled.
 
 Under a policy that isolates prefill, rows pause in step 3 for the prompts of 4; `core/prefill_isolation.py` explains
 *starting*, *paused* and *deferred*.
@@ -54,7 +54,16 @@ from slotwise.core.limits import ERROR, SchedulerLimits
 from slotwise.core.plan_builder import InFlight, PlanBuilder
 from slotwise.core.preemption import MAX_OUTRANKED, Preemption
 from slotwise.core.prefill_isolation import PrefillIsolation, goes_before
-from slotwise.core.reasons import ENDING, NO_BLOCKS, OUTRANKED, PROMPTS_ALONE, TIER_CAP, TIME_BUDGET, VERIFYING
+from slotwise.core.reasons import (
+    ENDING,
+    GRAMMAR_COMPILING,
+    NO_BLOCKS,
+    OUTRANKED,
+    PROMPTS_ALONE,
+    TIER_CAP,
+    TIME_BUDGET,
+    VERIFYING,
+)
 from slotwise.core.request import Request, State
 from slotwise.core.request_table import RequestTable
 from slotwise.core.step import NewRequest, RowKind, StepPlan, StepResult, Stop
@@ -166,6 +175,14 @@ class Scheduler:
         request = self._table.unfinished.get(request_id)
         if request is not None:
             self._end(request, reason, now)
+
+    def compiled(self, request_id: str, objection: str, now: float) -> None:
+        """The grammar of a waiting request is compiled; with an objection it is not, and the request is rejected."""
+        request = self._table.unfinished.get(request_id)
+        if request is not None and request.is_compiling:
+            request.is_compiling = False
+            if objection:
+                self._table.reject(request, objection, now)
 
     # -- scheduling a step ---------------------------------------------------------------------------------------
 
@@ -323,6 +340,7 @@ class Scheduler:
         gate = admission.gate(builder.now)
         queue = waiting.walk(builder.now)
         examined: list[Request] = []  # and not admitted
+        compiling: Request | None = None  # the first one whose grammar is
         while all(map(admission.may_be_passed, examined)) and (request := queue.next()) is not None:
             if builder.deferred:
                 self._catch_up(builder, request)
@@ -334,6 +352,9 @@ class Scheduler:
                     before.num_passed += 1
                 continue
             builder.refuse(request, decision)
+            if decision == GRAMMAR_COMPILING:
+                compiling = compiling or request
+                continue
             builder.stop = builder.stop or Stop(
                 decision, request.request_id, 0, min(gate.reopens_at, waiting.next_moment))
             if decision == TIER_CAP:
@@ -342,6 +363,8 @@ class Scheduler:
             examined.append(request)
             if decision != NO_BLOCKS or builder.is_pressed or len(examined) > MAX_LOOK:
                 break
+        if compiling is not None and builder.stop is None:  # it stops no other request
+            builder.stop = Stop(GRAMMAR_COMPILING, compiling.request_id, 0, min(gate.reopens_at, waiting.next_moment))
         if builder.stop:
             builder.stop = builder.stop._replace(num_behind=len(waiting) - 1)
 
@@ -393,7 +416,8 @@ class Scheduler:
                 kept[row] = accepted
             if reason:
                 ended.append((request, reason))
-        ended += [(request, "error") for request in step.failed(result)]
+        failed = dict(step.failed(result)) if result.failed else {}
+        ended += [(request, "rejected" if objection else "error") for request, objection in failed.items()]
         self._drafting.committed(step.requests, plan.drafts)
         if self._drafting.needs_step_times or self._chunking.needs_step_times or self._table.policy.needs_step_times:
             self.times.step(work_of(plan.starts, plan.counts, plan.padding, plan.drafts), plan.now, now)
@@ -404,7 +428,7 @@ class Scheduler:
         self._table.events.append(Committed(
             now, plan.step, tuple(outputs.request_ids), tuple(outputs.tokens), tuple(outputs.logprobs)))
         for request, reason in ended:
-            self._end(request, reason, now)
+            self._end(request, reason, now, failed.get(request, ""))
 
     def _count_computed(self, request: Request, num_scheduled: int, num_computed: int) -> None:
         """Count the computed tokens of a row; drafts that were not accepted, and the blocks behind, are taken back."""

@@ -16,6 +16,7 @@ from slotwise.core.roofline import Roofline
 from slotwise.core.slo import SLO
 from slotwise.core.step import Copy, Decision, FreedBlocks, NewBlocks, RowKind, Stop, TokenLogprobs
 from slotwise.core.step_time import Learned
+from slotwise.engine.grammars import Compiled
 from slotwise.engine.scheduling import Scheduling
 from slotwise.speculation.settings import Speculation
 
@@ -197,6 +198,7 @@ class StepRecord(Struct, tag="step", omit_defaults=True):
     freed_blocks: tuple[FreedBlocks, ...] = ()  # applied before `new_blocks`
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
     draft_limit: str = ""  # why the step has no more drafts
+    compiled: tuple[Compiled, ...] = ()  # grammars since the last record, taken in before its first plan was made
     num_parts: int = 0  # `StepOutputs` that were sent before it; they hold all tokens of its rows
     pooled: tuple[bytes, ...] = ()  # of each row, as in `core.step.StepResult`
 

@@ -132,9 +132,7 @@ def test_tools_streamed(caller: ChatOpenAI) -> None:
 
 @pytest.mark.parametrize(("asks", "field", "change"), [
     ("tools of a model without them (`bind_tools`)", "tools", lambda talk: talk.bind_tools([Answer])),
-    ("structured output (`with_structured_output`)", "response_format",
-     lambda talk: talk.with_structured_output(Answer, method="json_schema")),
-], ids=["tools", "structured"])
+], ids=["tools"])
 def test_refused(
     talk: ChatOpenAI, asks: str, field: str, change: Callable[[ChatOpenAI], ChatOpenAI],
     record_property: Callable[[str, object], None],

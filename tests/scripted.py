@@ -11,13 +11,14 @@ Attention and MLP write nothing.
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Mapping
 from pathlib import Path
 
 HIDDEN = 256
-TEMPLATE = ("{% if tools %}<tools>{{ tools | tojson }}</tools><tool_call>{\"name\", \"arguments\"}</tool_call>{% endif %}"
+TEMPLATE = ('{% if tools %}<tools>{{ tools | tojson }}</tools><tool_call>{"name", "arguments"}</tool_call>{% endif %}'
             "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}{% endfor %}")
 WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 PERSON = '{"name": "Ada", "age": 36}'
@@ -69,7 +70,7 @@ def write(folder: Path, scripts: Mapping[str, str] = SCRIPTS, template: str = TE
         model.lm_head.weight.zero_()
         for chain in chains:
             ids = [tokenizer.token_to_id(token) for token in chain]
-            for token, follower in zip(ids, ids[1:], strict=False):
+            for token, follower in itertools.pairwise(ids):
                 model.lm_head.weight[follower] += 4 * directions[token]
         for name, tensor in model.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight")):

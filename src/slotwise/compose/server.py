@@ -155,6 +155,7 @@ def _greet(url: str, info: EngineInfo, settings: ServerSettings, seconds: float)
         lines.tell(logger, f"ready on {url}", {
             "url": url, "model": name, "device": info.device, "dtype": info.dtype,
             "quantization": info.quantization, "product_path": info.product_path, "cache_dtype": info.cache_dtype,
+            "batch_invariant": info.batch_invariant,
             "seconds": round(seconds, 1), "slots": limits.max_num_seqs, "blocks": limits.num_blocks,
             "block_size": limits.block_size, "max_num_batched_tokens": limits.max_num_batched_tokens,
             "max_model_len": limits.max_model_len, "weights_bytes": used.weights, "cache_bytes": used.cache,

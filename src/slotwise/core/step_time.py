@@ -30,6 +30,8 @@ from dataclasses import dataclass, field
 from operator import mul
 from typing import NamedTuple
 
+from slotwise.core.least_squares import non_negative
+
 FADE = 0.98  # decay of a size's sums at its next step: half is forgotten after 34
 REMEMBERED = 10.0  # steps of a size that sums learned in another run count for at most
 DOUBT = 0.5  # prior weight of a factor of 1, in steps of its size
@@ -56,7 +58,6 @@ DECODE, FIRST, PROMPTS, DRAFTS = "decode", "first", "prompts", "drafts"
 KINDS = (DECODE, FIRST, PROMPTS, DRAFTS)
 SIZES = {kind: [f"{kind}-{1 << bits >> 1}" for bits in range(64)] for kind in KINDS}  # by bit length of the tokens
 
-Matrix = list[list[float]]
 Point = tuple[float, float]  # log2 of a size's tokens, its factor
 
 
@@ -152,47 +153,6 @@ class Learned:
                 raise ValueError(f"not sums over {NUM_TERMS} terms")
             if not sums.totals[0] > 0:
                 raise ValueError("sums of no steps")
-
-
-def non_negative(matrix: Matrix, target: Sequence[float], ridge: Sequence[float]) -> list[float]:
-    """Returns the least-squares solution x >= 0 of `matrix` x = `target`.
-
-    Drops the column with the most negative coefficient until none is negative.  This is nearly always the solution of
-    non-negative least squares (Lawson and Hanson, 1974), in at most as many solves as there are columns.
-
-    Args:
-        matrix, target: the normal equations; `matrix` is symmetric and positive semi-definite.
-        ridge: regularisation towards 0, by column, relative to its weight: decides between collinear columns.
-    """
-    kept = [at for at, row in enumerate(matrix) if row[at] > 0]
-    solution = [0.0] * len(matrix)
-    while kept:
-        scale = [matrix[at][at] ** -0.5 for at in kept]  # columns of unit length: their magnitudes differ widely
-        found = _solved([
-            [matrix[i][j] * scale[row] * scale[column] + ridge[i] * (i == j) for column, j in enumerate(kept)]
-            + [target[i] * scale[row]] for row, i in enumerate(kept)])
-        least = min(range(len(kept)), key=found.__getitem__)
-        if found[least] >= 0:
-            for at, value, factor in zip(kept, found, scale, strict=True):
-                solution[at] = value * factor
-            break
-        del kept[least]
-    return solution
-
-
-def _solved(system: Matrix) -> list[float]:
-    """Gaussian elimination of a positive definite system, the right side as its last column; destroys `system`."""
-    size = len(system)
-    for pivot in range(size):
-        for row in range(pivot + 1, size):
-            factor = system[row][pivot] / system[pivot][pivot]
-            for column in range(pivot, size + 1):
-                system[row][column] -= factor * system[pivot][column]
-    values = [0.0] * size
-    for row in reversed(range(size)):
-        known = sum(system[row][column] * values[column] for column in range(row + 1, size))
-        values[row] = (system[row][size] - known) / system[row][row]
-    return values
 
 
 def _interpolated(points: Sequence[Point], tokens: int) -> float:

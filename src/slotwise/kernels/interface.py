@@ -124,6 +124,13 @@ class Kernels(Protocol):
         """The name of the path that multiplies with weights of `kind`, for people and bug reports."""
         ...
 
+    def batch_dependence(self, kind: dtype) -> str:
+        """Why a position's result may depend on what else a step computes, in one sentence; "" where it never does.
+
+        Of a model that computes in `kind`.
+        """
+        ...
+
     def operations_per_second(self, kind: dtype) -> float:
         """Roughly, in large products.  Determines the size of a step where no option does."""
         ...

@@ -96,6 +96,10 @@ class ReferenceKernels:
         """Always torch."""
         return "torch"
 
+    def batch_dependence(self, kind: torch.dtype) -> str:
+        """torch chooses its kernels by the number of rows."""
+        return "on device reference torch's products depend on the number of rows: choose device cpu"
+
     def operations_per_second(self, kind: torch.dtype) -> float:
         """Infinite: steps on the reference need no bound."""
         return float("inf")

@@ -10,15 +10,13 @@ import msgspec
 
 from slotwise import __version__
 from slotwise.engine.client import DRAINING, ENGINE_DEAD, Refused
+from slotwise.server.admin_protocol import AbortRequest, DetokenizeRequest, TokenizeRequest
 from slotwise.server.context import Api
 from slotwise.server.conversation import Conversation
 from slotwise.server.errors import bad_request, from_refusal
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.prompts import Encoding
 from slotwise.server.protocol import (
-    AbortRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
     check_model,
     decode,
     decode_object,

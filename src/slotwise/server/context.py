@@ -21,6 +21,7 @@ from slotwise.server.bodies import Bodies
 from slotwise.server.browsers import Browsers
 from slotwise.server.errors import ApiError, from_refusal
 from slotwise.server.explainer import Explainer
+from slotwise.server.grammars import GrammarChecker
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.keys import Keys
 from slotwise.server.logprobs import MAX_HELD
@@ -71,6 +72,8 @@ class Api:
         self.metrics.extra_gauges["step_time_model_error"] = lambda: step_times.error
         self.traces: Traces | None = None  # set by `trace`
         self.batched_observer = BatchedObserver([self.recorder, self.metrics, self.step_times])
+        tokenizer = prompts.tokenizer
+        self.grammars = GrammarChecker(map(tokenizer.token_text, sorted(tokenizer.special_ids)))
         self.explainer = Explainer(self.batched_observer, self.recorder, step_times)
         engine_client.observers += [self.admission_control, self.batched_observer]
         self.active_requests = ActiveRequests()
@@ -117,6 +120,7 @@ class Api:
     def close(self) -> None:
         """End the worker processes."""
         self.prompts.close()
+        self.grammars.close()
         self.explainer.close()
 
     def trace(self, traces: Traces) -> None:

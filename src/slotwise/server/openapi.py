@@ -12,17 +12,15 @@ import msgspec
 
 from slotwise import __version__
 from slotwise.engine.scheduling import MAX_TIERS, changes_schema
+from slotwise.server.admin_protocol import AbortRequest, DetokenizeRequest, TokenizeRequest
 from slotwise.server.errors import TRY_LATER, ErrorBody
 from slotwise.server.events import SWITCHES
 from slotwise.server.messages_output import MESSAGES, MessagesErrorBody
 from slotwise.server.messages_protocol import CountTokensRequest, MessagesRequest
 from slotwise.server.protocol import (
-    AbortRequest,
     ChatRequest,
     CompletionRequest,
-    DetokenizeRequest,
     EmbeddingRequest,
-    TokenizeRequest,
 )
 from slotwise.server.queue_headers import POSITION, START
 from slotwise.server.request_log import GENERATING

@@ -97,6 +97,12 @@ class CpuKernels:
         compile_all([*(products or dense), *of_the_cache, *multiply, *of_logits, attention_plan.PLAN, pointwise.EMBED,
                      pointwise.NORM[kind], PROGRAM, WORK, RUN_SHARED])
 
+    def batch_dependence(self, kind: torch.dtype) -> str:
+        """Only oneDNN adds in an order that depends on the number of rows."""
+        if self.product_path(kind) == "onednn":
+            return f"products by oneDNN (path onednn, forced by {paths.VARIABLE}) depend on the number of rows"
+        return ""
+
     def operations_per_second(self, kind: torch.dtype) -> float:
         """By the path of products, for each thread."""
         of_a_thread = {"amx": 7e11, "onednn": 7e11, "fp16": 1.6e11, "bf16": 1.8e11}.get(

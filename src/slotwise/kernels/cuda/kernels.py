@@ -60,6 +60,10 @@ class CudaKernels:
         """Always cuBLAS."""
         return "cublas"
 
+    def batch_dependence(self, kind: torch.dtype) -> str:
+        """cuBLAS chooses its kernels by the number of rows."""
+        return "on device cuda products by cuBLAS depend on the number of rows: choose device cpu"
+
     def operations_per_second(self, kind: torch.dtype) -> float:
         """By the compute capability of the device."""
         if self.device.type != "cuda":

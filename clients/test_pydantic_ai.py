@@ -7,7 +7,7 @@ from importlib.metadata import version
 
 import pytest
 from pydantic import BaseModel
-from pydantic_ai import Agent
+from pydantic_ai import Agent, NativeOutput
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 from servers import Server
@@ -16,14 +16,7 @@ CLIENT = "`pydantic-ai`"
 VERSION = version("pydantic-ai-slim")
 
 
-class Person(BaseModel):
-    """A person who is described."""
-
-    name: str
-    age: int
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def model(scripted: Server) -> OpenAIChatModel:
     return OpenAIChatModel(scripted.model, provider=OpenAIProvider(base_url=scripted.base_url, api_key=scripted.key))
 
@@ -39,8 +32,20 @@ def test_an_agent(model: OpenAIChatModel) -> None:
     assert result.output == "It is sunny." and result.usage.tool_calls == 1
 
 
+class Person(BaseModel):
+    """A person who is described."""
+
+    name: str
+    age: int
+
+
+def test_an_output_type(model: OpenAIChatModel) -> None:
+    """An agent whose output is a pydantic model, by a schema (`NativeOutput`)."""
+    assert asyncio.run(Agent(model, output_type=NativeOutput(Person)).run("Who? #json")).output.age == 36
+
+
 def test_an_agent_that_streams(model: OpenAIChatModel) -> None:
-    """An agent calls a tool and streams its answer."""
+    """An agent calls a tool whose arguments are strict, and streams its answer."""
     async def streamed() -> list[str]:
         async with Agent(model, tools=[weather]).run_stream("Rain? #weather") as result:
             return [text async for text in result.stream_text(delta=True, debounce_by=None)]

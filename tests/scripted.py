@@ -28,6 +28,8 @@ SCRIPTS = {
     "#sunny": "It is sunny.",
     "#person": f'<tool_call>\n{{"name": "Person", "arguments": {PERSON}}}\n</tool_call>',
     "#json": PERSON,
+    "#wrong": '<tool_call>\n{"name": "weather", "arguments": {"town": 5, "x": []}}\n</tool_call>',
+    "#considered": "<think>\nShe was thirty-six, and that is all.\n</think>\n\n" + PERSON.replace(" ", ""),
 }
 
 

@@ -54,7 +54,8 @@ async def _completion(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
     default = _default(api, slo, request, prompts, COMPLETION_TOKENS, request.logprobs)
     limited = api.settings.sampling_defaults.limited(asked)
     max_tokens = api.prompts.max_tokens(limited, max(map(len, prompts)), default)
-    params = request.sampling_params(max_tokens, request.logprobs, await _others(api, exchange, request, grammar_of(request)))
+    others = await _others(api, exchange, request, grammar_of(request))
+    params = request.sampling_params(max_tokens, request.logprobs, others)
     return Asked(request, slo, prompts, params, _renderer(request), Repeated(echoes), is_silent)
 
 

@@ -19,7 +19,6 @@ from slotwise.text.structured_output import StructuredOutputError, json_schema
 
 MAX_TOOLS = 512
 NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
-FIELDS = ("name", "description", "parameters", "strict")
 
 Tool = dict[str, Any]
 

@@ -23,7 +23,7 @@ def model(scripted: Server) -> OpenAIChatModel:
 
 def weather(city: str) -> str:
     """The weather in a city."""
-    return "#sunny" if city == "Paris" else "unknown"
+    return "#sunny" if city in ("Paris", "Rome") else "unknown"
 
 
 def test_an_agent(model: OpenAIChatModel) -> None:
@@ -47,8 +47,8 @@ def test_an_output_type(model: OpenAIChatModel) -> None:
 def test_an_agent_that_streams(model: OpenAIChatModel) -> None:
     """An agent calls a tool whose arguments are strict, and streams its answer."""
     async def streamed() -> list[str]:
-        async with Agent(model, tools=[weather]).run_stream("Rain? #weather") as result:
+        async with Agent(model, tools=[weather]).run_stream("Rain? #rome") as result:
             return [text async for text in result.stream_text(delta=True, debounce_by=None)]
 
     pieces = asyncio.run(streamed())
-    assert "It is sunny." in "".join(pieces)
+    assert len(pieces) > 1 and "".join(pieces) == "It is sunny."

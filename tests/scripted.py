@@ -24,6 +24,7 @@ WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</t
 PERSON = '{"name": "Ada", "age": 36}'
 SCRIPTS = {
     "#weather": "I look it up.\n" + WEATHER,
+    "#rome": WEATHER.replace("Paris", "Rome"),
     "#reason": "<think>\nWhere is Paris?\n</think>\n\nIn France.",
     "#sunny": "It is sunny.",
     "#person": f'<tool_call>\n{{"name": "Person", "arguments": {PERSON}}}\n</tool_call>',
@@ -82,14 +83,17 @@ def write(folder: Path, scripts: Mapping[str, str] = SCRIPTS, template: str = TE
 
 
 def _pieces(text: str, used: set[str]) -> list[str]:
-    """A text cut into pieces of two characters or more, none of which is used or stands twice."""
+    """A text cut into short pieces of two characters or more, none of which is used or stands twice."""
     draw = random.Random(text)
-    for _ in range(100_000):
+    for _ in range(1000):
         pieces, at = list[str](), 0
         while at < len(text):
-            length = draw.choice((2, 3, 4))
-            pieces.append(text[at : at + (length if len(text) - at - length > 1 else len(text))])
+            lengths = [length for length in range(2, 9) if at + length in (*range(len(text) - 1), len(text))
+                       and text[at : at + length] not in {*used, *pieces}]
+            if not lengths:
+                break
+            pieces.append(text[at : at + draw.choice(lengths[:2])])
             at += len(pieces[-1])
-        if len({*pieces}) == len(pieces) and used.isdisjoint(pieces):
+        if at == len(text):
             return pieces
     raise ValueError(f"{text!r} has too few different pieces")

@@ -29,6 +29,7 @@ SCRIPTS = {
     "#sunny": "It is sunny.",
     "#person": f'<tool_call>\n{{"name": "Person", "arguments": {PERSON}}}\n</tool_call>',
     "#json": PERSON,
+    "#path": "a/b and more",
     "#wrong": '<tool_call>\n{"name": "weather", "arguments": {"town": 5, "x": []}}\n</tool_call>',
     "#considered": "<think>\nShe was thirty-six, and that is all.\n</think>\n\n" + PERSON.replace(" ", ""),
 }

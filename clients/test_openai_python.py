@@ -206,6 +206,46 @@ def test_leaving_a_stream(code: openai.OpenAI, builtin: Server) -> None:
     raise AssertionError("the request still runs")
 
 
+@pytest.fixture(scope="module")
+def caller(scripted: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=scripted.base_url, api_key=scripted.key, max_retries=0)
+
+
+ARGUMENTS = '{"city": "Paris"}'
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {
+    "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}}
+CALLING = {"model": "scripted", "tools": [WEATHER], "messages": [{"role": "user", "content": "Rain? #weather"}]}
+
+
+def test_tool_calls(caller: openai.OpenAI) -> None:
+    """A tool is called (`tools`), and its result answered."""
+    choice = caller.chat.completions.create(**CALLING).choices[0]
+    (call,) = choice.message.tool_calls
+    assert choice.finish_reason == "tool_calls" and choice.message.content == "I look it up."
+    assert (call.type, call.function.name, call.function.arguments) == ("function", "weather", ARGUMENTS)
+    turns = [*CALLING["messages"], choice.message, {"role": "tool", "tool_call_id": call.id, "content": "#sunny"}]
+    assert caller.chat.completions.create(**CALLING | {"messages": turns}).choices[0].message.content == "It is sunny."
+
+
+def test_tool_calls_streamed(caller: openai.OpenAI) -> None:
+    """A tool call as a stream, put together by `chat.completions.stream`."""
+    with caller.chat.completions.stream(**CALLING) as stream:
+        grown = [event.arguments for event in stream if event.type == "tool_calls.function.arguments.delta"]
+        choice = stream.get_final_completion().choices[0]
+    assert grown[-1] == ARGUMENTS and grown == sorted(grown, key=len)
+    assert choice.finish_reason == "tool_calls" and choice.message.tool_calls[0].function.arguments == ARGUMENTS
+
+
+def test_reasoning(caller: openai.OpenAI) -> None:
+    """Reasoning stands beside the answer (`reasoning_content`), whole and streamed."""
+    asked = {"model": "scripted", "messages": [{"role": "user", "content": "Where? #reason"}]}
+    message = caller.chat.completions.create(**asked).choices[0].message
+    assert (message.reasoning_content, message.content) == ("Where is Paris?", "In France.")
+    deltas = [chunk.choices[0].delta for chunk in caller.chat.completions.create(stream=True, **asked)]
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "Where is Paris?"
+    assert "".join(delta.content or "" for delta in deltas) == "In France."
+
+
 def test_structured_output(talk: openai.OpenAI, chat: Server) -> None:
     """Structured output: `response_format` with a JSON schema, and the helper `parse`."""
     class Answer(pydantic.BaseModel):
@@ -216,7 +256,7 @@ def test_structured_output(talk: openai.OpenAI, chat: Server) -> None:
 
 
 @pytest.mark.parametrize(("asks", "fields"), [
-    ("tool calls (`tools`)", {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}),
+    ("tool calls of a model without them (`tools`)", {"tools": [WEATHER]}),
     ("audio (`modalities`)", {"modalities": ["text", "audio"]}),
 ], ids=["tools", "audio"])
 def test_refused_fields(

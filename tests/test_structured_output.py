@@ -91,6 +91,22 @@ def test_any_object_choices_and_regular_expressions(live: Live) -> None:
     assert set(completed(live, guided_grammar=rule, seed=5, max_tokens=20)["text"]) <= set("x(),")
 
 
+def test_a_grammar_in_gbnf(live: Live) -> None:
+    sql = """
+    root ::= "SELECT " column " from " table  # as llama.cpp and vLLM write it
+    column ::= "col_1 " | [a-c]{2}
+    table ::= ("table_1" | "table_2") " "?
+    """
+    for seed in range(3):
+        text = completed(live, structured_outputs={"grammar": sql}, seed=seed, temperature=1, max_tokens=60)["text"]
+        assert re.fullmatch(r"SELECT (col_1 |[a-c]{2}) from table_[12] ?", text)
+    for grammar, told in (('root ::= "a" b', "b"), ('rule ::= "a"', "root"), ('root ::= "a', "end of input"),
+                          ('root ::= "a"\n' * 300, "256 rules")):
+        answer = live.client.post(COMPLETIONS, json={"prompt": "x", "structured_outputs": {"grammar": grammar}})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "structured_outputs") and told in error["message"]
+
+
 def test_tags_within_free_text(live: Live) -> None:
     tag = {"type": "structural_tag", "triggers": ["<f"], "structures": [
         {"begin": "<f>", "schema": {"type": "integer", "minimum": 1, "maximum": 5}, "end": "</f>"}]}
@@ -166,6 +182,8 @@ def hostile() -> list[dict[str, Any]]:
         {"guided_grammar": "start: start start | \"a\" | "},
         {"guided_grammar": "start: x x x x x x\nx: x x | /[a-z ]+/ | "},
         {"guided_grammar": "start: " + "(" * 900 + '"a"' + ")" * 900},
+        {"guided_grammar": "root ::= " + "(" * 8000 + '"a"' + ")" * 8000},
+        {"guided_grammar": "".join(f'r{i} ::= r{i - 1} r{i - 1}\n' for i in range(1, 99)) + 'root ::= r98\nr0 ::= "a"'},
         {"guided_grammar": 'start: %json {"type": "integer", "multipleOf": 7919131}'},
         {"guided_json": {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(3000)}}}]
 

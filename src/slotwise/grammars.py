@@ -7,6 +7,7 @@ limits that the system enforces (`server/grammars.py`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ import llguidance
 from slotwise.core.grammar import JSON_SCHEMA, REGEX
 
 MAX_MESSAGE = 400  # characters
+GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)  # Lark's syntax has no such line
+MAX_GBNF, MAX_GBNF_RULES = 16 << 10, 256  # characters and rules: they are read by Python, beside the engine's steps
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,  # of a compilation
     "max_grammar_size": 200_000,  # symbols
@@ -86,7 +89,19 @@ def message_of(matcher: Any) -> str:
 def _written(kind: str, text: str) -> str:
     if kind == JSON_SCHEMA:
         return str(llguidance.LLMatcher.grammar_from_json_schema(text))
-    return str(llguidance.LLMatcher.grammar_from_regex(text)) if kind == REGEX else text
+    if kind == REGEX:
+        return str(llguidance.LLMatcher.grammar_from_regex(text))
+    return _lark_of(text) if GBNF_RULE.search(text) else text
+
+
+def _lark_of(text: str) -> str:
+    """A grammar in GBNF, the syntax of llama.cpp, in Lark's.  Raises ValueError for one that is too large."""
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    if len(text) > MAX_GBNF or text.count("::=") > MAX_GBNF_RULES:
+        raise ValueError(f"a grammar in GBNF may have {MAX_GBNF} characters and {MAX_GBNF_RULES} rules; write a larger "
+                         "one in Lark's syntax")
+    return str(gbnf_to_lark(text))
 
 
 def _one_line(text: str) -> str:

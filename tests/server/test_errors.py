@@ -176,7 +176,7 @@ def test_unknown_paths_and_methods(server: Server) -> None:
         has.setdefault(path, set()).update({method, "HEAD"} if method == "GET" else {method})
     for path in sorted(has):
         methods = ", ".join(sorted(has[path]))
-        response = server.client.delete(server.url + path)
+        response = server.client.patch(server.url + path)
         of_anthropics = path.startswith("/v1/messages")
         error = response.json()["error"] if of_anthropics else refused(response, 405, None)
         assert response.status_code == 405 and response.headers["allow"] == methods and methods in error["message"]

@@ -11,7 +11,7 @@ MAX_BYTES = 256 << 10  # of a grammar's text
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A JSON schema, a regular expression or a grammar in Lark's syntax.
+    """A JSON schema, a regular expression or a grammar in the syntax of Lark or llama.cpp (GBNF).
 
     Raises:
         ValueError: the kind is none of `KINDS`, or the text is too long.

@@ -8,7 +8,9 @@ import msgspec
 
 from slotwise.server import body_precheck
 from slotwise.server.errors import bad_request
-from slotwise.server.protocol import Int
+from slotwise.server.protocol import ChatRequest, Int, TemplateSource
+
+OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs", "tools")
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -17,7 +19,23 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     messages: list[dict[str, Any]] | None = None  # a conversation, rendered with the chat template
     add_special_tokens: bool | None = None  # by default the tokenizer adds its tokens to a text, and not to messages
     add_generation_prompt: bool | None = None  # the template begins the answer; by default it does
+    continue_final_message: bool | None = None  # the answer continues the last message; then none is begun
+    chat_template: TemplateSource | None = None  # the template, where the server has `--trust-request-chat-template`
+    chat_template_kwargs: dict[str, Any] | None = None  # further variables of the template
+    tools: list[dict[str, Any]] | None = None  # functions that the template tells the model of
     return_token_strs: bool | None = None  # return each token as the tokenizer's string, too
+
+    def as_chat(self) -> ChatRequest:
+        """The chat whose prompt is tokenized.  Raises ApiError for fields that exclude each other."""
+        chat = ChatRequest(messages=self.messages or [], **{name: getattr(self, name) for name in OF_MESSAGES})
+        chat.refuse_unsupported()
+        return chat
+
+    def check_text(self) -> None:
+        """Raises ApiError for a field that belongs to messages."""
+        for name in OF_MESSAGES:
+            if getattr(self, name) is not None:
+                raise bad_request(f"{name}: only allowed with messages", name)
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):

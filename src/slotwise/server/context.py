@@ -31,6 +31,7 @@ from slotwise.server.protocol import Generate
 from slotwise.server.queue_headers import headers_of
 from slotwise.server.quotas import Account, Quotas
 from slotwise.server.request_log import RequestLog
+from slotwise.server.response_store import ResponseStore
 from slotwise.server.settings import ServerSettings
 from slotwise.server.slo import Tiers, slo_of
 from slotwise.server.subscribers import Subscribers
@@ -80,6 +81,7 @@ class Api:
         self.position_queries = Turns(MAX_QUERIES, MAX_QUERIES_OF_ONE)
         self.prompt_entries = TenantCapacity("log-probabilities of prompts are held", MAX_HELD)
         self.vector_numbers = TenantCapacity("numbers of vectors are held", MAX_NUMBERS)
+        self.responses = ResponseStore()
         self.formatting = asyncio.Lock()  # see server.logprobs
         self.num_exchanges = 0  # in progress, of any kind
         self.request_log = RequestLog(settings, prompts.tokenizer)

@@ -21,7 +21,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = SAMPLING | {  # beside null
     "prompt_embeds": ([],), "functions": ([],), "function_call": ("none", "auto"),
     "modalities": (["text"],), "media_io_kwargs": ({},), "mm_processor_kwargs": ({},),
     "prompt_cache_options": ({},), "prompt_cache_retention": ("in_memory",), "store": (False,),
-    "verbosity": ("medium",),
+    "verbosity": ("medium",), "background": (False,), "truncation": ("disabled",), "top_logprobs": (0,),
+    "include": ([], ["reasoning.encrypted_content"]), "generate_summary": ("auto",),
 }
 AS_ANOTHER = {"best_of": "n"}  # accepted with the value of another field, and with no other
 PATHS = {  # of OpenAI's and vLLM's routes that are not served, by their beginnings

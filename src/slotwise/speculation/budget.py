@@ -38,7 +38,6 @@ class Costs:
     def __init__(self, times: StepTimeModel) -> None:
         self._times = times
         self._kept: dict[tuple[int, int], tuple[int, list[float]]] = {}  # by rows and context: uses left, costs on GRID
-        self._ceilings: dict[tuple[int, int], tuple[int, bool]] = {}
 
     def curve(self, work: Work, num_rows: int, context: int) -> list[float]:
         """Returns the relative seconds for each number of GRID.

@@ -136,9 +136,9 @@ def choice(texts: object, field: str) -> Grammar:
 
 
 def lark(text: object, field: str) -> Grammar:
-    """A grammar in Lark's syntax."""
+    """A grammar in Lark's syntax, or in GBNF."""
     if not isinstance(text, str):
-        raise StructuredOutputError(field, f"a grammar must be a text in Lark's syntax, not {_shown(text)}")
+        raise StructuredOutputError(field, f"a grammar must be a text, not {_shown(text)}")
     return _grammar(LARK, text, field)
 
 

@@ -54,7 +54,8 @@ def tokenizer_of(tokens: Sequence[bytes], special: Sequence[int], eos_ids: Seque
         vocab_size: the model's logits.
         encode: token ids of a text, without special tokens.
     """
-    source: Any = _Source(tokens[:vocab_size], [*special, *eos_ids], eos_ids[0], encode)
+    padded = [*tokens[:vocab_size], *[b""] * (vocab_size - len(tokens))]  # masks are as long as the tokens
+    source: Any = _Source(padded, [*special, *eos_ids], eos_ids[0], encode)
     return llguidance.LLTokenizer(source, n_vocab=vocab_size, eos_token=list(eos_ids))
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from slotwise.core.grammar import JSON_SCHEMA, LARK, REGEX, Grammar
+from slotwise.core.grammar import JSON_SCHEMA, LARK, REGEX, Grammar, is_gbnf
 from slotwise.server.context import Api
 from slotwise.server.errors import ApiError, bad_request
 from slotwise.server.grammars import grammar_of
@@ -96,7 +96,10 @@ def _schemas(request: ChatRequest, chosen: ToolChoice) -> Schemas:
 
 
 def _terms(answer: Grammar) -> str:
-    """A grammar as terms of a rule."""
+    """A grammar as terms of a rule.  Raises ApiError for GBNF, which is translated only where it stands alone."""
+    if answer.kind == LARK and is_gbnf(answer.text):
+        raise bad_request(f"{answer.field}: a grammar in GBNF is not available beside tools or reasoning; write it in "
+                          "Lark's syntax", answer.field)
     if answer.kind == REGEX:
         return lark_of_regex(answer.text)
     return f"%json {answer.text}" if answer.kind == JSON_SCHEMA else f"%lark {{\n{answer.text}\n}}"

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from slotwise.engine.generation import AT_THE_END, Chunk
+from slotwise.engine.generation import Chunk
 from slotwise.server.choice import Choice, Delta, parts_of
 from slotwise.server.completions import asked_of_chat
 from slotwise.server.context import Api
@@ -134,7 +134,7 @@ async def _send(api: Api, exchange: HttpExchange, output: _Output) -> None:
     if output.request.stream:
         exchange.error_format = ErrorFormat(ERRORS.body, lambda error, _: output.failed(renamed(error, FIELDS)))
     else:
-        choice.generation.interval = AT_THE_END
+        choice.wait()
     first_ns, num_events = 0, 0
     async for chunk in choice.generation:
         events = output.read(chunk)

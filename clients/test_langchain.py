@@ -102,9 +102,7 @@ def test_extra_body(builtin: Server) -> None:
 
 @pytest.mark.parametrize(("asks", "field", "change"), [
     ("tools (`bind_tools`)", "tools", lambda talk: talk.bind_tools([Answer])),
-    ("structured output (`with_structured_output`)", "response_format",
-     lambda talk: talk.with_structured_output(Answer, method="json_schema")),
-], ids=["tools", "structured"])
+], ids=["tools"])
 def test_refused(
     talk: ChatOpenAI, asks: str, field: str, change: Callable[[ChatOpenAI], ChatOpenAI],
     record_property: Callable[[str, object], None],

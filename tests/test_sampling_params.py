@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from slotwise import RequestOutputKind, SamplingParams
+from slotwise import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from slotwise.core.params import InvalidParams
 from slotwise.core.params import SamplingParams as EngineParams
 from slotwise.neutral import ANY
@@ -51,7 +51,7 @@ def test_the_engine_gets_every_parameter_that_it_has() -> None:
         "stop": ["a", "b"], "stop_token_ids": [3], "ignore_eos": True, "seed": 4, "logprobs": 5, "prompt_logprobs": 6,
         "presence_penalty": 1.0, "frequency_penalty": -1.0, "repetition_penalty": 1.5, "logit_bias": {8: 1.0},
         "allowed_token_ids": [8, 9], "bad_words_token_ids": [[1, 2]]}
-    assert set(given) == {one.name for one in fields(EngineParams)} <= set(NAMES)
+    assert set(given) == {one.name for one in fields(EngineParams)} - {"grammar"} <= set(NAMES)
     tuples = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
     params = SamplingParams(**given).for_engine([[5]])
     assert params == EngineParams(**given | tuples | {"bad_words_token_ids": ((5,), (1, 2))})
@@ -71,6 +71,10 @@ def test_the_engine_gets_every_parameter_that_it_has() -> None:
     ({"stream_interval": 0}, "stream_interval: must be"), ({"output_kind": 1}, "output_kind: must be a RequestOut"),
     ({"detokenize": 0}, "detokenize: must be a bool"), ({"stop": "a", "detokenize": False}, "stop: needs detokenize"),
     ({"best_of": 2}, "best_of: only the value of n"), ({"temprature": 0}, "temprature: .* did you mean temperature?"),
+    ({"structured_outputs": {"regx": "a"}}, "structured_outputs: there is no 'regx'"),
+    ({"structured_outputs": StructuredOutputsParams(regex="a", choice=["b"])}, "structured_outputs: only one"),
+    ({"min_tokens": 2, "guided_decoding": StructuredOutputsParams(regex="a")}, "min_tokens: not available with guided"),
+    ({"structured_outputs": 5}, "structured_outputs: must be a StructuredOutputsParams"),
     ({"zzzz": 0}, "zzzz: there is no such parameter$"), ({"repetition_penalty": 0}, "repetition_penalty")])
 def test_what_is_wrong_is_named(given: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidParams, match=says) as wrong:

@@ -112,7 +112,8 @@ LLAMA_CPP = (
               "`content`."),
     Elsewhere("`/apply-template`", "`/tokenize` with `messages`", "Token ids, not text."),
     Elsewhere("`cache_prompt`", "`--enable-prefix-caching`", "On by default, for all requests of a key."),
-    Elsewhere("`--grammar`, `--json-schema`", ""),
+    Elsewhere("`--grammar`, `--json-schema`", "The fields `guided_grammar` and `guided_json`", "Of a request; grammars "
+              "in Lark's syntax, too."),
     Elsewhere("`--lora`", "", "An adapter's folder is refused: merge it into its base model."),
     Elsewhere("`--model-draft`", ""),
     Elsewhere("`--mmproj`", "", "Text only."),

@@ -63,6 +63,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "served routes": supported.served_routes,
     "not there": supported.without,
     "output parsers": parsers.output_parsers,
+    "published templates": parsers.published_templates,
     "vllm options": coming_from.vllm_options,
     "vllm routes": coming_from.vllm_routes,
     "llama cpp": coming_from.llama_cpp,

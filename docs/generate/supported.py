@@ -26,10 +26,7 @@ MEASURED = {
 WITHOUT = (  # a capability, and a name that would be there with it
     ("tensor, pipeline and data parallelism: one engine computes on one device", "--tensor-parallel-size"),
     ("LoRA adapters", "--enable-lora"),
-    ("speculative decoding: no draft model and no n-gram proposer is part of the package", "--speculative-config"),
-    ("structured output: JSON schemas, grammars, regular expressions, choices", "response_format"),
     ("scores and reranking: no supported family has a head for them", "/rerank"),
-    ("OpenAI's Responses API", "/v1/responses"),
     ("audio routes", "/v1/audio/transcriptions"),
     ("TLS: a proxy in front of the server can add it", "--ssl-certfile"),
     ("a prefix of all paths", "--root-path"),

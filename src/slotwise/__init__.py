@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 __all__ = ["LLM", "AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine", "CompletionOutput", "EmbeddingOutput",
            "EmbeddingRequestOutput", "EngineArgs", "Logprob", "PoolingParams", "PromptType",
-           "RequestOutput", "RequestOutputKind", "SamplingParams", "TextPrompt", "TokensPrompt"]
+           "RequestOutput", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams", "TextPrompt",
+           "TokensPrompt"]
 
 if TYPE_CHECKING:
     from slotwise.async_llm import AsyncLLM, AsyncLLMEngine
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
         RequestOutput,
     )
     from slotwise.pooling_params import PoolingParams
-    from slotwise.sampling_params import RequestOutputKind, SamplingParams
+    from slotwise.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 _HOMES = {
     "LLM": "slotwise.llm",
@@ -32,7 +33,7 @@ _HOMES = {
     **dict.fromkeys(("CompletionOutput", "EmbeddingOutput", "EmbeddingRequestOutput", "Logprob", "RequestOutput"),
                     "slotwise.outputs"),
     "PoolingParams": "slotwise.pooling_params",
-    **dict.fromkeys(("RequestOutputKind", "SamplingParams"), "slotwise.sampling_params"),
+    **dict.fromkeys(("RequestOutputKind", "SamplingParams", "StructuredOutputsParams"), "slotwise.sampling_params"),
 }
 
 

@@ -238,7 +238,8 @@ class LLM(VllmMethods):
             self._choices |= own
         try:
             while own:
-                time.sleep(self._engine.wait())  # without the lock, so that other threads can add requests
+                while (wait := self._engine.wait()) > 0:
+                    time.sleep(wait)  # without the lock, so that other threads can add requests
                 with self._lock:
                     if not own.keys().isdisjoint(self._choices):
                         self._deliver(self._engine.step())

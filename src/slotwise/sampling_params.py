@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from enum import Enum
 from typing import Any
 
+from slotwise.core.grammar import Grammar
 from slotwise.core.params import MAX_BIAS, MAX_STOP_LENGTH, InvalidParams
 from slotwise.core.params import SamplingParams as EngineParams
 from slotwise.core.ranges import Range, whole
 from slotwise.neutral import ANY, SAMPLING, is_neutral, nearest
+from slotwise.text.structured_output import StructuredOutputError, of_structured_outputs
 
 INTERVAL: Range = whole(1)
 NEUTRAL: dict[str, tuple[Any, ...]] = SAMPLING | {  # beside None
@@ -21,7 +23,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = SAMPLING | {  # beside None
 INSTEAD = {  # what to do for another value
     "skip_reading_prefix_cache": "give the prompt a cache_salt of its own",
     "use_beam_search": "set n, and choose among the outputs by cumulative_logprob",
-    "structured_outputs": "check outputs in your own code", "guided_decoding": "check outputs in your own code",
     "logits_processors": "logit_bias, allowed_token_ids and bad_words change logits",
     "truncate_prompt_tokens": "give token ids, as many as wanted",
 }
@@ -33,6 +34,22 @@ class RequestOutputKind(Enum):
     CUMULATIVE = 0  # all tokens so far
     DELTA = 1  # the tokens since the output before
     FINAL_ONLY = 2  # all tokens; there is one output, at the end
+
+
+@dataclass(slots=True)
+class StructuredOutputsParams:
+    """What an output must match: one of the constraints.  docs/structured-output.md has the details."""
+
+    json: str | dict[str, Any] | None = None  # a JSON schema
+    regex: str | None = None  # a regular expression, which matches the whole output
+    choice: list[str] | None = None  # some texts
+    grammar: str | None = None  # a grammar in Lark's syntax
+    json_object: bool | None = None  # any JSON object
+    disable_fallback: bool = False  # changes nothing
+    disable_any_whitespace: bool = False  # there is no white space between JSON's symbols
+    disable_additional_properties: bool = False  # not supported: a schema says this itself
+    whitespace_pattern: str | None = None  # a regular expression for the white space between JSON's symbols
+    structural_tag: str | None = None  # JSON: free text with tags, whose contents match schemas
 
 
 @dataclass(kw_only=True, slots=True)
@@ -72,6 +89,8 @@ class SamplingParams:
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # of AsyncLLM
     stream_interval: int | None = None  # tokens of each output of AsyncLLM after the first, if more than the engine's
     best_of: int | None = None  # equal to `n`
+    structured_outputs: StructuredOutputsParams | None = None  # what the output must match
+    guided_decoding: StructuredOutputsParams | None = None  # its older name
     watermarking: Any = None
     prompt_logprob_token_ids: Any = None
     prompt_logprob_start: Any = None
@@ -80,14 +99,12 @@ class SamplingParams:
     spaces_between_special_tokens: Any = True
     skip_clone: Any = False
     output_text_buffer_length: Any = 0
-    structured_outputs: Any = None
     extra_args: Any = None
     skip_reading_prefix_cache: Any = None
     thinking_token_budget: Any = None
     repetition_detection: Any = None
     routed_experts_prompt_start: Any = 0
     trace_decode_token_ids: Any = None
-    guided_decoding: Any = None
     logits_processors: Any = None
     truncate_prompt_tokens: Any = None
     use_beam_search: Any = None
@@ -149,8 +166,27 @@ class SamplingParams:
         if not all(isinstance(word, str) and 0 < len(word) <= MAX_STOP_LENGTH for word in words):
             raise InvalidParams("bad_words", f"each must be a string of 1 to {MAX_STOP_LENGTH} characters")
         given = {name: getattr(self, name) for name in SHARED if getattr(self, name) is not None}
+        given["grammar"] = self._grammar()
         given["bad_words_token_ids"] = [*bad_words, *(self.bad_words_token_ids or ())]
         return EngineParams(**given | {"max_tokens": self.max_tokens})
+
+    def _grammar(self) -> Grammar | None:
+        """What the output must match.  Raises InvalidParams."""
+        grammars = [_constraint(name, getattr(self, name)) for name in ("structured_outputs", "guided_decoding")]
+        if None not in grammars:
+            raise InvalidParams("guided_decoding", "not available with structured_outputs")
+        return grammars[0] or grammars[1]
+
+
+def _constraint(name: str, value: Any) -> Grammar | None:
+    """The grammar of `structured_outputs`.  Raises InvalidParams."""
+    if not isinstance(value, StructuredOutputsParams | Mapping | None):
+        raise InvalidParams(name, f"must be a StructuredOutputsParams, not {value!r:.40}")
+    fields_of_value = asdict(value) if isinstance(value, StructuredOutputsParams) else value or {}
+    try:
+        return of_structured_outputs(fields_of_value, name)
+    except StructuredOutputError as error:
+        raise InvalidParams(name, str(error).removeprefix(f"{name}: ")) from error
 
 
 def _listed(name: str, value: Any) -> list[Any]:

@@ -151,12 +151,15 @@ RULES: dict[str, Rule] = dict((
             "max_lora_cls_labels enable_lora_bias lora_extra_vocab_size long_lora_scaling_factors max_prompt_adapters "
             "max_prompt_adapter_token", refused="qlora_adapter_name_or_path",
             instead="there are no adapters: merge them into the weights"),
-    *_rules("outputs follow no grammar, schema or reasoning format", {
-        "structured_outputs_config": ({},), "reasoning_parser": ("",), "reasoning_parser_plugin": ("",),
+    *_rules("grammars have one compiler, llguidance", {
+        "structured_outputs_config": ({},), "guided_decoding_disable_any_whitespace": OFF,
+        "guided_decoding_disable_additional_properties": OFF},
+        free="guided_decoding_backend guided_decoding_disable_fallback", instead="it is a field of a request: "
+        "whitespace_pattern or disable_any_whitespace of structured_outputs, or a schema's additionalProperties"),
+    *_rules("outputs follow no reasoning format", {
+        "reasoning_parser": ("",), "reasoning_parser_plugin": ("",),
         "logits_processors": ([],), "aux_output_config": ({},)}, refused="reasoning_config",
-        free="guided_decoding_backend guided_decoding_disable_fallback guided_decoding_disable_any_whitespace "
-        "guided_decoding_disable_additional_properties", instead="outputs follow no grammar, schema or reasoning "
-        "format: leave it out, and check outputs in your own code"),
+        instead="outputs follow no reasoning format: leave it out"),
     *_rules("{speculative_config} says where drafts come from; there is no draft model", {"num_lookahead_slots": (0,)},
             free="speculative_disable_mqa_scorer disable_logprobs_during_spec_decoding spec_decoding_acceptance_method "
             "typical_acceptance_sampler_posterior_threshold typical_acceptance_sampler_posterior_alpha "

@@ -150,7 +150,8 @@ def test_an_engine_process_has_no_api_keys(monkeypatch: pytest.MonkeyPatch, tmp_
     assert serve._tiers(asked)[0].api_keys == ("secret",)
     engine = launch_engine(EngineConfig(model=str(builtin.path())), "text")
     try:
-        given = Path(f"/proc/{engine.process.pid}/environ").read_bytes()
+        while not (given := Path(f"/proc/{engine.process.pid}/environ").read_bytes()):  # while it is being started
+            assert engine.process.poll() is None
     finally:
         engine.kill()
         engine.process.wait(30)

@@ -20,15 +20,18 @@ from slotwise.runner.input_batch import SlotTable
 BLOCK, BLOCKS, WIDTH = 16, 700, 40
 
 
-def decode_batch(contexts: list[int], vocabulary: int) -> RaggedBatch:
-    """A row for each context, its blocks anywhere."""
+def decode_batch(contexts: list[int], vocabulary: int, drafts: list[int] | None = None) -> RaggedBatch:
+    """A row for each context, its blocks anywhere; the last tokens of it are so many drafts."""
     rows, width = len(contexts), -(-max(contexts) // BLOCK)
     tables = torch.randperm(BLOCKS).int()[: rows * width].view(rows, width)
-    positions = torch.tensor(contexts) - 1
-    places = tables[torch.arange(rows), positions // BLOCK].long() * BLOCK + positions % BLOCK
+    counts = torch.tensor(drafts or [0] * rows) + 1
+    row_of, tokens = torch.arange(rows).repeat_interleave(counts), int(counts.sum())
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+    positions = (torch.tensor(contexts) - counts - starts[:-1])[row_of] + torch.arange(tokens)
+    places = tables[row_of, positions // BLOCK].long() * BLOCK + positions % BLOCK
     return RaggedBatch(
-        torch.randint(3, vocabulary, (rows,)), positions, places, torch.arange(rows + 1, dtype=torch.int32),
-        torch.tensor(contexts, dtype=torch.int32), tables, torch.arange(rows), 1, max(contexts))
+        torch.randint(3, vocabulary, (tokens,)), positions, places, starts.int(),
+        torch.tensor(contexts, dtype=torch.int32), tables, torch.arange(tokens), int(counts.max()), max(contexts))
 
 
 class Pair:
@@ -50,8 +53,8 @@ class Pair:
                 cache.storage.normal_()
         self.steps = DecodeGraphs(self.decoder, self.caches, SlotTable(num_slots, WIDTH * BLOCK, BLOCK, BLOCKS - 1))
 
-    def check(self, contexts: list[int]) -> None:
-        batch = decode_batch(contexts, self.decoder.config.vocab_size)
+    def check(self, contexts: list[int], drafts: list[int] | None = None) -> None:
+        batch = decode_batch(contexts, self.decoder.config.vocab_size, drafts)
         actual = self.steps.logits(batch)
         assert actual is not None
         assert torch.equal(actual, self.decoder.logits(self.decoder.hidden(batch, self.caches))), contexts
@@ -83,6 +86,9 @@ def check_recorded(pair: Pair) -> None:
     for rows in (3, 1, 16, 3):
         for longest in (20, 300, 600, 40):  # short ones run from recordings made for longer ones, and before them
             pair.check(torch.randint(1, longest, (rows,)).tolist())
+    for drafts in ([2, 0, 3], [0, 5, 0], [1, 2, 2], [0, 0, 0], [4], [9], [0]):  # the first three by one recording
+        for longest in (20, 300):
+            pair.check(torch.randint(10, longest, (len(drafts),)).tolist(), drafts)
 
 
 def test_other_steps_are_left_to_others(tmp_path: Path) -> None:

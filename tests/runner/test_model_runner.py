@@ -59,8 +59,8 @@ class PaddedKernels(ReferenceKernels):
         super().__init__()
         self.recordings: list[Again] = []
 
-    def graph_size(self, rows: int, context: int) -> tuple[int, int]:
-        return 1 << (rows - 1).bit_length(), 64 if context <= 64 else 2048
+    def graph_size(self, tokens: int, context: int) -> tuple[int, int]:
+        return 1 << (tokens - 1).bit_length(), 64 if context <= 64 else 2048
 
     def record(self, work: Callable[[], Tensor]) -> Again:
         self.recordings.append(Again(work))

@@ -12,14 +12,12 @@ from functools import cache
 
 import pytest
 
+from slotwise.server.admin_protocol import AbortRequest, DetokenizeRequest, TokenizeRequest
 from slotwise.server.body_precheck import MAX_ELEMENTS
 from slotwise.server.errors import ApiError
 from slotwise.server.protocol import (
-    AbortRequest,
     ChatRequest,
     CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
     decode,
     decode_object,
 )

@@ -60,8 +60,11 @@ COMMON: list[tuple[str, Any]] = [
     ("logit_bias", {"400": 1}), ("logit_bias", {"a": 1}), ("logit_bias", {"4": 101}), ("logit_bias", {"-1": 1}),
     ("logit_bias", [1]), ("stream", "true"), ("stream", 1), ("stream_options", {"include_usage": True}),
     ("stream_options", 3), ("priority", "high"), ("priority", 2**70), ("request_id", ""), ("request_id", "a\r\nb: c"),
-    ("request_id", "x" * 129), ("request_id", 3), ("response_format", {"type": "json_object"}),
-    ("guided_json", {"type": "object"}), ("structured_outputs", {"regex": "a"}), ("use_beam_search", True),
+    ("request_id", "x" * 129), ("request_id", 3), ("response_format", {"type": "xml"}),
+    ("response_format", {"type": "json_schema"}), ("guided_json", "{"), ("guided_json", {"uniqueItems": True}),
+    ("guided_choice", []), ("guided_grammar", "start: x"), ("structured_outputs", {"regex": "a(b"}),
+    ("structured_outputs", {"regx": "a"}), ("structured_outputs", {"regex": "a", "choice": ["b"]}),
+    ("structured_outputs", {"regex": "a", "disable_additional_properties": True}), ("use_beam_search", True),
     ("bad_words", "x"), ("bad_words", [""]), ("bad_words", ["x"] * 65), ("allowed_token_ids", []),
     ("allowed_token_ids", [400]), ("allowed_token_ids", [2] * 5000), ("include_stop_str_in_output", 1),
     ("skip_special_tokens", "no"), ("truncate_prompt_tokens", 0), ("truncate_prompt_tokens", -2),
@@ -173,7 +176,7 @@ def test_unknown_paths_and_methods(server: Server) -> None:
         has.setdefault(path, set()).update({method, "HEAD"} if method == "GET" else {method})
     for path in sorted(has):
         methods = ", ".join(sorted(has[path]))
-        response = server.client.delete(server.url + path)
+        response = server.client.patch(server.url + path)
         of_anthropics = path.startswith("/v1/messages")
         error = response.json()["error"] if of_anthropics else refused(response, 405, None)
         assert response.status_code == 405 and response.headers["allow"] == methods and methods in error["message"]

@@ -16,6 +16,7 @@ from slotwise.server import unknown_fields as module
 from slotwise.server.body_precheck import LARGE, MAX_FIELD
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.protocol import ChatRequest, CompletionRequest, decode
+from slotwise.server.responses_protocol import ReasoningConfig, ResponsesRequest
 from slotwise.server.throttled_warning import ThrottledWarning
 from slotwise.server.unknown_fields import unknown_fields
 from slotwise.server.unsupported import AS_ANOTHER, HINTS, NEUTRAL, unsupported_fields
@@ -76,7 +77,8 @@ def test_a_known_field_has_one_treatment(server: Server, path: str, name: str) -
 
 
 def test_the_values_that_change_nothing_are_of_fields_that_exist() -> None:
-    fields = {name for kind, _ in BODIES.values() for name in kind.__struct_fields__}
+    kinds = [*(kind for kind, _ in BODIES.values()), ResponsesRequest, ReasoningConfig]
+    fields = {name for kind in kinds for name in kind.__struct_fields__}
     assert set(NEUTRAL) | set(HINTS) <= fields and not set(NEUTRAL) & set(HINTS)
     assert treatment(CompletionRequest, "detokenize") == NEUTRAL_FIELD and treatment(ChatRequest, "audio") == REFUSED
     with pytest.raises(KeyError):

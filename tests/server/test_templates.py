@@ -139,6 +139,19 @@ def test_numbers_too_long_for_a_message_are_refused(server: Server) -> None:
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "messages", answer.text
 
 
+def test_a_template_for_tools_renders_conversations_with_tools() -> None:
+    async def whole() -> list[str]:
+        template = Template("plain", {}, for_tools="{{ tools | length }} tools")
+        try:
+            await template.check()
+            return [await template.render("", [], {"tools": tools}) for tools in ([], [{}], None)] + [
+                await template.render("", [], {"tools": [{}]}, "own")]
+        finally:
+            template.close()
+
+    assert asyncio.run(whole()) == ["plain", "1 tools", "plain", "own"]
+
+
 def checked(source: str) -> str:
     """What is said of a template at the start; "": nothing."""
     async def whole() -> str:

@@ -269,3 +269,39 @@ def test_anthropics_client_gets_thinking_text_and_calls(hermes: Server, anthropi
              {"role": "user", "content": [{"type": "tool_result", "tool_use_id": whole_message.content[2].id,
                                            "content": "sunny"}]}]
     assert client.messages.create(**asked | {"messages": turns}).content[0].text == "sunny"
+
+
+def test_openais_responses_have_reasoning_text_and_calls(hermes: Server, openai: ModuleType) -> None:
+    client = openai.OpenAI(base_url=hermes.url + "/v1", api_key="x", max_retries=0)
+    tools = [{"type": "function", **tool["function"], "strict": False} for tool in (WEATHER, TIME)]
+    said = THOUGHT + "I look.\n" + HERMES + '\n<tool_call>{"name": "time", "arguments": {}}</tool_call>'
+    asked = {"model": "toy", "input": said, "tools": tools}
+    whole_response = client.responses.create(**asked)
+    with client.responses.stream(**asked) as stream:
+        kinds = [event.type for event in stream]
+        streamed_response = stream.get_final_response()
+    assert "response.reasoning_text.delta" in kinds and "response.function_call_arguments.done" in kinds
+    for response in (whole_response, streamed_response):
+        reasoning, message, weather, time = response.output
+        assert (reasoning.type, reasoning.content[0].text) == ("reasoning", "Where?")
+        assert (message.type, response.output_text) == ("message", "I look.")
+        assert (weather.type, weather.name, json.loads(weather.arguments)) == (
+            "function_call", "weather", {"city": "Zürich é😀"})
+        assert (time.name, time.arguments) == ("time", "{}") and weather.call_id != time.call_id
+        assert response.status == "completed"
+        tokens = hermes.post("/tokenize", {"prompt": "<think>\nWhere?", "add_special_tokens": False}).json()["count"]
+        assert response.usage.output_tokens_details.reasoning_tokens == tokens
+        assert response.usage.output_tokens > tokens
+    output = {"type": "function_call_output", "call_id": whole_response.output[2].call_id, "output": "sunny"}
+    answer = client.responses.create(model="toy", input=[output], previous_response_id=whole_response.id, tools=tools)
+    assert answer.output_text == "sunny"
+    again = [{"role": "user", "content": said}, *[item.to_dict() for item in whole_response.output], output]
+    assert client.responses.create(model="toy", input=again, tools=tools, store=False).output_text == "sunny"
+
+
+def test_tokens_of_messages_are_counted_with_the_tools(hermes: Server) -> None:
+    asked = body("hello", max_tokens=1, return_token_ids=True)
+    prompt = hermes.post(PATH, asked).json()["prompt_token_ids"]
+    counted = hermes.post("/tokenize", {"messages": asked["messages"], "tools": asked["tools"]}).json()
+    assert counted["tokens"] == prompt
+    assert hermes.post("/tokenize", {"messages": asked["messages"]}).json()["count"] < len(prompt)

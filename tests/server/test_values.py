@@ -15,8 +15,9 @@ from live_server import JSON, Server
 from slotwise.core.params import MAX_BIAS, RANGES
 from slotwise.engine import scheduling
 from slotwise.observe import event_log
+from slotwise.server.admin_protocol import DetokenizeRequest, TokenizeRequest
 from slotwise.server.events import SWITCHES
-from slotwise.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from slotwise.server.protocol import ChatRequest, CompletionRequest
 from slotwise.server.tiers import TierSettings
 
 COMPLETIONS, CHAT, ADMIN = "/v1/completions", "/v1/chat/completions", "/admin/scheduling"

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from slotwise.text import chat_template
+from slotwise.text.chat_source import find_tool_template
 from slotwise.text.chat_template import ChatTemplate, ChatTemplateError, load_chat_template
 
 CHATML = """\
@@ -101,6 +102,12 @@ def test_text_parts_are_joined() -> None:
     assert template.render([{"role": "user", "content": parts}]) == "one\ntwo"
 
 
+def test_reasoning_has_the_name_that_templates_know() -> None:
+    template = ChatTemplate("{{ messages[0].reasoning_content }}", {})
+    for fields in ({"reasoning": "Hm."}, {"reasoning_content": "Hm.", "reasoning": "x"}):
+        assert template.render([{"role": "assistant", "content": "No.", **fields}]) == "Hm."
+
+
 def test_where_a_template_is_looked_for(folder: Path) -> None:
     assert load_chat_template(folder, {}) is None
     config = folder / "tokenizer_config.json"
@@ -109,7 +116,12 @@ def test_where_a_template_is_looked_for(folder: Path) -> None:
     config.write_text(json.dumps({"chat_template": [{"name": "tool_use", "template": "t"},
                                                     {"name": "default", "template": "named"}]}))
     assert load_chat_template(folder, {}).render([]) == "named"
+    assert find_tool_template(folder) == "t" and find_tool_template(folder, folder / "x") is None
     (folder / "chat_template.jinja").write_text("jinja {{ bos_token }}")
+    assert find_tool_template(folder) is None
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("for tools")
+    assert find_tool_template(folder) == "for tools"
     assert load_chat_template(folder, SPECIAL).render([]) == "jinja <s>"
     (folder / "mine.jinja").write_text("mine")
     assert load_chat_template(folder, {}, folder / "mine.jinja").render([]) == "mine"

@@ -78,6 +78,16 @@ def roofline_table(result: Mapping[str, Any]) -> RenderableType:
     return Group(steps, parts)
 
 
+def kernels_table(result: Mapping[str, Any]) -> RenderableType:
+    """A line for each path with its microseconds, then why other paths cannot run."""
+    table = _table("bench kernels: products of bfloat16, microseconds a layer",
+                   ("path", *(f"{count} rows" if count > 1 else "1 row" for count in result["rows"]), ""))
+    for path, taken in result["microseconds"].items():
+        marks = [mark for mark in ("used", "fastest") if result[mark] == path]
+        table.add_row(path, *(f"{microseconds:,.0f}" for microseconds in taken.values()), ", ".join(marks))
+    return Group(table, *(plain(f"{path}: {why}") for path, why in result["obstacles"].items()))
+
+
 def _title(result: Mapping[str, Any], command: str) -> Text:
     model = result.get("model_id") or result.get("model", "")
     return plain(f"{command}: {model}" + (" (interrupted)" if result["status"] == "interrupted" else ""))

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 MAX_WARMUPS = 1000
 ITERATIONS = 100_000
+MAX_ROWS = 8192
 OFFLINE = Defaults(num_prompts=128)
 
 
@@ -47,6 +48,7 @@ def add(commands: Commands) -> None:
     _add_serve(kinds)
     _add_throughput(kinds)
     _add_latency(kinds)
+    _add_kernels(kinds)
 
 
 def _add_serve(kinds: Commands) -> None:
@@ -117,6 +119,18 @@ def _add_latency(kinds: Commands) -> None:
     for name, default, allowed, what in counts:
         command.add_argument(name, type=Number(allowed), default=default, metavar="N",
                              help=f"{what} (default: {default})")
+
+
+def _add_kernels(kinds: Commands) -> None:
+    command = add_command(
+        kinds, "kernels", "time products of bfloat16 on this CPU by every path, and tell which is used", run_kernels)
+    command.add_argument("--rows", type=Number(whole(1, MAX_ROWS)), nargs="+", default=[1, 8, 32, 128, 512],
+                         metavar="N", help="numbers of rows (default: 1 8 32 128 512)")
+    command.add_argument("--rounds", type=Number(whole(1, ITERATIONS)), default=5, metavar="N",
+                         help="rounds of which the median is taken (default: 5)")
+    command.add_argument("--keep-fastest", action="store_true", help="use the fastest path from now on: keep it, for "
+                         "this processor, in the user's folder of caches")
+    command.add_argument("--output-json", metavar="FILE", help="write the result here")
 
 
 def _add_offline(command: argparse.ArgumentParser) -> None:
@@ -203,6 +217,22 @@ def run_latency(asked: argparse.Namespace) -> int:
     with progress(total=batch.num_iters, unit="iteration") as bar:
         result = about | latency(stand, batch, asked.seed, bar.show)
     return _show(latency_table(result), result, asked.output_json)
+
+
+def run_kernels(asked: argparse.Namespace) -> int:
+    from slotwise.bench.kernels import measure_paths, number_of_paths
+    from slotwise.bench.results import environment
+    from slotwise.bench.tables import kernels_table
+    from slotwise.kernels.cpu import path_choice
+
+    _check_writable(asked.output_json)
+    with progress(total=(asked.rounds + 1) * number_of_paths(), unit="measurement") as bar:
+        measured = measure_paths(sorted(set(asked.rows)), asked.rounds, bar.count)
+    result = {"version": 1, "kind": "kernels", "status": "completed", "environment": environment()} | measured
+    status = _show(kernels_table(result), result, asked.output_json)
+    if asked.keep_fastest:
+        print(f"\n{measured['fastest']} is used from now on: {path_choice.keep(measured['fastest'])}")
+    return status
 
 
 def _stand(asked: argparse.Namespace, file: LogFile | None = None) -> tuple[Stand, dict[str, Any]]:

@@ -34,6 +34,9 @@ ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--kv-cache-dtype", {"choices": KV_CACHE_DTYPES, "default": "auto", "help": "type of cached keys and values; "
                           "int8 on the CPU and fp8 on a GPU hold about twice the tokens in the same memory (default: "
                           "auto, the type in which they are computed)"}),
+    ("--batch-invariant", {"action": "store_true", "help": "start only where a request's tokens depend neither on the "
+                           "requests beside it, nor on how its prompt is chunked, nor on drafts, in bfloat16 as in "
+                           "float32; on a CPU that holds unless SLOTWISE_CPU_LINEAR is onednn, on a GPU it does not"}),
     ("--max-model-len", {"metavar": "TOKENS", "help": "longest sequence, prompt and output together (default: "
                          "the model's)"}),
     ("--max-num-seqs", {"default": 64, "metavar": "N", "help": "slots of the batch (default: 64)"}),

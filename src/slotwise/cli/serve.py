@@ -71,6 +71,13 @@ def _server_options(serve: argparse.ArgumentParser) -> None:
     group.add_argument("--tiers", type=input_file, metavar="FILE",
                        help="classes of service, in TOML: objectives, shares, queues, keys and their quotas; "
                        "docs/tiers.md tells all")
+    _model_options(group)
+    _limit_options(group)
+    _placement_options(group)
+    _observing_options(group)
+
+
+def _model_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--served-model-name", action="extend", nargs="+", default=[], metavar="NAME",
                        help="what clients call the model, by any of several names; responses and metrics have the "
                        "first (default: the model as it is given here)")
@@ -91,6 +98,9 @@ def _server_options(serve: argparse.ArgumentParser) -> None:
     group.add_argument("--pooler-config", type=json_object, default={}, metavar="JSON",
                        help="how /v1/embeddings makes vectors, as {\"pooling_type\": \"MEAN\", \"normalize\": true}; "
                        "the type is LAST or MEAN (default: as the checkpoint's 1_Pooling/config.json says, else LAST)")
+
+
+def _limit_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--max-num-queued-reqs", type=Number(whole(1)), metavar="N",
                        help="requests that may wait for a first slot, 8/9 of them of one key; more get 503 "
                        f"(default: what should start within {PATIENCE:g} s, at the measured rate)")
@@ -102,16 +112,18 @@ def _server_options(serve: argparse.ArgumentParser) -> None:
                        metavar="SECONDS",
                        help="silence after which the engine process is killed and replaced; after half of it "
                             f"/health is 503 (default: {ENGINE_TIMEOUT:g})")
+    group.add_argument("--shutdown-timeout", type=Number(real(0, DAY)), default=30.0, metavar="SECONDS",
+                       help="time that running requests have to end after SIGTERM (default: 30)")
+    group.add_argument("--stream-interval", type=Size(whole(1, 65_536)), default=1, metavar="TOKENS",
+                       help="tokens of each event of a stream (default: 1)")
+
+
+def _placement_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--cpu-threads", type=Number(whole(1, MOST_PROCESSORS)), metavar="N",
                        help="compute threads of the engine (default: one for each place of --cpu-bind)")
     group.add_argument("--cpu-bind", type=_bind, default=AUTO, metavar="PLACES",
                        help="where they run: auto, each on a processor of its own; cores, each on a physical core, "
                        "node by node; none, anywhere; or a list of processors, as 0-3,8 (default: auto)")
-    group.add_argument("--shutdown-timeout", type=Number(real(0, DAY)), default=30.0, metavar="SECONDS",
-                       help="time that running requests have to end after SIGTERM (default: 30)")
-    group.add_argument("--stream-interval", type=Size(whole(1, 65_536)), default=1, metavar="TOKENS",
-                       help="tokens of each event of a stream (default: 1)")
-    _observing_options(group)
 
 
 def _observing_options(group: argparse._ArgumentGroup) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from slotwise.compose.machine import glance, measure_machine, roofline
 from slotwise.compose.sizes import sized, step_tokens
+from slotwise.compose.vocabulary import Vocabulary
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.roofline import Machine, Roofline
 from slotwise.core.scheduler import Scheduler
@@ -40,6 +41,8 @@ from slotwise.runner.model_runner import ModelRunner
 from slotwise.runner.prefault import Prefault
 from slotwise.runner.sampling.cpu import Sampler
 from slotwise.runner.sampling.gpu import DeviceSampler
+from slotwise.runner.sampling.grammars import Grammars
+from slotwise.runner.sampling.masks import Masks
 from slotwise.runner.sampling.params import Sampling
 from slotwise.speculation.proposer import proposer_of
 from slotwise.speculation.settings import Speculation
@@ -82,12 +85,14 @@ class Warming:
 class Loaded:
     """A model in memory, from which one engine or several in turn (for comparisons) are built."""
 
-    def __init__(self, name: str, device: str, decoder: Decoder, warming: Warming, *, checkpoint: str = "") -> None:
+    def __init__(self, name: str, device: str, decoder: Decoder, warming: Warming, *,
+                 checkpoint: str = "", vocabulary: Vocabulary | None = None) -> None:
         self._name = name
         self._checkpoint = checkpoint
         self._device = device
         self._decoder = decoder
         self._warming = warming
+        self._vocabulary = vocabulary
 
     @property
     def model_config(self) -> ModelConfig:
@@ -131,21 +136,24 @@ class Loaded:
             vocab_size=decoder.config.vocab_size, limits=limits, scheduling=scheduling, eos_token_ids=eos_ids,
             memory=used, depth=depth, quantization=config.quantization, kv_cache_dtype=config.kv_cache_dtype,
             threads=torch.get_num_threads(), product_path=self.product_path,
-            checkpoint=self._checkpoint, hidden_size=decoder.config.hidden_size, speculation=self._speculation(config))
-        runner = _runner(decoder, limits)
+            batch_invariant=not kernels.batch_dependence(decoder.config.dtype), checkpoint=self._checkpoint,
+            hidden_size=decoder.config.hidden_size, speculation=self._speculation(config))
+        grammars = Grammars(self._vocabulary.result() if self._vocabulary is not None else None)
+        runner = _runner(decoder, limits, grammars)
         check_steps(runner, limits, time.monotonic_ns)
         times = load_or_learn(config, info, lambda: warmup(
             runner, limits, time.monotonic_ns, drafts=info.speculation is not None))
         proposer = proposer_of(info.speculation, times)
         scheduler = Scheduler(limits, scheduling.discipline(), scheduling.policy(times), times, proposer)
-        engine = Engine(scheduler, runner, time.monotonic_ns, eos_ids, depth=depth, scheduling=scheduling)
+        engine = Engine(scheduler, runner, time.monotonic_ns, eos_ids, depth=depth, scheduling=scheduling,
+                        grammars=grammars)
         info.learned = times.learned() if times.is_trained else None
         info.roofline = self.roofline(glance(decoder))
         return engine, info
 
     def _speculation(self, config: EngineConfig) -> Speculation | None:
         """Returns the settings of drafts with what depends on the model."""
-        is_exact = self._decoder.config.dtype == torch.float32 and config.quantization == "none"
+        is_exact = not self._decoder.kernels.batch_dependence(self._decoder.config.dtype)
         return config.speculative_config and config.speculative_config.resolved(is_exact=is_exact)
 
     def _with_runtime(self, used: MemoryUse) -> MemoryUse:
@@ -175,16 +183,19 @@ def load(config: EngineConfig, progress: Progress = silent, wrap: Callable[[Kern
     folder = locate(config.model)
     checkpoint = fingerprint(folder)  # first: what changes meanwhile is seen by the next engine
     generation = named_file(config.generation_config)
-    kind = describe(folder, config.dtype, kernels, generation).dtype
+    described = describe(folder, config.dtype, kernels, generation)
+    if config.batch_invariant and (why := kernels.batch_dependence(described.dtype)):
+        raise ConfigError(f"batch_invariant cannot be kept: {why}")
+    vocabulary = Vocabulary(folder, described)
     packing = 1 if workers.are_waiting() else torch.get_num_threads()  # all other threads compile
-    warming = Warming(kernels, kind)  # loading kernels holds the GIL, packing weights does not
+    warming = Warming(kernels, described.dtype)  # loading kernels holds the GIL, packing weights does not
     with _threads(packing):
         decoder = load_model(
             config.model, kernels=kernels, dtype=config.dtype, generation=generation,
             max_positions=config.max_model_len,
             progress=lambda done, total: progress("weights", done, total),
             admit=lambda num_bytes: _check_memory(num_bytes, kernels.device))
-    return Loaded(config.model, device, decoder, warming, checkpoint=checkpoint)
+    return Loaded(config.model, device, decoder, warming, checkpoint=checkpoint, vocabulary=vocabulary)
 
 
 def _check_memory(weights: int, device: torch.device) -> None:
@@ -207,20 +218,20 @@ def _threads(number: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _runner(decoder: Decoder, limits: SchedulerLimits) -> Executor:
+def _runner(decoder: Decoder, limits: SchedulerLimits, grammars: Grammars) -> Executor:
     """Returns the executor, with its own cache and host blocks."""
     kernels, vocab_size = decoder.kernels, decoder.config.vocab_size
     null_block = limits.num_blocks  # one beyond the scheduler's blocks
     caches = [
         kernels.allocate_cache(limits.num_blocks + 1, limits.block_size, shape, decoder.config.dtype)
         for shape in decoder.attention_shapes]
-    num_slots = limits.max_num_seqs
+    num_slots, masks = limits.max_num_seqs, Masks(grammars, vocab_size)
     slots = SlotTable(num_slots, limits.max_model_len, limits.block_size, null_block, kernels.device)
     sampler: Sampling = (
-        Sampler(num_slots, vocab_size, launcher_of(kernels)) if kernels.name == "cpu"
-        else DeviceSampler(slots, vocab_size, draw_for(kernels), kernels.device))
+        Sampler(num_slots, vocab_size, launcher_of(kernels), masks) if kernels.name == "cpu"
+        else DeviceSampler(slots, vocab_size, draw_for(kernels), kernels.device, masks))
     pieces = [piece for cache in caches for piece in kernels.cache_pieces(cache)]
-    runner = ModelRunner(decoder, caches, slots, sampler, HostBlocks(limits.num_host_blocks, pieces))
+    runner = ModelRunner(decoder, caches, slots, sampler, HostBlocks(limits.num_host_blocks, pieces), masks)
     if kernels.name != "cpu":
         return runner
     per_block = kernels.cache_bytes_per_block(limits.block_size, decoder.attention_shapes[0], decoder.config.dtype)

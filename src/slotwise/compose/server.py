@@ -32,7 +32,7 @@ from slotwise.server.output_parsing import output_format
 from slotwise.server.serve import listen, serve
 from slotwise.server.settings import ServerSettings
 from slotwise.server.templates import Template
-from slotwise.text.chat_source import find_chat_template
+from slotwise.text.chat_source import find_chat_template, find_tool_template
 from slotwise.text.tokenizer import Tokenizer
 
 MB = 1e6  # bytes
@@ -81,10 +81,11 @@ async def _serve(
         supervisor.launch()
         tokenizer = Tokenizer.load(config.model)
         source = find_chat_template(config.model, template)
+        for_tools = find_tool_template(config.model, template)
         form = output_format(settings.tool_call_parser, settings.reasoning_parser, settings.enable_auto_tool_choice,
-                             source or "", tokenizer.special_by_text)
+                             for_tools or source or "", tokenizer.special_by_text)
         if source:
-            chat = Template(source, tokenizer.special_tokens)
+            chat = Template(source, tokenizer.special_tokens, for_tools=for_tools)
             await chat.check()  # the engine is loading meanwhile
         with bar:
             info = await supervisor.ready()
@@ -154,6 +155,7 @@ def _greet(url: str, info: EngineInfo, settings: ServerSettings, seconds: float)
         lines.tell(logger, f"ready on {url}", {
             "url": url, "model": name, "device": info.device, "dtype": info.dtype,
             "quantization": info.quantization, "product_path": info.product_path, "cache_dtype": info.cache_dtype,
+            "batch_invariant": info.batch_invariant,
             "seconds": round(seconds, 1), "slots": limits.max_num_seqs, "blocks": limits.num_blocks,
             "block_size": limits.block_size, "max_num_batched_tokens": limits.max_num_batched_tokens,
             "max_model_len": limits.max_model_len, "weights_bytes": used.weights, "cache_bytes": used.cache,

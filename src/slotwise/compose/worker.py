@@ -95,6 +95,8 @@ def serve(engine: Engine, channel: BlockingChannel, heartbeat_sender: HeartbeatS
         if len(waiting) < MAX_ARRIVALS:
             waiting += channel.receive(engine.wait() if engine.has_work or waiting else None)
         _take_in(engine, waiting, channel)
+        if engine.has_work and engine.wait() > 0:
+            continue
         heartbeat_sender.step_began = time.monotonic_ns()
         report = engine.step() if engine.has_work else engine.idle_record()
         heartbeat_sender.step_began = 0

@@ -14,7 +14,16 @@ from slotwise.core.interfaces import Discipline, Gate, View
 from slotwise.core.kv_manager import Allocation
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.plan_builder import PlanBuilder
-from slotwise.core.reasons import FIRST_TOKEN, NO_BLOCKS, NO_SLOT, OUTRANKED, TIER_CAP, TIME_BUDGET, TOKEN_BUDGET
+from slotwise.core.reasons import (
+    FIRST_TOKEN,
+    GRAMMAR_COMPILING,
+    NO_BLOCKS,
+    NO_SLOT,
+    OUTRANKED,
+    TIER_CAP,
+    TIME_BUDGET,
+    TOKEN_BUDGET,
+)
 from slotwise.core.request import Request, State
 from slotwise.core.request_table import RequestTable
 
@@ -40,6 +49,8 @@ class Admission:
 
         A request preempted in this plan may have a token in flight, and is not admitted again before its commit.
         """
+        if request.is_compiling:
+            return GRAMMAR_COMPILING
         if request.pending:
             return OUTRANKED
         if not self._table.num_free_slots:
@@ -67,7 +78,9 @@ class Admission:
         """Returns the request to admit first in this step, if blocks suffice; None: no slot, or a closed gate."""
         if not self._table.waiting or not self._table.num_free_slots or self.gate(now).max_new < 1:
             return None
-        request = self._table.waiting.walk(now).next()
+        walk = self._table.waiting.walk(now)
+        while (request := walk.next()) is not None and request.is_compiling:
+            pass
         return request if request is not None and self.num_slots_for(request) > 0 else None
 
     def num_slots_for(self, request: Request) -> int:

@@ -19,7 +19,7 @@ class Arrived(NamedTuple):
 
 
 class Rejected(NamedTuple):
-    """Refused on arrival, because it could never run.  Ends the request."""
+    """Refused on arrival or when its grammar was compiled, because it could never run.  Ends the request."""
 
     now: float
     request_id: str
@@ -54,7 +54,6 @@ class Committed(NamedTuple):
     request_ids: tuple[str, ...]
     tokens: tuple[tuple[int, ...], ...]
     logprobs: tuple[tuple[TokenLogprobs, ...], ...]  # an entry is () for a request without log-probabilities
-    num_overrun: int  # sampled tokens dropped because their request had ended
 
 
 class Finished(NamedTuple):

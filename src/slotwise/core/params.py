@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from slotwise.core.grammar import Grammar
 from slotwise.core.ranges import INT64, Range
 
 MAX_STOP_STRINGS = 64
@@ -117,6 +118,7 @@ class SamplingParams:
     logit_bias: dict[int, float] = field(default_factory=dict)  # added to logits, by token id
     allowed_token_ids: tuple[int, ...] = ()  # only these tokens are generated; empty: all are
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that the output never contains
+    grammar: Grammar | None = None  # what the output's text matches; its end ends the output
 
     def __post_init__(self) -> None:
         for name, allowed in RANGES.items():
@@ -127,6 +129,7 @@ class SamplingParams:
         _require("min_tokens", holds=top is None or self.min_tokens <= top, message="must be between 0 and max_tokens")
         self._check_stops()
         self._check_masks()
+        self._check_grammar()
         _require("logit_bias", holds=isinstance(self.logit_bias, dict), message="must be an object of token ids")
         _require("logit_bias", holds=len(self.logit_bias) <= MAX_LOGIT_BIAS, message=f"at most {MAX_LOGIT_BIAS} tokens")
         object.__setattr__(self, "logit_bias", {
@@ -148,6 +151,13 @@ class SamplingParams:
             _checked("allowed_token_ids", TOKEN_ID, token) for token in allowed]))
         object.__setattr__(self, "bad_words_token_ids", tuple([
             tuple([_checked("bad_words_token_ids", TOKEN_ID, token) for token in word]) for word in words]))
+
+    def _check_grammar(self) -> None:
+        """A grammar alone decides where the output ends, and must always leave a token."""
+        if self.grammar is not None:
+            for name in ("min_tokens", "ignore_eos", "allowed_token_ids", "bad_words_token_ids"):
+                _require(name.removesuffix("_token_ids") if name.startswith("bad") else name,
+                         holds=not getattr(self, name), message=f"not available with {self.grammar.field}")
 
     def _check_stops(self) -> None:
         for name, kind in (("stop", str), ("stop_token_ids", int)):

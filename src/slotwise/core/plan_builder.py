@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import repeat
 from typing import NamedTuple
 
 from slotwise.core.host_cache import Copies
@@ -34,11 +35,11 @@ class InFlight(NamedTuple):
     requests: tuple[Request, ...]
     epochs: tuple[int, ...]
 
-    def failed(self, result: StepResult) -> Iterator[Request]:
-        """Yields the requests whose rows could not sample, except those that have ended."""
-        for row in result.failed:
+    def failed(self, result: StepResult) -> Iterator[tuple[Request, str]]:
+        """Yields the requests whose rows could not sample, with the objections; except those that have ended."""
+        for row, objection in zip(result.failed, result.objections or repeat(""), strict=False):
             if not self.requests[row].reason:
-                yield self.requests[row]
+                yield self.requests[row], objection
 
 
 class PlanBuilder:

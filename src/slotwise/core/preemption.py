@@ -49,7 +49,8 @@ class Preemption:
         walk = self._table.waiting.walk(builder.now)
         num_free = min(self._table.num_free_slots, max(0, admission.gate(builder.now).max_new))
         for before in range(num_free + 1):
-            request = walk.next()
+            while (request := walk.next()) is not None and request.is_compiling:
+                pass
             if request is None or min(num_free, admission.num_slots_for(request)) <= before:
                 break
             if before == 0 and admission.allocation(request, builder) is None:

@@ -9,6 +9,7 @@ TIER_CAP = "tier_cap"  # the free slots are reserved for other tiers
 FIRST_TOKEN = "first_token"  # paused for the prefill of a tenant far behind
 OUTRANKED = "outranked"  # preempted for a request that goes before it
 ENDING = "ending"  # its last token is in flight
+GRAMMAR_COMPILING = "grammar_compiling"  # its grammar is being compiled
 VERIFYING = "verifying"  # its drafts, or the token that drafts are to follow, are in flight
 PROMPTS_ALONE = "prompts_alone"  # the step computes new prompts only
 BATCH_RUNNING = "batch_running"  # a static batch admits no request while it runs

@@ -67,9 +67,9 @@ class Request:
 
     __slots__ = (
         "arrival", "arrived_at", "block_hashes", "blocks", "capacity", "deadline", "end", "epoch", "expected_tokens",
-        "num_at_join", "num_computed", "num_passed", "num_prompt", "num_reserved", "num_scheduled", "output",
-        "params", "pending", "pooling", "prediction", "publish_at", "reason", "request_id", "seed", "slo", "slot",
-        "state", "stop_ids", "tokens", "wants_prompt",
+        "is_compiling", "num_at_join", "num_computed", "num_passed", "num_prompt", "num_reserved", "num_scheduled",
+        "output", "params", "pending", "pooling", "prediction", "publish_at", "reason", "request_id", "seed", "slo",
+        "slot", "state", "stop_ids", "tokens", "wants_prompt",
     )
 
     def __init__(
@@ -93,6 +93,7 @@ class Request:
         self.slo = slo
         self.stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else eos_ids)
         self.state = State.WAITING
+        self.is_compiling = params.grammar is not None  # its grammar is not compiled yet: it waits
         # Of a FINISHED request the finish reason, of a REJECTED one the objection.  A RUNNING request with a reason is
         # *held*: all its tokens are sampled, and it keeps its slot until its batch has ended.
         self.reason = ""

@@ -121,6 +121,16 @@ class RequestTable:
         self.num_with_tpot -= request.slo.tpot is not None
         self.events.append(Finished(now, request.request_id, reason, request.num_output, message))
 
+    def reject(self, request: Request, objection: str, now: float) -> None:
+        """Reject a waiting request that turns out never to be able to run."""
+        self.policy.finished(request, "rejected", now)
+        self.waiting.remove(request)
+        request.transition(State.REJECTED)
+        request.reason = objection
+        del self.unfinished[request.request_id]
+        self.num_with_tpot -= request.slo.tpot is not None
+        self.events.append(Rejected(now, request.request_id, objection))
+
     def hold(
         self, outputs: Outputs, ended: list[Ended], plan: StepPlan, *, together: bool,
     ) -> tuple[Outputs, list[Ended]]:

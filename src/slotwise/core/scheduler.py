@@ -14,7 +14,7 @@ A step is scheduled in this order:
     flight (ENDING), its drafts are (VERIFYING), a budget is spent (TOKEN_BUDGET, SHORT_STEP, TIME_BUDGET), it pauses
     for a prompt (FIRST_TOKEN), or the discipline starts prompts alone (PROMPTS_ALONE).
  4. Waiting requests are admitted from the head of the queue while `core/admission.py` finds no reason against it.
-    A few smaller ones may pass a request that waits for blocks.
+    A few smaller ones may pass a request that waits for blocks, and all of them one whose grammar is being compiled.
 
 Under a policy that isolates prefill, rows pause in step 3 for the prompts of 4; `core/prefill_isolation.py` explains
 *starting*, *paused* and *deferred*.
@@ -24,7 +24,7 @@ A prefix hit always ends before the last known token, which is computed for its 
 the very next plan, although a step in flight still reads it, because executors run plans in order.
 
 One step may be in flight: schedule() works from *scheduled* token counts, commit() advances *computed* ones.  If a
-request finishes after its next row was planned, that row's tokens are dropped and counted as overrun.  A preemption
+request finishes after its next row was planned, that row's tokens are dropped.  A preemption
 sets scheduled and computed counts to 0 (`RequestTable.preempt`) and keeps the pending token of a row in flight; until
 that token is committed, and so never in the same plan, the request is not admitted again.
 
@@ -54,7 +54,16 @@ from slotwise.core.limits import ERROR, SchedulerLimits
 from slotwise.core.plan_builder import InFlight, PlanBuilder
 from slotwise.core.preemption import MAX_OUTRANKED, Preemption
 from slotwise.core.prefill_isolation import PrefillIsolation, goes_before
-from slotwise.core.reasons import ENDING, NO_BLOCKS, OUTRANKED, PROMPTS_ALONE, TIER_CAP, TIME_BUDGET, VERIFYING
+from slotwise.core.reasons import (
+    ENDING,
+    GRAMMAR_COMPILING,
+    NO_BLOCKS,
+    OUTRANKED,
+    PROMPTS_ALONE,
+    TIER_CAP,
+    TIME_BUDGET,
+    VERIFYING,
+)
 from slotwise.core.request import Request, State
 from slotwise.core.request_table import RequestTable
 from slotwise.core.step import NewRequest, RowKind, StepPlan, StepResult, Stop
@@ -166,6 +175,14 @@ class Scheduler:
         request = self._table.unfinished.get(request_id)
         if request is not None:
             self._end(request, reason, now)
+
+    def compiled(self, request_id: str, objection: str, now: float) -> None:
+        """The grammar of a waiting request is compiled; with an objection it is not, and the request is rejected."""
+        request = self._table.unfinished.get(request_id)
+        if request is not None and request.is_compiling:
+            request.is_compiling = False
+            if objection:
+                self._table.reject(request, objection, now)
 
     # -- scheduling a step ---------------------------------------------------------------------------------------
 
@@ -323,6 +340,7 @@ class Scheduler:
         gate = admission.gate(builder.now)
         queue = waiting.walk(builder.now)
         examined: list[Request] = []  # and not admitted
+        compiling: Request | None = None  # the first one whose grammar is
         while all(map(admission.may_be_passed, examined)) and (request := queue.next()) is not None:
             if builder.deferred:
                 self._catch_up(builder, request)
@@ -334,6 +352,9 @@ class Scheduler:
                     before.num_passed += 1
                 continue
             builder.refuse(request, decision)
+            if decision == GRAMMAR_COMPILING:
+                compiling = compiling or request
+                continue
             builder.stop = builder.stop or Stop(
                 decision, request.request_id, 0, min(gate.reopens_at, waiting.next_moment))
             if decision == TIER_CAP:
@@ -342,6 +363,8 @@ class Scheduler:
             examined.append(request)
             if decision != NO_BLOCKS or builder.is_pressed or len(examined) > MAX_LOOK:
                 break
+        if compiling is not None and builder.stop is None:  # it stops no other request
+            builder.stop = Stop(GRAMMAR_COMPILING, compiling.request_id, 0, min(gate.reopens_at, waiting.next_moment))
         if builder.stop:
             builder.stop = builder.stop._replace(num_behind=len(waiting) - 1)
 
@@ -378,12 +401,10 @@ class Scheduler:
         step = self._in_flight.popleft()
         ended: list[tuple[Request, str]] = []
         kept: dict[int, tuple[int, ...]] = {}  # by row: the tokens kept, where these are not all that was sampled
-        overrun = 0
         num_drafts = map(len, plan.drafts) if plan.drafts else repeat(0)
         rows = zip(step.requests, step.epochs, plan.counts, num_drafts, result.tokens, strict=False)
         for row, (request, epoch, count, drafted, tokens) in enumerate(rows):
             if request.reason:  # finished or held since it was planned
-                overrun += len(tokens)
                 kept[row] = ()
                 continue
             accepted, reason = request.append(tokens, drafted) if tokens else ((), "")
@@ -395,7 +416,8 @@ class Scheduler:
                 kept[row] = accepted
             if reason:
                 ended.append((request, reason))
-        ended += [(request, "error") for request in step.failed(result)]
+        failed = dict(step.failed(result)) if result.failed else {}
+        ended += [(request, "rejected" if objection else "error") for request, objection in failed.items()]
         self._drafting.committed(step.requests, plan.drafts)
         if self._drafting.needs_step_times or self._chunking.needs_step_times or self._table.policy.needs_step_times:
             self.times.step(work_of(plan.starts, plan.counts, plan.padding, plan.drafts), plan.now, now)
@@ -403,11 +425,10 @@ class Scheduler:
         outputs = outputs_of(plan, result, kept)
         if self._discipline.leaves_together or self._table.held_outputs:
             outputs, ended = self._table.hold(outputs, ended, plan, together=self._discipline.leaves_together)
-        overrun -= sum(len(result.tokens[row]) for row in plan.held)  # planned although ended: counted as held
         self._table.events.append(Committed(
-            now, plan.step, tuple(outputs.request_ids), tuple(outputs.tokens), tuple(outputs.logprobs), overrun))
+            now, plan.step, tuple(outputs.request_ids), tuple(outputs.tokens), tuple(outputs.logprobs)))
         for request, reason in ended:
-            self._end(request, reason, now)
+            self._end(request, reason, now, failed.get(request, ""))
 
     def _count_computed(self, request: Request, num_scheduled: int, num_computed: int) -> None:
         """Count the computed tokens of a row; drafts that were not accepted, and the blocks behind, are taken back."""

@@ -7,8 +7,9 @@
 `a` is reading the weights, `l` launching the kernels one by one, `b` the matrix products, `c` the head and sampling,
 `d` reading the KV cache, `e` prefill attention.  There are three kinds of steps: DECODE steps, of decoding rows alone,
 replay a captured graph; a FIRST step, with a row count and context length not seen before, pays for the capture;
-PROMPTS steps, with prefill chunks, are never captured; DRAFTS steps, of decoding rows that verify drafts, have factors
-of their own.  `launched` is 0 for DECODE, else 1.  A draft is a token and a row: its logits are computed.
+DRAFTS steps, of decoding rows that verify drafts, replay a graph, too, and the model does not learn from the first of a
+number of rows and tokens; PROMPTS steps, with prefill chunks, are never captured.  `launched` is 1 for FIRST and
+PROMPTS, else 0.  A draft is a token and a row: its logits are computed.
 
 **Fit.**  Steps are remembered by kind and size: steps of 1, 2-3, 4-7 ... tokens each have their own sums, the normal
 equations of a least-squares problem.  Old measurements are down-weighted per size, so full batches do not overwrite the
@@ -29,6 +30,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import mul
 from typing import NamedTuple
+
+from slotwise.core.least_squares import non_negative
 
 FADE = 0.98  # decay of a size's sums at its next step: half is forgotten after 34
 REMEMBERED = 10.0  # steps of a size that sums learned in another run count for at most
@@ -56,7 +59,6 @@ DECODE, FIRST, PROMPTS, DRAFTS = "decode", "first", "prompts", "drafts"
 KINDS = (DECODE, FIRST, PROMPTS, DRAFTS)
 SIZES = {kind: [f"{kind}-{1 << bits >> 1}" for bits in range(64)] for kind in KINDS}  # by bit length of the tokens
 
-Matrix = list[list[float]]
 Point = tuple[float, float]  # log2 of a size's tokens, its factor
 
 
@@ -152,47 +154,6 @@ class Learned:
                 raise ValueError(f"not sums over {NUM_TERMS} terms")
             if not sums.totals[0] > 0:
                 raise ValueError("sums of no steps")
-
-
-def non_negative(matrix: Matrix, target: Sequence[float], ridge: Sequence[float]) -> list[float]:
-    """Returns the least-squares solution x >= 0 of `matrix` x = `target`.
-
-    Drops the column with the most negative coefficient until none is negative.  This is nearly always the solution of
-    non-negative least squares (Lawson and Hanson, 1974), in at most as many solves as there are columns.
-
-    Args:
-        matrix, target: the normal equations; `matrix` is symmetric and positive semi-definite.
-        ridge: regularisation towards 0, by column, relative to its weight: decides between collinear columns.
-    """
-    kept = [at for at, row in enumerate(matrix) if row[at] > 0]
-    solution = [0.0] * len(matrix)
-    while kept:
-        scale = [matrix[at][at] ** -0.5 for at in kept]  # columns of unit length: their magnitudes differ widely
-        found = _solved([
-            [matrix[i][j] * scale[row] * scale[column] + ridge[i] * (i == j) for column, j in enumerate(kept)]
-            + [target[i] * scale[row]] for row, i in enumerate(kept)])
-        least = min(range(len(kept)), key=found.__getitem__)
-        if found[least] >= 0:
-            for at, value, factor in zip(kept, found, scale, strict=True):
-                solution[at] = value * factor
-            break
-        del kept[least]
-    return solution
-
-
-def _solved(system: Matrix) -> list[float]:
-    """Gaussian elimination of a positive definite system, the right side as its last column; destroys `system`."""
-    size = len(system)
-    for pivot in range(size):
-        for row in range(pivot + 1, size):
-            factor = system[row][pivot] / system[pivot][pivot]
-            for column in range(pivot, size + 1):
-                system[row][column] -= factor * system[pivot][column]
-    values = [0.0] * size
-    for row in reversed(range(size)):
-        known = sum(system[row][column] * values[column] for column in range(row + 1, size))
-        values[row] = (system[row][size] - known) / system[row][row]
-    return values
 
 
 def _interpolated(points: Sequence[Point], tokens: int) -> float:
@@ -316,6 +277,9 @@ class StepTimeModel:
         """Learn from a step that took `seconds`: compare it with its prediction, and add it to the sums."""
         kind, predicted = self._kind(work), self.typical(work)
         size = _size(work, kind)
+        if kind == DRAFTS and (graph := (work.rows - work.drafts, -work.tokens)) not in self._met:
+            self._met.add(graph)
+            return
         if kind == FIRST:
             self._met.add(_graph_of(work))
         sums = self._sizes.setdefault(size, Sums())
@@ -356,7 +320,7 @@ class StepTimeModel:
 
 
 def _terms(work: Work, kind: str) -> tuple[float, ...]:
-    return 1.0, float(kind != DECODE), work.tokens, work.rows, work.context, work.pairs
+    return 1.0, float(kind in (FIRST, PROMPTS)), work.tokens, work.rows, work.context, work.pairs
 
 
 def _size(work: Work, kind: str) -> str:

@@ -71,6 +71,7 @@ class EngineConfig:
     dtype: str = "auto"  # the checkpoint's
     quantization: str = "none"  # type to which the weights of products are converted as they are loaded
     kv_cache_dtype: str = "auto"  # of keys and values: auto, as computed; int8 (CPU) or fp8 (GPU)
+    batch_invariant: bool = False  # no start unless a request's tokens depend neither on its batch nor on its chunks
     max_model_len: int | None = None  # tokens of a sequence; None: the model's own, if the cache holds it
     max_num_seqs: int = 64  # slots
     max_num_batched_tokens: int | None = None  # of a step; None: by its time (compose/sizes.py), one for each slot

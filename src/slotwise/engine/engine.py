@@ -22,6 +22,7 @@ from slotwise.core.request import Request
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.step import StepPlan, StepResult, TokenLogprobs
 from slotwise.engine.executor import Executor
+from slotwise.engine.grammars import POLL, Compiled, GrammarCompiler
 from slotwise.engine.messages import (
     Add,
     Command,
@@ -47,11 +48,12 @@ class Engine:
     Args:
         depth: steps that may be in flight while the next is planned, 0 or 1.
         scheduling: the settings that `scheduler` was built with; None: first come, first served.
+        grammars: compiles the grammars of requests; None: those with one are rejected.
     """
 
     def __init__(
         self, scheduler: Scheduler, executor: Executor, clock: Clock, eos_ids: tuple[int, ...] = (), *, depth: int = 0,
-        scheduling: Scheduling | None = None,
+        scheduling: Scheduling | None = None, grammars: GrammarCompiler | None = None,
     ) -> None:
         self._scheduler = scheduler
         self.executor = executor
@@ -60,7 +62,9 @@ class Engine:
         self.depth = depth
         self._in_flight: deque[tuple[StepPlan, int]] = deque()
         self._order = scheduling.order if scheduling else DEFAULT_ORDER
-        self._configured: Scheduling | None = None  # not yet in a record, as the two below
+        self._grammars = grammars
+        self._compiled: list[Compiled] = []  # not yet in a record, as the three below
+        self._configured: Scheduling | None = None
         self._taken: list[int] = []
         self._planned: list[int] = []
         self._ahead: list[Admitted | Preempted] = []  # of plans whose records are not made yet
@@ -88,6 +92,11 @@ class Engine:
             if command.queue_timeout:
                 request.deadline = now + command.queue_timeout
             self._scheduler.add(request, now)
+            if (grammar := command.params.grammar) is not None and not request.ended:
+                if self._grammars is None:
+                    self._scheduler.compiled(command.request_id, f"{grammar.field}: not available here", now)
+                else:
+                    self._grammars.compile(command.request_id, grammar)
         elif isinstance(command, Finish):
             self._scheduler.finish(command.request_id, command.reason, now)
         else:
@@ -111,14 +120,21 @@ class Engine:
         self._scheduler.configure(scheduling.limits(self._scheduler.limits), scheduling.discipline(), policy, now)
 
     def wait(self) -> float:
-        """Seconds until `step` may have work, when it waits for the clock alone; else 0."""
-        return 0.0 if self._in_flight else max(0.0, self._idle_until - self.clock() * 1e-9)
+        """Seconds until `step` may have work, when it waits for the clock or a grammar; else 0."""
+        left = 0.0 if self._in_flight else max(0.0, self._idle_until - self.clock() * 1e-9)
+        if left and self._grammars is not None and self._grammars.is_compiling:
+            return 0.0 if self._grammars.has_compiled else min(left, POLL)
+        return left
 
     def step(self) -> StepRecord:
         """Plans as far ahead as `depth` allows, then waits for the oldest step and commits it."""
+        is_first = True
         while len(self._in_flight) <= self.depth and (self._scheduler.num_unfinished or not self._in_flight):
             started = self.clock()
             self._planned.append(started)
+            if is_first and self._grammars is not None:
+                self._take_compiled(self._grammars, started * 1e-9)
+            is_first = False
             plan = self._scheduler.schedule(started * 1e-9)
             self._in_flight.append((plan, started))
             self.executor.submit(plan)
@@ -131,6 +147,14 @@ class Engine:
         self._scheduler.commit(plan, result, ended * 1e-9)
         self._idle_until = plan.stop.reopens_at if plan.stop and not plan.slots else 0.0
         return self._record(plan, result, started, ended)
+
+    def _take_compiled(self, grammars: GrammarCompiler, now: float) -> None:
+        """Lets requests whose grammars are compiled be admitted, and rejects those whose grammars cannot be."""
+        if grammars.is_compiling:
+            compiled = grammars.pop_compiled()
+            self._compiled += compiled
+            for request_id, objection in compiled:
+                self._scheduler.compiled(request_id, objection, now)
 
     def idle_record(self) -> StepRecord | None:
         """Returns a record of what happened since the last step when nothing runs; None when nothing happened."""
@@ -187,6 +211,12 @@ class Engine:
         record.planned, record.taken = tuple(self._planned), tuple(self._taken)
         self._planned.clear()
         self._taken.clear()
+        if self._compiled:
+            record.compiled = tuple(self._compiled)
+            self._compiled.clear()
+        if self._grammars is not None:
+            for end in record.ended:
+                self._grammars.release(end.request_id)
         record.num_running = self._scheduler.num_running
         record.num_waiting = self._scheduler.num_waiting
         record.num_free_blocks = self._scheduler.num_free_blocks
@@ -198,7 +228,7 @@ def ends(events: list[Event], error: str = NO_PROBABILITIES) -> tuple[RowEnd, ..
     found = []
     for event in events:
         if isinstance(event, Finished):
-            message = event.message or (error if event.reason == "error" else "")
+            message = event.message or (error if event.reason in ("error", "rejected") else "")
             found.append(RowEnd(event.request_id, event.reason, event.num_output, message))
         elif isinstance(event, Rejected):
             found.append(RowEnd(event.request_id, "rejected", 0, event.message))

@@ -16,6 +16,7 @@ from slotwise.core.roofline import Roofline
 from slotwise.core.slo import SLO
 from slotwise.core.step import Copy, Decision, FreedBlocks, NewBlocks, RowKind, Stop, TokenLogprobs
 from slotwise.core.step_time import Learned
+from slotwise.engine.grammars import Compiled
 from slotwise.engine.scheduling import Scheduling
 from slotwise.speculation.settings import Speculation
 
@@ -120,6 +121,7 @@ class EngineInfo(Struct, tag="ready"):
     roofline: Roofline | None = None  # lower bounds of step costs on this machine; None: not measured
     threads: int = 1  # compute threads
     product_path: str = ""  # the kernels' name of the path for products with the weights
+    batch_invariant: bool = False  # no position's result depends on what else a step computes
     checkpoint: str = ""  # digest of the model's files when they were read
     hidden_size: int = 0  # numbers of a hidden state, and so of a vector
 
@@ -196,6 +198,7 @@ class StepRecord(Struct, tag="step", omit_defaults=True):
     freed_blocks: tuple[FreedBlocks, ...] = ()  # applied before `new_blocks`
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
     draft_limit: str = ""  # why the step has no more drafts
+    compiled: tuple[Compiled, ...] = ()  # grammars since the last record, taken in before its first plan was made
     num_parts: int = 0  # `StepOutputs` that were sent before it; they hold all tokens of its rows
     pooled: tuple[bytes, ...] = ()  # of each row, as in `core.step.StepResult`
 

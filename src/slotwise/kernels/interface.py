@@ -115,6 +115,7 @@ class Kernels(Protocol):
     name: str
     device: device  # where all tensors live
     kinds: tuple[dtype, ...]  # of weights that are supported
+    records_drafts: bool  # a graph reads from memory how many tokens each row has
 
     def warm_up(self, kind: dtype) -> None:
         """Compile or load everything for weights of one type before the first request needs it."""
@@ -122,6 +123,13 @@ class Kernels(Protocol):
 
     def product_path(self, kind: dtype) -> str:
         """The name of the path that multiplies with weights of `kind`, for people and bug reports."""
+        ...
+
+    def batch_dependence(self, kind: dtype) -> str:
+        """Why a position's result may depend on what else a step computes, in one sentence; "" where it never does.
+
+        Of a model that computes in `kind`.
+        """
         ...
 
     def operations_per_second(self, kind: dtype) -> float:
@@ -174,10 +182,10 @@ class Kernels(Protocol):
         """The most bytes of host memory a library keeps for products with weights of `kind`, beside the weights."""
         ...
 
-    def graph_size(self, rows: int, context: int) -> tuple[int, int]:
-        """Rows and tokens of context of the graph that serves a decode step of this size.
+    def graph_size(self, tokens: int, context: int) -> tuple[int, int]:
+        """Tokens, of each row one and its drafts, and tokens of context of the graph that serves a step of this size.
 
-        No rows where running a graph gains nothing.  Never fewer for more rows, nor for more context.
+        No tokens where running a graph gains nothing.  Never fewer for more tokens, nor for more context.
         """
         ...
 

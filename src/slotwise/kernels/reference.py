@@ -83,6 +83,7 @@ class ReferenceKernels:
 
     name = "reference"
     kinds: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
+    records_drafts = False
 
     def __init__(self, device: str = "cpu", kv_cache_dtype: str = "auto") -> None:
         """Raises ValueError if `kv_cache_dtype` is not in `CACHE_KINDS`."""
@@ -95,6 +96,10 @@ class ReferenceKernels:
     def product_path(self, kind: torch.dtype) -> str:
         """Always torch."""
         return "torch"
+
+    def batch_dependence(self, kind: torch.dtype) -> str:
+        """torch chooses its kernels by the number of rows."""
+        return "on device reference torch's products depend on the number of rows: choose device cpu"
 
     def operations_per_second(self, kind: torch.dtype) -> float:
         """Infinite: steps on the reference need no bound."""
@@ -147,7 +152,7 @@ class ReferenceKernels:
         """None is known."""
         return 0
 
-    def graph_size(self, rows: int, context: int) -> tuple[int, int]:
+    def graph_size(self, tokens: int, context: int) -> tuple[int, int]:
         """No rows: nothing is captured."""
         return 0, context
 

@@ -125,6 +125,13 @@ class Refused(NamedTuple):
     reason: str
 
 
+class Compiled(NamedTuple):
+    """The grammar of a request is compiled, before this step's plan was made; an objection says why it cannot be."""
+
+    number: Number
+    objection: str = ""  # empty: none
+
+
 class Stop(NamedTuple):
     """Where admission ended: all requests of the queue from `first_blocked` on wait for `reason`."""
 
@@ -184,6 +191,7 @@ class Step(_Entry, tag="step", rename={"released_slots": "leaves", "new_blocks":
     num_free_blocks: Number = 0
     prefills: tuple[Number, ...] = ()  # rows that compute tokens known when their request joined
     drafts: tuple[tuple[int, ...], ...] = ()  # tokens that each row verifies; () when there are none
+    compiled: tuple[Compiled, ...] = ()  # grammars that requests waited for
     freed_blocks: tuple[FreedBlocks, ...] = ()  # blocks that left the end of a slot's block table, before the new ones
     draft_limit: str = ""  # why there are no more drafts (`core/drafting.py`); "" where none can be
 

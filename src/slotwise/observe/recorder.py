@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 import msgspec
@@ -117,6 +118,8 @@ class Recorder(Observer):
         if self._file is not None:
             self._file.write(line_of(msgspec.structs.replace(
                 entry, prompt=tuple(request.prompt), prediction=request.prediction)))
+        if entry.params.grammar is not None:
+            entry.params = replace(entry.params, grammar=None)
         self._show(entry, line_of(entry))
 
     def _write(self, entry: Entry) -> None:
@@ -175,6 +178,8 @@ def _set_rare_fields(entry: event_log.Step, record: StepRecord, numbers: dict[st
     if (stop := record.stop) is not None:
         reopens_at = None if stop.reopens_at == float("inf") else stop.reopens_at
         entry.stop = event_log.Stop(stop.reason, numbers[stop.first_blocked], stop.num_behind, reopens_at)
+    if record.compiled:
+        entry.compiled = tuple([event_log.Compiled(numbers[name], objection) for name, objection in record.compiled])
     if record.ended:
         entry.ended = tuple([
             event_log.End(numbers[end.request_id], end.reason, end.num_output, end.message) for end in record.ended])

@@ -18,7 +18,7 @@ import msgspec
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe.event_log import End, Request
 
-SHAPES = ("cmpl-", "chatcmpl-", "msg-", "embd-")  # prefixes of response ids
+SHAPES = ("cmpl-", "chatcmpl-", "msg-", "resp-", "embd-")  # prefixes of response ids
 STEP_UNDER_WAY = "step_under_way"  # it arrived during a step, and is in no plan yet
 TOKENISING, QUEUE, PREFILL, DECODE, PREEMPTED, RECOMPUTE, SENDING = (
     "tokenising", "queue", "prefill", "decode", "preempted", "recompute", "sending")

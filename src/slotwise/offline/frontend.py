@@ -19,7 +19,7 @@ from slotwise.offline.job import Job
 from slotwise.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestMetrics, RequestOutput
 from slotwise.pooling_params import PoolingParams
 from slotwise.sampling_params import SamplingParams
-from slotwise.text.chat_source import find_chat_template
+from slotwise.text.chat_source import find_chat_template, find_tool_template
 from slotwise.text.chat_template import ChatTemplate
 from slotwise.text.conversation import RESERVED_VARIABLES, InvalidMessages, OpenEnd, check_messages
 from slotwise.text.tokenizer import Tokenizer, spellings
@@ -130,6 +130,8 @@ class Frontend:
         own = [dict(message) for message in messages]
         check_messages(own)
         source = self._template if template is None else self._source(template)
+        if template is None and self._arguments.chat_template is None and variables.get("tools"):
+            source = self._tool_template or source
         if source is None:
             raise ValueError(f"{self._arguments.config.model} has no chat template: use generate")
         open_end = OpenEnd(own) if continues else None
@@ -141,6 +143,10 @@ class Frontend:
     @cached_property
     def _template(self) -> str | None:
         return self._source(self._arguments.chat_template)
+
+    @cached_property
+    def _tool_template(self) -> str | None:
+        return find_tool_template(self._arguments.config.model)
 
     def _source(self, template: str | Path | None) -> str | None:
         """The source of a template that is given as such, or as a file; None: the model's own."""

@@ -8,12 +8,18 @@ for the other sizes.
 
     rows              [ a  b  c ]
     captured for 4    [ a  b  c  · ]     · one token of context, in the null block
+
+Drafts are further tokens of a row, with logits of their own.  Where kernels read from memory which tokens belong to a
+row, a graph serves every step with as many rows and tokens, however the drafts are spread.
+
+    captured for 3 rows and 5 tokens    [ a  b  b1 b2 c ], [ a  a1 b  b1 c ] and others
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +30,15 @@ from slotwise.runner.input_batch import SlotTable
 from slotwise.runner.staging import viewer
 
 MAX_GRAPHS = 512  # at about 100 kB each
+MAX_TOKENS = 128  # of a step with drafts
+
+
+class _Size(NamedTuple):
+    """What is the same in all steps that one graph serves."""
+
+    rows: int
+    tokens: int
+    context: int  # the longest
 
 
 class DecodeGraphs:
@@ -37,58 +52,66 @@ class DecodeGraphs:
     def __init__(self, decoder: Decoder, caches: Sequence[LayerCache], slots: SlotTable) -> None:
         kernels = decoder.kernels
         rows = max(kernels.graph_size(rows, 1)[0] for rows in range(1, slots.num_slots + 1))
+        tokens = max(rows, MAX_TOKENS if kernels.records_drafts else 0)
         device = kernels.device
         self._decoder = decoder
         self._caches = caches
-        self._graphs: OrderedDict[tuple[int, int], Graph] = OrderedDict()
+        self._graphs: OrderedDict[_Size, Graph] = OrderedDict()
         self._can_record = True
         self._null_block = slots.null_block
         self._null_place = slots.null_block * slots.block_size
         self._max_rows = slots.num_slots
-        self._longs = torch.zeros(3, rows, dtype=torch.int64, device=device)  # token ids, positions, cache places
+        self._longs = torch.zeros(3, tokens, dtype=torch.int64, device=device)  # token ids, positions, cache places
         self._contexts = torch.zeros(rows, dtype=torch.int32, device=device)
         self._tables = torch.zeros(rows, slots.table_width, dtype=torch.int32, device=device)
+        self._starts = torch.zeros(rows + 1, dtype=torch.int32, device=device)
         self._view = viewer(device)
         self._views = self._view(self._longs), self._view(self._contexts), self._view(self._tables)
-        self._starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
-        self._places = torch.arange(rows, device=device)
+        self._view_of_starts = self._view(self._starts)
+        self._every = self._view(torch.arange(tokens + 1, dtype=torch.int32, device=device))
+        self._places = torch.arange(tokens, device=device)
 
     def logits(self, batch: RaggedBatch) -> Tensor | None:
-        """Logits of a decode step, `[rows, vocab]`, valid until the next; None for any other step."""
-        rows = len(batch.context_lens)
-        if not self._can_record or batch.max_query_len > 1 or len(batch.sample_at) != rows or rows > self._max_rows:
+        """Logits of a step that only decodes, `[tokens, vocab]`, valid until the next; None for any other step."""
+        rows, tokens, kernels = len(batch.context_lens), len(batch.token_ids), self._decoder.kernels
+        if not self._can_record or len(batch.sample_at) != tokens or rows > self._max_rows:
             return None
-        size = self._decoder.kernels.graph_size(rows, batch.max_context_len)
-        if not size[0]:
+        if tokens > rows and not kernels.records_drafts:
             return None
-        self._take_in(batch, size[0])
+        padded, longest = kernels.graph_size(tokens, batch.max_context_len)
+        if not 0 < padded <= len(self._places):
+            return None
+        size = _Size(rows + padded - tokens, padded, longest)
+        self._take_in(batch, size)
         graph = self._graphs.get(size)
         if graph is not None:
             self._graphs.move_to_end(size)
             logits = graph.run()
-            return logits if size[0] == rows else logits[:rows]
+            return logits if padded == tokens else logits[:tokens]
         captured = self._record(size)
-        return None if captured is None else captured[:rows]
+        return None if captured is None else captured[:tokens]
 
-    def _take_in(self, batch: RaggedBatch, padded: int) -> None:
-        rows, width = batch.block_tables.shape
-        view, (longs, contexts, tables) = self._view, self._views
+    def _take_in(self, batch: RaggedBatch, size: _Size) -> None:
+        (rows, width), tokens = batch.block_tables.shape, len(batch.token_ids)
+        view, (longs, contexts, tables), starts = self._view, self._views, self._view_of_starts
         for place, column in zip(longs, (batch.token_ids, batch.positions, batch.slot_mapping), strict=True):
-            place[:rows] = view(column)
+            place[:tokens] = view(column)
         contexts[:rows] = view(batch.context_lens)
+        starts[: rows + 1] = view(batch.query_starts)
         tables[:rows, :width] = view(batch.block_tables)
-        if padded > rows:  # clears what an earlier step left there
-            longs[:2, rows:padded] = 0
-            longs[2, rows:padded] = self._null_place
-            contexts[rows:padded] = 1
-            tables[rows:padded, 0] = self._null_block
+        if size.rows > rows:  # clears what an earlier step left there
+            longs[:2, tokens : size.tokens] = 0
+            longs[2, tokens : size.tokens] = self._null_place
+            contexts[rows : size.rows] = 1
+            starts[rows + 1 : size.rows + 1] = self._every[tokens + 1 : size.tokens + 1]
+            tables[rows : size.rows, 0] = self._null_block
 
-    def _record(self, size: tuple[int, int]) -> Tensor | None:
-        rows, longest = size
-        token_ids, positions, slot_mapping = self._longs[:, :rows]
+    def _record(self, size: _Size) -> Tensor | None:
+        rows, tokens, longest = size
+        token_ids, positions, slot_mapping = self._longs[:, :tokens]
         batch = RaggedBatch(
             token_ids, positions, slot_mapping, self._starts[: rows + 1], self._contexts[:rows], self._tables[:rows],
-            self._places[:rows], max_query_len=1, max_context_len=longest)
+            self._places[:tokens], max_query_len=1 + tokens - rows, max_context_len=longest)
         decoder = self._decoder
         graph = decoder.kernels.record(lambda: decoder.logits(decoder.hidden(batch, self._caches)))
         if graph is None:

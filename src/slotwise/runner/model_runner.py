@@ -27,6 +27,7 @@ from slotwise.runner.input_batch import SlotTable
 from slotwise.runner.kv_offload import HostBlocks
 from slotwise.runner.pooling import Pools
 from slotwise.runner.prompt_logprobs import Prompts, describe, rows_at_a_time
+from slotwise.runner.sampling.masks import Masks
 from slotwise.runner.sampling.params import Drawn, Sampling
 from slotwise.runner.staging import Event, event_of, sender
 from slotwise.runner.verification import NOTHING, OfPrompts, Outcome, verify
@@ -56,6 +57,7 @@ class _Enqueued(NamedTuple):
 class _Verified(NamedTuple):
     """A step with drafts, which was computed as it was submitted."""
 
+    plan: StepPlan
     outcome: Outcome
     of_prompts: OfPrompts
 
@@ -80,17 +82,19 @@ class ModelRunner:
         slots: known tokens and block tables.
         sampler: per-slot sampling state.
         host_blocks: copies of blocks in host memory.
+        masks: of the requests with a grammar, which the sampler reads.
     """
 
     def __init__(
         self, decoder: Decoder, caches: Sequence[LayerCache], slots: SlotTable, sampler: Sampling,
-        host_blocks: HostBlocks,
+        host_blocks: HostBlocks, masks: Masks | None = None,
     ) -> None:
         self._decoder = decoder
         self._caches = caches
         self._slots = slots
         self._sampler = sampler
         self._host_blocks = host_blocks
+        self._masks = masks
         self._decode_graphs = DecodeGraphs(decoder, caches, slots)
         self._prompts = Prompts(slots)
         self._pools = Pools()
@@ -110,11 +114,15 @@ class ModelRunner:
             self._sampler.leave(slot)
             self._prompts.leave(slot)
             self._pools.leave(slot)
+            if self._masks is not None:
+                self._masks.leave(slot)
         try:
             for join in plan.new_requests:
                 self._sampler.join(join)
                 self._prompts.join(join)
                 self._pools.join(join)
+                if self._masks is not None:
+                    self._masks.join(join)
             self._outcomes.append(self._enqueue(plan))
         except Exception as error:  # raised when this step is collected; the next one must still find its slots
             self._outcomes.append(error)
@@ -124,19 +132,37 @@ class ModelRunner:
         try:
             if isinstance(outcome, Exception):
                 raise outcome
-            return outcome.result()
+            result = outcome.result()
+            return self._recorded(outcome.plan, result) if self._masks is not None else result
         except torch.AcceleratorError as error:
             self._lost = error
             raise
 
+    def _recorded(self, plan: StepPlan, result: StepResult) -> StepResult:
+        """Record a step's tokens in the masks; returns the result, with their objections to rows that failed."""
+        assert self._masks is not None
+        self._masks.record(plan, result.tokens)
+        if not result.failed:
+            return result
+        objections = tuple([self._masks.objection(plan.slots[row]) for row in result.failed])
+        return result._replace(objections=objections) if any(objections) else result
+
+    def _begin_masks(self, plan: StepPlan) -> None:
+        """Begin to fill the masks of a plan, beside its forward pass."""
+        if self._masks is not None and self._masks.are_in(plan):
+            earlier = [outcome for outcome in self._outcomes if not isinstance(outcome, Exception)]
+            drawn = plan._replace(num_logits=tuple(self._prompts.num_drawn(plan)))
+            self._masks.begin(drawn, lambda: [(one.plan, one.result().tokens) for one in earlier])
+
     def _enqueue(self, plan: StepPlan) -> _Enqueued | _Verified:
         device, drawn, of_prompts = self._decoder.kernels.device, None, NOTHING
         if plan.slots:
+            self._begin_masks(plan)
             computed = self._compute(plan)
             plan, of_prompts = computed.plan, computed.of_prompts
             if plan.drafts:
                 outcome = verify(plan, computed.logits, computed.targets, self._sampler, self._slots, device)
-                return _Verified(outcome, of_prompts)
+                return _Verified(plan, outcome, of_prompts)
             drawn = self._sample(computed)
         done = event_of(device)
         done.record()

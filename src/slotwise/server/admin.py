@@ -1,4 +1,4 @@
-"""Every route except the two that generate."""
+"""Routes about the server and its model: scheduling, models, tokens, aborts, health and metrics."""
 
 from __future__ import annotations
 
@@ -10,20 +10,16 @@ import msgspec
 
 from slotwise import __version__
 from slotwise.engine.client import DRAINING, ENGINE_DEAD, Refused
+from slotwise.server.admin_protocol import AbortRequest, DetokenizeRequest, TokenizeRequest
+from slotwise.server.completions import conversation_of
 from slotwise.server.context import Api
-from slotwise.server.conversation import Conversation
 from slotwise.server.errors import bad_request, from_refusal
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.prompts import Encoding
-from slotwise.server.protocol import (
-    AbortRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-    check_model,
-    decode,
-    decode_object,
-)
+from slotwise.server.protocol import check_model, decode, decode_object
 from slotwise.server.tiers import read_tiers
+from slotwise.server.tools import allowed_tools
+from slotwise.server.unknown_fields import warn_of_unknown_fields
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +101,7 @@ async def abort_requests(api: Api, exchange: HttpExchange) -> None:
     """Abort requests in any state by their ids; each one in progress ends with finish_reason `abort`."""
     async with api.bodies.reading(exchange) as body:
         names = decode(AbortRequest, body).names()
+        warn_of_unknown_fields(exchange, AbortRequest, body)
     scope = api.keys.scope_of(exchange.tenant)
     found = {name: api.active_requests.abort(scope, name) for name in names}
     await exchange.respond_json({
@@ -129,15 +126,16 @@ async def tokenize(api: Api, exchange: HttpExchange) -> None:
     api.quotas.count_request(api.account(exchange))
     async with api.bodies.reading(exchange) as body:
         request = decode(TokenizeRequest, body)
+        warn_of_unknown_fields(exchange, TokenizeRequest, body)
         check_model(request.model, api.settings.model_names)
         if (request.prompt is None) == (request.messages is None):
             raise bad_request("give either prompt or messages", "prompt")
         if request.messages is not None:
-            begins = request.add_generation_prompt is not False
-            conversation = Conversation(request.messages, {"add_generation_prompt": begins})
-            encoding = Encoding(bool(request.add_special_tokens))
-            tokens = (await api.prompts.of_chat(conversation, exchange.holder, encoding)).ids
+            chat, encoding = request.as_chat(), Encoding(bool(request.add_special_tokens))
+            allowed_tools(api, chat)
+            tokens = (await api.prompts.of_chat(conversation_of(api, chat), exchange.holder, encoding)).ids
         else:
+            request.check_text()
             special = request.add_special_tokens is not False
             tokens = await api.prompts.plain(request.prompt or "", exchange.holder, add_special_tokens=special)
     texts = [api.prompts.tokenizer.inner.id_to_token(token) for token in tokens] if request.return_token_strs else None
@@ -151,6 +149,7 @@ async def detokenize(api: Api, exchange: HttpExchange) -> None:
     api.quotas.count_request(api.account(exchange))
     async with api.bodies.reading(exchange) as body:
         request = decode(DetokenizeRequest, body)
+        warn_of_unknown_fields(exchange, DetokenizeRequest, body)
         check_model(request.model, api.settings.model_names)
         text = await api.prompts.decode(request.tokens, exchange.holder)
     await exchange.respond_json({"prompt": text})

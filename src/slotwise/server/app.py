@@ -24,13 +24,14 @@ from slotwise.server.completions import chat_completions, completions
 from slotwise.server.connections import ALWAYS
 from slotwise.server.context import Api
 from slotwise.server.embeddings import embeddings
-from slotwise.server.errors import ApiError, ClientGone
+from slotwise.server.errors import OPENAI, ApiError, ClientGone, ErrorFormat
 from slotwise.server.events import events
 from slotwise.server.http_exchange import HttpExchange, checked_request_id
 from slotwise.server.messages import count_tokens, messages
 from slotwise.server.openapi import document
 from slotwise.server.parsers.registry import UNPARSED, OutputFormat
 from slotwise.server.prompts import Prompts
+from slotwise.server.responses import ERRORS, RESPONSES, delete_response, responses, stored_response
 from slotwise.server.settings import ServerSettings
 from slotwise.server.templates import Template
 from slotwise.server.timeline import timeline
@@ -63,6 +64,9 @@ def _reference(root_path: str) -> bytes:
 ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("POST", "/v1/completions", completions),
     ("POST", "/v1/chat/completions", chat_completions),
+    ("POST", RESPONSES, responses),
+    ("GET", RESPONSES + "/{response_id:path}", stored_response),
+    ("DELETE", RESPONSES + "/{response_id:path}", delete_response),
     ("POST", "/v1/messages", messages),
     ("POST", "/v1/messages/count_tokens", count_tokens),
     ("POST", "/v1/embeddings", embeddings),
@@ -88,6 +92,7 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("GET", "/requests/{request_id:path}", queue_position.of_request),
 )
 OPEN_TO_ALL = ("/", "/docs", "/health", "/ping", "/timeline")  # the pages hold no data; the last prompts for a key
+ERROR_FORMATS = {messages_output.MESSAGES: messages_output.ERRORS, RESPONSES: ERRORS}  # by the beginnings of paths
 ADMIN = "/admin/"  # routes below it change how the server works
 MAX_ROUTES = 2000  # characters of the routes that an error lists
 REJECTIONS = ("context_length_exceeded", "tokenizer_busy")  # codes of errors that count as refused admissions
@@ -125,8 +130,7 @@ class App:
         scope["path"] = below(self.api.settings.root_path, scope["path"])
         headers = dict(scope["headers"])
         exchange = HttpExchange(scope, receive, send, secrets.token_hex(16))
-        if scope["path"].startswith(messages_output.MESSAGES):
-            exchange.error_format = messages_output.ERRORS
+        exchange.error_format = _error_format(scope["path"])
         scope["exchange"] = exchange
         scope["app"] = self  # so that the router raises what it cannot answer
         self.api.num_exchanges += 1
@@ -187,6 +191,10 @@ def below(root_path: str, path: str) -> str:
     if root_path and (path == root_path or path.startswith(root_path + "/")):
         return path[len(root_path):] or "/"
     return path
+
+
+def _error_format(path: str) -> ErrorFormat:
+    return next((form for beginning, form in ERROR_FORMATS.items() if path.startswith(beginning)), OPENAI)
 
 
 class _Endpoint:

@@ -13,6 +13,7 @@ from functools import cache
 
 import msgspec
 
+from slotwise.core.grammar import MAX_BYTES
 from slotwise.core.params import MAX_STOP_LENGTH, MAX_STOP_STRINGS
 from slotwise.server.errors import bad_request
 from slotwise.text.conversation import MAX_MESSAGES
@@ -20,12 +21,15 @@ from slotwise.text.conversation import MAX_MESSAGES
 LARGE = 64 << 10  # bytes; a smaller body is decoded within a few milliseconds whatever it holds
 MAX_FIELD = 64 << 10  # bytes of a field that holds no text
 MAX_STOP = MAX_STOP_STRINGS * (6 * MAX_STOP_LENGTH + 8)  # bytes; a character may be written as six
+GRAMMARS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+MAX_GRAMMAR_VALUES = 1 << 15  # of a schema or of choices
 MAX_ELEMENTS = MAX_PROMPTS = MAX_ABORTS = MAX_MESSAGES  # the last: requests that one abort may name
 MAX_VALUES = 1 << 17  # of messages, beside their texts
 MAX_TOKENS = 1 << 16  # of /detokenize
 MAX_TOOL_BYTES = 1 << 20  # of all tools of a request
 MAX_PREDICTION = 1 << 20  # bytes
-LONGER = {"stop": MAX_STOP, "stop_sequences": MAX_STOP, "prediction": MAX_PREDICTION}
+LONGER = {"stop": MAX_STOP, "stop_sequences": MAX_STOP, "prediction": MAX_PREDICTION} | dict.fromkeys(
+    GRAMMARS, 2 * MAX_BYTES)  # escapes make a field longer than its grammar
 TEXTS = ("system", "instructions")  # a text, or parts as a message has them
 SHORT = 1 << 15  # bytes of an array; locating the elements of a longer one costs as much, however few it has
 ABSENT = msgspec.Raw()
@@ -90,6 +94,8 @@ def _check(name: str, field: bytes) -> None:
             raise bad_request(f"tokens: at most {MAX_TOKENS} tokens at once", name)
     elif len(field) > (most := LONGER.get(name, MAX_FIELD)):
         raise bad_request(f"{name}: {len(field)} bytes are more than the {most} that it may have", name)
+    elif name in GRAMMARS and not value.startswith(b'"') and _most_values(value) > MAX_GRAMMAR_VALUES:
+        raise bad_request(f"{name}: more than {MAX_GRAMMAR_VALUES} values", name)
 
 
 def _elements(value: bytes) -> list[msgspec.Raw]:

@@ -30,7 +30,7 @@ MAX_HOST = 262  # bytes of a Host header: a name of DNS, and a port
 MAX_SHOWN = 100  # characters of a header that an error repeats
 ANY = "*"
 FORWARDED = (b"forwarded", b"via", b"x-forwarded-for", b"x-real-ip")  # by a proxy, for another client
-METHODS = ("GET", "POST", "PUT")
+METHODS = ("GET", "POST", "PUT", "DELETE")
 PREFLIGHT_METHOD = "OPTIONS"
 CREDENTIALS = (b"access-control-allow-credentials", b"true")
 

@@ -9,6 +9,7 @@ from slotwise.server.context import Api
 from slotwise.server.conversation import Conversation, last_text
 from slotwise.server.errors import bad_request
 from slotwise.server.generate import Renderer
+from slotwise.server.grammars import grammar_of
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.job import Repeated
 from slotwise.server.logprobs import most_tokens
@@ -120,6 +121,9 @@ async def _others(api: Api, exchange: HttpExchange, request: Generate) -> dict[s
     others = api.settings.sampling_defaults.of_sampling
     if request.bad_words:
         others["bad_words_token_ids"] = await api.prompts.of_bad_words(request.bad_words, exchange.holder)
+    if (grammar := grammar_of(request)) is not None:
+        await api.grammars.check(grammar, exchange.holder)
+        others["grammar"] = grammar
     return others
 
 

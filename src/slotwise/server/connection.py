@@ -28,6 +28,7 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from slotwise.server.connections import RESERVE_TIMEOUT, Connections
+from slotwise.server.head_joined import HeadJoined
 
 MAX_HEAD = 512 << 10  # bytes; the socket is read in parts of up to half of it
 MAX_HEADERS = 128  # of a request; each costs many times its bytes
@@ -36,8 +37,6 @@ MAX_FRAMING = 64 << 10  # bytes of a body's chunk sizes and trailers, beside as 
 MAX_PIPELINED = 64 << 10  # bytes kept of requests behind one that is being answered; then reading pauses
 PATIENCE = 1.0  # seconds after which a connection whose reading is paused is closed: its client might have left
 MAX_REQUESTS = 64  # behind one that is being answered, of one read of the socket; those before are answered
-INTERIM = b"HTTP/1.1 1"  # how an interim response begins
-FINAL = b"HTTP/1.1 "
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # the only interim response that Python's http.client accepts
 CHECKS = (0.001, 0.01, 0.1, 1.0)  # seconds until a half-closed client is checked; the delay doubles after these
 ENDS_AT_EOF = "ends_at_eof"  # key of a scope: a client that sends no more counts as gone
@@ -94,7 +93,7 @@ class Connection(HttpToolsProtocol):
             self._among.leave(self)
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
-        super().connection_made(cast(Transport, _HeadJoined(transport)))
+        super().connection_made(cast(Transport, HeadJoined(transport)))
         self._give_up = None
         if not self._is_entered:
             self._enter(self.client[0] if self.client else "")
@@ -286,7 +285,7 @@ class Connection(HttpToolsProtocol):
         super().resume_writing()
 
     def on_response_complete(self) -> None:
-        cast(_HeadJoined, self.transport).flush()  # a HEAD response has no body to join
+        cast(HeadJoined, self.transport).flush()  # a HEAD response has no body to join
         following = self.pipeline[-1][0] if self.pipeline else None
         self.deadline = NEVER
         if self.transport.get_write_buffer_size() and self.unread_deadline == NEVER:
@@ -333,33 +332,3 @@ def _is_reset(transport: Transport) -> bool:
     poll = select.poll()
     poll.register(transport.get_extra_info("socket").fileno(), 0)
     return bool(poll.poll(0))
-
-
-class _HeadJoined:
-    """A transport that holds a response's head until its body, which the application always has at hand.
-
-    A refused client then wakes once, not twice, and so does the processor that it shares with the engine.
-    """
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
-        self._head = b""
-
-    def write(self, data: bytes) -> None:
-        if self._head:
-            data, self._head = self._head + data, b""
-        elif data.startswith(FINAL) and data.endswith(b"\r\n\r\n") and not data.startswith(INTERIM):
-            self._head = data
-            return
-        self._transport.write(data)
-
-    def flush(self) -> None:
-        if self._head:
-            self.write(b"")
-
-    def close(self) -> None:
-        self.flush()
-        self._transport.close()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)

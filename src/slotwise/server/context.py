@@ -21,6 +21,7 @@ from slotwise.server.bodies import Bodies
 from slotwise.server.browsers import Browsers
 from slotwise.server.errors import ApiError, from_refusal
 from slotwise.server.explainer import Explainer
+from slotwise.server.grammars import GrammarChecker
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.keys import Keys
 from slotwise.server.logprobs import MAX_HELD
@@ -30,6 +31,7 @@ from slotwise.server.protocol import Generate
 from slotwise.server.queue_headers import headers_of
 from slotwise.server.quotas import Account, Quotas
 from slotwise.server.request_log import RequestLog
+from slotwise.server.response_store import ResponseStore
 from slotwise.server.settings import ServerSettings
 from slotwise.server.slo import Tiers, slo_of
 from slotwise.server.subscribers import Subscribers
@@ -71,12 +73,15 @@ class Api:
         self.metrics.extra_gauges["step_time_model_error"] = lambda: step_times.error
         self.traces: Traces | None = None  # set by `trace`
         self.batched_observer = BatchedObserver([self.recorder, self.metrics, self.step_times])
+        tokenizer = prompts.tokenizer
+        self.grammars = GrammarChecker(map(tokenizer.token_text, sorted(tokenizer.special_ids)))
         self.explainer = Explainer(self.batched_observer, self.recorder, step_times)
         engine_client.observers += [self.admission_control, self.batched_observer]
         self.active_requests = ActiveRequests()
         self.position_queries = Turns(MAX_QUERIES, MAX_QUERIES_OF_ONE)
         self.prompt_entries = TenantCapacity("log-probabilities of prompts are held", MAX_HELD)
         self.vector_numbers = TenantCapacity("numbers of vectors are held", MAX_NUMBERS)
+        self.responses = ResponseStore()
         self.formatting = asyncio.Lock()  # see server.logprobs
         self.num_exchanges = 0  # in progress, of any kind
         self.request_log = RequestLog(settings, prompts.tokenizer)
@@ -117,6 +122,7 @@ class Api:
     def close(self) -> None:
         """End the worker processes."""
         self.prompts.close()
+        self.grammars.close()
         self.explainer.close()
 
     def trace(self, traces: Traces) -> None:

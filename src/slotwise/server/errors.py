@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import NamedTuple
 
@@ -97,6 +97,17 @@ class ErrorFormat(NamedTuple):
 
 
 OPENAI = ErrorFormat(lambda error, _: error.body(), lambda error, _: b"data: %b\n\ndata: [DONE]\n\n" % error.body())
+
+
+def renamed(error: ApiError, fields: Mapping[str, str]) -> ApiError:
+    """An error with a route's own name of the field at fault.  Args: fields: those names, by the shared ones."""
+    own = fields.get(error.param or "")
+    if own is None or error.param is None:
+        return error
+    message = error.message
+    if message.startswith(error.param):
+        message = own + message[len(error.param) :]
+    return ApiError(error.status, message, own, error.code, error.retry_after, error.more)
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:

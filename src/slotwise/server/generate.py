@@ -26,6 +26,7 @@ MAX_PROMPT_TOKENS = 1 << 23  # of all choices of a request: the engine keeps eac
 PASS_TOKENS = 1 << 16  # of choices that are sent to the engine in one pass of the event loop
 CHOICE_TOKENS = 1 << 11  # a choice costs as much as so many tokens of its prompt
 MAX_BIASES = 1 << 16  # biased tokens of a request, times its choices: about a megabyte of the event log
+MAX_GRAMMARS = 2 << 20  # characters of a request's grammar, times its choices: each is sent and logged with its own
 MAX_ECHO = 4 << 20  # characters of prompts in one response
 
 Renderer = Callable[[Api, HttpExchange, Job, list[Choice]], Awaitable[None]]
@@ -95,7 +96,10 @@ def _without_long_stops(params: SamplingParams) -> tuple[SamplingParams, tuple[i
 
 
 def _check_biases(num_choices: int, params: SamplingParams) -> None:
-    """Raises ApiError when all choices together favour or ban too many tokens: every choice is sent with its own."""
+    """Raises ApiError when what all choices are sent with is too large: biased and banned tokens, and grammars."""
+    if params.grammar is not None and num_choices * len(params.grammar.text) > MAX_GRAMMARS:
+        raise bad_request(f"{params.grammar.field}: {num_choices} choices may have a grammar of at most "
+                          f"{MAX_GRAMMARS // num_choices} characters", params.grammar.field)
     for name, size in (("logit_bias", len(params.logit_bias)), ("allowed_token_ids", len(params.allowed_token_ids)),
                        ("bad_words", sum(map(len, params.bad_words_token_ids)))):
         if num_choices * size > MAX_BIASES:

@@ -32,6 +32,7 @@ async def count_tokens(api: Api, exchange: HttpExchange) -> None:
     api.quotas.count_request(api.account(exchange))
     async with api.bodies.reading(exchange) as body:
         request = decode(CountTokensRequest, body)
+        warn_of_unknown_fields(exchange, CountTokensRequest, body)
         check_model(request.model, api.settings.model_names)
         chat = request.as_chat()
         allowed_tools(api, chat)

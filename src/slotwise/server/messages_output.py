@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from slotwise.server.errors import ApiError, ErrorFormat
+from slotwise.server.errors import ApiError, ErrorFormat, renamed
 from slotwise.server.parsers.parser import new_call_id
 from slotwise.server.parsers.parts import CallArguments, CallName, Content, Part, Reasoning, merged
 from slotwise.server.shapes import to_json
@@ -130,15 +130,7 @@ class MessagesErrorBody(msgspec.Struct):
 def _body(error: ApiError, request_id: str) -> bytes:
     others = "invalid_request_error" if error.status < HTTPStatus.INTERNAL_SERVER_ERROR else "api_error"
     return to_json(MessagesErrorBody(
-        MessagesErrorContent(KINDS.get(error.status, others), _message(error)), request_id))
-
-
-def _message(error: ApiError) -> str:
-    """The message with this route's name of the field at fault."""
-    named = FIELDS.get(error.param or "", "")
-    if named and error.param and error.message.startswith(error.param):
-        return named + error.message[len(error.param) :]
-    return error.message
+        MessagesErrorContent(KINDS.get(error.status, others), renamed(error, FIELDS).message), request_id))
 
 
 ERRORS = ErrorFormat(_body, lambda error, request_id: b"event: error\ndata: %b\n\n" % _body(error, request_id))

@@ -12,20 +12,19 @@ import msgspec
 
 from slotwise import __version__
 from slotwise.engine.scheduling import MAX_TIERS, changes_schema
+from slotwise.server.admin_protocol import AbortRequest, DetokenizeRequest, TokenizeRequest
 from slotwise.server.errors import TRY_LATER, ErrorBody
 from slotwise.server.events import SWITCHES
 from slotwise.server.messages_output import MESSAGES, MessagesErrorBody
 from slotwise.server.messages_protocol import CountTokensRequest, MessagesRequest
 from slotwise.server.protocol import (
-    AbortRequest,
     ChatRequest,
     CompletionRequest,
-    DetokenizeRequest,
     EmbeddingRequest,
-    TokenizeRequest,
 )
 from slotwise.server.queue_headers import POSITION, START
 from slotwise.server.request_log import GENERATING
+from slotwise.server.responses_protocol import ResponsesRequest
 from slotwise.server.tiers import TierSettings
 from slotwise.server.unsupported import unsupported_fields
 from slotwise.text.conversation import MAX_MESSAGES
@@ -33,10 +32,10 @@ from slotwise.text.conversation import MAX_MESSAGES
 Json = dict[str, Any]
 BODIES: dict[str, type] = {
     "/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest,
-    "/v1/messages": MessagesRequest, "/v1/messages/count_tokens": CountTokensRequest,
+    "/v1/responses": ResponsesRequest, "/v1/messages": MessagesRequest, "/v1/messages/count_tokens": CountTokensRequest,
     "/v1/embeddings": EmbeddingRequest, "/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest,
     "/abort_requests": AbortRequest}
-STREAMING = ("/v1/completions", "/v1/chat/completions", "/v1/messages")
+STREAMING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 OTHER_TEXT = {"/": "text/html", "/docs": "text/html", "/metrics": "text/plain", "/timeline": "text/html",
               "/events": "application/x-ndjson"}
 AT_ANY_ROUTE = (HTTPStatus.BAD_REQUEST, HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND,
@@ -112,7 +111,7 @@ _IN_PATH = re.compile(r"{(\w+):path}")
 
 
 def _operation(method: str, path: str, schemas: dict[type, Json]) -> Json:
-    takes_body = method != "GET" and path not in ("/ping",)
+    takes_body = method in ("POST", "PUT") and path not in ("/ping",)
     statuses = AT_ANY_ROUTE + WITH_A_BODY * takes_body + WHEN_GENERATING * (path in GENERATING)
     statuses += (HTTPStatus.TOO_MANY_REQUESTS,) * (path in BOUNDED_BY_CLIENT)
     errors = schemas[MessagesErrorBody if path.startswith(MESSAGES) else ErrorBody]

@@ -130,6 +130,12 @@ class Generate(Unsupported, kw_only=True):
     logit_bias: dict[TokenId, Bias] | None = None
     allowed_token_ids: AllowedTokens | None = None
     bad_words: BadWords | None = None  # texts that the output never contains, as they are tokenized by themselves
+    response_format: dict[str, Any] | None = None  # what the output matches: docs/structured-output.md
+    structured_outputs: dict[str, Any] | None = None  # vLLM's: json, regex, choice, grammar, ...
+    guided_json: dict[str, Any] | str | None = None  # vLLM's older names: as structured_outputs has them
+    guided_regex: str | None = None  # likewise
+    guided_choice: list[str] | None = None  # likewise
+    guided_grammar: str | None = None  # likewise
     prompt_logprobs: Logprobs | None = None  # entries of each token of the prompt; not in a stream
     skip_special_tokens: bool | None = None  # special tokens have no text; by default they have none
     return_token_ids: bool | None = None  # the response contains the ids of prompts and outputs
@@ -305,36 +311,6 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
             priority=self.priority, ttft_ms=self.ttft_ms, queue_timeout=self.queue_timeout,
             cache_salt=self.cache_salt, add_special_tokens=self.add_special_tokens,
             truncate_prompt_tokens=self.truncate_prompt_tokens, truncation_side=self.truncation_side or "right")
-
-
-class TokenizeRequest(msgspec.Struct, kw_only=True):
-    model: str | None = None  # the served model's name, by default
-    prompt: str | None = None  # a text; either this or `messages`
-    messages: list[dict[str, Any]] | None = None  # a conversation, rendered with the chat template
-    add_special_tokens: bool | None = None  # by default the tokenizer adds its tokens to a text, and not to messages
-    add_generation_prompt: bool | None = None  # the template begins the answer; by default it does
-    return_token_strs: bool | None = None  # return each token as the tokenizer's string, too
-
-
-class DetokenizeRequest(msgspec.Struct, kw_only=True):
-    model: str | None = None  # the served model's name, by default
-    tokens: list[Int]  # ids of the vocabulary
-
-
-class AbortRequest(msgspec.Struct, kw_only=True):
-    """One name or several: an `X-Request-Id`, a `request_id`, or the `id` of a response."""
-
-    request_id: str | None = None  # one name; either this or `request_ids`
-    request_ids: list[str] | None = None  # several names
-
-    def names(self) -> list[str]:
-        """Raises ApiError for no name, or for too many."""
-        if (self.request_id is None) == (self.request_ids is None):
-            raise bad_request("give either request_id or request_ids", "request_ids")
-        names = [self.request_id] if self.request_id is not None else self.request_ids or []
-        if len(names) > body_precheck.MAX_ABORTS:
-            raise bad_request(f"request_ids: at most {body_precheck.MAX_ABORTS} at once", "request_ids")
-        return names
 
 
 Body = TypeVar("Body", bound=msgspec.Struct)

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from slotwise.server.choice import Choice
     from slotwise.server.job import Job
 
-GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/embeddings")  # routes that use the model
+GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses",
+              "/v1/embeddings")  # routes that use the model
 MAX_PATH = 200  # characters
 NS = 1e-9
 

@@ -43,6 +43,7 @@ CHAT = Shape(
     lambda text: {"message": {"role": "assistant", "content": text, "refusal": None}}, ChatLogprobs,
     prompts_in_choices=False)
 
+RESPONSE = replace(CHAT, id_prefix="resp", whole_object="response")
 MESSAGE = replace(CHAT, id_prefix="msg")
 EMBEDDING = replace(COMPLETION, id_prefix="embd", whole_object="list")
 

@@ -21,9 +21,12 @@ class Template:
 
     Args:
         special_tokens: `bos_token`, `eos_token`, ...: variables of the template.
+        for_tools: the source of another one, for conversations with tools; None: there is none.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], limits: Limits = LIMITS) -> None:
+    def __init__(self, source: str, special_tokens: Mapping[str, str], limits: Limits = LIMITS, *,
+                 for_tools: str | None = None) -> None:
+        self._for_tools = for_tools
         self._source, self._special_tokens = source, list(special_tokens.items())
         self._worker = Worker("slotwise.text.rendering", limits, Turns(MAX_WAITING, MAX_WAITING_OF_ONE))
 
@@ -32,6 +35,8 @@ class Template:
         self._worker.tells = False
         try:
             await self._call("", "check")
+            if self._for_tools is not None:
+                await self._call("", "check", source=self._for_tools)
         except ApiError as error:
             raise ChatTemplateError(error.message) from error
         finally:
@@ -50,6 +55,8 @@ class Template:
             ApiError: too many renderings are waiting, or the worker failed twice.
         """
         try:
+            if source is None and variables.get("tools"):
+                source = self._for_tools
             return str(await self._call(holder, "render", messages, variables, source=source))
         except QueueFull as error:
             raise from_queue_full(error, "chat templates to render") from error

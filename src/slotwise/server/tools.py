@@ -14,7 +14,6 @@ from slotwise.server.protocol import ChatRequest
 
 MAX_TOOLS = 512
 NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
-FIELDS = ("name", "description", "parameters", "strict")
 
 Tool = dict[str, Any]
 

@@ -16,12 +16,13 @@ from slotwise.neutral import SAMPLING, is_neutral
 from slotwise.server.errors import bad_request
 
 NEUTRAL: dict[str, tuple[Any, ...]] = SAMPLING | {  # beside null
-    "response_format": ({"type": "text"},), "return_token_offsets": (False,), "return_mm_kwargs": (True,),
+    "return_token_offsets": (False,), "return_mm_kwargs": (True,),
     "kv_transfer_params": ({},), "ec_transfer_params": ({},), "vllm_xargs": ({},), "detokenize": (True,),
     "prompt_embeds": ([],), "functions": ([],), "function_call": ("none", "auto"),
     "modalities": (["text"],), "media_io_kwargs": ({},), "mm_processor_kwargs": ({},),
     "prompt_cache_options": ({},), "prompt_cache_retention": ("in_memory",), "store": (False,),
-    "verbosity": ("medium",),
+    "verbosity": ("medium",), "background": (False,), "truncation": ("disabled",), "top_logprobs": (0,),
+    "include": ([], ["reasoning.encrypted_content"]), "generate_summary": ("auto",),
 }
 AS_ANOTHER = {"best_of": "n"}  # accepted with the value of another field, and with no other
 PATHS = {  # of OpenAI's and vLLM's routes that are not served, by their beginnings
@@ -38,12 +39,6 @@ HINTS = ("metadata", "prompt_cache_key", "safety_identifier", "session_id")
 class Unsupported(msgspec.Struct, kw_only=True):
     """Of both endpoints."""
 
-    response_format: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
     use_beam_search: Any = None
     length_penalty: Any = None
     spaces_between_special_tokens: Any = None

@@ -15,11 +15,13 @@ from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from slotwise.core.grammar import Grammar
 from slotwise.core.interfaces import Proposer
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.step import StepPlan, StepResult
 from slotwise.core.step_time import StepTimeModel
 from slotwise.engine.engine import NO_STEP, Engine
+from slotwise.engine.grammars import Compiled
 from slotwise.engine.messages import Add, Command, Configure, Finish
 from slotwise.observe import event_log
 from slotwise.observe.recorder import step_entry
@@ -85,7 +87,7 @@ class _Player:
         match entry:
             case event_log.Run():
                 self._engines += 1
-                self._engine_run = _EngineRun(entry, self._numbers, self._proposer)
+                self._engine_run = _EngineRun(entry, self._numbers, self._names, self._proposer)
             case event_log.Gap():
                 raise ReplayError(f"{entry.missed} entries are missing behind record {self._records}")
             case event_log.Engine():
@@ -148,16 +150,18 @@ def _arrival(entry: event_log.Request) -> Add:
 class _EngineRun:
     """The replay of one engine, from its start."""
 
-    def __init__(self, run: event_log.Run, numbers: dict[str, int], proposer: Proposer | None) -> None:
+    def __init__(self, run: event_log.Run, numbers: dict[str, int], names: dict[int, str],
+                 proposer: Proposer | None) -> None:
         self.commands: deque[Command] = deque()  # sent, not yet handled
-        self._numbers = numbers
+        self._numbers, self._names = numbers, names
         self._executor = _Recorded(numbers)
+        self._grammars = _RecordedGrammars()
         times = StepTimeModel(run.learned)
         proposer = proposer or proposer_of(run.speculation, times)
         scheduler = Scheduler(run.limits, run.scheduling.discipline(), run.scheduling.policy(times), times, proposer)
         self._engine = Engine(
             scheduler, self._executor, self._executor.clock, run.eos_token_ids, depth=run.depth,
-            scheduling=run.scheduling)
+            scheduling=run.scheduling, grammars=self._grammars)
 
     def play(self, logged: event_log.Step) -> event_log.Step | None:
         """Returns the replayed record for `logged`.
@@ -171,9 +175,28 @@ class _EngineRun:
             self._executor.now = taken
             self._engine.handle(self.commands.popleft())
         self._executor.expect(logged)
+        self._grammars.compiled = [
+            Compiled(self._names.get(number, ""), objection) for number, objection in logged.compiled]
         has_step = logged.step != NO_STEP or bool(logged.planned) or bool(logged.failure)
         record = self._engine.step() if has_step else self._engine.idle_record()
         return step_entry(record, self._numbers) if record is not None else None
+
+
+class _RecordedGrammars:
+    """Compiles nothing, and returns what is logged of each record."""
+
+    is_compiling = has_compiled = True
+
+    def __init__(self) -> None:
+        self.compiled: list[Compiled] = []
+
+    def compile(self, request_id: str, grammar: Grammar) -> None: ...
+
+    def pop_compiled(self) -> list[Compiled]:
+        compiled, self.compiled = self.compiled, []
+        return compiled
+
+    def release(self, request_id: str) -> None: ...
 
 
 class _Recorded:
@@ -209,4 +232,6 @@ class _Recorded:
         tokens = logged.sampled or logged.tokens
         if tuple([self._numbers[name] for name in plan.request_ids]) != logged.numbers or len(tokens) != plan.num_rows:
             return StepResult(plan.step, tuple([(0,) if wanted else () for wanted in plan.num_logits]))  # diverged
-        return StepResult(plan.step, tokens, failed=logged.failed)
+        objections = {end.number: end.message for end in logged.ended if end.reason == "rejected"}
+        return StepResult(plan.step, tokens, failed=logged.failed, objections=tuple([
+            objections.get(logged.numbers[row], "") for row in logged.failed]))

@@ -10,7 +10,7 @@ from slotwise.core.ranges import whole
 
 AUTO, NGRAM, SUFFIX, PREDICTION, NONE = "auto", "ngram", "suffix", "prediction", "none"
 METHODS = {  # and what drafts are taken from; with all but `none`, from the `prediction` of a request, too
-    AUTO: "suffix in float32, where drafts change no token; else prediction",
+    AUTO: "suffix where drafts change no token, as on a CPU; else prediction",
     NGRAM: "what followed the last tokens earlier in the request (prompt lookup)",
     SUFFIX: "as ngram, and recent outputs of the same tenant",
     PREDICTION: "the `prediction` of a request alone",

@@ -12,6 +12,7 @@ from slotwise.text.tokenizer import TokenizerError, read_json
 
 MAX_SOURCE = 1 << 20  # characters; the longest templates in use have some ten thousand
 MAX_BYTES = 4 * MAX_SOURCE  # in UTF-8
+DEFAULT, FOR_TOOLS = "default", "tool_use"  # names of templates
 
 
 class ChatTemplateError(OneLineError, ValueError):
@@ -29,15 +30,24 @@ def find_chat_template(folder: str | Path, file: str | Path | None = None) -> st
     path = Path(file) if file is not None else Path(folder) / "chat_template.jinja"
     if file is not None or path.is_file():
         return _read(path, read_regular if file is not None else read_part)
-    try:
-        source = read_json(Path(folder) / "tokenizer_config.json").get("chat_template")
-    except TokenizerError as error:
-        raise ChatTemplateError(str(error)) from error
-    if isinstance(source, list):
-        source = _default_of(source)
-    if source is not None and not isinstance(source, str):
-        raise ChatTemplateError(f"the chat template in {folder} must be a text, not {source!r:.40}")
-    return _bounded(source, path) if source else None
+    named = _named(folder)
+    if named and DEFAULT not in named:
+        raise ChatTemplateError(f"none of the chat templates {sorted(named)} is named {DEFAULT!r}")
+    return _bounded(named[DEFAULT], path) if named.get(DEFAULT) else None
+
+
+def find_tool_template(folder: str | Path, file: str | Path | None = None) -> str | None:
+    """The checkpoint's template for conversations with tools, as transformers chooses it; None where it has none.
+
+    Raises:
+        ChatTemplateError: it cannot be read, or is not a text.
+    """
+    if file is not None:
+        return None
+    path = Path(folder) / "additional_chat_templates" / f"{FOR_TOOLS}.jinja"
+    if (Path(folder) / "chat_template.jinja").is_file():
+        return _read(path, read_part) if path.is_file() else None
+    return _bounded(source, path) if (source := _named(folder).get(FOR_TOOLS)) else None
 
 
 def _read(path: Path, read: Callable[[Path, int], bytes]) -> str:
@@ -53,11 +63,16 @@ def _bounded(source: str, path: Path) -> str:
     return source
 
 
-def _default_of(named: list[Any]) -> Any:
-    """The template named "default" among several, [{"name", "template"}]."""
-    if not all(isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in named):
+def _named(folder: str | Path) -> dict[str, str]:
+    """The templates of `tokenizer_config.json` by name: one text, or a list, [{"name", "template"}]."""
+    try:
+        given = read_json(Path(folder) / "tokenizer_config.json").get("chat_template")
+    except TokenizerError as error:
+        raise ChatTemplateError(str(error)) from error
+    entries: list[Any] = given if isinstance(given, list) else [{"name": DEFAULT, "template": given}] if given else []
+    if not all(isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in entries):
         raise ChatTemplateError("chat_template must be a text, or a list of objects with name and template")
-    templates = {entry["name"]: entry.get("template", "") for entry in named}
-    if "default" not in templates:
-        raise ChatTemplateError(f"none of the chat templates {sorted(templates)} is named 'default'")
-    return templates["default"]
+    for entry in entries:
+        if not isinstance(source := entry.get("template", ""), str):
+            raise ChatTemplateError(f"the chat template in {folder} must be a text, not {source!r:.40}")
+    return {entry["name"]: entry.get("template", "") for entry in entries}

@@ -125,9 +125,11 @@ def load_chat_template(folder: str | Path, special_tokens: Mapping[str, str],
 def _prepared(message: Mapping[str, Any]) -> dict[str, Any]:
     """Join content in text parts, [{"type": "text", "text"}], to one string, a line for each part.
 
-    Tool calls get their arguments as objects.
+    Tool calls get their arguments as objects, and reasoning has the name that templates know.
     """
     message = with_parsed_arguments(message)
+    if isinstance(message.get("reasoning"), str) and message.get("reasoning_content") is None:  # vLLM's newer name
+        message = {**message, "reasoning_content": message["reasoning"]}
     content = message.get("content")
     if not isinstance(content, list):
         return dict(message)

@@ -11,7 +11,7 @@ from slotwise.text.chat_template import ChatTemplate
 Special = Sequence[Sequence[str]]  # pairs of a variable's name and its value
 
 
-@lru_cache(1)
+@lru_cache(2)  # one may be for tools
 def _compiled(source: str, special: tuple[tuple[str, str], ...]) -> ChatTemplate:
     return ChatTemplate(source, dict(special))
 

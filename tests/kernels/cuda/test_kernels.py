@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from kernels.cuda.device import DEVICE, KERNELS
 
 from slotwise.kernels.interface import Kernels
@@ -37,3 +38,7 @@ def test_without_a_gpu_there_are_no_graphs_and_no_haste():
     assert KERNELS.device.type == "cpu"
     assert KERNELS.record(lambda: None) is None
     assert all(hasattr(KERNELS, name) for name in vars(Kernels) if not name.startswith("_"))
+
+
+def test_results_depend_on_the_batch_and_the_reason_is_told():
+    assert "on device cuda products by cuBLAS depend" in KERNELS.batch_dependence(torch.bfloat16)

@@ -34,7 +34,7 @@ from slotwise.kernels.interface import Activation, AttentionShape, Linear, QKNor
 
 LOG2_E = math.log2(math.e)
 SMALL = 1 << 14  # elements that one thread computes before two have synchronised
-MAX_RECORDED = 128  # rows; in larger steps the cost of starting kernels is negligible
+MAX_RECORDED = 128  # tokens; in larger steps the cost of starting kernels is negligible
 SHORTEST = 256  # tokens of context of the smallest graph, then twice as many, and so on
 
 
@@ -44,6 +44,7 @@ class CpuKernels:
     name = "cpu"
     device = torch.device("cpu")
     kinds: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
+    records_drafts = True
 
     def __init__(
         self, threads: int | None = None, quantization: str = "none", kv_cache_dtype: str = "auto",
@@ -96,6 +97,12 @@ class CpuKernels:
         of_logits = [sampling.DRAW, sampling.LOG_PROBABILITIES, sampling.GREEDY[kind], sampling.WIDEN[kind]]
         compile_all([*(products or dense), *of_the_cache, *multiply, *of_logits, attention_plan.PLAN, pointwise.EMBED,
                      pointwise.NORM[kind], PROGRAM, WORK, RUN_SHARED])
+
+    def batch_dependence(self, kind: torch.dtype) -> str:
+        """Only oneDNN adds in an order that depends on the number of rows."""
+        if self.product_path(kind) == "onednn":
+            return f"products by oneDNN (path onednn, forced by {paths.VARIABLE}) depend on the number of rows"
+        return ""
 
     def operations_per_second(self, kind: torch.dtype) -> float:
         """By the path of products, for each thread."""
@@ -173,9 +180,9 @@ class CpuKernels:
         """oneDNN's cache, where it multiplies."""
         return onednn.cache_bytes() if self.product_path(kind) == "onednn" else 0
 
-    def graph_size(self, rows: int, context: int) -> tuple[int, int]:
-        """Exactly `rows` rows: computing padding costs more than another graph."""
-        return rows if rows <= MAX_RECORDED else 0, max(SHORTEST, 1 << (context - 1).bit_length())
+    def graph_size(self, tokens: int, context: int) -> tuple[int, int]:
+        """Exactly `tokens`: computing padding costs more than another graph."""
+        return tokens if tokens <= MAX_RECORDED else 0, max(SHORTEST, 1 << (context - 1).bit_length())
 
     def record(self, work: Callable[[], Tensor]) -> Graph | None:
         """Run `work`, which calls these kernels and nothing else, and capture it.

@@ -10,17 +10,17 @@
     int8, int4   vnni       of bytes, added in fours by one instruction (`linear_int.py`): AVX-512 VNNI
                  integer    of bytes, added in pairs (`linear_int.py`)
 
-By default the path of bfloat16 is the first of `FASTEST` whose feature this processor has.  Nothing is measured, so
-that every start on a machine computes the same.  One path can be forced, by an argument of `CpuKernels` or by the
-environment variable SLOTWISE_CPU_LINEAR; the other group keeps its default.  Tests run every path without an
-`obstacle`.
+By default the path of bfloat16 is the one that the user had measured and kept (`path_choice.py`), or else the first of
+`FASTEST` whose feature this processor has.  A start measures nothing, so that every start on a machine computes the
+same.  One path can be forced, by an argument of `CpuKernels` or by the environment variable SLOTWISE_CPU_LINEAR; the
+other group keeps its default.  Tests run every path without an `obstacle`.
 """
 
 from __future__ import annotations
 
 import os
 
-from slotwise.kernels.cpu import linear_bf16, linear_fp16, onednn
+from slotwise.kernels.cpu import linear_bf16, linear_fp16, onednn, path_choice
 from slotwise.kernels.cpu.processor import has
 
 VARIABLE = "SLOTWISE_CPU_LINEAR"
@@ -34,8 +34,9 @@ FASTEST = (
     ("avx512bf16", "bf16"),
     ("", "float32"),
 )
-"""The fastest path for a processor with a feature, by LLVM's name: the first line that holds, as measured
-(`benchmarks/products.py`)."""
+"""The fastest path for a processor with a feature, by LLVM's name: the first line that holds, as measured by `slotwise
+bench kernels`.  It is one for all numbers of rows: a row's result must not depend on the rows beside it, and weights
+are packed once."""
 
 
 def obstacle(path: str) -> str:
@@ -73,6 +74,9 @@ def dense(forced: str) -> str:
     """The path of bfloat16 weights."""
     if forced in DENSE:
         return forced
+    kept = path_choice.read()
+    if kept in DENSE and not obstacle(kept):
+        return kept
     return next(path for feature, path in FASTEST if (not feature or has(feature)) and not obstacle(path))
 
 

@@ -34,6 +34,7 @@ class CudaKernels:
 
     name = "cuda"
     kinds: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
+    records_drafts = False  # which attention kernels are launched depends on the longest row
 
     def __init__(self, device: str = "cuda", kv_cache_dtype: str = "auto") -> None:
         """`device` is a CUDA device, or "cpu" under Triton's interpreter.
@@ -59,6 +60,10 @@ class CudaKernels:
     def product_path(self, kind: torch.dtype) -> str:
         """Always cuBLAS."""
         return "cublas"
+
+    def batch_dependence(self, kind: torch.dtype) -> str:
+        """cuBLAS chooses its kernels by the number of rows."""
+        return "on device cuda products by cuBLAS depend on the number of rows: choose device cpu"
 
     def operations_per_second(self, kind: torch.dtype) -> float:
         """By the compute capability of the device."""
@@ -105,9 +110,9 @@ class CudaKernels:
         """None is known."""
         return 0
 
-    def graph_size(self, rows: int, context: int) -> tuple[int, int]:
+    def graph_size(self, tokens: int, context: int) -> tuple[int, int]:
         """One of a few sizes, which padding rows fill up."""
-        return graphs.capture_size(rows, context)
+        return graphs.capture_size(tokens, context)
 
     def record(self, work: Callable[[], Tensor]) -> Graph | None:
         """Run `work`, then capture it; None where that is not possible."""

@@ -21,6 +21,7 @@ from slotwise.kernels.cpu.jit.compiler import Compiled
 from slotwise.kernels.cpu.launcher import KernelLauncher
 from slotwise.kernels.sampling import FAILED
 from slotwise.runner.sampling.logits import LogitEdits
+from slotwise.runner.sampling.masks import Masks
 from slotwise.runner.sampling.params import NO_LOGPROBS, Logprobs, RequestParams, Sampled, SlotParams, sampled
 
 logger = logging.getLogger(__name__)
@@ -33,12 +34,15 @@ class Sampler:
         num_slots: slots are numbered below this.
         vocab_size: logits per row.
         launcher: runs the kernels.
+        masks: of the requests with a grammar.
     """
 
-    def __init__(self, num_slots: int, vocab_size: int, launcher: KernelLauncher | None = None) -> None:
+    def __init__(self, num_slots: int, vocab_size: int, launcher: KernelLauncher | None = None,
+                 masks: Masks | None = None) -> None:
         self._vocab_size = vocab_size
         self._params = SlotParams(num_slots, vocab_size)
         self._edits: dict[int, LogitEdits] = {}  # by slot, of requests that have any
+        self._masks = masks
         self._launcher = launcher or KernelLauncher(torch.get_num_threads())
         self._work = torch.empty(0, vocab_size, dtype=torch.float32)
 
@@ -67,28 +71,41 @@ class Sampler:
         """
         requests, num_outputs = self._params.rows(slots, positions)
         special = [row for row, request in enumerate(requests) if num_outputs[row] < request.greedy_from]
+        masked = self._masks.select(slots, positions) if self._masks is not None else None
         tokens = np.empty(len(slots), dtype=np.int64)
         logprobs = None
         if len(special) < len(slots):
             is_plain = np.ones(len(slots), np.bool_)
             is_plain[special] = False
+            if masked is not None and (mine := masked.of(np.flatnonzero(is_plain))) is not None:
+                tokens[mine.rows] = self._greedy(logits, mine.rows, mine.bits)
+                is_plain[mine.rows] = False
             plain = np.flatnonzero(is_plain)
             tokens[plain] = self._greedy(logits, plain)
         if special:
             some = [requests[row] for row in special]
             indices = [num_outputs[row] for row in special]
             work = self._edited(logits, special, some, indices)
+            if masked is not None and (mine := masked.of(np.array(special))) is not None:
+                places = np.searchsorted(special, mine.rows)
+                self._run(kernels.MASK, work.data_ptr(), work.shape[1], places.ctypes.data, len(places), 0,
+                          mine.bits.ctypes.data)
             tokens[special] = drawn = self._draw(work, [request.slot for request in some], indices)
             logprobs = self._describe(work, special, some, drawn)
             self._record(some, drawn)
         return sampled(tokens.tolist(), logprobs)
 
-    def _greedy(self, logits: Tensor, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _greedy(
+        self, logits: Tensor, rows: NDArray[np.int64], masks: NDArray[np.int32] | None = None,
+    ) -> NDArray[np.int64]:
+        """The most probable token of every row.  Args: masks: `[rows, words]`, of the tokens that are allowed."""
         logits = logits.contiguous()
         tokens = np.empty(len(rows), dtype=np.int64)
+        code = kernels.GREEDY if masks is None else kernels.MASKED_GREEDY
+        more = () if masks is None else (masks.ctypes.data,)
         self._run(
-            kernels.GREEDY[logits.dtype],
-            logits.data_ptr(), logits.shape[1], rows.ctypes.data, len(rows), tokens.ctypes.data,
+            code[logits.dtype],
+            logits.data_ptr(), logits.shape[1], rows.ctypes.data, len(rows), tokens.ctypes.data, *more,
         )
         return tokens
 

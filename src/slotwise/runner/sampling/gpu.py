@@ -18,6 +18,7 @@ from slotwise.core.step import NewRequest
 from slotwise.kernels.sampling import Draw
 from slotwise.runner.input_batch import SlotTable
 from slotwise.runner.sampling.logits import DeviceEdits
+from slotwise.runner.sampling.masks import Masks
 from slotwise.runner.sampling.params import NO_LOGPROBS, Logprobs, RequestParams, Sampled, SlotParams, sampled
 from slotwise.runner.staging import sender, to_host
 
@@ -44,10 +45,13 @@ class DeviceSampler:
         vocab_size: logits per row.
         draw: see `kernels.sampling`.
         device: of the logits.
+        masks: of the requests with a grammar.
     """
 
-    def __init__(self, slots: SlotTable, vocab_size: int, draw: Draw, device: torch.device) -> None:
+    def __init__(self, slots: SlotTable, vocab_size: int, draw: Draw, device: torch.device,
+                 masks: Masks | None = None) -> None:
         self._slots = slots
+        self._masks = masks
         self._draw = draw
         self._params = SlotParams(slots.num_slots, vocab_size)
         self._edits: dict[int, DeviceEdits] = {}  # by slot, of requests that have any
@@ -82,6 +86,10 @@ class DeviceSampler:
             [self._params.controls[places].view(np.int32)])
         if any(request.is_edited(outputs) for request, outputs in zip(requests, num_outputs, strict=True)):
             logits = self._edited(logits, requests, num_outputs)
+        masked = self._masks.select(slots, positions) if self._masks is not None else None
+        if masked is not None:
+            (rows,), (bits,) = self._send([masked.rows], ()), self._send((), [masked.bits])
+            logits = allowed_only(logits, rows, bits)
         column = self._draw(logits, controls.view(torch.float32), seeds, indices)
         return _Drawn(column, to_host(column), self._described(logits, requests, column))
 
@@ -111,6 +119,18 @@ class DeviceSampler:
         """Log-probabilities of given tokens, as `params.Sampling` says; those of unsound rows are NaN."""
         rows = range(len(logits))
         return logprobs_of(rows, [min(num_top, logits.shape[1])] * len(rows), logits, tokens)
+
+
+def allowed_only(logits: Tensor, rows: Tensor, bits: Tensor) -> Tensor:
+    """A copy of `logits [all rows, vocab]`, with minus infinity for the tokens that masks do not allow.
+
+    Args:
+        rows: `[rows]` int64, those that have a mask.
+        bits: `[rows, words]` int32: bit i of word i // 32 allows token i.
+    """
+    places = torch.arange(32, dtype=torch.int32, device=bits.device)
+    allowed = ((bits[:, :, None] >> places) & 1).view(len(bits), -1)[:, : logits.shape[1]].bool()
+    return logits.index_copy(0, rows, logits.index_select(0, rows).masked_fill(~allowed, -torch.inf))
 
 
 def logprobs_of(rows: Sequence[int], wanted: Sequence[int], logits: Tensor, tokens: Tensor) -> Logprobs:

@@ -23,7 +23,7 @@ REASONING_PARSERS: dict[str, type[FormatParser]] = {**THINKING_PARSERS, HARMONY:
 SIGNS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (  # a template has all of these, none of those
     (HARMONY, ("<|channel|>", "<|message|>"), ()),
     ("qwen3_xml", ("<tool_call>", "<function=", "<parameter="), ()),
-    ("hermes", ("<tool_call>", '"arguments"'), ("<arg_key>", "<function=")),
+    ("hermes", ("<tool_call>", '"arguments"'), ("<arg_key>", "<function=", "<tool_calls>")),
     ("mistral", ("[TOOL_CALLS]",), ()),
     ("llama3_json", ("<|start_header_id|>", '"parameters"'), ("<tool_call>", "<function=")),
     ("pythonic", ("func_name1(",), ()),

@@ -1,0 +1,28 @@
+"""A grammar: what the text of an output must match, as data that crosses processes and is written to event logs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+JSON_SCHEMA, REGEX, LARK = "json_schema", "regex", "lark"
+KINDS = (JSON_SCHEMA, REGEX, LARK)
+MAX_BYTES = 256 << 10  # of a grammar's text
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A JSON schema, a regular expression or a grammar in the syntax of Lark or llama.cpp (GBNF).
+
+    Raises:
+        ValueError: the kind is none of `KINDS`, or the text is too long.
+    """
+
+    kind: str
+    text: str
+    field: str = "structured_outputs"  # of the request, for messages
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"{self.field}: a grammar is one of {', '.join(KINDS)}, not {self.kind!r:.40}")
+        if (size := len(self.text.encode(errors="replace"))) > MAX_BYTES:
+            raise ValueError(f"{self.field}: {size} bytes are more than the {MAX_BYTES} that a grammar may have")

@@ -1,0 +1,108 @@
+"""Grammars as llguidance compiles them: shared by the process that checks them first and the engine that uses them.
+
+The library's limits count work, not seconds, so they refuse a grammar on every machine or on none.  They do not bound
+everything: a large `multipleOf` alone takes minutes.  So a server compiles a grammar in a worker process first, under
+limits that the system enforces (`server/grammars.py`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import llguidance
+
+from slotwise.core.grammar import JSON_SCHEMA, REGEX
+
+MAX_MESSAGE = 400  # characters
+GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)  # Lark's syntax has no such line
+MAX_GBNF, MAX_GBNF_RULES = 16 << 10, 256  # characters and rules: they are read by Python, beside the engine's steps
+LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 1_000_000,  # of a compilation
+    "max_grammar_size": 200_000,  # symbols
+    "step_lexer_fuel": 100_000,  # of a mask: some milliseconds
+    "step_max_items": 20_000,  # likewise
+    "max_items_in_row": 2_000,
+    "max_lexer_states": 50_000,  # a kilobyte or two each
+}
+
+
+class _Source:
+    """A vocabulary as llguidance's constructor reads it."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokens: Sequence[bytes], special: Sequence[int], eos: int,
+                 encode: Callable[[str], list[int]]) -> None:
+        self.tokens, self.special_token_ids, self.eos_token_id = list(tokens), list(special), eos
+        self._encode = encode
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return self._encode(text if isinstance(text, str) else text.decode())
+
+
+def tokenizer_of(tokens: Sequence[bytes], special: Sequence[int], eos_ids: Sequence[int], vocab_size: int,
+                 encode: Callable[[str], list[int]]) -> Any:
+    """The vocabulary for matchers.
+
+    Args:
+        tokens: the bytes of each token, by id.
+        special: ids of tokens that are no text.
+        eos_ids: the model's end tokens, at least one.
+        vocab_size: the model's logits.
+        encode: token ids of a text, without special tokens.
+    """
+    source: Any = _Source(tokens[:vocab_size], [*special, *eos_ids], eos_ids[0], encode)
+    return llguidance.LLTokenizer(source, n_vocab=vocab_size, eos_token=list(eos_ids))
+
+
+def compiled(tokenizer: Any, kind: str, text: str) -> tuple[Any, str]:
+    """A matcher at the beginning of the grammar, and ""; or None and why it cannot be used.
+
+    The first mask is computed, too, so that a grammar that exceeds the limits at its first token is refused.
+    """
+    try:
+        matcher = llguidance.LLMatcher(
+            tokenizer, _written(kind, text), log_level=0,
+            limits=llguidance.LLParserLimits(**LIMITS, verbose_errors=False))
+        if matcher.is_error():
+            return None, message_of(matcher)
+        first = matcher.deep_copy()
+        mask = first.compute_bitmask()
+        if first.is_error():
+            return None, message_of(first)
+        if not any(mask):
+            return None, "no text matches it"
+    except BaseException as error:  # a panic of the library is no Exception
+        return None, _one_line(str(error))
+    return matcher, ""
+
+
+def message_of(matcher: Any) -> str:
+    """The error of a matcher on one line, without the excerpt of the grammar that the library shows."""
+    first, *others = str(matcher.get_error()).replace("<state>", "\n").strip().split("\n")
+    return _one_line(" ".join([first, *[line for line in others if line.startswith("error: ")]]))
+
+
+def _written(kind: str, text: str) -> str:
+    if kind == JSON_SCHEMA:
+        return str(llguidance.LLMatcher.grammar_from_json_schema(text))
+    if kind == REGEX:
+        return str(llguidance.LLMatcher.grammar_from_regex(text))
+    return _lark_of(text) if GBNF_RULE.search(text) else text
+
+
+def _lark_of(text: str) -> str:
+    """A grammar in GBNF, the syntax of llama.cpp, in Lark's.  Raises ValueError for one that is too large."""
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    if len(text) > MAX_GBNF or text.count("::=") > MAX_GBNF_RULES:
+        raise ValueError(f"a grammar in GBNF may have {MAX_GBNF} characters and {MAX_GBNF_RULES} rules; write a larger "
+                         "one in Lark's syntax")
+    return str(gbnf_to_lark(text))
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:MAX_MESSAGE]

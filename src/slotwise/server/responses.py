@@ -1,0 +1,244 @@
+"""`/v1/responses`: OpenAI's Responses API, served as a chat; responses are stored for a time, and may be continued."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from functools import partial
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+
+from slotwise.engine.generation import AT_THE_END, Chunk
+from slotwise.server.choice import Choice, Delta, parts_of
+from slotwise.server.completions import asked_of_chat
+from slotwise.server.context import Api
+from slotwise.server.errors import ApiError, ErrorFormat, bad_request, renamed
+from slotwise.server.http_exchange import HttpExchange
+from slotwise.server.job import Job
+from slotwise.server.parsers.parts import Part, Reasoning
+from slotwise.server.pipeline import Asked, respond
+from slotwise.server.protocol import decode
+from slotwise.server.response_store import Stored, StoreFull
+from slotwise.server.responses_items import Event, Items
+from slotwise.server.responses_protocol import ResponsesRequest, messages_of
+from slotwise.server.shapes import RESPONSE, to_json
+from slotwise.server.unknown_fields import warn_of_unknown_fields
+from slotwise.text.conversation import Message
+
+Json = dict[str, Any]
+RESPONSES = "/v1/responses"
+FIELDS = {"max_tokens": "max_output_tokens", "messages": "input", "response_format": "text.format",
+          "reasoning_effort": "reasoning.effort"}  # chats' names of fields, here
+CODES = {HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_exceeded"}  # of a response that failed; else `server_error`
+
+ERRORS = ErrorFormat(lambda error, _: renamed(error, FIELDS).body(),
+                     lambda error, _: b"event: error\ndata: %b\n\n" % renamed(error, FIELDS).body())
+
+
+async def responses(api: Api, exchange: HttpExchange) -> None:
+    """Answers to a conversation as items of a response, whole or as a stream."""
+    await respond(api, exchange, RESPONSE, _response)
+
+
+async def stored_response(api: Api, exchange: HttpExchange) -> None:
+    """A stored response of this key."""
+    await exchange.respond(_stored(api, exchange, exchange.scope["path_params"]["response_id"]).response)
+
+
+async def delete_response(api: Api, exchange: HttpExchange) -> None:
+    """Forget a stored response of this key."""
+    response_id = exchange.scope["path_params"]["response_id"]
+    _stored(api, exchange, response_id)
+    api.responses.drop(exchange.tenant, response_id)
+    await exchange.respond_json({"id": response_id, "object": "response", "deleted": True})
+
+
+def _stored(api: Api, exchange: HttpExchange, response_id: str) -> Stored:
+    """Raises ApiError: there is no such response of this key, or its time is over."""
+    found = api.responses.find(exchange.tenant, response_id, time.monotonic())
+    if found is None:
+        raise ApiError(HTTPStatus.NOT_FOUND, f"there is no response {response_id!r:.200}", "response_id",
+                       "response_not_found")
+    return found
+
+
+async def _response(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
+    request = decode(ResponsesRequest, body)
+    warn_of_unknown_fields(exchange, ResponsesRequest, body)
+    request.check()
+    chat = request.as_chat(_before(api, exchange, request.previous_response_id))
+    conversation = to_json(chat.messages[bool(request.instructions) :]) if request.stores else b""
+    request.input = ""
+    return await asked_of_chat(
+        api, exchange, chat, partial(_render, request=request, conversation=conversation))
+
+
+def _before(api: Api, exchange: HttpExchange, response_id: str | None) -> list[Message]:
+    """The messages of the response that is continued."""
+    if response_id is None:
+        return []
+    found = api.responses.find(exchange.tenant, response_id, time.monotonic())
+    if found is None or found.expires_at == float("inf"):
+        raise bad_request(f"previous_response_id: there is no complete response {response_id!r:.200}",
+                          "previous_response_id", "previous_response_not_found")
+    messages: list[Message] = msgspec.json.decode(found.messages)
+    return messages
+
+
+async def _render(api: Api, exchange: HttpExchange, job: Job, choices: list[Choice], request: ResponsesRequest,
+                  conversation: bytes) -> None:
+    """Send the response, whole or as events, and store it."""
+    (choice,) = choices
+    name, tenant, store = job.heading.response_id, exchange.tenant, api.responses
+    output = _Output(job, choice, request)
+    if not request.stores:
+        await _send(api, exchange, output)
+        return
+    try:
+        store.begin(tenant, name, Stored(to_json(output.response("in_progress")), conversation), time.monotonic())
+    except StoreFull as full:
+        if full.is_too_large:
+            raise bad_request(f"input: {full}", "input", "too_large_to_store") from full
+        raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, str(full), code="responses_full") from full
+    try:
+        await _send(api, exchange, output)
+        if output.status in ("completed", "incomplete"):
+            said = to_json(messages_of(output.items.items)) if output.items.items else b"[]"
+            ended = Stored(to_json(output.response(output.status)), _joined(conversation, said))
+            store.complete(tenant, name, ended, time.monotonic())
+    finally:
+        if output.status not in ("completed", "incomplete"):
+            store.drop(tenant, name)
+
+
+def _joined(first: bytes, second: bytes) -> bytes:
+    """Two lists as JSON, the first of which is not empty, as one."""
+    return first if second == b"[]" else first[:-1] + b"," + second[1:]
+
+
+async def _send(api: Api, exchange: HttpExchange, output: _Output) -> None:
+    choice = output.choice
+    if output.request.stream:
+        exchange.error_format = ErrorFormat(ERRORS.body, lambda error, _: output.failed(renamed(error, FIELDS)))
+    else:
+        choice.generation.interval = AT_THE_END
+    first_ns, num_events = 0, 0
+    async for chunk in choice.generation:
+        events = output.read(chunk)
+        if output.request.stream:
+            await exchange.event(b"".join([] if num_events else output.opening()) + events)
+            choice.generation.interval = api.settings.stream_interval
+        first_ns, num_events = first_ns or time.monotonic_ns(), num_events + 1
+        if output.status != "in_progress":
+            break
+    if output.request.stream:
+        await exchange.close()
+    else:
+        first_ns, num_events = time.monotonic_ns(), 1
+        await exchange.respond_json(output.response(output.status))
+    api.batched_observer.sent(choice.generation.request_id, first_ns, time.monotonic_ns(), num_events)
+
+
+class _Output:
+    """A response as it comes."""
+
+    def __init__(self, job: Job, choice: Choice, request: ResponsesRequest) -> None:
+        self.choice = choice
+        self.request = request
+        self.items = Items(job.heading.response_id)
+        self.status = "in_progress"
+        self._job = job
+        self._num_events = 0
+        self._reasoned, self._unclear = 0, 0  # tokens of reasoning; since then, of which no text is known yet
+        self._reasons = job.parsing is not None  # the output may begin with reasoning, and is not past it
+
+    def read(self, chunk: Chunk) -> bytes:
+        """The events of a chunk; the last one, when it ends the output.  Raises ApiError: the engine failed."""
+        events: list[bytes] = []
+        for one in _singly(chunk) if self._reasons else (chunk,):
+            delta = self.choice.read(one)
+            if delta.finish_reason == "abort":
+                raise bad_request("the request was aborted", code="abort")
+            parts = parts_of(delta)
+            self._count(delta, parts)
+            events += self._events(self.items.read(parts))
+            if delta.finish_reason is not None:
+                self.status = "incomplete" if delta.finish_reason == "length" else "completed"
+                events += self._events(self.items.end(self.status))
+                events += self._events([(self.status, {"response": self.response(self.status)})])
+                break
+        return b"".join(events)
+
+    def opening(self) -> list[bytes]:
+        """The events before any item."""
+        begun = {"response": self.response("in_progress") | {"output": [], "usage": None}}
+        # They are written with the first items, and numbered before them.
+        return [self._event(0, ("created", begun)), self._event(1, ("in_progress", begun))]
+
+    def failed(self, error: ApiError) -> bytes:
+        """The last event of a stream that failed."""
+        told = {"code": CODES.get(HTTPStatus(error.status), "server_error"), "message": error.message}
+        return b"".join(self._events([("failed", {"response": self.response("failed") | {"error": told}})]))
+
+    def response(self, status: str) -> Json:
+        """The response as it is now."""
+        request, params, heading = self.request, self._job.params, self._job.heading
+        reasoning, text = request.reasoning, request.text
+        fields = heading.of("response")
+        ended = status in ("completed", "incomplete")
+        return {
+            "id": fields.pop("id"), "object": fields.pop("object"), "created_at": fields.pop("created"), **fields,
+            "status": status, "error": None, "background": False,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": request.instructions, "max_output_tokens": request.max_output_tokens,
+            "output": self.items.items, "previous_response_id": request.previous_response_id,
+            "parallel_tool_calls": request.parallel_tool_calls is not False, "store": request.stores,
+            "reasoning": {"effort": reasoning.effort if reasoning else None, "summary": None},
+            "temperature": params.temperature, "top_p": params.top_p, "truncation": "disabled",
+            "text": {"format": text.format if text and text.format else {"type": "text"}},
+            "tool_choice": request.tool_choice or "auto", "tools": request.tools or [], "user": request.user,
+            "metadata": request.metadata or {}, "usage": self._usage() if ended else None}
+
+    def _usage(self) -> Json:
+        num_prompt, num_output = len(self._job.prompts[0]), self.choice.num_tokens
+        return {"input_tokens": num_prompt, "output_tokens": num_output, "total_tokens": num_prompt + num_output,
+                "input_tokens_details": {"cached_tokens": self.choice.num_cached, "cache_write_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": self._reasoned}}
+
+    def _count(self, delta: Delta, parts: Iterable[Part]) -> None:
+        """Count tokens of reasoning: those up to the last one that adds to its text."""
+        if not self._reasons:
+            return
+        self._unclear += len(delta.token_ids)
+        for part in parts:
+            if isinstance(part, Reasoning):
+                self._reasoned, self._unclear = self._reasoned + self._unclear, 0
+            else:
+                self._reasons = False
+
+    def _events(self, events: Iterable[Event]) -> list[bytes]:
+        """Events as they are sent; nothing for a response that is sent whole."""
+        if not self.request.stream:
+            for _ in events:
+                pass
+            return []
+        found = []
+        for event in events:
+            found.append(self._event(self._num_events + 2, event))  # behind the two of the opening
+            self._num_events += 1
+        return found
+
+    def _event(self, number: int, event: Event) -> bytes:
+        kind, fields = event
+        kind = f"response.{kind}"
+        data = to_json({"type": kind, "sequence_number": number} | fields)
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+
+
+def _singly(chunk: Chunk) -> Iterator[Chunk]:
+    """A chunk's tokens one by one, so that each can be told apart; the last one with the end."""
+    for place in range(len(chunk.token_ids) - 1):
+        yield Chunk(chunk.token_ids[place : place + 1], chunk.logprobs[place : place + 1])
+    yield chunk._replace(token_ids=chunk.token_ids[-1:], logprobs=chunk.logprobs[-1:])

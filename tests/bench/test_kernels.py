@@ -1,0 +1,79 @@
+"""`slotwise bench kernels`: what it measures, and what it keeps only if that is wanted."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from numba import config
+
+from slotwise.bench import kernels
+from slotwise.cli import main
+from slotwise.kernels.cpu import path_choice, paths
+from slotwise.kernels.cpu.kernels import CpuKernels
+
+POSSIBLE = [path for path in paths.DENSE if not paths.obstacle(path)]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch, tmp_path):
+    monkeypatch.delenv(paths.VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(kernels, "LAYERS", 1)
+
+
+def product_path() -> str:
+    return CpuKernels(1).product_path(torch.bfloat16)
+
+
+def test_every_path_is_measured_at_every_number_of_rows_or_has_its_obstacle():
+    watched = []
+    result = kernels.measure_paths([1, 3], 1, lambda: watched.append(1))
+    assert list(result["microseconds"]) == POSSIBLE
+    assert {*result["microseconds"], *result["obstacles"]} == set(paths.DENSE)
+    assert all(list(of) == [1, 3] and min(of.values()) > 0 for of in result["microseconds"].values())
+    assert result["used"] == product_path() and result["fastest"] in POSSIBLE
+    assert len(watched) == 2 * len(POSSIBLE) == 2 * kernels.number_of_paths()
+
+
+def test_the_fastest_is_so_over_all_numbers_of_rows():
+    assert kernels.fastest({"a": {1: 10.0, 512: 1000.0}, "b": {1: 15.0, 512: 500.0}, "c": {1: 9.0, 512: 9000.0}}) == "b"
+
+
+def test_measuring_changes_nothing_unless_it_is_to_be_kept(tmp_path, monkeypatch, capsys):
+    before, other = product_path(), POSSIBLE[-1]
+    monkeypatch.setattr(kernels, "fastest", lambda microseconds: other)
+    file = tmp_path / "result.json"
+    assert main(["bench", "kernels", "--rows", "1", "--rounds", "1", "--output-json", str(file)]) == 0
+    assert json.loads(file.read_text())["fastest"] == other
+    assert product_path() == before and not path_choice.file().exists()
+    assert main(["bench", "kernels", "--rows", "1", "--rounds", "1", "--keep-fastest"]) == 0
+    assert str(path_choice.file()) in capsys.readouterr().out
+    assert product_path() == other
+    monkeypatch.setattr(config, "CPU_FEATURES", "+avx512f")  # another processor
+    assert product_path() == "float32"
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"path": 3}', '{"path": "float32"}', "\x00" * 100_000])
+def test_a_damaged_file_is_as_none(text):
+    before = product_path()
+    path_choice.file().parent.mkdir(parents=True)
+    path_choice.file().write_text(text)
+    assert product_path() == before
+
+
+def test_a_kept_path_that_cannot_run_or_is_none_any_more_is_not_used(monkeypatch):
+    before = product_path()
+    path_choice.keep("abacus")
+    assert product_path() == before
+    path_choice.keep("float32")
+    assert product_path() == "float32"
+    monkeypatch.setattr(paths, "obstacle", lambda path: "it cannot run" if path == "float32" else "")
+    assert product_path() != "float32"
+
+
+def test_a_forced_path_goes_first(monkeypatch):
+    path_choice.keep(POSSIBLE[-1])
+    monkeypatch.setenv(paths.VARIABLE, "float32")
+    assert product_path() == "float32"

@@ -10,7 +10,7 @@ from slotwise.core.step import TokenLogprobs
 from slotwise.engine.generation import Chunk, Generation
 from slotwise.server.errors import from_ending
 from slotwise.server.output_parsing import TOOL_CALLS, ParsedOutput
-from slotwise.server.parsers.parts import Content, Part
+from slotwise.server.parsers.parts import CallArguments, CallName, Content, Part
 from slotwise.text.continuation import Continuation
 
 T = TypeVar("T")
@@ -29,6 +29,14 @@ class Delta(NamedTuple):
     finish_reason: str | None
     stop_reason: str | int | None = None
     parts: Sequence[Part] | None = None
+
+    def events(self) -> list[Delta]:
+        """The deltas that a stream sends: tool calls are followed by their end, as in OpenAI's streams."""
+        calls = any(isinstance(part, CallName | CallArguments) for part in self.parts or ())
+        if self.finish_reason is None or not calls:
+            return [self]
+        return [self._replace(finish_reason=None, stop_reason=None),
+                Delta("", (), (), self.finish_reason, self.stop_reason, ())]
 
     def after(self, text: str) -> Delta:
         """The same after more text of the answer."""

@@ -34,13 +34,14 @@ from tqdm import tqdm
 from slotwise.batching.continuous import Chunked
 from slotwise.batching.settings import Batching
 from slotwise.core.events import Admitted, Committed, Finished, Preempted, Rejected
+from slotwise.core.interfaces import DraftRow, Proposal
 from slotwise.core.limits import ERROR, RECOMPUTE, SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import Request
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.slo import SLO, Tier
 from slotwise.core.step import StepPlan
-from slotwise.core.step_time import StepTimeModel
+from slotwise.core.step_time import StepTimeModel, Work
 from slotwise.engine.executor import FakeExecutor
 from slotwise.policies.settings import Ordering
 
@@ -89,14 +90,27 @@ class Guesses:
         self._seed = seed
         self._share = share
 
-    def propose(self, request: Request, most: int) -> list[int]:
+    def propose(self, rows: Sequence[DraftRow], work: Work, most: int) -> Proposal:
+        drafts: list[tuple[int, ...]] = []
+        for row in rows:
+            drafts.append(self._draft(row.request, min(row.limit, most)))
+            most -= len(drafts[-1])
+        return Proposal(drafts, "")
+
+    def _draft(self, request: Request, most: int) -> tuple[int, ...]:
         known, draw = list(request.tokens), Random(zlib.crc32(bytes(request.tokens), self._seed))
         for _ in range(min(most, draw.randint(0, 5))):
             known.append(next_token(known) if draw.random() < self._share else draw.randrange(VOCABULARY))
-        return known[len(request.tokens) :]
+        return tuple(known[len(request.tokens) :])
 
     def waits(self, request: Request) -> bool:
         return Random(zlib.crc32(bytes(request.tokens), self._seed)).random() < 0.5
+
+    def committed(self, requests: Sequence[Request], drafts: Sequence[Sequence[int]]) -> None:
+        """It learns nothing."""
+
+    def finished(self, request: Request) -> None:
+        """It keeps nothing."""
 
 
 def drawn_limits(draw: Random) -> SchedulerLimits:

@@ -54,3 +54,14 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = checkpoints.make("smollm2", tmp_path_factory.mktemp("checkpoint"), tokenizer=True)
     with started(folder, "tiny-chat", "key-of-clients", tmp_path_factory.mktemp("chat") / "log") as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A checkpoint of transformers' whose weights say what a test wants, tool calls among it: see tests/scripted.py."""
+    import scripted as checkpoint
+
+    folder = checkpoint.write(tmp_path_factory.mktemp("scripted"))
+    with started(folder, "scripted", "", tmp_path_factory.mktemp("scripts") / "log", "--reasoning-parser",
+                 "qwen3") as server:
+        yield server

@@ -52,14 +52,15 @@ class Server:
 
 
 @contextmanager
-def started(folder: Path | None, model: str, key: str, log: Path) -> Iterator[Server]:
+def started(folder: Path | None, model: str, key: str, log: Path, *more: str) -> Iterator[Server]:
     """A server in float32, whose greedy outputs do not depend on what else is in the batch.
 
     Args:
         folder: a checkpoint; None: the built-in model.
         key: the API key that the server demands; empty: none.
+        more: further options of the command line.
     """
-    arguments = [*([str(folder)] if folder else []), "--served-model-name", model, "--dtype", "float32"]
+    arguments = [*([str(folder)] if folder else []), "--served-model-name", model, "--dtype", "float32", *more]
     if key:
         arguments += ["--api-key", key]
     with serving(*arguments, log=log, program=PROGRAM) as live:

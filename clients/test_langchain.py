@@ -10,6 +10,7 @@ import openai
 import pytest
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_core.prompts import ChatPromptTemplate
+from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
 from pydantic import BaseModel
 from servers import MAX_TOKENS, MESSAGES, PROMPT, Server
@@ -100,8 +101,37 @@ def test_extra_body(builtin: Server) -> None:
     assert generation[0].generation_info["finish_reason"] == "length"
 
 
+@pytest.fixture(scope="module")
+def caller(scripted: Server) -> ChatOpenAI:
+    return ChatOpenAI(base_url=scripted.base_url, api_key=scripted.key, model=scripted.model, temperature=0,
+                      max_retries=0)
+
+
+@tool
+def weather(city: str) -> str:
+    """The weather in a city."""
+    return "#sunny" if city == "Paris" else "unknown"
+
+
+def test_tools(caller: ChatOpenAI) -> None:
+    """`bind_tools`: a tool is called, and its result answered."""
+    bound, turns = caller.bind_tools([weather]), [HumanMessage("Rain? #weather")]
+    answer = bound.invoke(turns)
+    assert [(call["name"], call["args"]) for call in answer.tool_calls] == [("weather", {"city": "Paris"})]
+    assert bound.invoke([*turns, answer, weather.invoke(answer.tool_calls[0])]).content == "It is sunny."
+
+
+def test_tools_streamed(caller: ChatOpenAI) -> None:
+    """`bind_tools`: a call as a stream."""
+    pieces = list(caller.bind_tools([weather]).stream("Rain? #weather"))
+    whole = pieces[0]
+    for piece in pieces[1:]:
+        whole += piece
+    assert len(pieces) > 2 and [call["args"] for call in whole.tool_calls] == [{"city": "Paris"}]
+
+
 @pytest.mark.parametrize(("asks", "field", "change"), [
-    ("tools (`bind_tools`)", "tools", lambda talk: talk.bind_tools([Answer])),
+    ("tools of a model without them (`bind_tools`)", "tools", lambda talk: talk.bind_tools([Answer])),
 ], ids=["tools"])
 def test_refused(
     talk: ChatOpenAI, asks: str, field: str, change: Callable[[ChatOpenAI], ChatOpenAI],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pydantic
@@ -16,6 +16,12 @@ CLIENT = "`openai` for Python"
 VERSION = version("openai")
 GREEDY = {"temperature": 0, "max_tokens": MAX_TOKENS}
 Refused = Callable[[str, object], None]
+
+
+class Answer(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    kind: Literal["slot", "block"]
 
 
 @pytest.fixture(scope="module")
@@ -200,6 +206,46 @@ def test_leaving_a_stream(code: openai.OpenAI, builtin: Server) -> None:
     raise AssertionError("the request still runs")
 
 
+@pytest.fixture(scope="module")
+def caller(scripted: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=scripted.base_url, api_key=scripted.key, max_retries=0)
+
+
+ARGUMENTS = '{"city": "Paris"}'
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {
+    "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}}
+CALLING = {"model": "scripted", "tools": [WEATHER], "messages": [{"role": "user", "content": "Rain? #weather"}]}
+
+
+def test_tool_calls(caller: openai.OpenAI) -> None:
+    """A tool is called (`tools`), and its result answered."""
+    choice = caller.chat.completions.create(**CALLING).choices[0]
+    (call,) = choice.message.tool_calls
+    assert choice.finish_reason == "tool_calls" and choice.message.content == "I look it up."
+    assert (call.type, call.function.name, call.function.arguments) == ("function", "weather", ARGUMENTS)
+    turns = [*CALLING["messages"], choice.message, {"role": "tool", "tool_call_id": call.id, "content": "#sunny"}]
+    assert caller.chat.completions.create(**CALLING | {"messages": turns}).choices[0].message.content == "It is sunny."
+
+
+def test_tool_calls_streamed(caller: openai.OpenAI) -> None:
+    """A tool call as a stream, put together by `chat.completions.stream`."""
+    with caller.chat.completions.stream(**CALLING) as stream:
+        grown = [event.arguments for event in stream if event.type == "tool_calls.function.arguments.delta"]
+        choice = stream.get_final_completion().choices[0]
+    assert grown[-1] == ARGUMENTS and grown == sorted(grown, key=len)
+    assert choice.finish_reason == "tool_calls" and choice.message.tool_calls[0].function.arguments == ARGUMENTS
+
+
+def test_reasoning(caller: openai.OpenAI) -> None:
+    """Reasoning stands beside the answer (`reasoning_content`), whole and streamed."""
+    asked = {"model": "scripted", "messages": [{"role": "user", "content": "Where? #reason"}]}
+    message = caller.chat.completions.create(**asked).choices[0].message
+    assert (message.reasoning_content, message.content) == ("Where is Paris?", "In France.")
+    deltas = [chunk.choices[0].delta for chunk in caller.chat.completions.create(stream=True, **asked)]
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "Where is Paris?"
+    assert "".join(delta.content or "" for delta in deltas) == "In France."
+
+
 def test_structured_output(talk: openai.OpenAI, chat: Server) -> None:
     """Structured output: `response_format` with a JSON schema, and the helper `parse`."""
     class Answer(pydantic.BaseModel):
@@ -210,7 +256,7 @@ def test_structured_output(talk: openai.OpenAI, chat: Server) -> None:
 
 
 @pytest.mark.parametrize(("asks", "fields"), [
-    ("tool calls (`tools`)", {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}),
+    ("tool calls of a model without them (`tools`)", {"tools": [WEATHER]}),
     ("audio (`modalities`)", {"modalities": ["text", "audio"]}),
 ], ids=["tools", "audio"])
 def test_refused_fields(
@@ -223,12 +269,48 @@ def test_refused_fields(
     record_property("refused", refused.value.body["message"])
 
 
-@pytest.mark.parametrize(("asks", "call"), [
-    ("embeddings", lambda client: client.embeddings.create(model="tiny-chat", input="a")),
-    ("the Responses API", lambda client: client.responses.create(model="tiny-chat", input="a")),
-], ids=["embeddings", "responses"])
-def test_absent_routes(talk: openai.OpenAI, asks: str, call: Callable[[Any], Any], record_property: Refused) -> None:
-    """Asks for {asks}."""
-    with pytest.raises(openai.NotFoundError) as refused:
-        call(talk)
-    record_property("refused", refused.value.body["message"].partition(";")[0])
+def test_embeddings(talk: openai.OpenAI, chat: Server) -> None:
+    """Embeds texts and token ids, as floats, in base64 and with fewer `dimensions`."""
+    texts = [PROMPT, "def is_empty(self):"]
+    ids = [chat.post("/tokenize", prompt=text)["tokens"] for text in texts]
+    expected = [one["embedding"] for one in chat.post("/v1/embeddings", input=texts)["data"]]
+    for given, options in ((texts, {}), (ids, {"encoding_format": "base64"}), (texts, {"encoding_format": "float"})):
+        answer = talk.embeddings.create(model=chat.model, input=given, **options)
+        assert answer.usage.prompt_tokens == answer.usage.total_tokens == sum(map(len, ids))
+        if options.get("encoding_format") != "base64":
+            for one, wanted in zip(answer.data, expected, strict=True):
+                assert one.embedding == pytest.approx(wanted, abs=1e-6)
+    (short,) = talk.embeddings.create(model=chat.model, input=PROMPT, dimensions=8).data
+    assert len(short.embedding) == 8 and sum(number**2 for number in short.embedding) == pytest.approx(1, abs=1e-3)
+
+
+def test_responses(talk: openai.OpenAI, chat: Server) -> None:
+    """Creates a response, continues it by `previous_response_id`, fetches and deletes it."""
+    first = talk.responses.create(
+        model=chat.model, input=MESSAGES[1:], instructions=MESSAGES[0]["content"], max_output_tokens=MAX_TOKENS,
+        temperature=0)
+    assert first.output_text == chat.chat() != ""
+    assert first.usage is not None and first.usage.total_tokens == first.usage.input_tokens + first.usage.output_tokens
+    turns = [*MESSAGES[1:], {"role": "assistant", "content": first.output_text}, {"role": "user", "content": "And?"}]
+    second = talk.responses.create(model=chat.model, input="And?", previous_response_id=first.id, temperature=0,
+                                   max_output_tokens=MAX_TOKENS)
+    assert second.output_text == chat.chat(turns)
+    assert talk.responses.retrieve(first.id).output_text == first.output_text
+    talk.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        talk.responses.retrieve(first.id)
+
+
+def test_responses_stream(talk: openai.OpenAI, chat: Server) -> None:
+    """Streams a response: `responses.stream`, with the events that build its items."""
+    with talk.responses.stream(model=chat.model, input=MESSAGES, max_output_tokens=MAX_TOKENS, temperature=0) as stream:
+        events = list(stream)
+    texts = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(texts) == events[-1].response.output_text == chat.chat()
+    assert events[0].type == "response.created" and events[-1].response.usage is not None
+
+
+def test_responses_parse(talk: openai.OpenAI, chat: Server) -> None:
+    """Parses a response into a pydantic model: `responses.parse`."""
+    response = talk.responses.parse(model=chat.model, input=MESSAGES, text_format=Answer, max_output_tokens=200)
+    assert isinstance(response.output_parsed, Answer)

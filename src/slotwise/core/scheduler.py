@@ -24,9 +24,9 @@ A prefix hit always ends before the last known token, which is computed for its 
 the very next plan, although a step in flight still reads it, because executors run plans in order.
 
 One step may be in flight: schedule() works from *scheduled* token counts, commit() advances *computed* ones.  If a
-request finishes after its next row was planned, that row's tokens are dropped.  A preemption
-sets scheduled and computed counts to 0 (`RequestTable.preempt`) and keeps the pending token of a row in flight; until
-that token is committed, and so never in the same plan, the request is not admitted again.
+request finishes after its next row was planned, that row's tokens are dropped.  A preemption sets scheduled and
+computed counts to 0 (`RequestTable.preempt`) and keeps the pending token of a row in flight; until that token is
+committed, and so never in the same plan, the request is not admitted again.
 
 A decoding row may carry drafts, which are planned last (`core/drafting.py`).  Such a row yields 1 to 1 + drafts tokens.
 The commit tells how many, so the row is in no other step before it; commit() appends them, and frees the blocks behind

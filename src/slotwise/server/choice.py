@@ -7,11 +7,13 @@ from collections.abc import Collection, Coroutine, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from slotwise.core.step import TokenLogprobs
-from slotwise.engine.generation import Chunk, Generation
+from slotwise.engine.generation import AT_THE_END, Chunk, Generation
 from slotwise.server.errors import from_ending
 from slotwise.server.output_parsing import TOOL_CALLS, ParsedOutput
-from slotwise.server.parsers.parts import Content, Part
+from slotwise.server.parsers.parts import CallArguments, CallName, Content, Part
 from slotwise.text.continuation import Continuation
+
+INTERVAL = 64  # tokens that are parsed, or formatted, at a time
 
 T = TypeVar("T")
 
@@ -29,6 +31,14 @@ class Delta(NamedTuple):
     finish_reason: str | None
     stop_reason: str | int | None = None
     parts: Sequence[Part] | None = None
+
+    def events(self) -> list[Delta]:
+        """The deltas that a stream sends: tool calls are followed by their end, as in OpenAI's streams."""
+        calls = any(isinstance(part, CallName | CallArguments) for part in self.parts or ())
+        if self.finish_reason is None or not calls:
+            return [self]
+        return [self._replace(finish_reason=None, stop_reason=None),
+                Delta("", (), (), self.finish_reason, self.stop_reason, ())]
 
     def after(self, text: str) -> Delta:
         """The same after more text of the answer."""
@@ -55,6 +65,19 @@ class Choice:
         self._stop_ids = stop_ids
         self._is_silent = is_silent
         self._parsed = parsed
+
+    @property
+    def is_parsed(self) -> bool:
+        return self._parsed is not None
+
+    def wait(self, *, has_logprobs: bool = False) -> None:
+        """Lets `generation` wait for all tokens, where no client waits for each.
+
+        It comes in parts where its end may depend on them, or where much at once would delay every stream: a text is
+        parsed, log-probabilities are formatted.
+        """
+        if not self.continuation.looks_for_stops:
+            self.generation.interval = INTERVAL if has_logprobs or self.is_parsed else AT_THE_END
 
     @property
     def num_tokens(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from slotwise.core.grammar import Grammar
 from slotwise.core.slo import SLO
 from slotwise.server.context import Api
 from slotwise.server.conversation import Conversation, last_text
@@ -19,7 +20,7 @@ from slotwise.server.prompts import Encoding
 from slotwise.server.protocol import ChatRequest, CompletionRequest, Generate, decode
 from slotwise.server.shapes import CHAT, COMPLETION
 from slotwise.server.streams import respond_stream
-from slotwise.server.tools import allowed_tools, parsing_of
+from slotwise.server.tools import allowed_tools, constraint, parsing_of
 from slotwise.server.unknown_fields import warn_of_unknown_fields
 from slotwise.server.whole import respond_whole
 
@@ -53,7 +54,8 @@ async def _completion(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
     default = _default(api, slo, request, prompts, COMPLETION_TOKENS, request.logprobs)
     limited = api.settings.sampling_defaults.limited(asked)
     max_tokens = api.prompts.max_tokens(limited, max(map(len, prompts)), default)
-    params = request.sampling_params(max_tokens, request.logprobs, await _others(api, exchange, request))
+    others = await _others(api, exchange, request, grammar_of(request))
+    params = request.sampling_params(max_tokens, request.logprobs, others)
     return Asked(request, slo, prompts, params, _renderer(request), Repeated(echoes), is_silent)
 
 
@@ -91,14 +93,15 @@ async def asked_of_chat(api: Api, exchange: HttpExchange, request: ChatRequest, 
         rendered = await api.prompts.of_chat(conversation, exchange.holder, encoding)
     continued = last_text(request.messages, "assistant")
     echo = continued if request.echo else ""
-    parsing = parsing_of(api, request, chosen, has_begun(
-        rendered.text, continued if conversation.continues else None))
+    form, begun = api.output_format, has_begun(rendered.text, continued if conversation.continues else None)
+    grammar, writes_calls = constraint(form, request, chosen, begun)
+    parsing = parsing_of(form, request, chosen, begun, is_written=writes_calls)
     request.messages, prompt = [], rendered.ids
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     defaults = api.settings.sampling_defaults
     default = _default(api, slo, request, [prompt], defaults.max_tokens, logprobs)
     max_tokens = api.prompts.max_tokens(defaults.limited(asked), len(prompt), default, param)
-    params = request.sampling_params(max_tokens, logprobs, await _others(api, exchange, request))
+    params = request.sampling_params(max_tokens, logprobs, await _others(api, exchange, request, grammar))
     repeated = Repeated((echo,) if echo else (), rendered.text if request.return_prompt_text else None)
     return Asked(request, slo, [prompt], params, render, repeated, is_silent, parsing=parsing)
 
@@ -116,12 +119,12 @@ def _renderer(request: Generate) -> Renderer:
     return respond_stream if request.stream else respond_whole
 
 
-async def _others(api: Api, exchange: HttpExchange, request: Generate) -> dict[str, Any]:
-    """Sampling parameters that are the model's own, or that need the tokenizer."""
+async def _others(api: Api, exchange: HttpExchange, request: Generate, grammar: Grammar | None) -> dict[str, Any]:
+    """Sampling parameters that are the model's own, or that need the tokenizer or the compiler of grammars."""
     others = api.settings.sampling_defaults.of_sampling
     if request.bad_words:
         others["bad_words_token_ids"] = await api.prompts.of_bad_words(request.bad_words, exchange.holder)
-    if (grammar := grammar_of(request)) is not None:
+    if grammar is not None:
         await api.grammars.check(grammar, exchange.holder)
         others["grammar"] = grammar
     return others

@@ -60,6 +60,7 @@ class Parsing(NamedTuple):
     begun: bool | None = None  # an output begins within reasoning; see `parsers.thinking.has_begun`
     most_calls: int | None = None  # of an output; None: any number
     hides_reasoning: bool = False
+    is_written: bool = False  # a grammar writes the calls
 
     @property
     def marks(self) -> Mapping[int, str]:
@@ -68,7 +69,7 @@ class Parsing(NamedTuple):
 
     def output(self) -> ParsedOutput:
         """Parses one output."""
-        parser = self.form.parser(self.tools, self.begun)
+        parser = self.form.parser(self.tools, self.begun, is_written=self.is_written)
         return ParsedOutput(parser, self.most_calls, hides_reasoning=self.hides_reasoning)
 
 

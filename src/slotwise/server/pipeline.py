@@ -45,7 +45,10 @@ async def respond(api: Api, exchange: HttpExchange, shape: Shape, prepare: Check
     """Answer a request.  Raises ApiError: it cannot be served, or failed."""
     _enter(api, exchange)
     async with api.bodies.reading(exchange) as body:
-        asked = await prepare(api, exchange, body)
+        try:
+            asked = await prepare(api, exchange, body)
+        except RecursionError as error:
+            raise bad_request("the body is nested too deeply", code="too_deep") from error
         del body  # frees its memory while the response is generated
     request, slo, params = asked.request, asked.slo, asked.params
     try:

@@ -56,7 +56,8 @@ class _Streamed:
             if echo:
                 delta, echo = delta.after(echo), ""
             if not self._is_plain or delta.finish_reason is not None:
-                await self._exchange.event(opening + await self._full(choice, delta))
+                written = [await self._full(choice, one) for one in delta.events()]
+                await self._exchange.event(opening + b"".join(written))
             else:
                 await self._exchange.event(opening + self._events.plain(choice.index, delta.text))
             if not self.num_events:

@@ -1,4 +1,4 @@
-"""The tools of a chat request, and which of them its answer may call."""
+"""The tools of a chat request: which of them its answer may call, or must, and the grammar that sees to it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,28 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from slotwise.core.grammar import JSON_SCHEMA, LARK, REGEX, Grammar, is_gbnf
 from slotwise.server.context import Api
 from slotwise.server.errors import ApiError, bad_request
+from slotwise.server.grammars import grammar_of
 from slotwise.server.output_parsing import Parsing
+from slotwise.server.parsers.grammar import MOST_CALLS, Schemas, lark_of_regex
 from slotwise.server.parsers.parser import Tools
+from slotwise.server.parsers.registry import OutputFormat
 from slotwise.server.protocol import ChatRequest
+from slotwise.text.structured_output import StructuredOutputError, json_schema
 
 MAX_TOOLS = 512
 NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
 
 Tool = dict[str, Any]
+
+
+class Constraint(NamedTuple):
+    """What an output must match."""
+
+    grammar: Grammar | None = None  # None: anything
+    writes_calls: bool = False  # calls, too, are written by the grammar
 
 
 class ToolChoice(NamedTuple):
@@ -33,22 +45,77 @@ def allowed_tools(api: Api, request: ChatRequest) -> ToolChoice:
         ApiError: a field is not valid, or the server cannot do what it asks for.
     """
     chosen = tool_choice(request.tools or (), request.tool_choice)
-    if chosen.required:
-        raise bad_request("tool_choice: only none and auto are supported", "tool_choice", "unsupported_parameter")
-    if chosen.strict:
-        raise bad_request("tools: strict is not supported", "tools", "unsupported_parameter")
-    if chosen.tools is not None and not api.output_format.tools:
+    if chosen.tools is not None and not chosen.required and not api.output_format.tools:
         raise bad_request("tools is not supported, because the server has no parser of the model's tool calls: start "
                           "it with --tool-call-parser", "tools", "unsupported_parameter")
     return chosen
 
 
-def parsing_of(api: Api, request: ChatRequest, chosen: ToolChoice, begun: bool | None) -> Parsing | None:
-    """How the outputs of a request are parsed; None where they are text."""
-    if not api.output_format.parses(chosen.tools):
+def constraint(form: OutputFormat, request: ChatRequest, chosen: ToolChoice, begun: bool | None) -> Constraint:
+    """What the output of a request must match.
+
+    Args:
+        begun: whether the output begins within reasoning; see `parsers.thinking.has_begun`.
+
+    Raises:
+        ApiError: the fields describe no grammar, or none that this format has.
+    """
+    answer = grammar_of(request)
+    if chosen.required:
+        if answer is not None:
+            raise bad_request(f"{answer.field}: not available with a tool_choice that requires a call", answer.field)
+        return Constraint(Grammar(LARK, form.grammar_of_calls(_schemas(request, chosen), begun), "tools"), True)
+    if answer is not None:
+        if not form.parses(chosen.tools):
+            return Constraint(answer)
+        schemas = None if chosen.tools is None else _schemas(request, chosen)
+        return Constraint(
+            Grammar(LARK, form.grammar_of_answer(_terms(answer), begun, schemas), answer.field), schemas is not None)
+    if not chosen.strict:
+        return Constraint()
+    text = form.grammar_of_strict(_schemas(request, chosen), begun)
+    if text is None:
+        raise bad_request(f"tools: strict is not supported by the parser {form.tools} unless tool_choice requires a "
+                          "call", "tools", "unsupported_parameter")
+    return Constraint(Grammar(LARK, text, "tools"), True)
+
+
+def _schemas(request: ChatRequest, chosen: ToolChoice) -> Schemas:
+    """The schemas that calls must match: of any object for tools that are neither strict nor required."""
+    schemas = {}
+    for name, schema in (chosen.tools or {}).items():
+        if schema.get("type", "object") != "object":
+            raise bad_request(f"tools: the parameters of {name} must be of type object", "tools")
+        wanted = {"type": "object"} | dict(schema) if chosen.required or name in chosen.strict else {"type": "object"}
+        try:
+            schemas[name] = json_schema(wanted, "tools").text
+        except StructuredOutputError as error:
+            raise bad_request(str(error), "tools") from error
+    is_one = request.parallel_tool_calls is False or isinstance(request.tool_choice, dict)
+    return Schemas(schemas, 1 if is_one else MOST_CALLS)
+
+
+def _terms(answer: Grammar) -> str:
+    """A grammar as terms of a rule.  Raises ApiError for GBNF, which is translated only where it stands alone."""
+    if answer.kind == LARK and is_gbnf(answer.text):
+        raise bad_request(f"{answer.field}: a grammar in GBNF is not available beside tools or reasoning; write it in "
+                          "Lark's syntax", answer.field)
+    if answer.kind == REGEX:
+        return lark_of_regex(answer.text)
+    return f"%json {answer.text}" if answer.kind == JSON_SCHEMA else f"%lark {{\n{answer.text}\n}}"
+
+
+def parsing_of(form: OutputFormat, request: ChatRequest, chosen: ToolChoice, begun: bool | None, *,
+               is_written: bool) -> Parsing | None:
+    """How the outputs of a request are parsed; None where they are text.
+
+    Args:
+        is_written: a grammar writes the calls.
+    """
+    if not is_written and not form.parses(chosen.tools):
         return None
-    return Parsing(api.output_format, chosen.tools, begun, 1 if request.parallel_tool_calls is False else None,
-                   hides_reasoning=request.include_reasoning is False)
+    return Parsing(form, chosen.tools, begun, 1 if request.parallel_tool_calls is False else None,
+                   hides_reasoning=request.include_reasoning is False, is_written=is_written)
 
 
 def tool_choice(tools: Sequence[Tool], choice: str | dict[str, Any] | None) -> ToolChoice:

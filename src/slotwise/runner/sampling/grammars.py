@@ -45,6 +45,11 @@ class Grammars:
         self._thread: threading.Thread | None = None
 
     @property
+    def end_ids(self) -> list[int]:
+        """The model's end tokens."""
+        return list(self._tokenizer.eos_tokens) if self._tokenizer is not None else []
+
+    @property
     def is_compiling(self) -> bool:
         """Whether a request waits for `pop_compiled`."""
         return bool(self._waiting or self._ready)

@@ -5,8 +5,9 @@
     select(...)   the sampler takes its rows' masks, and waits for the thread if it is not done
 
 A mask has one bit a token, bit i of word i // 32.  Behind a draft the mask is that of the text with the draft; behind
-one that the grammar does not allow there is none, because it is never accepted.  Afterwards the matcher goes back to
-the tokens that are known, so nothing is undone when drafts are not accepted, or a step has failed and is run again.
+one that ends the output, or that the grammar does not allow, only the end may follow, and is dropped.  Afterwards the
+matcher goes back to the tokens that are known, so nothing is undone when drafts are not accepted, or a step has failed
+and is run again.
 """
 
 from __future__ import annotations
@@ -52,6 +53,9 @@ class Masks:
     def __init__(self, grammars: Grammars, vocab_size: int) -> None:
         self._grammars = grammars
         self._texts: dict[int, _Text] = {}  # by slot
+        self._end = np.zeros(-(-vocab_size // 32), np.uint32)  # the mask of the end tokens
+        for token in grammars.end_ids:
+            self._end[token // 32] |= np.uint32(1 << token % 32)
         self._bits = np.zeros((0, -(-vocab_size // 32)), np.int32)
         self._places: dict[tuple[int, int], int] = {}  # rows of `_bits` by slot and position of the token
         self._filling: Future[None] | None = None
@@ -121,7 +125,9 @@ class Masks:
             first = _first_output(plan, row, text.num_prompt)
             for index in range(plan.num_logits[row]):
                 self._places[slot, text.num_prompt + first + index] = place + index
-            text.fill(first, plan.drafts[row] if plan.drafts else (), self._bits[place : len(self._places)])
+            bits = self._bits[place : len(self._places)]
+            bits[1:] = self._end.view(np.int32)
+            text.fill(first, plan.drafts[row] if plan.drafts else (), bits)
 
     def _reserve(self, num_rows: int) -> None:
         if len(self._bits) < num_rows:
@@ -144,32 +150,36 @@ class _Text:
         self._matcher = matcher
         self._outputs = list(join.tokens[join.num_prompt :])
         self._num_consumed = 0
+        self._num_held = 0  # of those that the matcher consumed, the first ones that are still outputs
 
     def record(self, first: int, tokens: Sequence[int]) -> None:
         """Tokens follow the first `first` outputs, and replace those of a step that failed."""
+        if self._outputs[first:] != list(tokens):
+            self._num_held = min(self._num_held, first)
         self._outputs[first:] = tokens
 
     def fill(self, first: int, drafts: Sequence[int], bits: NDArray[np.int32]) -> None:
-        """Fill `bits [1 + drafts, words]` for the tokens behind `first` outputs, and behind each draft.
+        """Fill `bits [1 + drafts, words]` for the tokens behind `first` outputs, and behind each draft that may stand.
 
         All bits are 0, so that no token can be drawn, where the masks cannot be computed.
         """
-        bits.fill(0)
         try:
             self._move_to(first)
             self._fill(drafts, bits)
         except Exception as error:
+            bits.fill(0)
             self.error = self.error or f"{type(error).__name__}: {error}"
 
     def _move_to(self, num_outputs: int) -> None:
         if num_outputs > len(self._outputs):
             raise ValueError(f"a token is wanted after {num_outputs} outputs, of which {len(self._outputs)} are known")
-        if num_outputs < self._num_consumed:
-            self._matcher.rollback(self._num_consumed - num_outputs)
-            self._num_consumed = num_outputs
+        if (kept := min(num_outputs, self._num_held)) < self._num_consumed:
+            self._matcher.rollback(self._num_consumed - kept)
+            self._num_consumed = kept
         while self._num_consumed < num_outputs and not self._matcher.is_stopped():
             self._matcher.consume_token(self._outputs[self._num_consumed])
             self._num_consumed += 1
+        self._num_held = self._num_consumed
 
     def _fill(self, drafts: Sequence[int], bits: NDArray[np.int32]) -> None:
         matcher, num_drafted = self._matcher, 0

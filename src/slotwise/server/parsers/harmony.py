@@ -11,19 +11,23 @@ from __future__ import annotations
 
 import re
 
+from slotwise.server.parsers.grammar import Syntax
 from slotwise.server.parsers.json_text import Emit, nested
 from slotwise.server.parsers.parser import FormatParser
 from slotwise.server.parsers.reader import Waiting
 
 RECIPIENT = re.compile(r"to=([\w.:-]+)")
 FUNCTIONS = "functions."
-START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+THOUGHT, NOTE, FINAL = [f"{CHANNEL}{channel}{MESSAGE}" for channel in ("analysis", "commentary", "final")]
+NEXT = f"<|end|>{START}assistant"  # between two messages
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 
 
 class Harmony(FormatParser):
     MODELS = "gpt-oss"
-    SPELLINGS = (START, CHANNEL, MESSAGE, *ENDS, "<|constrain|>")
+    SYNTAX = Syntax(f"{CHANNEL}commentary to={FUNCTIONS}", f" {CONSTRAIN}json{MESSAGE}", "", quotes=False, most=1)
+    SPELLINGS = (START, CHANNEL, MESSAGE, *ENDS, CONSTRAIN)
 
     def _parse(self) -> Waiting[None]:
         start, channel, message = map(self.markers.of, (START, CHANNEL, MESSAGE))

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from slotwise.server.parsers.grammar import Syntax
 from slotwise.server.parsers.json_text import CallObject
 from slotwise.server.parsers.parser import FormatParser
 from slotwise.server.parsers.reader import Waiting
@@ -14,6 +15,7 @@ from slotwise.server.parsers.reader import Waiting
 
 class Hermes(FormatParser):
     MODELS = "Hermes 2 and 3, Qwen 2.5 and 3, and many more"
+    SYNTAX = Syntax('<tool_call>\n{"name": ', ', "arguments": ', "}\n</tool_call>", "<tool_call>", separator="\n")
     SPELLINGS = ("<tool_call>", "</tool_call>")
 
     def _parse(self) -> Waiting[None]:

@@ -7,6 +7,7 @@ Nothing but the name of a tool tells a call from another object, so only the req
 
 from __future__ import annotations
 
+from slotwise.server.parsers.grammar import Syntax
 from slotwise.server.parsers.json_text import CallObject
 from slotwise.server.parsers.parser import FormatParser
 from slotwise.server.parsers.reader import SPACES, Waiting
@@ -14,6 +15,7 @@ from slotwise.server.parsers.reader import SPACES, Waiting
 
 class Llama3Json(FormatParser):
     MODELS = "Llama 3.1, 3.2 and 3.3"
+    SYNTAX = Syntax('{"name": ', ', "parameters": ', "}", separator="; ")
     SPELLINGS = ("<|python_tag|>",)
 
     def _parse(self) -> Waiting[None]:

@@ -7,7 +7,7 @@ tokenizer has no such special token, a format is made of the spelling itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 FIRST, MOST = 0xDC00, 256  # lone surrogates in use
 ANY = f"{chr(FIRST)}-{chr(FIRST + MOST - 1)}"  # of them, in a class of a regular expression
@@ -29,6 +29,11 @@ class Markers:
 
     def __contains__(self, spelling: str) -> bool:
         return spelling in self._stand_ins
+
+    @property
+    def spellings(self) -> Collection[str]:
+        """Those of the special tokens."""
+        return self._stand_ins.keys()
 
     def of(self, spelling: str) -> str:
         """What stands in a text for a token: a character, or the spelling where the token is not special."""

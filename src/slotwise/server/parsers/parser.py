@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
+from slotwise.server.parsers.grammar import Syntax
 from slotwise.server.parsers.markers import Markers
 from slotwise.server.parsers.parts import CallArguments, CallName, Content, Part, Reasoning, merged
 from slotwise.server.parsers.reader import Reader, Waiting
@@ -38,6 +39,7 @@ class FormatParser:
     """
 
     MODELS: ClassVar[str] = ""  # that write it
+    SYNTAX: ClassVar[Syntax | None] = None  # how a grammar writes calls; None: in no way that the parser reads
     SPELLINGS: ClassVar[tuple[str, ...]] = ()  # of tokens that the format is made of, and that may be special
 
     def __init__(self, markers: Markers, tools: Tools) -> None:

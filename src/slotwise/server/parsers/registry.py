@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from slotwise.server.parsers.harmony import Harmony
+from slotwise.server.parsers.grammar import Schemas, call_rules, can_write, grammar, tagged_rules, terms, thinking_rules
+from slotwise.server.parsers.harmony import FINAL, NEXT, NOTE, THOUGHT, Harmony
 from slotwise.server.parsers.hermes import Hermes
+from slotwise.server.parsers.json_calls import JsonCalls
 from slotwise.server.parsers.llama3_json import Llama3Json
 from slotwise.server.parsers.markers import Markers
 from slotwise.server.parsers.mistral import Mistral
 from slotwise.server.parsers.parser import Chain, FormatParser, OutputParser, Spelled, Tools
 from slotwise.server.parsers.pythonic import Pythonic
 from slotwise.server.parsers.qwen3_xml import Qwen3Xml
-from slotwise.server.parsers.thinking import DeepSeekR1, Qwen3
+from slotwise.server.parsers.thinking import CLOSING, OPENING, DeepSeekR1, Qwen3
 
 HARMONY = "openai"  # one format for both
 TOOL_PARSERS: dict[str, type[FormatParser]] = {
@@ -43,7 +45,7 @@ def tool_parser_of(template: str) -> str:
 
 
 class OutputFormat:
-    """How a model's outputs are parsed.
+    """How a model's outputs are parsed, and how grammars write them.
 
     Args:
         tools, reasoning: names of parsers, "" for none.
@@ -71,22 +73,74 @@ class OutputFormat:
         """How special tokens stand in the text that a parser reads."""
         return self._one if tools is None else self._both
 
-    def parser(self, tools: Tools | None, begun: bool | None = None) -> OutputParser:
+    def parser(self, tools: Tools | None, begun: bool | None = None, *, is_written: bool = False) -> OutputParser:
         """A parser for one output.
 
         Args:
             tools: those that may be called; None: calls stay text.
             begun: whether the output begins within reasoning; see `thinking.has_begun`.
+            is_written: a grammar writes the calls.
         """
         markers = self.markers(tools)
-        if HARMONY in (self.reasoning, self.tools if tools is not None else ""):
+        if self._is_harmony(tools):
             return Spelled(Harmony(markers, tools or {}), markers)
         parsers: list[OutputParser] = []
         if self.reasoning:
             parsers.append(THINKING_PARSERS[self.reasoning](markers, begun))
-        if self.tools and tools is not None:
-            parsers.append(TOOL_PARSERS[self.tools](markers, tools))
+        if tools is not None and (self.tools or is_written):
+            parsers.append((self._written if is_written else TOOL_PARSERS[self.tools])(markers, tools))
         return Spelled(Chain(*parsers), markers)
+
+    def grammar_of_calls(self, schemas: Schemas, begun: bool | None) -> str:
+        """The grammar of outputs that call at least one tool."""
+        return self._grammar("calls", begun, self._calls(schemas))
+
+    def grammar_of_answer(self, answer: str, begun: bool | None, schemas: Schemas | None = None) -> str:
+        """The grammar of outputs that match something once they have reasoned, or that call tools.
+
+        Args:
+            answer: what they match, as terms of a rule.
+        """
+        final = f"final: {terms(FINAL, self._both)} answer" if self._is_harmony(None) else "final: answer"
+        rules = [final, f"answer: {answer}"]
+        if schemas is None:
+            return self._grammar("final", begun, rules)
+        return self._grammar("(calls | final)", begun, rules, self._calls(schemas))
+
+    def grammar_of_strict(self, schemas: Schemas, begun: bool | None) -> str | None:
+        """The grammar of any output whose calls match schemas; None where no grammar describes the format."""
+        syntax = self._written.SYNTAX
+        if self._is_harmony({}):
+            free = [f"note: {terms(NOTE, self._both)} TEXT {terms(NEXT, self._both)}",
+                    f"free: {terms(FINAL, self._both)} TEXT"]
+            return self._grammar("note? (calls | free)", begun, free, self._calls(schemas))
+        if syntax is None or self._written is JsonCalls:
+            return None
+        if syntax.trigger:
+            return self._grammar("tagged* TEXT", begun, tagged_rules(syntax, self._both, schemas))
+        return self._grammar("(calls | FREE?)", begun, [r"FREE: /[^{](.|\n)*/"], self._calls(schemas))
+
+    @property
+    def _written(self) -> type[FormatParser]:
+        """The parser of calls that a grammar writes: the model's own, if a grammar can."""
+        own = Harmony if self._is_harmony({}) else TOOL_PARSERS.get(self.tools, JsonCalls)
+        return own if own.SYNTAX is not None and can_write(own.SYNTAX, self._both) else JsonCalls
+
+    def _is_harmony(self, tools: Tools | None) -> bool:
+        return HARMONY in (self.reasoning, self.tools if tools is not None else "")
+
+    def _calls(self, schemas: Schemas) -> list[str]:
+        assert self._written.SYNTAX is not None
+        return call_rules(self._written.SYNTAX, self._both, schemas)
+
+    def _grammar(self, start: str, begun: bool | None, *rules: Sequence[str]) -> str:
+        if self._is_harmony({}):
+            thought = f"thought: {terms(THOUGHT, self._both)} TEXT {terms(NEXT, self._both)}"
+            return grammar(f"thought* {start}", [thought], *rules)
+        if not self.reasoning or begun is False:
+            return grammar(start, *rules)
+        begun = THINKING_PARSERS[self.reasoning].THINKS or None if begun is None else begun
+        return grammar(f"thinking {start}", thinking_rules(self._both, OPENING, CLOSING, begun), *rules)
 
 
 UNPARSED = OutputFormat("", "", {})

@@ -1,0 +1,158 @@
+"""Masks on logits, on both paths, and the matchers behind them: rollbacks, drafts, rows that cannot go on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from slotwise import grammars
+from slotwise.core.grammar import REGEX, Grammar
+from slotwise.core.params import SamplingParams
+from slotwise.core.step import NewRequest, RowKind, StepPlan
+from slotwise.kernels.sampling import FAILED, draw
+from slotwise.runner.input_batch import SlotTable
+from slotwise.runner.sampling.cpu import Sampler
+from slotwise.runner.sampling.gpu import DeviceSampler, allowed_only
+from slotwise.runner.sampling.grammars import Grammars
+from slotwise.runner.sampling.masks import Masks, Selected
+
+VOCAB = 299  # no multiple of 32
+EOS = 257
+PROMPT = (1, 2, 3)
+
+
+def tokenizer() -> Any:
+    tokens = [bytes([byte]) for byte in range(256)] + [b"ab", b"<end>"]
+    return grammars.tokenizer_of(tokens, [], [EOS], VOCAB, lambda text: list(text.encode()))
+
+
+def joined(masks: Masks, compiler: Grammars, pattern: str, outputs: tuple[int, ...] = (), slot: int = 0) -> NewRequest:
+    grammar = Grammar(REGEX, pattern)
+    compiler.compile("r", grammar)
+    while not compiler.has_compiled:
+        pass
+    assert [one.objection for one in compiler.pop_compiled()] == [""]
+    join = NewRequest("r", slot, PROMPT + outputs, len(PROMPT), SamplingParams(temperature=0, grammar=grammar), 1, ())
+    masks.join(join)
+    return join
+
+
+def plan(num_outputs: int, drafts: tuple[int, ...] = (), slot: int = 0) -> StepPlan:
+    """A step that draws the token behind `num_outputs` outputs, and behind each draft."""
+    count, start = 1 + len(drafts), len(PROMPT) + num_outputs - 1
+    return StepPlan(0, 0.0, (), (), (), (), ("r",), (slot,), (start,), (count,), (drafts,) if drafts else (), (count,),
+                    (RowKind.DECODE,), (), (), (), (), None)
+
+
+def allowed(masks: Masks, step: StepPlan) -> list[str]:
+    """For each position the tokens that are allowed, "$" for the end."""
+    masks.begin(step, lambda: ())
+    found = []
+    for index in range(step.counts[0]):
+        selected = masks.select(step.slots, [step.starts[0] + 1 + index])
+        assert selected is not None
+        ids = np.flatnonzero(np.unpackbits(selected.bits[0].view(np.uint8), bitorder="little"))
+        found.append("".join("$" if token == EOS else "ab " if token == 256 else chr(token) for token in ids))
+    return found
+
+
+def test_positions_behind_drafts_and_rollbacks() -> None:
+    compiler = Grammars(tokenizer())
+    masks = Masks(compiler, VOCAB)
+    joined(masks, compiler, "a(b|c)d?")
+    assert allowed(masks, plan(0)) == ["aab "]
+    assert allowed(masks, plan(0, tuple(b"acd"))) == ["aab ", "bc", "d$", "$"]
+    assert allowed(masks, plan(0, tuple(b"axd"))) == ["aab ", "bc", "$", "$"], "never drawn, behind a wrong draft"
+    masks.record(plan(0), [(256,)])
+    assert allowed(masks, plan(1, (ord("d"), EOS))) == ["d$", "$", "$"]
+    masks.record(plan(1), [(EOS,)])
+    assert allowed(masks, plan(2)) == ["$"], "a row in flight behind the end"
+    assert allowed(masks, plan(1)) == ["d$"], "the step has failed, and is run again"
+    masks.record(plan(0), [(ord("a"),)])
+    assert allowed(masks, plan(1)) == ["bc"], "so has the one before"
+    masks.leave(0)
+    assert masks.select((0,), (9,)) is None and not masks.are_in(plan(0))
+    joined(masks, compiler, "a(b|c)d?", tuple(b"ac"), slot=3)
+    assert allowed(masks, plan(2, slot=3)) == ["d$"], "resumed after a preemption, in another slot"
+
+
+def test_a_row_that_cannot_go_on_fails_alone() -> None:
+    compiler = Grammars(tokenizer())
+    masks = Masks(compiler, VOCAB)
+    joined(masks, compiler, "a+")
+    masks.record(plan(0), [(ord("x"),)])  # no sampler gives such a token
+    assert allowed(masks, plan(1)) == [""] and masks.objection(0).startswith("structured_outputs: ")
+    sampler = Sampler(4, VOCAB, masks=masks)
+    for slot, params in ((0, SamplingParams(temperature=0)), (1, SamplingParams(temperature=0))):
+        sampler.join(NewRequest(str(slot), slot, PROMPT, len(PROMPT), params, 1, ()))
+    drawn = sampler.sample(torch.randn(2, VOCAB), [0, 1], [len(PROMPT) + 1, len(PROMPT)])
+    assert drawn.tokens[0] == FAILED and drawn.tokens[1] != FAILED and drawn.failed == (0,)
+
+
+def test_the_cache_holds_what_requests_hold_and_a_few_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slotwise.runner.sampling.grammars.MAX_CACHED", 2)
+    compiler = Grammars(tokenizer())
+    masks = Masks(compiler, VOCAB)
+    for pattern in ("a", "b", "c", "d", "a"):
+        joined(masks, compiler, pattern)
+        assert not compiler.is_compiling
+        compiler.release("r")
+    compiler.compile("x", Grammar(REGEX, "(", "guided_regex"))
+    while not (found := compiler.pop_compiled()):
+        pass
+    assert found[0].request_id == "x" and found[0].objection.startswith("guided_regex: at 1")
+    Grammars(None).compile("y", Grammar(REGEX, "a"))
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_masked_rows_of_both_paths(kind: torch.dtype) -> None:
+    random = np.random.default_rng(2)
+    logits = torch.randn(6, VOCAB).to(kind)
+    bits = random.integers(-(2**31), 2**31, (4, -(-VOCAB // 32)), dtype=np.int64).astype(np.int32)
+    bits[0] = 0
+    bits[1, 1:] = 0  # few tokens
+    rows = np.array([0, 2, 3, 5])
+    full = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")[:, :VOCAB].astype(bool)
+    expected = logits.float().clone()
+    for row, mask in zip(rows, full, strict=True):
+        expected[row, torch.from_numpy(~mask)] = -torch.inf
+    copy = logits.clone()
+    assert torch.equal(allowed_only(logits, torch.from_numpy(rows), torch.from_numpy(bits)).float(), expected)
+    assert torch.equal(logits, copy)
+    best = [FAILED if row == 0 else int(expected[row].argmax()) for row in range(6)]
+
+    class Fixed(Masks):
+        def select(self, slots: Any, positions: Any) -> Selected:
+            return Selected(rows, bits)
+
+    masks = Fixed(Grammars(None), VOCAB)
+    slots = SlotTable(6, 16, 4, 0)
+    samplers: list[Any] = [
+        Sampler(6, VOCAB, masks=masks), DeviceSampler(slots, VOCAB, draw, torch.device("cpu"), masks)]
+    for sampler in samplers:
+        for temperature in (0.0, 1.0):
+            for slot in range(6):
+                params = SamplingParams(temperature=temperature, logprobs=2 if slot == 2 else None)
+                sampler.join(NewRequest(str(slot), slot, PROMPT, len(PROMPT), params, 7, ()))
+            drawn = sampler.sample(logits, range(6), [len(PROMPT)] * 6).read()
+            assert drawn.failed == (0,)
+            assert temperature > 0 or drawn.tokens == best
+            assert all(bool(mask[drawn.tokens[row]]) for row, mask in zip(rows[1:], full[1:], strict=True))
+            entry = drawn.logprobs[2]
+            scores = expected[2].log_softmax(-1)
+            assert entry is not None and abs(entry.logprob - float(scores[drawn.tokens[2]])) < 1e-3
+
+
+def test_values_that_are_not_finite_count_only_where_they_are_allowed() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 40], logits[0, 298] = torch.nan, 5.0
+    for forbidden, token in ((40, 298), (298, FAILED)):
+        bits = np.full((1, -(-VOCAB // 32)), -1, np.int32)
+        bits[0, forbidden // 32] &= ~np.int32(1 << forbidden % 32)
+        masks: Any = type("Fixed", (), {"select": lambda *given, bits=bits: Selected(np.array([0]), bits)})()
+        sampler = Sampler(1, VOCAB, masks=masks)
+        sampler.join(NewRequest("0", 0, PROMPT, len(PROMPT), SamplingParams(temperature=0), 7, ()))
+        assert sampler.sample(logits, [0], [len(PROMPT)]).tokens == [token]

@@ -1,0 +1,112 @@
+"""Tool calls, reasoning and grammars together: `slotwise serve` over a checkpoint that says what a test wants."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import scripted
+from live import Live, serving
+
+CITIES = ["Paris", "Rome"]
+WEATHER: dict[str, Any] = {"type": "function", "function": {"name": "weather", "parameters": {
+    "type": "object", "properties": {"city": {"type": "string", "enum": CITIES}}, "required": ["city"],
+    "additionalProperties": False}}}
+TIME: dict[str, Any] = {"type": "function", "function": {"name": "time"}}
+STRICT: dict[str, Any] = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+PERSON = {"type": "json_schema", "json_schema": {"name": "person", "schema": {
+    "type": "object", "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},
+    "required": ["name", "age"], "additionalProperties": False}}}
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    pytest.importorskip("transformers")
+    folder = scripted.write(tmp_path_factory.mktemp("scripted"))
+    with serving(str(folder), "--served-model-name", "scripted", "--dtype", "float32", "--reasoning-parser", "qwen3",
+                 log=tmp_path_factory.mktemp("log") / "stderr") as started:
+        yield started
+
+
+def asked(live: Live, said: str, **fields: Any) -> dict[str, Any]:
+    body = {"messages": [{"role": "user", "content": said}], "tools": [WEATHER, TIME], "temperature": 0,
+            "max_tokens": 200, **fields}
+    answer = live.client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]
+
+
+def calls(choice: dict[str, Any]) -> list[tuple[str, Any]]:
+    assert choice["finish_reason"] == "tool_calls"
+    return [(call["function"]["name"], json.loads(call["function"]["arguments"]))
+            for call in choice["message"]["tool_calls"]]
+
+
+def test_the_model_calls_by_itself(live: Live) -> None:
+    choice = asked(live, "Rain? #weather")
+    assert choice["message"]["content"] == "I look it up." and calls(choice) == [("weather", {"city": "Paris"})]
+    assert asked(live, "Rain? #sunny")["message"]["content"] == "It is sunny."
+
+
+@pytest.mark.parametrize("said", ["Rain? #weather", "Rain? #sunny", "Rain?"])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_required_call_cannot_fail(live: Live, said: str, temperature: float) -> None:
+    fields = {"tool_choice": "required", "temperature": temperature, "seed": 3, "parallel_tool_calls": False,
+              "tools": [WEATHER]}
+    ((name, arguments),) = calls(asked(live, said, **fields))
+    assert name == "weather" and arguments["city"] in CITIES
+
+
+def test_the_named_tool_is_called(live: Live) -> None:
+    choice = asked(live, "Rain? #sunny", tool_choice={"type": "function", "function": {"name": "weather"}}, n=2)
+    ((name, arguments),) = calls(choice)
+    assert name == "weather" and arguments["city"] in CITIES
+
+
+def test_strict_arguments_match_their_schema(live: Live) -> None:
+    assert calls(asked(live, "Rain? #wrong")) == [("weather", {"town": 5, "x": []})]
+    ((name, arguments),) = calls(asked(live, "Rain? #wrong", tools=[STRICT, TIME], parallel_tool_calls=False))
+    assert name == "weather" and arguments["city"] in CITIES
+    assert asked(live, "Rain? #sunny", tools=[STRICT, TIME])["message"]["content"] == "It is sunny."
+    assert calls(asked(live, "Rain? #weather", tools=[STRICT, TIME])) == [("weather", {"city": "Paris"})]
+
+
+def test_a_grammar_begins_after_the_reasoning(live: Live) -> None:
+    message = asked(live, "Who? #considered", tools=None, response_format=PERSON)["message"]
+    assert message["reasoning_content"] == "She was thirty-six, and that is all."
+    assert json.loads(message["content"]) == {"name": "Ada", "age": 36}
+
+
+def test_an_answer_with_a_schema_or_a_call(live: Live) -> None:
+    assert json.loads(asked(live, "Who? #json", response_format=PERSON)["message"]["content"]) == {
+        "name": "Ada", "age": 36}
+    assert calls(asked(live, "Rain? #wrong", response_format=PERSON, tools=[STRICT]))[0][1]["city"] in CITIES
+    regex = asked(live, "Where? #path", tools=None, structured_outputs={"regex": "a/b|c/d"})
+    assert regex["message"]["content"] == "a/b" and regex["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(("fields", "param"), [
+    ({"tool_choice": "required", "response_format": PERSON}, "response_format"),
+    ({"tool_choice": "required", "tools": [{"type": "function", "function": {
+        "name": "f", "parameters": {"type": "string"}}}]}, "tools"),
+    ({"tool_choice": "required", "tools": [{"type": "function", "function": {
+        "name": "f", "parameters": {"properties": {"x": {"not": {}}}}}}]}, "tools"),
+])
+def test_what_no_grammar_describes_is_refused(live: Live, fields: dict[str, Any], param: str) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": [WEATHER]} | fields
+    answer = live.client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
+
+
+def test_the_openai_client_streams_a_required_call(live: Live, openai: ModuleType) -> None:
+    client = openai.OpenAI(base_url=f"{live.url}/v1", api_key="none")
+    with client.chat.completions.stream(
+            model="scripted", messages=[{"role": "user", "content": "Rain? #weather"}], tools=[WEATHER],
+            tool_choice="required", parallel_tool_calls=False) as stream:
+        kinds = [event.type for event in stream]
+        message = stream.get_final_completion().choices[0].message
+    assert "tool_calls.function.arguments.done" in kinds
+    assert json.loads(message.tool_calls[0].function.arguments)["city"] in CITIES

@@ -197,8 +197,9 @@ class Metrics(Collector, Observer):
             self._count("stalled_row_steps_total", timeline.reason)
 
     def _hold_against(self, roofline: Roofline, step: Step, kind: str, seconds: float) -> None:
+        """Counts a step's bound, at most its seconds: rates that were measured beside other programs are too low."""
         sampled = len(step.tokens) - step.tokens.count(())
-        bound = roofline.seconds(roofline.cost(step.starts, step.counts, sampled))
+        bound = min(seconds, roofline.seconds(roofline.cost(step.starts, step.counts, sampled)))
         self.labelled["roofline_seconds_total"][kind] += bound
         self._lately.append((bound, seconds))
 

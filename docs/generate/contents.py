@@ -43,6 +43,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "reliability": results.reliability,
     "beside vllm": results.beside_vllm,
     "beside vllm summary": results.beside_vllm_summary,
+    "product paths": results.product_paths,
     "disciplines": results.disciplines,
     "static and continuous": results.static_and_continuous,
     "start": results.start,

@@ -78,6 +78,29 @@ def _rate(values: Iterable[float]) -> str:
     return ", ".join(f"{value:.0f}" if value >= 100 else f"{value:.1f}" for value in values)
 
 
+# -- products ----------------------------------------------------------------------------------------------------------
+
+
+def product_paths() -> str:
+    """Returns the time of a layer's products on each path, then of whole decode steps before and after `bf16`."""
+    measured = load("product-paths-cpu")
+    products, steps = measured["products"], measured["steps"]
+    rows: list[tuple[str, ...]] = [
+        (code(path), "µs a layer", *_by_rows(products["rows"], values))
+        for path, values in products["microseconds"].items()]
+    for name, words in (("before_ms", "decode step before"), ("after_ms", f"decode step with {code('bf16')}")):
+        medians = [median(step) for step in zip(*steps[name], strict=True)]
+        rows.append((words, "ms", *_by_rows(steps["rows"], medians)))
+    return table(("path", "", *(f"{count} rows>" if count > 1 else "1 row>" for count in products["rows"])), rows)
+
+
+def _by_rows(counts: Sequence[int], values: Sequence[float]) -> list[str]:
+    """One cell for each number of rows of the products."""
+    found = dict(zip(counts, values, strict=True))
+    shown = [found.get(count) for count in load("product-paths-cpu")["products"]["rows"]]
+    return ["–" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.1f}" for value in shown]
+
+
 # -- disciplines -------------------------------------------------------------------------------------------------------
 
 

@@ -7,16 +7,14 @@ limits that the system enforces (`server/grammars.py`).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import llguidance
 
-from slotwise.core.grammar import JSON_SCHEMA, REGEX
+from slotwise.core.grammar import JSON_SCHEMA, REGEX, is_gbnf
 
 MAX_MESSAGE = 400  # characters
-GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)  # Lark's syntax has no such line
 MAX_GBNF, MAX_GBNF_RULES = 16 << 10, 256  # characters and rules: they are read by Python, beside the engine's steps
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,  # of a compilation
@@ -92,7 +90,7 @@ def _written(kind: str, text: str) -> str:
         return str(llguidance.LLMatcher.grammar_from_json_schema(text))
     if kind == REGEX:
         return str(llguidance.LLMatcher.grammar_from_regex(text))
-    return _lark_of(text) if GBNF_RULE.search(text) else text
+    return _lark_of(text) if is_gbnf(text) else text
 
 
 def _lark_of(text: str) -> str:

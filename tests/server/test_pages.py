@@ -14,6 +14,7 @@ import pytest
 from live_server import Server, running
 
 from slotwise.server.app import ROUTES, below
+from slotwise.server.request_log import GENERATING
 
 PAGES = ("/", "/docs")
 LOADS = ("src", "srcset", "data", "poster", "background", "action")  # attributes that name what a browser fetches
@@ -140,3 +141,8 @@ def test_a_path_below_the_prefix(root_path: str, path: str, expected: str) -> No
 def test_only_get_reads_a_page(server: Server) -> None:
     for path in PAGES:
         assert httpx.post(server.url + path, json={}).status_code == 405
+
+
+def test_the_first_page_names_the_routes_that_use_the_model(server: Server) -> None:
+    page = server.get("/").text
+    assert all(f"<code>{path}</code>" in page for path in GENERATING)

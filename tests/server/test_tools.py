@@ -305,3 +305,9 @@ def test_tokens_of_messages_are_counted_with_the_tools(hermes: Server) -> None:
     counted = hermes.post("/tokenize", {"messages": asked["messages"], "tools": asked["tools"]}).json()
     assert counted["tokens"] == prompt
     assert hermes.post("/tokenize", {"messages": asked["messages"]}).json()["count"] < len(prompt)
+
+
+def test_a_grammar_in_gbnf_stands_alone(hermes: Server) -> None:
+    said = hermes.post(PATH, body("hello", structured_outputs={"grammar": 'root ::= "a"'}))
+    assert (said.status_code, said.json()["error"]["param"]) == (400, "structured_outputs")
+    assert "GBNF" in said.json()["error"]["message"]

@@ -84,6 +84,8 @@ async def _serve(
         for_tools = find_tool_template(config.model, template)
         form = output_format(settings.tool_call_parser, settings.reasoning_parser, settings.enable_auto_tool_choice,
                              for_tools or source or "", tokenizer.special_by_text)
+        if form.tools or form.reasoning:
+            logger.info("tool calls are parsed as %s, reasoning as %s", form.tools or "text", form.reasoning or "text")
         if source:
             chat = Template(source, tokenizer.special_tokens, for_tools=for_tools)
             await chat.check()  # the engine is loading meanwhile

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 JSON_SCHEMA, REGEX, LARK = "json_schema", "regex", "lark"
 KINDS = (JSON_SCHEMA, REGEX, LARK)
 MAX_BYTES = 256 << 10  # of a grammar's text
+GBNF = re.compile(r"(?:\s|#[^\n]*\n)*[\w-]+[ \t]*::=")  # its first rule, behind comments
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,3 +28,8 @@ class Grammar:
             raise ValueError(f"{self.field}: a grammar is one of {', '.join(KINDS)}, not {self.kind!r:.40}")
         if (size := len(self.text.encode(errors="replace"))) > MAX_BYTES:
             raise ValueError(f"{self.field}: {size} bytes are more than the {MAX_BYTES} that a grammar may have")
+
+
+def is_gbnf(text: str) -> bool:
+    """Whether a grammar is in GBNF, the syntax of llama.cpp, and not in Lark's."""
+    return GBNF.match(text) is not None

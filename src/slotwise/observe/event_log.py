@@ -205,6 +205,13 @@ class Step(_Entry, tag="step", rename={"released_slots": "leaves", "new_blocks":
         accepted = len((self.sampled or self.tokens)[row]) if self.drafts and self.drafts[row] else self.counts[row]
         return self.starts[row] + accepted
 
+    @property
+    def verified(self) -> list[tuple[int, int]]:
+        """For each row with drafts, their number, and how many of them were right."""
+        yielded = self.sampled or self.tokens
+        return [(len(drafts), max(0, len(tokens) - 1))
+                for drafts, tokens in zip(self.drafts, yielded, strict=False) if drafts]
+
     def kind_of(self, row: int) -> RowKind:
         return RowKind.PREFILL if row in self.prefills else RowKind.DECODE
 

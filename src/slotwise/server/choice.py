@@ -7,11 +7,13 @@ from collections.abc import Collection, Coroutine, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from slotwise.core.step import TokenLogprobs
-from slotwise.engine.generation import Chunk, Generation
+from slotwise.engine.generation import AT_THE_END, Chunk, Generation
 from slotwise.server.errors import from_ending
 from slotwise.server.output_parsing import TOOL_CALLS, ParsedOutput
 from slotwise.server.parsers.parts import CallArguments, CallName, Content, Part
 from slotwise.text.continuation import Continuation
+
+INTERVAL = 64  # tokens that are parsed, or formatted, at a time
 
 T = TypeVar("T")
 
@@ -65,8 +67,26 @@ class Choice:
         self._parsed = parsed
 
     @property
+    def is_parsed(self) -> bool:
+        return self._parsed is not None
+
+    def wait(self, *, has_logprobs: bool = False) -> None:
+        """Lets `generation` wait for all tokens, where no client waits for each.
+
+        It comes in parts where its end may depend on them, or where much at once would delay every stream: a text is
+        parsed, log-probabilities are formatted.
+        """
+        if not self.continuation.looks_for_stops:
+            self.generation.interval = INTERVAL if has_logprobs or self.is_parsed else AT_THE_END
+
+    @property
     def num_tokens(self) -> int:
         return self.continuation.num_tokens
+
+    @property
+    def drafted(self) -> tuple[int, int]:
+        """Drafts of its output that were right, and those that were not; none after its end."""
+        return self.generation.drafted(self.num_tokens)
 
     @property
     def num_cached(self) -> int:

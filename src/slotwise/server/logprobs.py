@@ -25,7 +25,6 @@ LEAST = -9999.0  # JSON has no infinity; vLLM writes this for an impossible toke
 MAX_ENTRIES = 2_000_000  # of one request: about 150 MB of JSON
 MAX_HELD = 2 * MAX_ENTRIES  # of the prompts of all requests: some 600 MB until their responses are read
 SLICE = 512  # entries formatted in one pass of the event loop: about a millisecond
-INTERVAL = 64  # tokens formatted at a time, where no client waits for each
 FEW = 2  # tokens formatted at once: what a stream has at each step
 
 _to_json = msgspec.json.Encoder().encode

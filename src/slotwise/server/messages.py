@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from slotwise.engine.generation import AT_THE_END
 from slotwise.server.choice import Choice, parts_of
 from slotwise.server.completions import asked_of_chat, conversation_of
 from slotwise.server.context import Api
@@ -49,8 +48,7 @@ async def _message(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
 async def _whole(api: Api, exchange: HttpExchange, job: Job, choices: list[Choice]) -> None:
     """Send the message when it is complete."""
     (choice,) = choices
-    if not choice.continuation.looks_for_stops:
-        choice.generation.interval = AT_THE_END
+    choice.wait()
     parts: list[Part] = []
     ending: dict[str, Any] = {}
     async for chunk in choice.generation:

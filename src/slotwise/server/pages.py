@@ -21,6 +21,8 @@ LONGEST = 6  # values of an enumeration that are listed
 LINKS = (("/docs", "every route and field"), ("/timeline", "the batch, step by step, live"),
          ("/health", "whether requests are accepted"), ("/v1/models", "the model"), ("/metrics", "for Prometheus"),
          ("/openapi.json", "the routes, for machines"))
+APIS = {"OpenAI's": ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"),
+        "Anthropic's": ("/v1/messages",)}
 STYLE = """
 :root { color-scheme: light dark; font: 16px/1.5 system-ui, sans-serif; }
 body { max-width: 56rem; margin: 2rem auto; padding: 0 1rem; }
@@ -83,8 +85,10 @@ def _index(names: tuple[str, ...], root_path: str) -> bytes:
     links = "".join(f'<dt><a href="{root_path}{path}"><code>{path}</code></a></dt><dd>{what}</dd>'
                     for path, what in LINKS)
     example = escape(TRY.format(url=f"http://HOST{root_path}"))
+    apis = " and ".join(f"{owner} API ({', '.join(f'<code>{path}</code>' for path in paths)})"
+                        for owner, paths in APIS.items())
     return _page("Slotwise", f"<h1>Slotwise <small>{__version__}</small></h1>{told}<dl>{links}</dl>"
-                             f"<p>It speaks OpenAI's API:</p><pre>{example}</pre>")
+                             f"<p>It speaks {apis}:</p><pre>{example}</pre>")
 
 
 def reference(document: bytes, root_path: str) -> bytes:

@@ -6,11 +6,11 @@ import time
 from collections.abc import Iterable, Iterator
 from functools import partial
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from slotwise.engine.generation import AT_THE_END, Chunk
+from slotwise.engine.generation import Chunk
 from slotwise.server.choice import Choice, Delta, parts_of
 from slotwise.server.completions import asked_of_chat
 from slotwise.server.context import Api
@@ -70,9 +70,21 @@ async def _response(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
     request.check()
     chat = request.as_chat(_before(api, exchange, request.previous_response_id))
     conversation = to_json(chat.messages[bool(request.instructions) :]) if request.stores else b""
-    request.input = ""
-    return await asked_of_chat(
-        api, exchange, chat, partial(_render, request=request, conversation=conversation))
+    text = request.text.format if request.text else None
+    repeated = {
+        "tools": request.tools or [], "tool_choice": request.tool_choice or "auto",
+        "text": {"format": text or {"type": "text"}}}
+    encoded = {name: msgspec.Raw(to_json(value)) for name, value in repeated.items()}
+    request.input, request.tools, request.tool_choice, request.text = "", None, None, None
+    return await asked_of_chat(api, exchange, chat, partial(_render, asked=_Request(request, conversation, encoded)))
+
+
+class _Request(NamedTuple):
+    """What a response needs of its request."""
+
+    fields: ResponsesRequest  # without those below
+    conversation: bytes  # messages of a chat, without instructions, as JSON; empty: the response is not stored
+    repeated: dict[str, msgspec.Raw]  # fields of any depth that the response repeats
 
 
 def _before(api: Api, exchange: HttpExchange, response_id: str | None) -> list[Message]:
@@ -87,13 +99,12 @@ def _before(api: Api, exchange: HttpExchange, response_id: str | None) -> list[M
     return messages
 
 
-async def _render(api: Api, exchange: HttpExchange, job: Job, choices: list[Choice], request: ResponsesRequest,
-                  conversation: bytes) -> None:
+async def _render(api: Api, exchange: HttpExchange, job: Job, choices: list[Choice], asked: _Request) -> None:
     """Send the response, whole or as events, and store it."""
-    (choice,) = choices
+    (choice,), conversation = choices, asked.conversation
     name, tenant, store = job.heading.response_id, exchange.tenant, api.responses
-    output = _Output(job, choice, request)
-    if not request.stores:
+    output = _Output(job, choice, asked)
+    if not conversation:
         await _send(api, exchange, output)
         return
     try:
@@ -123,7 +134,7 @@ async def _send(api: Api, exchange: HttpExchange, output: _Output) -> None:
     if output.request.stream:
         exchange.error_format = ErrorFormat(ERRORS.body, lambda error, _: output.failed(renamed(error, FIELDS)))
     else:
-        choice.generation.interval = AT_THE_END
+        choice.wait()
     first_ns, num_events = 0, 0
     async for chunk in choice.generation:
         events = output.read(chunk)
@@ -144,9 +155,10 @@ async def _send(api: Api, exchange: HttpExchange, output: _Output) -> None:
 class _Output:
     """A response as it comes."""
 
-    def __init__(self, job: Job, choice: Choice, request: ResponsesRequest) -> None:
+    def __init__(self, job: Job, choice: Choice, asked: _Request) -> None:
         self.choice = choice
-        self.request = request
+        self.request = asked.fields
+        self._repeated = asked.repeated
         self.items = Items(job.heading.response_id)
         self.status = "in_progress"
         self._job = job
@@ -185,7 +197,7 @@ class _Output:
     def response(self, status: str) -> Json:
         """The response as it is now."""
         request, params, heading = self.request, self._job.params, self._job.heading
-        reasoning, text = request.reasoning, request.text
+        reasoning = request.reasoning
         fields = heading.of("response")
         ended = status in ("completed", "incomplete")
         return {
@@ -197,8 +209,7 @@ class _Output:
             "parallel_tool_calls": request.parallel_tool_calls is not False, "store": request.stores,
             "reasoning": {"effort": reasoning.effort if reasoning else None, "summary": None},
             "temperature": params.temperature, "top_p": params.top_p, "truncation": "disabled",
-            "text": {"format": text.format if text and text.format else {"type": "text"}},
-            "tool_choice": request.tool_choice or "auto", "tools": request.tools or [], "user": request.user,
+            "user": request.user, **self._repeated,
             "metadata": request.metadata or {}, "usage": self._usage() if ended else None}
 
     def _usage(self) -> Json:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from slotwise.core.grammar import JSON_SCHEMA, LARK, REGEX, Grammar
+from slotwise.core.grammar import JSON_SCHEMA, LARK, REGEX, Grammar, is_gbnf
 from slotwise.server.context import Api
 from slotwise.server.errors import ApiError, bad_request
 from slotwise.server.grammars import grammar_of
@@ -15,7 +15,7 @@ from slotwise.server.parsers.grammar import MOST_CALLS, Schemas, lark_of_regex
 from slotwise.server.parsers.parser import Tools
 from slotwise.server.parsers.registry import OutputFormat
 from slotwise.server.protocol import ChatRequest
-from slotwise.text.structured_output import StructuredOutputError, json_schema
+from slotwise.text.structured_output import StructuredOutputError, json_schema, lark
 
 MAX_TOOLS = 512
 NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
@@ -64,20 +64,28 @@ def constraint(form: OutputFormat, request: ChatRequest, chosen: ToolChoice, beg
     if chosen.required:
         if answer is not None:
             raise bad_request(f"{answer.field}: not available with a tool_choice that requires a call", answer.field)
-        return Constraint(Grammar(LARK, form.grammar_of_calls(_schemas(request, chosen), begun), "tools"), True)
+        return Constraint(_lark(form.grammar_of_calls(_schemas(request, chosen), begun), "tools"), True)
     if answer is not None:
         if not form.parses(chosen.tools):
             return Constraint(answer)
         schemas = None if chosen.tools is None else _schemas(request, chosen)
         return Constraint(
-            Grammar(LARK, form.grammar_of_answer(_terms(answer), begun, schemas), answer.field), schemas is not None)
+            _lark(form.grammar_of_answer(_terms(answer), begun, schemas), answer.field), schemas is not None)
     if not chosen.strict:
         return Constraint()
     text = form.grammar_of_strict(_schemas(request, chosen), begun)
     if text is None:
         raise bad_request(f"tools: strict is not supported by the parser {form.tools} unless tool_choice requires a "
                           "call", "tools", "unsupported_parameter")
-    return Constraint(Grammar(LARK, text, "tools"), True)
+    return Constraint(_lark(text, "tools"), True)
+
+
+def _lark(text: str, field: str) -> Grammar:
+    """Args: field: of the request, that an error names."""
+    try:
+        return lark(text, field)
+    except StructuredOutputError as error:
+        raise bad_request(str(error), field) from error
 
 
 def _schemas(request: ChatRequest, chosen: ToolChoice) -> Schemas:
@@ -96,7 +104,10 @@ def _schemas(request: ChatRequest, chosen: ToolChoice) -> Schemas:
 
 
 def _terms(answer: Grammar) -> str:
-    """A grammar as terms of a rule."""
+    """A grammar as terms of a rule.  Raises ApiError for GBNF, which is translated only where it stands alone."""
+    if answer.kind == LARK and is_gbnf(answer.text):
+        raise bad_request(f"{answer.field}: a grammar in GBNF is not available beside tools or reasoning; write it in "
+                          "Lark's syntax", answer.field)
     if answer.kind == REGEX:
         return lark_of_regex(answer.text)
     return f"%json {answer.text}" if answer.kind == JSON_SCHEMA else f"%lark {{\n{answer.text}\n}}"

@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from slotwise.engine.generation import AT_THE_END
 from slotwise.server import echo as echoes
 from slotwise.server.chat_output import message_fields
 from slotwise.server.choice import Choice, Delta, together
 from slotwise.server.context import Api
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.job import Job, explained, usage_of, writer_of
-from slotwise.server.logprobs import INTERVAL, LogprobsWriter
+from slotwise.server.logprobs import LogprobsWriter
 from slotwise.server.parsers.parts import Content, Part
 from slotwise.server.prompt_logprobs import PromptFormat, with_prompts
 from slotwise.server.shapes import add_field, ending, to_json, whole_choice, whole_response
@@ -59,24 +58,22 @@ async def respond_whole(api: Api, exchange: HttpExchange, job: Job, choices: lis
 
 
 async def _read(choice: Choice, writer: LogprobsWriter | None) -> Output:
-    """All that a choice generates.  Waits once for all tokens, unless stop strings or log-probabilities are wanted."""
-    if not choice.continuation.looks_for_stops:
-        choice.generation.interval = AT_THE_END if writer is None else INTERVAL
+    """All that a choice generates."""
+    choice.wait(has_logprobs=writer is not None)
     texts: list[str] = []
-    parts: list[Part] | None = None
+    parts: list[Part] = []
     token_ids: list[int] = []
     delta = Delta("", (), (), None)
     async for chunk in choice.generation:
         delta = choice.read(chunk)
         texts.append(delta.text)
-        if delta.parts is not None:
-            parts = [*(parts or ()), *delta.parts]
+        parts += delta.parts or ()
         token_ids += delta.token_ids
         if writer is not None:
             await writer.add(delta)
         if delta.finish_reason is not None:
             break
-    return Output("".join(texts), parts, token_ids, delta)
+    return Output("".join(texts), parts if choice.is_parsed else None, token_ids, delta)
 
 
 def _choice(job: Job, choice: Choice, output: Output, writer: LogprobsWriter | None) -> list[bytes]:

@@ -15,7 +15,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from benchmarks.kernels import step
@@ -23,8 +23,8 @@ from benchmarks.kernels import step
 from slotwise.kernels.interface import AttentionShape, RaggedBatch
 
 PREFILL = {"block_m": (32, 64, 128, 256), "block_n": (16, 32, 64, 128), "num_warps": (4, 8), "num_stages": (2, 3, 4, 5)}
-DECODE = {"block_n": (16, 32, 64, 128), "min_split": (128, 256, 512), "max_splits": (16, 32, 64),
-          "num_warps": (2, 4, 8), "num_stages": (2, 3, 4, 5)}
+DECODE = {"block_n": (16, 32, 64, 128), "num_warps": (2, 4, 8), "num_stages": (2, 3, 4, 5)}
+SEGMENTS = {"segment": (256, 512, 1024)}
 PREFILL_STEPS = (([8192], [8192]), ([2048] * 4, [2048] * 4), ([512] * 8, [4096] * 8))  # query and context lengths
 DECODE_STEPS = tuple(([1] * rows, [context] * rows) for rows, context in (
     (1, 1024), (16, 1024), (64, 1024), (256, 1024), (1, 32768), (8, 16384)))
@@ -84,7 +84,7 @@ def timer(shape: AttentionShape, kind: torch.dtype, steps: Sequence) -> Callable
     return cost
 
 
-def tune(shape: AttentionShape, kind: torch.dtype) -> dict[str, dict[str, int]]:
+def tune(shape: AttentionShape, kind: torch.dtype) -> dict[str, Any]:
     """Returns the entry of one size and type."""
     from slotwise.kernels.cuda.configs import default_tuning
 
@@ -92,7 +92,7 @@ def tune(shape: AttentionShape, kind: torch.dtype) -> dict[str, dict[str, int]]:
     of_prefill, of_decode = timer(shape, kind, PREFILL_STEPS), timer(shape, kind, DECODE_STEPS)
     prefill = descend(tuning.prefill, PREFILL, lambda config: of_prefill(replace(tuning, prefill=config)))
     decode = descend(tuning.decode, DECODE, lambda config: of_decode(replace(tuning, decode=config)))
-    found = replace(tuning, prefill=prefill, decode=decode)
+    found = descend(replace(tuning, prefill=prefill, decode=decode), SEGMENTS, of_decode)
     for name, cost in (("prefill", of_prefill), ("decode", of_decode)):
         print(f"  {name}: {math.exp(cost(tuning) - cost(found)):.2f} times the default's speed, all steps multiplied")
     return asdict(found)

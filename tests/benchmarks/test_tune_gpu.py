@@ -39,8 +39,9 @@ def test_it_descends_until_nothing_improves_and_asks_for_nothing_twice(tune_gpu)
 
 
 def test_every_choice_can_be_launched(tune_gpu):
-    assert all(split % block == 0 for split in tune_gpu.DECODE["min_split"] for block in tune_gpu.DECODE["block_n"])
-    for name, values in (tune_gpu.PREFILL | tune_gpu.DECODE).items():
+    tiles = tune_gpu.PREFILL["block_n"] + tune_gpu.DECODE["block_n"]
+    assert all(segment % block == 0 for segment in tune_gpu.SEGMENTS["segment"] for block in tiles)
+    for name, values in (tune_gpu.PREFILL | tune_gpu.DECODE | tune_gpu.SEGMENTS).items():
         assert name == "num_stages" or all(value & (value - 1) == 0 for value in values)
 
 

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from slotwise.cli.numbers import Number
 from slotwise.cli.options import Commands, add_command
+from slotwise.core.drafting import DRAFT_LIMITS
 from slotwise.core.ranges import whole
 from slotwise.observe.event_log import Entry, LogError, read_file
 from slotwise.observe.explain import MS, PARTS, Explanation, explain
@@ -88,6 +89,8 @@ def _heading(explanation: Explanation) -> str:
              f"{timeline.num_output} output tokens"]
     if explanation.num_preemptions:
         parts.append(f"preempted {explanation.num_preemptions} times")
+    if explanation.num_drafts:
+        parts.append(f"{explanation.num_accepted} of {explanation.num_drafts} drafts right")
     return "; ".join([*parts, f"ended: {timeline.end_reason}" if timeline.ended else "still running"])
 
 
@@ -130,6 +133,9 @@ def _show_step(console: Console, shown: StepView, timelines: dict[int, RequestTi
         f"Step {step.step}: {len(shown.rows)} rows, {sum(step.counts)} tokens and {sum(step.padding)} of padding in "
         f"{(step.ended_ns - step.started_ns) * MS:.3f} ms (predicted {shown.predicted * 1e3:.3f}); then "
         f"{step.num_running} running, {step.num_waiting} waiting, {step.num_free_blocks} blocks free")
+    if step.drafts or step.draft_limit:
+        num_drafts, num_right = (sum(counts) for counts in zip((0, 0), *step.verified, strict=True))
+        console.print(plain(f"{num_drafts} drafts, {num_right} of them right; no more: {_in_words(step.draft_limit)}"))
     ran = Table("request", "slot", "computed", "what", "joined", title="Rows", title_justify="left")
     for row in shown.rows:
         joined = "" if row.cached < 0 else f"now, {row.cached} tokens cached" if row.cached else "now"
@@ -145,6 +151,10 @@ def _show_step(console: Console, shown: StepView, timelines: dict[int, RequestTi
     for end in step.ended:
         console.print(plain(
             f"{_name(end.number, timelines)} ended: {end.reason}, {end.num_output} tokens {end.message}"))
+
+
+def _in_words(draft_limit: str) -> str:
+    return DRAFT_LIMITS.get(draft_limit, draft_limit.replace("_", " "))
 
 
 def _name(number: int, timelines: dict[int, RequestTimeline]) -> str:

@@ -21,11 +21,13 @@ from slotwise.core.step import RowKind
 from slotwise.core.step_time import StepTimeModel, Work, work_of
 
 DECODE = RowKind.DECODE
-# Why a step has no more drafts, beside the `reasons` TOKEN_BUDGET, SHORT_STEP and TIME_BUDGET.
-NO_MATCH = "no_match"  # the proposer does not know how the rows go on
-NO_GAIN = "no_gain"  # another draft would take more time than it is expected to save
-MAX_DRAFTS = "max_drafts"  # the rows that could have more have as many as the settings allow
-NO_ROOM = "no_room"  # their outputs end, or there are no free blocks for more
+NO_MATCH, NO_GAIN, MAX_DRAFTS, NO_ROOM = "no_match", "no_gain", "max_drafts", "no_room"
+DRAFT_LIMITS = {  # why a step has no more drafts, beside the `reasons` TOKEN_BUDGET, SHORT_STEP and TIME_BUDGET
+    NO_MATCH: "no lookup knows how the rows go on",
+    NO_GAIN: "another would take more time than it is expected to save",
+    MAX_DRAFTS: "the rows that could have more have as many as the settings allow",
+    NO_ROOM: "the rows' outputs end, or there are no free blocks for more",
+}
 
 
 class Drafting:

@@ -22,12 +22,12 @@ class Outputs(NamedTuple):
 
 def outputs_of(plan: StepPlan, result: StepResult, kept: Mapping[int, Tokens]) -> Outputs:
     """Returns the tokens each row sampled; for rows in `kept` the tokens kept, and no entry if none were."""
-    logprobs: tuple[Logprobs, ...] = result.logprobs or ((),) * plan.num_rows
+    logprobs: Sequence[Logprobs] = result.logprobs or ((),) * plan.num_rows
     if not kept:
         return Outputs(plan.request_ids, result.tokens, logprobs)
-    tokens = list(result.tokens)
+    tokens, logprobs = list(result.tokens), list(logprobs)
     for row, some in kept.items():
-        tokens[row] = some
+        tokens[row], logprobs[row] = some, logprobs[row][: len(some)]
     return Outputs(
         list(compress(plan.request_ids, tokens)), list(compress(tokens, tokens)), list(compress(logprobs, tokens)))
 

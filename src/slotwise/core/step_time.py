@@ -7,8 +7,9 @@
 `a` is reading the weights, `l` launching the kernels one by one, `b` the matrix products, `c` the head and sampling,
 `d` reading the KV cache, `e` prefill attention.  There are three kinds of steps: DECODE steps, of decoding rows alone,
 replay a captured graph; a FIRST step, with a row count and context length not seen before, pays for the capture;
-PROMPTS steps, with prefill chunks, are never captured; DRAFTS steps, of decoding rows that verify drafts, have factors
-of their own.  `launched` is 0 for DECODE, else 1.  A draft is a token and a row: its logits are computed.
+DRAFTS steps, of decoding rows that verify drafts, replay a graph, too, and the model does not learn from the first of a
+number of rows and tokens; PROMPTS steps, with prefill chunks, are never captured.  `launched` is 1 for FIRST and
+PROMPTS, else 0.  A draft is a token and a row: its logits are computed.
 
 **Fit.**  Steps are remembered by kind and size: steps of 1, 2-3, 4-7 ... tokens each have their own sums, the normal
 equations of a least-squares problem.  Old measurements are down-weighted per size, so full batches do not overwrite the
@@ -276,6 +277,9 @@ class StepTimeModel:
         """Learn from a step that took `seconds`: compare it with its prediction, and add it to the sums."""
         kind, predicted = self._kind(work), self.typical(work)
         size = _size(work, kind)
+        if kind == DRAFTS and (graph := (work.rows - work.drafts, -work.tokens)) not in self._met:
+            self._met.add(graph)
+            return
         if kind == FIRST:
             self._met.add(_graph_of(work))
         sums = self._sizes.setdefault(size, Sums())
@@ -316,7 +320,7 @@ class StepTimeModel:
 
 
 def _terms(work: Work, kind: str) -> tuple[float, ...]:
-    return 1.0, float(kind != DECODE), work.tokens, work.rows, work.context, work.pairs
+    return 1.0, float(kind in (FIRST, PROMPTS)), work.tokens, work.rows, work.context, work.pairs
 
 
 def _size(work: Work, kind: str) -> str:

@@ -23,6 +23,8 @@ def deliver(live: Live, outputs: StepRecord | StepOutputs) -> None:
     for request_id, start, logprobs in zip(outputs.request_ids, outputs.starts, outputs.prompt_logprobs, strict=False):
         if logprobs and (generation := live.get(request_id)) is not None:
             generation.push_prompt(start, logprobs)
+    if isinstance(outputs, StepRecord) and outputs.drafts:
+        _count_drafts(live, outputs)
     for request_id, vector in zip(outputs.request_ids, outputs.pooled, strict=False):
         if vector and (generation := live.get(request_id)) is not None:
             generation.pooled = vector
@@ -36,6 +38,14 @@ def _push_tokens(live: Live, outputs: StepRecord | StepOutputs) -> None:
             generation = live.get(request_id)
             if generation is not None:
                 generation.push(tokens, row_logprobs, is_part=is_part)
+
+
+def _count_drafts(live: Live, record: StepRecord) -> None:
+    rows = zip(record.request_ids, record.starts, record.drafts, record.sampled or record.token_ids, strict=True)
+    for request_id, start, drafts, tokens in rows:
+        generation = live.get(request_id) if drafts and tokens else None
+        if generation is not None and generation.num_prompt:
+            generation.verified(start + 1 - generation.num_prompt, len(drafts), len(tokens) - 1)
 
 
 def _complete(live: Live, record: StepRecord) -> None:

@@ -28,17 +28,19 @@ class Generation:
     """One request's tokens as an asynchronous iterator of chunks, for one consumer."""
 
     __slots__ = (
-        "_delivered", "_end", "_finish", "_kept", "_logprobs", "_loop", "_tokens", "_waiter", "first_token_ns",
-        "interval", "moved_ns", "num_cached", "pooled", "prompt_logprobs", "request_id")
+        "_delivered", "_drafted", "_end", "_finish", "_kept", "_logprobs", "_loop", "_tokens", "_waiter",
+        "first_token_ns", "interval", "moved_ns", "num_cached", "num_prompt", "pooled", "prompt_logprobs", "request_id")
 
     def __init__(self, request_id: str, finish: Callable[[Generation, str], None]) -> None:
         self.request_id = request_id
         self.interval = 1  # tokens to wait for before the consumer is woken
         self.num_cached = -1  # prompt tokens found in the cache at its first admission; -1: not admitted yet
+        self.num_prompt = 0  # tokens of its prompt, where its drafts are counted; 0: they are not
         self.moved_ns = time.monotonic_ns()  # time of its last change: arrival, admission, preemption or end
         self.first_token_ns = 0  # time of its first tokens; 0: it has none
         self.prompt_logprobs: list[TokenLogprobs] = []  # of the prompt's tokens from the second on
         self.pooled = b""  # the vector of a pooled request that has ended: float32, little-endian
+        self._drafted: list[tuple[int, int, int]] = []
         self._finish = finish
         self._loop = asyncio.get_running_loop()
         self._tokens: list[int] = []
@@ -47,6 +49,16 @@ class Generation:
         self._end: tuple[str, str] | None = None  # reason and message
         self._delivered = False  # the consumer has seen the end
         self._waiter: asyncio.Future[None] | None = None
+
+    def verified(self, num_output: int, num_drafts: int, num_right: int) -> None:
+        """Notes that drafts were verified behind `num_output` tokens of output, of which the first `num_right` hold."""
+        self._drafted.append((num_output, num_drafts, num_right))
+
+    def drafted(self, num_output: int) -> tuple[int, int]:
+        """Returns how many drafts were right and wrong, within the first `num_output` tokens of output."""
+        before = [(num_right if begin + num_right <= num_output else num_output - begin, num_drafts - num_right)
+                  for begin, num_drafts, num_right in self._drafted if begin < num_output]
+        return sum(right for right, _ in before), sum(wrong for _, wrong in before)
 
     def finish(self, reason: str) -> None:
         """Ends the generation from the API process, once; later tokens of the engine are ignored."""

@@ -191,6 +191,7 @@ class Step(_Entry, tag="step", rename={"released_slots": "leaves", "new_blocks":
     num_free_blocks: Number = 0
     prefills: tuple[Number, ...] = ()  # rows that compute tokens known when their request joined
     drafts: tuple[tuple[int, ...], ...] = ()  # tokens that each row verifies; () when there are none
+    forced: tuple[tuple[int, ...], ...] = ()  # of each row, what its grammar forces behind its tokens; () if nothing
     compiled: tuple[Compiled, ...] = ()  # grammars that requests waited for
     freed_blocks: tuple[FreedBlocks, ...] = ()  # blocks that left the end of a slot's block table, before the new ones
     draft_limit: str = ""  # why there are no more drafts (`core/drafting.py`); "" where none can be
@@ -203,6 +204,13 @@ class Step(_Entry, tag="step", rename={"released_slots": "leaves", "new_blocks":
         """The position behind the tokens that a row computed, without drafts that were not accepted."""
         accepted = len((self.sampled or self.tokens)[row]) if self.drafts and self.drafts[row] else self.counts[row]
         return self.starts[row] + accepted
+
+    @property
+    def verified(self) -> list[tuple[int, int]]:
+        """For each row with drafts, their number, and how many of them were right."""
+        yielded = self.sampled or self.tokens
+        return [(len(drafts), max(0, len(tokens) - 1))
+                for drafts, tokens in zip(self.drafts, yielded, strict=False) if drafts]
 
     def kind_of(self, row: int) -> RowKind:
         return RowKind.PREFILL if row in self.prefills else RowKind.DECODE

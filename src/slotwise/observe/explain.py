@@ -78,6 +78,8 @@ class Explanation(NamedTuple):
     spans: tuple[Span, ...]
     num_cached: int
     num_preemptions: int
+    num_drafts: int = 0
+    num_accepted: int = 0  # drafts that were right
 
     @property
     def total_ns(self) -> int:
@@ -105,6 +107,7 @@ class Explanation(NamedTuple):
             "id": timeline.request.id, "number": timeline.request.number, "finish_reason": timeline.end_reason or None,
             "prompt_tokens": timeline.request.num_prompt, "cached_tokens": self.num_cached,
             "completion_tokens": timeline.num_output, "preemptions": self.num_preemptions,
+            "draft_tokens": self.num_drafts, "accepted_draft_tokens": self.num_accepted,
             "total_ms": round(self.total_ns * MS, 6), "parts": [share.as_json() for share in self.shares]}
 
 
@@ -193,6 +196,7 @@ class _ExplanationBuilder:
         self._at = timeline.received_ns
         self._why: tuple[str, str, int] | None = None  # part, reason and step of the plan that left it waiting
         self._over = False
+        self._num_drafts = self._num_accepted = 0
         self._spend(timeline.tokenised_ns, "tokenising")
         self._spend(timeline.request.ns, "handing_over")
 
@@ -215,7 +219,8 @@ class _ExplanationBuilder:
             self._over = True
             self._spend(timeline.siblings_ended_ns, "siblings")
             self._spend(self._end, "sending")
-        return Explanation(timeline, tuple(self._spans), self._now.num_cached, self._now.num_preemptions)
+        return Explanation(timeline, tuple(self._spans), self._now.num_cached, self._now.num_preemptions,
+                           self._num_drafts, self._num_accepted)
 
     def _spend(self, until: int, part: str, reason: str = "", step: int = NOWHERE) -> None:
         """Assigns the time up to `until` to `part`."""
@@ -274,6 +279,9 @@ class _ExplanationBuilder:
         if row in entry.held:
             self._spend(entry.ended_ns, "held", "", step)
             return
+        if entry.drafts and entry.drafts[row]:
+            self._num_drafts += len(entry.drafts[row])
+            self._num_accepted += max(0, len((entry.sampled or entry.tokens)[row]) - 1)
         num_prompt = self._timeline.request.num_prompt
         again = min(max(self._now.reached - start, 0), count)
         is_decode = entry.kind_of(row) is RowKind.DECODE and not again

@@ -187,6 +187,8 @@ class Metrics(Collector, Observer):
         if self._info.roofline is not None:
             self._hold_against(self._info.roofline, step, kind, seconds)
         self._histograms["iteration_tokens_total"].observe(sum(step.counts))
+        if step.drafts:
+            self._drafts(step)
         counters["padded_tokens_total"] += sum(step.padding)
         counters["held_tokens_total"] += step_view.held_tokens(step)
         empty = max(0, self._slots - rows)
@@ -196,9 +198,18 @@ class Metrics(Collector, Observer):
         for timeline in self.timelines.stalled:
             self._count("stalled_row_steps_total", timeline.reason)
 
+    def _drafts(self, step: Step) -> None:
+        for num_drafts, num_right in step.verified:
+            self.counters["spec_decode_num_drafts_total"] += 1
+            self.counters["spec_decode_num_draft_tokens_total"] += num_drafts
+            self.counters["spec_decode_num_accepted_tokens_total"] += num_right
+            for position in range(num_right):
+                self._count("spec_decode_num_accepted_tokens_per_pos_total", str(position))
+
     def _hold_against(self, roofline: Roofline, step: Step, kind: str, seconds: float) -> None:
+        """Counts a step's bound, at most its seconds: rates that were measured beside other programs are too low."""
         sampled = len(step.tokens) - step.tokens.count(())
-        bound = roofline.seconds(roofline.cost(step.starts, step.counts, sampled))
+        bound = min(seconds, roofline.seconds(roofline.cost(step.starts, step.counts, sampled)))
         self.labelled["roofline_seconds_total"][kind] += bound
         self._lately.append((bound, seconds))
 

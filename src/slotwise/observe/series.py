@@ -15,6 +15,7 @@ from prometheus_client.metrics_core import Metric
 from slotwise.core import reasons
 from slotwise.observe.request_timeline import STEP_UNDER_WAY
 from slotwise.observe.step_view import KINDS
+from slotwise.speculation.settings import NUM_DRAFTS
 
 PREFIX = "slotwise:"
 TTFT = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
@@ -63,6 +64,9 @@ COUNTERS = {
     "prefix_cache_hits_total": "Tokens found in the prefix cache on the device.",
     "external_prefix_cache_queries_total": "Tokens looked up in host memory: those not found on the device.",
     "external_prefix_cache_hits_total": "Tokens found in host memory only, and copied back to the device.",
+    "spec_decode_num_drafts_total": "Rows that verified drafts, summed over steps.",
+    "spec_decode_num_draft_tokens_total": "Drafts verified.",
+    "spec_decode_num_accepted_tokens_total": "Drafts that were right.",
     "recomputed_tokens_total": "Waste: tokens computed again after a preemption.",
     "padded_tokens_total": "Waste: padding tokens, computed beside those in iteration_tokens_total.",
     "held_tokens_total": "Waste: tokens computed for finished rows whose batch had not drained.",
@@ -71,6 +75,9 @@ COUNTERS = {
     "empty_slot_steps_waiting_total": "Part of empty_slot_steps_total: slots that were empty while requests waited.",
     "engine_starts_total": "Engine processes that became ready; all but the first replaced a lost one.",
 }
+
+
+POSITIONS = tuple(map(str, range(NUM_DRAFTS)))  # of drafts
 
 
 class Labelled(NamedTuple):
@@ -91,6 +98,8 @@ LABELLED = {
     "admission_rejections_total": Labelled("reason", (), "Refused requests, by reason."),
     "request_wait_seconds_total": Labelled(
         "reason", WAITS, "Seconds that requests waited for a slot, summed over requests, by reason."),
+    "spec_decode_num_accepted_tokens_per_pos_total": Labelled(
+        "position", POSITIONS, "Drafts that were right, by their position among the drafts of their row."),
     "roofline_seconds_total": Labelled(
         "kind", KINDS, "Lower bound of the seconds of steps, from their bytes and operations and the measured rates of "
         "the machine; divided by iteration_time_seconds_sum it is the achieved share."),

@@ -26,7 +26,9 @@ NAMES = (  # as samples have them, without the suffixes of a histogram's
     "e2e_request_latency_seconds", "request_queue_time_seconds", "request_inference_time_seconds",
     "request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens",
     "request_generation_tokens", "request_max_num_generation_tokens", "request_prefill_kv_computed_tokens",
-    "request_params_n", "request_params_max_tokens", "iteration_tokens_total")
+    "request_params_n", "request_params_max_tokens", "iteration_tokens_total",
+    "spec_decode_num_drafts_total", "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total",
+    "spec_decode_num_accepted_tokens_per_pos_total")
 OLDER = {  # names that vLLM has given up, and that rules still have
     "kv_cache_usage_perc": "gpu_cache_usage_perc", "inter_token_latency_seconds": "time_per_output_token_seconds",
     "prefix_cache_queries_total": "gpu_prefix_cache_queries_total",
@@ -39,7 +41,6 @@ ABSENT = {  # vLLM's metrics that are not served; `*` stands for any characters
     "prompt_tokens_cached_by_source_total": "`prompt_tokens_by_source_total` tells the device's cache "
                                             "(`local_cache_hit`) and the host's (`external_kv_transfer`) apart.",
     "corrupted_requests_total": "A request whose logits are not finite ends as `error` in `request_success_total`.",
-    "spec_decode_*": "The server has no speculative decoding.",
     "lora_requests_info": "The server has no LoRA adapters.",
     "mm_cache_*": "The server has text models only.",
     "engine_sleep_state": "The server has no sleep mode.",

@@ -27,7 +27,8 @@ MAX_ELEMENTS = MAX_PROMPTS = MAX_ABORTS = MAX_MESSAGES  # the last: requests tha
 MAX_VALUES = 1 << 17  # of messages, beside their texts
 MAX_TOKENS = 1 << 16  # of /detokenize
 MAX_TOOL_BYTES = 1 << 20  # of all tools of a request
-LONGER = {"stop": MAX_STOP, "stop_sequences": MAX_STOP} | dict.fromkeys(
+MAX_PREDICTION = 1 << 20  # bytes
+LONGER = {"stop": MAX_STOP, "stop_sequences": MAX_STOP, "prediction": MAX_PREDICTION} | dict.fromkeys(
     GRAMMARS, 2 * MAX_BYTES)  # escapes make a field longer than its grammar
 TEXTS = ("system", "instructions")  # a text, or parts as a message has them
 SHORT = 1 << 15  # bytes of an array; locating the elements of a longer one costs as much, however few it has

@@ -84,6 +84,11 @@ class Choice:
         return self.continuation.num_tokens
 
     @property
+    def drafted(self) -> tuple[int, int]:
+        """Drafts of its output that were right, and those that were not; none after its end."""
+        return self.generation.drafted(self.num_tokens)
+
+    @property
     def num_cached(self) -> int:
         """Prompt tokens found in the cache."""
         return max(0, self.generation.num_cached)

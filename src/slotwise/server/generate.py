@@ -43,7 +43,7 @@ async def start(api: Api, job: Job) -> list[Choice]:
     prompts, params = job.prompts, job.params
     if len(prompts) * params.n > api.settings.max_choices:
         raise bad_request(f"n: at most {api.settings.max_choices} choices in one request", "n")
-    if sum(map(len, prompts)) * params.n > MAX_PROMPT_TOKENS:
+    if (sum(map(len, prompts)) + len(prompts) * len(job.prediction)) * params.n > MAX_PROMPT_TOKENS:
         raise bad_request(f"n: the prompts of all choices together may have at most {MAX_PROMPT_TOKENS} tokens", "n")
     check_entries(len(prompts) * params.n, params, sum(map(len, prompts)))
     _check_biases(len(prompts) * params.n, params)
@@ -69,7 +69,9 @@ async def start(api: Api, job: Job) -> list[Choice]:
                     api.traces.caller(unique, job.traceparent)
                 generation = api.engine_client.submit(Add(
                     unique, prompt, sent.of_choice(k), (seed + k) % 2**64, output_tokens, job.salt, timeout,
-                    job.received_ns, job.read_ns, tokenised_ns, job.slo, stop_lengths, job.pooling))
+                    job.received_ns, job.read_ns, tokenised_ns, job.slo, stop_lengths, job.pooling,
+                    job.prediction))
+                generation.num_prompt = len(prompt) if job.prediction else 0
                 choices.append(Choice(len(choices), generation, text, stop_ids, is_silent=job.is_silent,
                                       parsed=job.parsing.output() if job.parsing is not None else None))
     except BaseException as error:

@@ -12,7 +12,7 @@ from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.logprobs import CompletionLogprobs, LogprobFormat, LogprobsWriter, TokenNames, TokenTexts
 from slotwise.server.output_parsing import Parsing
 from slotwise.server.protocol import Generate
-from slotwise.server.shapes import Heading, Shape, usage
+from slotwise.server.shapes import Heading, Shape, drafted, usage
 
 
 class Repeated(NamedTuple):
@@ -38,6 +38,7 @@ class Job(NamedTuple):
     is_silent: bool = False  # no output is wanted: `max_tokens` is 0
     pooling: PoolingParams | None = None  # vectors are wanted, and no tokens
     parsing: Parsing | None = None  # how outputs are parsed; None: they are text
+    prediction: tuple[int, ...] = ()  # tokens that its outputs are expected to have
 
     @property
     def shape(self) -> Shape:
@@ -83,7 +84,8 @@ def writer_of(api: Api, job: Job, offset: int = 0) -> LogprobsWriter | None:
 def usage_of(job: Job, choices: list[Choice]) -> dict[str, Any]:
     """The token counts of a response."""
     cached = sum(choice.num_cached for choice in choices[:: job.params.n])
-    return usage(sum(map(len, job.prompts)), sum(choice.num_tokens for choice in choices), cached)
+    counts = usage(sum(map(len, job.prompts)), sum(choice.num_tokens for choice in choices), cached)
+    return counts | (drafted([choice.drafted for choice in choices]) if job.request.prediction is not None else {})
 
 
 async def explained(api: Api, exchange: HttpExchange, job: Job, choices: list[Choice]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from slotwise.server.prompts import Encoding
 from slotwise.server.protocol import Generate, check_model
 from slotwise.server.shapes import Heading, Shape
 from slotwise.server.slo import UNTIERED
+from slotwise.speculation.settings import NONE
 
 
 class Asked(NamedTuple):
@@ -57,9 +58,23 @@ async def respond(api: Api, exchange: HttpExchange, shape: Shape, prepare: Check
     tier = slo.tier or (UNTIERED if request.service_tier is not None else "")
     heading = Heading.now(shape, exchange.request_id, api.settings.served_model_name, tier)
     salt = _salt(exchange.tenant, request.cache_salt)
+    prediction = await _prediction(api, exchange, request)
     job = Job(request, asked.prompts, params, heading, slo, salt, exchange.received_ns, exchange.read_ns,
-              exchange.traceparent, asked.repeated, asked.is_silent, asked.pooling, asked.parsing)
+              exchange.traceparent, asked.repeated, asked.is_silent, asked.pooling, asked.parsing,
+              prediction)
     await answer(api, exchange, job, asked.render)
+
+
+async def _prediction(api: Api, exchange: HttpExchange, request: Generate) -> tuple[int, ...]:
+    """The tokens that the client expects.  Raises ApiError where no drafts are verified."""
+    if request.prediction is None:
+        return ()
+    speculation = api.engine_client.info.speculation
+    if speculation is None or speculation.method == NONE:
+        raise bad_request("prediction is not supported by a server that was started with the speculative-config "
+                          "method none", "prediction", "unsupported_parameter")
+    text, request.prediction.content = request.prediction.text, ""
+    return await api.prompts.of_prediction(text, exchange.holder)
 
 
 def encoding_of(api: Api, request: Generate, num_output: int, *, adds_special_tokens: bool) -> Encoding:

@@ -188,6 +188,12 @@ class Prompts:
         """Token ids of any text; only its length is checked."""
         return await self._encode(holder, text, "prompt", Encoding(add_special_tokens))
 
+    async def of_prediction(self, text: str, holder: str) -> tuple[int, ...]:
+        """The token ids of a predicted output, as far as an output can have them."""
+        ids = await self._encode(holder, text, "prediction", Encoding(False))
+        vocab_size = self._engine_info().vocab_size
+        return tuple([token for token in ids[: self.longest] if token < vocab_size])
+
     async def of_bad_words(self, words: Sequence[str], holder: str) -> tuple[tuple[int, ...], ...]:
         """The token ids of each word, at the beginning of a text and after a space."""
         vocab_size, found = self._engine_info().vocab_size, dict[tuple[int, ...], None]()

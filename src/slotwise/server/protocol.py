@@ -77,6 +77,24 @@ class StreamOptions(msgspec.Struct):
     include_obfuscation: bool | None = None  # nothing but false: events are not padded to hide their lengths
 
 
+class TextPart(msgspec.Struct):
+    """A part of a predicted output."""
+
+    type: Literal["text"]
+    text: str
+
+
+class PredictedOutput(msgspec.Struct):
+    """What the output is expected to be, as OpenAI's predicted outputs."""
+
+    type: Literal["content"]
+    content: str | Annotated[list[TextPart], msgspec.Meta(max_length=body_precheck.MAX_MESSAGES)]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join([part.text for part in self.content])
+
+
 class Generate(Unsupported, kw_only=True):
     """The fields of both endpoints.  None stands for a field's default."""
 
@@ -126,6 +144,7 @@ class Generate(Unsupported, kw_only=True):
     truncate_prompt_tokens: KeptTokens | None = None  # the prompt's tokens that are kept; -1: as many as fit
     truncation_side: Literal["left", "right"] | None = None  # where tokens are dropped; by default on the left
     echo: bool | None = None  # the prompt, or in a chat the assistant's last message, stands before the output
+    prediction: PredictedOutput | None = None  # drafts are taken from it: the output is the same, and sooner there
     explain: bool | None = None  # the response contains where its time went
     bench_output_tokens: Length | list[Length] | None = None  # forced output length; a list: of each prompt
 
@@ -238,7 +257,6 @@ class ChatRequest(Generate, kw_only=True):
     media_io_kwargs: Any = None
     mm_processor_kwargs: Any = None
     moderation: Any = None
-    prediction: Any = None
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
     store: Any = None

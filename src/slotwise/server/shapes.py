@@ -55,6 +55,12 @@ def usage(num_prompt: int, num_output: int, num_cached: int) -> dict[str, Any]:
     }
 
 
+def drafted(counts: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """The field of usage about drafts.  Args: counts: of each choice, those that were right and those that were not."""
+    right, wrong = map(sum, zip(*counts, strict=True)) if counts else (0, 0)
+    return {"completion_tokens_details": {"accepted_prediction_tokens": right, "rejected_prediction_tokens": wrong}}
+
+
 @dataclass(frozen=True, slots=True)
 class Heading:
     """Fields at the start of every event and of the whole response."""

@@ -8,7 +8,7 @@ from slotwise.server.choice import Choice, Delta, together
 from slotwise.server.context import Api
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.job import Job, explained, usage_of, writer_of
-from slotwise.server.shapes import Events, to_json, usage
+from slotwise.server.shapes import Events, drafted, to_json, usage
 
 
 async def respond_stream(api: Api, exchange: HttpExchange, job: Job, choices: list[Choice]) -> None:
@@ -75,6 +75,8 @@ class _Streamed:
             logprobs = b"".join(self._writer.pop())
         prompt = self._job.prompts[self._job.place(choice.index)]
         used = usage(len(prompt), choice.num_tokens, choice.num_cached) if self._counts else None
+        if used is not None and self._job.request.prediction is not None:
+            used |= drafted([choice.drafted])
         return self._events.full(choice.index, delta, logprobs, used, self._ids(delta, prompt))
 
     def _ids(self, delta: Delta, prompt: list[int]) -> bytes:

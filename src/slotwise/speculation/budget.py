@@ -20,7 +20,8 @@ from typing import NamedTuple
 
 from slotwise.core.step_time import StepTimeModel, Work
 
-GRID = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # numbers of drafts that are compared
+# Numbers of drafts that are compared: few, because each number of rows and tokens has a captured graph of its own.
+GRID = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 LEAST_GAIN = 1.03  # of the tokens per second: predictions err
 RENEWED = 64  # steps that a cost curve is used for
 
@@ -80,13 +81,12 @@ def best(costs: Sequence[float], num_rows: int, probabilities: Sequence[float]) 
     most = len(probabilities)
     chosen, best_rate = 0, LEAST_GAIN * num_rows
     for place, number in enumerate(GRID):
-        if place and GRID[place - 1] >= most:
-            break
-        count = min(number, most)
-        rate = (num_rows + expected[count]) / costs[place]
-        if count and rate > best_rate:
-            chosen, best_rate = count, rate
-    return Choice(chosen, chosen == most)
+        if number > most:
+            return Choice(chosen, chosen == GRID[place - 1])
+        rate = (num_rows + expected[number]) / costs[place]
+        if number and rate > best_rate:
+            chosen, best_rate = number, rate
+    return Choice(chosen, chosen == GRID[-1])
 
 
 def may_gain(costs: Sequence[float], num_rows: int, most: int) -> bool:

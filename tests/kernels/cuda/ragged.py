@@ -16,7 +16,7 @@ from slotwise.kernels.interface import RaggedBatch
 from slotwise.kernels.reference import PagedCache, ReferenceKernels
 
 REFERENCE = ReferenceKernels()
-SMALL = Tuning(PrefillConfig(16, 16, 4, 2), DecodeConfig(16, 32, 4, 4, 2))
+SMALL = Tuning(PrefillConfig(16, 16, 4, 2), DecodeConfig(16, 4, 2), segment=32)
 """Tiles and splits so small that short contexts have many."""
 
 

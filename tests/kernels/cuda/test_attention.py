@@ -139,7 +139,7 @@ def test_a_launch_for_longer_contexts_and_more_rows_gives_the_same():
     exact = attend(layer, batch, query, cache)
     padded = layer.batch(keep=[0, 1, 1, 1])
     query = query[[0, 1, 1, 1]]
-    object.__setattr__(padded, "max_context_len", 4096)
+    object.__setattr__(padded, "max_context_len", 512)
     assert torch.equal(attend(layer, padded, query, cache)[:2], exact)
 
 
@@ -161,10 +161,25 @@ def test_tiles_are_enough_for_any_rows(lengths, group, block_m):
 
 
 def test_grids_are_small_enough_to_launch():
-    sizes = SMALL.decode
     for rows in (1, 7, 512, 100_000):
-        splits = decode.num_splits(1_000_000, sizes.min_split, sizes.max_splits)
-        assert 1 <= decode.num_programs(rows, 8, splits) <= splits <= sizes.max_splits
+        for visible, most in ((1_000_000, 31_250), (5000, 158)):
+            segments = decode.num_segments(1_000_000, visible, SMALL.segment)
+            assert 1 <= decode.num_programs(rows, 8, segments) <= segments == most
+
+
+@pytest.mark.parametrize("window", [0, 1, 21, 40])
+@pytest.mark.parametrize(("soft_cap", "has_sinks"), [(0.0, False), (1.5, True)])
+def test_a_position_does_not_depend_on_how_many_are_computed_with_it(soft_cap, has_sinks, window):
+    """Segments of 32 positions: alone, in rows of a few tokens, and in a chunk."""
+    shape = AttentionShape(4, 2, 64, 0.125, window, soft_cap)
+    layer = Layer(shape, 16, torch.float32, [(40, 100)], has_sinks=has_sinks)
+    (cache, _), query = caches(layer), layer.query(layer.batch())
+    whole = attend(layer, layer.batch(), query, cache)
+    done = 0
+    for size in (1, 1, 5, 16, 1, 2, 14):
+        mine = slice(done, done + size)
+        done += size
+        assert torch.equal(attend(layer, layer.batch([(size, 60 + done)]), query[mine], cache), whole[mine]), size
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: places beyond 2**31 elements")

@@ -40,7 +40,7 @@ def compiled() -> dict[int, dict[str, dict]]:
 def test_for_hopper(compiled):
     kernels = compiled[90]
     assert kernels["attend_tiles"]["wgmma"] and kernels["attend_tiles"]["copies"], "not Hopper's products"
-    assert kernels["attend_splits"]["mma"] and kernels["attend_splits"]["copies"], "loads are not pipelined"
+    assert kernels["attend_segments"]["mma"] and kernels["attend_segments"]["copies"], "loads are not pipelined"
 
 
 def test_for_ampere(compiled):

@@ -24,7 +24,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_a_tuned_device_is_started_as_its_file_says(folder):
-    wanted = configs.Tuning(configs.PrefillConfig(64, 64, 4, 2), configs.DecodeConfig(32, 128, 16, 2, 4))
+    wanted = configs.Tuning(configs.PrefillConfig(64, 64, 4, 2), configs.DecodeConfig(32, 2, 4), 256)
     path = configs.file_of("NVIDIA A/B 100")
     assert path.parent == folder
     path.write_text(json.dumps({configs.key_of(128, torch.bfloat16): asdict(wanted)}))
@@ -52,7 +52,7 @@ def test_what_is_shipped_and_the_defaults_can_be_launched():
     defaults = [configs.default_tuning(head_dim, kind) for head_dim in (16, 64, 80, 128, 256) for kind in KINDS]
     for tuning in defaults + shipped():
         decode, prefill = tuning.decode, tuning.prefill
-        assert decode.min_split % decode.block_n == 0
-        for size in (decode.block_n, decode.max_splits, decode.num_warps, prefill.block_m, prefill.block_n):
+        assert tuning.segment % decode.block_n == tuning.segment % prefill.block_n == 0
+        for size in (decode.block_n, decode.num_warps, prefill.block_m, prefill.block_n):
             assert size & (size - 1) == 0
         assert min(decode.block_n, prefill.block_m, prefill.block_n) >= 16

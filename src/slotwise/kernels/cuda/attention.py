@@ -17,7 +17,7 @@ from slotwise.kernels.cuda.tile import INTERPRETED
 from slotwise.kernels.interface import AttentionShape, RaggedBatch
 
 LOG2_E = math.log2(math.e)
-SHORT = 1  # most new tokens of a decode row; each further one takes as much memory for splits again
+SHORT = 1  # most new tokens of a decode row; each further one takes as much memory for segments again
 SMALLEST_TILE = 16  # rows of the smallest `tl.dot`
 
 _OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -30,7 +30,7 @@ def attend(
     """Causal attention of every row over its own cached context: `[tokens, heads * head_dim]`.
 
     Rows of at most SHORT new tokens are split along their context (`decode.py`), the others are cut into tiles of
-    queries (`prefill.py`).  So which of the two computes a row, and how, depends on that row alone.
+    queries (`prefill.py`).  Both add a query's positions in the same order, in segments.
     """
     query = query.contiguous()
     out = torch.empty_like(query)
@@ -60,7 +60,7 @@ def _attend_long(
     prefill.attend_tiles[(tiles * shape.num_kv_heads,)](
         out, query, cache.storage, batch.block_tables, batch.block_tables.stride(0), batch.query_starts,
         batch.context_lens, rows, shape.scale * LOG2_E, query if layer.sinks is None else layer.sinks,
-        **_geometry(query, cache, layer),
+        **_geometry(query, cache, layer), SEGMENT=tuning.segment,
         BLOCK_M=chosen.block_m, BLOCK_N=chosen.block_n, num_warps=chosen.num_warps, num_stages=chosen.num_stages)
 
 
@@ -69,19 +69,20 @@ def _attend_short(
 ) -> None:
     shape = layer.shape
     heads, kv_heads, rows, chosen = shape.num_heads, shape.num_kv_heads, len(batch.context_lens), tuning.decode
-    geometry, cuts = _geometry(query, cache, layer), {"MIN_SPLIT": chosen.min_split, "MAX_SPLITS": chosen.max_splits}
+    geometry = _geometry(query, cache, layer) | {"SEGMENT": tuning.segment}
     packed = max(SMALLEST_TILE, triton.next_power_of_2(SHORT * heads // kv_heads))
-    room = decode.num_splits(batch.max_context_len, chosen.min_split, chosen.max_splits)
+    visible = shape.window + SHORT - 1 if shape.window else batch.max_context_len
+    room = decode.num_segments(batch.max_context_len, visible, tuning.segment)
     partials = query.new_empty(rows, SHORT, heads, room, shape.head_dim, dtype=torch.float32)
-    logs = query.new_empty(rows, SHORT, heads, room, dtype=torch.float32)
-    decode.attend_splits[(rows, kv_heads, decode.num_programs(rows, kv_heads, room))](
-        partials, logs, query, cache.storage, batch.block_tables, batch.block_tables.stride(0), batch.query_starts,
+    states = query.new_empty(rows, SHORT, heads, room, 2, dtype=torch.float32)
+    decode.attend_segments[(rows, kv_heads, decode.num_programs(rows, kv_heads, room))](
+        partials, states, query, cache.storage, batch.block_tables, batch.block_tables.stride(0), batch.query_starts,
         batch.context_lens, shape.scale * LOG2_E, room, query if layer.sinks is None else layer.sinks,
-        **geometry, **cuts, BLOCK_M=packed, BLOCK_N=chosen.block_n, num_warps=chosen.num_warps,
+        **geometry, BLOCK_M=packed, BLOCK_N=chosen.block_n, num_warps=chosen.num_warps,
         num_stages=chosen.num_stages)
-    decode.combine_splits[(rows, heads, SHORT)](
-        out, partials, logs, batch.query_starts, batch.context_lens, room, SHORT=SHORT, HEADS=heads,
-        HEAD_DIM=shape.head_dim, BLOCK_D=geometry["BLOCK_D"], WINDOW=shape.window, **cuts, num_warps=2)
+    decode.combine_segments[(rows, heads, SHORT)](
+        out, partials, states, batch.query_starts, batch.context_lens, room, SHORT=SHORT, HEADS=heads,
+        HEAD_DIM=shape.head_dim, BLOCK_D=geometry["BLOCK_D"], WINDOW=shape.window, SEGMENT=tuning.segment, num_warps=2)
 
 
 def _geometry(query: Tensor, cache: CudaCache, layer: _Layer) -> dict[str, Any]:

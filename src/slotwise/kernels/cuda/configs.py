@@ -1,4 +1,4 @@
-"""Launch parameters of attention by device: tiles, warps, stages, splits.
+"""Launch parameters of attention by device: tiles, warps, stages, segments.
 
 Found by `benchmarks/tune_gpu.py` on the device itself and kept beside this file, `configs/<device name>.json`, never
 searched at start.  The repository holds none so far: no device has been tuned.  Until then the defaults below are used,
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+SEGMENT = 512  # a row of 32,000 tokens is 64 programs for each key head, and as many parts in memory
 FOLDER = Path(__file__).parent / "configs"
 
 
@@ -30,11 +31,9 @@ class PrefillConfig:
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """Splits of `decode.py`.  `min_split` is a multiple of `block_n`; `max_splits` is a power of two."""
+    """Tiles of `decode.py`: cached positions."""
 
     block_n: int
-    min_split: int
-    max_splits: int
     num_warps: int
     num_stages: int
 
@@ -45,6 +44,7 @@ class Tuning:
 
     prefill: PrefillConfig
     decode: DecodeConfig
+    segment: int = SEGMENT  # positions summed together, a multiple of both tiles' `block_n`
 
 
 def file_of(device_name: str) -> Path:
@@ -76,8 +76,9 @@ def parse(found: dict[str, Any], source: str) -> Tuning:
         ValueError: fields are missing or unknown; `source` is named.
     """
     try:
-        return Tuning(PrefillConfig(**found["prefill"]), DecodeConfig(**found["decode"]))
-    except (KeyError, TypeError) as error:
+        prefill, decode = PrefillConfig(**found["prefill"]), DecodeConfig(**found["decode"])
+        return Tuning(prefill, decode, int(found.get("segment", SEGMENT)))
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{source}: not a configuration of attention: {error}") from error
 
 
@@ -86,7 +87,7 @@ def default_tuning(head_dim: int, kind: torch.dtype) -> Tuning:
     wide = kind.itemsize * (1 if head_dim <= 64 else 2 if head_dim <= 128 else 4)  # 2 ... 16
     if kind == torch.float32:
         block_n = 16 if head_dim > 128 else 32
-        return Tuning(PrefillConfig(32, block_n, 4, 2), DecodeConfig(block_n, 256, 32, 4, 2))
+        return Tuning(PrefillConfig(32, block_n, 4, 2), DecodeConfig(block_n, 4, 2))
     if wide <= 4:
-        return Tuning(PrefillConfig(128, 64, 8 if head_dim > 64 else 4, 3), DecodeConfig(64, 256, 32, 4, 3))
-    return Tuning(PrefillConfig(64, 32, 4, 2), DecodeConfig(32, 256, 32, 4, 3))
+        return Tuning(PrefillConfig(128, 64, 8 if head_dim > 64 else 4, 3), DecodeConfig(64, 4, 3))
+    return Tuning(PrefillConfig(64, 32, 4, 2), DecodeConfig(32, 4, 3))

@@ -7,6 +7,9 @@ The tiles of a step are numbered without reading row lengths from the device.  R
 
 on, which are always enough and at most one too many; a program finds its row by bisection (as vLLM's unified Triton
 attention does).  Programs start from the last tile, since under a causal mask a row's last tiles take longest.
+
+A tile merges the segments of its context in order, each with a softmax of its own, as `decode.py` does with a row's: so
+a position's sums have the same order in a prompt's chunk and alone.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from slotwise.kernels.cuda.jit import jit, jit_varying
-from slotwise.kernels.cuda.tile import attend, load_query, query_offset, start_softmax
+from slotwise.kernels.cuda.tile import attend, load_query, merge_weights, query_offset, start_segment
 
 
 def num_tiles(tokens: int, rows: int, group: int, block_m: int) -> int:
@@ -49,7 +52,7 @@ def attend_tiles(
     query_starts: tl.tensor, context_lens: tl.tensor, num_rows: tl.tensor, scale: tl.tensor, sinks: tl.tensor,
     SHORT: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr, OPERAND: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SEGMENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ) -> None:
     """`out [tokens, heads, head_dim]` of every row of more than SHORT new tokens."""
     kv_head = tl.program_id(0) % KV_HEADS
@@ -74,18 +77,26 @@ def attend_tiles(
     tensor = load_query(query, packed, start, length, kv_head, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, OPERAND)
     table = tables + row.to(tl.int64) * table_stride
     total = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)
-    weight, largest = start_softmax(sinks, packed, kv_head, GROUP, SINKS, BLOCK_M)
-    if WINDOW:
-        total, weight, largest = attend(
-            total, weight, largest, tensor, positions, storage, table, kv_head, first // BLOCK_N * BLOCK_N,
-            tl.minimum(whole, last + 1), first, last, scale, KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW, SOFT_CAP,
-            BLOCK_N, True)
-    total, weight, largest = attend(
-        total, weight, largest, tensor, positions, storage, table, kv_head, whole, edge, first, last, scale, KV_HEADS,
-        HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_N, False)
-    total, weight, largest = attend(
-        total, weight, largest, tensor, positions, storage, table, kv_head, edge, last + 1, first, last, scale,
-        KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_N, True)
+    weight, largest = tl.full([BLOCK_M], 0.0, tl.float32), tl.full([BLOCK_M], float("-inf"), tl.float32)
+    for segment in range(first // SEGMENT, last // SEGMENT + 1):
+        left, stop = segment * SEGMENT, tl.minimum((segment + 1) * SEGMENT, last + 1)
+        part_weight, part_largest = start_segment(
+            sinks, packed, positions, kv_head, segment, GROUP, SINKS, WINDOW, SEGMENT, BLOCK_M)
+        part = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)
+        if WINDOW:
+            part, part_weight, part_largest = attend(
+                part, part_weight, part_largest, tensor, positions, storage, table, kv_head,
+                tl.maximum(left, first // BLOCK_N * BLOCK_N), tl.minimum(whole, stop), first, last, scale, KV_HEADS,
+                HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_N, True)
+        part, part_weight, part_largest = attend(
+            part, part_weight, part_largest, tensor, positions, storage, table, kv_head, tl.maximum(left, whole),
+            tl.minimum(edge, stop), first, last, scale, KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW, SOFT_CAP,
+            BLOCK_N, False)
+        part, part_weight, part_largest = attend(
+            part, part_weight, part_largest, tensor, positions, storage, table, kv_head, tl.maximum(left, edge), stop,
+            first, last, scale, KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_N, True)
+        weight, largest, keep, share = merge_weights(weight, largest, part_weight, part_largest)
+        total = tl.fma(part, tl.broadcast_to(share[:, None], [BLOCK_M, BLOCK_D]), total * keep[:, None])
     divisor = tl.where(weight == 0, 1.0, weight)[:, None]  # 0 in places past the row's end
     column = tl.arange(0, BLOCK_D)
     to = out + query_offset(packed, start, kv_head, KV_HEADS, GROUP, HEAD_DIM)[:, None] + column[None, :]

@@ -54,6 +54,32 @@ def start_softmax(
 
 
 @jit
+def start_segment(
+    sinks: tl.tensor, packed: tl.tensor, positions: tl.tensor, kv_head: tl.tensor, segment: tl.tensor,
+    GROUP: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr, SEGMENT: tl.constexpr, BLOCK_M: tl.constexpr,
+) -> tuple[tl.tensor, ...]:
+    """`start_softmax` of one segment: sinks belong to the first segment that a query sees."""
+    weight, largest = start_softmax(sinks, packed, kv_head, GROUP, SINKS, BLOCK_M)
+    if SINKS:
+        first = tl.maximum(positions - WINDOW + 1, 0) if WINDOW else positions * 0
+        is_first = first // SEGMENT == segment
+        weight = tl.where(is_first, weight, 0.0)
+        largest = tl.where(is_first, largest, float("-inf"))
+    return weight, largest
+
+
+@jit
+def merge_weights(
+    weight: tl.tensor, largest: tl.tensor, other_weight: tl.tensor, other_largest: tl.tensor
+) -> tuple[tl.tensor, ...]:
+    """Merge a segment's weights and largest scores into those before it; returns both, and the factors of the sums."""
+    both = tl.maximum(largest, other_largest)
+    base = tl.where(both == float("-inf"), 0.0, both)
+    keep, share = tl.exp2(largest - base), tl.exp2(other_largest - base)
+    return tl.fma(other_weight, share, weight * keep), both, keep, share
+
+
+@jit
 def tanh(x: tl.tensor) -> tl.tensor:
     """The hyperbolic tangent: near 0 by its series, where the other form, 2 / (1 + e**(-2 * x)) - 1, cancels."""
     square = x * x

@@ -202,7 +202,8 @@ export class History {
       numbers: entry.numbers ?? [], slots: entry.slots ?? [], starts: entry.starts ?? [], counts: entry.counts ?? [],
       padding: entry.padding ?? [], held: entry.held ?? [], tokens: entry.tokens ?? [], admitted: entry.admitted ?? [],
       preempted: entry.preempted ?? [], refused: entry.refused ?? [], stop: entry.stop ?? null,
-      ended: entry.ended ?? [], kinds: [],
+      ended: entry.ended ?? [], kinds: [], drafts: entry.drafts ?? [], draftLimit: entry.draft_limit ?? "",
+      yielded: entry.sampled ?? entry.tokens ?? [],
       running: entry.num_running ?? 0, waiting: entry.num_waiting ?? 0, free: entry.num_free_blocks ?? 0,
       capacity: this.segmentAt(this.end)?.capacity ?? 0, useful: 0, worked: 0, tokensComputed: 0,
       wanted: before?.wanted ?? 0, seats: before?.seats ?? 0, // slot-steps so far: useful ones, all

@@ -16,6 +16,8 @@ export class Request {
     this.computed = { prefill: 0, decode: 0, recompute: 0, held: 0, void: 0 }; // tokens
     this.padded = 0;
     this.numTokens = 0; // returned so far
+    this.drafts = 0; // verified so far
+    this.draftsRight = 0;
     this.firstToken = this.lastToken = null; // seconds
     this.slots = []; // one for each join
     this.flushed = null; // seconds: {first, last} byte written to the socket
@@ -37,6 +39,8 @@ export class Request {
     this.computed[kind] += count;
     this.padded += step.padding[row] ?? 0;
     if (kind !== "held" && kind !== "void") this.high = Math.max(this.high, step.starts[row] + count);
+    this.drafts += step.drafts[row]?.length ?? 0;
+    this.draftsRight += step.drafts[row]?.length ? Math.max(0, (step.yielded[row]?.length ?? 0) - 1) : 0;
     if (!yielded) return;
     this.numTokens += yielded;
     this.firstToken ??= step.until;

@@ -23,6 +23,7 @@ export function requestStory(history, request) {
   const known = request.firstToken !== null && request.arrived !== null;
   add("first token", known && `after ${duration(request.firstToken - request.arrived)}`);
   add("answer", request.numTokens && `${plural(request.numTokens, "token")}${pace(request)}`);
+  add("drafts", request.drafts && `${request.draftsRight} of ${request.drafts} right`);
   request.lost.forEach(({ ordinal, lost, reason }) => add(
     "yielded", `at step ${ordinal}, ${plural(lost, "token")} to compute again (${inWords(reason)})`));
   add("computed again", steps.recompute && plural(computed.recompute, "token"));
@@ -54,6 +55,15 @@ function waited(history, wait) {
   return time + (why ? `: ${why}` : "") + (wait.to === null ? ", and still does" : "");
 }
 
+// Returns how many drafts a step verified, and why not more.
+function drafted(step) {
+  const count = step.drafts.reduce((sum, drafts) => sum + drafts.length, 0);
+  const right = step.drafts.reduce(
+    (sum, drafts, row) => sum + (drafts.length ? Math.max(0, (step.yielded[row]?.length ?? 0) - 1) : 0), 0);
+  const why = step.draftLimit && `no more: ${inWords(step.draftLimit)}`;
+  return count ? `${right} of ${count} right${why && `; ${why}`}` : why;
+}
+
 export function stepStory(history, step) {
   const facts = [];
   const { sum } = step;
@@ -63,6 +73,7 @@ export function stepStory(history, step) {
   const kinds = [["decode", sum.decode], ["prompt", sum.prefill], ["computed again", sum.recompute],
     ["padding", sum.padding], ["held", sum.held], ["void", sum.void]].filter(([, count]) => count);
   add("tokens", kinds.map(([name, count]) => `${count.toLocaleString("en")} ${name}`).join(", "));
+  add("drafts", drafted(step));
   add("joined", step.admitted.length && step.admitted.map(([number]) => number).join(", "));
   add("ended", step.ended.length && step.ended.map(([number, reason]) => `${number} (${reason})`).join(", "));
   add("yielded", step.preempted.length && step.preempted.map(([number]) => number).join(", "));

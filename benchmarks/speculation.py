@@ -1,0 +1,277 @@
+"""Speculative decoding against none, in interleaved pairs, and what proposing costs.
+
+usage: python -m benchmarks.speculation MODEL NAME [--only edit:1 flat:64 ...] [--pairs 10] [--json FILE]
+
+    edit:N     code editing with N streams: the prompt is a function of the library, the output repeats it with edits
+    flat:N     nothing to gain with N streams: n-grams recur, and what follows them is random
+    mixed      64 requests at once with log-normal lengths (benchmarks/beside_vllm.py); the model's own tokens
+
+Two engines share the weights, and pairs alternate which runs first.  A model with random weights repeats nothing, and
+the built-in one is small: in `edit` and `flat` the executor computes everything and then replaces each sampled token by
+the script's at that index of the output.  `mixed` is not scripted.  Figures are output tokens per second; a ratio above
+1 means that drafts are faster, and its interval is that of the mean of the logarithms, by resampling.  After the pairs
+one run is timed inside: the share of a step's time that goes to proposing and budgeting.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from difflib import SequenceMatcher
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from slotwise import builtin
+from slotwise.bench.results import environment, write_json
+from slotwise.compose.engine import Loaded, load
+from slotwise.core.params import SamplingParams
+from slotwise.core.step import StepPlan, StepResult
+from slotwise.engine.config import EngineConfig
+from slotwise.engine.engine import Engine
+from slotwise.engine.executor import Executor
+from slotwise.engine.messages import Add
+from slotwise.speculation.settings import Speculation
+from slotwise.text.tokenizer import Tokenizer
+
+from .beside_vllm import VOCABULARY, workload
+from .pairs import interval
+
+MODULES = ("textwrap", "shlex", "heapq", "bisect", "fnmatch", "calendar", "csv", "difflib", "statistics", "string")
+FUNCTION = (120, 320)  # tokens of a function that is edited
+EDITED = 0.06  # share of its tokens at which an edit begins
+ALPHABET = 12  # different tokens where there is nothing to gain
+FLAT_TOKENS = 64  # of each output there
+CASES = ("edit:1", "edit:8", "flat:1", "flat:8", "flat:32", "flat:64", "mixed")
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
+
+
+class Job(NamedTuple):
+    """One request, and the output that it is made to have; (): the model's own."""
+
+    prompt: list[int]
+    max_tokens: int
+    script: tuple[int, ...] = ()
+
+
+class Scripted:
+    """Computes every step, and replaces the sampled tokens by those of scripts."""
+
+    def __init__(self, executor: Executor) -> None:
+        self.scripts: dict[str, tuple[int, ...]] = {}
+        self._executor = executor
+        self._plans: list[StepPlan] = []
+        self._num_prompt: dict[str, int] = {}
+
+    def submit(self, plan: StepPlan) -> None:
+        self._num_prompt |= {join.request_id: join.num_prompt for join in plan.new_requests}
+        self._plans.append(plan)
+        self._executor.submit(plan)
+
+    def collect(self) -> StepResult:
+        plan, result = self._plans.pop(0), self._executor.collect()
+        tokens = [self._replaced(plan, row, sampled) for row, sampled in enumerate(result.tokens)]
+        return result._replace(tokens=tuple(tokens))
+
+    def _replaced(self, plan: StepPlan, row: int, sampled: tuple[int, ...]) -> tuple[int, ...]:
+        script = self.scripts.get(plan.request_ids[row])
+        if not script or not sampled:
+            return sampled
+        drafts = plan.drafts[row] if plan.drafts else ()
+        begin = plan.starts[row] + plan.counts[row] - len(drafts) - self._num_prompt[plan.request_ids[row]]
+        to_come = script[begin : begin + len(drafts) + 1]
+        right = 0
+        while right < len(drafts) and right + 1 < len(to_come) and drafts[right] == to_come[right]:
+            right += 1
+        return to_come[: right + 1]
+
+
+def functions(tokenizer: Tokenizer) -> list[list[int]]:
+    """The functions of some modules of Python's library, of a suitable size, as tokens."""
+    found = []
+    for name in MODULES:
+        source = (Path(ast.__file__).parent / f"{name}.py").read_text()
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef) and (text := ast.get_source_segment(source, node)):
+                ids = tokenizer.encode(text + "\n")
+                if FUNCTION[0] <= len(ids) <= FUNCTION[1]:
+                    found.append(ids)
+    return found
+
+
+def edited(ids: Sequence[int], draw: random.Random) -> list[int]:
+    """Replaces, inserts or leaves out one to three tokens now and then."""
+    output, at = [], 0
+    while at < len(ids):
+        if draw.random() < EDITED:
+            kind, size = draw.choice(("replace", "replace", "insert", "leave out")), draw.randint(1, 3)
+            if kind != "leave out":
+                output += draw.choices(ids, k=size)
+            at += size if kind != "insert" else 0
+        if at < len(ids):
+            output.append(ids[at])
+        at += 1
+    return output
+
+
+def editing(tokenizer: Tokenizer, number: int, seed: int) -> tuple[list[Job], float]:
+    """Jobs, and the share of their outputs that repeats the function."""
+    draw, jobs, shares = random.Random(seed), [], []
+    for ids in draw.sample(functions(tokenizer), number):
+        script = edited(ids, draw)
+        matched = sum(one.size for one in SequenceMatcher(None, ids, script, autojunk=False).get_matching_blocks())
+        shares.append(matched / len(script))
+        jobs.append(Job(tokenizer.encode("Rewrite this function:\n") + ids, len(script), tuple(script)))
+    return jobs, sum(shares) / len(shares)
+
+
+def flat(number: int, seed: int) -> list[Job]:
+    """Of so few tokens every three recur soon, and what follows them is random."""
+    draw = random.Random(seed)
+    alphabet = draw.sample(range(1, 2000), ALPHABET)
+    return [Job(draw.choices(alphabet, k=128), FLAT_TOKENS, tuple(draw.choices(alphabet, k=FLAT_TOKENS)))
+            for _ in range(number)]
+
+
+def mixed(seed: int) -> list[Job]:
+    work = workload(f"mixed:{seed}", 64)
+    return [Job(work.prompt_ids(one, VOCABULARY), one.num_output) for one in work.requests]
+
+
+class Figures(NamedTuple):
+    rate: float  # output tokens per second
+    first: float  # mean seconds to the first token
+    drafts: int
+    right: int
+    full_steps: int  # decode steps of 64 rows
+    full_with_drafts: int
+
+
+def run(engine: Engine, jobs: Sequence[Job], together: int, name: str) -> Figures:
+    """Runs jobs, `together` at a time."""
+    assert isinstance(engine.executor, Scripted)
+    adds = [Add(f"{name}-{at}", job.prompt, SamplingParams(max_tokens=job.max_tokens, **GREEDY), seed=at)
+            for at, job in enumerate(jobs)]
+    engine.executor.scripts = {one.request_id: job.script for one, job in zip(adds, jobs, strict=True)}
+    sent: dict[str, float] = {}
+    firsts: list[float] = []
+    drafts = right = full = drafted = num_tokens = 0
+    began = time.perf_counter()
+    while adds or engine.has_work:
+        while adds and engine._scheduler.num_unfinished < together:
+            one = adds.pop(0)
+            sent[one.request_id] = time.perf_counter()
+            engine.handle(one)
+        record = engine.step()
+        now = time.perf_counter()
+        num_tokens += sum(map(len, record.token_ids))
+        for request_id, tokens in zip(record.request_ids, record.token_ids, strict=True):
+            if tokens and request_id in sent:
+                firsts.append(now - sent.pop(request_id))
+        is_full = len(record.counts) == 64 and not any(kind == 0 for kind in record.kinds)
+        full, drafted = full + is_full, drafted + (is_full and bool(record.drafts))
+        for found, tokens in zip(record.drafts, record.token_ids, strict=False):
+            if found:
+                drafts, right = drafts + len(found), right + max(0, len(tokens) - 1)
+    return Figures(num_tokens / (time.perf_counter() - began), sum(firsts) / max(1, len(firsts)), drafts, right, full,
+                   drafted)
+
+
+class Timed:
+    """Adds up the seconds of some methods."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def wrap(self, owner: Any, name: str) -> None:
+        inner = getattr(owner, name)
+
+        def timed(*args: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return inner(*args)
+            finally:
+                self.seconds += time.perf_counter() - began
+
+        setattr(owner, name, timed)
+
+
+def share_of_proposing(engine: Engine, jobs: Sequence[Job], together: int) -> float:
+    """The share of a run that drafting takes: what `Drafting` does for its steps, of all time."""
+    timed, drafting = Timed(), engine._scheduler._drafting
+    for name in ("add", "committed", "finished"):
+        timed.wrap(drafting, name)
+    began = time.perf_counter()
+    run(engine, jobs, together, "timed")
+    share = timed.seconds / (time.perf_counter() - began)
+    for name in ("add", "committed", "finished"):
+        delattr(drafting, name)
+    return share
+
+
+def built(loaded: Loaded, config: EngineConfig) -> Engine:
+    engine, _ = loaded.engine(config)
+    engine.executor = Scripted(engine.executor)
+    return engine
+
+
+def cases(names: Sequence[str], tokenizer: Tokenizer, pairs: int) -> Iterator[tuple[str, int, list[list[Job]], float]]:
+    """Yields each case's name, streams, the jobs of each pair (and one more), and the share that they repeat."""
+    for name in names:
+        kind, _, number = name.partition(":")
+        streams = int(number or 64)
+        made = [(editing(tokenizer, max(4, streams), seed) if kind == "edit" else
+                 (flat(max(streams, 4), seed) if kind == "flat" else mixed(seed), 0.0)) for seed in range(pairs + 1)]
+        yield name, streams, [jobs for jobs, _ in made], sum(share for _, share in made) / len(made)
+
+
+def measured(engines: dict[str, Engine], streams: int, jobs: list[list[Job]]) -> dict[str, Any]:
+    found: dict[str, list[Figures]] = {name: [] for name in engines}
+    for engine in engines.values():
+        run(engine, jobs[-1], streams, "warm")
+    for pair, one in enumerate(jobs[:-1]):
+        for name in list(engines)[:: 1 if pair % 2 else -1]:
+            found[name].append(run(engines[name], one, streams, f"p{pair}"))
+    ratios = [on.rate / off.rate for on, off in zip(found["on"], found["off"], strict=True)]
+    firsts = [off.first / on.first for on, off in zip(found["on"], found["off"], strict=True)]
+    drafts, right = sum(one.drafts for one in found["on"]), sum(one.right for one in found["on"])
+    return {
+        "off": [round(one.rate, 1) for one in found["off"]], "on": [round(one.rate, 1) for one in found["on"]],
+        "ratio": interval(ratios), "first_token_ratio": interval(firsts), "drafts": drafts, "right": right,
+        "full_steps": sum(one.full_steps for one in found["on"]),
+        "full_steps_with_drafts": sum(one.full_with_drafts for one in found["on"]),
+        "proposing_share": share_of_proposing(engines["on"], jobs[-1], streams)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", help="a checkpoint's folder; builtin: the built-in model")
+    parser.add_argument("name", help="of the model, in the result")
+    parser.add_argument("--only", nargs="+", default=CASES, metavar="CASE")
+    parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    config = EngineConfig(str(builtin.path()) if asked.model == "builtin" else asked.model, dtype="float32",
+                          enable_prefix_caching=False, max_model_len=1024)
+    loaded = load(config)
+    engines = {"off": built(loaded, config),
+               "on": built(loaded, replace(config, speculative_config=Speculation()))}
+    tokenizer = Tokenizer.load(builtin.path())  # its ids are ids of every model: only their number matters
+    rows = json.loads(asked.json.read_text())["rows"] if asked.json and asked.json.exists() else []
+    for case, streams, jobs, repeated in cases(asked.only, tokenizer, asked.pairs):
+        figures = measured(engines, streams, jobs)
+        row = {"model": asked.name, "case": case, "dtype": "float32", "repeated": round(repeated, 3), **figures}
+        rows = [one for one in rows if (one["model"], one["case"]) != (asked.name, case)] + [row]
+        print(case, *(f"{part:.3f}" for part in row["ratio"]), f"{row['right']}/{row['drafts']} right",
+              f"{row['proposing_share']:.2%} proposing", file=sys.stderr)
+        if asked.json:
+            write_json(asked.json, {"environment": environment(), "seed": 0, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,335 @@
+"""Speculative decoding on the built-in model: the table of failures that it is known for, one test a row.
+
+Drafts come from the real lookups.  A step-time model to which drafts cost nothing makes steps verify as many as can be.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from live import Live, serving
+
+from slotwise import builtin
+from slotwise.compose.engine import Loaded, load
+from slotwise.core.params import SamplingParams
+from slotwise.core.step import TokenLogprobs
+from slotwise.core.step_time import StepTimeModel, Work
+from slotwise.engine.config import EngineConfig
+from slotwise.engine.engine import Engine
+from slotwise.engine.messages import Add, Finish, StepRecord
+from slotwise.simulate.replay import replay
+from slotwise.speculation.proposer import DraftProposer
+from slotwise.speculation.settings import Speculation
+from slotwise.text.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.slow
+
+CODE = """def area(self):
+    return self.width * self.height
+
+def size(self):
+    return self.width + self.height
+
+"""
+METHODS = ("ngram", "suffix", "prediction")
+
+
+class Output(NamedTuple):
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    reason: str
+
+
+class Played(NamedTuple):
+    outputs: dict[str, Output]
+    records: list[StepRecord]
+
+    @property
+    def num_drafts(self) -> int:
+        return sum(len(drafts) for record in self.records for drafts in record.drafts)
+
+    @property
+    def num_right(self) -> int:
+        return sum(max(0, len(tokens) - 1) for record in self.records for drafts, tokens in zip(
+            record.drafts, record.sampled or record.token_ids, strict=False) if drafts)
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Loaded:
+    return load(EngineConfig(str(builtin.path()), dtype="float32"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(builtin.path())
+
+
+@pytest.fixture(scope="module")
+def prompt(tokenizer: Tokenizer) -> list[int]:
+    return tokenizer.encode(CODE * 2)
+
+
+def free() -> StepTimeModel:
+    """Steps take a second, whatever they compute."""
+    times = StepTimeModel()
+    for _ in range(20):
+        times.learn(Work(1, 1, 10, 0.0, longest=10), 1.0)
+        times.learn(Work(9, 9, 0, 0.0, drafts=8), 1.0)
+        times.learn(Work(100, 3, 0, 1e4), 1.0)
+    return times
+
+
+def engine(loaded: Loaded, method: str = "", **settings: Any) -> Engine:
+    config = replace(EngineConfig(str(builtin.path()), dtype="float32", max_num_seqs=8, max_stall_ms=0.0), **settings)
+    made, _ = loaded.engine(config)
+    if method:
+        made._scheduler._drafting.proposer = DraftProposer(Speculation(method, prompt_lookup_min=1), free())
+    return made
+
+
+def play(subject: Engine, adds: list[Add], aborts: dict[int, str] | None = None) -> Played:
+    """Adds the requests, some in every step; `aborts` ends requests before a step."""
+    waiting, tokens, logprobs, reasons = list(adds), {}, {}, {}
+    records: list[StepRecord] = []
+    while waiting or subject.has_work:
+        for one in waiting[:3]:
+            subject.handle(one)
+        del waiting[:3]
+        if aborts and (name := aborts.pop(len(records), "")):
+            subject.handle(Finish(name, "abort"))
+        record = subject.step()
+        assert not record.failure, record.failure
+        records.append(record)
+        entries = record.logprobs or ((),) * len(record.token_ids)
+        for name, found, described in zip(record.request_ids, record.token_ids, entries, strict=True):
+            tokens[name] = tokens.get(name, ()) + found
+            logprobs[name] = logprobs.get(name, ()) + described
+        reasons |= {end.request_id: end.reason for end in record.ended}
+        subject._scheduler.check()
+    return Played({name: Output(tokens.get(name, ()), logprobs.get(name, ()), reason)
+                   for name, reason in reasons.items()}, records)
+
+
+def same_with_drafts(loaded: Loaded, adds: list[Add], method: str = "suffix", **settings: Any) -> Played:
+    """Plays with and without drafts.  All tokens, log-probabilities and ends are the same, and drafts were right."""
+    plain = play(engine(loaded, **settings), adds)
+    drafted = play(engine(loaded, method, **settings), adds)
+    assert drafted.outputs == plain.outputs and drafted.num_right > 0 == plain.num_drafts
+    return drafted
+
+
+def several(prompt: list[int], number: int = 4, **params: Any) -> list[Add]:
+    params = {"max_tokens": 40, "ignore_eos": True, "temperature": 0.3} | params
+    return [Add(f"r{at}", prompt[at:], SamplingParams(**params), seed=at) for at in range(number)]
+
+
+def mixed(prompt: list[int], number: int, seed: int) -> list[Add]:
+    """Greedy, seeded, with penalties, log-probabilities, `min_p`, `min_tokens`, stop tokens; some share a beginning."""
+    draw, adds = random.Random(seed), []
+    for at in range(number):
+        params = SamplingParams(
+            temperature=draw.choice((0.0, 0.0, 0.2, 1.0)), max_tokens=draw.randint(1, 48),
+            ignore_eos=draw.random() < 0.7, min_p=draw.choice((0.0, 0.05)), top_p=draw.choice((1.0, 0.9)),
+            logprobs=draw.choice((None, None, 0, 3)), presence_penalty=draw.choice((0.0, 0.0, 0.5)),
+            frequency_penalty=draw.choice((0.0, 0.0, 0.4)), repetition_penalty=draw.choice((1.0, 1.0, 1.2)),
+            stop_token_ids=tuple(draw.sample(prompt, draw.choice((0, 0, 1)))), min_tokens=draw.choice((0, 0, 1)),
+            logit_bias=draw.choice(({}, {prompt[3]: 2.0})))
+        begin = draw.choice((0, 0, draw.randrange(len(prompt) // 2)))
+        text = prompt[begin : draw.randint(begin + 1, len(prompt))]
+        guessed = tuple(token if draw.random() < 0.9 else draw.choice(prompt) for token in prompt)
+        adds.append(Add(f"r{at}", text, params, seed=draw.getrandbits(60), prediction=guessed,
+                        salt=draw.choice(("", "other"))))
+    return adds
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_outputs_of_mixed_requests(loaded, prompt, method):
+    settings = {"long_prefill_token_threshold": 17, "block_size": 16, "kv_cache_memory": 1 << 20}
+    drafted = same_with_drafts(loaded, mixed(prompt, 70, seed=len(method)), method, **settings)
+    assert any(record.preempted for record in drafted.records) and any(any(record.cached) for record in drafted.records)
+    assert any(record.drafts and len(set(record.kinds)) == 2 for record in drafted.records), "beside prompts"
+
+
+def test_requests_beyond_a_segment_of_attention(loaded, prompt):
+    """Attention cuts a long context into segments, whatever the number of queries."""
+    limit = loaded.model_config.max_position_embeddings
+    long = (prompt * 40)[: min(limit - 60, 1100)]
+    same_with_drafts(loaded, [*several(long, 2), *several(prompt, 0)], max_num_seqs=2)
+
+
+def test_penalties(loaded, prompt):
+    """A penalty counts the drafts before a position as accepted, and no other."""
+    same_with_drafts(loaded, several(
+        prompt, presence_penalty=0.2, frequency_penalty=0.1, repetition_penalty=1.05, temperature=0.0))
+
+
+def test_logprobs(loaded, prompt):
+    drafted = same_with_drafts(loaded, several(prompt, logprobs=3, temperature=0.0))
+    assert all(len(one.logprobs) == len(one.tokens) for one in drafted.outputs.values())
+
+
+def test_min_p_and_seeds(loaded, prompt):
+    same_with_drafts(loaded, several(prompt, min_p=0.02, temperature=0.8, top_k=20))
+
+
+def test_min_tokens_and_stop_tokens(loaded, prompt):
+    """A stop token inside an accepted run ends the output there."""
+    (plain,) = play(engine(loaded), several(prompt, 1, temperature=0.0)).outputs.values()
+    stop = plain.tokens[9]
+    drafted = same_with_drafts(
+        loaded, several(prompt, 1, temperature=0.0, stop_token_ids=(stop,), min_tokens=plain.tokens.index(stop)))
+    assert drafted.outputs["r0"].reason == "stop" and drafted.outputs["r0"].tokens[-1] == stop
+
+
+def test_a_step_in_flight(loaded, prompt):
+    """With overlapping steps a row with drafts leaves out a step."""
+    same_with_drafts(loaded, several(prompt, 3, temperature=0.0), overlap=1)
+
+
+def test_an_abort_while_drafts_are_verified(loaded, prompt):
+    subject = engine(loaded, "suffix", overlap=1)
+    free_before = subject._scheduler.num_free_blocks
+    aborted = play(subject, several(prompt, 3, temperature=0.0), {6: "r1"})
+    plain = play(engine(loaded), several(prompt, 3, temperature=0.0))
+    assert aborted.outputs["r1"].reason == "abort" and aborted.num_drafts
+    assert all(aborted.outputs[name] == plain.outputs[name] for name in ("r0", "r2"))
+    assert subject._scheduler.num_free_blocks == free_before and not subject._scheduler._drafting.proposer._rows
+
+
+def test_cache_pressure(loaded, prompt):
+    """Blocks run out: requests are preempted as without drafts, and never for one."""
+    drafted = same_with_drafts(
+        loaded, several(prompt, 6, max_tokens=60, temperature=0.0), block_size=16, kv_cache_memory=700_000,
+        enable_prefix_caching=False)
+    assert any(record.preempted for record in drafted.records)
+    for record in drafted.records:
+        if record.preempted:
+            assert not any(record.drafts) or record.num_free_blocks >= 0
+
+
+def test_the_prefix_cache_holds_accepted_tokens_alone(loaded, prompt):
+    """A second request finds what the first has computed with drafts, and computes the same tokens behind it."""
+    first = several(prompt, 1, temperature=0.0)
+    subject = engine(loaded, "suffix", block_size=16)
+    (done,) = play(subject, first).outputs.values()
+    again = [Add("again", prompt + list(done.tokens[:-1]), SamplingParams(temperature=0.0, max_tokens=8), seed=0)]
+    played = play(subject, again)
+    assert max(max(record.cached, default=0) for record in played.records) > len(prompt)
+    assert played.outputs["again"] == play(engine(loaded), again).outputs["again"]
+
+
+def test_tenants_do_not_see_each_others_outputs(loaded, tokenizer):
+    """What one tenant's outputs hold is drafted for no other, whose drafts are tokens of its own request."""
+    text = tokenizer.encode("def read_lines(path):")
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    drafts = {}
+    for salt in ("tenant", "other"):
+        subject = engine(loaded, "suffix")
+        play(subject, [Add("first", text, params, seed=0, salt="tenant")])
+        drafts[salt] = play(subject, [Add("second", text, params, seed=0, salt=salt)])
+    assert drafts["tenant"].num_right > drafts["other"].num_right and drafts["other"].num_drafts
+    known = set(text)
+    for record in drafts["other"].records:
+        assert known.issuperset(token for row in record.drafts for token in row)
+        known.update(token for row in record.token_ids for token in row)
+
+
+@pytest.mark.parametrize("batching", ["static", "orca", "one_at_a_time"])
+def test_disciplines_that_hold_rows(loaded, prompt, batching):
+    same_with_drafts(loaded, several(prompt, 5, temperature=0.0), batching=batching)
+
+
+# -- over HTTP ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("speculation") / "events.jsonl"
+
+
+@pytest.fixture(scope="module")
+def live(log: Path) -> Iterator[Live]:
+    with serving("--dtype", "float32", "--event-log", str(log), log=log.with_name("stderr")) as server:
+        yield server
+
+
+ASKED = {"prompt": "def read_lines(path):", "max_tokens": 48, "temperature": 0, "ignore_eos": True}
+
+
+def ask(live: Live, path: str = "/v1/completions", **more: Any) -> dict[str, Any]:
+    response = live.client.post(path, json=ASKED | more)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def predicted(text: str | list[dict[str, str]]) -> dict[str, Any]:
+    return {"prediction": {"type": "content", "content": text}}
+
+
+def test_a_prediction_and_its_usage(live):
+    plain = ask(live)
+    text = plain["choices"][0]["text"]
+    assert "completion_tokens_details" not in plain["usage"]
+    for content in (text, [{"type": "text", "text": text[:20]}, {"type": "text", "text": text[20:]}]):
+        drafted = ask(live, **predicted(content))
+        assert drafted["choices"][0]["text"] == text
+        details = drafted["usage"]["completion_tokens_details"]
+        assert 0 < details["accepted_prediction_tokens"] <= drafted["usage"]["completion_tokens"]
+    wrong = ask(live, **predicted("zebra " * 30))
+    assert wrong["choices"][0]["text"] == text
+
+
+def test_a_stop_string_inside_an_accepted_run_ends_text_and_counts(live):
+    text = ask(live)["choices"][0]["text"]
+    stop = text[len(text) // 2 :][:6]
+    plain, drafted = ask(live, stop=stop), ask(live, stop=stop, **predicted(text))
+    assert drafted["choices"] == plain["choices"]
+    used = drafted["usage"]
+    assert used["completion_tokens"] == plain["usage"]["completion_tokens"]
+    assert used["completion_tokens_details"]["accepted_prediction_tokens"] <= used["completion_tokens"]
+
+
+def test_a_prediction_in_a_chat_of_several_choices(live):
+    chat = {"messages": [{"role": "user", "content": "def add(a, b):"}], "n": 3, "temperature": 0.7, "seed": 5,
+            "max_tokens": 32}
+    plain = live.client.post("/v1/chat/completions", json=chat).json()
+    drafted = live.client.post("/v1/chat/completions", json=chat | predicted(
+        plain["choices"][1]["message"]["content"])).json()
+    assert [one["message"] for one in drafted["choices"]] == [one["message"] for one in plain["choices"]]
+    assert drafted["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 0
+
+
+@pytest.mark.parametrize("prediction", [
+    "text", {"type": "content"}, {"type": "other", "content": "x"},
+    {"type": "content", "content": [{"type": "image"}]}])
+def test_a_prediction_that_is_none_is_refused_by_name(live, prediction):
+    response = live.client.post("/v1/completions", json=ASKED | {"prediction": prediction})
+    assert response.status_code == 400 and "prediction" in response.text
+
+
+def test_metrics_and_the_replay_of_the_log(live, log):
+    from slotwise.observe import event_log
+
+    ask(live, **predicted(ask(live)["choices"][0]["text"]))
+    lines = live.client.get("/metrics").text.splitlines()
+    counts = {name: sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"slotwise:{name}{{"))
+              for name in (f"spec_decode_num_{what}_total" for what in (
+                  "drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos"))}
+    drafts, tokens, accepted, by_position = counts.values()
+    assert 0 < drafts <= tokens >= accepted == by_position > 0
+    live.client.get("/health")
+    entries = list(event_log.read_file(log))
+    assert any(entry.drafts for entry in entries if isinstance(entry, event_log.Step))
+    outcome = replay(entries)
+    assert outcome.difference is None and outcome.steps > 0
+
+
+def test_a_server_without_drafts_refuses_a_prediction(tmp_path):
+    with serving("--speculative-config", '{"method": "none"}', log=tmp_path / "log") as server:
+        response = server.client.post("/v1/completions", json=ASKED | predicted("x"))
+        assert response.status_code == 400 and response.json()["error"]["param"] == "prediction"

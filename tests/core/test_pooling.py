@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from toy import Driver, next_token, request
 
+from slotwise.batching.continuous import Chunked
 from slotwise.batching.groups import Static
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import InvalidParams, PoolingParams
@@ -60,6 +61,17 @@ def test_a_static_batch_holds_a_pooled_row_until_its_end():
     assert any(plan.held for plan in driver.plans)
     assert driver.ended == {"pooled": "stop", "sampled": "length"}
     assert driver.pooled == {"pooled": next_token([1, 2, 3])}
+
+
+def test_a_held_pooled_row_ends_when_batches_no_longer_leave_together():
+    driver = Driver(LIMITS, Static(2))
+    driver.add(request("pooled", [1, 2, 3], pooling=MEAN))
+    driver.add(request("sampled", [5, 6], max_tokens=8, ignore_eos=True))
+    driver.plan()
+    driver.commit()
+    driver.configure(Chunked(), 4, 4)
+    driver.run(40)
+    assert driver.ended == {"pooled": "stop", "sampled": "length"}
 
 
 def test_a_row_without_a_vector_ends_in_error():

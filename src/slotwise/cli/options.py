@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 from collections.abc import Callable, Collection
+from dataclasses import asdict
 from typing import Any, TypeAlias
 
 from slotwise.batching.settings import KINDS, MAX_WAIT_MS, PREFILLS
@@ -182,7 +183,7 @@ def add_overwrite_option(group: argparse._ActionsContainer) -> None:
 def engine_settings(asked: argparse.Namespace) -> dict[str, Any]:
     """The engine options given, by the names of `EngineConfig`."""
     names = [_setting(name) for name, _ in ENGINE_OPTIONS]
-    return {name: getattr(asked, name) for name in names}
+    return {name: asdict(value) if isinstance(value := getattr(asked, name), Speculation) else value for name in names}
 
 
 def _setting(name: str) -> str:

@@ -117,7 +117,9 @@ class DraftProposer:
             if not probabilities:
                 row.rest()
                 continue
-            if len(probabilities) in (limit, self._settings.num_drafts):
+            if len(probabilities) < len(row.guess.tokens):
+                limits.add(NO_GAIN)
+            elif len(probabilities) in (limit, self._settings.num_drafts):
                 limits.add(NO_ROOM if len(probabilities) == limit else MAX_DRAFTS)
             looked_at[place] = row
             found += [(-probability, place) for probability in probabilities]

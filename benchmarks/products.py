@@ -52,6 +52,11 @@ def pairs(weight: Tensor) -> Linear:
     return bf16_linear(weight, None, TEAM)
 
 
+def by_tiles(weight: Tensor) -> Linear:
+    """bfloat16 as it is, by AMX."""
+    return bf16_linear(weight, None, TEAM, path="amx")
+
+
 def by_torch(weight: Tensor) -> Linear:
     """bfloat16 as oneDNN packs it."""
     return onednn_linear(weight, None)
@@ -141,8 +146,9 @@ def dyn_quant(weight: Tensor) -> Linear:
 
 
 WAYS: tuple[Callable[[Tensor], Linear], ...] = (
-    today, widened, *([halves] if has_fp16_gemm() else []), *([pairs] if has_bf16_gemm() else []), by_torch, own_int8,
-    own_int4, fbgemm, onednn, int_mm, int8pack, int4pack, dyn_quant)
+    today, widened, *([halves] if has_fp16_gemm() else []), *([pairs] if has_bf16_gemm() else []),
+    *([] if paths.obstacle("amx") else [by_tiles]), by_torch, own_int8, own_int4, fbgemm, onednn, int_mm, int8pack,
+    int4pack, dyn_quant)
 
 
 def microseconds(layers: list[list[Linear]], inputs: list[Tensor], repeats: int) -> float:

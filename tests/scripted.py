@@ -14,7 +14,8 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 HIDDEN = 256
@@ -35,11 +36,13 @@ SCRIPTS = {
 }
 
 
-def write(folder: Path, scripts: Mapping[str, str] = SCRIPTS, template: str = TEMPLATE) -> Path:
+def write(folder: Path, scripts: Mapping[str, str] = SCRIPTS, template: str = TEMPLATE,
+          special: Sequence[str] = ()) -> Path:
     """Writes the checkpoint, in float32, and returns its folder.
 
     Args:
         scripts: what follows a prompt that ends with a key.
+        special: further special tokens; each may stand in one script, once.
     """
     import torch
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -49,12 +52,14 @@ def write(folder: Path, scripts: Mapping[str, str] = SCRIPTS, template: str = TE
     tokenizer = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.add_special_tokens(["<s>", "</s>", *special])
     chains, used = [], set[str]()
     for key, text in scripts.items():
-        pieces = _pieces(text, used)
-        used.update(pieces)
-        tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in (key, *pieces)])
+        pieces = []
+        for part in re.split("(" + "|".join(map(re.escape, special)) + ")", text) if special else [text]:
+            pieces += [part] if part in special else _pieces(part, used)
+            used.update(pieces)
+        tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in (key, *pieces) if piece not in special])
         chains.append([key, *pieces, "</s>"])
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -110,3 +111,18 @@ def test_the_openai_client_streams_a_required_call(live: Live, openai: ModuleTyp
         message = stream.get_final_completion().choices[0].message
     assert "tool_calls.function.arguments.done" in kinds
     assert json.loads(message.tool_calls[0].function.arguments)["city"] in CITIES
+
+
+HARMONY = ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>", "<|return|>"]
+CALL = 'commentary to=functions.weather <|constrain|>json<|message|>{"city": "Paris"}'
+
+
+def test_harmony_by_the_special_tokens_of_the_checkpoint(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    folder = scripted.write(tmp_path / "model", {"#weather": f"<|channel|>{CALL}"}, special=HARMONY)
+    with serving(str(folder), "--dtype", "float32", "--tool-call-parser", "openai", log=tmp_path / "log") as live:
+        for fields in ({}, {"tool_choice": "required"}, {"tools": [STRICT]}):
+            assert calls(asked(live, "Rain? #weather", **fields)) == [("weather", {"city": "Paris"})]
+        ((name, arguments),) = calls(asked(live, "Rain?", tool_choice="required", tools=[WEATHER],
+                                           reasoning_effort="none"))
+        assert name == "weather" and arguments["city"] in CITIES

@@ -99,3 +99,10 @@ def test_a_run_is_held_against_the_machine_and_taken_apart(
     assert sum(kind["tokens"] for kind in kinds.values()) == result["workload"]["prompt_tokens"] + 6 * 7
     assert all(seconds > 0 for seconds in parts.values())
     assert sum(parts.values()) == pytest.approx(result["timed_seconds"])
+
+
+def test_a_step_that_beats_its_bound_achieves_all_of_it() -> None:
+    achieved = Achieved(Roofline(Machine(1e3, 1e3), 1 << 20, 1000, 100_000, 10_000, 500))
+    achieved.step(record((9, 9), (1, 1), (True, True)))
+    tally = achieved.kinds[DECODE]
+    assert tally.bytes_seconds > tally.seconds and tally.achieved == 1

@@ -95,6 +95,14 @@ def test_an_integer_product_is_exact():
     assert np.array_equal(computed(ADD_INT8, left, right, sums), expected)
 
 
+def test_the_configuration_is_laid_out_as_the_manual_says():
+    configuration = tiles.configuration()
+    assert len(configuration) == 64 and configuration[:2] == b"\x01\x00"  # the palette; no row to resume at
+    assert [int.from_bytes(configuration[16 + 2 * tile : 18 + 2 * tile], "little") for tile in range(16)] == (
+        [64] * 8 + [0] * 8)  # bytes of a row
+    assert list(configuration[48:]) == [16] * 8 + [0] * 8  # rows
+
+
 PRINT_ASSEMBLY = """
 from numba import cfunc
 from slotwise.kernels.cpu.jit.intrinsic import INT, intrinsic

@@ -16,7 +16,7 @@ from slotwise.model.decoder import Decoder
 from slotwise.model.load import load_model
 
 BLOCK, LONGEST = 64, 4000
-PATHS = ["float32", "bf16", "fp16"]  # of products whose result does not depend on the number of rows
+PATHS = ["float32", "amx", "bf16", "fp16"]  # of products whose result does not depend on the number of rows
 LAST = 9  # positions whose logits are compared
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from checkpoints import FAMILIES, make
 
-from slotwise.kernels.cpu import paths
+from slotwise.kernels.cpu import linear_bf16, paths
 from slotwise.kernels.cpu.kernels import CpuKernels
 from slotwise.kernels.interface import RaggedBatch
 from slotwise.model.decoder import Decoder
@@ -67,6 +67,17 @@ class Pair:
       for path in paths.DENSE if path != "onednn" for cached in ("auto", "int8"))])
 def test_a_recorded_step_is_the_step(family: str, kind: str, cached: str, path: str, tmp_path: Path) -> None:
     check_recorded(Pair(make(family, tmp_path), kind, cached=cached, path=path))
+
+
+def test_a_recorded_step_on_tiles_is_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path `amx`, with tiles in software."""
+    monkeypatch.setattr(linear_bf16, "amx_obstacle", lambda: "")
+    monkeypatch.setitem(linear_bf16.PRODUCT, "amx", linear_bf16.PRODUCT["software tiles"])
+    pair = Pair(make("qwen3", tmp_path), "bfloat16", path="amx")
+    assert pair.decoder.kernels.product_path(torch.bfloat16) == "amx"
+    torch.manual_seed(0)
+    for contexts in ([5, 300], [40], [301, 6], [250]):
+        pair.check(contexts)
 
 
 @product_paths.each(paths.QUANTISED)

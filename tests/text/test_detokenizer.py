@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotwise.text.detokenizer import detokenizer
+from slotwise.text.detokenizer import MarkingDetokenizer, detokenizer
 from slotwise.text.tokenizer import Tokenizer
 
 EXACT = ["byte_level", "sentence_pieces", "metaspace"]
@@ -36,6 +36,18 @@ def test_any_text_comes_back_in_whole_characters(
 def test_random_tokens_of_a_byte_level_vocabulary(tokenizers_by_family: dict[str, Tokenizer], ids: list[int]) -> None:
     tokenizer = tokenizers_by_family["byte_level"]
     assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+@given(parts=st.lists(st.lists(st.integers(3, 620), max_size=8), min_size=1, max_size=5), at_once=st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_marked_tokens_stand_between_texts(
+    tokenizers_by_family: dict[str, Tokenizer], parts: list[list[int]], at_once: bool,
+) -> None:
+    tokenizer = tokenizers_by_family["byte_level"]
+    stream = MarkingDetokenizer(lambda: detokenizer(tokenizer, [300]), {2: "\udc00"})
+    ids = [token for part in parts for token in (*part, 2)][:-1]
+    text = stream.feed(ids) if at_once else "".join([stream.feed([token]) for token in ids])
+    assert (text + stream.flush()).split("\udc00") == [tokenizer.decode(part) for part in parts]
 
 
 @given(ids=st.lists(st.integers(0, 400), max_size=30))

@@ -20,7 +20,7 @@ class Tally:
         self.seconds = 0.0
         self.bytes_seconds = 0.0  # by memory bandwidth alone
         self.operations_seconds = 0.0  # by compute rate alone
-        self.bound_seconds = 0.0  # the larger of both, step by step
+        self.bound_seconds = 0.0  # the larger of both, and at most the time that it took, step by step
 
     @property
     def achieved(self) -> float:
@@ -43,10 +43,11 @@ class Achieved:
         tally = self.kinds[kind_of(record)]
         tally.steps += 1
         tally.tokens += sum(record.counts)
-        tally.seconds += (record.ended_ns - record.started_ns) * NANO
+        seconds = (record.ended_ns - record.started_ns) * NANO
+        tally.seconds += seconds
         tally.bytes_seconds += cost.bytes / machine.bytes_per_second
         tally.operations_seconds += cost.operations / machine.operations_per_second
-        tally.bound_seconds += self.roofline.seconds(cost)
+        tally.bound_seconds += min(seconds, self.roofline.seconds(cost))
 
 
 def cost_of(record: StepRecord, roofline: Roofline) -> Cost:

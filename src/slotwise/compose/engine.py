@@ -45,7 +45,7 @@ from slotwise.runner.sampling.grammars import Grammars
 from slotwise.runner.sampling.masks import Masks
 from slotwise.runner.sampling.params import Sampling
 from slotwise.speculation.proposer import proposer_of
-from slotwise.speculation.settings import Speculation
+from slotwise.speculation.settings import NONE, Speculation
 
 Progress = Callable[[str, int, int], None]
 """Called with `(stage, done, total)` while an engine is built."""
@@ -139,7 +139,8 @@ class Loaded:
             batch_invariant=not kernels.batch_dependence(decoder.config.dtype), checkpoint=self._checkpoint,
             hidden_size=decoder.config.hidden_size, speculation=self._speculation(config))
         grammars = Grammars(self._vocabulary.result() if self._vocabulary is not None else None)
-        runner = _runner(decoder, limits, grammars)
+        drafts = info.speculation is not None and info.speculation.method != NONE
+        runner = _runner(decoder, limits, Masks(grammars, decoder.config.vocab_size, forces=drafts))
         check_steps(runner, limits, time.monotonic_ns)
         times = load_or_learn(config, info, lambda: warmup(
             runner, limits, time.monotonic_ns, drafts=info.speculation is not None))
@@ -218,14 +219,14 @@ def _threads(number: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _runner(decoder: Decoder, limits: SchedulerLimits, grammars: Grammars) -> Executor:
+def _runner(decoder: Decoder, limits: SchedulerLimits, masks: Masks) -> Executor:
     """Returns the executor, with its own cache and host blocks."""
     kernels, vocab_size = decoder.kernels, decoder.config.vocab_size
     null_block = limits.num_blocks  # one beyond the scheduler's blocks
     caches = [
         kernels.allocate_cache(limits.num_blocks + 1, limits.block_size, shape, decoder.config.dtype)
         for shape in decoder.attention_shapes]
-    num_slots, masks = limits.max_num_seqs, Masks(grammars, vocab_size)
+    num_slots = limits.max_num_seqs
     slots = SlotTable(num_slots, limits.max_model_len, limits.block_size, null_block, kernels.device)
     sampler: Sampling = (
         Sampler(num_slots, vocab_size, launcher_of(kernels), masks) if kernels.name == "cpu"

@@ -67,9 +67,9 @@ class Request:
 
     __slots__ = (
         "arrival", "arrived_at", "block_hashes", "blocks", "capacity", "deadline", "end", "epoch", "expected_tokens",
-        "is_compiling", "num_at_join", "num_computed", "num_passed", "num_prompt", "num_reserved", "num_scheduled",
-        "output", "params", "pending", "pooling", "prediction", "publish_at", "reason", "request_id", "seed", "slo",
-        "slot", "state", "stop_ids", "tokens", "wants_prompt",
+        "forced", "is_compiling", "num_at_join", "num_computed", "num_passed", "num_prompt", "num_reserved",
+        "num_scheduled", "output", "params", "pending", "pooling", "prediction", "publish_at", "reason", "request_id",
+        "seed", "slo", "slot", "state", "stop_ids", "tokens", "wants_prompt",
     )
 
     def __init__(
@@ -111,6 +111,7 @@ class Request:
         self.block_hashes = BlockHashes(salt)
         self.publish_at = 0  # number of computed tokens at which the next block is full
         self.epoch = 0
+        self.forced: tuple[int, tuple[int, ...]] = (0, ())  # tokens its grammar forces, behind so many known ones
 
     @property
     def max_tokens(self) -> int | None:

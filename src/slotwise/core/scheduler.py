@@ -416,6 +416,8 @@ class Scheduler:
                 kept[row] = accepted
             if reason:
                 ended.append((request, reason))
+        for request, forced in zip(step.requests, result.forced, strict=False):
+            request.forced = (len(request.tokens), forced)
         failed = dict(step.failed(result)) if result.failed else {}
         ended += [(request, "rejected" if objection else "error") for request, objection in failed.items()]
         self._drafting.committed(step.requests, plan.drafts)

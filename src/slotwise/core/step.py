@@ -159,6 +159,7 @@ class StepResult(NamedTuple):
     failed: tuple[int, ...] = ()  # rows that could not sample; other rows are unaffected
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()  # () if no row has any; of tokens starts[i] + 1 on
     pooled: tuple[bytes, ...] = ()  # () if no row has any; float32, little-endian, of rows that end a pooled prompt
+    forced: tuple[tuple[int, ...], ...] = ()  # () if no row has any; tokens that a grammar forces behind those sampled
     objections: tuple[str, ...] = ()  # why each of `failed` cannot go on, "" for a fault; () if there are only faults
 
     def check(self, plan: StepPlan) -> None:

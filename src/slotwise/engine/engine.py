@@ -194,6 +194,7 @@ class Engine:
             draft_limit=plan.draft_limit)
         if tokens != result.tokens:
             record.sampled = result.tokens
+        record.forced = result.forced
         return self._stamped(_with_changes(record, [plan], events))
 
     def _events(self, step: int) -> list[Event]:

@@ -198,6 +198,7 @@ class StepRecord(Struct, tag="step", omit_defaults=True):
     freed_blocks: tuple[FreedBlocks, ...] = ()  # applied before `new_blocks`
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
     draft_limit: str = ""  # why the step has no more drafts
+    forced: tuple[tuple[int, ...], ...] = ()  # of each row, the tokens that a grammar forces behind the sampled ones
     compiled: tuple[Compiled, ...] = ()  # grammars since the last record, taken in before its first plan was made
     num_parts: int = 0  # `StepOutputs` that were sent before it; they hold all tokens of its rows
     pooled: tuple[bytes, ...] = ()  # of each row, as in `core.step.StepResult`

@@ -191,6 +191,7 @@ class Step(_Entry, tag="step", rename={"released_slots": "leaves", "new_blocks":
     num_free_blocks: Number = 0
     prefills: tuple[Number, ...] = ()  # rows that compute tokens known when their request joined
     drafts: tuple[tuple[int, ...], ...] = ()  # tokens that each row verifies; () when there are none
+    forced: tuple[tuple[int, ...], ...] = ()  # of each row, what its grammar forces behind its tokens; () if nothing
     compiled: tuple[Compiled, ...] = ()  # grammars that requests waited for
     freed_blocks: tuple[FreedBlocks, ...] = ()  # blocks that left the end of a slot's block table, before the new ones
     draft_limit: str = ""  # why there are no more drafts (`core/drafting.py`); "" where none can be

@@ -23,7 +23,7 @@ def wrong_step(step: Step) -> str:
     """What contradicts itself in a step; "" if nothing does."""
     rows = len(step.numbers)
     needed: tuple[Sized, ...] = (step.slots, step.starts, step.counts)
-    others: tuple[Sized, ...] = (step.padding, step.tokens, step.sampled, step.drafts)
+    others: tuple[Sized, ...] = (step.padding, step.tokens, step.sampled, step.drafts, step.forced)
     if any(len(column) != rows for column in needed) or any(len(column) not in (0, rows) for column in others):
         return f"the columns of step {step.step} differ in length"
     if step.drafts and not (step.sampled or step.tokens):

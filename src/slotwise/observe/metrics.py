@@ -207,8 +207,9 @@ class Metrics(Collector, Observer):
                 self._count("spec_decode_num_accepted_tokens_per_pos_total", str(position))
 
     def _hold_against(self, roofline: Roofline, step: Step, kind: str, seconds: float) -> None:
+        """Counts a step's bound, at most its seconds: rates that were measured beside other programs are too low."""
         sampled = len(step.tokens) - step.tokens.count(())
-        bound = roofline.seconds(roofline.cost(step.starts, step.counts, sampled))
+        bound = min(seconds, roofline.seconds(roofline.cost(step.starts, step.counts, sampled)))
         self.labelled["roofline_seconds_total"][kind] += bound
         self._lately.append((bound, seconds))
 

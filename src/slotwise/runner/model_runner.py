@@ -139,9 +139,11 @@ class ModelRunner:
             raise
 
     def _recorded(self, plan: StepPlan, result: StepResult) -> StepResult:
-        """Record a step's tokens in the masks; returns the result, with their objections to rows that failed."""
+        """Record a step's tokens in the masks; returns the result with what these force, and object to."""
         assert self._masks is not None
         self._masks.record(plan, result.tokens)
+        if forced := self._masks.forced(plan, result.tokens):
+            result = result._replace(forced=forced)
         if not result.failed:
             return result
         objections = tuple([self._masks.objection(plan.slots[row]) for row in result.failed])

@@ -15,7 +15,7 @@ from slotwise.server.parsers.grammar import MOST_CALLS, Schemas, lark_of_regex
 from slotwise.server.parsers.parser import Tools
 from slotwise.server.parsers.registry import OutputFormat
 from slotwise.server.protocol import ChatRequest
-from slotwise.text.structured_output import StructuredOutputError, json_schema
+from slotwise.text.structured_output import StructuredOutputError, json_schema, lark
 
 MAX_TOOLS = 512
 NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
@@ -64,20 +64,28 @@ def constraint(form: OutputFormat, request: ChatRequest, chosen: ToolChoice, beg
     if chosen.required:
         if answer is not None:
             raise bad_request(f"{answer.field}: not available with a tool_choice that requires a call", answer.field)
-        return Constraint(Grammar(LARK, form.grammar_of_calls(_schemas(request, chosen), begun), "tools"), True)
+        return Constraint(_lark(form.grammar_of_calls(_schemas(request, chosen), begun), "tools"), True)
     if answer is not None:
         if not form.parses(chosen.tools):
             return Constraint(answer)
         schemas = None if chosen.tools is None else _schemas(request, chosen)
         return Constraint(
-            Grammar(LARK, form.grammar_of_answer(_terms(answer), begun, schemas), answer.field), schemas is not None)
+            _lark(form.grammar_of_answer(_terms(answer), begun, schemas), answer.field), schemas is not None)
     if not chosen.strict:
         return Constraint()
     text = form.grammar_of_strict(_schemas(request, chosen), begun)
     if text is None:
         raise bad_request(f"tools: strict is not supported by the parser {form.tools} unless tool_choice requires a "
                           "call", "tools", "unsupported_parameter")
-    return Constraint(Grammar(LARK, text, "tools"), True)
+    return Constraint(_lark(text, "tools"), True)
+
+
+def _lark(text: str, field: str) -> Grammar:
+    """Args: field: of the request, that an error names."""
+    try:
+        return lark(text, field)
+    except StructuredOutputError as error:
+        raise bad_request(str(error), field) from error
 
 
 def _schemas(request: ChatRequest, chosen: ToolChoice) -> Schemas:

@@ -10,6 +10,7 @@ from slotwise.core.request import Request
 from slotwise.core.step_time import StepTimeModel, Work
 from slotwise.speculation.acceptance import Acceptance
 from slotwise.speculation.budget import Costs, best, may_gain
+from slotwise.speculation.forced import ForcedTokens
 from slotwise.speculation.guess import NO_GUESS, Source
 from slotwise.speculation.ids import TokenText
 from slotwise.speculation.ngram import NgramLookup
@@ -17,9 +18,11 @@ from slotwise.speculation.prediction import PredictionLookup
 from slotwise.speculation.settings import NGRAM, NONE, PREDICTION, SUFFIX, Speculation
 from slotwise.speculation.suffix import SuffixIndex, SuffixLookup
 
+FORCED = "forced"  # by a grammar
 PRIORS = {  # shares of right drafts by group of positions (`acceptance.py`), before anything is known
     NGRAM: (0.3, 0.3, 0.4, 0.55, 0.7, 0.8, 0.85, 0.85),
     SUFFIX: (0.3, 0.3, 0.4, 0.6, 0.75, 0.85, 0.9, 0.9),
+    FORCED: (0.9,) * 8,
     PREDICTION: (0.8, 0.8, 0.85, 0.9, 0.9, 0.95, 0.95, 0.95)}
 PATIENCE = 4  # looks without a gain after which a row is looked at less often
 MAX_REST = 16  # tokens between two looks, at most
@@ -71,6 +74,8 @@ class Row:
 
     def rest(self) -> None:
         """The look gave nothing: look again later, after a while less often."""
+        if FORCED in self._sources:  # what a grammar forces comes without a sign, and costs nothing to look up
+            return
         self.failures += 1
         self.look_at = len(self.known) + min(MAX_REST, 1 << max(0, min(8, self.failures - PATIENCE)))
 
@@ -172,7 +177,7 @@ class DraftProposer:
         return row
 
     def _sources(self, request: Request) -> dict[str, Source]:
-        sources: dict[str, Source] = {}
+        sources: dict[str, Source] = {} if request.params.grammar is None else {FORCED: ForcedTokens(request)}
         if request.prediction:
             sources[PREDICTION] = PredictionLookup(request.prediction, request.num_prompt)
         if self._looks_up:

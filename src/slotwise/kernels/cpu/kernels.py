@@ -101,7 +101,7 @@ class CpuKernels:
     def batch_dependence(self, kind: torch.dtype) -> str:
         """Only oneDNN adds in an order that depends on the number of rows."""
         if self.product_path(kind) == "onednn":
-            return f"products by oneDNN (path onednn, forced by {paths.VARIABLE}) depend on the number of rows"
+            return f"products by oneDNN depend on the number of rows: set {paths.VARIABLE} to another path than onednn"
         return ""
 
     def operations_per_second(self, kind: torch.dtype) -> float:

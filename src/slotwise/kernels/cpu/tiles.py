@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 from typing import Protocol
 
 from llvmlite import ir
@@ -55,7 +56,7 @@ class Tiles(Protocol):
     """Emits instructions on tiles, each given by its number; strides are bytes from row to row."""
 
     def begin(self) -> None:
-        """Before the first use in a thread."""
+        """Configure the tiles: before the first use in a thread."""
         ...
 
     def end(self) -> None:
@@ -84,6 +85,12 @@ def obstacle() -> str:
     return ""
 
 
+def configuration() -> bytes:
+    """The operand of `ldtilecfg`: every tile has 16 rows of 64 bytes."""
+    palette, row_bytes, rows = 1, [ROW_BYTES] * COUNT, [ROWS] * COUNT
+    return struct.pack(f"<B15x{COUNT}H16x{COUNT}B8x", palette, *row_bytes, *rows)
+
+
 class HardwareTiles:
     """AMX's registers."""
 
@@ -91,13 +98,8 @@ class HardwareTiles:
         self._builder = builder
 
     def begin(self) -> None:
-        """Configure every tile as 16 rows of 64 bytes."""
-        palette = [1, *[0] * 15]
-        row_bytes = [ROW_BYTES, 0] * COUNT + [0] * 16  # 16 bits each
-        rows = [ROWS] * COUNT + [0] * 8
-        configuration = ir.Constant(_BYTES, palette + row_bytes + rows)
         place = self._builder.alloca(_BYTES)
-        self._builder.store(configuration, place)
+        self._builder.store(ir.Constant(_BYTES, list(configuration())), place)
         self._emit("ldtilecfg", self._builder.bitcast(place, BYTE.as_pointer()))
 
     def end(self) -> None:

@@ -24,6 +24,8 @@ from slotwise.grammars import message_of
 from slotwise.kernels.cpu.openmp import roam
 from slotwise.runner.sampling.grammars import Grammars
 
+MOST_FORCED = 16  # rows with grammars: with more, steps have no time for drafts
+
 Earlier = Callable[[], Iterable[tuple[StepPlan, Sequence[Sequence[int]]]]]
 """Steps whose results are not collected yet, each with the tokens that its rows sampled.  Waits for the device."""
 
@@ -48,10 +50,12 @@ class Masks:
     Args:
         grammars: holds the compiled grammars.
         vocab_size: logits of a row.
+        forces: rows may have drafts: tokens that grammars force are told.
     """
 
-    def __init__(self, grammars: Grammars, vocab_size: int) -> None:
+    def __init__(self, grammars: Grammars, vocab_size: int, *, forces: bool = False) -> None:
         self._grammars = grammars
+        self._forces = forces
         self._texts: dict[int, _Text] = {}  # by slot
         self._end = np.zeros(-(-vocab_size // 32), np.uint32)  # the mask of the end tokens
         for token in grammars.end_ids:
@@ -107,6 +111,15 @@ class Masks:
                 text = self._texts.get(slot)
                 if text is not None and text.request_id == plan.request_ids[row] and tokens[row]:
                     text.record(_first_output(plan, row, text.num_prompt), tokens[row])
+
+    def forced(self, plan: StepPlan, tokens: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+        """By row, the tokens that grammars force behind those sampled; () where none are told, or too many rows are."""
+        if not self._forces or len(self._texts) > MOST_FORCED or not self.are_in(plan):
+            return ()
+        self.finish()
+        texts = [self._texts.get(slot) if tokens[row] else None for row, slot in enumerate(plan.slots)]
+        found = tuple([text.forced() if text is not None else () for text in texts])
+        return found if any(found) else ()
 
     def objection(self, slot: int) -> str:
         """Why the last masks of the slot could not be computed; "" if they could."""
@@ -169,6 +182,14 @@ class _Text:
         except Exception as error:
             bits.fill(0)
             self.error = self.error or f"{type(error).__name__}: {error}"
+
+    def forced(self) -> tuple[int, ...]:
+        """The tokens that must follow the outputs, as the tokenizer writes them."""
+        try:
+            self._move_to(len(self._outputs))
+            return () if self._matcher.is_stopped() else tuple(self._matcher.compute_ff_tokens())
+        except Exception:  # a draft less; the next mask tells what is wrong
+            return ()
 
     def _move_to(self, num_outputs: int) -> None:
         if num_outputs > len(self._outputs):

@@ -228,8 +228,9 @@ def speculation() -> str:
         kind, _, streams = one["case"].partition(":")
         named = {"edit": "code editing", "flat": "nothing to gain", "mixed": "mixed lengths"}[kind]
         drafts = f"{one['right'] / one['drafts']:.0%} of {one['drafts']:,}" if one["drafts"] else "–"
-        return (one["model"], f"{named}, {streams or 64} streams", f"{median(one['off']):,.0f}", f"{median(one['on']):,.0f}",
-                f"{mean:.2f} ({low:.2f} to {high:.2f})", drafts, f"{one['proposing_share']:.1%}")
+        rates = [f"{median(one[name]):,.0f}" for name in ("off", "on")]
+        return (one["model"], f"{named}, {streams or 64} streams", *rates, f"{mean:.2f} ({low:.2f} to {high:.2f})",
+                drafts, f"{one['proposing_share']:.1%}")
 
     return table(("model", "workload", "without, tokens/s>", "with>", "ratio and its 95% interval>", "drafts right>",
                   "time of proposing>"), map(row, load("speculation-cpu")["rows"]))

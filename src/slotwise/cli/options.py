@@ -108,7 +108,7 @@ ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
         "type": lambda text: speculation(text), "metavar": "JSON",
         "help": "drafts of decoding rows, which a step verifies beside the others where that is faster, as "
         "{\"method\": \"ngram\", \"num_speculative_tokens\": 8}; docs/speculation.md has all keys (default: of serve, "
-        "{\"method\": \"auto\"}; else no drafts)"}),
+        "{\"method\": \"prediction\"}; else no drafts)"}),
     ("--seed", {"default": 0, "help": "seed of requests without one (default: 0)"}),
 )
 

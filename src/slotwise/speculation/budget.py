@@ -67,7 +67,7 @@ class Costs:
         each = context // num_rows + 1
         if alone <= 0:
             return [1.0] * len(GRID)
-        more = [(seconds(work.with_drafts(number, number * each)) - plain) / alone if number else 0.0 for number in GRID]
+        more = [(seconds(work.with_drafts(number, number * each)) - plain) / alone for number in GRID]
         return [1.0 + max(cost, LEAST_COST * number / num_rows) for number, cost in zip(GRID, more, strict=True)]
 
 

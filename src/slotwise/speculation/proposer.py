@@ -101,7 +101,8 @@ class DraftProposer:
 
     def propose(self, rows: Sequence[DraftRow], work: Work, most: int) -> Proposal:
         drafts: list[tuple[int, ...]] = [()] * len(rows)
-        if not self._looks_up and not any(row.request.prediction or row.request.request_id in self._rows for row in rows):
+        if not self._looks_up and not any(
+                row.request.prediction or row.request.params.grammar is not None for row in rows):
             return Proposal(drafts, NO_MATCH)
         if not self._times.is_trained:
             return Proposal(drafts, NO_GAIN)

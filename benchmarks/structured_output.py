@@ -134,6 +134,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         checkpoint(Path(folder))
         llm = LLM(folder, dtype="bfloat16", max_num_seqs=ROWS, max_model_len=512, enable_prefix_caching=False,
+                  max_num_batched_tokens=2048, max_stall_ms=0,
                   speculative_config={"method": "none"})
         rows = [paired(asked.rounds, asked.tokens, temperature, llm) for temperature in (0.0, 1.0)]
     found = {"environment": environment(), "commit": commit(), "steps": rows, "masks": mask_seconds(200)}

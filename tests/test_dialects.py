@@ -100,6 +100,29 @@ def test_answers_parse(client: Any, claude: Any, openai: ModuleType, anthropic: 
                                output_config={"format": {"type": "json_schema", "schema": {"type": "no such type"}}})
 
 
+def test_required_calls_are_calls(client: Any, claude: Any) -> None:
+    schema = Person.model_json_schema()
+    said = [{"role": "user", "content": "def person():"}]
+    tool = {"name": "person", "description": "d", "input_schema": schema}
+    for choice in ({"type": "any"}, {"type": "tool", "name": "person"}):
+        one = choice | {"disable_parallel_tool_use": True}
+        asked = {"model": MODEL, "max_tokens": 200, "messages": said, "tools": [tool], "tool_choice": one}
+        whole = claude.messages.create(**asked)
+        with claude.messages.stream(**asked) as stream:
+            streamed = stream.get_final_message()
+        for message in (whole, streamed):
+            (block,) = message.content
+            assert (block.type, block.name, message.stop_reason) == ("tool_use", "person", "tool_use")
+            Person.model_validate(block.input)
+    function = {"type": "function", "name": "person", "parameters": schema, "strict": True}
+    for chosen in ("required", {"type": "function", "name": "person"}):
+        response = client.responses.create(model=MODEL, input="def person():", tools=[function], tool_choice=chosen,
+                                           parallel_tool_calls=False)
+        (item,) = response.output
+        assert (item.type, item.name, response.status) == ("function_call", "person", "completed")
+        Person.model_validate_json(item.arguments)
+
+
 def test_the_log_of_all_replays(live: Live, log: Path) -> None:
     """Last: the server has ended its work by then."""
     live.process.terminate()

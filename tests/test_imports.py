@@ -35,7 +35,8 @@ def test_what_is_forbidden_would_show():
     assert "torch" in run_without(("torch",), ("slotwise.llm",)).stderr
 
 
-SERVER = ("msgspec", "starlette", "uvicorn", "uvloop", "httptools", "prometheus_client", "rich", "aiohttp")
+SERVER = ("llguidance", "msgspec", "starlette", "uvicorn", "uvloop", "httptools", "prometheus_client", "rich",
+          "aiohttp")
 
 GENERATE = """
 import sys

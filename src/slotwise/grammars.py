@@ -3,14 +3,14 @@
 The library's limits count work, not seconds, so they refuse a grammar on every machine or on none.  They do not bound
 everything: a large `multipleOf` alone takes minutes.  So a server compiles a grammar in a worker process first, under
 limits that the system enforces (`server/grammars.py`).
+
+The library is imported on first use: an engine runs without it, and then no grammar compiles.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
-
-import llguidance
 
 from slotwise.core.grammar import JSON_SCHEMA, REGEX, is_gbnf
 
@@ -52,6 +52,8 @@ def tokenizer_of(tokens: Sequence[bytes], special: Sequence[int], eos_ids: Seque
         vocab_size: the model's logits.
         encode: token ids of a text, without special tokens.
     """
+    import llguidance
+
     padded = [*tokens[:vocab_size], *[b""] * (vocab_size - len(tokens))]  # masks are as long as the tokens
     source: Any = _Source(padded, [*special, *eos_ids], eos_ids[0], encode)
     return llguidance.LLTokenizer(source, n_vocab=vocab_size, eos_token=list(eos_ids))
@@ -62,6 +64,8 @@ def compiled(tokenizer: Any, kind: str, text: str) -> tuple[Any, str]:
 
     The first mask is computed, too, so that a grammar that exceeds the limits at its first token is refused.
     """
+    import llguidance
+
     try:
         matcher = llguidance.LLMatcher(
             tokenizer, _written(kind, text), log_level=0,
@@ -86,10 +90,12 @@ def message_of(matcher: Any) -> str:
 
 
 def _written(kind: str, text: str) -> str:
+    from llguidance import LLMatcher
+
     if kind == JSON_SCHEMA:
-        return str(llguidance.LLMatcher.grammar_from_json_schema(text))
+        return str(LLMatcher.grammar_from_json_schema(text))
     if kind == REGEX:
-        return str(llguidance.LLMatcher.grammar_from_regex(text))
+        return str(LLMatcher.grammar_from_regex(text))
     return _lark_of(text) if is_gbnf(text) else text
 
 

@@ -130,6 +130,13 @@ def test_a_key_is_needed_and_a_client_that_leaves_frees_its_place(slow: Server) 
     eventually(lambda: slow.get("/health").json()["num_live"] == 0)
 
 
+def test_its_time_is_explained(server: Server) -> None:
+    assert server.post(PATH, {"input": [[3] * 20, [4]], "request_id": "explain-me"}).status_code == 200
+    eventually(lambda: server.get("/explain/explain-me").status_code == 200)
+    told = server.get("/explain/embd-explain-me").json()
+    assert [one["completion_tokens"] for one in told["requests"]] == [0, 0], told
+
+
 def test_an_abort_is_no_vector_and_a_deadline_is_504(slow: Server) -> None:
     key = {"Authorization": "Bearer one"}
     answers: list[httpx.Response] = []

@@ -89,6 +89,8 @@ def test_a_response_is_continued_fetched_and_deleted(client: Any, server: Server
     streamed = events_of(server, previous_response_id=second.id)[-1]["response"]
     third = client.responses.create(model="toy", input="more", previous_response_id=streamed["id"], max_output_tokens=1)
     assert third.usage.input_tokens > streamed["usage"]["input_tokens"] > second.usage.input_tokens
+    with pytest.raises(openai.BadRequestError, match="stream is not supported"):
+        client.responses.retrieve(first.id, stream=True)
     client.responses.delete(first.id)
     for lost in (lambda: client.responses.retrieve(first.id), lambda: client.responses.delete(first.id)):
         with pytest.raises(openai.NotFoundError):

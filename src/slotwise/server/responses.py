@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from http import HTTPStatus
 from typing import Any, NamedTuple
+from urllib.parse import parse_qsl
 
 import msgspec
 
@@ -19,7 +20,7 @@ from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.job import Job
 from slotwise.server.parsers.parts import Part, Reasoning
 from slotwise.server.pipeline import Asked, respond
-from slotwise.server.protocol import decode
+from slotwise.server.protocol import MAX_NAME, decode
 from slotwise.server.response_store import Stored, StoreFull
 from slotwise.server.responses_items import Event, Items
 from slotwise.server.responses_protocol import ResponsesRequest, messages_of
@@ -31,6 +32,7 @@ Json = dict[str, Any]
 RESPONSES = "/v1/responses"
 FIELDS = {"max_tokens": "max_output_tokens", "messages": "input", "response_format": "text.format",
           "reasoning_effort": "reasoning.effort"}  # chats' names of fields, here
+NEUTRAL = (("stream", "false"), ("include_obfuscation", "false"))  # parameters of a query, with what changes nothing
 CODES = {HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_exceeded"}  # of a response that failed; else `server_error`
 
 ERRORS = ErrorFormat(lambda error, _: renamed(error, FIELDS).body(),
@@ -44,6 +46,9 @@ async def responses(api: Api, exchange: HttpExchange) -> None:
 
 async def stored_response(api: Api, exchange: HttpExchange) -> None:
     """A stored response of this key."""
+    for name, value in parse_qsl(exchange.scope["query_string"].decode("latin-1")):
+        if (name, value) not in NEUTRAL:
+            raise bad_request(f"{name[:MAX_NAME]} is not supported", name[:MAX_NAME], "unsupported_parameter")
     await exchange.respond(_stored(api, exchange, exchange.scope["path_params"]["response_id"]).response)
 
 

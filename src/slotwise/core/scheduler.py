@@ -425,7 +425,7 @@ class Scheduler:
             self.times.step(work_of(plan.starts, plan.counts, plan.padding, plan.drafts), plan.now, now)
         self._table.policy.served(step.requests, plan.counts, result.tokens)
         outputs = outputs_of(plan, result, kept)
-        if self._discipline.leaves_together or self._table.held_outputs:
+        if self._discipline.leaves_together or self._table.held_outputs or plan.held:  # a pooled row holds no output
             outputs, ended = self._table.hold(outputs, ended, plan, together=self._discipline.leaves_together)
         self._table.events.append(Committed(
             now, plan.step, tuple(outputs.request_ids), tuple(outputs.tokens), tuple(outputs.logprobs)))

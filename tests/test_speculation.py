@@ -6,6 +6,7 @@ Drafts come from the real lookups.  A step-time model to which drafts cost nothi
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -322,9 +323,13 @@ def test_metrics_and_the_replay_of_the_log(live, log):
                   "drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos"))}
     drafts, tokens, accepted, by_position = counts.values()
     assert 0 < drafts <= tokens >= accepted == by_position > 0
-    live.client.get("/health")
-    entries = list(event_log.read_file(log))
-    assert any(entry.drafts for entry in entries if isinstance(entry, event_log.Step))
+    for _ in range(200):  # the log is written behind the responses
+        entries = list(event_log.read_file(log))
+        if any(entry.drafts for entry in entries if isinstance(entry, event_log.Step)):
+            break
+        time.sleep(0.05)
+    else:
+        raise AssertionError("the log holds no drafts")
     outcome = replay(entries)
     assert outcome.difference is None and outcome.steps > 0
 

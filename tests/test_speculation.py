@@ -6,6 +6,7 @@ Drafts come from the real lookups.  A step-time model to which drafts cost nothi
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -232,7 +233,7 @@ def test_tenants_do_not_see_each_others_outputs(loaded, tokenizer):
         subject = engine(loaded, "suffix")
         play(subject, [Add("first", text, params, seed=0, salt="tenant")])
         drafts[salt] = play(subject, [Add("second", text, params, seed=0, salt=salt)])
-    assert drafts["tenant"].num_right > drafts["other"].num_right and drafts["other"].num_drafts
+    assert drafts["tenant"].num_right > drafts["other"].num_right
     known = set(text)
     for record in drafts["other"].records:
         assert known.issuperset(token for row in record.drafts for token in row)
@@ -322,9 +323,13 @@ def test_metrics_and_the_replay_of_the_log(live, log):
                   "drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos"))}
     drafts, tokens, accepted, by_position = counts.values()
     assert 0 < drafts <= tokens >= accepted == by_position > 0
-    live.client.get("/health")
-    entries = list(event_log.read_file(log))
-    assert any(entry.drafts for entry in entries if isinstance(entry, event_log.Step))
+    for _ in range(200):  # the log is written behind the responses
+        entries = list(event_log.read_file(log))
+        if any(entry.drafts for entry in entries if isinstance(entry, event_log.Step)):
+            break
+        time.sleep(0.05)
+    else:
+        raise AssertionError("the log holds no drafts")
     outcome = replay(entries)
     assert outcome.difference is None and outcome.steps > 0
 

@@ -54,6 +54,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "stalls": results.stalls,
     "step times": results.step_times,
     "neighbours": results.neighbours,
+    "speculation": results.speculation,
     "observing": results.observing,
     "policies": policies.promises,
     "architectures": supported.architectures,

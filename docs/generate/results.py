@@ -221,6 +221,21 @@ def neighbours() -> str:
         for run in result["runs"]])
 
 
+def speculation() -> str:
+    """Returns drafts against none in interleaved pairs, a row for each model and case."""
+    def row(one: Row) -> tuple[str, ...]:
+        mean, low, high = one["ratio"]
+        kind, _, streams = one["case"].partition(":")
+        named = {"edit": "code editing", "flat": "nothing to gain", "mixed": "mixed lengths"}[kind]
+        drafts = f"{one['right'] / one['drafts']:.0%} of {one['drafts']:,}" if one["drafts"] else "–"
+        rates = [f"{median(one[name]):,.0f}" for name in ("off", "on")]
+        return (one["model"], f"{named}, {streams or 64} streams", *rates, f"{mean:.2f} ({low:.2f} to {high:.2f})",
+                drafts, f"{one['proposing_share']:.1%}")
+
+    return table(("model", "workload", "without, tokens/s>", "with>", "ratio and its 95% interval>", "drafts right>",
+                  "time of proposing>"), map(row, load("speculation-cpu")["rows"]))
+
+
 def reliability() -> str:
     """Returns what was seen under pressure, a row for each scenario."""
     return ledger.table(load("reliability-cpu")["rows"].values())

@@ -9,6 +9,7 @@ import torch
 
 from slotwise.compose import sizes
 from slotwise.compose.sizes import sized, step_tokens
+from slotwise.core.drafting import MAX_STEP_DRAFTS
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.kernels.interface import AttentionShape
 from slotwise.runner import kv_offload, memory
@@ -95,3 +96,12 @@ def test_a_gpus_cache_is_what_weights_and_measured_steps_leave(monkeypatch):
     assert used.weights == 16 * GIB and used.workspace == 4 * GIB and used.cache <= budget + 32 * 4096 * 64
     with pytest.raises(MemoryError, match=r"120\.00 GiB of its 140\.00 GiB are free"):
         sized(EngineConfig.of(model="any", kv_cache_memory=118 * GIB), decoder("cuda", 8e14))
+
+
+def test_a_step_with_drafts_has_room_for_their_logits(gpu, monkeypatch):
+    asked = []
+    monkeypatch.setattr(sizes, "measured_workspace", lambda model, draw, block_size, shapes: asked.append(shapes) or 0)
+    for speculation in (None, {"method": "none"}, {"method": "ngram"}):
+        sized(EngineConfig.of(model="any", max_num_seqs=16, max_model_len=1000, max_num_batched_tokens=512,
+                              speculative_config=speculation), decoder("cuda", 8e14))
+    assert [shapes[0][:2] for shapes in asked] == [(512, 16), (512, 16), (512, 16 + MAX_STEP_DRAFTS)]

@@ -12,6 +12,7 @@ from operations import DISCIPLINE, LIMITS, OPERATION, play
 from toy import VOCAB, Driver, Guesses, Proposing, alone, next_token, request
 
 from slotwise.core.chunking import AIM
+from slotwise.core.drafting import MAX_STEP_DRAFTS
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.core.reasons import TOKEN_BUDGET, VERIFYING
@@ -243,3 +244,15 @@ def test_drafts_stay_within_the_time_of_the_step():
     assert 2 <= plan.counts[0] <= 5
     driver.run()
     assert driver.output["one"] == alone(lasting("one"), ROOMY)
+
+
+def test_a_step_has_a_bounded_number_of_drafts():
+    """Each has a row of logits in memory."""
+    limits = SchedulerLimits(
+        max_model_len=500, num_blocks=500, block_size=4, max_num_seqs=4, max_num_batched_tokens=400)
+    driver = Driver(limits, proposer=Fixed(100))
+    for name in ("one", "two"):
+        driver.add(lasting(name, max_tokens=300))
+    driver.plan(), driver.commit()
+    plan = driver.plan()
+    assert [len(drafts) for drafts in plan.drafts] == [100, MAX_STEP_DRAFTS - 100]

@@ -125,6 +125,7 @@ def test_nothing_is_lost_and_nobody_gets_what_is_not_theirs():
 
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None)
 @example(7235)  # rows held when the budget was lowered
+@example(327836540)  # a pooled row held when the discipline changed
 @given(st.integers(0, 2**64))
 def many_lives(seed: int) -> None:
     draw = Random(seed)

@@ -61,6 +61,7 @@ class Accounts:
         self._slot_steps = dict.fromkeys((PREFILL, DECODE, HELD), 0)
         self._steps = self._decode_steps = self._max_rows = 0
         self._output_tokens = self._padded_tokens = self._preemptions = 0
+        self._drafts = self._drafts_right = 0
         self._reserved_unused = 0.0  # summed over steps
         self.ttft: dict[int, float] = {}  # seconds, by request number
         self.outputs: dict[int, list[int]] = {}  # by request number: tokens of completed requests
@@ -128,6 +129,9 @@ class Accounts:
                 self._deliver(self._unfinished[request_id], tokens, now)
         if self._output_tokens > before:
             self._cumulative.add(now - self._started_at, self._output_tokens)
+        for drafts, tokens in zip(record.drafts, record.sampled or record.token_ids, strict=False):
+            self._drafts += len(drafts)
+            self._drafts_right += max(0, len(tokens) - 1) if drafts else 0
         for decision in record.preempted:
             self._unfinished[decision.request_id].computed = 0
             self._preemptions += 1
@@ -173,6 +177,7 @@ class Accounts:
             "request_throughput": len(self._e2e) / seconds if seconds else 0.0,
             "occupancy": wanted / (steps * self._limits.max_num_seqs), "mean_rows": rows / steps,
             "max_rows": self._max_rows, "preemptions": self._preemptions,
+            "draft_tokens": self._drafts, "accepted_draft_tokens": self._drafts_right,
             "ttft": summary(self.ttft.values()), "itl": summary(self._itl), "e2e": summary(self._e2e),
             "ttft_values": thinned(sorted(self.ttft.values())), "itl_values": thinned(sorted(self._itl)),
             "waste": self._waste(rows), "chart": self._lanes.chart(), "cumulative": self._cumulative.points(),

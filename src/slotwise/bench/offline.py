@@ -55,7 +55,9 @@ def throughput(stand: Stand, workload: Workload, watch: Watch = ignore) -> dict[
         "total_input_tokens": num_input, "total_output_tokens": num_output, "total_num_tokens": num_input + num_output,
         "requests_per_second": len(accounts.outputs) / seconds, "tokens_per_second": (num_input + num_output) / seconds,
         "output_tokens_per_second": num_output / seconds,
-        **{name: entry[name] for name in ("steps", "mean_rows", "occupancy", "preemptions", "ttft", "itl", "e2e")},
+        **{name: entry[name] for name in (
+            "steps", "mean_rows", "occupancy", "preemptions", "draft_tokens", "accepted_draft_tokens", "ttft", "itl",
+            "e2e")},
     }
 
 

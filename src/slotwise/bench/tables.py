@@ -49,6 +49,9 @@ def throughput_table(result: Mapping[str, Any]) -> RenderableType:
         ("completed", f"{result['requests_per_second']:.3f} requests/s"),
         ("rows of a step", f"{result['mean_rows']:.1f} on average, {result['occupancy']:.0%} of the slots"),
     ]
+    if drafts := result.get("draft_tokens"):
+        right = result["accepted_draft_tokens"]
+        facts.append(("drafts", f"{right:,} of {drafts:,} right, {right / drafts:.0%}"))
     return _facts(_title(result, "bench throughput"), facts)
 
 

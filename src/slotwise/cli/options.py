@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 from collections.abc import Callable, Collection
+from dataclasses import asdict
 from typing import Any, TypeAlias
 
 from slotwise.batching.settings import KINDS, MAX_WAIT_MS, PREFILLS
@@ -107,7 +108,7 @@ ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
         "type": lambda text: speculation(text), "metavar": "JSON",
         "help": "drafts of decoding rows, which a step verifies beside the others where that is faster, as "
         "{\"method\": \"ngram\", \"num_speculative_tokens\": 8}; docs/speculation.md has all keys (default: of serve, "
-        "{\"method\": \"auto\"}; else no drafts)"}),
+        "{\"method\": \"prediction\"}; else no drafts)"}),
     ("--seed", {"default": 0, "help": "seed of requests without one (default: 0)"}),
 )
 
@@ -182,7 +183,7 @@ def add_overwrite_option(group: argparse._ActionsContainer) -> None:
 def engine_settings(asked: argparse.Namespace) -> dict[str, Any]:
     """The engine options given, by the names of `EngineConfig`."""
     names = [_setting(name) for name, _ in ENGINE_OPTIONS]
-    return {name: getattr(asked, name) for name in names}
+    return {name: asdict(value) if isinstance(value := getattr(asked, name), Speculation) else value for name in names}
 
 
 def _setting(name: str) -> str:

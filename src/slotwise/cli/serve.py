@@ -34,7 +34,7 @@ from slotwise.host import processors
 from slotwise.model.locate import locate
 from slotwise.observe.lines import FORMATS, TEXT, final
 from slotwise.server.parsers.registry import REASONING_ALIASES, REASONING_PARSERS, TOOL_ALIASES, TOOL_PARSERS
-from slotwise.speculation.settings import Speculation
+from slotwise.speculation.settings import PREDICTION, Speculation
 
 if TYPE_CHECKING:
     from slotwise.server.tiers import ServedTier
@@ -53,7 +53,7 @@ def add(commands: Commands) -> None:
     add_network_options(serve)
     add_engine_options(serve)
     add_vllm_flags(serve)
-    serve.set_defaults(speculative_config=Speculation())
+    serve.set_defaults(speculative_config=Speculation(PREDICTION))
 
 
 def _server_options(serve: argparse.ArgumentParser) -> None:

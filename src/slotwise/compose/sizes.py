@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from slotwise.core.drafting import MAX_STEP_DRAFTS
 from slotwise.core.limits import SchedulerLimits
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.messages import MemoryUse
@@ -12,6 +13,7 @@ from slotwise.model.decoder import Decoder
 from slotwise.runner import kv_offload, memory
 from slotwise.runner.profile import measured_workspace
 from slotwise.runner.prompt_logprobs import workspace_rows
+from slotwise.speculation.settings import NONE
 
 STEP_SECONDS = 0.1  # where streams wait for whole steps
 BURST_SECONDS = 0.5  # where steps are that long only when hardly any stream waits for them (core/step_budget.py)
@@ -60,18 +62,24 @@ def sized(config: EngineConfig, decoder: Decoder) -> tuple[SchedulerLimits, Memo
 
 def _on_host(config: EngineConfig, decoder: Decoder, longest: int, staging: int) -> tuple[int, int]:
     """Returns bytes of workspace and cache budget, from the computed size of the largest step plus `staging`."""
-    rows = workspace_rows(config.max_num_seqs)
+    rows = workspace_rows(config.max_num_seqs) + _most_drafts(config)
     workspace = decoder.workspace_bytes(config.largest_step(longest), rows) + staging
     others = workspace + decoder.kernels.library_bytes(decoder.config.dtype)
     asked, share = config.kv_cache_memory, config.gpu_memory_utilization
     return workspace, memory.cache_budget(decoder.weight_bytes, others, asked, share)
 
 
+def _most_drafts(config: EngineConfig) -> int:
+    """Returns the most drafts of a step, each of which has logits."""
+    return MAX_STEP_DRAFTS if config.speculative_config and config.speculative_config.method != NONE else 0
+
+
 def _on_gpu(config: EngineConfig, decoder: Decoder, longest: int, staging: int) -> tuple[int, int]:
     """Returns bytes of workspace and cache budget, from the measured size of the largest steps plus `staging`."""
     kernels, rows, tokens = decoder.kernels, config.max_num_seqs, config.largest_step(longest)
     recorded = max(rows, kernels.graph_size(rows, longest)[0])
-    shapes = [(tokens, min(rows, tokens), longest), (recorded, recorded, longest)]
+    sampled = min(rows + _most_drafts(config), tokens)
+    shapes = [(tokens, sampled, longest), (recorded, recorded, longest)]
     block_size = config.block_size or BLOCK_SIZE
     workspace = measured_workspace(decoder, draw_for(kernels), block_size, shapes) + staging
     free, total = torch.cuda.mem_get_info(kernels.device)

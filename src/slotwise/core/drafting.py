@@ -21,11 +21,12 @@ from slotwise.core.step import RowKind
 from slotwise.core.step_time import StepTimeModel, Work, work_of
 
 DECODE = RowKind.DECODE
+MAX_STEP_DRAFTS = 128  # each has a row of logits in memory
 NO_MATCH, NO_GAIN, MAX_DRAFTS, NO_ROOM = "no_match", "no_gain", "max_drafts", "no_room"
 DRAFT_LIMITS = {  # why a step has no more drafts, beside the `reasons` TOKEN_BUDGET, SHORT_STEP and TIME_BUDGET
     NO_MATCH: "no lookup knows how the rows go on",
     NO_GAIN: "another would take more time than it is expected to save",
-    MAX_DRAFTS: "the rows that could have more have as many as the settings allow",
+    MAX_DRAFTS: "the rows that could have more have as many as the settings allow, or the step has 128",
     NO_ROOM: "the rows' outputs end, or there are no free blocks for more",
 }
 
@@ -58,7 +59,7 @@ class Drafting:
             return
         rows = [self._row(builder.rows[place][0], builder.num_rows) for place in places]
         proposal = self.proposer.propose(rows, work, most)
-        builder.draft_limit = proposal.reason or (builder.shortage if most == builder.budget else TIME_BUDGET)
+        builder.draft_limit = proposal.reason or _shortage(builder, most)
         for place, drafts in zip(places, proposal.drafts, strict=True):
             if drafts:
                 self._plan(place, drafts, builder)
@@ -74,8 +75,8 @@ class Drafting:
         return DraftRow(request, max(0, limit))
 
     def _most(self, builder: PlanBuilder, work: Work) -> int:
-        """Returns how many drafts the token budget and the time budget leave."""
-        most = builder.budget
+        """Returns how many drafts the token budget and the time budget leave, at most MAX_STEP_DRAFTS."""
+        most = min(builder.budget, MAX_STEP_DRAFTS)
         if builder.time is None or not self._times.is_trained or most < 1:
             return most
         limit = builder.time.seconds
@@ -112,3 +113,10 @@ class Drafting:
     def finished(self, request: Request) -> None:
         if self.proposer is not None:
             self.proposer.finished(request)
+
+
+def _shortage(builder: PlanBuilder, most: int) -> str:
+    """Why a step has no more than `most` drafts."""
+    if most == builder.budget:
+        return builder.shortage
+    return MAX_DRAFTS if most == MAX_STEP_DRAFTS else TIME_BUDGET

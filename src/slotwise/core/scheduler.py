@@ -14,7 +14,8 @@ A step is scheduled in this order:
     flight (ENDING), its drafts are (VERIFYING), a budget is spent (TOKEN_BUDGET, SHORT_STEP, TIME_BUDGET), it pauses
     for a prompt (FIRST_TOKEN), or the discipline starts prompts alone (PROMPTS_ALONE).
  4. Waiting requests are admitted from the head of the queue while `core/admission.py` finds no reason against it.
-    A few smaller ones may pass a request that waits for blocks, and all of them one whose grammar is being compiled.
+    A few smaller ones may pass a request that waits for blocks, and all of them a request with a grammar that is still
+    being compiled.
 
 Under a policy that isolates prefill, rows pause in step 3 for the prompts of 4; `core/prefill_isolation.py` explains
 *starting*, *paused* and *deferred*.
@@ -340,7 +341,7 @@ class Scheduler:
         gate = admission.gate(builder.now)
         queue = waiting.walk(builder.now)
         examined: list[Request] = []  # and not admitted
-        compiling: Request | None = None  # the first one whose grammar is
+        compiling: Request | None = None  # the first one with a grammar that is
         while all(map(admission.may_be_passed, examined)) and (request := queue.next()) is not None:
             if builder.deferred:
                 self._catch_up(builder, request)
@@ -425,7 +426,7 @@ class Scheduler:
             self.times.step(work_of(plan.starts, plan.counts, plan.padding, plan.drafts), plan.now, now)
         self._table.policy.served(step.requests, plan.counts, result.tokens)
         outputs = outputs_of(plan, result, kept)
-        if self._discipline.leaves_together or self._table.held_outputs or plan.held:
+        if self._discipline.leaves_together or self._table.held_outputs or plan.held:  # a pooled row holds no output
             outputs, ended = self._table.hold(outputs, ended, plan, together=self._discipline.leaves_together)
         self._table.events.append(Committed(
             now, plan.step, tuple(outputs.request_ids), tuple(outputs.tokens), tuple(outputs.logprobs)))

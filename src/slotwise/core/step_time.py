@@ -66,7 +66,7 @@ class Work(NamedTuple):
     """The work of a step."""
 
     tokens: int  # padding included
-    rows: int  # those whose logits are computed, each draft being one
+    rows: int  # rows with logits; a draft is one, too
     context: int  # positions attended to by decoding rows, and by each of their drafts, summed
     pairs: float  # (token, attended position) pairs of prefill chunks
     longest: int = 0  # largest context of a row, in a step of decoding rows alone; 0: one seen before

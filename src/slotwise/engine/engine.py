@@ -149,7 +149,7 @@ class Engine:
         return self._record(plan, result, started, ended)
 
     def _take_compiled(self, grammars: GrammarCompiler, now: float) -> None:
-        """Lets requests whose grammars are compiled be admitted, and rejects those whose grammars cannot be."""
+        """Lets requests with compiled grammars be admitted, and rejects those with grammars that cannot be compiled."""
         if grammars.is_compiling:
             compiled = grammars.pop_compiled()
             self._compiled += compiled

@@ -15,11 +15,12 @@ from slotwise.core.params import InvalidParams, PoolingParams, SamplingParams
 from slotwise.engine.generation import AT_THE_END
 from slotwise.server.choice import Choice, together
 from slotwise.server.context import Api
+from slotwise.server.embeddings_protocol import EmbeddingRequest
 from slotwise.server.errors import ApiError, bad_request, from_params
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.job import Job, usage_of
 from slotwise.server.pipeline import Asked, check, encoding_of, respond
-from slotwise.server.protocol import EmbeddingRequest, decode
+from slotwise.server.protocol import decode
 from slotwise.server.shapes import EMBEDDING, to_json
 from slotwise.server.unknown_fields import warn_of_unknown_fields
 

@@ -13,6 +13,7 @@ import msgspec
 from slotwise import __version__
 from slotwise.engine.scheduling import MAX_TIERS, changes_schema
 from slotwise.server.admin_protocol import AbortRequest, DetokenizeRequest, TokenizeRequest
+from slotwise.server.embeddings_protocol import EmbeddingRequest
 from slotwise.server.errors import TRY_LATER, ErrorBody
 from slotwise.server.events import SWITCHES
 from slotwise.server.messages_output import MESSAGES, MessagesErrorBody
@@ -20,7 +21,6 @@ from slotwise.server.messages_protocol import CountTokensRequest, MessagesReques
 from slotwise.server.protocol import (
     ChatRequest,
     CompletionRequest,
-    EmbeddingRequest,
 )
 from slotwise.server.queue_headers import POSITION, START
 from slotwise.server.request_log import GENERATING

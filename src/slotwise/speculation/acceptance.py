@@ -12,6 +12,7 @@ from __future__ import annotations
 
 GROUPS = 8
 PRIOR_WEIGHT = 4.0  # comparisons that a prior counts for
+UNLIKELY = 0.05
 REMEMBERED = 32.0  # comparisons of a request, and of all requests, after which older ones count half
 REMEMBERED_BY_ALL = 512.0
 
@@ -34,7 +35,10 @@ class Acceptance:
         return (self._right[group] + PRIOR_WEIGHT * prior) / (self._compared[group] + PRIOR_WEIGHT)
 
     def survival(self, match: int, number: int) -> list[float]:
-        """Returns for each of `number` drafts behind a match the probability that it and all before it are right."""
+        """Returns for each of `number` drafts behind a match the probability that it and all before it are right.
+
+        Ends with the first that is below UNLIKELY: no step has a use for more.
+        """
         shares: dict[int, float] = {}
         survival, alive = [], 1.0
         for position in range(match, match + number):
@@ -43,6 +47,8 @@ class Acceptance:
                 shares[group] = self.share(group)
             alive *= shares[group]
             survival.append(alive)
+            if alive < UNLIKELY:
+                break
         return survival
 
     def observe(self, match: int, num_right: int, *, diverged: bool) -> None:

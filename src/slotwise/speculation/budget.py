@@ -22,7 +22,8 @@ from slotwise.core.step_time import StepTimeModel, Work
 
 # Numbers of drafts that are compared: few, because each number of rows and tokens has a captured graph of its own.
 GRID = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-LEAST_GAIN = 1.03  # of the tokens per second: predictions err
+LEAST_GAIN = 1.08  # of the tokens per second: predictions err, and drafts take time to be found
+LEAST_COST = 0.04  # of a draft, in steps of its row alone: no prediction makes drafts free
 RENEWED = 64  # steps that a cost curve is used for
 
 
@@ -66,8 +67,8 @@ class Costs:
         each = context // num_rows + 1
         if alone <= 0:
             return [1.0] * len(GRID)
-        return [1.0 + max(0.0, seconds(work.with_drafts(number, number * each)) - plain) / alone if number else 1.0
-                for number in GRID]
+        more = [(seconds(work.with_drafts(number, number * each)) - plain) / alone for number in GRID]
+        return [1.0 + max(cost, LEAST_COST * number / num_rows) for number, cost in zip(GRID, more, strict=True)]
 
 
 def best(costs: Sequence[float], num_rows: int, probabilities: Sequence[float]) -> Choice:

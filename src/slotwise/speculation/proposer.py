@@ -24,8 +24,9 @@ PRIORS = {  # shares of right drafts by group of positions (`acceptance.py`), be
     SUFFIX: (0.3, 0.3, 0.4, 0.6, 0.75, 0.85, 0.9, 0.9),
     FORCED: (0.9,) * 8,
     PREDICTION: (0.8, 0.8, 0.85, 0.9, 0.9, 0.95, 0.95, 0.95)}
-PATIENCE = 4  # looks without a gain after which a row is looked at less often
-MAX_REST = 16  # tokens between two looks, at most
+PATIENCE = 3  # looks without a gain after which a row is looked at less often
+MAX_REST = 32  # tokens between two looks, at most
+MAX_LOOKS = 8  # rows that a step looks at, in turns: the time of a look is bounded, and so is that of all
 INDEXED = 64  # tokens of finished outputs that a step puts into the suffix index
 MAX_OUTPUT = 4096  # tokens of an output that are indexed, its last ones
 WORTH_WAITING = 1.0  # right drafts that a row must expect to leave out a step
@@ -94,11 +95,15 @@ class DraftProposer:
         self._times = times
         self._costs = Costs(times)
         self._rows: dict[str, Row] = {}
+        self._next_look = 0  # place among the rows
         self._shared = {name: Acceptance(prior) for name, prior in PRIORS.items()}
         self._index = SuffixIndex() if method == SUFFIX else None
 
     def propose(self, rows: Sequence[DraftRow], work: Work, most: int) -> Proposal:
         drafts: list[tuple[int, ...]] = [()] * len(rows)
+        if not self._looks_up and not any(
+                row.request.prediction or row.request.params.grammar is not None for row in rows):
+            return Proposal(drafts, NO_MATCH)
         if not self._times.is_trained:
             return Proposal(drafts, NO_GAIN)
         context = sum([len(row.request.tokens) for row in rows])
@@ -114,15 +119,23 @@ class DraftProposer:
         found: list[tuple[float, int]] = []  # by draft: less its probability, its row
         looked_at: dict[int, Row] = {}
         limits: set[str] = set()
-        for place, (request, limit) in enumerate(rows):
+        looks, begin = MAX_LOOKS, self._next_look % len(rows)
+        for place in (*range(begin, len(rows)), *range(begin)):
+            request, limit = rows[place]
             row = self._row_of(request)
             if row is None or len(request.tokens) < row.look_at:
                 continue
+            if not looks:
+                self._next_look = place
+                break
+            looks -= 1
             probabilities = row.look(request, min(limit, self._settings.num_drafts))
             if not probabilities:
                 row.rest()
                 continue
-            if len(probabilities) in (limit, self._settings.num_drafts):
+            if len(probabilities) < len(row.guess.tokens):
+                limits.add(NO_GAIN)
+            elif len(probabilities) in (limit, self._settings.num_drafts):
                 limits.add(NO_ROOM if len(probabilities) == limit else MAX_DRAFTS)
             looked_at[place] = row
             found += [(-probability, place) for probability in probabilities]

@@ -8,6 +8,7 @@ import itertools
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from slotwise.compose.launch import ChildProcess, launch_engine
@@ -48,7 +49,7 @@ class AsyncLLM(VllmMethods):
         CheckpointError, TokenizerError, ConfigError: one line that says what is wrong and what to do.
     """
 
-    def __init__(self, model: str | None = None, **arguments: Any) -> None:
+    def __init__(self, model: str | Path | None = None, **arguments: Any) -> None:
         self._arguments = Arguments.of(model, arguments)
         if self._arguments.event_log:
             raise ConfigError("event_log is an argument of LLM; slotwise serve writes event logs, too")

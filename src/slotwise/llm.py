@@ -56,7 +56,7 @@ class LLM(VllmMethods):
         CheckpointError, TokenizerError, ConfigError: one line that says what is wrong and what to do.
     """
 
-    def __init__(self, model: str | None = None, *, event_log: str | Path = "", **arguments: Any) -> None:
+    def __init__(self, model: str | Path | None = None, *, event_log: str | Path = "", **arguments: Any) -> None:
         self._arguments = Arguments.of(model, arguments | {"event_log": event_log})
         self._frontend = Frontend(self._arguments)
         self.sampling_defaults = self._frontend.defaults

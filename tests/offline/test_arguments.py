@@ -66,6 +66,11 @@ def test_all_neutral_values_at_once_start_an_engine() -> None:
     assert len(llm.generate("def f", use_tqdm=False)) == 1
 
 
+def test_a_folder_may_be_a_path() -> None:
+    found = Arguments.of(builtin.path(), {})
+    assert found == Arguments.of(str(builtin.path()), {}) and found.name == str(builtin.path())
+
+
 @pytest.mark.parametrize(("given", "field", "value"), [
     ({"max_model_len": "4k"}, "max_model_len", 4000), ({"max_model_len": "4K"}, "max_model_len", 4096),
     ({"max_model_len": "512"}, "max_model_len", 512), ({"max_model_len": -1}, "max_model_len", None),

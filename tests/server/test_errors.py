@@ -107,6 +107,12 @@ def test_other_media_than_text_are_named(server: Server, kind: str, holds: str) 
     assert error["code"] == "unsupported_content"
 
 
+def test_an_answer_in_audio_is_no_message(server: Server) -> None:
+    answer = {"role": "assistant", "content": None, "audio": {"id": "audio_1"}}
+    error = refused(server.post(CHAT, {"messages": [*HELLO, answer, *HELLO]}), 400, "messages")
+    assert error["message"] == "messages[1].audio: the model takes text only"
+
+
 def test_a_message_repeats_little_of_a_long_value(server: Server) -> None:
     for body in ({"truncation_side": "x" * 50_000}, {"truncation_side": {"x" * 50_000: 1}}):
         assert len(refused(server.post(COMPLETIONS, {"prompt": [2]} | body), 400, "truncation_side")["message"]) < 600

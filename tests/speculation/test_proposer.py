@@ -88,6 +88,27 @@ def test_a_row_whose_drafts_are_wrong_is_looked_at_less_often_and_is_found_again
     assert sum(map(bool, drafted[450:])) > 130, "and then there is"
 
 
+def test_a_request_after_one_without_a_gain_is_looked_at_later_unless_it_has_a_prediction():
+    proposer, looked = subject(), []
+    before = request("before", range(1, 20), 100)
+    for _ in range(20):
+        proposer.propose([DraftRow(before, 30)], WORK, 30)
+        before.tokens.append(1 + len(before.tokens) * 7 % VOCAB)
+    proposer.finished(before)
+    cycle = [1, 2, 3, 4, 5, 6, 7] * 6
+    one = request("one", cycle, 100)
+    for _ in range(21):
+        looked.append(any(proposer.propose([DraftRow(one, 30)], WORK, 30).drafts))
+        one.tokens.append(one.tokens[-7])
+    assert not looked[0] and looked[-1], "a gain is found, some tokens late"
+    proposer.finished(one)
+    assert any(proposer.propose([repeating(cycle)], WORK, 30).drafts), "and then at once"
+    proposer.finished(before)
+    told = request("told", [3, 1, 4], 20)
+    told.prediction = (1, 5, 9, 2, 6)
+    assert any(proposer.propose([DraftRow(told, 30)], WORK, 30).drafts)
+
+
 def test_outputs_of_a_tenant_are_drafts_of_its_later_requests_alone():
     proposer = subject()
     output = [17, 5, 9, 13, 2, 11, 19, 4]

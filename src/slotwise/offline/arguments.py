@@ -52,13 +52,14 @@ class Arguments(NamedTuple):
     pooler_config: Mapping[str, Any] | None = None  # replaces what the checkpoint says of pooling
 
     @classmethod
-    def of(cls, model: str | None, given: Mapping[str, Any]) -> Arguments:
+    def of(cls, model: str | Path | None, given: Mapping[str, Any]) -> Arguments:
         """Args: given: by name; None stands for a default.
 
         Raises:
             CheckpointError: there is no such model.
             ConfigError: one line that names the argument and says what to do.
         """
+        model = str(model) if isinstance(model, Path) else model
         check(model, given)
         given = {name: _value(name, value) for name, value in given.items() if value is not None}
         settings = {name: given[name] for name in (*SETTINGS, *RETIRED) if name in given}

@@ -26,26 +26,39 @@ PRIORS = {  # shares of right drafts by group of positions (`acceptance.py`), be
     PREDICTION: (0.8, 0.8, 0.85, 0.9, 0.9, 0.95, 0.95, 0.95)}
 PATIENCE = 3  # looks without a gain after which a row is looked at less often
 MAX_REST = 32  # tokens between two looks, at most
+MAX_FAILURES = PATIENCE + 4  # of the request before: the first look is at most 16 tokens late
 MAX_LOOKS = 8  # rows that a step looks at, in turns: the time of a look is bounded, and so is that of all
 INDEXED = 64  # tokens of finished outputs that a step puts into the suffix index
 MAX_OUTPUT = 4096  # tokens of an output that are indexed, its last ones
 WORTH_WAITING = 1.0  # right drafts that a row must expect to leave out a step
 
 
+def rest_after(failures: int) -> int:
+    """Returns how many tokens to leave out before the next look, after so many looks in succession without a gain."""
+    return min(MAX_REST, 1 << max(0, min(8, failures - PATIENCE)))
+
+
 class Row:
-    """What is known about one request."""
+    """What is known about one request.
+
+    Args:
+        failures: looks without a gain with which the request before it ended.
+    """
 
     __slots__ = ("_acceptance", "_base", "_source", "_sources", "failures", "guess", "known", "look_at")
 
-    def __init__(self, request: Request, sources: dict[str, Source], shared: dict[str, Acceptance]) -> None:
+    def __init__(
+        self, request: Request, sources: dict[str, Source], shared: dict[str, Acceptance], failures: int,
+    ) -> None:
         self.known = TokenText(request.tokens)
         self._sources = sources
         self._acceptance = {name: Acceptance(shared[name]) for name in sources}
         self.guess = NO_GUESS  # the last one, with the source it is from, and the known tokens it is about to follow
         self._source = ""
         self._base = 0
-        self.failures = 0  # looks without a gain in succession
-        self.look_at = 0  # known tokens from which on it is looked at again
+        self.failures = failures  # looks without a gain in succession
+        # Known tokens from which on it is looked at again.
+        self.look_at = len(request.tokens) + rest_after(failures) if failures > PATIENCE else 0
 
     def look(self, request: Request, most: int) -> list[float]:
         """Look up how the request goes on.  Returns the probabilities of `guess.tokens`, in falling order."""
@@ -78,7 +91,7 @@ class Row:
         if FORCED in self._sources:  # what a grammar forces comes without a sign, and costs nothing to look up
             return
         self.failures += 1
-        self.look_at = len(self.known) + min(MAX_REST, 1 << max(0, min(8, self.failures - PATIENCE)))
+        self.look_at = len(self.known) + rest_after(self.failures)
 
 
 class DraftProposer:
@@ -96,6 +109,7 @@ class DraftProposer:
         self._costs = Costs(times)
         self._rows: dict[str, Row] = {}
         self._next_look = 0  # place among the rows
+        self._failures = 0  # of the request that ended last: where looks gave nothing, the next one begins with few
         self._shared = {name: Acceptance(prior) for name, prior in PRIORS.items()}
         self._index = SuffixIndex() if method == SUFFIX else None
 
@@ -172,7 +186,9 @@ class DraftProposer:
             self._index.work(INDEXED)
 
     def finished(self, request: Request) -> None:
-        self._rows.pop(request.request_id, None)
+        row = self._rows.pop(request.request_id, None)
+        if row is not None:
+            self._failures = min(row.failures, MAX_FAILURES)
         if self._index is not None and request.num_output:
             begin = max(request.num_prompt, len(request.tokens) - MAX_OUTPUT)
             self._index.add(request.block_hashes.salt, request.tokens[begin:])
@@ -184,7 +200,8 @@ class DraftProposer:
             sources = self._sources(request)
             if not sources:
                 return None
-            row = self._rows[request.request_id] = Row(request, sources, self._shared)
+            failures = 0 if FORCED in sources or PREDICTION in sources else self._failures
+            row = self._rows[request.request_id] = Row(request, sources, self._shared, failures)
         return row
 
     def _sources(self, request: Request) -> dict[str, Source]:

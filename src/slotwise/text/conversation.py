@@ -68,6 +68,8 @@ def check_messages(messages: list[Message]) -> None:
 def _check_message(where: str, message: Message) -> None:
     if not isinstance(message.get("role"), str):
         raise InvalidMessages(f"{where}.role: must be a string", "messages")
+    if message.get("audio") is not None:  # OpenAI's reference to an earlier answer in audio
+        raise InvalidMessages(f"{where}.audio: the model takes text only", "messages", "unsupported_content")
     content = message.get("content")
     if content is None or isinstance(content, str):
         return

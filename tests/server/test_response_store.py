@@ -52,10 +52,31 @@ def test_what_can_never_be_kept_is_told() -> None:
         store.begin("a", "large", entry(101), 0.0)
     assert error.value.is_too_large
     for number in range(8):
-        store.begin("a", f"p{number}", entry(100), 0.0)
+        store.begin("", f"p{number}", entry(100 if number < 7 else 12), 0.0)
     with pytest.raises(StoreFull, match="in progress") as error:
-        store.begin("b", "one", entry(1), 0.0)
+        store.begin("", "one", entry(100), 0.0)
     assert not error.value.is_too_large
+
+
+def test_responses_in_progress_of_one_tenant_leave_room_to_others() -> None:
+    store = ResponseStore(max_bytes=800, max_entries=20)
+
+    def begun(tenant: str, size: int) -> int:
+        for number in range(21):
+            try:
+                store.begin(tenant, f"p{number}", entry(size), 0.0)
+            except StoreFull as full:
+                assert not full.is_too_large
+                return number
+        raise AssertionError("nothing bounds them")
+
+    for size, most in ((100, 6), (2, 16)):
+        assert begun("heavy", size) == most
+        store.begin("light", "one", entry(size), 0.0)
+        for number in range(most):
+            store.drop("heavy", f"p{number}")
+        kept(store, "light", "one", size)
+    assert store.num_bytes == 2
 
 
 @given(st.lists(st.tuples(st.sampled_from(("begin", "complete", "drop", "find")), st.sampled_from("ab"),

@@ -4,13 +4,15 @@
                    └──────drop (it failed, or its client left)
 
 Bytes and number are bounded.  A tenant finds its own responses only; where room is needed, the oldest response of the
-tenant that keeps most is forgotten.  Responses in progress stay.
+tenant that keeps most is forgotten.  Responses in progress stay, and tenants share the room for them.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass
+
+from slotwise.engine.tenant_capacity import TenantCapacity
 
 MAX_BYTES = 64 << 20
 MAX_ENTRIES = 4096
@@ -49,6 +51,8 @@ class ResponseStore:
         self._largest = max_bytes // MAX_SHARE
         self._entries: dict[Key, Stored] = {}  # the oldest first
         self._bytes: Counter[str] = Counter()  # by tenant
+        self._bytes_begun = TenantCapacity("bytes of responses are in progress", max_bytes, includes_reserve=True)
+        self._begun = TenantCapacity("responses are in progress", max_entries, includes_reserve=True)
 
     @property
     def num_bytes(self) -> int:
@@ -69,8 +73,11 @@ class ResponseStore:
                             "send store: false", is_too_large=True)
         self._expire(now)
         self.drop(tenant, response_id)
+        if objection := self._bytes_begun.objection(tenant, begun.size) or self._begun.objection(tenant, 1):
+            raise _full(objection)
         self._make_room(begun.size)
         self._put((tenant, response_id), begun)
+        self._count_begun(tenant, begun, 1)
 
     def complete(self, tenant: str, response_id: str, ended: Stored, now: float) -> None:
         """Keep a response that was in progress, for SECONDS from now; nothing if it was deleted, or is too large."""
@@ -88,6 +95,8 @@ class ResponseStore:
         entry = self._entries.pop((tenant, response_id), None)
         if entry is None:
             return False
+        if entry.expires_at == float("inf"):
+            self._count_begun(tenant, entry, -1)
         self._bytes[tenant] -= entry.size
         if not self._bytes[tenant]:
             del self._bytes[tenant]
@@ -96,6 +105,10 @@ class ResponseStore:
     def _put(self, key: Key, entry: Stored) -> None:
         self._entries[key] = entry
         self._bytes[key[0]] += entry.size
+
+    def _count_begun(self, tenant: str, entry: Stored, number: int) -> None:
+        self._bytes_begun.acquire(tenant, number * entry.size)
+        self._begun.acquire(tenant, number)
 
     def _expire(self, now: float) -> None:
         over = []
@@ -119,8 +132,7 @@ class ResponseStore:
                 held[key[0]] += entry.size
         while not self._fits(size):
             if not held:
-                raise StoreFull("too many responses are in progress; try again later, or send store: false",
-                                is_too_large=False)
+                raise _full("too many responses are in progress")
             largest = max(held, key=held.__getitem__)
             key = kept[largest].popleft()
             held[largest] -= self._entries[key].size
@@ -130,3 +142,7 @@ class ResponseStore:
 
     def _fits(self, size: int) -> bool:
         return self.num_bytes + size <= self._max_bytes and len(self._entries) < self._max_entries
+
+
+def _full(why: str) -> StoreFull:
+    return StoreFull(f"{why}; try again later, or send store: false", is_too_large=False)

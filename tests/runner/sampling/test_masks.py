@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -105,6 +106,52 @@ def test_the_cache_holds_what_requests_hold_and_a_few_more(monkeypatch: pytest.M
         pass
     assert found[0].request_id == "x" and found[0].objection.startswith("guided_regex: at 1")
     Grammars(None).compile("y", Grammar(REGEX, "a"))
+
+
+def test_a_grammar_that_cannot_be_used_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+
+    def objects(_: Any, kind: str, text: str) -> tuple[Any, str]:
+        compiled.append(text)
+        return None, f"{kind} is too large"
+
+    monkeypatch.setattr(grammars, "compiled", objects)
+    compiler = Grammars(tokenizer())
+    for name in ("r", "s"):
+        compiler.compile(name, Grammar(REGEX, "a", f"field_{name}"))
+        while not compiler.has_compiled:
+            pass
+        assert [tuple(one) for one in compiler.pop_compiled()] == [(name, f"field_{name}: regex is too large")]
+        assert not compiler.is_compiling
+        compiler.release(name)
+    assert compiled == ["a"]
+
+
+def test_a_grammar_is_skipped_when_its_requests_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, goes_on, compiled = Event(), Event(), []
+
+    def waits(_: Any, __: str, text: str) -> tuple[Any, str]:
+        compiled.append(text)
+        begun.set()
+        assert goes_on.wait(20)
+        return object(), ""
+
+    monkeypatch.setattr(grammars, "compiled", waits)
+    compiler = Grammars(tokenizer())
+    for name in "abc":
+        compiler.compile(name, Grammar(REGEX, name))
+    assert begun.wait(20), "the first is under way"
+    compiler.release("b")
+    compiler.release("c")
+    goes_on.set()
+    while compiler._done.qsize() < 3:
+        pass
+    compiler.compile("again", Grammar(REGEX, "c"))  # it was skipped, which no request has learned yet
+    found = compiler.pop_compiled()
+    while compiler.is_compiling:
+        found += compiler.pop_compiled()
+    assert [tuple(one) for one in found] == [("a", ""), ("again", "")]
+    assert compiled == ["a", "c"]
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])

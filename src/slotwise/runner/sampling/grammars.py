@@ -4,6 +4,9 @@
                                      ▲ thread, in order         not found: the request waits, others run
     pop_compiled() ◄─────────────────┘
     matcher(request) ─► a copy for its slot, as often as it is admitted, until release(request)
+
+Grammars that cannot be used are cached, too: finding that out takes seconds.  A grammar is skipped when all of its
+requests have ended before its turn.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from slotwise.engine.grammars import Compiled
 from slotwise.kernels.cpu.openmp import roam
 
 MAX_CACHED = 128  # grammars that no request holds
+MAX_OBJECTIONS = 1024  # grammars that cannot be used
 NICENESS = 10  # of the thread: steps go first
 
 Content = tuple[str, str]
@@ -37,6 +41,7 @@ class Grammars:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._cache: OrderedDict[Content, Any] = OrderedDict()  # matchers, the latest use last
+        self._objections: OrderedDict[Content, str] = OrderedDict()  # why others cannot be used, the latest last
         self._held: dict[str, tuple[Grammar, Any]] = {}  # by request: its grammar, and the matcher once compiled
         self._waiting: dict[Content, list[str]] = {}  # requests whose grammars the thread has
         self._ready: list[Compiled] = []
@@ -65,6 +70,9 @@ class Grammars:
             self._ready.append(Compiled(request_id, f"{grammar.field}: not available with this model's tokenizer"))
             return
         content = (grammar.kind, grammar.text)
+        if (objection := self._objections.get(content)) is not None:
+            self._ready.append(Compiled(request_id, f"{grammar.field}: {objection}"))
+            return
         matcher = self._cache.get(content)
         self._held[request_id] = (grammar, matcher)
         if matcher is not None:
@@ -85,9 +93,12 @@ class Grammars:
         while not self._done.empty():
             content, matcher, objection = self._done.get()
             if matcher is not None:
-                self._cache[content] = matcher
-                if len(self._cache) > MAX_CACHED:
-                    self._cache.popitem(last=False)
+                _add(self._cache, content, matcher, MAX_CACHED)
+            elif objection:
+                _add(self._objections, content, objection, MAX_OBJECTIONS)
+            elif self._is_wanted(content):  # by a request that came after it was skipped
+                self._wanted.put(content)
+                continue
             for request_id in self._waiting.pop(content):
                 if (held := self._held.get(request_id)) is not None:  # else it has ended
                     self._held[request_id] = (held[0], matcher)
@@ -108,4 +119,15 @@ class Grammars:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         while True:
             content = self._wanted.get()
-            self._done.put((content, *grammars.compiled(tokenizer, *content)))
+            result = grammars.compiled(tokenizer, *content) if self._is_wanted(content) else (None, "")
+            self._done.put((content, *result))
+
+    def _is_wanted(self, content: Content) -> bool:
+        """Whether a request that has not ended waits for it."""
+        return any(request_id in self._held for request_id in tuple(self._waiting.get(content, ())))
+
+
+def _add(cache: OrderedDict[Content, Any], content: Content, value: Any, most: int) -> None:
+    cache[content] = value
+    if len(cache) > most:
+        cache.popitem(last=False)

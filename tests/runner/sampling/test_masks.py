@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slotwise import grammars
-from slotwise.core.grammar import REGEX, Grammar
+from slotwise.core.grammar import LARK, REGEX, Grammar
 from slotwise.core.params import SamplingParams
 from slotwise.core.step import NewRequest, RowKind, StepPlan
 from slotwise.kernels.sampling import FAILED, draw
@@ -203,3 +203,16 @@ def test_values_that_are_not_finite_count_only_where_they_are_allowed() -> None:
         sampler = Sampler(1, VOCAB, masks=masks)
         sampler.join(NewRequest("0", 0, PROMPT, len(PROMPT), SamplingParams(temperature=0), 7, ()))
         assert sampler.sample(logits, [0], [len(PROMPT)]).tokens == [token]
+
+
+def test_an_ambiguous_grammar_is_stopped_while_its_masks_are_cheap() -> None:
+    tokens = [*(bytes([byte]) for byte in range(256)), *(b" a" * count for count in range(2, 12)), b"<end>"]
+    vocabulary = grammars.tokenizer_of(tokens, [], [len(tokens) - 1], VOCAB, lambda text: list(text.encode()))
+    matcher, objection = grammars.compiled(vocabulary, LARK, "start: s\ns: s s | s s s | /[a-z ]/ |\n")
+    assert objection == ""
+    for _ in range(50):  # further on a mask takes as long as a hundred steps
+        matcher.compute_bitmask()
+        if matcher.is_error():
+            break
+        matcher.consume_token(ord("a"))
+    assert matcher.is_error() and "Too many items" in grammars.message_of(matcher)

@@ -51,7 +51,7 @@ def test_the_engine_gets_every_parameter_that_it_has() -> None:
         "stop": ["a", "b"], "stop_token_ids": [3], "ignore_eos": True, "seed": 4, "logprobs": 5, "prompt_logprobs": 6,
         "presence_penalty": 1.0, "frequency_penalty": -1.0, "repetition_penalty": 1.5, "logit_bias": {8: 1.0},
         "allowed_token_ids": [8, 9], "bad_words_token_ids": [[1, 2]]}
-    assert set(given) == {one.name for one in fields(EngineParams)} - {"grammar"} <= set(NAMES)
+    assert set(given) == {one.name for one in fields(EngineParams)} - {"grammar", "thinking"} <= set(NAMES)
     tuples = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
     params = SamplingParams(**given).for_engine([[5]])
     assert params == EngineParams(**given | tuples | {"bad_words_token_ids": ((5,), (1, 2))})

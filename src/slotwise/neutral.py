@@ -13,7 +13,7 @@ ANY: tuple[Any, ...] = (...,)  # no value changes anything
 
 SAMPLING: dict[str, tuple[Any, ...]] = {  # sampling parameters, with their values that change nothing beside None
     "use_beam_search": (False,), "length_penalty": (1.0,),
-    "spaces_between_special_tokens": (True,), "thinking_token_budget": (-1,), "routed_experts_prompt_start": (0,),
+    "spaces_between_special_tokens": (True,), "routed_experts_prompt_start": (0,),
     "logits_processors": ([],), "watermarking": (False,),
 }
 

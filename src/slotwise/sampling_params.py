@@ -18,7 +18,7 @@ from slotwise.text.structured_output import StructuredOutputError, of_structured
 INTERVAL: Range = whole(1)
 NEUTRAL: dict[str, tuple[Any, ...]] = SAMPLING | {  # beside None
     "flat_logprobs": (False,), "skip_reading_prefix_cache": (False,), "extra_args": ({},), "skip_clone": ANY,
-    "output_text_buffer_length": (0,),
+    "output_text_buffer_length": (0,), "thinking_token_budget": (-1,),
 }
 INSTEAD = {  # what to do for another value
     "skip_reading_prefix_cache": "give the prompt a cache_salt of its own",

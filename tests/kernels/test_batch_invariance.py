@@ -77,7 +77,7 @@ def test_operations_on_each_token(size: int, kind: torch.dtype) -> None:
 
 @product_paths.each(["onednn"])
 def test_what_depends_on_the_batch_is_named(path: str) -> None:
-    assert "path onednn" in CpuKernels(path=path).batch_dependence(torch.bfloat16)
+    assert "oneDNN" in CpuKernels(path=path).batch_dependence(torch.bfloat16)
     assert not CpuKernels(path=path).batch_dependence(torch.float32)
 
 

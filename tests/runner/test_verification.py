@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingParams, ThinkingBudget
 from slotwise.core.step import NewRequest, RowKind, StepPlan, StepResult
 from slotwise.kernels.sampling import draw
 from slotwise.runner.input_batch import SlotTable
@@ -45,7 +45,8 @@ params = st.builds(
     presence_penalty=st.sampled_from([0.0, 0.0, 1.5]), repetition_penalty=st.sampled_from([1.0, 1.0, 1.6]),
     frequency_penalty=st.sampled_from([0.0, 0.0, 0.9]), logit_bias=st.sampled_from([{}, {4: 3.0, 9: -2.0}]),
     allowed_token_ids=st.sampled_from([(), (), (1, 2, 4, 9, 11)]),
-    bad_words_token_ids=st.sampled_from([(), (), ((4,), (9, 4), (11, 9, 9))]))
+    bad_words_token_ids=st.sampled_from([(), (), ((4,), (9, 4), (11, 9, 9))]),
+    thinking=st.sampled_from([None, None, ThinkingBudget(0, 9), ThinkingBudget(2, 11), ThinkingBudget(1, 2, 9)]))
 rows = st.builds(Row, st.lists(st.booleans(), max_size=5).map(lambda right: tuple(right)),
                  st.sampled_from([99, 99, 99, 0, 1, 3]))
 
@@ -152,7 +153,8 @@ class Counting(Sampler):
 @pytest.mark.parametrize(("asked", "draws"), [
     (SamplingParams(temperature=0.0), 1), (SamplingParams(temperature=1.0, min_p=0.1, logprobs=2), 1),
     (SamplingParams(temperature=1.0, logit_bias={3: 2.0}, min_tokens=3), 1),
-    (SamplingParams(temperature=1.0, repetition_penalty=1.2), 4), (SamplingParams(bad_words_token_ids=((4, 5),)), 4)])
+    (SamplingParams(temperature=1.0, repetition_penalty=1.2), 4), (SamplingParams(bad_words_token_ids=((4, 5),)), 4),
+    (SamplingParams(thinking=ThinkingBudget(2, 5)), 4)])
 def test_one_draw_where_no_token_changes_the_logits_of_the_next(asked, draws):
     side = Side([asked], is_device=False)
     side.sampler = Counting(1, VOCAB)

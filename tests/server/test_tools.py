@@ -311,3 +311,13 @@ def test_a_grammar_in_gbnf_stands_alone(hermes: Server) -> None:
     said = hermes.post(PATH, body("hello", structured_outputs={"grammar": 'root ::= "a"'}))
     assert (said.status_code, said.json()["error"]["param"]) == (400, "structured_outputs")
     assert "GBNF" in said.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("name", "reason"), [
+    ("hermes", "no single token"), ("harmony", "reasoning parser"), ("mistral", "--reasoning-parser")])
+def test_a_budget_needs_a_token_that_ends_reasoning(name: str, reason: str, request: pytest.FixtureRequest) -> None:
+    server: Server = request.getfixturevalue(name)
+    answer = server.post(PATH, body("x", thinking_token_budget=3))
+    assert answer.status_code == 400 and reason in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] == "thinking_token_budget"
+    assert server.post(PATH, body("x", thinking_token_budget=-1)).status_code == 200

@@ -187,9 +187,9 @@ def load(config: EngineConfig, progress: Progress = silent, wrap: Callable[[Kern
     described = describe(folder, config.dtype, kernels, generation)
     if config.batch_invariant and (why := kernels.batch_dependence(described.dtype)):
         raise ConfigError(f"batch_invariant cannot be kept: {why}")
-    vocabulary = Vocabulary(folder, described)
     packing = 1 if workers.are_waiting() else torch.get_num_threads()  # all other threads compile
     warming = Warming(kernels, described.dtype)  # loading kernels holds the GIL, packing weights does not
+    vocabulary = Vocabulary(folder, described)
     with _threads(packing):
         decoder = load_model(
             config.model, kernels=kernels, dtype=config.dtype, generation=generation,

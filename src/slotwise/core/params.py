@@ -92,6 +92,15 @@ class PoolingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class ThinkingBudget:
+    """The most tokens of the reasoning that an output begins with."""
+
+    num_tokens: int  # between the tokens that begin and end it; 0: it ends at once
+    end_id: int  # the token that ends it
+    begin_id: int | None = None  # the token that begins it; None: the first output is within it
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling parameters of one prompt.
 
@@ -119,6 +128,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] = ()  # only these tokens are generated; empty: all are
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that the output never contains
     grammar: Grammar | None = None  # what the output's text matches; its end ends the output
+    thinking: ThinkingBudget | None = None  # after so many tokens of reasoning, its end is the only token
 
     def __post_init__(self) -> None:
         for name, allowed in RANGES.items():
@@ -130,6 +140,7 @@ class SamplingParams:
         self._check_stops()
         self._check_masks()
         self._check_grammar()
+        self._check_thinking()
         _require("logit_bias", holds=isinstance(self.logit_bias, dict), message="must be an object of token ids")
         _require("logit_bias", holds=len(self.logit_bias) <= MAX_LOGIT_BIAS, message=f"at most {MAX_LOGIT_BIAS} tokens")
         object.__setattr__(self, "logit_bias", {
@@ -159,6 +170,14 @@ class SamplingParams:
                 _require(name.removesuffix("_token_ids") if name.startswith("bad") else name,
                          holds=not getattr(self, name), message=f"not available with {self.grammar.field}")
 
+    def _check_thinking(self) -> None:
+        if (budget := self.thinking) is not None:
+            for number in (budget.num_tokens, budget.end_id):
+                _checked("thinking_token_budget", TOKEN_ID, number)
+            _require("thinking_token_budget", message="the token that ends the reasoning is not allowed",
+                     holds=(budget.end_id in (self.allowed_token_ids or (budget.end_id,))
+                            and (budget.end_id,) not in self.bad_words_token_ids))
+
     def _check_stops(self) -> None:
         for name, kind in (("stop", str), ("stop_token_ids", int)):
             value = getattr(self, name)
@@ -180,6 +199,7 @@ class SamplingParams:
         """Raises InvalidParams for a token id that the model does not have, or where no first token is left."""
         for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias),
                           ("allowed_token_ids", self.allowed_token_ids),
+                          ("thinking_token_budget", () if self.thinking is None else (self.thinking.end_id,)),
                           *[("bad_words_token_ids", word) for word in self.bad_words_token_ids]):
             _require(name, holds=all(token < vocab_size for token in ids),
                      message=f"token ids must be between 0 and {vocab_size - 1}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from slotwise.core.grammar import Grammar
+from slotwise.core.params import ThinkingBudget
 from slotwise.core.slo import SLO
 from slotwise.server.context import Api
 from slotwise.server.conversation import Conversation, last_text
@@ -20,6 +21,7 @@ from slotwise.server.prompts import Encoding
 from slotwise.server.protocol import ChatRequest, CompletionRequest, Generate, decode
 from slotwise.server.shapes import CHAT, COMPLETION
 from slotwise.server.streams import respond_stream
+from slotwise.server.thinking_budget import BUDGET, thinking_budget
 from slotwise.server.tools import allowed_tools, constraint, parsing_of
 from slotwise.server.unknown_fields import warn_of_unknown_fields
 from slotwise.server.whole import respond_whole
@@ -50,11 +52,13 @@ async def _completion(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
         prompts = await api.prompts.of_completion(
             request.prompt, api.settings.max_choices, exchange.holder, encoding)
         echoes = await _echoes(api, exchange, request, prompts, encoding)
+        budget = await _budget(api, exchange, request, prompts, encoding)
     request.prompt = ""
     default = _default(api, slo, request, prompts, COMPLETION_TOKENS, request.logprobs)
     limited = api.settings.sampling_defaults.limited(asked)
     max_tokens = api.prompts.max_tokens(limited, max(map(len, prompts)), default)
     others = await _others(api, exchange, request, grammar_of(request))
+    others["thinking"] = budget
     params = request.sampling_params(max_tokens, request.logprobs, others)
     return Asked(request, slo, prompts, params, _renderer(request), Repeated(echoes), is_silent)
 
@@ -65,6 +69,20 @@ async def _echoes(api: Api, exchange: HttpExchange, request: CompletionRequest, 
         return ()
     special = request.skip_special_tokens is False
     return tuple(await api.prompts.texts(request.prompt, prompts, exchange.holder, encoding, special=special))
+
+
+async def _budget(api: Api, exchange: HttpExchange, request: CompletionRequest, prompts: list[list[int]],
+                  encoding: Encoding) -> ThinkingBudget | None:
+    """The budget of reasoning, where each prompt says itself whether it has begun."""
+    if request.thinking_token_budget in (None, -1):
+        return None
+    if grammar_of(request) is not None:
+        raise bad_request(f"{BUDGET}: not available where a grammar begins with the output, as in completions", BUDGET)
+    texts = await api.prompts.texts(request.prompt, prompts, exchange.holder, encoding, special=True)
+    begun, *others = set(map(has_begun, texts))
+    if others:
+        raise bad_request(f"{BUDGET}: some prompts have begun to reason, others not; send them one by one", BUDGET)
+    return thinking_budget(api.output_format, api.prompts.tokenizer, request.thinking_token_budget, begun)
 
 
 async def _chat(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
@@ -101,7 +119,9 @@ async def asked_of_chat(api: Api, exchange: HttpExchange, request: ChatRequest, 
     defaults = api.settings.sampling_defaults
     default = _default(api, slo, request, [prompt], defaults.max_tokens, logprobs)
     max_tokens = api.prompts.max_tokens(defaults.limited(asked), len(prompt), default, param)
-    params = request.sampling_params(max_tokens, logprobs, await _others(api, exchange, request, grammar))
+    others = await _others(api, exchange, request, grammar)
+    others["thinking"] = thinking_budget(form, api.prompts.tokenizer, request.thinking_token_budget, begun)
+    params = request.sampling_params(max_tokens, logprobs, others)
     repeated = Repeated((echo,) if echo else (), rendered.text if request.return_prompt_text else None)
     return Asked(request, slo, [prompt], params, render, repeated, is_silent, parsing=parsing)
 

@@ -42,7 +42,7 @@ class Metadata(msgspec.Struct):
 
 class Thinking(msgspec.Struct):
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: OneOrMore | None = None  # of `enabled`
+    budget_tokens: OneOrMore | None = None  # of `enabled`: tokens of reasoning, as `thinking_token_budget`
     display: Literal["summarized", "omitted"] | None = None  # omitted: the response has no thinking blocks
 
 

@@ -68,6 +68,7 @@ BadWords = Annotated[list[Stop], msgspec.Meta(max_length=MAX_STOP_STRINGS)]
 Hint = Annotated[str, msgspec.Meta(max_length=512)]
 TemplateSource = Annotated[str, msgspec.Meta(min_length=1, max_length=body_precheck.MAX_FIELD)]
 KeptTokens = Annotated[int, msgspec.Meta(ge=-1, le=INT64)]
+Budget = Annotated[int, msgspec.Meta(ge=-1, le=INT64)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -130,6 +131,7 @@ class Generate(Unsupported, kw_only=True):
     logit_bias: dict[TokenId, Bias] | None = None
     allowed_token_ids: AllowedTokens | None = None
     bad_words: BadWords | None = None  # texts that the output never contains, as they are tokenized by themselves
+    thinking_token_budget: Budget | None = None  # tokens of reasoning, then its closing tag; -1: any number
     response_format: dict[str, Any] | None = None  # what the output matches: docs/structured-output.md
     structured_outputs: dict[str, Any] | None = None  # vLLM's: json, regex, choice, grammar, ...
     guided_json: dict[str, Any] | str | None = None  # vLLM's older names: as structured_outputs has them

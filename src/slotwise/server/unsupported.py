@@ -44,7 +44,6 @@ class Unsupported(msgspec.Struct, kw_only=True):
     spaces_between_special_tokens: Any = None
     logprob_token_ids: Any = None
     repetition_detection: Any = None
-    thinking_token_budget: Any = None
     return_token_offsets: Any = None
     return_mm_kwargs: Any = None
     routed_experts_prompt_start: Any = None

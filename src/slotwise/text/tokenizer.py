@@ -191,6 +191,11 @@ class Tokenizer:
         """One token by itself, special or not, as listed beside its log-probability."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
+    def token_of(self, text: str) -> int | None:
+        """The token whose text is `text`, special or not; None where no single token has it."""
+        found = self.inner.token_to_id(text)
+        return found if found is not None and self.token_text(found) == text else None
+
     def token_bytes(self, token_id: int) -> bytes:
         if self.bytes_by_id is not None:
             return self.bytes_by_id[token_id]

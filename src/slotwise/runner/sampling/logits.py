@@ -3,7 +3,7 @@
 The order is vLLM's where it matters: end tokens are banned before `min_tokens`, the bias is added, then the repetition
 penalty (over prompt and output; Keskar et al., "CTRL", 2019) scales and the frequency and presence penalties (over the
 output only; OpenAI's) are subtracted.  Tokens that are not allowed, and those that would complete a banned sequence of
-output tokens, get minus infinity at the end.
+output tokens, get minus infinity; at the end, reasoning that has used up its budget is ended (`thinking.py`).
 
 On the host only the entries concerned are edited, so the cost follows the request, not the vocabulary (but where only
 some tokens are allowed); on a device, where tokens may still be computed, each edit is an operation on a row.
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from slotwise.core.params import SamplingParams
 from slotwise.runner.sampling.params import RequestParams, has_penalties
+from slotwise.runner.sampling.thinking import Reasoning, end_reasoning
 
 
 class LogitEdits:
@@ -35,6 +36,8 @@ class LogitEdits:
         self._outputs = list(known[request.num_prompt :])
         self._penalties = (
             Penalties(request.params, known, request.num_prompt, vocab_size) if has_penalties(request.params) else None)
+        budget = request.params.thinking
+        self._reasoning = None if budget is None else Reasoning(budget, known[request.num_prompt :])
 
     def apply(self, logits: NDArray[np.float32], num_outputs: int) -> None:
         """Edit `logits [vocab]` in place for the token that follows `num_outputs` outputs.
@@ -55,6 +58,9 @@ class LogitEdits:
             logits[request.allowed_ids] = allowed
         if request.bad_words:
             logits[self._completing(num_outputs)] = -np.inf
+        if self._reasoning is not None:
+            self._reasoning.forget_after(num_outputs)
+            self._reasoning.apply(logits)
 
     def _completing(self, num_outputs: int) -> list[int]:
         """Tokens that would complete a banned sequence; forgets outputs of a step that failed and is run again."""
@@ -70,6 +76,8 @@ class LogitEdits:
             self._outputs.append(token)
         if self._penalties is not None:
             self._penalties.record(token)
+        if self._reasoning is not None:
+            self._reasoning.record(token)
 
 
 class Penalties:
@@ -159,6 +167,8 @@ class DeviceEdits(NamedTuple):
                 completes = (known[len(known) + 1 - len(word) :] == word[:-1]).all()
                 last = logits.index_select(0, word[-1:])
                 logits.index_copy_(0, word[-1:], last.masked_fill(completes, -torch.inf))
+        if self.request.params.thinking is not None:
+            end_reasoning(logits, known[self.request.num_prompt :], self.request.params.thinking)
 
 
 def penalise(row: Tensor, prompt: Tensor, output: Tensor, params: SamplingParams) -> None:

@@ -69,7 +69,7 @@ class RequestParams:
     @property
     def follows_outputs(self) -> bool:
         """Whether the logits of a token are edited by the outputs before it."""
-        return has_penalties(self.params) or bool(self.bad_words)
+        return has_penalties(self.params) or bool(self.bad_words) or self.params.thinking is not None
 
 
 class SlotParams:
@@ -216,7 +216,7 @@ def has_penalties(params: SamplingParams) -> bool:
 
 def has_masks(params: SamplingParams) -> bool:
     """Whether some tokens are never chosen, or only after others."""
-    return bool(params.allowed_token_ids or params.bad_words_token_ids)
+    return bool(params.allowed_token_ids or params.bad_words_token_ids or params.thinking)
 
 
 def _within(tokens: Iterable[int], vocab_size: int) -> NDArray[np.int64]:

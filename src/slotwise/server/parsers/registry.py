@@ -69,6 +69,10 @@ class OutputFormat:
         """Whether outputs are parsed that may call `tools`, or none."""
         return bool(self.reasoning) or (bool(self.tools) and tools is not None)
 
+    def begins(self, begun: bool | None) -> bool | None:
+        """Whether an output begins within reasoning, where the prompt may leave that to the parser, as None says."""
+        return THINKING_PARSERS[self.reasoning].THINKS or None if begun is None else begun
+
     def markers(self, tools: Tools | None) -> Markers:
         """How special tokens stand in the text that a parser reads."""
         return self._one if tools is None else self._both
@@ -139,8 +143,8 @@ class OutputFormat:
             return grammar(f"thought* {start}", [thought], *rules)
         if not self.reasoning or begun is False:
             return grammar(start, *rules)
-        begun = THINKING_PARSERS[self.reasoning].THINKS or None if begun is None else begun
-        return grammar(f"thinking {start}", thinking_rules(self._both, OPENING, CLOSING, begun), *rules)
+        inner = thinking_rules(self._both, OPENING, CLOSING, self.begins(begun))
+        return grammar(f"thinking {start}", inner, *rules)
 
 
 UNPARSED = OutputFormat("", "", {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from importlib.metadata import version
+from typing import Literal
 
 import openai
 import pytest
@@ -25,6 +26,19 @@ class Answer(BaseModel):
     """What is asked for as structured output."""
 
     text: str
+
+
+class Person(BaseModel):
+    """A person who is described."""
+
+    name: str
+    age: int
+
+
+class Part(BaseModel):
+    """A part of a server, of one of two kinds."""
+
+    kind: Literal["slot", "block"]
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +142,22 @@ def test_tools_streamed(caller: ChatOpenAI) -> None:
     for piece in pieces[1:]:
         whole += piece
     assert len(pieces) > 2 and [call["args"] for call in whole.tool_calls] == [{"city": "Paris"}]
+
+
+@pytest.mark.parametrize(("asks", "method", "key"), [
+    ("the schema of a pydantic model (`json_schema`)", "json_schema", "#json"),
+    ("a function that must be called (`function_calling`)", "function_calling", "#person"),
+], ids=["json_schema", "function_calling"])
+def test_structured_output(caller: ChatOpenAI, asks: str, method: str, key: str) -> None:
+    """`with_structured_output` by {asks}, whole and as a stream."""
+    asked = caller.with_structured_output(Person, method=method)
+    assert asked.invoke(f"Who? {key}") == Person(name="Ada", age=36) == list(asked.stream(f"Who? {key}"))[-1]
+
+
+def test_schema_is_enforced(chat: Server) -> None:
+    """`with_structured_output`: random weights answer with what the schema allows."""
+    talk = ChatOpenAI(base_url=chat.base_url, api_key=chat.key, model=chat.model, temperature=1, max_retries=0)
+    assert talk.with_structured_output(Part, method="json_schema").invoke(CONVERSATION).kind in ("slot", "block")
 
 
 @pytest.mark.parametrize(("asks", "field", "change"), [

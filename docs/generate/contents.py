@@ -55,6 +55,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "step times": results.step_times,
     "neighbours": results.neighbours,
     "speculation": results.speculation,
+    "forced tokens": results.forced_tokens,
     "observing": results.observing,
     "policies": policies.promises,
     "architectures": supported.architectures,

@@ -236,6 +236,18 @@ def speculation() -> str:
                   "time of proposing>"), map(row, load("speculation-cpu")["rows"]))
 
 
+def forced_tokens() -> str:
+    """Returns one stream of JSON records with what the grammar forces as drafts, and without drafts."""
+    def row(one: Row) -> tuple[str, ...]:
+        mean, low, high = one["ratio"]
+        rates = [f"{median(one[name]):,.0f}" for name in ("off", "on")]
+        return ({"builtin": "built-in model", "smollm2-135m": SMALL}[one["model"]], one["white_space"],
+                f"{one['right'] / one['tokens']:.0%}", *rates, f"{mean:.2f} ({low:.2f} to {high:.2f})")
+
+    return table(("model", "white space", "of the tokens, forced>", "without drafts, tokens/s>", "with>",
+                  "ratio and its 95% interval>"), map(row, load("structured-output-cpu")["forced"]["rows"]))
+
+
 def reliability() -> str:
     """Returns what was seen under pressure, a row for each scenario."""
     return ledger.table(load("reliability-cpu")["rows"].values())

@@ -23,8 +23,8 @@ from slotwise.core.grammar import Grammar
 from slotwise.engine.grammars import Compiled
 from slotwise.kernels.cpu.openmp import roam
 
-MAX_CACHED = 128  # grammars that no request holds
-MAX_OBJECTIONS = 1024  # grammars that cannot be used
+MAX_CACHED = 32  # grammars: one of the largest that the limits allow has taken 19 MB
+MAX_OBJECTIONS = 128  # grammars that cannot be used
 NICENESS = 10  # of the thread: steps go first
 
 Content = tuple[str, str]

@@ -2,9 +2,9 @@
 
 A tile (see `attention_plan.py`) walks the row's blocks once with an online softmax (Milakov and Gimelshein, 2018;
 FlashAttention, Dao et al., 2022), so every key and value is read once for the whole group.  Each segment of the context
-has a softmax of its own, and their results are merged in order.  Segments of a row of one tile, such as a decode row,
-are separate work, which the last thread to finish merges (Flash-Decoding, Dao et al., 2023); every other tile walks and
-merges its segments one by one.
+has a softmax of its own, and their results are merged in order (`attention_parts.py`).  Segments of a row of one tile,
+such as a decode row, are separate work, which the last thread to finish merges (Flash-Decoding, Dao et al., 2023);
+every other tile walks and merges its segments one by one.
 
 A position's result depends on the positions that it sees and on nothing else, bit for bit: neither on its batch-mates
 nor on how many queries its row computes with it.  Strips and segments lie at the same positions for every query, and
@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import torch
 
+from slotwise.kernels.cpu.attention_parts import join_parts, leave_part, merge
 from slotwise.kernels.cpu.attention_plan import (
-    ARRIVALS,
     BLOCK,
     BLOCK_PADDED,
     CACHE,
@@ -34,8 +34,6 @@ from slotwise.kernels.cpu.attention_plan import (
     LAST,
     MULTIPLY_ADDRESS,
     OUT,
-    PART,
-    PARTS,
     QUERY,
     QUERY_STARTS,
     ROW,
@@ -43,7 +41,6 @@ from slotwise.kernels.cpu.attention_plan import (
     SCRATCH,
     SCRATCH_BYTES,
     SEGMENT,
-    SEGMENT_INDEX,
     SEGMENTS,
     SINKS,
     SOFT_CAP_BITS,
@@ -79,10 +76,8 @@ from slotwise.kernels.cpu.simd import (
     fill,
     float32,
     float_of,
-    larger,
     load,
     store,
-    weighted,
 )
 from slotwise.kernels.cpu.softmax import ask_for, ask_for_scales, soft_cap, softmax_strip
 from slotwise.kernels.cpu.work_queue import NOTHING, pop, upcoming
@@ -260,21 +255,6 @@ def _store_outputs(words: int, tile: int, head: int, sums: int, totals: int, kin
 
 
 @kernel
-def _merge(rows: int, width: int, sums: int, others: int) -> None:
-    """Merge the sums, maxima and totals of a segment, `others`, into those of the segments before it."""
-    maxima, their_maxima = sums + rows * width * 4, others + rows * width * 4
-    totals, their_totals = maxima + rows * 4, their_maxima + rows * 4
-    for row in range(rows):
-        before, after = load(maxima, row, FLOAT32), load(their_maxima, row, FLOAT32)
-        top = larger(before, after)
-        keep, share = exp2(before - top), exp2(after - top)
-        store(maxima, row, top, FLOAT32)
-        store(totals, row, weighted(load(totals, row, FLOAT32), keep, load(their_totals, row, FLOAT32), share), FLOAT32)
-        for i in range(row * width, (row + 1) * width):
-            store(sums, i, weighted(load(sums, i, FLOAT32), keep, load(others, i, FLOAT32), share), FLOAT32)
-
-
-@kernel
 def _walk_segments(
     words: int, tile: int, head: int, queries: int, scores: int, sums: int, next_keys: int, stored: Real
 ) -> None:
@@ -289,39 +269,9 @@ def _walk_segments(
         _start_softmax(words, tile, head, place, into)
         _walk(words, tile, head, place, end, queries, scores, into, following, stored)
         if into != sums:
-            _merge(rows, width, sums, others)
+            merge(rows, width, sums, others)
         into = others
         place = end
-
-
-@kernel
-def _part(words: int, tile: int, head: int, segment: int) -> int:
-    """Address of the sums, maxima and totals of a tile's segment."""
-    tokens, kv_heads = load(tile, TOKENS, INT32), load(words, KV_HEADS, INT64)
-    token = (load(tile, PART, INT32) + segment * tokens) * kv_heads + head * tokens
-    return load(words, PARTS, INT64) + token * load(words, GROUP, INT64) * (load(words, DIM_PADDED, INT64) + 2) * 4
-
-
-@kernel
-def _leave_part(words: int, tile: int, head: int, sums: int) -> bool:
-    """Store a segment's sums, maxima and totals, which lie together.  Returns whether its row's segments are done."""
-    part = _part(words, tile, head, load(tile, SEGMENT_INDEX, INT32))
-    rows = load(tile, TOKENS, INT32) * load(words, GROUP, INT64)
-    for i in range(rows * (load(words, DIM_PADDED, INT64) + 2)):
-        store(part, i, load(sums, i, FLOAT32), FLOAT32)
-    arrivals = load(words, ARRIVALS, INT64) + (load(tile, PART, INT32) * load(words, KV_HEADS, INT64) + head) * 8
-    return fetch_add(arrivals, 1) + 1 == load(tile, SEGMENTS, INT32)
-
-
-@kernel
-def _join_parts(words: int, tile: int, head: int, sums: int) -> None:
-    """Merge all segments of a row into its sums, maxima and totals, in order."""
-    width, rows = load(words, DIM_PADDED, INT64), load(tile, TOKENS, INT32) * load(words, GROUP, INT64)
-    first = _part(words, tile, head, 0)
-    for i in range(rows * (width + 2)):
-        store(sums, i, load(first, i, FLOAT32), FLOAT32)
-    for segment in range(1, load(tile, SEGMENTS, INT32)):
-        _merge(rows, width, sums, _part(words, tile, head, segment))
 
 
 @kernel
@@ -358,8 +308,8 @@ def _attend(words: int, kind: Real, stored: Real) -> None:
         _walk_segments(words, tile, head, queries, scores, sums, next_keys, stored)
         if load(tile, SEGMENTS, INT32) == 1:
             _store_outputs(words, tile, head, sums, totals, kind)
-        elif _leave_part(words, tile, head, sums):
-            _join_parts(words, tile, head, sums)
+        elif leave_part(words, tile, head, sums):
+            join_parts(words, tile, head, sums)
             _store_outputs(words, tile, head, sums, totals, kind)
         item = pop(words, thread, threads, items)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from slotwise.kernels.cpu import (
+    argmax,
     attention,
     attention_plan,
     gemm,
@@ -94,7 +95,7 @@ class CpuKernels:
             "fp16": [linear_fp16.PRODUCT], "onednn": [pointwise.SILU_MUL[kind]],
             **{path: [code] for path, code in linear_bf16.PRODUCT.items()},
             "float32": [linear.PRODUCT[kind], pointwise.SILU_MUL[kind]]}.get(self.product_path(kind), [])
-        of_logits = [sampling.DRAW, sampling.LOG_PROBABILITIES, sampling.GREEDY[kind], sampling.WIDEN[kind]]
+        of_logits = [sampling.DRAW, sampling.LOG_PROBABILITIES, argmax.GREEDY[kind], sampling.WIDEN[kind]]
         compile_all([*(products or dense), *of_the_cache, *multiply, *of_logits, attention_plan.PLAN, pointwise.EMBED,
                      pointwise.NORM[kind], PROGRAM, WORK, RUN_SHARED])
 

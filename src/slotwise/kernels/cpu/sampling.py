@@ -21,6 +21,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from slotwise.kernels.cpu.argmax import LOGITS, NUM_ROWS, ROWS, TOKENS, VOCAB, argmax
 from slotwise.kernels.cpu.jit.compiler import Compiled, kernel, specialised
 from slotwise.kernels.cpu.launcher import HEADER, THREAD_COUNTER
 from slotwise.kernels.cpu.simd import (
@@ -38,20 +39,17 @@ from slotwise.kernels.cpu.simd import (
     float32,
     float64,
     float_of,
-    int32,
     int64,
     load,
     log,
-    signed_bits_of,
     store,
     uint64,
 )
 from slotwise.kernels.sampling import FAILED
 
-# Arguments in words after the header: addresses, but for VOCAB, NUM_ROWS and NUM_TOP, which are sizes.
-LOGITS, VOCAB, ROWS, NUM_ROWS, TOKENS, SCRATCH = range(HEADER, HEADER + 6)  # rows and tokens int64
+# Arguments in words after the header, the first as in `argmax.py`: addresses, but for NUM_TOP, a number.
+SCRATCH = HEADER + 5  # in the place of the masks
 TARGET = HEADER + 4  # [rows, vocab] float32
-MASKS = HEADER + 5  # [rows, words] int32, where a kernel has no scratch: bit i of word i // 32 allows token i
 CONTROLS, SEEDS, INDICES = range(HEADER + 6, HEADER + 9)  # [rows, 4] float32, [rows] and [rows] 64 bits
 CHOSEN, RANKS, TOP_IDS, TOP, NUM_TOP = range(HEADER + 6, HEADER + 11)  # float32, int64, [rows, k] int32 and float32
 TEMPERATURE, TOP_K, TOP_P, MIN_P = range(4)  # columns of the controls; temperature 0 is greedy, top_k 0 keeps all
@@ -59,54 +57,10 @@ SCRATCH_BYTES = 16  # per vocabulary entry and thread: ids int32, weights float3
 
 _BLOCK = 512
 _SMALL_BLOCK = 64
-_WORD_BITS = 32
-_MINUS_INFINITY = float32(-np.inf)
-_INFINITY = 0x7F800000  # the bits of these floats
-_TWO = 0x40000000
+_TWO = 0x40000000  # the bits of this float
 _COARSE_STEPS = 8  # of a bisection: they find the exponent
 _BY_COUNT, _BY_MASS = int64(0), int64(1)
 _LOW_WORD, _WORD = uint64(0xFFFFFFFF), uint64(32)
-
-
-@kernel
-def _greedy(words: int, kind: Real) -> None:
-    """`tokens[i]` = the first of the largest logits of row `rows[i]`, or FAILED."""
-    bytes_of_row = load(words, VOCAB, INT64) * bytes_of(kind)
-    i = fetch_add(words, 1)
-    while i < load(words, NUM_ROWS, INT64):
-        row = load(load(words, ROWS, INT64), i, INT64)
-        token = _argmax(load(words, LOGITS, INT64) + row * bytes_of_row, load(words, VOCAB, INT64), kind)
-        store(load(words, TOKENS, INT64), i, token, INT64)
-        i = fetch_add(words, 1)
-
-
-@kernel
-def _masked_greedy(words: int, kind: Real) -> None:
-    """`tokens[i]` = the first of the largest logits of row `rows[i]` that mask i allows, or FAILED."""
-    vocab = load(words, VOCAB, INT64)
-    i = fetch_add(words, 1)
-    while i < load(words, NUM_ROWS, INT64):
-        row = load(load(words, ROWS, INT64), i, INT64)
-        mask = load(words, MASKS, INT64) + i * ((vocab + 31) // 32) * 4
-        token = _masked_argmax(load(words, LOGITS, INT64) + row * vocab * bytes_of(kind), mask, vocab, kind)
-        store(load(words, TOKENS, INT64), i, token, INT64)
-        i = fetch_add(words, 1)
-
-
-def _mask(words: int) -> None:
-    """Minus infinity for the tokens of row `rows[i]` of the float32 logits that mask i does not allow."""
-    vocab = load(words, VOCAB, INT64)
-    i = fetch_add(words, 1)
-    while i < load(words, NUM_ROWS, INT64):
-        row = load(load(words, ROWS, INT64), i, INT64)
-        logits, mask = load(words, LOGITS, INT64) + row * vocab * 4, load(words, MASKS, INT64)
-        mask += i * ((vocab + 31) // 32) * 4
-        for start in range(0, vocab, _WORD_BITS):
-            bits = load(mask, start // _WORD_BITS, INT32)
-            for j in range(start, min(start + _WORD_BITS, vocab)):
-                value = load(logits, j, FLOAT32)
-                store(logits, j, value if int32(bits >> int32(j - start)) & int32(1) else _MINUS_INFINITY, FLOAT32)
-        i = fetch_add(words, 1)
 
 
 @kernel
@@ -129,7 +83,7 @@ def _draw(words: int) -> None:
     i = fetch_add(words, 1)
     while i < load(words, NUM_ROWS, INT64):
         logits, control = load(words, LOGITS, INT64) + i * vocab * 4, load(words, CONTROLS, INT64) + i * 16
-        token = _argmax(logits, vocab, FLOAT32)
+        token = argmax(logits, vocab, FLOAT32)
         temperature = load(control, TEMPERATURE, FLOAT32)
         if token != FAILED and temperature > 0:
             _weigh(logits, load(logits, token, FLOAT32), temperature, ids, vocab)
@@ -148,7 +102,7 @@ def _log_probabilities(words: int) -> None:
     i = fetch_add(words, 1)
     while i < load(words, NUM_ROWS, INT64):
         logits = load(words, LOGITS, INT64) + load(load(words, ROWS, INT64), i, INT64) * vocab * 4
-        largest = load(logits, _argmax(logits, vocab, FLOAT32), FLOAT32)
+        largest = load(logits, argmax(logits, vocab, FLOAT32), FLOAT32)
         _weigh(logits, largest, ONE, ids, vocab)
         log_sum = float32(log(_sum_blocks(ids + vocab * 4, vocab, ids + vocab * 8)))
         logit = load(logits, load(load(words, TOKENS, INT64), i, INT64), FLOAT32)
@@ -160,61 +114,6 @@ def _log_probabilities(words: int) -> None:
         for j in range(k):
             store(top, j, (load(logits, load(top_ids, j, INT32), FLOAT32) - largest) - log_sum, FLOAT32)
         i = fetch_add(words, 1)
-
-
-@kernel
-def _argmax(logits: int, size: int, kind: Real) -> int:
-    """The first of the largest, or FAILED.
-
-    Works on integers that order like the floats (sign and magnitude made two's complement): they vectorise, unlike
-    comparisons of floats that respect NaN.
-    """
-    best, place = int32(-_INFINITY), int64(FAILED)
-    for start in range(0, size, _BLOCK):
-        top, widest = int32(-_INFINITY), int32(0)
-        for i in range(start, min(start + _BLOCK, size)):
-            order = _order(load(logits, i, kind))
-            top = max(top, order)
-            widest = max(widest, int32(abs(order)))
-        if widest > _INFINITY or top == _INFINITY:
-            return int64(FAILED)
-        if top > best:
-            best, place = top, int64(start)
-    if place != FAILED:
-        while _order(load(logits, place, kind)) != best:
-            place += 1
-    return place
-
-
-@kernel
-def _masked_argmax(logits: int, mask: int, size: int, kind: Real) -> int:
-    """As `_argmax`, of the tokens that `mask` allows; the others are not even compared where 32 in a row are not."""
-    best, place = int32(-_INFINITY), int64(FAILED)
-    for start in range(0, size, _WORD_BITS):
-        bits = load(mask, start // _WORD_BITS, INT32)
-        if bits != 0:
-            top, widest = int32(-_INFINITY), int32(0)
-            for i in range(start, min(start + _WORD_BITS, size)):
-                order = _order(load(logits, i, kind))
-                order = order if int32(bits >> int32(i - start)) & int32(1) else int32(-_INFINITY)
-                top = max(top, order)
-                widest = max(widest, int32(abs(order)))
-            if widest > _INFINITY or top == _INFINITY:
-                return int64(FAILED)
-            if top > best:
-                best, place = top, int64(start)
-    if place != FAILED:
-        start, bits = place, load(mask, place // _WORD_BITS, INT32)
-        while _order(load(logits, place, kind)) != best or not int32(bits >> int32(place - start)) & int32(1):
-            place += 1
-    return place
-
-
-@kernel
-def _order(value: float) -> int:
-    bits = signed_bits_of(value)
-    sign = int32(bits >> int32(31))
-    return int32((int32(bits & int32(0x7FFFFFFF)) ^ sign) - sign)
 
 
 @kernel
@@ -359,18 +258,9 @@ def _uniform(seed: int, index: int) -> float:
     return float64(((b << _WORD) | a) >> uint64(11)) * 2.0**-53
 
 
-GREEDY = {
-    torch.bfloat16: specialised(_greedy, BFLOAT16),
-    torch.float32: specialised(_greedy, FLOAT32),
-}
 WIDEN = {
     torch.bfloat16: specialised(_widen, BFLOAT16),
     torch.float32: specialised(_widen, FLOAT32),
 }
-MASKED_GREEDY = {
-    torch.bfloat16: specialised(_masked_greedy, BFLOAT16),
-    torch.float32: specialised(_masked_greedy, FLOAT32),
-}
-MASK = Compiled(_mask)
 DRAW = Compiled(_draw)
 LOG_PROBABILITIES = Compiled(_log_probabilities)

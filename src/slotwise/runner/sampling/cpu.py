@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slotwise.core.step import NewRequest
+from slotwise.kernels.cpu import argmax
 from slotwise.kernels.cpu import sampling as kernels
 from slotwise.kernels.cpu.jit.compiler import Compiled
 from slotwise.kernels.cpu.launcher import KernelLauncher
@@ -88,7 +89,7 @@ class Sampler:
             work = self._edited(logits, special, some, indices)
             if masked is not None and (mine := masked.of(np.array(special))) is not None:
                 places = np.searchsorted(special, mine.rows)
-                self._run(kernels.MASK, work.data_ptr(), work.shape[1], places.ctypes.data, len(places), 0,
+                self._run(argmax.MASK, work.data_ptr(), work.shape[1], places.ctypes.data, len(places), 0,
                           mine.bits.ctypes.data)
             tokens[special] = drawn = self._draw(work, [request.slot for request in some], indices)
             logprobs = self._describe(work, special, some, drawn)
@@ -101,7 +102,7 @@ class Sampler:
         """The most probable token of every row.  Args: masks: `[rows, words]`, of the tokens that are allowed."""
         logits = logits.contiguous()
         tokens = np.empty(len(rows), dtype=np.int64)
-        code = kernels.GREEDY if masks is None else kernels.MASKED_GREEDY
+        code = argmax.GREEDY if masks is None else argmax.MASKED_GREEDY
         more = () if masks is None else (masks.ctypes.data,)
         self._run(
             code[logits.dtype],

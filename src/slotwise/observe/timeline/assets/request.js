@@ -38,9 +38,13 @@ export class Request {
     this.steps[kind] += 1;
     this.computed[kind] += count;
     this.padded += step.padding[row] ?? 0;
-    if (kind !== "held" && kind !== "void") this.high = Math.max(this.high, step.starts[row] + count);
-    this.drafts += step.drafts[row]?.length ?? 0;
-    this.draftsRight += step.drafts[row]?.length ? Math.max(0, (step.yielded[row]?.length ?? 0) - 1) : 0;
+    const drafts = step.drafts[row]?.length ?? 0;
+    const right = drafts && Math.max(0, (step.yielded[row]?.length ?? 0) - 1);
+    this.drafts += drafts;
+    this.draftsRight += right;
+    if (kind !== "held" && kind !== "void") { // what follows a wrong draft is computed for the first time
+      this.high = Math.max(this.high, step.starts[row] + count - (drafts - right));
+    }
     if (!yielded) return;
     this.numTokens += yielded;
     this.firstToken ??= step.until;

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from toy import EOS, next_token
+from toy import EOS, Guesses, next_token
 
 from slotwise.batching.settings import Batching
 from slotwise.core.limits import SchedulerLimits
@@ -50,12 +50,13 @@ class _Slow(FakeExecutor):
 class Run:
     """An engine whose clock is moved by its steps, and its log."""
 
-    def __init__(self, seed: int, depth: int = 0) -> None:
+    def __init__(self, seed: int, depth: int = 0, *, drafts: bool = False) -> None:
         self.now = 10**12
         self.draw = random.Random(seed)
         self.num_requests = 0
         self.sink = Sink()
-        scheduler = Scheduler(LIMITS, Batching().discipline(LIMITS.max_num_seqs), FirstComeFirstServed())
+        scheduler = Scheduler(LIMITS, Batching().discipline(LIMITS.max_num_seqs), FirstComeFirstServed(),
+                              proposer=Guesses(seed) if drafts else None)
         self.engine = Engine(scheduler, _Slow(self), lambda: self.now, (EOS,), depth=depth)
         self.recorder = Recorder(clock=lambda: self.now)
         self.recorder.write_to(self.sink)
@@ -87,9 +88,9 @@ class Run:
             self.step()
 
 
-def everything(seed: int = 1, depth: int = 0) -> list[event_log.Entry]:
+def everything(seed: int = 1, depth: int = 0, *, drafts: bool = False) -> list[event_log.Entry]:
     """Static batches, then continuous ones with too few blocks, aborts, and another discipline at the end."""
-    run = Run(seed, depth)
+    run = Run(seed, depth, drafts=drafts)
     for kind in ("static", "continuous", "one_at_a_time"):
         run.batch(kind)
         for number in range(24 if kind == "continuous" else 9):
@@ -137,7 +138,7 @@ def cells(entries: Iterable[event_log.Entry]) -> list[dict[int, Cell]]:
                     kind = "prefill" if start < prompts[number] else "decode"
                 shown[slot] = Cell(number, kind, count, padding[row] + cached.get(number, 0))
                 if kind not in ("held", "void"):
-                    reached[number] = max(reached.get(number, 0), start + count)
+                    reached[number] = max(reached.get(number, 0), entry.end_of(row))
             steps.append(shown)
         ended |= {end.number for end in entry.ended}
     return steps

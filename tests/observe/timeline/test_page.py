@@ -68,6 +68,18 @@ def test_a_row_computed_after_its_request_has_ended_is_told_apart(chromium, tmp_
         assert complaints == []
 
 
+def test_what_follows_a_wrong_draft_is_not_computed_again(chromium, tmp_path):
+    entries = everything(seed=3, drafts=True)
+    verified = [one for step in steps_of(entries) for one in step.verified]
+    assert any(right < number for number, right in verified)
+    with looked_at(chromium, saved_page(entries, tmp_path, "drafts")) as (page, complaints):
+        page.wait_for_function("slotwise.history.steps.length > 0")
+        assert "decode" in compare(page, cells(entries))
+        told = page.evaluate("[...slotwise.history.requests.values()].map((one) => [one.drafts, one.draftsRight])")
+        assert tuple(map(sum, zip(*told, strict=True))) == tuple(map(sum, zip(*verified, strict=True)))
+        assert complaints == []
+
+
 def test_the_story_of_a_request_is_told_and_kept(opened, entries):
     step = next(index for index, step in enumerate(steps_of(entries)) if any(cached for _, cached in step.admitted))
     number, cached = next(one for one in steps_of(entries)[step].admitted if one.cached)

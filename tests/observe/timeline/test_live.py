@@ -62,10 +62,14 @@ def until(page, holds):
 
 
 def changing(page, act):
-    """Does what changes the scheduling; agrees where the page asks, as it does for a minute after the test before."""
-    act()
-    if page.is_visible("#sure"):
-        page.click("#sure button.main")
+    """Does what changes the scheduling; agrees where the page asks, as it does for a minute after the test before.
+
+    Returns when the server has answered: a dialog is over some time after it has closed.
+    """
+    with page.expect_response(lambda response: response.request.method == "PUT", timeout=60_000):
+        act()
+        if page.is_visible("#sure"):
+            page.click("#sure button.main")
 
 
 def get(server, path):
@@ -240,7 +244,7 @@ def test_others_requests_are_not_rescheduled_unasked(server, opened, puts):
 def test_a_change_that_is_wanted_is_made_from_the_keyboard(server, opened, puts):
     with complete(server) as response:
         response.read()
-    until(opened, "slotwise.history.last?.running === 0")
+    until(opened, "slotwise.history.last?.running === 0 && slotwise.history.last.waiting === 0")
     opened.select_option("#slots", "8")
     assert "in the last minute" in opened.inner_text("#others")
     opened.keyboard.press("Tab")

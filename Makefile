@@ -11,7 +11,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 4 --dist load
 # Python keeps what it has compiled, whatever the shell says: else every process of the tests would compile torch anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install serve test suite quick lint docs clients clients-install gpu-check clean
+.PHONY: help install serve test suite quick lint docs clients clients-install gpu-check gpu-compile clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -87,6 +87,9 @@ $(VENV)/collected.ready: $(VENV)/test.ready
 $(VENV)/kernels.ready: $(VENV)/serve.ready $(wildcard src/slotwise/kernels/cpu/*.py src/slotwise/kernels/cpu/jit/*.py src/slotwise/runner/sampling/*.py)
 	for dtype in float32 bfloat16; do $(BIN)/slotwise generate --dtype $$dtype --max-tokens 1 x >/dev/null || exit; done
 	touch $@
+
+gpu-compile: $(VENV)/test.ready   ## compile every GPU kernel, and check its registers and memory; needs no GPU
+	$(BIN)/python -m benchmarks.gpu_compile $(ARGS)
 
 clean:           ## remove the virtual environment and caches
 	rm -rf $(VENV) $(CLIENTS) clients/node_modules .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache

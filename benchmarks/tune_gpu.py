@@ -88,7 +88,8 @@ def tune(shape: AttentionShape, kind: torch.dtype) -> dict[str, Any]:
     """Returns the entry of one size and type."""
     from slotwise.kernels.cuda.configs import default_tuning
 
-    tuning = default_tuning(shape.head_dim, kind)
+    major, minor = torch.cuda.get_device_capability()
+    tuning = default_tuning(shape.head_dim, kind, 10 * major + minor)
     of_prefill, of_decode = timer(shape, kind, PREFILL_STEPS), timer(shape, kind, DECODE_STEPS)
     prefill = descend(tuning.prefill, PREFILL, lambda config: of_prefill(replace(tuning, prefill=config)))
     decode = descend(tuning.decode, DECODE, lambda config: of_decode(replace(tuning, decode=config)))

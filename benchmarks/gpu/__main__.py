@@ -19,6 +19,7 @@ from benchmarks.gpu.parts import OK, PARTS, SKIPPED, run
 from benchmarks.gpu.targets import judged
 
 SECONDS = 480.0  # for all of it
+COMPLETED = "completed"
 
 
 def main() -> int:
@@ -31,18 +32,22 @@ def main() -> int:
         return 0
     from benchmarks.gpu.machine import facts
 
-    result: dict[str, Any] = {"status": "running", "rehearsal": asked.rehearse, "environment": facts(), "parts": {}}
-    result["environment"]["commit"] = asked.commit or result["environment"]["commit"]
+    environment = facts()
+    environment["commit"] = asked.commit or environment["commit"]
+    result = _begun(asked, environment)
     started = time.monotonic()
     for part in PARTS:
         if asked.parts and part.name not in asked.parts:
             continue
+        if result["parts"].get(part.name, {}).get("status") == OK:
+            print(f"{part.name}: {OK} already", flush=True)
+            continue
         left = asked.seconds - (time.monotonic() - started)
         result["parts"][part.name] = done = run(part, rehearse=asked.rehearse, time_left=left)
         print(f"{part.name}: {done['status']} after {done.get('seconds', 0)} s", flush=True)
-        _write(asked.output, result)  # partial results, in case this process is stopped
+        _write(asked.output, result)  # a machine that is lost loses one part
     failed = [name for name, done in result["parts"].items() if done["status"] != OK]
-    result |= {"status": f"not complete: {', '.join(failed)}" if failed else "completed",
+    result |= {"status": f"not complete: {', '.join(failed)}" if failed else COMPLETED,
                "seconds": round(time.monotonic() - started, 1),
                "targets": [] if asked.rehearse else judged(result["parts"])}
     _write(asked.output, result)
@@ -55,9 +60,24 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("gpu-check.json"), help="(default: gpu-check.json)")
     parser.add_argument("--rehearse", action="store_true", help="everything tiny, on the CPU")
     parser.add_argument("--seconds", type=float, default=SECONDS, help=f"for all of it (default: {SECONDS:g})")
+    parser.add_argument("--fresh", action="store_true", help="begin anew; else an unfinished check goes on")
     parser.add_argument("--parts", nargs="+", choices=[part.name for part in PARTS], help="only these")
     parser.add_argument("--commit", default="", help="what is checked, where git cannot tell")
     return parser.parse_args()
+
+
+def _begun(asked: argparse.Namespace, environment: dict[str, Any]) -> dict[str, Any]:
+    """The results so far of the same check on the same machine, unless it was completed; else none."""
+    fresh = {"status": "running", "rehearsal": asked.rehearse, "environment": environment, "parts": {}}
+    if asked.fresh or not asked.output.exists():
+        return fresh
+    try:
+        before = json.loads(asked.output.read_text())
+    except ValueError:
+        return fresh
+    goes_on = before.get("rehearsal") == asked.rehearse and before.get("environment") == json.loads(
+        json.dumps(environment)) and before.get("status") != COMPLETED
+    return {**fresh, "parts": before["parts"]} if goes_on else fresh
 
 
 def _why_not() -> str:
@@ -72,13 +92,19 @@ def _why_not() -> str:
 
 def _write(path: Path, result: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    beside = path.with_suffix(".part")  # so that a kill leaves the old results or the new ones
+    beside.write_text(json.dumps(result, indent=1) + "\n")
+    beside.replace(path)
 
 
 def _report(result: dict[str, Any]) -> None:
     for name, done in result["parts"].items():
         if "said" in done:
             print(f"\n{name} said last:\n{done['said']}")
+    if found := result["parts"].get("shares", {}).get("figures", {}).get("shares"):
+        print(f"\n{'kernel':28} {'predicted us':>13} {'measured us':>13}")
+        for name, figures in found.items():
+            print(f"{name:28} {figures['expected'] * 1e6:13,.0f} {figures['seconds'] * 1e6:13,.0f}")
     print(f"\n{result['status']} after {result['seconds']} s")
     for target in result["targets"]:
         found = "not measured" if target["found"] is None else f"{target['found']:.3g}"

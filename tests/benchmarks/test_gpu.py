@@ -63,12 +63,41 @@ def test_all_of_it_can_be_rehearsed_where_little_but_torch_is_installed(tmp_path
     assert result["status"] == "completed" and result["environment"]["packages"]["torch"]
     assert result["targets"] == [], "nobody is to take a rehearsal for a measurement"
     found = {name: part["figures"] for name, part in result["parts"].items()}
-    assert list(found) == ["kernels", "steps", "trace", "peer", "start", "parity"]
+    assert list(found) == ["kernels", "parity", "serve", "shares", "steps", "trace", "peer", "start"]
+    assert "skipped" in found["serve"]["server"]  # its packages are hidden here
+    assert all(figures["seconds"] > 0 for figures in found["shares"]["shares"].values())
     assert found["kernels"]["tests"]["passed"] and found["parity"]["tests"]["passed"]
     assert list(found["steps"]["decode"]) == [str(rows) for rows in REHEARSAL.rows]
     assert 0 <= found["steps"]["idle"]["share"] < 1
     assert found["trace"]["trace"]["output_tokens"] == found["peer"]["transformers"]["output_tokens"]
     assert found["start"]["start"]["ready_seconds"] < found["start"]["start"]["recorded_seconds"]
+
+
+@pytest.mark.slow
+def test_the_part_of_the_server(tmp_path):
+    run, result = check(tmp_path, "--rehearse", "--parts", "serve", "--seconds", "600")
+    assert run.returncode == 0, run.stdout + run.stderr
+    server = result["parts"]["serve"]["figures"]["server"]
+    assert server["streams"] == 48 and server["left"] == 16 and server["preemptions"] > 0
+
+
+@pytest.mark.slow
+def test_a_killed_check_goes_on(tmp_path):
+    """Killed in its second part, it does not repeat the first."""
+    output = tmp_path / "check.json"
+    command = [sys.executable, "-m", "benchmarks.gpu", "--output", str(output), "--rehearse", "--parts", "parity",
+               "trace", "start"]
+    with subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
+        first = process.stdout.readline()
+        process.kill()
+    assert first.startswith("parity: ok"), first
+    assert list(json.loads(output.read_text())["parts"]) == ["parity"]
+    run, result = check(tmp_path, "--rehearse", "--parts", "parity", "trace", "start")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.startswith("parity: ok already") and result["status"] == "completed"
+    assert list(result["parts"]) == ["parity", "trace", "start"]
+    again, result = check(tmp_path, "--rehearse", "--parts", "parity")
+    assert again.stdout.startswith("parity: ok after") and list(result["parts"]) == ["parity"], "a completed check"
 
 
 @pytest.mark.parametrize(("code", "budget", "status"), [

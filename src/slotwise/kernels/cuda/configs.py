@@ -2,7 +2,7 @@
 
 Found by `benchmarks/tune_gpu.py` on the device itself and kept beside this file, `configs/<device name>.json`, never
 searched at start.  The repository holds none so far: no device has been tuned.  Until then the defaults below are used,
-chosen to fit the shared memory of Ampere and later.
+chosen by what the assembler makes of them (`benchmarks/gpu-compile.md`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 SEGMENT = 512  # a row of 32,000 tokens is 64 programs for each key head, and as many parts in memory
+AMPERE, HOPPER = 80, 90  # compute capabilities
 FOLDER = Path(__file__).parent / "configs"
 
 
@@ -27,6 +28,7 @@ class PrefillConfig:
     block_n: int
     num_warps: int
     num_stages: int
+    programs: int = 1  # that a multiprocessor runs at once, at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ class DecodeConfig:
     block_n: int
     num_warps: int
     num_stages: int
+    programs: int = 1  # that a multiprocessor runs at once, at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +61,15 @@ def key_of(head_dim: int, kind: torch.dtype) -> str:
 
 
 @functools.lru_cache(maxsize=64)
-def tuning_for(device_name: str, head_dim: int, kind: torch.dtype) -> Tuning:
-    """A device's own configuration for heads of this size and type, or the default.
+def tuning_for(device_name: str, head_dim: int, kind: torch.dtype, capability: int = AMPERE) -> Tuning:
+    """A device's own configuration for heads of this size and type, or the default of its compute capability.
 
     Raises:
         ValueError: an entry of the device's file is not complete.
     """
     path = file_of(device_name)
     found = json.loads(path.read_text()).get(key_of(head_dim, kind)) if path.exists() else None
-    return default_tuning(head_dim, kind) if found is None else parse(found, str(path))
+    return default_tuning(head_dim, kind, capability) if found is None else parse(found, str(path))
 
 
 def parse(found: dict[str, Any], source: str) -> Tuning:
@@ -82,12 +85,22 @@ def parse(found: dict[str, Any], source: str) -> Tuning:
         raise ValueError(f"{source}: not a configuration of attention: {error}") from error
 
 
-def default_tuning(head_dim: int, kind: torch.dtype) -> Tuning:
-    """For a device without a file: a stage of keys and values takes at most 32 KiB."""
-    wide = kind.itemsize * (1 if head_dim <= 64 else 2 if head_dim <= 128 else 4)  # 2 ... 16
+def default_tuning(head_dim: int, kind: torch.dtype, capability: int = AMPERE) -> Tuning:
+    """For a device without a file, by its compute capability (80 is 8.0).
+
+    No kernel of 16-bit types spills registers: `make gpu-compile` checks that, and the `programs` that are claimed.
+    """
     if kind == torch.float32:
-        block_n = 16 if head_dim > 128 else 32
-        return Tuning(PrefillConfig(32, block_n, 4, 2), DecodeConfig(block_n, 4, 2))
-    if wide <= 4:
-        return Tuning(PrefillConfig(128, 64, 8 if head_dim > 64 else 4, 3), DecodeConfig(64, 4, 3))
-    return Tuning(PrefillConfig(64, 32, 4, 2), DecodeConfig(32, 4, 3))
+        prefill = PrefillConfig(32, 16, 8, 2) if head_dim <= 128 else PrefillConfig(16, 16, 8, 2)
+        return Tuning(prefill, DecodeConfig(16 if head_dim > 128 else 32, 4, 2))
+    decode = DecodeConfig(64, 4, 3, 2) if head_dim <= 128 else DecodeConfig(32, 4, 3, 2)
+    return Tuning(_prefill(head_dim, capability), decode)
+
+
+def _prefill(head_dim: int, capability: int) -> PrefillConfig:
+    """Tiles as large as registers allow with two sums of values, one of a segment and one of those before it."""
+    if head_dim > 128:
+        return PrefillConfig(32, 64, 8, 2)
+    if capability >= HOPPER:
+        return PrefillConfig(128, 64 if head_dim <= 64 else 32, 8, 3)
+    return PrefillConfig(128, 64, 8, 3) if 32 < head_dim <= 64 else PrefillConfig(64, 32, 8, 3)

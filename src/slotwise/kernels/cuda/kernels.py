@@ -52,6 +52,8 @@ class CudaKernels:
             raise ValueError(f"kv_cache_dtype {kv_cache_dtype} needs a GPU of compute capability 8.9 or later: "
                              "choose auto")
         self._device_name = torch.cuda.get_device_name(self.device) if on_gpu else "interpreter"
+        major, minor = torch.cuda.get_device_capability(self.device) if on_gpu else (8, 0)
+        self._capability = 10 * major + minor
         self._graphs = graphs.Graphs(self.device) if on_gpu else None
 
     def warm_up(self, kind: torch.dtype) -> None:
@@ -153,5 +155,5 @@ class CudaKernels:
         self, query: Tensor, cache: CudaCache, batch: RaggedBatch, shape: AttentionShape, sinks: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of every row over its own cached context: `[tokens, heads * head_dim]`."""
-        tuning = configs.tuning_for(self._device_name, shape.head_dim, query.dtype)
+        tuning = configs.tuning_for(self._device_name, shape.head_dim, query.dtype, self._capability)
         return attention.attend(query, cache, batch, shape, tuning, sinks)

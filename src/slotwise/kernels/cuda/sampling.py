@@ -66,7 +66,7 @@ def sample(logits: Tensor, controls: Tensor, seeds: Tensor, indices: Tensor) -> 
     _gather[(rows, chunks)](weights, ids, logits, maxima, counts, masses, controls, **row, **shape, num_warps=8)
     _draw[(rows,)](
         tokens, weights, ids, maxima, places, counts, masses, controls, seeds, indices, VOCAB=vocab, **shape,
-        num_warps=16)
+        num_warps=8)
     return tokens
 
 

@@ -1,0 +1,128 @@
+"""Injects faults into the Triton kernels, one at a time, and shows which check catches each.
+
+    python -m benchmarks.gpu_faults
+
+A fault is a change of one place in a copy of the sources.  The tests of the kernels run on the copy, interpreted on the
+CPU; a fault that costs speed only is one for the bounds of `benchmarks/gpu_compile`.  Exits with 1 where one escapes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.gpu_compile.results import faults
+
+ROOT = Path(__file__).parents[1]
+KERNELS = Path("src/slotwise/kernels/cuda")
+SECONDS = 600  # of the checks of one fault
+CAPABILITY = "80"
+
+
+class Fault(NamedTuple):
+    """A change, and the tests that should fail: none for a fault of speed."""
+
+    what: str
+    file: str
+    before: str
+    after: str
+    tests: str = ""
+
+
+FAULTS = (
+    Fault("a wrong stride: values of the next key head", "tile.py",
+          "pointers + KV_HEADS * BLOCK_SIZE * HEAD_DIM", "pointers + (KV_HEADS - 1) * BLOCK_SIZE * HEAD_DIM",
+          "test_attention.py -k decode_rows"),
+    Fault("a missing mask: queries see the future", "tile.py",
+          "visible = (place[None, :] <= positions[:, None]) & readable[None, :]",
+          "visible = readable[None, :] & (positions[:, None] >= 0)",
+          "test_attention.py -k chunk_rows"),
+    Fault("a window one token too long", "tile.py",
+          "place[None, :] > positions[:, None] - WINDOW", "place[None, :] >= positions[:, None] - WINDOW",
+          "test_attention.py -k windows_around"),
+    Fault("the first of two segments is forgotten", "prefill.py",
+          "tl.fma(part, tl.broadcast_to(share[:, None], [BLOCK_M, BLOCK_D]), total * keep[:, None])",
+          "part * share[:, None]",
+          "test_attention.py -k sizes_it_is_served"),
+    Fault("sums of weights are not rescaled", "tile.py",
+          "weight = weight * shrink + tl.sum(shares, 1)", "weight = weight + tl.sum(shares, 1)",
+          "test_attention.py -k chunks_around"),
+    Fault("sinks counted in every segment", "tile.py",
+          "is_first = first // SEGMENT == segment", "is_first = first // SEGMENT <= segment",
+          "test_attention.py -k sinks"),
+    Fault("the wrong block of the cache is written", "rotary.py",
+          "(slot // BLOCK_SIZE * (2 * KV_HEADS) + head - HEADS)", "(slot // BLOCK_SIZE * KV_HEADS + head - HEADS)",
+          "test_tokens.py"),
+    Fault("a norm divides by the padded size", "pointwise.py",
+          "tl.rsqrt(tl.sum(values * values, 0) / SIZE + eps)",
+          "tl.rsqrt(tl.sum(values * values, 0) / (SIZE + 1) + eps)",
+          "test_tokens.py"),
+    Fault("draws repeat: the output's index is not used", "sampling.py",
+          "_uniform(tl.load(seeds + row), tl.load(indices + row))",
+          "_uniform(tl.load(seeds + row), tl.load(seeds + row))",
+          "test_sampling.py"),
+    Fault("a tile too large: registers spill", "configs.py",
+          "return PrefillConfig(128, 64, 8, 3)", "return PrefillConfig(128, 128, 4, 3)"),
+    Fault("tensor cores round float32", "tile.py",
+          'tl.dot(query, tl.trans(keys), input_precision="ieee")',
+          'tl.dot(query, tl.trans(keys), input_precision="tf32")'),
+)  # fmt: skip
+
+
+def main() -> int:
+    """Returns 1 where a fault escapes."""
+    escaped = 0
+    print("| fault | caught by |\n|---|---|")
+    for fault in FAULTS:
+        by = caught_by(fault)
+        escaped += not by
+        print(f"| {fault.what} (`{fault.file}`) | {by or '**nothing**'} |", flush=True)
+    return int(bool(escaped))
+
+
+def caught_by(fault: Fault) -> str:
+    """The check that fails on sources with the fault; "" where none does."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        for name in ("src", "tests", "benchmarks"):
+            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", copy)
+        path = copy / KERNELS / fault.file
+        source = path.read_text()
+        if source.count(fault.before) < 1:
+            raise SystemExit(f"{fault.file} no longer holds {fault.before!r}")
+        path.write_text(source.replace(fault.before, fault.after, 1))
+        return _failing_tests(copy, fault.tests) if fault.tests else _exceeded(copy)
+
+
+def _failing_tests(copy: Path, tests: str) -> str:
+    """The first failing test."""
+    name, *chosen = tests.split(" ", 2)
+    ended = _python(copy, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"tests/kernels/cuda/{name}", *chosen)
+    failed = [line for line in ended.stdout.splitlines() if line.startswith("FAILED")]
+    return f"`{failed[0].split(' ')[1].partition('[')[0].removeprefix('tests/')}`" if failed else ""
+
+
+def _exceeded(copy: Path) -> str:
+    """The first bound that machine code for one compute capability exceeds."""
+    ended = _python(copy, "-m", "benchmarks.gpu_compile.worker", "0", "1", CAPABILITY, given="[]")
+    found = [fault for line in ended.stdout.splitlines() for fault in faults(json.loads(line))]
+    return f"`make gpu-compile`: {found[0]}" if found else ""
+
+
+def _python(copy: Path, *arguments: str, given: str = "") -> subprocess.CompletedProcess[str]:
+    paths = os.pathsep.join((str(copy / "src"), str(copy)))
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", *arguments], cwd=copy, env=environment | {"PYTHONPATH": paths}, input=given,
+        capture_output=True, text=True, timeout=SECONDS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

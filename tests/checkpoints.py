@@ -36,6 +36,22 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2", {"num_hidden_layers": 4, "sliding_window": 48, "query_pre_attn_scalar": 40,
                           "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0,
                           "tie_word_embeddings": False}),
+    "gemma3": ("Gemma3", {"num_hidden_layers": 4, "sliding_window": 48, "query_pre_attn_scalar": 40,
+                          "layer_types": ["sliding_attention", "full_attention"] * 2,
+                          "tie_word_embeddings": False, "rope_parameters": {
+                              "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+                              "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 4.0}}}),
+    "phi3": ("Phi3", {"sliding_window": 48, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.75}}),
+    "granite": ("Granite", {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1,
+                            "logits_scaling": 8.0, "initializer_range": 0.5, "tie_word_embeddings": True}),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 4, "no_rope_layer_interval": 2, "use_sliding_window": True,
+                            "sliding_window": 48}),
+    "olmo2": ("Olmo2", {}),
+    "olmo3": ("Olmo3", {"num_hidden_layers": 4, "sliding_window": 48, "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        "full_attention": {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0,
+                           "original_max_position_embeddings": 512}}}),
 }  # fmt: skip
 
 FAMILIES = list(_SHAPES)
@@ -58,7 +74,7 @@ def make(
     import transformers
 
     name, differences = _SHAPES[family]
-    config = getattr(transformers, f"{name}Config")(**SIZES | differences | overrides)
+    config = _config_class(name)(**SIZES | differences | overrides)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = getattr(transformers, f"{name}ForCausalLM")(config)
@@ -72,6 +88,12 @@ def make(
     if tokenizer:
         write_tokenizer(folder, config.vocab_size)
     return folder
+
+
+def _config_class(name: str) -> Any:
+    import transformers
+
+    return getattr(transformers, f"{name}ForCausalLM").config_class
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:

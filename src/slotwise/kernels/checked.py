@@ -80,6 +80,11 @@ class CheckedKernels:
         result = self._kernels.add_rms_norm(x, residual, weight, eps, offset)
         return self._check("add_rms_norm: result", result, x.shape, (x.dtype,))
 
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        self._check("add: x", x, tuple(x.shape[:2]), FLOATS)
+        self._check("add: residual", residual, x.shape, (x.dtype,))
+        return self._check("add: result", self._kernels.add(x, residual), x.shape, (x.dtype,))
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return self._activated("silu_mul", self._kernels.silu_mul, gate_up)
 
@@ -101,11 +106,13 @@ class CheckedKernels:
     ) -> Tensor:
         self.check_batch(batch)
         tokens, head_dim = len(batch.token_ids), shape.head_dim
-        heads = shape.num_heads + 2 * shape.num_kv_heads
-        self._check("rotary_store: qkv", qkv, (tokens, heads * head_dim), FLOATS)
+        columns = (shape.num_heads + 2 * shape.num_kv_heads) * head_dim
+        self._check("rotary_store: qkv", qkv, (tokens, columns), FLOATS)
         self._check("rotary_store: rotary", rotary, (len(rotary), head_dim), (torch.float32,))
-        for name, weight in (("query", norm.query), ("key", norm.key)) if norm else ():
-            self._check(f"rotary_store: norm of the {name}", weight, (head_dim,), (qkv.dtype,))
+        for name, weight, heads in (("query", norm.query, shape.num_heads),
+                                    ("key", norm.key, shape.num_kv_heads)) if norm else ():
+            size = head_dim if len(weight) == head_dim else heads * head_dim
+            self._check(f"rotary_store: norm of the {name}", weight, (size,), (qkv.dtype,))
         query = self._kernels.rotary_store(qkv, rotary, batch, cache, shape, norm)
         return self._check("rotary_store: result", query, (tokens, shape.num_heads, head_dim), (qkv.dtype,))
 

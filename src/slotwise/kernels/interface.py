@@ -88,10 +88,14 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class QKNorm:
-    """RMS norms over each head's query and key before the rotary embedding (Qwen3)."""
+    """RMS norms of queries and keys before the rotary embedding.
 
-    query: Tensor  # [head_dim]
-    key: Tensor  # [head_dim]
+    Of each head by itself, with weights `[head_dim]` (Qwen3), or of all heads together, with `[heads * head_dim]`
+    (OLMo 2).
+    """
+
+    query: Tensor
+    key: Tensor
     eps: float
     offset: float = 0.0  # added to both weights
 
@@ -206,6 +210,10 @@ class Kernels(Protocol):
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """`residual += x` in place, then RMSNorm of the sum: `[tokens, hidden]`."""
+        ...
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """`residual += x` in place; returns `residual`."""
         ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:

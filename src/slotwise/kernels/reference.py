@@ -172,6 +172,11 @@ class ReferenceKernels:
         residual += x
         return self.rms_norm(residual, weight, eps, offset)
 
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """`residual += x` in place; returns `residual`."""
+        residual += x
+        return residual
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """`silu(gate) * up` for `gate_up [tokens, 2 * intermediate]`."""
         gate, up = gate_up.float().chunk(2, dim=-1)
@@ -196,8 +201,9 @@ class ReferenceKernels:
             qkv.view(len(qkv), -1, shape.head_dim).float().split([heads, kv_heads, kv_heads], dim=1)
         )
         if norm is not None:
-            query, key = (_rms_norm(part, weight, norm.eps, norm.offset)
-                          for part, weight in ((query, norm.query), (key, norm.key)))
+            query, key = (  # a head, or all heads, in the last dimension
+                _rms_norm(part.reshape(len(qkv), -1, len(weight)), weight, norm.eps, norm.offset).view(part.shape)
+                for part, weight in ((query, norm.query), (key, norm.key)))
         cosine, sine = rotary[batch.positions].unsqueeze(1).chunk(2, dim=-1)  # [tokens, 1, head_dim / 2]
         cache.write(batch.slot_mapping, _rotate(key, cosine, sine), value)
         return _rotate(query, cosine, sine).to(qkv.dtype)

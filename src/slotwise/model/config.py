@@ -10,7 +10,8 @@ import torch
 from slotwise.kernels.interface import AttentionShape
 from slotwise.model.errors import CheckpointError
 from slotwise.model.fields import Fields
-from slotwise.model.layers.rope import Rope, read_rope
+from slotwise.model.layers.rope import Rope
+from slotwise.model.ropes import read_rope
 
 MAX_LAYERS = 1024
 FULL, SLIDING = "full_attention", "sliding_attention"  # of `layer_types`
@@ -35,7 +36,7 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int  # may differ from hidden_size / num_heads
     rms_norm_eps: float
-    rope: Rope
+    ropes: tuple[Rope, ...]  # per layer
     max_position_embeddings: int  # tokens
     windows: tuple[int, ...]  # per layer: tokens a query may look back on, itself included; 0: no limit
     tie_word_embeddings: bool  # the head is the embedding table
@@ -44,10 +45,13 @@ class ModelConfig:
     qkv_bias: bool = False
     output_bias: bool = False  # of the product after attention
     mlp_bias: bool = False
-    qk_norm: bool = False  # RMS norms of each head's query and key
+    qk_norm: bool = False  # RMS norms of queries and keys
+    has_fused_weights: bool = False  # queries, keys and values are one weight, gates and what they gate another
     attention_scale: float = 0.0  # of scores; 0: head_dim ** -0.5
     attention_soft_cap: float = 0.0  # of scores; 0: none
     logit_soft_cap: float = 0.0  # 0: none
+    logit_scale: float = 1.0  # of logits
+    embedding_scale: float = 1.0
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -57,7 +61,7 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise CheckpointError(f"config.json: head_dim must be even for rotary embeddings, not {self.head_dim}")
-        if not self.rope.is_finite(self.head_dim, self.max_position_embeddings):
+        if not all(rope.is_finite(self.head_dim, self.max_position_embeddings) for rope in set(self.ropes)):
             raise CheckpointError(
                 "config.json: rope_theta and what scales it give angles that are no numbers, or too large ones")
         if len(self.windows) != self.num_layers:
@@ -78,13 +82,25 @@ class ModelConfig:
         return self.num_layers * self.hidden_size * (heads + 3 * self.intermediate_size)
 
 
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """What a family's configs mean where they leave a field out."""
+
+    num_kv_heads: int | None = None  # None: as many as heads of queries, which a null means in every family
+    head_dim: int | None = None  # None: the hidden size shared among the heads
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    tie_word_embeddings: bool = False
+
+
 def read_common(
-    fields: Fields, activations: Sequence[str] = ("silu", "swish"), num_kv_heads: int | None = None,
+    fields: Fields, defaults: Defaults = Defaults(), activations: Sequence[str] = ("silu", "swish"),
+    ropes: Sequence[Rope] | None = None,
 ) -> ModelConfig:
     """The fields that all families write alike; a family's module replaces what differs.
 
-    `activations` are the names of the one activation that the family computes.  `num_kv_heads` is what a config has
-    that leaves them out; None: as many as heads of queries, which a null means in every family.
+    `activations` are the names of the one activation that the family computes.  `ropes` are those of the layers; None:
+    one for all of them, which is read here.
 
     Raises CheckpointError when a field is absent, malformed or needs something not implemented.
     """
@@ -95,7 +111,7 @@ def read_common(
             raise fields.error(name, f"must be {activations[0]}, not {activation!r:.40}")
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     num_layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
-    absent = heads if num_kv_heads is None or fields.is_null("num_key_value_heads") else num_kv_heads
+    absent = heads if defaults.num_kv_heads is None or fields.is_null("num_key_value_heads") else defaults.num_kv_heads
     return ModelConfig(
         architecture=fields.texts("architectures")[0],
         vocab_size=fields.integer("vocab_size"),
@@ -104,12 +120,12 @@ def read_common(
         num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=fields.integer("num_key_value_heads", default=absent),
-        head_dim=_head_dim(fields, hidden, heads),
-        rms_norm_eps=fields.number("rms_norm_eps", default=1e-6),
-        rope=read_rope(fields),
+        head_dim=defaults.head_dim if defaults.head_dim and not fields.has("head_dim") else read_head_dim(fields),
+        rms_norm_eps=fields.number("rms_norm_eps", default=defaults.rms_norm_eps),
+        ropes=tuple(ropes or (read_rope(fields, defaults.rope_theta),) * num_layers),
         max_position_embeddings=fields.integer("max_position_embeddings"),
         windows=(0,) * num_layers,
-        tie_word_embeddings=fields.flag("tie_word_embeddings"),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", default=defaults.tie_word_embeddings),
         eos_token_ids=fields.token_ids("eos_token_id"),
         dtype=_stored_dtype(fields),
     )
@@ -126,9 +142,11 @@ def _refuse_unsupported(fields: Fields) -> None:
         raise fields.error("is_encoder_decoder", "is true: only decoders are supported")
 
 
-def read_window(fields: Fields) -> int:
-    """`sliding_window` in tokens; 0, for no limit, where it is null, and transformers' default where it is absent."""
-    return 0 if fields.is_null("sliding_window") else fields.integer("sliding_window", default=4096)
+def read_window(fields: Fields, default: int = 4096) -> int:
+    """`sliding_window` in tokens; 0, for no limit, where it is null, and transformers' `default` where it is absent."""
+    if not fields.has("sliding_window"):
+        return 0 if fields.is_null("sliding_window") else default
+    return fields.integer("sliding_window")
 
 
 def read_layer_windows(fields: Fields) -> tuple[int, ...]:
@@ -156,7 +174,9 @@ def read_layer_types(fields: Fields, window: int, default: Sequence[str]) -> tup
     return tuple(window if kind == SLIDING else 0 for kind in kinds)
 
 
-def _head_dim(fields: Fields, hidden: int, heads: int) -> int:
+def read_head_dim(fields: Fields) -> int:
+    """`head_dim`, by default the hidden size shared among the heads."""
+    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     if not fields.has("head_dim") and hidden % heads:
         raise fields.error("hidden_size", f"({hidden}) must be a multiple of num_attention_heads ({heads})")
     return fields.integer("head_dim", default=hidden // heads)

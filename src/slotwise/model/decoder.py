@@ -4,7 +4,7 @@
     a layer: q,k,v ─► rotate, store ─► attend ─► project ─► add, norm ─► gate,up,silu·mul ─► down ─► add, norm
     head
 
-A family composes the layers (`families.py`); the decoder runs them, with each norm fused to the sum before it.
+A family composes the layers (`families/`); the decoder runs them, with each norm fused to the sum before it.
 """
 
 from __future__ import annotations

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from slotwise.model.layers.attention import Attention
 from slotwise.model.layers.embedding import Embedding, Head
 from slotwise.model.layers.mlp import GatedMLP
-from slotwise.model.layers.norm import RMSNorm
+from slotwise.model.layers.norm import NoNorm, RMSNorm
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
     """Attention and MLP, each added to the residual stream: `x += post_norm(f(norm(x)))`; most have no `post_norm`."""
 
-    attention_norm: RMSNorm
+    attention_norm: RMSNorm | NoNorm
     attention: Attention
-    mlp_norm: RMSNorm
+    mlp_norm: RMSNorm | NoNorm
     mlp: GatedMLP
     attention_post_norm: RMSNorm | None = None
     mlp_post_norm: RMSNorm | None = None

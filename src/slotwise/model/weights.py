@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,6 +24,8 @@ Read = Callable[..., Tensor]
 """`read(name, ...)`: one tensor, or several stacked along their first dimension, in memory of its own."""
 
 _BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
+RENAMED = (("language_model.model.", "model."), ("model.language_model.", "model."),
+           ("language_model.lm_head.", "lm_head."))  # beginnings of names
 MAX_NAME_BYTES = 255
 MATRIX = 2  # dimensions
 COMPARED_NUMBERS = 1 << 22  # of two matrices, at a time
@@ -39,10 +41,11 @@ class Weights:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._source: dict[str, Any] = {}
+        self._source: dict[str, _Stored] = {}
         for path in _files(folder):
             file = _open(path)
-            self._source.update(dict.fromkeys(file.keys(), file))
+            names = file.keys()
+            self._source.update({_canonical(name): _Stored(file, name) for name in names})
 
     def holds(self, name: str) -> bool:
         return name in self._source
@@ -53,7 +56,7 @@ class Weights:
 
     def are_equal(self, one: str, other: str, dtype: torch.dtype) -> bool:
         """Whether two stored matrices are the same once they are `dtype`, compared a few rows at a time."""
-        first, second = (self._source[name].get_slice(name) for name in (one, other))
+        first, second = (self._source[name].part() for name in (one, other))
         shape = first.get_shape()
         is_usable = {self._stored(one), self._stored(other)} <= set(_BYTES)
         if not is_usable or len(shape) != MATRIX or second.get_shape() != shape:
@@ -77,7 +80,7 @@ class Weights:
         def read(*names: str) -> Tensor:
             nonlocal done
             # `cat` copies even a single tensor: nothing refers to the file once it has been read.
-            tensor = torch.cat([self._source[name].get_tensor(name).to(dtype) for name in names])
+            tensor = torch.cat([self._source[name].tensor().to(dtype) for name in names])
             if not _is_finite(tensor):
                 raise self._not_finite(names, dtype)
             done += sum(size[name] for name in names)
@@ -108,7 +111,7 @@ class Weights:
 
     def _check_shapes(self, expected: Shapes) -> None:
         for name, shape in expected.items():
-            stored = tuple(self._source[name].get_slice(name).get_shape())
+            stored = tuple(self._source[name].part().get_shape())
             if stored != shape:
                 raise CheckpointError(
                     f"{self._folder}: {name} has shape {list(stored)}, but config.json asks for {list(shape)}"
@@ -120,7 +123,7 @@ class Weights:
 
     def _not_finite(self, names: tuple[str, ...], dtype: torch.dtype) -> CheckpointError:
         """The error for the first of these tensors that is not finite as `dtype`."""
-        tensors = {name: self._source[name].get_tensor(name) for name in names}
+        tensors = {name: self._source[name].tensor() for name in names}
         name = next(name for name, tensor in tensors.items() if not _is_finite(tensor.to(dtype)))
         if _is_finite(tensors[name]):
             kind = str(dtype).removeprefix("torch.")
@@ -128,7 +131,27 @@ class Weights:
         return CheckpointError(f"{self._folder}: {name} holds NaN or infinite numbers: download the checkpoint again")
 
     def _stored(self, name: str) -> str:
-        return str(self._source[name].get_slice(name).get_dtype())
+        return str(self._source[name].part().get_dtype())
+
+
+class _Stored(NamedTuple):
+    """A tensor in a file."""
+
+    file: Any
+    name: str
+
+    def tensor(self) -> Tensor:
+        tensor: Tensor = self.file.get_tensor(self.name)
+        return tensor
+
+    def part(self) -> Any:
+        """What is known of it before it is read, and rows of it."""
+        return self.file.get_slice(self.name)
+
+
+def _canonical(name: str) -> str:
+    """The name in a checkpoint of a language model, of a tensor of one that is part of a model for images and text."""
+    return next((new + name.removeprefix(old) for old, new in RENAMED if name.startswith(old)), name)
 
 
 def files_may_hold(folder: Path, expected: Shapes) -> bool:

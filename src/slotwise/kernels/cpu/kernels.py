@@ -219,6 +219,14 @@ class CpuKernels:
         self._run(pointwise.NORM[x.dtype], x.numel())
         return out
 
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """`residual += x` in place; returns `residual`."""
+        x = x.contiguous()
+        tokens, size = x.shape
+        self.launcher.give(x.data_ptr(), residual.data_ptr(), 0, 0, tokens, size)
+        self._run(pointwise.ADD[x.dtype], x.numel())
+        return residual
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """`silu(gate) * up` for `gate_up [tokens, 2 * intermediate]`."""
         return self._activated(pointwise.SILU_MUL, gate_up)
@@ -252,8 +260,9 @@ class CpuKernels:
         qkv = qkv.contiguous()
         tokens = qkv.shape[0]
         query = self.launcher.empty((tokens, shape.num_heads, shape.head_dim), qkv.dtype)
-        norms = (0, 0, 0, 0) if norm is None else (
-            norm.query.data_ptr(), norm.key.data_ptr(), _bits(norm.eps), _bits(norm.offset))
+        norms = (0, 0, 0, 0, 1, 1) if norm is None else (
+            norm.query.data_ptr(), norm.key.data_ptr(), _bits(norm.eps), _bits(norm.offset),
+            len(norm.query) // shape.head_dim, len(norm.key) // shape.head_dim)
         self.launcher.give(
             qkv.data_ptr(), query.data_ptr(), cache.address, rotary.data_ptr(), batch.positions.data_ptr(),
             batch.slot_mapping.data_ptr(), tokens, *cache.geometry, *norms,

@@ -130,6 +130,10 @@ class CudaKernels:
         """`residual += x` in place, then RMSNorm of the sum as stored: `[tokens, hidden]`."""
         return pointwise.add_rms_norm(x, residual, weight, eps, offset)
 
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """`residual += x` in place; returns `residual`."""
+        return residual.add_(x)
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """`silu(gate) * up` for `gate_up [tokens, 2 * intermediate]`."""
         return pointwise.activated(gate_up, "silu")

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from slotwise.kernels.interface import Kernels
-from slotwise.model import gemma2, llama, mistral, qwen2, qwen3
 from slotwise.model.config import ModelConfig
 from slotwise.model.errors import CheckpointError
+from slotwise.model.families import gemma2, gemma3, granite, llama, mistral, olmo2, olmo3, phi3, qwen2, qwen3, smollm3
 from slotwise.model.fields import Fields
 from slotwise.model.layers.source import Listing, Source
 from slotwise.model.network import Network
@@ -27,7 +27,14 @@ FAMILIES: dict[str, Family] = {
     "MistralForCausalLM": Family(mistral.configure, llama.compose, ("mistral", "ministral")),
     "Qwen2ForCausalLM": Family(qwen2.configure, llama.compose, ("qwen2",)),
     "Qwen3ForCausalLM": Family(qwen3.configure, llama.compose, ("qwen3",)),
+    "SmolLM3ForCausalLM": Family(smollm3.configure, llama.compose, ("smollm3",)),
+    "Phi3ForCausalLM": Family(phi3.configure, llama.compose, ("phi3",)),
+    "GraniteForCausalLM": Family(granite.configure, llama.compose, ("granite",)),
+    "Olmo2ForCausalLM": Family(olmo2.configure, olmo2.compose, ("olmo2",)),
+    "Olmo3ForCausalLM": Family(olmo3.configure, olmo2.compose, ("olmo3",)),
     "Gemma2ForCausalLM": Family(gemma2.configure, gemma2.compose, ("gemma2",)),
+    "Gemma3ForCausalLM": Family(gemma3.configure, gemma2.compose, ("gemma3_text",)),
+    "Gemma3ForConditionalGeneration": Family(gemma3.configure_text, gemma2.compose, ("gemma3",)),
 }
 
 

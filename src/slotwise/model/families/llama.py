@@ -13,7 +13,7 @@ from dataclasses import replace
 from slotwise.model.config import ModelConfig, read_common
 from slotwise.model.fields import Fields
 from slotwise.model.layers.attention import Attention, AttentionOptions
-from slotwise.model.layers.embedding import read_ends
+from slotwise.model.layers.embedding import EndOptions, read_ends
 from slotwise.model.layers.mlp import GatedMLP
 from slotwise.model.layers.norm import NormOptions, RMSNorm
 from slotwise.model.layers.source import Source
@@ -26,18 +26,21 @@ def configure(fields: Fields) -> ModelConfig:
 
 
 def compose(config: ModelConfig, source: Source) -> Network:
-    """Also other families', with the biases, norms of queries and keys, and windows that their configs have."""
+    """Also other families', with the biases, norms of queries and keys, windows and scales that their configs have."""
     hidden, norms = config.hidden_size, NormOptions(config.rms_norm_eps)
-    options = AttentionOptions(config.qkv_bias, config.output_bias, norms if config.qk_norm else None)
+    fused, sizes = config.has_fused_weights, (hidden, config.intermediate_size)
+    options = AttentionOptions(config.qkv_bias, config.output_bias, norms if config.qk_norm else None,
+                               qkv_name="qkv_proj" if fused else "")
 
     def layer(index: int) -> DecoderLayer:
         at, shape = f"model.layers.{index}", config.attention_shape(index)
         return DecoderLayer(
             attention_norm=RMSNorm(source, f"{at}.input_layernorm", hidden, norms),
-            attention=Attention(source, f"{at}.self_attn", shape, config.rope, hidden, options),
+            attention=Attention(source, f"{at}.self_attn", shape, config.ropes[index], hidden, options),
             mlp_norm=RMSNorm(source, f"{at}.post_attention_layernorm", hidden, norms),
-            mlp=GatedMLP(source, f"{at}.mlp", (hidden, config.intermediate_size), bias=config.mlp_bias))
+            mlp=GatedMLP(source, f"{at}.mlp", sizes, bias=config.mlp_bias, is_fused=fused))
 
-    embedding, head = read_ends(source, config.vocab_size, hidden, tied=config.tie_word_embeddings)
+    embedding, head = read_ends(source, config.vocab_size, hidden, EndOptions(
+        config.tie_word_embeddings, config.embedding_scale, logit_scale=config.logit_scale))
     return Network(embedding, [layer(index) for index in range(config.num_layers)],
                    RMSNorm(source, "model.norm", hidden, norms), head)

@@ -37,11 +37,11 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
                           "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0,
                           "tie_word_embeddings": False}),
     "gemma3": ("Gemma3", {"num_hidden_layers": 4, "sliding_window": 48, "query_pre_attn_scalar": 40,
-                          "layer_types": ["sliding_attention", "full_attention"] * 2,
+                          "sliding_window_pattern": 2,
                           "tie_word_embeddings": False, "rope_parameters": {
                               "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
                               "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 4.0}}}),
-    "phi3": ("Phi3", {"sliding_window": 48, "rope_parameters": {
+    "phi3": ("Phi3", {"head_dim": 24, "sliding_window": 48, "rope_parameters": {
         "rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.75}}),
     "granite": ("Granite", {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1,
                             "logits_scaling": 8.0, "initializer_range": 0.5, "tie_word_embeddings": True}),

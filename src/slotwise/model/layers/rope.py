@@ -172,7 +172,9 @@ class LongRope(Rope):
 def rotary_table(rope: Rope, head_dim: int, start: int, end: int) -> Tensor:
     """Cosines, then sines, of the positions from `start` until `end`: `[end - start, head_dim]` float32."""
     angles = torch.outer(torch.arange(start, end, dtype=torch.float32), rope.frequencies(head_dim))
-    return torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(rope.magnitude)
+    magnitudes = torch.ones(head_dim // 2)
+    magnitudes[: rope.rotated(head_dim) // 2] = rope.magnitude  # pairs that do not turn stay what they are
+    return torch.cat((angles.cos() * magnitudes, angles.sin() * magnitudes), dim=-1)
 
 
 class RotaryTable:

@@ -52,9 +52,24 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
         "full_attention": {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0,
                            "original_max_position_embeddings": 512}}}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 48}),
+    "qwen2_moe": ("Qwen2Moe", {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64,
+                               "shared_expert_intermediate_size": 96, "mlp_only_layers": [1],
+                               "use_sliding_window": True, "sliding_window": 48, "norm_topk_prob": False}),
+    "qwen3_moe": ("Qwen3Moe", {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+                               "num_hidden_layers": 4, "decoder_sparse_step": 2, "norm_topk_prob": True}),
+    "olmoe": ("Olmoe", {"head_dim": 24, "num_experts": 6, "num_experts_per_tok": 2}),
+    "granite_moe": ("GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "embedding_multiplier": 12.0,
+                                   "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 8.0,
+                                   "initializer_range": 0.5}),
+    "gpt_oss": ("GptOss", {"num_hidden_layers": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
+                           "sliding_window": 48, "rope_parameters": {
+                               "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "truncate": False,
+                               "original_max_position_embeddings": 512}}),
 }  # fmt: skip
 
 FAMILIES = list(_SHAPES)
+NOT_IN_TORCH = ("softcapping", "gpt_oss")  # in configs of models whose attention torch's own does not compute
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}</s>\n{% endfor %}"
@@ -172,6 +187,6 @@ def reference_model(folder: Path, dtype: str) -> Any:
     """The checkpoint as transformers loads it."""
     from transformers import AutoModelForCausalLM
 
-    is_capped = "softcapping" in (folder / "config.json").read_text()  # which torch's own attention does not compute
-    attention = "eager" if is_capped else "sdpa"
+    config = (folder / "config.json").read_text()
+    attention = "eager" if any(name in config for name in NOT_IN_TORCH) else "sdpa"
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention).eval()

@@ -7,16 +7,28 @@ from dataclasses import dataclass
 
 import torch
 
-from slotwise.kernels.interface import AttentionShape
+from slotwise.kernels.interface import Activation, AttentionShape, ClampedSwiGLU, Routing
 from slotwise.model.errors import CheckpointError
 from slotwise.model.fields import Fields
 from slotwise.model.layers.rope import Rope
 from slotwise.model.ropes import read_rope
 
 MAX_LAYERS = 1024
+MAX_EXPERTS = 4096  # of a layer
 FULL, SLIDING = "full_attention", "sliding_attention"  # of `layer_types`
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureConfig:
+    """Experts in place of an MLP, in some of the layers."""
+
+    routing: Routing
+    intermediate_size: int  # of an expert
+    layers: tuple[bool, ...]  # whether each layer has experts
+    shared_intermediate_size: int = 0  # of the expert that all tokens share; 0: there is none
+    activation: Activation | ClampedSwiGLU = "silu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +64,7 @@ class ModelConfig:
     logit_soft_cap: float = 0.0  # 0: none
     logit_scale: float = 1.0  # of logits
     embedding_scale: float = 1.0
+    mixture: MixtureConfig | None = None  # None: every layer has an MLP
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -76,10 +89,36 @@ class ModelConfig:
             self.windows[index], self.attention_soft_cap)
 
     @property
+    def mixture_of_experts(self) -> MixtureConfig:
+        """That of a family which has one."""
+        assert self.mixture is not None
+        return self.mixture
+
+    def has_experts(self, index: int) -> bool:
+        """Whether layer `index` has experts in place of an MLP."""
+        return self.mixture is not None and self.mixture.layers[index]
+
+    @property
     def layer_weights(self) -> int:
-        """Weights of all layers' products: each token is multiplied by all of them."""
+        """Weights of all layers' products that a token is multiplied by: of experts those that it chooses."""
         heads = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-        return self.num_layers * self.hidden_size * (heads + 3 * self.intermediate_size)
+        weights = self.num_layers * self.hidden_size * (heads + 3 * self.intermediate_size)
+        if self.mixture is None:
+            return weights
+        mixture, routing = self.mixture, self.mixture.routing
+        chosen = 3 * (routing.top_k * mixture.intermediate_size + mixture.shared_intermediate_size)
+        instead = chosen + routing.num_experts - 3 * self.intermediate_size
+        return weights + sum(mixture.layers) * self.hidden_size * instead
+
+    @property
+    def mlp_width(self) -> int:
+        """The most numbers per token that an MLP's activations take at a time, or a mixture's."""
+        if self.mixture is None:
+            return 3 * self.intermediate_size
+        mixture = self.mixture
+        chosen = mixture.routing.top_k * (2 * self.hidden_size + 3 * mixture.intermediate_size)
+        of_experts = chosen + 3 * mixture.shared_intermediate_size + self.hidden_size
+        return max(3 * self.intermediate_size, of_experts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +168,32 @@ def read_common(
         eos_token_ids=fields.token_ids("eos_token_id"),
         dtype=_stored_dtype(fields),
     )
+
+
+def read_mixture(
+    fields: Fields, config: ModelConfig, default: Routing, *, intermediate_size: int | None = None,
+) -> MixtureConfig:
+    """The experts of a config, under the names in use.
+
+    `default` is that of a config that says nothing; where its shares are those of all experts, `norm_topk_prob` may
+    ask for the others.  `intermediate_size` is the default of `moe_intermediate_size`; None: experts have the size of
+    an MLP, in every layer.
+    """
+    fields.refuse(("n_group", "topk_group", "scoring_func", "routed_scaling_factor"), "is set, which is not supported")
+    count = next((name for name in ("num_experts", "num_local_experts") if fields.has(name)), "num_local_experts")
+    num_experts = fields.integer(count, default=default.num_experts, maximum=MAX_EXPERTS)
+    top_k = fields.integer("num_experts_per_tok", default=default.top_k)
+    if top_k > num_experts:
+        raise fields.error("num_experts_per_tok", f"({top_k}) must be at most {count} ({num_experts})")
+    normalised = default.is_normalised or fields.flag("norm_topk_prob")
+    routing = Routing(num_experts, top_k, normalised)
+    if intermediate_size is None:
+        return MixtureConfig(routing, config.intermediate_size, (True,) * config.num_layers)
+    step = fields.integer("decoder_sparse_step", default=1)
+    without = fields.integers("mlp_only_layers") if fields.has("mlp_only_layers") else ()
+    layers = tuple(layer not in without and (layer + 1) % step == 0 for layer in range(config.num_layers))
+    size = fields.integer("moe_intermediate_size", default=intermediate_size)
+    return MixtureConfig(routing, size, layers)
 
 
 def _refuse_unsupported(fields: Fields) -> None:

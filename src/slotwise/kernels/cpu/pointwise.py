@@ -42,6 +42,7 @@ TINY = float32(1e-30)
 TABLE, TOKEN_IDS, EMBEDDING, EMBEDDED, ROW_BYTES, LAST_ID = range(HEADER, HEADER + 6)
 X, RESIDUAL, WEIGHT, OUT, TOKENS, SIZE, EPS_BITS, OFFSET_BITS = range(HEADER, HEADER + 8)
 CAP_BITS = EPS_BITS
+ALPHA_BITS, LIMIT_BITS = EPS_BITS, OFFSET_BITS
 (
     QKV, QUERY, CACHE, ROTARY, POSITIONS, SLOTS, NUM_TOKENS, GROUP, KV_HEADS, DIM, DIM_PADDED, BLOCK, BLOCK_PADDED,
     HEAD_BLOCK, QUERY_NORM, KEY_NORM, NORM_EPS_BITS, NORM_OFFSET_BITS, QUERY_NORM_HEADS, KEY_NORM_HEADS, ROOM,
@@ -94,13 +95,15 @@ def _norm(words: int, kind: Real) -> None:
 
 @kernel
 def _add(words: int, kind: Real) -> None:
-    size, tokens = load(words, SIZE, INT64), load(words, TOKENS, INT64)
+    """`residual += x`, or where `WEIGHT` is an address, `residual += sigmoid(weight) * x`, with a weight per token."""
+    size, tokens, gates = load(words, SIZE, INT64), load(words, TOKENS, INT64), load(words, WEIGHT, INT64)
     token = fetch_add(words, 1)
     while token < tokens:
         start = token * size * bytes_of(kind)
         x, residual = load(words, X, INT64) + start, load(words, RESIDUAL, INT64) + start
+        factor = sigmoid(load(gates, token, kind)) if gates != 0 else ONE
         for i in range(size):
-            store(residual, i, load(residual, i, kind) + load(x, i, kind), kind)
+            store(residual, i, load(residual, i, kind) + factor * load(x, i, kind), kind)
         token = fetch_add(words, 1)
 
 
@@ -131,6 +134,24 @@ def _gelu_mul(words: int, kind: Real) -> None:
             value = load(gate, i, kind)
             power = value * (GELU_FIRST + GELU_THIRD * value * value)
             store(out, i, value * sigmoid(power) * load(up, i, kind), kind)
+        token = fetch_add(words, 1)
+
+
+@kernel
+def _clamped_swiglu(words: int, kind: Real) -> None:
+    """(clamp(up) + 1) * g * sigmoid(alpha * g), for g = min(gate, limit)."""
+    size, tokens = load(words, SIZE, INT64), load(words, TOKENS, INT64)
+    alpha, limit = float_of(load(words, ALPHA_BITS, INT64)), float_of(load(words, LIMIT_BITS, INT64))
+    bytes_of_row = size * bytes_of(kind)
+    token = fetch_add(words, 1)
+    while token < tokens:
+        gate = load(words, X, INT64) + 2 * token * bytes_of_row
+        up, out = gate + bytes_of_row, load(words, OUT, INT64) + token * bytes_of_row
+        for i in range(size):
+            value, other = load(gate, i, kind), load(up, i, kind)
+            value = limit if value > limit else value
+            other = limit if other > limit else -limit if other < -limit else other
+            store(out, i, (other + ONE) * value * sigmoid(alpha * value), kind)
         token = fetch_add(words, 1)
 
 
@@ -319,6 +340,10 @@ SILU_MUL = {
 GELU_MUL = {
     torch.bfloat16: specialised(_gelu_mul, BFLOAT16),
     torch.float32: specialised(_gelu_mul, FLOAT32),
+}
+CLAMPED_SWIGLU = {
+    torch.bfloat16: specialised(_clamped_swiglu, BFLOAT16),
+    torch.float32: specialised(_clamped_swiglu, FLOAT32),
 }
 SOFT_CAP = {
     torch.bfloat16: specialised(_soft_cap, BFLOAT16),

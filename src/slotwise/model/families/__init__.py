@@ -8,7 +8,25 @@ from typing import NamedTuple
 from slotwise.kernels.interface import Kernels
 from slotwise.model.config import ModelConfig
 from slotwise.model.errors import CheckpointError
-from slotwise.model.families import gemma2, gemma3, granite, llama, mistral, olmo2, olmo3, phi3, qwen2, qwen3, smollm3
+from slotwise.model.families import (
+    gemma2,
+    gemma3,
+    gpt_oss,
+    granite,
+    granite_moe,
+    llama,
+    mistral,
+    mixtral,
+    olmo2,
+    olmo3,
+    olmoe,
+    phi3,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+    smollm3,
+)
 from slotwise.model.fields import Fields
 from slotwise.model.layers.source import Listing, Source
 from slotwise.model.network import Network
@@ -35,6 +53,12 @@ FAMILIES: dict[str, Family] = {
     "Gemma2ForCausalLM": Family(gemma2.configure, gemma2.compose, ("gemma2",)),
     "Gemma3ForCausalLM": Family(gemma3.configure, gemma2.compose, ("gemma3_text",)),
     "Gemma3ForConditionalGeneration": Family(gemma3.configure_text, gemma2.compose, ("gemma3",)),
+    "MixtralForCausalLM": Family(mixtral.configure, mixtral.compose, ("mixtral",)),
+    "Qwen2MoeForCausalLM": Family(qwen2_moe.configure, qwen2_moe.compose, ("qwen2_moe",)),
+    "Qwen3MoeForCausalLM": Family(qwen3_moe.configure, qwen2_moe.compose, ("qwen3_moe",)),
+    "OlmoeForCausalLM": Family(olmoe.configure, olmoe.compose, ("olmoe",)),
+    "GraniteMoeForCausalLM": Family(granite_moe.configure, granite_moe.compose, ("granitemoe",)),
+    "GptOssForCausalLM": Family(gpt_oss.configure, gpt_oss.compose, ("gpt_oss",)),
 }
 
 

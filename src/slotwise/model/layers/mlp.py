@@ -23,7 +23,7 @@ class GatedMLP:
             parts = {f"{name}.gate_up_proj": 2 * intermediate}
         self.gate_up = Linear(source, parts, hidden, bias=bias, gate=activation)
         self.down = Linear(source, {f"{name}.down_proj": hidden}, intermediate, bias=bias)
-        self.bytes = self.gate_up.bytes + self.down.bytes
+        self.bytes = self.token_bytes = self.gate_up.bytes + self.down.bytes
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.down(self.gate_up(x))

@@ -58,7 +58,7 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
                                "use_sliding_window": True, "sliding_window": 48, "norm_topk_prob": False}),
     "qwen3_moe": ("Qwen3Moe", {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
                                "num_hidden_layers": 4, "decoder_sparse_step": 2, "norm_topk_prob": True}),
-    "olmoe": ("Olmoe", {"head_dim": 24, "num_experts": 6, "num_experts_per_tok": 2}),
+    "olmoe": ("Olmoe", {"head_dim": ..., "num_experts": 6, "num_experts_per_tok": 2}),
     "granite_moe": ("GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "embedding_multiplier": 12.0,
                                    "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 8.0,
                                    "initializer_range": 0.5}),
@@ -77,19 +77,26 @@ CHAT_TEMPLATE = (
 )
 
 
+def class_name(family: str) -> str:
+    """How transformers names the classes of a family, without their endings."""
+    return _SHAPES[family][0]
+
+
 def make(
     family: str, folder: Path, *, seed: int = 0, dtype: str = "float32", shard_size: str = "1GB",
     tokenizer: bool = False, **overrides: Any,
 ) -> Path:
     """Writes a checkpoint of `family` (one of FAMILIES) to `folder` and returns it.
 
-    `overrides` are fields of the transformers config; `shard_size` such as "200KB" splits the weights over files.
+    `overrides` are fields of the transformers config, of which ... (Ellipsis) takes one out; `shard_size` such as
+    "200KB" splits the weights over files.
     """
     import torch
     import transformers
 
     name, differences = _SHAPES[family]
-    config = _config_class(name)(**SIZES | differences | overrides)
+    fields = {name: value for name, value in (SIZES | differences | overrides).items() if value is not ...}
+    config = _config_class(name)(**fields)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = getattr(transformers, f"{name}ForCausalLM")(config)

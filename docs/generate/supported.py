@@ -11,9 +11,9 @@ from docs.generate.blocks import ROOT
 from docs.generate.markdown import code, escaped, first_sentence, listed, sentence, table
 
 from slotwise.engine.config import DEVICES, KV_CACHE_DTYPES, QUANTIZATIONS, ConfigError, EngineConfig
+from slotwise.model import ropes
 from slotwise.model.families import FAMILIES
 from slotwise.model.formats import ADAPTER, FORMATS, TOKENIZER
-from slotwise.model.layers import rope
 from slotwise.model.weights import _BYTES as STORED
 from slotwise.server.protocol import ChatRequest, CompletionRequest
 
@@ -47,7 +47,7 @@ def checkpoints() -> str:
     return table(("of a checkpoint", "what is read"), [
         ("weights", "`model.safetensors`, or the shards that `model.safetensors.index.json` names."),
         ("types of stored weights", f"{listed(STORED)}."),
-        ("rotary embeddings (`rope_type`)", f"{listed(rope._READERS)}."),
+        ("rotary embeddings (`rope_type`)", f"{listed(ropes._READERS)}."),
         ("tokenizer", "`tokenizer.json`, with the special tokens of `tokenizer_config.json`."),
         ("chat template", "That of `--chat-template`, else `chat_template.jinja`, else the one in "
          "`tokenizer_config.json`; without one chats are refused.")])

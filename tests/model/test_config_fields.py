@@ -46,6 +46,12 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
     "SmolLM3Config": ("smollm3", {"sliding_window": 20}),
     "Olmo2Config": ("olmo2", {}),
     "Olmo3Config": ("olmo3", {"sliding_window": 20}),
+    "MixtralConfig": ("mixtral", {"sliding_window": 20}),
+    "Qwen2MoeConfig": ("qwen2_moe", WINDOWS),
+    "Qwen3MoeConfig": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 20}),
+    "OlmoeConfig": ("olmoe", {}),
+    "GraniteMoeConfig": ("granite_moe", {}),
+    "GptOssConfig": ("gpt_oss", {"sliding_window": 20}),
 }
 READ_BESIDE = {  # fields that transformers obeys, but the class does not list
     "MistralConfig": {"layer_types"}, "Gemma3TextConfig": {"sliding_window_pattern"}}
@@ -58,7 +64,8 @@ NOTHING: dict[str, Any] = {
     "initializer_range": 0.9, "use_cache": False, "pad_token_id": 5, "bos_token_id": 5, "attention_dropout": 0.5,
     "pretraining_tp": 2, "name_or_path": "elsewhere", "output_attentions": True,
     "allow_global_per_layer_attribute_access": True, "serialize_explicit_per_layer_config": True,
-    "resid_pdrop": 0.5, "embd_pdrop": 0.5, "original_max_position_embeddings": 512,
+    "resid_pdrop": 0.5, "embd_pdrop": 0.5, "original_max_position_embeddings": 512, "router_aux_loss_coef": 0.5,
+    "router_jitter_noise": 0.5, "output_router_logits": False,
 }  # fmt: skip
 
 # Values that the same weights obey: the logits change, in both alike.
@@ -68,13 +75,16 @@ EDITED: dict[str, Any] = {
     "use_sliding_window": False, "max_window_layers": 2, "layer_types": MIXED, "query_pre_attn_scalar": 80,
     "attn_logit_softcapping": 1.0, "final_logit_softcapping": 1.0, "sliding_window_pattern": 3,
     "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.3, "logits_scaling": 2.5,
-    "no_rope_layers": [1, 1, 0, 1], "no_rope_layer_interval": 3,
+    "no_rope_layers": [1, 1, 0, 1], "no_rope_layer_interval": 3, "num_experts_per_tok": 1, "norm_topk_prob": True,
+    "swiglu_alpha": 0.5, "swiglu_limit": 0.3,
 }  # fmt: skip
 
 # Values that other weights obey: a checkpoint is made with each.
 BUILT: dict[str, Any] = {
     "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 5, "num_attention_heads": 8,
     "num_key_value_heads": 1, "head_dim": 16, "tie_word_embeddings": ..., "attention_bias": True, "mlp_bias": True,
+    "num_experts": 5, "num_local_experts": 5, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
+    "decoder_sparse_step": 3, "mlp_only_layers": [0], "qkv_bias": False,
 }  # fmt: skip
 
 # Values that the reader obeys without the logits: what must be read from them.
@@ -87,7 +97,7 @@ READ: dict[str, tuple[Any, Callable[[ModelConfig], Any], Any]] = {
 REFUSED: dict[str, Any] = {
     "hidden_act": "gelu", "hidden_activation": "relu", "is_encoder_decoder": True, "model_type": "opt",
     "architectures": ["OPTForCausalLM"], "per_layer_config": {"0": {"intermediate_size": 64}},
-    "use_bidirectional_attention": True,
+    "use_bidirectional_attention": True, "clip_qkv": 8.0,
 }  # fmt: skip
 LISTS = (NOTHING, EDITED, BUILT, READ, REFUSED)
 
@@ -105,6 +115,10 @@ OWN: dict[str, dict[str, tuple[dict[str, Any], Any]]] = {
         "rope_scaling": (EDITED, PLAIN | FACTORS | {"rope_type": "longrope", "partial_rotary_factor": 0.75}),
         "head_dim": (NOTHING, 24),
     },
+    "Qwen2MoeConfig": {"max_window_layers": (EDITED, 3)},
+    "Qwen3MoeConfig": {"norm_topk_prob": (EDITED, False), "mlp_only_layers": (BUILT, [1]),
+                       "num_experts": (REFUSED, 5)},  # beside num_local_experts
+    "GptOssConfig": {"attention_bias": (BUILT, False)},
 }
 
 

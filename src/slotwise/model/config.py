@@ -182,6 +182,8 @@ def read_mixture(
     fields.refuse(("n_group", "topk_group", "scoring_func", "routed_scaling_factor"), "is set, which is not supported")
     count = next((name for name in ("num_experts", "num_local_experts") if fields.has(name)), "num_local_experts")
     num_experts = fields.integer(count, default=default.num_experts, maximum=MAX_EXPERTS)
+    if fields.integer("num_local_experts", default=num_experts) != num_experts:
+        raise fields.error(count, f"({num_experts}) differs from num_local_experts")
     top_k = fields.integer("num_experts_per_tok", default=default.top_k)
     if top_k > num_experts:
         raise fields.error("num_experts_per_tok", f"({top_k}) must be at most {count} ({num_experts})")

@@ -57,7 +57,7 @@ def read_ropes(fields: Fields, thetas: Mapping[str, float]) -> dict[str, Rope]:
     for kind, theta in thetas.items():
         scaling = by_kind.section(kind)
         if kind == "full_attention" and old.values:
-            scaling = Fields(scaling.values | old.values, f"{fields.where}, rope_scaling")
+            scaling = Fields({**scaling.values, **old.values}, f"{fields.where}, rope_scaling")
         ropes[kind] = _read(fields, "rope_parameters", scaling, scaling.number("rope_theta", default=theta), None, {})
     return ropes
 

@@ -204,12 +204,12 @@ class Timed:
 def share_of_proposing(engine: Engine, jobs: Sequence[Job], together: int) -> float:
     """The share of a run that drafting takes: what `Drafting` does for its steps, of all time."""
     timed, drafting = Timed(), engine._scheduler._drafting
-    for name in ("add", "committed", "finished"):
+    for name in ("add", "finished"):
         timed.wrap(drafting, name)
     began = time.perf_counter()
     run(engine, jobs, together, "timed")
     share = timed.seconds / (time.perf_counter() - began)
-    for name in ("add", "committed", "finished"):
+    for name in ("add", "finished"):
         delattr(drafting, name)
     return share
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -15,6 +17,7 @@ from slotwise.core.drafting import MAX_DRAFTS, NO_GAIN, NO_MATCH, RESTING
 from slotwise.core.interfaces import DraftRow, Proposal
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.step_time import StepTimeModel, Work
+from slotwise.engine.executor import FakeExecutor
 from slotwise.speculation.proposer import MAX_LOOKS, UNPAID, DraftProposer, proposer_of
 from slotwise.speculation.settings import METHODS, Speculation
 
@@ -126,12 +129,29 @@ def test_rows_that_rest_are_not_due_and_the_step_says_so():
     assert set(reasons) == {NO_MATCH, RESTING} and reasons[-10:].count(RESTING) >= 8
 
 
+def test_a_proposer_is_not_asked_while_all_rows_rest_and_a_request_that_joins_has_its_drafts_at_once(monkeypatch):
+    asked = []
+    due = DraftProposer.due
+    monkeypatch.setattr(DraftProposer, "due", lambda self, requests: asked.append(1) or due(self, requests))
+    driver = Driver(replace(ROOMY, max_model_len=400, num_blocks=400), times=memory_bound(), proposer=subject())
+    driver.executor = FakeExecutor(4, lambda tokens: zlib.crc32(bytes(tokens)) % VOCAB)
+    driver.add(request("one", [3, 1, 4], 300, ignore_eos=True))
+    for _ in range(150):
+        driver.plan(), driver.commit()
+    assert len(asked) < 100 and RESTING in {plan.draft_limit for plan in driver.plans}
+    told = request("told", [3, 1, 4], 20, ignore_eos=True)
+    told.prediction = (1, 5, 9, 2, 6, 5)
+    driver.add(told)
+    driver.plan(), driver.commit()
+    assert driver.plan().drafts[1], "the step behind its prompt"
+
+
 def test_a_step_looks_at_a_few_rows_in_turns():
     proposer = subject(prompt_lookup_min=1)
     requests = [request(f"r{number}", [1, 2, 3] * 4, 100) for number in range(3 * MAX_LOOKS)]
     turns = [list(proposer.due(requests).places) for _ in range(3)]
     assert [len(places) for places in turns] == [MAX_LOOKS] * 3
-    assert sorted(sum(turns, [])) == list(range(len(requests)))
+    assert sorted(place for places in turns for place in places) == list(range(len(requests)))
 
 
 def test_a_request_after_one_without_a_gain_is_looked_at_later_unless_it_has_a_prediction():

@@ -39,6 +39,8 @@ class Drafting:
         self.proposer = proposer
         self._table = table
         self._times = times
+        self._resting = 0  # steps in which no row is due unless a request joins, and why
+        self._why = ""
 
     @property
     def needs_step_times(self) -> bool:
@@ -51,11 +53,19 @@ class Drafting:
 
     def add(self, builder: PlanBuilder) -> None:
         """Add drafts to decoding rows without a token in flight."""
-        if self.proposer is None or not (places := self._places(builder)):
+        if self.proposer is None:
+            return
+        if self._resting and not builder.new_requests:
+            self._resting -= 1
+            builder.draft_limit = self._why
+            return
+        self._resting = 0
+        if not (places := self._places(builder)):
             return
         due = self.proposer.due([builder.rows[place][0] for place in places])
         if not due.places:
-            builder.draft_limit = due.reason
+            builder.draft_limit = self._why = due.reason
+            self._resting = due.rest if len(places) == builder.num_rows else 0
             return
         work = work_of([row[1] for row in builder.rows], builder.counts)
         most = self._most(builder, work)

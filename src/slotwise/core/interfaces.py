@@ -154,10 +154,11 @@ class Policy(Protocol):
 
 
 class Due(NamedTuple):
-    """Places of the rows that may have drafts in this step, and why there are none if there are none."""
+    """Places of the rows that may have drafts in this step; if there are none, why, and for how many steps to come."""
 
     places: Sequence[int]
     reason: str
+    rest: int = 0  # steps of these rows in which none of them will be due, either
 
 
 class DraftRow(NamedTuple):

@@ -127,20 +127,20 @@ class DraftProposer:
         if not self._times.is_trained or self._is_full(len(requests)):
             return Due((), NO_GAIN)
         found: list[int] = []
-        reason, begin = NO_MATCH, self._next_look % len(requests)
+        reason, rest, begin = NO_MATCH, MAX_REST, self._next_look % len(requests)
         for place in chain(range(begin, len(requests)), range(begin)):
             request = requests[place]
             row = self._rows.get(request.request_id) or self._new_row(request)
             if row is None:
                 continue
-            if len(request.tokens) < row.look_at:
-                reason = RESTING
+            if (left := row.look_at - len(request.tokens)) > 0:
+                reason, rest = RESTING, min(rest, left - 1)
             elif len(found) < MAX_LOOKS:
                 found.append(place)
             else:
                 self._next_look = place
                 break
-        return Due(found, reason)
+        return Due(found, reason, rest)
 
     def _is_full(self, num_rows: int) -> bool:
         """Whether a step of fewer rows, or as many, did not pay for drafts a few steps ago."""

@@ -27,7 +27,7 @@ from slotwise.speculation.ids import TokenText
 
 ORDER = 3  # tokens that must match
 CANDIDATES = 8  # latest occurrences that are compared
-INDEXED = 64  # tokens that a look-up puts into the index: about 40 us
+INDEXED = 32  # tokens that a look-up puts into the index, as many as a row has between two at most: about 20 us
 GENERATION = 1 << 15  # tokens; about 3.5 MB
 MAX_TOKENS = 1 << 18  # of all salts
 END = (1 << 32) - 1  # no token: follows each output in the text

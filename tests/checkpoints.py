@@ -22,6 +22,7 @@ LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 256,
 }  # fmt: skip
+PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
 
 _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", {"num_key_value_heads": 4, "tie_word_embeddings": False}),
@@ -66,6 +67,13 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
                            "sliding_window": 48, "rope_parameters": {
                                "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "truncate": False,
                                "original_max_position_embeddings": 512}}),
+    "ministral": ("Ministral", {"sliding_window": 48}),
+    "glm": ("Glm", {"rope_parameters": PARTIAL_ROPE}),
+    "glm4": ("Glm4", {"rope_parameters": PARTIAL_ROPE}),
+    "ernie4_5": ("Ernie4_5", {"use_bias": True}),
+    "helium": ("Helium", {"head_dim": 24}),
+    "seed_oss": ("SeedOss", {"attention_out_bias": True, "mlp_bias": True}),
+    "exaone4": ("Exaone4", {"num_hidden_layers": 4, "sliding_window": 48, "sliding_window_pattern": 2}),
 }  # fmt: skip
 
 FAMILIES = list(_SHAPES)

@@ -52,6 +52,13 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
     "OlmoeConfig": ("olmoe", {}),
     "GraniteMoeConfig": ("granite_moe", {}),
     "GptOssConfig": ("gpt_oss", {"sliding_window": 20}),
+    "MinistralConfig": ("ministral", {"sliding_window": 20}),
+    "GlmConfig": ("glm", {}),
+    "Glm4Config": ("glm4", {}),
+    "Ernie4_5Config": ("ernie4_5", {}),
+    "HeliumConfig": ("helium", {}),
+    "SeedOssConfig": ("seed_oss", {}),
+    "Exaone4Config": ("exaone4", {"sliding_window": 20}),
 }
 READ_BESIDE = {  # fields that transformers obeys, but the class does not list
     "MistralConfig": {"layer_types"}, "Gemma3TextConfig": {"sliding_window_pattern"}}
@@ -65,7 +72,7 @@ NOTHING: dict[str, Any] = {
     "pretraining_tp": 2, "name_or_path": "elsewhere", "output_attentions": True,
     "allow_global_per_layer_attribute_access": True, "serialize_explicit_per_layer_config": True,
     "resid_pdrop": 0.5, "embd_pdrop": 0.5, "original_max_position_embeddings": 512, "router_aux_loss_coef": 0.5,
-    "router_jitter_noise": 0.5, "output_router_logits": False,
+    "router_jitter_noise": 0.5, "output_router_logits": False, "residual_dropout": 0.5,
 }  # fmt: skip
 
 # Values that the same weights obey: the logits change, in both alike.
@@ -84,7 +91,7 @@ BUILT: dict[str, Any] = {
     "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 5, "num_attention_heads": 8,
     "num_key_value_heads": 1, "head_dim": 16, "tie_word_embeddings": ..., "attention_bias": True, "mlp_bias": True,
     "num_experts": 5, "num_local_experts": 5, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
-    "decoder_sparse_step": 3, "mlp_only_layers": [0], "qkv_bias": False,
+    "decoder_sparse_step": 3, "mlp_only_layers": [0], "qkv_bias": False, "use_bias": False, "attention_out_bias": False,
 }  # fmt: skip
 
 # Values that the reader obeys without the logits: what must be read from them.
@@ -119,6 +126,10 @@ OWN: dict[str, dict[str, tuple[dict[str, Any], Any]]] = {
     "Qwen3MoeConfig": {"norm_topk_prob": (EDITED, False), "mlp_only_layers": (BUILT, [1]),
                        "num_experts": (REFUSED, 5)},  # beside num_local_experts
     "GptOssConfig": {"attention_bias": (BUILT, False)},
+    "GlmConfig": {"attention_bias": (BUILT, False)},
+    "Glm4Config": {"attention_bias": (BUILT, False)},
+    "SeedOssConfig": {"attention_bias": (BUILT, False), "mlp_bias": (BUILT, False)},
+    "HeliumConfig": {"head_dim": (REFUSED, 16), "hidden_size": (REFUSED, 128), "num_attention_heads": (REFUSED, 8)},
 }
 
 

@@ -58,7 +58,8 @@ class ModelConfig:
     output_bias: bool = False  # of the product after attention
     mlp_bias: bool = False
     qk_norm: bool = False  # RMS norms of queries and keys
-    has_fused_weights: bool = False  # queries, keys and values are one weight, gates and what they gate another
+    has_fused_qkv: bool = False  # queries, keys and values are one weight
+    has_fused_gates: bool = False  # gates and what they gate are one weight
     attention_scale: float = 0.0  # of scores; 0: head_dim ** -0.5
     attention_soft_cap: float = 0.0  # of scores; 0: none
     logit_soft_cap: float = 0.0  # 0: none

@@ -9,11 +9,15 @@ from slotwise.kernels.interface import Kernels
 from slotwise.model.config import ModelConfig
 from slotwise.model.errors import CheckpointError
 from slotwise.model.families import (
+    ernie4_5,
+    exaone4,
     gemma2,
     gemma3,
+    glm,
     gpt_oss,
     granite,
     granite_moe,
+    helium,
     llama,
     mistral,
     mixtral,
@@ -25,6 +29,7 @@ from slotwise.model.families import (
     qwen2_moe,
     qwen3,
     qwen3_moe,
+    seed_oss,
     smollm3,
 )
 from slotwise.model.fields import Fields
@@ -43,11 +48,18 @@ class Family(NamedTuple):
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(llama.configure, llama.compose, ("llama",)),
     "MistralForCausalLM": Family(mistral.configure, llama.compose, ("mistral", "ministral")),
+    "MinistralForCausalLM": Family(mistral.configure, llama.compose, ("ministral",)),
     "Qwen2ForCausalLM": Family(qwen2.configure, llama.compose, ("qwen2",)),
     "Qwen3ForCausalLM": Family(qwen3.configure, llama.compose, ("qwen3",)),
     "SmolLM3ForCausalLM": Family(smollm3.configure, llama.compose, ("smollm3",)),
     "Phi3ForCausalLM": Family(phi3.configure, llama.compose, ("phi3",)),
     "GraniteForCausalLM": Family(granite.configure, llama.compose, ("granite",)),
+    "GlmForCausalLM": Family(glm.configure, llama.compose, ("glm",)),
+    "Glm4ForCausalLM": Family(glm.configure, glm.compose, ("glm4",)),
+    "Ernie4_5ForCausalLM": Family(ernie4_5.configure, llama.compose, ("ernie4_5",)),
+    "HeliumForCausalLM": Family(helium.configure, llama.compose, ("helium",)),
+    "SeedOssForCausalLM": Family(seed_oss.configure, llama.compose, ("seed_oss",)),
+    "Exaone4ForCausalLM": Family(exaone4.configure, exaone4.compose, ("exaone4",)),
     "Olmo2ForCausalLM": Family(olmo2.configure, olmo2.compose, ("olmo2",)),
     "Olmo3ForCausalLM": Family(olmo3.configure, olmo2.compose, ("olmo3",)),
     "Gemma2ForCausalLM": Family(gemma2.configure, gemma2.compose, ("gemma2",)),

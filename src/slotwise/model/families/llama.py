@@ -38,13 +38,13 @@ def compose(
     """
     hidden, norms = config.hidden_size, NormOptions(config.rms_norm_eps)
     options = AttentionOptions(config.qkv_bias, config.output_bias, norms if config.qk_norm else None,
-                               norms_all_heads, sinks, "qkv_proj" if config.has_fused_weights else "")
+                               norms_all_heads, sinks, "qkv_proj" if config.has_fused_qkv else "")
 
     def mlp(index: int) -> MLP:
         at, sizes = f"model.layers.{index}", (hidden, config.intermediate_size)
         if experts is not None and config.has_experts(index):
             return experts(config, source, at)
-        return GatedMLP(source, f"{at}.mlp", sizes, bias=config.mlp_bias, is_fused=config.has_fused_weights)
+        return GatedMLP(source, f"{at}.mlp", sizes, bias=config.mlp_bias, is_fused=config.has_fused_gates)
 
     def layer(index: int) -> DecoderLayer:
         at, shape = f"model.layers.{index}", config.attention_shape(index)

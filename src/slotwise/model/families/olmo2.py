@@ -28,8 +28,13 @@ def configure(fields: Fields, ropes: Sequence[Rope] | None = None) -> ModelConfi
 
 def compose(config: ModelConfig, source: Source) -> Network:
     """Also OLMo 3's, with windows and rotary embeddings by layer."""
+    return compose_normed_behind(config, source, norms_all_heads=True)
+
+
+def compose_normed_behind(config: ModelConfig, source: Source, *, norms_all_heads: bool) -> Network:
+    """A model whose norms are behind attention and MLP."""
     hidden, norms = config.hidden_size, NormOptions(config.rms_norm_eps)
-    options = AttentionOptions(config.qkv_bias, config.output_bias, norms, norms_all_heads=True)
+    options = AttentionOptions(config.qkv_bias, config.output_bias, norms, norms_all_heads)
 
     def layer(index: int) -> DecoderLayer:
         at, shape = f"model.layers.{index}", config.attention_shape(index)

@@ -18,4 +18,4 @@ def configure(fields: Fields) -> ModelConfig:
     fields = Fields({"original_max_position_embeddings": 4096, **fields.values}, fields.where)
     rope = read_rope(fields, head_dim=read_head_dim(fields), aliases=OLDER)
     config = read_common(fields, Defaults(rms_norm_eps=1e-5), ropes=(rope,) * num_layers)
-    return replace(config, windows=(read_window(fields, 0),) * num_layers, has_fused_weights=True)
+    return replace(config, windows=(read_window(fields, 0),) * num_layers, has_fused_qkv=True, has_fused_gates=True)

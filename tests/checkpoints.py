@@ -45,7 +45,7 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3", {"head_dim": 24, "sliding_window": 48, "rope_parameters": {
         "rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.75}}),
     "granite": ("Granite", {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1,
-                            "logits_scaling": 8.0, "initializer_range": 0.5, "tie_word_embeddings": True}),
+                            "logits_scaling": 0.5}),
     "smollm3": ("SmolLM3", {"num_hidden_layers": 4, "no_rope_layer_interval": 2, "use_sliding_window": True,
                             "sliding_window": 48}),
     "olmo2": ("Olmo2", {}),
@@ -61,8 +61,7 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
                                "num_hidden_layers": 4, "decoder_sparse_step": 2, "norm_topk_prob": True}),
     "olmoe": ("Olmoe", {"head_dim": ..., "num_experts": 6, "num_experts_per_tok": 2}),
     "granite_moe": ("GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "embedding_multiplier": 12.0,
-                                   "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 8.0,
-                                   "initializer_range": 0.5}),
+                                   "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 0.5}),
     "gpt_oss": ("GptOss", {"num_hidden_layers": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
                            "sliding_window": 48, "rope_parameters": {
                                "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "truncate": False,
@@ -73,7 +72,7 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4_5": ("Ernie4_5", {"use_bias": True}),
     "helium": ("Helium", {"head_dim": 24}),
     "seed_oss": ("SeedOss", {"attention_out_bias": True, "mlp_bias": True}),
-    "exaone4": ("Exaone4", {"num_hidden_layers": 4, "sliding_window": 48, "sliding_window_pattern": 2}),
+    "exaone4": ("Exaone4", {"sliding_window": 48, "sliding_window_pattern": 2, "initializer_range": 0.4}),
 }  # fmt: skip
 
 FAMILIES = list(_SHAPES)

@@ -77,7 +77,7 @@ class TestSensitivity:
     @pytest.mark.parametrize("family", FAMILIES)
     def test_rotary_base(self, family: str, disturbed: Checkpoints, expected: Continuations) -> None:
         folder = disturbed(family)
-        edit_config(folder, rope_parameters=_rope(folder) | {"rope_theta": _rope(folder)["rope_theta"] * 1.1})
+        edit_config(folder, rope_parameters=_turned(_rope(folder)))
         assert_differs(folder, expected(family))
 
     @pytest.mark.parametrize(("field", "value"), [("original_max_position_embeddings", 512), ("factor", 9.0),
@@ -182,7 +182,7 @@ def test_further_gemma2_shapes(overrides: dict[str, Any], kernels: Kernels, tmp_
     ("gemma3", {"final_logit_softcapping": 1.0, "attention_bias": True, "tie_word_embeddings": True}),
     ("phi3", {"head_dim": 32, "sliding_window": None,
               "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}}),
-    ("granite", {"logits_scaling": 6.0, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}),
+    ("granite", {"logits_scaling": 6.0, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     ("smollm3", {"no_rope_layers": [0, 1, 1, 0], "use_sliding_window": False, "attention_bias": True,
                  "mlp_bias": True}),
     ("olmo2", {"num_key_value_heads": 4, "attention_bias": True, "tie_word_embeddings": True}),
@@ -299,6 +299,13 @@ def teacher_forced(logits: torch.Tensor, ids: list[int]) -> torch.Tensor:
 
 def mean_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return (a - b).abs().mean().item()
+
+
+def _turned(rope: dict[str, Any]) -> dict[str, Any]:
+    """With another base, in each kind of layer."""
+    if "rope_theta" in rope:
+        return rope | {"rope_theta": rope["rope_theta"] * 1.1}
+    return {kind: _turned(each) for kind, each in rope.items()}
 
 
 def _rope(folder: Path) -> dict[str, Any]:

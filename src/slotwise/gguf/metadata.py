@@ -54,6 +54,13 @@ class Metadata:
             raise self.error(key, f"must be a text, not {value!r:.40}")
         return value
 
+    def scalar(self, key: str) -> float | bool | str:
+        """A value that another reader checks, where it is no array."""
+        value: float | bool | str = self._values[key]
+        if isinstance(value, Array):
+            raise self.error(key, "must be one value, not an array")
+        return value
+
     def texts(self, key: str) -> list[str]:
         """An array of texts; absent reads as empty."""
         if not self.has(key):

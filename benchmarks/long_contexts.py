@@ -135,8 +135,9 @@ def main() -> None:
             roofline = loaded.roofline(machine)
             step = roofline.cost([context - 1] * rows, [1] * rows, rows)
             bound = roofline.seconds(step) if kind == "decode" else bound_of_prompt(roofline, context)
-            print(f"{kind:8} {rows:4} {context:8} {seconds * 1e3:7.1f} ms {machine.bytes_per_second / 1e9:6.1f} "
-                  f"{machine.operations_per_second / 1e9:8.0f} {bound * 1e3:7.1f} ms {bound / seconds:6.0%}", flush=True)
+            rates = f"{machine.bytes_per_second / 1e9:6.1f} {machine.operations_per_second / 1e9:8.0f}"
+            print(f"{kind:8} {rows:4} {context:8} {seconds * 1e3:7.1f} ms {rates} {bound * 1e3:7.1f} ms "
+                  f"{bound / seconds:6.0%}", flush=True)
             figures.append({"kind": kind, "rows": rows, "context": context, "seconds": seconds, "bound": bound,
                             **asdict(machine)})
     if args.output:

@@ -32,13 +32,14 @@ from slotwise.kernels.cpu.llvm import (
     read,
     spread,
 )
-from slotwise.kernels.cpu.processor import has
+from slotwise.kernels.cpu.processor import LANES, has
 
-LANES = 16
 LINE = 4 * LANES  # bytes of two vectors of bfloat16
 
 _FLOATS, _WORDS = ir.VectorType(SINGLE, LANES), ir.VectorType(WORD, LANES)
 _BRAINS, _SHORTS = ir.VectorType(BRAIN, 2 * LANES), ir.VectorType(SHORT, LANES)
+
+_MULTIPLY_ADD = f"llvm.x86.avx512bf16.dpbf16ps.{32 * LANES}"
 
 
 class Operands(NamedTuple):
@@ -104,7 +105,7 @@ def accumulate_pairs(
         factor = builder.bitcast(spread(builder, both, _WORDS), _BRAINS)
         for v in range(vectors):
             added = sums[row * vectors + v]
-            results.append(call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _FLOATS, added, panel[v], factor))
+            results.append(call(builder, _MULTIPLY_ADD, _FLOATS, added, panel[v], factor))
     further = builder.add(builder.add(line, operands.row_bytes), operands.row_bytes)
     _, line, *sums = turns.close([behind(builder, pair, 4), further, *results])
     return strips.close([builder.add(column, operands.strip_bytes), line, *sums])[2:]

@@ -143,7 +143,8 @@ def _softmax_strip(
 def _store_weights(builder: ir.IRBuilder, address: ir.Value, weights: list[ir.Value], kind: ElementType) -> None:
     for v, weight in enumerate(weights):
         if kind == types.int16:
-            rounded = call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", ir.VectorType(BRAIN, LANES), weight)
+            name = f"llvm.x86.avx512bf16.cvtneps2bf16.{32 * LANES}"
+            rounded = call(builder, name, ir.VectorType(BRAIN, LANES), weight)
             bits = builder.bitcast(rounded, ir.VectorType(SHORT, LANES))
             write(builder, bits, behind(builder, address, 2 * LANES * v), align=2)
         else:

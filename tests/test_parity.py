@@ -127,6 +127,26 @@ def test_with_so_few_blocks_that_requests_are_preempted(family, overlap):
     assert len(preempted) >= 5, "the pool was not small enough to show anything"
 
 
+def test_from_cached_prefixes(family):
+    """Blocks that another request computed, some of them behind the window of a layer."""
+    folder, prompts, expected = family
+    subject = engine(folder, block_size=4)
+    arrivals = {index: [add(index, prompt)] for index, prompt in enumerate(prompts)}
+    assert run(subject, arrivals) == dict(enumerate(expected))
+    cached = []
+    step = subject.step
+
+    def watched():
+        record = step()
+        cached.extend(record.cached)
+        return record
+
+    subject.step = watched
+    again = {0: [add(100 + index, prompt) for index, prompt in enumerate(prompts)]}
+    assert run(subject, again) == {100 + index: tokens for index, tokens in enumerate(expected)}
+    assert sum(cached) >= sum(map(len, prompts)) // 2
+
+
 def test_across_aborts_of_neighbours(family):
     folder, prompts, expected = family
     draw = random.Random(5)

@@ -29,7 +29,6 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import aiohttp
-
 from benchmarks.beside_vllm import VOCABULARY, workload
 
 SLOTS, CONTEXT = 64, 2048

@@ -21,6 +21,7 @@ from slotwise.engine.messages import Add, Finish
 
 NUM_REQUESTS, OUTPUT = 32, 24
 LONG = 1_050
+SOME = ("llama3", "mistral", "gemma2", "qwen3_moe")  # for what hardly depends on the family
 
 pytestmark = pytest.mark.slow
 
@@ -92,6 +93,7 @@ DISCIPLINES = (
     {"batching": "dynamic", "batch_size": 4, "max_wait_ms": 5}, {"prefill": "inline"}, {"prefill": "alone"})
 
 
+@pytest.mark.parametrize("family", SOME, indirect=True)
 def test_under_every_discipline(family):
     """Padding, held rows and whole prompts change nobody's tokens."""
     folder, prompts, expected = family
@@ -147,6 +149,7 @@ def test_from_cached_prefixes(family):
     assert sum(cached) >= sum(map(len, prompts)) // 2
 
 
+@pytest.mark.parametrize("family", SOME, indirect=True)
 def test_across_aborts_of_neighbours(family):
     folder, prompts, expected = family
     draw = random.Random(5)

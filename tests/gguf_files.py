@@ -153,7 +153,8 @@ def _rope_factors(config: dict[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
     """What the frequencies of Llama 3's scaling, or of LongRoPE, are divided by."""
     rope = config.get("rope_parameters") or {}
     if rope.get("rope_type") == "longrope":
-        return {f"rope_factors_{name}.weight": np.array(rope[f"{name}_factor"], np.float32) for name in ("long", "short")}
+        return {f"rope_factors_{kind}.weight": np.array(rope[f"{kind}_factor"], np.float32)
+                for kind in ("long", "short")}
     if rope.get("rope_type") != "llama3":
         return {}
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slotwise.core.drafting import MAX_DRAFTS, NO_GAIN, NO_MATCH, NO_ROOM
-from slotwise.core.interfaces import DraftRow, Proposal
+from slotwise.core.interfaces import DraftRow, Proposal, Proposer
 from slotwise.core.request import Request
+from slotwise.core.step import Proposing
 from slotwise.core.step_time import StepTimeModel, Work
 from slotwise.speculation.acceptance import Acceptance
 from slotwise.speculation.budget import Costs, best, may_gain
+from slotwise.speculation.draft_model import DraftModelProposer
 from slotwise.speculation.forced import ForcedTokens
 from slotwise.speculation.guess import NO_GUESS, Source
 from slotwise.speculation.ids import TokenText
 from slotwise.speculation.ngram import NgramLookup
 from slotwise.speculation.prediction import PredictionLookup
-from slotwise.speculation.settings import NGRAM, NONE, PREDICTION, SUFFIX, Speculation
+from slotwise.speculation.settings import DRAFT_MODEL, NGRAM, NONE, PREDICTION, SUFFIX, Speculation
 from slotwise.speculation.suffix import SuffixIndex, SuffixLookup
 
 FORCED = "forced"  # by a grammar
@@ -172,6 +174,9 @@ class DraftProposer:
             return Proposal(drafts, "")
         return Proposal(drafts, min(limits, default=NO_MATCH))
 
+    def seconds(self, num_rows: int, num_drafts: int) -> float:
+        return 0.0
+
     def waits(self, request: Request) -> bool:
         row = self._row_of(request)
         if row is None or len(request.tokens) < row.look_at or not self._times.is_trained:
@@ -181,7 +186,9 @@ class DraftProposer:
         row.rest()
         return False
 
-    def committed(self, requests: Sequence[Request], drafts: Sequence[Sequence[int]]) -> None:
+    def committed(
+        self, requests: Sequence[Request], drafts: Sequence[Sequence[int]], proposing: Proposing | None,
+    ) -> None:
         if self._index is not None:
             self._index.work(INDEXED)
 
@@ -215,6 +222,9 @@ class DraftProposer:
         return sources
 
 
-def proposer_of(settings: Speculation | None, times: StepTimeModel) -> DraftProposer | None:
+def proposer_of(settings: Speculation | None, times: StepTimeModel) -> Proposer | None:
     """Returns the proposer of settings that are `resolved`; None where no request has drafts."""
-    return None if settings is None or settings.method == NONE else DraftProposer(settings, times)
+    if settings is None or settings.method == NONE:
+        return None
+    texts = DraftProposer(settings, times)
+    return DraftModelProposer(texts, settings, times) if settings.method == DRAFT_MODEL else texts

@@ -199,7 +199,7 @@ class Proposer(Protocol):
         ...
 
     def committed(
-        self, requests: Sequence[Request], drafts: Sequence[Sequence[int]], proposing: Proposing | None,
+        self, requests: Sequence[Request], drafts: Sequence[Sequence[int]], proposing: Proposing | None = None,
     ) -> None:
         """A step was committed: its rows' requests, with the tokens it appended, and the drafts of each row, or ().
 

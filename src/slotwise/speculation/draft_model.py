@@ -5,8 +5,8 @@ The number is that of the budget (`budget.py`), with what proposing costs beside
     (rows + Σ probability that a draft and those before it are right) / (step with drafts + passes of the draft model)
 
 How often drafts are right is known of those that were proposed alone.  So where none are worth their time, one row
-tries two of them now and then: after 16 steps, and twice as many each time that it gains nothing.  A full batch, whose
-drafts would not be worth their time if all of them were right, tries none.
+tries two of them now and then: again in the next step while they are right, else after 16 steps, and twice as many each
+time.  A full batch, whose drafts would not be worth their time if all of them were right, tries none.
 
 Drafts from texts (a `prediction`, what a grammar forces) cost nothing to propose and come first, row by row.
 """
@@ -78,8 +78,10 @@ class DraftModelProposer:
         drafts = list(drafts)
         places = [place for place, given in enumerate(drafts) if not given and rows[place].limit > 0]
         most -= (num_given := sum(map(len, drafts)))
-        if not places or most < 1 or not self._times.is_trained:
-            return Proposal(drafts, reason)
+        if not places or most < 1:
+            return Proposal(drafts, reason if num_given else NO_ROOM)
+        if not self._times.is_trained:
+            return Proposal(drafts, NO_GAIN)
         context = work.context // work.rows + 1
         work = work.with_drafts(num_given, num_given * context)
         chosen = self._chosen([rows[place] for place in places], len(rows), work, most)
@@ -162,17 +164,17 @@ class DraftModelProposer:
 
     def _tried(self, num_right: int) -> None:
         self._trying = ""
-        self._rest = FIRST_REST if num_right else min(MAX_REST, 2 * self._rest)
+        self._rest = 1 if num_right else max(FIRST_REST, min(MAX_REST, 2 * self._rest))
 
     # -- notifications -------------------------------------------------------------------------------------------
 
     def committed(
-        self, requests: Sequence[Request], drafts: Sequence[Sequence[int]], proposing: Proposing | None,
+        self, requests: Sequence[Request], drafts: Sequence[Sequence[int]], proposing: Proposing | None = None,
     ) -> None:
         if proposing is not None:
             self._proposing.learn(proposing)
             self._compare(requests, drafts or ((),) * len(requests))
-        self._texts.committed(requests, drafts, None)
+        self._texts.committed(requests, drafts)
 
     def _compare(self, requests: Sequence[Request], drafts: Sequence[Sequence[int]]) -> None:
         """Learn from the drafts that were verified."""

@@ -187,7 +187,7 @@ class DraftProposer:
         return False
 
     def committed(
-        self, requests: Sequence[Request], drafts: Sequence[Sequence[int]], proposing: Proposing | None,
+        self, requests: Sequence[Request], drafts: Sequence[Sequence[int]], proposing: Proposing | None = None,
     ) -> None:
         if self._index is not None:
             self._index.work(INDEXED)

@@ -30,7 +30,7 @@ from typing import Any
 
 from slotwise.bench.results import environment, write_json
 from slotwise.compose.engine import Loaded, load
-from slotwise.core.interfaces import DraftRow, Proposal
+from slotwise.core.interfaces import DraftRow, Due, Proposal
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import Request
 from slotwise.core.step import PROPOSED, Proposing
@@ -72,7 +72,10 @@ class Fixed:
     def __init__(self) -> None:
         self.number = 0
 
-    def propose(self, rows: Sequence[DraftRow], work: Work, most: int) -> Proposal:
+    def due(self, requests: Sequence[Request]) -> Due:
+        return Due(range(len(requests)), "")
+
+    def propose(self, rows: Sequence[DraftRow], num_decoding: int, work: Work, most: int) -> Proposal:
         return Proposal([(PROPOSED,) * min(self.number, row.limit) for row in rows], "")
 
     def seconds(self, num_rows: int, num_drafts: int) -> float:

@@ -102,7 +102,7 @@ def test_wrong_drafts_are_tried_less_and_less_often_and_used_once_they_are_right
         driver.commit()
     tries = [at for at, one in enumerate(drafted) if one][1:]
     gaps = [after - before for before, after in pairwise(tries)]
-    assert gaps == sorted(gaps) and gaps[0] >= FIRST_REST and sum(drafted[-100:]) <= 2
+    assert gaps == sorted(gaps) and gaps[1] >= 2 * FIRST_REST and sum(drafted[-100:]) <= 2
     driver.executor.share = 1.0
     while driver.scheduler.has_work:
         drafted.append(bool(driver.plan().drafts))

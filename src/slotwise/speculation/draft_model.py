@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from slotwise.core.drafting import MAX_DRAFTS, NO_GAIN, NO_ROOM
-from slotwise.core.interfaces import DraftRow, Proposal, Proposer
+from slotwise.core.interfaces import DraftRow, Due, Proposal, Proposer
 from slotwise.core.request import Request
 from slotwise.core.step import PROPOSED, Proposing
 from slotwise.core.step_time import StepTimeModel, Work
@@ -32,6 +32,7 @@ PRIOR = (0.7,) * 8  # shares of right drafts by group of positions (`acceptance.
 PRIOR_PASS = 0.2  # of the time of a step of one row: a pass of the draft model, before one is measured
 TRIED = 2  # drafts of a row that tries whether they have become worth their time
 FIRST_REST, MAX_REST = 16, 1024  # steps between two tries
+UNPAID = 16  # steps of a batch that no drafts pay for in which it is not asked again
 WORTH_WAITING = 1.0  # right drafts that a row must expect to leave out a step
 ALONE = Work(1, 1, 1, 0.0)
 
@@ -67,24 +68,35 @@ class DraftModelProposer:
         self._proposing = ProposingTimes()
         self._shared = Acceptance(PRIOR)
         self._rows: dict[str, _Row] = {}
+        self._due_texts: Sequence[int] = ()  # places, among the rows of this step, that may have drafts from texts
+        self._steps = 0  # committed
         self._gains = True  # the last step that could have drafts had some
-        self._rested, self._rest = 0, FIRST_REST  # steps since the last try, and those until the next
+        self._rests = False  # in this step
+        self._rests_until, self._num_resting = 0, 0  # a step, and rows: where as many decode, none is due before it
+        self._try_at, self._rest = FIRST_REST, FIRST_REST  # the step of the next try, and the steps before it
         self._trying = ""  # the request that tries: until its drafts were verified, for it may have to catch up first
 
     # -- decisions -----------------------------------------------------------------------------------------------
 
-    def propose(self, rows: Sequence[DraftRow], work: Work, most: int) -> Proposal:
-        drafts, reason = self._texts.propose(rows, work, most)
-        drafts = list(drafts)
+    def due(self, requests: Sequence[Request]) -> Due:
+        if not self._times.is_trained:
+            return Due((), NO_GAIN)
+        self._due_texts, _, rest = self._texts.due(requests)
+        left = self._rests_until - self._steps
+        self._rests = left > 0 and len(requests) >= self._num_resting
+        return Due(self._due_texts, NO_GAIN, min(left - 1, rest)) if self._rests else Due(range(len(requests)), "")
+
+    def propose(self, rows: Sequence[DraftRow], num_decoding: int, work: Work, most: int) -> Proposal:
+        drafts, reason = self._from_texts(rows, num_decoding, work, most)
+        if self._rests:
+            return Proposal(drafts, reason)
         places = [place for place, given in enumerate(drafts) if not given and rows[place].limit > 0]
         most -= (num_given := sum(map(len, drafts)))
         if not places or most < 1:
             return Proposal(drafts, reason if num_given else NO_ROOM)
-        if not self._times.is_trained:
-            return Proposal(drafts, NO_GAIN)
         context = work.context // work.rows + 1
         work = work.with_drafts(num_given, num_given * context)
-        chosen = self._chosen([rows[place] for place in places], len(rows), work, most)
+        chosen = self._chosen([rows[place] for place in places], num_decoding, work, most)
         for place, count in zip(places, chosen.counts, strict=True):
             if count:
                 drafts[place] = (PROPOSED,) * count
@@ -96,13 +108,26 @@ class DraftModelProposer:
         is_full = any(count == self._num_drafts for count in chosen.counts)
         return Proposal(drafts, MAX_DRAFTS if is_full else NO_ROOM)
 
+    def _from_texts(
+        self, rows: Sequence[DraftRow], num_decoding: int, work: Work, most: int,
+    ) -> tuple[list[tuple[int, ...]], str]:
+        """Returns the drafts from texts, by row, and why there are no more."""
+        drafts: list[tuple[int, ...]] = [()] * len(rows)
+        if not self._due_texts:
+            return drafts, NO_GAIN
+        places = range(len(rows)) if self._rests else self._due_texts
+        found, reason = self._texts.propose([rows[place] for place in places], num_decoding, work, most)
+        for place, given in zip(places, found, strict=True):
+            drafts[place] = given
+        return drafts, reason
+
     def seconds(self, num_rows: int, num_drafts: int) -> float:
         return self._takes(-(-num_drafts // num_rows), num_drafts)
 
     def waits(self, request: Request) -> bool:
         if self._texts.waits(request):
             return True
-        if not self._times.is_trained or not (self._gains or self._is_due()):
+        if not self._times.is_trained or not (self._gains or self._steps >= self._try_at):
             return False
         return sum(self._row_of(request).acceptance.survival(0, self._num_drafts)) > WORTH_WAITING
 
@@ -121,6 +146,7 @@ class DraftModelProposer:
                 rate(number, -(-number // len(rows)), number) > LEAST_GAIN * num_decoding
                 for number in GRID[1:] if number <= most):
             self._gains = False
+            self._rests_until, self._num_resting = self._steps + UNPAID, num_decoding
             return _Chosen(counts, wants_more=False)
         found = sorted([
             (-probability, position, place) for place, (request, limit) in enumerate(rows)
@@ -136,6 +162,7 @@ class DraftModelProposer:
         self._gains = chosen > 0
         if not self._gains:
             self._try(rows, counts)
+            self._rests_until, self._num_resting = 0 if self._trying else self._try_at, num_decoding
         return _Chosen(counts, wants_more=chosen == len(found))
 
     def _takes(self, passes: int, tokens: int) -> float:
@@ -146,18 +173,12 @@ class DraftModelProposer:
 
     # -- tries ---------------------------------------------------------------------------------------------------
 
-    def _is_due(self) -> bool:
-        """Count a step without drafts; whether one is to try some."""
-        self._rested += 1
-        return self._rested >= self._rest
-
     def _try(self, rows: Sequence[DraftRow], counts: list[int]) -> None:
         """Give a row drafts that are not expected to be worth their time, if that was not tried for long enough."""
         if not self._trying:
-            if not self._is_due():
+            if self._steps < self._try_at:
                 return
             self._trying = min(rows, key=lambda row: (len(row.request.tokens), row.request.arrival)).request.request_id
-            self._rested = 0
         for place, (request, limit) in enumerate(rows):
             if request.request_id == self._trying:
                 counts[place] = min(TRIED, limit, self._num_drafts)
@@ -165,12 +186,14 @@ class DraftModelProposer:
     def _tried(self, num_right: int) -> None:
         self._trying = ""
         self._rest = 1 if num_right else max(FIRST_REST, min(MAX_REST, 2 * self._rest))
+        self._try_at = self._steps + self._rest
 
     # -- notifications -------------------------------------------------------------------------------------------
 
     def committed(
         self, requests: Sequence[Request], drafts: Sequence[Sequence[int]], proposing: Proposing | None = None,
     ) -> None:
+        self._steps += 1
         if proposing is not None:
             self._proposing.learn(proposing)
             self._compare(requests, drafts or ((),) * len(requests))

@@ -168,7 +168,7 @@ class TokenLogprobs(NamedTuple):
 class Proposing(NamedTuple):
     """What proposing the drafts of a step took, of the step's own time."""
 
-    seconds: float
+    seconds: float  # of the executor
     passes: int  # of the draft model, one after another
     tokens: int  # that it computed, in all passes
 

@@ -113,7 +113,7 @@ class Guesses:
         return Random(zlib.crc32(bytes(request.tokens), self._seed)).random() < 0.5
 
     def committed(
-        self, requests: Sequence[Request], drafts: Sequence[Sequence[int]], proposing: Proposing | None,
+        self, requests: Sequence[Request], drafts: Sequence[Sequence[int]], proposing: Proposing | None = None,
     ) -> None:
         """It learns nothing."""
 

@@ -187,7 +187,7 @@ class Oracle:
         return False
 
     def committed(
-        self, requests: Sequence[Request], drafts: Sequence[Sequence[int]], proposing: Proposing | None,
+        self, requests: Sequence[Request], drafts: Sequence[Sequence[int]], proposing: Proposing | None = None,
     ) -> None:
         self.num_drafts += sum(map(len, drafts))
 

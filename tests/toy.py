@@ -82,7 +82,7 @@ class Proposing:
         return True
 
     def committed(
-        self, requests: Sequence[Request], drafts: Sequence[Sequence[int]], proposing: step.Proposing | None,
+        self, requests: Sequence[Request], drafts: Sequence[Sequence[int]], proposing: step.Proposing | None = None,
     ) -> None:
         assert not drafts or len(requests) == len(drafts)
 

@@ -130,7 +130,7 @@ class _Drafts:
         return False
 
     def committed(
-        self, requests: Sequence[Request], drafts: Sequence[Sequence[int]], proposing: Proposing | None,
+        self, requests: Sequence[Request], drafts: Sequence[Sequence[int]], proposing: Proposing | None = None,
     ) -> None:
         """Nothing is learned."""
 

@@ -189,8 +189,6 @@ class Metrics(Collector, Observer):
         self._histograms["iteration_tokens_total"].observe(sum(step.counts))
         if step.drafts:
             self._drafts(step)
-        if step.proposing is not None:
-            counters["spec_decode_proposing_seconds_total"] += step.proposing.seconds
         counters["padded_tokens_total"] += sum(step.padding)
         counters["held_tokens_total"] += step_view.held_tokens(step)
         empty = max(0, self._slots - rows)

@@ -67,7 +67,6 @@ COUNTERS = {
     "spec_decode_num_drafts_total": "Rows that verified drafts, summed over steps.",
     "spec_decode_num_draft_tokens_total": "Drafts verified.",
     "spec_decode_num_accepted_tokens_total": "Drafts that were right.",
-    "spec_decode_proposing_seconds_total": "Seconds of steps in which a draft model proposed.",
     "recomputed_tokens_total": "Waste: tokens computed again after a preemption.",
     "padded_tokens_total": "Waste: padding tokens, computed beside those in iteration_tokens_total.",
     "held_tokens_total": "Waste: tokens computed for finished rows whose batch had not drained.",

@@ -1,10 +1,12 @@
 """What a draft model costs and gains, and how often drafts must be right to be worth it.
 
-usage: python -m benchmarks.draft_model make CHECKPOINT FOLDER --layers 3 --rest 0.1
+usage: python -m benchmarks.draft_model make CHECKPOINT FOLDER --layers 3 --rest 0.1 --sharp 8
        python -m benchmarks.draft_model run TARGET DRAFT NAME [--only costs 1 8 ...] [--pairs 6] [--json FILE]
 
 `make` writes a pair that agrees in part: FOLDER/draft has the first layers of the checkpoint, FOLDER/target all of
-them, the later ones with their outputs scaled by `--rest`.  Shapes, and so costs, are the checkpoint's.
+them, the later ones with their outputs scaled by `--rest`.  The logits of both are multiplied by `--sharp`: those of
+random weights give all tokens nearly the same probability, as no trained model does.  Shapes, and so costs, are the
+checkpoint's.
 
 `run` measures for numbers of streams:
 
@@ -48,13 +50,14 @@ VOCABULARY = 4000
 STREAMS = (1, 8, 32)
 
 
-def make(checkpoint: Path, folder: Path, layers: int, rest: float) -> None:
+def make(checkpoint: Path, folder: Path, layers: int, rest: float, sharp: float) -> None:
     """Writes the pair."""
     from safetensors.torch import load_file, save_file
 
     described = json.loads((checkpoint / "config.json").read_text())
     (file,) = checkpoint.glob("*.safetensors")
     weights = load_file(file)
+    weights["model.norm.weight"] *= sharp
     for name in ("target", "draft"):
         shutil.copytree(checkpoint, folder / name)
     later = [name for name in weights if ".layers." in name and int(name.split(".layers.")[1].split(".")[0]) >= layers]
@@ -217,6 +220,7 @@ def main() -> None:
     making.add_argument("folder", type=Path)
     making.add_argument("--layers", type=int, default=3)
     making.add_argument("--rest", type=float, default=0.1)
+    making.add_argument("--sharp", type=float, default=8)
     running = commands.add_parser("run")
     for name in ("target", "draft", "name"):
         running.add_argument(name)
@@ -227,7 +231,7 @@ def main() -> None:
     running.add_argument("--json", type=Path)
     asked = parser.parse_args()
     if asked.command == "make":
-        make(asked.checkpoint, asked.folder, asked.layers, asked.rest)
+        make(asked.checkpoint, asked.folder, asked.layers, asked.rest, asked.sharp)
     else:
         run(asked)
 

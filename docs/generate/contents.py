@@ -55,8 +55,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "step times": results.step_times,
     "neighbours": results.neighbours,
     "speculation": results.speculation,
-    "costs of a draft model": results.draft_costs,
-    "gains of a draft model": results.draft_gains,
     "forced tokens": results.forced_tokens,
     "observing": results.observing,
     "policies": policies.promises,

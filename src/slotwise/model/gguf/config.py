@@ -44,7 +44,9 @@ def read_gguf_config(path: Path) -> ModelConfig:
     fields = Fields(_Keys(model, architecture).fields(), str(path))
     config = configure(fields)
     factors = _rope_factors(model, config.head_dim // 2)
-    return replace(config, rope=DividedRope(config.rope.theta, factors)) if factors else config
+    if not factors:
+        return config
+    return replace(config, ropes=tuple(DividedRope(rope.theta, factors) for rope in config.ropes))
 
 
 def architecture_of(metadata: Metadata) -> Architecture:

@@ -34,13 +34,13 @@ from tqdm import tqdm
 from slotwise.batching.continuous import Chunked
 from slotwise.batching.settings import Batching
 from slotwise.core.events import Admitted, Committed, Finished, Preempted, Rejected
-from slotwise.core.interfaces import DraftRow, Proposal
+from slotwise.core.interfaces import DraftRow, Due, Proposal
 from slotwise.core.limits import ERROR, RECOMPUTE, SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import Request
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.slo import SLO, Tier
-from slotwise.core.step import StepPlan
+from slotwise.core.step import Proposing, StepPlan
 from slotwise.core.step_time import StepTimeModel, Work
 from slotwise.engine.executor import FakeExecutor
 from slotwise.policies.settings import Ordering
@@ -90,7 +90,10 @@ class Guesses:
         self._seed = seed
         self._share = share
 
-    def propose(self, rows: Sequence[DraftRow], work: Work, most: int) -> Proposal:
+    def due(self, requests: Sequence[Request]) -> Due:
+        return Due(range(len(requests)), "")
+
+    def propose(self, rows: Sequence[DraftRow], num_decoding: int, work: Work, most: int) -> Proposal:
         drafts: list[tuple[int, ...]] = []
         for row in rows:
             drafts.append(self._draft(row.request, min(row.limit, most)))
@@ -103,10 +106,15 @@ class Guesses:
             known.append(next_token(known) if draw.random() < self._share else draw.randrange(VOCABULARY))
         return tuple(known[len(request.tokens) :])
 
+    def seconds(self, num_rows: int, num_drafts: int) -> float:
+        return 0.0
+
     def waits(self, request: Request) -> bool:
         return Random(zlib.crc32(bytes(request.tokens), self._seed)).random() < 0.5
 
-    def committed(self, requests: Sequence[Request], drafts: Sequence[Sequence[int]]) -> None:
+    def committed(
+        self, requests: Sequence[Request], drafts: Sequence[Sequence[int]], proposing: Proposing | None = None,
+    ) -> None:
         """It learns nothing."""
 
     def finished(self, request: Request) -> None:

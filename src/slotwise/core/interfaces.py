@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.request import Request
+from slotwise.core.step import Proposing
 from slotwise.core.step_time import Work
 
 Key = tuple[float, ...]
@@ -153,6 +154,14 @@ class Policy(Protocol):
         ...
 
 
+class Due(NamedTuple):
+    """Places of the rows that may have drafts in this step; if there are none, why, and for how many steps to come."""
+
+    places: Sequence[int]
+    reason: str
+    rest: int = 0  # steps of these rows in which none of them will be due, either
+
+
 class DraftRow(NamedTuple):
     """A decoding row that may verify drafts, and the most that its output and the free blocks have room for."""
 
@@ -161,7 +170,10 @@ class DraftRow(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """Drafts by row, () for a plain one, and why there are no more (`core/drafting.py`); "": `most`."""
+    """Drafts by row, () for a plain one, and why there are no more (`core/drafting.py`); "": `most`.
+
+    A draft is a token, or PROPOSED.
+    """
 
     drafts: Sequence[tuple[int, ...]]
     reason: str
@@ -173,14 +185,25 @@ class Proposer(Protocol):
     It depends on the history alone, as a policy does.
     """
 
-    def propose(self, rows: Sequence[DraftRow], work: Work, most: int) -> Proposal:
+    def due(self, requests: Sequence[Request]) -> Due:
+        """Returns which of a step's decoding rows, those without a token in flight, to call `propose` with.
+
+        Called once a step, after all of its rows are planned.  It takes a fraction of a microsecond a row.
+        """
+        ...
+
+    def propose(self, rows: Sequence[DraftRow], num_decoding: int, work: Work, most: int) -> Proposal:
         """Returns tokens that may follow `request.tokens` of each row: at most its `limit`, and `most` in total.
 
-        Called once a step, after all of its rows are planned, with those that have no token in flight.
-
         Args:
+            rows: those that `due` named.
+            num_decoding: rows that `due` was called with.
             work: of the step without drafts.
         """
+        ...
+
+    def seconds(self, num_rows: int, num_drafts: int) -> float:
+        """Returns the predicted seconds in which an executor proposes `num_drafts` drafts of `num_rows` rows."""
         ...
 
     def waits(self, request: Request) -> bool:
@@ -190,8 +213,14 @@ class Proposer(Protocol):
         """
         ...
 
-    def committed(self, requests: Sequence[Request], drafts: Sequence[Sequence[int]]) -> None:
-        """A step was committed: its rows' requests, with the tokens it appended, and the drafts of each row, or ()."""
+    def committed(
+        self, requests: Sequence[Request], drafts: Sequence[Sequence[int]], proposing: Proposing | None = None,
+    ) -> None:
+        """A step was committed: its rows' requests, with the tokens it appended, and the drafts of each row, or ().
+
+        Args:
+            proposing: what the executor's draft model took.
+        """
         ...
 
     def finished(self, request: Request) -> None:

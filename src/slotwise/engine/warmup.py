@@ -15,11 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from slotwise.batching.continuous import Chunked
-from slotwise.core.interfaces import DraftRow, Proposal, Proposer
+from slotwise.core.interfaces import DraftRow, Due, Proposal, Proposer
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import Request
 from slotwise.core.scheduler import Scheduler
+from slotwise.core.step import Proposing
 from slotwise.core.step_time import StepTimeModel, Work, work_of
 from slotwise.engine.engine import Clock, Engine
 from slotwise.engine.executor import Executor
@@ -115,14 +116,22 @@ class _Drafts:
     def __init__(self) -> None:
         self.number = 0
 
-    def propose(self, rows: Sequence[DraftRow], work: Work, most: int) -> Proposal:
+    def due(self, requests: Sequence[Request]) -> Due:
+        return Due(range(len(requests)), "")
+
+    def propose(self, rows: Sequence[DraftRow], num_decoding: int, work: Work, most: int) -> Proposal:
         number = min(self.number, most // len(rows))
         return Proposal([(ANY_TOKEN,) * min(row.limit, number) for row in rows], "")
+
+    def seconds(self, num_rows: int, num_drafts: int) -> float:
+        return 0.0
 
     def waits(self, request: Request) -> bool:
         return False
 
-    def committed(self, requests: Sequence[Request], drafts: Sequence[Sequence[int]]) -> None:
+    def committed(
+        self, requests: Sequence[Request], drafts: Sequence[Sequence[int]], proposing: Proposing | None = None,
+    ) -> None:
         """Nothing is learned."""
 
     def finished(self, request: Request) -> None:

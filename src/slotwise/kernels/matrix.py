@@ -1,0 +1,188 @@
+"""A quantised matrix, whatever file it comes from: what loaders of checkpoints produce and kernels multiply.
+
+    w[o, i] = scale[o, g] * (level(code[o, i]) - zero) - minimum[o, g]        g = order[i] // group, or i // group
+
+`code` is an unsigned integer of `bits` bits.  `level` is the code itself, or an entry of a table (NF4, IQ4_NL, MXFP4,
+FP8).  Scales and minimums are floats, or small integers times a unit that several groups of an output share, as in
+GGUF's K-quants.  A zero point of each group is a minimum, `scale * zero`: for scales of 16 bits exactly the same
+number, because both products and their difference fit into a float32.
+
+A matrix holds no codes: `read` unpacks a range of outputs from wherever they are stored, so that kernels can repack a
+memory-mapped file a few outputs at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+MOST_BITS = 8  # of a code
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How the numbers of a matrix are encoded: all that is known before any of them is read."""
+
+    bits: int  # of a code, 1 ... 8
+    group: int  # inputs of an output that share a scale
+    scale: torch.dtype  # of the scales and minimums as stored; integers where they have units
+    groups_per_unit: int = 0  # 0: scales are numbers themselves
+    has_minimums: bool = False
+    zero: int = 0  # the level that means 0, where no minimum is subtracted
+    levels: tuple[float, ...] = ()  # of each code; (): the codes themselves
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a format that contradicts itself."""
+        if not 1 <= self.bits <= MOST_BITS or self.group < 1 or self.groups_per_unit < 0:
+            raise ValueError(f"no format: {self.bits} bits, groups of {self.group}")
+        if self.scale.is_floating_point == bool(self.groups_per_unit):
+            raise ValueError(f"scales of {self.scale} with {self.groups_per_unit} groups per unit")
+        if self.levels and len(self.levels) != 1 << self.bits:
+            raise ValueError(f"{len(self.levels)} levels for codes of {self.bits} bits")
+
+
+class Factors(NamedTuple):
+    """Scales or minimums of some outputs."""
+
+    values: Tensor  # [outputs, groups], of `Format.scale`
+    units: Tensor | None = None  # [outputs, groups / groups_per_unit] float16
+
+    def floats(self) -> Tensor:
+        """`[outputs, groups]` float32; a value and its unit are multiplied in float32."""
+        if self.units is None:
+            return self.values.float()
+        per_unit = self.values.shape[1] // self.units.shape[1]
+        return self.units.float().repeat_interleave(per_unit, dim=1) * self.values.float()
+
+    def of(self, outputs: Tensor) -> Factors:
+        """Those of some outputs, by their places."""
+        return Factors(self.values[outputs], None if self.units is None else self.units[outputs])
+
+
+class Rows(NamedTuple):
+    """Some outputs of a matrix, unpacked."""
+
+    codes: Tensor  # [outputs, depth] uint8
+    scales: Factors
+    minimums: Factors | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class QuantisedMatrix:
+    """`[outputs, depth]` weights in one format.
+
+    Args:
+        read: `read(first, end)` unpacks outputs `first ... end - 1`; any thread may call it.
+        order: `[depth]` int64, the place of each input in a permutation by which groups are counted (GPTQ's act-order);
+            None: groups are runs of neighbours.
+    """
+
+    format: Format
+    outputs: int
+    depth: int
+    read: Callable[[int, int], Rows]
+    order: Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """`[outputs, depth]`, as of the tensor that it stands for."""
+        return torch.Size((self.outputs, self.depth))
+
+    @property
+    def groups(self) -> int:
+        """Of each output; the last may be incomplete."""
+        return -(-self.depth // self.format.group)
+
+    def dequantised(self, first: int = 0, end: int | None = None) -> Tensor:
+        """Outputs `first ... end - 1` in float32, each operation rounded once: the reference of all kernels."""
+        rows = self.read(first, self.outputs if end is None else end)
+        levels = rows.codes.float()
+        if self.format.levels:
+            levels = torch.tensor(self.format.levels, device=levels.device)[rows.codes.int()]
+        weights = self._of_inputs(rows.scales) * (levels - self.format.zero)
+        return weights if rows.minimums is None else weights - self._of_inputs(rows.minimums)
+
+    def _of_inputs(self, factors: Factors) -> Tensor:
+        """The factor of each weight, `[outputs, depth]`."""
+        floats, group = factors.floats(), self.format.group
+        if self.order is None:
+            return floats.repeat_interleave(group, dim=1)[:, : self.depth]
+        return floats[:, self.order.to(floats.device) // group]
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class StackedMatrix:
+    """Matrices of several formats that read the same inputs, one behind the other along their outputs."""
+
+    parts: tuple[QuantisedMatrix, ...]
+
+    @property
+    def shape(self) -> torch.Size:
+        """`[outputs, depth]` of all together."""
+        return torch.Size((sum(part.outputs for part in self.parts), self.parts[0].depth))
+
+    def dequantised(self) -> Tensor:
+        """All outputs in float32."""
+        return torch.cat([part.dequantised() for part in self.parts])
+
+
+Weight = Tensor | QuantisedMatrix | StackedMatrix
+"""What a product multiplies with: `[outputs, depth]`."""
+
+
+def stacked(parts: Sequence[QuantisedMatrix]) -> QuantisedMatrix | StackedMatrix:
+    """Matrices of one depth, one behind the other along their outputs: one matrix where all have one format.
+
+    Raises:
+        ValueError: their depths differ.
+    """
+    first = parts[0]
+    if len({part.depth for part in parts}) > 1:
+        raise ValueError(f"matrices of {sorted({part.depth for part in parts})} inputs cannot be stacked")
+    if len(parts) == 1:
+        return first
+    if any(part.format != first.format or not _have_one_order(part, first) for part in parts):
+        return StackedMatrix(tuple(parts))
+    starts = [sum(part.outputs for part in parts[:place]) for place in range(len(parts))]
+
+    def read(begin: int, end: int) -> Rows:
+        pieces = [part.read(max(0, begin - start), min(part.outputs, end - start))
+                  for start, part in zip(starts, parts, strict=True) if start < end and begin < start + part.outputs]
+        return pieces[0] if len(pieces) == 1 else Rows(
+            torch.cat([piece.codes for piece in pieces]), _joined([piece.scales for piece in pieces]),
+            _joined([piece.minimums for piece in pieces if piece.minimums is not None])
+            if first.format.has_minimums else None)
+
+    return QuantisedMatrix(first.format, sum(part.outputs for part in parts), first.depth, read, first.order)
+
+
+def reordered(matrix: QuantisedMatrix, order: Tensor) -> QuantisedMatrix:
+    """The outputs `order [outputs]` int64 of a matrix, in that order.
+
+    A range is read from the least to the greatest output in it: cheap where neighbours stay close, as within a head.
+    """
+
+    def read(first: int, end: int) -> Rows:
+        wanted = order[first:end]
+        least = int(wanted.min())
+        rows = matrix.read(least, int(wanted.max()) + 1)
+        places = wanted - least
+        minimums = None if rows.minimums is None else rows.minimums.of(places)
+        return Rows(rows.codes[places], rows.scales.of(places), minimums)
+
+    return replace(matrix, outputs=len(order), read=read)
+
+
+def _have_one_order(one: QuantisedMatrix, other: QuantisedMatrix) -> bool:
+    if one.order is None or other.order is None:
+        return one.order is other.order
+    return torch.equal(one.order, other.order)
+
+
+def _joined(factors: Sequence[Factors]) -> Factors:
+    units = [factor.units for factor in factors if factor.units is not None]
+    return Factors(torch.cat([factor.values for factor in factors]), torch.cat(units) if units else None)

@@ -102,5 +102,5 @@ def _prefill(head_dim: int, capability: int) -> PrefillConfig:
     if head_dim > 128:
         return PrefillConfig(32, 64, 8, 2)
     if capability >= HOPPER:
-        return PrefillConfig(128, 64 if head_dim <= 64 else 32, 8, 3)
+        return PrefillConfig(128, 64 if 32 < head_dim <= 64 else 32, 8, 3)
     return PrefillConfig(128 if 32 < head_dim <= 64 else 64, 32, 8, 3)

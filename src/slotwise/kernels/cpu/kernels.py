@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -14,7 +14,9 @@ from slotwise.kernels.cpu import (
     argmax,
     attention,
     attention_plan,
+    experts,
     gemm,
+    gemm_pairs,
     linear,
     linear_bf16,
     linear_fp16,
@@ -30,8 +32,22 @@ from slotwise.kernels.cpu.cache import CpuCache, head_block_elements, padded
 from slotwise.kernels.cpu.graph import PROGRAM, Arena, Graph, GraphRecorder
 from slotwise.kernels.cpu.jit.compiler import Compiled, compile_all
 from slotwise.kernels.cpu.launcher import KernelLauncher
+from slotwise.kernels.cpu.linear import Product
 from slotwise.kernels.cpu.threads import RUN_SHARED, WORK
-from slotwise.kernels.interface import Activation, AttentionShape, Linear, QKNorm, RaggedBatch, cache_kind, in_two_steps
+from slotwise.kernels.interface import (
+    Activation,
+    AttentionShape,
+    ClampedSwiGLU,
+    ExpertWeights,
+    Linear,
+    Mixture,
+    QKNorm,
+    RaggedBatch,
+    Routing,
+    activated,
+    cache_kind,
+    in_two_steps,
+)
 
 LOG2_E = math.log2(math.e)
 SMALL = 1 << 14  # elements that one thread computes before two have synchronised
@@ -46,6 +62,7 @@ class CpuKernels:
     device = torch.device("cpu")
     kinds: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
     records_drafts = True
+    mixture_refusal = ""
 
     def __init__(
         self, threads: int | None = None, quantization: str = "none", kv_cache_dtype: str = "auto",
@@ -89,8 +106,9 @@ class CpuKernels:
         products = [
             linear_int.PRODUCT[bits, kind, self._quantised].code for bits in {self._bits, self._head_bits} if bits]
         stored = self._stored(kind)
-        of_the_cache = [attention.ATTEND[kind, stored], pointwise.ROTARY_STORE[kind, stored]]
-        multiply = [gemm.MULTIPLY[each] for each in dict.fromkeys((kind, stored))]
+        attend, multiply_cache = self._attention(kind, stored)
+        of_the_cache = [attend, pointwise.ROTARY_STORE[kind, stored]]
+        multiply = list(dict.fromkeys((gemm.MULTIPLY[kind], multiply_cache)))
         dense = {
             "fp16": [linear_fp16.PRODUCT.code], "onednn": [pointwise.SILU_MUL[kind]],
             **{path: [product.code] for path, product in linear_bf16.PRODUCT.items()},
@@ -153,6 +171,35 @@ class CpuKernels:
     def head(self, weight: Tensor) -> Linear:
         """`weight [vocab, hidden]`, packed for logits."""
         return self._packed(weight, None, self._head_bits)
+
+    def exact_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """`weight [out, in]`, packed as it is."""
+        return self._packed(weight, bias, 0)
+
+    def experts(
+        self, weights: Iterable[ExpertWeights], routing: Routing, activation: Activation | ClampedSwiGLU,
+    ) -> Mixture:
+        """A layer's experts; see `experts.py`."""
+        gates: list[Product] = []
+        downs: list[Product] = []
+        is_gated = False
+        for each in weights:
+            is_gated = activation == "silu" and (bool(self._bits) or self._packing(each.gate_up) is not None)
+            gates.append(self._expert(each.gate_up, each.gate_up_bias, is_gated=is_gated))
+            downs.append(self._expert(each.down, each.down_bias))
+        activate = None if is_gated else activated(self, activation)
+        return experts.Mixture(gates, downs, activate, routing, self.launcher)
+
+    def _expert(self, weight: Tensor, bias: Tensor | None, *, is_gated: bool = False) -> Product:
+        """One product of an expert, on no path but our own kernels'."""
+        if self._bits:
+            product = linear_int.int_linear(weight, bias, self._bits, self._quantised, self.launcher, is_gated=is_gated)
+        elif is_gated:
+            product = self.gated(weight, bias)
+        else:
+            product = (self._packing(weight) or linear.tiled_linear)(weight, bias, self.launcher)
+        assert isinstance(product, Product)
+        return product
 
     def _packing(self, weight: Tensor) -> Callable[..., Linear] | None:
         """Packs `weight` for products that may be gated; None where the path of its type has none."""
@@ -220,6 +267,15 @@ class CpuKernels:
         self._run(pointwise.NORM[x.dtype], x.numel())
         return out
 
+    def add(self, x: Tensor, residual: Tensor, gate: Tensor | None = None) -> Tensor:
+        """`residual += x` in place, or `residual += sigmoid(gate) * x`; returns `residual`."""
+        x = x.contiguous()
+        tokens, size = x.shape
+        gate_at = 0 if gate is None else gate.data_ptr()
+        self.launcher.give(x.data_ptr(), residual.data_ptr(), gate_at, 0, tokens, size)
+        self._run(pointwise.ADD[x.dtype], x.numel())
+        return residual
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """`silu(gate) * up` for `gate_up [tokens, 2 * intermediate]`."""
         return self._activated(pointwise.SILU_MUL, gate_up)
@@ -228,13 +284,17 @@ class CpuKernels:
         """`gelu(gate) * up`, with GELU's approximation by tanh."""
         return self._activated(pointwise.GELU_MUL, gate_up)
 
-    def _activated(self, codes: dict[torch.dtype, Compiled], gate_up: Tensor) -> Tensor:
+    def _activated(self, codes: dict[torch.dtype, Compiled], gate_up: Tensor, *options: int) -> Tensor:
         gate_up = gate_up.contiguous()
         tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = self.launcher.empty((tokens, size), gate_up.dtype)
-        self.launcher.give(gate_up.data_ptr(), 0, 0, out.data_ptr(), tokens, size)
+        self.launcher.give(gate_up.data_ptr(), 0, 0, out.data_ptr(), tokens, size, *options)
         self._run(codes[gate_up.dtype], gate_up.numel())
         return out
+
+    def clamped_swiglu(self, gate_up: Tensor, activation: ClampedSwiGLU) -> Tensor:
+        """`(clamp(up) + 1) * g * sigmoid(alpha * g)`, with `g = min(gate, limit)`."""
+        return self._activated(pointwise.CLAMPED_SWIGLU, gate_up, _bits(activation.alpha), _bits(activation.limit))
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         """`cap * tanh(x / cap)` for `x [tokens, size]`; NaN and infinities stay what they are."""
@@ -253,8 +313,9 @@ class CpuKernels:
         qkv = qkv.contiguous()
         tokens = qkv.shape[0]
         query = self.launcher.empty((tokens, shape.num_heads, shape.head_dim), qkv.dtype)
-        norms = (0, 0, 0, 0) if norm is None else (
-            norm.query.data_ptr(), norm.key.data_ptr(), _bits(norm.eps), _bits(norm.offset))
+        norms = (0, 0, 0, 0, 1, 1) if norm is None else (
+            norm.query.data_ptr(), norm.key.data_ptr(), _bits(norm.eps), _bits(norm.offset),
+            len(norm.query) // shape.head_dim, len(norm.key) // shape.head_dim)
         self.launcher.give(
             qkv.data_ptr(), query.data_ptr(), cache.address, rotary.data_ptr(), batch.positions.data_ptr(),
             batch.slot_mapping.data_ptr(), tokens, *cache.geometry, *norms,
@@ -271,8 +332,9 @@ class CpuKernels:
         launcher, out = self.launcher, self.launcher.empty((tokens, shape.num_heads * shape.head_dim), query.dtype)
         workspace = attention_plan.workspace(shape, rows, tokens, batch.max_context_len)
         base = launcher.scratch(workspace.floats(launcher.threads))
+        attend, multiply = self._attention(query.dtype, cache.storage.dtype)
         launcher.give(
-            gemm.MULTIPLY[cache.storage.dtype].address, query.data_ptr(), out.data_ptr(), cache.address,
+            multiply.address, query.data_ptr(), out.data_ptr(), cache.address,
             tables.data_ptr(), tables.stride(0), batch.query_starts.data_ptr(), batch.context_lens.data_ptr(), rows,
             base, base + workspace.arrivals, base + workspace.parts, base + workspace.threads, workspace.thread_bytes,
             *cache.geometry,
@@ -280,8 +342,18 @@ class CpuKernels:
             0 if sinks is None else sinks.data_ptr(),
         )
         launcher.alone(attention_plan.PLAN)
-        launcher.together(attention.ATTEND[query.dtype, cache.storage.dtype])
+        launcher.together(attend)
         return out
+
+    @functools.cached_property
+    def _multiplies_pairs(self) -> bool:
+        return gemm_pairs.pays()
+
+    def _attention(self, kind: torch.dtype, stored: torch.dtype) -> tuple[Compiled, Compiled]:
+        """The kernel for queries of `kind` over a cache that is `stored`, and the product that it calls."""
+        if stored == torch.bfloat16 and self._multiplies_pairs:
+            return attention.ATTEND_PAIRS, gemm.MULTIPLY_PAIRS
+        return attention.ATTEND[kind, stored], gemm.MULTIPLY[stored]
 
     def _run(self, code: Compiled, elements: int) -> None:
         if elements < SMALL:

@@ -29,11 +29,13 @@ class Linear:
     Args:
         parts: outputs of each weight, by its name in the checkpoint without ".weight" or ".bias".
         gate: the first half of the outputs are gates: `activation(gates) * others`, half as many outputs.
+        order: the checkpoint's output at each place; None: as in the checkpoint.
+        is_exact: never quantised: a product whose outputs choose.
     """
 
     def __init__(
         self, source: Source, parts: Mapping[str, int], inputs: int, *, bias: bool = False,
-        gate: Activation | None = None,
+        gate: Activation | None = None, order: Tensor | None = None, is_exact: bool = False,
     ) -> None:
         kernels = source.kernels
         self.parts = dict(parts)
@@ -41,9 +43,14 @@ class Linear:
         self.outputs = sum(parts.values())
         weight = source.tensor({f"{name}.weight": (outputs, inputs) for name, outputs in parts.items()})
         biases = source.tensor({f"{name}.bias": (outputs,) for name, outputs in parts.items()}) if bias else None
+        if order is not None:
+            weight, biases = weight[order], None if biases is None else biases[order]
         pack = kernels.linear if gate is None else functools.partial(kernels.gated, activation=gate)
+        pack = kernels.exact_linear if is_exact else pack
         self._product: PackedLinear = pack(weight, biases)
         self.bytes = kernels.linear_bytes(self.outputs, inputs, source.dtype)  # as packed
+        if is_exact:
+            self.bytes = self.outputs * inputs * source.dtype.itemsize
         self.bytes += 0 if biases is None else self.outputs * source.dtype.itemsize
 
     def __call__(self, x: Tensor) -> Tensor:

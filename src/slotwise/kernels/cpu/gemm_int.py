@@ -26,7 +26,6 @@ from slotwise.kernels.cpu.gemm_finish import FLOATS, added, finish_row, for_eith
 from slotwise.kernels.cpu.jit.intrinsic import ElementType
 from slotwise.kernels.cpu.llvm import (
     BYTE,
-    LINE,
     SHORT,
     SINGLE,
     WORD,
@@ -48,8 +47,7 @@ HEIGHTS = range(1, 7) if AVX512 else range(1, 3)  # of a tile, as registers allo
 TALLEST = HEIGHTS[-1]
 RUN = {8: 2, 4: 8}  # quads whose pairs are added in 16 bits
 STEPS_OF_A_GROUP = GROUP // 8  # two quads at once
-ASKED = {bits: -(-record // STEPS_OF_A_GROUP // LINE) for bits, record in RECORD.items()}
-"""Lines prefetched with each, none left out: a line that is missing costs more than all that are there twice."""
+ASKED = 2  # lines prefetched with each
 
 BYTES_64, _SHORTS, WORDS = (ir.VectorType(kind, lanes) for kind, lanes in ((BYTE, 64), (SHORT, 32), (WORD, 16)))
 
@@ -70,7 +68,7 @@ class Panel(NamedTuple):
     bias: ir.Value
     is_gated: ir.Value
     asked: ir.Value  # what to prefetch
-    step: ir.Value  # bytes of it with each two quads, up to ASKED lines
+    step: ir.Value  # bytes of it with each two quads, at most ASKED lines
     scratch: ir.Value  # memory of the thread
 
 
@@ -141,8 +139,8 @@ def _add_two_quads(
     builder: ir.IRBuilder, rows: int, bits: int, panel: Panel, place: ir.Value, sums: Sequence[ir.Value], add: Add
 ) -> list[ir.Value]:
     """`sums`, two vectors a row, after all products of the two quads at `place` in the group; prefetches meanwhile."""
-    for line in range(ASKED[bits]):
-        part = builder.udiv(builder.mul(panel.step, number(line)), number(ASKED[bits]))
+    for line in range(ASKED):
+        part = builder.udiv(builder.mul(panel.step, number(line)), number(ASKED))
         prefetch(builder, builder.add(panel.asked, builder.add(builder.mul(place, panel.step), part)))
     weights = builder.add(panel.weights, builder.mul(place, number(128 * bits // 4)))
     x, sums = builder.add(panel.x, builder.mul(place, number(8))), list(sums)

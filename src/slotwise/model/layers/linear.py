@@ -43,7 +43,7 @@ class Linear:
         biases = source.tensor({f"{name}.bias": (outputs,) for name, outputs in parts.items()}) if bias else None
         pack = kernels.linear if gate is None else functools.partial(kernels.gated, activation=gate)
         self._product: PackedLinear = pack(weight, biases)
-        self.bytes = kernels.linear_bytes(self.outputs, inputs, source.dtype)  # as packed
+        self.bytes = kernels.linear_bytes(weight)  # as packed
         self.bytes += 0 if biases is None else self.outputs * source.dtype.itemsize
 
     def __call__(self, x: Tensor) -> Tensor:

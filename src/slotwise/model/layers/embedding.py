@@ -59,8 +59,8 @@ def read_ends(
 ) -> tuple[Embedding, Head]:
     """Embedding and head under the names that all families use; a `tied` head is the embedding's table, unscaled."""
     size = (vocab_size, hidden_size)
-    table = source.tensor({TABLE: size})
-    weight = table if tied else source.tensor({HEAD: size})
+    table = source.weight({TABLE: size})
+    weight = table if tied else source.weight({HEAD: size})
     embedding, head = Embedding(source, table, scale), Head(source, weight, soft_cap)
     if tied and not isinstance(table, Tensor):
         embedding.bytes = 0  # kernels share what they packed for the head

@@ -39,7 +39,7 @@ class Linear:
         self.parts = dict(parts)
         self.inputs = inputs
         self.outputs = sum(parts.values())
-        weight = source.tensor({f"{name}.weight": (outputs, inputs) for name, outputs in parts.items()})
+        weight = source.weight({f"{name}.weight": (outputs, inputs) for name, outputs in parts.items()})
         biases = source.tensor({f"{name}.bias": (outputs,) for name, outputs in parts.items()}) if bias else None
         pack = kernels.linear if gate is None else functools.partial(kernels.gated, activation=gate)
         self._product: PackedLinear = pack(weight, biases)

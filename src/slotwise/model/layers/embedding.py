@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from slotwise.kernels.matrix import QuantisedMatrix, Weight
+from slotwise.kernels.matrix import QuantisedMatrix, StackedMatrix, Weight
 from slotwise.model.layers.source import Source
 
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # in the checkpoints of all families
@@ -60,6 +60,7 @@ def read_ends(
     """Embedding and head under the names that all families use; a `tied` head is the embedding's table, unscaled."""
     size = (vocab_size, hidden_size)
     table = source.weight({TABLE: size})
+    assert not isinstance(table, StackedMatrix)  # it is one tensor
     weight = table if tied else source.weight({HEAD: size})
     embedding, head = Embedding(source, table, scale), Head(source, weight, soft_cap)
     if tied and not isinstance(table, Tensor):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 Written = tuple[dict[str, Tensor], Tensor]
 Writer = Callable[[Tensor], Written]
-SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 256}  # of 32, 64, 128
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}  # of 32, 64, 128
 
 
 class Kind(NamedTuple):
@@ -101,10 +101,8 @@ def compressed(name: str, weights: dict[str, Any], activations: dict[str, Any] |
 
     def write(weight: Tensor) -> Written:
         weight = weight.bfloat16()
-        rows = {"block": arguments.block_structure and arguments.block_structure[0], "tensor": len(weight)}.get(
-            arguments.strategy, 1)
-        columns = {"group": arguments.group_size, "block": arguments.block_structure and arguments.block_structure[1]
-                   }.get(arguments.strategy, weight.shape[1])
+        rows = min(len(weight), {"block": 128, "tensor": len(weight)}.get(arguments.strategy, 1))
+        columns = {"group": arguments.group_size, "block": 128}.get(arguments.strategy, weight.shape[1])
         blocks = weight.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).transpose(1, 2).flatten(2)
         scale, zero = calculate_qparams(blocks.amin(2), blocks.amax(2), arguments)
         if arguments.strategy == "tensor":
@@ -133,6 +131,7 @@ def fp8(block: list[int] | None, *, static: bool = False) -> Kind:
 
     def write(weight: Tensor) -> Written:
         rows, columns = block or weight.shape
+        rows = min(rows, len(weight))
         blocks = weight.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).transpose(1, 2)
         scales = (blocks.abs().amax((2, 3)) / 448).contiguous()
         stored = (blocks / scales[:, :, None, None]).transpose(1, 2).reshape(weight.shape).to(torch.float8_e4m3fn)

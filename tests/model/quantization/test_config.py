@@ -83,7 +83,8 @@ def test_an_unknown_field_is_refused_where_it_is_set(config: dict[str, Any]) -> 
     (GPTQ, "sym", "yes", "must be true or false"), (GPTQ, "modules_in_block_to_quantize", [1], "must be lists"),
     (GPTQ, "dynamic", {"(a+)+": {}}, "repeats more than"), (GPTQ, "dynamic", {".*up": {"bits": 3}}, "bits must be"),
     (GPTQ, "dynamic", {".*up": 7}, "must be an object"), (GPTQ, "dynamic", {".*up": {"adapter": 1}}, "adapter is not"),
-    (AWQ, "bits", 8, "must be 4 with AWQ"), (AWQ, "version", "gemv", "must be gemm"), (AWQ, "zero_point", False, "is f"),
+    (AWQ, "bits", 8, "must be 4 with AWQ"), (AWQ, "version", "gemv", "must be gemm"),
+    (AWQ, "zero_point", False, "is false, which is not supported"),
     (AWQ, "group_size", 100, "must be -1"), (AWQ, "modules_to_not_convert", "lm_head", "must be a list of strings"),
     (AWQ, "backend", "llm-awq", "is not supported"), (AWQ, "lm_head", True, "is not supported with AWQ"),
     (FP8, "fmt", "e5m2", "must be e4m3"), (FP8, "activation_scheme", "none", "must be dynamic or static"),
@@ -155,8 +156,8 @@ class TestModules:
             r"-:.*self_attn.*": {}, r"+:.*\.1\.mlp.*": {"bits": 8, "group_size": 64}, r".*mlp.*": {"sym": False}}})
         found = [quantization.scheme(module) for module in (QUERY, DOWN, UP)]
         assert found[0] is None
-        assert [(each.format(128).bits, each.format(128).group, each.format(128).has_minimums) for each in found[1:]] == [
-            (8, 64, False), (4, 32, True)]
+        formats = [each.format(128) for each in found[1:]]
+        assert [(each.bits, each.group, each.has_minimums) for each in formats] == [(8, 64, False), (4, 32, True)]
 
     def test_targets_of_compressed_tensors(self) -> None:
         """A name before an expression, an expression before the class; `ignore` before all."""

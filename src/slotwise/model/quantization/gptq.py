@@ -4,6 +4,7 @@
     qzeros    [groups, outputs * bits / 32]   zero points, less one in the first version of the format
     scales    [groups, outputs]
     g_idx     [depth]                         the group of each input (act-order, `desc_act`)
+    bias      [outputs]                       zeros, which AutoGPTQ wrote for models without biases
 
     weight[o, i] = scales[g, o] * (qweight[i, o] - zero[g, o]),  g = g_idx[i]
 """
@@ -70,10 +71,13 @@ class GPTQScheme:
             "qweight": Part(("I32",), ((words_of(depth, self.bits), outputs),)),
             "qzeros": Part(("I32",), ((groups, words_of(outputs, self.bits)),)),
             "scales": Part(FLOATS, ((groups, outputs),)),
-            "g_idx": Part(("I32", "I64"), ((depth,),), is_optional=not self.is_ordered)}
+            "g_idx": Part(("I32", "I64"), ((depth,),), is_optional=not self.is_ordered),
+            "bias": Part(FLOATS, ((outputs,),), is_optional=True)}
 
     def matrix(self, layer: Layer) -> QuantisedMatrix:
         words, zeros = layer.tensor("qweight"), self._zeros(layer)
+        if layer.has("bias") and layer.tensor("bias").any():
+            raise layer.error("bias", "is not zero, but the model has no bias there")
 
         def codes(first: int, end: int) -> Tensor:
             return unpack(words[:, first:end].t(), self.bits, layer.depth)

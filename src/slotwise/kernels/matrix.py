@@ -14,7 +14,7 @@ memory-mapped file a few outputs at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -57,6 +57,10 @@ class Factors(NamedTuple):
             return self.values.float()
         per_unit = self.values.shape[1] // self.units.shape[1]
         return self.units.float().repeat_interleave(per_unit, dim=1) * self.values.float()
+
+    def of(self, outputs: Tensor) -> Factors:
+        """Those of some outputs, by their places."""
+        return Factors(self.values[outputs], None if self.units is None else self.units[outputs])
 
 
 class Rows(NamedTuple):
@@ -154,6 +158,22 @@ def stacked(parts: Sequence[QuantisedMatrix]) -> QuantisedMatrix | StackedMatrix
             if first.format.has_minimums else None)
 
     return QuantisedMatrix(first.format, sum(part.outputs for part in parts), first.depth, read, first.order)
+
+
+def reordered(matrix: QuantisedMatrix, order: Tensor) -> QuantisedMatrix:
+    """The outputs `order [outputs]` int64 of a matrix, in that order.
+
+    A range is read from the least to the greatest output in it: cheap where neighbours stay close, as within a head.
+    """
+
+    def read(first: int, end: int) -> Rows:
+        wanted = order[first:end]
+        least = int(wanted.min())
+        rows = matrix.read(least, int(wanted.max()) + 1)
+        places = wanted - least
+        return Rows(rows.codes[places], rows.scales.of(places), None if rows.minimums is None else rows.minimums.of(places))
+
+    return replace(matrix, outputs=len(order), read=read)
 
 
 def _have_one_order(one: QuantisedMatrix, other: QuantisedMatrix) -> bool:

@@ -19,7 +19,7 @@ from slotwise.model.families import compose
 from slotwise.model.layers.rope import RotaryTable
 from slotwise.model.layers.source import Source
 from slotwise.model.network import DecoderLayer
-from slotwise.model.weights import Read
+from slotwise.model.stored import Read
 
 FLOAT32 = 4  # bytes of a logit that the sampler edits
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from slotwise.kernels.interface import Kernels
+from slotwise.kernels.matrix import Format
 from slotwise.model import gemma2, llama, mistral, qwen2, qwen3
 from slotwise.model.config import ModelConfig
 from slotwise.model.errors import CheckpointError
@@ -61,6 +62,9 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return listing.shapes
 
 
-def weight_bytes(config: ModelConfig, kernels: Kernels) -> int:
-    """Bytes of all weights of a model with this config, as packed for these kernels."""
-    return compose(config, Listing(config.dtype, kernels)).bytes
+def weight_bytes(config: ModelConfig, kernels: Kernels, formats: Mapping[str, Format]) -> int:
+    """Bytes of all weights of a model with this config, as packed for these kernels.
+
+    `formats` are those of quantised matrices, by name.
+    """
+    return compose(config, Listing(config.dtype, kernels, formats)).bytes

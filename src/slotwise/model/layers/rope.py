@@ -52,6 +52,16 @@ class LinearRope(Rope):
 
 
 @dataclass(frozen=True)
+class DividedRope(Rope):
+    """Every pair with a divisor of its own, as GGUF files write the scaling of Llama 3.1."""
+
+    divisors: tuple[float, ...]  # [head_dim / 2]
+
+    def inverse_frequencies(self, head_dim: int) -> Tensor:
+        return Rope.inverse_frequencies(self, head_dim) / torch.tensor(self.divisors)
+
+
+@dataclass(frozen=True)
 class Llama3Rope(Rope):
     """Llama 3.1's scaling: slow pairs are interpolated, fast ones unchanged, those between blended.
 

@@ -1,0 +1,72 @@
+"""Architectures of GGUF files, and their tensors' names.
+
+    llama.cpp             here, as in Hugging Face checkpoints
+    blk.0.attn_q.weight   model.layers.0.self_attn.q_proj.weight
+
+llama.cpp rotates neighbouring dimensions of a head in some architectures, and so its converter interleaves the rows of
+their queries and keys: row `2 i + j` of a head is row `j head_dim / 2 + i` of the original.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+_LAYER = re.compile(r"blk\.(?P<layer>\d{1,4})\.(?P<part>\w+)\.(?P<kind>weight|bias)")
+_ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_PARTS = {
+    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm", "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+}  # fmt: skip
+_GEMMA = {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
+          "post_ffw_norm": "post_feedforward_layernorm"}
+ROPE_FACTORS = "rope_freqs.weight"  # divisors of the rotary frequencies
+_UNREAD = re.compile(r"rope_freqs\.weight|blk\.\d{1,4}\.attn_rot_embd\.weight")  # the config has what they say
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """How an architecture of llama.cpp is served."""
+
+    served_as: str  # a name in `families.FAMILIES`
+    is_interleaved: bool = False  # rows of queries and keys
+    norm_offset: float = 0.0  # that the converter has added to the weights of norms
+    parts: Mapping[str, str] = field(default_factory=dict)  # of a layer, beside or instead of the usual ones
+
+    def name_of(self, stored: str) -> str:
+        """The name that a family gives the tensor that is `stored` in a file; one that no family reads stays unknown.
+
+        An unknown part of a layer is named as one, so that a model which holds it is refused.
+        """
+        if layer := _LAYER.fullmatch(stored):
+            part = (_PARTS | dict(self.parts)).get(layer["part"], layer["part"])
+            return f"model.layers.{int(layer['layer'])}.{part}.{layer['kind']}"
+        end, _, kind = stored.rpartition(".")
+        return f"{_ENDS[end]}.{kind}" if end in _ENDS else stored
+
+    def stored_name(self, name: str) -> str:
+        """The name in a file of the tensor that families call `name`: for messages."""
+        stem, _, kind = name.rpartition(".")
+        if stem.startswith("model.layers."):
+            layer, _, part = stem.removeprefix("model.layers.").partition(".")
+            by_name = {here: there for there, here in (_PARTS | dict(self.parts)).items()}
+            return f"blk.{layer}.{by_name.get(part, part)}.{kind}"
+        ends = {here: there for there, here in _ENDS.items()}
+        return f"{ends[stem]}.{kind}" if stem in ends else name
+
+
+def is_unread(stored: str) -> bool:
+    """Whether a tensor is read with the config, or repeats what it says."""
+    return _UNREAD.fullmatch(stored) is not None
+
+
+ARCHITECTURES = {
+    "llama": Architecture("LlamaForCausalLM", is_interleaved=True),  # Mistral, too
+    "qwen2": Architecture("Qwen2ForCausalLM"),
+    "qwen3": Architecture("Qwen3ForCausalLM"),
+    "gemma2": Architecture("Gemma2ForCausalLM", norm_offset=1.0, parts=_GEMMA),
+}
+"""By `general.architecture`."""

@@ -116,7 +116,7 @@ def compressed(name: str, weights: dict[str, Any], activations: dict[str, Any] |
             part: tensor.float() if part == "weight_scale" and tensor.is_floating_point() else tensor
             for part, tensor in tensors.items()}, scheme)["weight"]
         if static:
-            tensors["input_scale"] = torch.tensor([0.02])
+            tensors["input_scale"] = torch.tensor([0.1])
         return {part: tensor.contiguous() for part, tensor in tensors.items()}, whole.float()
 
     group = {"targets": ["Linear"], "weights": json.loads(arguments.model_dump_json()), "output_activations": None,
@@ -155,7 +155,7 @@ def nf4(*, nested: bool) -> Kind:
 
     return Kind({"quant_method": "bitsandbytes", "_load_in_4bit": True, "_load_in_8bit": False, "load_in_4bit": True,
                  "load_in_8bit": False, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": nested,
-                 "bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_quant_storage": "uint8", "llm_int8_threshold": 6.0,
+                 "bnb_4bit_compute_dtype": "float32", "bnb_4bit_quant_storage": "uint8", "llm_int8_threshold": 6.0,
                  "llm_int8_skip_modules": None, "llm_int8_has_fp16_weight": False}, write)
 
 

@@ -185,6 +185,9 @@ def load(config: EngineConfig, progress: Progress = silent, wrap: Callable[[Kern
     checkpoint = fingerprint(folder)  # first: what changes meanwhile is seen by the next engine
     generation = named_file(config.generation_config)
     described = describe(folder, config.dtype, kernels, generation)
+    if config.quantization != "none" and described.quantization is not None:
+        raise ConfigError(f"quantization {config.quantization} is for full weights: those of {folder} are quantised "
+                          f"already ({described.quantization.description}); leave the option out")
     if config.batch_invariant and (why := kernels.batch_dependence(described.dtype)):
         raise ConfigError(f"batch_invariant cannot be kept: {why}")
     packing = 1 if workers.are_waiting() else torch.get_num_threads()  # all other threads compile

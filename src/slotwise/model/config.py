@@ -11,6 +11,8 @@ from slotwise.kernels.interface import AttentionShape
 from slotwise.model.errors import CheckpointError
 from slotwise.model.fields import Fields
 from slotwise.model.layers.rope import Rope, read_rope
+from slotwise.model.quantization.config import read_quantization
+from slotwise.model.quantization.scheme import Quantization
 
 MAX_LAYERS = 1024
 FULL, SLIDING = "full_attention", "sliding_attention"  # of `layer_types`
@@ -48,6 +50,7 @@ class ModelConfig:
     attention_scale: float = 0.0  # of scores; 0: head_dim ** -0.5
     attention_soft_cap: float = 0.0  # of scores; 0: none
     logit_soft_cap: float = 0.0  # 0: none
+    quantization: Quantization | None = None  # of the weights of products, as config.json says; None: plain numbers
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -112,14 +115,14 @@ def read_common(
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         eos_token_ids=fields.token_ids("eos_token_id"),
         dtype=_stored_dtype(fields),
+        quantization=read_quantization(fields),
     )
 
 
 def _refuse_unsupported(fields: Fields) -> None:
     """Raises CheckpointError for fields of every family that would change the answer and are not implemented."""
-    quantised = "are not supported: serve the one it was made from, which quantization int8 or int4 quantises"
-    fields.refuse(("quantization",), f"is set: checkpoints quantised by MLX {quantised}")
-    fields.refuse(("quantization_config",), f"is set: quantised checkpoints {quantised}")
+    fields.refuse(("quantization",), "is set: checkpoints quantised by MLX are not supported: serve the one it was made "
+                  "from, which quantization int8 or int4 quantises")
     if fields.section("per_layer_config").values:
         raise fields.error("per_layer_config", "gives layers sizes of their own, which is not supported")
     if fields.flag("is_encoder_decoder"):

@@ -46,6 +46,7 @@ def load_model(
         _tell_of_float16(dtype, config, weights, kernels)
     config = _with_stored_head(config, weights, folder)
     shapes = tensor_shapes(config)
+    weights.assemble(config.quantization, shapes)
     weights.check(shapes)
     admit(weight_bytes(config, kernels, weights.formats(shapes)))
     read = weights.reader(shapes, config.dtype, progress)

@@ -12,6 +12,8 @@ from torch import Tensor
 from slotwise.kernels.matrix import Format, QuantisedMatrix, Rows, Weight, stacked
 from slotwise.model.errors import CheckpointError
 from slotwise.model.gguf.tensors import open_gguf_tensors
+from slotwise.model.quantization.scheme import Quantization
+from slotwise.model.quantization.stored import with_quantised
 from slotwise.model.safetensors_files import open_safetensors
 from slotwise.model.stored import Read, Shapes, StoredTensor, TensorSource
 
@@ -57,6 +59,15 @@ class Weights:
         rows = max(1, COMPARED_NUMBERS // max(1, first.shape[1]))
         return all(torch.equal(first.rows(at, at + rows).to(dtype), second.rows(at, at + rows).to(dtype))
                    for at in range(0, first.shape[0], rows))
+
+    def assemble(self, quantization: Quantization | None, expected: Shapes) -> None:
+        """Sees the parts of each weight that `quantization` says is quantised as one tensor from now on.
+
+        Raises CheckpointError when parts are missing, or have another shape or type than the config says.
+        """
+        if quantization is not None:
+            self._source = with_quantised(self._source, quantization, expected)
+            self._tensors = self._source.tensors
 
     def check(self, expected: Shapes) -> None:
         """Checks that exactly the expected tensors exist.

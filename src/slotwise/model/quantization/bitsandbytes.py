@@ -92,7 +92,7 @@ class NF4Scheme:
         try:
             if stored.numel() > MAX_STATE_BYTES:
                 raise ValueError("too long")
-            values = json.loads(bytes(stored.tolist()))
+            values = json.loads(bytes(stored.flatten().tolist()))
             if not isinstance(values, dict):
                 raise ValueError("no object")
         except (ValueError, RecursionError) as error:

@@ -12,7 +12,10 @@ from slotwise.model.errors import CheckpointError
 from slotwise.model.quantization.scheme import Layer, Part, Quantization, Scheme, Shape
 from slotwise.model.stored import StoredTensor, TensorSource
 
-WEIGHT = ".weight"  # how the names of products end
+WEIGHT = ".weight"  # how the names of products' weights end
+MATRIX = 2  # dimensions
+TABLES = ("model.embed_tokens",)  # matrices that are no products: no method quantises them
+NAMED = 3  # tensors in an error before "and n more"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,35 +46,31 @@ class QuantisedTensor:
         return self.scheme.matrix(Layer(self.name, self.where, outputs, depth, parts))
 
 
-def with_quantised(
-    source: TensorSource, quantization: Quantization, products: Mapping[str, Shape], others: Mapping[str, Shape],
-) -> TensorSource:
+def with_quantised(source: TensorSource, quantization: Quantization, expected: Mapping[str, Shape]) -> TensorSource:
     """`source` with the weights that `quantization` says are quantised in place of their parts.
 
-    Args:
-        products: the weights of products, by their names with ".weight", and their shapes.
-        others: the tensors that a model reads beside them.
+    `expected` are the names and shapes of all tensors that the model reads.
 
-    Raises:
-        CheckpointError: parts are missing, or have another shape or type than the config says.
+    Raises CheckpointError when parts are missing, or have another shape or type than the config says.
     """
     tensors, missing = dict(source.tensors), []
-    for name, shape in products.items():
+    for name, shape in expected.items():
         module = name.removesuffix(WEIGHT)
-        scheme = quantization.scheme(module)
+        is_product = len(shape) == MATRIX and name.endswith(WEIGHT) and module not in TABLES
+        scheme = quantization.scheme(module) if is_product else None
         if scheme is None:
             continue
         found = {}
-        for part, expected in scheme.parts(*shape).items():
+        for part, described in scheme.parts(*shape).items():
             stored = f"{module}.{part}"
-            if stored in source.tensors and stored not in others:
-                _check(source, stored, expected)
+            if stored in source.tensors and (stored == name or stored not in expected):
+                _check(source, stored, described)
                 found[part] = tensors.pop(stored)
-            elif not expected.is_optional:
+            elif not described.is_optional:
                 missing.append(stored)
         tensors[name] = QuantisedTensor(module, source.where, quantization.description, shape, scheme, found)
     if missing:
-        shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        shown = ", ".join(missing[:NAMED]) + (f" and {len(missing) - NAMED} more" if len(missing) > NAMED else "")
         raise CheckpointError(f"{source.where} lacks {len(missing)} tensors of quantised weights: {shown}; download the "
                               f"checkpoint again, or check that {source.described_by} belongs to it")
     return replace(source, tensors=tensors)

@@ -39,11 +39,11 @@ class Linear:
         self.parts = dict(parts)
         self.inputs = inputs
         self.outputs = sum(parts.values())
-        weight = source.tensor({f"{name}.weight": (outputs, inputs) for name, outputs in parts.items()})
+        weight = source.weight({f"{name}.weight": (outputs, inputs) for name, outputs in parts.items()})
         biases = source.tensor({f"{name}.bias": (outputs,) for name, outputs in parts.items()}) if bias else None
         pack = kernels.linear if gate is None else functools.partial(kernels.gated, activation=gate)
         self._product: PackedLinear = pack(weight, biases)
-        self.bytes = kernels.linear_bytes(self.outputs, inputs, source.dtype)  # as packed
+        self.bytes = kernels.linear_bytes(weight)  # as packed
         self.bytes += 0 if biases is None else self.outputs * source.dtype.itemsize
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -22,8 +22,8 @@ class Affine:
 
     def format(self, depth: int) -> Format:
         if self.has_zeros:  # as minimums, exact in float32
-            return Format(self.bits, self.group or depth, torch.float32, has_minimums=True)
-        return Format(self.bits, self.group or depth, torch.float16, zero=1 << self.bits - 1)
+            return Format(self.bits, self.group, torch.float32, has_minimums=True)
+        return Format(self.bits, self.group, torch.float16, zero=1 << self.bits - 1)
 
     def matrix(
         self, layer: Layer, codes: Callable[[int, int], Tensor], part: str, scales: Tensor, zeros: Tensor | None,

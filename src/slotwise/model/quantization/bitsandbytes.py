@@ -118,7 +118,7 @@ class Int8Scheme:
     """One module's weight."""
 
     def format(self, depth: int) -> Format:
-        return Format(8, depth, torch.float32, zero=128)
+        return Format(8, 0, torch.float32, zero=128)
 
     def parts(self, outputs: int, depth: int) -> Mapping[str, Part]:
         return {

@@ -46,7 +46,7 @@ READ = frozenset((
 
 
 def fp8_format(depth: int, group: int) -> Format:
-    return Format(8, group or depth, torch.float32, levels=LEVELS)
+    return Format(8, group, torch.float32, levels=LEVELS)
 
 
 def fp8_matrix(layer: Layer, part: str, scales: Tensor, group: int) -> QuantisedMatrix:

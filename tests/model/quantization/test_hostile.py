@@ -1,4 +1,4 @@
-"""Quantised checkpoints that are truncated, mislabelled or hostile: an error that names file and field, or no change."""
+"""Quantised checkpoints, truncated, mislabelled or hostile: an error that names file and field, or no change at all."""
 
 from __future__ import annotations
 

@@ -71,8 +71,8 @@ def with_quantised(source: TensorSource, quantization: Quantization, expected: M
         tensors[name] = QuantisedTensor(module, source.where, quantization.description, shape, scheme, found)
     if missing:
         shown = ", ".join(missing[:NAMED]) + (f" and {len(missing) - NAMED} more" if len(missing) > NAMED else "")
-        raise CheckpointError(f"{source.where} lacks {len(missing)} tensors of quantised weights: {shown}; download the "
-                              f"checkpoint again, or check that {source.described_by} belongs to it")
+        raise CheckpointError(f"{source.where} lacks {len(missing)} tensors of quantised weights: {shown}; download "
+                              f"the checkpoint again, or check that {source.described_by} belongs to it")
     return replace(source, tensors=tensors)
 
 

@@ -34,7 +34,7 @@ from tqdm import tqdm
 from slotwise.batching.continuous import Chunked
 from slotwise.batching.settings import Batching
 from slotwise.core.events import Admitted, Committed, Finished, Preempted, Rejected
-from slotwise.core.interfaces import DraftRow, Proposal
+from slotwise.core.interfaces import DraftRow, Due, Proposal
 from slotwise.core.limits import ERROR, RECOMPUTE, SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import Request
@@ -90,7 +90,10 @@ class Guesses:
         self._seed = seed
         self._share = share
 
-    def propose(self, rows: Sequence[DraftRow], work: Work, most: int) -> Proposal:
+    def due(self, requests: Sequence[Request]) -> Due:
+        return Due(range(len(requests)), "")
+
+    def propose(self, rows: Sequence[DraftRow], num_decoding: int, work: Work, most: int) -> Proposal:
         drafts: list[tuple[int, ...]] = []
         for row in rows:
             drafts.append(self._draft(row.request, min(row.limit, most)))

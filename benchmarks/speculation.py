@@ -1,16 +1,18 @@
 """Speculative decoding against none, in interleaved pairs, and what proposing costs.
 
-usage: python -m benchmarks.speculation MODEL NAME [--only edit:1 flat:64 ...] [--pairs 10] [--json FILE]
+usage: python -m benchmarks.speculation MODEL NAME [--only edit:1 flat:64 ...] [--dtype bfloat16] [--pairs 10]
+           [--seconds 150] [--json FILE]
 
     edit:N     code editing with N streams: the prompt is a function of the library, the output repeats it with edits
     flat:N     nothing to gain with N streams: n-grams recur, and what follows them is random
     mixed      64 requests at once with log-normal lengths (benchmarks/beside_vllm.py); the model's own tokens
 
-Two engines share the weights, and pairs alternate which runs first.  A model with random weights repeats nothing, and
-the built-in one is small: in `edit` and `flat` the executor computes everything and then replaces each sampled token by
-the script's at that index of the output.  `mixed` is not scripted.  Figures are output tokens per second; a ratio above
-1 means that drafts are faster, and its interval is that of the mean of the logarithms, by resampling.  After the pairs
-one run is timed inside: the share of a step's time that goes to proposing and budgeting.
+Two engines share the weights, and pairs alternate which runs first.  Pairs are added to those that FILE has of the same
+model, case and data type, and no pair begins after so many seconds: short runs add up.  A model with random weights
+repeats nothing, and the built-in one is small: in `edit` and `flat` the executor computes everything and then replaces
+each sampled token by the script's at that index of the output.  `mixed` is not scripted.  Figures are output tokens per
+second; a ratio above 1 means that drafts are faster, and its interval is that of the mean of the logarithms, by
+resampling.  Then one run is timed inside: the share of a step's time that goes to proposing and budgeting.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -119,7 +121,7 @@ def edited(ids: Sequence[int], draw: random.Random) -> list[int]:
     return output
 
 
-def editing(tokenizer: Tokenizer, number: int, seed: int) -> tuple[list[Job], float]:
+def editing(tokenizer: Tokenizer, number: int, seed: str) -> tuple[list[Job], float]:
     """Jobs, and the share of their outputs that repeats the function."""
     draw, jobs, shares = random.Random(seed), [], []
     for ids in draw.sample(functions(tokenizer), number):
@@ -130,7 +132,7 @@ def editing(tokenizer: Tokenizer, number: int, seed: int) -> tuple[list[Job], fl
     return jobs, sum(shares) / len(shares)
 
 
-def flat(number: int, seed: int) -> list[Job]:
+def flat(number: int, seed: str) -> list[Job]:
     """Of so few tokens every three recur soon, and what follows them is random."""
     draw = random.Random(seed)
     alphabet = draw.sample(range(1, 2000), ALPHABET)
@@ -204,12 +206,12 @@ class Timed:
 def share_of_proposing(engine: Engine, jobs: Sequence[Job], together: int) -> float:
     """The share of a run that drafting takes: what `Drafting` does for its steps, of all time."""
     timed, drafting = Timed(), engine._scheduler._drafting
-    for name in ("add", "committed", "finished"):
+    for name in ("add", "finished"):
         timed.wrap(drafting, name)
     began = time.perf_counter()
     run(engine, jobs, together, "timed")
     share = timed.seconds / (time.perf_counter() - began)
-    for name in ("add", "committed", "finished"):
+    for name in ("add", "finished"):
         delattr(drafting, name)
     return share
 
@@ -220,32 +222,56 @@ def built(loaded: Loaded, config: EngineConfig) -> Engine:
     return engine
 
 
-def cases(names: Sequence[str], tokenizer: Tokenizer, pairs: int) -> Iterator[tuple[str, int, list[list[Job]], float]]:
-    """Yields each case's name, streams, the jobs of each pair (and one more), and the share that they repeat."""
-    for name in names:
-        kind, _, number = name.partition(":")
-        streams = int(number or 64)
-        made = [(editing(tokenizer, max(4, streams), seed) if kind == "edit" else
-                 (flat(max(streams, 4), seed) if kind == "flat" else mixed(seed), 0.0)) for seed in range(pairs + 1)]
-        yield name, streams, [jobs for jobs, _ in made], sum(share for _, share in made) / len(made)
+def jobs_of(case: str, tokenizer: Tokenizer, pair: int) -> tuple[list[Job], float]:
+    """Returns the jobs of a pair, and the share that they repeat.  No two cases or pairs share an output."""
+    kind, _, number = case.partition(":")
+    if kind == "mixed":
+        return mixed(pair), 0.0
+    seed, jobs = f"{case} {pair}", max(4, int(number))
+    return editing(tokenizer, jobs, seed) if kind == "edit" else (flat(jobs, seed), 0.0)
 
 
-def measured(engines: dict[str, Engine], streams: int, jobs: list[list[Job]]) -> dict[str, Any]:
-    found: dict[str, list[Figures]] = {name: [] for name in engines}
+class Case(NamedTuple):
+    """The figures of a case so far, as they are in the result file."""
+
+    row: dict[str, Any]
+
+    def add(self, off: Figures, on: Figures, repeated: float) -> None:
+        row = self.row
+        for name, figures in (("off", off), ("on", on)):
+            row.setdefault(name, []).append(round(figures.rate, 1))
+            row.setdefault(f"first_{name}", []).append(round(figures.first, 5))
+        row.setdefault("repeated", []).append(round(repeated, 3))
+        for name in ("drafts", "right", "full_steps", "full_with_drafts"):
+            row[name] = row.get(name, 0) + getattr(on, name)
+        row["ratio"] = interval([this / other for this, other in zip(row["on"], row["off"], strict=True)])
+        row["first_token_ratio"] = interval(
+            [other / this for this, other in zip(row["first_on"], row["first_off"], strict=True)])
+
+    def say(self) -> None:
+        row = self.row
+        print(row["model"], row["dtype"], row["case"], f"{len(row['on'])} pairs", *(
+            f"{part:.3f}" for part in row["ratio"]), f"{row['right']}/{row['drafts']} right",
+            f"{row['full_with_drafts']}/{row['full_steps']} full steps with drafts",
+            "{:.2%} proposing".format(max(row["proposing_shares"], default=0.0)), file=sys.stderr)
+
+
+def measure(engines: dict[str, Engine], case: Case, asked: argparse.Namespace, ends: float) -> None:
+    """Add pairs to a case, at least one."""
+    tokenizer = Tokenizer.load(builtin.path())  # its ids are ids of every model: only their number matters
+    name = case.row["case"]
+    streams, begin = int(name.partition(":")[2] or 64), len(case.row.get("on", ()))
     for engine in engines.values():
-        run(engine, jobs[-1], streams, "warm")
-    for pair, one in enumerate(jobs[:-1]):
-        for name in list(engines)[:: 1 if pair % 2 else -1]:
-            found[name].append(run(engines[name], one, streams, f"p{pair}"))
-    ratios = [on.rate / off.rate for on, off in zip(found["on"], found["off"], strict=True)]
-    firsts = [off.first / on.first for on, off in zip(found["on"], found["off"], strict=True)]
-    drafts, right = sum(one.drafts for one in found["on"]), sum(one.right for one in found["on"])
-    return {
-        "off": [round(one.rate, 1) for one in found["off"]], "on": [round(one.rate, 1) for one in found["on"]],
-        "ratio": interval(ratios), "first_token_ratio": interval(firsts), "drafts": drafts, "right": right,
-        "full_steps": sum(one.full_steps for one in found["on"]),
-        "full_steps_with_drafts": sum(one.full_with_drafts for one in found["on"]),
-        "proposing_share": share_of_proposing(engines["on"], jobs[-1], streams)}
+        run(engine, jobs_of(name, tokenizer, 1000 + begin)[0], streams, "warm")
+    for pair in range(begin, begin + asked.pairs):
+        jobs, repeated = jobs_of(name, tokenizer, pair)
+        figures = {which: run(engines[which], jobs, streams, f"p{pair}")
+                   for which in list(engines)[:: 1 if pair % 2 else -1]}
+        case.add(figures["off"], figures["on"], repeated)
+        if time.perf_counter() > ends:
+            break
+    timed = share_of_proposing(engines["on"], jobs_of(name, tokenizer, 2000 + begin)[0], streams)
+    case.row.setdefault("proposing_shares", []).append(round(timed, 5))
 
 
 def main() -> None:
@@ -253,24 +279,28 @@ def main() -> None:
     parser.add_argument("model", help="a checkpoint's folder; builtin: the built-in model")
     parser.add_argument("name", help="of the model, in the result")
     parser.add_argument("--only", nargs="+", default=CASES, metavar="CASE")
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--seconds", type=float, default=150.0, help="after which no pair begins")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
-    config = EngineConfig(str(builtin.path()) if asked.model == "builtin" else asked.model, dtype="float32",
+    ends = time.perf_counter() + asked.seconds
+    config = EngineConfig(str(builtin.path()) if asked.model == "builtin" else asked.model, dtype=asked.dtype,
                           enable_prefix_caching=False, max_model_len=1024)
     loaded = load(config)
     engines = {"off": built(loaded, config),
-               "on": built(loaded, replace(config, speculative_config=Speculation()))}
-    tokenizer = Tokenizer.load(builtin.path())  # its ids are ids of every model: only their number matters
+               "on": built(loaded, replace(config, speculative_config=Speculation("suffix")))}
     rows = json.loads(asked.json.read_text())["rows"] if asked.json and asked.json.exists() else []
-    for case, streams, jobs, repeated in cases(asked.only, tokenizer, asked.pairs):
-        figures = measured(engines, streams, jobs)
-        row = {"model": asked.name, "case": case, "dtype": "float32", "repeated": round(repeated, 3), **figures}
-        rows = [one for one in rows if (one["model"], one["case"]) != (asked.name, case)] + [row]
-        print(case, *(f"{part:.3f}" for part in row["ratio"]), f"{row['right']}/{row['drafts']} right",
-              f"{row['proposing_share']:.2%} proposing", file=sys.stderr)
+    for name in asked.only:
+        key = {"model": asked.name, "dtype": asked.dtype, "case": name}
+        found = next((row for row in rows if row.items() >= key.items()), None)
+        if found is None:
+            rows.append(found := key)
+        case = Case(found)
+        measure(engines, case, asked, ends)
+        case.say()
         if asked.json:
-            write_json(asked.json, {"environment": environment(), "seed": 0, "rows": rows})
+            write_json(asked.json, {"environment": environment(), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import pydantic
 import pytest
 
 from slotwise import LLM, RequestOutput, SamplingParams, StructuredOutputsParams, grammars
-from slotwise.core.interfaces import DraftRow, Proposal
+from slotwise.core.interfaces import DraftRow, Due, Proposal
 from slotwise.core.request import Request
 from slotwise.core.step_time import Work
 from slotwise.text.structured_output import json_schema
@@ -165,7 +165,10 @@ class Oracle:
         self._draw = random.Random(3)
         self.num_drafts = 0
 
-    def propose(self, rows: Sequence[DraftRow], work: Work, most: int) -> Proposal:
+    def due(self, requests: Sequence[Request]) -> Due:
+        return Due(range(len(requests)), "")
+
+    def propose(self, rows: Sequence[DraftRow], num_decoding: int, work: Work, most: int) -> Proposal:
         drafts = []
         for request, limit in rows:
             count = min(limit, most, self._draw.randint(0, 5))

@@ -10,7 +10,7 @@ from random import Random
 
 from slotwise.batching.continuous import Chunked
 from slotwise.core.events import Admitted, Committed, Finished, Preempted, Rejected
-from slotwise.core.interfaces import Discipline, DraftRow, Policy, Proposal, Proposer
+from slotwise.core.interfaces import Discipline, DraftRow, Due, Policy, Proposal, Proposer
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import PoolingParams, SamplingParams
 from slotwise.core.request import NO_SLO, Request
@@ -64,7 +64,10 @@ class Proposing:
     def guess(self, request: Request, most: int) -> list[int]:
         raise NotImplementedError
 
-    def propose(self, rows: Sequence[DraftRow], work: Work, most: int) -> Proposal:
+    def due(self, requests: Sequence[Request]) -> Due:
+        return Due(range(len(requests)), "")
+
+    def propose(self, rows: Sequence[DraftRow], num_decoding: int, work: Work, most: int) -> Proposal:
         drafts = []
         for request, limit in rows:
             drafts.append(tuple(self.guess(request, min(limit, most))))

@@ -13,10 +13,13 @@ from docs.generate.markdown import code, escaped, first_sentence, listed, senten
 from slotwise.engine.config import DEVICES, KV_CACHE_DTYPES, QUANTIZATIONS, ConfigError, EngineConfig
 from slotwise.model.families import FAMILIES
 from slotwise.model.formats import ADAPTER, FORMATS, TOKENIZER
+from slotwise.model.gguf.architectures import ARCHITECTURES
 from slotwise.model.layers import rope
 from slotwise.model.quantization.config import METHODS
-from slotwise.model.weights import _BYTES as STORED
+from slotwise.model.quantization.gguf_blocks import BLOCK_TYPES
+from slotwise.model.weights import DENSE
 from slotwise.server.protocol import ChatRequest, CompletionRequest
+from slotwise.text.gguf_splits import SPLITS
 
 KERNELS = {  # files, not imported: Triton may be absent
     "cpu": "cpu/kernels.py", "cuda": "cuda/kernels.py", "reference": "reference.py"}
@@ -56,8 +59,11 @@ def architectures() -> str:
 def checkpoints() -> str:
     """Returns what the files of a checkpoint may hold."""
     return table(("of a checkpoint", "what is read"), [
-        ("weights", "`model.safetensors`, or the shards that `model.safetensors.index.json` names."),
-        ("types of stored weights", f"{listed(STORED)}."),
+        ("weights", "`model.safetensors`, or the shards that `model.safetensors.index.json` names; or a GGUF file."),
+        ("types of stored weights", f"{listed(DENSE)}."),
+        ("types in GGUF files", f"{listed((*DENSE, *BLOCK_TYPES))}."),
+        ("architectures of GGUF files", f"{listed(ARCHITECTURES)}."),
+        ("words of byte-level vocabularies in GGUF files (`tokenizer.ggml.pre`)", f"{listed(SPLITS)}."),
         ("rotary embeddings (`rope_type`)", f"{listed(rope._READERS)}."),
         ("tokenizer", "`tokenizer.json`, with the special tokens of `tokenizer_config.json`."),
         ("chat template", "That of `--chat-template`, else `chat_template.jinja`, else the one in "

@@ -110,12 +110,12 @@ RULES: dict[str, Rule] = dict((
         "offload_params": (set(), [], {}), "enable_sleep_mode": OFF, "sleep_preserve_parameter_names": ([],)},
         free="offload_backend offload_num_in_group offload_prefetch_step sleep_mode_offload_cudagraph "
         "enable_cumem_allocator", instead="weights stay on the device: {quantization} makes them smaller"),
-    *_rules("weights are read from safetensors", {
-        "load_format": ("auto", "safetensors"), "model_weights": ("", SAME), "model_loader_extra_config": ({},),
+    *_rules("weights are read from safetensors and GGUF", {
+        "load_format": ("auto", "safetensors", "gguf"), "model_weights": ("", SAME), "model_loader_extra_config": ({},),
         "ignore_patterns": ("original/**/*", ["original/**/*"])},
         free="safetensors_load_strategy safetensors_prefetch_num_threads safetensors_prefetch_block_size "
         "pt_load_map_location max_parallel_loading_workers use_tqdm_on_load",
-        instead="weights are read from safetensors: convert the checkpoint"),
+        instead="weights are read from safetensors and GGUF: convert the checkpoint"),
     *_rules("the checkpoint's tokenizer.json is used", {
         "tokenizer_mode": ("auto", "hf"), "tokenizer": (SAME,), "skip_tokenizer_init": OFF, "tokens_only": OFF,
         "tokenizer_revision": ("main",), "tokenizer_pool_size": (0,)}, free="tokenizer_pool_type "

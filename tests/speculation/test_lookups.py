@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slotwise.speculation import suffix
 from slotwise.speculation.follow import Follower
 from slotwise.speculation.ids import NOT_FOUND, TokenText
 from slotwise.speculation.ngram import NgramLookup
 from slotwise.speculation.prediction import PredictionLookup
-from slotwise.speculation.suffix import END, SuffixIndex, SuffixLookup
+from slotwise.speculation.suffix import END, INDEXED, SuffixIndex, SuffixLookup
 
 # Ids whose bytes are alike, so that a search in bytes finds many that begin within a token.
 ALIKE = st.sampled_from((0, 1, 256, 257, 65536, 65793, 16843009))
@@ -91,7 +92,6 @@ def test_an_output_is_found_under_its_own_salt_alone(outputs, ids, most):
     index = SuffixIndex()
     for salt, output in outputs:
         index.add(salt, [token + 10 * (salt == "b") for token in output])
-    index.work(10_000)
     for salt, alien in (("a", range(11, 15)), ("b", range(1, 5)), ("c", range(1, 15))):
         known = TokenText(ids + [token + 10 for token in ids])
         tokens, _ = SuffixLookup(index, salt).guess(known, most)
@@ -102,27 +102,32 @@ def test_the_longest_match_is_followed_and_of_equal_ones_the_continuation_that_m
     index = SuffixIndex()
     for output in ([1, 2, 3, 7], [1, 2, 3, 8], [1, 2, 3, 7], [5, 1, 2, 3, 9, 6], [1, 2, 3, 8], [1, 2, 3, 7]):
         index.add("", output)
-    index.work(1000)
     assert list(SuffixLookup(index, "").guess(TokenText([4, 1, 2, 3]), 3).tokens) == [7]
     assert SuffixLookup(index, "").guess(TokenText([5, 1, 2, 3]), 3) == (TokenText([9, 6]).ids, 4)
 
 
 def test_an_index_is_bounded_in_all_and_for_each_salt(monkeypatch: pytest.MonkeyPatch):
-    from slotwise.speculation import suffix
-
     monkeypatch.setattr(suffix, "GENERATION", 100)
-    monkeypatch.setattr(suffix, "MAX_TOKENS", 500)
-    monkeypatch.setattr(suffix, "MAX_WAITING", 300)
+    monkeypatch.setattr(suffix, "MAX_TOKENS", 700)
     index = SuffixIndex()
-    for number in range(40):
-        index.add(f"s{number % 9}", range(1, 31))
-        index.work(31)
-        assert index.num_tokens <= 500 and all(len(kept) <= 2 for kept in index._salts.values())
-        assert index.num_tokens == sum(len(one.text) for kept in index._salts.values() for one in kept)
+    for number in range(80):
+        salt = f"s{number % 9}"
+        index.add(salt, range(1, 31))
+        if number % 2:
+            SuffixLookup(index, salt).guess(TokenText([1, 2, 3]), 4)
+        assert index.num_tokens <= 700 and all(kept.num_tokens <= 300 for kept in index._salts.values())
+        assert index.num_tokens == sum(kept.num_tokens for kept in index._salts.values())
     for _ in range(40):
         index.add("late", range(30))
-        assert index._num_waiting <= 300
-    assert list(index._salts)[-1] == "s3", "the salt used last is kept"
+    assert index._salts["late"].num_tokens <= 100, "nothing was looked up"
+    assert list(index._salts)[-2:] == ["s7", "late"], "the salts used last are kept"
+
+
+def test_outputs_are_indexed_a_part_at_each_look_up_and_all_in_the_end():
+    index, output = SuffixIndex(), list(range(5 * INDEXED))
+    index.add("", output)
+    looks = [SuffixLookup(index, "").guess(TokenText(output[at : at + 3]), 2).tokens for at in [INDEXED] * 4]
+    assert not len(looks[0]) and list(looks[-1]) == output[INDEXED + 3 : INDEXED + 5]
 
 
 def test_a_follower_gives_up_a_text_that_it_no_longer_agrees_with():

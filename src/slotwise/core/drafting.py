@@ -22,9 +22,10 @@ from slotwise.core.step_time import StepTimeModel, Work, work_of
 
 DECODE = RowKind.DECODE
 MAX_STEP_DRAFTS = 128  # each has a row of logits in memory
-NO_MATCH, NO_GAIN, MAX_DRAFTS, NO_ROOM = "no_match", "no_gain", "max_drafts", "no_room"
+NO_MATCH, RESTING, NO_GAIN, MAX_DRAFTS, NO_ROOM = "no_match", "resting", "no_gain", "max_drafts", "no_room"
 DRAFT_LIMITS = {  # why a step has no more drafts, beside the `reasons` TOKEN_BUDGET, SHORT_STEP and TIME_BUDGET
     NO_MATCH: "no lookup knows how the rows go on",
+    RESTING: "lookups of the rows gave nothing lately, and are tried again some tokens later",
     NO_GAIN: "another would take more time than it is expected to save",
     MAX_DRAFTS: "the rows that could have more have as many as the settings allow, or the step has 128",
     NO_ROOM: "the rows' outputs end, or there are no free blocks for more",
@@ -38,6 +39,8 @@ class Drafting:
         self.proposer = proposer
         self._table = table
         self._times = times
+        self._resting = 0  # steps in which no row is due unless a request joins, and why
+        self._why = ""
 
     @property
     def needs_step_times(self) -> bool:
@@ -50,19 +53,31 @@ class Drafting:
 
     def add(self, builder: PlanBuilder) -> None:
         """Add drafts to decoding rows without a token in flight."""
-        if self.proposer is None or not (places := self._places(builder)):
+        if self.proposer is None:
+            return
+        if self._resting and not builder.new_requests:
+            self._resting -= 1
+            builder.draft_limit = self._why
+            return
+        self._resting = 0
+        if not (places := self._places(builder)):
+            return
+        due = self.proposer.due([builder.rows[place][0] for place in places])
+        if not due.places:
+            builder.draft_limit = self._why = due.reason
+            self._resting = due.rest if len(places) == builder.num_rows else 0
             return
         work = work_of([row[1] for row in builder.rows], builder.counts)
         most = self._most(builder, work)
         if most < 1:
             builder.draft_limit = builder.shortage if builder.budget < 1 else TIME_BUDGET
             return
-        rows = [self._row(builder.rows[place][0], builder.num_rows) for place in places]
-        proposal = self.proposer.propose(rows, work, most)
+        rows = [self._row(builder.rows[places[at]][0], builder.num_rows) for at in due.places]
+        proposal = self.proposer.propose(rows, len(places), work, most)
         builder.draft_limit = proposal.reason or _shortage(builder, most)
-        for place, drafts in zip(places, proposal.drafts, strict=True):
+        for at, drafts in zip(due.places, proposal.drafts, strict=True):
             if drafts:
-                self._plan(place, drafts, builder)
+                self._plan(places[at], drafts, builder)
 
     def _places(self, builder: PlanBuilder) -> list[int]:
         """Returns the rows of one token that sample it and have none in flight; held rows are not among them."""

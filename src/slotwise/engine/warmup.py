@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from slotwise.batching.continuous import Chunked
-from slotwise.core.interfaces import DraftRow, Proposal, Proposer
+from slotwise.core.interfaces import DraftRow, Due, Proposal, Proposer
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import Request
@@ -115,7 +115,10 @@ class _Drafts:
     def __init__(self) -> None:
         self.number = 0
 
-    def propose(self, rows: Sequence[DraftRow], work: Work, most: int) -> Proposal:
+    def due(self, requests: Sequence[Request]) -> Due:
+        return Due(range(len(requests)), "")
+
+    def propose(self, rows: Sequence[DraftRow], num_decoding: int, work: Work, most: int) -> Proposal:
         number = min(self.number, most // len(rows))
         return Proposal([(ANY_TOKEN,) * min(row.limit, number) for row in rows], "")
 

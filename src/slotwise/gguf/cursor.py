@@ -28,10 +28,10 @@ _LENGTH = struct.Struct("<Q")
 
 
 class Array(NamedTuple):
-    """Where an array lies in a file: `count` values of `type`, its bytes from `start` until `end`."""
+    """Where an array lies in a file: `length` values of `type`, its bytes from `start` until `end`."""
 
     type: int
-    count: int
+    length: int
     start: int
     end: int
 
@@ -119,7 +119,7 @@ class Cursor:
 def texts_of(data: mmap.mmap, found: Array) -> list[str]:
     """The texts of an array that was walked.  Raises UnicodeError where one is not UTF-8."""
     texts, at = [], found.start
-    for _ in range(found.count):
+    for _ in range(found.length):
         begin = at + _LENGTH.size
         at = begin + _LENGTH.unpack_from(data, at)[0]
         texts.append(data[begin:at].decode())

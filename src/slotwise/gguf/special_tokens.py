@@ -1,6 +1,6 @@
 """Special tokens in the metadata of a GGUF file: their ids, and which of them end a text.
 
-Files of chat models often name one end token, and hold others.  As llama.cpp does, those of known texts end a text, too.
+Files of chat models often name one end token, and hold others.  As in llama.cpp, those of known texts end a text, too.
 """
 
 from __future__ import annotations

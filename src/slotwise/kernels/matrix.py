@@ -172,7 +172,8 @@ def reordered(matrix: QuantisedMatrix, order: Tensor) -> QuantisedMatrix:
         least = int(wanted.min())
         rows = matrix.read(least, int(wanted.max()) + 1)
         places = wanted - least
-        return Rows(rows.codes[places], rows.scales.of(places), None if rows.minimums is None else rows.minimums.of(places))
+        minimums = None if rows.minimums is None else rows.minimums.of(places)
+        return Rows(rows.codes[places], rows.scales.of(places), minimums)
 
     return replace(matrix, outputs=len(order), read=read)
 

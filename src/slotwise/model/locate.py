@@ -32,12 +32,12 @@ def locate(model: str | Path) -> Path:
         return parts_of(given)[0]
     found = _HUB_ID.fullmatch(str(model))
     if not found:
-        raise CheckpointError(f"no folder and no file {model}: give a checkpoint's folder, a GGUF file, or a hub id such "
-                              "as owner/name")
+        raise CheckpointError(f"no folder and no file {model}: give a checkpoint's folder, a GGUF file, or a hub id "
+                              "such as owner/name")
     repository, quantisation = found["repository"], found["quantisation"]
     if not quantisation:
         return checkpoint_in(_download(repository, _HUB_FILES, _HUB_SKIPPED))
-    names = sorted({case for case in (quantisation, quantisation.upper(), quantisation.lower())})
+    names = sorted({quantisation, quantisation.upper(), quantisation.lower()})
     patterns = tuple(pattern for name in names for pattern in (
         f"*[-.]{name}.gguf", f"*[-.]{name}-*-of-*.gguf", f"{name}.gguf", f"{name}/*.gguf"))
     return gguf_in(_download(repository, patterns, ()), patterns)

@@ -57,6 +57,8 @@ class SafetensorsFile:
 class SafetensorsTensor:
     """One tensor of a file."""
 
+    format = None
+
     def __init__(self, file: SafetensorsFile, name: str) -> None:
         self._file, self._name = file, name
         self.kind, self.shape, self.nbytes = file.table[name]
@@ -66,8 +68,8 @@ class SafetensorsTensor:
             return self._file.mapped.get_tensor(self._name)  # type: ignore[no-any-return]
         return self._file.mapped.get_slice(self._name)[first:end]  # type: ignore[no-any-return]
 
-    def matrix(self) -> QuantisedMatrix | None:
-        return None
+    def matrix(self) -> QuantisedMatrix:
+        raise TypeError(f"{self._name} is no quantised matrix")
 
 
 def open_safetensors(folder: Path) -> TensorSource:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from slotwise.kernels.matrix import QuantisedMatrix, Weight
+from slotwise.kernels.matrix import Format, QuantisedMatrix, Weight
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -42,8 +42,13 @@ class StoredTensor(Protocol):
         """Rows `first ... end - 1` along the first dimension, of the type that they are stored as; not for matrices."""
         ...
 
-    def matrix(self) -> QuantisedMatrix | None:
-        """The whole as a quantised matrix; None where it is stored as plain numbers."""
+    @property
+    def format(self) -> Format | None:
+        """Of a quantised matrix; None where plain numbers are stored."""
+        ...
+
+    def matrix(self) -> QuantisedMatrix:
+        """The whole, where it has a format."""
         ...
 
 
@@ -54,6 +59,7 @@ class TensorSource:
     where: str  # the folder or the file, for messages
     described_by: str  # what says which tensors there are, for messages
     tensors: Mapping[str, StoredTensor]
+    is_exact: bool = False  # nothing is there but what a model reads
 
     def shown(self, name: str) -> str:
         """The name of a tensor in the file."""

@@ -47,8 +47,8 @@ class Weights:
 
     def formats(self, expected: Shapes) -> dict[str, Format]:
         """The formats of quantised matrices among these tensors, by name."""
-        matrices = {name: self._tensors[name].matrix() for name in expected if name in self._tensors}
-        return {name: matrix.format for name, matrix in matrices.items() if matrix is not None}
+        found = {name: self._tensors[name].format for name in expected if name in self._tensors}
+        return {name: kind for name, kind in found.items() if kind is not None}
 
     def are_equal(self, one: str, other: str, dtype: torch.dtype) -> bool:
         """Whether two stored matrices are the same once they are `dtype`, compared a few rows at a time."""
@@ -90,9 +90,8 @@ class Weights:
         def read(*names: str) -> Weight:
             nonlocal done
             tensors = [self._tensors[name] for name in names]
-            matrices = [self._matrix(name, tensor) for name, tensor in zip(names, tensors, strict=True)]
-            found = [matrix for matrix in matrices if matrix is not None]
-            weight: Weight = stacked(found) if len(found) == len(names) else self._dense(names, matrices, dtype)
+            are_quantised = all(tensor.format is not None for tensor in tensors)
+            weight: Weight = stacked([*map(self._matrix, names)]) if are_quantised else self._dense(names, dtype)
             done += sum(tensor.nbytes for tensor in tensors)
             if progress is not None:
                 progress(done, total)
@@ -100,20 +99,19 @@ class Weights:
 
         return read
 
-    def _dense(self, names: tuple[str, ...], matrices: list[QuantisedMatrix | None], dtype: torch.dtype) -> Tensor:
+    def _dense(self, names: tuple[str, ...], dtype: torch.dtype) -> Tensor:
         """Tensors stacked, in memory of their own; quantised ones only where plain ones are beside them."""
         # `cat` copies even a single tensor: nothing refers to the file once it has been read.
-        tensor = torch.cat([_whole(self._tensors[name]).to(dtype) if matrix is None else matrix.dequantised().to(dtype)
-                            for name, matrix in zip(names, matrices, strict=True)])
+        tensor = torch.cat([
+            _whole(self._tensors[name]).to(dtype) if self._tensors[name].format is None
+            else self._matrix(name).dequantised().to(dtype) for name in names])
         if not _is_finite(tensor):
             raise self._not_finite(names, dtype)
         return tensor
 
-    def _matrix(self, name: str, tensor: StoredTensor) -> QuantisedMatrix | None:
+    def _matrix(self, name: str) -> QuantisedMatrix:
         """A quantised matrix whose scales are checked as they are read."""
-        matrix = tensor.matrix()
-        if matrix is None:
-            return None
+        matrix = self._tensors[name].matrix()
         inner = matrix.read
 
         def read(first: int, end: int) -> Rows:
@@ -138,7 +136,8 @@ class Weights:
         layers = {name.split(".")[2] for name in expected if name.startswith("model.layers.")}
         unread = sorted(
             name for name in self._tensors
-            if name not in expected and name.startswith("model.layers.") and name.split(".")[2] in layers
+            if name not in expected
+            and (self._source.is_exact or (name.startswith("model.layers.") and name.split(".")[2] in layers))
             and not name.endswith("rotary_emb.inv_freq")  # in old checkpoints; it follows from the config
         )
         if unread:
@@ -154,7 +153,7 @@ class Weights:
             if stored.shape != shape:
                 raise CheckpointError(
                     f"{where}: {shown} has shape {list(stored.shape)}, but {described} asks for {list(shape)}")
-            if stored.kind not in DENSE and (len(shape) != MATRIX or stored.matrix() is None):
+            if stored.kind not in DENSE and stored.format is None:
                 raise CheckpointError(f"{where}: {shown} is stored as {stored.kind}, which is not supported")
 
     def _not_finite(self, names: tuple[str, ...], dtype: torch.dtype) -> CheckpointError:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
-from slotwise.core.drafting import MAX_DRAFTS, NO_GAIN, NO_MATCH, NO_ROOM
-from slotwise.core.interfaces import DraftRow, Proposal
+from slotwise.core.drafting import MAX_DRAFTS, NO_GAIN, NO_MATCH, NO_ROOM, RESTING
+from slotwise.core.interfaces import DraftRow, Due, Proposal
 from slotwise.core.request import Request
 from slotwise.core.step_time import StepTimeModel, Work
 from slotwise.speculation.acceptance import Acceptance
@@ -28,7 +29,7 @@ PATIENCE = 3  # looks without a gain after which a row is looked at less often
 MAX_REST = 32  # tokens between two looks, at most
 MAX_FAILURES = PATIENCE + 4  # of the request before: the first look is at most 16 tokens late
 MAX_LOOKS = 8  # rows that a step looks at, in turns: the time of a look is bounded, and so is that of all
-INDEXED = 64  # tokens of finished outputs that a step puts into the suffix index
+UNPAID = 16  # steps of a batch that no drafts pay for in which it is not asked again
 MAX_OUTPUT = 4096  # tokens of an output that are indexed, its last ones
 WORTH_WAITING = 1.0  # right drafts that a row must expect to leave out a step
 
@@ -50,7 +51,7 @@ class Row:
     def __init__(
         self, request: Request, sources: dict[str, Source], shared: dict[str, Acceptance], failures: int,
     ) -> None:
-        self.known = TokenText(request.tokens)
+        self.known = TokenText()  # the request's tokens as of the last look
         self._sources = sources
         self._acceptance = {name: Acceptance(shared[name]) for name in sources}
         self.guess = NO_GUESS  # the last one, with the source it is from, and the known tokens it is about to follow
@@ -86,6 +87,14 @@ class Row:
         if came:
             self._acceptance[self._source].observe(guess.match, num_right, diverged=num_right < len(came))
 
+    def drafts(self, number: int) -> tuple[int, ...]:
+        """Returns the first tokens of the guess, to be verified; 0: none of them is worth it."""
+        if not number:
+            self.rest()
+            return ()
+        self.failures = 0
+        return tuple(self.guess.tokens[:number])
+
     def rest(self) -> None:
         """The look gave nothing: look again later, after a while less often."""
         if FORCED in self._sources:  # what a grammar forces comes without a sign, and costs nothing to look up
@@ -109,71 +118,66 @@ class DraftProposer:
         self._costs = Costs(times)
         self._rows: dict[str, Row] = {}
         self._next_look = 0  # place among the rows
+        self._full = self._unpaid = 0  # rows of a step that no drafts paid for, and steps that this holds for
         self._failures = 0  # of the request that ended last: where looks gave nothing, the next one begins with few
         self._shared = {name: Acceptance(prior) for name, prior in PRIORS.items()}
         self._index = SuffixIndex() if method == SUFFIX else None
 
-    def propose(self, rows: Sequence[DraftRow], work: Work, most: int) -> Proposal:
-        drafts: list[tuple[int, ...]] = [()] * len(rows)
-        if not self._looks_up and not any(
-                row.request.prediction or row.request.params.grammar is not None for row in rows):
-            return Proposal(drafts, NO_MATCH)
-        if not self._times.is_trained:
-            return Proposal(drafts, NO_GAIN)
-        context = sum([len(row.request.tokens) for row in rows])
-        costs = self._costs.curve(work, len(rows), context)
-        if not may_gain(costs, len(rows), self._settings.num_drafts):
-            return Proposal(drafts, NO_GAIN)
-        return self._chosen(rows, costs, most, drafts)
-
-    def _chosen(
-        self, rows: Sequence[DraftRow], costs: Sequence[float], most: int, drafts: list[tuple[int, ...]],
-    ) -> Proposal:
-        """Look rows up and give the most probable drafts, as many as are worth their time."""
-        found: list[tuple[float, int]] = []  # by draft: less its probability, its row
-        looked_at: dict[int, Row] = {}
-        limits: set[str] = set()
-        looks, begin = MAX_LOOKS, self._next_look % len(rows)
-        for place in (*range(begin, len(rows)), *range(begin)):
-            request, limit = rows[place]
-            row = self._row_of(request)
-            if row is None or len(request.tokens) < row.look_at:
+    def due(self, requests: Sequence[Request]) -> Due:
+        if not self._times.is_trained or self._is_full(len(requests)):
+            return Due((), NO_GAIN)
+        found: list[int] = []
+        reason, rest, begin = NO_MATCH, MAX_REST, self._next_look % len(requests)
+        for place in chain(range(begin, len(requests)), range(begin)):
+            request = requests[place]
+            row = self._rows.get(request.request_id) or self._new_row(request)
+            if row is None:
                 continue
-            if not looks:
+            if (left := row.look_at - len(request.tokens)) > 0:
+                reason, rest = RESTING, min(rest, left - 1)
+            elif len(found) < MAX_LOOKS:
+                found.append(place)
+            else:
                 self._next_look = place
                 break
-            looks -= 1
+        return Due(found, reason, rest)
+
+    def _is_full(self, num_rows: int) -> bool:
+        """Whether a step of fewer rows, or as many, did not pay for drafts a few steps ago."""
+        if not self._unpaid or num_rows < self._full:
+            return False
+        self._unpaid -= 1
+        return True
+
+    def propose(self, rows: Sequence[DraftRow], num_decoding: int, work: Work, most: int) -> Proposal:
+        costs = self._costs.curve(work, num_decoding, work.context)
+        if not may_gain(costs, num_decoding, self._settings.num_drafts):
+            self._full, self._unpaid = num_decoding, UNPAID
+            return Proposal([()] * len(rows), NO_GAIN)
+        found: list[tuple[float, int]] = []  # by draft: less its probability, its row
+        limits: set[str] = set()
+        known = [self._rows[request.request_id] for request, _ in rows]
+        for at, (row, (request, limit)) in enumerate(zip(known, rows, strict=True)):
             probabilities = row.look(request, min(limit, self._settings.num_drafts))
             if not probabilities:
-                row.rest()
                 continue
             if len(probabilities) < len(row.guess.tokens):
                 limits.add(NO_GAIN)
             elif len(probabilities) in (limit, self._settings.num_drafts):
                 limits.add(NO_ROOM if len(probabilities) == limit else MAX_DRAFTS)
-            looked_at[place] = row
-            found += [(-probability, place) for probability in probabilities]
-        if not found:
-            return Proposal(drafts, NO_MATCH)
+            found += [(-probability, at) for probability in probabilities]
         found.sort()
-        choice = best(costs, len(rows), [-draft[0] for draft in found[:most]])
+        choice = best(costs, num_decoding, [-draft[0] for draft in found[:most]])
         counts = [0] * len(rows)
-        for _, place in found[: choice.num_drafts]:
-            counts[place] += 1
-        for place, row in looked_at.items():
-            if counts[place]:
-                row.failures = 0
-                drafts[place] = tuple(row.guess.tokens[: counts[place]])
-            else:
-                row.rest()
-        if not choice.wants_more:
+        for _, at in found[: choice.num_drafts]:
+            counts[at] += 1
+        drafts = [row.drafts(count) for row, count in zip(known, counts, strict=True)]
+        if found and not choice.wants_more:
             return Proposal(drafts, NO_GAIN)
-        if len(found) > most:
-            return Proposal(drafts, "")
-        return Proposal(drafts, min(limits, default=NO_MATCH))
+        return Proposal(drafts, "" if len(found) > most else min(limits, default=NO_MATCH))
 
     def waits(self, request: Request) -> bool:
-        row = self._row_of(request)
+        row = self._rows.get(request.request_id) or self._new_row(request)
         if row is None or len(request.tokens) < row.look_at or not self._times.is_trained:
             return False
         if sum(row.look(request, self._settings.num_drafts)) > WORTH_WAITING:
@@ -182,8 +186,7 @@ class DraftProposer:
         return False
 
     def committed(self, requests: Sequence[Request], drafts: Sequence[Sequence[int]]) -> None:
-        if self._index is not None:
-            self._index.work(INDEXED)
+        """Learns nothing here: what came is compared at the next look."""
 
     def finished(self, request: Request) -> None:
         row = self._rows.pop(request.request_id, None)
@@ -193,15 +196,13 @@ class DraftProposer:
             begin = max(request.num_prompt, len(request.tokens) - MAX_OUTPUT)
             self._index.add(request.block_hashes.salt, request.tokens[begin:])
 
-    def _row_of(self, request: Request) -> Row | None:
-        """Returns what is known about a request; None if nothing can propose drafts for it."""
-        row = self._rows.get(request.request_id)
-        if row is None:
-            sources = self._sources(request)
-            if not sources:
-                return None
-            failures = 0 if FORCED in sources or PREDICTION in sources else self._failures
-            row = self._rows[request.request_id] = Row(request, sources, self._shared, failures)
+    def _new_row(self, request: Request) -> Row | None:
+        """Begin to keep what is known about a request; None if nothing can propose drafts for it."""
+        if not self._looks_up and not request.prediction and request.params.grammar is None:
+            return None
+        sources = self._sources(request)
+        failures = 0 if FORCED in sources or PREDICTION in sources else self._failures
+        row = self._rows[request.request_id] = Row(request, sources, self._shared, failures)
         return row
 
     def _sources(self, request: Request) -> dict[str, Source]:

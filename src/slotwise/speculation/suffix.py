@@ -7,9 +7,12 @@ and among equally long ones the continuation that most of them have.
     text      ... a b c x ... | ... a b c y ... | ... a b c x ...      outputs, one after another
     chain            └─────────────────┘─────────────────┘             by the tokens a b c
 
+An output is recorded when its request ends and put into the index when a request of its salt is looked up: a server
+whose batches leave no time for drafts does not pay for an index.
+
 Memory is bounded: a salt keeps two generations of GENERATION tokens, of which the older is dropped when the newer is
-full, and all salts together MAX_TOKENS; the salt used least recently goes first.  Outputs are found only under their
-own salt, as cached prefixes are.
+full, and as many that wait to be indexed; all salts together keep MAX_TOKENS, and the salt used least recently goes
+first.  Outputs are found only under their own salt, as cached prefixes are.
 """
 
 from __future__ import annotations
@@ -24,10 +27,12 @@ from slotwise.speculation.ids import TokenText
 
 ORDER = 3  # tokens that must match
 CANDIDATES = 8  # latest occurrences that are compared
+INDEXED = 32  # tokens that a look-up puts into the index, as many as a row has between two at most: about 20 us
 GENERATION = 1 << 15  # tokens; about 3.5 MB
 MAX_TOKENS = 1 << 18  # of all salts
-MAX_WAITING = 1 << 15  # tokens of outputs not yet in the index
 END = (1 << 32) - 1  # no token: follows each output in the text
+
+Key = tuple[int, int, int]  # ORDER tokens
 
 
 class Generation:
@@ -37,23 +42,19 @@ class Generation:
 
     def __init__(self) -> None:
         self.text = TokenText()
-        self._last: dict[tuple[int, ...], int] = {}  # by ORDER tokens: the position behind their last occurrence
-        self._before = array("i", [0])  # by position; 0: none
+        self._last: dict[Key, int] = {}  # the position behind their last occurrence
+        self._before = array("i", [0] * ORDER)  # by position; 0: none
 
     def extend(self, tokens: Sequence[int]) -> None:
         text, last, before = self.text, self._last, self._before
-        begin = len(text)
+        begin = max(0, len(text) - ORDER + 1)  # of the first ORDER tokens of which the last is new
         text.extend(tokens)
-        ids = text.ids
-        for place in range(begin + 1, len(ids) + 1):
-            if place < ORDER:
-                before.append(0)
-                continue
-            key = tuple(ids[place - ORDER : place])
+        ids = text.ids[begin:].tolist()
+        for place, key in enumerate(zip(ids, ids[1:], ids[2:], strict=False), begin + ORDER):
             before.append(last.get(key, 0))
             last[key] = place
 
-    def places(self, key: tuple[int, ...]) -> list[int]:
+    def places(self, key: Key) -> list[int]:
         """Returns the positions behind the latest occurrences of ORDER tokens."""
         found: list[int] = []
         place = self._last.get(key, 0)
@@ -63,57 +64,48 @@ class Generation:
         return found
 
 
-class SuffixIndex:
-    """Recent outputs by salt."""
+class Outputs:
+    """Recent outputs of one salt."""
 
     def __init__(self) -> None:
-        self._salts: OrderedDict[str, list[Generation]] = OrderedDict()  # the newer generation last
-        self._num_tokens = 0
-        self._waiting: deque[tuple[str, Sequence[int]]] = deque()
+        self._generations = [Generation()]  # the newest last
+        self._waiting: deque[array[int]] = deque()  # to be indexed; of the last one perhaps a part is
         self._num_waiting = 0
 
     @property
     def num_tokens(self) -> int:
-        return self._num_tokens
+        return self._num_waiting + sum([len(one.text) for one in self._generations])
 
-    def add(self, salt: str, output: Sequence[int]) -> None:
-        """Add an output; `work` puts it into the index."""
-        self._waiting.append((salt, [*output, END]))
-        self._num_waiting += len(output) + 1
-        while self._num_waiting > MAX_WAITING:
-            self._num_waiting -= len(self._waiting.popleft()[1])
+    def add(self, output: Sequence[int]) -> None:
+        """Record an output of at most GENERATION tokens."""
+        tokens = array("I", output)
+        tokens.append(END)
+        self._waiting.append(tokens)
+        self._num_waiting += len(tokens)
+        while self._num_waiting > GENERATION:
+            self._num_waiting -= len(self._waiting.popleft())
 
-    def work(self, num_tokens: int) -> None:
-        """Index up to `num_tokens` tokens of the outputs that wait."""
-        while self._waiting and num_tokens > 0:
-            salt, tokens = self._waiting.popleft()
-            if len(tokens) > num_tokens:
-                self._waiting.appendleft((salt, tokens[num_tokens:]))
-                tokens = tokens[:num_tokens]
-            num_tokens -= len(tokens)
+    def index(self, most: int) -> None:
+        """Put up to `most` of the recorded tokens into the index, the oldest first."""
+        while self._waiting and most > 0:
+            tokens = self._waiting.popleft()
+            if len(tokens) > most:
+                self._waiting.appendleft(tokens[most:])
+                tokens = tokens[:most]
+            most -= len(tokens)
             self._num_waiting -= len(tokens)
-            self._extend(salt, tokens)
+            if len(self._generations[-1].text) + len(tokens) > GENERATION:
+                self._generations = [self._generations[-1], Generation()]
+            self._generations[-1].extend(tokens)
 
-    def _extend(self, salt: str, tokens: Sequence[int]) -> None:
-        generations = self._salts.setdefault(salt, [Generation()])
-        self._salts.move_to_end(salt)
-        if len(generations[-1].text) + len(tokens) > GENERATION:
-            generations.append(Generation())
-            if len(generations) > 2:
-                self._num_tokens -= len(generations.pop(0).text)
-        generations[-1].extend(tokens)
-        self._num_tokens += len(tokens)
-        while self._num_tokens > MAX_TOKENS:
-            _, oldest = self._salts.popitem(last=False)
-            self._num_tokens -= sum(len(generation.text) for generation in oldest)
-
-    def longest(self, salt: str, known: TokenText) -> tuple[TokenText, int, int] | None:
+    def longest(self, known: TokenText) -> tuple[TokenText, int, int] | None:
         """Returns the text, place and length of the longest match of the last tokens of `known`; None: no match."""
-        if salt not in self._salts or len(known) < ORDER:
+        if len(known) < ORDER:
             return None
-        key, end = tuple(known.ids[-ORDER:]), len(known)
-        texts = [(generation.text, place) for generation in reversed(self._salts[salt])
-                 for place in generation.places(key) if place < len(generation.text)][:CANDIDATES]
+        first, second, third = known.ids[-ORDER:]
+        end = len(known)
+        texts = [(generation.text, place) for generation in reversed(self._generations)
+                 for place in generation.places((first, second, third)) if place < len(generation.text)][:CANDIDATES]
         found = [(text.common(place, known, end, MAX_MATCH), text, place) for text, place in texts]
         if not found:
             return None
@@ -122,6 +114,39 @@ class SuffixIndex:
         next_token, _ = Counter(text.ids[place] for text, place in best).most_common(1)[0]
         text, place = next((text, place) for text, place in best if text.ids[place] == next_token)
         return text, place, longest
+
+
+class SuffixIndex:
+    """Recent outputs by salt."""
+
+    def __init__(self) -> None:
+        self._salts: OrderedDict[str, Outputs] = OrderedDict()  # the one used last at the end
+        self._num_tokens = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self._num_tokens
+
+    def add(self, salt: str, output: Sequence[int]) -> None:
+        """Record an output; the salts used least recently go while there are more than MAX_TOKENS."""
+        outputs = self._salts.pop(salt, None) or Outputs()
+        self._salts[salt] = outputs
+        before = outputs.num_tokens
+        outputs.add(output)
+        self._num_tokens += outputs.num_tokens - before
+        while self._num_tokens > MAX_TOKENS:
+            _, oldest = self._salts.popitem(last=False)
+            self._num_tokens -= oldest.num_tokens
+
+    def longest(self, salt: str, known: TokenText) -> tuple[TokenText, int, int] | None:
+        """As `Outputs.longest`, of the outputs of a salt, after indexing a part of those that wait."""
+        outputs = self._salts.get(salt)
+        if outputs is None:
+            return None
+        before = outputs.num_tokens
+        outputs.index(INDEXED)
+        self._num_tokens += outputs.num_tokens - before  # a generation may have been dropped
+        return outputs.longest(known)
 
 
 class SuffixLookup:

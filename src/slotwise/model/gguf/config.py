@@ -158,7 +158,7 @@ class _Keys:
         numbers = self._metadata.numbers(name)
         if not numbers and default is None:
             raise self._metadata.error(name, "is missing")
-        values = set(numbers or [default])
+        values = set(numbers) if default is None or numbers else {default}
         if len(values) > 1 or len(numbers) not in (0, 1, layers):
             raise self._metadata.error(name, f"gives {len(numbers)} layers {len(values)} sizes: all must be alike")
         value = values.pop()

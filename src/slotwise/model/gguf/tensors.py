@@ -11,21 +11,22 @@ from torch import Tensor
 
 from slotwise.gguf.model import open_model
 from slotwise.gguf.reader import StoredTensor as Entry
-from slotwise.kernels.matrix import QuantisedMatrix, reordered
+from slotwise.kernels.matrix import Format, QuantisedMatrix, reordered
 from slotwise.model.errors import CheckpointError
-from slotwise.model.gguf.architectures import Architecture, is_unread
+from slotwise.model.gguf.architectures import ARCHITECTURES, Architecture, is_unread
 from slotwise.model.gguf.config import architecture_of
 from slotwise.model.quantization.gguf_blocks import BLOCK_TYPES
 from slotwise.model.stored import StoredTensor, TensorSource
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 INTERLEAVED = ("self_attn.q_proj", "self_attn.k_proj")
+MATRIX = 2  # dimensions
 NORM = "norm.weight"  # how the names of norms' weights end
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFSource(TensorSource):
-    architecture: Architecture
+    architecture: Architecture = ARCHITECTURES["llama"]
 
     def shown(self, name: str) -> str:
         return f"tensor {self.architecture.stored_name(name)}"
@@ -43,16 +44,18 @@ class GGUFTensor:
     def __init__(self, data: Tensor, entry: Entry, heads: int, offset: float) -> None:
         self.kind, self.shape, self.nbytes = entry.type.name, entry.shape, entry.end - entry.start
         self._data, self._offset = data, offset
-        self._order = _original_order(self.shape[0], heads) if heads else None
+        self._order = _original_order(self.shape[0], heads) if heads else None  # of rows
 
     def rows(self, first: int, end: int) -> Tensor:
         stored = self._data.view(DTYPES[self.kind]).view(self.shape)
         found = stored[first:end] if self._order is None else stored[self._order[first:end]]
         return found - self._offset if self._offset else found
 
-    def matrix(self) -> QuantisedMatrix | None:
-        if self.kind not in BLOCK_TYPES or len(self.shape) != 2:
-            return None
+    @property
+    def format(self) -> Format | None:
+        return BLOCK_TYPES[self.kind].format if self.kind in BLOCK_TYPES and len(self.shape) == MATRIX else None
+
+    def matrix(self) -> QuantisedMatrix:
         matrix = BLOCK_TYPES[self.kind].matrix(self._data, *self.shape)
         return matrix if self._order is None else reordered(matrix, self._order)
 
@@ -82,7 +85,7 @@ def open_gguf_tensors(path: Path) -> GGUFSource:
             raise CheckpointError(f"{file}: tensor {stored} has {entry.shape[0]} rows, no multiple of twice the heads")
         offset = architecture.norm_offset if name.endswith(NORM) else 0.0
         tensors[name] = GGUFTensor(maps[file][entry.start : entry.end], entry, interleaved, offset)
-    return GGUFSource(str(path), "metadata", tensors, architecture)
+    return GGUFSource(str(path), "metadata", tensors, True, architecture)
 
 
 def _heads_of(name: str, heads: Mapping[str, list[float]]) -> int:
@@ -102,6 +105,6 @@ def _map(path: Path) -> Tensor:
     """A file's bytes, mapped."""
     try:
         size = path.stat().st_size
-        return torch.tensor([], dtype=torch.uint8).set_(torch.UntypedStorage.from_file(str(path), False, size))  # type: ignore[call-overload, no-any-return]
+        return torch.tensor([], dtype=torch.uint8).set_(torch.UntypedStorage.from_file(str(path), False, size))  # type: ignore[arg-type]
     except (OSError, RuntimeError) as error:
         raise CheckpointError(f"cannot read {path}: {error!s:.200}") from error

@@ -78,7 +78,8 @@ class Listing(Source):
     def _record(self, *names: str) -> Weight:
         if not all(name in self._formats for name in names):
             return self._empty(*names)
-        return stacked([QuantisedMatrix(self._formats[name], *self.shapes[name], _unreadable) for name in names])
+        sizes = {name: (self.shapes[name][0], self.shapes[name][1]) for name in names}
+        return stacked([QuantisedMatrix(self._formats[name], *size, _unreadable) for name, size in sizes.items()])
 
     def _empty(self, *names: str) -> Tensor:
         rows = sum(self.shapes[name][0] for name in names)

@@ -7,7 +7,7 @@ const WORDS = {
   tier_cap: "free slots are another tier's", outranked: "gave way to one that goes first",
   prompts_alone: "prompts run alone", batch_running: "the batch must end first", window_open: "collecting a batch",
   one_at_a_time: "one at a time", grammar_compiling: "its grammar is being compiled",
-  no_match: "nothing to draft from", no_gain: "drafts would not pay",
+  no_match: "nothing to draft from", resting: "drafts did not pay lately", no_gain: "drafts would not pay",
   max_drafts: "as many as the settings allow", no_room: "no room for drafts",
 };
 const LETTER = 6.1; // pixels of a letter in the smaller type

@@ -134,7 +134,7 @@ class Loaded:
         info = EngineInfo(
             model=self._name, device=self._device, dtype=str(decoder.config.dtype).removeprefix("torch."),
             vocab_size=decoder.config.vocab_size, limits=limits, scheduling=scheduling, eos_token_ids=eos_ids,
-            memory=used, depth=depth, quantization=config.quantization, kv_cache_dtype=config.kv_cache_dtype,
+            memory=used, depth=depth, quantization=self._stored_as(config), kv_cache_dtype=config.kv_cache_dtype,
             threads=torch.get_num_threads(), product_path=self.product_path,
             batch_invariant=not kernels.batch_dependence(decoder.config.dtype), checkpoint=self._checkpoint,
             hidden_size=decoder.config.hidden_size, speculation=self._speculation(config))
@@ -151,6 +151,11 @@ class Loaded:
         info.learned = times.learned() if times.is_trained else None
         info.roofline = self.roofline(glance(decoder))
         return engine, info
+
+    def _stored_as(self, config: EngineConfig) -> str:
+        """What is told of the types of weights: the checkpoint's quantisation, or the one applied to it."""
+        stored = self._decoder.config.quantization
+        return config.quantization if stored is None else stored.description
 
     def _speculation(self, config: EngineConfig) -> Speculation | None:
         """Returns the settings of drafts with what depends on the model."""

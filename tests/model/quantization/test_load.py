@@ -13,6 +13,8 @@ from checkpoints import make, one_thread, prompts, reference_model
 from ragged import Driver
 from safetensors.torch import load_file
 
+from slotwise.kernels.cpu.kernels import CpuKernels
+from slotwise.kernels.matrix import Format
 from slotwise.kernels.reference import ReferenceKernels
 from slotwise.model.checkpoint import read_config
 from slotwise.model.errors import CheckpointError
@@ -124,3 +126,40 @@ def test_the_config_says_how_weights_are_stored(dense: Callable[[str], Path], tm
     quantization = read_config(tmp_path / "model").quantization
     assert quantization is not None and quantization.description == "bitsandbytes, NF4"
     assert read_config(dense("llama3")).quantization is None
+
+
+@pytest.mark.parametrize("name", quantized.KINDS)
+def test_the_kernels_of_the_cpu_differ_by_their_rounding(
+        name: str, dense: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Activations have 8 bits there: a format's own rounding of weights to 4 bits moves logits by more."""
+    whole = quantized.quantise(dense("llama3"), tmp_path / "model", quantized.KINDS[name]())
+    rows, admitted = prompts([12, 3]), []
+    decoder = load_model(tmp_path / "model", kernels=CpuKernels(), admit=admitted.append)
+    found = Driver(decoder).step(list(enumerate(rows)))
+    exact = logits(tmp_path / "model", rows)
+    assert (found - exact).abs().max() < 0.08 * exact.abs().max()
+    assert admitted == [decoder.weight_bytes]
+    is_widened = "fp8" in name.lower()
+    assert is_widened is any("weights in FP8 are widened" in record.getMessage() for record in caplog.records)
+    full = sum(tensor.nbytes for tensor in [*whole.values(), whole["model.embed_tokens.weight"]])  # the head, too
+    assert is_widened or decoder.weight_bytes < 0.75 * full
+
+
+class Refusing(ReferenceKernels):
+    """As kernels that multiply nothing quantised."""
+
+    def format_refusal(self, format: Format) -> str:
+        return "quantised weights are not supported on device nowhere"
+
+
+def test_what_kernels_do_not_multiply_is_refused_by_name(dense: Callable[[str], Path], tmp_path: Path) -> None:
+    quantized.quantise(dense("llama3"), tmp_path / "awq", quantized.KINDS["awq"]())
+    with pytest.raises(CheckpointError, match=r"awq: quantised weights are not supported on device nowhere"):
+        load_model(tmp_path / "awq", kernels=Refusing())
+
+
+def test_floats_that_kernels_do_not_multiply_are_widened(dense: Callable[[str], Path], tmp_path: Path) -> None:
+    quantized.quantise(dense("llama3"), tmp_path / "model", quantized.KINDS["DeepSeek's FP8"]())
+    rows = prompts([12])
+    decoder = load_model(tmp_path / "model", kernels=Refusing())
+    assert torch.equal(Driver(decoder).step(list(enumerate(rows))), logits(tmp_path / "model", rows))

@@ -67,7 +67,7 @@ class AWQScheme:
         def codes(first: int, end: int) -> Tensor:
             start = first // OF_A_WORD
             unpacked = _unpack(words[:, start : words_of(end, BITS)])
-            return unpacked[first - start * OF_A_WORD :][: end - first]
+            return unpacked[first - start * OF_A_WORD :][: end - first].contiguous()
 
         zeros = _unpack(layer.tensor("qzeros"))[: layer.outputs]
         return self._affine.matrix(layer, codes, "scales", layer.numbers("scales").t(), zeros)

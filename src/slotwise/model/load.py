@@ -42,12 +42,12 @@ def load_model(
     folder = locate(model)
     config = describe(folder, dtype, kernels, generation)
     weights = Weights(folder)
-    if torch.float16 not in kernels.kinds:
-        _tell_of_float16(dtype, config, weights, kernels)
     config = _with_stored_head(config, weights, folder)
     shapes = tensor_shapes(config)
     weights.assemble(config.quantization, shapes)
     weights.check(shapes)
+    if torch.float16 not in kernels.kinds:
+        _tell_of_float16(dtype, config, weights, kernels)
     _widen(weights, weights.formats(shapes), kernels, folder)
     admit(weight_bytes(config, kernels, weights.formats(shapes)))
     read = weights.reader(shapes, config.dtype, progress)

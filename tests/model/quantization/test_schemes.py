@@ -9,6 +9,7 @@ import quantized
 import torch
 from torch import Tensor
 
+from slotwise.kernels.cpu.kernels import CpuKernels
 from slotwise.kernels.matrix import QuantisedMatrix
 from slotwise.model.errors import CheckpointError
 from slotwise.model.fields import Fields
@@ -100,6 +101,24 @@ def test_a_zero_point_of_zero_in_the_first_version_of_gptq() -> None:
     found = matrix(scheme, tensors)
     rows = found.read(0, 256)
     assert not rows.minimums.floats().any() and found.dequantised().amin() >= 0
+
+
+@pytest.mark.parametrize("name", ["W8A8", "W8A8, static", "W8A8, asymmetric", "LLM.int8()"])
+@pytest.mark.parametrize("outlier", [1.0, 30.0])
+def test_products_are_nearer_to_exact_ones_than_with_a_scale_for_each_token(name: str, outlier: float) -> None:
+    """As W8A8 and FP8 dynamic quantise them; a static scale, for all tokens, is coarser still."""
+    torch.manual_seed(0)
+    kind = quantized.KINDS[name]()
+    scheme = scheme_of(kind.config)
+    assert scheme is not None
+    tensors, weight = kind.write(torch.randn(256, 512))
+    x = torch.randn(64, 512)
+    x[:, 7] *= outlier
+    exact = x.double() @ weight.double().t()
+    step = x.abs().amax(1, keepdim=True) / 127
+    by_token = (x / step).round().mul(step).double() @ weight.double().t()
+    found = CpuKernels().linear(matrix(scheme, tensors, (256, 512)))(x)
+    assert (found - exact).norm() < 1.1 * (by_token - exact).norm()
 
 
 class TestRefusals:

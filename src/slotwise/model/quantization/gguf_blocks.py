@@ -111,7 +111,7 @@ def _parse_iq4_nl(blocks: Tensor) -> Rows:
 def _parse_mxfp4(blocks: Tensor) -> Rows:
     """The scale is a power of two, halved because the levels are doubled: exact in bfloat16, subnormals included."""
     exponents = blocks[..., :1].to(torch.int32)
-    bits = torch.where(exponents < 2, 0x40 << exponents, (exponents - 1) << 7)
+    bits = torch.where(exponents < 2, 0x20 << exponents, (exponents - 1) << 7)
     return Rows(_split(blocks[..., 1:], _NIBBLES, 16), Factors(bits.to(torch.int16).view(torch.bfloat16)))
 
 

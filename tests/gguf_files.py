@@ -34,7 +34,7 @@ def write(folder: Path, path: Path, kind: str = "F32", *, edit: Edit = lambda wr
     writer = gguf.GGUFWriter(path, name, split_max_tensors=most)
     _add_config(writer, config)
     if (folder / "tokenizer.json").is_file():
-        add_tokenizer(writer, folder)
+        add_tokenizer(writer, folder, size=config["vocab_size"])
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     for original, tensor in tensors.items():
         stored = names.get_name(original, (".weight", ".bias"))
@@ -77,16 +77,18 @@ def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_sliding_window(config["sliding_window"])
 
 
-def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, kind: str = "gpt-2") -> None:
+def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, kind: str = "gpt-2", size: int = 0) -> None:
     """The byte-level tokenizer of a checkpoint, and its chat template."""
     description, settings = (json.loads((folder / name).read_text()) for name in (
         "tokenizer.json", "tokenizer_config.json"))
     special = {token["id"] for token in description["added_tokens"]}
     tokens = sorted(description["model"]["vocab"], key=description["model"]["vocab"].__getitem__)
+    words = len(tokens)
+    tokens += [f"[PAD{number}]" for number in range(words, size)]  # as the converter fills a table up
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(kind)
     writer.add_token_list(tokens)
-    writer.add_token_types([3 if number in special else 1 for number in range(len(tokens))])
+    writer.add_token_types([3 if number in special else 1 for number in range(words)] + [5] * (len(tokens) - words))
     writer.add_token_merges([" ".join(merge) for merge in description["model"]["merges"]])
     writer.add_bos_token_id(tokens.index(settings["bos_token"]))
     writer.add_eos_token_id(tokens.index(settings["eos_token"]))

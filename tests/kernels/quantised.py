@@ -12,23 +12,25 @@ from slotwise.kernels.matrix import Factors, Format, QuantisedMatrix, Rows
 def random_matrix(
     kind: Format, outputs: int, depth: int, *, seed: int = 0, is_ordered: bool = False
 ) -> QuantisedMatrix:
-    """Random codes and scales."""
+    """Random codes and scales, which make products with normally distributed numbers about 1."""
+    size_of_one = 4 / (max(map(abs, kind.levels), default=1 << kind.bits) * depth**0.5)
     generator = torch.Generator().manual_seed(seed)
     groups = -(-depth // kind.group) if kind.group else 1
 
-    def factors(*, positive: bool) -> Factors:
+    def factors(*, positive: bool, is_minimum: bool = False) -> Factors:
         size = (outputs, groups)
         signs = 1 if positive else torch.randint(0, 2, size, generator=generator) * 2 - 1
         if kind.groups_per_unit:
-            limit = 1 << kind.scale_bits - (kind.scale_bits == 8)
+            limit = 1 << kind.scale_bits - (not kind.has_minimums)
             values = (torch.randint(1, limit, size, generator=generator) * signs).to(kind.scale)
-            units = torch.rand((outputs, -(-groups // kind.groups_per_unit)), generator=generator).half() / limit + 1e-3
-            return Factors(values, units)
-        return Factors(((torch.rand(size, generator=generator) + 0.1) * signs).to(kind.scale))
+            units = torch.rand((outputs, -(-groups // kind.groups_per_unit)), generator=generator) + 0.1
+            return Factors(values, (units * size_of_one / limit).half())
+        numbers = (torch.rand(size, generator=generator) + 0.1) * signs
+        return Factors((numbers * size_of_one * (1 << kind.bits - 1 if is_minimum else 1)).to(kind.scale))
 
     codes = torch.randint(0, 1 << kind.bits, (outputs, depth), generator=generator).to(torch.uint8)
     scales = factors(positive=kind.has_minimums)
-    minimums = factors(positive=True) if kind.has_minimums else None
+    minimums = factors(positive=True, is_minimum=True) if kind.has_minimums else None
 
     def part(whole: Factors, first: int, end: int) -> Factors:
         return Factors(whole.values[first:end], None if whole.units is None else whole.units[first:end])

@@ -168,7 +168,9 @@ def factors(builder: ir.IRBuilder, layout: Layout, record: ir.Value, group: ir.V
                 four = all_of(small.type, 4)
                 small = builder.lshr(small, four) if minimum else builder.and_(small, all_of(small.type, 15))
             whole = builder.sitofp(builder.sext(small, _WORDS), _FLOATS)
-            made.append(builder.fmul(whole, _of_halves(builder, behind(builder, units, half * LANES * 2))))
+            product = builder.fmul(whole, _of_halves(builder, behind(builder, units, half * LANES * 2)))
+            # Else LLVM would multiply the unit with the scale of a row first, in some tiles and not in others.
+            made.append(call(builder, f"llvm.arithmetic.fence.v{LANES}f32", _FLOATS, product))
     return made
 
 

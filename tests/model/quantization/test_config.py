@@ -103,7 +103,7 @@ def test_a_field_that_is_not_supported_is_refused_by_name(
 @pytest.mark.parametrize(("config", "problem"), [
     (groups(), "config_groups must hold 1 to 64 groups, not 0"), (groups(*[group(INT4)] * 65), "not 65"),
     (groups(group({})), "group_0: weights is missing"), (groups(group(INT4), kind="marlin-24"), "format must be pack-"),
-    (groups(group(INT4), kind="int-quantized", quantization_status="frozen"), "quantization_status must be compressed"),
+    (groups(group(INT4), kind="int-quantized", quantization_status="calibration"), "quantization_status must be"),
     (groups(group(INT4), kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme is not supported"),
     (groups(group(INT4), sparsity_config={"format": "sparse-24-bitmask"}), "format must be dense"),
     (groups(group(INT4), transform_config={"config_groups": {"a": 1}}), "transform_config is not supported"),

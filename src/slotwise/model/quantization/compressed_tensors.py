@@ -56,7 +56,7 @@ class CompressedTensors:
         if sparsity.values and choice(sparsity, "format", None, "dense"):
             fields = Fields({**fields.values, "sparsity_config": None}, fields.where)
         refuse_unknown(fields, NAME, READ | RECORDED)
-        choice(fields, "quantization_status", "compressed", "compressed")
+        choice(fields, "quantization_status", "compressed", "compressed", "frozen")  # which older files say
         groups = fields.section("config_groups")
         if not 1 <= len(groups.values) <= MAX_GROUPS:
             raise fields.error("config_groups", f"must hold 1 to {MAX_GROUPS} groups, not {len(groups.values)}")

@@ -121,7 +121,7 @@ def read_common(
 
 def _refuse_unsupported(fields: Fields) -> None:
     """Raises CheckpointError for fields of every family that would change the answer and are not implemented."""
-    fields.refuse(("quantization",), "is set: checkpoints quantised by MLX are not supported: serve the one that it was "
+    fields.refuse(("quantization",), "is set: checkpoints quantised by MLX are not supported: serve the one it was "
                   "made from, which quantization int8 or int4 quantises")
     if fields.section("per_layer_config").values:
         raise fields.error("per_layer_config", "gives layers sizes of their own, which is not supported")

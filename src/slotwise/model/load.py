@@ -71,7 +71,7 @@ def _widen(weights: Weights, formats: Mapping[str, Format], kernels: Kernels, fo
         if not kind.are_floats:
             raise CheckpointError(f"{folder}: {why}")
     if refused:
-        logger.warning("%s: device %s has no products with 8-bit floats: weights in FP8 are widened as they are loaded, "
+        logger.warning("%s: device %s has no products with 8-bit floats: weights in FP8 are widened as they are read, "
                        "to at least twice the memory", folder, kernels.name)
         weights.widen([name for name, kind in formats.items() if kind in refused])
 

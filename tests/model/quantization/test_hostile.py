@@ -21,6 +21,7 @@ from slotwise.kernels.reference import ReferenceKernels
 from slotwise.model.errors import CheckpointError
 from slotwise.model.load import load_model
 
+pytestmark = pytest.mark.slow
 KINDS = ["gptq 4, act-order", "awq", "W4A16, asymmetric", "W8A8, static", "FP8, blocks", "MXFP4", "DeepSeek's FP8",
          "NF4, double"]
 VALUES: list[Any] = [

@@ -93,15 +93,16 @@ class CpuKernels:
     def warm_up(self, kind: torch.dtype) -> None:
         """Compile or load all kernels of one type before the first request needs them."""
         products = [
-            linear_int.PRODUCT[bits, kind, self._quantised] for bits in {self._bits, self._head_bits} if bits]
+            linear_int.PRODUCT[bits, kind, self._quantised].code for bits in {self._bits, self._head_bits} if bits]
         stored = self._stored(kind)
         of_the_cache = [attention.ATTEND[kind, stored], pointwise.ROTARY_STORE[kind, stored]]
         multiply = [gemm.MULTIPLY[each] for each in dict.fromkeys((kind, stored))]
         dense = {
-            "fp16": [linear_fp16.PRODUCT], "onednn": [pointwise.SILU_MUL[kind]],
-            **{path: [code] for path, code in linear_bf16.PRODUCT.items()},
+            "fp16": [linear_fp16.PRODUCT.code], "onednn": [pointwise.SILU_MUL[kind]],
+            **{path: [product.code] for path, product in linear_bf16.PRODUCT.items()},
             "float32": [linear.PRODUCT[kind], pointwise.SILU_MUL[kind]]}.get(self.product_path(kind), [])
-        of_logits = [sampling.DRAW, sampling.LOG_PROBABILITIES, argmax.GREEDY[kind], sampling.WIDEN[kind]]
+        of_logits = [sampling.DRAW, sampling.LOG_PROBABILITIES, argmax.GREEDY[kind], argmax.MASKED_GREEDY[kind],
+                     argmax.MASK, sampling.WIDEN[kind]]
         compile_all([*(products or dense), *of_the_cache, *multiply, *of_logits, attention_plan.PLAN, pointwise.EMBED,
                      pointwise.NORM[kind], PROGRAM, WORK, RUN_SHARED])
 
@@ -113,7 +114,7 @@ class CpuKernels:
 
     def operations_per_second(self, kind: torch.dtype) -> float:
         """By the path of products, for each thread."""
-        of_a_thread = {"amx": 7e11, "onednn": 7e11, "fp16": 1.6e11, "bf16": 1.8e11}.get(
+        of_a_thread = {"amx": 7e11, "onednn": 7e11, "fp16": 1.6e11, "bf16": 1.8e11, "amx_int8": 7e11}.get(
             self.product_path(kind), 1e11 if processor.AVX512 else 6e10)
         return of_a_thread * self.launcher.threads
 

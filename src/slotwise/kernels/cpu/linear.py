@@ -1,7 +1,7 @@
 """Products with weights that are packed once: what all of them share, and those in float32.
 
 Outputs are packed into *panels*, groups of outputs that are computed together; a product is items of a block of rows
-times a panel, which threads take.  `linear_bf16.py`, `linear_fp16.py` and `linear_int.py` have other panels.
+times a panel, which threads take.  `linear_panels.py` has those of other panels.
 
 Here bfloat16 is widened to float32 on its way into registers, by `gemm.py`, for processors that multiply nothing
 smaller (`paths.py`).  float32 products take the same path, which makes a token's result independent of its batch-mates,

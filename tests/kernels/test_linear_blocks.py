@@ -72,7 +72,8 @@ def error(actual: Tensor, matrix: QuantisedMatrix, x: Tensor, bias: Tensor | Non
     wanted, off = activations @ weight, undecided @ weight.abs()
     wanted += 0 if bias is None else bias.double()
     size = (activations.square() @ weight.square()).sum().sqrt()  # of sums whose products do not cancel
-    return float((actual - torch.clamp(actual, wanted - off, wanted + off)).norm() / max(size, wanted.norm(), torch.tensor(1e-30)))
+    nearest = torch.clamp(actual, wanted - off, wanted + off)
+    return float((actual - nearest).norm() / torch.maximum(size, wanted.norm()).clamp_min(1e-30))
 
 
 def allowed(name: str, kind: torch.dtype) -> float:

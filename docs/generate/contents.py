@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from docs.generate import (
+    architectures,
     clients,
     coming_from,
     command_line,
@@ -59,6 +60,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "observing": results.observing,
     "policies": policies.promises,
     "architectures": supported.architectures,
+    "causal models": architectures.causal_models,
     "checkpoints": supported.checkpoints,
     "devices": supported.devices,
     "formats": supported.formats,

@@ -97,6 +97,8 @@ def describe(folder: Path, dtype: str, kernels: Kernels, generation: Path | None
         refusal = kernels.refusal(shape)
         if refusal:
             raise CheckpointError(f"{folder}: {refusal}")
+    if config.mixture and kernels.mixture_refusal:
+        raise CheckpointError(f"{folder}: {kernels.mixture_refusal}")
     return replace(config, dtype=_resolve(dtype, config.dtype, kernels))
 
 

@@ -13,10 +13,15 @@ import torch
 from gguf.quants import quantize
 from safetensors.torch import load_file
 
+INTERLEAVED = (gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.GRANITE, gguf.MODEL_ARCH.SMOLLM3)
+GEMMA = (gguf.MODEL_ARCH.GEMMA2, gguf.MODEL_ARCH.GEMMA3)
 ARCHITECTURES = {
     "LlamaForCausalLM": gguf.MODEL_ARCH.LLAMA, "MistralForCausalLM": gguf.MODEL_ARCH.LLAMA,
     "Qwen2ForCausalLM": gguf.MODEL_ARCH.QWEN2, "Qwen3ForCausalLM": gguf.MODEL_ARCH.QWEN3,
-    "Gemma2ForCausalLM": gguf.MODEL_ARCH.GEMMA2,
+    "Qwen3MoeForCausalLM": gguf.MODEL_ARCH.QWEN3MOE, "Gemma2ForCausalLM": gguf.MODEL_ARCH.GEMMA2,
+    "Gemma3ForCausalLM": gguf.MODEL_ARCH.GEMMA3, "GraniteForCausalLM": gguf.MODEL_ARCH.GRANITE,
+    "Olmo2ForCausalLM": gguf.MODEL_ARCH.OLMO2, "Phi3ForCausalLM": gguf.MODEL_ARCH.PHI3,
+    "SmolLM3ForCausalLM": gguf.MODEL_ARCH.SMOLLM3,
 }  # fmt: skip
 Edit = Callable[[gguf.GGUFWriter], None]
 
@@ -36,13 +41,13 @@ def write(folder: Path, path: Path, kind: str = "F32", *, edit: Edit = lambda wr
     if (folder / "tokenizer.json").is_file():
         add_tokenizer(writer, folder, size=config["vocab_size"])
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
-    for original, tensor in tensors.items():
+    for original, tensor in _joined(tensors).items():
         stored = names.get_name(original, (".weight", ".bias"))
         assert stored, original
         numbers = _converted(arch, original, tensor, config)
         writer.add_tensor(stored, *_stored(numbers, kind))
-    for factors in _rope_factors(config, arch):
-        writer.add_tensor("rope_freqs.weight", factors)
+    for stored, factors in _rope_factors(config).items():
+        writer.add_tensor(stored, factors)
     edit(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -53,6 +58,7 @@ def write(folder: Path, path: Path, kind: str = "F32", *, edit: Edit = lambda wr
 
 def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     heads, rope = config["num_attention_heads"], config.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)  # Gemma 3 has one for each kind of layer
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
@@ -62,18 +68,32 @@ def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(rope.get("rope_theta", 10_000.0))
     writer.add_vocab_size(config["vocab_size"])
     if rope.get("rope_type") in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])
-    if rope.get("rope_type") == "yarn":
+    if rope.get("rope_type") in ("yarn", "longrope"):
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-    if config.get("attn_logit_softcapping"):
-        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
-        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if rope.get("rope_type") == "longrope":
+        longer = config["max_position_embeddings"] / rope["original_max_position_embeddings"]
+        sharper = np.sqrt(1 + np.log(longer) / np.log(rope["original_max_position_embeddings"]))
+        writer.add_rope_scaling_attn_factors(float(rope.get("attention_factor") or sharper))
+    for name, add in (
+        ("attn_logit_softcapping", writer.add_attn_logit_softcapping),
+        ("final_logit_softcapping", writer.add_final_logit_softcapping),
+        ("attention_multiplier", writer.add_attention_scale), ("embedding_multiplier", writer.add_embedding_scale),
+        ("residual_multiplier", writer.add_residual_scale), ("logits_scaling", writer.add_logit_scale),
+        ("num_experts", writer.add_expert_count), ("num_local_experts", writer.add_expert_count),
+        ("num_experts_per_tok", writer.add_expert_used_count),
+        ("moe_intermediate_size", writer.add_expert_feed_forward_length),
+    ):
+        if config.get(name):
+            add(config[name])
+    if config.get("sliding_window") and config["architectures"][0] in ("Gemma2ForCausalLM", "Gemma3ForCausalLM",
+                                                                       "Phi3ForCausalLM"):
         writer.add_sliding_window(config["sliding_window"])
 
 
@@ -100,10 +120,23 @@ def _converted(arch: gguf.MODEL_ARCH, name: str, tensor: torch.Tensor, config: d
     """As the converter changes a tensor: rows of Llama's queries and keys interleaved, Gemma's norms offset."""
     numbers = tensor.float().numpy()
     for part, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
-        if arch == gguf.MODEL_ARCH.LLAMA and part in name:
+        if arch in INTERLEAVED and part in name:
             pairs = numbers.reshape(config[heads], 2, -1, *numbers.shape[1:])
             numbers = np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(numbers.shape))
-    return numbers + 1.0 if arch == gguf.MODEL_ARCH.GEMMA2 and "norm" in name else numbers
+    return numbers + 1.0 if arch in GEMMA and "norm" in name else numbers
+
+
+def _joined(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The matrices of all experts of a layer as one tensor."""
+    experts: dict[str, list[torch.Tensor]] = {}
+    others = {}
+    for name in sorted(tensors, key=lambda name: [int(part) if part.isdigit() else 0 for part in name.split(".")]):
+        parts = name.split(".experts.")
+        if len(parts) == 1:
+            others[name] = tensors[name]
+        else:
+            experts.setdefault(f"{parts[0]}.experts.{parts[1].partition('.')[2]}", []).append(tensors[name])
+    return others | {name: torch.stack(each) for name, each in experts.items()}
 
 
 def _stored(numbers: np.ndarray[Any, Any], kind: str) -> tuple[Any, ...]:
@@ -116,14 +149,17 @@ def _stored(numbers: np.ndarray[Any, Any], kind: str) -> tuple[Any, ...]:
     return quantize(numbers, stored), None, stored
 
 
-def _rope_factors(config: dict[str, Any], arch: gguf.MODEL_ARCH) -> list[np.ndarray[Any, Any]]:
-    """What the frequencies of Llama 3's scaling are divided by."""
+def _rope_factors(config: dict[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
+    """What the frequencies of Llama 3's scaling, or of LongRoPE, are divided by."""
     rope = config.get("rope_parameters") or {}
+    if rope.get("rope_type") == "longrope":
+        return {f"rope_factors_{kind}.weight": np.array(rope[f"{kind}_factor"], np.float32)
+                for kind in ("long", "short")}
     if rope.get("rope_type") != "llama3":
-        return []
+        return {}
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     plain = 1.0 / rope["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
     turns = rope["original_max_position_embeddings"] * plain / (2 * np.pi)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     keep = np.clip((turns - low) / (high - low), 0, 1)
-    return [(1 / ((1 - keep) / rope["factor"] + keep)).astype(np.float32)]
+    return {"rope_freqs.weight": (1 / ((1 - keep) / rope["factor"] + keep)).astype(np.float32)}

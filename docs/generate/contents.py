@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from docs.generate import (
+    architectures,
     clients,
     coming_from,
     command_line,
@@ -59,9 +60,11 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "observing": results.observing,
     "policies": policies.promises,
     "architectures": supported.architectures,
+    "causal models": architectures.causal_models,
     "checkpoints": supported.checkpoints,
     "devices": supported.devices,
     "formats": supported.formats,
+    "quantized checkpoints": supported.quantized,
     "fields taken and refused": supported.fields,
     "served routes": supported.served_routes,
     "not there": supported.without,

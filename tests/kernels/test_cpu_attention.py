@@ -145,12 +145,14 @@ def test_a_draft_that_is_not_finite_leaves_the_positions_before_it(context, kind
 
 @FLOATS
 @pytest.mark.parametrize("head_dim", [16, 24, 64, 80, 128])
-@pytest.mark.parametrize("offset", [None, 0.0, 1.0], ids=["no norm", "norm", "norm with an offset"])
-def test_rotary_store(kind, head_dim, offset):
+@pytest.mark.parametrize(("offset", "together"), [(None, False), (0.0, False), (1.0, False), (0.0, True)],
+                         ids=["no norm", "norm", "norm with an offset", "norm over all heads"])
+def test_rotary_store(kind, head_dim, offset, together):
     layer = Layer(AttentionShape(6, 2, head_dim, 1.0), 16, kind, [(37, 37), (5, 60), (1, 9)])
     batch = layer.batch()
-    weights = 1 + layer.random(2, head_dim) / 4
-    norm = None if offset is None else QKNorm(weights[0], weights[1], 1e-6, offset)
+    queries, keys = (6, 2) if together else (1, 1)
+    weights = 1 + layer.random(queries + keys, head_dim) / 4
+    norm = None if offset is None else QKNorm(weights[:queries].flatten(), weights[queries:].flatten(), 1e-6, offset)
     qkv = layer.random(len(batch.positions), 10 * head_dim)
     table = rotary(head_dim, 64)
     ours = CPU.allocate_cache(layer.num_blocks, 16, layer.shape, kind)

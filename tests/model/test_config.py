@@ -27,7 +27,7 @@ class TestLlama:
     def test_defaults(self) -> None:
         config = read()
         assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (4, 8, 2, 8)
-        assert config.rope == Rope(10_000.0) and config.windows == (0, 0, 0, 0) and config.rms_norm_eps == 1e-6
+        assert config.ropes == (Rope(10_000.0),) * 4 and config.windows == (0, 0, 0, 0) and config.rms_norm_eps == 1e-6
         assert not (config.tie_word_embeddings or config.qkv_bias or config.output_bias or config.mlp_bias)
         assert config.eos_token_ids == ()
 
@@ -111,20 +111,20 @@ class TestRope:
         {"rope_parameters": LLAMA3 | {"rope_type": "llama3", "rope_theta": 5e5}},
     ])
     def test_older_and_newer_form(self, fields: dict[str, Any]) -> None:
-        assert read(**fields).rope == Llama3Rope(5e5, 8.0, 1.0, 4.0, 128)
+        assert read(**fields).ropes == (Llama3Rope(5e5, 8.0, 1.0, 4.0, 128),) * 4
 
     def test_theta_alone(self) -> None:
-        assert read(rope_theta=1e6).rope == read(rope_parameters={"rope_theta": 1e6}).rope == Rope(1e6)
+        assert read(rope_theta=1e6).ropes == read(rope_parameters={"rope_theta": 1e6}).ropes == (Rope(1e6),) * 4
 
     @pytest.mark.parametrize(("scaling", "problem"), [
-        ({"rope_type": "dynamic", "factor": 2.0}, "type 'dynamic' is not supported; these are: default, linear"),
-        ({"rope_type": "longrope"}, "not supported"),
+        ({"rope_type": "proportional"}, "type 'proportional' is not supported; these are: default, linear"),
+        ({"rope_type": "longrope"}, "longrope is not supported in this architecture"),
+        ({"rope_type": "dynamic"}, "factor is missing"),
         ({"type": "mrope"}, "not supported"),
         ({"rope_type": "linear"}, "factor is missing"),
         ({"rope_type": "linear", "factor": -1}, "factor must be a number above 0"),
         ({"rope_type": "linear", "factor": float("nan")}, "factor must be a number"),
         (LLAMA3 | {"rope_type": "llama3", "high_freq_factor": 1}, "high_freq_factor must be a number above 1"),
-        ({"rope_type": "yarn", "factor": 2.0, "mscale": 1.0}, "mscale is not supported"),
         ({"full_attention": {"rope_type": "default"}}, "differs by layer type"),
         ({"rope_type": 3}, "rope_type must be a string"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),

@@ -12,9 +12,9 @@ batching (Yu et al., OSDI 2022) over vLLM's paged memory (Kwon et al., SOSP 2023
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor, device, dtype, float8_e4m3fn, int8
 
@@ -25,6 +25,38 @@ Linear = Callable[[Tensor], Tensor]
 
 Activation = Literal["silu", "gelu_tanh"]
 """Of gates: SiLU (Elfwing et al., 2017), or GELU's approximation by tanh (Hendrycks and Gimpel, 2016)."""
+
+@dataclass(frozen=True, slots=True)
+class ClampedSwiGLU:
+    """The activation of gpt-oss: `(clamp(up) + 1) * g * sigmoid(alpha * g)`, with `g = min(gate, limit)`."""
+
+    alpha: float
+    limit: float  # of gates above, of what they gate on both sides
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How a token's experts are chosen: those with the `top_k` largest of `num_experts` logits.
+
+    Their shares are the softmax of the logits, over all experts or, normalised, over those that were chosen.
+    """
+
+    num_experts: int
+    top_k: int
+    is_normalised: bool
+
+
+class ExpertWeights(NamedTuple):
+    """Weights of one expert."""
+
+    gate_up: Tensor  # [2 * intermediate, hidden], gates first
+    down: Tensor  # [hidden, intermediate]
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+
+Mixture = Callable[[Tensor, Tensor], Tensor]
+"""Packed experts: `x [tokens, hidden], logits [tokens, experts] -> [tokens, hidden]`."""
 
 LayerCache = Any
 """One layer's keys and values; its layout belongs to the kernels that made it."""
@@ -90,10 +122,14 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class QKNorm:
-    """RMS norms over each head's query and key before the rotary embedding (Qwen3)."""
+    """RMS norms of queries and keys before the rotary embedding.
 
-    query: Tensor  # [head_dim]
-    key: Tensor  # [head_dim]
+    Of each head by itself, with weights `[head_dim]` (Qwen3), or of all heads together, with `[heads * head_dim]`
+    (OLMo 2).
+    """
+
+    query: Tensor
+    key: Tensor
     eps: float
     offset: float = 0.0  # added to both weights
 
@@ -118,6 +154,7 @@ class Kernels(Protocol):
     device: device  # where all tensors live
     kinds: tuple[dtype, ...]  # of weights that are supported
     records_drafts: bool  # a graph reads from memory how many tokens each row has
+    mixture_refusal: str  # why `experts` does not work, in one sentence; "" where it does
 
     def warm_up(self, kind: dtype) -> None:
         """Compile or load everything for weights of one type before the first request needs it."""
@@ -176,8 +213,24 @@ class Kernels(Protocol):
         """
         ...
 
+    def exact_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """A `linear` that is never quantised, in as many bytes as `weight`."""
+        ...
+
     def head(self, weight: Weight) -> Linear:
         """Pack `weight [vocab, hidden]` for logits."""
+        ...
+
+    def experts(
+        self, weights: Iterable[ExpertWeights], routing: Routing, activation: Activation | ClampedSwiGLU,
+    ) -> Mixture:
+        """Pack a layer's experts, one after another.  Steps read the weights of experts that tokens choose, only.
+
+        Each takes as many bytes as two `linear`s.
+
+        Raises:
+            ValueError: these kernels have no mixtures: `mixture_refusal`.
+        """
         ...
 
     def embedding(self, table: QuantisedMatrix, kind: dtype, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
@@ -225,12 +278,20 @@ class Kernels(Protocol):
         """`residual += x` in place, then RMSNorm of the sum: `[tokens, hidden]`."""
         ...
 
+    def add(self, x: Tensor, residual: Tensor, gate: Tensor | None = None) -> Tensor:
+        """`residual += x` in place, or `residual += sigmoid(gate) * x` with `gate [tokens, 1]`; returns `residual`."""
+        ...
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """`silu(gate) * up` for `gate_up [tokens, 2 * intermediate]`."""
         ...
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         """`gelu(gate) * up`, with GELU's approximation by tanh."""
+        ...
+
+    def clamped_swiglu(self, gate_up: Tensor, activation: ClampedSwiGLU) -> Tensor:
+        """Its activation of `gate_up [tokens, 2 * intermediate]`."""
         ...
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
@@ -261,6 +322,12 @@ class Kernels(Protocol):
 
 def in_two_steps(kernels: Kernels, weight: Weight, bias: Tensor | None, activation: Activation = "silu") -> Linear:
     """`gated` for kernels without a fused one: the product, then the activation."""
-    product = kernels.linear(weight, bias)
-    multiply = {"silu": kernels.silu_mul, "gelu_tanh": kernels.gelu_mul}[activation]
+    product, multiply = kernels.linear(weight, bias), activated(kernels, activation)
     return lambda x: multiply(product(x))
+
+
+def activated(kernels: Kernels, activation: Activation | ClampedSwiGLU) -> Linear:
+    """`[tokens, 2 * intermediate] -> [tokens, intermediate]`: gates, and what they gate."""
+    if isinstance(activation, ClampedSwiGLU):
+        return lambda gate_up: kernels.clamped_swiglu(gate_up, activation)
+    return {"silu": kernels.silu_mul, "gelu_tanh": kernels.gelu_mul}[activation]

@@ -36,6 +36,11 @@ class Format:
     levels: tuple[float, ...] = ()  # of each code; (): the codes themselves
     scale_bits: int = 8  # of scales and minimums that have units
 
+    @property
+    def are_floats(self) -> bool:
+        """Whether codes are 8-bit floats (FP8)."""
+        return len(self.levels) == 1 << MOST_BITS
+
     def __post_init__(self) -> None:
         """Raises ValueError for a format that contradicts itself."""
         if not 1 <= self.bits <= MOST_BITS or self.group < 0 or self.groups_per_unit < 0:

@@ -22,6 +22,8 @@ from slotwise.model.fields import read_json
 from slotwise.model.formats import CONFIG, INDEX, WEIGHTS
 from slotwise.model.stored import StoredTensor, TensorSource
 
+RENAMED = (("language_model.model.", "model."), ("model.language_model.", "model."),
+           ("language_model.lm_head.", "lm_head."))  # beginnings of names
 MAX_NAME_BYTES = 255
 MAX_TABLE_BYTES = 100 << 20  # the format's own bound
 LENGTH_BYTES = 8
@@ -81,8 +83,13 @@ def open_safetensors(folder: Path) -> TensorSource:
     tensors: dict[str, StoredTensor] = {}
     for path in _files(folder):
         file = SafetensorsFile(path)
-        tensors.update({name: SafetensorsTensor(file, name) for name in file.table})
+        tensors.update({_canonical(name): SafetensorsTensor(file, name) for name in file.table})
     return TensorSource(str(folder), CONFIG, tensors)
+
+
+def _canonical(name: str) -> str:
+    """The name in a checkpoint of a language model, of a tensor of one that is part of a model for images and text."""
+    return next((new + name.removeprefix(old) for old, new in RENAMED if name.startswith(old)), name)
 
 
 def _table(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:

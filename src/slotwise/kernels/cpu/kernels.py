@@ -6,7 +6,7 @@ import functools
 import math
 import struct
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from slotwise.kernels.cpu import (
     attention_plan,
     block_layout,
     block_lookup,
+    experts,
     gemm,
     linear,
     linear_bf16,
@@ -34,8 +35,22 @@ from slotwise.kernels.cpu.cache import CpuCache, head_block_elements, padded
 from slotwise.kernels.cpu.graph import PROGRAM, Arena, Graph, GraphRecorder
 from slotwise.kernels.cpu.jit.compiler import Compiled, compile_all
 from slotwise.kernels.cpu.launcher import KernelLauncher
+from slotwise.kernels.cpu.linear import Product
 from slotwise.kernels.cpu.threads import RUN_SHARED, WORK
-from slotwise.kernels.interface import Activation, AttentionShape, Linear, QKNorm, RaggedBatch, cache_kind, in_two_steps
+from slotwise.kernels.interface import (
+    Activation,
+    AttentionShape,
+    ClampedSwiGLU,
+    ExpertWeights,
+    Linear,
+    Mixture,
+    QKNorm,
+    RaggedBatch,
+    Routing,
+    activated,
+    cache_kind,
+    in_two_steps,
+)
 from slotwise.kernels.matrix import Format, QuantisedMatrix, StackedMatrix, Weight
 
 LOG2_E = math.log2(math.e)
@@ -51,6 +66,7 @@ class CpuKernels:
     device = torch.device("cpu")
     kinds: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
     records_drafts = True
+    mixture_refusal = ""
 
     def __init__(
         self, threads: int | None = None, quantization: str = "none", kv_cache_dtype: str = "auto",
@@ -180,6 +196,34 @@ class CpuKernels:
     def _of_blocks(self, parts: Sequence[linear_blocks.PackedBlocks]) -> Linear:
         """The product with matrices in panels, one behind the other along their outputs."""
         return linear_blocks.blocks_linear(parts, self.launcher)
+    def exact_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """`weight [out, in]`, packed as it is."""
+        return self._packed(weight, bias, 0)
+
+    def experts(
+        self, weights: Iterable[ExpertWeights], routing: Routing, activation: Activation | ClampedSwiGLU,
+    ) -> Mixture:
+        """A layer's experts; see `experts.py`."""
+        gates: list[Product] = []
+        downs: list[Product] = []
+        is_gated = False
+        for each in weights:
+            is_gated = activation == "silu" and (bool(self._bits) or self._packing(each.gate_up) is not None)
+            gates.append(self._expert(each.gate_up, each.gate_up_bias, is_gated=is_gated))
+            downs.append(self._expert(each.down, each.down_bias))
+        activate = None if is_gated else activated(self, activation)
+        return experts.Mixture(gates, downs, activate, routing, self.launcher)
+
+    def _expert(self, weight: Tensor, bias: Tensor | None, *, is_gated: bool = False) -> Product:
+        """One product of an expert, on no path but our own kernels'."""
+        if self._bits:
+            product = linear_int.int_linear(weight, bias, self._bits, self._quantised, self.launcher, is_gated=is_gated)
+        elif is_gated:
+            product = self.gated(weight, bias)
+        else:
+            product = (self._packing(weight) or linear.tiled_linear)(weight, bias, self.launcher)
+        assert isinstance(product, Product)
+        return product
 
     def _packing(self, weight: Tensor) -> Callable[..., Linear] | None:
         """Packs `weight` for products that may be gated; None where the path of its type has none."""
@@ -253,6 +297,15 @@ class CpuKernels:
         self._run(pointwise.NORM[x.dtype], x.numel())
         return out
 
+    def add(self, x: Tensor, residual: Tensor, gate: Tensor | None = None) -> Tensor:
+        """`residual += x` in place, or `residual += sigmoid(gate) * x`; returns `residual`."""
+        x = x.contiguous()
+        tokens, size = x.shape
+        gate_at = 0 if gate is None else gate.data_ptr()
+        self.launcher.give(x.data_ptr(), residual.data_ptr(), gate_at, 0, tokens, size)
+        self._run(pointwise.ADD[x.dtype], x.numel())
+        return residual
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """`silu(gate) * up` for `gate_up [tokens, 2 * intermediate]`."""
         return self._activated(pointwise.SILU_MUL, gate_up)
@@ -261,13 +314,17 @@ class CpuKernels:
         """`gelu(gate) * up`, with GELU's approximation by tanh."""
         return self._activated(pointwise.GELU_MUL, gate_up)
 
-    def _activated(self, codes: dict[torch.dtype, Compiled], gate_up: Tensor) -> Tensor:
+    def _activated(self, codes: dict[torch.dtype, Compiled], gate_up: Tensor, *options: int) -> Tensor:
         gate_up = gate_up.contiguous()
         tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = self.launcher.empty((tokens, size), gate_up.dtype)
-        self.launcher.give(gate_up.data_ptr(), 0, 0, out.data_ptr(), tokens, size)
+        self.launcher.give(gate_up.data_ptr(), 0, 0, out.data_ptr(), tokens, size, *options)
         self._run(codes[gate_up.dtype], gate_up.numel())
         return out
+
+    def clamped_swiglu(self, gate_up: Tensor, activation: ClampedSwiGLU) -> Tensor:
+        """`(clamp(up) + 1) * g * sigmoid(alpha * g)`, with `g = min(gate, limit)`."""
+        return self._activated(pointwise.CLAMPED_SWIGLU, gate_up, _bits(activation.alpha), _bits(activation.limit))
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         """`cap * tanh(x / cap)` for `x [tokens, size]`; NaN and infinities stay what they are."""
@@ -286,8 +343,9 @@ class CpuKernels:
         qkv = qkv.contiguous()
         tokens = qkv.shape[0]
         query = self.launcher.empty((tokens, shape.num_heads, shape.head_dim), qkv.dtype)
-        norms = (0, 0, 0, 0) if norm is None else (
-            norm.query.data_ptr(), norm.key.data_ptr(), _bits(norm.eps), _bits(norm.offset))
+        norms = (0, 0, 0, 0, 1, 1) if norm is None else (
+            norm.query.data_ptr(), norm.key.data_ptr(), _bits(norm.eps), _bits(norm.offset),
+            len(norm.query) // shape.head_dim, len(norm.key) // shape.head_dim)
         self.launcher.give(
             qkv.data_ptr(), query.data_ptr(), cache.address, rotary.data_ptr(), batch.positions.data_ptr(),
             batch.slot_mapping.data_ptr(), tokens, *cache.geometry, *norms,

@@ -10,8 +10,12 @@ their queries and keys: row `2 i + j` of a head is row `j head_dim / 2 + i` of t
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+from slotwise.model.gguf import families
+from slotwise.model.gguf.keys import Fields, Keys
 
 _LAYER = re.compile(r"blk\.(?P<layer>\d{1,4})\.(?P<part>\w+)\.(?P<kind>weight|bias)")
 _ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -21,10 +25,17 @@ _PARTS = {
     "attn_k_norm": "self_attn.k_norm", "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }  # fmt: skip
-_GEMMA = {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
-          "post_ffw_norm": "post_feedforward_layernorm"}
-ROPE_FACTORS = "rope_freqs.weight"  # divisors of the rotary frequencies
-_UNREAD = re.compile(r"rope_freqs\.weight|blk\.\d{1,4}\.attn_rot_embd\.weight")  # the config has what they say
+_BEHIND = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_GEMMA = {**_BEHIND, "ffn_norm": "pre_feedforward_layernorm"}
+_FUSED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+_EXPERTS = {"ffn_gate_inp": "mlp.gate", "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+            "ffn_up_exps": "mlp.experts.{}.up_proj", "ffn_down_exps": "mlp.experts.{}.down_proj"}
+_UNREAD = re.compile(  # the config has what they say
+    r"(rope_freqs|rope_factors_long|rope_factors_short)\.weight|blk\.\d{1,4}\.attn_rot_embd\.weight")
+
+
+def _nothing(keys: Keys, common: Mapping[str, Any]) -> Fields:
+    return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +46,9 @@ class Architecture:
     is_interleaved: bool = False  # rows of queries and keys
     norm_offset: float = 0.0  # that the converter has added to the weights of norms
     parts: Mapping[str, str] = field(default_factory=dict)  # of a layer, beside or instead of the usual ones
+    more: Callable[[Keys, Mapping[str, Any]], Fields] = _nothing  # fields of a config beside the common ones
+    has_experts: bool = False
+    rotates_parts: bool = False  # of heads, perhaps
 
     def name_of(self, stored: str) -> str:
         """The name that a family gives the tensor that is `stored` in a file; one that no family reads stays unknown.
@@ -67,6 +81,12 @@ ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM", is_interleaved=True),  # Mistral, too
     "qwen2": Architecture("Qwen2ForCausalLM"),
     "qwen3": Architecture("Qwen3ForCausalLM"),
-    "gemma2": Architecture("Gemma2ForCausalLM", norm_offset=1.0, parts=_GEMMA),
+    "qwen3moe": Architecture("Qwen3MoeForCausalLM", parts=_EXPERTS, more=families.qwen3_moe, has_experts=True),
+    "gemma2": Architecture("Gemma2ForCausalLM", norm_offset=1.0, parts=_GEMMA, more=families.gemma2),
+    "gemma3": Architecture("Gemma3ForCausalLM", norm_offset=1.0, parts=_GEMMA, more=families.gemma3),
+    "granite": Architecture("GraniteForCausalLM", is_interleaved=True, more=families.granite),
+    "olmo2": Architecture("Olmo2ForCausalLM", parts=_BEHIND, more=families.olmo2),
+    "phi3": Architecture("Phi3ForCausalLM", parts=_FUSED, more=families.phi3, rotates_parts=True),
+    "smollm3": Architecture("SmolLM3ForCausalLM", is_interleaved=True),
 }
 """By `general.architecture`."""

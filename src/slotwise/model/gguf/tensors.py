@@ -20,6 +20,7 @@ from slotwise.model.stored import StoredTensor, TensorSource
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 INTERLEAVED = ("self_attn.q_proj", "self_attn.k_proj")
+MAX_EXPERTS = 4096
 MATRIX = 2  # dimensions
 NORM = "norm.weight"  # how the names of norms' weights end
 
@@ -77,15 +78,29 @@ def open_gguf_tensors(path: Path) -> GGUFSource:
     for stored, (file, entry) in model.tensors.items():
         if is_unread(stored):
             continue
-        name = architecture.name_of(stored)
-        if name in tensors:
-            raise CheckpointError(f"{file}: tensor {stored} is there twice, under names that mean the same")
+        name, bytes_of = architecture.name_of(stored), maps[file][entry.start : entry.end]
         interleaved = _heads_of(name, heads) if architecture.is_interleaved else 0
         if interleaved and entry.shape[0] % (2 * interleaved):
             raise CheckpointError(f"{file}: tensor {stored} has {entry.shape[0]} rows, no multiple of twice the heads")
         offset = architecture.norm_offset if name.endswith(NORM) else 0.0
-        tensors[name] = GGUFTensor(maps[file][entry.start : entry.end], entry, interleaved, offset)
+        pieces = [(name, entry)] if "{}" not in name else [
+            (name.format(number), one) for number, one in enumerate(_experts(entry, f"{file}: tensor {stored}"))]
+        for place, (one, described) in enumerate(pieces):
+            if one in tensors:
+                raise CheckpointError(f"{file}: tensor {stored} is there twice, under names that mean the same")
+            size = len(bytes_of) // len(pieces)
+            tensors[one] = GGUFTensor(bytes_of[place * size : (place + 1) * size], described, interleaved, offset)
     return GGUFSource(str(path), "metadata", tensors, True, architecture)
+
+
+def _experts(entry: Entry, where: str) -> list[Entry]:
+    """The entry of each expert in a tensor `[experts, outputs, inputs]`."""
+    count, *shape = entry.shape
+    if len(shape) != MATRIX or count > MAX_EXPERTS:
+        raise CheckpointError(f"{where} has shape {list(entry.shape)}, and must have at most {MAX_EXPERTS} matrices")
+    size = (entry.end - entry.start) // count
+    return [Entry(tuple(shape), entry.type, entry.start + place * size, entry.start + (place + 1) * size)
+            for place in range(count)]
 
 
 def _heads_of(name: str, heads: Mapping[str, list[float]]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -41,11 +42,14 @@ class Head:
     Args:
         weight: `[vocabulary, hidden]`; the embedding's table where the two are tied.
         soft_cap: logits become `soft_cap * tanh(logit / soft_cap)`; 0: they stay.
+        scale: of logits, applied once to a copy of the weight: exactly, where it is a power of two.
     """
 
-    def __init__(self, source: Source, weight: Weight, soft_cap: float = 0.0) -> None:
+    def __init__(
+        self, source: Source, weight: Weight, soft_cap: float = 0.0, scale: float = 1.0,
+    ) -> None:
         self._kernels = source.kernels
-        self._product = source.kernels.head(weight)
+        self._product = source.kernels.head(weight * scale if isinstance(weight, Tensor) and scale != 1.0 else weight)
         self.soft_cap = soft_cap
         self.bytes = source.kernels.head_bytes(weight)
 
@@ -54,15 +58,24 @@ class Head:
         return self._kernels.soft_cap(logits, self.soft_cap) if self.soft_cap else logits
 
 
-def read_ends(
-    source: Source, vocab_size: int, hidden_size: int, *, tied: bool, scale: float = 1.0, soft_cap: float = 0.0,
-) -> tuple[Embedding, Head]:
-    """Embedding and head under the names that all families use; a `tied` head is the embedding's table, unscaled."""
+@dataclass(frozen=True, slots=True)
+class EndOptions:
+    """What a family's first and last layer do beside looking up and multiplying."""
+
+    tied: bool  # the head is the embedding's table, unscaled
+    scale: float = 1.0  # of the embedding
+    soft_cap: float = 0.0
+    logit_scale: float = 1.0
+
+
+def read_ends(source: Source, vocab_size: int, hidden_size: int, options: EndOptions) -> tuple[Embedding, Head]:
+    """Embedding and head under the names that all families use."""
     size = (vocab_size, hidden_size)
-    table = source.weight({TABLE: size})
-    assert not isinstance(table, StackedMatrix)  # it is one tensor
-    weight = table if tied else source.weight({HEAD: size})
-    embedding, head = Embedding(source, table, scale), Head(source, weight, soft_cap)
-    if tied and not isinstance(table, Tensor):
+    read = source.weight if options.logit_scale == 1.0 else source.tensor  # what is scaled is copied
+    table = read({TABLE: size})
+    weight = table if options.tied else read({HEAD: size})
+    assert not isinstance(table, StackedMatrix)  # of several names
+    embedding = Embedding(source, table, options.scale)
+    if options.tied and not isinstance(table, Tensor):
         embedding.bytes = 0  # kernels share what they packed for the head
-    return embedding, head
+    return embedding, Head(source, weight, options.soft_cap, options.logit_scale)

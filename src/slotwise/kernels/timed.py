@@ -18,6 +18,7 @@ from slotwise.kernels.interface import (
     QKNorm,
     RaggedBatch,
 )
+from slotwise.kernels.matrix import QuantisedMatrix, Weight
 
 PRODUCTS, ATTENTION, SMALL = "products", "attention", "small operators"
 
@@ -44,17 +45,22 @@ class TimedKernels:
         """None while it measures."""
         return None if self._keeps_time else self._kernels.record(work)
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+    def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         """A timed product."""
         return self._timed_product(self._kernels.linear(weight, bias))
 
-    def gated(self, weight: Tensor, bias: Tensor | None = None, activation: Activation = "silu") -> Linear:
+    def gated(self, weight: Weight, bias: Tensor | None = None, activation: Activation = "silu") -> Linear:
         """A timed product, its activation included."""
         return self._timed_product(self._kernels.gated(weight, bias, activation))
 
-    def head(self, weight: Tensor) -> Linear:
+    def head(self, weight: Weight) -> Linear:
         """A timed product."""
         return self._timed_product(self._kernels.head(weight))
+
+    def embedding(self, table: QuantisedMatrix, kind: dtype, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
+        """A timed lookup."""
+        look_up = self._kernels.embedding(table, kind, scale)
+        return lambda token_ids: self._timed(SMALL, lambda: look_up(token_ids))
 
     def embed(self, table: Tensor, token_ids: Tensor) -> Tensor:
         return self._timed(SMALL, lambda: self._kernels.embed(table, token_ids))

@@ -19,6 +19,7 @@ from slotwise.kernels.cpu import (
     block_lookup,
     experts,
     gemm,
+    gemm_pairs,
     linear,
     linear_bf16,
     linear_blocks,
@@ -112,8 +113,9 @@ class CpuKernels:
         products = [
             linear_int.PRODUCT[bits, kind, self._quantised].code for bits in {self._bits, self._head_bits} if bits]
         stored = self._stored(kind)
-        of_the_cache = [attention.ATTEND[kind, stored], pointwise.ROTARY_STORE[kind, stored]]
-        multiply = [gemm.MULTIPLY[each] for each in dict.fromkeys((kind, stored))]
+        attend, multiply_cache = self._attention(kind, stored)
+        of_the_cache = [attend, pointwise.ROTARY_STORE[kind, stored]]
+        multiply = list(dict.fromkeys((gemm.MULTIPLY[kind], multiply_cache)))
         dense = {
             "fp16": [linear_fp16.PRODUCT.code], "onednn": [pointwise.SILU_MUL[kind]],
             **{path: [product.code] for path, product in linear_bf16.PRODUCT.items()},
@@ -376,8 +378,9 @@ class CpuKernels:
         launcher, out = self.launcher, self.launcher.empty((tokens, shape.num_heads * shape.head_dim), query.dtype)
         workspace = attention_plan.workspace(shape, rows, tokens, batch.max_context_len)
         base = launcher.scratch(workspace.floats(launcher.threads))
+        attend, multiply = self._attention(query.dtype, cache.storage.dtype)
         launcher.give(
-            gemm.MULTIPLY[cache.storage.dtype].address, query.data_ptr(), out.data_ptr(), cache.address,
+            multiply.address, query.data_ptr(), out.data_ptr(), cache.address,
             tables.data_ptr(), tables.stride(0), batch.query_starts.data_ptr(), batch.context_lens.data_ptr(), rows,
             base, base + workspace.arrivals, base + workspace.parts, base + workspace.threads, workspace.thread_bytes,
             *cache.geometry,
@@ -385,8 +388,18 @@ class CpuKernels:
             0 if sinks is None else sinks.data_ptr(),
         )
         launcher.alone(attention_plan.PLAN)
-        launcher.together(attention.ATTEND[query.dtype, cache.storage.dtype])
+        launcher.together(attend)
         return out
+
+    @functools.cached_property
+    def _multiplies_pairs(self) -> bool:
+        return gemm_pairs.pays()
+
+    def _attention(self, kind: torch.dtype, stored: torch.dtype) -> tuple[Compiled, Compiled]:
+        """The kernel for queries of `kind` over a cache that is `stored`, and the product that it calls."""
+        if stored == torch.bfloat16 and self._multiplies_pairs:
+            return attention.ATTEND_PAIRS, gemm.MULTIPLY_PAIRS
+        return attention.ATTEND[kind, stored], gemm.MULTIPLY[stored]
 
     def _run(self, code: Compiled, elements: int) -> None:
         if elements < SMALL:

@@ -98,8 +98,8 @@ class Weights:
             are_quantised = len(self.formats(dict.fromkeys(names, ()))) == len(names)
             weight: Weight = stacked([*map(self._matrix, names)]) if are_quantised else self._dense(names, dtype)
             if isinstance(weight, StackedMatrix) and any(part.format.are_floats for part in weight.parts):
-                raise CheckpointError(f"{self._source.where}: {self._list([*names])} are one product, but not in the same "
-                                      "format: with FP8 that is not supported")
+                raise CheckpointError(f"{self._source.where}: {self._list([*names])} are one product, but not in the "
+                                      "same format: with FP8 that is not supported")
             done += sum(tensor.nbytes for tensor in tensors)
             if progress is not None:
                 progress(done, total)

@@ -43,6 +43,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "modules": modules.modules,
     "reliability": results.reliability,
     "beside vllm": results.beside_vllm,
+    "beside openvino": results.beside_openvino,
+    "long contexts": results.long_contexts,
     "beside vllm summary": results.beside_vllm_summary,
     "product paths": results.product_paths,
     "disciplines": results.disciplines,

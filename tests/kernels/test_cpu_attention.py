@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.paged import Layer, chunks, decodes, distance, layers, rotary
 
+from slotwise.kernels.cpu import gemm_pairs
 from slotwise.kernels.cpu.kernels import CpuKernels
 from slotwise.kernels.interface import AttentionShape, QKNorm, RaggedBatch
 from slotwise.kernels.reference import ReferenceKernels
@@ -59,6 +60,19 @@ def test_every_context_around_the_edges_of_blocks_and_segments(block_size, kind)
 @FLOATS
 def test_a_long_chunk_over_a_long_context(kind):
     assert apart(Layer(AttentionShape(9, 3, 64, 0.125), 64, kind, [(512, 2000), (1, 1999)])) < CLOSE[kind]
+
+
+@pytest.mark.skipif(not gemm_pairs.pays(), reason="elsewhere all tests widen bfloat16")
+@pytest.mark.parametrize("rows", [[(1, 70), (1, 1500), (5, 201)], [(130, 1201)]])
+def test_bfloat16_widened_to_float32_where_it_is_multiplied_in_pairs(rows, monkeypatch):
+    shape = AttentionShape(9, 3, 80, 0.2, window=301)  # an odd number of vectors, and odd edges
+    layer = Layer(shape, 16, torch.bfloat16, rows)
+    in_pairs = CPU.attention(layer.query(layer.batch()), layer.filled_cache(CPU), layer.batch(), shape)
+    assert apart(layer) < CLOSE[layer.kind]
+    monkeypatch.setattr(CPU, "_multiplies_pairs", False)
+    assert apart(layer) < CLOSE[layer.kind]
+    widened = CPU.attention(layer.query(layer.batch()), layer.filled_cache(CPU), layer.batch(), shape)
+    assert not torch.equal(in_pairs, widened)
 
 
 @FLOATS

@@ -19,9 +19,11 @@ from slotwise.kernels.cpu import (
     block_lookup,
     experts,
     gemm,
+    gemm_pairs,
     linear,
     linear_bf16,
     linear_blocks,
+    linear_fp8,
     linear_fp16,
     linear_int,
     onednn,
@@ -111,8 +113,9 @@ class CpuKernels:
         products = [
             linear_int.PRODUCT[bits, kind, self._quantised].code for bits in {self._bits, self._head_bits} if bits]
         stored = self._stored(kind)
-        of_the_cache = [attention.ATTEND[kind, stored], pointwise.ROTARY_STORE[kind, stored]]
-        multiply = [gemm.MULTIPLY[each] for each in dict.fromkeys((kind, stored))]
+        attend, multiply_cache = self._attention(kind, stored)
+        of_the_cache = [attend, pointwise.ROTARY_STORE[kind, stored]]
+        multiply = list(dict.fromkeys((gemm.MULTIPLY[kind], multiply_cache)))
         dense = {
             "fp16": [linear_fp16.PRODUCT.code], "onednn": [pointwise.SILU_MUL[kind]],
             **{path: [product.code] for path, product in linear_bf16.PRODUCT.items()},
@@ -157,9 +160,13 @@ class CpuKernels:
         """One view, keys and values together."""
         return (cache.storage,)
 
-    def format_refusal(self, format: Format) -> str:
-        """What the packed layouts of `block_layout.py` do not hold."""
-        return block_layout.refusal(format)
+    def format_refusal(self, format: Format, kind: torch.dtype) -> str:
+        """What the packed layouts of `block_layout.py` do not hold, and 8-bit floats that `linear_fp8.py` does not."""
+        if not format.are_floats:
+            return block_layout.refusal(format)
+        path = self._path_of(kind)
+        return linear_fp8.refusal(format) if path in linear_fp8.PRODUCT else (
+            f"products with 8-bit floats by {path} are not supported on device cpu")
 
     def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         """`weight [out, in]`, packed once for many products."""
@@ -170,6 +177,8 @@ class CpuKernels:
         if activation != "silu" or isinstance(weight, StackedMatrix):
             return in_two_steps(self, weight, bias, activation)
         if isinstance(weight, QuantisedMatrix):
+            if weight.format.are_floats:
+                return self._of_floats(weight, bias, is_gated=True)
             return self._of_blocks([linear_blocks.pack_blocks(weight, bias, self._quantised, is_gated=True)])
         if self._bits:
             return linear_int.int_linear(weight, bias, self._bits, self._quantised, self.launcher, is_gated=True)
@@ -232,7 +241,14 @@ class CpuKernels:
             return functools.partial(linear_bf16.bf16_linear, path=path)
         return linear_fp16.fp16_linear if path == "fp16" and linear_fp16.fits(weight) else None
 
+    def _of_floats(self, matrix: QuantisedMatrix, bias: Tensor | None, *, is_gated: bool = False) -> Linear:
+        """The product with a matrix of 8-bit floats."""
+        return linear_fp8.fp8_linear(
+            matrix, bias, self.launcher, is_gated=is_gated, path=self._path_of(torch.bfloat16))
+
     def _packed(self, weight: Weight, bias: Tensor | None, bits: int) -> Linear:
+        if isinstance(weight, QuantisedMatrix) and weight.format.are_floats:
+            return self._of_floats(weight, bias)
         if isinstance(weight, QuantisedMatrix):
             return self._of_blocks([self._table(weight) if bias is None else linear_blocks.pack_blocks(
                 weight, bias, self._quantised)])
@@ -362,8 +378,9 @@ class CpuKernels:
         launcher, out = self.launcher, self.launcher.empty((tokens, shape.num_heads * shape.head_dim), query.dtype)
         workspace = attention_plan.workspace(shape, rows, tokens, batch.max_context_len)
         base = launcher.scratch(workspace.floats(launcher.threads))
+        attend, multiply = self._attention(query.dtype, cache.storage.dtype)
         launcher.give(
-            gemm.MULTIPLY[cache.storage.dtype].address, query.data_ptr(), out.data_ptr(), cache.address,
+            multiply.address, query.data_ptr(), out.data_ptr(), cache.address,
             tables.data_ptr(), tables.stride(0), batch.query_starts.data_ptr(), batch.context_lens.data_ptr(), rows,
             base, base + workspace.arrivals, base + workspace.parts, base + workspace.threads, workspace.thread_bytes,
             *cache.geometry,
@@ -371,8 +388,18 @@ class CpuKernels:
             0 if sinks is None else sinks.data_ptr(),
         )
         launcher.alone(attention_plan.PLAN)
-        launcher.together(attention.ATTEND[query.dtype, cache.storage.dtype])
+        launcher.together(attend)
         return out
+
+    @functools.cached_property
+    def _multiplies_pairs(self) -> bool:
+        return gemm_pairs.pays()
+
+    def _attention(self, kind: torch.dtype, stored: torch.dtype) -> tuple[Compiled, Compiled]:
+        """The kernel for queries of `kind` over a cache that is `stored`, and the product that it calls."""
+        if stored == torch.bfloat16 and self._multiplies_pairs:
+            return attention.ATTEND_PAIRS, gemm.MULTIPLY_PAIRS
+        return attention.ATTEND[kind, stored], gemm.MULTIPLY[stored]
 
     def _run(self, code: Compiled, elements: int) -> None:
         if elements < SMALL:
@@ -386,6 +413,8 @@ def _packed_bytes(weight: Weight, bits: int) -> int:
     if isinstance(weight, StackedMatrix):
         return sum(_packed_bytes(part, bits) for part in weight.parts)
     outputs, depth = weight.shape
+    if isinstance(weight, QuantisedMatrix) and weight.format.are_floats:
+        return linear_fp8.packed_bytes(outputs, depth)
     if isinstance(weight, QuantisedMatrix):
         return block_layout.layout_of(weight.format).bytes(outputs, depth)
     return quantize.weight_bytes(outputs, depth, bits) if bits else outputs * depth * weight.itemsize

@@ -133,7 +133,12 @@ def fp8_linear(
 
     Args:
         is_gated: its outputs are gates, then as many of what they gate; the result is silu(gate) * up.
+
+    Raises:
+        ValueError: products with its format are not supported.
     """
+    if why := refusal(matrix.format):
+        raise ValueError(why)
     panels = pack(matrix, is_gated=is_gated)
     added = torch.zeros(matrix.outputs) if bias is None else bias.float()
     return PRODUCT[path].linear(

@@ -17,7 +17,8 @@ from slotwise.model.config import MAX_LAYERS, ModelConfig
 from slotwise.model.errors import CheckpointError
 from slotwise.model.families import FAMILIES, configure
 from slotwise.model.fields import Fields
-from slotwise.model.gguf.architectures import ARCHITECTURES, Architecture
+from slotwise.model.gguf.architectures import ARCHITECTURES, WITH_EXPERTS, Architecture
+from slotwise.model.gguf.families import has_bias
 from slotwise.model.gguf.keys import ARCHITECTURE, Keys
 from slotwise.model.gguf.ropes import read_factors, read_rope
 from slotwise.model.layers.rope import DividedRope, NoRope
@@ -47,7 +48,8 @@ def read_gguf_config(path: Path) -> ModelConfig:
 def architecture_of(metadata: Metadata) -> Architecture:
     """Raises CheckpointError for one that is not supported."""
     name = metadata.text(ARCHITECTURE)
-    found = ARCHITECTURES.get(name)
+    has_experts = metadata.integer(f"{name}.expert_count", 0) > 0 and name + WITH_EXPERTS in ARCHITECTURES
+    found = ARCHITECTURES.get(name + WITH_EXPERTS if has_experts else name)
     if found is None or found.served_as not in FAMILIES:
         served = [name for name, one in ARCHITECTURES.items() if one.served_as in FAMILIES]
         raise metadata.error(ARCHITECTURE, f"{name!r:.40} is not supported; these are: {', '.join(served)}")
@@ -74,8 +76,8 @@ def _common(keys: Keys, architecture: Architecture) -> dict[str, object]:
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon", minimum=MIN_EPS, maximum=1.0),
         "vocab_size": _vocab_size(keys, hidden), "tie_word_embeddings": "output.weight" not in keys.tensors,
         "eos_token_id": end_token_ids(keys.metadata), "dtype": _dtype(keys),
-        "attention_bias": "blk.0.attn_q.bias" in keys.tensors and "blk.0.attn_output.bias" in keys.tensors,
-        "mlp_bias": "blk.0.ffn_gate.bias" in keys.tensors, "rope_parameters": read_rope(keys, context, head_dim),
+        "attention_bias": has_bias(keys, "attn_q") and has_bias(keys, "attn_output"),
+        "mlp_bias": has_bias(keys, "ffn_gate"), "rope_parameters": read_rope(keys, context, head_dim),
     }  # fmt: skip
 
 

@@ -4,7 +4,7 @@ Caches are cold: each call reads another of a model's layers.  Prints microsecon
 and beside those of GGUF's types the share of the measured bandwidth at which their packed bytes were read.
 
     python benchmarks/products.py --rows 1 16 64 512
-    python benchmarks/products.py --shape qwen3-0.6b --rows 1 2 4 8 --ways Q4_K Q6_K Q8_0
+    python benchmarks/products.py --shape qwen3-0.6b --layers 8 --rows 1 2 4 8 --ways Q4_K Q6_K Q8_0
 """
 
 from __future__ import annotations
@@ -235,10 +235,12 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 512])
     parser.add_argument("--repeats", type=int, default=3, help="rounds of which the median is taken")
     parser.add_argument("--shape", choices=SHAPES, default="smollm2-135m")
+    parser.add_argument("--layers", type=int, help="fewer than the model has")
     parser.add_argument("--ways", nargs="+", choices=[*WAYS, *BLOCK_TYPES], metavar="WAY")
     asked = parser.parse_args()
     torch.manual_seed(0)
     shapes, layers = SHAPES[asked.shape]
+    layers = asked.layers or layers
     weights = [torch.randn(size).bfloat16() for size in shapes]
     inputs = {rows: [torch.randn(rows, depth).bfloat16() for _, depth in shapes] for rows in asked.rows}
     rate = bandwidth()

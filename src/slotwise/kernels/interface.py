@@ -194,8 +194,11 @@ class Kernels(Protocol):
         """All of a layer's cache, as contiguous views `[blocks, ...]`: what is copied when blocks are offloaded."""
         ...
 
-    def format_refusal(self, format: Format) -> str:
-        """Why products with matrices of a quantised format are not supported, in one sentence; "" where they are."""
+    def format_refusal(self, format: Format, kind: dtype) -> str:
+        """Why products with matrices of a quantised format are not supported, in one sentence; "" where they are.
+
+        In a model that computes in `kind`.
+        """
         ...
 
     def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 MOST_BITS = 8  # of a code
+E4M3 = tuple(torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().nan_to_num(0.0).tolist())
+"""The levels of 8-bit floats (Micikevicius et al., 2022), by their bits; that of a NaN, which no matrix has, is 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class Format:
     @property
     def are_floats(self) -> bool:
         """Whether codes are 8-bit floats (FP8)."""
-        return len(self.levels) == 1 << MOST_BITS
+        return self.levels == E4M3
 
     def __post_init__(self) -> None:
         """Raises ValueError for a format that contradicts itself."""

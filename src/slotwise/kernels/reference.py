@@ -150,7 +150,7 @@ class ReferenceKernels:
         """Keys and values, and their scales, as bytes where the type has one byte."""
         return tuple(piece.view(torch.int8) if cache.keys.itemsize == 1 else piece for piece in cache)
 
-    def format_refusal(self, format: Format) -> str:
+    def format_refusal(self, format: Format, kind: torch.dtype) -> str:
         """Nothing is refused."""
         return ""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, dtype
@@ -11,12 +11,16 @@ from torch import Tensor, dtype
 from slotwise.kernels.interface import (
     Activation,
     AttentionShape,
+    ClampedSwiGLU,
+    ExpertWeights,
     Graph,
     Kernels,
     LayerCache,
     Linear,
+    Mixture,
     QKNorm,
     RaggedBatch,
+    Routing,
 )
 from slotwise.kernels.matrix import QuantisedMatrix, Weight
 
@@ -53,6 +57,17 @@ class TimedKernels:
         """A timed product, its activation included."""
         return self._timed_product(self._kernels.gated(weight, bias, activation))
 
+    def exact_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """A timed product."""
+        return self._timed_product(self._kernels.exact_linear(weight, bias))
+
+    def experts(
+        self, weights: Iterable[ExpertWeights], routing: Routing, activation: Activation | ClampedSwiGLU,
+    ) -> Mixture:
+        """A timed mixture: nearly all of it are products."""
+        mixture = self._kernels.experts(weights, routing, activation)
+        return lambda x, logits: self._timed(PRODUCTS, lambda: mixture(x, logits))
+
     def head(self, weight: Weight) -> Linear:
         """A timed product."""
         return self._timed_product(self._kernels.head(weight))
@@ -71,11 +86,17 @@ class TimedKernels:
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         return self._timed(SMALL, lambda: self._kernels.add_rms_norm(x, residual, weight, eps, offset))
 
+    def add(self, x: Tensor, residual: Tensor, gate: Tensor | None = None) -> Tensor:
+        return self._timed(SMALL, lambda: self._kernels.add(x, residual, gate))
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return self._timed(SMALL, lambda: self._kernels.silu_mul(gate_up))
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         return self._timed(SMALL, lambda: self._kernels.gelu_mul(gate_up))
+
+    def clamped_swiglu(self, gate_up: Tensor, activation: ClampedSwiGLU) -> Tensor:
+        return self._timed(SMALL, lambda: self._kernels.clamped_swiglu(gate_up, activation))
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         return self._timed(SMALL, lambda: self._kernels.soft_cap(x, cap))

@@ -48,7 +48,7 @@ def load_model(
     weights.check(shapes)
     if torch.float16 not in kernels.kinds:
         _tell_of_float16(dtype, config, weights, kernels)
-    _widen(weights, weights.formats(shapes), kernels, folder)
+    _widen(weights, weights.formats(shapes), kernels, config.dtype, folder)
     admit(weight_bytes(config, kernels, weights.formats(shapes)))
     read = weights.reader(shapes, config.dtype, progress)
     device = kernels.device
@@ -61,18 +61,20 @@ def load_model(
     return Decoder(config, read_to_device, kernels, min(max_positions or longest, longest))
 
 
-def _widen(weights: Weights, formats: Mapping[str, Format], kernels: Kernels, folder: Path) -> None:
+def _widen(
+    weights: Weights, formats: Mapping[str, Format], kernels: Kernels, dtype: torch.dtype, folder: Path,
+) -> None:
     """Reads 8-bit floats as plain numbers, with a warning, where the kernels have no products with them.
 
     Raises CheckpointError for other formats that the kernels do not support.
     """
-    refused = {kind: why for kind in dict.fromkeys(formats.values()) if (why := kernels.format_refusal(kind))}
+    refused = {kind: why for kind in dict.fromkeys(formats.values()) if (why := kernels.format_refusal(kind, dtype))}
     for kind, why in refused.items():
         if not kind.are_floats:
             raise CheckpointError(f"{folder}: {why}")
     if refused:
-        logger.warning("%s: device %s has no products with 8-bit floats: weights in FP8 are widened as they are read, "
-                       "to at least twice the memory", folder, kernels.name)
+        logger.warning("%s: weights in FP8 are widened as they are read, to at least twice the memory: %s", folder,
+                       next(iter(refused.values())))
         weights.widen([name for name, kind in formats.items() if kind in refused])
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slotwise.kernels.matrix import Format, QuantisedMatrix, Rows, Weight, stacked
+from slotwise.kernels.matrix import Format, QuantisedMatrix, Rows, StackedMatrix, Weight, stacked
 from slotwise.model.errors import CheckpointError
 from slotwise.model.gguf.tensors import open_gguf_tensors
 from slotwise.model.quantization.scheme import Quantization
@@ -97,6 +97,9 @@ class Weights:
             tensors = [self._tensors[name] for name in names]
             are_quantised = len(self.formats(dict.fromkeys(names, ()))) == len(names)
             weight: Weight = stacked([*map(self._matrix, names)]) if are_quantised else self._dense(names, dtype)
+            if isinstance(weight, StackedMatrix) and any(part.format.are_floats for part in weight.parts):
+                raise CheckpointError(f"{self._source.where}: {self._list([*names])} are one product, but not in the "
+                                      "same format: with FP8 that is not supported")
             done += sum(tensor.nbytes for tensor in tensors)
             if progress is not None:
                 progress(done, total)

@@ -13,6 +13,7 @@ from checkpoints import make, one_thread, prompts, reference_model
 from ragged import Driver
 from safetensors.torch import load_file
 
+from slotwise.kernels.cpu import linear_bf16
 from slotwise.kernels.cpu.kernels import CpuKernels
 from slotwise.kernels.matrix import Format
 from slotwise.kernels.reference import ReferenceKernels
@@ -145,10 +146,27 @@ def test_the_kernels_of_the_cpu_differ_by_their_rounding(
     assert is_widened or decoder.weight_bytes < 0.75 * full
 
 
+@pytest.mark.skipif(not linear_bf16.has_bf16_gemm(), reason="no AVX-512 BF16")
+@pytest.mark.parametrize("name", ["DeepSeek's FP8", "FP8, dynamic", "FP8, static", "FP8, blocks", "fp8, static"])
+def test_floats_of_8_bits_are_multiplied_as_they_are_stored(
+        name: str, dense: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As bfloat16, to which a number times its scale is rounded."""
+    whole = quantized.quantise(dense("llama3"), tmp_path / "model", quantized.KINDS[name]())
+    kernels, rows = CpuKernels(path="bf16"), prompts([12, 3])
+    stored = load_model(tmp_path / "model", kernels=kernels, dtype="bfloat16")
+    found = Driver(stored).step(list(enumerate(rows)))
+    assert not caplog.records
+    quantized.configure(tmp_path / "model", ...)
+    quantized.save(whole, tmp_path / "model")
+    plain = load_model(tmp_path / "model", kernels=kernels, dtype="bfloat16")
+    assert torch.equal(found, Driver(plain).step(list(enumerate(rows))))
+    assert stored.weight_bytes < plain.weight_bytes
+
+
 class Refusing(ReferenceKernels):
     """As kernels that multiply nothing quantised."""
 
-    def format_refusal(self, format: Format) -> str:
+    def format_refusal(self, format: Format, kind: torch.dtype) -> str:
         return "quantised weights are not supported on device nowhere"
 
 

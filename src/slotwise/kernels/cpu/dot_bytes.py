@@ -1,6 +1,6 @@
 """Products of 64 unsigned and 64 signed bytes, added in fours to 16 sums of 32 bits, exactly, by any processor.
 
-    VNNI                       one instruction (`vpdpbusd`)
+    VNNI                       one instruction (`vpdpbusd`), of AVX-512 or of AVX-VNNI
     unsigned up to 127         pairs added in 16 bits, which hold them (`pmaddubsw`), then in 32 (`pmaddwd`)
     unsigned up to 255         even and odd bytes widened to 16 bits, and their pairs added in 32 (`pmaddwd`)
 """
@@ -22,8 +22,10 @@ def add_fours(
 ) -> ir.Value:
     """`so_far` plus the products of bytes in fours.  Args: is_wide: an unsigned byte may be above 127."""
     if by_vnni:
-        return call(builder, "llvm.x86.avx512.vpdpbusd.512", _WORDS, so_far, builder.bitcast(unsigned, _WORDS),
-                    builder.bitcast(signed, _WORDS))
+        operands = so_far, builder.bitcast(unsigned, _WORDS), builder.bitcast(signed, _WORDS)
+        if AVX512:
+            return call(builder, "llvm.x86.avx512.vpdpbusd.512", _WORDS, *operands)
+        return _in_halves(builder, "avx512.vpdpbusd.256", _WORDS, *operands)
     if not is_wide and (AVX512 or AVX2):
         pairs = _pairs_of_bytes(builder, unsigned, signed)
         return builder.add(so_far, _pairs_of_shorts(builder, pairs, all_of(_SHORTS, 1)))
@@ -57,9 +59,9 @@ def _pairs_of_shorts(builder: ir.IRBuilder, left: ir.Value, right: ir.Value) -> 
                                        for shorts in (left, right))) for odd in (0, 1)))
 
 
-def _in_halves(builder: ir.IRBuilder, name: str, result: ir.Type, left: ir.Value, right: ir.Value) -> ir.Value:
-    """Apply an AVX2 instruction to both halves of two vectors."""
-    count, half = left.type.count, ir.VectorType(result.element, result.count // 2)
-    parts = [call(builder, f"llvm.x86.{name}", half, *(pick(builder, vector, lanes) for vector in (left, right)))
+def _in_halves(builder: ir.IRBuilder, name: str, result: ir.Type, *vectors: ir.Value) -> ir.Value:
+    """Apply an instruction of 256 bits to both halves of vectors."""
+    count, half = vectors[0].type.count, ir.VectorType(result.element, result.count // 2)
+    parts = [call(builder, f"llvm.x86.{name}", half, *(pick(builder, vector, lanes) for vector in vectors))
              for lanes in (range(count // 2), range(count // 2, count))]
     return builder.shuffle_vector(*parts, ir.Constant(ir.VectorType(WORD, result.count), list(range(result.count))))

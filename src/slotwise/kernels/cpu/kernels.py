@@ -23,6 +23,7 @@ from slotwise.kernels.cpu import (
     linear,
     linear_bf16,
     linear_blocks,
+    linear_fp8,
     linear_fp16,
     linear_int,
     onednn,
@@ -159,9 +160,13 @@ class CpuKernels:
         """One view, keys and values together."""
         return (cache.storage,)
 
-    def format_refusal(self, format: Format) -> str:
-        """What the packed layouts of `block_layout.py` do not hold."""
-        return block_layout.refusal(format)
+    def format_refusal(self, format: Format, kind: torch.dtype) -> str:
+        """What the packed layouts of `block_layout.py` do not hold, and 8-bit floats that `linear_fp8.py` does not."""
+        if not format.are_floats:
+            return block_layout.refusal(format)
+        path = self._path_of(kind)
+        return linear_fp8.refusal(format) if path in linear_fp8.PRODUCT else (
+            f"products with 8-bit floats by {path} are not supported on device cpu")
 
     def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         """`weight [out, in]`, packed once for many products."""
@@ -172,6 +177,8 @@ class CpuKernels:
         if activation != "silu" or isinstance(weight, StackedMatrix):
             return in_two_steps(self, weight, bias, activation)
         if isinstance(weight, QuantisedMatrix):
+            if weight.format.are_floats:
+                return self._of_floats(weight, bias, is_gated=True)
             return self._of_blocks([linear_blocks.pack_blocks(weight, bias, self._quantised, is_gated=True)])
         if self._bits:
             return linear_int.int_linear(weight, bias, self._bits, self._quantised, self.launcher, is_gated=True)
@@ -234,7 +241,14 @@ class CpuKernels:
             return functools.partial(linear_bf16.bf16_linear, path=path)
         return linear_fp16.fp16_linear if path == "fp16" and linear_fp16.fits(weight) else None
 
+    def _of_floats(self, matrix: QuantisedMatrix, bias: Tensor | None, *, is_gated: bool = False) -> Linear:
+        """The product with a matrix of 8-bit floats."""
+        return linear_fp8.fp8_linear(
+            matrix, bias, self.launcher, is_gated=is_gated, path=self._path_of(torch.bfloat16))
+
     def _packed(self, weight: Weight, bias: Tensor | None, bits: int) -> Linear:
+        if isinstance(weight, QuantisedMatrix) and weight.format.are_floats:
+            return self._of_floats(weight, bias)
         if isinstance(weight, QuantisedMatrix):
             return self._of_blocks([self._table(weight) if bias is None else linear_blocks.pack_blocks(
                 weight, bias, self._quantised)])
@@ -399,6 +413,8 @@ def _packed_bytes(weight: Weight, bits: int) -> int:
     if isinstance(weight, StackedMatrix):
         return sum(_packed_bytes(part, bits) for part in weight.parts)
     outputs, depth = weight.shape
+    if isinstance(weight, QuantisedMatrix) and weight.format.are_floats:
+        return linear_fp8.packed_bytes(outputs, depth)
     if isinstance(weight, QuantisedMatrix):
         return block_layout.layout_of(weight.format).bytes(outputs, depth)
     return quantize.weight_bytes(outputs, depth, bits) if bits else outputs * depth * weight.itemsize

@@ -52,7 +52,7 @@ TILE_BYTES = TALLEST * COLUMNS * 4
 HELD = TILE_BYTES + LARGEST_UNIT * 4  # bytes of scratch before the activations
 
 _KINDS = {torch.bfloat16: BFLOAT16, torch.float32: FLOAT32}
-_PATHS = {"vnni": Whole(np.uint16(0)), "integer": Whole(np.uint8(0))}  # as `gemm_blocks.py` reads them
+_VNNI, _INTEGER = Whole(np.uint16(0)), Whole(np.uint8(0))  # as `gemm_blocks.py` reads them
 
 
 @kernel
@@ -119,8 +119,11 @@ def _product(words: int, kind: Real, layout: Layout, path: Whole) -> None:
 
 @functools.cache
 def compiled(layout: Layout, kind: torch.dtype, path: str) -> Compiled:
-    """The kernel for weights in a layout and activations of a type, by one of `paths.QUANTISED`."""
-    return specialised(_product, _KINDS[kind], layout, _PATHS[path])
+    """The kernel for weights in a layout and activations of a type, by one of `paths.QUANTISED`.
+
+    Processors with AMX have VNNI, which multiplies here: tiles would need codes unpacked to memory.
+    """
+    return specialised(_product, _KINDS[kind], layout, _INTEGER if path == "integer" else _VNNI)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Products with weights in 8-bit floats (E4M3): a panel is widened to bfloat16 in a thread's memory, and multiplied there.
+"""Products with weights in 8-bit floats (E4M3): a panel is widened to bfloat16 in a thread's memory, and multiplied.
 
 Memory is read at one byte a weight; widened numbers stay in the second-level cache, for all rows of a block.  A number
 times its scale is rounded to bfloat16 once: results are those of `linear_bf16.py` for the dequantised weight, bit for
@@ -133,7 +133,12 @@ def fp8_linear(
 
     Args:
         is_gated: its outputs are gates, then as many of what they gate; the result is silu(gate) * up.
+
+    Raises:
+        ValueError: products with its format are not supported.
     """
+    if why := refusal(matrix.format):
+        raise ValueError(why)
     panels = pack(matrix, is_gated=is_gated)
     added = torch.zeros(matrix.outputs) if bias is None else bias.float()
     return PRODUCT[path].linear(

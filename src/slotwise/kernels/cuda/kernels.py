@@ -95,7 +95,7 @@ class CudaKernels:
         """One view, keys and values together."""
         return (as_bytes(cache.storage),)
 
-    def format_refusal(self, format: Format) -> str:
+    def format_refusal(self, format: Format, kind: torch.dtype) -> str:
         """All: there are no kernels yet that unpack codes."""
         return REFUSAL
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from slotwise.kernels.interface import FP8_LARGEST
-from slotwise.kernels.matrix import Factors, Format, QuantisedMatrix, Rows
+from slotwise.kernels.matrix import E4M3, Factors, Format, QuantisedMatrix, Rows
 from slotwise.model.fields import Fields
 from slotwise.model.quantization.mxfp4 import powers
 from slotwise.model.quantization.patterns import read_skipped
@@ -36,7 +36,6 @@ from slotwise.model.quantization.scheme import (
 
 KIND, EXPONENTS = "F8_E4M3", "F8_E8M0"
 NO_NUMBER = 0x7F  # bits of NaN, without the sign
-LEVELS = tuple(torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().nan_to_num(0.0).tolist())
 SCALES = ("weight_scale_inv", "weight_scale")  # the same, of two makers
 UNUSED = ("activation_scale", "input_scale")  # of activations
 MAX_ROWS = 1 << 20
@@ -46,7 +45,7 @@ READ = frozenset((
 
 
 def fp8_format(depth: int, group: int) -> Format:
-    return Format(8, group, torch.float32, levels=LEVELS)
+    return Format(8, group, torch.float32, levels=E4M3)
 
 
 def fp8_matrix(layer: Layer, part: str, scales: Tensor, group: int) -> QuantisedMatrix:

@@ -113,8 +113,8 @@ def _tensors(cursor: Cursor, number: int, alignment: int) -> dict[str, StoredTen
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].start):
         if tensor.start != expected:
             what = "shares bytes with the one before it" if tensor.start < expected else "does not follow it"
-            raise cursor.error(f"tensor {name} begins at byte {tensor.start} and {what}: a type, a size or an offset is "
-                               "wrong")
+            raise cursor.error(f"tensor {name} begins at byte {tensor.start} and {what}: a type, a size or an offset "
+                               "is wrong")
         expected = -(-tensor.end // alignment) * alignment
     if len(cursor.data) > expected and tensors:
         raise cursor.error(f"the last tensor ends at byte {expected} of {len(cursor.data)}: a type or a size is wrong")

@@ -66,6 +66,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "checkpoints": supported.checkpoints,
     "devices": supported.devices,
     "formats": supported.formats,
+    "quantized checkpoints": supported.quantized,
     "fields taken and refused": supported.fields,
     "served routes": supported.served_routes,
     "not there": supported.without,

@@ -12,7 +12,8 @@ model, case and data type, and no pair begins after so many seconds: short runs 
 repeats nothing, and the built-in one is small: in `edit` and `flat` the executor computes everything and then replaces
 each sampled token by the script's at that index of the output.  `mixed` is not scripted.  Figures are output tokens per
 second; a ratio above 1 means that drafts are faster, and its interval is that of the mean of the logarithms, by
-resampling.  Then one run is timed inside: the share of a step's time that goes to proposing and budgeting.
+resampling.  A pair during which other processes took more than a twentieth of the processors is not counted.  Then one
+run is timed inside: the share of a step's time that goes to proposing and budgeting.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import os
 import random
 import sys
 import time
@@ -48,6 +50,7 @@ MODULES = ("textwrap", "shlex", "heapq", "bisect", "fnmatch", "calendar", "csv",
 FUNCTION = (120, 320)  # tokens of a function that is edited
 EDITED = 0.06  # share of its tokens at which an edit begins
 ALPHABET = 12  # different tokens where there is nothing to gain
+DISTURBED = 0.05  # share of the processors that other processes take in a run that is not counted
 FLAT_TOKENS = 64  # of each output there
 CASES = ("edit:1", "edit:8", "flat:1", "flat:8", "flat:32", "flat:64", "mixed")
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
@@ -152,6 +155,16 @@ class Figures(NamedTuple):
     right: int
     full_steps: int  # decode steps of 64 rows
     full_with_drafts: int
+    others: float  # share of the processors that other processes took
+
+
+def others_seconds() -> float:
+    """Returns the processor time that other processes have taken, of all processors; 0 where it is not told."""
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return 0.0
+    user, nice, system, _, _, *interrupts = map(int, stat.read_text().split("\n", 1)[0].split()[1:9])
+    return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK") - sum(os.times()[:2])
 
 
 def run(engine: Engine, jobs: Sequence[Job], together: int, name: str) -> Figures:
@@ -163,7 +176,7 @@ def run(engine: Engine, jobs: Sequence[Job], together: int, name: str) -> Figure
     sent: dict[str, float] = {}
     firsts: list[float] = []
     drafts = right = full = drafted = num_tokens = 0
-    began = time.perf_counter()
+    began, others = time.perf_counter(), others_seconds()
     while adds or engine.has_work:
         while adds and engine._scheduler.num_unfinished < together:
             one = adds.pop(0)
@@ -180,8 +193,9 @@ def run(engine: Engine, jobs: Sequence[Job], together: int, name: str) -> Figure
         for found, tokens in zip(record.drafts, record.token_ids, strict=False):
             if found:
                 drafts, right = drafts + len(found), right + max(0, len(tokens) - 1)
-    return Figures(num_tokens / (time.perf_counter() - began), sum(firsts) / max(1, len(firsts)), drafts, right, full,
-                   drafted)
+    seconds = time.perf_counter() - began
+    others = (others_seconds() - others) / seconds / (os.cpu_count() or 1)
+    return Figures(num_tokens / seconds, sum(firsts) / max(1, len(firsts)), drafts, right, full, drafted, others)
 
 
 class Timed:
@@ -238,6 +252,10 @@ class Case(NamedTuple):
 
     def add(self, off: Figures, on: Figures, repeated: float) -> None:
         row = self.row
+        row.setdefault("uncounted", 0)
+        if max(off.others, on.others) > DISTURBED:
+            row["uncounted"] += 1
+            return
         for name, figures in (("off", off), ("on", on)):
             row.setdefault(name, []).append(round(figures.rate, 1))
             row.setdefault(f"first_{name}", []).append(round(figures.first, 5))
@@ -250,6 +268,9 @@ class Case(NamedTuple):
 
     def say(self) -> None:
         row = self.row
+        if "on" not in row:
+            print(row["case"], "every pair was disturbed", file=sys.stderr)
+            return
         print(row["model"], row["dtype"], row["case"], f"{len(row['on'])} pairs", *(
             f"{part:.3f}" for part in row["ratio"]), f"{row['right']}/{row['drafts']} right",
             f"{row['full_with_drafts']}/{row['full_steps']} full steps with drafts",
@@ -257,19 +278,19 @@ class Case(NamedTuple):
 
 
 def measure(engines: dict[str, Engine], case: Case, asked: argparse.Namespace, ends: float) -> None:
-    """Add pairs to a case, at least one."""
+    """Add pairs to a case."""
     tokenizer = Tokenizer.load(builtin.path())  # its ids are ids of every model: only their number matters
     name = case.row["case"]
     streams, begin = int(name.partition(":")[2] or 64), len(case.row.get("on", ()))
     for engine in engines.values():
         run(engine, jobs_of(name, tokenizer, 1000 + begin)[0], streams, "warm")
-    for pair in range(begin, begin + asked.pairs):
+    for pair in range(begin + case.row.get("uncounted", 0), 100_000):
+        if len(case.row.get("on", ())) == begin + asked.pairs or time.perf_counter() > ends:
+            break
         jobs, repeated = jobs_of(name, tokenizer, pair)
         figures = {which: run(engines[which], jobs, streams, f"p{pair}")
                    for which in list(engines)[:: 1 if pair % 2 else -1]}
         case.add(figures["off"], figures["on"], repeated)
-        if time.perf_counter() > ends:
-            break
     timed = share_of_proposing(engines["on"], jobs_of(name, tokenizer, 2000 + begin)[0], streams)
     case.row.setdefault("proposing_shares", []).append(round(timed, 5))
 

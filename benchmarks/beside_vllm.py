@@ -1,8 +1,13 @@
-"""Measures output tokens per second of the same requests through the same offline API, on Slotwise or on vLLM.
+"""Measures output tokens per second of the same requests on Slotwise, on vLLM or on OpenVINO GenAI.
 
     python benchmarks/checkpoint.py CHECKPOINT                                     # a shape with random weights
     python benchmarks/beside_vllm.py slotwise CHECKPOINT --workload mixed:0 mixed:1 azure:0
     VLLM_ENVIRONMENT/bin/python benchmarks/beside_vllm.py vllm CHECKPOINT --workload mixed:0 mixed:1 azure:0
+    optimum-cli export openvino --model CHECKPOINT --task text-generation-with-past --weight-format fp16 EXPORTED
+    OPENVINO_ENVIRONMENT/bin/python benchmarks/beside_vllm.py openvino EXPORTED --workload mixed:0 mixed:1 azure:0
+
+Slotwise and vLLM are driven through the same offline API, OpenVINO GenAI through its continuous batching pipeline; it
+computes in bfloat16 where the processor has instructions for it, whatever the format of the weights.
 
 Each engine runs in an environment of its own, one after the other, never side by side; quote ratios of one session.  A
 workload is a name and a seed; one request of each length class is computed first and not counted.
@@ -19,6 +24,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 # vLLM's environment imports only the workload of Slotwise, and nothing of this folder: vLLM imports a `kernels`, too.
@@ -33,6 +39,7 @@ SHAPES = {
     "azure": ("azure-prompt:0.125", "azure-output:0.125"),
 }
 VOCABULARY = 4000  # prompts are random ids below it
+OPENVINO_CACHE = 4  # GiB
 VLLM = {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_CPU_OMP_THREADS_BIND": "0-1", "VLLM_LOGGING_LEVEL": "WARNING"}
 
 
@@ -45,8 +52,41 @@ def workload(name: str, count: int) -> Workload:
     return generate(Recipe(count, lengths.parse(inputs), lengths.parse(outputs), arrivals.parse("at-once")), int(seed))
 
 
-def engine(name: str) -> tuple[type, type]:
+class OpenVino:
+    """OpenVINO GenAI's continuous batching, behind the part of the offline API that `measure` uses."""
+
+    def __init__(
+        self, model: str, dtype: str, max_num_seqs: int, max_model_len: int, enable_prefix_caching: bool,
+    ) -> None:
+        import openvino_genai as genai
+
+        scheduler = genai.SchedulerConfig()
+        scheduler.cache_size, scheduler.max_num_seqs = OPENVINO_CACHE, max_num_seqs
+        scheduler.max_num_batched_tokens, scheduler.dynamic_split_fuse = 2048, True
+        scheduler.enable_prefix_caching = enable_prefix_caching
+        self._pipeline = genai.ContinuousBatchingPipeline(model, scheduler, "CPU", {})
+
+    @staticmethod
+    def params(temperature: float, ignore_eos: bool, max_tokens: int) -> Any:
+        import openvino_genai as genai
+
+        config = genai.GenerationConfig()
+        config.max_new_tokens, config.ignore_eos, config.do_sample = max_tokens, ignore_eos, temperature > 0
+        return config
+
+    def generate(self, prompts: list[dict[str, list[int]]], params: list[Any], use_tqdm: bool) -> list[Any]:
+        import numpy as np
+        import openvino
+
+        ids = [openvino.Tensor(np.array([prompt["prompt_token_ids"]], dtype=np.int64)) for prompt in prompts]
+        found = self._pipeline.generate(ids, params)
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=one.m_generation_ids[0])]) for one in found]
+
+
+def engine(name: str) -> tuple[Any, Any]:
     """Returns the engine's `LLM` and `SamplingParams`."""
+    if name == "openvino":
+        return OpenVino, OpenVino.params
     if name == "vllm":
         os.environ.update({key: os.environ.get(key, value) for key, value in VLLM.items()})
         import vllm
@@ -57,7 +97,7 @@ def engine(name: str) -> tuple[type, type]:
     return slotwise.LLM, slotwise.SamplingParams
 
 
-def measure(llm: Any, params: type, work: Workload) -> dict[str, float]:
+def measure(llm: Any, params: Any, work: Workload) -> dict[str, float]:
     prompts = [{"prompt_token_ids": work.prompt_ids(request, VOCABULARY)} for request in work.requests]
     asked = [params(temperature=0, ignore_eos=True, max_tokens=request.num_output) for request in work.requests]
     began = time.perf_counter()
@@ -70,8 +110,8 @@ def measure(llm: Any, params: type, work: Workload) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("engine", choices=("slotwise", "vllm"))
-    parser.add_argument("model", help="a checkpoint's folder")
+    parser.add_argument("engine", choices=("slotwise", "vllm", "openvino"))
+    parser.add_argument("model", help="a checkpoint's folder, of openvino an exported one")
     parser.add_argument("--workload", nargs="+", default=["mixed:0"], metavar="NAME:SEED")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="of the engine")

@@ -62,11 +62,12 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--context", type=int, nargs="+", default=[256, 1024])
     parser.add_argument("--steps", type=int, default=24, help="decode steps to take the median of")
+    parser.add_argument("--quantization", default="none", help="none, int8 or int4")
     parser.add_argument("--output", type=Path, help="write the figures here as JSON")
     args = parser.parse_args()
     config = EngineConfig.of(  # decoding rows must not delay rows that have not begun
         model=args.model, max_num_seqs=max(args.rows), enable_prefix_caching=False, max_stall_ms=0,
-        max_model_len=max(args.context) + args.steps + BEGINNING)
+        max_model_len=max(args.context) + args.steps + BEGINNING, quantization=args.quantization)
     loaded = load(config)
     print(f"{'rows':>5} {'context':>8} {'step':>9} {'GB/s of reads':>14} {'GFLOP/s':>8} {'of bytes':>9} {'of both':>8}")
     figures, before = [], loaded.measure_machine()

@@ -22,6 +22,7 @@ LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 256,
 }  # fmt: skip
+PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
 
 _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", {"num_key_value_heads": 4, "tie_word_embeddings": False}),
@@ -36,14 +37,56 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2", {"num_hidden_layers": 4, "sliding_window": 48, "query_pre_attn_scalar": 40,
                           "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0,
                           "tie_word_embeddings": False}),
+    "gemma3": ("Gemma3", {"num_hidden_layers": 4, "sliding_window": 48, "query_pre_attn_scalar": 40,
+                          "sliding_window_pattern": 2,
+                          "tie_word_embeddings": False, "rope_parameters": {
+                              "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+                              "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 4.0}}}),
+    "phi3": ("Phi3", {"head_dim": 24, "sliding_window": 48, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.75}}),
+    "granite": ("Granite", {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1,
+                            "logits_scaling": 0.5}),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 4, "no_rope_layer_interval": 2, "use_sliding_window": True,
+                            "sliding_window": 48}),
+    "olmo2": ("Olmo2", {}),
+    "olmo3": ("Olmo3", {"num_hidden_layers": 4, "sliding_window": 48, "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        "full_attention": {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0,
+                           "original_max_position_embeddings": 512}}}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 48}),
+    "qwen2_moe": ("Qwen2Moe", {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64,
+                               "shared_expert_intermediate_size": 96, "mlp_only_layers": [1],
+                               "use_sliding_window": True, "sliding_window": 48, "norm_topk_prob": False}),
+    "qwen3_moe": ("Qwen3Moe", {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+                               "num_hidden_layers": 4, "decoder_sparse_step": 2, "norm_topk_prob": True}),
+    "olmoe": ("Olmoe", {"head_dim": ..., "num_experts": 6, "num_experts_per_tok": 2}),
+    "granite_moe": ("GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "embedding_multiplier": 12.0,
+                                   "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 0.5}),
+    "gpt_oss": ("GptOss", {"num_hidden_layers": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
+                           "sliding_window": 48, "rope_parameters": {
+                               "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "truncate": False,
+                               "original_max_position_embeddings": 512}}),
+    "ministral": ("Ministral", {"sliding_window": 48}),
+    "glm": ("Glm", {"rope_parameters": PARTIAL_ROPE}),
+    "glm4": ("Glm4", {"rope_parameters": PARTIAL_ROPE}),
+    "ernie4_5": ("Ernie4_5", {"use_bias": True}),
+    "helium": ("Helium", {"head_dim": 24}),
+    "seed_oss": ("SeedOss", {"attention_out_bias": True, "mlp_bias": True}),
+    "exaone4": ("Exaone4", {"sliding_window": 48, "sliding_window_pattern": 2, "initializer_range": 0.4}),
 }  # fmt: skip
 
 FAMILIES = list(_SHAPES)
+NOT_IN_TORCH = ("softcapping", "gpt_oss")  # in configs of models whose attention torch's own does not compute
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}</s>\n{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
 )
+
+
+def class_name(family: str) -> str:
+    """How transformers names the classes of a family, without their endings."""
+    return _SHAPES[family][0]
 
 
 def make(
@@ -52,13 +95,15 @@ def make(
 ) -> Path:
     """Writes a checkpoint of `family` (one of FAMILIES) to `folder` and returns it.
 
-    `overrides` are fields of the transformers config; `shard_size` such as "200KB" splits the weights over files.
+    `overrides` are fields of the transformers config, of which ... (Ellipsis) takes one out; `shard_size` such as
+    "200KB" splits the weights over files.
     """
     import torch
     import transformers
 
     name, differences = _SHAPES[family]
-    config = getattr(transformers, f"{name}Config")(**SIZES | differences | overrides)
+    fields = {name: value for name, value in (SIZES | differences | overrides).items() if value is not ...}
+    config = _config_class(name)(**fields)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = getattr(transformers, f"{name}ForCausalLM")(config)
@@ -72,6 +117,12 @@ def make(
     if tokenizer:
         write_tokenizer(folder, config.vocab_size)
     return folder
+
+
+def _config_class(name: str) -> Any:
+    import transformers
+
+    return getattr(transformers, f"{name}ForCausalLM").config_class
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
@@ -150,6 +201,6 @@ def reference_model(folder: Path, dtype: str) -> Any:
     """The checkpoint as transformers loads it."""
     from transformers import AutoModelForCausalLM
 
-    is_capped = "softcapping" in (folder / "config.json").read_text()  # which torch's own attention does not compute
-    attention = "eager" if is_capped else "sdpa"
+    config = (folder / "config.json").read_text()
+    attention = "eager" if any(name in config for name in NOT_IN_TORCH) else "sdpa"
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention).eval()

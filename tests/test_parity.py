@@ -21,6 +21,7 @@ from slotwise.engine.messages import Add, Finish
 
 NUM_REQUESTS, OUTPUT = 32, 24
 LONG = 1_050
+SOME = ("llama3", "mistral", "gemma2", "qwen3_moe")  # for what hardly depends on the family
 
 pytestmark = pytest.mark.slow
 
@@ -92,6 +93,7 @@ DISCIPLINES = (
     {"batching": "dynamic", "batch_size": 4, "max_wait_ms": 5}, {"prefill": "inline"}, {"prefill": "alone"})
 
 
+@pytest.mark.parametrize("family", SOME, indirect=True)
 def test_under_every_discipline(family):
     """Padding, held rows and whole prompts change nobody's tokens."""
     folder, prompts, expected = family
@@ -127,6 +129,27 @@ def test_with_so_few_blocks_that_requests_are_preempted(family, overlap):
     assert len(preempted) >= 5, "the pool was not small enough to show anything"
 
 
+def test_from_cached_prefixes(family):
+    """Blocks that another request computed, some of them behind the window of a layer."""
+    folder, prompts, expected = family
+    subject = engine(folder, block_size=4)
+    arrivals = {index: [add(index, prompt)] for index, prompt in enumerate(prompts)}
+    assert run(subject, arrivals) == dict(enumerate(expected))
+    cached = []
+    step = subject.step
+
+    def watched():
+        record = step()
+        cached.extend(record.cached)
+        return record
+
+    subject.step = watched
+    again = {0: [add(100 + index, prompt) for index, prompt in enumerate(prompts)]}
+    assert run(subject, again) == {100 + index: tokens for index, tokens in enumerate(expected)}
+    assert sum(cached) >= sum(map(len, prompts)) // 2
+
+
+@pytest.mark.parametrize("family", SOME, indirect=True)
 def test_across_aborts_of_neighbours(family):
     folder, prompts, expected = family
     draw = random.Random(5)

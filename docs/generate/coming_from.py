@@ -86,9 +86,9 @@ VLLM_ROUTES = (
     "/invocations")
 
 LLAMA_CPP = (
-    Elsewhere("`-m model.gguf`", "The first argument, `MODEL`: a folder", "GGUF files are not read: give the folder of "
-              "a safetensors checkpoint."),
-    Elsewhere("`-hf owner/name`", "The first argument, `MODEL`: a hub id", "A repository with safetensors."),
+    Elsewhere("`-m model.gguf`", "The first argument, `MODEL`: the file"),
+    Elsewhere("`-hf owner/name:Q4_K_M`", "The first argument, `MODEL`", "The same; without a quantisation, a "
+              "repository's safetensors."),
     Elsewhere("`--alias`", "`--served-model-name`"),
     Elsewhere("`--host`, `--port`", "`--host` and `--port`", "Port 8000 by default, not 8080."),
     Elsewhere("`--api-key`", "`--api-key`", "Each key is a tenant."),
@@ -126,8 +126,8 @@ OLLAMA = (
     Elsewhere("`ollama pull`", "", "A hub id that is served is downloaded first."),
     Elsewhere("`ollama ps`", "`slotwise top`", "Slots, queue, cache and rates."),
     Elsewhere("Modelfile: `TEMPLATE`", "`--chat-template`", "Jinja, not Go's templates."),
-    Elsewhere("Modelfile: `FROM`", "The first argument, `MODEL`: a folder or a hub id", "With safetensors; GGUF files, "
-              "and Ollama's own without that name, are told as such and refused."),
+    Elsewhere("Modelfile: `FROM`", "The first argument, `MODEL`: a folder, a GGUF file or a hub id", "Also a GGUF file "
+              "of Ollama's own store, whose name is a digest."),
     Elsewhere("Modelfile: `ADAPTER`", "", "An adapter's folder is refused: merge it into its base model."),
     Elsewhere("`OLLAMA_HOST`", "`--host` and `--port`", "Port 8000 by default, not 11434."),
     Elsewhere("`OLLAMA_ORIGINS`", "`--allowed-origins`"),

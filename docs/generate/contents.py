@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from docs.generate import (
+    architectures,
     clients,
     coming_from,
     command_line,
@@ -42,6 +43,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "modules": modules.modules,
     "reliability": results.reliability,
     "beside vllm": results.beside_vllm,
+    "beside openvino": results.beside_openvino,
+    "long contexts": results.long_contexts,
     "beside vllm summary": results.beside_vllm_summary,
     "product paths": results.product_paths,
     "disciplines": results.disciplines,
@@ -59,9 +62,11 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "observing": results.observing,
     "policies": policies.promises,
     "architectures": supported.architectures,
+    "causal models": architectures.causal_models,
     "checkpoints": supported.checkpoints,
     "devices": supported.devices,
     "formats": supported.formats,
+    "quantized checkpoints": supported.quantized,
     "fields taken and refused": supported.fields,
     "served routes": supported.served_routes,
     "not there": supported.without,

@@ -36,6 +36,17 @@ def beside_vllm() -> str:
     return table(("processor, two cores", "model", "workload", "vLLM>", "Slotwise>", "ratio>", "measured"), rows)
 
 
+def beside_openvino() -> str:
+    """Returns every comparison with OpenVINO GenAI, in output tokens per second."""
+    machines = load("beside-vllm-cpu")["machines"]
+    head = ("processor, two cores", "model", "weights", "workload", "OpenVINO>", "Slotwise>", "ratio>", "measured")
+    return table(head, [
+        (machines[row["machine"]], row["model"], row["weights"], row["workload"],
+         _rate(row["openvino_tokens_per_second"]), _rate(row["slotwise_tokens_per_second"]),
+         f"{median(row['slotwise_tokens_per_second']) / median(row['openvino_tokens_per_second']):.2f}×",
+         f"{row['date']}, {row['commit']}") for row in load("beside-openvino-cpu")["rows"]])
+
+
 def beside_vllm_summary() -> str:
     """Returns one line for each machine: output tokens per second of vLLM and Slotwise, and when they were ready."""
     rows = []
@@ -165,11 +176,29 @@ def parts() -> str:
         for row in load("roofline-cpu")["parts_without_graphs"]])
 
 
+def long_contexts() -> str:
+    """Returns decode steps and prompts at long contexts, as shares of their bounds, and OpenVINO GenAI's time."""
+    return table(("", "streams>", "tokens of context>", "before>", "now>", "bound>", "share>", "OpenVINO GenAI>"), [
+        (row["kind"], str(row["rows"]), f"{row['context']:,}",
+         *(_seconds(row.get(name)) for name in ("before_seconds", "seconds", "bound")),
+         f"{row['bound'] / row['seconds']:.0%}", _seconds(row.get("openvino_seconds")))
+        for row in load("long-contexts-cpu")["rows"]])
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.1f} s" if value >= 1 else f"{value * 1e3:.1f} ms"
+
+
 def stalls() -> str:
     """Returns gaps of streams beside long prompts, and a burst, by the limits of a step."""
-    return table(("engine", "worst gap, ms>", "median gap, ms>", "long prompts' first token, s>",
-                  "burst: tokens/s>", "burst: first token, s>"), [
-        (f"{row['engine']} {code(row['settings'])}" if row["settings"] else row["engine"],
+    machines = load("beside-vllm-cpu")["machines"]
+    head = ("processor, two cores", "engine", "worst gap, ms>", "median gap, ms>", "long prompts' first token, s>",
+            "burst: tokens/s>", "burst: first token, s>")
+    return table(head, [
+        (machines[row["machine"]],
+         f"{row['engine']} {code(row['settings'])}" if row["settings"] else row["engine"],
          *(", ".join(f"{value:,g}" for value in row[name]) or "–" for name in (
              "worst_gap_ms", "median_gap_ms", "prompts_first_token_seconds", "tokens_per_second",
              "first_token_seconds"))) for row in load("stalls-cpu")["rows"]])
@@ -230,10 +259,35 @@ def speculation() -> str:
         drafts = f"{one['right'] / one['drafts']:.0%} of {one['drafts']:,}" if one["drafts"] else "–"
         rates = [f"{median(one[name]):,.0f}" for name in ("off", "on")]
         return (one["model"], f"{named}, {streams or 64} streams", *rates, f"{mean:.2f} ({low:.2f} to {high:.2f})",
-                drafts, f"{one['proposing_share']:.1%}")
+                drafts, f"{median(one['proposing_shares']):.1%}")
 
     return table(("model", "workload", "without, tokens/s>", "with>", "ratio and its 95% interval>", "drafts right>",
                   "time of proposing>"), map(row, load("speculation-cpu")["rows"]))
+
+
+def draft_costs() -> str:
+    """Returns what steps with a draft model take, and how often drafts must be right, by pair, streams and drafts."""
+    return table(
+        ("pair", "type", "streams>", "drafts of a row>", "step without, ms>", "with>", "of it proposing>",
+         "break-even acceptance>"), [
+            (one["pair"], one["dtype"], str(one["streams"]), str(one["drafts"]), f"{one['plain_ms']:.1f}",
+             f"{one['step_ms']:.1f}", f"{one['proposing_ms']:.1f}",
+             "never" if one["break_even"] is None else f"{one['break_even']:.2f}")
+            for one in load("draft-model-cpu")["rows"] if "break_even" in one])
+
+
+def draft_gains() -> str:
+    """Returns the draft model against none in interleaved pairs, by pair and streams."""
+    def row(one: Row) -> tuple[str, ...]:
+        mean, low, high = one["ratio"]
+        drafts = f"{one['right'] / one['drafts']:.0%} of {one['drafts']:,}" if one["drafts"] else "–"
+        rates = [f"{median(one[name]):,.0f}" for name in ("off", "on")]
+        return (one["pair"], one["dtype"], str(one["streams"]), *rates, f"{mean:.2f} ({low:.2f} to {high:.2f})",
+                drafts, f"{one['proposing_share']:.1%}")
+
+    return table(("pair", "type", "streams>", "without, tokens/s>", "with>", "ratio and its 95% interval>",
+                  "drafts right>", "time of proposing>"),
+                 map(row, [one for one in load("draft-model-cpu")["rows"] if "ratio" in one]))
 
 
 def forced_tokens() -> str:

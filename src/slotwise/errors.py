@@ -23,3 +23,7 @@ class OneLineError(Exception):
 
     def __init__(self, message: str) -> None:
         super().__init__(one_line(message))
+
+
+class CheckpointError(OneLineError):
+    """The checkpoint cannot be served.  The message is one line, fit for a command line or an API error."""

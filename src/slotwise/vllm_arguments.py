@@ -110,12 +110,12 @@ RULES: dict[str, Rule] = dict((
         "offload_params": (set(), [], {}), "enable_sleep_mode": OFF, "sleep_preserve_parameter_names": ([],)},
         free="offload_backend offload_num_in_group offload_prefetch_step sleep_mode_offload_cudagraph "
         "enable_cumem_allocator", instead="weights stay on the device: {quantization} makes them smaller"),
-    *_rules("weights are read from safetensors", {
-        "load_format": ("auto", "safetensors"), "model_weights": ("", SAME), "model_loader_extra_config": ({},),
+    *_rules("weights are read from safetensors and GGUF", {
+        "load_format": ("auto", "safetensors", "gguf"), "model_weights": ("", SAME), "model_loader_extra_config": ({},),
         "ignore_patterns": ("original/**/*", ["original/**/*"])},
         free="safetensors_load_strategy safetensors_prefetch_num_threads safetensors_prefetch_block_size "
         "pt_load_map_location max_parallel_loading_workers use_tqdm_on_load",
-        instead="weights are read from safetensors: convert the checkpoint"),
+        instead="weights are read from safetensors and GGUF: convert the checkpoint"),
     *_rules("the checkpoint's tokenizer.json is used", {
         "tokenizer_mode": ("auto", "hf"), "tokenizer": (SAME,), "skip_tokenizer_init": OFF, "tokens_only": OFF,
         "tokenizer_revision": ("main",), "tokenizer_pool_size": (0,)}, free="tokenizer_pool_type "
@@ -160,14 +160,14 @@ RULES: dict[str, Rule] = dict((
         "reasoning_parser": ("",), "reasoning_parser_plugin": ("",),
         "logits_processors": ([],), "aux_output_config": ({},)}, refused="reasoning_config",
         instead="outputs follow no reasoning format: leave it out"),
-    *_rules("{speculative_config} says where drafts come from; there is no draft model", {"num_lookahead_slots": (0,)},
+    *_rules("{speculative_config} says where drafts come from, and names a draft model", {"num_lookahead_slots": (0,)},
             free="speculative_disable_mqa_scorer disable_logprobs_during_spec_decoding spec_decoding_acceptance_method "
             "typical_acceptance_sampler_posterior_threshold typical_acceptance_sampler_posterior_alpha "
             "per_request_spec_decode_metrics",
             refused="spec_method spec_model spec_tokens speculative_model num_speculative_tokens "
             "speculative_model_quantization speculative_draft_tensor_parallel_size speculative_max_model_len "
             "speculative_disable_by_batch_size ngram_prompt_lookup_max ngram_prompt_lookup_min",
-            instead="drafts come from texts, as {speculative_config} says; there is no draft model"),
+            instead="drafts come from texts or a draft model, as {speculative_config} says: name it there"),
     *_rules("a token has at most 20 log-probabilities, and its own", {
         "max_logprobs": (20,), "logprobs_mode": ("raw_logprobs",), "return_sampling_mask": OFF,
         "enable_trace_replay": OFF}, instead="a token has at most 20 log-probabilities, and its own: leave it out"),

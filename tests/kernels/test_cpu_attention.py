@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.paged import Layer, chunks, decodes, distance, layers, rotary
 
+from slotwise.kernels.cpu import gemm_pairs
 from slotwise.kernels.cpu.kernels import CpuKernels
 from slotwise.kernels.interface import AttentionShape, QKNorm, RaggedBatch
 from slotwise.kernels.reference import ReferenceKernels
@@ -59,6 +60,19 @@ def test_every_context_around_the_edges_of_blocks_and_segments(block_size, kind)
 @FLOATS
 def test_a_long_chunk_over_a_long_context(kind):
     assert apart(Layer(AttentionShape(9, 3, 64, 0.125), 64, kind, [(512, 2000), (1, 1999)])) < CLOSE[kind]
+
+
+@pytest.mark.skipif(not gemm_pairs.pays(), reason="elsewhere all tests widen bfloat16")
+@pytest.mark.parametrize("rows", [[(1, 70), (1, 1500), (5, 201)], [(130, 1201)]])
+def test_bfloat16_widened_to_float32_where_it_is_multiplied_in_pairs(rows, monkeypatch):
+    shape = AttentionShape(9, 3, 80, 0.2, window=301)  # an odd number of vectors, and odd edges
+    layer = Layer(shape, 16, torch.bfloat16, rows)
+    in_pairs = CPU.attention(layer.query(layer.batch()), layer.filled_cache(CPU), layer.batch(), shape)
+    assert apart(layer) < CLOSE[layer.kind]
+    monkeypatch.setattr(CPU, "_multiplies_pairs", False)
+    assert apart(layer) < CLOSE[layer.kind]
+    widened = CPU.attention(layer.query(layer.batch()), layer.filled_cache(CPU), layer.batch(), shape)
+    assert not torch.equal(in_pairs, widened)
 
 
 @FLOATS
@@ -145,12 +159,14 @@ def test_a_draft_that_is_not_finite_leaves_the_positions_before_it(context, kind
 
 @FLOATS
 @pytest.mark.parametrize("head_dim", [16, 24, 64, 80, 128])
-@pytest.mark.parametrize("offset", [None, 0.0, 1.0], ids=["no norm", "norm", "norm with an offset"])
-def test_rotary_store(kind, head_dim, offset):
+@pytest.mark.parametrize(("offset", "together"), [(None, False), (0.0, False), (1.0, False), (0.0, True)],
+                         ids=["no norm", "norm", "norm with an offset", "norm over all heads"])
+def test_rotary_store(kind, head_dim, offset, together):
     layer = Layer(AttentionShape(6, 2, head_dim, 1.0), 16, kind, [(37, 37), (5, 60), (1, 9)])
     batch = layer.batch()
-    weights = 1 + layer.random(2, head_dim) / 4
-    norm = None if offset is None else QKNorm(weights[0], weights[1], 1e-6, offset)
+    queries, keys = (6, 2) if together else (1, 1)
+    weights = 1 + layer.random(queries + keys, head_dim) / 4
+    norm = None if offset is None else QKNorm(weights[:queries].flatten(), weights[queries:].flatten(), 1e-6, offset)
     qkv = layer.random(len(batch.positions), 10 * head_dim)
     table = rotary(head_dim, 64)
     ours = CPU.allocate_cache(layer.num_blocks, 16, layer.shape, kind)

@@ -92,6 +92,8 @@ def test_norms_and_activation(kind, tokens, size):
     actual = CPU.add_rms_norm(x, ours, weight, 1e-5)
     assert distance(actual, REFERENCE.add_rms_norm(x, theirs, weight, 1e-5)) < close
     assert torch.equal(ours, theirs)
+    assert CPU.add(x, ours) is ours
+    assert torch.equal(ours, REFERENCE.add(x, theirs))
     gate_up = numbers(kind, tokens, 2 * size) * 5
     assert distance(CPU.silu_mul(gate_up), REFERENCE.silu_mul(gate_up)) < close
     assert distance(CPU.gelu_mul(gate_up), REFERENCE.gelu_mul(gate_up)) < close

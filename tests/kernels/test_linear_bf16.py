@@ -100,7 +100,7 @@ def test_amx_gives_the_bits_of_software(path):
 
 
 def test_amx_that_multiplies_wrongly_is_not_used(monkeypatch):
-    monkeypatch.setattr(tiles, "obstacle", lambda: "")
+    monkeypatch.setattr(tiles, "obstacle", lambda feature: "" if feature == "amx-bf16" else "another feature")
     monkeypatch.setitem(linear_bf16.PRODUCT, "amx", linear_bf16.PRODUCT[SOFTWARE])
     assert linear_bf16.amx_obstacle.__wrapped__() == ""
     monkeypatch.setattr(linear_bf16, "bf16_linear", lambda *_, **__: lambda x: torch.zeros(len(x), 64).bfloat16())

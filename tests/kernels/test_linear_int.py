@@ -12,14 +12,15 @@ from kernels.paged import distance
 from torch import Tensor
 
 from slotwise.engine.config import QUANTIZATIONS
-from slotwise.kernels.cpu import paths, quantize
+from slotwise.kernels.cpu import linear_int, paths, quantize, tiles
 from slotwise.kernels.cpu.kernels import CpuKernels
 from slotwise.kernels.cpu.launcher import KernelLauncher
 from slotwise.kernels.cpu.linear_int import int_linear
 from slotwise.kernels.cpu.quantize import GROUP, LIMIT, RECORD, STEPS, pack, quantise, weight_bytes
 
 BITS = pytest.mark.parametrize("bits", [8, 4])
-PATHS = product_paths.each(paths.QUANTISED)
+SOFTWARE = "software tiles"
+PATHS = pytest.mark.parametrize("path", [*map(product_paths.param, paths.QUANTISED), SOFTWARE])
 # Of the whole product, for normally distributed numbers.
 CLOSE = {8: 0.025, 4: 0.13}
 ROUNDED = {torch.float32: 2e-6, torch.bfloat16: 2**-8 * 1.01}
@@ -155,14 +156,27 @@ def test_kernels_quantise_what_they_are_asked_to(quantization):
     weight, x = numbers(64, 128), numbers(3, 128)
     kernels, exact = CpuKernels(2, quantization), CpuKernels(2)
     assert not torch.equal(kernels.linear(weight)(x), exact.linear(weight)(x))
-    assert kernels.linear_bytes(64, 128, torch.bfloat16) < exact.linear_bytes(64, 128, torch.bfloat16)
+    assert kernels.linear_bytes(weight) < exact.linear_bytes(weight)
     with pytest.raises(ValueError, match="quantization must be"):
         CpuKernels(2, "int3")
 
 
-@pytest.mark.skipif(bool(paths.obstacle("vnni")), reason="wants a processor with AVX-512 VNNI")
 @BITS
-def test_both_paths_add_the_same_integers(bits):
-    weight, x = numbers(100, 300), numbers(9, 300)
-    results = [int_linear(weight, None, bits, path, KernelLauncher(1))(x) for path in paths.QUANTISED]
+@PATHS
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from([torch.float32, torch.bfloat16]), st.integers(1, 70), st.integers(1, 300), st.integers(1, 50),
+       st.booleans())
+def test_every_path_gives_the_same_bits(path, bits, kind, tokens, depth, outputs, is_gated):
+    weight, bias, x = numbers(2 * outputs, depth).to(kind), numbers(2 * outputs), numbers(tokens, depth).to(kind)
+    results = [int_linear(weight, bias, bits, each, KernelLauncher(2), is_gated=is_gated)(x)
+               for each in ("integer", path)]
     assert torch.equal(*results)
+
+
+def test_amx_that_multiplies_wrongly_is_not_used(monkeypatch):
+    monkeypatch.setattr(tiles, "obstacle", lambda feature: "" if feature == "amx-int8" else "another feature")
+    software = linear_int.PRODUCT[8, torch.bfloat16, SOFTWARE]
+    monkeypatch.setitem(linear_int.PRODUCT, (8, torch.bfloat16, "amx_int8"), software)
+    assert linear_int.amx_obstacle.__wrapped__() == ""
+    monkeypatch.setattr(linear_int, "int_linear", lambda *_: lambda x: torch.zeros(len(x), 64).bfloat16())
+    assert "wrong" in linear_int.amx_obstacle.__wrapped__()

@@ -64,14 +64,15 @@ def test_a_path_of_integers_is_forced_for_quantised_weights(path, monkeypatch):
 
 
 def test_an_unknown_path_is_refused_with_those_there_are(monkeypatch):
-    with pytest.raises(ValueError, match="path must be amx, fp16, bf16, float32, onednn, vnni or integer, not 'gpu'"):
+    names = "amx, fp16, bf16, float32, onednn, amx_int8, vnni or integer"
+    with pytest.raises(ValueError, match=f"path must be {names}, not 'gpu'"):
         CpuKernels(1, path="gpu")
     monkeypatch.setenv(paths.VARIABLE, "FLOAT32")
     with pytest.raises(ConfigError, match=r"^SLOTWISE_CPU_LINEAR must be .*, not 'FLOAT32'$"):
         load(EngineConfig.of(model="nowhere", device="cpu"))
 
 
-@pytest.mark.parametrize("path", ["amx", "fp16", "bf16", "vnni"])
+@pytest.mark.parametrize("path", ["amx", "fp16", "bf16", "amx_int8", "vnni"])
 def test_a_path_that_the_processor_cannot_execute_is_refused(path, monkeypatch):
     monkeypatch.setattr(config, "CPU_FEATURES", "+avx512f")
     with pytest.raises(ValueError, match=f"path {path} cannot run here: it needs a processor with A"):
@@ -94,7 +95,7 @@ def test_a_bad_path_is_one_line_on_the_command_line(monkeypatch):
     run = cli("generate", "--device", "cpu", "x")
     assert run.returncode == 1
     assert run.stderr == (
-        "slotwise generate: SLOTWISE_CPU_LINEAR must be amx, fp16, bf16, float32, onednn, vnni or integer, "
+        "slotwise generate: SLOTWISE_CPU_LINEAR must be amx, fp16, bf16, float32, onednn, amx_int8, vnni or integer, "
         "not 'abacus'\n")
 
 

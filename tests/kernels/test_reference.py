@@ -83,12 +83,28 @@ def test_query_and_key_norms_come_before_the_rotation():
     assert distance(caches[0].keys, caches[1].keys) < 1e-6
 
 
+def test_norms_of_queries_and_keys_may_span_all_heads():
+    layer = Layer(AttentionShape(2, 1, 8, 1.0), 4, torch.float32, [(3, 3)])
+    batch = layer.batch()
+    norm = QKNorm(query=torch.rand(16), key=torch.rand(8), eps=1e-6)
+    qkv = layer.random(3, 4 * 8)
+    normed = torch.cat((F.rms_norm(qkv[:, :16], (16,), norm.query, 1e-6),
+                        F.rms_norm(qkv[:, 16:24], (8,), norm.key, 1e-6),
+                        qkv[:, 24:]), dim=1)
+    caches = [KERNELS.allocate_cache(layer.num_blocks, 4, layer.shape, torch.float32) for _ in range(2)]
+    inside = KERNELS.rotary_store(qkv, rotary(8, 3), batch, caches[0], layer.shape, norm)
+    before = KERNELS.rotary_store(normed, rotary(8, 3), batch, caches[1], layer.shape, None)
+    assert distance(inside, before) < 1e-6
+    assert distance(caches[0].keys, caches[1].keys) < 1e-6
+
+
 def test_norms_and_activation_are_torchs():
     x, residual, weight = torch.randn(5, 24), torch.randn(5, 24), torch.rand(24)
     total = x + residual
     assert distance(KERNELS.rms_norm(x, weight, 1e-5), F.rms_norm(x, (24,), weight, 1e-5)) < 1e-6
     assert distance(KERNELS.add_rms_norm(x, residual, weight, 1e-5), F.rms_norm(total, (24,), weight, 1e-5)) < 1e-6
     assert torch.equal(residual, total)
+    assert KERNELS.add(x, residual) is residual and torch.equal(residual, total + x)
     assert distance(KERNELS.silu_mul(x), F.silu(x[:, :12]) * x[:, 12:]) < 1e-6
     assert distance(KERNELS.gelu_mul(x), F.gelu(x[:, :12], approximate="tanh") * x[:, 12:]) < 1e-6
     assert distance(KERNELS.rms_norm(x, weight, 1e-5, 1.0), F.rms_norm(x, (24,), weight + 1, 1e-5)) < 1e-6

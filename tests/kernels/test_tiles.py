@@ -104,19 +104,12 @@ def test_the_configuration_is_laid_out_as_the_manual_says():
 
 
 PRINT_ASSEMBLY = """
+import torch
 from numba import cfunc
-from slotwise.kernels.cpu.jit.intrinsic import INT, intrinsic
-from slotwise.kernels.cpu.linear_bf16 import HARDWARE, TILE, _product
-from slotwise.kernels.cpu.tiles import HardwareTiles
+from slotwise.kernels.cpu import linear_bf16, linear_int
 
-tile = TILE["amx"]
-add_int8 = intrinsic(lambda builder, memory: HardwareTiles(builder, memory).add_int8(0, 4, 6), INT)
-
-def product(words):
-    _product(words, HARDWARE, tile)
-    add_int8(words)
-
-print(cfunc("void(int64)", nopython=True)(product)._library.get_asm_str())
+for product in (linear_bf16.PRODUCT["amx"], linear_int.PRODUCT[4, torch.bfloat16, "amx_int8"]):
+    print(cfunc("void(int64)", nopython=True)(product.code._entry)._library.get_asm_str())
 """
 SAPPHIRE_RAPIDS = {
     "NUMBA_CPU_NAME": "sapphirerapids",
@@ -124,12 +117,13 @@ SAPPHIRE_RAPIDS = {
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="wants a compiler for x86-64")
-def test_for_sapphire_rapids_the_kernel_becomes_instructions_on_tiles():
+def test_for_sapphire_rapids_kernels_become_instructions_on_tiles():
     done = subprocess.run([sys.executable, "-c", PRINT_ASSEMBLY], env=os.environ | SAPPHIRE_RAPIDS, capture_output=True,
                           text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line.split() for line in done.stdout.splitlines()]
     used = {line[0] for line in lines if line}
     assert used > {"ldtilecfg", "tilezero", "tileloadd", "tdpbf16ps", "tdpbsud", "tilestored", "tilerelease"}
-    operands = {"".join(line[1:]) for line in lines if line and line[0] == "tdpbf16ps"}  # right, left, sums
-    assert operands == {f"%tmm{6 + half},%tmm{4 + row},%tmm{2 * row + half}" for row in (0, 1) for half in (0, 1)}
+    for name in ("tdpbf16ps", "tdpbsud"):
+        operands = {"".join(line[1:]) for line in lines if line and line[0] == name}  # right, left, sums
+        assert operands == {f"%tmm{6 + half},%tmm{4 + row},%tmm{2 * row + half}" for row in (0, 1) for half in (0, 1)}

@@ -40,8 +40,29 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen2Config": ("qwen2", WINDOWS | {"num_key_value_heads": 2}),
     "Qwen3Config": ("qwen3", WINDOWS),
     "Gemma2Config": ("gemma2", {"sliding_window": 20}),
+    "Gemma3TextConfig": ("gemma3", {"sliding_window": 20}),
+    "Phi3Config": ("phi3", {"sliding_window": 20}),
+    "GraniteConfig": ("granite", {}),
+    "SmolLM3Config": ("smollm3", {"sliding_window": 20}),
+    "Olmo2Config": ("olmo2", {}),
+    "Olmo3Config": ("olmo3", {"sliding_window": 20}),
+    "MixtralConfig": ("mixtral", {"sliding_window": 20}),
+    "Qwen2MoeConfig": ("qwen2_moe", WINDOWS),
+    "Qwen3MoeConfig": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 20}),
+    "OlmoeConfig": ("olmoe", {}),
+    "GraniteMoeConfig": ("granite_moe", {}),
+    "GptOssConfig": ("gpt_oss", {"sliding_window": 20}),
+    "MinistralConfig": ("ministral", {"sliding_window": 20}),
+    "GlmConfig": ("glm", {}),
+    "Glm4Config": ("glm4", {}),
+    "Ernie4_5Config": ("ernie4_5", {}),
+    "HeliumConfig": ("helium", {}),
+    "SeedOssConfig": ("seed_oss", {}),
+    "Exaone4Config": ("exaone4", {"sliding_window": 20}),
 }
-READ_BESIDE = {"MistralConfig": {"layer_types"}}  # fields that transformers obeys, but the class does not list
+READ_BESIDE = {  # fields that transformers obeys, but the class does not list
+    "MistralConfig": {"layer_types"}, "Gemma3TextConfig": {"sliding_window_pattern"}}
+DERIVED = ("layer_types", "no_rope_layers")  # that transformers writes, from other fields
 
 # Values that change nothing, neither in transformers' logits nor in what Slotwise reads.
 NOTHING: dict[str, Any] = {
@@ -50,6 +71,8 @@ NOTHING: dict[str, Any] = {
     "initializer_range": 0.9, "use_cache": False, "pad_token_id": 5, "bos_token_id": 5, "attention_dropout": 0.5,
     "pretraining_tp": 2, "name_or_path": "elsewhere", "output_attentions": True,
     "allow_global_per_layer_attribute_access": True, "serialize_explicit_per_layer_config": True,
+    "resid_pdrop": 0.5, "embd_pdrop": 0.5, "original_max_position_embeddings": 512, "router_aux_loss_coef": 0.5,
+    "router_jitter_noise": 0.5, "output_router_logits": False, "residual_dropout": 0.5,
 }  # fmt: skip
 
 # Values that the same weights obey: the logits change, in both alike.
@@ -57,13 +80,18 @@ LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 3.0}
 EDITED: dict[str, Any] = {
     "rms_norm_eps": 0.5, "rope_parameters": LINEAR, "rope_scaling": LINEAR, "sliding_window": 9,
     "use_sliding_window": False, "max_window_layers": 2, "layer_types": MIXED, "query_pre_attn_scalar": 80,
-    "attn_logit_softcapping": 1.0, "final_logit_softcapping": 1.0,
+    "attn_logit_softcapping": 1.0, "final_logit_softcapping": 1.0, "sliding_window_pattern": 3,
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.3, "logits_scaling": 2.5,
+    "no_rope_layers": [1, 1, 0, 1], "no_rope_layer_interval": 3, "num_experts_per_tok": 1, "norm_topk_prob": True,
+    "swiglu_alpha": 0.5, "swiglu_limit": 0.3,
 }  # fmt: skip
 
 # Values that other weights obey: a checkpoint is made with each.
 BUILT: dict[str, Any] = {
     "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 5, "num_attention_heads": 8,
     "num_key_value_heads": 1, "head_dim": 16, "tie_word_embeddings": ..., "attention_bias": True, "mlp_bias": True,
+    "num_experts": 5, "num_local_experts": 5, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
+    "decoder_sparse_step": 3, "mlp_only_layers": [0], "qkv_bias": False, "use_bias": False, "attention_out_bias": False,
 }  # fmt: skip
 
 # Values that the reader obeys without the logits: what must be read from them.
@@ -76,9 +104,33 @@ READ: dict[str, tuple[Any, Callable[[ModelConfig], Any], Any]] = {
 REFUSED: dict[str, Any] = {
     "hidden_act": "gelu", "hidden_activation": "relu", "is_encoder_decoder": True, "model_type": "opt",
     "architectures": ["OPTForCausalLM"], "per_layer_config": {"0": {"intermediate_size": 64}},
-    "use_bidirectional_attention": True,
+    "use_bidirectional_attention": True, "clip_qkv": 8.0,
 }  # fmt: skip
 LISTS = (NOTHING, EDITED, BUILT, READ, REFUSED)
+
+# Where a class differs from the others: the list of a field, and its value.
+PLAIN = {"rope_type": "default", "rope_theta": 1e5}
+FACTORS = {"short_factor": [1 + i / 4 for i in range(9)], "long_factor": [2.0] * 9}
+OWN: dict[str, dict[str, tuple[dict[str, Any], Any]]] = {
+    "Gemma3TextConfig": {
+        "attn_logit_softcapping": (REFUSED, 2.0),
+        "rope_parameters": (EDITED, {"full_attention": LINEAR, "sliding_attention": PLAIN}),
+    },
+    "Olmo3Config": {"rope_parameters": (EDITED, {"full_attention": LINEAR, "sliding_attention": PLAIN})},
+    "Phi3Config": {
+        "rope_parameters": (EDITED, PLAIN | {"partial_rotary_factor": 0.5}),
+        "rope_scaling": (EDITED, PLAIN | FACTORS | {"rope_type": "longrope", "partial_rotary_factor": 0.75}),
+        "head_dim": (NOTHING, 24),
+    },
+    "Qwen2MoeConfig": {"max_window_layers": (EDITED, 3)},
+    "Qwen3MoeConfig": {"norm_topk_prob": (EDITED, False), "mlp_only_layers": (BUILT, [1]),
+                       "num_experts": (REFUSED, 5)},  # beside num_local_experts
+    "GptOssConfig": {"attention_bias": (BUILT, False)},
+    "GlmConfig": {"attention_bias": (BUILT, False)},
+    "Glm4Config": {"attention_bias": (BUILT, False)},
+    "SeedOssConfig": {"attention_bias": (BUILT, False), "mlp_bias": (BUILT, False)},
+    "HeliumConfig": {"head_dim": (REFUSED, 16), "hidden_size": (REFUSED, 128), "num_attention_heads": (REFUSED, 8)},
+}
 
 
 def class_of(name: str) -> Any:
@@ -95,9 +147,12 @@ def fields_of(name: str) -> set[str]:
     return {field for field in fields if not field.startswith("_")} | READ_BESIDE.get(name, set())
 
 
-def listed(name: str, values: dict[str, Any]) -> list[str]:
-    """The fields of a class that stand in one of the lists; there are some."""
-    fields = sorted(fields_of(name) & set(values))
+def listed(name: str, *lists: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a class that stand in these lists, with their values; there are some."""
+    own = OWN.get(name, {})
+    fields = {field: value for values in lists for field, value in values.items() if field not in own}
+    fields |= {field: value for field, (values, value) in own.items() if any(values is each for each in lists)}
+    fields = {field: fields[field] for field in sorted(fields_of(name) & set(fields))}
     assert fields
     return fields
 
@@ -111,7 +166,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         family, fields = BASES[name]
         folder = make(family, tmp_path_factory.mktemp(name) / "model", **fields)
         (folder / "generation_config.json").unlink()
-        return edit_config(folder, layer_types=...)
+        return edit_config(folder, **dict.fromkeys(DERIVED, ...))
 
     return of
 
@@ -169,8 +224,8 @@ def test_the_lists_name_fields_that_exist() -> None:
 @pytest.mark.parametrize("name", BASES)
 def test_what_changes_nothing(name: str, base: Callable[[str], Path], edited: Callable[..., Path]) -> None:
     config, logits = read_config(base(name)), theirs(base(name))
-    for field in listed(name, NOTHING):
-        folder = edited(name, **{field: NOTHING[field]})
+    for field, value in listed(name, NOTHING).items():
+        folder = edited(name, **{field: value})
         assert read_config(folder) == config, field
         assert distance(theirs(folder), logits) <= CLOSE, field
 
@@ -178,8 +233,8 @@ def test_what_changes_nothing(name: str, base: Callable[[str], Path], edited: Ca
 @pytest.mark.parametrize("name", BASES)
 def test_what_is_obeyed(name: str, base: Callable[[str], Path], edited: Callable[..., Path]) -> None:
     config, logits = read_config(base(name)), theirs(base(name))
-    for field in listed(name, EDITED):
-        value = (MIXED * 2)[: config.num_layers] if field == "layer_types" else EDITED[field]
+    for field, listed_value in listed(name, EDITED).items():
+        value = (MIXED * 2)[: config.num_layers] if field == "layer_types" else listed_value
         folder = edited(name, **{field: value})
         expected = theirs(folder)
         assert distance(expected, logits) > FAR, f"{field}: a value that tells nothing"
@@ -190,8 +245,7 @@ def test_what_is_obeyed(name: str, base: Callable[[str], Path], edited: Callable
 def test_what_other_weights_obey(name: str, base: Callable[[str], Path], edited: Callable[..., Path],
                                  tmp_path: Path) -> None:
     family, fields = BASES[name]
-    for field in listed(name, BUILT):
-        value = BUILT[field]
+    for field, value in listed(name, BUILT).items():
         if field == "tie_word_embeddings":
             value = not read_config(base(name)).tie_word_embeddings
         folder = make(family, tmp_path / field, **fields | {field: value})
@@ -206,8 +260,7 @@ def test_what_other_weights_obey(name: str, base: Callable[[str], Path], edited:
 def test_what_is_read(name: str, edited: Callable[..., Path]) -> None:
     from transformers import AutoConfig
 
-    for field in listed(name, READ):
-        value, read, expected = READ[field]
+    for field, (value, read, expected) in listed(name, READ).items():
         folder = edited(name, **({"dtype": ...} if field == "torch_dtype" else {}) | {field: value})
         assert read(read_config(folder)) == expected
         loaded = getattr(AutoConfig.from_pretrained(folder), field)
@@ -216,16 +269,16 @@ def test_what_is_read(name: str, edited: Callable[..., Path]) -> None:
 
 @pytest.mark.parametrize("name", BASES)
 def test_what_is_refused(name: str, edited: Callable[..., Path]) -> None:
-    for field in listed(name, REFUSED):
+    for field, value in listed(name, REFUSED).items():
         with pytest.raises(CheckpointError, match=field.removesuffix("s")):
-            read_config(edited(name, **{field: REFUSED[field]}))
+            read_config(edited(name, **{field: value}))
 
 
 @pytest.mark.parametrize("name", BASES)
 def test_what_is_absent_is_as_in_transformers_or_refused(name: str, edited: Callable[..., Path]) -> None:
     defaults = {known.name: known.default for known in dataclasses.fields(class_of(name))}
     num_compared = 0
-    for field in listed(name, EDITED | BUILT):
+    for field in listed(name, EDITED, BUILT):
         absent, stated = edited(name, **{field: ...}), edited(name, **{field: defaults.get(field)})
         try:
             config = read_config(absent)

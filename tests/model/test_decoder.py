@@ -18,6 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from slotwise.kernels.interface import Kernels
 from slotwise.kernels.reference import ReferenceKernels
+from slotwise.model.checkpoint import read_config
+from slotwise.model.layers.rope import LinearRope, Rope
 from slotwise.model.load import load_model
 
 LENGTHS = [5, 23, 70, 1010]  # tokens; the last prompt reaches past every window and original context length
@@ -75,7 +77,7 @@ class TestSensitivity:
     @pytest.mark.parametrize("family", FAMILIES)
     def test_rotary_base(self, family: str, disturbed: Checkpoints, expected: Continuations) -> None:
         folder = disturbed(family)
-        edit_config(folder, rope_parameters=_rope(folder) | {"rope_theta": _rope(folder)["rope_theta"] * 1.1})
+        edit_config(folder, rope_parameters=_turned(_rope(folder)))
         assert_differs(folder, expected(family))
 
     @pytest.mark.parametrize(("field", "value"), [("original_max_position_embeddings", 512), ("factor", 9.0),
@@ -176,6 +178,71 @@ def test_further_gemma2_shapes(overrides: dict[str, Any], kernels: Kernels, tmp_
     assert ours.abs().max() <= (overrides.get("final_logit_softcapping", 3.0) or 1e9)
 
 
+@pytest.mark.parametrize(("family", "overrides"), [
+    ("gemma3", {"final_logit_softcapping": 1.0, "attention_bias": True, "tie_word_embeddings": True}),
+    ("phi3", {"head_dim": 32, "sliding_window": None,
+              "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}}),
+    ("granite", {"logits_scaling": 6.0, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    ("smollm3", {"no_rope_layers": [0, 1, 1, 0], "use_sliding_window": False, "attention_bias": True,
+                 "mlp_bias": True}),
+    ("olmo2", {"num_key_value_heads": 4, "attention_bias": True, "tie_word_embeddings": True}),
+])
+def test_further_shapes(family: str, overrides: dict[str, Any], kernels: Kernels, tmp_path: Path) -> None:
+    folder = make(family, tmp_path / "model", **overrides)
+    [ids] = prompts([300])
+    ours = logits(folder, ids, kernels)
+    assert torch.allclose(ours, reference_logits(folder, ids, "float32")[-1], atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("served", [128, 512])
+def test_longrope_takes_the_factors_of_the_longest_sequence_served(
+    served: int, kernels: Kernels, tmp_path: Path) -> None:
+    """transformers takes those of the sequence at hand: the same for one as long, on the same side of the original."""
+    folder = make("phi3", tmp_path / "model", original_max_position_embeddings=128, sliding_window=None,
+                  rope_parameters={"rope_type": "longrope", "rope_theta": 10_000.0, "partial_rotary_factor": 0.75,
+                                   "short_factor": [1.0 + i / 8 for i in range(9)],
+                                   "long_factor": [2.0 + i for i in range(9)]})
+    [ids] = prompts([served - 20])
+    decoder = load_model(folder, kernels=kernels, dtype="float32", max_positions=served)
+    assert Driver(decoder).greedy([ids], 12, 50) == greedy(folder, [ids], 12)
+
+
+@pytest.mark.parametrize("beginning", ["model.language_model.", "language_model.model."])
+def test_the_text_of_a_gemma3_for_images_and_text(beginning: str, tmp_path: Path) -> None:
+    folder, asked = make("gemma3", tmp_path / "text"), prompts([70, 5])
+    text = json.loads((folder / "config.json").read_text())
+    config = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "dtype": text.pop("dtype"),
+              "eos_token_id": 2, "tie_word_embeddings": False, "text_config": text, "vision_config": {}}
+    weights = load_file(folder / "model.safetensors")
+    head = "lm_head." if beginning.startswith("model.") else "language_model.lm_head."
+    renamed = {name.replace("model.", beginning, 1).replace("lm_head.", head): value for name, value in weights.items()}
+    both = tmp_path / "both"
+    both.mkdir()
+    (both / "config.json").write_text(json.dumps(config))
+    save_file(renamed | {"vision_tower.embeddings.weight": torch.ones(3)}, both / "model.safetensors")
+    of_text, of_both = (load_model(each, kernels=ReferenceKernels()) for each in (folder, both))
+    assert Driver(of_both).greedy(asked, 8) == Driver(of_text).greedy(asked, 8)
+
+
+def test_a_gemma3_for_images_and_text_leaves_out_what_is_as_in_the_smallest(tmp_path: Path) -> None:
+    """As in published files: transformers' class has the rest."""
+    from transformers import Gemma3TextConfig
+
+    text = {"hidden_size": 2560, "intermediate_size": 10_240, "num_hidden_layers": 34, "sliding_window": 1024,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "model_type": "gemma3_text"}
+    (tmp_path / "config.json").write_text(json.dumps({
+        "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "torch_dtype": "bfloat16",
+        "eos_token_id": [1, 106], "text_config": text, "vision_config": {"hidden_size": 1152}}))
+    ours, theirs = read_config(tmp_path), Gemma3TextConfig(**text)
+    assert (ours.vocab_size, ours.num_heads, ours.num_kv_heads, ours.head_dim, ours.max_position_embeddings) == (
+        theirs.vocab_size, theirs.num_attention_heads, theirs.num_key_value_heads, theirs.head_dim,
+        theirs.max_position_embeddings)
+    assert [bool(window) for window in ours.windows] == [
+        kind == "sliding_attention" for kind in theirs.layer_types]
+    assert (ours.dtype, ours.eos_token_ids, ours.tie_word_embeddings) == (torch.bfloat16, (1, 106), True)
+    assert ours.ropes[5] == LinearRope(1e6, 8.0) and ours.ropes[0] == Rope(1e4)
+
+
 def test_a_step_that_samples_nothing_still_fills_the_cache(checkpoint: Checkpoints, kernels: Kernels) -> None:
     decoder = load_model(checkpoint("llama3"), kernels=kernels, dtype="float32")
     [ids] = prompts([90])
@@ -232,6 +299,13 @@ def teacher_forced(logits: torch.Tensor, ids: list[int]) -> torch.Tensor:
 
 def mean_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return (a - b).abs().mean().item()
+
+
+def _turned(rope: dict[str, Any]) -> dict[str, Any]:
+    """With another base, in each kind of layer."""
+    if "rope_theta" in rope:
+        return rope | {"rope_theta": rope["rope_theta"] * 1.1}
+    return {kind: _turned(each) for kind, each in rope.items()}
 
 
 def _rope(folder: Path) -> dict[str, Any]:

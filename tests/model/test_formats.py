@@ -20,7 +20,7 @@ CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 ADAPTER = {"peft_type": "LORA", "r": 8, "base_model_name_or_path": "owner/base"}
 KINDS = {  # by what is told: files of a folder
     "a LoRA adapter for owner/base": {"adapter_config.json": ADAPTER, "adapter_model.safetensors": ""},
-    "a GGUF file": {"model-Q4_K_M.gguf": "GGUF", "config.json": CONFIG, "tokenizer.json": {}},
+    "a GGML file": {"model-q4_0.ggml": "", "config.json": CONFIG, "tokenizer.json": {}},
     "pickled weights": {"pytorch_model.bin": "", "config.json": CONFIG, "tokenizer.json": {}},
     "an ONNX model": {"config.json": CONFIG, "onnx/model_q4.onnx": "", "tokenizer.json": {}},
     "an OpenVINO model": {"config.json": CONFIG, "openvino_model.bin": "", "openvino_model.xml": ""},
@@ -38,7 +38,8 @@ KINDS = {  # by what is told: files of a folder
     "no config.json": {"model.safetensors": "", "tokenizer.json": {}},
 }  # fmt: skip
 FILES = {
-    "llama.gguf": "is a GGUF file", "pytorch_model.bin": "is pickled weights", "model.onnx": "is an ONNX model",
+    "llama.gguf": "does not begin as a GGUF file does",
+    "pytorch_model.bin": "is pickled weights", "model.onnx": "is an ONNX model",
     "model.safetensors": "is a file: give the folder", "consolidated.00.pth": "is weights in their maker's own layout"}
 
 
@@ -67,12 +68,6 @@ def test_a_folder_is_told_as_what_it_holds(told: str, tmp_path: Path) -> None:
 def test_a_file_is_told_as_what_it_is(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(b"")
     assert f"{tmp_path / name} {FILES[name]}" in refusal(tmp_path / name)
-
-
-def test_a_gguf_file_is_known_by_its_first_bytes(tmp_path: Path) -> None:
-    """As in Ollama's store, whose names are digests."""
-    (tmp_path / "sha256-6a0746a1ec1a").write_bytes(b"GGUF\x03\x00\x00\x00")
-    assert "is a GGUF file" in refusal(tmp_path / "sha256-6a0746a1ec1a")
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from checkpoints import FAMILIES, make
 
-from slotwise.kernels.cpu import linear_bf16, paths
+from slotwise.kernels.cpu import linear_bf16, linear_int, paths
 from slotwise.kernels.cpu.kernels import CpuKernels
 from slotwise.kernels.interface import RaggedBatch
 from slotwise.model.decoder import Decoder
@@ -69,12 +69,19 @@ def test_a_recorded_step_is_the_step(family: str, kind: str, cached: str, path: 
     check_recorded(Pair(make(family, tmp_path), kind, cached=cached, path=path))
 
 
-def test_a_recorded_step_on_tiles_is_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The path `amx`, with tiles in software."""
-    monkeypatch.setattr(linear_bf16, "amx_obstacle", lambda: "")
+@pytest.mark.parametrize(("path", "quantization"), [("amx", "none"), ("amx_int8", "int8"), ("amx_int8", "int4")])
+def test_a_recorded_step_on_tiles_is_the_step(
+    path: str, quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The paths for AMX, with tiles in software."""
+    for linear in (linear_bf16, linear_int):
+        monkeypatch.setattr(linear, "amx_obstacle", lambda: "")
     monkeypatch.setitem(linear_bf16.PRODUCT, "amx", linear_bf16.PRODUCT["software tiles"])
-    pair = Pair(make("qwen3", tmp_path), "bfloat16", path="amx")
-    assert pair.decoder.kernels.product_path(torch.bfloat16) == "amx"
+    for bits in (8, 4):
+        software = linear_int.PRODUCT[bits, torch.bfloat16, "software tiles"]
+        monkeypatch.setitem(linear_int.PRODUCT, (bits, torch.bfloat16, "amx_int8"), software)
+    pair = Pair(make("qwen3", tmp_path), "bfloat16", path=path, quantization=quantization)
+    assert pair.decoder.kernels.product_path(torch.bfloat16) == path
     torch.manual_seed(0)
     for contexts in ([5, 300], [40], [301, 6], [250]):
         pair.check(contexts)

@@ -134,7 +134,7 @@ def _add_kernels(kinds: Commands) -> None:
 
 
 def _add_offline(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--model", help="a checkpoint's folder or a hub id (default: the built-in model)")
+    command.add_argument("--model", help="a checkpoint's folder, a GGUF file or a hub id (default: the built-in model)")
     command.add_argument("--output-json", metavar="FILE", help="write the result here")
 
 

@@ -39,7 +39,7 @@ UNCACHED = {"enable_prefix_caching": False}  # only the discipline may differ
 
 def add(commands: Commands) -> None:
     compare = add_command(commands, "compare", "run one workload under every discipline, side by side", run)
-    compare.add_argument("--model", help="a checkpoint's folder or a hub id (default: the built-in model)")
+    compare.add_argument("--model", help="a checkpoint's folder, a GGUF file or a hub id (default: the built-in model)")
     group = compare.add_argument_group("comparison")
     group.add_argument("--disciplines", default=",".join(DISCIPLINES), metavar="A,B,...",
                        help=f"disciplines, in this order (default: {','.join(DISCIPLINES)})")

@@ -34,7 +34,8 @@ def add(commands: Commands) -> None:
     generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="texts to continue (default: one from stdin)")
     chat = add_command(commands, "chat", "talk to a model in the terminal", run_chat)
     for command in (generate, chat):
-        command.add_argument("--model", help="a checkpoint's folder or a hub id (default: the built-in model)")
+        command.add_argument("--model",
+                             help="a checkpoint's folder, a GGUF file or a hub id (default: the built-in model)")
         _sampling_options(command)
         add_engine_options(command)
 

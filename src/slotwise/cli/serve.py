@@ -44,7 +44,7 @@ def add(commands: Commands) -> None:
     serve = add_command(commands, "serve", "serve a model over HTTP, with OpenAI's API", run)
     serve.fill = layers.fill
     serve.add_argument("model_tag", nargs="?", metavar="MODEL",
-                       help="a checkpoint's folder or a hub id (default: the built-in model)")
+                       help="a checkpoint's folder, a GGUF file or a hub id (default: the built-in model)")
     serve.add_argument("--model", metavar="MODEL", help="the same as an option")
     serve.add_argument("--config", type=input_file, metavar="FILE",
                        help="settings in YAML: options without their dashes, as in `max-num-seqs: 16`; the command "

@@ -66,7 +66,7 @@ class EngineConfig:
         ConfigError: a value out of range.
     """
 
-    model: str  # a checkpoint's folder, or a hub id
+    model: str  # a checkpoint's folder, a GGUF file, or a hub id
     device: str = "auto"
     dtype: str = "auto"  # the checkpoint's
     quantization: str = "none"  # type to which the weights of products are converted as they are loaded

@@ -7,13 +7,26 @@ here that names the tensor.  Only metadata is checked, so nothing waits for the 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from slotwise.kernels.interface import Activation, AttentionShape, Kernels, LayerCache, Linear, QKNorm, RaggedBatch
+from slotwise.kernels.interface import (
+    Activation,
+    AttentionShape,
+    ClampedSwiGLU,
+    ExpertWeights,
+    Kernels,
+    LayerCache,
+    Linear,
+    Mixture,
+    QKNorm,
+    RaggedBatch,
+    Routing,
+)
+from slotwise.kernels.matrix import QuantisedMatrix, Weight
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -34,33 +47,67 @@ class CheckedKernels:
         """Attributes and methods without tensors."""
         return getattr(self._kernels, name)
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+    def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         """A product that checks its argument."""
-        return self._product(self._kernels.linear, "linear", weight, bias, len(weight))
+        return self._product(self._kernels.linear, "linear", weight, bias, weight.shape[0])
 
-    def gated(self, weight: Tensor, bias: Tensor | None = None, activation: Activation = "silu") -> Linear:
+    def gated(self, weight: Weight, bias: Tensor | None = None, activation: Activation = "silu") -> Linear:
         """A product that checks its argument."""
         pack = functools.partial(self._kernels.gated, activation=activation)
-        return self._product(pack, "gated", weight, bias, len(weight) // 2)
+        return self._product(pack, "gated", weight, bias, weight.shape[0] // 2)
 
-    def head(self, weight: Tensor) -> Linear:
+    def head(self, weight: Weight) -> Linear:
         """A product that checks its argument."""
-        return self._product(lambda packed, _: self._kernels.head(packed), "head", weight, None, len(weight))
+        return self._product(lambda packed, _: self._kernels.head(packed), "head", weight, None, weight.shape[0])
+
+    def embedding(self, table: QuantisedMatrix, kind: torch.dtype, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
+        """A lookup that checks its argument."""
+        look_up = self._kernels.embedding(table, kind, scale)
+
+        def checked(token_ids: Tensor) -> Tensor:
+            self._check("embedding: token_ids", token_ids, (len(token_ids),), (torch.int64,))
+            return self._check("embedding: result", look_up(token_ids), (len(token_ids), table.depth), (kind,))
+
+        return checked
+
+    def exact_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """A product that checks its argument."""
+        def pack(plain: Weight, own: Tensor | None) -> Linear:
+            assert isinstance(plain, Tensor)
+            return self._kernels.exact_linear(plain, own)
+
+        return self._product(pack, "exact_linear", weight, bias, len(weight))
+
+    def experts(
+        self, weights: Iterable[ExpertWeights], routing: Routing, activation: Activation | ClampedSwiGLU,
+    ) -> Mixture:
+        """A mixture that checks its arguments."""
+        if not 0 < routing.top_k <= routing.num_experts:
+            raise KernelArgumentError(f"experts: {routing.top_k} of {routing.num_experts} experts")
+        mixture = self._kernels.experts(weights, routing, activation)
+
+        def checked(x: Tensor, logits: Tensor) -> Tensor:
+            self._check("experts: x", x, tuple(x.shape[:2]), FLOATS)
+            self._check("experts: logits", logits, (len(x), routing.num_experts), (x.dtype,))
+            return self._check("experts: result", mixture(x, logits), x.shape, (x.dtype,))
+
+        return checked
 
     def _product(
-        self, pack: Callable[[Tensor, Tensor | None], Linear], name: str, weight: Tensor, bias: Tensor | None, made: int
+        self, pack: Callable[[Weight, Tensor | None], Linear], name: str, weight: Weight, bias: Tensor | None, made: int
     ) -> Linear:
         """Args: made: numbers per token in the result."""
         outputs, depth = weight.shape
-        kind = weight.dtype
-        self._check(f"{name} weight", weight, (outputs, depth), FLOATS)
+        kinds = (weight.dtype,) if isinstance(weight, Tensor) else self._kernels.kinds
+        if isinstance(weight, Tensor):
+            self._check(f"{name} weight", weight, (outputs, depth), FLOATS)
         if bias is not None:
-            self._check(f"{name} bias", bias, (outputs,), (kind,))
+            self._check(f"{name} bias", bias, (outputs,), kinds)
         product = pack(weight, bias)
 
         def checked(x: Tensor) -> Tensor:
-            self._check(f"{name} of {outputs} x {depth}: x", x, (len(x), depth), (kind,))
-            return self._check(f"{name}: result", product(x), (len(x), made), (kind,))
+            self._check(f"{name} of {outputs} x {depth}: x", x, (len(x), depth), kinds)
+            return self._check(f"{name}: result", product(x), (len(x), made), (x.dtype,))
 
         return checked
 
@@ -80,11 +127,22 @@ class CheckedKernels:
         result = self._kernels.add_rms_norm(x, residual, weight, eps, offset)
         return self._check("add_rms_norm: result", result, x.shape, (x.dtype,))
 
+    def add(self, x: Tensor, residual: Tensor, gate: Tensor | None = None) -> Tensor:
+        self._check("add: x", x, tuple(x.shape[:2]), FLOATS)
+        self._check("add: residual", residual, x.shape, (x.dtype,))
+        if gate is not None:
+            self._check("add: gate", gate, (len(x), 1), (x.dtype,))
+        return self._check("add: result", self._kernels.add(x, residual, gate), x.shape, (x.dtype,))
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return self._activated("silu_mul", self._kernels.silu_mul, gate_up)
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         return self._activated("gelu_mul", self._kernels.gelu_mul, gate_up)
+
+    def clamped_swiglu(self, gate_up: Tensor, activation: ClampedSwiGLU) -> Tensor:
+        multiply = functools.partial(self._kernels.clamped_swiglu, activation=activation)
+        return self._activated("clamped_swiglu", multiply, gate_up)
 
     def _activated(self, name: str, multiply: Linear, gate_up: Tensor) -> Tensor:
         tokens, both = gate_up.shape
@@ -101,11 +159,13 @@ class CheckedKernels:
     ) -> Tensor:
         self.check_batch(batch)
         tokens, head_dim = len(batch.token_ids), shape.head_dim
-        heads = shape.num_heads + 2 * shape.num_kv_heads
-        self._check("rotary_store: qkv", qkv, (tokens, heads * head_dim), FLOATS)
+        columns = (shape.num_heads + 2 * shape.num_kv_heads) * head_dim
+        self._check("rotary_store: qkv", qkv, (tokens, columns), FLOATS)
         self._check("rotary_store: rotary", rotary, (len(rotary), head_dim), (torch.float32,))
-        for name, weight in (("query", norm.query), ("key", norm.key)) if norm else ():
-            self._check(f"rotary_store: norm of the {name}", weight, (head_dim,), (qkv.dtype,))
+        for name, weight, heads in (("query", norm.query, shape.num_heads),
+                                    ("key", norm.key, shape.num_kv_heads)) if norm else ():
+            size = head_dim if len(weight) == head_dim else heads * head_dim
+            self._check(f"rotary_store: norm of the {name}", weight, (size,), (qkv.dtype,))
         query = self._kernels.rotary_store(qkv, rotary, batch, cache, shape, norm)
         return self._check("rotary_store: result", query, (tokens, shape.num_heads, head_dim), (qkv.dtype,))
 

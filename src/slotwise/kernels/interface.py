@@ -12,17 +12,51 @@ batching (Yu et al., OSDI 2022) over vLLM's paged memory (Kwon et al., SOSP 2023
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor, device, dtype, float8_e4m3fn, int8
+
+from slotwise.kernels.matrix import Format, QuantisedMatrix, Weight
 
 Linear = Callable[[Tensor], Tensor]
 """A packed product: `[tokens, in] -> [tokens, out]`, bias included."""
 
 Activation = Literal["silu", "gelu_tanh"]
 """Of gates: SiLU (Elfwing et al., 2017), or GELU's approximation by tanh (Hendrycks and Gimpel, 2016)."""
+
+@dataclass(frozen=True, slots=True)
+class ClampedSwiGLU:
+    """The activation of gpt-oss: `(clamp(up) + 1) * g * sigmoid(alpha * g)`, with `g = min(gate, limit)`."""
+
+    alpha: float
+    limit: float  # of gates above, of what they gate on both sides
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How a token's experts are chosen: those with the `top_k` largest of `num_experts` logits.
+
+    Their shares are the softmax of the logits, over all experts or, normalised, over those that were chosen.
+    """
+
+    num_experts: int
+    top_k: int
+    is_normalised: bool
+
+
+class ExpertWeights(NamedTuple):
+    """Weights of one expert."""
+
+    gate_up: Tensor  # [2 * intermediate, hidden], gates first
+    down: Tensor  # [hidden, intermediate]
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+
+Mixture = Callable[[Tensor, Tensor], Tensor]
+"""Packed experts: `x [tokens, hidden], logits [tokens, experts] -> [tokens, hidden]`."""
 
 LayerCache = Any
 """One layer's keys and values; its layout belongs to the kernels that made it."""
@@ -88,10 +122,14 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class QKNorm:
-    """RMS norms over each head's query and key before the rotary embedding (Qwen3)."""
+    """RMS norms of queries and keys before the rotary embedding.
 
-    query: Tensor  # [head_dim]
-    key: Tensor  # [head_dim]
+    Of each head by itself, with weights `[head_dim]` (Qwen3), or of all heads together, with `[heads * head_dim]`
+    (OLMo 2).
+    """
+
+    query: Tensor
+    key: Tensor
     eps: float
     offset: float = 0.0  # added to both weights
 
@@ -116,6 +154,7 @@ class Kernels(Protocol):
     device: device  # where all tensors live
     kinds: tuple[dtype, ...]  # of weights that are supported
     records_drafts: bool  # a graph reads from memory how many tokens each row has
+    mixture_refusal: str  # why `experts` does not work, in one sentence; "" where it does
 
     def warm_up(self, kind: dtype) -> None:
         """Compile or load everything for weights of one type before the first request needs it."""
@@ -155,26 +194,60 @@ class Kernels(Protocol):
         """All of a layer's cache, as contiguous views `[blocks, ...]`: what is copied when blocks are offloaded."""
         ...
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """Pack `weight [out, in]` once, for many products."""
+    def format_refusal(self, format: Format, kind: dtype) -> str:
+        """Why products with matrices of a quantised format are not supported, in one sentence; "" where they are.
+
+        In a model that computes in `kind`.
+        """
         ...
 
-    def gated(self, weight: Tensor, bias: Tensor | None = None, activation: Activation = "silu") -> Linear:
+    def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
+        """Pack `weight [out, in]` once, for many products.
+
+        Numbers go in and come out in the type of a weight that is a tensor, or for a quantised matrix in any of `kinds`
+        (rows of one product in the same one).  What is quantised is read from its file here, and stays quantised.
+        """
+        ...
+
+    def gated(self, weight: Weight, bias: Tensor | None = None, activation: Activation = "silu") -> Linear:
         """Pack `weight [2 * intermediate, in]`, gates first, once for many `activation(gate) * up`.
 
         The product gives `[tokens, intermediate]`.  It takes as many bytes as a `linear`.
         """
         ...
 
-    def head(self, weight: Tensor) -> Linear:
+    def exact_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """A `linear` that is never quantised, in as many bytes as `weight`."""
+        ...
+
+    def head(self, weight: Weight) -> Linear:
         """Pack `weight [vocab, hidden]` for logits."""
         ...
 
-    def linear_bytes(self, outputs: int, depth: int, kind: dtype) -> int:
-        """Bytes of a packed `linear`."""
+    def experts(
+        self, weights: Iterable[ExpertWeights], routing: Routing, activation: Activation | ClampedSwiGLU,
+    ) -> Mixture:
+        """Pack a layer's experts, one after another.  Steps read the weights of experts that tokens choose, only.
+
+        Each takes as many bytes as two `linear`s.
+
+        Raises:
+            ValueError: these kernels have no mixtures: `mixture_refusal`.
+        """
         ...
 
-    def head_bytes(self, outputs: int, depth: int, kind: dtype) -> int:
+    def embedding(self, table: QuantisedMatrix, kind: dtype, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
+        """Pack `table [vocabulary, hidden]` for `embed`: from token ids `[tokens]` int64 to `[tokens, hidden]`.
+
+        Rows are dequantised, multiplied by `scale` and rounded to `kind`.  A `head` of the same matrix shares memory.
+        """
+        ...
+
+    def linear_bytes(self, weight: Weight) -> int:
+        """Bytes of a packed `linear`.  Only shape and type of the weight are read."""
+        ...
+
+    def head_bytes(self, weight: Weight) -> int:
         """Bytes of a packed `head`."""
         ...
 
@@ -208,12 +281,20 @@ class Kernels(Protocol):
         """`residual += x` in place, then RMSNorm of the sum: `[tokens, hidden]`."""
         ...
 
+    def add(self, x: Tensor, residual: Tensor, gate: Tensor | None = None) -> Tensor:
+        """`residual += x` in place, or `residual += sigmoid(gate) * x` with `gate [tokens, 1]`; returns `residual`."""
+        ...
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """`silu(gate) * up` for `gate_up [tokens, 2 * intermediate]`."""
         ...
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         """`gelu(gate) * up`, with GELU's approximation by tanh."""
+        ...
+
+    def clamped_swiglu(self, gate_up: Tensor, activation: ClampedSwiGLU) -> Tensor:
+        """Its activation of `gate_up [tokens, 2 * intermediate]`."""
         ...
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
@@ -242,8 +323,14 @@ class Kernels(Protocol):
         ...
 
 
-def in_two_steps(kernels: Kernels, weight: Tensor, bias: Tensor | None, activation: Activation = "silu") -> Linear:
+def in_two_steps(kernels: Kernels, weight: Weight, bias: Tensor | None, activation: Activation = "silu") -> Linear:
     """`gated` for kernels without a fused one: the product, then the activation."""
-    product = kernels.linear(weight, bias)
-    multiply = {"silu": kernels.silu_mul, "gelu_tanh": kernels.gelu_mul}[activation]
+    product, multiply = kernels.linear(weight, bias), activated(kernels, activation)
     return lambda x: multiply(product(x))
+
+
+def activated(kernels: Kernels, activation: Activation | ClampedSwiGLU) -> Linear:
+    """`[tokens, 2 * intermediate] -> [tokens, intermediate]`: gates, and what they gate."""
+    if isinstance(activation, ClampedSwiGLU):
+        return lambda gate_up: kernels.clamped_swiglu(gate_up, activation)
+    return {"silu": kernels.silu_mul, "gelu_tanh": kernels.gelu_mul}[activation]

@@ -7,7 +7,7 @@ cache places a query may see, so the contents of the others never matter.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -19,13 +19,19 @@ from slotwise.kernels.interface import (
     FP8_LARGEST,
     Activation,
     AttentionShape,
+    ClampedSwiGLU,
+    ExpertWeights,
     Linear,
+    Mixture,
     QKNorm,
     RaggedBatch,
+    Routing,
+    activated,
     as_bytes,
     cache_kind,
     in_two_steps,
 )
+from slotwise.kernels.matrix import Format, QuantisedMatrix, Weight
 
 
 class PagedCache(NamedTuple):
@@ -67,6 +73,19 @@ class QuantisedPagedCache(NamedTuple):
                 self.values[places] * self.value_scales[places].unsqueeze(-1))
 
 
+def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """A token's experts, the best first, and their shares: `[tokens, top_k]` int64 and float32.
+
+    Of equal logits the first comes first.
+    """
+    scores = logits.float()
+    values, chosen = scores.sort(dim=-1, descending=True, stable=True)
+    values, chosen = values[:, : routing.top_k], chosen[:, : routing.top_k]
+    if routing.is_normalised:
+        return chosen, values.softmax(-1)
+    return chosen, scores.softmax(-1).gather(1, chosen)
+
+
 def narrowed(x: Tensor, kind: torch.dtype) -> Tensor:
     """`x` as another float type.  Values beyond fp8's range become its largest; torch would make them NaN."""
     return (x.clamp(-FP8_LARGEST, FP8_LARGEST) if kind == torch.float8_e4m3fn else x).to(kind)
@@ -84,6 +103,7 @@ class ReferenceKernels:
     name = "reference"
     kinds: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
     records_drafts = False
+    mixture_refusal = ""
 
     def __init__(self, device: str = "cpu", kv_cache_dtype: str = "auto") -> None:
         """Raises ValueError if `kv_cache_dtype` is not in `CACHE_KINDS`."""
@@ -130,21 +150,56 @@ class ReferenceKernels:
         """Keys and values, and their scales, as bytes where the type has one byte."""
         return tuple(piece.view(torch.int8) if cache.keys.itemsize == 1 else piece for piece in cache)
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """`weight [out, in]` as a product over the last dimension."""
-        return lambda x: F.linear(x, weight, bias)
+    def format_refusal(self, format: Format, kind: torch.dtype) -> str:
+        """Nothing is refused."""
+        return ""
 
-    def gated(self, weight: Tensor, bias: Tensor | None = None, activation: Activation = "silu") -> Linear:
+    def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
+        """`weight [out, in]` as a product over the last dimension; a quantised one in float32, dequantised."""
+        if isinstance(weight, Tensor):
+            return lambda x: F.linear(x, weight, bias)
+        floats, added = weight.dequantised().to(self.device), None if bias is None else bias.float()
+        return lambda x: F.linear(x.float(), floats, added).to(x.dtype)
+
+    def gated(self, weight: Weight, bias: Tensor | None = None, activation: Activation = "silu") -> Linear:
         """A product, then its activation."""
         return in_two_steps(self, weight, bias, activation)
 
-    def head(self, weight: Tensor) -> Linear:
+    def exact_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """A product like any other."""
+        return self.linear(weight, bias)
+
+    def experts(
+        self, weights: Iterable[ExpertWeights], routing: Routing, activation: Activation | ClampedSwiGLU,
+    ) -> Mixture:
+        """Expert by expert, the tokens that chose it."""
+        packed = [(self.linear(each.gate_up, each.gate_up_bias), self.linear(each.down, each.down_bias))
+                  for each in weights]
+        activate = activated(self, activation)
+
+        def mixture(x: Tensor, logits: Tensor) -> Tensor:
+            chosen, shares = route(logits, routing)
+            out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+            for expert in chosen.unique().tolist():
+                tokens, places = (chosen == expert).nonzero(as_tuple=True)
+                gate_up, down = packed[expert]
+                out[tokens] += shares[tokens, places, None] * down(activate(gate_up(x[tokens]))).float()
+            return out.to(x.dtype)
+
+        return mixture
+
+    def head(self, weight: Weight) -> Linear:
         """A product like any other."""
         return self.linear(weight)
 
-    def linear_bytes(self, outputs: int, depth: int, kind: torch.dtype) -> int:
+    def embedding(self, table: QuantisedMatrix, kind: torch.dtype, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
+        """Rows of the dequantised table."""
+        floats = (table.dequantised().to(self.device) * scale).to(kind)
+        return lambda token_ids: self.embed(floats, token_ids)
+
+    def linear_bytes(self, weight: Weight) -> int:
         """Bytes of the unpacked weight."""
-        return outputs * depth * kind.itemsize
+        return weight.shape.numel() * (weight.dtype if isinstance(weight, Tensor) else torch.float32).itemsize
 
     head_bytes = linear_bytes
 
@@ -172,6 +227,14 @@ class ReferenceKernels:
         residual += x
         return self.rms_norm(residual, weight, eps, offset)
 
+    def add(self, x: Tensor, residual: Tensor, gate: Tensor | None = None) -> Tensor:
+        """`residual += x` in place, or `residual += sigmoid(gate) * x`; returns `residual`."""
+        if gate is None:
+            residual += x
+        else:
+            residual.copy_(residual.float() + gate.float().sigmoid() * x.float())
+        return residual
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """`silu(gate) * up` for `gate_up [tokens, 2 * intermediate]`."""
         gate, up = gate_up.float().chunk(2, dim=-1)
@@ -181,6 +244,12 @@ class ReferenceKernels:
         """`gelu(gate) * up`, with GELU's approximation by tanh."""
         gate, up = gate_up.float().chunk(2, dim=-1)
         return (F.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
+
+    def clamped_swiglu(self, gate_up: Tensor, activation: ClampedSwiGLU) -> Tensor:
+        """`(clamp(up) + 1) * g * sigmoid(alpha * g)`, with `g = min(gate, limit)`."""
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+        return ((up + 1) * gate * torch.sigmoid(activation.alpha * gate)).to(gate_up.dtype)
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         """`cap * tanh(x / cap)`; NaN and infinities stay what they are."""
@@ -196,8 +265,9 @@ class ReferenceKernels:
             qkv.view(len(qkv), -1, shape.head_dim).float().split([heads, kv_heads, kv_heads], dim=1)
         )
         if norm is not None:
-            query, key = (_rms_norm(part, weight, norm.eps, norm.offset)
-                          for part, weight in ((query, norm.query), (key, norm.key)))
+            query, key = (  # a head, or all heads, in the last dimension
+                _rms_norm(part.reshape(len(qkv), -1, len(weight)), weight, norm.eps, norm.offset).view(part.shape)
+                for part, weight in ((query, norm.query), (key, norm.key)))
         cosine, sine = rotary[batch.positions].unsqueeze(1).chunk(2, dim=-1)  # [tokens, 1, head_dim / 2]
         cache.write(batch.slot_mapping, _rotate(key, cosine, sine), value)
         return _rotate(query, cosine, sine).to(qkv.dtype)

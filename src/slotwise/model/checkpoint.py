@@ -10,18 +10,19 @@ from slotwise.model.families import configure
 from slotwise.model.fields import read_json
 from slotwise.model.formats import CONFIG
 from slotwise.model.generation import read_generation
+from slotwise.model.gguf.config import read_gguf_config
 
 
-def read_config(folder: Path, generation: Path | None = None) -> ModelConfig:
-    """The checkpoint's config.json, with the further end tokens of its generation_config.json.
+def read_config(checkpoint: Path, generation: Path | None = None) -> ModelConfig:
+    """The config of a folder or a GGUF file, with the further end tokens of its generation_config.json.
 
     `generation` is a generation_config.json to be read instead of the checkpoint's.
 
-    Raises CheckpointError when config.json is missing, malformed or describes an unsupported model, and for the other
+    Raises CheckpointError when the config is missing, malformed or describes an unsupported model, and for the other
     file when it is malformed or, given as `generation`, missing.
     """
-    config = configure(read_json(folder / CONFIG))
-    return _ending(config, read_generation(folder, generation).token_ids("eos_token_id"))
+    config = read_gguf_config(checkpoint) if checkpoint.is_file() else configure(read_json(checkpoint / CONFIG))
+    return _ending(config, read_generation(checkpoint, generation).token_ids("eos_token_id"))
 
 
 def _ending(config: ModelConfig, more: tuple[int, ...]) -> ModelConfig:

@@ -7,15 +7,30 @@ from dataclasses import dataclass
 
 import torch
 
-from slotwise.kernels.interface import AttentionShape
+from slotwise.kernels.interface import Activation, AttentionShape, ClampedSwiGLU, Routing
 from slotwise.model.errors import CheckpointError
 from slotwise.model.fields import Fields
-from slotwise.model.layers.rope import Rope, read_rope
+from slotwise.model.layers.rope import Rope
+from slotwise.model.quantization.config import read_quantization
+from slotwise.model.quantization.scheme import Quantization
+from slotwise.model.ropes import read_rope
 
 MAX_LAYERS = 1024
+MAX_EXPERTS = 4096  # of a layer
 FULL, SLIDING = "full_attention", "sliding_attention"  # of `layer_types`
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureConfig:
+    """Experts in place of an MLP, in some of the layers."""
+
+    routing: Routing
+    intermediate_size: int  # of an expert
+    layers: tuple[bool, ...]  # whether each layer has experts
+    shared_intermediate_size: int = 0  # of the expert that all tokens share; 0: there is none
+    activation: Activation | ClampedSwiGLU = "silu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +50,7 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int  # may differ from hidden_size / num_heads
     rms_norm_eps: float
-    rope: Rope
+    ropes: tuple[Rope, ...]  # per layer
     max_position_embeddings: int  # tokens
     windows: tuple[int, ...]  # per layer: tokens a query may look back on, itself included; 0: no limit
     tie_word_embeddings: bool  # the head is the embedding table
@@ -44,10 +59,16 @@ class ModelConfig:
     qkv_bias: bool = False
     output_bias: bool = False  # of the product after attention
     mlp_bias: bool = False
-    qk_norm: bool = False  # RMS norms of each head's query and key
+    qk_norm: bool = False  # RMS norms of queries and keys
+    has_fused_qkv: bool = False  # queries, keys and values are one weight
+    has_fused_gates: bool = False  # gates and what they gate are one weight
     attention_scale: float = 0.0  # of scores; 0: head_dim ** -0.5
     attention_soft_cap: float = 0.0  # of scores; 0: none
     logit_soft_cap: float = 0.0  # 0: none
+    logit_scale: float = 1.0  # of logits
+    embedding_scale: float = 1.0
+    mixture: MixtureConfig | None = None  # None: every layer has an MLP
+    quantization: Quantization | None = None  # of the weights of products, as config.json says; None: plain numbers
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -57,7 +78,7 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise CheckpointError(f"config.json: head_dim must be even for rotary embeddings, not {self.head_dim}")
-        if not self.rope.is_finite(self.head_dim, self.max_position_embeddings):
+        if not all(rope.is_finite(self.head_dim, self.max_position_embeddings) for rope in set(self.ropes)):
             raise CheckpointError(
                 "config.json: rope_theta and what scales it give angles that are no numbers, or too large ones")
         if len(self.windows) != self.num_layers:
@@ -72,19 +93,57 @@ class ModelConfig:
             self.windows[index], self.attention_soft_cap)
 
     @property
+    def mixture_of_experts(self) -> MixtureConfig:
+        """That of a family which has one."""
+        assert self.mixture is not None
+        return self.mixture
+
+    def has_experts(self, index: int) -> bool:
+        """Whether layer `index` has experts in place of an MLP."""
+        return self.mixture is not None and self.mixture.layers[index]
+
+    @property
     def layer_weights(self) -> int:
-        """Weights of all layers' products: each token is multiplied by all of them."""
+        """Weights of all layers' products that a token is multiplied by: of experts those that it chooses."""
         heads = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-        return self.num_layers * self.hidden_size * (heads + 3 * self.intermediate_size)
+        weights = self.num_layers * self.hidden_size * (heads + 3 * self.intermediate_size)
+        if self.mixture is None:
+            return weights
+        mixture, routing = self.mixture, self.mixture.routing
+        chosen = 3 * (routing.top_k * mixture.intermediate_size + mixture.shared_intermediate_size)
+        instead = chosen + routing.num_experts - 3 * self.intermediate_size
+        return weights + sum(mixture.layers) * self.hidden_size * instead
+
+    @property
+    def mlp_width(self) -> int:
+        """The most numbers per token that an MLP's activations take at a time, or a mixture's."""
+        if self.mixture is None:
+            return 3 * self.intermediate_size
+        mixture = self.mixture
+        chosen = mixture.routing.top_k * (2 * self.hidden_size + 3 * mixture.intermediate_size)
+        of_experts = chosen + 3 * mixture.shared_intermediate_size + self.hidden_size
+        return max(3 * self.intermediate_size, of_experts)
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """What a family's configs mean where they leave a field out."""
+
+    num_kv_heads: int | None = None  # None: as many as heads of queries, which a null means in every family
+    head_dim: int | None = None  # None: the hidden size shared among the heads
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    tie_word_embeddings: bool = False
 
 
 def read_common(
-    fields: Fields, activations: Sequence[str] = ("silu", "swish"), num_kv_heads: int | None = None,
+    fields: Fields, defaults: Defaults = Defaults(), activations: Sequence[str] = ("silu", "swish"),
+    ropes: Sequence[Rope] | None = None,
 ) -> ModelConfig:
     """The fields that all families write alike; a family's module replaces what differs.
 
-    `activations` are the names of the one activation that the family computes.  `num_kv_heads` is what a config has
-    that leaves them out; None: as many as heads of queries, which a null means in every family.
+    `activations` are the names of the one activation that the family computes.  `ropes` are those of the layers; None:
+    one for all of them, which is read here.
 
     Raises CheckpointError when a field is absent, malformed or needs something not implemented.
     """
@@ -95,7 +154,7 @@ def read_common(
             raise fields.error(name, f"must be {activations[0]}, not {activation!r:.40}")
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     num_layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
-    absent = heads if num_kv_heads is None or fields.is_null("num_key_value_heads") else num_kv_heads
+    absent = heads if defaults.num_kv_heads is None or fields.is_null("num_key_value_heads") else defaults.num_kv_heads
     return ModelConfig(
         architecture=fields.texts("architectures")[0],
         vocab_size=fields.integer("vocab_size"),
@@ -104,31 +163,61 @@ def read_common(
         num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=fields.integer("num_key_value_heads", default=absent),
-        head_dim=_head_dim(fields, hidden, heads),
-        rms_norm_eps=fields.number("rms_norm_eps", default=1e-6),
-        rope=read_rope(fields),
+        head_dim=defaults.head_dim if defaults.head_dim and not fields.has("head_dim") else read_head_dim(fields),
+        rms_norm_eps=fields.number("rms_norm_eps", default=defaults.rms_norm_eps),
+        ropes=tuple(ropes or (read_rope(fields, defaults.rope_theta),) * num_layers),
         max_position_embeddings=fields.integer("max_position_embeddings"),
         windows=(0,) * num_layers,
-        tie_word_embeddings=fields.flag("tie_word_embeddings"),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", default=defaults.tie_word_embeddings),
         eos_token_ids=fields.token_ids("eos_token_id"),
         dtype=_stored_dtype(fields),
+        quantization=read_quantization(fields),
     )
+
+
+def read_mixture(
+    fields: Fields, config: ModelConfig, default: Routing, *, intermediate_size: int | None = None,
+) -> MixtureConfig:
+    """The experts of a config, under the names in use.
+
+    `default` is that of a config that says nothing; where its shares are those of all experts, `norm_topk_prob` may
+    ask for the others.  `intermediate_size` is the default of `moe_intermediate_size`; None: experts have the size of
+    an MLP, in every layer.
+    """
+    fields.refuse(("n_group", "topk_group", "scoring_func", "routed_scaling_factor"), "is set, which is not supported")
+    count = next((name for name in ("num_experts", "num_local_experts") if fields.has(name)), "num_local_experts")
+    num_experts = fields.integer(count, default=default.num_experts, maximum=MAX_EXPERTS)
+    if fields.integer("num_local_experts", default=num_experts) != num_experts:
+        raise fields.error(count, f"({num_experts}) differs from num_local_experts")
+    top_k = fields.integer("num_experts_per_tok", default=default.top_k)
+    if top_k > num_experts:
+        raise fields.error("num_experts_per_tok", f"({top_k}) must be at most {count} ({num_experts})")
+    normalised = default.is_normalised or fields.flag("norm_topk_prob")
+    routing = Routing(num_experts, top_k, normalised)
+    if intermediate_size is None:
+        return MixtureConfig(routing, config.intermediate_size, (True,) * config.num_layers)
+    step = fields.integer("decoder_sparse_step", default=1)
+    without = fields.integers("mlp_only_layers") if fields.has("mlp_only_layers") else ()
+    layers = tuple(layer not in without and (layer + 1) % step == 0 for layer in range(config.num_layers))
+    size = fields.integer("moe_intermediate_size", default=intermediate_size)
+    return MixtureConfig(routing, size, layers)
 
 
 def _refuse_unsupported(fields: Fields) -> None:
     """Raises CheckpointError for fields of every family that would change the answer and are not implemented."""
-    quantised = "are not supported: serve the one it was made from, which quantization int8 or int4 quantises"
-    fields.refuse(("quantization",), f"is set: checkpoints quantised by MLX {quantised}")
-    fields.refuse(("quantization_config",), f"is set: quantised checkpoints {quantised}")
+    fields.refuse(("quantization",), "is set: checkpoints quantised by MLX are not supported: serve the one it was "
+                  "made from, which quantization int8 or int4 quantises")
     if fields.section("per_layer_config").values:
         raise fields.error("per_layer_config", "gives layers sizes of their own, which is not supported")
     if fields.flag("is_encoder_decoder"):
         raise fields.error("is_encoder_decoder", "is true: only decoders are supported")
 
 
-def read_window(fields: Fields) -> int:
-    """`sliding_window` in tokens; 0, for no limit, where it is null, and transformers' default where it is absent."""
-    return 0 if fields.is_null("sliding_window") else fields.integer("sliding_window", default=4096)
+def read_window(fields: Fields, default: int = 4096) -> int:
+    """`sliding_window` in tokens; 0, for no limit, where it is null, and transformers' `default` where it is absent."""
+    if not fields.has("sliding_window"):
+        return 0 if fields.is_null("sliding_window") else default
+    return fields.integer("sliding_window")
 
 
 def read_layer_windows(fields: Fields) -> tuple[int, ...]:
@@ -156,7 +245,9 @@ def read_layer_types(fields: Fields, window: int, default: Sequence[str]) -> tup
     return tuple(window if kind == SLIDING else 0 for kind in kinds)
 
 
-def _head_dim(fields: Fields, hidden: int, heads: int) -> int:
+def read_head_dim(fields: Fields) -> int:
+    """`head_dim`, by default the hidden size shared among the heads."""
+    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     if not fields.has("head_dim") and hidden % heads:
         raise fields.error("hidden_size", f"({hidden}) must be a multiple of num_attention_heads ({heads})")
     return fields.integer("head_dim", default=hidden // heads)

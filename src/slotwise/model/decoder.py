@@ -4,7 +4,7 @@
     a layer: q,k,v ─► rotate, store ─► attend ─► project ─► add, norm ─► gate,up,silu·mul ─► down ─► add, norm
     head
 
-A family composes the layers (`families.py`); the decoder runs them, with each norm fused to the sum before it.
+A family composes the layers (`families/`); the decoder runs them, with each norm fused to the sum before it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from slotwise.model.families import compose
 from slotwise.model.layers.rope import RotaryTable
 from slotwise.model.layers.source import Source
 from slotwise.model.network import DecoderLayer
-from slotwise.model.weights import Read
+from slotwise.model.stored import Read
 
 FLOAT32 = 4  # bytes of a logit that the sampler edits
 
@@ -50,8 +50,8 @@ class Decoder:
 
     @property
     def step_weight_bytes(self) -> int:
-        """Bytes of weights that every step reads: all but the embedding's table."""
-        return self._network.bytes - self._network.embedding.bytes
+        """Bytes of weights that a step of one token reads: of experts only those that a token chooses."""
+        return self._network.token_bytes
 
     def reach(self, num_positions: int) -> None:
         """Compute the rotary tables for `num_positions` positions.  Call before a captured step runs again."""
@@ -63,7 +63,7 @@ class Decoder:
         config, network = self.config, self._network
         heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         attending = 2 * heads + 2 * config.num_heads * config.head_dim
-        mlp = 3 * config.intermediate_size
+        mlp = config.mlp_width
         hidden = (4 if network.has_post_norms else 3) * config.hidden_size
         a_token = (hidden + max(attending, mlp)) * config.dtype.itemsize
         logits = 2 if network.head.soft_cap else 1  # copies in the model's own type

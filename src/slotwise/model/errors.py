@@ -1,9 +1,7 @@
-"""Errors in checkpoints, in one line that says what to do."""
+"""The error in checkpoints, under the name that models and their callers import."""
 
 from __future__ import annotations
 
-from slotwise.errors import OneLineError
+from slotwise.errors import CheckpointError
 
-
-class CheckpointError(OneLineError):
-    """The checkpoint cannot be served.  The message is one line, fit for a command line or an API error."""
+__all__ = ["CheckpointError"]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from slotwise.files import read_part
 from slotwise.model.errors import CheckpointError
@@ -13,7 +13,11 @@ from slotwise.model.errors import CheckpointError
 MAX_JSON_BYTES = 64 * 1024 * 1024
 MOST = 1e30  # of a number: products of two fit a float64, and the number a float32
 MAX_TOKEN_IDS = 1024  # in a list
+MAX_NUMBERS = 4096  # in a list
 MAX_TOKEN_ID = 2**31
+
+
+T = TypeVar("T")
 
 
 class Fields:
@@ -65,6 +69,21 @@ class Fields:
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise self.error(name, f"must be a list of strings, not {value!r:.40}")
         return tuple(value)
+
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """A list of numbers above 0."""
+        return tuple(self._list(name, Fields.number))
+
+    def integers(self, name: str, *, maximum: int = 2**24) -> tuple[int, ...]:
+        """A list of whole numbers from 0 to `maximum`."""
+        return tuple(self._list(name, lambda fields, each: fields.integer(each, minimum=0, maximum=maximum)))
+
+    def _list(self, name: str, read: Callable[[Fields, str], T]) -> list[T]:
+        """Each value of a list, read as a field of its own."""
+        values = self._value(name, None)
+        if not isinstance(values, list) or len(values) > MAX_NUMBERS:
+            raise self.error(name, f"must be a list of at most {MAX_NUMBERS} numbers, not {values!r:.40}")
+        return [read(Fields({name: value}, self.where), name) for value in values]
 
     def token_ids(self, name: str) -> tuple[int, ...]:
         """One token id or a list of them; absent reads as empty, and so does the -1 that some files write for none."""

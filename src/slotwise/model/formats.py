@@ -1,4 +1,4 @@
-"""Formats that are not read, recognised by the names of their files: each is told as what it is, with what to do.
+"""What a folder holds: a checkpoint, a model in GGUF, or a format that is not read, told as what it is.
 
 A folder with config.json and safetensors weights is a checkpoint, whatever else lies there: many published ones hold
 the same weights in several formats.  Does not import torch.
@@ -7,13 +7,15 @@ the same weights in several formats.  Does not import torch.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+from slotwise.files import check_part
+from slotwise.gguf.model import SUFFIX, models_among
 from slotwise.model.errors import CheckpointError
 from slotwise.model.fields import read_json
 
@@ -22,7 +24,6 @@ ADAPTER = "adapter_config.json"
 BELOW = "onnx"  # a folder whose files count, too
 MOST_ENTRIES = 4096  # of a folder that are looked at
 SHOWN = 3  # folders that a message names
-MAGIC = b"GGUF"  # how such a file begins: Ollama's have names that tell nothing
 ORIGINAL = "serve the Hugging Face checkpoint that it was made from"
 
 
@@ -34,11 +35,9 @@ class Format(NamedTuple):
     patterns: tuple[str, ...]  # of files and folders
 
 
-GGUF = Format("a GGUF file, the format of llama.cpp and Ollama",
-              f"{ORIGINAL}, with quantization int8 or int4 where memory is short", ("*.gguf", "*.ggml"))
 FORMATS = (  # in the order in which they are looked for
     Format("a diffusers pipeline, which makes images", "give the folder of a language model", ("model_index.json",)),
-    GGUF,
+    Format("a GGML file, older than GGUF", "download the model in GGUF", ("*.ggml",)),
     Format("an OpenVINO model", ORIGINAL, ("openvino_*.xml", "openvino_*.bin")),
     Format("an ONNX model", ORIGINAL, ("*.onnx", "*.onnx_data")),
     Format("an MLX model in NumPy's format", ORIGINAL, ("*.npz",)),
@@ -55,21 +54,27 @@ TOKENIZER = Format("a tokenizer without a model", "give the folder of the model"
 
 
 def file_error(path: Path) -> CheckpointError:
-    """The error for a path that is no folder, as a checkpoint is."""
-    known = GGUF if _begins_as_gguf(path) else _recognised([path.name])
-    if known is not None:
+    """The error for a file that is not in GGUF."""
+    if path.name.endswith(SUFFIX):
+        return CheckpointError(f"{path} does not begin as a GGUF file does: it is damaged, or something else")
+    if known := _recognised([path.name]):
         return CheckpointError(_not_read(f"{path} is", known))
     return CheckpointError(f"{path} is a file: give the folder that holds {CONFIG} and {WEIGHTS}")
 
 
-def check_folder(folder: Path) -> None:
-    """Raises CheckpointError, with what the folder holds instead, where it holds no checkpoint that can be read."""
+def checkpoint_in(folder: Path) -> Path:
+    """The folder, if it is a Hugging Face checkpoint, or the path of the one model in GGUF in it.
+
+    Raises CheckpointError, with what the folder holds instead, where it holds no checkpoint that can be read.
+    """
     has_config, has_weights = (folder / CONFIG).is_file(), any((folder / name).is_file() for name in (WEIGHTS, INDEX))
     if (folder / ADAPTER).is_file():
         raise CheckpointError(_adapter(folder, is_beside_weights=has_config and has_weights))
     if has_config and has_weights:
-        return
+        return folder
     names, inner = _entries(folder)
+    if models_among(names):
+        return gguf_in(folder)
     if known := _recognised(names):
         raise CheckpointError(_not_read(f"{folder} holds", known))
     if has_config:
@@ -78,11 +83,33 @@ def check_folder(folder: Path) -> None:
         raise CheckpointError(f"{folder} has no {CONFIG}, but folders in it have: give one of them ({inner})")
     if not has_weights and _matches(names, TOKENIZER):
         raise CheckpointError(f"{folder} holds {TOKENIZER.what}: {TOKENIZER.advice}")
-    raise CheckpointError(f"{folder} has no {CONFIG}: it is not a Hugging Face checkpoint, or not all of one")
+    raise CheckpointError(f"{folder} has no {CONFIG} and no GGUF file: it is not a checkpoint, or not all of one")
+
+
+def gguf_in(folder: Path, patterns: Sequence[str] = ("*.gguf",)) -> Path:
+    """The path of the one model in GGUF whose files match a pattern, the first file of a split one.
+
+    Raises CheckpointError when there is none, or several.
+    """
+    found = sorted({path.relative_to(folder).as_posix() for pattern in patterns
+                    for path in islice(folder.glob(pattern), MOST_ENTRIES)})
+    models = [name for name in found if models_among([Path(name).name])]
+    if not models:
+        raise CheckpointError(f"{folder} has no GGUF file {' or '.join(patterns[:2])}")
+    if len(models) > 1:
+        more = f" and {len(models) - SHOWN} more" if len(models) > SHOWN else ""
+        raise CheckpointError(f"{folder} holds {len(models)} models in GGUF: give the path of one "
+                              f"({', '.join(models[:SHOWN])}{more})")
+    path = folder / models[0]
+    try:
+        check_part(path)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    return path
 
 
 def _not_read(found: str, known: Format) -> str:
-    return f"{found} {known.what}, and Slotwise reads safetensors checkpoints only: {known.advice}"
+    return f"{found} {known.what}, and Slotwise reads safetensors checkpoints and GGUF files only: {known.advice}"
 
 
 def _adapter(folder: Path, *, is_beside_weights: bool) -> str:
@@ -105,14 +132,6 @@ def _entries(folder: Path) -> tuple[list[str], str]:
     except OSError as error:
         raise CheckpointError(f"cannot read {folder}: {error.strerror}") from error
     return names, ", ".join([entry.path for entry in entries if Path(entry, CONFIG).is_file()][:SHOWN])
-
-
-def _begins_as_gguf(path: Path) -> bool:
-    with suppress(OSError):
-        if path.is_file():  # no pipe, which would be waited for
-            with path.open("rb") as file:
-                return file.read(len(MAGIC)) == MAGIC
-    return False
 
 
 def _recognised(names: Iterable[str]) -> Format | None:

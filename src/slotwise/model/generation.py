@@ -5,10 +5,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from slotwise.gguf.model import open_model
 from slotwise.model.errors import CheckpointError
 from slotwise.model.fields import Fields, read_json
 
 FILE = "generation_config.json"
+PREFIX = "general.sampling."
+SAMPLING = {  # keys of a GGUF file's metadata, by the fields that they stand for
+    "temperature": f"{PREFIX}temp", "top_k": f"{PREFIX}top_k", "top_p": f"{PREFIX}top_p", "min_p": f"{PREFIX}min_p",
+    "repetition_penalty": f"{PREFIX}penalty_repeat"}
 AUTO, NEUTRAL = "auto", "vllm"  # values of the setting that name no file
 
 
@@ -32,10 +37,16 @@ def named_file(setting: str) -> Path | None:
     return path
 
 
-def read_generation(folder: Path, named: Path | None = None) -> Fields:
+def read_generation(checkpoint: Path, named: Path | None = None) -> Fields:
     """The fields of `named`, else of the checkpoint's file; none where the checkpoint has no such file.
+
+    A GGUF file has some of them in its metadata.
 
     Raises CheckpointError when it cannot be read or is no JSON object.
     """
-    path = named or folder / FILE
+    if named is None and checkpoint.is_file():
+        metadata = open_model(checkpoint).metadata
+        given = {name: metadata.scalar(key) for name, key in SAMPLING.items() if metadata.has(key)}
+        return Fields(given, f"{checkpoint}: {PREFIX}*, as {FILE}")
+    path = named or checkpoint / FILE
     return read_json(path) if named is not None or path.is_file() else Fields({}, str(path))

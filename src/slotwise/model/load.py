@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from slotwise.kernels.interface import Kernels
+from slotwise.kernels.matrix import Format, Weight
 from slotwise.model.checkpoint import read_config
 from slotwise.model.config import ModelConfig
 from slotwise.model.decoder import Decoder
@@ -17,7 +18,7 @@ from slotwise.model.errors import CheckpointError
 from slotwise.model.families import tensor_shapes, weight_bytes
 from slotwise.model.layers.embedding import HEAD, TABLE
 from slotwise.model.locate import locate
-from slotwise.model.weights import Progress, Weights, files_may_hold
+from slotwise.model.weights import Progress, Weights
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -29,27 +30,52 @@ def load_model(
     max_positions: int | None = None, progress: Progress | None = None,
     admit: Callable[[int], None] = lambda num_bytes: None,
 ) -> Decoder:
-    """Load a Hugging Face checkpoint: a folder, or a hub id.
+    """Load a checkpoint: a folder, a GGUF file, or a hub id.
 
     `dtype` is one of `DTYPES`, or `auto`: as stored.  float16 becomes bfloat16 where the kernels do not compute in it,
     which a warning says; the decoder's `config.dtype` is the result.  `generation` is a generation_config.json
     instead of the checkpoint's.  `max_positions` (tokens) bounds the rotary table.  `admit` receives the bytes of all
-    weights, as packed, before a file is opened, and may refuse by raising.
+    weights, as packed, before a file of them is mapped, and may refuse by raising.
 
     Raises CheckpointError, with one line that says what to do, for any fault of the checkpoint.
     """
     folder = locate(model)
     config = describe(folder, dtype, kernels, generation)
-    if files_may_hold(folder, tensor_shapes(config)):  # else the files are at fault; opening them maps them: memory
-        admit(weight_bytes(config, kernels))
     weights = Weights(folder)
+    config = _with_stored_head(config, weights, folder)
+    shapes = tensor_shapes(config)
+    weights.assemble(config.quantization, shapes)
+    weights.check(shapes)
     if torch.float16 not in kernels.kinds:
         _tell_of_float16(dtype, config, weights, kernels)
-    config = _with_stored_head(config, weights, folder)
-    read = weights.reader(tensor_shapes(config), config.dtype, progress)
+    _widen(weights, weights.formats(shapes), kernels, config.dtype, folder)
+    admit(weight_bytes(config, kernels, weights.formats(shapes)))
+    read = weights.reader(shapes, config.dtype, progress)
     device = kernels.device
     longest = config.max_position_embeddings
-    return Decoder(config, lambda *names: read(*names).to(device), kernels, min(max_positions or longest, longest))
+
+    def read_to_device(*names: str) -> Weight:
+        weight = read(*names)
+        return weight.to(device) if isinstance(weight, torch.Tensor) else weight  # kernels unpack to their device
+
+    return Decoder(config, read_to_device, kernels, min(max_positions or longest, longest))
+
+
+def _widen(
+    weights: Weights, formats: Mapping[str, Format], kernels: Kernels, dtype: torch.dtype, folder: Path,
+) -> None:
+    """Reads 8-bit floats as plain numbers, with a warning, where the kernels have no products with them.
+
+    Raises CheckpointError for other formats that the kernels do not support.
+    """
+    refused = {kind: why for kind in dict.fromkeys(formats.values()) if (why := kernels.format_refusal(kind, dtype))}
+    for kind, why in refused.items():
+        if not kind.are_floats:
+            raise CheckpointError(f"{folder}: {why}")
+    if refused:
+        logger.warning("%s: weights in FP8 are widened as they are read, to at least twice the memory: %s", folder,
+                       next(iter(refused.values())))
+        weights.widen([name for name, kind in formats.items() if kind in refused])
 
 
 def _with_stored_head(config: ModelConfig, weights: Weights, folder: Path) -> ModelConfig:
@@ -73,6 +99,8 @@ def describe(folder: Path, dtype: str, kernels: Kernels, generation: Path | None
         refusal = kernels.refusal(shape)
         if refusal:
             raise CheckpointError(f"{folder}: {refusal}")
+    if config.mixture and kernels.mixture_refusal:
+        raise CheckpointError(f"{folder}: {kernels.mixture_refusal}")
     return replace(config, dtype=_resolve(dtype, config.dtype, kernels))
 
 

@@ -4,21 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
 
 from slotwise.model.layers.attention import Attention
 from slotwise.model.layers.embedding import Embedding, Head
-from slotwise.model.layers.mlp import GatedMLP
-from slotwise.model.layers.norm import RMSNorm
+from slotwise.model.layers.norm import NoNorm, RMSNorm
+
+
+class MLP(Protocol):
+    """`[tokens, hidden] -> [tokens, hidden]`."""
+
+    bytes: int  # of the weights, as packed
+    token_bytes: int  # of those that one token reads
+
+    def __call__(self, x: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
     """Attention and MLP, each added to the residual stream: `x += post_norm(f(norm(x)))`; most have no `post_norm`."""
 
-    attention_norm: RMSNorm
+    attention_norm: RMSNorm | NoNorm
     attention: Attention
-    mlp_norm: RMSNorm
-    mlp: GatedMLP
+    mlp_norm: RMSNorm | NoNorm
+    mlp: MLP
     attention_post_norm: RMSNorm | None = None
     mlp_post_norm: RMSNorm | None = None
 
@@ -42,6 +53,12 @@ class Network:
     def bytes(self) -> int:
         """Bytes of the weights, as packed; a tied head counts beside the embedding."""
         return self.embedding.bytes + sum(layer.bytes for layer in self.layers) + self.norm.bytes + self.head.bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the weights that a step of one token reads: all but the embedding's and those of other experts."""
+        unread = sum(layer.mlp.bytes - layer.mlp.token_bytes for layer in self.layers)
+        return self.bytes - self.embedding.bytes - unread
 
     @property
     def has_post_norms(self) -> bool:

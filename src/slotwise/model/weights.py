@@ -1,187 +1,197 @@
-"""Tensors of a checkpoint by name, from memory-mapped safetensors files.  Pickled weights are never opened."""
+"""Tensors of a checkpoint by name: all that a model reads are there, have its shapes, and hold finite numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from math import prod
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from slotwise.files import check_part
+from slotwise.kernels.matrix import Format, QuantisedMatrix, Rows, StackedMatrix, Weight, stacked
 from slotwise.model.errors import CheckpointError
-from slotwise.model.fields import read_json
-from slotwise.model.formats import INDEX, WEIGHTS
+from slotwise.model.gguf.tensors import open_gguf_tensors
+from slotwise.model.quantization.scheme import Quantization
+from slotwise.model.quantization.stored import with_quantised
+from slotwise.model.safetensors_files import open_safetensors
+from slotwise.model.stored import Read, Shapes, StoredTensor, TensorSource
 
-Shapes = Mapping[str, tuple[int, ...]]
 Progress = Callable[[int, int], None]
 """Receives bytes read so far and bytes in all."""
 
-Read = Callable[..., Tensor]
-"""`read(name, ...)`: one tensor, or several stacked along their first dimension, in memory of its own."""
-
-_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
-MAX_NAME_BYTES = 255
+DENSE = ("BF16", "F16", "F32", "F64")
 MATRIX = 2  # dimensions
 COMPARED_NUMBERS = 1 << 22  # of two matrices, at a time
 _NAMED = 3  # tensors named in an error before "and n more"
 
 
 class Weights:
-    """An open checkpoint: `model.safetensors`, or the shards of `model.safetensors.index.json`.
+    """An open checkpoint: a folder with safetensors files, or a GGUF file.
 
     Raises:
-        CheckpointError: there is no safetensors file, one is damaged, or the index does not match the files.
+        CheckpointError: there are no weights, a file is damaged, or files do not match.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._source: dict[str, Any] = {}
-        for path in _files(folder):
-            file = _open(path)
-            self._source.update(dict.fromkeys(file.keys(), file))
+    def __init__(self, checkpoint: Path) -> None:
+        self._source: TensorSource = (
+            open_gguf_tensors(checkpoint) if checkpoint.is_file() else open_safetensors(checkpoint))
+        self._tensors = self._source.tensors
+        self._widened: frozenset[str] = frozenset()
 
     def holds(self, name: str) -> bool:
-        return name in self._source
+        return name in self._tensors
 
     def are_stored_as(self, kind: str) -> bool:
         """Whether any tensor is stored as `kind`, by its name in the file."""
-        return any(self._stored(name) == kind for name in self._source)
+        return any(tensor.kind == kind for tensor in self._tensors.values())
+
+    def formats(self, expected: Shapes) -> dict[str, Format]:
+        """The formats of those among these tensors that are read as quantised matrices, by name."""
+        found = {name: self._tensors[name].format for name in expected if name in self._tensors}
+        return {name: kind for name, kind in found.items() if kind is not None and name not in self._widened}
 
     def are_equal(self, one: str, other: str, dtype: torch.dtype) -> bool:
         """Whether two stored matrices are the same once they are `dtype`, compared a few rows at a time."""
-        first, second = (self._source[name].get_slice(name) for name in (one, other))
-        shape = first.get_shape()
-        is_usable = {self._stored(one), self._stored(other)} <= set(_BYTES)
-        if not is_usable or len(shape) != MATRIX or second.get_shape() != shape:
+        first, second = self._tensors[one], self._tensors[other]
+        is_usable = {first.kind, second.kind} <= set(DENSE)
+        if not is_usable or len(first.shape) != MATRIX or second.shape != first.shape:
             return False
-        rows = max(1, COMPARED_NUMBERS // max(1, shape[1]))
-        return all(torch.equal(first[at : at + rows].to(dtype), second[at : at + rows].to(dtype))
-                   for at in range(0, shape[0], rows))
+        rows = max(1, COMPARED_NUMBERS // max(1, first.shape[1]))
+        return all(torch.equal(first.rows(at, at + rows).to(dtype), second.rows(at, at + rows).to(dtype))
+                   for at in range(0, first.shape[0], rows))
 
-    def reader(self, expected: Shapes, dtype: torch.dtype, progress: Progress | None = None) -> Read:
-        """Check that exactly the expected tensors exist; returns a function that reads them as `dtype`.
+    def assemble(self, quantization: Quantization | None, expected: Shapes) -> None:
+        """Sees the parts of each weight that `quantization` says is quantised as one tensor from now on.
 
-        Raises CheckpointError when tensors are missing, have another shape or are quantised, or when a served layer has
-        tensors that are not expected: its output would be silently wrong.  The returned function raises it for a tensor
-        that holds NaN, infinity or a number too large for `dtype`.
+        Raises CheckpointError when parts are missing, or have another shape or type than the config says.
+        """
+        if quantization is not None:
+            self._source = with_quantised(self._source, quantization, expected)
+            self._tensors = self._source.tensors
+
+    def widen(self, names: Collection[str]) -> None:
+        """Reads these quantised matrices as plain numbers from now on."""
+        self._widened |= frozenset(names)
+
+    def check(self, expected: Shapes) -> None:
+        """Checks that exactly the expected tensors exist.
+
+        Raises CheckpointError when tensors are missing, have another shape or are stored in a way that is not
+        supported, or when a served layer has tensors that are not expected: its output would be silently wrong.
         """
         self._check_names(expected)
         self._check_shapes(expected)
-        size = {name: prod(shape) * _BYTES[self._stored(name)] for name, shape in expected.items()}
-        total, done = sum(size.values()), 0
 
-        def read(*names: str) -> Tensor:
+    def reader(self, expected: Shapes, dtype: torch.dtype, progress: Progress | None = None) -> Read:
+        """Returns a function that reads these tensors as `dtype`, once they are checked.
+
+        Raises CheckpointError as `check` does.  The returned function raises it for a tensor that holds NaN, infinity
+        or a number too large for `dtype`; so does a quantised matrix that it returns, when it is unpacked.
+        """
+        self.check(expected)
+        total, done = sum(self._tensors[name].nbytes for name in expected), 0
+
+        def read(*names: str) -> Weight:
             nonlocal done
-            # `cat` copies even a single tensor: nothing refers to the file once it has been read.
-            tensor = torch.cat([self._source[name].get_tensor(name).to(dtype) for name in names])
-            if not _is_finite(tensor):
-                raise self._not_finite(names, dtype)
-            done += sum(size[name] for name in names)
+            tensors = [self._tensors[name] for name in names]
+            are_quantised = len(self.formats(dict.fromkeys(names, ()))) == len(names)
+            weight: Weight = stacked([*map(self._matrix, names)]) if are_quantised else self._dense(names, dtype)
+            if isinstance(weight, StackedMatrix) and any(part.format.are_floats for part in weight.parts):
+                raise CheckpointError(f"{self._source.where}: {self._list([*names])} are one product, but not in the "
+                                      "same format: with FP8 that is not supported")
+            done += sum(tensor.nbytes for tensor in tensors)
             if progress is not None:
                 progress(done, total)
-            return tensor
+            return weight
 
         return read
 
+    def _dense(self, names: tuple[str, ...], dtype: torch.dtype) -> Tensor:
+        """Tensors stacked, in memory of their own; quantised ones only where plain ones are beside them, or widened."""
+        # `cat` copies even a single tensor: nothing refers to the file once it has been read.
+        tensor = torch.cat([piece.to(dtype) for name in names for piece in self._pieces(name)])
+        if not _is_finite(tensor):
+            raise self._not_finite(names, dtype)
+        return tensor
+
+    def _pieces(self, name: str) -> Iterator[Tensor]:
+        """A tensor's numbers, of a quantised matrix some outputs at a time: dequantised they are many bytes."""
+        if self._tensors[name].format is None:
+            yield _whole(self._tensors[name])
+            return
+        matrix = self._matrix(name)
+        rows = max(1, COMPARED_NUMBERS // matrix.depth)
+        for at in range(0, matrix.outputs, rows):
+            yield matrix.dequantised(at, min(at + rows, matrix.outputs))
+
+    def _matrix(self, name: str) -> QuantisedMatrix:
+        """A quantised matrix whose scales are checked as they are read."""
+        matrix = self._tensors[name].matrix()
+        inner = matrix.read
+
+        def read(first: int, end: int) -> Rows:
+            rows = inner(first, end)
+            for factors in (rows.scales, rows.minimums):
+                for numbers in () if factors is None else (factors.values, factors.units):
+                    if numbers is not None and numbers.is_floating_point() and not _is_finite(numbers):
+                        raise CheckpointError(f"{self._source.where}: {self._source.shown(name)} holds NaN or infinite "
+                                              "scales: download the checkpoint again")
+            return rows
+
+        return replace(matrix, read=read)
+
     def _check_names(self, expected: Shapes) -> None:
-        missing = [name for name in expected if name not in self._source]
+        where, described = self._source.where, self._source.described_by
+        missing = [name for name in expected if name not in self._tensors]
         if missing:
             raise CheckpointError(
-                f"{self._folder} lacks {len(missing)} of {len(expected)} weights: {_list(missing)}; "
-                "download the checkpoint again, or check that config.json belongs to it"
+                f"{where} lacks {len(missing)} of {len(expected)} weights: {self._list(missing)}; "
+                f"download the checkpoint again, or check that {described} belongs to it"
             )
         layers = {name.split(".")[2] for name in expected if name.startswith("model.layers.")}
         unread = sorted(
-            name for name in self._source
-            if name not in expected and name.startswith("model.layers.") and name.split(".")[2] in layers
+            name for name in self._tensors
+            if name not in expected
+            and (self._source.is_exact or (name.startswith("model.layers.") and name.split(".")[2] in layers))
             and not name.endswith("rotary_emb.inv_freq")  # in old checkpoints; it follows from the config
         )
         if unread:
             raise CheckpointError(
-                f"{self._folder} holds {len(unread)} weights that its config.json leaves no room for: {_list(unread)}; "
-                "check that config.json belongs to it"
+                f"{where} holds {len(unread)} weights that its {described} leaves no room for: {self._list(unread)}; "
+                f"check that {described} belongs to it"
             )
 
     def _check_shapes(self, expected: Shapes) -> None:
+        where, described = self._source.where, self._source.described_by
         for name, shape in expected.items():
-            stored = tuple(self._source[name].get_slice(name).get_shape())
-            if stored != shape:
+            stored, shown = self._tensors[name], self._source.shown(name)
+            if stored.shape != shape:
                 raise CheckpointError(
-                    f"{self._folder}: {name} has shape {list(stored)}, but config.json asks for {list(shape)}"
-                )
-            if self._stored(name) not in _BYTES:
-                raise CheckpointError(
-                    f"{self._folder}: {name} is stored as {self._stored(name)}: quantised checkpoints are not supported"
-                )
+                    f"{where}: {shown} has shape {list(stored.shape)}, but {described} asks for {list(shape)}")
+            if stored.kind not in DENSE and stored.format is None:
+                raise CheckpointError(f"{where}: {shown} is stored as {stored.kind}, which is not supported")
 
     def _not_finite(self, names: tuple[str, ...], dtype: torch.dtype) -> CheckpointError:
         """The error for the first of these tensors that is not finite as `dtype`."""
-        tensors = {name: self._source[name].get_tensor(name) for name in names}
-        name = next(name for name, tensor in tensors.items() if not _is_finite(tensor.to(dtype)))
-        if _is_finite(tensors[name]):
-            kind = str(dtype).removeprefix("torch.")
-            return CheckpointError(f"{self._folder}: {name} holds numbers too large for {kind}: try --dtype float32")
-        return CheckpointError(f"{self._folder}: {name} holds NaN or infinite numbers: download the checkpoint again")
+        tensors = {name: _whole(self._tensors[name]) for name in names if self._tensors[name].kind in DENSE}
+        where = self._source.where
+        name = next((name for name, tensor in tensors.items() if not _is_finite(tensor.to(dtype))), names[0])
+        shown = self._source.shown(name)
+        if name in tensors and not _is_finite(tensors[name]):
+            return CheckpointError(f"{where}: {shown} holds NaN or infinite numbers: download the checkpoint again")
+        kind = str(dtype).removeprefix("torch.")
+        return CheckpointError(f"{where}: {shown} holds numbers too large for {kind}: try --dtype float32")
 
-    def _stored(self, name: str) -> str:
-        return str(self._source[name].get_slice(name).get_dtype())
+    def _list(self, names: list[str]) -> str:
+        more = len(names) - _NAMED
+        return ", ".join(map(self._source.shown, names[:_NAMED])) + (f" and {more} more" if more > 0 else "")
 
 
-def files_may_hold(folder: Path, expected: Shapes) -> bool:
-    """Whether the files of weights are large enough for tensors of these shapes.
-
-    Raises:
-        CheckpointError: there are none, or the index is not valid.
-    """
-    least = min(_BYTES.values()) * sum(map(prod, expected.values()))
-    return sum(path.stat().st_size for path in _files(folder)) >= least
+def _whole(tensor: StoredTensor) -> Tensor:
+    return tensor.rows(0, tensor.shape[0] if tensor.shape else 1)
 
 
 def _is_finite(tensor: Tensor) -> bool:
     """At the speed of memory: the least and the greatest are NaN where any number is."""
     return all(bound.isfinite().item() for bound in tensor.aminmax())
-
-
-def _files(folder: Path) -> list[Path]:
-    single = folder / WEIGHTS
-    return [single] if single.is_file() else _shards(folder / INDEX)
-
-
-def _shards(index: Path) -> list[Path]:
-    named = read_json(index).section("weight_map").values.values()
-    beside = [name for name in named if _is_file_name(name)]
-    if not beside or len(beside) < len(named):
-        raise CheckpointError(f"{index}: weight_map must map each tensor to a file beside it")
-    names = sorted(set(beside))
-    missing = [name for name in names if not (index.parent / name).is_file()]
-    if missing:
-        raise CheckpointError(
-            f"{index.parent} lacks {len(missing)} of {len(names)} shards: {_list(missing)}; download them again"
-        )
-    return [index.parent / name for name in names]
-
-
-def _is_file_name(name: object) -> bool:
-    """Whether it names a file in the same folder, in characters that every file system supports."""
-    return (isinstance(name, str) and name.isprintable() and Path(name).name == name
-            and len(name.encode()) <= MAX_NAME_BYTES)
-
-
-def _open(path: Path) -> Any:
-    try:
-        check_part(path)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is damaged or incomplete ({error}): download it again") from error
-
-
-def _list(names: list[str]) -> str:
-    more = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")

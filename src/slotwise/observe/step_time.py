@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from slotwise.engine.messages import EngineInfo, StepRecord
     from slotwise.observe import event_log
 
+HEADER_BYTES = 4096
 VERSION = 2  # of the stored model; files of other versions are ignored
 MAX_BYTES = 1 << 20
 NS = 1e-9
@@ -35,7 +36,8 @@ class StepTimeModel(step_time.StepTimeModel, Observer):
     def stepped(self, record: StepRecord | event_log.Step) -> None:
         """Updates the model with a step of the engine."""
         work = work_of(record.starts, record.counts, record.padding, record.drafts)
-        self.step(work, record.started_ns * NS, record.ended_ns * NS)
+        proposing = record.proposing.seconds if record.proposing else 0.0
+        self.step(work, record.started_ns * NS + proposing, record.ended_ns * NS)
 
 
 def load_or_learn(config: EngineConfig, info: EngineInfo, warmup: Callable[[], step_time.StepTimeModel],
@@ -69,9 +71,17 @@ def kept(config: EngineConfig, info: EngineInfo) -> Iterator[StepTimeModel]:
 
 def traits(config: EngineConfig, info: EngineInfo) -> tuple[str, ...]:
     """Returns all that determines the speed of steps: the model's shape, types, kernels, threads and machine."""
-    shape = hashlib.blake2b((Path(config.model) / "config.json").read_bytes(), digest_size=16).hexdigest()
+    shape = hashlib.blake2b(_description(Path(config.model)), digest_size=16).hexdigest()
     return (shape, info.dtype, info.quantization, info.cache_dtype, info.device, info.product_path, str(info.threads),
             platform.node(), platform.machine(), __version__, *(["drafts"] if info.speculation else []))
+
+
+def _description(checkpoint: Path) -> bytes:
+    """A folder's config.json; of a GGUF file its size and its beginning, where the numbers of its config are."""
+    if not checkpoint.is_file():
+        return (checkpoint / "config.json").read_bytes()
+    with checkpoint.open("rb") as file:
+        return file.read(HEADER_BYTES) + str(checkpoint.stat().st_size).encode()
 
 
 def path_for(traits: Sequence[str]) -> Path:

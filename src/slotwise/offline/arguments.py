@@ -18,7 +18,7 @@ from slotwise.vllm_arguments import RULES, SAME
 DTYPES = {"half": "float16", "float": "float32"}  # vLLM's
 SETTINGS = tuple(one.name for one in fields(EngineConfig) if one.name not in {"model", *RETIRED})
 OWN = {  # obeyed beside the settings
-    "model": "a checkpoint's folder or a hub id; None: the built-in model",
+    "model": "a checkpoint's folder, a GGUF file or a hub id; None: the built-in model",
     "generation_config": "where defaults of sampling come from: `auto`, the model's generation_config.json; `vllm`, "
     "nowhere; else such a file, or its folder",
     "override_generation_config": "fields that replace those defaults; None stands for a neutral value",

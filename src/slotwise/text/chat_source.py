@@ -6,8 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from slotwise.errors import OneLineError
+from slotwise.errors import CheckpointError, OneLineError
 from slotwise.files import read_part, read_regular
+from slotwise.text.gguf_tokenizer import read_template
 from slotwise.text.tokenizer import TokenizerError, read_json
 
 MAX_SOURCE = 1 << 20  # characters; the longest templates in use have some ten thousand
@@ -20,7 +21,7 @@ class ChatTemplateError(OneLineError, ValueError):
 
 
 def find_chat_template(folder: str | Path, file: str | Path | None = None) -> str | None:
-    """The source in `file`, else the checkpoint's: `chat_template.jinja`, else `tokenizer_config.json`.
+    """The source in `file`, else the checkpoint's: `chat_template.jinja`, `tokenizer_config.json`, or of a GGUF file.
 
     Returns None when the checkpoint has none.
 
@@ -64,10 +65,16 @@ def _bounded(source: str, path: Path) -> str:
 
 
 def _named(folder: str | Path) -> dict[str, str]:
-    """The templates of `tokenizer_config.json` by name: one text, or a list, [{"name", "template"}]."""
+    """The templates of `tokenizer_config.json` by name: one text, or a list, [{"name", "template"}].
+
+    A GGUF file has the usual one and others in its metadata.
+    """
     try:
+        if Path(folder).is_file():
+            named = {DEFAULT: read_template(Path(folder)), FOR_TOOLS: read_template(Path(folder), FOR_TOOLS)}
+            return {name: source for name, source in named.items() if source is not None}
         given = read_json(Path(folder) / "tokenizer_config.json").get("chat_template")
-    except TokenizerError as error:
+    except (TokenizerError, CheckpointError) as error:
         raise ChatTemplateError(str(error)) from error
     entries: list[Any] = given if isinstance(given, list) else [{"name": DEFAULT, "template": given}] if given else []
     if not all(isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in entries):

@@ -1,4 +1,4 @@
-"""Text to token ids and back, from a checkpoint's `tokenizer.json`."""
+"""Text to token ids and back, from a checkpoint's `tokenizer.json`, or what stands for it in a GGUF file."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 
-from slotwise.errors import OneLineError
+from slotwise.errors import CheckpointError, OneLineError
 from slotwise.files import read_part
 from slotwise.text.declared_tokens import DECODER, NAMED_TOKENS, DeclarationError, Declared, content_of, declared_tokens
 from slotwise.text.fill_in_the_middle import marks_of
+from slotwise.text.gguf_tokenizer import read_tokenizer
 from slotwise.text.linear_rules import has_regex, is_linear, num_rules
 from slotwise.text.token_bytes import token_bytes_of
 
@@ -72,7 +73,7 @@ class Tokenizer:
 
     Attributes:
         fill_marks: those of a model that fills gaps; None: it does not.
-        slow_folder: the folder it was loaded from, if a text may take it any time (see `text.linear_rules`).
+        slow_folder: the checkpoint it was loaded from, if a text may take it any time (see `text.linear_rules`).
         digest: of all that determines the tokens of a text, if it has a `slow_folder`.
     """
 
@@ -91,40 +92,39 @@ class Tokenizer:
         self.bytes_by_id = token_bytes_of(inner)
 
     @classmethod
-    def load(cls, folder: str | Path) -> Tokenizer:
+    def load(cls, checkpoint: str | Path) -> Tokenizer:
         """Load `tokenizer.json`, with `tokenizer_config.json` and `special_tokens_map.json` where they exist.
+
+        A GGUF file's are made from its metadata.
 
         Raises:
             TokenizerError: a file is missing or broken.
         """
-        path = Path(folder) / "tokenizer.json"
-        if not path.is_file():
-            raise TokenizerError(f"{path}: no such file (only tokenizers in this format can be read)")
-        config, mapped = path.with_name("tokenizer_config.json"), path.with_name("special_tokens_map.json")
-        fields = {file: read_json(file) for file in (mapped, config)}
+        files = _files_of(Path(checkpoint))
         special: dict[str, str] = {}
-        for file, found in fields.items():
+        for file, found in ((files.mapped_path, files.mapped), (files.config_path, files.config)):
             special |= {name: _content(found[name], f"{file}: {name}") for name in NAMED_TOKENS if found.get(name)}
         with no_panic_messages():
             try:
-                text = read_part(path, MAX_TOKENIZER_BYTES).decode()
+                text = files.read()
                 description = json.loads(text)
                 _check_rules(description)  # loading already applies the rules, to the added tokens
                 inner = tokenizers.Tokenizer.from_str(text)
-                declared = declared_tokens(fields[config], fields[mapped], inner.get_added_tokens_decoder())
+                declared = declared_tokens(files.config, files.mapped, inner.get_added_tokens_decoder())
                 moved = _add(inner, declared)
                 tokenizer = cls(inner, special)
                 tokenizer._check_samples()
-                tokenizer.slow_folder = None if is_linear(description) else path.parent.absolute()
+                tokenizer.slow_folder = None if is_linear(description) else Path(checkpoint).absolute()
                 tokenizer.digest = tokenizer._digest(text) if tokenizer.slow_folder is not None else ""
             except INTERRUPTS:
                 raise
             except DeclarationError as error:
-                raise TokenizerError(f"{config}: {error}") from error
+                raise TokenizerError(f"{files.config_path}: {error}") from error
             except BaseException as error:  # the library raises plain Exception; a panic is a BaseException
-                raise TokenizerError(f"{path}: not a usable tokenizer ({error})") from error
+                raise TokenizerError(f"{files.path}: not a usable tokenizer ({error})") from error
         if moved:
-            logger.warning("%s: %s has other ids than the vocabulary, which hold: %s", config, DECODER, moved)
+            logger.warning("%s: %s has other ids than the vocabulary, which hold: %s",
+                           files.config_path, DECODER, moved)
         return tokenizer
 
     def _digest(self, text: str) -> str:
@@ -205,6 +205,33 @@ class Tokenizer:
 def spellings(words: Sequence[str]) -> list[str]:
     """Each word at the beginning of a text, and after a space: both are tokenized to forbid the word."""
     return list(dict.fromkeys(text for word in words for text in (word, " " + word.lstrip())))
+
+
+class _Files(NamedTuple):
+    """The files that make a tokenizer, with their paths for messages."""
+
+    path: Path
+    read: Callable[[], str]  # tokenizer.json
+    config_path: Path
+    config: dict[str, Any]
+    mapped_path: Path
+    mapped: dict[str, Any]
+
+
+def _files_of(checkpoint: Path) -> _Files:
+    """Raises TokenizerError if there is no tokenizer, or a file beside it is broken."""
+    if checkpoint.is_file():
+        try:
+            parts = read_tokenizer(checkpoint)
+        except CheckpointError as error:
+            raise TokenizerError(str(error)) from error
+        return _Files(checkpoint, lambda: parts.tokenizer, checkpoint, parts.config, checkpoint, {})
+    path = checkpoint / "tokenizer.json"
+    if not path.is_file():
+        raise TokenizerError(f"{path}: no such file (only tokenizers in this format can be read)")
+    config, mapped = path.with_name("tokenizer_config.json"), path.with_name("special_tokens_map.json")
+    return _Files(path, lambda: read_part(path, MAX_TOKENIZER_BYTES).decode(), config, read_json(config), mapped,
+                  read_json(mapped))
 
 
 def _content(token: object, where: str) -> str:

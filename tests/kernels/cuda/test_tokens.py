@@ -40,6 +40,8 @@ def test_norms_and_activation(kind, tokens, size):
     actual = KERNELS.add_rms_norm(x_there, ours, weight_there, 1e-5)
     assert distance(actual.cpu(), REFERENCE.add_rms_norm(x, theirs, weight, 1e-5)) < close
     assert same(kind, ours, theirs)
+    assert KERNELS.add(x_there, ours) is ours
+    assert same(kind, ours, REFERENCE.add(x, theirs))
     gate_up = numbers(kind, tokens, 2 * size) * 5
     assert distance(KERNELS.silu_mul(gate_up.to(DEVICE)).cpu(), REFERENCE.silu_mul(gate_up)) < close
     gate, up = gate_up.float().chunk(2, -1)  # for a negative gate 1 + tanh cancels, and only roundings may be left
@@ -76,13 +78,14 @@ def test_no_tokens():
 
 @FLOATS
 @pytest.mark.parametrize("head_dim", [24, 64, 80, 256])
-@pytest.mark.parametrize("with_norm", [False, True])
-def test_rotary_store(kind, head_dim, with_norm):
+@pytest.mark.parametrize(("with_norm", "together"), [(False, False), (True, False), (True, True)])
+def test_rotary_store(kind, head_dim, with_norm, together):
     layer = Layer(AttentionShape(6, 2, head_dim, 1.0), 16, kind, [(2, 2), (1, 40), (1, 17)])
     batch = layer.batch()
-    weights = 1 + layer.random(2, head_dim) / 4
-    norm = QKNorm(weights[0], weights[1], 1e-6) if with_norm else None
-    norm_there = QKNorm(*weights.to(DEVICE), 1e-6) if with_norm else None
+    sizes = [6 * head_dim, 2 * head_dim] if together else [head_dim] * 2
+    weights = [1 + layer.random(size) / 4 for size in sizes]
+    norm = QKNorm(*weights, 1e-6) if with_norm else None
+    norm_there = QKNorm(*(weight.to(DEVICE) for weight in weights), 1e-6) if with_norm else None
     qkv, table = layer.random(len(batch.positions), 10 * head_dim), rotary(head_dim, 64)
     ours, theirs = (k.allocate_cache(layer.num_blocks, 16, layer.shape, kind) for k in (KERNELS, REFERENCE))
     query = KERNELS.rotary_store(qkv.to(DEVICE), table.to(DEVICE), moved(batch), ours, layer.shape, norm_there)

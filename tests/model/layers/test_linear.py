@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from slotwise.kernels.interface import Kernels
 from slotwise.kernels.reference import ReferenceKernels
-from slotwise.model.layers.embedding import Head, read_ends
+from slotwise.model.layers.embedding import EndOptions, Head, read_ends
 from slotwise.model.layers.linear import Linear
 from slotwise.model.layers.mlp import GatedMLP
 from slotwise.model.layers.source import Source
@@ -49,8 +49,8 @@ def test_gates_are_activated(activation: str, weights: dict[str, torch.Tensor], 
 def test_a_scaled_embedding_shares_its_table_unscaled_with_the_head(kind: torch.dtype) -> None:
     table, ids, x = torch.randn(10, 16).to(kind), torch.tensor([3, 0, 3]), torch.randn(2, 16).to(kind)
     given = source({"model.embed_tokens.weight": table}, ReferenceKernels(), kind)
-    embedding, head = read_ends(given, 10, 16, tied=True, scale=16**0.5 * 1.1, soft_cap=2.0)
     scale = torch.tensor(16**0.5 * 1.1, dtype=kind)
+    embedding, head = read_ends(given, 10, 16, EndOptions(tied=True, scale=scale.item(), soft_cap=2.0))
     assert torch.equal(embedding(ids), table[ids] * scale)  # as a step would scale it
     plain = F.linear(x, table)
     torch.testing.assert_close(head(x).float(), 2 * torch.tanh(plain.float() / 2), atol=0.01, rtol=0.01)

@@ -17,7 +17,10 @@ the next tile's) during the softmax, the others during the value product.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from numba import types
 
 from slotwise.kernels.cpu.attention_parts import join_parts, leave_part, merge
 from slotwise.kernels.cpu.attention_plan import (
@@ -57,8 +60,9 @@ from slotwise.kernels.cpu.attention_plan import (
 )
 from slotwise.kernels.cpu.gemm import STRIP, STRIP_ROW_BYTES, call_multiply
 from slotwise.kernels.cpu.jit.compiler import kernel, specialised
+from slotwise.kernels.cpu.jit.intrinsic import INT, KIND, intrinsic
 from slotwise.kernels.cpu.launcher import THREAD_COUNTER
-from slotwise.kernels.cpu.llvm import LINE
+from slotwise.kernels.cpu.llvm import LINE, number
 from slotwise.kernels.cpu.processor import PAIR
 from slotwise.kernels.cpu.simd import (
     BFLOAT16,
@@ -68,6 +72,7 @@ from slotwise.kernels.cpu.simd import (
     INT64,
     LOG2_E,
     ONE,
+    PAIRS,
     ZERO,
     Real,
     bytes_of,
@@ -84,22 +89,33 @@ from slotwise.kernels.cpu.work_queue import NOTHING, pop, upcoming
 
 ASKED = 16  # lines prefetched while scores become weights: as many as a core can have in flight
 NO_SCORE = float32(-1e20)  # below every score
+FLOAT_BYTES = 4
+
+bytes_of_factor: Callable[[Real], int] = intrinsic(
+    lambda _builder, stored: number(2 if stored == types.int16 else FLOAT_BYTES), KIND, returns=INT)
+"""Bytes of a query's element, and of a weight, where the cache is of `stored`."""
 
 
 @kernel
-def _load_queries(words: int, tile: int, head: int, queries: int, kind: Real) -> None:
-    """The tile's queries as strips of float32, scaled so that the softmax can use powers of two."""
+def _load_queries(words: int, tile: int, head: int, queries: int, kind: Real, stored: Real) -> None:
+    """The tile's queries as strips of float32, or of bfloat16 where the cache is multiplied in pairs."""
     group, dim, size = load(words, GROUP, INT64), load(words, DIM, INT64), bytes_of(kind)
     heads, first = group * load(words, KV_HEADS, INT64), load(tile, TOKEN, INT32)
-    tokens, scale = load(tile, TOKENS, INT32), float_of(load(words, SCALE_BITS, INT64))
-    target = queries
+    tokens, target = load(tile, TOKENS, INT32), queries
     for token in range(first, first + tokens):
         source = load(words, QUERY, INT64) + (token * heads + head * group) * dim * size
         for _ in range(group):
             for start in range(0, dim, STRIP):
                 strip = target + start * tokens * group * 4
-                for i in range(min(STRIP, dim - start)):
-                    store(strip, i, load(source, start + i, kind) * scale, FLOAT32)
+                columns = min(STRIP, dim - start)
+                if bytes_of_factor(stored) == FLOAT_BYTES:
+                    for i in range(columns):
+                        store(strip, i, load(source, start + i, kind), FLOAT32)
+                else:
+                    for i in range(columns):
+                        store(strip, i, load(source, start + i, kind), BFLOAT16)
+                    if columns % 2:
+                        store(strip, columns, ZERO, BFLOAT16)
             source += dim * size
             target += STRIP_ROW_BYTES
 
@@ -144,16 +160,17 @@ def _softmax(
     columns = load(words, BLOCK_PADDED, INT64)
     group, width = load(words, GROUP, INT64), load(words, DIM_PADDED, INT64)
     tokens, window, here = load(tile, TOKENS, INT32), load(words, WINDOW, INT64), _here(words, tile) - base
-    cap = load(words, SOFT_CAP_BITS, INT64)
+    cap, scale = load(words, SOFT_CAP_BITS, INT64), float_of(load(words, SCALE_BITS, INT64))
+    factor = scale if cap == 0 else ONE
     row = 0
     for _ in range(tokens):
         end = min(high, here + 1)  # the query's own place, as a column, is the last it sees
         start = max(low, here - window + 1) if window > 0 else low
         for _ in range(group):
             if cap != 0:
-                soft_cap(scores, float_of(cap))
+                soft_cap(scores, scale, float_of(cap))
             before = load(state, row, FLOAT32)
-            top, added = softmax_strip(scores, start, end, before, scales, columns, stored)
+            top, added = softmax_strip(scores, start, end, before, factor, scales, columns, stored)
             keep = exp2(before - top)
             store(state, row, top, FLOAT32)
             store(state, tokens * group + row, load(state, tokens * group + row, FLOAT32) * keep + added, FLOAT32)
@@ -233,7 +250,10 @@ def _walk(
         for line in range(following, following + ASKED * LINE, LINE):
             ask_for(line)
         _softmax(words, tile, scores, sums, state, low, high, place - low, scales, stored)
-        _add_values(words, tile, scores + low * 4, sums, values, place, high - low, following - values, stored)
+        # Pairs begin at even columns for all queries, or sums would depend on where the tile begins.
+        back = low % (FLOAT_BYTES // bytes_of_factor(stored))
+        _add_values(words, tile, scores + (low - back) * bytes_of_factor(stored), sums, values - back * width * size,
+                    place - back, high - low + back, following - values, stored)
         keys = following
         place += high - low
 
@@ -304,7 +324,7 @@ def _attend(words: int, kind: Real, stored: Real) -> None:
         after = upcoming(words, thread, threads, items)
         next_keys = _first_keys(words, item if after == NOTHING else after)
         totals = sums + load(tile, TOKENS, INT32) * group * (width + 1) * 4
-        _load_queries(words, tile, head, queries, kind)
+        _load_queries(words, tile, head, queries, kind, stored)
         _walk_segments(words, tile, head, queries, scores, sums, next_keys, stored)
         if load(tile, SEGMENTS, INT32) == 1:
             _store_outputs(words, tile, head, sums, totals, kind)
@@ -318,3 +338,6 @@ ATTEND = {  # by the type of the queries and of the cache
     (dtype, cached): specialised(_attend, kind, stored)
     for dtype, kind in ((torch.bfloat16, BFLOAT16), (torch.float32, FLOAT32))
     for cached, stored in ((dtype, kind), (torch.int8, INT8))}
+
+ATTEND_PAIRS = specialised(_attend, BFLOAT16, PAIRS)
+"""The same of bfloat16, multiplied in pairs."""

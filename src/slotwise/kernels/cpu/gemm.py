@@ -7,18 +7,19 @@ multiplication", 2008).  Linear layers call it with packed weights as B; attenti
 with values (dimensions are columns), so a block of the cache is read once for all query heads that share it.
 
 A is laid out in *strips*: 64 columns of all rows, then the next 64, so that the step from row to row is a constant the
-address mode can hold.  A row's result does not depend on the rows beside it, bit for bit.
+address mode can hold.  It is of float32, or of bfloat16 where B is multiplied in pairs (`gemm_pairs.py`).  A row's
+result does not depend on the rows beside it, bit for bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from llvmlite import ir
 from numba import types
 
+from slotwise.kernels.cpu.gemm_pairs import Operands, accumulate_pairs
 from slotwise.kernels.cpu.jit.compiler import Compiled, kernel
 from slotwise.kernels.cpu.jit.intrinsic import INT, KIND, ElementType, intrinsic
 from slotwise.kernels.cpu.llvm import (
@@ -42,7 +43,7 @@ from slotwise.kernels.cpu.llvm import (
     write,
 )
 from slotwise.kernels.cpu.processor import AVX512, LANES, PAIR
-from slotwise.kernels.cpu.simd import BFLOAT16, FLOAT32, INT8, Real
+from slotwise.kernels.cpu.simd import BFLOAT16, FLOAT32, INT8, PAIRS, Real
 
 STRIP = 64  # columns of A that lie side by side
 STRIP_ROW_BYTES = 4 * STRIP
@@ -54,17 +55,6 @@ TALLEST_1, TALLEST_2, TALLEST_4 = TALLEST.values()
 
 _VECTOR = ir.VectorType(SINGLE, LANES)
 _WIDE, _NARROW, _BYTES = (ir.VectorType(kind, LANES) for kind in (WORD, SHORT, BYTE))
-
-class _Operands(NamedTuple):
-    """A and B: their addresses, and strides in bytes."""
-
-    a: ir.Value
-    strip_bytes: ir.Value
-    b: ir.Value
-    row_bytes: ir.Value
-    pair_bytes: ir.Value
-    depth: ir.Value
-    ahead: ir.Value
 
 def _load(builder: ir.IRBuilder, address: ir.Value, kind: ElementType) -> ir.Value:
     """A vector of floats as they are, or of bfloat16 or int8 widened by two instructions."""
@@ -113,9 +103,11 @@ def _load_columns(
     return _load_pair(builder, address, upper)
 
 def _accumulate(
-    builder: ir.IRBuilder, rows: int, vectors: int, operands: _Operands, kind: ElementType, start: list[ir.Value]
+    builder: ir.IRBuilder, rows: int, vectors: int, operands: Operands, kind: ElementType, start: list[ir.Value]
 ) -> list[ir.Value]:
     """The loop over depth, strip by strip, from the vectors in `start`; returns the accumulators at its end."""
+    if kind == types.int16:
+        return accumulate_pairs(builder, rows, vectors, operands, start, STRIP)
     together = min(vectors, 2)
     pairs = [builder.mul(operands.pair_bytes, number(pair)) for pair in range(vectors // together)]
     upper = _upper_halves(builder) if kind == types.uint16 else None
@@ -139,7 +131,7 @@ def _accumulate(
 def _emit(builder: ir.IRBuilder, rows: ir.Value, vectors: ir.Value, *arguments: ir.Value) -> None:
     """The tile's C += A @ B, for each size that a tile may have."""
     *addresses, depth, c, c_row_bytes, ahead, kind = arguments
-    operands = _Operands._make((*addresses, depth, ahead))
+    operands = Operands._make((*addresses, depth, ahead))
 
     def of_size(size: int) -> None:
         count, width = divmod(size, 8)
@@ -196,6 +188,9 @@ MULTIPLY = {torch.int8: _compiled(INT8), torch.bfloat16: _compiled(BFLOAT16), to
 number of rows and any multiple of `LANES` columns.  In B it is `row_bytes` from a row to the next, `pair_bytes` from
 `PAIR` columns to the next; it is prefetched `ahead` bytes before it is read.  Kernels get the address and use
 `call_multiply`, so that it is compiled once."""
+
+MULTIPLY_PAIRS = _compiled(PAIRS)
+"""The same for rows of bfloat16 and a B of bfloat16."""
 
 def _call(builder: ir.IRBuilder, address: ir.Value, *arguments: ir.Value) -> None:
     builder.call(pointer(builder, address, ir.FunctionType(ir.VoidType(), [LONG] * len(arguments))), arguments)

@@ -14,37 +14,33 @@ for bit.  Bias, the gate and rounding are applied to the sums in registers.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from llvmlite import ir
+from numba import types
 
+from slotwise.kernels.cpu.gemm_finish import FLOATS, added, finish_row, for_either_kind, no_sums, read_floats
 from slotwise.kernels.cpu.llvm import (
     BRAIN,
-    SINGLE,
     WORD,
     Loop,
-    all_of,
     behind,
     call,
     number,
     prefetch,
     read,
-    round_to_bfloat16,
-    silu,
     spread,
     switch,
-    write,
 )
 
 STRIP = 32  # inputs of a row that lie together: a cache line
 STRIP_PAIRS = STRIP // 2
 STRIP_ROW_BYTES = 2 * STRIP
 PANEL = 32  # outputs computed together
-GATES = PANEL // 2  # of a panel that is half gates, half what they gate
 LINE_BYTES = 4 * PANEL  # of a panel's weights for one pair of inputs
 TALLEST = 14  # rows of a tile: its sums, two vectors of weights and the broadcast pair fit into 32 registers
 
-_FLOATS, _WORDS, _BRAINS = (ir.VectorType(kind, lanes) for kind, lanes in ((SINGLE, 16), (WORD, 16), (BRAIN, 32)))
+_WORDS, _BRAINS = ir.VectorType(WORD, 16), ir.VectorType(BRAIN, 32)
 
 
 class Panel(NamedTuple):
@@ -64,7 +60,7 @@ class Panel(NamedTuple):
 
 
 def _dot(builder: ir.IRBuilder, sums: ir.Value, left: ir.Value, right: ir.Value) -> ir.Value:
-    return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _FLOATS, sums, left, right)
+    return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, sums, left, right)
 
 
 def _add_strip(builder: ir.IRBuilder, rows: int, panel: Panel, sums: list[ir.Value]) -> list[ir.Value]:
@@ -85,7 +81,7 @@ def _add_strip(builder: ir.IRBuilder, rows: int, panel: Panel, sums: list[ir.Val
 
 def _add_all(builder: ir.IRBuilder, rows: int, panel: Panel) -> list[ir.Value]:
     """Two vectors of sums a row."""
-    nothing = [all_of(_FLOATS, 0.0)] * (2 * rows)
+    nothing = no_sums(2 * rows)
     strips = Loop(builder, panel.strips, 1, [panel.x, panel.weights, panel.asked, *nothing])
     x, weights, asked, *sums = strips.values
     _, weights, asked, *sums = _add_strip(
@@ -93,45 +89,17 @@ def _add_all(builder: ir.IRBuilder, rows: int, panel: Panel) -> list[ir.Value]:
     return strips.close([builder.add(x, panel.strip_bytes), weights, asked, *sums])[3:]
 
 
-def finish_row(builder: ir.IRBuilder, sums: list[ir.Value], bias: list[ir.Value], target: ir.Value, *,
-               is_gated: bool) -> None:
-    """Store a row's two vectors of sums plus bias as bfloat16, or of a panel of gates their one product."""
-    results = [builder.fadd(*pair) for pair in zip(sums, bias, strict=True)]
-    if is_gated:
-        gate, up = results
-        results = [builder.fmul(silu(builder, gate), up)]
-    for v, result in enumerate(results):
-        write(builder, round_to_bfloat16(builder, result), behind(builder, target, v * 32), align=2)
-
-
-def bias_of(builder: ir.IRBuilder, panel: Panel) -> list[ir.Value]:
-    """The two vectors of a panel's bias."""
-    return [read(builder, behind(builder, panel.bias, v * 64), _FLOATS, 4) for v in (0, 1)]
-
-
-class OfKind(Protocol):
-    def __call__(self, *, is_gated: bool) -> None: ...
-
-
-def for_either_kind(builder: ir.IRBuilder, panel: Panel, emit: OfKind) -> None:
-    """`emit` for a panel of gates and for any other, of which one is executed."""
-    with builder.if_else(builder.icmp_signed("!=", panel.is_gated, number(0))) as (gated, plain):
-        with gated:
-            emit(is_gated=True)
-        with plain:
-            emit(is_gated=False)
-
-
 def _finish(builder: ir.IRBuilder, panel: Panel, sums: list[ir.Value]) -> None:
-    bias = bias_of(builder, panel)
+    bias = read_floats(builder, panel.bias, 2)
 
     def of_kind(*, is_gated: bool) -> None:
         target = panel.target
         for row in range(len(sums) // 2):
-            finish_row(builder, sums[2 * row : 2 * row + 2], bias, target, is_gated=is_gated)
+            results = added(builder, sums[2 * row : 2 * row + 2], bias)
+            finish_row(builder, results, target, types.uint16, is_gated=is_gated)
             target = builder.add(target, panel.stride)
 
-    for_either_kind(builder, panel, of_kind)
+    for_either_kind(builder, panel.is_gated, of_kind)
 
 
 def emit_gemm(builder: ir.IRBuilder, height: ir.Value, panel: Panel) -> None:

@@ -12,25 +12,17 @@ row is computed and dropped.
 from __future__ import annotations
 
 from llvmlite import ir
+from numba import types
 
-from slotwise.kernels.cpu.gemm_bf16 import (
-    LINE_BYTES,
-    PANEL,
-    STRIP_PAIRS,
-    Panel,
-    bias_of,
-    finish_row,
-    for_either_kind,
-)
-from slotwise.kernels.cpu.llvm import LINE, SINGLE, Loop, behind, number, prefetch, read
+from slotwise.kernels.cpu.gemm_bf16 import LINE_BYTES, PANEL, STRIP_PAIRS, Panel
+from slotwise.kernels.cpu.gemm_finish import added, finish_row, for_either_kind, read_floats
+from slotwise.kernels.cpu.llvm import LINE, Loop, behind, number, prefetch
 from slotwise.kernels.cpu.tiles import MEMORY_BYTES, ROW_BYTES, ROWS, TILE_BYTES, Tiles
 
 TALLEST = 2 * ROWS  # rows multiplied at once
 SUMS_ROW_BYTES = PANEL * 4
 SCRATCH_BYTES = MEMORY_BYTES + TALLEST * SUMS_ROW_BYTES  # of software tiles, then of sums
 LEFT, RIGHT = 4, 6  # tiles; sums are before them
-
-_FLOATS = ir.VectorType(SINGLE, PANEL // 2)
 
 
 def emit_gemm(builder: ir.IRBuilder, tiles: Tiles, height: ir.Value, panel: Panel) -> None:
@@ -69,13 +61,13 @@ def _add_all(builder: ir.IRBuilder, tiles: Tiles, blocks: int, panel: Panel) -> 
 
 def _finish(builder: ir.IRBuilder, height: ir.Value, panel: Panel) -> None:
     """Store the rows of sums plus bias, or of gates and what they gate, as bfloat16."""
-    bias = bias_of(builder, panel)
+    bias = read_floats(builder, panel.bias, 2)
 
     def of_kind(*, is_gated: bool) -> None:
         rows = Loop(builder, height, 1, [behind(builder, panel.scratch, MEMORY_BYTES), panel.target])
         place, target = rows.values
-        sums = [read(builder, behind(builder, place, half * ROW_BYTES), _FLOATS) for half in (0, 1)]
-        finish_row(builder, sums, bias, target, is_gated=is_gated)
+        results = added(builder, read_floats(builder, place, 2), bias)
+        finish_row(builder, results, target, types.uint16, is_gated=is_gated)
         rows.close([behind(builder, place, SUMS_ROW_BYTES), builder.add(target, panel.stride)])
 
-    for_either_kind(builder, panel, of_kind)
+    for_either_kind(builder, panel.is_gated, of_kind)

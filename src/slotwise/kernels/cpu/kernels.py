@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,9 +15,15 @@ from slotwise.kernels.cpu import (
     argmax,
     attention,
     attention_plan,
+    block_layout,
+    block_lookup,
+    experts,
     gemm,
+    gemm_pairs,
     linear,
     linear_bf16,
+    linear_blocks,
+    linear_fp8,
     linear_fp16,
     linear_int,
     onednn,
@@ -30,8 +37,23 @@ from slotwise.kernels.cpu.cache import CpuCache, head_block_elements, padded
 from slotwise.kernels.cpu.graph import PROGRAM, Arena, Graph, GraphRecorder
 from slotwise.kernels.cpu.jit.compiler import Compiled, compile_all
 from slotwise.kernels.cpu.launcher import KernelLauncher
+from slotwise.kernels.cpu.linear import Product
 from slotwise.kernels.cpu.threads import RUN_SHARED, WORK
-from slotwise.kernels.interface import Activation, AttentionShape, Linear, QKNorm, RaggedBatch, cache_kind, in_two_steps
+from slotwise.kernels.interface import (
+    Activation,
+    AttentionShape,
+    ClampedSwiGLU,
+    ExpertWeights,
+    Linear,
+    Mixture,
+    QKNorm,
+    RaggedBatch,
+    Routing,
+    activated,
+    cache_kind,
+    in_two_steps,
+)
+from slotwise.kernels.matrix import Format, QuantisedMatrix, StackedMatrix, Weight
 
 LOG2_E = math.log2(math.e)
 SMALL = 1 << 14  # elements that one thread computes before two have synchronised
@@ -46,6 +68,7 @@ class CpuKernels:
     device = torch.device("cpu")
     kinds: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
     records_drafts = True
+    mixture_refusal = ""
 
     def __init__(
         self, threads: int | None = None, quantization: str = "none", kv_cache_dtype: str = "auto",
@@ -65,6 +88,7 @@ class CpuKernels:
         self._bits = quantize.BITS.get(quantization, 0)  # of a weight; 0: not quantised
         self._head_bits = 8 if self._bits else 0  # the head keeps 8: each of its errors is a token's
         self._arena = Arena()
+        self._tables = weakref.WeakKeyDictionary[QuantisedMatrix, linear_blocks.PackedBlocks]()
 
     def product_path(self, kind: torch.dtype) -> str:
         """The path of products with weights of `kind`, as `paths.py` names it."""
@@ -87,15 +111,17 @@ class CpuKernels:
     def warm_up(self, kind: torch.dtype) -> None:
         """Compile or load all kernels of one type before the first request needs them."""
         products = [
-            linear_int.PRODUCT[bits, kind, self._quantised] for bits in {self._bits, self._head_bits} if bits]
+            linear_int.PRODUCT[bits, kind, self._quantised].code for bits in {self._bits, self._head_bits} if bits]
         stored = self._stored(kind)
-        of_the_cache = [attention.ATTEND[kind, stored], pointwise.ROTARY_STORE[kind, stored]]
-        multiply = [gemm.MULTIPLY[each] for each in dict.fromkeys((kind, stored))]
+        attend, multiply_cache = self._attention(kind, stored)
+        of_the_cache = [attend, pointwise.ROTARY_STORE[kind, stored]]
+        multiply = list(dict.fromkeys((gemm.MULTIPLY[kind], multiply_cache)))
         dense = {
-            "fp16": [linear_fp16.PRODUCT], "onednn": [pointwise.SILU_MUL[kind]],
-            **{path: [code] for path, code in linear_bf16.PRODUCT.items()},
+            "fp16": [linear_fp16.PRODUCT.code], "onednn": [pointwise.SILU_MUL[kind]],
+            **{path: [product.code] for path, product in linear_bf16.PRODUCT.items()},
             "float32": [linear.PRODUCT[kind], pointwise.SILU_MUL[kind]]}.get(self.product_path(kind), [])
-        of_logits = [sampling.DRAW, sampling.LOG_PROBABILITIES, argmax.GREEDY[kind], sampling.WIDEN[kind]]
+        of_logits = [sampling.DRAW, sampling.LOG_PROBABILITIES, argmax.GREEDY[kind], argmax.MASKED_GREEDY[kind],
+                     argmax.MASK, sampling.WIDEN[kind]]
         compile_all([*(products or dense), *of_the_cache, *multiply, *of_logits, attention_plan.PLAN, pointwise.EMBED,
                      pointwise.NORM[kind], PROGRAM, WORK, RUN_SHARED])
 
@@ -107,7 +133,7 @@ class CpuKernels:
 
     def operations_per_second(self, kind: torch.dtype) -> float:
         """By the path of products, for each thread."""
-        of_a_thread = {"amx": 7e11, "onednn": 7e11, "fp16": 1.6e11, "bf16": 1.8e11}.get(
+        of_a_thread = {"amx": 7e11, "onednn": 7e11, "fp16": 1.6e11, "bf16": 1.8e11, "amx_int8": 7e11}.get(
             self.product_path(kind), 1e11 if processor.AVX512 else 6e10)
         return of_a_thread * self.launcher.threads
 
@@ -134,14 +160,26 @@ class CpuKernels:
         """One view, keys and values together."""
         return (cache.storage,)
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+    def format_refusal(self, format: Format, kind: torch.dtype) -> str:
+        """What the packed layouts of `block_layout.py` do not hold, and 8-bit floats that `linear_fp8.py` does not."""
+        if not format.are_floats:
+            return block_layout.refusal(format)
+        path = self._path_of(kind)
+        return linear_fp8.refusal(format) if path in linear_fp8.PRODUCT else (
+            f"products with 8-bit floats by {path} are not supported on device cpu")
+
+    def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         """`weight [out, in]`, packed once for many products."""
         return self._packed(weight, bias, self._bits)
 
-    def gated(self, weight: Tensor, bias: Tensor | None = None, activation: Activation = "silu") -> Linear:
+    def gated(self, weight: Weight, bias: Tensor | None = None, activation: Activation = "silu") -> Linear:
         """`weight [2 * intermediate, in]`, gates first.  On most paths SiLU is part of the product."""
-        if activation != "silu":
+        if activation != "silu" or isinstance(weight, StackedMatrix):
             return in_two_steps(self, weight, bias, activation)
+        if isinstance(weight, QuantisedMatrix):
+            if weight.format.are_floats:
+                return self._of_floats(weight, bias, is_gated=True)
+            return self._of_blocks([linear_blocks.pack_blocks(weight, bias, self._quantised, is_gated=True)])
         if self._bits:
             return linear_int.int_linear(weight, bias, self._bits, self._quantised, self.launcher, is_gated=True)
         packed = self._packing(weight)
@@ -149,9 +187,52 @@ class CpuKernels:
             return in_two_steps(self, weight, bias)
         return packed(weight, bias, self.launcher, is_gated=True)
 
-    def head(self, weight: Tensor) -> Linear:
+    def head(self, weight: Weight) -> Linear:
         """`weight [vocab, hidden]`, packed for logits."""
         return self._packed(weight, None, self._head_bits)
+
+    def embedding(self, table: QuantisedMatrix, kind: torch.dtype, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
+        """Rows of the panels that a head of the same table reads."""
+        return block_lookup.lookup(self._table(table), table.format, kind, scale, self.launcher)
+
+    def _table(self, matrix: QuantisedMatrix) -> linear_blocks.PackedBlocks:
+        """A matrix without bias in panels, packed once however often it is asked for."""
+        packed = self._tables.get(matrix)
+        if packed is None:
+            packed = self._tables[matrix] = linear_blocks.pack_blocks(matrix, None, self._quantised)
+        return packed
+
+    def _of_blocks(self, parts: Sequence[linear_blocks.PackedBlocks]) -> Linear:
+        """The product with matrices in panels, one behind the other along their outputs."""
+        return linear_blocks.blocks_linear(parts, self.launcher)
+    def exact_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """`weight [out, in]`, packed as it is."""
+        return self._packed(weight, bias, 0)
+
+    def experts(
+        self, weights: Iterable[ExpertWeights], routing: Routing, activation: Activation | ClampedSwiGLU,
+    ) -> Mixture:
+        """A layer's experts; see `experts.py`."""
+        gates: list[Product] = []
+        downs: list[Product] = []
+        is_gated = False
+        for each in weights:
+            is_gated = activation == "silu" and (bool(self._bits) or self._packing(each.gate_up) is not None)
+            gates.append(self._expert(each.gate_up, each.gate_up_bias, is_gated=is_gated))
+            downs.append(self._expert(each.down, each.down_bias))
+        activate = None if is_gated else activated(self, activation)
+        return experts.Mixture(gates, downs, activate, routing, self.launcher)
+
+    def _expert(self, weight: Tensor, bias: Tensor | None, *, is_gated: bool = False) -> Product:
+        """One product of an expert, on no path but our own kernels'."""
+        if self._bits:
+            product = linear_int.int_linear(weight, bias, self._bits, self._quantised, self.launcher, is_gated=is_gated)
+        elif is_gated:
+            product = self.gated(weight, bias)
+        else:
+            product = (self._packing(weight) or linear.tiled_linear)(weight, bias, self.launcher)
+        assert isinstance(product, Product)
+        return product
 
     def _packing(self, weight: Tensor) -> Callable[..., Linear] | None:
         """Packs `weight` for products that may be gated; None where the path of its type has none."""
@@ -160,7 +241,21 @@ class CpuKernels:
             return functools.partial(linear_bf16.bf16_linear, path=path)
         return linear_fp16.fp16_linear if path == "fp16" and linear_fp16.fits(weight) else None
 
-    def _packed(self, weight: Tensor, bias: Tensor | None, bits: int) -> Linear:
+    def _of_floats(self, matrix: QuantisedMatrix, bias: Tensor | None, *, is_gated: bool = False) -> Linear:
+        """The product with a matrix of 8-bit floats."""
+        return linear_fp8.fp8_linear(
+            matrix, bias, self.launcher, is_gated=is_gated, path=self._path_of(torch.bfloat16))
+
+    def _packed(self, weight: Weight, bias: Tensor | None, bits: int) -> Linear:
+        if isinstance(weight, QuantisedMatrix) and weight.format.are_floats:
+            return self._of_floats(weight, bias)
+        if isinstance(weight, QuantisedMatrix):
+            return self._of_blocks([self._table(weight) if bias is None else linear_blocks.pack_blocks(
+                weight, bias, self._quantised)])
+        if isinstance(weight, StackedMatrix):
+            biases = [None] * len(weight.parts) if bias is None else bias.split([part.outputs for part in weight.parts])
+            return self._of_blocks([linear_blocks.pack_blocks(part, own, self._quantised)
+                                    for part, own in zip(weight.parts, biases, strict=True)])
         if bits:
             return linear_int.int_linear(weight, bias, bits, self._quantised, self.launcher)
         if self._path_of(weight.dtype) == "onednn":
@@ -168,14 +263,13 @@ class CpuKernels:
             return onednn.onednn_linear(weight, bias)
         return (self._packing(weight) or linear.tiled_linear)(weight, bias, self.launcher)
 
-    def linear_bytes(self, outputs: int, depth: int, kind: torch.dtype) -> int:
+    def linear_bytes(self, weight: Weight) -> int:
         """Bytes of a packed `linear`."""
-        return quantize.weight_bytes(outputs, depth, self._bits) if self._bits else outputs * depth * kind.itemsize
+        return _packed_bytes(weight, self._bits)
 
-    def head_bytes(self, outputs: int, depth: int, kind: torch.dtype) -> int:
+    def head_bytes(self, weight: Weight) -> int:
         """Bytes of a packed `head`."""
-        bits = self._head_bits
-        return quantize.weight_bytes(outputs, depth, bits) if bits else outputs * depth * kind.itemsize
+        return _packed_bytes(weight, self._head_bits)
 
     def library_bytes(self, kind: torch.dtype) -> int:
         """oneDNN's cache, where it multiplies."""
@@ -219,6 +313,15 @@ class CpuKernels:
         self._run(pointwise.NORM[x.dtype], x.numel())
         return out
 
+    def add(self, x: Tensor, residual: Tensor, gate: Tensor | None = None) -> Tensor:
+        """`residual += x` in place, or `residual += sigmoid(gate) * x`; returns `residual`."""
+        x = x.contiguous()
+        tokens, size = x.shape
+        gate_at = 0 if gate is None else gate.data_ptr()
+        self.launcher.give(x.data_ptr(), residual.data_ptr(), gate_at, 0, tokens, size)
+        self._run(pointwise.ADD[x.dtype], x.numel())
+        return residual
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """`silu(gate) * up` for `gate_up [tokens, 2 * intermediate]`."""
         return self._activated(pointwise.SILU_MUL, gate_up)
@@ -227,13 +330,17 @@ class CpuKernels:
         """`gelu(gate) * up`, with GELU's approximation by tanh."""
         return self._activated(pointwise.GELU_MUL, gate_up)
 
-    def _activated(self, codes: dict[torch.dtype, Compiled], gate_up: Tensor) -> Tensor:
+    def _activated(self, codes: dict[torch.dtype, Compiled], gate_up: Tensor, *options: int) -> Tensor:
         gate_up = gate_up.contiguous()
         tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = self.launcher.empty((tokens, size), gate_up.dtype)
-        self.launcher.give(gate_up.data_ptr(), 0, 0, out.data_ptr(), tokens, size)
+        self.launcher.give(gate_up.data_ptr(), 0, 0, out.data_ptr(), tokens, size, *options)
         self._run(codes[gate_up.dtype], gate_up.numel())
         return out
+
+    def clamped_swiglu(self, gate_up: Tensor, activation: ClampedSwiGLU) -> Tensor:
+        """`(clamp(up) + 1) * g * sigmoid(alpha * g)`, with `g = min(gate, limit)`."""
+        return self._activated(pointwise.CLAMPED_SWIGLU, gate_up, _bits(activation.alpha), _bits(activation.limit))
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         """`cap * tanh(x / cap)` for `x [tokens, size]`; NaN and infinities stay what they are."""
@@ -252,8 +359,9 @@ class CpuKernels:
         qkv = qkv.contiguous()
         tokens = qkv.shape[0]
         query = self.launcher.empty((tokens, shape.num_heads, shape.head_dim), qkv.dtype)
-        norms = (0, 0, 0, 0) if norm is None else (
-            norm.query.data_ptr(), norm.key.data_ptr(), _bits(norm.eps), _bits(norm.offset))
+        norms = (0, 0, 0, 0, 1, 1) if norm is None else (
+            norm.query.data_ptr(), norm.key.data_ptr(), _bits(norm.eps), _bits(norm.offset),
+            len(norm.query) // shape.head_dim, len(norm.key) // shape.head_dim)
         self.launcher.give(
             qkv.data_ptr(), query.data_ptr(), cache.address, rotary.data_ptr(), batch.positions.data_ptr(),
             batch.slot_mapping.data_ptr(), tokens, *cache.geometry, *norms,
@@ -270,8 +378,9 @@ class CpuKernels:
         launcher, out = self.launcher, self.launcher.empty((tokens, shape.num_heads * shape.head_dim), query.dtype)
         workspace = attention_plan.workspace(shape, rows, tokens, batch.max_context_len)
         base = launcher.scratch(workspace.floats(launcher.threads))
+        attend, multiply = self._attention(query.dtype, cache.storage.dtype)
         launcher.give(
-            gemm.MULTIPLY[cache.storage.dtype].address, query.data_ptr(), out.data_ptr(), cache.address,
+            multiply.address, query.data_ptr(), out.data_ptr(), cache.address,
             tables.data_ptr(), tables.stride(0), batch.query_starts.data_ptr(), batch.context_lens.data_ptr(), rows,
             base, base + workspace.arrivals, base + workspace.parts, base + workspace.threads, workspace.thread_bytes,
             *cache.geometry,
@@ -279,14 +388,36 @@ class CpuKernels:
             0 if sinks is None else sinks.data_ptr(),
         )
         launcher.alone(attention_plan.PLAN)
-        launcher.together(attention.ATTEND[query.dtype, cache.storage.dtype])
+        launcher.together(attend)
         return out
+
+    @functools.cached_property
+    def _multiplies_pairs(self) -> bool:
+        return gemm_pairs.pays()
+
+    def _attention(self, kind: torch.dtype, stored: torch.dtype) -> tuple[Compiled, Compiled]:
+        """The kernel for queries of `kind` over a cache that is `stored`, and the product that it calls."""
+        if stored == torch.bfloat16 and self._multiplies_pairs:
+            return attention.ATTEND_PAIRS, gemm.MULTIPLY_PAIRS
+        return attention.ATTEND[kind, stored], gemm.MULTIPLY[stored]
 
     def _run(self, code: Compiled, elements: int) -> None:
         if elements < SMALL:
             self.launcher.alone(code)
         else:
             self.launcher.together(code)
+
+
+def _packed_bytes(weight: Weight, bits: int) -> int:
+    """Bytes of a packed weight; one that is a tensor is quantised to `bits`, unless they are 0."""
+    if isinstance(weight, StackedMatrix):
+        return sum(_packed_bytes(part, bits) for part in weight.parts)
+    outputs, depth = weight.shape
+    if isinstance(weight, QuantisedMatrix) and weight.format.are_floats:
+        return linear_fp8.packed_bytes(outputs, depth)
+    if isinstance(weight, QuantisedMatrix):
+        return block_layout.layout_of(weight.format).bytes(outputs, depth)
+    return quantize.weight_bytes(outputs, depth, bits) if bits else outputs * depth * weight.itemsize
 
 
 @functools.lru_cache(maxsize=256)

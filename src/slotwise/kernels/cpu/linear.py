@@ -1,7 +1,7 @@
 """Products with weights that are packed once: what all of them share, and those in float32.
 
 Outputs are packed into *panels*, groups of outputs that are computed together; a product is items of a block of rows
-times a panel, which threads take.  `linear_bf16.py`, `linear_fp16.py` and `linear_int.py` have other panels.
+times a panel, which threads take.  `linear_panels.py` has those of other panels.
 
 Here bfloat16 is widened to float32 on its way into registers, by `gemm.py`, for processors that multiply nothing
 smaller (`paths.py`).  float32 products take the same path, which makes a token's result independent of its batch-mates,
@@ -50,21 +50,31 @@ class Packed:
     multiply: Compiled | None = None  # called by the code
 
     def product(self, launcher: KernelLauncher) -> Linear:
-        """The product with these weights, as a function of `x [..., depth]`."""
-        bias, multiply = 0 if self.bias is None else self.bias.data_ptr(), self.multiply
+        """The product with these weights."""
+        return Product(self, launcher)
 
-        def product(x: Tensor) -> Tensor:
-            x = x.contiguous()
-            out = launcher.empty((*x.shape[:-1], self.stored), x.dtype)
-            tokens = x.numel() // self.depth
-            launcher.give(
-                x.data_ptr(), self.panels.data_ptr(), bias, out.data_ptr(), tokens, self.depth, self.outputs,
-                self.stored, self.block_rows(tokens), launcher.scratch(launcher.threads * self.floats),
-                self.floats * 4, launcher.threads, 0 if multiply is None else multiply.address)
-            launcher.together(self.code)
-            return out
+    def arguments(self, launcher: KernelLauncher, x: int = 0, out: int = 0, tokens: int = 0) -> tuple[int, ...]:
+        """The arguments of the product of `tokens` rows at `x` to `out`; valid until the launcher's next kernel."""
+        bias, multiply = self.bias, self.multiply
+        return (
+            x, self.panels.data_ptr(), 0 if bias is None else bias.data_ptr(), out, tokens, self.depth, self.outputs,
+            self.stored, self.block_rows(tokens), launcher.scratch(launcher.threads * self.floats),
+            self.floats * 4, launcher.threads, 0 if multiply is None else multiply.address)
 
-        return product
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """The product with packed weights, a function of `x [..., depth]`."""
+
+    packed: Packed
+    launcher: KernelLauncher
+
+    def __call__(self, x: Tensor) -> Tensor:
+        packed, launcher, x = self.packed, self.launcher, x.contiguous()
+        out = launcher.empty((*x.shape[:-1], packed.stored), x.dtype)
+        launcher.give(*packed.arguments(launcher, x.data_ptr(), out.data_ptr(), x.numel() // packed.depth))
+        launcher.together(packed.code)
+        return out
 
 
 def in_panels(outputs: Tensor, size: int, *, is_gated: bool = False) -> Tensor:

@@ -170,15 +170,20 @@ def widened(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
     return builder.bitcast(shifted, ir.VectorType(SINGLE, bits.type.count))
 
 
+def polynomial(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """2**x from -0.5 to 0.5."""
+    kind, value = x.type, all_of(x.type, EXP2[-1])
+    for coefficient in (*EXP2[-2::-1], 1.0):
+        value = fast(builder, f"llvm.fma.v{kind.count}f32", kind, value, x, all_of(kind, coefficient))
+    return value
+
+
 def exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """2**x from `LOWEST` to `HIGHEST`: `simd.exp2`, lane by lane."""
     kind, lanes = x.type, x.type.count
     wide = ir.VectorType(WORD, lanes)
     whole = fast(builder, f"llvm.floor.v{lanes}f32", kind, builder.fadd(x, all_of(kind, 0.5)))
-    part = builder.fsub(x, whole)
-    value = all_of(kind, EXP2[-1])
-    for coefficient in (*EXP2[-2::-1], 1.0):
-        value = fast(builder, f"llvm.fma.v{lanes}f32", kind, value, part, all_of(kind, coefficient))
+    value = polynomial(builder, builder.fsub(x, whole))
     exponent = builder.add(builder.fptosi(whole, wide), all_of(wide, 127))
     return builder.fmul(value, builder.bitcast(builder.shl(exponent, all_of(wide, 23)), kind))
 

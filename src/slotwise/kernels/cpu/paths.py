@@ -7,7 +7,8 @@
                  bf16       of pairs of bfloat16, added to float32 (`linear_bf16.py`): AVX-512 BF16
                  float32    widened to float32 on the way into registers (`gemm.py`)
                  onednn     by oneDNN, through torch (`onednn.py`); decode steps are not captured
-    int8, int4   vnni       of bytes, added in fours by one instruction (`linear_int.py`): AVX-512 VNNI
+    int8, int4   amx_int8   of tiles (`linear_int.py`): AMX
+                 vnni       of bytes, added in fours by one instruction (`linear_int.py`): AVX-512 VNNI or AVX-VNNI
                  integer    of bytes, added in pairs (`linear_int.py`)
 
 By default the path of bfloat16 is the one that the user had measured and kept (`path_choice.py`), or else the first of
@@ -20,12 +21,12 @@ from __future__ import annotations
 
 import os
 
-from slotwise.kernels.cpu import linear_bf16, linear_fp16, onednn, path_choice
+from slotwise.kernels.cpu import linear_bf16, linear_fp16, linear_int, onednn, path_choice
 from slotwise.kernels.cpu.processor import has
 
 VARIABLE = "SLOTWISE_CPU_LINEAR"
 DENSE = ("amx", "fp16", "bf16", "float32", "onednn")  # for weights of bfloat16
-QUANTISED = ("vnni", "integer")
+QUANTISED = ("amx_int8", "vnni", "integer")
 ALL = DENSE + QUANTISED
 
 FASTEST = (
@@ -45,12 +46,14 @@ def obstacle(path: str) -> str:
         return onednn.obstacle()
     if path == "amx":
         return linear_bf16.amx_obstacle()
+    if path == "amx_int8":
+        return linear_int.amx_obstacle()
     if path == "fp16" and not linear_fp16.has_fp16_gemm():
         return "it needs a processor with AVX-512 FP16"
     if path == "bf16" and not linear_bf16.has_bf16_gemm():
         return "it needs a processor with AVX-512 BF16"
-    if path == "vnni" and not has("avx512vnni"):
-        return "it needs a processor with AVX-512 VNNI"
+    if path == "vnni" and not linear_int.has_vnni_gemm():
+        return "it needs a processor with AVX-512 VNNI or AVX-VNNI"
     return ""
 
 
@@ -81,7 +84,7 @@ def dense(forced: str) -> str:
 
 
 def quantised(forced: str) -> str:
-    """The path of quantised weights."""
+    """The path of quantised weights: the first that can run, for the faster ones come first."""
     if forced in QUANTISED:
         return forced
-    return "integer" if obstacle("vnni") else "vnni"
+    return next(path for path in QUANTISED if not obstacle(path))

@@ -42,10 +42,11 @@ TINY = float32(1e-30)
 TABLE, TOKEN_IDS, EMBEDDING, EMBEDDED, ROW_BYTES, LAST_ID = range(HEADER, HEADER + 6)
 X, RESIDUAL, WEIGHT, OUT, TOKENS, SIZE, EPS_BITS, OFFSET_BITS = range(HEADER, HEADER + 8)
 CAP_BITS = EPS_BITS
+ALPHA_BITS, LIMIT_BITS = EPS_BITS, OFFSET_BITS
 (
     QKV, QUERY, CACHE, ROTARY, POSITIONS, SLOTS, NUM_TOKENS, GROUP, KV_HEADS, DIM, DIM_PADDED, BLOCK, BLOCK_PADDED,
-    HEAD_BLOCK, QUERY_NORM, KEY_NORM, NORM_EPS_BITS, NORM_OFFSET_BITS, ROOM,
-) = range(HEADER, HEADER + 19)
+    HEAD_BLOCK, QUERY_NORM, KEY_NORM, NORM_EPS_BITS, NORM_OFFSET_BITS, QUERY_NORM_HEADS, KEY_NORM_HEADS, ROOM,
+) = range(HEADER, HEADER + 21)
 
 
 @kernel
@@ -93,6 +94,20 @@ def _norm(words: int, kind: Real) -> None:
 
 
 @kernel
+def _add(words: int, kind: Real) -> None:
+    """`residual += x`, or where `WEIGHT` is an address, `residual += sigmoid(weight) * x`, with a weight per token."""
+    size, tokens, gates = load(words, SIZE, INT64), load(words, TOKENS, INT64), load(words, WEIGHT, INT64)
+    token = fetch_add(words, 1)
+    while token < tokens:
+        start = token * size * bytes_of(kind)
+        x, residual = load(words, X, INT64) + start, load(words, RESIDUAL, INT64) + start
+        factor = sigmoid(load(gates, token, kind)) if gates != 0 else ONE
+        for i in range(size):
+            store(residual, i, load(residual, i, kind) + factor * load(x, i, kind), kind)
+        token = fetch_add(words, 1)
+
+
+@kernel
 def _silu_mul(words: int, kind: Real) -> None:
     size, tokens = load(words, SIZE, INT64), load(words, TOKENS, INT64)
     bytes_of_row = size * bytes_of(kind)
@@ -123,6 +138,24 @@ def _gelu_mul(words: int, kind: Real) -> None:
 
 
 @kernel
+def _clamped_swiglu(words: int, kind: Real) -> None:
+    """(clamp(up) + 1) * g * sigmoid(alpha * g), for g = min(gate, limit)."""
+    size, tokens = load(words, SIZE, INT64), load(words, TOKENS, INT64)
+    alpha, limit = float_of(load(words, ALPHA_BITS, INT64)), float_of(load(words, LIMIT_BITS, INT64))
+    bytes_of_row = size * bytes_of(kind)
+    token = fetch_add(words, 1)
+    while token < tokens:
+        gate = load(words, X, INT64) + 2 * token * bytes_of_row
+        up, out = gate + bytes_of_row, load(words, OUT, INT64) + token * bytes_of_row
+        for i in range(size):
+            value, other = load(gate, i, kind), load(up, i, kind)
+            value = limit if value > limit else value
+            other = limit if other > limit else -limit if other < -limit else other
+            store(out, i, (other + ONE) * value * sigmoid(alpha * value), kind)
+        token = fetch_add(words, 1)
+
+
+@kernel
 def _soft_cap(words: int, kind: Real) -> None:
     """`cap * tanh(x / cap)`; numbers that are not finite, recognised by their bits, are unchanged."""
     size, cap = load(words, SIZE, INT64), float_of(load(words, CAP_BITS, INT64))
@@ -139,20 +172,34 @@ def _soft_cap(words: int, kind: Real) -> None:
 
 
 @kernel
-def _rotate(words: int, token: int, head: int, norm: int, target: int, stride: int, kind: Real, stored: Real) -> None:
+def _head_of(words: int, token: int, head: int, kind: Real) -> int:
+    """Address in `qkv` of a token's head."""
+    dim = load(words, DIM, INT64)
+    row = (load(words, GROUP, INT64) + 2) * load(words, KV_HEADS, INT64) * dim
+    return load(words, QKV, INT64) + (token * row + head * dim) * bytes_of(kind)
+
+
+@kernel
+def _norm_factor(words: int, token: int, head: int, heads: int, kind: Real) -> float:
+    """One over the root mean square of `heads` heads of `qkv` from `head` on."""
+    eps = float_of(load(words, NORM_EPS_BITS, INT64))
+    return _inverse_rms(_head_of(words, token, head, kind), heads * load(words, DIM, INT64), eps, kind)
+
+
+@kernel
+def _rotate(
+    words: int, token: int, head: int, norm: int, factor: float, target: int, stride: int, kind: Real, stored: Real,
+) -> None:
     """One head of `qkv`, normed if `norm` is an address and rotated, to every `stride`-th element of `target`.
 
-    `stored` is the kind of the elements of `target`.
+    The norm's weights for this head lie at `norm`.  `stored` is the kind of the elements of `target`.
     """
     dim = load(words, DIM, INT64)
     half = dim // 2
-    row = (load(words, GROUP, INT64) + 2) * load(words, KV_HEADS, INT64) * dim
-    x = load(words, QKV, INT64) + (token * row + head * dim) * bytes_of(kind)
+    x = _head_of(words, token, head, kind)
     cosine = load(words, ROTARY, INT64) + load(load(words, POSITIONS, INT64), token, INT64) * dim * 4
     sine = cosine + half * 4
-    factor, offset = ONE, float_of(load(words, NORM_OFFSET_BITS, INT64))
-    if norm != 0:
-        factor = _inverse_rms(x, dim, float_of(load(words, NORM_EPS_BITS, INT64)), kind)
+    offset = float_of(load(words, NORM_OFFSET_BITS, INT64))
     for i in range(half):
         low, high = load(x, i, kind), load(x, half + i, kind)
         if norm != 0:
@@ -186,12 +233,14 @@ def _values(words: int, token: int, head: int, kind: Real) -> int:
 
 
 @kernel
-def _keep_as_is(words: int, token: int, head: int, block: int, offset: int, kind: Real) -> None:
+def _keep_as_is(
+    words: int, token: int, head: int, norm: int, factor: float, block: int, offset: int, kind: Real,
+) -> None:
     """Store a token's key and value of one head at place `offset` of the `block` of that head."""
     dim, width, columns = load(words, DIM, INT64), load(words, DIM_PADDED, INT64), load(words, BLOCK_PADDED, INT64)
     key = block + stored_at(offset, columns, kind) * bytes_of(kind)
     value = block + (dim * columns + offset * width) * bytes_of(kind)
-    _rotate(words, token, _key_head(words, head), load(words, KEY_NORM, INT64), key, columns, kind, kind)
+    _rotate(words, token, _key_head(words, head), norm, factor, key, columns, kind, kind)
     source = _values(words, token, head, kind)
     for i in range(dim):
         store(value, stored_at(i, width, kind), load(source, i, kind), kind)
@@ -217,12 +266,14 @@ def _quantise(numbers: int, count: int, target: int, stride: int, scale: int) ->
 
 
 @kernel
-def _keep_int8(words: int, token: int, head: int, block: int, offset: int, room: int, kind: Real) -> None:
+def _keep_int8(
+    words: int, token: int, head: int, norm: int, factor: float, block: int, offset: int, room: int, kind: Real,
+) -> None:
     """The same quantised to int8, with `room` as scratch for a head in float32."""
     dim, width, columns = load(words, DIM, INT64), load(words, DIM_PADDED, INT64), load(words, BLOCK_PADDED, INT64)
     values = block + dim * columns
     scales = values + load(words, BLOCK, INT64) * width + offset * 4
-    _rotate(words, token, _key_head(words, head), load(words, KEY_NORM, INT64), room, 1, kind, FLOAT32)
+    _rotate(words, token, _key_head(words, head), norm, factor, room, 1, kind, FLOAT32)
     _quantise(room, dim, block + offset, columns, scales)
     source = _values(words, token, head, kind)
     for i in range(dim):
@@ -234,17 +285,25 @@ def _keep_int8(words: int, token: int, head: int, block: int, offset: int, room:
 def _rotary_store_token(words: int, token: int, room: int, kind: Real, stored: Real) -> None:
     kv_heads, dim = load(words, KV_HEADS, INT64), load(words, DIM, INT64)
     heads = load(words, GROUP, INT64) * kv_heads
+    norm, together, factor = load(words, QUERY_NORM, INT64), load(words, QUERY_NORM_HEADS, INT64), ONE
     for head in range(heads):
         target = load(words, QUERY, INT64) + (token * heads + head) * dim * bytes_of(kind)
-        _rotate(words, token, head, load(words, QUERY_NORM, INT64), target, 1, kind, kind)
+        if norm != 0 and head % together == 0:
+            factor = _norm_factor(words, token, head, together, kind)
+        weight = norm + head % together * dim * bytes_of(kind)
+        _rotate(words, token, head, weight, factor, target, 1, kind, kind)
     slot, block, head_block = (
         load(load(words, SLOTS, INT64), token, INT64), load(words, BLOCK, INT64), load(words, HEAD_BLOCK, INT64))
     start = load(words, CACHE, INT64) + slot // block * kv_heads * head_block
+    norm, together = load(words, KEY_NORM, INT64), load(words, KEY_NORM_HEADS, INT64)
     for head in range(kv_heads):
+        if norm != 0 and head % together == 0:
+            factor = _norm_factor(words, token, _key_head(words, head), together, kind)
+        weight = norm + head % together * dim * bytes_of(kind)
         if bytes_of(stored) == 1:  # a constant at compile time
-            _keep_int8(words, token, head, start, slot % block, room, kind)
+            _keep_int8(words, token, head, weight, factor, start, slot % block, room, kind)
         else:
-            _keep_as_is(words, token, head, start, slot % block, kind)
+            _keep_as_is(words, token, head, weight, factor, start, slot % block, kind)
         start += head_block
 
 
@@ -270,6 +329,10 @@ NORM = {
     torch.bfloat16: specialised(_norm, BFLOAT16),
     torch.float32: specialised(_norm, FLOAT32),
 }
+ADD = {
+    torch.bfloat16: specialised(_add, BFLOAT16),
+    torch.float32: specialised(_add, FLOAT32),
+}
 SILU_MUL = {
     torch.bfloat16: specialised(_silu_mul, BFLOAT16),
     torch.float32: specialised(_silu_mul, FLOAT32),
@@ -277,6 +340,10 @@ SILU_MUL = {
 GELU_MUL = {
     torch.bfloat16: specialised(_gelu_mul, BFLOAT16),
     torch.float32: specialised(_gelu_mul, FLOAT32),
+}
+CLAMPED_SWIGLU = {
+    torch.bfloat16: specialised(_clamped_swiglu, BFLOAT16),
+    torch.float32: specialised(_clamped_swiglu, FLOAT32),
 }
 SOFT_CAP = {
     torch.bfloat16: specialised(_soft_cap, BFLOAT16),

@@ -16,9 +16,13 @@ PAIR = 2 * LANES  # columns that products read together
 
 
 def has(feature: str) -> bool:
-    """Whether kernels may use a feature of AVX-512, by LLVM's name, on the processor they are compiled for."""
+    """Whether kernels may use a feature, by LLVM's name, on the processor they are compiled for.
+
+    All that are asked for but `avxvnni` belong to AVX-512.
+    """
     forced: str | None = cast(Any, config).CPU_FEATURES
-    return AVX512 and f"+{feature}" in (_host_features() if forced is None else forced).split(",")
+    possible = AVX512 or (AVX2 and feature == "avxvnni")
+    return possible and f"+{feature}" in (_host_features() if forced is None else forced).split(",")
 
 
 _host_features = functools.cache(get_host_cpu_features)

@@ -125,20 +125,23 @@ def _quantise_rest(
 
 @kernel
 def quantise_block(
-    words: int, first: int, rows: int, target: int, room: int, limit: float, zero: int, kind: Real
+    words: int, first: int, rows: int, padded: int, target: int, room: int, limit: float, zero: int, kind: Real
 ) -> None:
-    """Rows `first ... first + rows` of a product's x as groups of bytes, then as groups of scales and corrections."""
+    """Rows `first ... first + rows` of a product's x as groups of bytes, then as groups of scales and corrections.
+
+    A group has `padded` rows; those behind `rows` are left as they are.
+    """
     depth = load(words, DEPTH, INT64)
     groups = (depth + GROUP - 1) // GROUP
-    scales = target + groups * rows * GROUP
+    scales = target + groups * padded * GROUP
     for row in range(rows):
         x = load(words, X, INT64) + (first + row) * depth * bytes_of(kind)
         for group in range(depth // GROUP):
-            place = group * rows + row
+            place = group * padded + row
             quantise_group(
                 x + group * GROUP * bytes_of(kind), target + place * GROUP, scales + place * 8, limit, zero, kind)
         if depth % GROUP:
-            place, done = (groups - 1) * rows + row, depth // GROUP * GROUP
+            place, done = (groups - 1) * padded + row, depth // GROUP * GROUP
             _quantise_rest(x + done * bytes_of(kind), depth - done, room, target + place * GROUP, scales + place * 8,
                            limit, zero, kind)
 

@@ -29,6 +29,7 @@ Whole = NewType("Whole", np.generic)  # of integers
 
 BFLOAT16 = Real(np.uint16(0))  # as its bits
 FLOAT32 = Real(np.float32(0))
+PAIRS = Real(np.int16(0))  # bfloat16 that is multiplied in pairs (`gemm_pairs.py`), and neither read nor written
 INT8 = Real(np.int8(0))
 INT32 = Whole(np.int32(0))
 INT64 = Whole(np.int64(0))

@@ -17,7 +17,9 @@ from slotwise.kernels.cpu.gemm import STRIP, STRIP_ROW_BYTES
 from slotwise.kernels.cpu.jit.compiler import kernel
 from slotwise.kernels.cpu.jit.intrinsic import FLOAT, INT, KIND, ElementType, intrinsic
 from slotwise.kernels.cpu.llvm import (
+    BRAIN,
     LOWEST,
+    SHORT,
     SINGLE,
     WORD,
     all_of,
@@ -27,11 +29,15 @@ from slotwise.kernels.cpu.llvm import (
     fast,
     number,
     pointer,
+    polynomial,
     prefetch,
     spread,
+    write,
 )
-from slotwise.kernels.cpu.processor import LANES
-from slotwise.kernels.cpu.simd import FLOAT32, ONE, Real, load, store, tanh
+from slotwise.kernels.cpu.processor import AVX512, LANES
+from slotwise.kernels.cpu.simd import FLOAT32, Real, load, store, tanh
+
+UNSEEN = -3e38  # the score of a column that does not count: so far below every maximum that its weight is 0
 
 _VECTOR, _WIDE = ir.VectorType(SINGLE, LANES), ir.VectorType(WORD, LANES)
 
@@ -94,54 +100,76 @@ def _counted(builder: ir.IRBuilder, start: ir.Value, end: ir.Value) -> list[ir.V
     return masks
 
 
-def _softmax_strip(
-    builder: ir.IRBuilder, scores: ir.Value, start: ir.Value, end: ir.Value, top: ir.Value, scales: ir.Value,
-    tokens: ir.Value, kind: ElementType,
-) -> list[ir.Value]:
-    def larger(left: ir.Value, right: ir.Value) -> ir.Value:
-        return fast(builder, f"llvm.maxnum.v{LANES}f32", _VECTOR, left, right)
+def _weights(builder: ir.IRBuilder, below: ir.Value) -> ir.Value:
+    """2**x of a vector of numbers that are at most 0; 0 below `LOWEST`, and never a number too small for exp2."""
+    is_seen = builder.fcmp_ordered(">=", below, all_of(_VECTOR, LOWEST))
+    if not AVX512:
+        weights = exp2(builder, _larger(builder, below, all_of(_VECTOR, LOWEST)))
+        return builder.select(is_seen, weights, all_of(_VECTOR, 0.0))
+    whole = call(builder, f"llvm.rint.v{LANES}f32", _VECTOR, below)
+    value = polynomial(builder, builder.fsub(below, whole))
+    return call(  # times 2**whole, rounded to nearest (4)
+        builder, "llvm.x86.avx512.mask.scalef.ps.512", _VECTOR, value, whole, all_of(_VECTOR, 0.0),
+        builder.bitcast(is_seen, SHORT), ir.Constant(WORD, 4))
 
+
+def _larger(builder: ir.IRBuilder, left: ir.Value, right: ir.Value) -> ir.Value:
+    return fast(builder, f"llvm.maxnum.v{LANES}f32", _VECTOR, left, right)
+
+
+def _softmax_strip(
+    builder: ir.IRBuilder, scores: ir.Value, start: ir.Value, end: ir.Value, top: ir.Value, factor: ir.Value,
+    scales: ir.Value, tokens: ir.Value, kind: ElementType,
+) -> list[ir.Value]:
     places, counted = _places(builder, scores), _counted(builder, start, end)
     values = [builder.load(place) for place in places]
     for value in values:
         value.align = 4
+    values = [builder.fmul(value, spread(builder, factor, _VECTOR)) for value in values]
     if kind == types.int8:
         values = _scaled(builder, values, counted, scales)
-    before = spread(builder, top, _VECTOR)
-    values = [builder.select(*pair, before) for pair in zip(counted, values, strict=True)]
-    top = fast(builder, "llvm.maxnum.f32", SINGLE, _reduced(builder, "fmax", values, larger), top)
-    highest, weights = spread(builder, top, _VECTOR), []
-    for counts, value in zip(counted, values, strict=True):
-        below = builder.fsub(value, highest)
-        weight = exp2(builder, larger(below, all_of(_VECTOR, LOWEST)))
-        counts = builder.and_(counts, builder.fcmp_ordered(">=", below, all_of(_VECTOR, LOWEST)))
-        weights.append(builder.select(counts, weight, all_of(_VECTOR, 0.0)))
+    values = [builder.select(*pair, all_of(_VECTOR, UNSEEN)) for pair in zip(counted, values, strict=True)]
+    highest = _reduced(builder, "fmax", values, lambda *pair: _larger(builder, *pair))
+    top = fast(builder, "llvm.maxnum.f32", SINGLE, highest, top)
+    highest = spread(builder, top, _VECTOR)
+    weights = [_weights(builder, builder.fsub(value, highest)) for value in values]
     total = _reduced(builder, "fadd", weights, builder.fadd)
     if kind == types.int8:
         weights = _scaled(builder, weights, counted, _of_values(builder, scales, tokens))
-    for place, weight in zip(places, weights, strict=True):
-        builder.store(weight, place).align = 4
+    _store_weights(builder, scores, weights, kind)
     return [top, total]
+
+
+def _store_weights(builder: ir.IRBuilder, address: ir.Value, weights: list[ir.Value], kind: ElementType) -> None:
+    for v, weight in enumerate(weights):
+        if kind == types.int16:
+            name = f"llvm.x86.avx512bf16.cvtneps2bf16.{32 * LANES}"
+            rounded = call(builder, name, ir.VectorType(BRAIN, LANES), weight)
+            bits = builder.bitcast(rounded, ir.VectorType(SHORT, LANES))
+            write(builder, bits, behind(builder, address, 2 * LANES * v), align=2)
+        else:
+            write(builder, weight, behind(builder, address, 4 * LANES * v))
 
 
 class _SoftmaxStrip(Protocol):
     def __call__(
-        self, scores: int, start: int, end: int, top: float, scales: int, tokens: int, kind: Real, /
+        self, scores: int, start: int, end: int, top: float, factor: float, scales: int, tokens: int, kind: Real, /
     ) -> tuple[float, float]: ...
 
 
 softmax_strip: _SoftmaxStrip = intrinsic(
-    _softmax_strip, INT, INT, INT, FLOAT, INT, INT, KIND, returns=types.UniTuple(FLOAT, 2))
-"""Scores of a strip's columns `start ... end` to weights `2**(score - new top)`, those of all others to 0.
+    _softmax_strip, INT, INT, INT, FLOAT, FLOAT, INT, INT, KIND, returns=types.UniTuple(FLOAT, 2))
+"""Scores of a strip's columns `start ... end` to weights `2**(factor * score - new top)`, those of all others to 0.
 
-`top` is the largest score so far; returns the new one and the sum of the weights.  The other arguments are those of
+The weights are stored in place of the scores, those of `PAIRS` as bfloat16 in the first half of their bytes.  `top` is
+the largest score so far; returns the new one and the sum of the weights.  The other arguments are those of
 `ask_for_scales`.
 """
 
 
 @kernel
-def soft_cap(scores: int, cap: float) -> None:
-    """Cap a whole strip of scores, those that count and others; `cap` is in units of log 2, as scores are."""
-    factor = ONE / cap
+def soft_cap(scores: int, factor: float, cap: float) -> None:
+    """Cap `factor` times a whole strip of scores, those that count and others; `cap` is in units of log 2."""
+    factor = factor / cap
     for i in range(STRIP):
         store(scores, i, cap * tanh(load(scores, i, FLOAT32) * factor), FLOAT32)

@@ -21,10 +21,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, TypeAlias, cast
 
 from llvmlite import ir
 
+from slotwise.kernels.cpu.jit.intrinsic import INT, intrinsic
 from slotwise.kernels.cpu.llvm import (
     BYTE,
     SINGLE,
@@ -75,9 +77,9 @@ class Tiles(Protocol):
 
 
 @functools.cache
-def obstacle() -> str:
-    """Why this process cannot use AMX's tiles; empty where it can."""
-    if not has("amx-bf16"):
+def obstacle(feature: str) -> str:
+    """Why this process cannot use AMX's tiles for products that need a feature; empty where it can."""
+    if not has(feature):
         return "it needs a processor with AMX"
     library = ctypes.CDLL(None, use_errno=True)
     if library.syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA):
@@ -207,3 +209,19 @@ class SoftwareTiles:
         kept = builder.select(is_small, builder.and_(bits, all_of(_WORDS, 0x80000000)), bits)
         return builder.bitcast(kept, _FLOATS)
 
+
+
+Kind: TypeAlias = Callable[[ir.IRBuilder, ir.Value], Tiles]
+"""`kind(builder, memory)`: tiles, with memory of a thread if they are software."""
+
+
+def around(kind: Kind) -> tuple[Callable[[int], None], Callable[[int], None]]:
+    """`begin(memory)` and `end(memory)` for kernels: around all uses of a kind of tiles by a thread."""
+    def begin(builder: ir.IRBuilder, memory: ir.Value) -> None:
+        kind(builder, memory).begin()
+
+    def end(builder: ir.IRBuilder, memory: ir.Value) -> None:
+        kind(builder, memory).end()
+
+    first, last = (cast("Callable[[int], None]", intrinsic(emit, INT)) for emit in (begin, end))
+    return first, last

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -15,18 +15,24 @@ from slotwise.kernels.cuda.tile import INTERPRETED
 from slotwise.kernels.interface import (
     Activation,
     AttentionShape,
+    ClampedSwiGLU,
+    ExpertWeights,
     Graph,
     Linear,
+    Mixture,
     QKNorm,
     RaggedBatch,
+    Routing,
     as_bytes,
     cache_kind,
     in_two_steps,
 )
+from slotwise.kernels.matrix import Format, QuantisedMatrix, Weight
 
 _DENSE_RATES = {8: 2.5e14, 9: 8e14, 10: 1.8e15}  # 16-bit operations a second, by major compute capability
 FP8_SINCE = 8, 9  # compute capability with conversions to fp8 and back
 _FLOAT32_SHARE = 1 / 16  # of that rate, without tensor cores
+REFUSAL = "quantised checkpoints are not supported on device cuda: choose device cpu"
 
 
 class CudaKernels:
@@ -34,6 +40,7 @@ class CudaKernels:
 
     name = "cuda"
     kinds: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
+    mixture_refusal = "mixtures of experts are not supported on device cuda: choose device cpu"
     records_drafts = False  # which attention kernels are launched depends on the longest row
 
     def __init__(self, device: str = "cuda", kv_cache_dtype: str = "auto") -> None:
@@ -88,21 +95,51 @@ class CudaKernels:
         """One view, keys and values together."""
         return (as_bytes(cache.storage),)
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """`weight [out, in]` as a product over the last dimension, by cuBLAS."""
+    def format_refusal(self, format: Format, kind: torch.dtype) -> str:
+        """All: there are no kernels yet that unpack codes."""
+        return REFUSAL
+
+    def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
+        """`weight [out, in]` as a product over the last dimension, by cuBLAS.
+
+        Raises:
+            ValueError: the weight is quantised.
+        """
+        if not isinstance(weight, Tensor):
+            raise ValueError(REFUSAL)
         return lambda x: F.linear(x, weight, bias)
 
-    def gated(self, weight: Tensor, bias: Tensor | None = None, activation: Activation = "silu") -> Linear:
+    def gated(self, weight: Weight, bias: Tensor | None = None, activation: Activation = "silu") -> Linear:
         """A product, then its activation."""
         return in_two_steps(self, weight, bias, activation)
 
-    def head(self, weight: Tensor) -> Linear:
+    def exact_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """A product like any other."""
+        return self.linear(weight, bias)
+
+    def experts(
+        self, weights: Iterable[ExpertWeights], routing: Routing, activation: Activation | ClampedSwiGLU,
+    ) -> Mixture:
+        """Refused: there is no grouped product for GPUs."""
+        raise ValueError(self.mixture_refusal)
+
+    def head(self, weight: Weight) -> Linear:
         """A product like any other."""
         return self.linear(weight)
 
-    def linear_bytes(self, outputs: int, depth: int, kind: torch.dtype) -> int:
-        """Bytes of the unpacked weight."""
-        return outputs * depth * kind.itemsize
+    def embedding(self, table: QuantisedMatrix, kind: torch.dtype, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
+        """Refused.  Raises: ValueError."""
+        raise ValueError(REFUSAL)
+
+    def linear_bytes(self, weight: Weight) -> int:
+        """Bytes of the unpacked weight.
+
+        Raises:
+            ValueError: the weight is quantised.
+        """
+        if not isinstance(weight, Tensor):
+            raise ValueError(REFUSAL)
+        return weight.numel() * weight.itemsize
 
     head_bytes = linear_bytes
 
@@ -130,6 +167,12 @@ class CudaKernels:
         """`residual += x` in place, then RMSNorm of the sum as stored: `[tokens, hidden]`."""
         return pointwise.add_rms_norm(x, residual, weight, eps, offset)
 
+    def add(self, x: Tensor, residual: Tensor, gate: Tensor | None = None) -> Tensor:
+        """`residual += x` in place, or `residual += sigmoid(gate) * x`; returns `residual`."""
+        if gate is None:
+            return residual.add_(x)
+        return residual.copy_(residual.float() + gate.float().sigmoid() * x.float())
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """`silu(gate) * up` for `gate_up [tokens, 2 * intermediate]`."""
         return pointwise.activated(gate_up, "silu")
@@ -137,6 +180,12 @@ class CudaKernels:
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         """`gelu(gate) * up`, with GELU's approximation by tanh."""
         return pointwise.activated(gate_up, "gelu_tanh")
+
+    def clamped_swiglu(self, gate_up: Tensor, activation: ClampedSwiGLU) -> Tensor:
+        """`(clamp(up) + 1) * g * sigmoid(alpha * g)`, with `g = min(gate, limit)`."""
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+        return ((up + 1) * gate * torch.sigmoid(activation.alpha * gate)).to(gate_up.dtype)
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         """`cap * tanh(x / cap)`; NaN and infinities stay what they are."""

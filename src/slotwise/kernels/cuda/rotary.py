@@ -8,12 +8,14 @@ written to the cache; values are written to the cache unchanged.  The index of a
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from slotwise.kernels.cuda.cache import CudaCache
 from slotwise.kernels.cuda.jit import jit, jit_varying
+from slotwise.kernels.cuda.pointwise import rms_norm
 from slotwise.kernels.interface import FP8_LARGEST, AttentionShape, QKNorm, RaggedBatch
 
 HEADS_A_PROGRAM = 8
@@ -28,6 +30,8 @@ def rotary_store(
     query = qkv.new_empty(tokens, shape.num_heads, shape.head_dim)
     if not tokens:
         return query
+    if norm is not None and len(norm.query) != shape.head_dim:
+        qkv, norm = _normed(qkv, norm), None
     query_weight, key_weight, eps, offset = (
         (norm.query, norm.key, norm.eps, norm.offset) if norm is not None else (qkv, qkv, 0.0, 0.0))
     grid = (tokens, triton.cdiv(shape.num_heads + 2 * shape.num_kv_heads, HEADS_A_PROGRAM))
@@ -37,6 +41,14 @@ def rotary_store(
         BLOCK_SIZE=cache.block_size, NORM=norm is not None, OFFSET=offset, BLOCK_H=HEADS_A_PROGRAM,
         LARGEST=FP8_LARGEST if cache.storage.itemsize == 1 else None, num_warps=4)
     return query
+
+
+def _normed(qkv: Tensor, norm: QKNorm) -> Tensor:
+    """Queries and keys normed over all heads, and values as they are.  The norms are rounded as stored."""
+    queries, keys = len(norm.query), len(norm.key)
+    query, key, value = qkv.split([queries, keys, qkv.shape[1] - queries - keys], dim=1)
+    return torch.cat((rms_norm(query, norm.query, norm.eps, norm.offset),
+                      rms_norm(key, norm.key, norm.eps, norm.offset), value), dim=1)
 
 
 @jit_varying(alignments=("positions", "slots"))

@@ -8,11 +8,12 @@ Sizes, window and soft cap are the kernels' `AttentionShape`; biases, norms and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
-from slotwise.kernels.interface import AttentionShape, LayerCache, RaggedBatch
+from slotwise.kernels.interface import AttentionShape, LayerCache, QKNorm, RaggedBatch
 from slotwise.model.layers.linear import Linear
 from slotwise.model.layers.norm import NormOptions, read_qk_norm
 from slotwise.model.layers.rope import Rope
@@ -26,7 +27,9 @@ class AttentionOptions:
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: NormOptions | None = None
+    norms_all_heads: bool = False  # together, and not each by itself
     sinks: bool = False  # a score without a value for each head
+    qkv_name: str = ""  # of the one weight that holds queries, keys and values; "": there are three
 
 
 class Attention:
@@ -41,12 +44,18 @@ class Attention:
         self._kernels = source.kernels
         query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         parts = {f"{name}.q_proj": query, f"{name}.k_proj": key, f"{name}.v_proj": key}
-        self.qkv = Linear(source, parts, hidden_size, bias=options.qkv_bias)
+        if options.qkv_name:
+            parts = {f"{name}.{options.qkv_name}": query + 2 * key}
+        order = rope.order(shape.head_dim)
+        self.qkv = Linear(source, parts, hidden_size, bias=options.qkv_bias, order=_of_heads(order, shape))
         self.output = Linear(source, {f"{name}.o_proj": hidden_size}, query, bias=options.output_bias)
-        self._norm = read_qk_norm(source, name, shape.head_dim, options.qk_norm) if options.qk_norm else None
+        self._norm = None
+        if options.qk_norm:
+            sizes = (query, key) if options.norms_all_heads else (shape.head_dim, shape.head_dim)
+            self._norm = _ordered(read_qk_norm(source, name, sizes, options.qk_norm), order)
         self._sinks = source.tensor({f"{name}.sinks": (shape.num_heads,)}).float() if options.sinks else None
         self.bytes = self.qkv.bytes + self.output.bytes
-        self.bytes += 2 * shape.head_dim * source.dtype.itemsize if options.qk_norm else 0
+        self.bytes += self._norm.query.nbytes + self._norm.key.nbytes if self._norm else 0
         self.bytes += 0 if self._sinks is None else self._sinks.nbytes
 
     def queries(self, x: Tensor, rotary: Tensor, batch: RaggedBatch, cache: LayerCache) -> Tensor:
@@ -59,3 +68,20 @@ class Attention:
     def attend(self, query: Tensor, batch: RaggedBatch, cache: LayerCache) -> Tensor:
         """Every row's attention over its context: `[tokens, heads * head_dim]`, the input of `output`."""
         return self._kernels.attention(query, cache, batch, self.shape, self._sinks)
+
+
+def _of_heads(order: Tensor | None, shape: AttentionShape) -> Tensor | None:
+    """The order of a head's dimensions as that of the outputs of queries, keys and values: values keep theirs."""
+    if order is None:
+        return None
+    starts = torch.arange(shape.num_heads + shape.num_kv_heads)[:, None] * shape.head_dim
+    rotated, values = (starts + order).flatten(), torch.arange(shape.num_kv_heads * shape.head_dim)
+    return torch.cat((rotated, len(rotated) + values))
+
+
+def _ordered(norm: QKNorm, order: Tensor | None) -> QKNorm:
+    """Weights in the order of each head's dimensions."""
+    if order is None:
+        return norm
+    query, key = (weight.view(-1, len(order))[:, order].flatten() for weight in (norm.query, norm.key))
+    return replace(norm, query=query, key=key)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from slotwise.kernels.interface import Activation
 from slotwise.kernels.interface import Linear as PackedLinear
+from slotwise.kernels.matrix import Weight
 from slotwise.model.layers.source import Source
 
 
@@ -29,21 +30,29 @@ class Linear:
     Args:
         parts: outputs of each weight, by its name in the checkpoint without ".weight" or ".bias".
         gate: the first half of the outputs are gates: `activation(gates) * others`, half as many outputs.
+        order: the checkpoint's output at each place; None: as in the checkpoint.
+        is_exact: never quantised: a product whose outputs choose.
     """
 
     def __init__(
         self, source: Source, parts: Mapping[str, int], inputs: int, *, bias: bool = False,
-        gate: Activation | None = None,
+        gate: Activation | None = None, order: Tensor | None = None, is_exact: bool = False,
     ) -> None:
         kernels = source.kernels
         self.parts = dict(parts)
         self.inputs = inputs
         self.outputs = sum(parts.values())
-        weight = source.tensor({f"{name}.weight": (outputs, inputs) for name, outputs in parts.items()})
+        shapes = {f"{name}.weight": (outputs, inputs) for name, outputs in parts.items()}
+        weight: Weight = source.weight(shapes) if order is None and not is_exact else source.tensor(shapes)
         biases = source.tensor({f"{name}.bias": (outputs,) for name, outputs in parts.items()}) if bias else None
-        pack = kernels.linear if gate is None else functools.partial(kernels.gated, activation=gate)
-        self._product: PackedLinear = pack(weight, biases)
-        self.bytes = kernels.linear_bytes(self.outputs, inputs, source.dtype)  # as packed
+        if order is not None and isinstance(weight, Tensor):
+            weight, biases = weight[order], None if biases is None else biases[order]
+        self._product: PackedLinear
+        if is_exact and isinstance(weight, Tensor):
+            self._product, self.bytes = kernels.exact_linear(weight, biases), self.outputs * inputs * weight.itemsize
+        else:
+            pack = kernels.linear if gate is None else functools.partial(kernels.gated, activation=gate)
+            self._product, self.bytes = pack(weight, biases), kernels.linear_bytes(weight)  # as packed
         self.bytes += 0 if biases is None else self.outputs * source.dtype.itemsize
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -14,13 +14,16 @@ class GatedMLP:
 
     def __init__(
         self, source: Source, name: str, sizes: tuple[int, int], *, activation: Activation = "silu", bias: bool = False,
+        is_fused: bool = False,
     ) -> None:
-        """`sizes` are those of the hidden state and between the products."""
+        """`sizes` are those of the hidden state and between the products; one weight, gates first, `is_fused`."""
         hidden, intermediate = sizes
         parts = {f"{name}.gate_proj": intermediate, f"{name}.up_proj": intermediate}
+        if is_fused:
+            parts = {f"{name}.gate_up_proj": 2 * intermediate}
         self.gate_up = Linear(source, parts, hidden, bias=bias, gate=activation)
         self.down = Linear(source, {f"{name}.down_proj": hidden}, intermediate, bias=bias)
-        self.bytes = self.gate_up.bytes + self.down.bytes
+        self.bytes = self.token_bytes = self.gate_up.bytes + self.down.bytes
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.down(self.gate_up(x))

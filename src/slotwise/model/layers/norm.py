@@ -35,7 +35,24 @@ class RMSNorm:
         return self._kernels.add_rms_norm(x, residual, self._weight, self._options.eps, self._options.offset)
 
 
-def read_qk_norm(source: Source, name: str, head_dim: int, options: NormOptions) -> QKNorm:
-    """The norms of each head's query and key, of the attention called `name`."""
-    query, key = (source.tensor({f"{name}.{part}_norm.weight": (head_dim,)}) for part in "qk")
+class NoNorm:
+    """Where a family has no norm (OLMo 2): the residual stream itself."""
+
+    bytes = 0
+
+    def __init__(self, source: Source) -> None:
+        self._kernels = source.kernels
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """`residual += x` in place; returns `residual`."""
+        return self._kernels.add(x, residual)
+
+
+def read_qk_norm(source: Source, name: str, sizes: tuple[int, int], options: NormOptions) -> QKNorm:
+    """The norms of queries and keys, with weights of these `sizes`, of the attention called `name`."""
+    query, key = (
+        source.tensor({f"{name}.{part}_norm.weight": (size,)}) for part, size in zip("qk", sizes, strict=True))
     return QKNorm(query, key, options.eps, options.offset)

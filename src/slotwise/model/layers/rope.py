@@ -2,17 +2,24 @@
 
 Each pair of a head's dimensions is rotated by an angle proportional to the token's position; pair i by
 `theta ** (-2i / head_dim)` radians per token.  A scaled variant slows some of the pairs down.
+
+Kernels pair dimension i of a head's first half with dimension i of its second half, and rotate all of them.  Where a
+model rotates only the first dimensions of a head, or pairs neighbours, the outputs of its query and key products are
+put in that order when weights are packed (`order`), and pairs that do not turn have frequency 0.  Scores are sums over
+a head's dimensions, so they do not change.
+
+    rotated 4 of 8    [ a0 a1 b0 b1 | c0 c1 c2 c3 ]  ─►  [ a0 a1 c0 c1 | b0 b1 c2 c3 ]
+    neighbours        [ a0 b0 a1 b1 a2 b2 a3 b3 ]    ─►  [ a0 a1 a2 a3 | b0 b1 b2 b3 ]
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 import torch
 from torch import Tensor
-
-from slotwise.model.fields import Fields
 
 CHUNK = 8192  # positions computed at a time: a few milliseconds
 
@@ -22,23 +29,57 @@ class Rope:
     """The embedding as published."""
 
     theta: float  # the base
+    share: float = field(default=1.0, kw_only=True)  # of a head's dimensions, its first ones: the others do not turn
+    has_neighbours: bool = field(default=False, kw_only=True)  # pairs are dimensions 2i and 2i + 1
 
-    def inverse_frequencies(self, head_dim: int) -> Tensor:
-        """Radians per token for each pair of dimensions, `[head_dim / 2]` float32."""
-        return 1.0 / self.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    def rotated(self, head_dim: int) -> int:
+        """Dimensions of a head that turn."""
+        return int(head_dim * self.share)
+
+    def frequencies(self, head_dim: int) -> Tensor:
+        """Radians per token for each pair of a head's dimensions in the order of `order`, `[head_dim / 2]` float32."""
+        turning = self.inverse_frequencies(self.rotated(head_dim))
+        return torch.nn.functional.pad(turning, (0, head_dim // 2 - len(turning)))
+
+    def inverse_frequencies(self, rotated: int) -> Tensor:
+        """Radians per token for each pair of the dimensions that turn, `[rotated / 2]` float32."""
+        return 1.0 / self.theta ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)
+
+    def order(self, head_dim: int) -> Tensor | None:
+        """The checkpoint's dimension of a head at each of the kernels' dimensions; None: the same."""
+        rotated = self.rotated(head_dim)
+        if rotated == head_dim and not self.has_neighbours:
+            return None
+        turning, others = torch.arange(rotated), torch.arange(rotated, head_dim).view(2, -1)
+        first, second = turning.view(-1, 2).T if self.has_neighbours else turning.view(2, -1)
+        return torch.cat((first, others[0], second, others[1]))
 
     @property
     def magnitude(self) -> float:
         """The factor of sines and cosines."""
         return 1.0
 
+    def reaching(self, max_positions: int) -> Self:
+        """The embedding of a model that serves `max_positions` positions: another one only where it depends on that."""
+        return self
+
     def is_finite(self, head_dim: int, max_positions: int) -> bool:
         """Whether every angle up to `max_positions`, and the magnitude, is finite in float32."""
         try:
-            greatest = self.inverse_frequencies(head_dim).amax() * max_positions * torch.tensor(self.magnitude)
+            greatest = self.frequencies(head_dim).amax() * max_positions * torch.tensor(self.magnitude)
         except (ArithmeticError, ValueError, RuntimeError):  # in computing them
             return False
         return bool(greatest.isfinite())
+
+
+@dataclass(frozen=True)
+class NoRope(Rope):
+    """No positions in this layer (Kazemnejad et al., 2023): nothing turns."""
+
+    theta: float = 1.0
+
+    def inverse_frequencies(self, rotated: int) -> Tensor:
+        return torch.zeros(rotated // 2)
 
 
 @dataclass(frozen=True)
@@ -47,8 +88,18 @@ class LinearRope(Rope):
 
     factor: float
 
-    def inverse_frequencies(self, head_dim: int) -> Tensor:
-        return Rope.inverse_frequencies(self, head_dim) / self.factor
+    def inverse_frequencies(self, rotated: int) -> Tensor:
+        return Rope.inverse_frequencies(self, rotated) / self.factor
+
+
+@dataclass(frozen=True)
+class DividedRope(Rope):
+    """Every pair with a divisor of its own, as GGUF files write the scaling of Llama 3.1."""
+
+    divisors: tuple[float, ...]  # [head_dim / 2]
+
+    def inverse_frequencies(self, rotated: int) -> Tensor:
+        return Rope.inverse_frequencies(self, rotated) / torch.tensor(self.divisors)
 
 
 @dataclass(frozen=True)
@@ -64,8 +115,8 @@ class Llama3Rope(Rope):
     high_freq_factor: float
     original_max_positions: int
 
-    def inverse_frequencies(self, head_dim: int) -> Tensor:
-        plain = Rope.inverse_frequencies(self, head_dim)
+    def inverse_frequencies(self, rotated: int) -> Tensor:
+        plain = Rope.inverse_frequencies(self, rotated)
         turns = self.original_max_positions * plain / (2 * math.pi)
         keep = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
         return (1 - keep) * plain / self.factor + keep * plain
@@ -82,30 +133,58 @@ class YarnRope(Rope):
     attention_factor: float
     truncate: bool  # round the bounds of the blend to whole pairs
 
-    def inverse_frequencies(self, head_dim: int) -> Tensor:
-        plain = Rope.inverse_frequencies(self, head_dim)
-        first, last = self._pair(self.beta_fast, head_dim), self._pair(self.beta_slow, head_dim)
+    def inverse_frequencies(self, rotated: int) -> Tensor:
+        plain = Rope.inverse_frequencies(self, rotated)
+        first, last = self._pair(self.beta_fast, rotated), self._pair(self.beta_slow, rotated)
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)
-        first, last = max(first, 0), min(last, head_dim - 1)
+        first, last = max(first, 0), min(last, rotated - 1)
         span = last - first or 0.001
-        stretch = ((torch.arange(head_dim // 2, dtype=torch.float32) - first) / span).clamp(0, 1)
+        stretch = ((torch.arange(rotated // 2, dtype=torch.float32) - first) / span).clamp(0, 1)
         return stretch * plain / self.factor + (1 - stretch) * plain
 
     @property
     def magnitude(self) -> float:
         return self.attention_factor
 
-    def _pair(self, turns: float, head_dim: int) -> float:
+    def _pair(self, turns: float, rotated: int) -> float:
         """The (fractional) pair that turns `turns` times over the original context."""
         length = self.original_max_positions / (2 * math.pi * turns)
-        return head_dim * math.log(length) / (2 * math.log(self.theta))
+        return rotated * math.log(length) / (2 * math.log(self.theta))
+
+
+@dataclass(frozen=True)
+class LongRope(Rope):
+    """LongRoPE (Ding et al., 2024): each pair is slowed by a factor of its own, of two sets.
+
+    `transformers` takes the long set for a sequence longer than the original context, and computes its cache again
+    where it grows beyond.  Here, as in vLLM, the longest sequence that a server accepts decides for all of them.
+    """
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    original_max_positions: int
+    attention_factor: float
+    is_long: bool = False
+
+    def inverse_frequencies(self, rotated: int) -> Tensor:
+        factors = torch.tensor(self.long if self.is_long else self.short, dtype=torch.float32)
+        return 1.0 / (factors * self.theta ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated))
+
+    @property
+    def magnitude(self) -> float:
+        return self.attention_factor
+
+    def reaching(self, max_positions: int) -> Self:
+        return replace(self, is_long=max_positions > self.original_max_positions)
 
 
 def rotary_table(rope: Rope, head_dim: int, start: int, end: int) -> Tensor:
     """Cosines, then sines, of the positions from `start` until `end`: `[end - start, head_dim]` float32."""
-    angles = torch.outer(torch.arange(start, end, dtype=torch.float32), rope.inverse_frequencies(head_dim))
-    return torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(rope.magnitude)
+    angles = torch.outer(torch.arange(start, end, dtype=torch.float32), rope.frequencies(head_dim))
+    magnitudes = torch.ones(head_dim // 2)
+    magnitudes[: rope.rotated(head_dim) // 2] = rope.magnitude  # pairs that do not turn stay what they are
+    return torch.cat((angles.cos() * magnitudes, angles.sin() * magnitudes), dim=-1)
 
 
 class RotaryTable:
@@ -116,7 +195,7 @@ class RotaryTable:
 
     def __init__(self, rope: Rope, head_dim: int, max_positions: int, device: torch.device) -> None:
         """Raises MemoryError where so many positions cannot even be reserved."""
-        self._rope = rope
+        self._rope = rope.reaching(max_positions)
         self._known = 0  # positions
         try:
             self._table = torch.empty(max_positions, head_dim, dtype=torch.float32, device=device)
@@ -130,55 +209,3 @@ class RotaryTable:
             self._table[self._known : upto] = rotary_table(self._rope, self._table.shape[1], self._known, upto)
             self._known = upto
         return self._table
-
-
-def read_rope(fields: Fields) -> Rope:
-    """The embedding of a config.json, in either of the two formats in use.
-
-    Since transformers 5 one object, `rope_parameters`, holds everything; before, `rope_theta` was a separate field
-    and `rope_scaling` held the rest.  Raises CheckpointError for variants that are not implemented.
-    """
-    name = "rope_scaling" if fields.has("rope_scaling") else "rope_parameters"
-    scaling = fields.section(name)
-    theta = scaling.number("rope_theta", default=fields.number("rope_theta", default=10_000.0))
-    for source in (fields, scaling):
-        if source.number("partial_rotary_factor", default=1.0) != 1.0:
-            raise source.error("partial_rotary_factor", "must be 1: rotating part of a head is not supported")
-    if any(isinstance(value, dict) for value in scaling.values.values()):
-        raise fields.error(name, "differs by layer type, which is not supported")
-    kind = scaling.text("rope_type", default=scaling.text("type", default="default"))
-    if kind not in _READERS:
-        raise fields.error(name, f"type {kind!r:.40} is not supported; these are: {', '.join(_READERS)}")
-    longest = fields.integer("max_position_embeddings")
-    before = scaling.integer("original_max_position_embeddings", default=longest)
-    return _READERS[kind](scaling, theta, fields.integer("original_max_position_embeddings", default=before))
-
-
-def _read_plain(scaling: Fields, theta: float, original: int) -> Rope:
-    return Rope(theta)
-
-
-def _read_linear(scaling: Fields, theta: float, original: int) -> Rope:
-    return LinearRope(theta, scaling.number("factor"))
-
-
-def _read_llama3(scaling: Fields, theta: float, original: int) -> Rope:
-    low = scaling.number("low_freq_factor")
-    return Llama3Rope(theta, scaling.number("factor"), low, scaling.number("high_freq_factor", minimum=low), original)
-
-
-def _read_yarn(scaling: Fields, theta: float, original: int) -> Rope:
-    scaling.refuse(("mscale", "mscale_all_dim"), "is not supported")
-    factor = scaling.number("factor")
-    if theta <= 1:
-        raise scaling.error("rope_theta", f"must be above 1 with yarn, not {theta!r:.40}")
-    return YarnRope(
-        theta, factor, original,
-        beta_fast=scaling.number("beta_fast", default=32.0),
-        beta_slow=scaling.number("beta_slow", default=1.0),
-        attention_factor=scaling.number("attention_factor", default=0.1 * math.log(max(factor, 1.0)) + 1.0),
-        truncate=scaling.flag("truncate", default=True),
-    )
-
-
-_READERS = {"default": _read_plain, "linear": _read_linear, "llama3": _read_llama3, "yarn": _read_yarn}

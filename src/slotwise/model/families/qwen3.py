@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from slotwise.model.config import ModelConfig, read_common, read_layer_windows
+from slotwise.model.config import Defaults, ModelConfig, read_common, read_layer_windows
 from slotwise.model.fields import Fields
 
 
 def configure(fields: Fields) -> ModelConfig:
     bias = fields.flag("attention_bias")
     return replace(
-        read_common(fields, num_kv_heads=32),
-        head_dim=fields.integer("head_dim", default=128),
+        read_common(fields, Defaults(num_kv_heads=32, head_dim=128)),
         qkv_bias=bias,
         output_bias=bias,
         qk_norm=True,

@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from slotwise.kernels.interface import Kernels
-from slotwise.model import gemma2, llama, mistral, qwen2, qwen3
+from slotwise.kernels.matrix import Format
 from slotwise.model.config import ModelConfig
 from slotwise.model.errors import CheckpointError
+from slotwise.model.families import (
+    ernie4_5,
+    exaone4,
+    gemma2,
+    gemma3,
+    glm,
+    gpt_oss,
+    granite,
+    granite_moe,
+    helium,
+    llama,
+    mistral,
+    mixtral,
+    olmo2,
+    olmo3,
+    olmoe,
+    phi3,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+    seed_oss,
+    smollm3,
+)
 from slotwise.model.fields import Fields
 from slotwise.model.layers.source import Listing, Source
 from slotwise.model.network import Network
@@ -25,9 +49,29 @@ class Family(NamedTuple):
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(llama.configure, llama.compose, ("llama",)),
     "MistralForCausalLM": Family(mistral.configure, llama.compose, ("mistral", "ministral")),
+    "MinistralForCausalLM": Family(mistral.configure, llama.compose, ("ministral",)),
     "Qwen2ForCausalLM": Family(qwen2.configure, llama.compose, ("qwen2",)),
     "Qwen3ForCausalLM": Family(qwen3.configure, llama.compose, ("qwen3",)),
+    "SmolLM3ForCausalLM": Family(smollm3.configure, llama.compose, ("smollm3",)),
+    "Phi3ForCausalLM": Family(phi3.configure, llama.compose, ("phi3",)),
+    "GraniteForCausalLM": Family(granite.configure, llama.compose, ("granite",)),
+    "GlmForCausalLM": Family(glm.configure, llama.compose, ("glm",)),
+    "Glm4ForCausalLM": Family(glm.configure, glm.compose, ("glm4",)),
+    "Ernie4_5ForCausalLM": Family(ernie4_5.configure, llama.compose, ("ernie4_5",)),
+    "HeliumForCausalLM": Family(helium.configure, llama.compose, ("helium",)),
+    "SeedOssForCausalLM": Family(seed_oss.configure, llama.compose, ("seed_oss",)),
+    "Exaone4ForCausalLM": Family(exaone4.configure, exaone4.compose, ("exaone4",)),
+    "Olmo2ForCausalLM": Family(olmo2.configure, olmo2.compose, ("olmo2",)),
+    "Olmo3ForCausalLM": Family(olmo3.configure, olmo2.compose, ("olmo3",)),
     "Gemma2ForCausalLM": Family(gemma2.configure, gemma2.compose, ("gemma2",)),
+    "Gemma3ForCausalLM": Family(gemma3.configure, gemma2.compose, ("gemma3_text",)),
+    "Gemma3ForConditionalGeneration": Family(gemma3.configure_text, gemma2.compose, ("gemma3",)),
+    "MixtralForCausalLM": Family(mixtral.configure, mixtral.compose, ("mixtral",)),
+    "Qwen2MoeForCausalLM": Family(qwen2_moe.configure, qwen2_moe.compose, ("qwen2_moe",)),
+    "Qwen3MoeForCausalLM": Family(qwen3_moe.configure, qwen2_moe.compose, ("qwen3_moe",)),
+    "OlmoeForCausalLM": Family(olmoe.configure, olmoe.compose, ("olmoe",)),
+    "GraniteMoeForCausalLM": Family(granite_moe.configure, granite_moe.compose, ("granitemoe",)),
+    "GptOssForCausalLM": Family(gpt_oss.configure, gpt_oss.compose, ("gpt_oss",)),
 }
 
 
@@ -61,6 +105,9 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return listing.shapes
 
 
-def weight_bytes(config: ModelConfig, kernels: Kernels) -> int:
-    """Bytes of all weights of a model with this config, as packed for these kernels."""
-    return compose(config, Listing(config.dtype, kernels)).bytes
+def weight_bytes(config: ModelConfig, kernels: Kernels, formats: Mapping[str, Format]) -> int:
+    """Bytes of all weights of a model with this config, as packed for these kernels.
+
+    `formats` are those of quantised matrices, by name.
+    """
+    return compose(config, Listing(config.dtype, kernels, formats)).bytes

@@ -8,28 +8,31 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from slotwise.model.config import FULL, SLIDING, ModelConfig, read_common, read_layer_types, read_window
+import torch
+
+from slotwise.model.config import FULL, SLIDING, Defaults, ModelConfig, read_common, read_layer_types, read_window
 from slotwise.model.fields import Fields
 from slotwise.model.layers.attention import Attention, AttentionOptions
-from slotwise.model.layers.embedding import read_ends
+from slotwise.model.layers.embedding import EndOptions, read_ends
 from slotwise.model.layers.mlp import GatedMLP
 from slotwise.model.layers.norm import NormOptions, RMSNorm
 from slotwise.model.layers.source import Source
 from slotwise.model.network import DecoderLayer, Network
 
+DEFAULTS = Defaults(num_kv_heads=4, head_dim=256, tie_word_embeddings=True)
+ACTIVATIONS = ("gelu_pytorch_tanh",)
+
 
 def configure(fields: Fields) -> ModelConfig:
-    config = read_common(fields, activations=("gelu_pytorch_tanh",), num_kv_heads=4)
+    config = read_common(fields, DEFAULTS, ACTIVATIONS)
     bias, num_layers = fields.flag("attention_bias"), config.num_layers
     if fields.flag("use_bidirectional_attention"):
         raise fields.error("use_bidirectional_attention", "is true, which is not supported")
     return replace(
         config,
-        head_dim=fields.integer("head_dim", default=256),
         attention_scale=fields.number("query_pre_attn_scalar", default=256.0) ** -0.5,
         attention_soft_cap=_cap(fields, "attn_logit_softcapping", 50.0),
         logit_soft_cap=_cap(fields, "final_logit_softcapping", 30.0),
-        tie_word_embeddings=fields.flag("tie_word_embeddings", default=True),
         windows=read_layer_types(fields, read_window(fields), ((SLIDING, FULL) * num_layers)[:num_layers]),
         qkv_bias=bias,
         output_bias=bias,
@@ -42,20 +45,23 @@ def _cap(fields: Fields, name: str, default: float) -> float:
 
 
 def compose(config: ModelConfig, source: Source) -> Network:
+    """Also Gemma 3's, with norms of queries and keys."""
     hidden, norms = config.hidden_size, NormOptions(config.rms_norm_eps, offset=1.0)
-    sizes, options = (hidden, config.intermediate_size), AttentionOptions(config.qkv_bias, config.output_bias)
+    sizes = (hidden, config.intermediate_size)
+    options = AttentionOptions(config.qkv_bias, config.output_bias, norms if config.qk_norm else None)
 
     def layer(index: int) -> DecoderLayer:
         at, shape = f"model.layers.{index}", config.attention_shape(index)
         return DecoderLayer(
             attention_norm=RMSNorm(source, f"{at}.input_layernorm", hidden, norms),
-            attention=Attention(source, f"{at}.self_attn", shape, config.rope, hidden, options),
+            attention=Attention(source, f"{at}.self_attn", shape, config.ropes[index], hidden, options),
             attention_post_norm=RMSNorm(source, f"{at}.post_attention_layernorm", hidden, norms),
             mlp_norm=RMSNorm(source, f"{at}.pre_feedforward_layernorm", hidden, norms),
             mlp=GatedMLP(source, f"{at}.mlp", sizes, activation="gelu_tanh"),
             mlp_post_norm=RMSNorm(source, f"{at}.post_feedforward_layernorm", hidden, norms))
 
-    embedding, head = read_ends(source, config.vocab_size, hidden, tied=config.tie_word_embeddings,
-                                scale=hidden**0.5, soft_cap=config.logit_soft_cap)
+    scale = torch.tensor(hidden**0.5, dtype=source.dtype).item()  # rounded, as the models were trained
+    embedding, head = read_ends(source, config.vocab_size, hidden, EndOptions(
+        config.tie_word_embeddings, scale, config.logit_soft_cap))
     return Network(embedding, [layer(index) for index in range(config.num_layers)],
                    RMSNorm(source, "model.norm", hidden, norms), head)

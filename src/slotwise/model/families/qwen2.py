@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from slotwise.model.config import ModelConfig, read_common, read_layer_windows
+from slotwise.model.config import Defaults, ModelConfig, read_common, read_layer_windows
 from slotwise.model.fields import Fields
 
 
 def configure(fields: Fields) -> ModelConfig:
-    return replace(read_common(fields, num_kv_heads=32), qkv_bias=True, windows=read_layer_windows(fields))
+    return replace(read_common(fields, Defaults(num_kv_heads=32)), qkv_bias=True, windows=read_layer_windows(fields))

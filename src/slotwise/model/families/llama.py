@@ -8,16 +8,19 @@ to the embedding.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from slotwise.model.config import ModelConfig, read_common
 from slotwise.model.fields import Fields
 from slotwise.model.layers.attention import Attention, AttentionOptions
-from slotwise.model.layers.embedding import read_ends
+from slotwise.model.layers.embedding import EndOptions, read_ends
 from slotwise.model.layers.mlp import GatedMLP
 from slotwise.model.layers.norm import NormOptions, RMSNorm
 from slotwise.model.layers.source import Source
-from slotwise.model.network import DecoderLayer, Network
+from slotwise.model.network import MLP, DecoderLayer, Network
+
+ReadExperts = Callable[[ModelConfig, Source, str], MLP]
 
 
 def configure(fields: Fields) -> ModelConfig:
@@ -25,19 +28,33 @@ def configure(fields: Fields) -> ModelConfig:
     return replace(read_common(fields), qkv_bias=bias, output_bias=bias, mlp_bias=fields.flag("mlp_bias"))
 
 
-def compose(config: ModelConfig, source: Source) -> Network:
-    """Also other families', with the biases, norms of queries and keys, and windows that their configs have."""
+def compose(
+    config: ModelConfig, source: Source, experts: ReadExperts | None = None, *, norms_all_heads: bool = False,
+    sinks: bool = False,
+) -> Network:
+    """Also other families', with the biases, norms of queries and keys, windows and scales that their configs have.
+
+    `experts` reads those of a layer of the name that it is given.  For the others see `AttentionOptions`.
+    """
     hidden, norms = config.hidden_size, NormOptions(config.rms_norm_eps)
-    options = AttentionOptions(config.qkv_bias, config.output_bias, norms if config.qk_norm else None)
+    options = AttentionOptions(config.qkv_bias, config.output_bias, norms if config.qk_norm else None,
+                               norms_all_heads, sinks, "qkv_proj" if config.has_fused_qkv else "")
+
+    def mlp(index: int) -> MLP:
+        at, sizes = f"model.layers.{index}", (hidden, config.intermediate_size)
+        if experts is not None and config.has_experts(index):
+            return experts(config, source, at)
+        return GatedMLP(source, f"{at}.mlp", sizes, bias=config.mlp_bias, is_fused=config.has_fused_gates)
 
     def layer(index: int) -> DecoderLayer:
         at, shape = f"model.layers.{index}", config.attention_shape(index)
         return DecoderLayer(
             attention_norm=RMSNorm(source, f"{at}.input_layernorm", hidden, norms),
-            attention=Attention(source, f"{at}.self_attn", shape, config.rope, hidden, options),
+            attention=Attention(source, f"{at}.self_attn", shape, config.ropes[index], hidden, options),
             mlp_norm=RMSNorm(source, f"{at}.post_attention_layernorm", hidden, norms),
-            mlp=GatedMLP(source, f"{at}.mlp", (hidden, config.intermediate_size), bias=config.mlp_bias))
+            mlp=mlp(index))
 
-    embedding, head = read_ends(source, config.vocab_size, hidden, tied=config.tie_word_embeddings)
+    embedding, head = read_ends(source, config.vocab_size, hidden, EndOptions(
+        config.tie_word_embeddings, config.embedding_scale, logit_scale=config.logit_scale))
     return Network(embedding, [layer(index) for index in range(config.num_layers)],
                    RMSNorm(source, "model.norm", hidden, norms), head)

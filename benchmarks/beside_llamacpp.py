@@ -1,0 +1,163 @@
+"""Measures one GGUF file on Slotwise's server or on llama.cpp's, with the same client and the same requests.
+
+    cmake -B build -DGGML_NATIVE=ON LLAMA_CPP && cmake --build build --target llama-server llama-quantize
+    python -m benchmarks.beside_llamacpp slotwise FILE
+    python -m benchmarks.beside_llamacpp build/bin/llama-server FILE --threads 2
+
+One engine after the other, never side by side; quote ratios of one sitting.  Prompts are random token ids, end tokens
+are ignored, nothing is cached between requests.
+
+    one, eight   streams of 64 tokens after prompts of 128: tokens per second between the first token and the last
+    prompt       tokens of one prompt of 1,024 per second until its first token
+    mixed        the mixed trace, 64 requests at once (see beside_vllm.py): output tokens per second
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import aiohttp
+from benchmarks.beside_vllm import VOCABULARY, workload
+
+SLOTS, CONTEXT = 64, 1600
+STREAM_PROMPT, STREAM_TOKENS, LONG_PROMPT = 128, 64, 1024
+READY_SECONDS = 170
+ROUNDS = 3
+MEASURES = ("one", "eight", "prompt", "mixed")
+
+
+class Answer(NamedTuple):
+    first: float  # seconds, by the clock
+    last: float
+    tokens: int
+
+
+def command(engine: str, file: str, threads: int, port: int) -> list[str]:
+    if engine == "slotwise":
+        return [sys.executable, "-m", "slotwise.cli", "serve", file, "--port", str(port), "--max-num-seqs", str(SLOTS),
+                "--max-model-len", str(CONTEXT), "--no-enable-prefix-caching", "--served-model-name", "model"]
+    return [engine, "-m", file, "--port", str(port), "-t", str(threads), "-tb", str(threads), "-np", str(SLOTS),
+            "-c", str(SLOTS * CONTEXT), "-a", "model", "--no-webui", "--cache-ram", "0"]
+
+
+@contextmanager
+def server(engine: str, file: str, threads: int, log: str) -> Iterator[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with open(log, "w") as output:
+        process = subprocess.Popen(command(engine, file, threads, port), stdout=output, stderr=output, env=os.environ)
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            process.wait(20)
+
+
+async def ready(session: aiohttp.ClientSession, base: str) -> None:
+    began = time.perf_counter()
+    while time.perf_counter() - began < READY_SECONDS:
+        try:
+            async with session.get(f"{base}/health") as reply:
+                if reply.status == 200:
+                    return
+        except aiohttp.ClientError:
+            pass
+        await asyncio.sleep(0.1)
+    raise SystemExit("the server did not become ready")
+
+
+async def stream(session: aiohttp.ClientSession, base: str, prompt: list[int], tokens: int) -> Answer:
+    body = {"model": "model", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
+            "stream": True, "cache_prompt": False, "stream_options": {"include_usage": True}}
+    first = last = 0.0
+    produced = 0
+    async with session.post(f"{base}/v1/completions", json=body) as reply:
+        if reply.status != 200:
+            raise SystemExit(f"{reply.status}: {await reply.text()}")
+        async for line in reply.content:
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line[6:])
+            if event.get("choices"):
+                last = time.perf_counter()
+                first = first or last
+            produced = (event.get("usage") or {}).get("completion_tokens", produced)
+    if produced != tokens:
+        raise SystemExit(f"{produced} tokens came, and {tokens} were asked for")
+    return Answer(first, last, produced)
+
+
+async def streams(session: aiohttp.ClientSession, base: str, count: int, draw: random.Random) -> float:
+    """Tokens per second of all streams, from when all have their first until the first ends."""
+    prompts = [[draw.randrange(10, VOCABULARY) for _ in range(STREAM_PROMPT)] for _ in range(count)]
+    answers = await asyncio.gather(*(stream(session, base, prompt, STREAM_TOKENS) for prompt in prompts))
+    return sum((answer.tokens - 1) / (answer.last - answer.first) for answer in answers)
+
+
+async def prompt_rate(session: aiohttp.ClientSession, base: str, draw: random.Random) -> float:
+    began = time.perf_counter()
+    answer = await stream(session, base, [draw.randrange(10, VOCABULARY) for _ in range(LONG_PROMPT)], 2)
+    return LONG_PROMPT / (answer.first - began)
+
+
+async def mixed(session: aiohttp.ClientSession, base: str, seed: int) -> float:
+    work = workload(f"mixed:{seed}", SLOTS)
+    began = time.perf_counter()
+    answers = await asyncio.gather(*(
+        stream(session, base, work.prompt_ids(request, VOCABULARY), request.num_output) for request in work.requests))
+    return sum(answer.tokens for answer in answers) / (time.perf_counter() - began)
+
+
+async def median(measure: Callable[[], Awaitable[float]]) -> float:
+    return statistics.median([await measure() for _ in range(ROUNDS)])
+
+
+async def measured(base: str, seed: int, only: list[str]) -> dict[str, float]:
+    draw = random.Random(seed)
+    limits = aiohttp.ClientTimeout(600)
+    async with aiohttp.ClientSession(timeout=limits, connector=aiohttp.TCPConnector(limit=0)) as session:
+        began = time.perf_counter()
+        await ready(session, base)
+        figures = {"ready": time.perf_counter() - began}
+        await streams(session, base, 2, draw)  # not counted
+        measures: dict[str, Callable[[], Awaitable[float]]] = {
+            "one": lambda: median(lambda: streams(session, base, 1, draw)),
+            "eight": lambda: median(lambda: streams(session, base, 8, draw)),
+            "prompt": lambda: median(lambda: prompt_rate(session, base, draw)),
+            "mixed": lambda: mixed(session, base, seed)}
+        for name in only:
+            figures[name] = await measures[name]()
+        return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("engine", help="slotwise, or the path of llama-server")
+    parser.add_argument("file", help="a model in GGUF")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of llama.cpp")
+    parser.add_argument("--only", nargs="+", choices=MEASURES, default=list(MEASURES), help="what is measured")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--log", default=os.devnull, help="of the server")
+    asked = parser.parse_args()
+    with server(asked.engine, asked.file, asked.threads, asked.log) as base:
+        figures = asyncio.run(measured(base, asked.seed, asked.only))
+    name = "slotwise" if asked.engine == "slotwise" else "llama.cpp"
+    print(json.dumps({"engine": name, "file": os.path.basename(asked.file)} | {
+        key: round(value, 2) for key, value in figures.items()}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""The table of `transformers`' causal models, from `docs/architectures.json`.
+
+`python -m docs.generate.architectures` writes that file anew: it gives Slotwise the config of each class in
+`MODEL_FOR_CAUSAL_LM_MAPPING`, as transformers fills it in by default.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from docs.generate.blocks import ROOT
+from docs.generate.markdown import code, escaped, table
+
+from slotwise.model.errors import CheckpointError
+from slotwise.model.families import FAMILIES, configure
+from slotwise.model.fields import Fields
+
+FILE = ROOT / "docs" / "architectures.json"
+SERVED = ""  # the message of a class that is served
+WHERE = "config.json"
+
+
+def survey() -> dict[str, Any]:
+    """Returns the version of transformers, and of each model type its class, and the message that refuses it."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    rows = [{"model_type": model_type, "class": name, "message": _message(model_type, name)}
+            for model_type, name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items())]
+    return {"transformers": transformers.__version__, "rows": rows}
+
+
+def _message(model_type: str, name: str) -> str:
+    """What Slotwise says to a config of this type, without the list of what is served; SERVED where it reads it."""
+    values: dict[str, Any] = {}
+    if name in FAMILIES:
+        from transformers import AutoConfig
+
+        values = json.loads(AutoConfig.for_model(model_type).to_json_string(use_diff=False))
+    try:
+        configure(Fields(values | {"architectures": [name], "model_type": model_type}, WHERE))
+    except CheckpointError as error:
+        return str(error).removeprefix(f"{WHERE}: ").split("; these are:")[0]
+    return SERVED
+
+
+def causal_models() -> str:
+    """Returns how many there are and how many are served, and a row for each."""
+    content = json.loads(FILE.read_text())
+    rows = content["rows"]
+    served = sum(row["message"] == SERVED for row in rows)
+    head = (f"transformers {content['transformers']} has {len(rows)} types of causal models; {served} are served, and "
+            f"{len(rows) - served} are refused.")
+    return head + "\n\n" + table(("`model_type`", "class", "what becomes of it"), [
+        (code(row["model_type"]), code(row["class"]),
+         "**Served.**" if row["message"] == SERVED else f"Refused: {escaped(row['message'])}.") for row in rows])
+
+
+if __name__ == "__main__":
+    FILE.write_text(json.dumps(survey(), indent=1) + "\n")

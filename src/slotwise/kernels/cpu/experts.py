@@ -1,0 +1,257 @@
+"""Mixtures of experts: each token is multiplied by the weights of the few experts that its router chose.
+
+    route      alone      chosen experts and their shares; tokens sorted by expert: a counting sort
+    gather     together   rows of x in that order                       [tokens * top_k, hidden]
+    products   each expert that has tokens: the product of `linear.py`'s kinds that its weights are packed for
+    combine    together   a token's results times its shares, added     [tokens, hidden]
+
+    tokens       a: 2 0     b: 1 2         (experts, the best first)
+    sorted       0: a       1: b      2: a b
+    starts       0          1         2          4
+
+All experts of a layer have one shape, so their products differ in addresses and in the number of tokens: a kernel on
+the calling thread fills in both and starts the product on all threads, expert by expert.  Weights of experts without
+tokens are not read.  Nothing depends on tokens in Python, so a graph can hold all of it.  A token's result depends on
+its own row alone: products do not depend on the rows beside it, and its shares are added in the order of its experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slotwise.kernels.cpu.jit.compiler import kernel, specialised
+from slotwise.kernels.cpu.launcher import HEADER, THREAD_COUNTER, KernelLauncher
+from slotwise.kernels.cpu.linear import BIAS, BLOCK, MULTIPLY_ADDRESS, OUT, TOKENS, WEIGHT, Packed, Product, X
+from slotwise.kernels.cpu.memory import aligned
+from slotwise.kernels.cpu.simd import (
+    BFLOAT16,
+    FLOAT32,
+    INT32,
+    INT64,
+    LOG2_E,
+    ZERO,
+    Real,
+    bytes_of,
+    exp2,
+    fetch_add,
+    fill,
+    int64,
+    load,
+    signed_bits_of,
+    store,
+)
+from slotwise.kernels.cpu.threads import run_shared
+from slotwise.kernels.interface import Linear, Routing
+
+# Arguments in words after the header: of the route, of the rows' movement, of an expert's products.
+LOGITS, ROWS, EXPERTS, TOP_K, NORMALISED, STARTS, SOURCES, PLACES, SHARES = range(HEADER, HEADER + 9)
+FROM, TO, OF_ROW, NUM_ROWS, SIZE, EACH, SHARE, SUMS = range(HEADER, HEADER + 8)
+(POOL, CODE, CALL, WEIGHTS, BIASES, FIRSTS, COUNT, INPUT, INPUT_BYTES, OUTPUT, OUTPUT_BYTES, BLOCKS, LONGEST,
+ REST) = range(HEADER, HEADER + 14)
+FIXED = MULTIPLY_ADDRESS + 1 - X  # arguments of a product, all given; those that differ by expert are overwritten
+
+INDEX_BITS = 16  # of an expert's number in a key
+MAX_EXPERTS = 1 << INDEX_BITS
+_LAST, _SIZE_BITS = MAX_EXPERTS - 1, 0x7FFFFFFF
+
+
+@kernel
+def _key(logits: int, expert: int, kind: Real) -> int:
+    """An integer that orders experts by their logits and then by their numbers, the first one highest.
+
+    A float's bits order like the float once those below the sign of a negative are turned around; NaN is highest.
+    """
+    bits = int64(signed_bits_of(load(logits, expert, kind)))
+    return ((bits ^ (bits >> 31 & _SIZE_BITS)) << INDEX_BITS) + _LAST - expert
+
+
+@kernel
+def _choose(words: int, token: int, kind: Real) -> None:
+    """A token's experts to `PLACES`, the best first, and their shares to `SHARES`."""
+    experts, top_k = load(words, EXPERTS, INT64), load(words, TOP_K, INT64)
+    logits = load(words, LOGITS, INT64) + token * experts * bytes_of(kind)
+    chosen, shares = load(words, PLACES, INT64) + token * top_k * 4, load(words, SHARES, INT64) + token * top_k * 4
+    before = int64(1) << 62
+    for i in range(top_k):
+        best = -(int64(1) << 62)
+        for expert in range(experts):
+            key = _key(logits, expert, kind)
+            if key < before and key > best:
+                best = key
+        store(chosen, i, _LAST - (best & _LAST), INT32)
+        before = best
+    top = load(logits, load(chosen, 0, INT32), kind)
+    total = ZERO
+    for i in range(top_k):
+        power = exp2((load(logits, load(chosen, i, INT32), kind) - top) * LOG2_E)
+        store(shares, i, power, FLOAT32)
+        total += power
+    if load(words, NORMALISED, INT64) == 0:
+        total = ZERO
+        for expert in range(experts):
+            total += exp2((load(logits, expert, kind) - top) * LOG2_E)
+    for i in range(top_k):
+        store(shares, i, load(shares, i, FLOAT32) / total, FLOAT32)
+
+
+@kernel
+def _route(words: int, kind: Real) -> None:
+    """Choose experts, then sort: `STARTS` of each expert's rows, the token of each row, and the row of each choice."""
+    tokens, experts, top_k = load(words, ROWS, INT64), load(words, EXPERTS, INT64), load(words, TOP_K, INT64)
+    starts, sources, places = (load(words, STARTS, INT64), load(words, SOURCES, INT64), load(words, PLACES, INT64))
+    for expert in range(experts + 1):
+        store(starts, expert, 0, INT32)
+    for token in range(tokens):
+        _choose(words, token, kind)
+    for choice in range(tokens * top_k):
+        after = load(places, choice, INT32) + 1
+        store(starts, after, load(starts, after, INT32) + 1, INT32)
+    for expert in range(experts):
+        store(starts, expert + 1, load(starts, expert, INT32) + load(starts, expert + 1, INT32), INT32)
+    for choice in range(tokens * top_k):  # each start moves on to the next expert's, and back below
+        expert = load(places, choice, INT32)
+        row = load(starts, expert, INT32)
+        store(starts, expert, row + 1, INT32)
+        store(sources, row, choice // top_k, INT32)
+        store(places, choice, row, INT32)
+    for expert in range(experts, 0, -1):
+        store(starts, expert, load(starts, expert - 1, INT32), INT32)
+    store(starts, 0, 0, INT32)
+
+
+@kernel
+def _gather(words: int, kind: Real) -> None:
+    """Row i of `TO` is row `OF_ROW[i]` of `FROM`."""
+    size, rows = load(words, SIZE, INT64), load(words, NUM_ROWS, INT64)
+    row = fetch_add(words, 1)
+    while row < rows:
+        source = load(words, FROM, INT64) + load(load(words, OF_ROW, INT64), row, INT32) * size * bytes_of(kind)
+        target = load(words, TO, INT64) + row * size * bytes_of(kind)
+        for i in range(size):
+            store(target, i, load(source, i, kind), kind)
+        row = fetch_add(words, 1)
+
+
+@kernel
+def _combine(words: int, kind: Real) -> None:
+    """Token i of `TO` is the sum of `EACH` rows of `FROM` times their shares, rounded once."""
+    size, tokens, each = load(words, SIZE, INT64), load(words, NUM_ROWS, INT64), load(words, EACH, INT64)
+    sums = load(words, SUMS, INT64) + fetch_add(words + THREAD_COUNTER, 1) * size * 4
+    token = fetch_add(words, 1)
+    while token < tokens:
+        fill(sums, size, ZERO)
+        for choice in range(token * each, (token + 1) * each):
+            source = load(words, FROM, INT64) + load(load(words, OF_ROW, INT64), choice, INT32) * size * bytes_of(kind)
+            share = load(load(words, SHARE, INT64), choice, FLOAT32)
+            for i in range(size):
+                store(sums, i, load(sums, i, FLOAT32) + share * load(source, i, kind), FLOAT32)
+        target = load(words, TO, INT64) + token * size * bytes_of(kind)
+        for i in range(size):
+            store(target, i, load(sums, i, FLOAT32), kind)
+        token = fetch_add(words, 1)
+
+
+@kernel
+def _products(words: int) -> None:
+    """Start the product of every expert that has rows, on all threads, one after another."""
+    call, starts, longest = load(words, CALL, INT64), load(words, FIRSTS, INT64), load(words, LONGEST, INT64)
+    for expert in range(load(words, COUNT, INT64)):
+        first = load(starts, expert, INT32)
+        rows = load(starts, expert + 1, INT32) - first
+        if rows > 0:
+            for i in range(HEADER):
+                store(call, i, 0, INT64)
+            for i in range(FIXED):
+                store(call, X + i, load(words, REST + i, INT64), INT64)
+            store(call, X, load(words, INPUT, INT64) + first * load(words, INPUT_BYTES, INT64), INT64)
+            store(call, OUT, load(words, OUTPUT, INT64) + first * load(words, OUTPUT_BYTES, INT64), INT64)
+            store(call, WEIGHT, load(load(words, WEIGHTS, INT64), expert, INT64), INT64)
+            store(call, BIAS, load(load(words, BIASES, INT64), expert, INT64), INT64)
+            store(call, TOKENS, rows, INT64)
+            store(call, BLOCK, load(load(words, BLOCKS, INT64), min(rows, longest), INT64), INT64)
+            run_shared(load(words, POOL, INT64), load(words, CODE, INT64), call)
+
+
+_KINDS = {torch.bfloat16: BFLOAT16, torch.float32: FLOAT32}
+ROUTE = {dtype: specialised(_route, kind) for dtype, kind in _KINDS.items()}
+GATHER = {dtype: specialised(_gather, kind) for dtype, kind in _KINDS.items()}
+COMBINE = {dtype: specialised(_combine, kind) for dtype, kind in _KINDS.items()}
+PRODUCTS = specialised(_products)
+
+
+class _Grouped:
+    """The products of rows sorted by expert with each expert's weights."""
+
+    def __init__(self, products: Sequence[Product], launcher: KernelLauncher) -> None:
+        self._launcher = launcher
+        self._parts = [product.packed for product in products]
+        self._packed: Packed = self._parts[0]
+        self._weights = torch.tensor([part.panels.data_ptr() for part in self._parts])
+        self._biases = torch.tensor([0 if part.bias is None else part.bias.data_ptr() for part in self._parts])
+        self._call, self._call_at = aligned(HEADER + 32, np.int64)
+        self._blocks: dict[int, Tensor] = {}  # by the most rows: rows of a block for each number of rows
+
+    def __call__(self, x: Tensor, starts: Tensor, most: int) -> Tensor:
+        """`x [rows, depth]`; an expert has at most `most` rows."""
+        launcher, packed = self._launcher, self._packed
+        size = 1 << (most - 1).bit_length()
+        if size not in self._blocks:
+            self._blocks[size] = torch.tensor([packed.block_rows(max(1, rows)) for rows in range(size + 1)])
+        out = launcher.empty((len(x), packed.stored), x.dtype)
+        launcher.give(
+            launcher.pool.address, packed.code.address, self._call_at, self._weights.data_ptr(),
+            self._biases.data_ptr(), starts.data_ptr(), len(self._parts), x.data_ptr(), packed.depth * x.itemsize,
+            out.data_ptr(), packed.stored * x.itemsize, self._blocks[size].data_ptr(), size,
+            *packed.arguments(launcher))
+        launcher.lead(PRODUCTS)
+        return out
+
+
+class Mixture:
+    """`x [tokens, hidden], logits [tokens, experts] -> [tokens, hidden]`.
+
+    Args:
+        gates: each expert's gates and what they gate: gated by the product, or by `activate` behind it.
+    """
+
+    def __init__(
+        self, gates: Sequence[Product], downs: Sequence[Product], activate: Linear | None, routing: Routing,
+        launcher: KernelLauncher,
+    ) -> None:
+        self._gates, self._downs = _Grouped(gates, launcher), _Grouped(downs, launcher)
+        self._activate, self._routing, self._launcher = activate, routing, launcher
+
+    def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
+        launcher, (tokens, hidden), top_k = self._launcher, x.shape, self._routing.top_k
+        if not tokens:
+            return torch.empty_like(x)
+        x, rows = x.contiguous(), tokens * top_k
+        starts, sources, places, shares = self._route(logits.contiguous())
+        sorted_x = launcher.empty((rows, hidden), x.dtype)
+        launcher.give(x.data_ptr(), sorted_x.data_ptr(), sources.data_ptr(), rows, hidden)
+        launcher.together(GATHER[x.dtype])
+        inner = self._gates(sorted_x, starts, tokens)
+        if self._activate is not None:
+            inner = self._activate(inner)
+        results = self._downs(inner, starts, tokens)
+        out = launcher.empty((tokens, hidden), x.dtype)
+        launcher.give(results.data_ptr(), out.data_ptr(), places.data_ptr(), tokens, hidden, top_k, shares.data_ptr(),
+                      launcher.scratch(launcher.threads * hidden))
+        launcher.together(COMBINE[x.dtype])
+        return out
+
+    def _route(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Where each expert's rows start, the token of each row, the row and the share of each choice."""
+        (tokens, experts), routing, launcher = logits.shape, self._routing, self._launcher
+        starts = launcher.empty((experts + 1,), torch.int32)
+        sources, places = (launcher.empty((tokens * routing.top_k,), torch.int32) for _ in range(2))
+        shares = launcher.empty((tokens * routing.top_k,), torch.float32)
+        launcher.give(logits.data_ptr(), tokens, experts, routing.top_k, int(routing.is_normalised), starts.data_ptr(),
+                      sources.data_ptr(), places.data_ptr(), shares.data_ptr())
+        launcher.alone(ROUTE[logits.dtype])
+        return starts, sources, places, shares
+

@@ -1,0 +1,227 @@
+"""The product of a few rows of small integers and a packed panel of 32 outputs, with a scale for each 64 inputs.
+
+    sums[rows, 32]  +=  for each group of 64 along depth:  scale(row, group) * scale(group, column) * (q . (w - zero))
+
+`quantize.py` packs both operands: weights are unsigned bytes of 7 bits (`zero` 64) or nibbles (`zero` 8), activations
+signed bytes up to `LIMIT`.  Instructions of 512 bits per 64 products, or twice as many of 256:
+
+    VNNI: bytes multiplied and added to 32 bits (`vpdpbusd`)                          1
+    nibbles: pairs added in 16 bits (`pmaddubsw`), widened after eight of them        2.2
+    7 bits: the same, widened after two                                               2.5
+    for comparison: each pair widened to 32 bits                                      3
+    for comparison: bfloat16 widened to float32                                       4 and more
+
+Nothing can overflow, so every processor computes the same integers; they are converted to floats once a group, always
+in the same order, so a row does not depend on the rows beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
+
+from llvmlite import ir
+
+from slotwise.kernels.cpu.gemm_finish import FLOATS, added, finish_row, for_either_kind, no_sums, read_floats
+from slotwise.kernels.cpu.jit.intrinsic import ElementType
+from slotwise.kernels.cpu.llvm import (
+    BYTE,
+    SHORT,
+    SINGLE,
+    WORD,
+    Loop,
+    all_of,
+    behind,
+    call,
+    fma,
+    number,
+    prefetch,
+    read,
+    spread,
+    switch,
+)
+from slotwise.kernels.cpu.processor import AVX2, AVX512
+from slotwise.kernels.cpu.quantize import BYTES, GROUP, RECORD
+
+HEIGHTS = range(1, 7) if AVX512 else range(1, 3)  # of a tile, as registers allow
+TALLEST = HEIGHTS[-1]
+RUN = {8: 2, 4: 8}  # quads whose pairs are added in 16 bits
+STEPS_OF_A_GROUP = GROUP // 8  # two quads at once
+ASKED = 2  # lines prefetched with each
+
+BYTES_64, _SHORTS, WORDS = (ir.VectorType(kind, lanes) for kind, lanes in ((BYTE, 64), (SHORT, 32), (WORD, 16)))
+
+Add: TypeAlias = Callable[[ir.IRBuilder, ir.Value, ir.Value, ir.Value], ir.Value]
+"""`add(builder, so_far, unsigned, signed)`: the sums after 64 products of bytes."""
+
+
+class Panel(NamedTuple):
+    """Addresses and strides of a panel's weights and of the rows it is multiplied with."""
+
+    weights: ir.Value
+    x: ir.Value
+    scales: ir.Value  # scales and corrections of the rows
+    group_rows: ir.Value  # rows of activations in a group
+    groups: ir.Value
+    target: ir.Value
+    stride: ir.Value
+    bias: ir.Value
+    is_gated: ir.Value
+    asked: ir.Value  # what to prefetch
+    step: ir.Value  # bytes of it with each two quads, at most ASKED lines
+    scratch: ir.Value  # memory of the thread
+
+
+class Weights(NamedTuple):
+    """Bits of a weight, and whether VNNI multiplies it."""
+
+    bits: int
+    by_vnni: bool
+
+
+def _pick(builder: ir.IRBuilder, vector: ir.Value, lanes: Sequence[int]) -> ir.Value:
+    chosen = ir.Constant(ir.VectorType(WORD, len(lanes)), list(lanes))
+    return builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), chosen)
+
+
+def _in_halves(builder: ir.IRBuilder, name: str, result: ir.Type, *vectors: ir.Value) -> ir.Value:
+    """Apply an instruction of 256 bits to both halves of vectors."""
+    half = ir.VectorType(result.element, result.count // 2)
+    parts = []
+    for upper in (0, 1):
+        operands = [_pick(builder, each, range(upper * each.type.count // 2, (upper + 1) * each.type.count // 2))
+                    for each in vectors]
+        parts.append(call(builder, f"llvm.x86.{name}", half, *operands))
+    return builder.shuffle_vector(*parts, ir.Constant(ir.VectorType(WORD, result.count), list(range(result.count))))
+
+
+def _add_pairs(builder: ir.IRBuilder, so_far: ir.Value, unsigned: ir.Value, signed: ir.Value) -> ir.Value:
+    """64 products of bytes, added in pairs to int16 x 32."""
+    if AVX512:
+        pairs = call(builder, "llvm.x86.avx512.pmaddubs.w.512", _SHORTS, unsigned, signed)
+    elif AVX2:
+        pairs = _in_halves(builder, "avx2.pmadd.ub.sw", _SHORTS, unsigned, signed)
+    else:
+        pairs = builder.add(*(builder.mul(
+            builder.zext(_pick(builder, unsigned, range(odd, 64, 2)), _SHORTS),
+            builder.sext(_pick(builder, signed, range(odd, 64, 2)), _SHORTS)) for odd in (0, 1)))
+    return builder.add(so_far, pairs)
+
+
+def _widen_pairs(builder: ir.IRBuilder, shorts: ir.Value) -> ir.Value:
+    """Pairs of int16 added: int32 x 16."""
+    ones = all_of(_SHORTS, 1)
+    if AVX512:
+        return call(builder, "llvm.x86.avx512.pmaddw.d.512", WORDS, shorts, ones)
+    if AVX2:
+        return _in_halves(builder, "avx2.pmadd.wd", WORDS, shorts, ones)
+    return builder.add(*(builder.sext(_pick(builder, shorts, range(odd, 32, 2)), WORDS) for odd in (0, 1)))
+
+
+def _add_fours(builder: ir.IRBuilder, so_far: ir.Value, unsigned: ir.Value, signed: ir.Value) -> ir.Value:
+    """64 products of bytes, added in fours to int32 x 16: by AVX-512 VNNI, or by AVX-VNNI, whose vectors are halves."""
+    operands = so_far, builder.bitcast(unsigned, WORDS), builder.bitcast(signed, WORDS)
+    if AVX512:
+        return call(builder, "llvm.x86.avx512.vpdpbusd.512", WORDS, *operands)
+    return _in_halves(builder, "avx512.vpdpbusd.256", WORDS, *operands)
+
+
+def weights_of_two_quads(builder: ir.IRBuilder, address: ir.Value, bits: int) -> list[list[ir.Value]]:
+    """Weights of two quads: for each, 16 columns of either half, as unsigned bytes."""
+    stored = [read(builder, behind(builder, address, place * 64), BYTES_64, 1) for place in range(bits // 2)]
+    if bits == 8:
+        return [stored[:2], stored[2:]]
+    return [[builder.and_(pair, all_of(BYTES_64, 15)) for pair in stored],
+            [builder.lshr(pair, all_of(BYTES_64, 4)) for pair in stored]]
+
+
+def _add_two_quads(
+    builder: ir.IRBuilder, rows: int, bits: int, panel: Panel, place: ir.Value, sums: Sequence[ir.Value], add: Add
+) -> list[ir.Value]:
+    """`sums`, two vectors a row, after all products of the two quads at `place` in the group; prefetches meanwhile."""
+    for line in range(ASKED):
+        part = builder.udiv(builder.mul(panel.step, number(line)), number(ASKED))
+        prefetch(builder, builder.add(panel.asked, builder.add(builder.mul(place, panel.step), part)))
+    weights = builder.add(panel.weights, builder.mul(place, number(128 * bits // 4)))
+    x, sums = builder.add(panel.x, builder.mul(place, number(8))), list(sums)
+    for quad, halves in enumerate(weights_of_two_quads(builder, weights, bits)):
+        for row in range(rows):
+            four = read(builder, behind(builder, x, row * GROUP + quad * 4), WORD, 1)
+            four = builder.bitcast(spread(builder, four, WORDS), BYTES_64)
+            for half in (0, 1):
+                sums[2 * row + half] = add(builder, sums[2 * row + half], halves[half], four)
+    return sums
+
+
+def _group(builder: ir.IRBuilder, rows: int, weights: Weights, panel: Panel) -> list[ir.Value]:
+    """One group's integers, two vectors of int32 per row: corrections first, then all quads.
+
+    Loops and not copies: with all loads in sight LLVM would hoist them and run out of registers.
+    """
+    bits = weights.bits
+    start = [spread(builder, read(builder, behind(builder, panel.scales, row * 8 + 4), WORD, 1), WORDS)
+             for row in range(rows) for _ in (0, 1)]
+    if weights.by_vnni:
+        turns = Loop(builder, number(STEPS_OF_A_GROUP), 1, start)
+        return turns.close(_add_two_quads(builder, rows, bits, panel, turns.index, turns.values, _add_fours))
+    runs = Loop(builder, number(GROUP // 4 // RUN[bits]), 1, start)
+    first, nothing = builder.mul(runs.index, number(RUN[bits] // 2)), [all_of(_SHORTS, 0)] * len(start)
+    if RUN[bits] == 2:
+        sums = _add_two_quads(builder, rows, bits, panel, first, nothing, _add_pairs)
+    else:
+        turns = Loop(builder, number(RUN[bits] // 2), 1, nothing)
+        place = builder.add(first, turns.index)
+        sums = turns.close(_add_two_quads(builder, rows, bits, panel, place, turns.values, _add_pairs))
+    return runs.close([builder.add(total, _widen_pairs(builder, shorts))
+                       for total, shorts in zip(runs.values, sums, strict=True)])
+
+
+def group_panel(builder: ir.IRBuilder, bits: int, panel: Panel, group: ir.Value) -> Panel:
+    """What a `panel` is for one of its groups."""
+    passed = builder.mul(group, panel.group_rows)
+    step = builder.mul(panel.step, number(STEPS_OF_A_GROUP))
+    return panel._replace(
+        weights=builder.add(panel.weights, builder.mul(group, number(RECORD[bits]))),
+        x=builder.add(panel.x, builder.mul(passed, number(GROUP))),
+        scales=builder.add(panel.scales, builder.mul(passed, number(8))),
+        asked=builder.add(panel.asked, builder.mul(group, step)))
+
+
+def add_group(
+    builder: ir.IRBuilder, totals: Sequence[ir.Value], so_far: Sequence[ir.Value], of_row: ir.Value,
+    of_weights: Sequence[ir.Value],
+) -> list[ir.Value]:
+    """A row's sums `so_far` after those of a group, `totals` in int32, and the scales of the row and of the weights."""
+    own = spread(builder, of_row, FLOATS)
+    return [fma(builder, builder.sitofp(total, FLOATS), builder.fmul(own, weight), before)
+            for total, weight, before in zip(totals, of_weights, so_far, strict=True)]
+
+
+def _all_groups(builder: ir.IRBuilder, rows: int, weights: Weights, panel: Panel) -> list[ir.Value]:
+    """The sums of a tile, two vectors a row."""
+    groups = Loop(builder, panel.groups, 1, no_sums(2 * rows))
+    group = group_panel(builder, weights.bits, panel, groups.index)
+    totals = _group(builder, rows, weights, group)
+    of_weights = read_floats(builder, behind(builder, group.weights, BYTES[weights.bits]), 2)
+    results = []
+    for row in range(rows):
+        own, both = read(builder, behind(builder, group.scales, row * 8), SINGLE, 1), slice(2 * row, 2 * row + 2)
+        results += add_group(builder, totals[both], groups.values[both], own, of_weights)
+    return groups.close(results)
+
+
+def _finish(builder: ir.IRBuilder, sums: list[ir.Value], panel: Panel, kind: ElementType) -> None:
+    bias = read_floats(builder, panel.bias, 2)
+
+    def of_kind(*, is_gated: bool) -> None:
+        for row in range(len(sums) // 2):
+            target = builder.add(panel.target, builder.mul(panel.stride, number(row)))
+            finish_row(builder, added(builder, sums[2 * row : 2 * row + 2], bias), target, kind, is_gated=is_gated)
+
+    for_either_kind(builder, panel.is_gated, of_kind)
+
+
+def emit_gemm(builder: ir.IRBuilder, height: ir.Value, weights: Weights, panel: Panel, kind: ElementType) -> None:
+    """The weights of a `panel` times `height` rows, of `HEIGHTS`, plus bias, to rows of `kind`."""
+    switch(builder, height, HEIGHTS, lambda rows: _finish(
+        builder, _all_groups(builder, rows, weights, panel), panel, kind))

@@ -1,0 +1,16 @@
+"""ERNIE 4.5 (Baidu, 2025), dense: Llama that rotates pairs of neighbours."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from slotwise.model.config import Defaults, ModelConfig, read_common
+from slotwise.model.fields import Fields
+
+DEFAULTS = Defaults(num_kv_heads=2, head_dim=128, rms_norm_eps=1e-5, rope_theta=500_000.0, tie_word_embeddings=True)
+
+
+def configure(fields: Fields) -> ModelConfig:
+    config, bias = read_common(fields, DEFAULTS), fields.flag("use_bias")
+    ropes = tuple(replace(rope, has_neighbours=True) for rope in config.ropes)
+    return replace(config, ropes=ropes, qkv_bias=bias, output_bias=bias, mlp_bias=bias)

@@ -1,0 +1,47 @@
+"""GLM-4 (Team GLM, 2024): Llama that rotates half of a head, in pairs of neighbours; since 0414 with norms behind
+attention and MLP, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from slotwise.model.config import MAX_LAYERS, Defaults, ModelConfig, read_common, read_head_dim
+from slotwise.model.fields import Fields
+from slotwise.model.layers.attention import Attention, AttentionOptions
+from slotwise.model.layers.embedding import EndOptions, read_ends
+from slotwise.model.layers.mlp import GatedMLP
+from slotwise.model.layers.norm import NormOptions, RMSNorm
+from slotwise.model.layers.source import Source
+from slotwise.model.network import DecoderLayer, Network
+from slotwise.model.ropes import read_rope
+
+DEFAULTS = Defaults(num_kv_heads=2, head_dim=128, rms_norm_eps=0.00000015625)
+
+
+def configure(fields: Fields) -> ModelConfig:
+    fields = Fields({"partial_rotary_factor": 0.5, **fields.values}, fields.where)
+    head_dim = read_head_dim(fields) if fields.has("head_dim") else DEFAULTS.head_dim
+    rope = replace(read_rope(fields, head_dim=head_dim), has_neighbours=True)
+    config = read_common(fields, DEFAULTS, ropes=(rope,) * fields.integer("num_hidden_layers", maximum=MAX_LAYERS))
+    return replace(config, qkv_bias=fields.flag("attention_bias", default=True), has_fused_gates=True)
+
+
+def compose(config: ModelConfig, source: Source) -> Network:
+    """The version of 0414."""
+    hidden, norms = config.hidden_size, NormOptions(config.rms_norm_eps)
+    options, sizes = AttentionOptions(config.qkv_bias), (hidden, config.intermediate_size)
+
+    def layer(index: int) -> DecoderLayer:
+        at, shape = f"model.layers.{index}", config.attention_shape(index)
+        return DecoderLayer(
+            attention_norm=RMSNorm(source, f"{at}.input_layernorm", hidden, norms),
+            attention=Attention(source, f"{at}.self_attn", shape, config.ropes[index], hidden, options),
+            attention_post_norm=RMSNorm(source, f"{at}.post_self_attn_layernorm", hidden, norms),
+            mlp_norm=RMSNorm(source, f"{at}.post_attention_layernorm", hidden, norms),
+            mlp=GatedMLP(source, f"{at}.mlp", sizes, is_fused=True),
+            mlp_post_norm=RMSNorm(source, f"{at}.post_mlp_layernorm", hidden, norms))
+
+    embedding, head = read_ends(source, config.vocab_size, hidden, EndOptions(config.tie_word_embeddings))
+    return Network(embedding, [layer(index) for index in range(config.num_layers)],
+                   RMSNorm(source, "model.norm", hidden, norms), head)

@@ -1,0 +1,51 @@
+"""OLMo 2 (OLMo Team, 2024): norms behind attention and MLP in place of those before them, and over all queries and all
+keys of a token.
+
+    x = x + norm(attention(x)),  x = x + norm(down(silu(gate(x)) * up(x)))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from slotwise.model.config import Defaults, ModelConfig, read_common
+from slotwise.model.fields import Fields
+from slotwise.model.layers.attention import Attention, AttentionOptions
+from slotwise.model.layers.embedding import EndOptions, read_ends
+from slotwise.model.layers.mlp import GatedMLP
+from slotwise.model.layers.norm import NoNorm, NormOptions, RMSNorm
+from slotwise.model.layers.rope import Rope
+from slotwise.model.layers.source import Source
+from slotwise.model.network import DecoderLayer, Network
+
+
+def configure(fields: Fields, ropes: Sequence[Rope] | None = None) -> ModelConfig:
+    """`ropes` are those of the layers; None: one for all of them."""
+    config, bias = read_common(fields, Defaults(rms_norm_eps=1e-5), ropes=ropes), fields.flag("attention_bias")
+    return replace(config, qkv_bias=bias, output_bias=bias, qk_norm=True)
+
+
+def compose(config: ModelConfig, source: Source) -> Network:
+    """Also OLMo 3's, with windows and rotary embeddings by layer."""
+    return compose_normed_behind(config, source, norms_all_heads=True)
+
+
+def compose_normed_behind(config: ModelConfig, source: Source, *, norms_all_heads: bool) -> Network:
+    """A model whose norms are behind attention and MLP."""
+    hidden, norms = config.hidden_size, NormOptions(config.rms_norm_eps)
+    options = AttentionOptions(config.qkv_bias, config.output_bias, norms, norms_all_heads)
+
+    def layer(index: int) -> DecoderLayer:
+        at, shape = f"model.layers.{index}", config.attention_shape(index)
+        return DecoderLayer(
+            attention_norm=NoNorm(source),
+            attention=Attention(source, f"{at}.self_attn", shape, config.ropes[index], hidden, options),
+            attention_post_norm=RMSNorm(source, f"{at}.post_attention_layernorm", hidden, norms),
+            mlp_norm=NoNorm(source),
+            mlp=GatedMLP(source, f"{at}.mlp", (hidden, config.intermediate_size)),
+            mlp_post_norm=RMSNorm(source, f"{at}.post_feedforward_layernorm", hidden, norms))
+
+    embedding, head = read_ends(source, config.vocab_size, hidden, EndOptions(config.tie_word_embeddings))
+    return Network(embedding, [layer(index) for index in range(config.num_layers)],
+                   RMSNorm(source, "model.norm", hidden, norms), head)

@@ -1,0 +1,1 @@
+"""GGUF files as checkpoints: their metadata as a config, their tensors under the names that families read."""

@@ -1,0 +1,102 @@
+"""Mixtures of experts (Shazeer et al., 2017; Fedus et al., 2021): a router chooses a few of many MLPs for each token.
+
+    x ─► router ─► logits ─┐
+    x ─────────────► experts chosen, weighted, added ─► + sigmoid(gate(x)) * shared(x)     where there is such an expert
+
+Routing, and the products that read only the weights of chosen experts, are one operation of the kernels.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slotwise.kernels.interface import Activation, ClampedSwiGLU, ExpertWeights, Kernels, Routing
+from slotwise.model.layers.linear import Linear
+from slotwise.model.layers.mlp import GatedMLP
+from slotwise.model.layers.source import Source
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """An MLP of all tokens, weighted by the sigmoid of its gate's one output."""
+
+    mlp: GatedMLP
+    gate: Linear
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the weights, as packed."""
+        return self.mlp.bytes + self.gate.bytes
+
+
+class MixtureOfExperts:
+    """`[tokens, hidden] -> [tokens, hidden]`.
+
+    Args:
+        weights: of each expert, read one after another.
+        sizes: of the hidden state, and between an expert's products.
+    """
+
+    def __init__(
+        self, router: Linear, weights: Iterable[ExpertWeights], sizes: tuple[int, int], routing: Routing,
+        source: Source, *, activation: Activation | ClampedSwiGLU = "silu", shared: SharedExpert | None = None,
+    ) -> None:
+        self._kernels: Kernels = source.kernels
+        self._router, self._shared = router, shared
+        (hidden, intermediate), packed_bytes, dtype = sizes, source.kernels.linear_bytes, source.dtype
+        each = iter(weights)  # packed as they are read
+        first = next(each)
+        of_one = packed_bytes(first.gate_up) + packed_bytes(first.down)
+        of_one += (2 * intermediate + hidden) * dtype.itemsize if first.down_bias is not None else 0
+        self._experts = source.kernels.experts(itertools.chain([first], each), routing, activation)
+        beside = router.bytes + (shared.bytes if shared else 0)
+        self.bytes = beside + routing.num_experts * of_one
+        self.token_bytes = beside + routing.top_k * of_one
+
+    def __call__(self, x: Tensor) -> Tensor:
+        result = self._experts(x, self._router(x))
+        if self._shared is None:
+            return result
+        return self._kernels.add(self._shared.mlp(x), result, self._shared.gate(x))
+
+
+def separate_experts(
+    source: Source, name: str, parts: tuple[str, str, str], sizes: tuple[int, int], count: int,
+) -> Iterator[ExpertWeights]:
+    """Experts whose weights are tensors of their own; `parts` are the names of gate, what it gates, and down."""
+    hidden, intermediate = sizes
+    gate, up, down = parts
+    for expert in range(count):
+        at = f"{name}.{expert}"
+        yield ExpertWeights(
+            source.tensor({f"{at}.{part}.weight": (intermediate, hidden) for part in (gate, up)}),
+            source.tensor({f"{at}.{down}.weight": (hidden, intermediate)}))
+
+
+def stacked_experts(
+    source: Source, names: tuple[str, str], sizes: tuple[int, int], count: int,
+) -> Iterator[ExpertWeights]:
+    """Experts that lie together in two tensors: gates and what they gate, and down."""
+    hidden, intermediate = sizes
+    gate_up = source.tensor({names[0]: (count, 2 * intermediate, hidden)})
+    down = source.tensor({names[1]: (count, hidden, intermediate)})
+    for expert in range(count):
+        yield ExpertWeights(gate_up[expert], down[expert])
+
+
+def interleaved_experts(source: Source, name: str, sizes: tuple[int, int], count: int) -> Iterator[ExpertWeights]:
+    """Experts of gpt-oss: transposed, with biases, each gate beside what it gates."""
+    hidden, intermediate = sizes
+    gate_up = source.tensor({f"{name}.gate_up_proj": (count, hidden, 2 * intermediate)})
+    gate_up_bias = source.tensor({f"{name}.gate_up_proj_bias": (count, 2 * intermediate)})
+    down = source.tensor({f"{name}.down_proj": (count, intermediate, hidden)})
+    down_bias = source.tensor({f"{name}.down_proj_bias": (count, hidden)})
+    order = torch.arange(2 * intermediate).view(-1, 2).T.flatten()  # gates first
+    for expert in range(count):
+        yield ExpertWeights(gate_up[expert].T[order], down[expert].T.contiguous(), gate_up_bias[expert][order],
+                            down_bias[expert])

@@ -1,0 +1,66 @@
+"""Where the tensors of a checkpoint come from: what each kind of file gives, and all that the rest of loading needs.
+
+    safetensors_files   model.safetensors, or shards          gguf.tensors   a GGUF file, or its parts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from slotwise.kernels.matrix import Format, QuantisedMatrix, Weight
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+Read = Callable[..., Weight]
+"""`read(name, ...)`: one tensor, or several stacked along their first dimension.
+
+Plain numbers are in memory of their own; a quantised matrix is read from the file where it is unpacked.
+"""
+
+
+class StoredTensor(Protocol):
+    """A tensor in a file that is mapped: nothing of it is in memory before it is read."""
+
+    @property
+    def kind(self) -> str:
+        """How it is stored, by its name in the file's format."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def nbytes(self) -> int:
+        """In the file."""
+        ...
+
+    def rows(self, first: int, end: int) -> Tensor:
+        """Rows `first ... end - 1` along the first dimension, of the type that they are stored as; not for matrices."""
+        ...
+
+    @property
+    def format(self) -> Format | None:
+        """Of a quantised matrix; None where plain numbers are stored."""
+        ...
+
+    def matrix(self) -> QuantisedMatrix:
+        """The whole, where it has a format."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSource:
+    """The tensors of a checkpoint by the names that families use."""
+
+    where: str  # the folder or the file, for messages
+    described_by: str  # what says which tensors there are, for messages
+    tensors: Mapping[str, StoredTensor]
+    is_exact: bool = False  # nothing is there but what a model reads
+
+    def shown(self, name: str) -> str:
+        """The name of a tensor in the file."""
+        return name

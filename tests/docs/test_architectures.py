@@ -1,0 +1,32 @@
+"""The table of transformers' causal models is that of the code, and each class that is served is compared in tests."""
+
+from __future__ import annotations
+
+import json
+
+import checkpoints
+import pytest
+from docs.generate import architectures
+
+from slotwise.model.families import FAMILIES
+
+ELSEWHERE = {"Gemma3ForConditionalGeneration"}  # its text part: tests/model/test_decoder.py
+
+
+@pytest.mark.slow
+def test_the_table_is_up_to_date() -> None:
+    """Renew it by `python -m docs.generate.architectures` and `python -m docs.generate`."""
+    assert json.loads(architectures.FILE.read_text()) == architectures.survey()
+
+
+def test_logits_of_every_class_that_is_served_are_compared() -> None:
+    compared = {f"{checkpoints.class_name(family)}ForCausalLM" for family in checkpoints.FAMILIES}
+    assert set(FAMILIES) == compared | ELSEWHERE
+
+
+def test_some_are_served_and_the_others_refused_with_what_is_in_the_way() -> None:
+    rows = {row["class"]: row["message"] for row in json.loads(architectures.FILE.read_text())["rows"]
+            if row["class"] != "LlamaForCausalLM"}
+    assert rows["Qwen3MoeForCausalLM"] == architectures.SERVED
+    assert rows["MambaForCausalLM"] == "architecture MambaForCausalLM is not supported"
+    assert {name for name, message in rows.items() if message == architectures.SERVED} <= set(FAMILIES)

@@ -1,0 +1,167 @@
+"""GGUF files of small checkpoints, written with the gguf package: its names of tensors and keys, none of Slotwise's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf.quants import quantize
+from safetensors.torch import load_file
+
+INTERLEAVED = (gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.GRANITE, gguf.MODEL_ARCH.SMOLLM3)
+GEMMA = (gguf.MODEL_ARCH.GEMMA2, gguf.MODEL_ARCH.GEMMA3)
+ARCHITECTURES = {
+    "LlamaForCausalLM": gguf.MODEL_ARCH.LLAMA, "MistralForCausalLM": gguf.MODEL_ARCH.LLAMA,
+    "MixtralForCausalLM": gguf.MODEL_ARCH.LLAMA, "Qwen2ForCausalLM": gguf.MODEL_ARCH.QWEN2,
+    "Qwen3ForCausalLM": gguf.MODEL_ARCH.QWEN3, "Qwen3MoeForCausalLM": gguf.MODEL_ARCH.QWEN3MOE,
+    "Gemma2ForCausalLM": gguf.MODEL_ARCH.GEMMA2, "Gemma3ForCausalLM": gguf.MODEL_ARCH.GEMMA3,
+    "GraniteForCausalLM": gguf.MODEL_ARCH.GRANITE, "Olmo2ForCausalLM": gguf.MODEL_ARCH.OLMO2,
+    "OlmoeForCausalLM": gguf.MODEL_ARCH.OLMOE, "Phi3ForCausalLM": gguf.MODEL_ARCH.PHI3,
+    "SmolLM3ForCausalLM": gguf.MODEL_ARCH.SMOLLM3, "Glm4ForCausalLM": gguf.MODEL_ARCH.GLM4,
+    "Ernie4_5ForCausalLM": gguf.MODEL_ARCH.ERNIE4_5, "SeedOssForCausalLM": gguf.MODEL_ARCH.SEED_OSS,
+}  # fmt: skip
+Edit = Callable[[gguf.GGUFWriter], None]
+
+
+def write(folder: Path, path: Path, kind: str = "F32", *, edit: Edit = lambda writer: None, parts: int = 1) -> Path:
+    """Writes a checkpoint to `path`, with matrices stored as `kind`, as llama.cpp's converter does.
+
+    `edit` may add to the metadata.  With several parts `path` is a name without an end; returns the first part.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    arch = ARCHITECTURES[config["architectures"][0]]
+    tensors = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    name = gguf.MODEL_ARCH_NAMES[arch]
+    most = -(-(len(tensors) + 1) // parts) if parts > 1 else 0
+    writer = gguf.GGUFWriter(path, name, split_max_tensors=most)
+    _add_config(writer, config)
+    if (folder / "tokenizer.json").is_file():
+        add_tokenizer(writer, folder, size=config["vocab_size"])
+    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+    for original, tensor in _joined(tensors).items():
+        stored = names.get_name(original, (".weight", ".bias"))
+        assert stored, original
+        numbers = _converted(arch, original, tensor, config)
+        writer.add_tensor(stored, *_stored(numbers, kind))
+    for stored, factors in _rope_factors(config).items():
+        writer.add_tensor(stored, factors)
+    edit(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return next(iter(sorted(path.parent.glob(f"{path.stem}-00001-of-*.gguf")))) if parts > 1 else path
+
+
+def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    heads, rope = config["num_attention_heads"], config.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)  # Gemma 3 has one for each kind of layer
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(rope.get("rope_theta", 10_000.0))
+    writer.add_vocab_size(config["vocab_size"])
+    if rope.get("rope_type") in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope.get("rope_type") in ("yarn", "longrope"):
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if rope.get("rope_type") == "longrope":
+        longer = config["max_position_embeddings"] / rope["original_max_position_embeddings"]
+        sharper = np.sqrt(1 + np.log(longer) / np.log(rope["original_max_position_embeddings"]))
+        writer.add_rope_scaling_attn_factors(float(rope.get("attention_factor") or sharper))
+    for name, add in (
+        ("attn_logit_softcapping", writer.add_attn_logit_softcapping),
+        ("final_logit_softcapping", writer.add_final_logit_softcapping),
+        ("attention_multiplier", writer.add_attention_scale), ("embedding_multiplier", writer.add_embedding_scale),
+        ("residual_multiplier", writer.add_residual_scale), ("logits_scaling", writer.add_logit_scale),
+        ("num_experts", writer.add_expert_count), ("num_local_experts", writer.add_expert_count),
+        ("num_experts_per_tok", writer.add_expert_used_count),
+        ("moe_intermediate_size", writer.add_expert_feed_forward_length),
+    ):
+        if config.get(name):
+            add(config[name])
+    if config.get("sliding_window") and config["architectures"][0] in ("Gemma2ForCausalLM", "Gemma3ForCausalLM",
+                                                                       "Phi3ForCausalLM"):
+        writer.add_sliding_window(config["sliding_window"])
+
+
+def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, kind: str = "gpt-2", size: int = 0) -> None:
+    """The byte-level tokenizer of a checkpoint, and its chat template."""
+    description, settings = (json.loads((folder / name).read_text()) for name in (
+        "tokenizer.json", "tokenizer_config.json"))
+    special = {token["id"] for token in description["added_tokens"]}
+    tokens = sorted(description["model"]["vocab"], key=description["model"]["vocab"].__getitem__)
+    words = len(tokens)
+    tokens += [f"[PAD{number}]" for number in range(words, size)]  # as the converter fills a table up
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(kind)
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if number in special else 1 for number in range(words)] + [5] * (len(tokens) - words))
+    writer.add_token_merges([" ".join(merge) for merge in description["model"]["merges"]])
+    writer.add_bos_token_id(tokens.index(settings["bos_token"]))
+    writer.add_eos_token_id(tokens.index(settings["eos_token"]))
+    writer.add_pad_token_id(tokens.index(settings["pad_token"]))
+    writer.add_chat_template(settings["chat_template"])
+
+
+def _converted(arch: gguf.MODEL_ARCH, name: str, tensor: torch.Tensor, config: dict[str, Any]) -> np.ndarray[Any, Any]:
+    """As the converter changes a tensor: rows of Llama's queries and keys interleaved, Gemma's norms offset."""
+    numbers = tensor.float().numpy()
+    for part, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
+        if arch in INTERLEAVED and part in name:
+            pairs = numbers.reshape(config[heads], 2, -1, *numbers.shape[1:])
+            numbers = np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(numbers.shape))
+    return numbers + 1.0 if arch in GEMMA and "norm" in name else numbers
+
+
+def _joined(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The matrices of all experts of a layer as one tensor."""
+    experts: dict[str, list[torch.Tensor]] = {}
+    others = {}
+    for name in sorted(tensors, key=lambda name: [int(part) if part.isdigit() else 0 for part in name.split(".")]):
+        parts = name.split(".experts.")
+        if len(parts) == 1:
+            others[name] = tensors[name]
+        else:
+            experts.setdefault(f"{parts[0]}.experts.{parts[1].partition('.')[2]}", []).append(tensors[name])
+    return others | {name: torch.stack(each) for name, each in experts.items()}
+
+
+def _stored(numbers: np.ndarray[Any, Any], kind: str) -> tuple[Any, ...]:
+    """Data and further arguments of `add_tensor`; vectors stay in float32."""
+    if numbers.ndim < 2 or kind == "F32":
+        return (numbers,)
+    if kind == "F16":
+        return (numbers.astype(np.float16),)
+    stored = gguf.GGMLQuantizationType[kind]
+    return quantize(numbers, stored), None, stored
+
+
+def _rope_factors(config: dict[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
+    """What the frequencies of Llama 3's scaling, or of LongRoPE, are divided by."""
+    rope = config.get("rope_parameters") or {}
+    if rope.get("rope_type") == "longrope":
+        return {f"rope_factors_{kind}.weight": np.array(rope[f"{kind}_factor"], np.float32)
+                for kind in ("long", "short")}
+    if rope.get("rope_type") != "llama3":
+        return {}
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    plain = 1.0 / rope["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
+    turns = rope["original_max_position_embeddings"] * plain / (2 * np.pi)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    keep = np.clip((turns - low) / (high - low), 0, 1)
+    return {"rope_freqs.weight": (1 / ((1 - keep) / rope["factor"] + keep)).astype(np.float32)}

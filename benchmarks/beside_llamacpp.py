@@ -31,10 +31,11 @@ from typing import NamedTuple
 import aiohttp
 from benchmarks.beside_vllm import VOCABULARY, workload
 
-SLOTS, CONTEXT = 64, 2048
+SLOTS, CONTEXT = 64, 1600
 STREAM_PROMPT, STREAM_TOKENS, LONG_PROMPT = 128, 64, 1024
 READY_SECONDS = 170
 ROUNDS = 3
+MEASURES = ("one", "eight", "prompt", "mixed")
 
 
 class Answer(NamedTuple):
@@ -48,7 +49,7 @@ def command(engine: str, file: str, threads: int, port: int) -> list[str]:
         return [sys.executable, "-m", "slotwise.cli", "serve", file, "--port", str(port), "--max-num-seqs", str(SLOTS),
                 "--max-model-len", str(CONTEXT), "--no-enable-prefix-caching", "--served-model-name", "model"]
     return [engine, "-m", file, "--port", str(port), "-t", str(threads), "-tb", str(threads), "-np", str(SLOTS),
-            "-c", str(SLOTS * CONTEXT), "-a", "model", "--no-webui", "-kvu", "--cache-ram", "0"]
+            "-c", str(SLOTS * CONTEXT), "-a", "model", "--no-webui", "--cache-ram", "0"]
 
 
 @contextmanager
@@ -124,7 +125,7 @@ async def median(measure: Callable[[], Awaitable[float]]) -> float:
     return statistics.median([await measure() for _ in range(ROUNDS)])
 
 
-async def measured(base: str, seed: int) -> dict[str, float]:
+async def measured(base: str, seed: int, only: list[str]) -> dict[str, float]:
     draw = random.Random(seed)
     limits = aiohttp.ClientTimeout(600)
     async with aiohttp.ClientSession(timeout=limits, connector=aiohttp.TCPConnector(limit=0)) as session:
@@ -132,10 +133,13 @@ async def measured(base: str, seed: int) -> dict[str, float]:
         await ready(session, base)
         figures = {"ready": time.perf_counter() - began}
         await streams(session, base, 2, draw)  # not counted
-        figures["one"] = await median(lambda: streams(session, base, 1, draw))
-        figures["eight"] = await median(lambda: streams(session, base, 8, draw))
-        figures["prompt"] = await median(lambda: prompt_rate(session, base, draw))
-        figures["mixed"] = await mixed(session, base, seed)
+        measures: dict[str, Callable[[], Awaitable[float]]] = {
+            "one": lambda: median(lambda: streams(session, base, 1, draw)),
+            "eight": lambda: median(lambda: streams(session, base, 8, draw)),
+            "prompt": lambda: median(lambda: prompt_rate(session, base, draw)),
+            "mixed": lambda: mixed(session, base, seed)}
+        for name in only:
+            figures[name] = await measures[name]()
         return figures
 
 
@@ -144,11 +148,12 @@ def main() -> None:
     parser.add_argument("engine", help="slotwise, or the path of llama-server")
     parser.add_argument("file", help="a model in GGUF")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of llama.cpp")
+    parser.add_argument("--only", nargs="+", choices=MEASURES, default=list(MEASURES), help="what is measured")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", default=os.devnull, help="of the server")
     asked = parser.parse_args()
     with server(asked.engine, asked.file, asked.threads, asked.log) as base:
-        figures = asyncio.run(measured(base, asked.seed))
+        figures = asyncio.run(measured(base, asked.seed, asked.only))
     name = "slotwise" if asked.engine == "slotwise" else "llama.cpp"
     print(json.dumps({"engine": name, "file": os.path.basename(asked.file)} | {
         key: round(value, 2) for key, value in figures.items()}), flush=True)

@@ -40,7 +40,7 @@ from slotwise.core.params import SamplingParams
 from slotwise.core.request import Request
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.slo import SLO, Tier
-from slotwise.core.step import StepPlan
+from slotwise.core.step import Proposing, StepPlan
 from slotwise.core.step_time import StepTimeModel, Work
 from slotwise.engine.executor import FakeExecutor
 from slotwise.policies.settings import Ordering
@@ -106,10 +106,15 @@ class Guesses:
             known.append(next_token(known) if draw.random() < self._share else draw.randrange(VOCABULARY))
         return tuple(known[len(request.tokens) :])
 
+    def seconds(self, num_rows: int, num_drafts: int) -> float:
+        return 0.0
+
     def waits(self, request: Request) -> bool:
         return Random(zlib.crc32(bytes(request.tokens), self._seed)).random() < 0.5
 
-    def committed(self, requests: Sequence[Request], drafts: Sequence[Sequence[int]]) -> None:
+    def committed(
+        self, requests: Sequence[Request], drafts: Sequence[Sequence[int]], proposing: Proposing | None = None,
+    ) -> None:
         """It learns nothing."""
 
     def finished(self, request: Request) -> None:

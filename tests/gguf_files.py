@@ -17,11 +17,13 @@ INTERLEAVED = (gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.GRANITE, gguf.MODEL_ARCH.S
 GEMMA = (gguf.MODEL_ARCH.GEMMA2, gguf.MODEL_ARCH.GEMMA3)
 ARCHITECTURES = {
     "LlamaForCausalLM": gguf.MODEL_ARCH.LLAMA, "MistralForCausalLM": gguf.MODEL_ARCH.LLAMA,
-    "Qwen2ForCausalLM": gguf.MODEL_ARCH.QWEN2, "Qwen3ForCausalLM": gguf.MODEL_ARCH.QWEN3,
-    "Qwen3MoeForCausalLM": gguf.MODEL_ARCH.QWEN3MOE, "Gemma2ForCausalLM": gguf.MODEL_ARCH.GEMMA2,
-    "Gemma3ForCausalLM": gguf.MODEL_ARCH.GEMMA3, "GraniteForCausalLM": gguf.MODEL_ARCH.GRANITE,
-    "Olmo2ForCausalLM": gguf.MODEL_ARCH.OLMO2, "Phi3ForCausalLM": gguf.MODEL_ARCH.PHI3,
-    "SmolLM3ForCausalLM": gguf.MODEL_ARCH.SMOLLM3,
+    "MixtralForCausalLM": gguf.MODEL_ARCH.LLAMA, "Qwen2ForCausalLM": gguf.MODEL_ARCH.QWEN2,
+    "Qwen3ForCausalLM": gguf.MODEL_ARCH.QWEN3, "Qwen3MoeForCausalLM": gguf.MODEL_ARCH.QWEN3MOE,
+    "Gemma2ForCausalLM": gguf.MODEL_ARCH.GEMMA2, "Gemma3ForCausalLM": gguf.MODEL_ARCH.GEMMA3,
+    "GraniteForCausalLM": gguf.MODEL_ARCH.GRANITE, "Olmo2ForCausalLM": gguf.MODEL_ARCH.OLMO2,
+    "OlmoeForCausalLM": gguf.MODEL_ARCH.OLMOE, "Phi3ForCausalLM": gguf.MODEL_ARCH.PHI3,
+    "SmolLM3ForCausalLM": gguf.MODEL_ARCH.SMOLLM3, "Glm4ForCausalLM": gguf.MODEL_ARCH.GLM4,
+    "Ernie4_5ForCausalLM": gguf.MODEL_ARCH.ERNIE4_5, "SeedOssForCausalLM": gguf.MODEL_ARCH.SEED_OSS,
 }  # fmt: skip
 Edit = Callable[[gguf.GGUFWriter], None]
 

@@ -19,6 +19,7 @@ import pytest
 from slotwise import LLM, RequestOutput, SamplingParams, StructuredOutputsParams, grammars
 from slotwise.core.interfaces import DraftRow, Due, Proposal
 from slotwise.core.request import Request
+from slotwise.core.step import Proposing
 from slotwise.core.step_time import Work
 from slotwise.text.structured_output import json_schema
 
@@ -179,10 +180,15 @@ class Oracle:
             drafts.append(tuple(known))
         return Proposal(drafts, "")
 
+    def seconds(self, num_rows: int, num_drafts: int) -> float:
+        return 0.0
+
     def waits(self, request: Request) -> bool:
         return False
 
-    def committed(self, requests: Sequence[Request], drafts: Sequence[Sequence[int]]) -> None:
+    def committed(
+        self, requests: Sequence[Request], drafts: Sequence[Sequence[int]], proposing: Proposing | None = None,
+    ) -> None:
         self.num_drafts += sum(map(len, drafts))
 
     def finished(self, request: Request) -> None: ...

@@ -5,24 +5,23 @@ Drafts come from the real lookups.  A step-time model to which drafts cost nothi
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
+from drafted import Played, mixed, play, several
 from live import Live, serving
 
 from slotwise import builtin
 from slotwise.compose.engine import Loaded, load
-from slotwise.core.params import SamplingParams
-from slotwise.core.step import TokenLogprobs
+from slotwise.core.params import SamplingParams, ThinkingBudget
 from slotwise.core.step_time import StepTimeModel, Work
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.engine import Engine
-from slotwise.engine.messages import Add, Finish, StepRecord
+from slotwise.engine.messages import Add
 from slotwise.simulate.replay import replay
 from slotwise.speculation.proposer import DraftProposer
 from slotwise.speculation.settings import Speculation
@@ -38,26 +37,6 @@ def size(self):
 
 """
 METHODS = ("ngram", "suffix", "prediction")
-
-
-class Output(NamedTuple):
-    tokens: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...]
-    reason: str
-
-
-class Played(NamedTuple):
-    outputs: dict[str, Output]
-    records: list[StepRecord]
-
-    @property
-    def num_drafts(self) -> int:
-        return sum(len(drafts) for record in self.records for drafts in record.drafts)
-
-    @property
-    def num_right(self) -> int:
-        return sum(max(0, len(tokens) - 1) for record in self.records for drafts, tokens in zip(
-            record.drafts, record.sampled or record.token_ids, strict=False) if drafts)
 
 
 @pytest.fixture(scope="module")
@@ -93,29 +72,6 @@ def engine(loaded: Loaded, method: str = "", **settings: Any) -> Engine:
     return made
 
 
-def play(subject: Engine, adds: list[Add], aborts: dict[int, str] | None = None) -> Played:
-    """Adds the requests, some in every step; `aborts` ends requests before a step."""
-    waiting, tokens, logprobs, reasons = list(adds), {}, {}, {}
-    records: list[StepRecord] = []
-    while waiting or subject.has_work:
-        for one in waiting[:3]:
-            subject.handle(one)
-        del waiting[:3]
-        if aborts and (name := aborts.pop(len(records), "")):
-            subject.handle(Finish(name, "abort"))
-        record = subject.step()
-        assert not record.failure, record.failure
-        records.append(record)
-        entries = record.logprobs or ((),) * len(record.token_ids)
-        for name, found, described in zip(record.request_ids, record.token_ids, entries, strict=True):
-            tokens[name] = tokens.get(name, ()) + found
-            logprobs[name] = logprobs.get(name, ()) + described
-        reasons |= {end.request_id: end.reason for end in record.ended}
-        subject._scheduler.check()
-    return Played({name: Output(tokens.get(name, ()), logprobs.get(name, ()), reason)
-                   for name, reason in reasons.items()}, records)
-
-
 def same_with_drafts(loaded: Loaded, adds: list[Add], method: str = "suffix", **settings: Any) -> Played:
     """Plays with and without drafts.  All tokens, log-probabilities and ends are the same, and drafts were right."""
     plain = play(engine(loaded, **settings), adds)
@@ -124,28 +80,8 @@ def same_with_drafts(loaded: Loaded, adds: list[Add], method: str = "suffix", **
     return drafted
 
 
-def several(prompt: list[int], number: int = 4, **params: Any) -> list[Add]:
-    params = {"max_tokens": 40, "ignore_eos": True, "temperature": 0.3} | params
-    return [Add(f"r{at}", prompt[at:], SamplingParams(**params), seed=at) for at in range(number)]
-
-
-def mixed(prompt: list[int], number: int, seed: int) -> list[Add]:
-    """Greedy, seeded, with penalties, log-probabilities, `min_p`, `min_tokens`, stop tokens; some share a beginning."""
-    draw, adds = random.Random(seed), []
-    for at in range(number):
-        params = SamplingParams(
-            temperature=draw.choice((0.0, 0.0, 0.2, 1.0)), max_tokens=draw.randint(1, 48),
-            ignore_eos=draw.random() < 0.7, min_p=draw.choice((0.0, 0.05)), top_p=draw.choice((1.0, 0.9)),
-            logprobs=draw.choice((None, None, 0, 3)), presence_penalty=draw.choice((0.0, 0.0, 0.5)),
-            frequency_penalty=draw.choice((0.0, 0.0, 0.4)), repetition_penalty=draw.choice((1.0, 1.0, 1.2)),
-            stop_token_ids=tuple(draw.sample(prompt, draw.choice((0, 0, 1)))), min_tokens=draw.choice((0, 0, 1)),
-            logit_bias=draw.choice(({}, {prompt[3]: 2.0})))
-        begin = draw.choice((0, 0, draw.randrange(len(prompt) // 2)))
-        text = prompt[begin : draw.randint(begin + 1, len(prompt))]
-        guessed = tuple(token if draw.random() < 0.9 else draw.choice(prompt) for token in prompt)
-        adds.append(Add(f"r{at}", text, params, seed=draw.getrandbits(60), prediction=guessed,
-                        salt=draw.choice(("", "other"))))
-    return adds
+def predicting(one: Add, tokens: tuple[int, ...]) -> Add:
+    return Add(one.request_id, one.prompt, one.params, seed=one.seed, prediction=tokens)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -185,6 +121,22 @@ def test_min_tokens_and_stop_tokens(loaded, prompt):
     drafted = same_with_drafts(
         loaded, several(prompt, 1, temperature=0.0, stop_token_ids=(stop,), min_tokens=plain.tokens.index(stop)))
     assert drafted.outputs["r0"].reason == "stop" and drafted.outputs["r0"].tokens[-1] == stop
+
+
+def test_the_end_of_reasoning_inside_a_draft(loaded, prompt):
+    """Drafts from an output without a budget reason on, and those from one with it hold the end of the reasoning."""
+    (free_output,) = play(engine(loaded), several(prompt, 1, temperature=0.0)).outputs.values()
+    end = next(token for token in prompt if token not in free_output.tokens)
+    (one,) = several(prompt, 1, temperature=0.0, thinking=ThinkingBudget(11, end))
+    (cut,) = play(engine(loaded), [one]).outputs.values()
+    assert cut.tokens.index(end) == 11 and cut.tokens[:11] == free_output.tokens[:11]
+    for predicted in (free_output, cut):
+        drafted = same_with_drafts(loaded, [predicting(one, predicted.tokens)], "prediction")
+        rows = [(drafts, tokens) for record in drafted.records for drafts, tokens in zip(
+            record.drafts, record.token_ids, strict=False) if drafts]
+        across = [(drafts, tokens) for drafts, tokens in rows if end in tokens]
+        assert across, "the step that yields the end has drafts"
+        assert any(end in drafts[:-1] for drafts, _ in across) == (predicted is cut)
 
 
 def test_a_step_in_flight(loaded, prompt):

@@ -9,6 +9,7 @@ from dataclasses import replace
 from random import Random
 
 from slotwise.batching.continuous import Chunked
+from slotwise.core import step
 from slotwise.core.events import Admitted, Committed, Finished, Preempted, Rejected
 from slotwise.core.interfaces import Discipline, DraftRow, Due, Policy, Proposal, Proposer
 from slotwise.core.limits import SchedulerLimits
@@ -74,10 +75,15 @@ class Proposing:
             most -= len(drafts[-1])
         return Proposal(drafts, "no_match")
 
+    def seconds(self, num_rows: int, num_drafts: int) -> float:
+        return 0.0
+
     def waits(self, request: Request) -> bool:
         return True
 
-    def committed(self, requests: Sequence[Request], drafts: Sequence[Sequence[int]]) -> None:
+    def committed(
+        self, requests: Sequence[Request], drafts: Sequence[Sequence[int]], proposing: step.Proposing | None = None,
+    ) -> None:
         assert not drafts or len(requests) == len(drafts)
 
     def finished(self, request: Request) -> None:
@@ -101,6 +107,21 @@ class Guesses(Proposing):
         return Random(zlib.crc32(bytes(request.tokens), self._seed)).random() < 0.5
 
 
+class Placeholders(Guesses):
+    """A proposer that leaves the drafts to the executor, which proposes up to as many of what `Guesses` would."""
+
+    def propose(self, rows: Sequence[DraftRow], num_decoding: int, work: Work, most: int) -> Proposal:
+        drafts, reason = super().propose(rows, num_decoding, work, most)
+        return Proposal([(step.PROPOSED,) * len(row) for row in drafts], reason)
+
+    def named(self, known: Sequence[int], most: int) -> Sequence[int]:
+        """Of the executor: often fewer than `most`."""
+        draw, tokens = Random(zlib.crc32(bytes(known), self._seed + 1)), list(known)
+        for _ in range(draw.randint(0, most)):
+            tokens.append(next_token(tokens) if draw.random() < 0.8 else draw.randrange(VOCAB))
+        return tokens[len(known):]
+
+
 class Driver:
     """A scheduler and a fake executor, stepped by hand; remembers what was published and how everyone ended."""
 
@@ -111,7 +132,8 @@ class Driver:
         self.limits = limits
         self.discipline = discipline or Chunked()
         self.scheduler = scheduler(limits, self.discipline, policy, times, proposer)
-        self.executor = FakeExecutor(limits.block_size, next_token)
+        self.executor = FakeExecutor(
+            limits.block_size, next_token, *([proposer.named] if isinstance(proposer, Placeholders) else []))
         self.plans: list[StepPlan] = []
         self.flying: list[StepPlan] = []
         self.output: dict[str, list[int]] = {}

@@ -160,14 +160,14 @@ RULES: dict[str, Rule] = dict((
         "reasoning_parser": ("",), "reasoning_parser_plugin": ("",),
         "logits_processors": ([],), "aux_output_config": ({},)}, refused="reasoning_config",
         instead="outputs follow no reasoning format: leave it out"),
-    *_rules("{speculative_config} says where drafts come from; there is no draft model", {"num_lookahead_slots": (0,)},
+    *_rules("{speculative_config} says where drafts come from, and names a draft model", {"num_lookahead_slots": (0,)},
             free="speculative_disable_mqa_scorer disable_logprobs_during_spec_decoding spec_decoding_acceptance_method "
             "typical_acceptance_sampler_posterior_threshold typical_acceptance_sampler_posterior_alpha "
             "per_request_spec_decode_metrics",
             refused="spec_method spec_model spec_tokens speculative_model num_speculative_tokens "
             "speculative_model_quantization speculative_draft_tensor_parallel_size speculative_max_model_len "
             "speculative_disable_by_batch_size ngram_prompt_lookup_max ngram_prompt_lookup_min",
-            instead="drafts come from texts, as {speculative_config} says; there is no draft model"),
+            instead="drafts come from texts or a draft model, as {speculative_config} says: name it there"),
     *_rules("a token has at most 20 log-probabilities, and its own", {
         "max_logprobs": (20,), "logprobs_mode": ("raw_logprobs",), "return_sampling_mask": OFF,
         "enable_trace_replay": OFF}, instead="a token has at most 20 log-probabilities, and its own: leave it out"),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from operations import DISCIPLINE, LIMITS, OPERATION, play
-from toy import VOCAB, Driver, Guesses, Proposing, alone, next_token, request
+from toy import VOCAB, Driver, Guesses, Placeholders, Proposing, alone, next_token, request
 
 from slotwise.core.chunking import AIM
 from slotwise.core.drafting import MAX_STEP_DRAFTS
@@ -17,7 +17,7 @@ from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.core.reasons import TOKEN_BUDGET, VERIFYING
 from slotwise.core.request import Request
-from slotwise.core.step import CACHE_GROUP, FreedBlocks, Output, RowKind, StepPlan, StepResult
+from slotwise.core.step import CACHE_GROUP, PROPOSED, FreedBlocks, Output, RowKind, StepPlan, StepResult
 from slotwise.core.step_time import StepTimeModel, Work
 
 ROOMY = SchedulerLimits(max_model_len=64, num_blocks=64, block_size=4, max_num_seqs=4, max_num_batched_tokens=16)
@@ -49,10 +49,11 @@ def decoding(proposer: Fixed, limits: SchedulerLimits = ROOMY, **asked: int) -> 
 
 
 @settings(max_examples=150, deadline=None)
-@given(LIMITS, DISCIPLINE, st.lists(OPERATION, max_size=60), st.integers(0, 2**32 - 1))
-def test_tokens_are_those_without_drafts_and_every_request_ends_once(limits, discipline, operations, seed):
+@given(LIMITS, DISCIPLINE, st.lists(OPERATION, max_size=60), st.integers(0, 2**32 - 1),
+       st.sampled_from((Guesses, Placeholders)))
+def test_tokens_are_those_without_drafts_and_every_request_ends_once(limits, discipline, operations, seed, proposer):
     """The driver checks blocks, slots and the token budget after each call, and that the run comes to an end."""
-    driver, expected = play(limits, discipline, operations, Guesses(seed))
+    driver, expected = play(limits, discipline, operations, proposer(seed))
     assert driver.ended.keys() == expected.keys()
     for name, reason in driver.ended.items():
         got = driver.output.get(name, [])
@@ -61,9 +62,10 @@ def test_tokens_are_those_without_drafts_and_every_request_ends_once(limits, dis
 
 
 @settings(max_examples=80, deadline=None)
-@given(LIMITS, DISCIPLINE, st.lists(OPERATION, max_size=40), st.integers(0, 2**32 - 1))
-def test_the_same_calls_give_the_same_plans(limits, discipline, operations, seed):
-    first, second = (play(limits, discipline, operations, Guesses(seed))[0] for _ in range(2))
+@given(LIMITS, DISCIPLINE, st.lists(OPERATION, max_size=40), st.integers(0, 2**32 - 1),
+       st.sampled_from((Guesses, Placeholders)))
+def test_the_same_calls_give_the_same_plans(limits, discipline, operations, seed, proposer):
+    first, second = (play(limits, discipline, operations, proposer(seed))[0] for _ in range(2))
     assert first.plans == second.plans
 
 
@@ -194,6 +196,47 @@ def test_a_result_that_its_drafts_do_not_begin_is_refused(tokens):
     plan = driver.plan()
     with pytest.raises(RuntimeError, match="do not begin"):
         driver.scheduler.commit(plan, StepResult(plan.step, tokens), 9.0)
+
+
+class Unnamed(Placeholders):
+    """Leaves two drafts to an executor that proposes `num_named`, all of them right."""
+
+    def __init__(self, num_named: int) -> None:
+        super().__init__(0)
+        self.num_named = num_named
+
+    def guess(self, request: Request, most: int) -> list[int]:
+        return [PROPOSED] * min(2, most)
+
+    def named(self, known: list[int], most: int) -> list[int]:
+        tokens = list(known)
+        for _ in range(min(most, self.num_named)):
+            tokens.append(next_token(tokens))
+        return tokens[len(known):]
+
+
+@pytest.mark.parametrize("num_named", [0, 1, 2])
+def test_a_step_yields_the_drafts_that_the_executor_names_and_one_token_more(num_named):
+    """What was scheduled beyond is taken back."""
+    driver = decoding(Unnamed(num_named))
+    plan = driver.plan()
+    assert plan.drafts == ((PROPOSED, PROPOSED),) and plan.counts == plan.num_logits == (3,) and plan.has_proposed
+    (one,) = driver.scheduler.requests()
+    driver.commit()
+    assert len(driver.output["one"]) == 1 + num_named + 1
+    assert one.num_scheduled == one.num_computed == len(one.tokens) - 1 and not one.pending
+    driver.run()
+    assert driver.output["one"] == alone(lasting("one"), ROOMY)
+
+
+@pytest.mark.parametrize(("named", "message"), [
+    (((1, 2, 3),), "names drafts"), (((PROPOSED,),), "names drafts"), (((1,), (2,)), "drafts of 2 rows"),
+    (((7,),), "do not begin")])
+def test_drafts_that_a_result_cannot_name_are_refused(named, message):
+    driver = decoding(Unnamed(2))
+    plan = driver.plan()
+    with pytest.raises(RuntimeError, match=message):
+        driver.scheduler.commit(plan, StepResult(plan.step, ((1, 2),), drafts=named), 9.0)
 
 
 def test_all_positions_of_a_prompt_want_logits_and_none_is_found_in_the_cache():

@@ -29,7 +29,8 @@ CONVERTED = [family for family in FAMILIES if f"{class_name(family)}ForCausalLM"
 GEMMA = {"tie_word_embeddings": True, "query_pre_attn_scalar": 32}
 USUAL: dict[str, dict[str, Any]] = {  # what files do not say, as it is in published models
     "gemma2": GEMMA, "gemma3": GEMMA | {"num_hidden_layers": 7, "sliding_window_pattern": 6},
-    "smollm3": {"no_rope_layer_interval": 4, "use_sliding_window": False}, "qwen3_moe": {"decoder_sparse_step": 1}}
+    "smollm3": {"no_rope_layer_interval": 4, "use_sliding_window": False}, "mixtral": {"sliding_window": None},
+    "qwen3_moe": {"decoder_sparse_step": 1}}
 
 
 @pytest.fixture(scope="module")

@@ -197,10 +197,11 @@ def test_a_prediction_is_drafted_from_the_first_token_on():
 
 
 @pytest.mark.parametrize(("given", "message"), [
-    ({"method": "eagle"}, "method must be one of auto, ngram"), ({"method": "draft_model"}, "not implemented"),
+    ({"method": "eagle"}, "method must be one of auto, ngram"), ({"method": "draft_model"}, "needs a model"),
     ({"method": ["ngram"]}, "method must be one of"), ({"num_draft": 3}, "there is no key 'num_draft'"),
     ({"num_speculative_tokens": 0}, "num_speculative_tokens must be a whole number from 1"),
-    ({"model": "x"}, "no draft model"),
+    ({"method": "ngram", "model": "x"}, "model has no effect with method ngram"), ({"model": 3}, "needs a model"),
+    ({"model": "x", "prompt_lookup_min": 3}, "prompt_lookup_min has no effect with method draft_model"),
     ({"prompt_lookup_min": 5, "prompt_lookup_max": 4}, "prompt_lookup_min 5 is more"),
     ({"method": "none", "num_speculative_tokens": 3}, "no effect"), ({"prompt_lookup_max": "5"}, "prompt_lookup_max")])
 def test_settings_that_say_nothing_are_refused_by_name(given, message):
@@ -210,6 +211,12 @@ def test_settings_that_say_nothing_are_refused_by_name(given, message):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_auto_is_exact(method):
-    exact, other = (Speculation(method).resolved(is_exact=is_exact).method for is_exact in (True, False))
+    given = Speculation(method, model="x" if method == "draft_model" else None)
+    exact, other = (given.resolved(is_exact=is_exact).method for is_exact in (True, False))
     assert (exact, other) == (("suffix", "prediction") if method == "auto" else (method, method))
-    assert (proposer_of(Speculation(method).resolved(is_exact=True), StepTimeModel()) is None) == (method == "none")
+    assert (proposer_of(given.resolved(is_exact=True), StepTimeModel()) is None) == (method == "none")
+
+
+def test_a_model_alone_names_the_method():
+    """As in vLLM."""
+    assert Speculation.of({"model": "x"}) == Speculation("draft_model", model="x")

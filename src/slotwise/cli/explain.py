@@ -136,6 +136,9 @@ def _show_step(console: Console, shown: StepView, timelines: dict[int, RequestTi
     if step.drafts or step.draft_limit:
         num_drafts, num_right = (sum(counts) for counts in zip((0, 0), *step.verified, strict=True))
         console.print(plain(f"{num_drafts} drafts, {num_right} of them right; no more: {_in_words(step.draft_limit)}"))
+    if step.proposing is not None:
+        seconds, passes, tokens = step.proposing
+        console.print(f"The draft model took {seconds * 1e3:.3f} ms, {passes} passes and {tokens} tokens")
     ran = Table("request", "slot", "computed", "what", "joined", title="Rows", title_justify="left")
     for row in shown.rows:
         joined = "" if row.cached < 0 else f"now, {row.cached} tokens cached" if row.cached else "now"

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
+from slotwise.compose.draft_model import DraftCheckpoint
 from slotwise.compose.machine import glance, measure_machine, roofline
 from slotwise.compose.sizes import sized, step_tokens
 from slotwise.compose.vocabulary import Vocabulary
@@ -35,6 +36,8 @@ from slotwise.model.load import describe, load_model
 from slotwise.model.locate import locate
 from slotwise.observe.step_time import load_or_learn
 from slotwise.runner import memory
+from slotwise.runner.draft_cache import DraftPositions
+from slotwise.runner.draft_model import DraftModel
 from slotwise.runner.input_batch import SlotTable
 from slotwise.runner.kv_offload import HostBlocks
 from slotwise.runner.model_runner import ModelRunner
@@ -85,14 +88,15 @@ class Warming:
 class Loaded:
     """A model in memory, from which one engine or several in turn (for comparisons) are built."""
 
-    def __init__(self, name: str, device: str, decoder: Decoder, warming: Warming, *,
-                 checkpoint: str = "", vocabulary: Vocabulary | None = None) -> None:
+    def __init__(self, name: str, device: str, decoder: Decoder, warming: Warming, *, checkpoint: str = "",
+                 vocabulary: Vocabulary | None = None, draft: Decoder | None = None) -> None:
         self._name = name
         self._checkpoint = checkpoint
         self._device = device
         self._decoder = decoder
         self._warming = warming
         self._vocabulary = vocabulary
+        self._draft = draft
 
     @property
     def model_config(self) -> ModelConfig:
@@ -123,7 +127,7 @@ class Loaded:
         decoder = self._decoder
         kernels = decoder.kernels
         config = config.sized(step_tokens(decoder, stalls_are_bounded=config.bounds_stalls))
-        limits, used = sized(config, decoder)
+        limits, used = sized(config, decoder, self._draft)
         progress("kernels", 0, 1)
         self._warming.finish()
         progress("kernels", 1, 1)
@@ -134,13 +138,13 @@ class Loaded:
         info = EngineInfo(
             model=self._name, device=self._device, dtype=str(decoder.config.dtype).removeprefix("torch."),
             vocab_size=decoder.config.vocab_size, limits=limits, scheduling=scheduling, eos_token_ids=eos_ids,
-            memory=used, depth=depth, quantization=config.quantization, kv_cache_dtype=config.kv_cache_dtype,
+            memory=used, depth=depth, quantization=self._stored_as(config), kv_cache_dtype=config.kv_cache_dtype,
             threads=torch.get_num_threads(), product_path=self.product_path,
             batch_invariant=not kernels.batch_dependence(decoder.config.dtype), checkpoint=self._checkpoint,
             hidden_size=decoder.config.hidden_size, speculation=self._speculation(config))
         grammars = Grammars(self._vocabulary.result() if self._vocabulary is not None else None)
         drafts = info.speculation is not None and info.speculation.method != NONE
-        runner = _runner(decoder, limits, Masks(grammars, decoder.config.vocab_size, forces=drafts))
+        runner = _runner(decoder, self._draft, limits, Masks(grammars, decoder.config.vocab_size, forces=drafts))
         check_steps(runner, limits, time.monotonic_ns)
         times = load_or_learn(config, info, lambda: warmup(
             runner, limits, time.monotonic_ns, drafts=info.speculation is not None))
@@ -151,6 +155,11 @@ class Loaded:
         info.learned = times.learned() if times.is_trained else None
         info.roofline = self.roofline(glance(decoder))
         return engine, info
+
+    def _stored_as(self, config: EngineConfig) -> str:
+        """What is told of the types of weights: the checkpoint's quantisation, or the one applied to it."""
+        stored = self._decoder.config.quantization
+        return config.quantization if stored is None else stored.description
 
     def _speculation(self, config: EngineConfig) -> Speculation | None:
         """Returns the settings of drafts with what depends on the model."""
@@ -183,20 +192,35 @@ def load(config: EngineConfig, progress: Progress = silent, wrap: Callable[[Kern
     kernels = wrap(CheckedKernels(kernels) if os.environ.get("SLOTWISE_DEBUG") == "1" else kernels)
     folder = locate(config.model)
     checkpoint = fingerprint(folder)  # first: what changes meanwhile is seen by the next engine
+    draft_model = DraftCheckpoint.of(config)
+    if draft_model is not None:
+        checkpoint += fingerprint(draft_model.folder)
     generation = named_file(config.generation_config)
     described = describe(folder, config.dtype, kernels, generation)
+    if config.quantization != "none" and described.quantization is not None:
+        raise ConfigError(f"quantization {config.quantization} is for full weights: those of {folder} are quantised "
+                          f"already ({described.quantization.description}); leave the option out")
     if config.batch_invariant and (why := kernels.batch_dependence(described.dtype)):
         raise ConfigError(f"batch_invariant cannot be kept: {why}")
+    if draft_model is not None:
+        draft_model.check(folder, described, kernels)
     packing = 1 if workers.are_waiting() else torch.get_num_threads()  # all other threads compile
     warming = Warming(kernels, described.dtype)  # loading kernels holds the GIL, packing weights does not
     vocabulary = Vocabulary(folder, described)
+
+    def read(done: int, total: int) -> None:
+        progress("weights", done, total)
+
+    def admit(num_bytes: int) -> None:
+        _check_memory(num_bytes, kernels.device)
+
     with _threads(packing):
         decoder = load_model(
             config.model, kernels=kernels, dtype=config.dtype, generation=generation,
-            max_positions=config.max_model_len,
-            progress=lambda done, total: progress("weights", done, total),
-            admit=lambda num_bytes: _check_memory(num_bytes, kernels.device))
-    return Loaded(config.model, device, decoder, warming, checkpoint=checkpoint, vocabulary=vocabulary)
+            max_positions=config.max_model_len, progress=read, admit=admit)
+        draft = None if draft_model is None else draft_model.load(
+            described, kernels, config.max_model_len, read, admit)
+    return Loaded(config.model, device, decoder, warming, checkpoint=checkpoint, vocabulary=vocabulary, draft=draft)
 
 
 def _check_memory(weights: int, device: torch.device) -> None:
@@ -219,24 +243,29 @@ def _threads(number: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _runner(decoder: Decoder, limits: SchedulerLimits, masks: Masks) -> Executor:
-    """Returns the executor, with its own cache and host blocks."""
+def _runner(decoder: Decoder, draft: Decoder | None, limits: SchedulerLimits, masks: Masks) -> Executor:
+    """Returns the executor, with its own caches and host blocks; those of `draft` lie in the same blocks."""
     kernels, vocab_size = decoder.kernels, decoder.config.vocab_size
     null_block = limits.num_blocks  # one beyond the scheduler's blocks
-    caches = [
+    caches, draft_caches = ([
         kernels.allocate_cache(limits.num_blocks + 1, limits.block_size, shape, decoder.config.dtype)
-        for shape in decoder.attention_shapes]
+        for shape in model.attention_shapes] if model is not None else [] for model in (decoder, draft))
     num_slots = limits.max_num_seqs
     slots = SlotTable(num_slots, limits.max_model_len, limits.block_size, null_block, kernels.device)
     sampler: Sampling = (
         Sampler(num_slots, vocab_size, launcher_of(kernels), masks) if kernels.name == "cpu"
         else DeviceSampler(slots, vocab_size, draw_for(kernels), kernels.device, masks))
-    pieces = [piece for cache in caches for piece in kernels.cache_pieces(cache)]
-    runner = ModelRunner(decoder, caches, slots, sampler, HostBlocks(limits.num_host_blocks, pieces), masks)
+    pieces = [piece for cache in (*caches, *draft_caches) for piece in kernels.cache_pieces(cache)]
+    draft_model = None if draft is None else DraftModel(
+        draft, draft_caches, slots, sampler, vocab_size,
+        DraftPositions(slots, limits.num_blocks, limits.num_host_blocks))
+    runner = ModelRunner(
+        decoder, caches, slots, sampler, HostBlocks(limits.num_host_blocks, pieces), masks, draft_model)
     if kernels.name != "cpu":
         return runner
     per_block = kernels.cache_bytes_per_block(limits.block_size, decoder.attention_shapes[0], decoder.config.dtype)
-    return Prefault(runner, caches, limits.num_blocks, max(2 * limits.max_num_seqs, 2 * LARGE // per_block))
+    distance = max(2 * limits.max_num_seqs, 2 * LARGE // per_block)
+    return Prefault(runner, [*caches, *draft_caches], limits.num_blocks, distance)
 
 
 def build_engine(config: EngineConfig, progress: Progress = silent) -> tuple[Engine, EngineInfo]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from slotwise.core.drafting import MAX_STEP_DRAFTS
@@ -11,6 +13,7 @@ from slotwise.engine.messages import MemoryUse
 from slotwise.kernels.select import draw_for
 from slotwise.model.decoder import Decoder
 from slotwise.runner import kv_offload, memory
+from slotwise.runner.draft_model import ALL_LOGITS, CATCH_UP
 from slotwise.runner.profile import measured_workspace
 from slotwise.runner.prompt_logprobs import workspace_rows
 from slotwise.speculation.settings import NONE
@@ -31,8 +34,13 @@ def step_tokens(decoder: Decoder, *, stalls_are_bounded: bool) -> int:
     return next(size for size in sizes if size <= tokens or size == sizes[-1])
 
 
-def sized(config: EngineConfig, decoder: Decoder) -> tuple[SchedulerLimits, MemoryUse]:
+def sized(
+    config: EngineConfig, decoder: Decoder, draft: Decoder | None = None,
+) -> tuple[SchedulerLimits, MemoryUse]:
     """Returns the scheduler's limits and the memory they take; of the runtime only the libraries' buffers.
+
+    Args:
+        draft: the draft model, whose layers use the same blocks.
 
     Raises:
         ConfigError: the settings contradict each other or the model.
@@ -44,29 +52,39 @@ def sized(config: EngineConfig, decoder: Decoder) -> tuple[SchedulerLimits, Memo
                           "memory already, so raise kv_cache_memory instead")
     block_size = config.block_size or BLOCK_SIZE
     model_tokens = decoder.config.max_position_embeddings
+    models = [decoder] if draft is None else [decoder, draft]
     per_block = sum(
-        kernels.cache_bytes_per_block(block_size, shape, decoder.config.dtype) for shape in decoder.attention_shapes)
+        kernels.cache_bytes_per_block(block_size, shape, model.config.dtype)
+        for model in models for shape in model.attention_shapes)
     longest = min(config.max_model_len or model_tokens, model_tokens)
     useful = config.max_num_seqs * -(-longest // block_size)
     size = _on_gpu if kernels.device.type == "cuda" else _on_host
     asked = config.offloading_bytes
-    workspace, budget = size(config, decoder, longest, kv_offload.staging_bytes(asked // per_block, per_block))
+    workspace, budget = size(config, models, longest, kv_offload.staging_bytes(asked // per_block, per_block))
     num_blocks = memory.num_blocks(per_block, useful, budget)
     beside = 0 if kernels.device.type == "cuda" else workspace + num_blocks * per_block
     num_host_blocks = memory.num_host_blocks(per_block, asked, beside)
     library = kernels.library_bytes(decoder.config.dtype)
     limits = config.limits(model_tokens, num_blocks, block_size, num_host_blocks)
     return limits, MemoryUse(
-        decoder.weight_bytes, workspace, (num_blocks + 1) * per_block, num_host_blocks * per_block, library)
+        sum(model.weight_bytes for model in models), workspace, (num_blocks + 1) * per_block,
+        num_host_blocks * per_block, library)
 
 
-def _on_host(config: EngineConfig, decoder: Decoder, longest: int, staging: int) -> tuple[int, int]:
-    """Returns bytes of workspace and cache budget, from the computed size of the largest step plus `staging`."""
+def _on_host(config: EngineConfig, models: Sequence[Decoder], longest: int, staging: int) -> tuple[int, int]:
+    """Returns bytes of workspace and cache budget, from the computed size of the largest step plus `staging`.
+
+    A draft model's passes and the target's forward pass take their workspace in turn.
+    """
+    decoder, *drafts = models
     rows = workspace_rows(config.max_num_seqs) + _most_drafts(config)
-    workspace = decoder.workspace_bytes(config.largest_step(longest), rows) + staging
+    workspace = staging + max(
+        decoder.workspace_bytes(config.largest_step(longest), rows),
+        *(draft.workspace_bytes(CATCH_UP + config.max_num_seqs, max(ALL_LOGITS, config.max_num_seqs))
+          for draft in drafts), 0)
     others = workspace + decoder.kernels.library_bytes(decoder.config.dtype)
     asked, share = config.kv_cache_memory, config.gpu_memory_utilization
-    return workspace, memory.cache_budget(decoder.weight_bytes, others, asked, share)
+    return workspace, memory.cache_budget(sum(model.weight_bytes for model in models), others, asked, share)
 
 
 def _most_drafts(config: EngineConfig) -> int:
@@ -74,14 +92,18 @@ def _most_drafts(config: EngineConfig) -> int:
     return MAX_STEP_DRAFTS if config.speculative_config and config.speculative_config.method != NONE else 0
 
 
-def _on_gpu(config: EngineConfig, decoder: Decoder, longest: int, staging: int) -> tuple[int, int]:
+def _on_gpu(config: EngineConfig, models: Sequence[Decoder], longest: int, staging: int) -> tuple[int, int]:
     """Returns bytes of workspace and cache budget, from the measured size of the largest steps plus `staging`."""
+    decoder, *drafts = models
     kernels, rows, tokens = decoder.kernels, config.max_num_seqs, config.largest_step(longest)
     recorded = max(rows, kernels.graph_size(rows, longest)[0])
     sampled = min(rows + _most_drafts(config), tokens)
     shapes = [(tokens, sampled, longest), (recorded, recorded, longest)]
     block_size = config.block_size or BLOCK_SIZE
     workspace = measured_workspace(decoder, draw_for(kernels), block_size, shapes) + staging
+    for draft in drafts:
+        shapes = [(CATCH_UP + rows, max(ALL_LOGITS, rows), longest), (recorded, recorded, longest)]
+        workspace += measured_workspace(draft, draw_for(kernels), block_size, shapes)
     free, total = torch.cuda.mem_get_info(kernels.device)
     asked, share = config.kv_cache_memory, config.gpu_memory_utilization
     return workspace, memory.gpu_cache_budget(free, total, workspace, asked, share)

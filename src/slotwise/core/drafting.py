@@ -17,7 +17,7 @@ from slotwise.core.plan_builder import PlanBuilder
 from slotwise.core.reasons import TIME_BUDGET
 from slotwise.core.request import Request
 from slotwise.core.request_table import RequestTable
-from slotwise.core.step import RowKind
+from slotwise.core.step import Proposing, RowKind
 from slotwise.core.step_time import StepTimeModel, Work, work_of
 
 DECODE = RowKind.DECODE
@@ -68,7 +68,7 @@ class Drafting:
             self._resting = due.rest if len(places) == builder.num_rows else 0
             return
         work = work_of([row[1] for row in builder.rows], builder.counts)
-        most = self._most(builder, work)
+        most = self._most(builder, work, self.proposer, len(places))
         if most < 1:
             builder.draft_limit = builder.shortage if builder.budget < 1 else TIME_BUDGET
             return
@@ -89,7 +89,7 @@ class Drafting:
         limit = min(request.end - 1, self._table.kv.largest_capacity(request, spare)) - len(request.tokens)
         return DraftRow(request, max(0, limit))
 
-    def _most(self, builder: PlanBuilder, work: Work) -> int:
+    def _most(self, builder: PlanBuilder, work: Work, proposer: Proposer, num_rows: int) -> int:
         """Returns how many drafts the token budget and the time budget leave, at most MAX_STEP_DRAFTS."""
         most = min(builder.budget, MAX_STEP_DRAFTS)
         if builder.time is None or not self._times.is_trained or most < 1:
@@ -98,7 +98,8 @@ class Drafting:
         context = work.context // work.rows + 1  # of a draft
 
         def takes(number: int) -> bool:
-            return self._times.seconds(work.with_drafts(number, number * context)) <= limit
+            verifying = self._times.seconds(work.with_drafts(number, number * context))
+            return verifying + proposer.seconds(num_rows, number) <= limit
 
         if takes(most):
             return most
@@ -121,9 +122,11 @@ class Drafting:
 
     # -- notifications -------------------------------------------------------------------------------------------
 
-    def committed(self, requests: Sequence[Request], drafts: Sequence[Sequence[int]]) -> None:
+    def committed(
+        self, requests: Sequence[Request], drafts: Sequence[Sequence[int]], proposing: Proposing | None,
+    ) -> None:
         if self.proposer is not None:
-            self.proposer.committed(requests, drafts)
+            self.proposer.committed(requests, drafts, proposing)
 
     def finished(self, request: Request) -> None:
         if self.proposer is not None:

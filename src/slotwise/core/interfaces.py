@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.request import Request
+from slotwise.core.step import Proposing
 from slotwise.core.step_time import Work
 
 Key = tuple[float, ...]
@@ -169,7 +170,10 @@ class DraftRow(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """Drafts by row, () for a plain one, and why there are no more (`core/drafting.py`); "": `most`."""
+    """Drafts by row, () for a plain one, and why there are no more (`core/drafting.py`); "": `most`.
+
+    A draft is a token, or PROPOSED.
+    """
 
     drafts: Sequence[tuple[int, ...]]
     reason: str
@@ -198,6 +202,10 @@ class Proposer(Protocol):
         """
         ...
 
+    def seconds(self, num_rows: int, num_drafts: int) -> float:
+        """Returns the predicted seconds in which an executor proposes `num_drafts` drafts of `num_rows` rows."""
+        ...
+
     def waits(self, request: Request) -> bool:
         """Whether a decoding row with a token in flight leaves out a step, so that drafts may follow that token.
 
@@ -205,8 +213,14 @@ class Proposer(Protocol):
         """
         ...
 
-    def committed(self, requests: Sequence[Request], drafts: Sequence[Sequence[int]]) -> None:
-        """A step was committed: its rows' requests, with the tokens it appended, and the drafts of each row, or ()."""
+    def committed(
+        self, requests: Sequence[Request], drafts: Sequence[Sequence[int]], proposing: Proposing | None = None,
+    ) -> None:
+        """A step was committed: its rows' requests, with the tokens it appended, and the drafts of each row, or ().
+
+        Args:
+            proposing: what the executor's draft model took.
+        """
         ...
 
     def finished(self, request: Request) -> None:

@@ -421,10 +421,12 @@ class Scheduler:
             request.forced = (len(request.tokens), forced)
         failed = dict(step.failed(result)) if result.failed else {}
         ended += [(request, "rejected" if objection else "error") for request, objection in failed.items()]
-        self._drafting.committed(step.requests, plan.drafts)
+        done = result.executed(plan)
+        self._drafting.committed(step.requests, done.drafts, result.proposing)
         if self._drafting.needs_step_times or self._chunking.needs_step_times or self._table.policy.needs_step_times:
-            self.times.step(work_of(plan.starts, plan.counts, plan.padding, plan.drafts), plan.now, now)
-        self._table.policy.served(step.requests, plan.counts, result.tokens)
+            proposing = result.proposing.seconds if result.proposing else 0.0
+            self.times.step(work_of(done.starts, done.counts, done.padding, done.drafts), plan.now + proposing, now)
+        self._table.policy.served(step.requests, done.counts, result.tokens)
         outputs = outputs_of(plan, result, kept)
         if self._discipline.leaves_together or self._table.held_outputs or plan.held:  # a pooled row holds no output
             outputs, ended = self._table.hold(outputs, ended, plan, together=self._discipline.leaves_together)

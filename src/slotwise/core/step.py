@@ -16,7 +16,11 @@ these, at all `counts[i]` for the log-probabilities of a prompt.  A row samples 
 of the known tokens; its result has 1 to 1 + drafts tokens.  A row of a pooled request wants hidden states there in
 place of logits, and samples nothing.
 
-Blocks belong to *cache groups*, sets of layers that keep the same positions; today there is one, group 0.
+A draft is a token, or PROPOSED: the executor's draft model proposes it before the forward pass, and the result names
+it, as `drafts[i]`, which may be fewer than were planned.  A row's drafts are all of one sort.
+
+Blocks belong to *cache groups*, sets of layers that keep the same positions; today there is one, group 0.  The layers
+of a draft model are in it, too: they use the same blocks, and may lack positions (`runner/draft_cache.py`).
 
 Static and dynamic batches waste computation, and the plan records it: `padding[i]` tokens beside those of row i, and
 rows in `held`, which have their last token already and are computed again until the whole batch has ended.
@@ -30,6 +34,7 @@ from typing import NamedTuple
 from slotwise.core.params import PoolingParams, SamplingParams
 
 CACHE_GROUP = 0  # the only cache group
+PROPOSED = -1  # a draft that the executor proposes
 
 
 class RowKind(IntEnum):
@@ -116,7 +121,7 @@ class StepPlan(NamedTuple):
     slots: tuple[int, ...]
     starts: tuple[int, ...]
     counts: tuple[int, ...]
-    drafts: tuple[tuple[int, ...], ...]  # () when no row has any
+    drafts: tuple[tuple[int, ...], ...]  # () when no row has any; PROPOSED for each that the executor proposes
     num_logits: tuple[int, ...]
     kinds: tuple[RowKind, ...]
     padding: tuple[int, ...]  # () when no row has any
@@ -137,6 +142,19 @@ class StepPlan(NamedTuple):
         """Tokens computed in this step, padding included."""
         return sum(self.counts) + sum(self.padding)
 
+    @property
+    def has_proposed(self) -> bool:
+        """Whether the executor proposes drafts of a row."""
+        return any(drafts[:1] == (PROPOSED,) for drafts in self.drafts)
+
+    def with_drafts(self, drafts: tuple[tuple[int, ...], ...]) -> StepPlan:
+        """Returns the plan as it is executed with `drafts`, of which a row may have fewer than were planned."""
+        fewer = [len(planned) - len(named) for planned, named in zip(self.drafts, drafts, strict=True)]
+        return self._replace(
+            drafts=drafts if any(drafts) else (),
+            counts=tuple([count - less for count, less in zip(self.counts, fewer, strict=True)]),
+            num_logits=tuple([wanted - less for wanted, less in zip(self.num_logits, fewer, strict=True)]))
+
 
 class TokenLogprobs(NamedTuple):
     """Log-probabilities at one sampled position: natural logarithm, after penalties and bias, before truncation."""
@@ -145,6 +163,14 @@ class TokenLogprobs(NamedTuple):
     rank: int  # 1: the most probable token
     top_ids: tuple[int, ...]
     top_logprobs: tuple[float, ...]
+
+
+class Proposing(NamedTuple):
+    """What proposing the drafts of a step took, of the step's own time."""
+
+    seconds: float  # of the executor
+    passes: int  # of the draft model, one after another
+    tokens: int  # that it computed, in all passes
 
 
 class StepResult(NamedTuple):
@@ -161,12 +187,23 @@ class StepResult(NamedTuple):
     pooled: tuple[bytes, ...] = ()  # () if no row has any; float32, little-endian, of rows that end a pooled prompt
     forced: tuple[tuple[int, ...], ...] = ()  # () if no row has any; tokens that a grammar forces behind those sampled
     objections: tuple[str, ...] = ()  # why each of `failed` cannot go on, "" for a fault; () if there are only faults
+    drafts: tuple[tuple[int, ...], ...] = ()  # of each row, those executed, where the plan has PROPOSED ones; else ()
+    proposing: Proposing | None = None  # None: no draft model was run
+
+    def executed(self, plan: StepPlan) -> StepPlan:
+        """Returns `plan` with the drafts that this result names."""
+        return plan.with_drafts(self.drafts) if self.drafts else plan
 
     def check(self, plan: StepPlan) -> None:
         """Raises RuntimeError unless this may be a result of `plan`."""
         if self.step != plan.step or len(self.tokens) != plan.num_rows:
             raise RuntimeError(f"step {plan.step} has {plan.num_rows} rows; the result of step {self.step} has "
                                f"{len(self.tokens)}")
-        for drafts, tokens in zip(plan.drafts, self.tokens, strict=False):
-            if drafts and tokens[:-1] != drafts[: max(0, len(tokens) - 1)]:
+        if self.drafts and len(self.drafts) != len(plan.drafts):
+            raise RuntimeError(f"the result of step {plan.step} has drafts of {len(self.drafts)} rows")
+        rows = zip(plan.drafts, self.drafts or plan.drafts, self.tokens, strict=False)
+        for planned, drafts, tokens in rows:
+            if PROPOSED in drafts or len(drafts) > len(planned):
+                raise RuntimeError(f"step {plan.step} names drafts {drafts} for {planned}")
+            if planned and tokens[:-1] != drafts[: max(0, len(tokens) - 1)]:
                 raise RuntimeError(f"step {plan.step} yields {tokens}, which its drafts {drafts} do not begin")

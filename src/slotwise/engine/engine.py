@@ -185,13 +185,13 @@ class Engine:
         return self._stamped(_with_changes(record, plans, events))
 
     def _record(self, plan: StepPlan, result: StepResult, started: int, ended: int) -> StepRecord:
-        events = self._events(plan.step)
+        plan, events = result.executed(plan), self._events(plan.step)
         tokens, logprobs = published(plan, events)
         record = StepRecord(
             plan.step, started, ended, plan.request_ids, plan.slots, plan.starts, plan.counts, plan.padding, plan.held,
             tokens, logprobs, refused=plan.refused, stop=plan.stop, ended=ends(events), failed=result.failed,
             drafts=plan.drafts, kinds=plan.kinds, prompt_logprobs=result.prompt_logprobs, pooled=result.pooled,
-            draft_limit=plan.draft_limit)
+            draft_limit=plan.draft_limit, proposing=result.proposing)
         if tokens != result.tokens:
             record.sampled = result.tokens
         record.forced = result.forced

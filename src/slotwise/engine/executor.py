@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from slotwise.core.params import PoolingParams
-from slotwise.core.step import Output, RowKind, StepPlan, StepResult
+from slotwise.core.step import PROPOSED, Output, RowKind, StepPlan, StepResult
 
 
 class Executor(Protocol):
@@ -28,6 +28,9 @@ class Executor(Protocol):
 NextToken = Callable[[Sequence[int]], int]
 """A toy model: returns the token that follows a sequence."""
 
+Propose = Callable[[Sequence[int], int], Sequence[int]]
+"""A toy draft model: returns up to so many tokens that may follow a sequence."""
+
 
 class FakeExecutor:
     """An executor with a function as the model, and a paged cache and host blocks that hold digests.
@@ -37,9 +40,12 @@ class FakeExecutor:
     scheduler's fails an assertion.
     """
 
-    def __init__(self, block_size: int, next_token: NextToken) -> None:
+    def __init__(
+        self, block_size: int, next_token: NextToken, propose: Propose = lambda known, most: (),
+    ) -> None:
         self._block_size = block_size
         self._next_token = next_token
+        self._propose = propose
         self._tokens: dict[int, list[int]] = {}  # slot -> known tokens
         self._num_at_join: dict[int, int] = {}  # slot -> known tokens when its request joined
         self._pooling: dict[int, PoolingParams | None] = {}  # slot -> of its request
@@ -65,12 +71,21 @@ class FakeExecutor:
             del self._tables[slot][-num_blocks:]
         for slot, _, blocks in plan.new_blocks:
             self._tables[slot].extend(blocks)
+        named = tuple([self._named(plan, row) for row in range(len(plan.drafts))]) if plan.has_proposed else ()
+        plan = plan.with_drafts(named) if named else plan
         tokens = tuple([self._run(plan, row) for row in range(plan.num_rows)])
         pooled = tuple([self._pooled(plan, row) for row in range(plan.num_rows)])
-        self._results.append(StepResult(plan.step, tokens, pooled=pooled if any(pooled) else ()))
+        self._results.append(StepResult(plan.step, tokens, pooled=pooled if any(pooled) else (), drafts=named))
 
     def collect(self) -> StepResult:
         return self._results.popleft()
+
+    def _named(self, plan: StepPlan, row: int) -> tuple[int, ...]:
+        """Returns the drafts of a row, those of the draft model among them."""
+        drafts = plan.drafts[row]
+        if drafts[:1] != (PROPOSED,):
+            return drafts
+        return tuple(self._propose(self._tokens[plan.slots[row]][: plan.starts[row] + 1], len(drafts)))
 
     def _run(self, plan: StepPlan, row: int) -> tuple[int, ...]:
         slot, start, end = plan.slots[row], plan.starts[row], plan.starts[row] + plan.counts[row]

@@ -14,7 +14,7 @@ from slotwise.core.params import PoolingParams, SamplingParams
 from slotwise.core.request import NO_SLO
 from slotwise.core.roofline import Roofline
 from slotwise.core.slo import SLO
-from slotwise.core.step import Copy, Decision, FreedBlocks, NewBlocks, RowKind, Stop, TokenLogprobs
+from slotwise.core.step import Copy, Decision, FreedBlocks, NewBlocks, Proposing, RowKind, Stop, TokenLogprobs
 from slotwise.core.step_time import Learned
 from slotwise.engine.grammars import Compiled
 from slotwise.engine.scheduling import Scheduling
@@ -202,6 +202,7 @@ class StepRecord(Struct, tag="step", omit_defaults=True):
     compiled: tuple[Compiled, ...] = ()  # grammars since the last record, taken in before its first plan was made
     num_parts: int = 0  # `StepOutputs` that were sent before it; they hold all tokens of its rows
     pooled: tuple[bytes, ...] = ()  # of each row, as in `core.step.StepResult`
+    proposing: Proposing | None = None  # what the draft model took, as in `core.step.StepResult`
 
 
 class StepOutputs(Struct, tag="outputs"):

@@ -20,6 +20,7 @@ from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import Request
 from slotwise.core.scheduler import Scheduler
+from slotwise.core.step import Proposing
 from slotwise.core.step_time import StepTimeModel, Work, work_of
 from slotwise.engine.engine import Clock, Engine
 from slotwise.engine.executor import Executor
@@ -122,10 +123,15 @@ class _Drafts:
         number = min(self.number, most // len(rows))
         return Proposal([(ANY_TOKEN,) * min(row.limit, number) for row in rows], "")
 
+    def seconds(self, num_rows: int, num_drafts: int) -> float:
+        return 0.0
+
     def waits(self, request: Request) -> bool:
         return False
 
-    def committed(self, requests: Sequence[Request], drafts: Sequence[Sequence[int]]) -> None:
+    def committed(
+        self, requests: Sequence[Request], drafts: Sequence[Sequence[int]], proposing: Proposing | None = None,
+    ) -> None:
         """Nothing is learned."""
 
     def finished(self, request: Request) -> None:

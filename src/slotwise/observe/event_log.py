@@ -31,7 +31,7 @@ from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import PoolingParams, SamplingParams
 from slotwise.core.request import NO_SLO
 from slotwise.core.slo import SLO
-from slotwise.core.step import Copy, FreedBlocks, RowKind
+from slotwise.core.step import Copy, FreedBlocks, Proposing, RowKind
 from slotwise.core.step_time import Learned
 from slotwise.engine.scheduling import Scheduling
 from slotwise.errors import printable
@@ -195,6 +195,7 @@ class Step(_Entry, tag="step", rename={"released_slots": "leaves", "new_blocks":
     compiled: tuple[Compiled, ...] = ()  # grammars that requests waited for
     freed_blocks: tuple[FreedBlocks, ...] = ()  # blocks that left the end of a slot's block table, before the new ones
     draft_limit: str = ""  # why there are no more drafts (`core/drafting.py`); "" where none can be
+    proposing: Proposing | None = None  # what a draft model took, of the step's time
 
     @property
     def kinds(self) -> tuple[RowKind, ...]:

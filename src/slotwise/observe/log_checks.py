@@ -28,6 +28,8 @@ def wrong_step(step: Step) -> str:
         return f"the columns of step {step.step} differ in length"
     if step.drafts and not (step.sampled or step.tokens):
         return f"step {step.step} has drafts and no tokens"
+    if step.proposing is not None and not (0 <= step.proposing.seconds < MAX_SUM and min(step.proposing) >= 0):
+        return f"step {step.step} proposed drafts in no time"
     if len(set(step.numbers)) != rows:
         return f"step {step.step} has two rows of one request"
     if rows and min(step.counts) < 1:

@@ -154,7 +154,7 @@ def step_entry(record: StepRecord, numbers: dict[str, int]) -> event_log.Step:
     _set_rare_fields(entry, record, numbers)
     entry.prefills = tuple([row for row, kind in enumerate(record.kinds) if kind is RowKind.PREFILL])
     entry.drafts, entry.freed_blocks, entry.draft_limit = record.drafts, record.freed_blocks, record.draft_limit
-    entry.released_slots = record.released_slots
+    entry.released_slots, entry.proposing = record.released_slots, record.proposing
     entry.new_blocks = tuple([event_log.NewBlocks(slot, blocks, group) for slot, group, blocks in record.new_blocks])
     entry.saves, entry.loads = record.saves, record.loads
     entry.configured, entry.failure = record.configured, record.failure

@@ -36,7 +36,8 @@ class StepTimeModel(step_time.StepTimeModel, Observer):
     def stepped(self, record: StepRecord | event_log.Step) -> None:
         """Updates the model with a step of the engine."""
         work = work_of(record.starts, record.counts, record.padding, record.drafts)
-        self.step(work, record.started_ns * NS, record.ended_ns * NS)
+        proposing = record.proposing.seconds if record.proposing else 0.0
+        self.step(work, record.started_ns * NS + proposing, record.ended_ns * NS)
 
 
 def load_or_learn(config: EngineConfig, info: EngineInfo, warmup: Callable[[], step_time.StepTimeModel],

@@ -87,7 +87,8 @@ def step_view(entries: Sequence[Entry], number: int, times: StepTimeModel) -> St
     unfinished = {number: one for number, one in timelines.by_number.items() if one.over_at < 0}
     timelines.plan(step)
     rows = list(_rows(step, timelines.by_number))
-    return StepView(step, times.seconds(work(step)), rows, list(_left_out(step, unfinished)))
+    proposing = step.proposing.seconds if step.proposing else 0.0  # the model predicts what is beside it
+    return StepView(step, proposing + times.seconds(work(step)), rows, list(_left_out(step, unfinished)))
 
 
 def _rows(step: Step, known: Mapping[int, RequestTimeline]) -> Iterator[Row]:

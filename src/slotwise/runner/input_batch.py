@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slotwise.core.step import StepPlan
+from slotwise.core.step import PROPOSED, StepPlan
 from slotwise.kernels.interface import RaggedBatch
 from slotwise.runner.staging import sender, viewer
 
@@ -73,6 +73,10 @@ class SlotTable:
         """Blocks of the longest sequence."""
         return self._tables.shape[1]
 
+    def blocks(self, slot: int) -> np.ndarray:
+        """The slot's block table, `[blocks]` int32: valid until the next plan is applied."""
+        return self._tables[slot, : self._num_blocks[slot]]
+
     def apply(self, plan: StepPlan) -> None:
         """Apply released slots, new requests, blocks and drafts.  Call in the order of the plans, once per plan."""
         for slot in plan.released_slots:
@@ -93,8 +97,8 @@ class SlotTable:
 
     def _draft(self, plan: StepPlan) -> None:
         """Write drafts behind the known tokens; those not accepted are overwritten by the tokens sampled instead."""
-        rows = [row for row, drafts in enumerate(plan.drafts) if drafts]
-        sent = self._send([np.array(plan.drafts[row], np.int64) for row in rows], ())
+        rows = [row for row, drafts in enumerate(plan.drafts) if drafts and drafts[0] != PROPOSED]
+        sent = self._send([np.array(plan.drafts[row], np.int64) for row in rows], ()) if rows else []
         for row, drafts in zip(rows, sent, strict=True):
             first = plan.slots[row] * self._stride + plan.starts[row] + 1
             self._tokens[first : first + len(drafts)] = drafts

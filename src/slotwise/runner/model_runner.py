@@ -22,6 +22,7 @@ from torch import Tensor
 from slotwise.core.step import StepPlan, StepResult
 from slotwise.kernels.interface import LayerCache
 from slotwise.model.decoder import Decoder
+from slotwise.runner.draft_model import DraftModel, Proposal
 from slotwise.runner.graphs import DecodeGraphs
 from slotwise.runner.input_batch import SlotTable
 from slotwise.runner.kv_offload import HostBlocks
@@ -43,6 +44,7 @@ class _Enqueued(NamedTuple):
     plan: StepPlan
     drawn: Drawn | None  # None: no row samples
     of_prompts: OfPrompts
+    proposal: Proposal | None  # of a draft model
     done: Event
 
     def result(self) -> StepResult:
@@ -60,6 +62,7 @@ class _Verified(NamedTuple):
     plan: StepPlan
     outcome: Outcome
     of_prompts: OfPrompts
+    proposal: Proposal | None
 
     def result(self) -> StepResult:
         return self.outcome.result(self.of_prompts)
@@ -83,11 +86,12 @@ class ModelRunner:
         sampler: per-slot sampling state.
         host_blocks: copies of blocks in host memory.
         masks: of the requests with a grammar, which the sampler reads.
+        draft_model: proposes the drafts that a plan leaves to the executor.
     """
 
     def __init__(
         self, decoder: Decoder, caches: Sequence[LayerCache], slots: SlotTable, sampler: Sampling,
-        host_blocks: HostBlocks, masks: Masks | None = None,
+        host_blocks: HostBlocks, masks: Masks | None = None, draft_model: DraftModel | None = None,
     ) -> None:
         self._decoder = decoder
         self._caches = caches
@@ -95,6 +99,7 @@ class ModelRunner:
         self._sampler = sampler
         self._host_blocks = host_blocks
         self._masks = masks
+        self._draft_model = draft_model
         self._decode_graphs = DecodeGraphs(decoder, caches, slots)
         self._prompts = Prompts(slots)
         self._pools = Pools()
@@ -110,6 +115,8 @@ class ModelRunner:
         self._host_blocks.save(plan.saves)
         self._host_blocks.load(plan.loads)
         self._slots.apply(plan)
+        if self._draft_model is not None:
+            self._draft_model.apply(plan)
         for slot in plan.released_slots:
             self._sampler.leave(slot)
             self._prompts.leave(slot)
@@ -133,6 +140,8 @@ class ModelRunner:
             if isinstance(outcome, Exception):
                 raise outcome
             result = outcome.result()
+            if outcome.proposal is not None:
+                result = result._replace(drafts=outcome.proposal.drafts, proposing=outcome.proposal.proposing)
             return self._recorded(outcome.plan, result) if self._masks is not None else result
         except torch.AcceleratorError as error:
             self._lost = error
@@ -158,17 +167,21 @@ class ModelRunner:
 
     def _enqueue(self, plan: StepPlan) -> _Enqueued | _Verified:
         device, drawn, of_prompts = self._decoder.kernels.device, None, NOTHING
+        proposal = None
+        if self._draft_model is not None and plan.has_proposed:
+            proposal = self._draft_model.propose(plan, self._begin_masks)
+            plan = plan.with_drafts(proposal.drafts)
         if plan.slots:
             self._begin_masks(plan)
             computed = self._compute(plan)
             plan, of_prompts = computed.plan, computed.of_prompts
             if plan.drafts:
                 outcome = verify(plan, computed.logits, computed.targets, self._sampler, self._slots, device)
-                return _Verified(plan, outcome, of_prompts)
+                return _Verified(plan, outcome, of_prompts, proposal)
             drawn = self._sample(computed)
         done = event_of(device)
         done.record()
-        return _Enqueued(plan, drawn, of_prompts, done)
+        return _Enqueued(plan, drawn, of_prompts, proposal, done)
 
     def _compute(self, plan: StepPlan) -> _Computed:
         """Run the model; describe or pool what the plan contains of prompts that are to be."""

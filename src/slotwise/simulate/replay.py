@@ -233,5 +233,7 @@ class _Recorded:
         if tuple([self._numbers[name] for name in plan.request_ids]) != logged.numbers or len(tokens) != plan.num_rows:
             return StepResult(plan.step, tuple([(0,) if wanted else () for wanted in plan.num_logits]))  # diverged
         objections = {end.number: end.message for end in logged.ended if end.reason == "rejected"}
-        return StepResult(plan.step, tokens, failed=logged.failed, forced=logged.forced, objections=tuple([
-            objections.get(logged.numbers[row], "") for row in logged.failed]))
+        named = (logged.drafts or ((),) * plan.num_rows) if plan.has_proposed else ()
+        return StepResult(
+            plan.step, tokens, failed=logged.failed, forced=logged.forced, drafts=named, proposing=logged.proposing,
+            objections=tuple([objections.get(logged.numbers[row], "") for row in logged.failed]))

@@ -6,17 +6,19 @@ from collections.abc import Sequence
 from itertools import chain
 
 from slotwise.core.drafting import MAX_DRAFTS, NO_GAIN, NO_MATCH, NO_ROOM, RESTING
-from slotwise.core.interfaces import DraftRow, Due, Proposal
+from slotwise.core.interfaces import DraftRow, Due, Proposal, Proposer
 from slotwise.core.request import Request
+from slotwise.core.step import Proposing
 from slotwise.core.step_time import StepTimeModel, Work
 from slotwise.speculation.acceptance import Acceptance
 from slotwise.speculation.budget import Costs, best, may_gain
+from slotwise.speculation.draft_model import DraftModelProposer
 from slotwise.speculation.forced import ForcedTokens
 from slotwise.speculation.guess import NO_GUESS, Source
 from slotwise.speculation.ids import TokenText
 from slotwise.speculation.ngram import NgramLookup
 from slotwise.speculation.prediction import PredictionLookup
-from slotwise.speculation.settings import NGRAM, NONE, PREDICTION, SUFFIX, Speculation
+from slotwise.speculation.settings import DRAFT_MODEL, NGRAM, NONE, PREDICTION, SUFFIX, Speculation
 from slotwise.speculation.suffix import SuffixIndex, SuffixLookup
 
 FORCED = "forced"  # by a grammar
@@ -176,6 +178,9 @@ class DraftProposer:
             return Proposal(drafts, NO_GAIN)
         return Proposal(drafts, "" if len(found) > most else min(limits, default=NO_MATCH))
 
+    def seconds(self, num_rows: int, num_drafts: int) -> float:
+        return 0.0
+
     def waits(self, request: Request) -> bool:
         row = self._rows.get(request.request_id) or self._new_row(request)
         if row is None or len(request.tokens) < row.look_at or not self._times.is_trained:
@@ -185,7 +190,9 @@ class DraftProposer:
         row.rest()
         return False
 
-    def committed(self, requests: Sequence[Request], drafts: Sequence[Sequence[int]]) -> None:
+    def committed(
+        self, requests: Sequence[Request], drafts: Sequence[Sequence[int]], proposing: Proposing | None = None,
+    ) -> None:
         """Learns nothing here: what came is compared at the next look."""
 
     def finished(self, request: Request) -> None:
@@ -216,6 +223,9 @@ class DraftProposer:
         return sources
 
 
-def proposer_of(settings: Speculation | None, times: StepTimeModel) -> DraftProposer | None:
+def proposer_of(settings: Speculation | None, times: StepTimeModel) -> Proposer | None:
     """Returns the proposer of settings that are `resolved`; None where no request has drafts."""
-    return None if settings is None or settings.method == NONE else DraftProposer(settings, times)
+    if settings is None or settings.method == NONE:
+        return None
+    texts = DraftProposer(settings, times)
+    return DraftModelProposer(texts, settings, times) if settings.method == DRAFT_MODEL else texts

@@ -9,15 +9,18 @@ from typing import Any
 from slotwise.core.ranges import whole
 
 AUTO, NGRAM, SUFFIX, PREDICTION, NONE = "auto", "ngram", "suffix", "prediction", "none"
+DRAFT_MODEL = "draft_model"
 METHODS = {  # and what drafts are taken from; with all but `none`, from the `prediction` of a request, too
     AUTO: "suffix where drafts change no token, as on a CPU; else prediction",
     NGRAM: "what followed the last tokens earlier in the request (prompt lookup)",
     SUFFIX: "as ngram, and recent outputs of the same tenant",
     PREDICTION: "the `prediction` of a request alone",
+    DRAFT_MODEL: "a smaller model with the same vocabulary, `model`",
     NONE: "no drafts",
 }
 MAX_DRAFTS = 64  # of a row
 NUM_DRAFTS = 16  # the default
+LOOKUPS = ("prompt_lookup_min", "prompt_lookup_max")
 LOOKUP = (3, 8)  # tokens of a match, least and most, where neither is given
 RANGES = {
     "num_speculative_tokens": whole(1, MAX_DRAFTS), "prompt_lookup_min": whole(1, 64),
@@ -36,19 +39,21 @@ class Speculation:
     num_speculative_tokens: int | None = None  # most drafts of a row; fewer where they do not pay
     prompt_lookup_min: int | None = None  # tokens that must match, at least; None: as many as at most
     prompt_lookup_max: int | None = None  # tokens that are looked up, at most; None: as many as at least
-    model: str | None = None
+    model: str | None = None  # the draft model: a checkpoint's folder, or a hub id
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, not {self.method!r:.40}")
-        if self.model is not None:
-            raise ValueError(f"model: there is no draft model; the methods are {', '.join(METHODS)}")
+        if self.method == DRAFT_MODEL and not (isinstance(self.model, str) and self.model):
+            raise ValueError(f"method {DRAFT_MODEL} needs a model: a checkpoint's folder, or a hub id")
+        if self.method != DRAFT_MODEL and self.model is not None:
+            raise ValueError(f"model has no effect with method {self.method}, only with {DRAFT_MODEL}")
         for name, allowed in RANGES.items():
             value = getattr(self, name)
             if value is not None and (wrong := allowed.objection(value)):
                 raise ValueError(f"{name} {wrong}")
-            if value is not None and self.method == NONE:
-                raise ValueError(f"{name} has no effect with method {NONE}")
+            if value is not None and (self.method == NONE or (self.method == DRAFT_MODEL and name in LOOKUPS)):
+                raise ValueError(f"{name} has no effect with method {self.method}")
         shortest, longest = self.lookup
         if shortest > longest:
             raise ValueError(f"prompt_lookup_min {shortest} is more than prompt_lookup_max {longest}")
@@ -60,12 +65,10 @@ class Speculation:
         for name in given:
             if name not in known:
                 raise ValueError(f"there is no key {name!r:.40}; there are {', '.join(known)}")
-        method = given.get("method", AUTO)
-        if method == "draft_model":
-            raise ValueError(f"method 'draft_model' is not implemented; the methods are {', '.join(METHODS)}")
+        method = given.get("method", AUTO if given.get("model") is None else DRAFT_MODEL)
         if not isinstance(method, str):
             raise ValueError(f"method must be one of {', '.join(METHODS)}, not {method!r:.40}")
-        return cls(**given)
+        return cls(**{**given, "method": method})
 
     def resolved(self, *, is_exact: bool) -> Speculation:
         """Returns the settings with the method that `auto` stands for.

@@ -30,6 +30,11 @@ _GEMMA = {**_BEHIND, "ffn_norm": "pre_feedforward_layernorm"}
 _FUSED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 _EXPERTS = {"ffn_gate_inp": "mlp.gate", "ffn_gate_exps": "mlp.experts.{}.gate_proj",
             "ffn_up_exps": "mlp.experts.{}.up_proj", "ffn_down_exps": "mlp.experts.{}.down_proj"}
+_MIXTRAL = {"ffn_gate_inp": "block_sparse_moe.gate", "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+            "ffn_up_exps": "block_sparse_moe.experts.{}.w3", "ffn_down_exps": "block_sparse_moe.experts.{}.w2"}
+_GLM4 = {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm",
+         "ffn_up": "mlp.gate_up_proj"}
+_SEED = {"post_attention_norm": "post_attention_layernorm"}
 _UNREAD = re.compile(  # the config has what they say
     r"(rope_freqs|rope_factors_long|rope_factors_short)\.weight|blk\.\d{1,4}\.attn_rot_embd\.weight")
 
@@ -79,6 +84,8 @@ def is_unread(stored: str) -> bool:
 
 ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM", is_interleaved=True),  # Mistral, too
+    "llama with experts": Architecture("MixtralForCausalLM", is_interleaved=True, parts=_MIXTRAL, more=families.mixtral,
+                                       has_experts=True),
     "qwen2": Architecture("Qwen2ForCausalLM"),
     "qwen3": Architecture("Qwen3ForCausalLM"),
     "qwen3moe": Architecture("Qwen3MoeForCausalLM", parts=_EXPERTS, more=families.qwen3_moe, has_experts=True),
@@ -87,6 +94,11 @@ ARCHITECTURES = {
     "granite": Architecture("GraniteForCausalLM", is_interleaved=True, more=families.granite),
     "olmo2": Architecture("Olmo2ForCausalLM", parts=_BEHIND, more=families.olmo2),
     "phi3": Architecture("Phi3ForCausalLM", parts=_FUSED, more=families.phi3, rotates_parts=True),
+    "glm4": Architecture("Glm4ForCausalLM", parts=_GLM4, more=families.glm4, rotates_parts=True),
+    "ernie4_5": Architecture("Ernie4_5ForCausalLM", more=families.ernie4_5),
+    "seed_oss": Architecture("SeedOssForCausalLM", parts=_SEED, more=families.seed_oss),
+    "olmoe": Architecture("OlmoeForCausalLM", parts=_EXPERTS, more=families.olmoe, has_experts=True),
     "smollm3": Architecture("SmolLM3ForCausalLM", is_interleaved=True),
 }
-"""By `general.architecture`."""
+"""By `general.architecture`; one has experts where its `expert_count` is not 0."""
+WITH_EXPERTS = " with experts"

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -17,10 +17,13 @@ from slotwise.model.config import MAX_LAYERS, ModelConfig
 from slotwise.model.errors import CheckpointError
 from slotwise.model.families import FAMILIES, configure
 from slotwise.model.fields import Fields
-from slotwise.model.gguf.architectures import ARCHITECTURES, Architecture
+from slotwise.model.gguf.architectures import ARCHITECTURES, WITH_EXPERTS, Architecture
+from slotwise.model.gguf.families import has_bias
 from slotwise.model.gguf.keys import ARCHITECTURE, Keys
 from slotwise.model.gguf.ropes import read_factors, read_rope
 from slotwise.model.layers.rope import DividedRope, NoRope
+from slotwise.model.quantization.gguf_blocks import BLOCK_TYPES
+from slotwise.model.quantization.scheme import Scheme
 
 MIN_EPS = 1e-12
 TABLE = "token_embd.weight"
@@ -37,6 +40,8 @@ def read_gguf_config(path: Path) -> ModelConfig:
     architecture, keys = architecture_of(model.metadata), Keys(model)
     common = _common(keys, architecture)
     config = configure(Fields(common | architecture.more(keys, common), str(path)))
+    if kinds := [kind for kind in _types(keys) if kind in BLOCK_TYPES]:
+        config = replace(config, quantization=BlockQuantization(f"GGUF, {' and '.join(kinds)}"))
     divisors = read_factors(keys, "rope_freqs", config.head_dim // 2)
     if not divisors:
         return config
@@ -44,10 +49,22 @@ def read_gguf_config(path: Path) -> ModelConfig:
     return replace(config, ropes=tuple(ropes))
 
 
+@dataclass(slots=True)
+class BlockQuantization:
+    """Weights in blocks: each tensor says its own type."""
+
+    description: str
+
+    def scheme(self, module: str) -> Scheme | None:
+        """None: a tensor of a file is a whole weight."""
+        return None
+
+
 def architecture_of(metadata: Metadata) -> Architecture:
     """Raises CheckpointError for one that is not supported."""
     name = metadata.text(ARCHITECTURE)
-    found = ARCHITECTURES.get(name)
+    has_experts = metadata.integer(f"{name}.expert_count", 0) > 0 and name + WITH_EXPERTS in ARCHITECTURES
+    found = ARCHITECTURES.get(name + WITH_EXPERTS if has_experts else name)
     if found is None or found.served_as not in FAMILIES:
         served = [name for name, one in ARCHITECTURES.items() if one.served_as in FAMILIES]
         raise metadata.error(ARCHITECTURE, f"{name!r:.40} is not supported; these are: {', '.join(served)}")
@@ -74,8 +91,8 @@ def _common(keys: Keys, architecture: Architecture) -> dict[str, object]:
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon", minimum=MIN_EPS, maximum=1.0),
         "vocab_size": _vocab_size(keys, hidden), "tie_word_embeddings": "output.weight" not in keys.tensors,
         "eos_token_id": end_token_ids(keys.metadata), "dtype": _dtype(keys),
-        "attention_bias": "blk.0.attn_q.bias" in keys.tensors and "blk.0.attn_output.bias" in keys.tensors,
-        "mlp_bias": "blk.0.ffn_gate.bias" in keys.tensors, "rope_parameters": read_rope(keys, context, head_dim),
+        "attention_bias": has_bias(keys, "attn_q") and has_bias(keys, "attn_output"),
+        "mlp_bias": has_bias(keys, "ffn_gate"), "rope_parameters": read_rope(keys, context, head_dim),
     }  # fmt: skip
 
 
@@ -104,8 +121,13 @@ def _vocab_size(keys: Keys, hidden: int) -> int:
 
 def _dtype(keys: Keys) -> str:
     """What most weights of products are stored as; bfloat16 computes with what is neither float16 nor float32."""
+    return _DTYPES.get(_types(keys)[0], "bfloat16")
+
+
+def _types(keys: Keys) -> list[str]:
+    """How weights of products are stored, that of the most numbers first."""
     sizes: Counter[str] = Counter()
     for _, tensor in keys.tensors.values():
         if len(tensor.shape) > 1:
             sizes[tensor.type.name] += prod(tensor.shape)
-    return _DTYPES.get(sizes.most_common(1)[0][0], "bfloat16")
+    return [kind for kind, _ in sizes.most_common()]

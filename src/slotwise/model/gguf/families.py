@@ -12,6 +12,7 @@ from slotwise.model.gguf.keys import Fields, Keys
 from slotwise.model.gguf.ropes import theta
 
 MAX_CAP = 1e6
+MAX_EXPERTS = 4096
 GEMMA2_LARGEST, GEMMA3_LARGEST = 46, 62  # layers of the models whose scores are scaled by another size than a head's
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -63,9 +64,35 @@ def phi3(keys: Keys, common: Mapping[str, Any]) -> Fields:
     return {"sliding_window": keys.integer(window, minimum=0) or None} if keys.has(window) else {}
 
 
+def seed_oss(keys: Keys, common: Mapping[str, Any]) -> Fields:
+    return {"attention_bias": has_bias(keys, "attn_q"), "attention_out_bias": has_bias(keys, "attn_output")}
+
+
+def ernie4_5(keys: Keys, common: Mapping[str, Any]) -> Fields:
+    return {"use_bias": has_bias(keys, "attn_q")}
+
+
+def glm4(keys: Keys, common: Mapping[str, Any]) -> Fields:
+    return {"attention_bias": has_bias(keys, "attn_q")}
+
+
+def has_bias(keys: Keys, part: str) -> bool:
+    return f"blk.0.{part}.bias" in keys.tensors
+
+
+def mixtral(keys: Keys, common: Mapping[str, Any]) -> Fields:
+    return {"num_local_experts": keys.integer("expert_count", maximum=MAX_EXPERTS),
+            "num_experts_per_tok": keys.integer("expert_used_count", maximum=MAX_EXPERTS), "sliding_window": None}
+
+
+def olmoe(keys: Keys, common: Mapping[str, Any]) -> Fields:
+    return {"num_experts": keys.integer("expert_count", maximum=MAX_EXPERTS),
+            "num_experts_per_tok": keys.integer("expert_used_count", maximum=MAX_EXPERTS), "norm_topk_prob": False}
+
+
 def qwen3_moe(keys: Keys, common: Mapping[str, Any]) -> Fields:
     return {
-        "num_experts": keys.integer("expert_count", maximum=4096),
-        "num_experts_per_tok": keys.integer("expert_used_count", maximum=4096),
+        "num_experts": keys.integer("expert_count", maximum=MAX_EXPERTS),
+        "num_experts_per_tok": keys.integer("expert_used_count", maximum=MAX_EXPERTS),
         "moe_intermediate_size": keys.integer("expert_feed_forward_length"),
         "norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1}

@@ -15,12 +15,12 @@ from slotwise.kernels.matrix import Format, QuantisedMatrix, reordered
 from slotwise.model.errors import CheckpointError
 from slotwise.model.gguf.architectures import ARCHITECTURES, Architecture, is_unread
 from slotwise.model.gguf.config import architecture_of
+from slotwise.model.gguf.families import MAX_EXPERTS
 from slotwise.model.quantization.gguf_blocks import BLOCK_TYPES
 from slotwise.model.stored import StoredTensor, TensorSource
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 INTERLEAVED = ("self_attn.q_proj", "self_attn.k_proj")
-MAX_EXPERTS = 4096
 MATRIX = 2  # dimensions
 NORM = "norm.weight"  # how the names of norms' weights end
 

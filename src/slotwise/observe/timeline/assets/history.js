@@ -203,6 +203,7 @@ export class History {
       padding: entry.padding ?? [], held: entry.held ?? [], tokens: entry.tokens ?? [], admitted: entry.admitted ?? [],
       preempted: entry.preempted ?? [], refused: entry.refused ?? [], stop: entry.stop ?? null,
       ended: entry.ended ?? [], kinds: [], drafts: entry.drafts ?? [], draftLimit: entry.draft_limit ?? "",
+      proposing: entry.proposing ?? null,
       yielded: entry.sampled ?? entry.tokens ?? [],
       running: entry.num_running ?? 0, waiting: entry.num_waiting ?? 0, free: entry.num_free_blocks ?? 0,
       capacity: this.segmentAt(this.end)?.capacity ?? 0, useful: 0, worked: 0, tokensComputed: 0,

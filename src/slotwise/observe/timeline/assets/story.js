@@ -74,6 +74,10 @@ export function stepStory(history, step) {
     ["padding", sum.padding], ["held", sum.held], ["void", sum.void]].filter(([, count]) => count);
   add("tokens", kinds.map(([name, count]) => `${count.toLocaleString("en")} ${name}`).join(", "));
   add("drafts", drafted(step));
+  if (step.proposing) {
+    const [seconds, passes] = step.proposing;
+    add("draft model", `${plural(passes, "pass", "passes")} in ${duration(seconds)}`);
+  }
   add("joined", step.admitted.length && step.admitted.map(([number]) => number).join(", "));
   add("ended", step.ended.length && step.ended.map(([number, reason]) => `${number} (${reason})`).join(", "));
   add("yielded", step.preempted.length && step.preempted.map(([number]) => number).join(", "));

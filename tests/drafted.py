@@ -1,0 +1,78 @@
+"""Requests played on an engine with drafts, and what came of them."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, NamedTuple
+
+from slotwise.core.params import SamplingParams
+from slotwise.core.step import TokenLogprobs
+from slotwise.engine.engine import Engine
+from slotwise.engine.messages import Add, Finish, StepRecord
+
+
+class Output(NamedTuple):
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    reason: str
+
+
+class Played(NamedTuple):
+    outputs: dict[str, Output]
+    records: list[StepRecord]
+
+    @property
+    def num_drafts(self) -> int:
+        return sum(len(drafts) for record in self.records for drafts in record.drafts)
+
+    @property
+    def num_right(self) -> int:
+        return sum(max(0, len(tokens) - 1) for record in self.records for drafts, tokens in zip(
+            record.drafts, record.sampled or record.token_ids, strict=False) if drafts)
+
+
+def play(subject: Engine, adds: list[Add], aborts: dict[int, str] | None = None) -> Played:
+    """Adds the requests, some in every step; `aborts` ends requests before a step."""
+    waiting, tokens, logprobs, reasons = list(adds), {}, {}, {}
+    records: list[StepRecord] = []
+    while waiting or subject.has_work:
+        for one in waiting[:3]:
+            subject.handle(one)
+        del waiting[:3]
+        if aborts and (name := aborts.pop(len(records), "")):
+            subject.handle(Finish(name, "abort"))
+        record = subject.step()
+        assert not record.failure, record.failure
+        records.append(record)
+        entries = record.logprobs or ((),) * len(record.token_ids)
+        for name, found, described in zip(record.request_ids, record.token_ids, entries, strict=True):
+            tokens[name] = tokens.get(name, ()) + found
+            logprobs[name] = logprobs.get(name, ()) + described
+        reasons |= {end.request_id: end.reason for end in record.ended}
+        subject._scheduler.check()
+    return Played({name: Output(tokens.get(name, ()), logprobs.get(name, ()), reason)
+                   for name, reason in reasons.items()}, records)
+
+
+def several(prompt: list[int], number: int = 4, **params: Any) -> list[Add]:
+    params = {"max_tokens": 40, "ignore_eos": True, "temperature": 0.3} | params
+    return [Add(f"r{at}", prompt[at:], SamplingParams(**params), seed=at) for at in range(number)]
+
+
+def mixed(prompt: list[int], number: int, seed: int) -> list[Add]:
+    """Greedy, seeded, with penalties, log-probabilities, `min_p`, `min_tokens`, stop tokens; some share a beginning."""
+    draw, adds = random.Random(seed), []
+    for at in range(number):
+        params = SamplingParams(
+            temperature=draw.choice((0.0, 0.0, 0.2, 1.0)), max_tokens=draw.randint(1, 48),
+            ignore_eos=draw.random() < 0.7, min_p=draw.choice((0.0, 0.05)), top_p=draw.choice((1.0, 0.9)),
+            logprobs=draw.choice((None, None, 0, 3)), presence_penalty=draw.choice((0.0, 0.0, 0.5)),
+            frequency_penalty=draw.choice((0.0, 0.0, 0.4)), repetition_penalty=draw.choice((1.0, 1.0, 1.2)),
+            stop_token_ids=tuple(draw.sample(prompt, draw.choice((0, 0, 1)))), min_tokens=draw.choice((0, 0, 1)),
+            logit_bias=draw.choice(({}, {prompt[3]: 2.0})))
+        begin = draw.choice((0, 0, draw.randrange(len(prompt) // 2)))
+        text = prompt[begin : draw.randint(begin + 1, len(prompt))]
+        guessed = tuple(token if draw.random() < 0.9 else draw.choice(prompt) for token in prompt)
+        adds.append(Add(f"r{at}", text, params, seed=draw.getrandbits(60), prediction=guessed,
+                        salt=draw.choice(("", "other"))))
+    return adds

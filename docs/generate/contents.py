@@ -54,6 +54,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "parts": results.parts,
     "quantized": results.quantized,
     "perplexity": results.perplexity,
+    "perplexity of gguf": results.perplexity_of_gguf,
     "stalls": results.stalls,
     "step times": results.step_times,
     "neighbours": results.neighbours,

@@ -55,6 +55,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "quantized": results.quantized,
     "experts": results.experts,
     "perplexity": results.perplexity,
+    "perplexity of gguf": results.perplexity_of_gguf,
     "stalls": results.stalls,
     "step times": results.step_times,
     "neighbours": results.neighbours,

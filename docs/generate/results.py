@@ -249,6 +249,15 @@ def perplexity() -> str:
         for row in rows])
 
 
+def perplexity_of_gguf() -> str:
+    """Returns the perplexity with all matrices in each type of GGUF, and the bits of a weight."""
+    exact, *rows = load("gguf-types-cpu")["perplexity"]["rows"]
+    return table(("type", "bits in the file>", "bits packed>", "perplexity>", "above float32>"), [
+        (code(row["weights"]), f"{row['file_bits']:.2f}", f"{row['packed_bits']:.2f}", f"{row['perplexity']:.4f}",
+         f"{row['perplexity'] / exact['perplexity'] - 1:.2%}")
+        for row in sorted(rows, key=lambda row: -row["file_bits"])])
+
+
 def neighbours() -> str:
     """Returns decoding beside busy programs, with OpenMP's threads and with the thread pool."""
     result = load("neighbours-cpu")
@@ -268,7 +277,7 @@ def speculation() -> str:
         drafts = f"{one['right'] / one['drafts']:.0%} of {one['drafts']:,}" if one["drafts"] else "–"
         rates = [f"{median(one[name]):,.0f}" for name in ("off", "on")]
         return (one["model"], f"{named}, {streams or 64} streams", *rates, f"{mean:.2f} ({low:.2f} to {high:.2f})",
-                drafts, f"{one['proposing_share']:.1%}")
+                drafts, f"{median(one['proposing_shares']):.1%}")
 
     return table(("model", "workload", "without, tokens/s>", "with>", "ratio and its 95% interval>", "drafts right>",
                   "time of proposing>"), map(row, load("speculation-cpu")["rows"]))

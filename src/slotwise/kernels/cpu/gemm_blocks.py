@@ -45,7 +45,7 @@ from slotwise.kernels.cpu.llvm import (
 )
 from slotwise.kernels.cpu.processor import AVX2, AVX512
 
-HEIGHTS = (1, 2, 3, 4, 6) if AVX512 else (1, 2)  # of a tile, as registers allow
+HEIGHTS = (1, 2, 3, 4, 6, 8) if AVX512 else (1, 2)  # of a tile, as registers allow
 TALLEST = HEIGHTS[-1]
 LANES = 16  # columns of a vector of sums
 VECTORS = COLUMNS // LANES

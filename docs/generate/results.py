@@ -240,6 +240,15 @@ def perplexity() -> str:
         for row in rows])
 
 
+def perplexity_of_gguf() -> str:
+    """Returns the perplexity with all matrices in each type of GGUF, and the bits of a weight."""
+    exact, *rows = load("gguf-types-cpu")["perplexity"]["rows"]
+    return table(("type", "bits in the file>", "bits packed>", "perplexity>", "above float32>"), [
+        (code(row["weights"]), f"{row['file_bits']:.2f}", f"{row['packed_bits']:.2f}", f"{row['perplexity']:.4f}",
+         f"{row['perplexity'] / exact['perplexity'] - 1:.2%}")
+        for row in sorted(rows, key=lambda row: -row["file_bits"])])
+
+
 def neighbours() -> str:
     """Returns decoding beside busy programs, with OpenMP's threads and with the thread pool."""
     result = load("neighbours-cpu")

@@ -211,3 +211,52 @@ def test_absent_key_value_heads_are_those_of_the_family() -> None:
         assert configure(Fields(fields | {"head_dim": 16}, "config.json")).num_kv_heads == expected
         null = fields | {"head_dim": 16, "num_key_value_heads": None}
         assert configure(Fields(null, "config.json")).num_kv_heads == 64
+
+
+class TestMixtures:
+    def read(self, **fields: Any) -> ModelConfig:
+        return read(**{"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 16, "num_experts_per_tok": 4,
+                       "moe_intermediate_size": 32} | fields)
+
+    def test_layers(self) -> None:
+        assert self.read().mixture_of_experts.layers == (True,) * 4
+        config = self.read(decoder_sparse_step=2, mlp_only_layers=[3])
+        assert config.mixture_of_experts.layers == (False, True, False, False)
+        assert [config.has_experts(layer) for layer in range(4)] == [False, True, False, False]
+
+    def test_a_token_is_multiplied_by_the_experts_that_it_chooses(self) -> None:
+        heads = (2 * 8 + 2 * 2) * 8
+        assert read().layer_weights == 4 * 64 * (heads + 3 * 128)
+        assert self.read().layer_weights == 4 * 64 * (heads + 3 * 4 * 32 + 16)
+        assert self.read(mlp_only_layers=[0]).layer_weights == 64 * (4 * heads + 3 * 128 + 3 * (3 * 4 * 32 + 16))
+
+    @pytest.mark.parametrize(("fields", "problem"), [
+        ({"num_experts_per_tok": 17}, r"num_experts_per_tok \(17\) must be at most num_experts \(16\)"),
+        ({"num_local_experts": 8}, r"num_experts \(16\) differs from num_local_experts"),
+        ({"num_experts": 10**6}, "num_experts must be a whole number from 1 to 4096"),
+        ({"n_group": 4}, "n_group is set, which is not supported"),
+        ({"scoring_func": "sigmoid"}, "scoring_func is set"),
+        ({"mlp_only_layers": 3}, "mlp_only_layers must be a list of at most"),
+        ({"mlp_only_layers": [-1]}, "mlp_only_layers must be a whole number from 0"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob must be true or false"),
+        ({"architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0}, "clip_qkv is set"),
+        ({"architectures": ["GptOssForCausalLM"], "swiglu_limit": 0}, "swiglu_limit must be a number above 0"),
+    ])
+    def test_refusals(self, fields: dict[str, Any], problem: str) -> None:
+        with pytest.raises(CheckpointError, match=problem):
+            self.read(**fields)
+
+
+@pytest.mark.parametrize(("name", "fields", "problem"), [
+    ("Gemma3", {"hidden_activation": "gelu_pytorch_tanh", "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+     "rope_parameters must have an object for each of full_attention, sliding_attention, not 'rope_type'"),
+    ("Gemma3", {"hidden_activation": "gelu_pytorch_tanh", "attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+    ("SmolLM3", {"no_rope_layers": [1, 0]}, "no_rope_layers names 2 layers, num_hidden_layers 4"),
+    ("SmolLM3", {"no_rope_layers": [1, 2, 1, 1]}, "no_rope_layers must be a whole number from 0 to 1"),
+    ("Granite", {"residual_multiplier": 0}, "residual_multiplier must be a number above 0"),
+    ("Phi3", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "short_factor is missing"),
+    ("Helium", {"head_dim": 16}, r"head_dim \(16\) times num_attention_heads \(8\) must be hidden_size \(64\)"),
+])
+def test_refusals_by_family(name: str, fields: dict[str, Any], problem: str) -> None:
+    with pytest.raises(CheckpointError, match=problem):
+        read(architectures=[f"{name}ForCausalLM"], **fields)

@@ -12,8 +12,12 @@ from checkpoints import FAMILIES, make, prompts
 from ragged import Driver
 from safetensors.torch import load_file
 
+from slotwise.kernels.checked import CheckedKernels
+from slotwise.kernels.cpu.kernels import CpuKernels
 from slotwise.kernels.reference import ReferenceKernels
+from slotwise.kernels.timed import TimedKernels
 from slotwise.model.checkpoint import read_config
+from slotwise.model.errors import CheckpointError
 from slotwise.model.families import tensor_shapes
 from slotwise.model.load import load_model
 
@@ -42,6 +46,35 @@ def test_bytes_are_those_of_all_tensors(family: str, checkpoint: Callable[[str],
         assert unread > 0
     assert decoder.step_weight_bytes == decoder.weight_bytes - embedding - unread
     assert decoder.workspace_bytes(7, 2) > 2 * decoder.config.vocab_size * torch.float32.itemsize
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "olmo2"])
+def test_checked_and_timed_kernels_compute_all_of_a_family(family: str, checkpoint: Callable[[str], Path]) -> None:
+    asked = prompts([9, 3])
+    plain, checked, timed = (
+        Driver(load_model(checkpoint(family), kernels=kernels, dtype="float32")).greedy(asked, 4)
+        for kernels in (CpuKernels(), CheckedKernels(CpuKernels()), TimedKernels(CpuKernels())))
+    assert plain == checked == timed
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "gpt_oss"])
+def test_experts_are_quantised(family: str, checkpoint: Callable[[str], Path]) -> None:
+    [ids] = prompts([40])
+    exact, quantised = (
+        load_model(checkpoint(family), kernels=CpuKernels(quantization=name), dtype="float32")
+        for name in ("none", "int8"))
+    logits = [Driver(decoder).step([(0, ids)])[0] for decoder in (exact, quantised)]
+    assert 0 < (logits[0] - logits[1]).norm() < 0.5 * logits[0].norm()  # other weights are off by 1.4
+    assert quantised.weight_bytes < 0.6 * exact.weight_bytes
+
+
+def test_kernels_without_mixtures_say_so(checkpoint: Callable[[str], Path]) -> None:
+    class Without(ReferenceKernels):
+        mixture_refusal = "mixtures of experts are not supported on device x"
+
+    with pytest.raises(CheckpointError, match="mixtures of experts are not supported on device x"):
+        load_model(checkpoint("mixtral"), kernels=Without())
+    assert load_model(checkpoint("llama2"), kernels=Without())
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, dtype
@@ -11,13 +11,18 @@ from torch import Tensor, dtype
 from slotwise.kernels.interface import (
     Activation,
     AttentionShape,
+    ClampedSwiGLU,
+    ExpertWeights,
     Graph,
     Kernels,
     LayerCache,
     Linear,
+    Mixture,
     QKNorm,
     RaggedBatch,
+    Routing,
 )
+from slotwise.kernels.matrix import QuantisedMatrix, Weight
 
 PRODUCTS, ATTENTION, SMALL = "products", "attention", "small operators"
 
@@ -44,17 +49,33 @@ class TimedKernels:
         """None while it measures."""
         return None if self._keeps_time else self._kernels.record(work)
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+    def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         """A timed product."""
         return self._timed_product(self._kernels.linear(weight, bias))
 
-    def gated(self, weight: Tensor, bias: Tensor | None = None, activation: Activation = "silu") -> Linear:
+    def gated(self, weight: Weight, bias: Tensor | None = None, activation: Activation = "silu") -> Linear:
         """A timed product, its activation included."""
         return self._timed_product(self._kernels.gated(weight, bias, activation))
 
-    def head(self, weight: Tensor) -> Linear:
+    def exact_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """A timed product."""
+        return self._timed_product(self._kernels.exact_linear(weight, bias))
+
+    def experts(
+        self, weights: Iterable[ExpertWeights], routing: Routing, activation: Activation | ClampedSwiGLU,
+    ) -> Mixture:
+        """A timed mixture: nearly all of it are products."""
+        mixture = self._kernels.experts(weights, routing, activation)
+        return lambda x, logits: self._timed(PRODUCTS, lambda: mixture(x, logits))
+
+    def head(self, weight: Weight) -> Linear:
         """A timed product."""
         return self._timed_product(self._kernels.head(weight))
+
+    def embedding(self, table: QuantisedMatrix, kind: dtype, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
+        """A timed lookup."""
+        look_up = self._kernels.embedding(table, kind, scale)
+        return lambda token_ids: self._timed(SMALL, lambda: look_up(token_ids))
 
     def embed(self, table: Tensor, token_ids: Tensor) -> Tensor:
         return self._timed(SMALL, lambda: self._kernels.embed(table, token_ids))
@@ -65,11 +86,17 @@ class TimedKernels:
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         return self._timed(SMALL, lambda: self._kernels.add_rms_norm(x, residual, weight, eps, offset))
 
+    def add(self, x: Tensor, residual: Tensor, gate: Tensor | None = None) -> Tensor:
+        return self._timed(SMALL, lambda: self._kernels.add(x, residual, gate))
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return self._timed(SMALL, lambda: self._kernels.silu_mul(gate_up))
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         return self._timed(SMALL, lambda: self._kernels.gelu_mul(gate_up))
+
+    def clamped_swiglu(self, gate_up: Tensor, activation: ClampedSwiGLU) -> Tensor:
+        return self._timed(SMALL, lambda: self._kernels.clamped_swiglu(gate_up, activation))
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         return self._timed(SMALL, lambda: self._kernels.soft_cap(x, cap))

@@ -49,6 +49,8 @@ def load_model(
     if torch.float16 not in kernels.kinds:
         _tell_of_float16(dtype, config, weights, kernels)
     _widen(weights, weights.formats(shapes), kernels, config.dtype, folder)
+    if config.quantization is not None and config.mixture is not None:
+        logger.warning("%s: quantised weights of experts are dequantised as they are loaded", folder)
     admit(weight_bytes(config, kernels, weights.formats(shapes)))
     read = weights.reader(shapes, config.dtype, progress)
     device = kernels.device

@@ -56,15 +56,22 @@ def test_a_config_without_the_field_is_not_quantised() -> None:
     assert read_quantization(Fields({"quantization_config": None}, "config.json")) is None
 
 
-@pytest.mark.parametrize("method", ["aqlm", "hqq", "quanto", "torchao", "mxfp4", "bitnet", "", "GPTQ"])
+@pytest.mark.parametrize("method", ["aqlm", "hqq", "quanto", "torchao", "mxfp8", "bitnet", "", "GPTQ"])
 def test_other_methods_are_refused_by_name(method: str) -> None:
     assert "config.json, quantization_config: quant_method must be one of awq, gptq" in told({"quant_method": method})
     assert repr(method) in told({"quant_method": method})
 
 
+def test_mxfp4_is_a_method_of_gpt_oss_only() -> None:
+    assert "mxfp4 is that of the experts of GptOssForCausalLM" in told({"quant_method": "mxfp4"})
+    fields = {"quantization_config": {"quant_method": "mxfp4"}, "architectures": ["GptOssForCausalLM"]}
+    quantization = read_quantization(Fields(fields, "config.json"))
+    assert quantization is not None and quantization.scheme(UP) is None
+
+
 def test_a_config_must_name_its_method() -> None:
     assert "quant_method is missing" in told({"bits": 4})
-    assert set(METHODS) == {kind().config["quant_method"] for kind in quantized.KINDS.values()}
+    assert set(METHODS) == {"mxfp4", *(kind().config["quant_method"] for kind in quantized.KINDS.values())}
 
 
 @pytest.mark.parametrize("config", [GPTQ, AWQ, FP8, NF4, groups(group(INT4))])

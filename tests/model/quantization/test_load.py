@@ -181,3 +181,32 @@ def test_floats_that_kernels_do_not_multiply_are_widened(dense: Callable[[str], 
     rows = prompts([12])
     decoder = load_model(tmp_path / "model", kernels=Refusing())
     assert torch.equal(Driver(decoder).step(list(enumerate(rows))), logits(tmp_path / "model", rows))
+
+
+def test_experts_of_gpt_oss(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As `transformers` dequantises their blocks."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    folder = make("gpt_oss", tmp_path / "model", hidden_size=64, intermediate_size=32)
+    stored, whole = {}, {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        stored[name] = whole[name] = tensor
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            experts, depth, outputs = tensor.shape
+            del stored[name]
+            blocks = stored[f"{name}_blocks"] = torch.randint(
+                256, (experts, outputs, depth // 32, 16), dtype=torch.uint8)
+            scales = stored[f"{name}_scales"] = torch.randint(
+                122, 126, (experts, outputs, depth // 32), dtype=torch.uint8)
+            whole[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    quantized.save(stored, folder)
+    quantized.configure(folder, {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]})
+    found = logits(folder, rows := prompts([12, 3]))
+    assert "quantised weights of experts are dequantised as they are loaded" in caplog.text
+    spoilt = {name: tensor for name, tensor in stored.items() if not name.endswith("0.mlp.experts.down_proj_scales")}
+    quantized.save(spoilt, folder)
+    with pytest.raises(CheckpointError, match=r"lacks 1 tensors .*layers\.0\.mlp\.experts\.down_proj_scales"):
+        logits(folder, rows)
+    quantized.configure(folder, ...)
+    quantized.save(whole, folder)
+    assert torch.equal(found, logits(folder, rows))

@@ -10,10 +10,13 @@ from slotwise.model.quantization.bitsandbytes import BitsAndBytes
 from slotwise.model.quantization.compressed_tensors import CompressedTensors
 from slotwise.model.quantization.fp8 import FP8
 from slotwise.model.quantization.gptq import GPTQ
+from slotwise.model.quantization.mxfp4 import MXFP4
 from slotwise.model.quantization.scheme import Quantization
 
 METHODS: dict[str, Callable[[Fields], Quantization]] = {
-    "awq": AWQ, "gptq": GPTQ, "compressed-tensors": CompressedTensors, "fp8": FP8, "bitsandbytes": BitsAndBytes}
+    "awq": AWQ, "gptq": GPTQ, "compressed-tensors": CompressedTensors, "fp8": FP8, "bitsandbytes": BitsAndBytes,
+    "mxfp4": MXFP4}
+GPT_OSS = ("GptOssForCausalLM",)
 FIELD = "quantization_config"
 
 
@@ -30,4 +33,6 @@ def read_quantization(config: Fields) -> Quantization | None:
     if method not in METHODS:
         raise fields.error("quant_method", f"must be one of {', '.join(METHODS)}, not {method!r:.40}: "
                            "serve the checkpoint that it was made from")
+    if method == "mxfp4" and config.texts("architectures")[:1] != GPT_OSS:
+        raise fields.error("quant_method", f"mxfp4 is that of the experts of {GPT_OSS[0]}")
     return METHODS[method](fields)

@@ -2,6 +2,8 @@
 
     blocks   [outputs, ..., depth / 2] uint8    two numbers a byte, the first in the low half
     scales   [outputs, depth / 32] uint8        exponents of two, plus 127 (E8M0)
+
+The experts of gpt-oss (quant_method `mxfp4`) lie together, with their number as first dimension of both.
 """
 
 from __future__ import annotations
@@ -13,9 +15,11 @@ import torch
 from torch import Tensor
 
 from slotwise.kernels.matrix import Factors, Format, QuantisedMatrix, Rows
+from slotwise.model.fields import Fields
 from slotwise.model.quantization.gguf_blocks import MXFP4_LEVELS
 from slotwise.model.quantization.packing import nibbles
-from slotwise.model.quantization.scheme import Layer, Part, check_range
+from slotwise.model.quantization.patterns import read_names
+from slotwise.model.quantization.scheme import Layer, Part, check_range, refuse_unknown
 
 GROUP = 32
 FORMAT = Format(4, GROUP, torch.bfloat16, levels=MXFP4_LEVELS)  # whose levels are doubled, and scales halved
@@ -53,3 +57,18 @@ def powers(layer: Layer, part: str) -> Tensor:
     if not factors.isfinite().all():
         raise layer.error(part, "holds NaN: download the checkpoint again")
     return factors
+
+
+class MXFP4:
+    """The quantization_config of quant_method `mxfp4`, which stores the experts of gpt-oss in this format."""
+
+    description = "MXFP4"
+
+    def __init__(self, fields: Fields) -> None:
+        """Raises CheckpointError for fields that are malformed or not supported."""
+        refuse_unknown(fields, "MXFP4", ("quant_method", "modules_to_not_convert", "dequantize"))
+        read_names(fields, "modules_to_not_convert")  # all but experts are plain anyway
+        fields.flag("dequantize")
+
+    def scheme(self, module: str) -> None:
+        """All products beside the experts are plain."""

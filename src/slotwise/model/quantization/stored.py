@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from slotwise.kernels.matrix import Format, QuantisedMatrix
 from slotwise.model.errors import CheckpointError
+from slotwise.model.quantization.mxfp4 import GROUP, MXFP4, MXFP4Scheme
 from slotwise.model.quantization.scheme import Layer, Part, Quantization, Scheme, Shape
 from slotwise.model.stored import StoredTensor, TensorSource
 
 WEIGHT = ".weight"  # how the names of products' weights end
 MATRIX = 2  # dimensions
 TABLES = ("model.embed_tokens",)  # matrices that are no products: no method quantises them
+EXPERTS = ("experts.gate_up_proj", "experts.down_proj")  # how the names of gpt-oss' experts end
 NAMED = 3  # tensors in an error before "and n more"
 
 
@@ -46,6 +49,51 @@ class QuantisedTensor:
         return self.scheme.matrix(Layer(self.name, self.where, outputs, depth, parts))
 
 
+@dataclass(frozen=True, slots=True)
+class MXFP4Experts:
+    """The experts of gpt-oss, `[experts, depth, outputs]`: dequantised as they are read, exactly."""
+
+    name: str
+    where: str  # the checkpoint, for messages
+    shape: Shape
+    blocks: StoredTensor  # [experts, outputs, depth / 32, 16]
+    scales: StoredTensor
+    kind: str = "BF16"  # what `rows` gives
+    format: None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.blocks.nbytes + self.scales.nbytes
+
+    def rows(self, first: int, end: int) -> Tensor:
+        """Experts `first ... end - 1`."""
+        _, depth, outputs = self.shape
+        parts = [{"blocks": self.blocks.rows(at, at + 1)[0], "scales": self.scales.rows(at, at + 1)[0]}
+                 for at in range(first, min(end, self.shape[0]))]
+        layers = [Layer(self.name, self.where, outputs, depth, part) for part in parts]
+        return torch.stack([MXFP4Scheme("blocks", "scales").matrix(layer).dequantised().bfloat16().t()
+                            for layer in layers])
+
+    def matrix(self) -> QuantisedMatrix:
+        raise TypeError(f"{self.name} is read as plain numbers")
+
+
+def _experts(source: TensorSource, tensors: dict[str, StoredTensor], name: str, shape: Shape) -> list[str]:
+    """Sees blocks and scales of experts as one tensor; returns those of them that are missing."""
+    count, depth, outputs = shape
+    groups = -(-depth // GROUP)
+    parts = {f"{name}_blocks": Part(("U8",), ((count, outputs, groups, GROUP // 2),)),
+             f"{name}_scales": Part(("U8", "F8_E8M0"), ((count, outputs, groups),))}
+    missing = [part for part in parts if part not in source.tensors]
+    if missing:
+        return missing
+    for part, described in parts.items():
+        _check(source, part, described)
+    blocks, scales = (tensors.pop(part) for part in parts)
+    tensors[name] = MXFP4Experts(name, source.where, shape, blocks, scales)
+    return []
+
+
 def with_quantised(source: TensorSource, quantization: Quantization, expected: Mapping[str, Shape]) -> TensorSource:
     """`source` with the weights that `quantization` says are quantised in place of their parts.
 
@@ -55,6 +103,9 @@ def with_quantised(source: TensorSource, quantization: Quantization, expected: M
     """
     tensors, missing = dict(source.tensors), []
     for name, shape in expected.items():
+        if isinstance(quantization, MXFP4) and name.endswith(EXPERTS):
+            missing += _experts(source, tensors, name, shape)
+            continue
         module = name.removesuffix(WEIGHT)
         is_product = len(shape) == MATRIX and name.endswith(WEIGHT) and module not in TABLES
         scheme = quantization.scheme(module) if is_product else None

@@ -27,13 +27,13 @@ def add_fours(
             return call(builder, "llvm.x86.avx512.vpdpbusd.512", _WORDS, *operands)
         return _in_halves(builder, "avx512.vpdpbusd.256", _WORDS, *operands)
     if not is_wide and (AVX512 or AVX2):
-        pairs = _pairs_of_bytes(builder, unsigned, signed)
-        return builder.add(so_far, _pairs_of_shorts(builder, pairs, all_of(_SHORTS, 1)))
+        pairs = pairs_of_bytes(builder, unsigned, signed)
+        return builder.add(so_far, pairs_of_shorts(builder, pairs, all_of(_SHORTS, 1)))
     unsigned, signed = builder.bitcast(unsigned, _SHORTS), builder.bitcast(signed, _SHORTS)
     eight = all_of(_SHORTS, 8)
-    even = _pairs_of_shorts(builder, builder.and_(unsigned, all_of(_SHORTS, 255)),
+    even = pairs_of_shorts(builder, builder.and_(unsigned, all_of(_SHORTS, 255)),
                             builder.ashr(builder.shl(signed, eight), eight))
-    odd = _pairs_of_shorts(builder, builder.lshr(unsigned, eight), builder.ashr(signed, eight))
+    odd = pairs_of_shorts(builder, builder.lshr(unsigned, eight), builder.ashr(signed, eight))
     return builder.add(so_far, builder.add(even, odd))
 
 
@@ -43,13 +43,18 @@ def pick(builder: ir.IRBuilder, vector: ir.Value, lanes: Sequence[int]) -> ir.Va
     return builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), chosen)
 
 
-def _pairs_of_bytes(builder: ir.IRBuilder, unsigned: ir.Value, signed: ir.Value) -> ir.Value:
+def pairs_of_bytes(builder: ir.IRBuilder, unsigned: ir.Value, signed: ir.Value) -> ir.Value:
+    """Products of bytes, added in pairs: int16 x 32, which must hold them."""
     if AVX512:
         return call(builder, "llvm.x86.avx512.pmaddubs.w.512", _SHORTS, unsigned, signed)
-    return _in_halves(builder, "avx2.pmadd.ub.sw", _SHORTS, unsigned, signed)
+    if AVX2:
+        return _in_halves(builder, "avx2.pmadd.ub.sw", _SHORTS, unsigned, signed)
+    return builder.add(*(builder.mul(
+        builder.zext(pick(builder, unsigned, range(odd, 64, 2)), _SHORTS),
+        builder.sext(pick(builder, signed, range(odd, 64, 2)), _SHORTS)) for odd in (0, 1)))
 
 
-def _pairs_of_shorts(builder: ir.IRBuilder, left: ir.Value, right: ir.Value) -> ir.Value:
+def pairs_of_shorts(builder: ir.IRBuilder, left: ir.Value, right: ir.Value) -> ir.Value:
     """Products of int16, added in pairs: int32 x 16."""
     if AVX512:
         return call(builder, "llvm.x86.avx512.pmaddw.d.512", _WORDS, left, right)

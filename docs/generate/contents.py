@@ -53,6 +53,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "roofline": results.roofline,
     "parts": results.parts,
     "quantized": results.quantized,
+    "experts": results.experts,
     "perplexity": results.perplexity,
     "perplexity of gguf": results.perplexity_of_gguf,
     "stalls": results.stalls,

@@ -177,17 +177,22 @@ def parts() -> str:
 
 
 def long_contexts() -> str:
-    """Returns decode steps and prompts at long contexts, as shares of their bounds, and OpenVINO GenAI's time."""
-    return table(("", "streams>", "tokens of context>", "before>", "now>", "bound>", "share>", "OpenVINO GenAI>"), [
+    """Returns decode steps and prompts at long contexts, with their shares of the bound, before a change and after."""
+    head = ("", "streams>", "tokens of context>", "before>", "share of its bound>", "now>", "share of its bound>")
+    return table(head, [
         (row["kind"], str(row["rows"]), f"{row['context']:,}",
-         *(_seconds(row.get(name)) for name in ("before_seconds", "seconds", "bound")),
-         f"{row['bound'] / row['seconds']:.0%}", _seconds(row.get("openvino_seconds")))
+         *_of_bound(row.get("before_seconds"), row.get("before_bound")),
+         *_of_bound(row.get("seconds"), row.get("bound")))
         for row in load("long-contexts-cpu")["rows"]])
 
 
-def _seconds(value: float | None) -> str:
-    if value is None:
-        return "–"
+def _of_bound(seconds: float | None, bound: float | None) -> tuple[str, str]:
+    if seconds is None or bound is None:
+        return "–", "–"
+    return _seconds(seconds), f"{bound / seconds:.0%}"
+
+
+def _seconds(value: float) -> str:
     return f"{value:.1f} s" if value >= 1 else f"{value * 1e3:.1f} ms"
 
 

@@ -210,3 +210,16 @@ def test_experts_of_gpt_oss(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     quantized.configure(folder, ...)
     quantized.save(whole, folder)
     assert torch.equal(found, logits(folder, rows))
+
+
+@pytest.mark.parametrize("name", ["gptq 4, act-order", "awq, rows", "FP8, dynamic", "NF4"])
+def test_experts_of_a_mixture(name: str, tmp_path: Path) -> None:
+    """Its router is plain, though no list of these configs says so."""
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 64, "intermediate_size": 256, "num_hidden_layers": 2}
+    dense = make("qwen3_moe", tmp_path / "dense", **sizes)
+    whole = quantized.quantise(dense, tmp_path / "model", quantized.KINDS[name]())
+    assert {"model.layers.1.mlp.gate.weight", "model.layers.1.mlp.experts.0.up_proj.weight"} <= set(whole)
+    found = logits(tmp_path / "model", rows := prompts([12, 3]))
+    quantized.configure(tmp_path / "model", ...)
+    quantized.save(whole, tmp_path / "model")
+    torch.testing.assert_close(found, logits(tmp_path / "model", rows), atol=1e-4, rtol=1e-5)

@@ -11,13 +11,14 @@ from torch import Tensor
 from slotwise.kernels.matrix import Format, QuantisedMatrix
 from slotwise.model.errors import CheckpointError
 from slotwise.model.quantization.mxfp4 import GROUP, MXFP4, MXFP4Scheme
-from slotwise.model.quantization.scheme import Layer, Part, Quantization, Scheme, Shape
+from slotwise.model.quantization.scheme import FLOATS, Layer, Part, Quantization, Scheme, Shape
 from slotwise.model.stored import StoredTensor, TensorSource
 
 WEIGHT = ".weight"  # how the names of products' weights end
 MATRIX = 2  # dimensions
 TABLES = ("model.embed_tokens",)  # matrices that are no products: no method quantises them
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")  # how the names of gpt-oss' experts end
+ROUTERS = ("gate", "router", "shared_expert_gate")  # that configs leave out of their lists, and methods as they are
 NAMED = 3  # tensors in an error before "and n more"
 
 
@@ -108,7 +109,8 @@ def with_quantised(source: TensorSource, quantization: Quantization, expected: M
             continue
         module = name.removesuffix(WEIGHT)
         is_product = len(shape) == MATRIX and name.endswith(WEIGHT) and module not in TABLES
-        scheme = quantization.scheme(module) if is_product else None
+        is_plain_router = module.rpartition(".")[2] in ROUTERS and name in tensors and tensors[name].kind in FLOATS
+        scheme = quantization.scheme(module) if is_product and not is_plain_router else None
         if scheme is None:
             continue
         found = {}

@@ -11,6 +11,7 @@ this machine reads as many.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
 from pathlib import Path
@@ -127,16 +128,17 @@ def main() -> None:
     parser.add_argument("--quantization", default="none", choices=("none", "int8", "int4"))
     parser.add_argument("--seconds", type=float, default=5.0, help="of each number of rows (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="where the figures go")
+    parser.add_argument("--json", type=Path, help="the file to which the run is added")
     settings = parser.parse_args()
     rows = measured(settings.dtype, settings.quantization, settings.seconds, settings.seed)
     for row in rows:
         print(f"{row['rows']:3} rows: {row['experts_hit']:5.1f} experts a layer, {row['bytes'] / 1e6:6.0f} MB, "
               f"{row['step_ms']:6.2f} ms, bound {row['bound_ms']:6.2f} ms: {row['share']:.2f}")
     if settings.json:
-        write_json(settings.json, {
+        runs = json.loads(settings.json.read_text())["runs"] if settings.json.exists() else []
+        write_json(settings.json, {"runs": [*runs, {
             "environment": environment(), "config": CONFIG, "dtype": settings.dtype,
-            "quantization": settings.quantization, "context": CONTEXT, "seed": settings.seed, "rows": rows})
+            "quantization": settings.quantization, "context": CONTEXT, "seed": settings.seed, "rows": rows}]})
 
 
 if __name__ == "__main__":

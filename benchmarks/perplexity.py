@@ -4,7 +4,8 @@ The text is held out by `training/corpus.py`: functions of standard library modu
 tests excluded.  It is computed as in serving: the same decoder and kernels, over a paged cache, many functions per
 step.
 
-    python benchmarks/perplexity.py --documents 300
+    python -m benchmarks.perplexity --documents 300
+    python -m benchmarks.perplexity --documents 300 --blocks    # all matrices in each type of GGUF
 """
 
 from __future__ import annotations
@@ -17,13 +18,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from benchmarks.rounding import rounded
 from torch import Tensor
 
 from slotwise import builtin
 from slotwise.kernels.interface import RaggedBatch
+from slotwise.kernels.matrix import Weight, stacked
 from slotwise.kernels.select import choose
 from slotwise.model.decoder import Decoder
-from slotwise.model.load import load_model
+from slotwise.model.families import tensor_shapes
+from slotwise.model.load import describe, load_model
+from slotwise.model.quantization.gguf_blocks import BLOCK_TYPES
+from slotwise.model.weights import Weights
 from slotwise.text.tokenizer import Tokenizer
 
 sys.path.append(str(Path(__file__).parents[1] / "training"))
@@ -88,25 +94,47 @@ def loss(decoder: Decoder, texts: list[list[int]]) -> tuple[float, int]:
     return nats, count
 
 
+def of_blocks(name: str) -> Decoder:
+    """The model with all matrices in a type of GGUF, and float32 for the rest."""
+    kernels = choose("cpu")
+    config = describe(builtin.path(), "float32", kernels)
+    read = Weights(builtin.path()).reader(tensor_shapes(config), config.dtype)
+
+    def read_rounded(*names: str) -> Weight:
+        tensors = [read(name) for name in names]
+        return torch.cat(tensors) if tensors[0].dim() == 1 else stacked([rounded(each, name) for each in tensors])
+
+    return Decoder(config, read_rounded, kernels, config.max_position_embeddings)
+
+
+def decoders(*, blocks: bool, cache_only: bool) -> Iterator[tuple[str, str, Decoder]]:
+    """Yields the names of weights and cache, and the model with them."""
+    if blocks:
+        yield "float32", "auto", load_model(builtin.path(), kernels=choose("cpu"), dtype="float32")
+        yield from ((name, "auto", of_blocks(name)) for name in BLOCK_TYPES)
+        return
+    for dtype, quantization, cached in KINDS:
+        if quantization == "none" or not cache_only:
+            name = dtype if quantization == "none" else f"{quantization}, {dtype}"
+            yield name, cached, load_model(builtin.path(), kernels=choose("cpu", quantization, cached), dtype=dtype)
+
+
 def main() -> None:
     """Parse the command line and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--documents", type=int, default=300)
     parser.add_argument("--cache-only", action="store_true", help="leave out quantised weights")
+    parser.add_argument("--blocks", action="store_true", help="GGUF's types instead")
     asked = parser.parse_args()
     texts = held_out(asked.documents)
     print(f"{len(texts)} functions\n{'weights':16}{'cache':8}{'tokens':>9}{'perplexity':>12}{'over float32':>14}"
           f"{'seconds':>9}")
     exact = 0.0
-    for dtype, quantization, cached in KINDS:
-        if asked.cache_only and quantization != "none":
-            continue
-        decoder = load_model(builtin.path(), kernels=choose("cpu", quantization, cached), dtype=dtype)
+    for name, cached, decoder in decoders(blocks=asked.blocks, cache_only=asked.cache_only):
         began = time.perf_counter()
         nats, count = loss(decoder, texts)
         perplexity = math.exp(nats / count)
         exact = exact or perplexity
-        name = dtype if quantization == "none" else f"{quantization}, {dtype}"
         print(f"{name:16}{cached:8}{count:9}{perplexity:12.4f}{perplexity / exact - 1:14.2%}"
               f"{time.perf_counter() - began:9.1f}", flush=True)
 

@@ -12,18 +12,22 @@ model, case and data type, and no pair begins after so many seconds: short runs 
 repeats nothing, and the built-in one is small: in `edit` and `flat` the executor computes everything and then replaces
 each sampled token by the script's at that index of the output.  `mixed` is not scripted.  Figures are output tokens per
 second; a ratio above 1 means that drafts are faster, and its interval is that of the mean of the logarithms, by
-resampling.  Then one run is timed inside: the share of a step's time that goes to proposing and budgeting.
+resampling.  A pair during which other processes took more than a twentieth of the processors is not counted.
+The share of the time that goes to proposing and budgeting is timed inside all runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import json
+import os
 import random
+import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -48,6 +52,7 @@ MODULES = ("textwrap", "shlex", "heapq", "bisect", "fnmatch", "calendar", "csv",
 FUNCTION = (120, 320)  # tokens of a function that is edited
 EDITED = 0.06  # share of its tokens at which an edit begins
 ALPHABET = 12  # different tokens where there is nothing to gain
+DISTURBED = 0.05  # share of the processors that other processes take in a run that is not counted
 FLAT_TOKENS = 64  # of each output there
 CASES = ("edit:1", "edit:8", "flat:1", "flat:8", "flat:32", "flat:64", "mixed")
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
@@ -152,9 +157,51 @@ class Figures(NamedTuple):
     right: int
     full_steps: int  # decode steps of 64 rows
     full_with_drafts: int
+    others: float  # share of the processors that other processes took
+    proposing: float = 0.0  # share of the time that finding drafts and choosing their number took
+
+
+def others_seconds() -> float:
+    """Returns the processor time that other processes have taken, of all processors; 0 where it is not told."""
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return 0.0
+    user, nice, system, _, _, *interrupts = map(int, stat.read_text().split("\n", 1)[0].split()[1:9])
+    return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK") - sum(os.times()[:2])
+
+
+@contextlib.contextmanager
+def timed(owner: Any, *names: str) -> Iterator[list[float]]:
+    """Collects the seconds of each call of some methods."""
+    found: list[float] = []
+
+    def wrapped(inner: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return inner(*args)
+            finally:
+                found.append(time.perf_counter() - began)
+        return call
+
+    for name in names:
+        setattr(owner, name, wrapped(getattr(owner, name)))
+    try:
+        yield found
+    finally:
+        for name in names:
+            delattr(owner, name)
 
 
 def run(engine: Engine, jobs: Sequence[Job], together: int, name: str) -> Figures:
+    """As `played`, with the share of the time that drafting takes."""
+    with timed(engine._scheduler._drafting, "add", "committed", "finished") as seconds:
+        began = time.perf_counter()
+        figures = played(engine, jobs, together, name)
+    return figures._replace(proposing=sum(seconds) / (time.perf_counter() - began))
+
+
+def played(engine: Engine, jobs: Sequence[Job], together: int, name: str) -> Figures:
     """Runs jobs, `together` at a time."""
     assert isinstance(engine.executor, Scripted)
     adds = [Add(f"{name}-{at}", job.prompt, SamplingParams(max_tokens=job.max_tokens, **GREEDY), seed=at)
@@ -163,7 +210,7 @@ def run(engine: Engine, jobs: Sequence[Job], together: int, name: str) -> Figure
     sent: dict[str, float] = {}
     firsts: list[float] = []
     drafts = right = full = drafted = num_tokens = 0
-    began = time.perf_counter()
+    began, others = time.perf_counter(), others_seconds()
     while adds or engine.has_work:
         while adds and engine._scheduler.num_unfinished < together:
             one = adds.pop(0)
@@ -180,40 +227,9 @@ def run(engine: Engine, jobs: Sequence[Job], together: int, name: str) -> Figure
         for found, tokens in zip(record.drafts, record.token_ids, strict=False):
             if found:
                 drafts, right = drafts + len(found), right + max(0, len(tokens) - 1)
-    return Figures(num_tokens / (time.perf_counter() - began), sum(firsts) / max(1, len(firsts)), drafts, right, full,
-                   drafted)
-
-
-class Timed:
-    """Adds up the seconds of some methods."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def wrap(self, owner: Any, name: str) -> None:
-        inner = getattr(owner, name)
-
-        def timed(*args: Any) -> Any:
-            began = time.perf_counter()
-            try:
-                return inner(*args)
-            finally:
-                self.seconds += time.perf_counter() - began
-
-        setattr(owner, name, timed)
-
-
-def share_of_proposing(engine: Engine, jobs: Sequence[Job], together: int) -> float:
-    """The share of a run that drafting takes: what `Drafting` does for its steps, of all time."""
-    timed, drafting = Timed(), engine._scheduler._drafting
-    for name in ("add", "finished"):
-        timed.wrap(drafting, name)
-    began = time.perf_counter()
-    run(engine, jobs, together, "timed")
-    share = timed.seconds / (time.perf_counter() - began)
-    for name in ("add", "finished"):
-        delattr(drafting, name)
-    return share
+    seconds = time.perf_counter() - began
+    others = (others_seconds() - others) / seconds / (os.cpu_count() or 1)
+    return Figures(num_tokens / seconds, sum(firsts) / max(1, len(firsts)), drafts, right, full, drafted, others)
 
 
 def built(loaded: Loaded, config: EngineConfig) -> Engine:
@@ -238,10 +254,15 @@ class Case(NamedTuple):
 
     def add(self, off: Figures, on: Figures, repeated: float) -> None:
         row = self.row
+        row.setdefault("uncounted", 0)
+        if max(off.others, on.others) > DISTURBED:
+            row["uncounted"] += 1
+            return
         for name, figures in (("off", off), ("on", on)):
             row.setdefault(name, []).append(round(figures.rate, 1))
             row.setdefault(f"first_{name}", []).append(round(figures.first, 5))
         row.setdefault("repeated", []).append(round(repeated, 3))
+        row["proposing_shares"].append(round(on.proposing, 5))
         for name in ("drafts", "right", "full_steps", "full_with_drafts"):
             row[name] = row.get(name, 0) + getattr(on, name)
         row["ratio"] = interval([this / other for this, other in zip(row["on"], row["off"], strict=True)])
@@ -250,28 +271,31 @@ class Case(NamedTuple):
 
     def say(self) -> None:
         row = self.row
+        if "on" not in row:
+            print(row["case"], "every pair was disturbed", file=sys.stderr)
+            return
         print(row["model"], row["dtype"], row["case"], f"{len(row['on'])} pairs", *(
             f"{part:.3f}" for part in row["ratio"]), f"{row['right']}/{row['drafts']} right",
             f"{row['full_with_drafts']}/{row['full_steps']} full steps with drafts",
-            "{:.2%} proposing".format(max(row["proposing_shares"], default=0.0)), file=sys.stderr)
+            f"{statistics.median(row['proposing_shares']):.2%} proposing", file=sys.stderr)
 
 
-def measure(engines: dict[str, Engine], case: Case, asked: argparse.Namespace, ends: float) -> None:
-    """Add pairs to a case, at least one."""
+def measure(engines: dict[str, Engine], case: Case, pairs: int, ends: float) -> Iterator[None]:
+    """Adds pairs to a case; yields after each."""
     tokenizer = Tokenizer.load(builtin.path())  # its ids are ids of every model: only their number matters
     name = case.row["case"]
     streams, begin = int(name.partition(":")[2] or 64), len(case.row.get("on", ()))
     for engine in engines.values():
-        run(engine, jobs_of(name, tokenizer, 1000 + begin)[0], streams, "warm")
-    for pair in range(begin, begin + asked.pairs):
+        short = [Job(job.prompt[:32], 8) for job in jobs_of(name, tokenizer, 1000 + begin)[0]]
+        run(engine, short, streams, "warm")
+    for pair in range(begin + case.row.get("uncounted", 0), 100_000):
+        if len(case.row.get("on", ())) == begin + pairs or time.perf_counter() > ends:
+            break
         jobs, repeated = jobs_of(name, tokenizer, pair)
         figures = {which: run(engines[which], jobs, streams, f"p{pair}")
                    for which in list(engines)[:: 1 if pair % 2 else -1]}
         case.add(figures["off"], figures["on"], repeated)
-        if time.perf_counter() > ends:
-            break
-    timed = share_of_proposing(engines["on"], jobs_of(name, tokenizer, 2000 + begin)[0], streams)
-    case.row.setdefault("proposing_shares", []).append(round(timed, 5))
+        yield
 
 
 def main() -> None:
@@ -281,26 +305,26 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=CASES, metavar="CASE")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--pairs", type=int, default=10)
-    parser.add_argument("--seconds", type=float, default=150.0, help="after which no pair begins")
+    parser.add_argument("--seconds", type=float, default=150.0, help="after which no pair begins; cases share them")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
-    ends = time.perf_counter() + asked.seconds
+    began = time.perf_counter()
     config = EngineConfig(str(builtin.path()) if asked.model == "builtin" else asked.model, dtype=asked.dtype,
                           enable_prefix_caching=False, max_model_len=1024)
     loaded = load(config)
     engines = {"off": built(loaded, config),
                "on": built(loaded, replace(config, speculative_config=Speculation("suffix")))}
     rows = json.loads(asked.json.read_text())["rows"] if asked.json and asked.json.exists() else []
-    for name in asked.only:
+    for at, name in enumerate(asked.only, 1):
         key = {"model": asked.name, "dtype": asked.dtype, "case": name}
         found = next((row for row in rows if row.items() >= key.items()), None)
         if found is None:
-            rows.append(found := key)
+            rows.append(found := key | {"proposing_shares": []})
         case = Case(found)
-        measure(engines, case, asked, ends)
+        for _ in measure(engines, case, asked.pairs, began + asked.seconds * at / len(asked.only)):
+            if asked.json:
+                write_json(asked.json, {"environment": environment(), "rows": rows})
         case.say()
-        if asked.json:
-            write_json(asked.json, {"environment": environment(), "rows": rows})
 
 
 if __name__ == "__main__":

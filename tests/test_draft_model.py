@@ -128,6 +128,13 @@ def test_a_model_that_drafts_for_itself_is_always_right(prompt):
         assert drafted.num_right == drafted.num_drafts > 50, params
 
 
+def test_the_sampler_of_a_device(draft, prompt):
+    """A GPU's sampler reads the history of a draft from the tokens on the device; the reference has the same one."""
+    both = load(config(draft, device="reference"))
+    adds = several(prompt[:40], 2, temperature=1.0, max_tokens=16, presence_penalty=0.5)
+    same_with_drafts(both, draft, adds, device="reference")
+
+
 def test_a_grammar_masks_drafts(loaded, draft, prompt):
     schema = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 40}, "size": {
         "type": "integer"}}, "required": ["name", "size"]}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from checkpoints import prompts
+import quantized
+from checkpoints import make, prompts
 from live import cli
 
 from slotwise import LLM, SamplingParams
@@ -47,3 +48,18 @@ def test_a_bad_option_is_one_line():
     run = cli("generate", "--quantization", "int8", "--device", "reference", "def f(x):")
     assert run.returncode == 1
     assert run.stderr == "slotwise generate: quantization int8 needs device cpu: the reference computes exactly\n"
+
+
+def test_a_quantised_checkpoint_is_served_as_it_is_stored(tmp_path):
+    dense = make("llama3", tmp_path / "dense", tokenizer=True, dtype="bfloat16", **quantized.SIZES)
+    quantized.quantise(dense, tmp_path / "awq", quantized.KINDS["awq"]())
+    with pytest.raises(ConfigError, match=r"those of .*awq are quantised already \(AWQ, 4 bits\)"):
+        LLM(model=str(tmp_path / "awq"), quantization="int8", **SMALL)
+    served = LLM(model=str(tmp_path / "awq"), **SMALL)
+    asked = [{"prompt_token_ids": ids} for ids in prompts([5, 90, 33])]
+    together = served.generate(asked, GREEDY, use_tqdm=False)
+    for prompt, crowd in zip(asked, together, strict=True):
+        [alone] = served.generate([prompt], GREEDY, use_tqdm=False)
+        assert alone.outputs[0].token_ids == crowd.outputs[0].token_ids
+    assert served.info.weights == "AWQ, 4 bits, bfloat16"
+    assert served.info.memory.weights < LLM(model=str(dense), **SMALL).info.memory.weights

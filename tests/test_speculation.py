@@ -17,7 +17,7 @@ from live import Live, serving
 
 from slotwise import builtin
 from slotwise.compose.engine import Loaded, load
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingParams, ThinkingBudget
 from slotwise.core.step_time import StepTimeModel, Work
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.engine import Engine
@@ -80,6 +80,10 @@ def same_with_drafts(loaded: Loaded, adds: list[Add], method: str = "suffix", **
     return drafted
 
 
+def predicting(one: Add, tokens: tuple[int, ...]) -> Add:
+    return Add(one.request_id, one.prompt, one.params, seed=one.seed, prediction=tokens)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_outputs_of_mixed_requests(loaded, prompt, method):
     settings = {"long_prefill_token_threshold": 17, "block_size": 16, "kv_cache_memory": 1 << 20}
@@ -117,6 +121,22 @@ def test_min_tokens_and_stop_tokens(loaded, prompt):
     drafted = same_with_drafts(
         loaded, several(prompt, 1, temperature=0.0, stop_token_ids=(stop,), min_tokens=plain.tokens.index(stop)))
     assert drafted.outputs["r0"].reason == "stop" and drafted.outputs["r0"].tokens[-1] == stop
+
+
+def test_the_end_of_reasoning_inside_a_draft(loaded, prompt):
+    """Drafts from an output without a budget reason on, and those from one with it hold the end of the reasoning."""
+    (free_output,) = play(engine(loaded), several(prompt, 1, temperature=0.0)).outputs.values()
+    end = next(token for token in prompt if token not in free_output.tokens)
+    (one,) = several(prompt, 1, temperature=0.0, thinking=ThinkingBudget(11, end))
+    (cut,) = play(engine(loaded), [one]).outputs.values()
+    assert cut.tokens.index(end) == 11 and cut.tokens[:11] == free_output.tokens[:11]
+    for predicted in (free_output, cut):
+        drafted = same_with_drafts(loaded, [predicting(one, predicted.tokens)], "prediction")
+        rows = [(drafts, tokens) for record in drafted.records for drafts, tokens in zip(
+            record.drafts, record.token_ids, strict=False) if drafts]
+        across = [(drafts, tokens) for drafts, tokens in rows if end in tokens]
+        assert across, "the step that yields the end has drafts"
+        assert any(end in drafts[:-1] for drafts, _ in across) == (predicted is cut)
 
 
 def test_a_step_in_flight(loaded, prompt):

@@ -177,17 +177,22 @@ def parts() -> str:
 
 
 def long_contexts() -> str:
-    """Returns decode steps and prompts at long contexts, as shares of their bounds, and OpenVINO GenAI's time."""
-    return table(("", "streams>", "tokens of context>", "before>", "now>", "bound>", "share>", "OpenVINO GenAI>"), [
+    """Returns decode steps and prompts at long contexts, with their shares of the bound, before a change and after."""
+    head = ("", "streams>", "tokens of context>", "before>", "share of its bound>", "now>", "share of its bound>")
+    return table(head, [
         (row["kind"], str(row["rows"]), f"{row['context']:,}",
-         *(_seconds(row.get(name)) for name in ("before_seconds", "seconds", "bound")),
-         f"{row['bound'] / row['seconds']:.0%}", _seconds(row.get("openvino_seconds")))
+         *_of_bound(row.get("before_seconds"), row.get("before_bound")),
+         *_of_bound(row.get("seconds"), row.get("bound")))
         for row in load("long-contexts-cpu")["rows"]])
 
 
-def _seconds(value: float | None) -> str:
-    if value is None:
-        return "–"
+def _of_bound(seconds: float | None, bound: float | None) -> tuple[str, str]:
+    if seconds is None or bound is None:
+        return "–", "–"
+    return _seconds(seconds), f"{bound / seconds:.0%}"
+
+
+def _seconds(value: float) -> str:
     return f"{value:.1f} s" if value >= 1 else f"{value * 1e3:.1f} ms"
 
 
@@ -232,12 +237,30 @@ def quantized() -> str:
         for row in load("quantised-cpu")["throughput"]])
 
 
+def experts() -> str:
+    """Returns decode steps of a mixture, and their shares of the bound that the bytes of experts hit set."""
+    return table(("weights", "rows>", "experts hit, of a layer>", "read, MB>", "step, ms>", "bound, ms>", "share>"), [
+        (run["dtype"] if run["quantization"] == "none" else run["quantization"], str(row["rows"]),
+         f"{row['experts_hit']:.0f}", f"{row['bytes'] / 1e6:,.0f}", f"{row['step_ms']:.1f}", f"{row['bound_ms']:.1f}",
+         f"{row['share']:.0%}")
+        for run in load("experts-cpu")["runs"] for row in run["rows"]])
+
+
 def perplexity() -> str:
     rows = load("quantised-cpu")["perplexity"]
     best = rows[0]["perplexity"]
     return table(("weights", "cache", "perplexity>", "above float32>"), [
         (row["weights"], row["cache"], f"{row['perplexity']:.4f}", f"{row['perplexity'] / best - 1:.2%}")
         for row in rows])
+
+
+def perplexity_of_gguf() -> str:
+    """Returns the perplexity with all matrices in each type of GGUF, and the bits of a weight."""
+    exact, *rows = load("gguf-types-cpu")["perplexity"]["rows"]
+    return table(("type", "bits in the file>", "bits packed>", "perplexity>", "above float32>"), [
+        (code(row["weights"]), f"{row['file_bits']:.2f}", f"{row['packed_bits']:.2f}", f"{row['perplexity']:.4f}",
+         f"{row['perplexity'] / exact['perplexity'] - 1:.2%}")
+        for row in sorted(rows, key=lambda row: -row["file_bits"])])
 
 
 def neighbours() -> str:
@@ -259,7 +282,7 @@ def speculation() -> str:
         drafts = f"{one['right'] / one['drafts']:.0%} of {one['drafts']:,}" if one["drafts"] else "–"
         rates = [f"{median(one[name]):,.0f}" for name in ("off", "on")]
         return (one["model"], f"{named}, {streams or 64} streams", *rates, f"{mean:.2f} ({low:.2f} to {high:.2f})",
-                drafts, f"{one['proposing_share']:.1%}")
+                drafts, f"{median(one['proposing_shares']):.1%}")
 
     return table(("model", "workload", "without, tokens/s>", "with>", "ratio and its 95% interval>", "drafts right>",
                   "time of proposing>"), map(row, load("speculation-cpu")["rows"]))

@@ -15,6 +15,7 @@ from slotwise.model import ropes
 from slotwise.model.families import FAMILIES
 from slotwise.model.formats import ADAPTER, FORMATS, TOKENIZER
 from slotwise.model.gguf.architectures import ARCHITECTURES
+from slotwise.model.quantization.config import METHODS
 from slotwise.model.quantization.gguf_blocks import BLOCK_TYPES
 from slotwise.model.weights import DENSE
 from slotwise.server.protocol import ChatRequest, CompletionRequest
@@ -26,6 +27,17 @@ MEASURED = {
     "cpu": "Measured on x86-64 with AVX2, AVX-512 and AVX-512 FP16; on aarch64 run under emulation only.",
     "cuda": "Never measured on hardware; its kernels are tested under Triton's interpreter.",
     "reference": "Plain torch, for tests and comparisons: slow."}
+OF_METHODS = {  # methods of a quantization_config: what is read and what is not
+    "gptq": ("4 and 8 bits, groups of 16 to 128 or whole rows, `sym` or not, `desc_act` with `g_idx`, `lm_head`, "
+             "`dynamic`; `checkpoint_format` `gptq` and `gptq_v2`.", "2 and 3 bits; Marlin's and other packings."),
+    "awq": ("4 bits, groups of 16 to 128 or whole rows, `version` `gemm`.", "`gemv`, `llm-awq`; no zero points."),
+    "compressed-tensors": (
+        "`pack-quantized` (W4A16, W8A16), `int-quantized` (W8A8), `float-quantized` (FP8), `naive-quantized`, "
+        "`mxfp4-pack-quantized`, and `mixed-precision` of these; scales by matrix, channel, group or block; zero "
+        "points, `actorder`.", "Sparse and rotated weights, NVFP4, a quantized cache (`kv_cache_scheme`)."),
+    "fp8": ("E4M3 with `weight_block_size` (DeepSeek, Qwen3) or a scale for each matrix.", "E5M2."),
+    "mxfp4": ("The experts of gpt-oss (`_blocks`, `_scales`), dequantized as they are loaded.", ""),
+    "bitsandbytes": ("NF4, with and without double quantization; int8.", "FP4; another `bnb_4bit_quant_storage`.")}
 WITHOUT = (  # a capability, and a name that would be there with it
     ("tensor, pipeline and data parallelism: one engine computes on one device", "--tensor-parallel-size"),
     ("LoRA adapters", "--enable-lora"),
@@ -57,6 +69,14 @@ def checkpoints() -> str:
         ("tokenizer", "`tokenizer.json`, with the special tokens of `tokenizer_config.json`."),
         ("chat template", "That of `--chat-template`, else `chat_template.jinja`, else the one in "
          "`tokenizer_config.json`; without one chats are refused.")])
+
+
+def quantized() -> str:
+    """Returns the methods by which the weights of a checkpoint may be quantized, and what of each is read."""
+    if set(OF_METHODS) != set(METHODS):
+        raise ValueError(f"there are other methods than {', '.join(OF_METHODS)}")
+    return table(("`quant_method`", "what is read", "what is refused"), [
+        (code(name), read, refused) for name, (read, refused) in OF_METHODS.items()])
 
 
 def formats() -> str:

@@ -27,14 +27,17 @@ def product_path() -> str:
     return CpuKernels(1).product_path(torch.bfloat16)
 
 
-def test_every_path_is_measured_at_every_number_of_rows_or_has_its_obstacle():
+@pytest.mark.parametrize(("quantization", "group"), [("none", paths.DENSE), ("int4", paths.QUANTISED)])
+def test_every_path_is_measured_at_every_number_of_rows_or_has_its_obstacle(quantization, group):
     watched = []
-    result = kernels.measure_paths([1, 3], 1, lambda: watched.append(1))
-    assert list(result["microseconds"]) == POSSIBLE
-    assert {*result["microseconds"], *result["obstacles"]} == set(paths.DENSE)
+    result = kernels.measure_paths([1, 3], 1, lambda: watched.append(1), quantization)
+    possible = [path for path in group if not paths.obstacle(path)]
+    assert list(result["microseconds"]) == possible
+    assert {*result["microseconds"], *result["obstacles"]} == set(group)
     assert all(list(of) == [1, 3] and min(of.values()) > 0 for of in result["microseconds"].values())
-    assert result["used"] == product_path() and result["fastest"] in POSSIBLE
-    assert len(watched) == 2 * len(POSSIBLE) == 2 * kernels.number_of_paths()
+    assert result["used"] == CpuKernels(1, quantization).product_path(torch.bfloat16)
+    assert result["fastest"] in possible
+    assert len(watched) == 2 * len(possible) == 2 * kernels.number_of_paths(quantization)
 
 
 def test_the_fastest_is_so_over_all_numbers_of_rows():
@@ -53,6 +56,14 @@ def test_measuring_changes_nothing_unless_it_is_to_be_kept(tmp_path, monkeypatch
     assert product_path() == other
     monkeypatch.setattr(config, "CPU_FEATURES", "+avx512f")  # another processor
     assert product_path() == "float32"
+
+
+def test_paths_of_quantised_weights_are_shown_and_not_kept(capsys):
+    assert main(["bench", "kernels", "--rows", "1", "--rounds", "1", "--quantization", "int8"]) == 0
+    shown = capsys.readouterr().out
+    assert "int8" in shown and all(path in shown for path in paths.QUANTISED)
+    assert main(["bench", "kernels", "--quantization", "int8", "--keep-fastest"]) == 1
+    assert "--keep-fastest is for bfloat16" in capsys.readouterr().err and not path_choice.file().exists()
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"path": 3}', '{"path": "float32"}', "\x00" * 100_000])

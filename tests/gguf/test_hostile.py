@@ -167,6 +167,26 @@ def test_numbers_that_are_none_are_refused(kind: str, value: float, folder: Path
     assert "tensor blk.1.ffn_up.weight holds NaN or infinite" in opened(path)
 
 
+@pytest.mark.parametrize("kind", [2, 3, 6, 7, 12, 39])
+def test_a_tensor_with_another_type_is_noticed(kind: int, folder: Path, tmp_path: Path) -> None:
+    """Each has other sizes than Q8_0."""
+    path = write(folder, tmp_path / "model.gguf", "Q8_0")
+    name = b"blk.1.ffn_down.weight"
+    data = bytearray(path.read_bytes())
+    at = data.index(name) + len(name) + 4 + 2 * 8
+    assert struct.unpack_from("<I", data, at) == (8,)
+    struct.pack_into("<I", data, at, kind)
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"model\.gguf: tensor .*(type|block of)"):
+        open_gguf(path)
+
+
+def test_bytes_behind_the_last_tensor_are_noticed(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "long.gguf").write_bytes(file.read_bytes() + bytes(4096))
+    with pytest.raises(CheckpointError, match=r"long\.gguf: the last tensor ends at byte"):
+        open_gguf(tmp_path / "long.gguf")
+
+
 def test_a_part_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
     first = write(folder, tmp_path / "model.gguf", parts=2)
     second = first.with_name(first.name.replace("00001-of", "00002-of"))

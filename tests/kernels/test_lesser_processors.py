@@ -34,6 +34,20 @@ def test_kernels_are_right(processor, names):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_packed_blocks_are_right_without_avx512():
+    """A type of each way to unpack codes and scales."""
+    environment = os.environ | HASWELL
+    environment.pop(VARIABLE, None)
+    chosen = "test_products and (Q2_K or Q4_K or Q6_K or Q8_0 or IQ4_NL) or rows_of_a_table and Q6_K"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", chosen,
+         "tests/kernels/test_linear_blocks.py"],
+        env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
 RUN_AS_WITH_AVX_VNNI = """
 import sys
 import pytest

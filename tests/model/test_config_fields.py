@@ -58,7 +58,7 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
     "Ernie4_5Config": ("ernie4_5", {}),
     "HeliumConfig": ("helium", {}),
     "SeedOssConfig": ("seed_oss", {}),
-    "Exaone4Config": ("exaone4", {"sliding_window": 20}),
+    "Exaone4Config": ("exaone4", {"sliding_window": 20, "num_hidden_layers": 4}),
 }
 READ_BESIDE = {  # fields that transformers obeys, but the class does not list
     "MistralConfig": {"layer_types"}, "Gemma3TextConfig": {"sliding_window_pattern"}}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slotwise.runner.staging import send, sender, to_host
+from slotwise.runner.staging import rows_of, send, sender, to_host
 
 CPU = torch.device("cpu")
 SHAPES = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3).map(tuple), max_size=4)
@@ -46,3 +47,12 @@ def test_a_strided_column_is_sent_whole():
 def test_the_host_reads_the_tensors_of_the_host():
     tensor = torch.arange(3)
     assert to_host(tensor).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("shape", [(5,), (5, 3), (5, 2, 4)])
+def test_rows_of_a_tensor(kind, shape):
+    tensor = torch.randint(-9, 9, shape).to(kind)
+    for places in ([3, 0, 3], [4], [0, 1, 2, 3], [1, 0, 2, 3, 4]):
+        assert torch.equal(rows_of(tensor, places), tensor[places])
+    assert rows_of(tensor, range(5)) is tensor

@@ -83,7 +83,8 @@ def roofline_table(result: Mapping[str, Any]) -> RenderableType:
 
 def kernels_table(result: Mapping[str, Any]) -> RenderableType:
     """A line for each path with its microseconds, then why other paths cannot run."""
-    table = _table("bench kernels: products of bfloat16, microseconds a layer",
+    weights = "bfloat16" if result["quantization"] == "none" else result["quantization"]
+    table = _table(f"bench kernels: products of {weights}, microseconds a layer",
                    ("path", *(f"{count} rows" if count > 1 else "1 row" for count in result["rows"]), ""))
     for path, taken in result["microseconds"].items():
         marks = [mark for mark in ("used", "fastest") if result[mark] == path]

@@ -23,7 +23,7 @@ from slotwise.cli.options import (
 )
 from slotwise.cli.workload_options import Defaults, add_seed_option, add_workload_options, workload_of
 from slotwise.core.ranges import Range, real, whole
-from slotwise.engine.config import SLOTS, TOKENS
+from slotwise.engine.config import QUANTIZATIONS, SLOTS, TOKENS
 from slotwise.workload.arrivals import MAX_USERS
 from slotwise.workload.lengths import MAX_LENGTH
 
@@ -123,13 +123,15 @@ def _add_latency(kinds: Commands) -> None:
 
 def _add_kernels(kinds: Commands) -> None:
     command = add_command(
-        kinds, "kernels", "time products of bfloat16 on this CPU by every path, and tell which is used", run_kernels)
+        kinds, "kernels", "time products on this CPU by every path, and tell which is used", run_kernels)
     command.add_argument("--rows", type=Number(whole(1, MAX_ROWS)), nargs="+", default=[1, 8, 32, 128, 512],
                          metavar="N", help="numbers of rows (default: 1 8 32 128 512)")
     command.add_argument("--rounds", type=Number(whole(1, ITERATIONS)), default=5, metavar="N",
                          help="rounds of which the median is taken (default: 5)")
-    command.add_argument("--keep-fastest", action="store_true", help="use the fastest path from now on: keep it, for "
-                         "this processor, in the user's folder of caches")
+    command.add_argument("--quantization", choices=QUANTIZATIONS, default="none", help="weights of the products: "
+                         "bfloat16, or quantized (default: none)")
+    command.add_argument("--keep-fastest", action="store_true", help="use the fastest path of bfloat16 from now on: "
+                         "keep it, for this processor, in the user's folder of caches")
     command.add_argument("--output-json", metavar="FILE", help="write the result here")
 
 
@@ -225,9 +227,12 @@ def run_kernels(asked: argparse.Namespace) -> int:
     from slotwise.bench.tables import kernels_table
     from slotwise.kernels.cpu import path_choice
 
+    if asked.keep_fastest and asked.quantization != "none":
+        raise ValueError("--keep-fastest is for bfloat16: of the paths of quantized weights the first possible one is "
+                         "used")
     _check_writable(asked.output_json)
-    with progress(total=(asked.rounds + 1) * number_of_paths(), unit="measurement") as bar:
-        measured = measure_paths(sorted(set(asked.rows)), asked.rounds, bar.count)
+    with progress(total=(asked.rounds + 1) * number_of_paths(asked.quantization), unit="measurement") as bar:
+        measured = measure_paths(sorted(set(asked.rows)), asked.rounds, bar.count, asked.quantization)
     result = {"version": 1, "kind": "kernels", "status": "completed", "environment": environment()} | measured
     status = _show(kernels_table(result), result, asked.output_json)
     if asked.keep_fastest:

@@ -138,7 +138,7 @@ class Loaded:
         info = EngineInfo(
             model=self._name, device=self._device, dtype=str(decoder.config.dtype).removeprefix("torch."),
             vocab_size=decoder.config.vocab_size, limits=limits, scheduling=scheduling, eos_token_ids=eos_ids,
-            memory=used, depth=depth, quantization=config.quantization, kv_cache_dtype=config.kv_cache_dtype,
+            memory=used, depth=depth, quantization=self._stored_as(config), kv_cache_dtype=config.kv_cache_dtype,
             threads=torch.get_num_threads(), product_path=self.product_path,
             batch_invariant=not kernels.batch_dependence(decoder.config.dtype), checkpoint=self._checkpoint,
             hidden_size=decoder.config.hidden_size, speculation=self._speculation(config))
@@ -155,6 +155,11 @@ class Loaded:
         info.learned = times.learned() if times.is_trained else None
         info.roofline = self.roofline(glance(decoder))
         return engine, info
+
+    def _stored_as(self, config: EngineConfig) -> str:
+        """What is told of the types of weights: the checkpoint's quantisation, or the one applied to it."""
+        stored = self._decoder.config.quantization
+        return config.quantization if stored is None else stored.description
 
     def _speculation(self, config: EngineConfig) -> Speculation | None:
         """Returns the settings of drafts with what depends on the model."""
@@ -192,6 +197,9 @@ def load(config: EngineConfig, progress: Progress = silent, wrap: Callable[[Kern
         checkpoint += fingerprint(draft_model.folder)
     generation = named_file(config.generation_config)
     described = describe(folder, config.dtype, kernels, generation)
+    if config.quantization != "none" and described.quantization is not None:
+        raise ConfigError(f"quantization {config.quantization} is for full weights: those of {folder} are quantised "
+                          f"already ({described.quantization.description}); leave the option out")
     if config.batch_invariant and (why := kernels.batch_dependence(described.dtype)):
         raise ConfigError(f"batch_invariant cannot be kept: {why}")
     if draft_model is not None:

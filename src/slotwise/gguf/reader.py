@@ -14,7 +14,6 @@ import mmap
 import os
 import stat
 from collections.abc import Mapping
-from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -92,7 +91,10 @@ def _header(cursor: Cursor) -> tuple[int, int, int]:
 
 
 def _tensors(cursor: Cursor, number: int, alignment: int) -> dict[str, StoredTensor]:
-    """The tensors by name, each checked to lie in the file and to share no byte with another."""
+    """The tensors by name, each checked to lie in the file, right behind the one before it.
+
+    So a tensor with a wrong type, size or offset is noticed, unless as many bytes are right for it.
+    """
     found: dict[str, tuple[tuple[int, ...], BlockType, int]] = {}
     for index in range(number):
         name = cursor.name(f"the name of tensor {index}")
@@ -107,10 +109,15 @@ def _tensors(cursor: Cursor, number: int, alignment: int) -> dict[str, StoredTen
         if end > len(cursor.data):
             raise cursor.error(f"tensor {name} goes beyond the end of the file: it is incomplete, or its offset wrong")
         tensors[name] = StoredTensor(shape, kind, start, end)
-    in_order = sorted(tensors.items(), key=lambda item: item[1].start)
-    for (name, one), (other, following) in pairwise(in_order):
-        if one.end > following.start:
-            raise cursor.error(f"tensors {name} and {other} share bytes: an offset is wrong")
+    expected = base
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].start):
+        if tensor.start != expected:
+            what = "shares bytes with the one before it" if tensor.start < expected else "does not follow it"
+            raise cursor.error(f"tensor {name} begins at byte {tensor.start} and {what}: a type, a size or an offset "
+                               "is wrong")
+        expected = -(-tensor.end // alignment) * alignment
+    if len(cursor.data) > expected and tensors:
+        raise cursor.error(f"the last tensor ends at byte {expected} of {len(cursor.data)}: a type or a size is wrong")
     return tensors
 
 

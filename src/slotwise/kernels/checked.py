@@ -26,6 +26,7 @@ from slotwise.kernels.interface import (
     RaggedBatch,
     Routing,
 )
+from slotwise.kernels.matrix import QuantisedMatrix, Weight
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -46,22 +47,36 @@ class CheckedKernels:
         """Attributes and methods without tensors."""
         return getattr(self._kernels, name)
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+    def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         """A product that checks its argument."""
-        return self._product(self._kernels.linear, "linear", weight, bias, len(weight))
+        return self._product(self._kernels.linear, "linear", weight, bias, weight.shape[0])
 
-    def gated(self, weight: Tensor, bias: Tensor | None = None, activation: Activation = "silu") -> Linear:
+    def gated(self, weight: Weight, bias: Tensor | None = None, activation: Activation = "silu") -> Linear:
         """A product that checks its argument."""
         pack = functools.partial(self._kernels.gated, activation=activation)
-        return self._product(pack, "gated", weight, bias, len(weight) // 2)
+        return self._product(pack, "gated", weight, bias, weight.shape[0] // 2)
 
-    def head(self, weight: Tensor) -> Linear:
+    def head(self, weight: Weight) -> Linear:
         """A product that checks its argument."""
-        return self._product(lambda packed, _: self._kernels.head(packed), "head", weight, None, len(weight))
+        return self._product(lambda packed, _: self._kernels.head(packed), "head", weight, None, weight.shape[0])
+
+    def embedding(self, table: QuantisedMatrix, kind: torch.dtype, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
+        """A lookup that checks its argument."""
+        look_up = self._kernels.embedding(table, kind, scale)
+
+        def checked(token_ids: Tensor) -> Tensor:
+            self._check("embedding: token_ids", token_ids, (len(token_ids),), (torch.int64,))
+            return self._check("embedding: result", look_up(token_ids), (len(token_ids), table.depth), (kind,))
+
+        return checked
 
     def exact_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """A product that checks its argument."""
-        return self._product(self._kernels.exact_linear, "exact_linear", weight, bias, len(weight))
+        def pack(plain: Weight, own: Tensor | None) -> Linear:
+            assert isinstance(plain, Tensor)
+            return self._kernels.exact_linear(plain, own)
+
+        return self._product(pack, "exact_linear", weight, bias, len(weight))
 
     def experts(
         self, weights: Iterable[ExpertWeights], routing: Routing, activation: Activation | ClampedSwiGLU,
@@ -79,19 +94,20 @@ class CheckedKernels:
         return checked
 
     def _product(
-        self, pack: Callable[[Tensor, Tensor | None], Linear], name: str, weight: Tensor, bias: Tensor | None, made: int
+        self, pack: Callable[[Weight, Tensor | None], Linear], name: str, weight: Weight, bias: Tensor | None, made: int
     ) -> Linear:
         """Args: made: numbers per token in the result."""
         outputs, depth = weight.shape
-        kind = weight.dtype
-        self._check(f"{name} weight", weight, (outputs, depth), FLOATS)
+        kinds = (weight.dtype,) if isinstance(weight, Tensor) else self._kernels.kinds
+        if isinstance(weight, Tensor):
+            self._check(f"{name} weight", weight, (outputs, depth), FLOATS)
         if bias is not None:
-            self._check(f"{name} bias", bias, (outputs,), (kind,))
+            self._check(f"{name} bias", bias, (outputs,), kinds)
         product = pack(weight, bias)
 
         def checked(x: Tensor) -> Tensor:
-            self._check(f"{name} of {outputs} x {depth}: x", x, (len(x), depth), (kind,))
-            return self._check(f"{name}: result", product(x), (len(x), made), (kind,))
+            self._check(f"{name} of {outputs} x {depth}: x", x, (len(x), depth), kinds)
+            return self._check(f"{name}: result", product(x), (len(x), made), (x.dtype,))
 
         return checked
 

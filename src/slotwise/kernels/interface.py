@@ -18,6 +18,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor, device, dtype, float8_e4m3fn, int8
 
+from slotwise.kernels.matrix import Format, QuantisedMatrix, Weight
+
 Linear = Callable[[Tensor], Tensor]
 """A packed product: `[tokens, in] -> [tokens, out]`, bias included."""
 
@@ -192,11 +194,22 @@ class Kernels(Protocol):
         """All of a layer's cache, as contiguous views `[blocks, ...]`: what is copied when blocks are offloaded."""
         ...
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """Pack `weight [out, in]` once, for many products."""
+    def format_refusal(self, format: Format, kind: dtype) -> str:
+        """Why products with matrices of a quantised format are not supported, in one sentence; "" where they are.
+
+        In a model that computes in `kind`.
+        """
         ...
 
-    def gated(self, weight: Tensor, bias: Tensor | None = None, activation: Activation = "silu") -> Linear:
+    def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
+        """Pack `weight [out, in]` once, for many products.
+
+        Numbers go in and come out in the type of a weight that is a tensor, or for a quantised matrix in any of `kinds`
+        (rows of one product in the same one).  What is quantised is read from its file here, and stays quantised.
+        """
+        ...
+
+    def gated(self, weight: Weight, bias: Tensor | None = None, activation: Activation = "silu") -> Linear:
         """Pack `weight [2 * intermediate, in]`, gates first, once for many `activation(gate) * up`.
 
         The product gives `[tokens, intermediate]`.  It takes as many bytes as a `linear`.
@@ -207,7 +220,7 @@ class Kernels(Protocol):
         """A `linear` that is never quantised, in as many bytes as `weight`."""
         ...
 
-    def head(self, weight: Tensor) -> Linear:
+    def head(self, weight: Weight) -> Linear:
         """Pack `weight [vocab, hidden]` for logits."""
         ...
 
@@ -223,11 +236,18 @@ class Kernels(Protocol):
         """
         ...
 
-    def linear_bytes(self, outputs: int, depth: int, kind: dtype) -> int:
-        """Bytes of a packed `linear`."""
+    def embedding(self, table: QuantisedMatrix, kind: dtype, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
+        """Pack `table [vocabulary, hidden]` for `embed`: from token ids `[tokens]` int64 to `[tokens, hidden]`.
+
+        Rows are dequantised, multiplied by `scale` and rounded to `kind`.  A `head` of the same matrix shares memory.
+        """
         ...
 
-    def head_bytes(self, outputs: int, depth: int, kind: dtype) -> int:
+    def linear_bytes(self, weight: Weight) -> int:
+        """Bytes of a packed `linear`.  Only shape and type of the weight are read."""
+        ...
+
+    def head_bytes(self, weight: Weight) -> int:
         """Bytes of a packed `head`."""
         ...
 
@@ -303,7 +323,7 @@ class Kernels(Protocol):
         ...
 
 
-def in_two_steps(kernels: Kernels, weight: Tensor, bias: Tensor | None, activation: Activation = "silu") -> Linear:
+def in_two_steps(kernels: Kernels, weight: Weight, bias: Tensor | None, activation: Activation = "silu") -> Linear:
     """`gated` for kernels without a fused one: the product, then the activation."""
     product, multiply = kernels.linear(weight, bias), activated(kernels, activation)
     return lambda x: multiply(product(x))

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 MOST_BITS = 8  # of a code
+E4M3 = tuple(torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().nan_to_num(0.0).tolist())
+"""The levels of 8-bit floats (Micikevicius et al., 2022), by their bits; that of a NaN, which no matrix has, is 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +30,22 @@ class Format:
     """How the numbers of a matrix are encoded: all that is known before any of them is read."""
 
     bits: int  # of a code, 1 ... 8
-    group: int  # inputs of an output that share a scale
+    group: int  # inputs of an output that share a scale; 0: all of them
     scale: torch.dtype  # of the scales and minimums as stored; integers where they have units
     groups_per_unit: int = 0  # 0: scales are numbers themselves
     has_minimums: bool = False
     zero: int = 0  # the level that means 0, where no minimum is subtracted
     levels: tuple[float, ...] = ()  # of each code; (): the codes themselves
+    scale_bits: int = 8  # of scales and minimums that have units
+
+    @property
+    def are_floats(self) -> bool:
+        """Whether codes are 8-bit floats (FP8)."""
+        return self.levels == E4M3
 
     def __post_init__(self) -> None:
         """Raises ValueError for a format that contradicts itself."""
-        if not 1 <= self.bits <= MOST_BITS or self.group < 1 or self.groups_per_unit < 0:
+        if not 1 <= self.bits <= MOST_BITS or self.group < 0 or self.groups_per_unit < 0:
             raise ValueError(f"no format: {self.bits} bits, groups of {self.group}")
         if self.scale.is_floating_point == bool(self.groups_per_unit):
             raise ValueError(f"scales of {self.scale} with {self.groups_per_unit} groups per unit")
@@ -95,7 +103,7 @@ class QuantisedMatrix:
     @property
     def groups(self) -> int:
         """Of each output; the last may be incomplete."""
-        return -(-self.depth // self.format.group)
+        return -(-self.depth // self.format.group) if self.format.group else 1
 
     def dequantised(self, first: int = 0, end: int | None = None) -> Tensor:
         """Outputs `first ... end - 1` in float32, each operation rounded once: the reference of all kernels."""
@@ -108,7 +116,7 @@ class QuantisedMatrix:
 
     def _of_inputs(self, factors: Factors) -> Tensor:
         """The factor of each weight, `[outputs, depth]`."""
-        floats, group = factors.floats(), self.format.group
+        floats, group = factors.floats(), self.format.group or self.depth
         if self.order is None:
             return floats.repeat_interleave(group, dim=1)[:, : self.depth]
         return floats[:, self.order.to(floats.device) // group]

@@ -31,6 +31,7 @@ from slotwise.kernels.interface import (
     cache_kind,
     in_two_steps,
 )
+from slotwise.kernels.matrix import Format, QuantisedMatrix, Weight
 
 
 class PagedCache(NamedTuple):
@@ -149,11 +150,18 @@ class ReferenceKernels:
         """Keys and values, and their scales, as bytes where the type has one byte."""
         return tuple(piece.view(torch.int8) if cache.keys.itemsize == 1 else piece for piece in cache)
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """`weight [out, in]` as a product over the last dimension."""
-        return lambda x: F.linear(x, weight, bias)
+    def format_refusal(self, format: Format, kind: torch.dtype) -> str:
+        """Nothing is refused."""
+        return ""
 
-    def gated(self, weight: Tensor, bias: Tensor | None = None, activation: Activation = "silu") -> Linear:
+    def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
+        """`weight [out, in]` as a product over the last dimension; a quantised one in float32, dequantised."""
+        if isinstance(weight, Tensor):
+            return lambda x: F.linear(x, weight, bias)
+        floats, added = weight.dequantised().to(self.device), None if bias is None else bias.float()
+        return lambda x: F.linear(x.float(), floats, added).to(x.dtype)
+
+    def gated(self, weight: Weight, bias: Tensor | None = None, activation: Activation = "silu") -> Linear:
         """A product, then its activation."""
         return in_two_steps(self, weight, bias, activation)
 
@@ -180,13 +188,18 @@ class ReferenceKernels:
 
         return mixture
 
-    def head(self, weight: Tensor) -> Linear:
+    def head(self, weight: Weight) -> Linear:
         """A product like any other."""
         return self.linear(weight)
 
-    def linear_bytes(self, outputs: int, depth: int, kind: torch.dtype) -> int:
+    def embedding(self, table: QuantisedMatrix, kind: torch.dtype, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
+        """Rows of the dequantised table."""
+        floats = (table.dequantised().to(self.device) * scale).to(kind)
+        return lambda token_ids: self.embed(floats, token_ids)
+
+    def linear_bytes(self, weight: Weight) -> int:
         """Bytes of the unpacked weight."""
-        return outputs * depth * kind.itemsize
+        return weight.shape.numel() * (weight.dtype if isinstance(weight, Tensor) else torch.float32).itemsize
 
     head_bytes = linear_bytes
 

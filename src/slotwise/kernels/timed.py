@@ -22,6 +22,7 @@ from slotwise.kernels.interface import (
     RaggedBatch,
     Routing,
 )
+from slotwise.kernels.matrix import QuantisedMatrix, Weight
 
 PRODUCTS, ATTENTION, SMALL = "products", "attention", "small operators"
 
@@ -48,11 +49,11 @@ class TimedKernels:
         """None while it measures."""
         return None if self._keeps_time else self._kernels.record(work)
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+    def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         """A timed product."""
         return self._timed_product(self._kernels.linear(weight, bias))
 
-    def gated(self, weight: Tensor, bias: Tensor | None = None, activation: Activation = "silu") -> Linear:
+    def gated(self, weight: Weight, bias: Tensor | None = None, activation: Activation = "silu") -> Linear:
         """A timed product, its activation included."""
         return self._timed_product(self._kernels.gated(weight, bias, activation))
 
@@ -67,9 +68,14 @@ class TimedKernels:
         mixture = self._kernels.experts(weights, routing, activation)
         return lambda x, logits: self._timed(PRODUCTS, lambda: mixture(x, logits))
 
-    def head(self, weight: Tensor) -> Linear:
+    def head(self, weight: Weight) -> Linear:
         """A timed product."""
         return self._timed_product(self._kernels.head(weight))
+
+    def embedding(self, table: QuantisedMatrix, kind: dtype, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
+        """A timed lookup."""
+        look_up = self._kernels.embedding(table, kind, scale)
+        return lambda token_ids: self._timed(SMALL, lambda: look_up(token_ids))
 
     def embed(self, table: Tensor, token_ids: Tensor) -> Tensor:
         return self._timed(SMALL, lambda: self._kernels.embed(table, token_ids))

@@ -11,6 +11,8 @@ from slotwise.kernels.interface import Activation, AttentionShape, ClampedSwiGLU
 from slotwise.model.errors import CheckpointError
 from slotwise.model.fields import Fields
 from slotwise.model.layers.rope import Rope
+from slotwise.model.quantization.config import read_quantization
+from slotwise.model.quantization.scheme import Quantization
 from slotwise.model.ropes import read_rope
 
 MAX_LAYERS = 1024
@@ -66,6 +68,7 @@ class ModelConfig:
     logit_scale: float = 1.0  # of logits
     embedding_scale: float = 1.0
     mixture: MixtureConfig | None = None  # None: every layer has an MLP
+    quantization: Quantization | None = None  # of the weights of products, as config.json says; None: plain numbers
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -168,6 +171,7 @@ def read_common(
         tie_word_embeddings=fields.flag("tie_word_embeddings", default=defaults.tie_word_embeddings),
         eos_token_ids=fields.token_ids("eos_token_id"),
         dtype=_stored_dtype(fields),
+        quantization=read_quantization(fields),
     )
 
 
@@ -201,9 +205,8 @@ def read_mixture(
 
 def _refuse_unsupported(fields: Fields) -> None:
     """Raises CheckpointError for fields of every family that would change the answer and are not implemented."""
-    quantised = "are not supported: serve the one it was made from, which quantization int8 or int4 quantises"
-    fields.refuse(("quantization",), f"is set: checkpoints quantised by MLX {quantised}")
-    fields.refuse(("quantization_config",), f"is set: quantised checkpoints {quantised}")
+    fields.refuse(("quantization",), "is set: checkpoints quantised by MLX are not supported: serve the one it was "
+                  "made from, which quantization int8 or int4 quantises")
     if fields.section("per_layer_config").values:
         raise fields.error("per_layer_config", "gives layers sizes of their own, which is not supported")
     if fields.flag("is_encoder_decoder"):

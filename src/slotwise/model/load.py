@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from slotwise.kernels.interface import Kernels
-from slotwise.kernels.matrix import Weight
+from slotwise.kernels.matrix import Format, Weight
 from slotwise.model.checkpoint import read_config
 from slotwise.model.config import ModelConfig
 from slotwise.model.decoder import Decoder
@@ -42,11 +42,15 @@ def load_model(
     folder = locate(model)
     config = describe(folder, dtype, kernels, generation)
     weights = Weights(folder)
-    if torch.float16 not in kernels.kinds:
-        _tell_of_float16(dtype, config, weights, kernels)
     config = _with_stored_head(config, weights, folder)
     shapes = tensor_shapes(config)
+    weights.assemble(config.quantization, shapes)
     weights.check(shapes)
+    if torch.float16 not in kernels.kinds:
+        _tell_of_float16(dtype, config, weights, kernels)
+    _widen(weights, weights.formats(shapes), kernels, config.dtype, folder)
+    if config.quantization is not None and config.mixture is not None:
+        logger.warning("%s: quantised weights of experts are dequantised as they are loaded", folder)
     admit(weight_bytes(config, kernels, weights.formats(shapes)))
     read = weights.reader(shapes, config.dtype, progress)
     device = kernels.device
@@ -57,6 +61,23 @@ def load_model(
         return weight.to(device) if isinstance(weight, torch.Tensor) else weight  # kernels unpack to their device
 
     return Decoder(config, read_to_device, kernels, min(max_positions or longest, longest))
+
+
+def _widen(
+    weights: Weights, formats: Mapping[str, Format], kernels: Kernels, dtype: torch.dtype, folder: Path,
+) -> None:
+    """Reads 8-bit floats as plain numbers, with a warning, where the kernels have no products with them.
+
+    Raises CheckpointError for other formats that the kernels do not support.
+    """
+    refused = {kind: why for kind in dict.fromkeys(formats.values()) if (why := kernels.format_refusal(kind, dtype))}
+    for kind, why in refused.items():
+        if not kind.are_floats:
+            raise CheckpointError(f"{folder}: {why}")
+    if refused:
+        logger.warning("%s: weights in FP8 are widened as they are read, to at least twice the memory: %s", folder,
+                       next(iter(refused.values())))
+        weights.widen([name for name, kind in formats.items() if kind in refused])
 
 
 def _with_stored_head(config: ModelConfig, weights: Weights, folder: Path) -> ModelConfig:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from slotwise.kernels.matrix import Format, QuantisedMatrix, Rows, Weight, stacked
+from slotwise.kernels.matrix import Format, QuantisedMatrix, Rows, StackedMatrix, Weight, stacked
 from slotwise.model.errors import CheckpointError
 from slotwise.model.gguf.tensors import open_gguf_tensors
+from slotwise.model.quantization.scheme import Quantization
+from slotwise.model.quantization.stored import with_quantised
 from slotwise.model.safetensors_files import open_safetensors
 from slotwise.model.stored import Read, Shapes, StoredTensor, TensorSource
 
@@ -35,6 +37,7 @@ class Weights:
         self._source: TensorSource = (
             open_gguf_tensors(checkpoint) if checkpoint.is_file() else open_safetensors(checkpoint))
         self._tensors = self._source.tensors
+        self._widened: frozenset[str] = frozenset()
 
     def holds(self, name: str) -> bool:
         return name in self._tensors
@@ -44,9 +47,9 @@ class Weights:
         return any(tensor.kind == kind for tensor in self._tensors.values())
 
     def formats(self, expected: Shapes) -> dict[str, Format]:
-        """The formats of quantised matrices among these tensors, by name."""
+        """The formats of those among these tensors that are read as quantised matrices, by name."""
         found = {name: self._tensors[name].format for name in expected if name in self._tensors}
-        return {name: kind for name, kind in found.items() if kind is not None}
+        return {name: kind for name, kind in found.items() if kind is not None and name not in self._widened}
 
     def are_equal(self, one: str, other: str, dtype: torch.dtype) -> bool:
         """Whether two stored matrices are the same once they are `dtype`, compared a few rows at a time."""
@@ -57,6 +60,19 @@ class Weights:
         rows = max(1, COMPARED_NUMBERS // max(1, first.shape[1]))
         return all(torch.equal(first.rows(at, at + rows).to(dtype), second.rows(at, at + rows).to(dtype))
                    for at in range(0, first.shape[0], rows))
+
+    def assemble(self, quantization: Quantization | None, expected: Shapes) -> None:
+        """Sees the parts of each weight that `quantization` says is quantised as one tensor from now on.
+
+        Raises CheckpointError when parts are missing, or have another shape or type than the config says.
+        """
+        if quantization is not None:
+            self._source = with_quantised(self._source, quantization, expected)
+            self._tensors = self._source.tensors
+
+    def widen(self, names: Collection[str]) -> None:
+        """Reads these quantised matrices as plain numbers from now on."""
+        self._widened |= frozenset(names)
 
     def check(self, expected: Shapes) -> None:
         """Checks that exactly the expected tensors exist.
@@ -79,8 +95,11 @@ class Weights:
         def read(*names: str) -> Weight:
             nonlocal done
             tensors = [self._tensors[name] for name in names]
-            are_quantised = all(tensor.format is not None for tensor in tensors)
+            are_quantised = len(self.formats(dict.fromkeys(names, ()))) == len(names)
             weight: Weight = stacked([*map(self._matrix, names)]) if are_quantised else self._dense(names, dtype)
+            if isinstance(weight, StackedMatrix) and any(part.format.are_floats for part in weight.parts):
+                raise CheckpointError(f"{self._source.where}: {self._list([*names])} are one product, but not in the "
+                                      "same format: with FP8 that is not supported")
             done += sum(tensor.nbytes for tensor in tensors)
             if progress is not None:
                 progress(done, total)
@@ -89,14 +108,22 @@ class Weights:
         return read
 
     def _dense(self, names: tuple[str, ...], dtype: torch.dtype) -> Tensor:
-        """Tensors stacked, in memory of their own; quantised ones only where plain ones are beside them."""
+        """Tensors stacked, in memory of their own; quantised ones only where plain ones are beside them, or widened."""
         # `cat` copies even a single tensor: nothing refers to the file once it has been read.
-        tensor = torch.cat([
-            _whole(self._tensors[name]).to(dtype) if self._tensors[name].format is None
-            else self._matrix(name).dequantised().to(dtype) for name in names])
+        tensor = torch.cat([piece.to(dtype) for name in names for piece in self._pieces(name)])
         if not _is_finite(tensor):
             raise self._not_finite(names, dtype)
         return tensor
+
+    def _pieces(self, name: str) -> Iterator[Tensor]:
+        """A tensor's numbers, of a quantised matrix some outputs at a time: dequantised they are many bytes."""
+        if self._tensors[name].format is None:
+            yield _whole(self._tensors[name])
+            return
+        matrix = self._matrix(name)
+        rows = max(1, COMPARED_NUMBERS // matrix.depth)
+        for at in range(0, matrix.outputs, rows):
+            yield matrix.dequantised(at, min(at + rows, matrix.outputs))
 
     def _matrix(self, name: str) -> QuantisedMatrix:
         """A quantised matrix whose scales are checked as they are read."""

@@ -30,7 +30,7 @@ from slotwise.runner.draft_cache import DraftPositions
 from slotwise.runner.graphs import DecodeGraphs
 from slotwise.runner.input_batch import SlotTable
 from slotwise.runner.sampling.params import Sampling
-from slotwise.runner.staging import event_of
+from slotwise.runner.staging import event_of, rows_of
 
 CATCH_UP = 512  # positions that a step computes before its rows propose, beside the last one of each row
 ALL_LOGITS = 64  # positions of a step up to which all have logits: such a step replays a graph
@@ -130,19 +130,15 @@ class DraftModel:
         logits, targets = self._logits(_computed_by(plan, spans, every=every))
         if not drawing:
             return []
-        ends, at = 0, []
+        num_logits, at = 0, []
         for span in spans:
-            ends += span.end - span.start if every else span.samples
+            num_logits += span.end - span.start if every else span.samples
             if span.samples:
-                at.append(ends - 1)
-        device = logits.device
-        if len(at) < len(logits):
-            chosen = torch.tensor(at, device=device)
-            logits, targets = logits.index_select(0, chosen), targets.index_select(0, chosen)
-        drawn = self._sampler.sample(
-            self._fitted(logits), [plan.slots[span.row] for span in drawing], [span.end for span in drawing])
-        self._slots.append(targets, drawn.column)
-        done = event_of(device)
+                at.append(num_logits - 1)
+        slots, ends = [plan.slots[span.row] for span in drawing], [span.end for span in drawing]
+        drawn = self._sampler.sample(self._fitted(rows_of(logits, at)), slots, ends)
+        self._slots.append(rows_of(targets, at), drawn.column)
+        done = event_of(logits.device)
         done.record()
         done.synchronize()
         return list(zip([span.row for span in drawing], drawn.read().tokens, strict=True))

@@ -77,6 +77,19 @@ def send(device: torch.device, longs: Columns, ints: Columns) -> list[Tensor]:
             for (column, kind), start in zip(columns, starts, strict=True)]
 
 
+def rows_of(tensor: Tensor, places: Sequence[int]) -> Tensor:
+    """The rows `places` of a contiguous `tensor [rows, ...]`; itself, where these are all of its rows in order.
+
+    On the CPU numpy copies them: torch would start threads for it, which compete with the kernels' for milliseconds.
+    """
+    if len(places) == len(tensor) and list(places) == list(range(len(tensor))):
+        return tensor
+    if tensor.device.type == "cpu":
+        rows = tensor.contiguous().view(len(tensor), -1).view(torch.uint8).numpy()[list(places)]
+        return torch.from_numpy(rows).view(tensor.dtype).view(len(places), *tensor.shape[1:])
+    return tensor.index_select(0, torch.tensor(places, device=tensor.device))
+
+
 def to_host(tensor: Tensor) -> Tensor:
     """A copy of `tensor` on the host, complete once the device has done all work enqueued before."""
     if tensor.device.type == "cpu":

@@ -26,7 +26,7 @@ from slotwise.runner.input_batch import SlotTable
 from slotwise.runner.pooling import Pooled
 from slotwise.runner.prompt_logprobs import Described, workspace_rows
 from slotwise.runner.sampling.params import Drawn, Sampled, Sampling
-from slotwise.runner.staging import event_of
+from slotwise.runner.staging import event_of, rows_of
 
 
 class OfPrompts(NamedTuple):
@@ -100,10 +100,10 @@ def verify(
     outcome, at_a_time = Outcome(plan), workspace_rows(slots.num_slots)
 
     def enqueue(part: Sequence[tuple[int, int]]) -> Drawn:
-        at = torch.tensor([firsts[row] + place for row, place in part], device=device)
+        at = [firsts[row] + place for row, place in part]
         ends = [plan.starts[row] + plan.counts[row] - plan.num_logits[row] + 1 + place for row, place in part]
-        drawn = sampler.sample(logits.index_select(0, at), [plan.slots[row] for row, _ in part], ends)
-        slots.append(targets.index_select(0, at), drawn.column)  # what follows a wrong draft is overwritten in time
+        drawn = sampler.sample(rows_of(logits, at), [plan.slots[row] for row, _ in part], ends)
+        slots.append(rows_of(targets, at), drawn.column)  # what follows a wrong draft is overwritten in time
         return drawn
 
     while draws:

@@ -13,7 +13,6 @@ Drafts from texts (a `prediction`, what a grammar forces) cost nothing to propos
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -134,13 +133,13 @@ class DraftModelProposer:
     def _chosen(self, rows: Sequence[DraftRow], num_decoding: int, work: Work, most: int) -> _Chosen:
         """Returns the drafts of each of `rows`, which have none in `work`, beside `num_decoding` decoding rows."""
         context = sum([len(row.request.tokens) for row in rows])
-        costs = self._costs.curve(work, num_decoding, context)
+        costs = dict(zip(GRID, self._costs.curve(work, num_decoding, context), strict=True))
         alone = self._times.seconds(Work(num_decoding, num_decoding, context, 0.0) if work.pairs else work)
         counts, most = [0] * len(rows), min(most, len(rows) * self._num_drafts)
 
         def rate(number: int, passes: int, right: float) -> float:
             """Expected tokens in the time of a step without drafts."""
-            return (num_decoding + right) / (_between(costs, number) + self._takes(passes, number) / alone)
+            return (num_decoding + right) / (costs[number] + self._takes(passes, number) / alone)
 
         if alone <= 0 or not any(
                 rate(number, -(-number // len(rows)), number) > LEAST_GAIN * num_decoding
@@ -153,9 +152,10 @@ class DraftModelProposer:
             for position, probability in enumerate(
                 self._row_of(request).acceptance.survival(0, min(limit, self._num_drafts)))])[:most]
         right, passes, chosen, best = 0.0, 0, 0, LEAST_GAIN * num_decoding
+        found = found[: max(number for number in GRID if number <= len(found))]
         for number, (less_probable, position, _) in enumerate(found, 1):
             right, passes = right - less_probable, max(passes, position + 1)
-            if (reached := rate(number, passes, right)) > best:
+            if number in costs and (reached := rate(number, passes, right)) > best:
                 chosen, best = number, reached
         for place, count in Counter([place for _, _, place in found[:chosen]]).items():
             counts[place] = count
@@ -225,12 +225,3 @@ class DraftModelProposer:
         if row is None:
             row = self._rows[request.request_id] = _Row(self._shared)
         return row
-
-
-def _between(costs: Sequence[float], number: int) -> float:
-    """The cost of `number` drafts, between those of GRID."""
-    place = bisect_left(GRID, number)
-    if GRID[place] == number:
-        return costs[place]
-    low, high = GRID[place - 1], GRID[place]
-    return costs[place - 1] + (costs[place] - costs[place - 1]) * (number - low) / (high - low)

@@ -49,6 +49,14 @@ def test_weights_are_what_gguf_says(name, outputs, blocks, seed):
     assert actual.shape == (outputs, depth) and torch.equal(bits(actual), bits(expected))
 
 
+def test_every_scale_of_mxfp4():
+    data = torch.zeros(256, 17, dtype=torch.uint8)
+    data[:, 0], data[:, 1:] = torch.arange(256), 0x72
+    with np.errstate(all="ignore"):
+        expected = torch.from_numpy(dequantize(data.numpy(), GGMLQuantizationType.MXFP4))
+    assert torch.equal(bits(BLOCK_TYPES["MXFP4"].matrix(data, 256, 32).dequantised()), bits(expected))
+
+
 @TYPES
 @settings(max_examples=10, deadline=None)
 @given(st.integers(0, 7), st.integers(1, 8))

@@ -17,11 +17,13 @@ in the same order, so a row does not depend on the rows beside it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from llvmlite import ir
 
+from slotwise.kernels.cpu.dot_bytes import add_fours, pairs_of_bytes, pairs_of_shorts
 from slotwise.kernels.cpu.gemm_finish import FLOATS, added, finish_row, for_either_kind, no_sums, read_floats
 from slotwise.kernels.cpu.jit.intrinsic import ElementType
 from slotwise.kernels.cpu.llvm import (
@@ -32,7 +34,6 @@ from slotwise.kernels.cpu.llvm import (
     Loop,
     all_of,
     behind,
-    call,
     fma,
     number,
     prefetch,
@@ -40,7 +41,7 @@ from slotwise.kernels.cpu.llvm import (
     spread,
     switch,
 )
-from slotwise.kernels.cpu.processor import AVX2, AVX512
+from slotwise.kernels.cpu.processor import AVX512
 from slotwise.kernels.cpu.quantize import BYTES, GROUP, RECORD
 
 HEIGHTS = range(1, 7) if AVX512 else range(1, 3)  # of a tile, as registers allow
@@ -79,51 +80,12 @@ class Weights(NamedTuple):
     by_vnni: bool
 
 
-def _pick(builder: ir.IRBuilder, vector: ir.Value, lanes: Sequence[int]) -> ir.Value:
-    chosen = ir.Constant(ir.VectorType(WORD, len(lanes)), list(lanes))
-    return builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), chosen)
-
-
-def _in_halves(builder: ir.IRBuilder, name: str, result: ir.Type, *vectors: ir.Value) -> ir.Value:
-    """Apply an instruction of 256 bits to both halves of vectors."""
-    half = ir.VectorType(result.element, result.count // 2)
-    parts = []
-    for upper in (0, 1):
-        operands = [_pick(builder, each, range(upper * each.type.count // 2, (upper + 1) * each.type.count // 2))
-                    for each in vectors]
-        parts.append(call(builder, f"llvm.x86.{name}", half, *operands))
-    return builder.shuffle_vector(*parts, ir.Constant(ir.VectorType(WORD, result.count), list(range(result.count))))
-
-
 def _add_pairs(builder: ir.IRBuilder, so_far: ir.Value, unsigned: ir.Value, signed: ir.Value) -> ir.Value:
     """64 products of bytes, added in pairs to int16 x 32."""
-    if AVX512:
-        pairs = call(builder, "llvm.x86.avx512.pmaddubs.w.512", _SHORTS, unsigned, signed)
-    elif AVX2:
-        pairs = _in_halves(builder, "avx2.pmadd.ub.sw", _SHORTS, unsigned, signed)
-    else:
-        pairs = builder.add(*(builder.mul(
-            builder.zext(_pick(builder, unsigned, range(odd, 64, 2)), _SHORTS),
-            builder.sext(_pick(builder, signed, range(odd, 64, 2)), _SHORTS)) for odd in (0, 1)))
-    return builder.add(so_far, pairs)
+    return builder.add(so_far, pairs_of_bytes(builder, unsigned, signed))
 
 
-def _widen_pairs(builder: ir.IRBuilder, shorts: ir.Value) -> ir.Value:
-    """Pairs of int16 added: int32 x 16."""
-    ones = all_of(_SHORTS, 1)
-    if AVX512:
-        return call(builder, "llvm.x86.avx512.pmaddw.d.512", WORDS, shorts, ones)
-    if AVX2:
-        return _in_halves(builder, "avx2.pmadd.wd", WORDS, shorts, ones)
-    return builder.add(*(builder.sext(_pick(builder, shorts, range(odd, 32, 2)), WORDS) for odd in (0, 1)))
-
-
-def _add_fours(builder: ir.IRBuilder, so_far: ir.Value, unsigned: ir.Value, signed: ir.Value) -> ir.Value:
-    """64 products of bytes, added in fours to int32 x 16: by AVX-512 VNNI, or by AVX-VNNI, whose vectors are halves."""
-    operands = so_far, builder.bitcast(unsigned, WORDS), builder.bitcast(signed, WORDS)
-    if AVX512:
-        return call(builder, "llvm.x86.avx512.vpdpbusd.512", WORDS, *operands)
-    return _in_halves(builder, "avx512.vpdpbusd.256", WORDS, *operands)
+_add_fours: Add = functools.partial(add_fours, by_vnni=True, is_wide=False)
 
 
 def weights_of_two_quads(builder: ir.IRBuilder, address: ir.Value, bits: int) -> list[list[ir.Value]]:
@@ -172,7 +134,7 @@ def _group(builder: ir.IRBuilder, rows: int, weights: Weights, panel: Panel) -> 
         turns = Loop(builder, number(RUN[bits] // 2), 1, nothing)
         place = builder.add(first, turns.index)
         sums = turns.close(_add_two_quads(builder, rows, bits, panel, place, turns.values, _add_pairs))
-    return runs.close([builder.add(total, _widen_pairs(builder, shorts))
+    return runs.close([builder.add(total, pairs_of_shorts(builder, shorts, all_of(_SHORTS, 1)))
                        for total, shorts in zip(runs.values, sums, strict=True)])
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,11 +15,15 @@ from slotwise.kernels.cpu import (
     argmax,
     attention,
     attention_plan,
+    block_layout,
+    block_lookup,
     experts,
     gemm,
     gemm_pairs,
     linear,
     linear_bf16,
+    linear_blocks,
+    linear_fp8,
     linear_fp16,
     linear_int,
     onednn,
@@ -48,6 +53,7 @@ from slotwise.kernels.interface import (
     cache_kind,
     in_two_steps,
 )
+from slotwise.kernels.matrix import Format, QuantisedMatrix, StackedMatrix, Weight
 
 LOG2_E = math.log2(math.e)
 SMALL = 1 << 14  # elements that one thread computes before two have synchronised
@@ -82,6 +88,7 @@ class CpuKernels:
         self._bits = quantize.BITS.get(quantization, 0)  # of a weight; 0: not quantised
         self._head_bits = 8 if self._bits else 0  # the head keeps 8: each of its errors is a token's
         self._arena = Arena()
+        self._tables = weakref.WeakKeyDictionary[QuantisedMatrix, linear_blocks.PackedBlocks]()
 
     def product_path(self, kind: torch.dtype) -> str:
         """The path of products with weights of `kind`, as `paths.py` names it."""
@@ -153,14 +160,26 @@ class CpuKernels:
         """One view, keys and values together."""
         return (cache.storage,)
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+    def format_refusal(self, format: Format, kind: torch.dtype) -> str:
+        """What the packed layouts of `block_layout.py` do not hold, and 8-bit floats that `linear_fp8.py` does not."""
+        if not format.are_floats:
+            return block_layout.refusal(format)
+        path = self._path_of(kind)
+        return linear_fp8.refusal(format) if path in linear_fp8.PRODUCT else (
+            f"products with 8-bit floats by {path} are not supported on device cpu")
+
+    def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         """`weight [out, in]`, packed once for many products."""
         return self._packed(weight, bias, self._bits)
 
-    def gated(self, weight: Tensor, bias: Tensor | None = None, activation: Activation = "silu") -> Linear:
+    def gated(self, weight: Weight, bias: Tensor | None = None, activation: Activation = "silu") -> Linear:
         """`weight [2 * intermediate, in]`, gates first.  On most paths SiLU is part of the product."""
-        if activation != "silu":
+        if activation != "silu" or isinstance(weight, StackedMatrix):
             return in_two_steps(self, weight, bias, activation)
+        if isinstance(weight, QuantisedMatrix):
+            if weight.format.are_floats:
+                return self._of_floats(weight, bias, is_gated=True)
+            return self._of_blocks([linear_blocks.pack_blocks(weight, bias, self._quantised, is_gated=True)])
         if self._bits:
             return linear_int.int_linear(weight, bias, self._bits, self._quantised, self.launcher, is_gated=True)
         packed = self._packing(weight)
@@ -168,10 +187,24 @@ class CpuKernels:
             return in_two_steps(self, weight, bias)
         return packed(weight, bias, self.launcher, is_gated=True)
 
-    def head(self, weight: Tensor) -> Linear:
+    def head(self, weight: Weight) -> Linear:
         """`weight [vocab, hidden]`, packed for logits."""
         return self._packed(weight, None, self._head_bits)
 
+    def embedding(self, table: QuantisedMatrix, kind: torch.dtype, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
+        """Rows of the panels that a head of the same table reads."""
+        return block_lookup.lookup(self._table(table), table.format, kind, scale, self.launcher)
+
+    def _table(self, matrix: QuantisedMatrix) -> linear_blocks.PackedBlocks:
+        """A matrix without bias in panels, packed once however often it is asked for."""
+        packed = self._tables.get(matrix)
+        if packed is None:
+            packed = self._tables[matrix] = linear_blocks.pack_blocks(matrix, None, self._quantised)
+        return packed
+
+    def _of_blocks(self, parts: Sequence[linear_blocks.PackedBlocks]) -> Linear:
+        """The product with matrices in panels, one behind the other along their outputs."""
+        return linear_blocks.blocks_linear(parts, self.launcher)
     def exact_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """`weight [out, in]`, packed as it is."""
         return self._packed(weight, bias, 0)
@@ -208,7 +241,21 @@ class CpuKernels:
             return functools.partial(linear_bf16.bf16_linear, path=path)
         return linear_fp16.fp16_linear if path == "fp16" and linear_fp16.fits(weight) else None
 
-    def _packed(self, weight: Tensor, bias: Tensor | None, bits: int) -> Linear:
+    def _of_floats(self, matrix: QuantisedMatrix, bias: Tensor | None, *, is_gated: bool = False) -> Linear:
+        """The product with a matrix of 8-bit floats."""
+        return linear_fp8.fp8_linear(
+            matrix, bias, self.launcher, is_gated=is_gated, path=self._path_of(torch.bfloat16))
+
+    def _packed(self, weight: Weight, bias: Tensor | None, bits: int) -> Linear:
+        if isinstance(weight, QuantisedMatrix) and weight.format.are_floats:
+            return self._of_floats(weight, bias)
+        if isinstance(weight, QuantisedMatrix):
+            return self._of_blocks([self._table(weight) if bias is None else linear_blocks.pack_blocks(
+                weight, bias, self._quantised)])
+        if isinstance(weight, StackedMatrix):
+            biases = [None] * len(weight.parts) if bias is None else bias.split([part.outputs for part in weight.parts])
+            return self._of_blocks([linear_blocks.pack_blocks(part, own, self._quantised)
+                                    for part, own in zip(weight.parts, biases, strict=True)])
         if bits:
             return linear_int.int_linear(weight, bias, bits, self._quantised, self.launcher)
         if self._path_of(weight.dtype) == "onednn":
@@ -216,14 +263,13 @@ class CpuKernels:
             return onednn.onednn_linear(weight, bias)
         return (self._packing(weight) or linear.tiled_linear)(weight, bias, self.launcher)
 
-    def linear_bytes(self, outputs: int, depth: int, kind: torch.dtype) -> int:
+    def linear_bytes(self, weight: Weight) -> int:
         """Bytes of a packed `linear`."""
-        return quantize.weight_bytes(outputs, depth, self._bits) if self._bits else outputs * depth * kind.itemsize
+        return _packed_bytes(weight, self._bits)
 
-    def head_bytes(self, outputs: int, depth: int, kind: torch.dtype) -> int:
+    def head_bytes(self, weight: Weight) -> int:
         """Bytes of a packed `head`."""
-        bits = self._head_bits
-        return quantize.weight_bytes(outputs, depth, bits) if bits else outputs * depth * kind.itemsize
+        return _packed_bytes(weight, self._head_bits)
 
     def library_bytes(self, kind: torch.dtype) -> int:
         """oneDNN's cache, where it multiplies."""
@@ -360,6 +406,18 @@ class CpuKernels:
             self.launcher.alone(code)
         else:
             self.launcher.together(code)
+
+
+def _packed_bytes(weight: Weight, bits: int) -> int:
+    """Bytes of a packed weight; one that is a tensor is quantised to `bits`, unless they are 0."""
+    if isinstance(weight, StackedMatrix):
+        return sum(_packed_bytes(part, bits) for part in weight.parts)
+    outputs, depth = weight.shape
+    if isinstance(weight, QuantisedMatrix) and weight.format.are_floats:
+        return linear_fp8.packed_bytes(outputs, depth)
+    if isinstance(weight, QuantisedMatrix):
+        return block_layout.layout_of(weight.format).bytes(outputs, depth)
+    return quantize.weight_bytes(outputs, depth, bits) if bits else outputs * depth * weight.itemsize
 
 
 @functools.lru_cache(maxsize=256)

@@ -49,7 +49,7 @@ def amx_obstacle() -> str:
     return "" if torch.equal(actual, (x @ weight.T).bfloat16()) else "its products are wrong here"
 
 
-def _gemm(path: str) -> Callable[..., None]:
+def gemm_by(path: str) -> Callable[..., None]:
     """`gemm(height, *panel)`: the weights of a `Panel` times `height` rows, plus bias, to bfloat16.
 
     Meanwhile memory from `asked` on is prefetched.  Rows at `target` have 32 numbers, or 16 where the panel `is_gated`.
@@ -73,7 +73,7 @@ copy_line: Callable[[int, int], None] = intrinsic(_copy_line, INT, INT)
 
 
 @kernel
-def _pack_block(words: int, first: int, rows: int, padded: int, target: int) -> None:
+def pack_block(words: int, first: int, rows: int, padded: int, target: int) -> None:
     """Pack rows `first ... first + rows` of x as strips of `padded` rows, the last strip filled up with zeros."""
     depth = load(words, DEPTH, INT64)
     whole = depth // STRIP * STRIP
@@ -88,7 +88,12 @@ def _pack_block(words: int, first: int, rows: int, padded: int, target: int) -> 
                 store(strip, i, load(x, whole + i, BFLOAT16) if whole + i < depth else ZERO, BFLOAT16)
 
 
-def _layout(path: str) -> Layout:
+def around(path: str) -> tuple[Callable[[int], None], ...]:
+    """What begins and ends all that a thread multiplies."""
+    return tiles.around(TILES[path]) if path in TILES else ()
+
+
+def layout_of(path: str) -> Layout:
     tallest, whole = (gemm_tiles.TALLEST, tiles.ROWS) if path in TILES else (gemm_bf16.TALLEST, 1)
     return Layout(
         columns=PANEL, unit=STRIP, steps=STRIP_PAIRS, line=LINE_BYTES, behind=0, tallest=tallest, whole=whole,
@@ -96,7 +101,7 @@ def _layout(path: str) -> Layout:
 
 
 def _product(path: str) -> PanelProduct:
-    gemm = _gemm(path)
+    gemm = gemm_by(path)
 
     @kernel
     def multiply(words: int, tile: Tile) -> None:
@@ -104,9 +109,8 @@ def _product(path: str) -> PanelProduct:
         gemm(tile.rows, tile.weights, tile.x + tile.first * STRIP_ROW_BYTES, tile.block_rows * STRIP_ROW_BYTES, strips,
              tile.target, tile.stride, tile.bias, tile.is_gated, tile.asked, tile.step, tile.memory)
 
-    around = tiles.around(TILES[path]) if path in TILES else ()
     name = f"bfloat16_by_{path.replace(' ', '_')}"
-    return panel_product(name, Method(_pack_block, multiply, *around), _layout(path), BFLOAT16)
+    return panel_product(name, Method(pack_block, multiply, *around(path)), layout_of(path), BFLOAT16)
 
 
 PRODUCT = {path: _product(path) for path in ("bf16", *TILES)}

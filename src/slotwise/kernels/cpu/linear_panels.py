@@ -58,6 +58,7 @@ class Layout(NamedTuple):
     row: int  # of a prepared row, for a unit
     results: int  # in a thread's memory, before the results of a tile
     rows: int  # before the prepared rows
+    widened: int = 0  # behind the prepared rows, for a unit of a panel that is widened there
 
 
 class Tile(NamedTuple):
@@ -118,7 +119,8 @@ class PanelProduct:
             is_gated: half of the outputs are gates, half what they gate.
         """
         (outputs, depth), layout = shape, self.layout
-        row_bytes = -(-depth // layout.unit) * layout.row
+        units = -(-depth // layout.unit)
+        row_bytes = units * layout.row
         most = max(layout.tallest, layout.block // row_bytes // layout.tallest * layout.tallest)
 
         def block_rows(tokens: int) -> int:
@@ -126,7 +128,7 @@ class PanelProduct:
             return -(-wanted // layout.whole) * layout.whole
 
         packed = Packed(self.code, panels, bias, depth, outputs, outputs // 2 if is_gated else outputs, block_rows,
-                        (layout.rows + most * row_bytes + 63) // 64 * 16)
+                        (layout.rows + most * row_bytes + units * layout.widened + 63) // 64 * 16)
         return packed.product(launcher)
 
 

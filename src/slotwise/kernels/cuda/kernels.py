@@ -27,10 +27,12 @@ from slotwise.kernels.interface import (
     cache_kind,
     in_two_steps,
 )
+from slotwise.kernels.matrix import Format, QuantisedMatrix, Weight
 
 _DENSE_RATES = {8: 2.5e14, 9: 8e14, 10: 1.8e15}  # 16-bit operations a second, by major compute capability
 FP8_SINCE = 8, 9  # compute capability with conversions to fp8 and back
 _FLOAT32_SHARE = 1 / 16  # of that rate, without tensor cores
+REFUSAL = "quantised checkpoints are not supported on device cuda: choose device cpu"
 
 
 class CudaKernels:
@@ -95,11 +97,21 @@ class CudaKernels:
         """One view, keys and values together."""
         return (as_bytes(cache.storage),)
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """`weight [out, in]` as a product over the last dimension, by cuBLAS."""
+    def format_refusal(self, format: Format, kind: torch.dtype) -> str:
+        """All: there are no kernels yet that unpack codes."""
+        return REFUSAL
+
+    def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
+        """`weight [out, in]` as a product over the last dimension, by cuBLAS.
+
+        Raises:
+            ValueError: the weight is quantised.
+        """
+        if not isinstance(weight, Tensor):
+            raise ValueError(REFUSAL)
         return lambda x: F.linear(x, weight, bias)
 
-    def gated(self, weight: Tensor, bias: Tensor | None = None, activation: Activation = "silu") -> Linear:
+    def gated(self, weight: Weight, bias: Tensor | None = None, activation: Activation = "silu") -> Linear:
         """A product, then its activation."""
         return in_two_steps(self, weight, bias, activation)
 
@@ -113,13 +125,23 @@ class CudaKernels:
         """Refused: there is no grouped product for GPUs."""
         raise ValueError(self.mixture_refusal)
 
-    def head(self, weight: Tensor) -> Linear:
+    def head(self, weight: Weight) -> Linear:
         """A product like any other."""
         return self.linear(weight)
 
-    def linear_bytes(self, outputs: int, depth: int, kind: torch.dtype) -> int:
-        """Bytes of the unpacked weight."""
-        return outputs * depth * kind.itemsize
+    def embedding(self, table: QuantisedMatrix, kind: torch.dtype, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
+        """Refused.  Raises: ValueError."""
+        raise ValueError(REFUSAL)
+
+    def linear_bytes(self, weight: Weight) -> int:
+        """Bytes of the unpacked weight.
+
+        Raises:
+            ValueError: the weight is quantised.
+        """
+        if not isinstance(weight, Tensor):
+            raise ValueError(REFUSAL)
+        return weight.numel() * weight.itemsize
 
     head_bytes = linear_bytes
 

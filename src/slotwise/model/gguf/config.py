@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -22,6 +22,8 @@ from slotwise.model.gguf.families import has_bias
 from slotwise.model.gguf.keys import ARCHITECTURE, Keys
 from slotwise.model.gguf.ropes import read_factors, read_rope
 from slotwise.model.layers.rope import DividedRope, NoRope
+from slotwise.model.quantization.gguf_blocks import BLOCK_TYPES
+from slotwise.model.quantization.scheme import Scheme
 
 MIN_EPS = 1e-12
 TABLE = "token_embd.weight"
@@ -38,11 +40,24 @@ def read_gguf_config(path: Path) -> ModelConfig:
     architecture, keys = architecture_of(model.metadata), Keys(model)
     common = _common(keys, architecture)
     config = configure(Fields(common | architecture.more(keys, common), str(path)))
+    if kinds := [kind for kind in _types(keys) if kind in BLOCK_TYPES]:
+        config = replace(config, quantization=BlockQuantization(f"GGUF, {' and '.join(kinds)}"))
     divisors = read_factors(keys, "rope_freqs", config.head_dim // 2)
     if not divisors:
         return config
     ropes = [rope if isinstance(rope, NoRope) else DividedRope(rope.theta, divisors) for rope in config.ropes]
     return replace(config, ropes=tuple(ropes))
+
+
+@dataclass(slots=True)
+class BlockQuantization:
+    """Weights in blocks: each tensor says its own type."""
+
+    description: str
+
+    def scheme(self, module: str) -> Scheme | None:
+        """None: a tensor of a file is a whole weight."""
+        return None
 
 
 def architecture_of(metadata: Metadata) -> Architecture:
@@ -106,8 +121,13 @@ def _vocab_size(keys: Keys, hidden: int) -> int:
 
 def _dtype(keys: Keys) -> str:
     """What most weights of products are stored as; bfloat16 computes with what is neither float16 nor float32."""
+    return _DTYPES.get(_types(keys)[0], "bfloat16")
+
+
+def _types(keys: Keys) -> list[str]:
+    """How weights of products are stored, that of the most numbers first."""
     sizes: Counter[str] = Counter()
     for _, tensor in keys.tensors.values():
         if len(tensor.shape) > 1:
             sizes[tensor.type.name] += prod(tensor.shape)
-    return _DTYPES.get(sizes.most_common(1)[0][0], "bfloat16")
+    return [kind for kind, _ in sizes.most_common()]

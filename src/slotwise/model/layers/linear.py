@@ -20,6 +20,7 @@ from torch import Tensor
 
 from slotwise.kernels.interface import Activation
 from slotwise.kernels.interface import Linear as PackedLinear
+from slotwise.kernels.matrix import Weight
 from slotwise.model.layers.source import Source
 
 
@@ -41,16 +42,17 @@ class Linear:
         self.parts = dict(parts)
         self.inputs = inputs
         self.outputs = sum(parts.values())
-        weight = source.tensor({f"{name}.weight": (outputs, inputs) for name, outputs in parts.items()})
+        shapes = {f"{name}.weight": (outputs, inputs) for name, outputs in parts.items()}
+        weight: Weight = source.weight(shapes) if order is None and not is_exact else source.tensor(shapes)
         biases = source.tensor({f"{name}.bias": (outputs,) for name, outputs in parts.items()}) if bias else None
-        if order is not None:
+        if order is not None and isinstance(weight, Tensor):
             weight, biases = weight[order], None if biases is None else biases[order]
-        pack = kernels.linear if gate is None else functools.partial(kernels.gated, activation=gate)
-        pack = kernels.exact_linear if is_exact else pack
-        self._product: PackedLinear = pack(weight, biases)
-        self.bytes = kernels.linear_bytes(self.outputs, inputs, source.dtype)  # as packed
-        if is_exact:
-            self.bytes = self.outputs * inputs * source.dtype.itemsize
+        self._product: PackedLinear
+        if is_exact and isinstance(weight, Tensor):
+            self._product, self.bytes = kernels.exact_linear(weight, biases), self.outputs * inputs * weight.itemsize
+        else:
+            pack = kernels.linear if gate is None else functools.partial(kernels.gated, activation=gate)
+            self._product, self.bytes = pack(weight, biases), kernels.linear_bytes(weight)  # as packed
         self.bytes += 0 if biases is None else self.outputs * source.dtype.itemsize
 
     def __call__(self, x: Tensor) -> Tensor:

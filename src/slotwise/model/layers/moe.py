@@ -49,9 +49,9 @@ class MixtureOfExperts:
         self._kernels: Kernels = source.kernels
         self._router, self._shared = router, shared
         (hidden, intermediate), packed_bytes, dtype = sizes, source.kernels.linear_bytes, source.dtype
-        of_one = packed_bytes(2 * intermediate, hidden, dtype) + packed_bytes(hidden, intermediate, dtype)
         each = iter(weights)  # packed as they are read
         first = next(each)
+        of_one = packed_bytes(first.gate_up) + packed_bytes(first.down)
         of_one += (2 * intermediate + hidden) * dtype.itemsize if first.down_bias is not None else 0
         self._experts = source.kernels.experts(itertools.chain([first], each), routing, activation)
         beside = router.bytes + (shared.bytes if shared else 0)

@@ -7,12 +7,12 @@ and no memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
-from slotwise.kernels.interface import Kernels
+from slotwise.kernels.interface import Kernels, Linear
 from slotwise.kernels.matrix import Format, QuantisedMatrix, Rows, Weight, stacked
 from slotwise.kernels.reference import ReferenceKernels
 from slotwise.model.stored import Read, Shapes
@@ -43,6 +43,12 @@ class _Sizes(ReferenceKernels):
         super().__init__()
         self.linear_bytes = kernels.linear_bytes  # type: ignore[method-assign]
         self.head_bytes = kernels.head_bytes  # type: ignore[method-assign]
+
+    def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
+        return lambda x: x
+
+    def embedding(self, table: QuantisedMatrix, kind: torch.dtype, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
+        return lambda token_ids: token_ids
 
 
 class Listing(Source):

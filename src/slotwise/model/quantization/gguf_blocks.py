@@ -111,7 +111,7 @@ def _parse_iq4_nl(blocks: Tensor) -> Rows:
 def _parse_mxfp4(blocks: Tensor) -> Rows:
     """The scale is a power of two, halved because the levels are doubled: exact in bfloat16, subnormals included."""
     exponents = blocks[..., :1].to(torch.int32)
-    bits = torch.where(exponents < 2, 0x40 << exponents, (exponents - 1) << 7)
+    bits = torch.where(exponents < 2, 0x20 << exponents, (exponents - 1) << 7)
     return Rows(_split(blocks[..., 1:], _NIBBLES, 16), Factors(bits.to(torch.int16).view(torch.bfloat16)))
 
 
@@ -156,9 +156,9 @@ def _parse_iq4_xs(blocks: Tensor) -> Rows:
     return Rows(_split(blocks[..., 8:], _NIBBLES, 16), Factors(scales, _half(blocks, 0)))
 
 
-def _of_256(bits: int, group: int, *, has_minimums: bool = False, zero: int = 0,
+def _of_256(bits: int, group: int, scale_bits: int, *, has_minimums: bool = False, zero: int = 0,
             levels: tuple[float, ...] = ()) -> Format:
-    return Format(bits, group, torch.int8, 256 // group, has_minimums, zero, levels)
+    return Format(bits, group, torch.int8, 256 // group, has_minimums, zero, levels, scale_bits)
 
 
 BLOCK_TYPES = {
@@ -167,13 +167,13 @@ BLOCK_TYPES = {
     "Q5_0": _of_32(5),
     "Q5_1": _of_32(5, has_minimum=True),
     "Q8_0": BlockType(32, 34, Format(8, 32, torch.float16, zero=128), _parse_q8_0),
-    "Q2_K": BlockType(256, 84, _of_256(2, 16, has_minimums=True), _parse_q2_k),
-    "Q3_K": BlockType(256, 110, _of_256(3, 16, zero=4), _parse_q3_k),
-    "Q4_K": BlockType(256, 144, _of_256(4, 32, has_minimums=True), _parse_q4_k),
-    "Q5_K": BlockType(256, 176, _of_256(5, 32, has_minimums=True), _parse_q5_k),
-    "Q6_K": BlockType(256, 210, _of_256(6, 16, zero=32), _parse_q6_k),
+    "Q2_K": BlockType(256, 84, _of_256(2, 16, 4, has_minimums=True), _parse_q2_k),
+    "Q3_K": BlockType(256, 110, _of_256(3, 16, 6, zero=4), _parse_q3_k),
+    "Q4_K": BlockType(256, 144, _of_256(4, 32, 6, has_minimums=True), _parse_q4_k),
+    "Q5_K": BlockType(256, 176, _of_256(5, 32, 6, has_minimums=True), _parse_q5_k),
+    "Q6_K": BlockType(256, 210, _of_256(6, 16, 8, zero=32), _parse_q6_k),
     "IQ4_NL": BlockType(32, 18, Format(4, 32, torch.float16, levels=IQ4_LEVELS), _parse_iq4_nl),
-    "IQ4_XS": BlockType(256, 136, _of_256(4, 32, levels=IQ4_LEVELS), _parse_iq4_xs),
+    "IQ4_XS": BlockType(256, 136, _of_256(4, 32, 6, levels=IQ4_LEVELS), _parse_iq4_xs),
     "MXFP4": BlockType(32, 17, Format(4, 32, torch.bfloat16, levels=MXFP4_LEVELS), _parse_mxfp4),
 }
 """The quantised types, by their names in ggml."""

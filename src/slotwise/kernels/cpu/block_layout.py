@@ -1,0 +1,164 @@
+"""How the numbers of a `kernels/matrix.py` lie in memory for `linear_blocks.py`: close to the bytes of their file.
+
+Outputs are panels of 32 columns; a panel is records of a few groups along depth:
+
+    record     [ planes of codes | scales | minimums | units of scales | units of minimums ]
+    planes     fields of 8, 4, 2 or 1 bits: a code of 6 bits is one of 4 and one of 2
+    a plane    quads of depth x 32 columns x 4 codes; a byte holds the same place of 2, 4 or 8 consecutive quads
+    scales     groups x 32 columns, of the kind that the format stores
+
+A *unit* is the depth of which products are added as integers: a group of weights, or a part of one.
+"""
+
+from __future__ import annotations
+
+import functools
+from math import lcm
+from typing import NamedTuple
+
+import torch
+
+from slotwise.kernels.matrix import Format
+
+COLUMNS = 32  # of a panel
+STEP = 8  # depth of two quads, which are unpacked together
+LEAST, MOST = 32, 256  # depth of a record
+LARGEST_UNIT = 64
+PLANES = {8: (8,), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}
+"""Widths of the planes, lowest bits first, by the bits of a code; others are widened to the next."""
+HALF, BRAIN, SINGLE, BYTE, NIBBLE = range(5)
+"""Kinds of scales: float16, bfloat16, float32; int8, and 4 bits beside a minimum of 4, times a float16."""
+
+_FLOATS = {torch.float16: HALF, torch.bfloat16: BRAIN, torch.float32: SINGLE}
+_SIZES = {HALF: 2, BRAIN: 2, SINGLE: 4, BYTE: 1, NIBBLE: 1}
+_NIBBLE_BITS = 4
+
+
+class Layout(NamedTuple):
+    """A layout.  Each has a subclass, so that Numba compiles kernels for it: `layout_of` makes them."""
+
+    bits: int
+    unit: int  # depth
+    groups: int  # of a record
+    record: int  # depth
+    record_bytes: int
+    kind: int  # of scales
+    has_minimums: int
+    has_zero: int
+    has_table: int
+    is_wide: int  # levels may be above 127
+
+    @property
+    def scales_at(self) -> int:
+        """Bytes from a record's start to its scales."""
+        return sum(PLANES[self.bits]) * self.record * COLUMNS // 8
+
+    @property
+    def minimums_at(self) -> int:
+        """To its minimums; for `NIBBLE` they are in the scales' bytes."""
+        return self.scales_at + (0 if self.kind == NIBBLE else self._factor_bytes)
+
+    @property
+    def units_at(self) -> int:
+        """To the unit of its scales."""
+        return self.minimums_at + (self._factor_bytes if self.has_minimums or self.kind == NIBBLE else 0)
+
+    @property
+    def minimum_units_at(self) -> int:
+        """To the unit of its minimums."""
+        return self.units_at + (2 * COLUMNS if self.has_units else 0)
+
+    @property
+    def has_units(self) -> bool:
+        return self.kind in (BYTE, NIBBLE)
+
+    @property
+    def _factor_bytes(self) -> int:
+        return self.groups * COLUMNS * _SIZES[self.kind]
+
+    @property
+    def size(self) -> int:
+        """Bytes of a record."""
+        return self.minimum_units_at + (2 * COLUMNS if self.has_units and self.has_minimums else 0)
+
+    def records(self, depth: int) -> int:
+        """Of a panel."""
+        return -(-depth // self.record)
+
+    def bytes(self, outputs: int, depth: int) -> int:
+        """Of a packed matrix."""
+        return -(-outputs // COLUMNS) * self.records(depth) * self.record_bytes
+
+
+class Levels(NamedTuple):
+    """What codes stand for, as integers: `factor * (table[code] - zero)`."""
+
+    table: tuple[int, ...]  # 0 ... 255; (): the codes themselves
+    zero: int
+    factor: float
+
+
+@functools.cache
+def levels_of(kind: Format) -> Levels:
+    """The levels of a format.
+
+    Levels that are multiples of a half are exact; others (NF4) are rounded to 1/127 of the largest.
+
+    Raises:
+        ValueError: there are more than 16: only integers have products here.
+    """
+    if not kind.levels:
+        return Levels((), kind.zero, 1.0)
+    if len(kind.levels) > 1 << _NIBBLE_BITS:
+        raise ValueError(f"products of {len(kind.levels)} levels are not supported on device cpu")
+    largest = max(map(abs, kind.levels))
+    steps = next((steps for steps in (1, 2) if largest * steps <= 127 and all(
+        float(level * steps).is_integer() for level in kind.levels)), 127 / largest)
+    integers = [round(level * steps) for level in kind.levels]
+    zero = -min(*integers, 0)
+    return Levels(tuple(integer + zero for integer in integers), zero + kind.zero, 1 / steps)
+
+
+def refusal(kind: Format) -> str:
+    """Why products with a format are not supported, in one sentence; "" where they are."""
+    try:
+        layout_of(kind)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@functools.cache
+def layout_of(kind: Format) -> Layout:
+    """The layout for a format.
+
+    Raises:
+        ValueError: products with it are not supported.
+    """
+    levels = levels_of(kind)
+    if kind.group % 16:
+        raise ValueError(f"groups of {kind.group} weights are not supported on device cpu: only multiples of 16 are")
+    if levels.zero and kind.has_minimums:
+        raise ValueError("a zero beside minimums is not supported on device cpu")
+    bits = next(bits for bits in sorted(PLANES) if bits >= kind.bits)
+    unit = next(unit for unit in (LARGEST_UNIT, 32, 16) if kind.group % unit == 0)
+    record = kind.group * kind.groups_per_unit or lcm(kind.group or LARGEST_UNIT, LEAST)
+    if record > MOST and kind.group % LARGEST_UNIT == 0 and not kind.groups_per_unit:
+        record = LARGEST_UNIT  # its scale is stored again with each
+    if record > MOST or record % LEAST:
+        raise ValueError(f"groups of {kind.group} weights are not supported on device cpu")
+    scale = _FLOATS.get(kind.scale, BYTE)
+    if kind.scale_bits <= _NIBBLE_BITS and scale == BYTE and kind.has_minimums:
+        scale = NIBBLE
+    made = Layout(bits, unit, max(1, record // (kind.group or record)), record, 0, scale, int(kind.has_minimums),
+                  int(levels.zero != 0), int(bool(levels.table)),
+                  int(max(levels.table, default=(1 << bits) - 1) > 127))
+    return _of_its_own_type(made._replace(record_bytes=made.size))
+
+
+@functools.cache
+def _of_its_own_type(layout: Layout) -> Layout:
+    """The same numbers in a subclass, whose name is part of the names of the kernels that are compiled for it."""
+    name = f"Layout_{'_'.join(map(str, layout))}"
+    made: Layout = type(name, (Layout,), {"__slots__": (), "__module__": __name__, "NUMBERS": layout})(*layout)
+    return made

@@ -1,0 +1,193 @@
+"""Products with quantised matrices (`kernels/matrix.py`), whose packed codes are unpacked in registers.
+
+Activations are quantised by `block_activations.py`; weights stay the codes of their file, in the panels of
+`block_layout.py`.  Threads take items, a block of rows times a panel, from `work_queue.py`.
+
+    a thread's scratch    [ a tile | an unfinished unit | units x rows of bytes | units x rows of facts ]
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slotwise.kernels.cpu.block_activations import (
+    BIAS,
+    BLOCK,
+    DEPTH,
+    FACTS,
+    OUT,
+    OUTPUTS,
+    SCRATCH,
+    SCRATCH_BYTES,
+    STORED,
+    STRIDE,
+    TABLE,
+    THREADS,
+    TOKENS,
+    WEIGHT,
+    quantise_rows,
+)
+from slotwise.kernels.cpu.block_layout import COLUMNS, LARGEST_UNIT, STEP, Layout, layout_of, levels_of
+from slotwise.kernels.cpu.block_packing import pack
+from slotwise.kernels.cpu.gemm_blocks import HEIGHTS, TALLEST, block_gemm
+from slotwise.kernels.cpu.jit.compiler import Compiled, kernel, specialised
+from slotwise.kernels.cpu.launcher import THREAD_COUNTER, KernelLauncher
+from slotwise.kernels.cpu.linear import in_panels
+from slotwise.kernels.cpu.simd import BFLOAT16, FLOAT32, INT64, Real, Whole, bytes_of, fetch_add, load, store
+from slotwise.kernels.cpu.work_queue import NOTHING, pop, rows_of_a_block, upcoming
+from slotwise.kernels.interface import Linear
+from slotwise.kernels.matrix import QuantisedMatrix
+
+GATES = COLUMNS // 2  # of a panel that is half gates, half what they gate
+AHEAD = 8192  # bytes of weights between what is read and what is prefetched, where a panel is read but once
+BLOCK_BYTES = 1 << 18  # of activations quantised at once: a part of a typical second-level cache
+TILE_BYTES = TALLEST * COLUMNS * 4
+HELD = TILE_BYTES + LARGEST_UNIT * 4  # bytes of scratch before the activations
+
+_KINDS = {torch.bfloat16: BFLOAT16, torch.float32: FLOAT32}
+_VNNI, _INTEGER = Whole(np.uint16(0)), Whole(np.uint8(0))  # as `gemm_blocks.py` reads them
+
+
+@kernel
+def _multiply(
+    words: int, room: int, first: int, row: int, panel: int, following: int, kind: Real, layout: Layout, path: Whole
+) -> int:
+    """Multiply one tile: a panel with rows from `first + row` on; returns the number of rows.
+
+    Meanwhile it prefetches its share of the panel at `following`; a tile that is the only one, its own panel, a little
+    ahead.  A panel wider than the rest of the output is stored to the scratch `room` first.
+    """
+    stored, rows = load(words, STORED, INT64), min(
+        load(words, BLOCK, INT64), load(words, TOKENS, INT64) - first)
+    records = (load(words, DEPTH, INT64) + layout.record - 1) // layout.record
+    units = records * (layout.record // layout.unit)
+    height = 1
+    for size in HEIGHTS:
+        if size <= rows - row:
+            height = size
+    tiles, weight = (rows + TALLEST - 1) // TALLEST, load(words, WEIGHT, INT64) + panel * records * layout.record_bytes
+    steps = layout.record // STEP
+    share = (layout.record_bytes // steps + tiles - 1) // tiles
+    asked = weight + AHEAD if tiles == 1 else following + row // TALLEST * share * steps * records
+    is_gated = stored != load(words, OUTPUTS, INT64)
+    width = GATES if is_gated else COLUMNS
+    left, size = stored - panel * width, bytes_of(kind)
+    row_bytes = load(words, STRIDE, INT64) * size
+    place = load(words, OUT, INT64) + (first + row) * row_bytes + panel * width * size
+    target, stride = (place, row_bytes) if left >= width else (room, width * size)
+    held = room + HELD
+    block_gemm(
+        height, weight, records, load(words, TABLE, INT64), held + row * layout.unit,
+        held + units * rows * layout.unit + row * FACTS, rows, target, stride,
+        load(words, BIAS, INT64) + panel * COLUMNS * 4, is_gated, asked, share, layout, path, kind)
+    if left < width:
+        for i in range(height):
+            for column in range(left):
+                store(place + i * row_bytes, column, load(target + i * stride, column, kind), kind)
+    return height
+
+
+@kernel
+def _product(words: int, kind: Real, layout: Layout, path: Whole) -> None:
+    tokens, block, threads = load(words, TOKENS, INT64), load(words, BLOCK, INT64), load(words, THREADS, INT64)
+    panels, blocks = (load(words, OUTPUTS, INT64) + COLUMNS - 1) // COLUMNS, (tokens + block - 1) // block
+    panel_bytes = (load(words, DEPTH, INT64) + layout.record - 1) // layout.record * layout.record_bytes
+    thread = fetch_add(words + THREAD_COUNTER, 1)
+    room = load(words, SCRATCH, INT64) + thread * load(words, SCRATCH_BYTES, INT64)
+    held = -1
+    item = pop(words, thread, threads, blocks * panels)
+    while item != NOTHING:
+        first, panel = item // panels * block, item % panels
+        rows = min(block, tokens - first)
+        if first != held:
+            quantise_rows(words, first, rows, room + HELD, room + TILE_BYTES, layout, kind)
+            held = first
+        after = upcoming(words, thread, threads, blocks * panels)
+        following = load(words, WEIGHT, INT64) + (panel if after == NOTHING else after % panels) * panel_bytes
+        row = 0
+        while row < rows:
+            row += _multiply(words, room, first, row, panel, following, kind, layout, path)
+        item = pop(words, thread, threads, blocks * panels)
+
+
+@functools.cache
+def compiled(layout: Layout, kind: torch.dtype, path: str) -> Compiled:
+    """The kernel for weights in a layout and activations of a type, by one of `paths.QUANTISED`.
+
+    Processors with AMX have VNNI, which multiplies here: tiles would need codes unpacked to memory.
+    """
+    return specialised(_product, _KINDS[kind], layout, _INTEGER if path == "integer" else _VNNI)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBlocks:
+    """A quantised matrix in panels, for many products."""
+
+    panels: Tensor
+    bias: Tensor
+    table: Tensor  # 16 levels, where the layout has a table
+    order: Tensor | None  # int32, the input at each place
+    zero_and_factor: int
+    layout: Layout
+    depth: int
+    outputs: int  # of the panels
+    stored: int  # numbers per token in the result: half of the outputs where these are gates and what they gate
+    path: str
+
+    def multiply(self, x: Tensor, out: Tensor, at: int, launcher: KernelLauncher) -> None:
+        """`x [tokens, depth]`, contiguous, to the columns of `out` from `at` on."""
+        tokens, layout = len(x), self.layout
+        row_bytes = layout.records(self.depth) * layout.record // layout.unit * (layout.unit + FACTS)
+        most = max(TALLEST, BLOCK_BYTES // row_bytes // TALLEST * TALLEST)
+        floats = (HELD + most * row_bytes + 63) // 64 * 16
+        launcher.give(
+            x.data_ptr(), self.panels.data_ptr(), self.bias.data_ptr(), out.data_ptr() + at * out.itemsize, tokens,
+            self.depth, self.outputs, self.stored, out.shape[1], rows_of_a_block(tokens, most, launcher.threads),
+            launcher.scratch(launcher.threads * floats), floats * 4, launcher.threads, self.table.data_ptr(),
+            0 if self.order is None else self.order.data_ptr(), self.zero_and_factor)
+        launcher.together(compiled(layout, x.dtype, self.path))
+
+
+def blocks_linear(parts: Sequence[PackedBlocks], launcher: KernelLauncher) -> Linear:
+    """The product with matrices of one depth: their outputs one behind the other."""
+    starts = [sum(part.stored for part in parts[:place]) for place in range(len(parts))]
+    depth, width = parts[0].depth, sum(part.stored for part in parts)
+
+    def product(x: Tensor) -> Tensor:
+        rows = x.contiguous().view(-1, depth)
+        out = launcher.empty((len(rows), width), x.dtype)
+        for part, start in zip(parts, starts, strict=True):
+            part.multiply(rows, out, start, launcher)
+        return out if x.dim() == rows.dim() else out.view(*x.shape[:-1], width)
+
+    return product
+
+
+def pack_blocks(
+    matrix: QuantisedMatrix, bias: Tensor | None, path: str, *, is_gated: bool = False
+) -> PackedBlocks:
+    """Pack `matrix` once for many products.
+
+    Args:
+        is_gated: its outputs are gates, then as many of what they gate; the result is silu(gate) * up.
+
+    Raises:
+        ValueError: products with its format are not supported.
+    """
+    layout, levels = layout_of(matrix.format), levels_of(matrix.format)
+    panels = pack(matrix, layout, is_gated=is_gated)
+    added = torch.zeros(matrix.outputs) if bias is None else bias.float()
+    table = torch.tensor((*levels.table, *[0] * (16 - len(levels.table))), dtype=torch.uint8)
+    (factor_bits,) = struct.unpack("<I", struct.pack("<f", levels.factor))
+    return PackedBlocks(
+        panels, in_panels(added, COLUMNS, is_gated=is_gated), table,
+        None if matrix.order is None else matrix.order.argsort().to(torch.int32), levels.zero << 32 | factor_bits,
+        layout, matrix.depth, len(panels) * COLUMNS if is_gated else matrix.outputs,
+        matrix.outputs // 2 if is_gated else matrix.outputs, path)

@@ -1,0 +1,142 @@
+"""What a quantised format tells a loader: which modules it quantised, and how a layer's tensors become a matrix.
+
+    config.json ─► Quantization ─► Scheme of a module ─► parts in the file ─► QuantisedMatrix
+                                   its `Format`          names, shapes, types
+
+A `Quantization` reads and checks every field of `quantization_config` once.  A `Scheme` is what it says about one
+module: the tensors that its weight consists of, and how they are put together.  Neither opens a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from slotwise.kernels.matrix import Format, QuantisedMatrix
+from slotwise.model.errors import CheckpointError
+from slotwise.model.fields import Fields
+
+Shape = tuple[int, ...]
+
+HEAD = "lm_head"
+FLOATS = ("F16", "BF16", "F32")  # of scales, by their names in safetensors files
+NUMBER: tuple[Shape, ...] = ((), (1,), (1, 1))  # shapes of one number
+GROUPS = (16, 32, 64, 128)  # sizes that are supported, beside whole rows
+EXACT = 1 << 24  # whole numbers below it are float32
+
+
+class Part(NamedTuple):
+    """A tensor that belongs to a layer's quantised weight."""
+
+    kinds: tuple[str, ...]  # of its numbers, by their names in the file
+    shapes: tuple[Shape, ...] = ()  # one of which it must have; none: any
+    is_optional: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The parts of one quantised weight `[outputs, depth]`, as the file stores them."""
+
+    name: str  # of the module
+    where: str  # the checkpoint, for messages
+    outputs: int
+    depth: int
+    parts: Mapping[str, Tensor]  # by what follows the module's name and a dot
+
+    def has(self, part: str) -> bool:
+        return part in self.parts
+
+    def tensor(self, part: str) -> Tensor:
+        return self.parts[part]
+
+    def numbers(self, part: str) -> Tensor:
+        """The part, of floats.  Raises CheckpointError where one of them is not finite."""
+        numbers = self.parts[part]
+        if not numbers.isfinite().all():
+            raise self.error(part, "holds NaN or infinite numbers: download the checkpoint again")
+        return numbers
+
+    def error(self, part: str, problem: str) -> CheckpointError:
+        return CheckpointError(f"{self.where}: {self.name}.{part} {problem}")
+
+
+class Scheme(Protocol):
+    """How one module's weight is stored."""
+
+    def format(self, depth: int) -> Format:
+        """How the numbers of a weight with `depth` inputs are encoded; scales may be stored in another float type."""
+        ...
+
+    def parts(self, outputs: int, depth: int) -> Mapping[str, Part]:
+        """The tensors of a weight `[outputs, depth]`, by what follows the module's name and a dot."""
+        ...
+
+    def matrix(self, layer: Layer) -> QuantisedMatrix:
+        """The weight, of parts as `parts` says.
+
+        Raises CheckpointError, or its `read` does, for parts that contradict the config or each other.
+        """
+        ...
+
+
+class Quantization(Protocol):
+    """A checkpoint's quantization_config."""
+
+    description: str  # for people: the format, and the bits of a weight
+
+    def scheme(self, module: str) -> Scheme | None:
+        """How the weight of `module` is stored; None: as a plain tensor."""
+        ...
+
+
+def refuse_unknown(fields: Fields, method: str, known: Collection[str]) -> None:
+    """Raises CheckpointError for a field that is set and is not `known`: it may change what the numbers mean."""
+    for name, value in fields.values.items():
+        if name not in known and value is not None and value not in (False, "", [], {}):
+            raise fields.error(f"{name:.60}", f"is not supported with {method}")
+
+
+def choice(fields: Fields, name: str, default: str | None, *supported: str) -> str:
+    """A string in lower case that is one of `supported`.  Raises CheckpointError for any other."""
+    value = fields.text(name, default=default).lower()
+    if value not in supported:
+        raise fields.error(name, f"must be {' or '.join(supported)}, not {value!r:.40}")
+    return value
+
+
+def read_group(fields: Fields, name: str, default: int | None = None) -> int:
+    """The inputs that share a scale; 0: all of a row.  Raises CheckpointError for a size that is not supported."""
+    size = fields.integer(name, default=default, minimum=-1)
+    if size not in GROUPS and size != -1:
+        raise fields.error(name, f"must be -1, {', '.join(map(str, GROUPS[:-1]))} or {GROUPS[-1]}, not {size}")
+    return max(size, 0)
+
+
+def groups_of(depth: int, group: int) -> int:
+    """The groups of a row of `depth` inputs; `group` 0: one."""
+    return -(-depth // group) if group else 1
+
+
+def check_range(layer: Layer, part: str, scales: Tensor, largest: float) -> None:
+    """Raises CheckpointError where the largest number of a weight, `scales` times `largest`, exceeds float32."""
+    if float(scales.abs().amax()) * largest > torch.finfo(torch.float32).max:
+        raise layer.error(part, "gives weights that exceed float32: download the checkpoint again")
+
+
+def read_order(layer: Layer, part: str, group: int) -> Tensor | None:
+    """Where each input stands once inputs are sorted by their group, which `part` names; None: where it is.
+
+    Raises CheckpointError where a group has not `group` inputs (0: all of them).
+    """
+    group_of, size = layer.tensor(part).long(), group or layer.depth
+    in_place = torch.arange(layer.depth) // size
+    if torch.equal(group_of, in_place):
+        return None
+    order = group_of.argsort(stable=True).argsort()
+    if not torch.equal(order // size, group_of):
+        raise layer.error(part, f"must give each group {size} inputs")
+    return order

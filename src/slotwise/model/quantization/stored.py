@@ -1,0 +1,139 @@
+"""The quantised weights of a checkpoint, each in place of the tensors that it is stored as."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from slotwise.kernels.matrix import Format, QuantisedMatrix
+from slotwise.model.errors import CheckpointError
+from slotwise.model.quantization.mxfp4 import GROUP, MXFP4, MXFP4Scheme
+from slotwise.model.quantization.scheme import FLOATS, Layer, Part, Quantization, Scheme, Shape
+from slotwise.model.stored import StoredTensor, TensorSource
+
+WEIGHT = ".weight"  # how the names of products' weights end
+MATRIX = 2  # dimensions
+TABLES = ("model.embed_tokens",)  # matrices that are no products: no method quantises them
+EXPERTS = ("experts.gate_up_proj", "experts.down_proj")  # how the names of gpt-oss' experts end
+ROUTERS = ("gate", "router", "shared_expert_gate")  # that configs leave out of their lists, and methods as they are
+NAMED = 3  # tensors in an error before "and n more"
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedTensor:
+    """A weight `[outputs, depth]` whose parts are tensors of a file."""
+
+    name: str  # of its module
+    where: str  # the checkpoint, for messages
+    kind: str
+    shape: Shape
+    scheme: Scheme
+    parts: Mapping[str, StoredTensor]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts.values())
+
+    @property
+    def format(self) -> Format:
+        return self.scheme.format(self.shape[1])
+
+    def rows(self, first: int, end: int) -> Tensor:
+        raise TypeError(f"{self.name} has no plain numbers")
+
+    def matrix(self) -> QuantisedMatrix:
+        outputs, depth = self.shape
+        parts = {name: part.rows(0, part.shape[0] if part.shape else 1) for name, part in self.parts.items()}
+        return self.scheme.matrix(Layer(self.name, self.where, outputs, depth, parts))
+
+
+@dataclass(frozen=True, slots=True)
+class MXFP4Experts:
+    """The experts of gpt-oss, `[experts, depth, outputs]`: dequantised as they are read, exactly."""
+
+    name: str
+    where: str  # the checkpoint, for messages
+    shape: Shape
+    blocks: StoredTensor  # [experts, outputs, depth / 32, 16]
+    scales: StoredTensor
+    kind: str = "BF16"  # what `rows` gives
+    format: None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.blocks.nbytes + self.scales.nbytes
+
+    def rows(self, first: int, end: int) -> Tensor:
+        """Experts `first ... end - 1`."""
+        _, depth, outputs = self.shape
+        parts = [{"blocks": self.blocks.rows(at, at + 1)[0], "scales": self.scales.rows(at, at + 1)[0]}
+                 for at in range(first, min(end, self.shape[0]))]
+        layers = [Layer(self.name, self.where, outputs, depth, part) for part in parts]
+        return torch.stack([MXFP4Scheme("blocks", "scales").matrix(layer).dequantised().bfloat16().t()
+                            for layer in layers])
+
+    def matrix(self) -> QuantisedMatrix:
+        raise TypeError(f"{self.name} is read as plain numbers")
+
+
+def _experts(source: TensorSource, tensors: dict[str, StoredTensor], name: str, shape: Shape) -> list[str]:
+    """Sees blocks and scales of experts as one tensor; returns those of them that are missing."""
+    count, depth, outputs = shape
+    groups = -(-depth // GROUP)
+    parts = {f"{name}_blocks": Part(("U8",), ((count, outputs, groups, GROUP // 2),)),
+             f"{name}_scales": Part(("U8", "F8_E8M0"), ((count, outputs, groups),))}
+    missing = [part for part in parts if part not in source.tensors]
+    if missing:
+        return missing
+    for part, described in parts.items():
+        _check(source, part, described)
+    blocks, scales = (tensors.pop(part) for part in parts)
+    tensors[name] = MXFP4Experts(name, source.where, shape, blocks, scales)
+    return []
+
+
+def with_quantised(source: TensorSource, quantization: Quantization, expected: Mapping[str, Shape]) -> TensorSource:
+    """`source` with the weights that `quantization` says are quantised in place of their parts.
+
+    `expected` are the names and shapes of all tensors that the model reads.
+
+    Raises CheckpointError when parts are missing, or have another shape or type than the config says.
+    """
+    tensors, missing = dict(source.tensors), []
+    for name, shape in expected.items():
+        if isinstance(quantization, MXFP4) and name.endswith(EXPERTS):
+            missing += _experts(source, tensors, name, shape)
+            continue
+        module = name.removesuffix(WEIGHT)
+        is_product = len(shape) == MATRIX and name.endswith(WEIGHT) and module not in TABLES
+        is_plain_router = module.rpartition(".")[2] in ROUTERS and name in tensors and tensors[name].kind in FLOATS
+        scheme = quantization.scheme(module) if is_product and not is_plain_router else None
+        if scheme is None:
+            continue
+        found = {}
+        for part, described in scheme.parts(*shape).items():
+            stored = f"{module}.{part}"
+            if stored in source.tensors and (stored == name or stored not in expected):
+                _check(source, stored, described)
+                found[part] = tensors.pop(stored)
+            elif not described.is_optional:
+                missing.append(stored)
+        tensors[name] = QuantisedTensor(module, source.where, quantization.description, shape, scheme, found)
+    if missing:
+        shown = ", ".join(missing[:NAMED]) + (f" and {len(missing) - NAMED} more" if len(missing) > NAMED else "")
+        raise CheckpointError(f"{source.where} lacks {len(missing)} tensors of quantised weights: {shown}; download "
+                              f"the checkpoint again, or check that {source.described_by} belongs to it")
+    return replace(source, tensors=tensors)
+
+
+def _check(source: TensorSource, name: str, part: Part) -> None:
+    tensor = source.tensors[name]
+    if part.shapes and tensor.shape not in part.shapes:
+        raise CheckpointError(f"{source.where}: {name} has shape {list(tensor.shape)}, but {source.described_by} asks "
+                              f"for {' or '.join(str(list(shape)) for shape in part.shapes)}")
+    if tensor.kind not in part.kinds:
+        raise CheckpointError(f"{source.where}: {name} is stored as {tensor.kind}, but {source.described_by} asks for "
+                              f"{' or '.join(part.kinds)}")

@@ -1,0 +1,65 @@
+"""Files with quantised weights, through the whole engine on a CPU: packed blocks are multiplied as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import make, prompts
+from gguf_files import write
+from ragged import Driver
+
+from slotwise import LLM, SamplingParams
+from slotwise.engine.config import ConfigError
+from slotwise.kernels.reference import ReferenceKernels
+from slotwise.kernels.select import choose
+from slotwise.model.load import load_model
+
+KINDS = ["Q8_0", "Q4_0", "Q5_1"]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+SMALL = {"max_num_seqs": 8, "max_model_len": 256, "max_num_batched_tokens": 64}
+SIZES = {"hidden_size": 128, "intermediate_size": 256}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folder = make("llama3", tmp_path_factory.mktemp("wide"), tokenizer=True, dtype="bfloat16", **SIZES)
+    return cache(lambda kind: write(folder, tmp_path_factory.mktemp("gguf") / f"{kind}.gguf", kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_of_packed_blocks_are_close_to_those_of_what_they_stand_for(
+    kind: str, files: Callable[[str], Path],
+) -> None:
+    """Activations are rounded to eight bits, and no more than that is lost."""
+    rows = list(enumerate(prompts([5, 40])))
+    exact, packed = (Driver(load_model(files(kind), kernels=kernels, dtype="float32")).step(rows).double()
+                     for kernels in (ReferenceKernels(), choose("cpu")))
+    assert torch.nn.functional.cosine_similarity(exact, packed).min() > 0.995
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_are_the_same_alone_and_in_company(kind: str, files: Callable[[str], Path]) -> None:
+    llm = LLM(model=str(files(kind)), **SMALL)
+    asked = [{"prompt_token_ids": ids} for ids in prompts([5, 90, 33])]
+    together = llm.generate(asked, GREEDY, use_tqdm=False)
+    for prompt, crowd in zip(asked, together, strict=True):
+        [alone] = llm.generate([prompt], GREEDY, use_tqdm=False)
+        assert alone.outputs[0].token_ids == crowd.outputs[0].token_ids
+
+
+def test_what_is_stored_is_told_and_takes_as_little(files: Callable[[str], Path]) -> None:
+    infos = {kind: LLM(model=str(files(kind)), **SMALL).info for kind in ("BF16", "Q8_0", "Q4_0")}
+    assert {kind: info.quantization for kind, info in infos.items()} == {
+        "BF16": "none", "Q8_0": "GGUF, Q8_0", "Q4_0": "GGUF, Q4_0"}
+    sizes = [info.memory.weights for info in infos.values()]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[1] < 0.6 * sizes[0] and sizes[2] < 0.36 * sizes[0]
+
+
+def test_quantised_weights_are_not_quantised_again(files: Callable[[str], Path]) -> None:
+    with pytest.raises(ConfigError, match=r"quantised already \(GGUF, Q4_0\)"):
+        LLM(model=str(files("Q4_0")), quantization="int8", **SMALL)

@@ -58,9 +58,10 @@ class Client:
         self._address, self._headers = (host, port), {"Authorization": f"Bearer {key}"}
 
     def stream(self, number: int, *, leaves: bool) -> int:
-        """The tokens of one stream; one that `leaves` closes its connection after LEAVE_AFTER."""
-        body = {"model": "", "prompt": [10 + number % 100] * PROMPT, "max_tokens": TOKENS, "ignore_eos": True,
-                "temperature": 0, "stream": True}
+        """The tokens of one stream; one that `leaves` closes its connection after LEAVE_AFTER lines."""
+        body = {"prompt": [10 + number % 100] * PROMPT, "max_tokens": TOKENS, "ignore_eos": True,
+                "temperature": 0, "stream": True,
+                "stream_options": {"include_usage": True}}
         connection = http.client.HTTPConnection(*self._address, timeout=120)
         try:
             connection.request("POST", "/v1/completions", json.dumps(body),
@@ -68,10 +69,11 @@ class Client:
             response, tokens = connection.getresponse(), 0
             if response.status != http.HTTPStatus.OK:
                 raise RuntimeError(f"{response.status}: {response.read(400)!r}")
-            for line in response:
-                tokens += line.startswith(b"data: {") and b'"text"' in line
-                if leaves and tokens == LEAVE_AFTER:
+            for events, line in enumerate(response):
+                if leaves and events > LEAVE_AFTER:
                     break
+                if b'"completion_tokens"' in line:
+                    tokens = json.loads(line.removeprefix(b"data: "))["usage"]["completion_tokens"]
             return tokens
         finally:
             connection.close()

@@ -281,11 +281,11 @@ def speculation() -> str:
         named = {"edit": "code editing", "flat": "nothing to gain", "mixed": "mixed lengths"}[kind]
         drafts = f"{one['right'] / one['drafts']:.0%} of {one['drafts']:,}" if one["drafts"] else "–"
         rates = [f"{median(one[name]):,.0f}" for name in ("off", "on")]
-        return (one["model"], f"{named}, {streams or 64} streams", *rates, f"{mean:.2f} ({low:.2f} to {high:.2f})",
-                drafts, f"{median(one['proposing_shares']):.1%}")
+        return (f"{one['model']}, {one['dtype']}", f"{named}, {streams or 64} streams", str(len(one["off"])), *rates,
+                f"{mean:.2f} ({low:.2f} to {high:.2f})", drafts, f"{median(one['proposing_shares']):.1%}")
 
-    return table(("model", "workload", "without, tokens/s>", "with>", "ratio and its 95% interval>", "drafts right>",
-                  "time of proposing>"), map(row, load("speculation-cpu")["rows"]))
+    return table(("model", "workload", "pairs>", "without, tokens/s>", "with>", "ratio and its 95% interval>",
+                  "drafts right>", "time of proposing>"), map(row, load("speculation-cpu")["rows"]))
 
 
 def draft_costs() -> str:

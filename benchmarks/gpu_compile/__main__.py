@@ -52,7 +52,7 @@ def main() -> int:
 
 
 def compiled(known: frozenset[str], capabilities: list[int], processes: int) -> Iterator[Kernel]:
-    """Every kernel, once; of those whose keys are known the key only.  Shows progress on a terminal."""
+    """Every kernel, once; of a kernel whose key is known, the key only.  Shows progress on a terminal."""
     lines: SimpleQueue[Kernel | None] = SimpleQueue()
     with ThreadPoolExecutor(processes) as pool:
         shares = [pool.submit(_share, known, [share, processes, *capabilities], lines) for share in range(processes)]

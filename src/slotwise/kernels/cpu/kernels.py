@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import struct
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -15,17 +14,9 @@ from slotwise.kernels.cpu import (
     argmax,
     attention,
     attention_plan,
-    block_layout,
-    block_lookup,
     experts,
     gemm,
     gemm_pairs,
-    linear,
-    linear_bf16,
-    linear_blocks,
-    linear_fp8,
-    linear_fp16,
-    linear_int,
     onednn,
     paths,
     pointwise,
@@ -38,6 +29,8 @@ from slotwise.kernels.cpu.graph import PROGRAM, Arena, Graph, GraphRecorder
 from slotwise.kernels.cpu.jit.compiler import Compiled, compile_all
 from slotwise.kernels.cpu.launcher import KernelLauncher
 from slotwise.kernels.cpu.linear import Product
+from slotwise.kernels.cpu.packing import Packing
+from slotwise.kernels.cpu.rotary import ROTARY_STORE
 from slotwise.kernels.cpu.threads import RUN_SHARED, WORK
 from slotwise.kernels.interface import (
     Activation,
@@ -53,7 +46,7 @@ from slotwise.kernels.interface import (
     cache_kind,
     in_two_steps,
 )
-from slotwise.kernels.matrix import Format, QuantisedMatrix, StackedMatrix, Weight
+from slotwise.kernels.matrix import Format, QuantisedMatrix, Weight
 
 LOG2_E = math.log2(math.e)
 SMALL = 1 << 14  # elements that one thread computes before two have synchronised
@@ -83,47 +76,25 @@ class CpuKernels:
         if quantization != "none" and quantization not in quantize.BITS:
             raise ValueError(f"quantization must be none, {' or '.join(quantize.BITS)}, not {quantization!r}")
         self._cached = cache_kind(kv_cache_dtype, self.name, ("auto", "int8"))
-        self._forced = paths.forced(path)
+        forced = paths.forced(path)
         self.launcher = KernelLauncher(threads or torch.get_num_threads())
-        self._bits = quantize.BITS.get(quantization, 0)  # of a weight; 0: not quantised
-        self._head_bits = 8 if self._bits else 0  # the head keeps 8: each of its errors is a token's
+        self._packing = Packing(self.launcher, quantization, forced)
         self._arena = Arena()
-        self._tables = weakref.WeakKeyDictionary[QuantisedMatrix, linear_blocks.PackedBlocks]()
 
     def product_path(self, kind: torch.dtype) -> str:
         """The path of products with weights of `kind`, as `paths.py` names it."""
-        if self._bits:
-            return self._quantised
-        return self._path_of(kind)
-
-    def _path_of(self, kind: torch.dtype) -> str:
-        """The path of unquantised weights of `kind`."""
-        return self._dense if kind == torch.bfloat16 else "float32"
-
-    @functools.cached_property
-    def _dense(self) -> str:
-        return paths.dense(self._forced)
-
-    @functools.cached_property
-    def _quantised(self) -> str:
-        return paths.quantised(self._forced)
+        return self._packing.path(kind)
 
     def warm_up(self, kind: torch.dtype) -> None:
         """Compile or load all kernels of one type before the first request needs them."""
-        products = [
-            linear_int.PRODUCT[bits, kind, self._quantised].code for bits in {self._bits, self._head_bits} if bits]
         stored = self._stored(kind)
         attend, multiply_cache = self._attention(kind, stored)
-        of_the_cache = [attend, pointwise.ROTARY_STORE[kind, stored]]
+        of_the_cache = [attend, ROTARY_STORE[kind, stored]]
         multiply = list(dict.fromkeys((gemm.MULTIPLY[kind], multiply_cache)))
-        dense = {
-            "fp16": [linear_fp16.PRODUCT.code], "onednn": [pointwise.SILU_MUL[kind]],
-            **{path: [product.code] for path, product in linear_bf16.PRODUCT.items()},
-            "float32": [linear.PRODUCT[kind], pointwise.SILU_MUL[kind]]}.get(self.product_path(kind), [])
         of_logits = [sampling.DRAW, sampling.LOG_PROBABILITIES, argmax.GREEDY[kind], argmax.MASKED_GREEDY[kind],
                      argmax.MASK, sampling.WIDEN[kind]]
-        compile_all([*(products or dense), *of_the_cache, *multiply, *of_logits, attention_plan.PLAN, pointwise.EMBED,
-                     pointwise.NORM[kind], PROGRAM, WORK, RUN_SHARED])
+        compile_all([*self._packing.kernels(kind), *of_the_cache, *multiply, *of_logits, attention_plan.PLAN,
+                     pointwise.EMBED, pointwise.NORM[kind], PROGRAM, WORK, RUN_SHARED])
 
     def batch_dependence(self, kind: torch.dtype) -> str:
         """Only oneDNN adds in an order that depends on the number of rows."""
@@ -162,52 +133,28 @@ class CpuKernels:
 
     def format_refusal(self, format: Format, kind: torch.dtype) -> str:
         """What the packed layouts of `block_layout.py` do not hold, and 8-bit floats that `linear_fp8.py` does not."""
-        if not format.are_floats:
-            return block_layout.refusal(format)
-        path = self._path_of(kind)
-        return linear_fp8.refusal(format) if path in linear_fp8.PRODUCT else (
-            f"products with 8-bit floats by {path} are not supported on device cpu")
+        return self._packing.refusal(format, kind)
 
     def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         """`weight [out, in]`, packed once for many products."""
-        return self._packed(weight, bias, self._bits)
+        return self._packing.linear(weight, bias)
 
     def gated(self, weight: Weight, bias: Tensor | None = None, activation: Activation = "silu") -> Linear:
         """`weight [2 * intermediate, in]`, gates first.  On most paths SiLU is part of the product."""
-        if activation != "silu" or isinstance(weight, StackedMatrix):
-            return in_two_steps(self, weight, bias, activation)
-        if isinstance(weight, QuantisedMatrix):
-            if weight.format.are_floats:
-                return self._of_floats(weight, bias, is_gated=True)
-            return self._of_blocks([linear_blocks.pack_blocks(weight, bias, self._quantised, is_gated=True)])
-        if self._bits:
-            return linear_int.int_linear(weight, bias, self._bits, self._quantised, self.launcher, is_gated=True)
-        packed = self._packing(weight)
-        if packed is None:
-            return in_two_steps(self, weight, bias)
-        return packed(weight, bias, self.launcher, is_gated=True)
+        product = self._packing.gated(weight, bias) if activation == "silu" else None
+        return in_two_steps(self, weight, bias, activation) if product is None else product
 
     def head(self, weight: Weight) -> Linear:
         """`weight [vocab, hidden]`, packed for logits."""
-        return self._packed(weight, None, self._head_bits)
+        return self._packing.head(weight)
 
     def embedding(self, table: QuantisedMatrix, kind: torch.dtype, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
         """Rows of the panels that a head of the same table reads."""
-        return block_lookup.lookup(self._table(table), table.format, kind, scale, self.launcher)
+        return self._packing.embedding(table, kind, scale)
 
-    def _table(self, matrix: QuantisedMatrix) -> linear_blocks.PackedBlocks:
-        """A matrix without bias in panels, packed once however often it is asked for."""
-        packed = self._tables.get(matrix)
-        if packed is None:
-            packed = self._tables[matrix] = linear_blocks.pack_blocks(matrix, None, self._quantised)
-        return packed
-
-    def _of_blocks(self, parts: Sequence[linear_blocks.PackedBlocks]) -> Linear:
-        """The product with matrices in panels, one behind the other along their outputs."""
-        return linear_blocks.blocks_linear(parts, self.launcher)
     def exact_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """`weight [out, in]`, packed as it is."""
-        return self._packed(weight, bias, 0)
+        return self._packing.exact(weight, bias)
 
     def experts(
         self, weights: Iterable[ExpertWeights], routing: Routing, activation: Activation | ClampedSwiGLU,
@@ -217,59 +164,19 @@ class CpuKernels:
         downs: list[Product] = []
         is_gated = False
         for each in weights:
-            is_gated = activation == "silu" and (bool(self._bits) or self._packing(each.gate_up) is not None)
-            gates.append(self._expert(each.gate_up, each.gate_up_bias, is_gated=is_gated))
-            downs.append(self._expert(each.down, each.down_bias))
+            is_gated = activation == "silu" and self._packing.can_gate(each.gate_up)
+            gates.append(self._packing.expert(each.gate_up, each.gate_up_bias, is_gated=is_gated))
+            downs.append(self._packing.expert(each.down, each.down_bias))
         activate = None if is_gated else activated(self, activation)
         return experts.Mixture(gates, downs, activate, routing, self.launcher)
 
-    def _expert(self, weight: Tensor, bias: Tensor | None, *, is_gated: bool = False) -> Product:
-        """One product of an expert, on no path but our own kernels'."""
-        if self._bits:
-            product = linear_int.int_linear(weight, bias, self._bits, self._quantised, self.launcher, is_gated=is_gated)
-        elif is_gated:
-            product = self.gated(weight, bias)
-        else:
-            product = (self._packing(weight) or linear.tiled_linear)(weight, bias, self.launcher)
-        assert isinstance(product, Product)
-        return product
-
-    def _packing(self, weight: Tensor) -> Callable[..., Linear] | None:
-        """Packs `weight` for products that may be gated; None where the path of its type has none."""
-        path = self._path_of(weight.dtype)
-        if path in linear_bf16.PRODUCT:
-            return functools.partial(linear_bf16.bf16_linear, path=path)
-        return linear_fp16.fp16_linear if path == "fp16" and linear_fp16.fits(weight) else None
-
-    def _of_floats(self, matrix: QuantisedMatrix, bias: Tensor | None, *, is_gated: bool = False) -> Linear:
-        """The product with a matrix of 8-bit floats."""
-        return linear_fp8.fp8_linear(
-            matrix, bias, self.launcher, is_gated=is_gated, path=self._path_of(torch.bfloat16))
-
-    def _packed(self, weight: Weight, bias: Tensor | None, bits: int) -> Linear:
-        if isinstance(weight, QuantisedMatrix) and weight.format.are_floats:
-            return self._of_floats(weight, bias)
-        if isinstance(weight, QuantisedMatrix):
-            return self._of_blocks([self._table(weight) if bias is None else linear_blocks.pack_blocks(
-                weight, bias, self._quantised)])
-        if isinstance(weight, StackedMatrix):
-            biases = [None] * len(weight.parts) if bias is None else bias.split([part.outputs for part in weight.parts])
-            return self._of_blocks([linear_blocks.pack_blocks(part, own, self._quantised)
-                                    for part, own in zip(weight.parts, biases, strict=True)])
-        if bits:
-            return linear_int.int_linear(weight, bias, bits, self._quantised, self.launcher)
-        if self._path_of(weight.dtype) == "onednn":
-            self.launcher.join_torch()
-            return onednn.onednn_linear(weight, bias)
-        return (self._packing(weight) or linear.tiled_linear)(weight, bias, self.launcher)
-
     def linear_bytes(self, weight: Weight) -> int:
         """Bytes of a packed `linear`."""
-        return _packed_bytes(weight, self._bits)
+        return self._packing.linear_bytes(weight)
 
     def head_bytes(self, weight: Weight) -> int:
         """Bytes of a packed `head`."""
-        return _packed_bytes(weight, self._head_bits)
+        return self._packing.head_bytes(weight)
 
     def library_bytes(self, kind: torch.dtype) -> int:
         """oneDNN's cache, where it multiplies."""
@@ -367,7 +274,7 @@ class CpuKernels:
             batch.slot_mapping.data_ptr(), tokens, *cache.geometry, *norms,
             self.launcher.scratch(self.launcher.threads * padded(shape.head_dim)),
         )
-        self._run(pointwise.ROTARY_STORE[qkv.dtype, cache.storage.dtype], qkv.numel())
+        self._run(ROTARY_STORE[qkv.dtype, cache.storage.dtype], qkv.numel())
         return query
 
     def attention(
@@ -406,18 +313,6 @@ class CpuKernels:
             self.launcher.alone(code)
         else:
             self.launcher.together(code)
-
-
-def _packed_bytes(weight: Weight, bits: int) -> int:
-    """Bytes of a packed weight; one that is a tensor is quantised to `bits`, unless they are 0."""
-    if isinstance(weight, StackedMatrix):
-        return sum(_packed_bytes(part, bits) for part in weight.parts)
-    outputs, depth = weight.shape
-    if isinstance(weight, QuantisedMatrix) and weight.format.are_floats:
-        return linear_fp8.packed_bytes(outputs, depth)
-    if isinstance(weight, QuantisedMatrix):
-        return block_layout.layout_of(weight.format).bytes(outputs, depth)
-    return quantize.weight_bytes(outputs, depth, bits) if bits else outputs * depth * weight.itemsize
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,0 +1,182 @@
+"""Packs weights for products, each for the path of its type, which `paths.py` chooses."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from slotwise.kernels.cpu import (
+    block_layout,
+    block_lookup,
+    linear,
+    linear_bf16,
+    linear_blocks,
+    linear_fp8,
+    linear_fp16,
+    linear_int,
+    onednn,
+    paths,
+    pointwise,
+    quantize,
+)
+from slotwise.kernels.cpu.jit.compiler import Compiled
+from slotwise.kernels.cpu.launcher import KernelLauncher
+from slotwise.kernels.cpu.linear import Product
+from slotwise.kernels.interface import Linear
+from slotwise.kernels.matrix import Format, QuantisedMatrix, StackedMatrix, Weight
+
+
+class Packing:
+    """Packs the weights of one model.
+
+    Args:
+        quantization: of weights that are tensors: "none" or one of `quantize.BITS`.
+        forced: a path, from `paths.forced`; "": the fastest.
+    """
+
+    def __init__(self, launcher: KernelLauncher, quantization: str, forced: str) -> None:
+        self._launcher, self._forced = launcher, forced
+        self._bits = quantize.BITS.get(quantization, 0)  # of a weight; 0: not quantised
+        self._head_bits = 8 if self._bits else 0  # the head keeps 8: each of its errors is a token's
+        self._tables = weakref.WeakKeyDictionary[QuantisedMatrix, linear_blocks.PackedBlocks]()
+
+    def path(self, kind: torch.dtype) -> str:
+        """The path of products with weights of `kind`, as `paths.py` names it."""
+        return self._quantised if self._bits else self._path_of(kind)
+
+    def _path_of(self, kind: torch.dtype) -> str:
+        """The path of unquantised weights of `kind`."""
+        return self._dense if kind == torch.bfloat16 else "float32"
+
+    @functools.cached_property
+    def _dense(self) -> str:
+        return paths.dense(self._forced)
+
+    @functools.cached_property
+    def _quantised(self) -> str:
+        return paths.quantised(self._forced)
+
+    def kernels(self, kind: torch.dtype) -> list[Compiled]:
+        """The kernels of products with tensors of `kind`."""
+        if self._bits:
+            return [linear_int.PRODUCT[bits, kind, self._quantised].code for bits in {self._bits, self._head_bits}]
+        return {
+            "fp16": [linear_fp16.PRODUCT.code], "onednn": [pointwise.SILU_MUL[kind]],
+            **{path: [product.code] for path, product in linear_bf16.PRODUCT.items()},
+            "float32": [linear.PRODUCT[kind], pointwise.SILU_MUL[kind]]}.get(self._path_of(kind), [])
+
+    def refusal(self, format: Format, kind: torch.dtype) -> str:
+        """What the packed layouts of `block_layout.py` do not hold, and 8-bit floats that `linear_fp8.py` does not."""
+        if not format.are_floats:
+            return block_layout.refusal(format)
+        path = self._path_of(kind)
+        return linear_fp8.refusal(format) if path in linear_fp8.PRODUCT else (
+            f"products with 8-bit floats by {path} are not supported on device cpu")
+
+    def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
+        """`weight [out, in]`, packed once for many products."""
+        return self._packed(weight, bias, self._bits)
+
+    def exact(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """`weight [out, in]`, packed as it is."""
+        return self._packed(weight, bias, 0)
+
+    def head(self, weight: Weight) -> Linear:
+        """`weight [vocab, hidden]`, packed for logits."""
+        return self._packed(weight, None, self._head_bits)
+
+    def gated(self, weight: Weight, bias: Tensor | None) -> Linear | None:
+        """`weight [2 * intermediate, in]`, gates first, with SiLU in the product; None where its path has none."""
+        if isinstance(weight, StackedMatrix):
+            return None
+        if isinstance(weight, QuantisedMatrix):
+            if weight.format.are_floats:
+                return self._of_floats(weight, bias, is_gated=True)
+            return self._of_blocks([linear_blocks.pack_blocks(weight, bias, self._quantised, is_gated=True)])
+        if self._bits:
+            return linear_int.int_linear(weight, bias, self._bits, self._quantised, self._launcher, is_gated=True)
+        own = self._own(weight)
+        return None if own is None else own(weight, bias, self._launcher, is_gated=True)
+
+    def can_gate(self, weight: Tensor) -> bool:
+        """Whether `gated` packs this tensor."""
+        return bool(self._bits) or self._own(weight) is not None
+
+    def expert(self, weight: Tensor, bias: Tensor | None, *, is_gated: bool = False) -> Product:
+        """One product of an expert, on no path but our own kernels'.  `is_gated` needs `can_gate`."""
+        if is_gated:
+            product = self.gated(weight, bias)
+        elif self._bits:
+            product = self.linear(weight, bias)
+        else:
+            product = (self._own(weight) or linear.tiled_linear)(weight, bias, self._launcher)
+        assert isinstance(product, Product)
+        return product
+
+    def embedding(self, table: QuantisedMatrix, kind: torch.dtype, scale: float) -> Callable[[Tensor], Tensor]:
+        """Rows of the panels that a head of the same table reads."""
+        return block_lookup.lookup(self._table(table), table.format, kind, scale, self._launcher)
+
+    def linear_bytes(self, weight: Weight) -> int:
+        """Bytes of a packed `linear`."""
+        return _bytes(weight, self._bits)
+
+    def head_bytes(self, weight: Weight) -> int:
+        """Bytes of a packed `head`."""
+        return _bytes(weight, self._head_bits)
+
+    def _packed(self, weight: Weight, bias: Tensor | None, bits: int) -> Linear:
+        if isinstance(weight, QuantisedMatrix) and weight.format.are_floats:
+            return self._of_floats(weight, bias)
+        if isinstance(weight, QuantisedMatrix):
+            return self._of_blocks([self._table(weight) if bias is None else linear_blocks.pack_blocks(
+                weight, bias, self._quantised)])
+        if isinstance(weight, StackedMatrix):
+            biases = [None] * len(weight.parts) if bias is None else bias.split([part.outputs for part in weight.parts])
+            return self._of_blocks([linear_blocks.pack_blocks(part, own, self._quantised)
+                                    for part, own in zip(weight.parts, biases, strict=True)])
+        if bits:
+            return linear_int.int_linear(weight, bias, bits, self._quantised, self._launcher)
+        if self._path_of(weight.dtype) == "onednn":
+            self._launcher.join_torch()
+            return onednn.onednn_linear(weight, bias)
+        return (self._own(weight) or linear.tiled_linear)(weight, bias, self._launcher)
+
+    def _own(self, weight: Tensor) -> Callable[..., Linear] | None:
+        """Packs `weight` for products that may be gated; None where the path of its type has none."""
+        path = self._path_of(weight.dtype)
+        if path in linear_bf16.PRODUCT:
+            return functools.partial(linear_bf16.bf16_linear, path=path)
+        return linear_fp16.fp16_linear if path == "fp16" and linear_fp16.fits(weight) else None
+
+    def _of_floats(self, matrix: QuantisedMatrix, bias: Tensor | None, *, is_gated: bool = False) -> Linear:
+        """The product with a matrix of 8-bit floats."""
+        path = self._path_of(torch.bfloat16)
+        return linear_fp8.fp8_linear(matrix, bias, self._launcher, is_gated=is_gated, path=path)
+
+    def _of_blocks(self, parts: Sequence[linear_blocks.PackedBlocks]) -> Linear:
+        """The product with matrices in panels, one behind the other along their outputs."""
+        return linear_blocks.blocks_linear(parts, self._launcher)
+
+    def _table(self, matrix: QuantisedMatrix) -> linear_blocks.PackedBlocks:
+        """A matrix without bias in panels, packed once however often it is asked for."""
+        packed = self._tables.get(matrix)
+        if packed is None:
+            packed = self._tables[matrix] = linear_blocks.pack_blocks(matrix, None, self._quantised)
+        return packed
+
+
+def _bytes(weight: Weight, bits: int) -> int:
+    """Bytes of a packed weight; one that is a tensor is quantised to `bits`, unless they are 0."""
+    if isinstance(weight, StackedMatrix):
+        return sum(_bytes(part, bits) for part in weight.parts)
+    outputs, depth = weight.shape
+    if isinstance(weight, QuantisedMatrix) and weight.format.are_floats:
+        return linear_fp8.packed_bytes(outputs, depth)
+    if isinstance(weight, QuantisedMatrix):
+        return block_layout.layout_of(weight.format).bytes(outputs, depth)
+    return quantize.weight_bytes(outputs, depth, bits) if bits else outputs * depth * weight.itemsize

@@ -19,7 +19,7 @@ from slotwise.workload.requests import Recipe, Workload, WorkRequest, generate
 
 TTFT, ITL = 1.0, 0.1  # seconds; long beside what a busy machine adds
 EVENTS = 8
-ATTEMPTS = 3  # a machine that others keep busy may spoil one; what is wrong by itself fails them all
+ATTEMPTS = 8  # a machine that others keep busy may spoil some; what is wrong by itself fails them all
 
 
 def spaced(count: int, seconds: float, num_output: int) -> Workload:

@@ -13,6 +13,7 @@ from live import serving
 from observe.timeline.logs import cells
 from observe.timeline.looking import compare, frame, looked_at
 
+from slotwise.bench.server_run import NO_QUEUE_BOUND
 from slotwise.core import reasons
 from slotwise.observe import event_log
 
@@ -30,8 +31,9 @@ def chromium():
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, chromium):
     folder = tmp_path_factory.mktemp("timeline")
+    # By default a queue is as long as what the machine computes in some seconds: on a busy one too short for a demo.
     with serving("--max-num-seqs", "16", "--api-key", KEY, "--admin-api-key", KEY, "--root-path", "/llm",
-                 log=folder / "stderr") as running:
+                 *NO_QUEUE_BOUND, log=folder / "stderr") as running:
         yield running
 
 

@@ -44,8 +44,8 @@ def main() -> int:
             continue
         left = asked.seconds - (time.monotonic() - started)
         result["parts"][part.name] = done = run(part, rehearse=asked.rehearse, time_left=left)
-        print(f"{part.name}: {done['status']} after {done.get('seconds', 0)} s", flush=True)
         _write(asked.output, result)  # a machine that is lost loses one part
+        print(f"{part.name}: {done['status']} after {done.get('seconds', 0)} s", flush=True)
     failed = [name for name, done in result["parts"].items() if done["status"] != OK]
     result |= {"status": f"not complete: {', '.join(failed)}" if failed else COMPLETED,
                "seconds": round(time.monotonic() - started, 1),

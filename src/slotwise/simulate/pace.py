@@ -5,11 +5,12 @@ A roofline's times are lower bounds of a machine's peak rates, divided by the sh
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from slotwise.core.roofline import Cost, Roofline
-from slotwise.core.step_time import Prediction, StepTimeModel, Work
+from slotwise.core.step_time import StepTimeModel, Work
 
 
 class Pace(Protocol):
@@ -29,15 +30,26 @@ class Pace(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class CostPace:
+    """Steps as a function of their work says."""
+
+    cost: Callable[[Work], float]
+
+    def step(self, work: Work) -> float:
+        return self.cost(work)
+
+    predicted = step
+
+    def between(self) -> float:
+        return 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class LearnedPace:
     """Steps as a step-time model predicts them."""
 
     times: StepTimeModel
     gap: float = 0.0  # seconds between two steps
-
-    @classmethod
-    def of(cls, known: Prediction, gap: float = 0.0) -> LearnedPace:
-        return cls(StepTimeModel.predicting(known), gap)
 
     def step(self, work: Work) -> float:
         return self.times.typical(work)

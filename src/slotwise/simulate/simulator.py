@@ -7,28 +7,31 @@ admission control and loop are the server's, so orders, bounds and shares are ex
                  (fewest unfinished)   │ refused                  ▲    │
                                        ▼                          └────┴── VirtualMachine: now += pace.step(work)
 
-As in a real server, commands are handled between two steps, and each server has a clock of its own: the router sees of a
+Commands are handled between two steps, and each server has a clock of its own: the router sees of a
 step in progress nothing that ends later than the request arrives.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
+from typing import Any
 
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.step import StepPlan, StepResult
-from slotwise.core.step_time import StepTimeModel, work_of
+from slotwise.core.step_time import Learned, StepTimeModel, work_of
 from slotwise.engine.admission_control import AdmissionControl
 from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add, Command, EngineInfo, StepRecord
+from slotwise.engine.observer import Observer
 from slotwise.engine.scheduling import Scheduling
 from slotwise.simulate.pace import Known, Pace
 
 FILLER = 7  # the token that every row samples, where its output is not known
+MODEL = "simulated"  # the name of the model in what observers are told
 IDLE = 0.001  # seconds that a plan without rows takes
 REFUSED = "refused"  # the reason of a request that admission control did not accept
 
@@ -59,9 +62,18 @@ class Setup:
     eos_token_ids: tuple[int, ...] = ()
     max_queued: tuple[int | None, int | None] = (None, None)  # requests and prompt tokens that may wait; None: measured
     learns: bool = False  # its scheduler learns step times from its steps; else it knows the pace's
+    learned: Learned | None = None  # what it has learned at the start
 
-    def changed(self, scheduling: Scheduling) -> Setup:
-        """Returns the setup under other scheduling settings, with as many slots as these need."""
+    def changed(self, changes: Mapping[str, Any]) -> Setup:
+        """Returns the setup with scheduling settings changed, as `Scheduling.changed` names them.
+
+        The cache keeps its size, so more slots share the same blocks.
+
+        Raises:
+            ValueError: one line says why they cannot be.
+        """
+        scheduling = self.scheduling.changed(changes, replace(self.limits, max_num_seqs=self.limits.num_blocks,
+                                                              max_num_batched_tokens=1 << 24))
         return replace(self, scheduling=scheduling, limits=scheduling.limits(self.limits))
 
 
@@ -72,7 +84,7 @@ class VirtualMachine:
         outputs: output tokens by request id, where they are known.
     """
 
-    def __init__(self, pace: Pace, outputs: dict[str, Sequence[int]] | None = None) -> None:
+    def __init__(self, pace: Pace, outputs: Mapping[str, Sequence[int]] | None = None) -> None:
         self.now = 0.0  # seconds
         self._pace = pace
         self._outputs = outputs or {}
@@ -112,31 +124,31 @@ class VirtualMachine:
 _FILLERS = (FILLER,)
 
 
-def ignore(record: StepRecord) -> None:
-    """Watches nothing."""
-
-
 class Server:
     """One server on a virtual clock.
 
     Args:
         outputs: output tokens by request id, where they are known.
-        watch: called with each record.
+        observers: notified as those of an engine service are.
     """
 
-    def __init__(self, setup: Setup, outputs: dict[str, Sequence[int]] | None = None,
-                 watch: Callable[[StepRecord], None] = ignore) -> None:
+    def __init__(self, setup: Setup, outputs: Mapping[str, Sequence[int]] | None = None,
+                 observers: Sequence[Observer] = ()) -> None:
         limits = setup.scheduling.limits(setup.limits)
-        times = StepTimeModel() if setup.learns else Known(setup.pace)
+        times = StepTimeModel(setup.learned) if setup.learns else Known(setup.pace)
         scheduler = Scheduler(limits, setup.scheduling.discipline(), setup.scheduling.policy(times), times)
         self.machine = VirtualMachine(setup.pace, outputs)
         self.engine = Engine(
             scheduler, self.machine, self.machine.clock, setup.eos_token_ids, depth=setup.depth,
             scheduling=setup.scheduling)
         self.admission = AdmissionControl(limits, *setup.max_queued)
-        self.admission.started(EngineInfo("", "", "", 0, limits, setup.scheduling, ()))
+        self._observers = (self.admission, *observers)
+        info = EngineInfo(
+            MODEL, "simulated", "", 0, limits, setup.scheduling, setup.eos_token_ids, depth=setup.depth,
+            learned=setup.learned)
+        for observer in self._observers:
+            observer.started(info)
         self._pace = setup.pace
-        self._watch = watch
         self._inbox: deque[tuple[float, Command]] = deque()
         self._ends: deque[float] = deque()  # of its requests, in order
         self._unfinished = 0
@@ -161,7 +173,8 @@ class Server:
             if self.admission.objection(command.slo.tenant, 1, len(command.prompt)):
                 return False
             self._unfinished += 1
-        self.admission.commanded(command, round(at * 1e9))
+        for observer in self._observers:
+            observer.commanded(command, round(at * 1e9))
         self._inbox.append((at, command))
         return True
 
@@ -174,9 +187,9 @@ class Server:
             self.engine.handle(command)
         self.machine.now = max(self.machine.now, plans_at)
         record = self.engine.step()
-        self.admission.stepped(record)
+        for observer in self._observers:
+            observer.stepped(record)
         self._ends.extend([self.machine.now] * len(record.ended))
-        self._watch(record)
         return record
 
 

@@ -130,18 +130,28 @@ def _failing_tests(copy: Path, tests: str) -> str:
 
 def _exceeded(copy: Path) -> str:
     """The first bound that machine code for one compute capability exceeds, of kernels that the fault has changed."""
-    ended = _python(copy, "-m", "benchmarks.gpu_compile.worker", "0", "1", CAPABILITY, given=json.dumps(sorted(load())))
-    kernels = [json.loads(line) for line in ended.stdout.splitlines()]
-    found = [fault for kernel in kernels if "kernel" in kernel for fault in faults(kernel)]
-    return f"`make gpu-compile`: {found[0]}" if found else ""
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu_compile.worker", "0", "1", CAPABILITY]
+    with tempfile.TemporaryFile("w+") as known:
+        json.dump(sorted(load()), known)
+        known.seek(0)
+        with subprocess.Popen(command, cwd=copy, env=_environment(copy), stdin=known, stdout=subprocess.PIPE,
+                              text=True) as worker:
+            for line in worker.stdout or ():
+                kernel = json.loads(line)
+                if "kernel" in kernel and (found := faults(kernel)):
+                    worker.kill()
+                    return f"`make gpu-compile`: {found[0]}"
+    return ""
 
 
-def _python(copy: Path, *arguments: str, given: str = "") -> subprocess.CompletedProcess[str]:
-    paths = os.pathsep.join((str(copy / "src"), str(copy)))
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", *arguments], cwd=copy, env=environment | {"PYTHONPATH": paths}, input=given,
-        capture_output=True, text=True, timeout=SECONDS)
+def _python(copy: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-W", "ignore", *arguments], cwd=copy, env=_environment(copy),
+                          capture_output=True, text=True, timeout=SECONDS)
+
+
+def _environment(copy: Path) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return kept | {"PYTHONPATH": os.pathsep.join((str(copy / "src"), str(copy)))}
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from slotwise.kernels.interface import (
     cache_kind,
     in_two_steps,
 )
+from slotwise.kernels.low_rank import AdapterProducts
 from slotwise.kernels.matrix import Format, QuantisedMatrix, Weight
 
 _DENSE_RATES = {8: 2.5e14, 9: 8e14, 10: 1.8e15}  # 16-bit operations a second, by major compute capability
@@ -41,6 +42,7 @@ class CudaKernels:
     name = "cuda"
     kinds: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
     mixture_refusal = "mixtures of experts are not supported on device cuda: choose device cpu"
+    adapter_refusal = "LoRA adapters are not supported on device cuda: choose device cpu"
     records_drafts = False  # which attention kernels are launched depends on the longest row
 
     def __init__(self, device: str = "cuda", kv_cache_dtype: str = "auto") -> None:
@@ -124,6 +126,10 @@ class CudaKernels:
     ) -> Mixture:
         """Refused: there is no grouped product for GPUs."""
         raise ValueError(self.mixture_refusal)
+
+    def adapters(self, num_places: int, max_rank: int, kind: torch.dtype) -> AdapterProducts:
+        """Refused: there is no grouped product for GPUs."""
+        raise ValueError(self.adapter_refusal)
 
     def head(self, weight: Weight) -> Linear:
         """A product like any other."""

@@ -28,6 +28,7 @@ from slotwise.kernels.cpu.memory import LARGE
 from slotwise.kernels.cpu.openmp import roam
 from slotwise.kernels.interface import Kernels
 from slotwise.kernels.select import choose, draw_for, launcher_of, resolve
+from slotwise.model.adapters import Adapters
 from slotwise.model.config import ModelConfig
 from slotwise.model.decoder import Decoder
 from slotwise.model.fingerprint import fingerprint
@@ -102,6 +103,11 @@ class Loaded:
     def model_config(self) -> ModelConfig:
         """The model's configuration."""
         return self._decoder.config
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """The adapters of requests; None where there are none."""
+        return self._decoder.adapters
 
     @property
     def product_path(self) -> str:
@@ -190,6 +196,8 @@ def load(config: EngineConfig, progress: Progress = silent, wrap: Callable[[Kern
     except ValueError as error:
         raise ConfigError(str(error)) from error
     kernels = wrap(CheckedKernels(kernels) if os.environ.get("SLOTWISE_DEBUG") == "1" else kernels)
+    if config.enable_lora and kernels.adapter_refusal:
+        raise ConfigError(f"enable_lora: {kernels.adapter_refusal}")
     folder = locate(config.model)
     checkpoint = fingerprint(folder)  # first: what changes meanwhile is seen by the next engine
     draft_model = DraftCheckpoint.of(config)
@@ -217,7 +225,8 @@ def load(config: EngineConfig, progress: Progress = silent, wrap: Callable[[Kern
     with _threads(packing):
         decoder = load_model(
             config.model, kernels=kernels, dtype=config.dtype, generation=generation,
-            max_positions=config.max_model_len, progress=read, admit=admit)
+            max_positions=config.max_model_len, progress=read, admit=admit,
+            adapters=(config.max_cpu_loras, config.max_lora_rank) if config.enable_lora else None)
         draft = None if draft_model is None else draft_model.load(
             described, kernels, config.max_model_len, read, admit)
     return Loaded(config.model, device, decoder, warming, checkpoint=checkpoint, vocabulary=vocabulary, draft=draft)

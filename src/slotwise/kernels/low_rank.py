@@ -59,6 +59,10 @@ class AdapterProducts(Protocol):
         """Set the place of the adapter of each row of the products that follow, NO_ADAPTER for none."""
         ...
 
+    def select(self, rows: Tensor) -> None:
+        """Keep these rows, `[rows]` int64, of those that were assigned."""
+        ...
+
     def product(self, outputs: int, inputs: int, num_parts: int) -> AddedProduct:
         """What adapters add to a product, in so many parts at most; nothing before any is set."""
         ...
@@ -77,6 +81,9 @@ class ReferenceAdapters:
 
     def assign(self, places: Sequence[int]) -> None:
         self.places = places
+
+    def select(self, rows: Tensor) -> None:
+        self.places = [self.places[row] for row in rows.tolist()] if self.are_any else ()
 
     def product(self, outputs: int, inputs: int, num_parts: int) -> _ReferenceAdded:
         return _ReferenceAdded(self)

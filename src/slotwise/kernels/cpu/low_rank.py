@@ -40,7 +40,7 @@ from slotwise.kernels.cpu.simd import (
     load,
     store,
 )
-from slotwise.kernels.low_rank import NO_ADAPTER, LowRank, LowRankPart
+from slotwise.kernels.low_rank import NO_ADAPTER, LowRank
 
 RUN_ROWS = 16  # of a run, at most
 CHUNK = 256  # outputs that are summed before they are added
@@ -158,11 +158,15 @@ class CpuAdapters:
     ) -> None:
         self.launcher, self.num_places, self.max_rank, self.kind = launcher, num_places, max_rank, kind
         self.are_any = False
+        self._places = np.zeros(0, np.int64)
         self._recorded = self.runs = _Runs(recorded_rows)  # of steps that may be recorded: they stay where they are
         compile_all([ADD[kind], MULTIPLY[kind]])
 
     def assign(self, places: Sequence[int]) -> None:
-        by_row = np.array(places, np.int64)
+        self._assign(np.array(places, np.int64))
+
+    def _assign(self, by_row: np.ndarray) -> None:
+        self._places = by_row
         self.are_any = bool((by_row != NO_ADAPTER).any())
         if self.are_any:
             if len(by_row) <= self._recorded.room:
@@ -170,6 +174,10 @@ class CpuAdapters:
             elif len(by_row) > self.runs.room:
                 self.runs = _Runs(len(by_row))
             self.runs.set(by_row)
+
+    def select(self, rows: Tensor) -> None:
+        if self.are_any:
+            self._assign(self._places[rows.numpy()])
 
     def product(self, outputs: int, inputs: int, num_parts: int) -> _Added:
         return _Added(self, outputs, inputs, num_parts)

@@ -3,8 +3,8 @@
 usage: python -m benchmarks.lora CHECKPOINT [--pairs N] [--json FILE]
 
 Each pair runs the same prompts on an engine without adapters and on one with `enable_lora`: rows of the base model,
-of one adapter, and of eight adapters in turn, of rank 16 on every product.  A rate is output tokens a second of the whole
-call.  Adapters are random: speed does not depend on their values.
+of one adapter, and of eight adapters in turn, of rank 16 on every product.  A rate is output tokens a second of a call.
+Adapters are random: speed does not depend on their values.
 """
 
 from __future__ import annotations

@@ -175,7 +175,9 @@ class Loaded:
     def _with_runtime(self, used: MemoryUse) -> MemoryUse:
         """Returns `used` with the runtime's bytes, measured when kernels are ready and before the cache exists."""
         memory.give_back()
-        weights = 0 if self._decoder.kernels.device.type == "cuda" else used.weights
+        decoder = self._decoder
+        unread = decoder.adapters.bytes if decoder.adapters is not None else 0  # none of them is loaded yet
+        weights = 0 if decoder.kernels.device.type == "cuda" else used.weights - unread
         runtime = used.runtime + max(0, memory.resident_bytes() - weights) + memory.STEPS_LEAVE
         return MemoryUse(used.weights, used.workspace, used.cache, used.host, runtime)
 

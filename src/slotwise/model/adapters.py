@@ -22,6 +22,8 @@ from slotwise.model.errors import CheckpointError
 from slotwise.model.peft import PeftAdapter, read_adapter
 from slotwise.model.safetensors_files import SafetensorsTensor
 
+WHOLE_RANKS = 16  # to which packed factors are filled up
+
 
 @dataclass(frozen=True, slots=True)
 class Adaptable:
@@ -61,7 +63,7 @@ class Adapters:
         """The most bytes of all adapters that fit, as packed."""
         num_places = len(self._free) + len(self._places)
         numbers = sum(len(product.parts) * product.inputs + sum(product.parts.values()) for product in self._products)
-        return num_places * numbers * self.max_rank * self._kind.itemsize
+        return num_places * numbers * -(-self.max_rank // WHOLE_RANKS) * WHOLE_RANKS * self._kind.itemsize
 
     @property
     def is_full(self) -> bool:

@@ -63,10 +63,12 @@ class Request:
         salt: requests share cached prefixes only within the same salt (a tenant, an adapter).
         slo: tenant, tier, priority and latency objectives.
         pooling: the prompt is computed for one vector, and nothing is sampled; None: tokens are.
+        adapter: number of a loaded adapter, part of its salt; 0: the base model.
     """
 
     __slots__ = (
-        "arrival", "arrived_at", "block_hashes", "blocks", "capacity", "deadline", "end", "epoch", "expected_tokens",
+        "adapter", "arrival", "arrived_at", "block_hashes", "blocks", "capacity", "deadline", "end", "epoch",
+        "expected_tokens",
         "forced", "is_compiling", "num_at_join", "num_computed", "num_passed", "num_prompt", "num_reserved",
         "num_scheduled", "output", "params", "pending", "pooling", "prediction", "publish_at", "reason", "request_id",
         "seed", "slo", "slot", "state", "stop_ids", "tokens", "wants_prompt",
@@ -75,6 +77,7 @@ class Request:
     def __init__(
         self, request_id: str, prompt: Sequence[int], params: SamplingParams, seed: int = 0,
         eos_ids: Sequence[int] = (), salt: str = "", slo: SLO = NO_SLO, pooling: PoolingParams | None = None,
+        adapter: int = 0,
     ) -> None:
         self.request_id = request_id
         self.tokens = list(prompt)  # known tokens, without the pending ones
@@ -108,7 +111,8 @@ class Request:
         self.blocks: list[int] = []  # block table
         self.capacity = 0  # tokens that fit in `blocks`
         self.num_reserved = 0  # blocks allocated on admission; truncation keeps them
-        self.block_hashes = BlockHashes(salt)
+        self.adapter = adapter
+        self.block_hashes = BlockHashes(f"{adapter}\0{salt}" if adapter else salt)
         self.publish_at = 0  # number of computed tokens at which the next block is full
         self.epoch = 0
         self.forced: tuple[int, tuple[int, ...]] = (0, ())  # tokens its grammar forces, behind so many known ones

@@ -29,6 +29,7 @@ from slotwise.kernels.cpu.graph import PROGRAM, Arena, Graph, GraphRecorder
 from slotwise.kernels.cpu.jit.compiler import Compiled, compile_all
 from slotwise.kernels.cpu.launcher import KernelLauncher
 from slotwise.kernels.cpu.linear import Product
+from slotwise.kernels.cpu.low_rank import CpuAdapters
 from slotwise.kernels.cpu.packing import Packing
 from slotwise.kernels.cpu.rotary import ROTARY_STORE
 from slotwise.kernels.cpu.threads import RUN_SHARED, WORK
@@ -61,7 +62,7 @@ class CpuKernels:
     device = torch.device("cpu")
     kinds: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
     records_drafts = True
-    mixture_refusal = ""
+    mixture_refusal = adapter_refusal = ""
 
     def __init__(
         self, threads: int | None = None, quantization: str = "none", kv_cache_dtype: str = "auto",
@@ -169,6 +170,10 @@ class CpuKernels:
             downs.append(self._packing.expert(each.down, each.down_bias))
         activate = None if is_gated else activated(self, activation)
         return experts.Mixture(gates, downs, activate, routing, self.launcher)
+
+    def adapters(self, num_places: int, max_rank: int, kind: torch.dtype) -> CpuAdapters:
+        """See `low_rank.py`."""
+        return CpuAdapters(self.launcher, num_places, max_rank, kind, MAX_RECORDED)
 
     def linear_bytes(self, weight: Weight) -> int:
         """Bytes of a packed `linear`."""

@@ -146,7 +146,7 @@ def _edited(tensors: dict[str, torch.Tensor], edit: str) -> dict[str, torch.Tens
 
 
 @pytest.mark.parametrize(("edit", "message"), [
-    ("rank", "rank 17 .* max_lora_rank 16"), ("shape", r"\[4, 95\]; this model needs \[4, 96\]"),
+    ("rank", "rank 17 .* max_lora_rank 16"), ("shape", r"\[4, 95\]; this model needs \[4, 160\]"),
     ("nan", "not finite"), ("half", "one factor of"), ("whole numbers", "I32"),
     ("base_model.model.lm_head.lora_A.weight", "lm_head"), ("model.embed_tokens.lora_embedding_A", "embed_tokens"),
     ("base_model.model.model.layers.99.mlp.up_proj.lora_A.weight", "layers.99"),

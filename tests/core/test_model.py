@@ -44,7 +44,8 @@ def drawn_limits(draw: Random, num_host_blocks: int) -> SchedulerLimits:
     slots, block_size = draw.randint(2, 6), draw.randint(1, 5)
     windows = draw.choice(WINDOWS)
     return SchedulerLimits(
-        max_model_len=draw.randint(20, 48), num_blocks=len(windows) * draw.randint(30, 70) // block_size, block_size=block_size,
+        max_model_len=draw.randint(20, 48), num_blocks=len(windows) * draw.randint(30, 70) // block_size,
+        block_size=block_size,
         max_num_seqs=slots, max_num_batched_tokens=slots + draw.randint(0, 20), enable_prefix_caching=True,
         watermark_blocks=draw.randint(0, 2), max_passes=draw.randint(0, 4),
         on_pressure=draw.choice((RECOMPUTE, RECOMPUTE, RECOMPUTE, ERROR)), num_host_blocks=num_host_blocks,

@@ -146,7 +146,8 @@ class Loaded:
         grammars = Grammars(self._vocabulary.result() if self._vocabulary is not None else None)
         drafts = info.speculation is not None and info.speculation.method != NONE
         groups = cache_groups(config, decoder, self._draft)
-        runner = _runner(decoder, self._draft, limits, groups, Masks(grammars, decoder.config.vocab_size, forces=drafts))
+        masks = Masks(grammars, decoder.config.vocab_size, forces=drafts)
+        runner = _runner(decoder, self._draft, limits, groups, masks)
         check_steps(runner, limits, time.monotonic_ns)
         times = load_or_learn(config, info, lambda: warmup(
             runner, limits, time.monotonic_ns, drafts=info.speculation is not None))
@@ -266,7 +267,8 @@ def _runner(
         draft, draft_caches, slots, sampler, vocab_size,
         DraftPositions(slots, limits.num_blocks, limits.num_host_blocks))
     runner = ModelRunner(
-        decoder, [caches[cache] for cache in groups.caches], slots, sampler, HostBlocks(limits.num_host_blocks, pieces), masks, draft_model)
+        decoder, [caches[cache] for cache in groups.caches], slots, sampler,
+        HostBlocks(limits.num_host_blocks, pieces), masks, draft_model)
     if kernels.name != "cpu":
         return runner
     per_block = kernels.cache_bytes_per_block(limits.block_size, decoder.attention_shapes[0], decoder.config.dtype)

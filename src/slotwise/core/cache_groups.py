@@ -78,5 +78,8 @@ class CacheGroups:
         low, high = 0, most
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.most_blocks(middle * self.block_size) <= num_blocks else (low, middle - 1)
+            if self.most_blocks(middle * self.block_size) <= num_blocks:
+                low = middle
+            else:
+                high = middle - 1
         return low * self.block_size

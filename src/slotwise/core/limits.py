@@ -37,7 +37,8 @@ class SchedulerLimits:
     max_chunk: int = 1024  # tokens of a prompt that a step computes at most, where a cache group has a window
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_chunk"):
+        for name in ("max_model_len", "num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens",
+                     "max_chunk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         for name in ("watermark_blocks", "max_passes", "num_host_blocks"):

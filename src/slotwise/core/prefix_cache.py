@@ -182,7 +182,7 @@ class PrefixCache:
 
     def forget(self, entry: Entry) -> None:
         """Remove `entry` if no group has it any more, on the device or on the host."""
-        if not any([cached.is_somewhere for cached in entry.cached]) and self.has_entry(entry):
+        if not any(cached.is_somewhere for cached in entry.cached) and self.has_entry(entry):
             del self._entries[entry.digest]
 
     def _extend(self, block_hashes: BlockHashes, tokens: Sequence[int], index: int) -> None:

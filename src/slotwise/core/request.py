@@ -67,10 +67,10 @@ class Request:
     """
 
     __slots__ = (
-        "advance_at", "arrival", "arrived_at", "block_hashes", "capacity", "deadline", "end", "epoch", "expected_tokens",
-        "forced", "is_compiling", "num_at_join", "num_computed", "num_passed", "num_prompt", "num_reserved",
-        "num_scheduled", "output", "params", "pending", "pooling", "prediction", "reason", "request_id",
-        "seed", "slo", "slot", "state", "stop_ids", "tables", "tokens", "wants_prompt",
+        "advance_at", "arrival", "arrived_at", "block_hashes", "capacity", "deadline", "end", "epoch",
+        "expected_tokens", "forced", "is_compiling", "num_at_join", "num_computed", "num_passed", "num_prompt",
+        "num_reserved", "num_scheduled", "output", "params", "pending", "pooling", "prediction", "reason",
+        "request_id", "seed", "slo", "slot", "state", "stop_ids", "tables", "tokens", "wants_prompt",
     )
 
     def __init__(

@@ -2,8 +2,8 @@
 
 An executor runs plans strictly in order.  `submit` may return before the step is computed; `collect` returns the result
 of the oldest step submitted.  Slots and blocks named in a plan's `released_slots`, `new_requests`, `freed_blocks`,
-`expired_blocks`, `new_blocks`, `saves` and `loads` take effect when it is submitted, even if computing it fails, so that the executor's
-state agrees with the scheduler's when the next plan comes.
+`expired_blocks`, `new_blocks`, `saves` and `loads` take effect when it is submitted, even if computing it fails, so
+that the executor's state agrees with the scheduler's when the next plan comes.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ All groups take blocks from one pool (`core/cache_groups.py`), so layer i of eve
     group     1    2    0    1    2    0        three groups of two layers
     cache     0    0    0    1    1    1        two caches, whose blocks belong to the groups in turn
 
-Groups have as many layers as leave at most PADDING of all places unused: fewer groups have shorter lists of tables.
+Groups are as large as they can be without unused places in those of full attention, which would cost memory for every
+token, and with at most PADDING of them in the others: fewer groups have fewer block tables.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import NamedTuple
 
 from slotwise.kernels.interface import AttentionShape, GroupTables, RaggedBatch
 
-PADDING = 0.05  # of the layers
+PADDING = 0.1  # of the layers with one window
 
 
 class LayerGroups(NamedTuple):
@@ -42,7 +43,7 @@ def layer_groups(shapes: Sequence[AttentionShape], longest: int) -> LayerGroups:
     if len({(shape.num_kv_heads, shape.head_dim) for shape in shapes}) > 1:
         return one_group(len(shapes))
     layers = Counter(windows)
-    size = max(size for size in range(1, len(windows) + 1) if _padded(layers, size) <= len(windows) * (1 + PADDING))
+    size = max(size for size in range(1, len(windows) + 1) if _fits(layers, size))
     of_group: list[int] = []  # the window of each group
     firsts = {}
     for window in sorted(layers):  # full attention first
@@ -72,6 +73,6 @@ def by_layer(batch: RaggedBatch, num_layers: int) -> list[RaggedBatch]:
     return [views[group] for group in batch.group_of_layer]
 
 
-def _padded(layers: Counter[int], size: int) -> int:
-    """Layers that groups of `size` have room for."""
-    return sum([-(-count // size) * size for count in layers.values()])
+def _fits(layers: Counter[int], size: int) -> bool:
+    """Whether groups of `size` layers leave few enough places unused; `layers`: their number by window."""
+    return all(-count % size <= (PADDING * count if window else 0) for window, count in layers.items())

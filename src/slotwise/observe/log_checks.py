@@ -47,7 +47,8 @@ def wrong_run(run: Run) -> str:
     limits = run.limits
     for name, most in (("num_blocks", MAX_BLOCKS), ("num_host_blocks", MAX_BLOCKS), ("block_size", MAX_TOKENS),
                        ("max_num_seqs", MAX_SEQS), ("max_num_batched_tokens", MAX_TOKENS),
-                       ("max_model_len", MAX_TOKENS), ("max_passes", MAX_TOKENS), ("max_chunk", MAX_TOKENS), ("watermark_blocks", MAX_BLOCKS)):
+                       ("max_model_len", MAX_TOKENS), ("max_passes", MAX_TOKENS), ("max_chunk", MAX_TOKENS),
+                       ("watermark_blocks", MAX_BLOCKS)):
         if getattr(limits, name) > most:
             return f"{name} is {getattr(limits, name)}, more than {most}"
     if len(limits.windows) > MAX_GROUPS or max(limits.windows) > MAX_TOKENS:

@@ -43,11 +43,13 @@ def test_a_log_is_a_machine_with_its_settings(log: Path, tmp_path: Path):
 def test_what_if_shows_what_was_measured_replayed_and_changed(log: Path, tmp_path: Path):
     steps = [entry for entry in read_file(log) if isinstance(entry, Step)]
     assert max(len(step.slots) for step in steps) == 4
-    assert main(["what-if", str(log), "--set", "max_num_seqs=1", "--ttft-ms", "50", "--json",
+    assert main(["what-if", str(log), "--set", "max_num_seqs=1", "--ttft-ms", "50", "--request", "7", "--json",
                  str(tmp_path / "json")]) == 0
-    figures = json.loads((tmp_path / "json").read_text())["groups"]["all requests"]
+    answer = json.loads((tmp_path / "json").read_text())
+    figures = answer["groups"]["all requests"]
+    assert answer["request"]["what_if"]["first_token"] > answer["request"]["measured"]["first_token"] > 0
     assert figures["replayed"]["ttft_p50"] == pytest.approx(figures["measured"]["ttft_p50"], rel=0.1)
-    assert figures["what if"]["ttft_p99"] > figures["replayed"]["ttft_p99"]
+    assert figures["what_if"]["ttft_p99"] > figures["replayed"]["ttft_p99"]
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
@@ -57,6 +59,9 @@ def test_what_if_shows_what_was_measured_replayed_and_changed(log: Path, tmp_pat
     (["simulate", "--machine", "xeon", "--model", str(builtin.path()), "--set", "slots=2"], "no scheduling setting"),
     (["simulate", "--machine", "LOG", "--model", str(builtin.path())], "--model is for a machine of the file"),
     (["what-if", "LOG"], "--set NAME=VALUE"),
+    (["what-if", "--set", "max_num_seqs=2"], "either an event log or a server"),
+    (["what-if", "LOG", "--set", "tiers=[]"], "changes no tiers"),
+    (["what-if", "LOG", "--set", "max_num_seqs=2", "--request", "none"], "no request"),
     (["what-if", "LOG", "--set", "scheduling_policy=slowest"], "scheduling_policy must be one of"),
 ])
 def test_each_error_is_one_line(log: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]):

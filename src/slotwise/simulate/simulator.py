@@ -33,6 +33,7 @@ from slotwise.simulate.pace import Known, Pace
 FILLER = 7  # the token that every row samples, where its output is not known
 MODEL = "simulated"  # the name of the model in what observers are told
 IDLE = 0.001  # seconds that a plan without rows takes
+SERVED = ("stop", "length")  # the reasons of requests that were served whole
 REFUSED = "refused"  # the reason of a request that admission control did not accept
 
 

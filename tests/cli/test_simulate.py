@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slotwise import builtin
-from slotwise.cli import main
+from slotwise.cli import build_parser, main
 from slotwise.observe.event_log import Step, read_file
 
 SHORT = ["--num-prompts", "30", "--input-lengths", "uniform:20:80", "--output-lengths", "uniform:4:12",
@@ -68,3 +68,28 @@ def test_each_error_is_one_line(log: Path, arguments: list[str], said: str, caps
     assert main([str(log) if word == "LOG" else word for word in arguments]) == 1
     shown = capsys.readouterr().err
     assert said in shown and shown.count("\n") == 1
+
+
+MACHINE = ["--machine", "epyc", "--model", str(builtin.path()), "--max-num-seqs", "2"]
+
+
+def test_capacity_names_replicas_and_what_one_more_and_one_fewer_give(capsys: pytest.CaptureFixture[str]):
+    assert main(["capacity", *MACHINE, *SHORT, "--slo", "ttft_p95=20ms,tpot_p95=80ms", "--bootstrap", "3"]) == 0
+    shown = capsys.readouterr().out
+    assert "replicas of AMD EPYC 9654" in shown and "missed" in shown and "met" in shown
+
+
+def test_tune_writes_settings_that_serve_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "tuned.yaml"
+    assert main(["tune", *MACHINE, *SHORT, "--slo", "ttft_p95=20ms", "--output", str(path)]) == 0
+    found = build_parser("serve").parse_args(["serve", "--config", str(path)])
+    written = dict(line.split(": ") for line in path.read_text().splitlines())
+    assert found.max_num_seqs == int(written["max-num-seqs"]) > 2
+    assert found.scheduling_policy == written["scheduling-policy"]
+
+
+@pytest.mark.parametrize("text", ["ttft=1s", "ttft_p99=1", "ttft_p99=1s,tpot_p50=1s", "itl_p99=1s", "ttft_p0=1s"])
+def test_an_objective_that_does_not_read_is_refused(text: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main(["capacity", *MACHINE, "--slo", text])
+    assert "--slo" in capsys.readouterr().err

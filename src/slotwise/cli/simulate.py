@@ -46,11 +46,7 @@ ROWS = (("first token, p50", "ttft_p50"), ("first token, p99", "ttft_p99"), ("be
 
 def add(commands: Commands) -> None:
     command = add_command(commands, "simulate", "run a workload on a server's scheduler and a virtual clock", run)
-    command.add_argument("--machine", required=True, metavar="NAME|LOG", help="a machine of the package's file, with "
-                         f"--model: {', '.join(names())}; or an event log, whose engine's settings and step times are "
-                         "taken")
-    command.add_argument("--model", metavar="MODEL", help="with a machine's name: a checkpoint's folder or GGUF file, "
-                         "of which only the config is read")
+    add_machine_options(command)
     command.add_argument("--replicas", type=Number(whole(1, MAX_REPLICAS)), default=1, metavar="N",
                          help="servers behind a router that chooses the one with the fewest unfinished requests "
                          "(default: 1)")
@@ -58,9 +54,6 @@ def add(commands: Commands) -> None:
                          "`slotwise timeline` and `slotwise explain`; of one replica")
     add_overwrite_option(command)
     _add_common(command)
-    add_engine_options(command, ENGINE)
-    for name in ENGINE:
-        command.set_defaults(**{name.removeprefix("--").replace("-", "_"): None})
     add_workload_options(command, WORKLOAD)
     add_seed_option(command)
     command = add_command(commands, "what-if", "replay the traffic of an event log under other scheduling settings",
@@ -72,6 +65,18 @@ def add(commands: Commands) -> None:
     command.add_argument("--request", default="", metavar="ID", help="also tell when this request would have had its "
                          "first token")
     _add_common(command)
+
+
+def add_machine_options(command: argparse.ArgumentParser) -> None:
+    """Options of the server that is simulated; `setup_of_machine` reads them."""
+    command.add_argument("--machine", required=True, metavar="NAME|LOG", help="a machine of the package's file, with "
+                         f"--model: {', '.join(names())}; or an event log, whose engine's settings and step times are "
+                         "taken")
+    command.add_argument("--model", metavar="MODEL", help="with a machine's name: a checkpoint's folder or GGUF file, "
+                         "of which only the config is read")
+    add_engine_options(command, ENGINE)
+    for name in ENGINE:
+        command.set_defaults(**{name.removeprefix("--").replace("-", "_"): None})
 
 
 def _add_common(command: argparse.ArgumentParser) -> None:
@@ -102,7 +107,7 @@ def _objectives(asked: argparse.Namespace) -> Objectives:
 
 
 def run(asked: argparse.Namespace) -> int:
-    setup, about = _setup(asked)
+    setup, about = setup_of_machine(asked)
     setup = setup.changed(dict(asked.changes)) if asked.changes else setup
     if asked.event_log and asked.replicas > 1:
         raise ValueError("--event-log is of one server: leave out --replicas, or it")
@@ -120,12 +125,12 @@ def run(asked: argparse.Namespace) -> int:
     return 0
 
 
-def _setup(asked: argparse.Namespace) -> tuple[Setup, str]:
+def setup_of_machine(asked: argparse.Namespace) -> tuple[Setup, str]:
     """Returns the setup of a server on the machine, and words for the machine."""
     if os.path.isfile(asked.machine):
         given = [name for name in ("--model", *ENGINE) if getattr(asked, name[2:].replace("-", "_")) is not None]
         if given:
-            raise ValueError(f"{given[0]} is for a machine of the file: the log says what its engine had; use --set")
+            raise ValueError(f"{given[0]} is for a machine of the file: the log says what its engine had")
         setup, recording = read_recording(read_file(asked.machine))
         return setup, f"the machine of {asked.machine} ({recording.run.model}, {recording.run.device})"
     if asked.model is None:

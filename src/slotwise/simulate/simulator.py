@@ -89,7 +89,7 @@ class VirtualMachine:
         self.now = 0.0  # seconds
         self._pace = pace
         self._outputs = outputs or {}
-        self._plans: deque[tuple[StepPlan, float]] = deque()
+        self._plans: deque[StepPlan] = deque()
         self._num_at_join: dict[int, float] = {}  # by slot: tokens known when its request joined; inf: it is pooled
         self._known: dict[int, tuple[int, Sequence[int]]] = {}  # by slot: prompt tokens and output
 
@@ -98,13 +98,13 @@ class VirtualMachine:
         return round(self.now * 1e9)
 
     def submit(self, plan: StepPlan) -> None:
-        self._plans.append((plan, self.now))
+        self._plans.append(plan)
         for join in plan.new_requests:
             self._num_at_join[join.slot] = len(join.tokens) if join.pooling is None else inf
             self._known[join.slot] = join.num_prompt, self._outputs.get(join.request_id, ())
 
     def collect(self) -> StepResult:
-        plan, _ = self._plans.popleft()
+        plan = self._plans.popleft()
         work = work_of(plan.starts, plan.counts, plan.padding, plan.drafts)
         self.now += self._pace.step(work) if work.rows else IDLE
         at_join = self._num_at_join

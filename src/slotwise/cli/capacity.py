@@ -156,4 +156,5 @@ def _candidates(setup: Setup, workload: Workload, target: Target) -> list[Candid
 
 def _fits(settings: dict[str, Any], setup: Setup) -> bool:
     """Whether a step has a token for each slot, and the cache a block."""
-    return settings["max_num_seqs"] <= min(settings["max_num_batched_tokens"], setup.limits.num_blocks)
+    slots: int = settings["max_num_seqs"]
+    return slots <= min(settings["max_num_batched_tokens"], setup.limits.num_blocks)

@@ -17,7 +17,7 @@ from slotwise.simulate.figures import Figures, Objectives, figures
 from slotwise.simulate.simulator import Server, Setup, SimulatedRequest, simulate
 from slotwise.simulate.traffic import traffic_of
 from slotwise.workload import forms
-from slotwise.workload.requests import Workload
+from slotwise.workload.requests import Workload, WorkRequest
 
 MOST = 1024  # replicas
 HOUR = 3600.0  # seconds
@@ -102,7 +102,8 @@ def resampled(workload: Workload, seed: int) -> Workload:
     length = max(1, isqrt(len(requests)))
     times = [one.arrives_at or 0.0 for one in requests]
     gaps = [0.0, *[after - before for before, after in pairwise(times)]]
-    drawn, now = [], 0.0
+    drawn: list[WorkRequest] = []
+    now = 0.0
     while len(drawn) < len(requests):
         first = forms.below(rng, len(requests) - length + 1)
         for index in range(first, min(first + length, first + len(requests) - len(drawn))):

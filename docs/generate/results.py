@@ -221,7 +221,8 @@ def step_times() -> str:
 def simulator() -> str:
     """Returns what was predicted and measured of each held-out window, with the spread of its repeats."""
     names = {"ttft_p50": "first token, p50, ms", "ttft_p99": "first token, p99, ms",
-             "itl_p50": "between tokens, p50, ms", "itl_p99": "between tokens, p99, ms", "output_throughput": "output tokens/s"}
+             "itl_p50": "between tokens, p50, ms", "itl_p99": "between tokens, p99, ms",
+             "output_throughput": "output tokens/s"}
     result = load("simulator-cpu")
     return table(("requests/s", "seed", "figure", "predicted>", "measured, median>", "error>", "spread of repeats>"), [
         (f"{window['rate']:g}", str(window["seed"]), names[name], *(

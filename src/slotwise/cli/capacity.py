@@ -157,4 +157,5 @@ def _candidates(setup: Setup, workload: Workload, target: Target) -> list[Candid
 def _fits(settings: dict[str, Any], setup: Setup) -> bool:
     """Whether a step has a token for each slot, and the cache a block."""
     slots: int = settings["max_num_seqs"]
-    return slots <= min(settings["max_num_batched_tokens"], setup.limits.num_blocks)
+    tokens: int = settings["max_num_batched_tokens"]
+    return slots <= min(tokens, setup.limits.num_blocks)

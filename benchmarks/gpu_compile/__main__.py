@@ -26,6 +26,7 @@ from benchmarks.gpu_compile.results import Kernel, faults, load, save
 from benchmarks.gpu_compile.table import TABLE, written
 
 ROOT = Path(__file__).parents[2]
+SAVED_AFTER = 20  # kernels compiled
 
 
 def main() -> int:
@@ -39,16 +40,22 @@ def main() -> int:
         if key not in known:
             missing.add(key)
         found[key] = known.get(key, kernel)
+        if key in missing and not len(missing) % SAVED_AFTER and not asked.check:
+            save((known | found).values(), _environment())  # what is cut short goes on from here
     others = {key: kernel for key, kernel in known.items() if kernel["capability"] not in asked.capabilities}
     print(f"{len(found)} kernels, {len(missing)} of them compiled now")
     if not asked.check:
-        import triton
-
-        save([*found.values(), *others.values()], {"triton": triton.__version__})
+        save([*found.values(), *others.values()], _environment())
         TABLE.write_text(written([*found.values(), *others.values()]))
     wrong = [fault for kernel in found.values() for fault in faults(kernel)]
     print("\n".join(wrong) or "all bounds hold")
     return int(bool(wrong))
+
+
+def _environment() -> dict[str, str]:
+    import triton
+
+    return {"triton": triton.__version__}
 
 
 def compiled(known: frozenset[str], capabilities: list[int], processes: int) -> Iterator[Kernel]:

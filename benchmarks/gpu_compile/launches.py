@@ -10,10 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from slotwise.kernels.cuda import attention, pointwise, rotary, sampling
+from slotwise.kernels.cuda import attention, codes, experts, masks, narrow, packed, pointwise, rotary, sampling
 from slotwise.kernels.cuda.cache import CudaCache
-from slotwise.kernels.cuda.configs import default_tuning
-from slotwise.kernels.interface import AttentionShape, QKNorm, RaggedBatch
+from slotwise.kernels.cuda.configs import FEW, codes_tile, default_tuning, experts_tile, narrow_tile
+from slotwise.kernels.interface import AttentionShape, QKNorm, RaggedBatch, Routing
+from slotwise.kernels.matrix import E4M3, Factors, Format
+from slotwise.model.quantization.bitsandbytes import NF4
+from slotwise.model.quantization.gguf_blocks import BLOCK_TYPES
 
 KINDS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256)
@@ -23,6 +26,15 @@ OPTIONS = {  # of attention: window, soft cap, sinks
 HIDDEN = (576, 4096)
 VOCABULARIES = (50_000, 151_936)
 FP8_SINCE = 89  # compute capability
+FEW_AND_MANY = FEW, 8 * FEW  # tokens, or pairs of an expert
+OUTPUTS, DEPTH = 4096, 14_336  # of products
+MIXTURE = Routing(8, 2, is_normalised=True), 512, 768  # hidden and intermediate size
+FORMATS = {name: kind.format for name, kind in BLOCK_TYPES.items()} | {
+    "GPTQ": Format(4, 128, torch.float16, zero=8), "GPTQ, 8 bits": Format(8, 128, torch.float16, zero=128),
+    "AWQ": Format(4, 128, torch.float32, has_minimums=True), "NF4": Format(4, 64, torch.float32, levels=NF4),
+    "FP8 of blocks": Format(8, 128, torch.float32, levels=E4M3), "FP8": Format(8, 0, torch.float32, levels=E4M3),
+    "int8": Format(8, 0, torch.float32, zero=128)}
+IN_ALL_TYPES = "GPTQ", "Q4_K"  # of other formats products in bfloat16 are compiled
 
 
 class Launch(NamedTuple):
@@ -42,6 +54,10 @@ def launches(capability: int) -> Iterator[Launch]:
                 yield _attention(kind, head_dim, options, capability)
             yield _rotary(kind, head_dim)
         yield from _others(kind)
+        yield from _experts(kind)
+        for name, form in FORMATS.items():
+            if kind == "bfloat16" or name in IN_ALL_TYPES:
+                yield from _products(kind, name, form, capability)
     if capability >= FP8_SINCE:
         for head_dim in (64, 128):
             yield _attention("bfloat16", head_dim, "plain", capability, cached=torch.float8_e4m3fn)
@@ -89,7 +105,7 @@ def _rotary(kind: str, head_dim: int, cached: torch.dtype | None = None) -> Laun
 
 
 def _others(kind: str) -> Iterator[Launch]:
-    """Norms, activations and sampling."""
+    """Norms, activations, masks and sampling."""
     for hidden in HIDDEN:
         def norms(hidden: int = hidden) -> None:
             x, weight = torch.zeros(TOKENS, hidden, dtype=KINDS[kind]), torch.ones(hidden, dtype=KINDS[kind])
@@ -102,6 +118,56 @@ def _others(kind: str) -> Iterator[Launch]:
     for vocabulary in VOCABULARIES:
         def draw(vocabulary: int = vocabulary) -> None:
             indices = torch.zeros(2, dtype=torch.int64)
-            sampling.sample(torch.zeros(2, vocabulary, dtype=KINDS[kind]), torch.zeros(2, 4), indices, indices)
+            logits = torch.zeros(2, vocabulary, dtype=KINDS[kind])
+            sampling.sample(logits, torch.zeros(2, 4), indices, indices)
+            masks.mask_rows(logits, indices, torch.zeros(2, -(-vocabulary // 32), dtype=torch.int32))
 
         yield Launch(f"vocabulary {vocabulary}", kind, draw)
+
+
+def _experts(kind: str) -> Iterator[Launch]:
+    routing, hidden, intermediate = MIXTURE
+    for of_one in FEW_AND_MANY:
+        tokens = of_one * routing.num_experts // routing.top_k
+
+        def work(tokens: int = tokens) -> None:
+            shapes = (routing.num_experts, 2 * intermediate, hidden), (routing.num_experts, hidden, intermediate)
+            stacked = experts.Stacked(*(torch.empty(shape, dtype=KINDS[kind]) for shape in shapes), None, None)
+            x, logits = (torch.empty(tokens, size, dtype=KINDS[kind]) for size in (hidden, routing.num_experts))
+            experts.mixture(x, logits, stacked, routing, lambda gate_up: pointwise.activated(gate_up, "silu"))
+
+        tile = experts_tile(of_one * routing.num_experts, routing.num_experts, KINDS[kind])
+        yield Launch(f"{of_one} tokens an expert", kind, work, {"multiply_experts": tile.programs})
+
+
+def _products(kind: str, name: str, form: Format, capability: int) -> Iterator[Launch]:
+    """With matrices whose codes are nowhere: only their shapes and types count."""
+    matrix = _packed(form)
+    for tokens in FEW_AND_MANY:
+        def work(tokens: int = tokens) -> None:
+            codes.multiply(torch.empty(tokens, DEPTH, dtype=KINDS[kind]), matrix, None)
+            if tokens == FEW:
+                codes.rows_of(matrix, torch.zeros(tokens, dtype=torch.int64), KINDS[kind], 1.0)
+
+        claims = {"multiply_codes": codes_tile(tokens, KINDS[kind]).programs}
+        yield Launch(f"{tokens} tokens, {name}", kind, work, claims)
+        if narrow.is_narrow(form, capability):
+            storage = torch.float8_e4m3fn if form.are_floats else torch.int8
+            narrowed = narrow.NarrowMatrix(
+                torch.empty(OUTPUTS, DEPTH, dtype=storage), torch.empty(OUTPUTS), DEPTH)
+
+            def narrowly(tokens: int = tokens, narrowed: narrow.NarrowMatrix = narrowed) -> None:
+                narrow.multiply(torch.empty(tokens, DEPTH, dtype=KINDS[kind]), narrowed, None)
+
+            yield Launch(f"{tokens} tokens, {name} x {name}", kind, narrowly,
+                         {"multiply_narrow": narrow_tile(tokens).programs})
+
+
+def _packed(form: Format) -> packed.PackedMatrix:
+    groups = DEPTH // form.group if form.group else 1
+    units = torch.empty(OUTPUTS, groups // form.groups_per_unit).half() if form.groups_per_unit else None
+    factors = Factors(torch.empty(OUTPUTS, groups, dtype=form.scale), units)
+    levels = torch.empty(len(form.levels)) if form.levels and not form.are_floats else None
+    codes_ = torch.empty(OUTPUTS, packed.row_bytes(form, DEPTH), dtype=torch.uint8)
+    return packed.PackedMatrix(
+        form, OUTPUTS, DEPTH, codes_, factors, factors if form.has_minimums else None, levels, None, None)

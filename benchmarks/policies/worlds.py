@@ -26,7 +26,8 @@ from slotwise.core.slo import SLO, Tier
 from slotwise.core.step_time import Work
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import Add
-from slotwise.simulate.simulator import simulate
+from slotwise.simulate.pace import CostPace
+from slotwise.simulate.simulator import Server, Setup, simulate
 from slotwise.workload.requests import Workload, WorkRequest
 
 from .whole import post
@@ -88,7 +89,9 @@ def simulated(asks: Sequence[Ask], setting: Setting, seed: int) -> list[Outcome]
         params = SamplingParams(max_tokens=ask.max_tokens or longest, ignore_eos=True)
         slo = _of_tier(ask.slo, setting)
         arrivals.append((ask.at, Add(str(number), [5] * ask.num_prompt, params, number, ask.num_output, slo=slo)))
-    lives = simulate(arrivals, config.scheduling(), limits, cost_of(seed))
+    unbounded = (len(asks) + 1, 1 << 40)
+    setup = Setup(limits, config.scheduling(), CostPace(cost_of(seed)), max_queued=unbounded, learns=True)
+    lives = simulate(arrivals, [Server(setup)])
     return [
         Outcome(number, REJECTED if (life := lives[str(number)]).reason == "shed" else COMPLETED, ask.at, ask.at,
                 tuple(life.token_times), life.ended, ask.num_prompt, len(life.token_times), life.reason)

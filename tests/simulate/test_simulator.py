@@ -12,7 +12,8 @@ from slotwise.core.step_time import Work
 from slotwise.engine.messages import Add
 from slotwise.engine.scheduling import Scheduling
 from slotwise.policies.settings import Ordering
-from slotwise.simulate.simulator import NoEnd, simulate
+from slotwise.simulate.pace import CostPace
+from slotwise.simulate.simulator import NoEnd, Server, Setup, SimulatedRequest, simulate
 
 LIMITS = SchedulerLimits(max_model_len=64, num_blocks=64, block_size=4, max_num_seqs=1, max_num_batched_tokens=64)
 
@@ -30,8 +31,12 @@ def scheduling(kind: str = "fcfs", **settings: object) -> Scheduling:
     return Scheduling(Batching(), 1, 64, Ordering(kind, **settings))
 
 
+def run(asks: list[tuple[float, Add]], settings: Scheduling, max_steps: int = 100_000) -> dict[str, SimulatedRequest]:
+    return simulate(asks, [Server(Setup(LIMITS, settings, CostPace(cost), learns=True))], max_steps)
+
+
 def test_every_token_comes_when_its_step_has_ended():
-    lives = simulate([ask("a", 1.0, 10, 3), ask("b", 1.005, 4, 1)], scheduling(), LIMITS, cost)
+    lives = run([ask("a", 1.0, 10, 3), ask("b", 1.005, 4, 1)], scheduling())
     assert lives["a"].token_times == pytest.approx([1.020, 1.031, 1.042])
     assert lives["a"].ended == pytest.approx(1.042) and lives["a"].reason == "stop"
     assert lives["b"].token_times == pytest.approx([1.042 + 0.014])
@@ -39,28 +44,28 @@ def test_every_token_comes_when_its_step_has_ended():
 
 def test_the_policy_decides_who_is_first():
     asks = [ask("long", 0.0, 4, 20), ask("later", 0.01, 4, 20, SLO(priority=5)), ask("urgent", 0.02, 4, 2)]
-    lives = simulate(asks, scheduling("priority", preemption_gap=10), LIMITS, cost)
+    lives = run(asks, scheduling("priority", preemption_gap=10))
     assert lives["long"].ended < lives["urgent"].ended < lives["later"].token_times[0]
 
 
 def test_who_is_shed_has_no_tokens():
     asks = [ask("long", 0.0, 4, 40), ask("late", 0.01, 4, 2, SLO(ttft=0.1))]
-    lives = simulate(asks, scheduling("deadline", shed_late=True), LIMITS, cost)
+    lives = run(asks, scheduling("deadline", shed_late=True))
     assert lives["late"].reason == "shed" and lives["late"].token_times == []
 
 
 def test_the_same_asks_give_the_same_times():
     asks = [ask(f"r{number}", number / 100, 3 + number % 7, 1 + number % 5) for number in range(40)]
-    assert simulate(asks, scheduling("fair"), LIMITS, cost) == simulate(asks, scheduling("fair"), LIMITS, cost)
+    assert run(asks, scheduling("fair")) == run(asks, scheduling("fair"))
 
 
 def test_a_chunk_of_a_prompt_whose_log_probabilities_are_wanted_yields_no_token():
     params = SamplingParams(max_tokens=3, ignore_eos=True, prompt_logprobs=0)
     few = Scheduling(Batching(), 1, 4)
-    lives = simulate([(0.0, Add("a", [5] * 10, params, 0))], few, LIMITS, cost)
+    lives = run([(0.0, Add("a", [5] * 10, params, 0))], few)
     assert len(lives["a"].token_times) == 3 and lives["a"].token_times[0] == pytest.approx(3 * 0.010 + 0.010)
 
 
 def test_a_simulation_is_bounded():
     with pytest.raises(NoEnd, match="after 5 steps"):
-        simulate([ask("a", 0.0, 4, 20)], scheduling(), LIMITS, cost, max_steps=5)
+        run([ask("a", 0.0, 4, 20)], scheduling(), max_steps=5)

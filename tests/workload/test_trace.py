@@ -86,3 +86,12 @@ def test_a_line_without_end_is_refused_at_its_bound(tmp_path: Path, before: str,
 def test_scales_out_of_range_are_refused(path: Path, scaling: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="must be between"):
         read_trace(path, **scaling)
+
+
+def test_the_columns_of_azures_traces_are_read(tmp_path: Path):
+    path = tmp_path / "azure.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n"
+                    "2023-11-16 18:15:50.9951690,396,109\n2024-05-10 00:00:00.009930+00:00,879,55\n")
+    trace = read_trace(path)
+    assert trace.lengths == ((374, 44), (396, 109), (879, 55))
+    assert trace.times[:2] == (0.0, pytest.approx(4.314579, abs=1e-6))

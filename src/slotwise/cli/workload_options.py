@@ -39,7 +39,7 @@ def add_workload_options(command: argparse.ArgumentParser, defaults: Defaults = 
     group = command.add_argument_group("workload")
     group.add_argument("--workload", type=input_file, metavar="FILE", help="repeat one that was saved")
     group.add_argument("--trace", type=input_file, metavar="CSV", help="replay recorded requests: a "
-                       "file with the columns arrived_at, num_prefill_tokens, num_decode_tokens")
+                       "file with the columns arrived_at, num_prefill_tokens, num_decode_tokens, or Azure's")
     group.add_argument("--num-prompts", type=Number(whole(1, MAX_REQUESTS)), metavar="N",
                        help=f"requests (default: {defaults.num_prompts})")
     group.add_argument("--input-lengths", metavar="LENGTHS", help="tokens of the prompts: one of "

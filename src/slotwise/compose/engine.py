@@ -27,7 +27,7 @@ from slotwise.kernels.cpu.jit import workers
 from slotwise.kernels.cpu.memory import LARGE
 from slotwise.kernels.cpu.openmp import roam
 from slotwise.kernels.interface import Kernels
-from slotwise.kernels.select import choose, draw_for, launcher_of, resolve
+from slotwise.kernels.select import choose, draw_for, launcher_of, mask_for, resolve
 from slotwise.model.config import ModelConfig
 from slotwise.model.decoder import Decoder
 from slotwise.model.fingerprint import fingerprint
@@ -258,7 +258,7 @@ def _runner(decoder: Decoder, draft: Decoder | None, limits: SchedulerLimits, ma
     slots = SlotTable(num_slots, limits.max_model_len, limits.block_size, null_block, kernels.device)
     sampler: Sampling = (
         Sampler(num_slots, vocab_size, launcher_of(kernels), masks) if kernels.name == "cpu"
-        else DeviceSampler(slots, vocab_size, draw_for(kernels), kernels.device, masks))
+        else DeviceSampler(slots, vocab_size, draw_for(kernels), kernels.device, masks, mask_for(kernels)))
     pieces = [piece for cache in (*caches, *draft_caches) for piece in kernels.cache_pieces(cache)]
     draft_model = None if draft is None else DraftModel(
         draft, draft_caches, slots, sampler, vocab_size,

@@ -16,6 +16,9 @@ from torch import Tensor
 Draw = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """`draw(logits, controls, seeds, indices)`, as below."""
 
+Mask = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""`mask(logits, rows, bits)`, as `allowed_only`; `logits` may be overwritten."""
+
 FAILED = -1  # in place of a token, in a row without a sound distribution
 LOG2_E = math.log2(math.e)
 _LOW = 0xFFFFFFFF
@@ -71,3 +74,15 @@ def uniform(seeds: Tensor, indices: Tensor) -> Tensor:
         key_low, key_high = (key_low + 0x9E3779B9) & _LOW, (key_high + 0xBB67AE85) & _LOW
     bits = ((b << 21) | (a >> 11)) & ((1 << 53) - 1)
     return bits.double() * 2.0**-53
+
+
+def allowed_only(logits: Tensor, rows: Tensor, bits: Tensor) -> Tensor:
+    """A copy of `logits [all rows, vocab]`, with minus infinity for the tokens that masks do not allow.
+
+    Args:
+        rows: `[rows]` int64, those that have a mask.
+        bits: `[rows, words]` int32: bit i of word i // 32 allows token i.
+    """
+    places = torch.arange(32, dtype=torch.int32, device=bits.device)
+    allowed = ((bits[:, :, None] >> places) & 1).view(len(bits), -1)[:, : logits.shape[1]].bool()
+    return logits.index_copy(0, rows, logits.index_select(0, rows).masked_fill(~allowed, -torch.inf))

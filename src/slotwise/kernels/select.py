@@ -69,6 +69,15 @@ def draw_for(kernels: Kernels) -> sampling.Draw:
     return sampling.draw
 
 
+def mask_for(kernels: Kernels) -> sampling.Mask:
+    """The function that applies grammars' masks to logits of the same kernels."""
+    if kernels.name == "cuda":
+        from slotwise.kernels.cuda.masks import mask_rows
+
+        return mask_rows
+    return sampling.allowed_only
+
+
 def launcher_of(kernels: Kernels) -> KernelLauncher:
     """The launcher of the CPU's kernels, wrapped or not, for other work on the same threads."""
     return cast("KernelLauncher", cast(Any, kernels).launcher)

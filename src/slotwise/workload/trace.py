@@ -1,10 +1,15 @@
-"""Recorded traffic: a CSV with the columns arrived_at (seconds), num_prefill_tokens and num_decode_tokens."""
+"""Recorded traffic: a CSV with a column each for times, prompt tokens and output tokens.
+
+Two headers are known: arrived_at (seconds), num_prefill_tokens, num_decode_tokens; and that of the Azure LLM inference
+traces, TIMESTAMP (date and time), ContextTokens, GeneratedTokens.
+"""
 
 from __future__ import annotations
 
 import csv
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from itertools import islice
 from math import isfinite
 from pathlib import Path
@@ -17,6 +22,8 @@ from slotwise.workload.prefixes import Prefixes
 from slotwise.workload.requests import MAX_REQUESTS, NO_PREFIX, Workload, requests_of
 
 COLUMNS = ("arrived_at", "num_prefill_tokens", "num_decode_tokens")
+AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+SECOND = 19  # characters of a date and time to the second
 MAX_LINE = 65_536  # characters
 
 
@@ -86,7 +93,7 @@ def _rows(file: TextIO, path: Path) -> Iterator[tuple[float, int, int]]:
         number += 1
         while (row := _row(file)) is not None:
             arrived_at, prompt, output = (row[place] for place in places)
-            checked = _checked(float(arrived_at), int(prompt), int(output), last)
+            checked = _checked(_seconds(arrived_at), int(prompt), int(output), last)
             yield checked
             last = checked[0]
             number += 1
@@ -105,9 +112,20 @@ def _row(file: TextIO) -> list[str] | None:
 def _places(header: list[str]) -> list[int]:
     """Returns the place of each column."""
     names = [name.strip() for name in header]
+    if set(AZURE) <= set(names):
+        return [names.index(name) for name in AZURE]
     if missing := [name for name in COLUMNS if name not in names]:
         raise ValueError(f"the line must name the columns {', '.join(COLUMNS)}; {', '.join(missing)} is missing")
     return [names.index(name) for name in COLUMNS]
+
+
+def _seconds(text: str) -> float:
+    """Returns the seconds of a number, or of a date and time; raises ValueError for any other text."""
+    if ":" not in text:
+        return float(text)
+    moment = text.strip().replace("T", " ")
+    whole = datetime.fromisoformat(moment[:SECOND]).replace(tzinfo=UTC)
+    return whole.timestamp() + float(f"0{moment[SECOND:].partition('+')[0]}")
 
 
 def _checked(arrived_at: float, prompt: int, output: int, last: float) -> tuple[float, int, int]:

@@ -13,10 +13,10 @@ from slotwise import grammars
 from slotwise.core.grammar import LARK, REGEX, Grammar
 from slotwise.core.params import SamplingParams
 from slotwise.core.step import NewRequest, RowKind, StepPlan
-from slotwise.kernels.sampling import FAILED, draw
+from slotwise.kernels.sampling import FAILED, allowed_only, draw
 from slotwise.runner.input_batch import SlotTable
 from slotwise.runner.sampling.cpu import Sampler
-from slotwise.runner.sampling.gpu import DeviceSampler, allowed_only
+from slotwise.runner.sampling.gpu import DeviceSampler
 from slotwise.runner.sampling.grammars import Grammars
 from slotwise.runner.sampling.masks import Masks, Selected
 

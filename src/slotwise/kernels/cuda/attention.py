@@ -7,20 +7,17 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from slotwise.kernels.cuda import decode, prefill
 from slotwise.kernels.cuda.cache import CudaCache
 from slotwise.kernels.cuda.configs import Tuning
-from slotwise.kernels.cuda.tile import INTERPRETED
+from slotwise.kernels.cuda.tile import OPERANDS
 from slotwise.kernels.interface import AttentionShape, RaggedBatch
 
 LOG2_E = math.log2(math.e)
 SHORT = 1  # most new tokens of a decode row; each further one takes as much memory for segments again
 SMALLEST_TILE = 16  # rows of the smallest `tl.dot`
-
-_OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 def attend(
@@ -88,11 +85,9 @@ def _attend_short(
 def _geometry(query: Tensor, cache: CudaCache, layer: _Layer) -> dict[str, Any]:
     """The compile-time constants of a layer's kernels."""
     shape = layer.shape
-    # The interpreter multiplies the bits of bfloat16 instead of its values.
-    operand = tl.float32 if INTERPRETED else _OPERANDS[query.dtype]
     return {
         "SHORT": SHORT, "KV_HEADS": shape.num_kv_heads, "GROUP": shape.num_heads // shape.num_kv_heads,
         "HEAD_DIM": shape.head_dim, "BLOCK_D": max(SMALLEST_TILE, triton.next_power_of_2(shape.head_dim)),
-        "BLOCK_SIZE": cache.block_size, "WINDOW": shape.window, "OPERAND": operand,
+        "BLOCK_SIZE": cache.block_size, "WINDOW": shape.window, "OPERAND": OPERANDS[query.dtype],
         "SOFT_CAP": shape.soft_cap * LOG2_E, "SINKS": layer.sinks is not None,
     }

@@ -42,6 +42,18 @@ class DecodeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ProductConfig:
+    """Tiles of products: tokens by outputs, and so many inputs at a time."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    programs: int = 1  # that a multiprocessor runs at once, at least
+
+
+@dataclass(frozen=True, slots=True)
 class Tuning:
     """The launch parameters for heads of one size and type."""
 
@@ -104,3 +116,27 @@ def _prefill(head_dim: int, capability: int) -> PrefillConfig:
     if capability >= HOPPER:
         return PrefillConfig(128, 64 if 32 < head_dim <= 64 else 32, 8, 3)
     return PrefillConfig(128 if 32 < head_dim <= 64 else 64, 32, 8, 3)
+
+
+FEW = 16  # tokens of the smallest tile of a product
+_DECODE = ProductConfig(FEW, 64, 64, 4, 4, 2)
+_PREFILL = ProductConfig(128, 128, 64, 8, 3)
+_FLOAT32 = ProductConfig(FEW, 32, 32, 4, 2), ProductConfig(64, 64, 32, 8, 2)
+_CODES = ProductConfig(FEW, 32, 0, 4, 4, 2), ProductConfig(128, 64, 0, 8, 3)
+_CODES_FLOAT32 = ProductConfig(FEW, 32, 0, 4, 2), ProductConfig(32, 32, 0, 8, 2)
+_NARROW = ProductConfig(FEW, 64, 128, 4, 4, 2), ProductConfig(128, 128, 128, 8, 3)
+
+
+def codes_tile(tokens: int, kind: torch.dtype) -> ProductConfig:
+    """Of `codes.py`, whose inputs at a time are a chunk of the format."""
+    return (_CODES_FLOAT32 if kind == torch.float32 else _CODES)[tokens > FEW]
+
+
+def narrow_tile(tokens: int) -> ProductConfig:
+    """Of `narrow.py`."""
+    return _NARROW[tokens > FEW]
+
+
+def experts_tile(pairs: int, experts: int, kind: torch.dtype) -> ProductConfig:
+    """Of `experts.py`: by how many pairs an expert has on average."""
+    return (_FLOAT32 if kind == torch.float32 else (_DECODE, _PREFILL))[pairs > 2 * FEW * experts]

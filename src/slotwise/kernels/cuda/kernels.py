@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slotwise.kernels.cuda import attention, configs, graphs, pointwise
+from slotwise.kernels.cuda import attention, codes, configs, experts, graphs, narrow, packed, pointwise
 from slotwise.kernels.cuda.cache import CudaCache, bytes_per_block
 from slotwise.kernels.cuda.rotary import rotary_store
 from slotwise.kernels.cuda.tile import INTERPRETED
@@ -23,16 +24,16 @@ from slotwise.kernels.interface import (
     QKNorm,
     RaggedBatch,
     Routing,
+    activated,
     as_bytes,
     cache_kind,
     in_two_steps,
 )
-from slotwise.kernels.matrix import Format, QuantisedMatrix, Weight
+from slotwise.kernels.matrix import Format, QuantisedMatrix, StackedMatrix, Weight
 
 _DENSE_RATES = {8: 2.5e14, 9: 8e14, 10: 1.8e15}  # 16-bit operations a second, by major compute capability
 FP8_SINCE = 8, 9  # compute capability with conversions to fp8 and back
 _FLOAT32_SHARE = 1 / 16  # of that rate, without tensor cores
-REFUSAL = "quantised checkpoints are not supported on device cuda: choose device cpu"
 
 
 class CudaKernels:
@@ -40,8 +41,8 @@ class CudaKernels:
 
     name = "cuda"
     kinds: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
-    mixture_refusal = "mixtures of experts are not supported on device cuda: choose device cpu"
-    records_drafts = False  # which attention kernels are launched depends on the longest row
+    mixture_refusal = ""
+    records_drafts = True  # attention reads from memory which tokens are a row's
 
     def __init__(self, device: str = "cuda", kv_cache_dtype: str = "auto") -> None:
         """`device` is a CUDA device, or "cpu" under Triton's interpreter.
@@ -62,12 +63,13 @@ class CudaKernels:
         major, minor = torch.cuda.get_device_capability(self.device) if on_gpu else (8, 0)
         self._capability = 10 * major + minor
         self._graphs = graphs.Graphs(self.device) if on_gpu else None
+        self._packed: weakref.WeakKeyDictionary[QuantisedMatrix, packed.PackedMatrix] = weakref.WeakKeyDictionary()
 
     def warm_up(self, kind: torch.dtype) -> None:
         """Nothing: kernels are compiled, or read from Triton's cache on disk, at the first use of a layer's shape."""
 
     def product_path(self, kind: torch.dtype) -> str:
-        """Always cuBLAS."""
+        """Always cuBLAS, of weights that are not quantised."""
         return "cublas"
 
     def batch_dependence(self, kind: torch.dtype) -> str:
@@ -98,18 +100,49 @@ class CudaKernels:
         return (as_bytes(cache.storage),)
 
     def format_refusal(self, format: Format, kind: torch.dtype) -> str:
-        """All: there are no kernels yet that unpack codes."""
-        return REFUSAL
+        """Those whose groups are cut by every chunk that tensor cores multiply."""
+        if packed.chunk_of(format):
+            return ""
+        return (f"groups of {format.group} inputs are not supported on device cuda, only multiples of "
+                f"{packed.SMALLEST_CHUNK}")
 
     def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
-        """`weight [out, in]` as a product over the last dimension, by cuBLAS.
+        """A product over the last dimension: by cuBLAS, or by `codes.py` or `narrow.py` with what is quantised.
 
         Raises:
-            ValueError: the weight is quantised.
+            ValueError: a format that is refused.
         """
-        if not isinstance(weight, Tensor):
-            raise ValueError(REFUSAL)
-        return lambda x: F.linear(x, weight, bias)
+        if isinstance(weight, QuantisedMatrix) and narrow.is_narrow(weight.format, self._capability):
+            narrowed = narrow.pack(weight, self.device)
+            return lambda x: narrow.multiply(x, narrowed, bias)
+        return self._exact(weight, bias, self.linear)
+
+    def _exact(
+        self, weight: Weight, bias: Tensor | None, multiply: Callable[[Weight, Tensor | None], Linear],
+    ) -> Linear:
+        """A product with tokens as they are; `multiply` makes those of several formats, side by side."""
+        if isinstance(weight, Tensor):
+            return lambda x: F.linear(x, weight, bias)
+        if isinstance(weight, QuantisedMatrix):
+            matrix = self._pack(weight)
+            return lambda x: codes.multiply(x, matrix, bias)
+        sizes = [part.outputs for part in weight.parts]
+        biases = [None] * len(sizes) if bias is None else bias.split(sizes)
+        products = [multiply(part, own) for part, own in zip(weight.parts, biases, strict=True)]
+        return lambda x: torch.cat([product(x) for product in products], dim=1)
+
+    def _pack(self, matrix: QuantisedMatrix) -> packed.PackedMatrix:
+        """The matrix on the device, once for its table and its head.
+
+        Raises:
+            ValueError: a format that is refused.
+        """
+        found = self._packed.get(matrix)
+        if found is None:
+            if why := self.format_refusal(matrix.format, torch.bfloat16):
+                raise ValueError(why)
+            found = self._packed[matrix] = packed.pack(matrix, self.device)
+        return found
 
     def gated(self, weight: Weight, bias: Tensor | None = None, activation: Activation = "silu") -> Linear:
         """A product, then its activation."""
@@ -122,28 +155,34 @@ class CudaKernels:
     def experts(
         self, weights: Iterable[ExpertWeights], routing: Routing, activation: Activation | ClampedSwiGLU,
     ) -> Mixture:
-        """Refused: there is no grouped product for GPUs."""
-        raise ValueError(self.mixture_refusal)
+        """Products of all experts in one launch each (`experts.py`)."""
+        stacked, activate = experts.stack(weights, routing.num_experts, self.device), activated(self, activation)
+        return lambda x, logits: experts.mixture(x, logits, stacked, routing, activate)
 
     def head(self, weight: Weight) -> Linear:
-        """A product like any other."""
-        return self.linear(weight)
+        """A product whose tokens are never quantised; a table of the same matrix shares its memory."""
+        return self._exact(weight, None, lambda part, _: self.head(part))
 
     def embedding(self, table: QuantisedMatrix, kind: torch.dtype, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
-        """Refused.  Raises: ValueError."""
-        raise ValueError(REFUSAL)
+        """Rows of a packed table, dequantised as they are read."""
+        matrix = self._pack(table)
+        return lambda token_ids: codes.rows_of(matrix, token_ids, kind, scale)
 
     def linear_bytes(self, weight: Weight) -> int:
-        """Bytes of the unpacked weight.
+        """Bytes of a weight as `linear` packs it."""
+        if isinstance(weight, QuantisedMatrix) and narrow.is_narrow(weight.format, self._capability):
+            return narrow.narrow_bytes(weight.outputs, weight.depth)
+        if isinstance(weight, StackedMatrix):
+            return sum(map(self.linear_bytes, weight.parts))
+        return self.head_bytes(weight)
 
-        Raises:
-            ValueError: the weight is quantised.
-        """
-        if not isinstance(weight, Tensor):
-            raise ValueError(REFUSAL)
-        return weight.numel() * weight.itemsize
-
-    head_bytes = linear_bytes
+    def head_bytes(self, weight: Weight) -> int:
+        """Bytes of a weight as `head` packs it."""
+        if isinstance(weight, Tensor):
+            return weight.numel() * weight.itemsize
+        if isinstance(weight, StackedMatrix):
+            return sum(map(self.head_bytes, weight.parts))
+        return packed.packed_bytes(weight.format, weight.outputs, weight.depth)
 
     def library_bytes(self, kind: torch.dtype) -> int:
         """None is known."""

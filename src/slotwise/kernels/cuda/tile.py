@@ -11,6 +11,7 @@ the tile's queries may not see: an unused or freed block may hold anything, NaN 
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -142,3 +143,8 @@ def attend(
 
 INTERPRETED = not isinstance(attend, triton.JITFunction)
 """Whether these kernels were defined under Triton's interpreter, and run on the CPU."""
+
+# The interpreter multiplies the bits of bfloat16 instead of its values.
+OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.float32 if INTERPRETED else tl.bfloat16,
+            torch.float16: tl.float32 if INTERPRETED else tl.float16}
+"""What tensor cores multiply, by the type of tensors."""

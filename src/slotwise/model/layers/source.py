@@ -33,7 +33,7 @@ class Source:
     def tensor(self, shapes: Shapes) -> Tensor:
         """Plain numbers of `dtype`, of one name or of several stacked along their first dimension."""
         found = self.weight(shapes)
-        return found if isinstance(found, Tensor) else found.dequantised().to(self.dtype)
+        return found if isinstance(found, Tensor) else found.dequantised().to(self.kernels.device, self.dtype)
 
 
 class _Sizes(ReferenceKernels):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from slotwise.core.step import NewRequest
-from slotwise.kernels.sampling import Draw
+from slotwise.kernels.sampling import Draw, Mask, allowed_only
 from slotwise.runner.input_batch import SlotTable
 from slotwise.runner.sampling.logits import DeviceEdits
 from slotwise.runner.sampling.masks import Masks
@@ -46,13 +46,14 @@ class DeviceSampler:
         draw: see `kernels.sampling`.
         device: of the logits.
         masks: of the requests with a grammar.
+        mask: applies them, see `kernels.sampling`.
     """
 
     def __init__(self, slots: SlotTable, vocab_size: int, draw: Draw, device: torch.device,
-                 masks: Masks | None = None) -> None:
+                 masks: Masks | None = None, mask: Mask = allowed_only) -> None:
         self._slots = slots
         self._masks = masks
-        self._draw = draw
+        self._draw, self._mask = draw, mask
         self._params = SlotParams(slots.num_slots, vocab_size)
         self._edits: dict[int, DeviceEdits] = {}  # by slot, of requests that have any
         self._send = sender(device)
@@ -89,7 +90,7 @@ class DeviceSampler:
         masked = self._masks.select(slots, positions) if self._masks is not None else None
         if masked is not None:
             (rows,), (bits,) = self._send([masked.rows], ()), self._send((), [masked.bits])
-            logits = allowed_only(logits, rows, bits)
+            logits = self._mask(logits, rows, bits)
         column = self._draw(logits, controls.view(torch.float32), seeds, indices)
         return _Drawn(column, to_host(column), self._described(logits, requests, column))
 
@@ -119,18 +120,6 @@ class DeviceSampler:
         """Log-probabilities of given tokens, as `params.Sampling` says; those of unsound rows are NaN."""
         rows = range(len(logits))
         return logprobs_of(rows, [min(num_top, logits.shape[1])] * len(rows), logits, tokens)
-
-
-def allowed_only(logits: Tensor, rows: Tensor, bits: Tensor) -> Tensor:
-    """A copy of `logits [all rows, vocab]`, with minus infinity for the tokens that masks do not allow.
-
-    Args:
-        rows: `[rows]` int64, those that have a mask.
-        bits: `[rows, words]` int32: bit i of word i // 32 allows token i.
-    """
-    places = torch.arange(32, dtype=torch.int32, device=bits.device)
-    allowed = ((bits[:, :, None] >> places) & 1).view(len(bits), -1)[:, : logits.shape[1]].bool()
-    return logits.index_copy(0, rows, logits.index_select(0, rows).masked_fill(~allowed, -torch.inf))
 
 
 def logprobs_of(rows: Sequence[int], wanted: Sequence[int], logits: Tensor, tokens: Tensor) -> Logprobs:

@@ -1,0 +1,158 @@
+"""Products of numbers of 16 bits with quantised matrices, and rows of quantised tables (W4A16, W8A16).
+
+A program multiplies a tile of tokens with a tile of outputs.  Codes go from memory to registers, become numbers of the
+tokens' type there, and are multiplied by tensor cores: a step reads as many bytes as the packed matrix has (as Marlin
+does, Frantar et al., 2024, for one of these formats).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slotwise.kernels.cuda.configs import ProductConfig, codes_tile
+from slotwise.kernels.cuda.jit import jit, jit_varying
+from slotwise.kernels.cuda.packed import NIBBLE, PackedMatrix
+from slotwise.kernels.cuda.tile import OPERANDS
+from slotwise.kernels.matrix import Factors
+
+COLUMNS = 256  # of a table's row that a program reads
+_NUMBERS, _TABLE, _FLOATS = (tl.constexpr(which) for which in range(3))  # what a code stands for
+
+
+def multiply(x: Tensor, matrix: PackedMatrix, bias: Tensor | None) -> Tensor:
+    """`x [tokens, depth] @ matrix.T + bias`: `[tokens, outputs]` of x's type."""
+    x = x.contiguous() if matrix.inputs is None else x.index_select(1, matrix.inputs)
+    tokens = len(x)
+    out = x.new_empty(tokens, matrix.outputs)
+    if not tokens:
+        return out
+    tile: ProductConfig = codes_tile(tokens, x.dtype)
+    grid = (triton.cdiv(tokens, tile.block_m), triton.cdiv(matrix.outputs, tile.block_n))
+    _multiply_codes[grid](
+        out, x, matrix.codes, *_factors(matrix), x if bias is None else bias, tokens, **_constants(matrix),
+        BIAS=bias is not None, OPERAND=OPERANDS[x.dtype], BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        num_warps=tile.num_warps, num_stages=tile.num_stages)
+    return out
+
+
+def rows_of(matrix: PackedMatrix, token_ids: Tensor, kind: torch.dtype, scale: float) -> Tensor:
+    """Rows of a table by `token_ids [tokens]` int64, times `scale`, rounded to `kind`: `[tokens, depth]`."""
+    out = torch.empty(len(token_ids), matrix.depth, dtype=kind, device=token_ids.device)
+    if len(token_ids):
+        order = matrix.codes if matrix.order is None else matrix.order
+        _look_up[len(token_ids), triton.cdiv(matrix.depth, COLUMNS)](
+            out, token_ids, matrix.codes, *_factors(matrix), order, scale, **_constants(matrix),
+            ORDERED=matrix.order is not None, BLOCK=COLUMNS, num_warps=4)
+    return out
+
+
+def _factors(matrix: PackedMatrix) -> tuple[Tensor, ...]:
+    """Scales and minimums with their units, and levels; in place of what a format has not, the codes."""
+    nothing = matrix.codes
+    minimums = matrix.minimums or Factors(nothing)
+    return (matrix.scales.values, nothing if matrix.scales.units is None else matrix.scales.units, minimums.values,
+            nothing if minimums.units is None else minimums.units,
+            nothing if matrix.levels is None else matrix.levels)
+
+
+def _constants(matrix: PackedMatrix) -> dict[str, Any]:
+    kind, groups, units = matrix.format, matrix.scales.values.shape[1], matrix.scales.units
+    return {
+        "OUTPUTS": matrix.outputs, "DEPTH": matrix.depth, "ROW_BYTES": matrix.codes.shape[1], "GROUPS": groups,
+        "GROUP": kind.group or 1 << 30, "PER_UNIT": 0 if units is None else groups // units.shape[1],
+        "ZERO": kind.zero, "NIBBLES": kind.bits <= NIBBLE, "MINIMUMS": kind.has_minimums,
+        "LEVELS": (_FLOATS if kind.are_floats else _TABLE if kind.levels else _NUMBERS).value, "CHUNK": matrix.chunk}
+
+
+@jit_varying("tokens")
+def _multiply_codes(
+    out: tl.tensor, x: tl.tensor, codes: tl.tensor, scales: tl.tensor, scale_units: tl.tensor, minimums: tl.tensor,
+    minimum_units: tl.tensor, levels: tl.tensor, bias: tl.tensor, tokens: tl.tensor, OUTPUTS: tl.constexpr,
+    DEPTH: tl.constexpr, ROW_BYTES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, PER_UNIT: tl.constexpr,
+    ZERO: tl.constexpr, NIBBLES: tl.constexpr, MINIMUMS: tl.constexpr, LEVELS: tl.constexpr, BIAS: tl.constexpr,
+    OPERAND: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+) -> None:
+    """One tile of tokens and outputs, CHUNK bytes of each output at a time."""
+    token = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    output = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    present, there, place = token < tokens, output < OUTPUTS, tl.arange(0, CHUNK)
+    total = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
+    for byte in range(0, ROW_BYTES, CHUNK):
+        pointers = codes + output[None, :] * ROW_BYTES + (byte + place)[:, None]
+        packed = tl.load(pointers, there[None, :], 0).to(tl.int32)
+        for half in tl.static_range(2 if NIBBLES else 1):
+            first = byte * 2 + half * CHUNK if NIBBLES else byte
+            code = (packed >> half * 4) & 15 if NIBBLES else packed
+            at = tl.minimum(first // GROUP, GROUPS - 1)
+            scale = _factor(scales, scale_units, output, at, there, GROUPS, PER_UNIT)
+            minimum = _factor(minimums, minimum_units, output, at, there, GROUPS, PER_UNIT) if MINIMUMS else scale
+            weight = _number(code, scale[None, :], minimum[None, :], levels, ZERO, MINIMUMS, LEVELS)
+            column = first + place
+            inside = present[:, None] & (column < DEPTH)[None, :]
+            numbers = tl.load(x + token[:, None] * DEPTH + column[None, :], inside, 0.0).to(OPERAND)
+            total = tl.dot(numbers, weight.to(OPERAND), total, input_precision="ieee")
+    if BIAS:
+        total += tl.load(bias + output, there, 0.0).to(tl.float32)[None, :]
+    inside = present[:, None] & there[None, :]
+    tl.store(out + token[:, None] * OUTPUTS + output[None, :], total.to(out.dtype.element_ty), inside)
+
+
+@jit
+def _look_up(
+    out: tl.tensor, token_ids: tl.tensor, codes: tl.tensor, scales: tl.tensor, scale_units: tl.tensor,
+    minimums: tl.tensor, minimum_units: tl.tensor, levels: tl.tensor, order: tl.tensor, by: tl.tensor,
+    OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, ROW_BYTES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+    PER_UNIT: tl.constexpr, ZERO: tl.constexpr, NIBBLES: tl.constexpr, MINIMUMS: tl.constexpr, LEVELS: tl.constexpr,
+    CHUNK: tl.constexpr, ORDERED: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:
+    """BLOCK columns of one token's row; an id outside of the table reads its nearest row."""
+    token = tl.program_id(0).to(tl.int64)
+    row = tl.minimum(tl.maximum(tl.load(token_ids + token).to(tl.int64), 0), OUTPUTS - 1)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < DEPTH
+    place = tl.load(order + column, inside, 0).to(tl.int32) if ORDERED else column
+    byte = place // (2 * CHUNK) * CHUNK + place % CHUNK if NIBBLES else place
+    code = tl.load(codes + row * ROW_BYTES + byte, inside, 0).to(tl.int32)
+    if NIBBLES:
+        code = (code >> place // CHUNK % 2 * 4) & 15
+    group = place // GROUP
+    scale = _factor(scales, scale_units, row, group, inside, GROUPS, PER_UNIT)
+    minimum = _factor(minimums, minimum_units, row, group, inside, GROUPS, PER_UNIT) if MINIMUMS else scale
+    number = _number(code, scale, minimum, levels, ZERO, MINIMUMS, LEVELS) * by
+    tl.store(out + token * DEPTH + column, number.to(out.dtype.element_ty), inside)
+
+
+@jit
+def _factor(
+    values: tl.tensor, units: tl.tensor, output: tl.tensor, group: tl.tensor, inside: tl.tensor, GROUPS: tl.constexpr,
+    PER_UNIT: tl.constexpr,
+) -> tl.tensor:
+    """Scales or minimums of outputs' groups, float32."""
+    factor = tl.load(values + output * GROUPS + group, inside, 0).to(tl.float32)
+    if PER_UNIT:
+        unit = tl.load(units + output * (GROUPS // PER_UNIT) + group // PER_UNIT, inside, 0)
+        factor = unit.to(tl.float32) * factor
+    return factor
+
+
+@jit
+def _number(
+    code: tl.tensor, scale: tl.tensor, minimum: tl.tensor, levels: tl.tensor, ZERO: tl.constexpr,
+    MINIMUMS: tl.constexpr, LEVELS: tl.constexpr,
+) -> tl.tensor:
+    """What codes stand for, float32: `scale * (level - ZERO) - minimum`."""
+    if LEVELS == _TABLE:
+        level = tl.load(levels + code)
+    elif LEVELS == _FLOATS:  # E4M3 has float16's layout with a bit of exponent less, whose bias is smaller by 8
+        bits = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
+        level = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        level = tl.where((code & 0x7F) == 0x7F, 0.0, level)  # NaN, which no matrix has
+    else:
+        level = code.to(tl.float32)
+    number = scale * (level - ZERO)
+    return number - minimum if MINIMUMS else number

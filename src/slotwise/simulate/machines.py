@@ -1,0 +1,71 @@
+"""Machines that are not here, from a file of their makers' numbers (`machines.toml`), with sources."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from slotwise.core.limits import SchedulerLimits
+from slotwise.core.roofline import Machine, Roofline
+from slotwise.engine.config import MAX_PASSES, WATERMARK, EngineConfig
+from slotwise.simulate.pace import RooflinePace
+from slotwise.simulate.simulator import Setup
+
+BLOCK = 64  # tokens of a cache block
+STEP_TOKENS = 2048  # of a step, where the config does not say
+CACHE_SHARE = 0.9  # of the memory, for weights and cache together
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A model as its roofline sees it."""
+
+    weight_bytes: int  # of all weights that a step reads
+    position_bytes: int  # keys and values of one position, in all layers
+    token_weights: int
+    head_weights: int
+    pair_operations: int
+    max_model_len: int
+
+
+def names() -> list[str]:
+    return sorted(_machines())
+
+
+def _machines() -> dict[str, dict[str, Any]]:
+    text = resources.files(__package__).joinpath("machines.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+def described(name: str) -> str:
+    """Returns a machine's full name and the source of its numbers."""
+    machine = _machines()[name]
+    return f"{machine['name']} ({machine['source']})"
+
+
+def setup_of(name: str, shape: ModelShape, config: EngineConfig) -> Setup:
+    """Returns a server of a model on a machine of the file.
+
+    Raises:
+        ValueError: there is no such machine, or the model does not fit its memory.
+    """
+    machines = _machines()
+    if name not in machines:
+        raise ValueError(f"there is no machine {name!r}; there are {', '.join(sorted(machines))}, or name an event log")
+    machine = machines[name]
+    blocks = int((machine["memory_bytes"] * CACHE_SHARE - shape.weight_bytes) / (shape.position_bytes * BLOCK))
+    longest = config.max_model_len or shape.max_model_len
+    if blocks * BLOCK < longest:
+        raise ValueError(f"{machine['name']}: weights of {shape.weight_bytes / 1e9:.3g} GB and a sequence of {longest} "
+                         f"tokens exceed {CACHE_SHARE:.0%} of {machine['memory_bytes'] / 1e9:g} GB")
+    scheduling = config.scheduling()
+    limits = scheduling.limits(SchedulerLimits(
+        longest, blocks, BLOCK, config.max_num_seqs, config.step_tokens, config.enable_prefix_caching,
+        blocks // WATERMARK, MAX_PASSES, config.on_pressure))
+    roofline = Roofline(
+        Machine(machine["bytes_per_second"], machine["operations_per_second"]), shape.weight_bytes,
+        shape.position_bytes, shape.token_weights, shape.head_weights, shape.pair_operations)
+    pace = RooflinePace(roofline, machine["memory_share"], machine["compute_share"], machine["overhead_ms"] / 1000)
+    return Setup(limits, scheduling, pace)

@@ -1,0 +1,100 @@
+"""Paces: how long the steps of a machine take, as learned from steps or as its roofline allows.
+
+A roofline's times are lower bounds of a machine's peak rates, divided by the share of them that steps reach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from slotwise.core.roofline import Cost, Roofline
+from slotwise.core.step_time import StepTimeModel, Work
+
+
+class Pace(Protocol):
+    """The time of a machine's steps, in seconds."""
+
+    def step(self, work: Work) -> float:
+        """Returns what a step takes; called once for each step, in order."""
+        ...
+
+    def predicted(self, work: Work) -> float:
+        """Returns what a scheduler expects a step to take; called any number of times."""
+        ...
+
+    def between(self) -> float:
+        """Returns the time from the end of a step to the plan of the next, while there is work."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CostPace:
+    """Steps as a function of their work says."""
+
+    cost: Callable[[Work], float]
+
+    def step(self, work: Work) -> float:
+        return self.cost(work)
+
+    predicted = step
+
+    def between(self) -> float:
+        return 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LearnedPace:
+    """Steps as a step-time model predicts them."""
+
+    times: StepTimeModel
+    gap: float = 0.0  # seconds between two steps
+
+    def step(self, work: Work) -> float:
+        return self.times.typical(work)
+
+    predicted = step
+
+    def between(self) -> float:
+        return self.gap
+
+
+@dataclass(frozen=True, slots=True)
+class RooflinePace:
+    """Steps at a share of a machine's roofline, after a constant time of launches and planning."""
+
+    roofline: Roofline
+    memory_share: float = 1.0  # of the peak bandwidth that decode steps reach
+    compute_share: float = 1.0  # of the peak rate that products reach
+    overhead: float = 0.0  # seconds of each step
+
+    def step(self, work: Work) -> float:
+        """The keys and values that a prompt's chunk reads before it are not counted: weights are more."""
+        roofline, machine = self.roofline, self.roofline.machine
+        cost = Cost(
+            roofline.weight_bytes + work.context * roofline.position_bytes,
+            2 * (work.tokens * roofline.token_weights + work.rows * roofline.head_weights)
+            + int(work.context + work.pairs) * roofline.pair_operations)
+        return self.overhead + max(cost.bytes / (machine.bytes_per_second * self.memory_share),
+                                   cost.operations / (machine.operations_per_second * self.compute_share))
+
+    predicted = step
+
+    def between(self) -> float:
+        return 0.0
+
+
+class Known(StepTimeModel):
+    """A step-time model that knows a pace, and learns nothing."""
+
+    def __init__(self, pace: Pace) -> None:
+        super().__init__()
+        self.seconds = self.typical = pace.predicted  # type: ignore[method-assign]
+
+    @property
+    def is_trained(self) -> bool:
+        return True
+
+    def step(self, work: Work, started: float, ended: float) -> None:
+        """Learns nothing: the pace does not change."""

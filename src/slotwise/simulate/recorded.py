@@ -1,0 +1,119 @@
+"""What an event log says for a simulation: the server's setup, its traffic, and what was measured.
+
+The step-time model goes on learning from the log's steps.  A log in a file holds prompts and outputs, so prefixes are
+shared as they were; a stream holds no prompts, and none of its requests shares any.  Drafts are not simulated.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from slotwise.core.limits import SchedulerLimits
+from slotwise.engine.messages import Add, Command, Configure, Finish
+from slotwise.observe import event_log
+from slotwise.observe.step_time import StepTimeModel
+from slotwise.simulate.pace import LearnedPace
+from slotwise.simulate.simulator import Setup, SimulatedRequest
+
+NS = 1e-9
+OWN = 1 << 32  # token ids from here on tell prompts apart that are not known
+
+
+@dataclass
+class Recording:
+    """The last engine of a log.  Times are seconds of the log's clock."""
+
+    run: event_log.Run
+    times: StepTimeModel
+    commands: list[tuple[float, Command]] = field(default_factory=list)
+    measured: dict[str, SimulatedRequest] = field(default_factory=dict)
+    outputs: dict[str, list[int]] = field(default_factory=dict)
+    tenants: dict[str, str] = field(default_factory=dict)  # by request id, as the next
+    tiers: dict[str, str] = field(default_factory=dict)
+    num_refused: int = 0
+
+    @property
+    def traffic(self) -> list[tuple[float, Command]]:
+        """The commands; a request ends after as many tokens as it had, unless its client left before."""
+        return [(at, self._bounded(command)) for at, command in self.commands]
+
+    def _bounded(self, command: Command) -> Command:
+        if not isinstance(command, Add) or self.measured[command.request_id].reason not in ("stop", "length"):
+            return command
+        command.output_tokens = len(self.outputs[command.request_id])
+        return command
+
+
+def read_recording(entries: Iterable[event_log.Entry]) -> tuple[Setup, Recording]:
+    """Returns the setup of a log's last engine, and its traffic.
+
+    Raises:
+        ValueError: the log has no engine, or its engine has taken no step.
+    """
+    reader: _Reader | None = None
+    for entry in entries:
+        if isinstance(entry, event_log.Run):
+            reader = _Reader(entry)
+        elif reader is not None:
+            reader.feed(entry)
+    if reader is None:
+        raise ValueError("the log does not begin with an engine's start: was it saved from a stream?")
+    if not reader.recording.times.is_trained:
+        raise ValueError("the log has no steps, from which a machine's step times could be learned")
+    return reader.setup(), reader.recording
+
+
+class _Reader:
+    def __init__(self, run: event_log.Run) -> None:
+        self.recording = Recording(run, StepTimeModel(run.learned))
+        self._ids: dict[int, str] = {}
+        self._gaps: list[float] = []
+        self._busy_since = 0  # nanoseconds; 0: the last step left no work
+
+    def setup(self) -> Setup:
+        run = self.recording.run
+        gap = statistics.median(self._gaps) if self._gaps else 0.0
+        limits: SchedulerLimits = run.scheduling.limits(run.limits)
+        return Setup(limits, run.scheduling, LearnedPace(self.recording.times, gap), run.depth, run.eos_token_ids)
+
+    def feed(self, entry: event_log.Entry) -> None:
+        found = self.recording
+        match entry:
+            case event_log.Gap():
+                raise ValueError(f"{entry.missed} entries of the log are missing")
+            case event_log.Request():
+                self._ids[entry.number] = entry.id
+                found.measured[entry.id] = SimulatedRequest(entry.ns * NS)
+                found.outputs[entry.id] = []
+                found.tenants[entry.id], found.tiers[entry.id] = entry.slo.tenant, entry.slo.tier
+                found.commands.append((entry.ns * NS, self._arrival(entry)))
+            case event_log.Command() if entry.scheduling is not None:
+                found.commands.append((entry.ns * NS, Configure(entry.scheduling)))
+            case event_log.Command() if entry.reason != "stop" and entry.number in self._ids:
+                found.commands.append((entry.ns * NS, Finish(self._ids[entry.number], entry.reason)))
+            case event_log.Refusal():
+                found.num_refused += 1
+            case event_log.Step():
+                self._step(entry)
+
+    def _arrival(self, entry: event_log.Request) -> Add:
+        prompt: Sequence[int] = entry.prompt or [OWN + entry.number] * entry.num_prompt
+        return Add(entry.id, list(prompt), entry.params, entry.seed, entry.output_tokens, entry.salt,
+                   entry.queue_timeout, slo=entry.slo, pooling=entry.pooling)
+
+    def _step(self, step: event_log.Step) -> None:
+        found = self.recording
+        found.times.stepped(step)
+        if self._busy_since and step.planned and step.counts:
+            self._gaps.append(max(0.0, (step.planned[0] - self._busy_since) * NS))
+        self._busy_since = step.ended_ns if step.num_running or step.num_waiting else 0
+        for number, tokens in zip(step.numbers, step.tokens, strict=False):
+            if tokens:
+                request_id = self._ids[number]
+                found.outputs[request_id] += tokens
+                found.measured[request_id].token_times += [step.ended_ns * NS] * len(tokens)
+        for end in step.ended:
+            request = found.measured[self._ids[end.number]]
+            request.ended, request.reason = step.ended_ns * NS, end.reason

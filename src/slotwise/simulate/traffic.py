@@ -1,0 +1,28 @@
+"""A workload as commands of a simulation: prompts of tokens that no model has, equal only where they share a prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from slotwise.core.params import SamplingParams
+from slotwise.engine.messages import Add, Command
+from slotwise.workload.requests import Workload
+
+OWN = 1 << 32  # ids from here on belong to one request, those from PREFIX on to a prefix
+PREFIX = 1 << 33
+
+
+def traffic_of(workload: Workload) -> Iterator[tuple[float, Command]]:
+    """Yields the requests of an open loop with their seconds of arrival.
+
+    Raises:
+        ValueError: the workload is a closed loop.
+    """
+    if workload.users:
+        raise ValueError("a closed loop is not simulated: its arrivals depend on answers; name other arrivals")
+    params = SamplingParams(temperature=0.0, max_tokens=workload.max_tokens, ignore_eos=True)
+    for request in workload.requests:
+        prompt = [PREFIX + request.prefix] * request.num_prefix
+        prompt += [OWN + request.number] * (request.num_prompt - request.num_prefix)
+        yield request.arrives_at or 0.0, Add(
+            str(request.number), prompt, params, request.number, request.num_output)

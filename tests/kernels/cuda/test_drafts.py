@@ -1,0 +1,60 @@
+"""Graphs of steps with drafts: one serves every way to spread as many tokens over as many rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import checkpoints
+import pytest
+import torch
+from kernels.cuda.device import DEVICE, KERNELS
+from kernels.cuda.ragged import moved
+from kernels.paged import distance
+from runner.test_graphs import BLOCK, BLOCKS, WIDTH, decode_batch
+from torch import Tensor
+
+from slotwise.model.load import load_model
+from slotwise.runner.graphs import DecodeGraphs
+from slotwise.runner.input_batch import SlotTable
+
+SIZES = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 64}
+
+
+class Repeated:
+    """A graph where nothing can be captured: the same launches, with the same grids and numbers, on the same memory."""
+
+    def __init__(self, work: Callable[[], Tensor]) -> None:
+        self._work = work
+        self.result = work()
+
+    def run(self) -> Tensor:
+        return self._work()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+@torch.inference_mode()
+def test_a_graph_serves_drafts_however_they_are_spread(family: str, tmp_path: Path, monkeypatch) -> None:
+    recorded: list[Callable[[], Tensor]] = []
+    if DEVICE == "cpu":
+        def record(work: Callable[[], Tensor]) -> Repeated:
+            recorded.append(work)
+            return Repeated(work)
+
+        monkeypatch.setattr(KERNELS, "record", record)
+    window = {"sliding_window": 20} if family == "mistral" else {}
+    decoder = load_model(checkpoints.make(family, tmp_path, **SIZES | window), kernels=KERNELS, dtype="float32")
+    caches = [KERNELS.allocate_cache(BLOCKS, BLOCK, shape, torch.float32) for shape in decoder.attention_shapes]
+    for cache in caches:
+        cache.storage.normal_()
+    steps = DecodeGraphs(decoder, caches, SlotTable(8, WIDTH * BLOCK, BLOCK, BLOCKS - 1))
+    for contexts, drafts in (([40, 9, 70], [2, 0, 3]), ([12, 33, 8], [0, 5, 0]), ([90, 7, 5], [1, 2, 2]),
+                             ([25], [3]), ([31], [0]), ([40, 9, 70], [0, 0, 0])):
+        batch = moved(decode_batch(contexts, 64, drafts))
+        actual = steps.logits(batch)
+        assert actual is not None
+        expected = decoder.logits(decoder.hidden(batch, caches))
+        assert distance(actual.cpu(), expected.cpu()) < 1e-5, drafts
+    if DEVICE == "cpu":
+        assert len(recorded) == 4, "the first three steps share a graph"

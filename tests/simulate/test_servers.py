@@ -1,0 +1,80 @@
+"""Servers on a virtual clock: replicas, refusals, machines of the file, figures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from slotwise.engine.config import EngineConfig
+from slotwise.simulate.figures import Objectives, figures, quantile
+from slotwise.simulate.machines import ModelShape, described, names, setup_of
+from slotwise.simulate.simulator import REFUSED, Server, SimulatedRequest, simulate
+from slotwise.simulate.traffic import traffic_of
+from slotwise.workload import arrivals, lengths
+from slotwise.workload.requests import Recipe, Workload, generate
+
+SMALL = ModelShape(  # 135 million weights, 30 layers
+    weight_bytes=270_000_000, position_bytes=23_040, token_weights=106_000_000, head_weights=28_000_000,
+    pair_operations=69_120, max_model_len=2048)
+
+
+def workload(rate: float, number: int = 60, users: int = 0) -> Workload:
+    coming = arrivals.Closed(users) if users else arrivals.Poisson(rate)
+    return generate(Recipe(number, lengths.Uniform(50, 400), lengths.Uniform(5, 40), coming), 5)
+
+
+def served(setup, rate: float, replicas: int = 1) -> dict[str, SimulatedRequest]:
+    return simulate(traffic_of(workload(rate)), [Server(setup) for _ in range(replicas)])
+
+
+@pytest.mark.parametrize("name", names())
+def test_each_machine_of_the_file_names_its_source_and_serves_all_requests(name: str):
+    requests = served(setup_of(name, SMALL, EngineConfig.of(model="")), 5.0)
+    expected = {str(one.number): one.num_output for one in workload(5.0).requests}
+    assert {key: len(one.token_times) for key, one in requests.items()} == expected
+    assert "(" in described(name)
+
+
+def test_a_machine_of_more_bandwidth_is_faster():
+    slow, fast = (figures(list(served(setup_of(name, SMALL, EngineConfig.of(model="")), 5.0).values()))
+                  for name in ("xeon", "h200"))
+    assert fast.itl_p50 < slow.itl_p50 and fast.ttft_p50 < slow.ttft_p50
+
+
+def test_the_same_seed_gives_the_same_times_to_the_bit():
+    setup = setup_of("epyc", SMALL, EngineConfig.of(model=""))
+    assert served(setup, 20.0, replicas=3) == served(setup, 20.0, replicas=3)
+
+
+def test_requests_go_to_the_replica_with_the_fewest_unfinished():
+    setup = setup_of("epyc", SMALL, EngineConfig.of(model="", max_num_seqs=4))
+    one, two = served(setup, 50.0), served(setup, 50.0, replicas=2)
+    assert {request.replica for request in two.values()} == {0, 1}
+    assert figures(list(two.values())).ttft_p99 < figures(list(one.values())).ttft_p99
+
+
+def test_admission_control_refuses_as_the_servers_does():
+    setup = replace(setup_of("epyc", SMALL, EngineConfig.of(model="", max_num_seqs=1)), max_queued=(3, None))
+    requests = list(served(setup, 1000.0).values())
+    refused = [one for one in requests if one.reason == REFUSED]
+    assert refused and not any(one.token_times for one in refused)
+    assert figures(requests).refused == len(refused) and figures(requests).served == len(requests) - len(refused)
+
+
+def test_what_cannot_be_simulated_is_refused_by_name():
+    with pytest.raises(ValueError, match="closed loop"):
+        next(iter(traffic_of(workload(1.0, users=2))))
+    with pytest.raises(ValueError, match="there is no machine"):
+        setup_of("abacus", SMALL, EngineConfig.of(model=""))
+    with pytest.raises(ValueError, match="exceed 90%"):
+        setup_of("h100", replace(SMALL, weight_bytes=10**11), EngineConfig.of(model=""))
+
+
+def test_figures_are_of_tokens_within_the_objectives():
+    good = SimulatedRequest(0.0, [1.0, 1.5, 2.0], 2.0, "length")
+    late = SimulatedRequest(1.0, [4.0, 4.5], 4.5, "stop")
+    found = figures([good, late], Objectives(ttft=2.0, tpot=0.6))
+    assert (found.ttft_p50, found.ttft_p99, found.itl_p50) == (1.0, 3.0, 0.5)
+    assert found.output_throughput == pytest.approx(5 / 4.5) and found.goodput == pytest.approx(1 / 4.5)
+    assert quantile({}, 0.5) == 0.0

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from checkpoints import make
-from gguf_files import write
+import torch
+from kernels.quantised import random_matrix
 
 from slotwise.kernels.cpu import paths
+from slotwise.kernels.cpu.jit.compiler import Compiled
+from slotwise.kernels.cpu.kernels import CpuKernels
+from slotwise.kernels.matrix import Format
 
 SCRIPT = """
 import json, sys
@@ -27,28 +29,27 @@ outputs = llm.generate(["def", "def", "def", "def"], [
     SamplingParams(temperature=0.0, max_tokens=8), SamplingParams(temperature=1.0, seed=1, max_tokens=8, logprobs=2),
     SamplingParams(temperature=0.0, max_tokens=8, structured_outputs=choice),
     SamplingParams(temperature=1.0, seed=1, max_tokens=8, structured_outputs=choice)], use_tqdm=False)
-print(json.dumps([late, [output.outputs[0].text for output in outputs], llm.info.product_path]))
+print(json.dumps([late, [output.outputs[0].text for output in outputs]]))
 """
 
 
 @pytest.mark.parametrize("settings", [{}, {"quantization": "int8"}], ids=["default", "int8"])
 def test_every_kernel_of_a_request_is_ready_after_the_start(settings: dict[str, str]) -> None:
-    late, texts, _ = after_the_start(settings)
+    done = subprocess.run([sys.executable, "-c", SCRIPT, json.dumps(settings)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    late, texts = json.loads(done.stdout)
     assert set(texts[2:]) <= {"first", "second"}
     assert late == []
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q5_0"])
-def test_so_is_every_kernel_of_a_quantised_file(kind: str, tmp_path: Path) -> None:
-    folder = make("llama3", tmp_path / "llama3", tokenizer=True)
-    late, _, path = after_the_start({"model": str(write(folder, tmp_path / "tiny.gguf", kind))})
+def test_kernels_of_a_format_are_ready_once_a_matrix_was_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_no_other_test = Format(5, 112, torch.float16, zero=16)
+    matrix, kernels = random_matrix(of_no_other_test, 64, 224), CpuKernels(1)
+    assert kernels.product_path(torch.float32) == "float32"
+    embed, product = kernels.embedding(matrix, torch.float32), kernels.head(matrix)
+    kernels.warm_up(torch.float32)
+    late: list[str] = []
+    monkeypatch.setattr(Compiled, "_ready", lambda code: late.append(code.name))
+    assert product(embed(torch.tensor([1, 2]))).shape == (2, 64)
     assert late == []
-    assert path == paths.quantised("")
-
-
-def after_the_start(settings: dict[str, str]) -> tuple[list[str], list[str], str]:
-    """The kernels that requests had to wait for, the texts of their answers, and the path of products."""
-    done = subprocess.run([sys.executable, "-c", SCRIPT, json.dumps(settings)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    late, texts, path = json.loads(done.stdout)
-    return late, texts, path
+    assert kernels.product_path(torch.float32) == paths.quantised("")

@@ -22,12 +22,31 @@ TOKENS = (1, 64, 8192)  # of a step's norms and products
 DECODES = ((1, 1024), (64, 1024), (256, 1024), (8, 16384))  # rows and tokens of context
 PROMPTS = ((1, 8192), (4, 2048))
 SAMPLED = (1, 256)
+CODE_BYTES = 0.5 + 2 / 128  # of a weight: 4 bits, and a scale for 128 of them
+
+
+class Experts(NamedTuple):
+    """The sizes of a layer of experts."""
+
+    number: int
+    top_k: int
+    hidden: int
+    intermediate: int
+
+    def read(self, tokens: int) -> float:
+        """How many experts tokens choose, on average, where each chooses at random."""
+        return self.number * (1 - (1 - self.top_k / self.number) ** tokens)
+
+
+EXPERTS, FEW_EXPERTS = Experts(128, 8, 2048, 768), Experts(8, 2, 64, 48)  # Qwen3-30B-A3B's, and a rehearsal's
 
 SHARES = {  # of the bound, and why not all of it
     "stream": 0.80,  # read once, written once: what a copy reaches of the data sheet
     "product": 0.75,  # cuBLAS at large sizes; the clock falls under full load
     "decode": 0.70,  # blocks are scattered, and the last segments of a row are not full
     "prefill": 0.45,  # half of the work of a tile is softmax on other units; no warps are specialised
+    "codes": 0.60,  # codes become numbers beside the tensor cores
+    "experts": 0.50,  # tiles of an expert are not full, and six kernels follow each other
     "sample": 0.50,  # four kernels read the logits, and the last has one program a row
 }
 
@@ -81,6 +100,8 @@ def works(model: ModelConfig, scale: int = 1) -> Iterator[Work]:
         for name, outputs, depth in products(model):
             size = KIND_BYTES * (outputs * depth + tokens * (outputs + depth))
             yield Work(name, "product", (tokens,), size, 2 * tokens * outputs * depth)
+        yield _four_bits(model, tokens)
+        yield _experts(EXPERTS if scale == 1 else FEW_EXPERTS, tokens)
     for rows, context in DECODES:
         rows, context = -(-rows // scale), max(2, context // scale)
         yield Work("attention, decode", "decode", (rows, context), KIND_BYTES * 2 * rows * context * keys * dim,
@@ -93,6 +114,8 @@ def works(model: ModelConfig, scale: int = 1) -> Iterator[Work]:
     for rows in (-(-rows // scale) for rows in SAMPLED):
         size = (rows, model.vocab_size)
         yield Work("sample", "sample", size, 3 * KIND_BYTES * rows * model.vocab_size, 0, launches=4)
+        # Bits are read, and half of the logits written.
+        yield Work("mask", "stream", size, rows * model.vocab_size * (2 * KIND_BYTES + 1) // 4, 0)
 
 
 def products(model: ModelConfig) -> tuple[tuple[str, int, int], ...]:
@@ -104,6 +127,21 @@ def products(model: ModelConfig) -> tuple[tuple[str, int, int], ...]:
             ("down", model.hidden_size, model.intermediate_size))
 
 
+def _four_bits(model: ModelConfig, tokens: int) -> Work:
+    """The product of gates, with weights of 4 bits."""
+    _, outputs, depth = products(model)[2]
+    size = int(CODE_BYTES * outputs * depth) + KIND_BYTES * tokens * (outputs + depth)
+    return Work("gate_up, 4 bits", "codes", (tokens,), size, 2 * tokens * outputs * depth)
+
+
+def _experts(sizes: Experts, tokens: int) -> Work:
+    """A mixture: the weights of what is chosen, and what goes between its kernels."""
+    weights, pairs = 3 * sizes.hidden * sizes.intermediate, tokens * sizes.top_k
+    between = pairs * (3 * sizes.hidden + 5 * sizes.intermediate)
+    size = KIND_BYTES * int(sizes.read(tokens) * weights + between)
+    return Work("experts", "experts", (tokens,), size, 2 * pairs * weights, launches=6)
+
+
 def _stream(name: str, tokens: int, numbers: int) -> Work:
     return Work(name, "stream", (tokens,), KIND_BYTES * numbers, 0)
 
@@ -111,8 +149,9 @@ def _stream(name: str, tokens: int, numbers: int) -> Work:
 INTRODUCTION = """# Each kernel on paper
 
 What a call should take, in microseconds, before any device has run it: `benchmarks/gpu/paper.py` has the model, its
-shares and the data sheets' rates, and writes this page. The shapes are Llama-3.1-8B's, in bfloat16. `make gpu-check`
-prints what it measured beside the prediction for its own device, whose bandwidth and product rate it measures.
+shares and the data sheets' rates, and writes this page. The shapes are Llama-3.1-8B's, in bfloat16, and for experts
+Qwen3-30B-A3B's. `make gpu-check` prints what it measured beside the prediction for its own device, whose bandwidth and
+product rate it measures.
 
 """
 

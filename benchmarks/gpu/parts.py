@@ -16,6 +16,8 @@ from typing import Any
 
 from benchmarks.gpu.figures import MARK, told
 
+from slotwise.spawn import end_with_parent
+
 ROOT = Path(__file__).resolve().parents[2]
 WORTHWHILE = 5.0  # seconds; with less left a part is not begun
 REHEARSAL_PATIENCE = 6  # times the limit of a part, for the slow machines on which rehearsals run
@@ -78,11 +80,11 @@ def run(part: Part, *, rehearse: bool, time_left: float) -> dict[str, Any]:
 
 
 def _finished(arguments: tuple[str, ...], output: int, budget: float) -> str:
-    """Runs Python until it ends or its time is over."""
+    """Runs Python until it ends or its time is over; it ends with this process, too, and leaves the device free."""
     paths = os.pathsep.join(filter(None, (str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", ""))))
     process = subprocess.Popen(
         [sys.executable, *arguments], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-        env=os.environ | {"PYTHONPATH": paths}, start_new_session=True)
+        env=os.environ | {"PYTHONPATH": paths}, start_new_session=True, preexec_fn=end_with_parent)
     try:
         return OK if process.wait(budget) == 0 else FAILED
     except subprocess.TimeoutExpired:

@@ -13,13 +13,15 @@ if "--rehearse" in sys.argv:
 import torch
 from benchmarks.gpu import machine
 from benchmarks.gpu.figures import tell
-from benchmarks.gpu.paper import Work, products, works
+from benchmarks.gpu.paper import EXPERTS, FEW_EXPERTS, Work, products, works
 from benchmarks.gpu.setup import Setup, asked
 from benchmarks.kernels import step
 
 from slotwise.kernels.cuda import CudaKernels
+from slotwise.kernels.cuda.masks import mask_rows
 from slotwise.kernels.cuda.sampling import sample
-from slotwise.kernels.interface import AttentionShape, RaggedBatch
+from slotwise.kernels.interface import AttentionShape, ExpertWeights, RaggedBatch, Routing
+from slotwise.kernels.matrix import Factors, Format, QuantisedMatrix, Rows
 
 BLOCK_SIZE = 16
 SMALLER = 512  # times, in a rehearsal
@@ -53,6 +55,15 @@ class Bench:
             outputs, depth = self._products[work.name]
             product, x = kernels.linear(self._random(outputs, depth)), self._random(tokens, depth)
             return lambda: product(x)
+        if work.name == "gate_up, 4 bits":
+            return self._four_bits(tokens)
+        if work.name == "experts":
+            return self._experts(tokens)
+        if work.name == "mask":
+            logits = self._random(*work.size)
+            rows = torch.arange(tokens, device=kernels.device)
+            bits = torch.full((tokens, -(-work.size[1] // 32)), 0x55555555, dtype=torch.int32, device=kernels.device)
+            return lambda: mask_rows(logits, rows, bits)
         if work.name == "sample":
             logits, numbers = self._random(*work.size), torch.zeros(tokens, dtype=torch.int64, device=kernels.device)
             controls = torch.tensor([[1.0, 50.0, 0.9, 0.0]], device=kernels.device).repeat(tokens, 1)
@@ -69,6 +80,24 @@ class Bench:
         if work.name == "add_rms_norm":
             return lambda: kernels.add_rms_norm(x, residual, weight, 1e-5)
         return lambda: kernels.rms_norm(x, weight, 1e-5)
+
+    def _four_bits(self, tokens: int) -> Callable[[], object]:
+        outputs, depth = self._products["gate_up"]
+        device = self.kernels.device
+        codes = torch.randint(0, 16, (outputs, depth), dtype=torch.uint8, device=device)
+        scales = torch.rand(outputs, -(-depth // 128), device=device).half()
+        matrix = QuantisedMatrix(Format(4, 128, torch.float16, zero=8), outputs, depth,
+                                 lambda first, end: Rows(codes[first:end], Factors(scales[first:end])))
+        product, x = self.kernels.linear(matrix), self._random(tokens, depth)
+        return lambda: product(x)
+
+    def _experts(self, tokens: int) -> Callable[[], object]:
+        sizes = EXPERTS if self.kernels.device.type == "cuda" else FEW_EXPERTS
+        shapes = (2 * sizes.intermediate, sizes.hidden), (sizes.hidden, sizes.intermediate)
+        weights = (ExpertWeights(*(self._random(*shape) for shape in shapes)) for _ in range(sizes.number))
+        mixture = self.kernels.experts(weights, Routing(sizes.number, sizes.top_k, is_normalised=True), "silu")
+        x, logits = self._random(tokens, sizes.hidden), self._random(tokens, sizes.number)
+        return lambda: mixture(x, logits)
 
     def _random(self, *size: int) -> torch.Tensor:
         return torch.randn(*size, device=self.kernels.device).to(self._model.dtype)

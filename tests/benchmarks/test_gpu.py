@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,68 @@ def test_a_killed_check_goes_on(tmp_path):
     assert list(result["parts"]) == ["parity", "trace", "start"]
     again, result = check(tmp_path, "--rehearse", "--parts", "parity")
     assert again.stdout.startswith("parity: ok after") and list(result["parts"]) == ["parity"], "a completed check"
+
+
+CHECK = """
+import sys
+from benchmarks.gpu import __main__ as check
+from benchmarks.gpu.parts import Part
+
+log, seconds = sys.argv[1:3]
+code = "import os, time; print(%r, os.getpid(), file=open({log!r}, 'a')); time.sleep({seconds})".format(**globals())
+check.PARTS = [Part(name, (), ("-c", code % name), 100.0) for name in ("first", "second", "third")]
+sys.argv[1:] = sys.argv[3:]
+sys.exit(check.main())
+"""
+
+
+@pytest.mark.parametrize("kill", ["in a part", "after a part"])
+def test_a_check_that_is_killed_again_and_again_ends(tmp_path, kill):
+    """No part whose line was printed runs again, and none outlives the check that began it."""
+    log, output = tmp_path / "log", tmp_path / "check.json"
+    log.touch()
+
+    def begin(seconds: float) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", CHECK, str(log), str(seconds), "--rehearse", "--output", str(output)]
+        return subprocess.Popen(command, cwd=ROOT, env=PARTS_ENVIRONMENT, stdout=subprocess.PIPE, text=True)
+
+    said: list[str] = []
+    for hangs in (False, kill == "in a part"):
+        log.write_text("")
+        with begin(600.0 if hangs else 0.0) as process:
+            if hangs:
+                wait_until(lambda: log.read_text().endswith("\n"))
+            else:
+                said += [next(line for line in process.stdout if "already" not in line).partition(":")[0]]
+            process.kill()
+        wait_until(lambda: not any(is_running(line) for line in log.read_text().splitlines()))
+        assert set(said) <= json.loads(output.read_text())["parts"].keys()
+    log.write_text("")
+    with begin(0.0) as process:
+        assert process.wait(100) == 0
+    after = [line.split()[0] for line in log.read_text().splitlines()]
+    result = json.loads(output.read_text())
+    assert result["status"] == "completed" and list(result["parts"]) == ["first", "second", "third"]
+    assert not set(said) & set(after)
+
+
+PARTS_ENVIRONMENT = ENVIRONMENT | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+
+
+def wait_until(holds) -> None:
+    ends = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+
+
+def is_running(line: str) -> bool:
+    """Whether the process of a part, by its line in the log, is there and not a zombie."""
+    stat = Path(f"/proc/{line.split()[1]}/stat")
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 @pytest.mark.parametrize(("code", "budget", "status"), [

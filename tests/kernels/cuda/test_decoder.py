@@ -6,8 +6,11 @@ from pathlib import Path
 
 import checkpoints
 import pytest
+import quantized
 import torch
 from kernels.cuda.device import DEVICE, KERNELS, interpreted
+from kernels.cuda.ragged import REFERENCE, moved
+from kernels.paged import distance
 
 from slotwise.kernels.interface import RaggedBatch
 from slotwise.model.decoder import Decoder
@@ -54,7 +57,7 @@ class Rows:
         self._computed = [span.stop for span in spans]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "qwen3_moe"])
 @torch.inference_mode()
 def test_greedy_tokens_are_transformers(family, tmp_path: Path):
     window = {"sliding_window": 6} if family == "mistral" else {}
@@ -68,3 +71,25 @@ def test_greedy_tokens_are_transformers(family, tmp_path: Path):
         rows.step([1, 1])
     for tokens, prompt, continuation in zip(rows.tokens, prompts, expected, strict=True):
         assert tokens[len(prompt) :][:3] == continuation
+
+
+def logits_of(folder: Path, kernels, batch: RaggedBatch) -> torch.Tensor:
+    """Logits of one step over an empty cache."""
+    decoder = load_model(folder, kernels=kernels, dtype="float32")
+    caches = [kernels.allocate_cache(4, BLOCK_SIZE, shape, torch.float32) for shape in decoder.attention_shapes]
+    return decoder.logits(decoder.hidden(batch, caches)).cpu()
+
+
+@pytest.mark.parametrize(("name", "close"), [
+    ("gptq 4, act-order", 1e-5), ("DeepSeek's FP8", 1e-5), ("MXFP4", 1e-5), ("W8A8", 0.1)])
+@torch.inference_mode()
+def test_a_quantised_checkpoint_gives_the_logits_of_its_weights(name, close, tmp_path: Path):
+    """Where tokens are multiplied as they are, but for roundings."""
+    sizes = SIZES | {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8}
+    quantized.quantise(checkpoints.make("llama3", tmp_path / "dense", **sizes), tmp_path / "model",
+                       quantized.KINDS[name]())
+    ids = torch.arange(5, 10)
+    batch = RaggedBatch(ids, torch.arange(5), torch.arange(5), torch.tensor([0, 5]).int(), torch.tensor([5]).int(),
+                        torch.tensor([[0, 1]]).int(), torch.arange(5), 5, 5)
+    expected = logits_of(tmp_path / "model", REFERENCE, batch)
+    assert distance(logits_of(tmp_path / "model", KERNELS, moved(batch)), expected) < close

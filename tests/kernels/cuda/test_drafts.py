@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import checkpoints
 import pytest
@@ -14,6 +16,7 @@ from kernels.paged import distance
 from runner.test_graphs import BLOCK, BLOCKS, WIDTH, decode_batch
 from torch import Tensor
 
+from slotwise.model.decoder import Decoder
 from slotwise.model.load import load_model
 from slotwise.runner.graphs import DecodeGraphs
 from slotwise.runner.input_batch import SlotTable
@@ -58,3 +61,23 @@ def test_a_graph_serves_drafts_however_they_are_spread(family: str, tmp_path: Pa
         assert distance(actual.cpu(), expected.cpu()) < 1e-5, drafts
     if DEVICE == "cpu":
         assert len(recorded) == 4, "the first three steps share a graph"
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a capture computes nothing there")
+def test_a_cold_start_captures_one_graph_for_each_size(monkeypatch) -> None:
+    """Rows come one by one, each with a growing context: so many steps are captured, and none twice."""
+    captured: list[int] = []
+
+    def record(work: Callable[[], Tensor]) -> Repeated:
+        captured.append(len(work()))
+        return Repeated(work)
+
+    monkeypatch.setattr(KERNELS, "record", record)
+    decoder = SimpleNamespace(
+        kernels=KERNELS, hidden=lambda batch, caches: batch.token_ids, logits=lambda hidden: hidden[:, None].float())
+    steps = DecodeGraphs(cast(Decoder, decoder), [], SlotTable(40, 4 * BLOCK, BLOCK, 5))
+    for _ in range(2):
+        for rows in range(1, 41):
+            logits = steps.logits(decode_batch([rows + 3] * rows, 64))
+            assert logits is not None and len(logits) == rows
+    assert captured == [1, 2, 4, 8, 16, 24, 32, 40]

@@ -110,7 +110,7 @@ def test_outputs_of_mixed_requests(loaded, draft, prompt):
     """Greedy and seeded, penalties, log-probabilities, `min_p`, stop tokens; chunked, preempted, from the cache."""
     size = loaded.model_config.dtype.itemsize
     settings = {"long_prefill_token_threshold": 17, "block_size": 16, "kv_cache_memory": size << 19}
-    drafted = same_with_drafts(loaded, draft, mixed(prompt, 100, seed=1), **settings)
+    drafted = same_with_drafts(loaded, draft, mixed(prompt, 200, seed=1), **settings)
     assert any(record.preempted for record in drafted.records) and any(any(record.cached) for record in drafted.records)
     assert any(record.drafts and len(set(record.kinds)) == 2 for record in drafted.records), "beside prompts"
     assert any(record.drafts and record.proposing and record.proposing.passes > 1 for record in drafted.records)

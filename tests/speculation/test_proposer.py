@@ -29,7 +29,8 @@ def memory_bound() -> StepTimeModel:
     """Steps take a second whatever they compute."""
     times = StepTimeModel()
     for _ in range(20):
-        times.learn(Work(1, 1, 10, 0.0, longest=10), 1.0)
+        for rows in (1, 2):
+            times.learn(Work(rows, rows, 10 * rows, 0.0, longest=10), 1.0)
         times.learn(FREE, 1.0)
     return times
 

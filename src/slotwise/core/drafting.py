@@ -23,12 +23,14 @@ from slotwise.core.step_time import StepTimeModel, Work, work_of
 DECODE = RowKind.DECODE
 MAX_STEP_DRAFTS = 128  # each has a row of logits in memory
 NO_MATCH, RESTING, NO_GAIN, MAX_DRAFTS, NO_ROOM = "no_match", "resting", "no_gain", "max_drafts", "no_room"
+MEASURING = "measuring"
 DRAFT_LIMITS = {  # why a step has no more drafts, beside the `reasons` TOKEN_BUDGET, SHORT_STEP and TIME_BUDGET
     NO_MATCH: "no lookup knows how the rows go on",
     RESTING: "lookups of the rows gave nothing lately, and are tried again some tokens later",
     NO_GAIN: "another would take more time than it is expected to save",
     MAX_DRAFTS: "the rows that could have more have as many as the settings allow, or the step has 128",
     NO_ROOM: "the rows' outputs end, or there are no free blocks for more",
+    MEASURING: "the step shows what a step of its size takes without drafts, of which few were measured",
 }
 
 

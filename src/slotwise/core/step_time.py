@@ -77,6 +77,10 @@ class Work(NamedTuple):
         return Work(self.tokens + num_drafts, self.rows + num_drafts, self.context + context, self.pairs,
                     drafts=self.drafts + num_drafts) if num_drafts else self
 
+    def repeated(self) -> Work:
+        """Returns the work of a step of its row count and context length that is not the first."""
+        return self._replace(longest=0)
+
 
 NO_WORK = Work(0, 0, 0, 0.0)
 
@@ -217,6 +221,11 @@ class StepTimeModel:
         kind = self._kind(work)
         plain: float = sum(map(mul, self._coefficients, _terms(work, kind)))
         return plain * _interpolated(sorted(self._factors[kind].values()), work.tokens)
+
+    def measured(self, work: Work) -> float:
+        """Returns how many steps of this kind and size the model has learned from, older ones counting less."""
+        sums = self._sizes.get(_size(work, self._kind(work)))
+        return sums.weight if sums is not None else 0.0
 
     @property
     def error(self) -> float:

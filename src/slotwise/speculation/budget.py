@@ -10,21 +10,28 @@
 The expected tokens are one for each decoding row, and each draft with the probability that it and those before it are
 right.  The seconds are those of the step-time model.  Beside prompts a step takes long in any case; there, a draft is
 worth the time that the decoding rows alone would take for a token.
+
+The choice compares with the step without drafts, and while every step has drafts, a wrong prediction of that one would
+stay so.  So until FAMILIAR steps without drafts of a size were measured, the first few steps of that size have none,
+and later one in MEASURED_EVERY.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from slotwise.core.step_time import StepTimeModel, Work
+from slotwise.core.step_time import FAMILIAR, TRUSTED, StepTimeModel, Work
 
 # Numbers of drafts that are compared: few, because each number of rows and tokens has a captured graph of its own.
 GRID = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 LEAST_GAIN = 1.08  # of the tokens per second: predictions err, and drafts take time to be found
 LEAST_COST = 0.04  # of a draft, in steps of its row alone: no prediction makes drafts free
 RENEWED = 64  # steps that a cost curve is used for
+FIRST_MEASURED = 4  # first steps of a size without drafts: one of them captures a graph, so three are measured
+MEASURED_EVERY = 32
 
 
 class Choice(NamedTuple):
@@ -40,6 +47,16 @@ class Costs:
     def __init__(self, times: StepTimeModel) -> None:
         self._times = times
         self._kept: dict[tuple[int, int], tuple[int, list[float]]] = {}  # by rows and context: uses left, costs on GRID
+        self._asked: Counter[int] = Counter()  # by size: steps that `measures` was asked about
+
+    def measures(self, work: Work) -> bool:
+        """Whether this step is to have no drafts, because too few of its size without drafts were measured."""
+        number = self._times.measured(work.repeated())
+        if work.pairs or number >= FAMILIAR:
+            return False
+        self._asked[size := work.tokens.bit_length()] += 1
+        asked = self._asked[size]
+        return asked % MEASURED_EVERY == 0 or (asked <= FIRST_MEASURED and number < TRUSTED)
 
     def curve(self, work: Work, num_rows: int, context: int) -> list[float]:
         """Returns the relative seconds for each number of GRID.
@@ -62,7 +79,7 @@ class Costs:
 
     def _computed(self, work: Work, num_rows: int, context: int) -> list[float]:
         seconds = self._times.typical
-        plain = seconds(work)
+        plain = seconds(work.repeated())  # the first step without drafts, which captures a graph, is slow but once
         alone = seconds(Work(num_rows, num_rows, context, 0.0)) if work.pairs else plain
         each = context // num_rows + 1
         if alone <= 0:

@@ -5,8 +5,9 @@ The number is that of the budget (`budget.py`), with what proposing costs beside
     (rows + Σ probability that a draft and those before it are right) / (step with drafts + passes of the draft model)
 
 How often drafts are right is known of those that were proposed alone.  So where none are worth their time, one row
-tries two of them now and then: again in the next step while they are right, else after 16 steps, and twice as many each
-time.  A full batch, whose drafts would not be worth their time if all of them were right, tries none.
+tries two of them now and then: in up to 16 steps in succession while they are right, then after 16 steps, and twice as
+many each time until drafts are worth their time.  A full batch, whose drafts would not be worth their time if all of
+them were right, tries none.
 
 Drafts from texts (a `prediction`, what a grammar forces) cost nothing to propose and come first, row by row.
 """
@@ -17,7 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from slotwise.core.drafting import MAX_DRAFTS, NO_GAIN, NO_ROOM
+from slotwise.core.drafting import MAX_DRAFTS, MEASURING, NO_GAIN, NO_ROOM
 from slotwise.core.interfaces import DraftRow, Due, Proposal, Proposer
 from slotwise.core.request import Request
 from slotwise.core.step import PROPOSED, Proposing
@@ -31,6 +32,7 @@ PRIOR = (0.7,) * 8  # shares of right drafts by group of positions (`acceptance.
 PRIOR_PASS = 0.2  # of the time of a step of one row: a pass of the draft model, before one is measured
 TRIED = 2  # drafts of a row that tries whether they have become worth their time
 FIRST_REST, MAX_REST = 16, 1024  # steps between two tries
+MAX_RIGHT = 16  # tries in succession that were right: these show enough, and drafts are still not worth their time
 UNPAID = 16  # steps of a batch that no drafts pay for in which it is not asked again
 WORTH_WAITING = 1.0  # right drafts that a row must expect to leave out a step
 ALONE = Work(1, 1, 1, 0.0)
@@ -73,6 +75,7 @@ class DraftModelProposer:
         self._rests = False  # in this step
         self._rests_until, self._num_resting = 0, 0  # a step, and rows: where as many decode, none is due before it
         self._try_at, self._rest = FIRST_REST, FIRST_REST  # the step of the next try, and the steps before it
+        self._num_right = 0  # tries in succession that were right
         self._trying = ""  # the request that tries: until its drafts were verified, for it may have to catch up first
 
     # -- decisions -----------------------------------------------------------------------------------------------
@@ -93,6 +96,8 @@ class DraftModelProposer:
         most -= (num_given := sum(map(len, drafts)))
         if not places or most < 1:
             return Proposal(drafts, reason if num_given else NO_ROOM)
+        if not num_given and self._costs.measures(work):
+            return Proposal(drafts, MEASURING)
         context = work.context // work.rows + 1
         work = work.with_drafts(num_given, num_given * context)
         chosen = self._chosen([rows[place] for place in places], num_decoding, work, most)
@@ -134,7 +139,7 @@ class DraftModelProposer:
         """Returns the drafts of each of `rows`, which have none in `work`, beside `num_decoding` decoding rows."""
         context = sum([len(row.request.tokens) for row in rows])
         costs = dict(zip(GRID, self._costs.curve(work, num_decoding, context), strict=True))
-        alone = self._times.seconds(Work(num_decoding, num_decoding, context, 0.0) if work.pairs else work)
+        alone = self._times.seconds(Work(num_decoding, num_decoding, context, 0.0) if work.pairs else work.repeated())
         counts, most = [0] * len(rows), min(most, len(rows) * self._num_drafts)
 
         def rate(number: int, passes: int, right: float) -> float:
@@ -160,7 +165,9 @@ class DraftModelProposer:
         for place, count in Counter([place for _, _, place in found[:chosen]]).items():
             counts[place] = count
         self._gains = chosen > 0
-        if not self._gains:
+        if self._gains:
+            self._rest = FIRST_REST
+        else:
             self._try(rows, counts)
             self._rests_until, self._num_resting = 0 if self._trying else self._try_at, num_decoding
         return _Chosen(counts, wants_more=chosen == len(found))
@@ -185,7 +192,11 @@ class DraftModelProposer:
 
     def _tried(self, num_right: int) -> None:
         self._trying = ""
-        self._rest = 1 if num_right else max(FIRST_REST, min(MAX_REST, 2 * self._rest))
+        self._num_right = self._num_right + 1 if num_right else 0
+        if 0 < self._num_right < MAX_RIGHT:
+            self._try_at = self._steps + 1
+            return
+        self._num_right, self._rest = 0, min(MAX_REST, 2 * self._rest)
         self._try_at = self._steps + self._rest
 
     # -- notifications -------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 
-from slotwise.core.drafting import MAX_DRAFTS, NO_GAIN, NO_MATCH, NO_ROOM, RESTING
+from slotwise.core.drafting import MAX_DRAFTS, MEASURING, NO_GAIN, NO_MATCH, NO_ROOM, RESTING
 from slotwise.core.interfaces import DraftRow, Due, Proposal, Proposer
 from slotwise.core.request import Request
 from slotwise.core.step import Proposing
@@ -156,6 +156,8 @@ class DraftProposer:
         if not may_gain(costs, num_decoding, self._settings.num_drafts):
             self._full, self._unpaid = num_decoding, UNPAID
             return Proposal([()] * len(rows), NO_GAIN)
+        if self._costs.measures(work):
+            return Proposal([()] * len(rows), MEASURING)
         found: list[tuple[float, int]] = []  # by draft: less its probability, its row
         limits: set[str] = set()
         known = [self._rows[request.request_id] for request, _ in rows]

@@ -8,6 +8,7 @@ const WORDS = {
   prompts_alone: "prompts run alone", batch_running: "the batch must end first", window_open: "collecting a batch",
   one_at_a_time: "one at a time", grammar_compiling: "its grammar is being compiled",
   no_match: "nothing to draft from", resting: "drafts did not pay lately", no_gain: "drafts would not pay",
+  measuring: "a step without drafts is measured",
   max_drafts: "as many as the settings allow", no_room: "no room for drafts",
 };
 const LETTER = 6.1; // pixels of a letter in the smaller type

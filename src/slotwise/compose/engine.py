@@ -81,10 +81,14 @@ class Warming:
             workers.dismiss()  # workers that were not needed
 
     def finish(self) -> None:
-        """Waits until all kernels are ready; raises the error of one that failed to compile."""
+        """Waits until all kernels are ready, those of formats that the weights brought included.
+
+        Raises the error of one that failed to compile.
+        """
         self._thread.join()
         if self._error is not None:
             raise self._error
+        self._kernels.warm_up(self._kind)
 
 
 class Loaded:

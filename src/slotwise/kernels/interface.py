@@ -168,11 +168,17 @@ class Kernels(Protocol):
     adapter_refusal: str  # likewise of `adapters`
 
     def warm_up(self, kind: dtype) -> None:
-        """Compile or load everything for weights of one type before the first request needs it."""
+        """Compile or load everything for weights of one type before the first request needs it.
+
+        Formats of quantised matrices are known once they are packed: a call after that prepares for them, too.
+        """
         ...
 
     def product_path(self, kind: dtype) -> str:
-        """The name of the path that multiplies with weights of `kind`, for people and bug reports."""
+        """The name of the path that multiplies with weights of `kind`, for people and bug reports.
+
+        With most of the weights, where some are packed as quantised matrices and others not.
+        """
         ...
 
     def batch_dependence(self, kind: dtype) -> str:

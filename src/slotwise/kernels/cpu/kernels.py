@@ -87,7 +87,7 @@ class CpuKernels:
         return self._packing.path(kind)
 
     def warm_up(self, kind: torch.dtype) -> None:
-        """Compile or load all kernels of one type before the first request needs them."""
+        """Compile or load all kernels of one type, and those of quantised matrices packed so far."""
         stored = self._stored(kind)
         attend, multiply_cache = self._attention(kind, stored)
         of_the_cache = [attend, ROTARY_STORE[kind, stored]]
@@ -96,10 +96,12 @@ class CpuKernels:
                      argmax.MASK, sampling.WIDEN[kind]]
         compile_all([*self._packing.kernels(kind), *of_the_cache, *multiply, *of_logits, attention_plan.PLAN,
                      pointwise.EMBED, pointwise.NORM[kind], PROGRAM, WORK, RUN_SHARED])
+        for code in self._packing.kernels_of_blocks(kind):  # workers do not know these by name
+            code.compile()
 
     def batch_dependence(self, kind: torch.dtype) -> str:
         """Only oneDNN adds in an order that depends on the number of rows."""
-        if self.product_path(kind) == "onednn":
+        if self.launcher.is_beside_torch or self.product_path(kind) == "onednn":
             return f"products by oneDNN depend on the number of rows: set {paths.VARIABLE} to another path than onednn"
         return ""
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from slotwise.kernels.group import ALONE, Group
 from slotwise.kernels.interface import AttentionShape, Kernels, LayerCache, RaggedBatch
 from slotwise.model.config import ModelConfig
 from slotwise.model.families import compose
@@ -27,11 +28,14 @@ FLOAT32 = 4  # bytes of a logit that the sampler edits
 class Decoder:
     """A model ready to run steps.  It holds weights and no request state; caches belong to the caller."""
 
-    def __init__(self, config: ModelConfig, read: Read, kernels: Kernels, max_positions: int) -> None:
-        """Reads and packs the weights; `max_positions` (tokens) bounds the positions a batch may hold."""
+    def __init__(
+        self, config: ModelConfig, read: Read, kernels: Kernels, max_positions: int, group: Group = ALONE,
+    ) -> None:
+        """Reads and packs the weights of this rank; `max_positions` (tokens) bounds the positions of a batch."""
+        self.group = group
         self.config = config
         self.kernels = kernels
-        self._network = compose(config, Source(read, kernels, config.dtype))
+        self._network = compose(config, Source(read, kernels, config.dtype, group))
         layers = self._network.layers
         self._rotary = {
             rope: RotaryTable(rope, config.head_dim, max_positions, kernels.device)

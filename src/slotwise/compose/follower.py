@@ -28,13 +28,14 @@ class Follower:
         def group(kernels: Kernels) -> Group:
             return group_of(kernels, memory, join.rank, store_of(join.port, memory.ranks) if join.port else None)
 
+        self._config = join.config
         if torch.cuda.is_available():
             torch.cuda.set_device(join.rank)
         self._loaded: Loaded = load(join.config, joining=group)
 
     def allocate(self, limits: SchedulerLimits) -> None:
         """Makes caches and slots, in place of those before."""
-        self._slots, self._runner = self._loaded.share_of_runner(limits, SilentSampler())
+        self._slots, self._runner = self._loaded.share_of_runner(self._config, limits, SilentSampler())
 
     def run(self, plan: StepPlan, known: Sequence[Known]) -> None:
         """Computes this rank's share of a plan, after `known` tokens of the steps before.

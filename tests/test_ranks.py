@@ -74,6 +74,7 @@ def test_heads_may_differ_and_be_held_twice(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("family", "settings", "says"), [
     ("olmo2", {}, "norms all heads together"), ("smollm2", {}, "3 heads of queries and 1 of keys"),
+    ("llama2", {"enable_lora": True}, "enable_lora is not supported"),
     ("llama2", {"overlap": 1}, "overlap is not supported"),
     ("llama2", {"speculative_config": {"model": "draft"}}, "draft model is not supported")])
 def test_what_ranks_cannot_share_is_refused(

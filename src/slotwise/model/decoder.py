@@ -15,6 +15,7 @@ from torch import Tensor
 
 from slotwise.kernels.group import ALONE, Group
 from slotwise.kernels.interface import AttentionShape, Kernels, LayerCache, RaggedBatch
+from slotwise.model.adapters import Adapters
 from slotwise.model.cache_groups import by_layer
 from slotwise.model.config import ModelConfig
 from slotwise.model.families import compose
@@ -30,13 +31,15 @@ class Decoder:
     """A model ready to run steps.  It holds weights and no request state; caches belong to the caller."""
 
     def __init__(
-        self, config: ModelConfig, read: Read, kernels: Kernels, max_positions: int, group: Group = ALONE,
+        self, config: ModelConfig, read: Read, kernels: Kernels, max_positions: int, adapters: Adapters | None = None,
+        group: Group = ALONE,
     ) -> None:
         """Reads and packs the weights of this rank; `max_positions` (tokens) bounds the positions of a batch."""
         self.group = group
         self.config = config
         self.kernels = kernels
-        self._network = compose(config, Source(read, kernels, config.dtype, group))
+        self.adapters = adapters
+        self._network = compose(config, Source(read, kernels, config.dtype, adapters, group))
         layers = self._network.layers
         self._rotary = {
             rope: RotaryTable(rope, config.head_dim, max_positions, kernels.device)
@@ -50,8 +53,8 @@ class Decoder:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights, as packed."""
-        return self._network.bytes
+        """Bytes of all weights, as packed, with those of as many adapters as fit."""
+        return self._network.bytes + (self.adapters.bytes if self.adapters is not None else 0)
 
     @property
     def step_weight_bytes(self) -> int:
@@ -94,6 +97,8 @@ class Decoder:
             x = attention.attend(query, own, cache)
             if is_last and not all_sample:
                 x, residual = x.index_select(0, batch.sample_at), residual.index_select(0, batch.sample_at)
+                if self.adapters is not None:
+                    self.adapters.rows.select(batch.sample_at)
             x = norm_after.add(_transformed(layer, x, residual), residual)
         return x
 

@@ -30,6 +30,7 @@ from slotwise.kernels.interface import (
     cache_kind,
     in_two_steps,
 )
+from slotwise.kernels.low_rank import AdapterProducts
 from slotwise.kernels.matrix import Format, QuantisedMatrix, StackedMatrix, Weight
 
 _DENSE_RATES = {8: 2.5e14, 9: 8e14, 10: 1.8e15}  # 16-bit operations a second, by major compute capability
@@ -43,6 +44,7 @@ class CudaKernels:
     name = "cuda"
     kinds: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
     mixture_refusal = ""
+    adapter_refusal = "LoRA adapters are not supported on device cuda: choose device cpu"
     records_drafts = True  # attention reads from memory which tokens are a row's
 
     def __init__(self, device: str = "cuda", kv_cache_dtype: str = "auto") -> None:
@@ -159,6 +161,10 @@ class CudaKernels:
         """Products of all experts in one launch each (`experts.py`)."""
         stacked, activate = experts.stack(weights, routing.num_experts, self.device), activated(self, activation)
         return lambda x, logits: experts.mixture(x, logits, stacked, routing, activate)
+
+    def adapters(self, num_places: int, max_rank: int, kind: torch.dtype) -> AdapterProducts:
+        """Refused: there is no grouped product for GPUs."""
+        raise ValueError(self.adapter_refusal)
 
     def head(self, weight: Weight) -> Linear:
         """A product whose tokens are never quantised; a table of the same matrix shares its memory."""

@@ -16,6 +16,7 @@ from slotwise.kernels.group import ALONE, Group
 from slotwise.kernels.interface import Kernels, Linear
 from slotwise.kernels.matrix import Format, QuantisedMatrix, Rows, Weight, stacked
 from slotwise.kernels.reference import ReferenceKernels
+from slotwise.model.adapters import Adapters
 from slotwise.model.stored import WHOLE, Cuts, Read, Shapes
 
 NO_CUTS: Cuts = {}
@@ -24,8 +25,13 @@ NO_CUTS: Cuts = {}
 class Source:
     """The tensors of a checkpoint, read as `dtype` to where `kernels` compute, as the rank of `group` needs them."""
 
-    def __init__(self, read: Read, kernels: Kernels, dtype: torch.dtype, group: Group = ALONE) -> None:
+    adapters: Adapters | None  # of the products that are built; None: they have none
+
+    def __init__(
+        self, read: Read, kernels: Kernels, dtype: torch.dtype, adapters: Adapters | None = None, group: Group = ALONE,
+    ) -> None:
         self.kernels = kernels
+        self.adapters = adapters
         self.group = group
         self.dtype = dtype
         self._read = read
@@ -67,7 +73,7 @@ class Listing(Source):
         self, dtype: torch.dtype, kernels: Kernels | None = None, formats: Mapping[str, Format] | None = None,
         group: Group = ALONE,
     ) -> None:
-        super().__init__(self._record, _Sizes(kernels) if kernels else ReferenceKernels(), dtype, group)
+        super().__init__(self._record, _Sizes(kernels) if kernels else ReferenceKernels(), dtype, group=group)
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._formats = formats or {}
 

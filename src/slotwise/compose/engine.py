@@ -185,13 +185,11 @@ class Loaded:
         info.roofline = self.roofline(glance(decoder))
         return engine, info
 
-    def share_of_runner(
-        self, config: EngineConfig, limits: SchedulerLimits, sampler: Sampling,
-    ) -> tuple[SlotTable, Executor]:
-        """Returns the slots and the executor of a rank other than 0, which samples nothing."""
+    def ready(self) -> Decoder:
+        """Returns the model when its kernels are ready, for a rank that samples nothing."""
         self._warming.finish()
         self._decoder.group.warm_up(self._decoder.config.dtype)
-        return _executor(self._decoder, limits, cache_groups(config, self._decoder, None), sampler)
+        return self._decoder
 
     def _stored_as(self, config: EngineConfig) -> str:
         """What is told of the types of weights: the checkpoint's quantisation, or the one applied to it."""
@@ -330,20 +328,6 @@ def _runner(
     per_block = kernels.cache_bytes_per_block(limits.block_size, decoder.attention_shapes[0], decoder.config.dtype)
     distance = max(2 * limits.max_num_seqs, 2 * LARGE // per_block)
     return Prefault(runner, [*caches, *draft_caches], limits.num_blocks, distance)
-
-
-def _executor(
-    decoder: Decoder, limits: SchedulerLimits, groups: LayerGroups, sampler: Sampling,
-) -> tuple[SlotTable, Executor]:
-    """The slots and the executor of a rank that samples nothing, with its own caches."""
-    kernels, null_block = decoder.kernels, limits.num_blocks
-    caches = [kernels.allocate_cache(null_block + 1, limits.block_size, shape, decoder.config.dtype)
-              for shape in decoder.attention_shapes[: groups.num_caches]]
-    slots = SlotTable(
-        limits.max_num_seqs, limits.max_model_len, limits.block_size, null_block, kernels.device, groups.of_layers)
-    pieces = [piece for cache in caches for piece in kernels.cache_pieces(cache)]
-    layers = [caches[cache] for cache in groups.caches]
-    return slots, ModelRunner(decoder, layers, slots, sampler, HostBlocks(0, pieces))
 
 
 def build_engine(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from slotwise.kernels.cuda import attention, codes, configs, experts, graphs, narrow, packed, pointwise
 from slotwise.kernels.cuda.cache import CudaCache, bytes_per_block
+from slotwise.kernels.cuda.low_rank import CudaAdapters
 from slotwise.kernels.cuda.rotary import rotary_store
 from slotwise.kernels.cuda.tile import INTERPRETED
 from slotwise.kernels.group import embed_part
@@ -44,7 +45,7 @@ class CudaKernels:
     name = "cuda"
     kinds: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
     mixture_refusal = ""
-    adapter_refusal = "LoRA adapters are not supported on device cuda: choose device cpu"
+    adapter_refusal = ""
     records_drafts = True  # attention reads from memory which tokens are a row's
 
     def __init__(self, device: str = "cuda", kv_cache_dtype: str = "auto") -> None:
@@ -163,8 +164,8 @@ class CudaKernels:
         return lambda x, logits: experts.mixture(x, logits, stacked, routing, activate)
 
     def adapters(self, num_places: int, max_rank: int, kind: torch.dtype) -> AdapterProducts:
-        """Refused: there is no grouped product for GPUs."""
-        raise ValueError(self.adapter_refusal)
+        """By the grouped products of experts (`low_rank.py`)."""
+        return CudaAdapters(num_places, max_rank, kind, self.device)
 
     def head(self, weight: Weight) -> Linear:
         """A product whose tokens are never quantised; a table of the same matrix shares its memory."""

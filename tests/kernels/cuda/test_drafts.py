@@ -74,7 +74,8 @@ def test_a_cold_start_captures_one_graph_for_each_size(monkeypatch) -> None:
 
     monkeypatch.setattr(KERNELS, "record", record)
     decoder = SimpleNamespace(
-        kernels=KERNELS, hidden=lambda batch, caches: batch.token_ids, logits=lambda hidden: hidden[:, None].float())
+        kernels=KERNELS, adapters=None, hidden=lambda batch, caches: batch.token_ids,
+        logits=lambda hidden: hidden[:, None].float())
     steps = DecodeGraphs(cast(Decoder, decoder), [], SlotTable(40, 4 * BLOCK, BLOCK, 5))
     for _ in range(2):
         for rows in range(1, 41):

@@ -58,6 +58,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "perplexity of gguf": results.perplexity_of_gguf,
     "stalls": results.stalls,
     "step times": results.step_times,
+    "simulator": results.simulator,
     "neighbours": results.neighbours,
     "speculation": results.speculation,
     "forced tokens": results.forced_tokens,

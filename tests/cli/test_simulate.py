@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slotwise import builtin
-from slotwise.cli import main
+from slotwise.cli import build_parser, main
 from slotwise.observe.event_log import Step, read_file
 
 SHORT = ["--num-prompts", "30", "--input-lengths", "uniform:20:80", "--output-lengths", "uniform:4:12",
@@ -43,11 +43,13 @@ def test_a_log_is_a_machine_with_its_settings(log: Path, tmp_path: Path):
 def test_what_if_shows_what_was_measured_replayed_and_changed(log: Path, tmp_path: Path):
     steps = [entry for entry in read_file(log) if isinstance(entry, Step)]
     assert max(len(step.slots) for step in steps) == 4
-    assert main(["what-if", str(log), "--set", "max_num_seqs=1", "--ttft-ms", "50", "--json",
+    assert main(["what-if", str(log), "--set", "max_num_seqs=1", "--ttft-ms", "50", "--request", "7", "--json",
                  str(tmp_path / "json")]) == 0
-    figures = json.loads((tmp_path / "json").read_text())["groups"]["all requests"]
+    answer = json.loads((tmp_path / "json").read_text())
+    figures = answer["groups"]["all requests"]
+    assert answer["request"]["what_if"]["first_token"] > answer["request"]["measured"]["first_token"] > 0
     assert figures["replayed"]["ttft_p50"] == pytest.approx(figures["measured"]["ttft_p50"], rel=0.1)
-    assert figures["what if"]["ttft_p99"] > figures["replayed"]["ttft_p99"]
+    assert figures["what_if"]["ttft_p99"] > figures["replayed"]["ttft_p99"]
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
@@ -57,9 +59,37 @@ def test_what_if_shows_what_was_measured_replayed_and_changed(log: Path, tmp_pat
     (["simulate", "--machine", "xeon", "--model", str(builtin.path()), "--set", "slots=2"], "no scheduling setting"),
     (["simulate", "--machine", "LOG", "--model", str(builtin.path())], "--model is for a machine of the file"),
     (["what-if", "LOG"], "--set NAME=VALUE"),
+    (["what-if", "--set", "max_num_seqs=2"], "either an event log or a server"),
+    (["what-if", "LOG", "--set", "tiers=[]"], "changes no tiers"),
+    (["what-if", "LOG", "--set", "max_num_seqs=2", "--request", "none"], "no request"),
     (["what-if", "LOG", "--set", "scheduling_policy=slowest"], "scheduling_policy must be one of"),
 ])
 def test_each_error_is_one_line(log: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]):
     assert main([str(log) if word == "LOG" else word for word in arguments]) == 1
     shown = capsys.readouterr().err
     assert said in shown and shown.count("\n") == 1
+
+
+MACHINE = ["--machine", "epyc", "--model", str(builtin.path()), "--max-num-seqs", "2"]
+
+
+def test_capacity_names_replicas_and_what_one_more_and_one_fewer_give(capsys: pytest.CaptureFixture[str]):
+    assert main(["capacity", *MACHINE, *SHORT, "--slo", "ttft_p95=20ms,tpot_p95=80ms", "--bootstrap", "3"]) == 0
+    shown = capsys.readouterr().out
+    assert "replicas of AMD EPYC 9654" in shown and "missed" in shown and "met" in shown
+
+
+def test_tune_writes_settings_that_serve_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "tuned.yaml"
+    assert main(["tune", *MACHINE, *SHORT, "--slo", "ttft_p95=20ms", "--output", str(path)]) == 0
+    found = build_parser("serve").parse_args(["serve", "--config", str(path)])
+    written = dict(line.split(": ") for line in path.read_text().splitlines())
+    assert found.max_num_seqs == int(written["max-num-seqs"]) > 2
+    assert found.scheduling_policy == written["scheduling-policy"]
+
+
+@pytest.mark.parametrize("text", ["ttft=1s", "ttft_p99=1", "ttft_p99=1s,tpot_p50=1s", "itl_p99=1s", "ttft_p0=1s"])
+def test_an_objective_that_does_not_read_is_refused(text: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main(["capacity", *MACHINE, "--slo", text])
+    assert "--slo" in capsys.readouterr().err

@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from slotwise.core.step_time import StepTimeModel, Work
 from slotwise.engine.config import EngineConfig
 from slotwise.simulate.figures import Objectives, figures, quantile
 from slotwise.simulate.machines import ModelShape, described, names, setup_of
+from slotwise.simulate.pace import LearnedPace
 from slotwise.simulate.simulator import REFUSED, Server, SimulatedRequest, simulate
 from slotwise.simulate.traffic import traffic_of
 from slotwise.workload import arrivals, lengths
@@ -78,3 +80,13 @@ def test_figures_are_of_tokens_within_the_objectives():
     assert (found.ttft_p50, found.ttft_p99, found.itl_p50) == (1.0, 3.0, 0.5)
     assert found.output_throughput == pytest.approx(5 / 4.5) and found.goodput == pytest.approx(1 / 4.5)
     assert quantile({}, 0.5) == 0.0
+
+
+def test_a_learned_pace_takes_every_graph_as_captured():
+    times = StepTimeModel()
+    for _ in range(40):  # each with a context not seen before costs the capture of its graph
+        for rows in (1, 2, 4, 8):
+            times.learn(Work(rows, rows, 100 * rows, 0.0, 100), 0.010)
+    pace = LearnedPace(times)
+    assert pace.step(Work(4, 4, 400, 0.0, 100_000)) == pace.step(Work(4, 4, 400, 0.0))
+    assert pace.step(Work(4, 4, 400, 0.0)) == pytest.approx(0.010, rel=0.1)

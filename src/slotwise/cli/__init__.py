@@ -28,7 +28,7 @@ from slotwise.observe import lines
 MODULES = {
     "serve": "serve", "generate": "offline", "chat": "offline", "bench": "bench", "compare": "compare",
     "top": "top", "timeline": "timeline", "explain": "explain", "replay": "replay", "completion": "completion",
-    "simulate": "simulate", "what-if": "simulate",
+    "simulate": "simulate", "what-if": "simulate", "capacity": "capacity", "tune": "capacity",
 }
 
 

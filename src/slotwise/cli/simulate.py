@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -22,13 +24,13 @@ from slotwise.cli.options import (
 )
 from slotwise.cli.workload_options import Defaults, add_seed_option, add_workload_options, workload_of
 from slotwise.core.ranges import real, whole
-from slotwise.engine.messages import Command, Configure
 from slotwise.observe.event_log import read_file
-from slotwise.simulate.figures import Figures, Objectives, figures, grouped
+from slotwise.simulate.figures import Figures, Objectives, figures
 from slotwise.simulate.machines import ModelShape, described, names, setup_of
-from slotwise.simulate.recorded import Recording, read_recording
-from slotwise.simulate.simulator import Server, Setup, SimulatedRequest, simulate
+from slotwise.simulate.recorded import read_recording
+from slotwise.simulate.simulator import Server, Setup, simulate
 from slotwise.simulate.traffic import traffic_of
+from slotwise.simulate.what_if import MEASURED, REPLAYED, WHAT_IF, what_if
 from slotwise.terminal import plain
 
 MS = 1000.0
@@ -44,11 +46,7 @@ ROWS = (("first token, p50", "ttft_p50"), ("first token, p99", "ttft_p99"), ("be
 
 def add(commands: Commands) -> None:
     command = add_command(commands, "simulate", "run a workload on a server's scheduler and a virtual clock", run)
-    command.add_argument("--machine", required=True, metavar="NAME|LOG", help="a machine of the package's file, with "
-                         f"--model: {', '.join(names())}; or an event log, whose engine's settings and step times are "
-                         "taken")
-    command.add_argument("--model", metavar="MODEL", help="with a machine's name: a checkpoint's folder or GGUF file, "
-                         "of which only the config is read")
+    add_machine_options(command)
     command.add_argument("--replicas", type=Number(whole(1, MAX_REPLICAS)), default=1, metavar="N",
                          help="servers behind a router that chooses the one with the fewest unfinished requests "
                          "(default: 1)")
@@ -56,15 +54,29 @@ def add(commands: Commands) -> None:
                          "`slotwise timeline` and `slotwise explain`; of one replica")
     add_overwrite_option(command)
     _add_common(command)
-    add_engine_options(command, ENGINE)
-    for name in ENGINE:
-        command.set_defaults(**{name.removeprefix("--").replace("-", "_"): None})
     add_workload_options(command, WORKLOAD)
     add_seed_option(command)
     command = add_command(commands, "what-if", "replay the traffic of an event log under other scheduling settings",
                           run_what_if)
-    command.add_argument("log", type=input_file, help="a file written by `slotwise serve --event-log FILE`")
+    command.add_argument("log", nargs="?", type=input_file, help="a file written by `slotwise serve --event-log FILE`")
+    command.add_argument("--url", metavar="URL", help="instead of a log: ask the server there about its last minutes")
+    command.add_argument("--api-key", default=os.environ.get("SLOTWISE_ADMIN_API_KEY", "").partition(",")[0],
+                         metavar="KEY", help="the server's admin key (default: $SLOTWISE_ADMIN_API_KEY)")
+    command.add_argument("--request", default="", metavar="ID", help="also tell when this request would have had its "
+                         "first token")
     _add_common(command)
+
+
+def add_machine_options(command: argparse.ArgumentParser) -> None:
+    """Options of the server that is simulated; `setup_of_machine` reads them."""
+    command.add_argument("--machine", required=True, metavar="NAME|LOG", help="a machine of the package's file, with "
+                         f"--model: {', '.join(names())}; or an event log, whose engine's settings and step times are "
+                         "taken")
+    command.add_argument("--model", metavar="MODEL", help="with a machine's name: a checkpoint's folder or GGUF file, "
+                         "of which only the config is read")
+    add_engine_options(command, ENGINE)
+    for name in ENGINE:
+        command.set_defaults(**{name.removeprefix("--").replace("-", "_"): None})
 
 
 def _add_common(command: argparse.ArgumentParser) -> None:
@@ -95,7 +107,7 @@ def _objectives(asked: argparse.Namespace) -> Objectives:
 
 
 def run(asked: argparse.Namespace) -> int:
-    setup, about = _setup(asked)
+    setup, about = setup_of_machine(asked)
     setup = setup.changed(dict(asked.changes)) if asked.changes else setup
     if asked.event_log and asked.replicas > 1:
         raise ValueError("--event-log is of one server: leave out --replicas, or it")
@@ -113,12 +125,12 @@ def run(asked: argparse.Namespace) -> int:
     return 0
 
 
-def _setup(asked: argparse.Namespace) -> tuple[Setup, str]:
+def setup_of_machine(asked: argparse.Namespace) -> tuple[Setup, str]:
     """Returns the setup of a server on the machine, and words for the machine."""
     if os.path.isfile(asked.machine):
         given = [name for name in ("--model", *ENGINE) if getattr(asked, name[2:].replace("-", "_")) is not None]
         if given:
-            raise ValueError(f"{given[0]} is for a machine of the file: the log says what its engine had; use --set")
+            raise ValueError(f"{given[0]} is for a machine of the file: the log says what its engine had")
         setup, recording = read_recording(read_file(asked.machine))
         return setup, f"the machine of {asked.machine} ({recording.run.model}, {recording.run.device})"
     if asked.model is None:
@@ -162,45 +174,49 @@ def _logged(asked: argparse.Namespace, setup: Setup, stack: ExitStack) -> Server
 def run_what_if(asked: argparse.Namespace) -> int:
     if not asked.changes:
         raise ValueError("say what would change: --set NAME=VALUE")
-    setup, recording = read_recording(read_file(asked.log))
-    objectives = _objectives(asked)
-    changed = setup.changed(dict(asked.changes))
-    traffic = recording.traffic
-    runs: dict[str, Mapping[str, SimulatedRequest]] = {
-        "measured": recording.measured,
-        "replayed": simulate(traffic, [Server(setup, recording.outputs)]),
-        "what if": simulate(_without_changes(traffic), [Server(changed, recording.outputs)])}
-    groups = _groups(recording, runs, objectives)
+    if (asked.log is None) == (asked.url is None):
+        raise ValueError("name either an event log or a server, with --url")
+    changes = dict(asked.changes)
+    answer = _asked_server(asked, changes) if asked.url else what_if(
+        read_file(asked.log), changes, _objectives(asked), asked.request)
     console = Console(highlight=False)
-    for name, found in groups.items():
-        console.print(_table(name, found, has_error=True))
-    console.print(plain("error: replayed under the log's own settings, against measured"))
-    if recording.num_refused:
-        console.print(plain(f"{recording.num_refused} requests were refused while the log was written: their lengths "
-                            "are unknown, and they are in no figure"))
-    _write(asked.json, {
-        "log": asked.log, "changes": dict(asked.changes), "settings": changed.scheduling.as_settings(),
-        "refused_before_the_log": recording.num_refused,
-        "groups": {name: {run: one.as_json() for run, one in found.items()} for name, found in groups.items()}})
+    for name, found in answer["groups"].items():
+        runs = {run.replace("_", " "): Figures(**one) for run, one in found.items()}
+        console.print(_table(name, runs, has_error=True))
+    console.print(plain(f"{answer['requests']} requests within {answer['seconds']:.0f} s; error: replayed under the "
+                        "settings in force, against measured"))
+    if answer["refused_unknown"]:
+        console.print(plain(f"{answer['refused_unknown']} requests were refused meanwhile: their lengths are unknown, "
+                            "and they are in no figure"))
+    if "request" in answer:
+        console.print(plain(_of_request(answer["request"], asked.changes)))
+    _write(asked.json, answer)
     return 0
 
 
-def _without_changes(traffic: Iterable[tuple[float, Command]]) -> list[tuple[float, Command]]:
-    """The traffic without what an operator changed meanwhile: the settings in question hold from the start."""
-    return [(at, command) for at, command in traffic if not isinstance(command, Configure)]
+def _of_request(found: Mapping[str, Any], changes: Sequence[tuple[str, Any]]) -> str:
+    """The counterfactual of one request, as a sentence."""
+    settings = ", ".join(f"{name} {value}" for name, value in changes)
+    first = {run: "no first token" if (at := found[run]["first_token"]) is None else f"its first token after {at:.3f} s"
+             for run in (MEASURED, REPLAYED, WHAT_IF)}
+    return (f"had {found['id']} arrived under {settings}: {first[WHAT_IF]}; under the settings in force "
+            f"{first[REPLAYED]}, and measured {first[MEASURED]}")
 
 
-def _groups(recording: Recording, runs: Mapping[str, Mapping[str, SimulatedRequest]], objectives: Objectives,
-            ) -> dict[str, dict[str, Figures]]:
-    """Returns the figures of all requests, then by tenant and by tier where there are several."""
-    found = {"all requests": {run: figures(list(requests.values()), objectives) for run, requests in runs.items()}}
-    for what, group_of in (("tenant", recording.tenants), ("tier", recording.tiers)):
-        names_of = sorted(set(group_of.values()))
-        by_run = {run: grouped(requests, group_of) for run, requests in runs.items()}
-        for name in names_of if len(names_of) > 1 else []:
-            found[f"{what} {name or 'without a name'}"] = {
-                run: figures(groups[name], objectives) for run, groups in by_run.items()}
-    return found
+def _asked_server(asked: argparse.Namespace, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the answer of a running server about its own last minutes.  Raises RuntimeError for a refusal."""
+    given = {"ttft_ms": asked.ttft_ms, "tpot_ms": asked.tpot_ms, "request_id": asked.request or None}
+    body = {"changes": changes} | {name: value for name, value in given.items() if value is not None}
+    headers = {"Content-Type": "application/json"}
+    if asked.api_key:
+        headers["Authorization"] = f"Bearer {asked.api_key}"
+    request = urllib.request.Request(f"{asked.url.rstrip('/')}/what_if", json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(request) as response:
+            answer: dict[str, Any] = json.load(response)
+    except urllib.error.HTTPError as error:
+        raise RuntimeError(f"the server answered {error.code}: {error.read(2000).decode(errors='replace')}") from error
+    return answer
 
 
 # -- output ------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import msgspec
 
 from slotwise import __version__
 from slotwise.engine.client import DRAINING, ENGINE_DEAD, Refused
-from slotwise.server.admin_protocol import AbortRequest, DetokenizeRequest, TokenizeRequest
+from slotwise.server.admin_protocol import AbortRequest, DetokenizeRequest, TokenizeRequest, WhatIfRequest
 from slotwise.server.completions import conversation_of
 from slotwise.server.context import Api
 from slotwise.server.errors import bad_request, from_refusal
@@ -95,6 +95,15 @@ async def reschedule(api: Api, exchange: HttpExchange) -> None:
     changed = _scheduling(api)
     logger.info("scheduling is now %s", changed)
     await exchange.respond_json(changed)
+
+
+async def what_if(api: Api, exchange: HttpExchange) -> None:
+    """The last minutes, replayed under other scheduling settings, beside what was measured; changes nothing."""
+    async with api.bodies.reading(exchange, MAX_SETTINGS) as body:
+        request = decode(WhatIfRequest, body)
+        request.check()
+        warn_of_unknown_fields(exchange, WhatIfRequest, body)
+    await exchange.respond_json(await api.what_if.answer(exchange.holder, request))
 
 
 async def abort_requests(api: Api, exchange: HttpExchange) -> None:

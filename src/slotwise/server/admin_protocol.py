@@ -1,4 +1,4 @@
-"""Request bodies of the routes in `server/admin.py`: tokenizing, and aborts."""
+"""Request bodies of the routes in `server/admin.py`: tokenizing, aborts, and what-ifs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from slotwise.server import body_precheck
 from slotwise.server.errors import bad_request
 from slotwise.server.protocol import ChatRequest, Int, TemplateSource
 
+DAY_MS = 86_400_000.0
 OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs", "tools")
 
 
@@ -41,6 +42,21 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
     model: str | None = None  # the served model's name, by default
     tokens: list[Int]  # ids of the vocabulary
+
+
+class WhatIfRequest(msgspec.Struct, kw_only=True):
+    """Settings under which the last minutes are replayed, and what is to be told of them."""
+
+    changes: dict[str, Any]  # scheduling settings, as `PUT /admin/scheduling` takes them, without tiers
+    ttft_ms: float | None = None  # goodput: most milliseconds to the first token; by default any
+    tpot_ms: float | None = None  # goodput: most milliseconds per token after it; by default any
+    request_id: str | None = None  # also tell when this request would have had its first and its last token
+
+    def check(self) -> None:
+        """Raises ApiError for an objective out of range."""
+        for name in ("ttft_ms", "tpot_ms"):
+            if (value := getattr(self, name)) is not None and not 0 < value < DAY_MS:
+                raise bad_request(f"{name}: must be positive and less than a day", name)
 
 
 class AbortRequest(msgspec.Struct, kw_only=True):

@@ -86,6 +86,7 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("GET", "/load", admin.load),
     ("GET", "/admin/scheduling", admin.scheduling),
     ("PUT", "/admin/scheduling", admin.reschedule),
+    ("POST", "/what_if", admin.what_if),
     ("GET", "/timeline", timeline),
     ("GET", "/events", events),
     ("GET", "/explain/{request_id:path}", explain.of_request),
@@ -93,7 +94,7 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
 )
 OPEN_TO_ALL = ("/", "/docs", "/health", "/ping", "/timeline")  # the pages hold no data; the last prompts for a key
 ERROR_FORMATS = {messages_output.MESSAGES: messages_output.ERRORS, RESPONSES: ERRORS}  # by the beginnings of paths
-ADMIN = "/admin/"  # routes below it change how the server works
+ADMIN = ("/admin/", "/what_if")  # routes below these are the operator's: they change how the server works, or ask
 MAX_ROUTES = 2000  # characters of the routes that an error lists
 REJECTIONS = ("context_length_exceeded", "tokenizer_busy")  # codes of errors that count as refused admissions
 

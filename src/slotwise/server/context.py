@@ -36,6 +36,7 @@ from slotwise.server.settings import ServerSettings
 from slotwise.server.slo import Tiers, slo_of
 from slotwise.server.subscribers import Subscribers
 from slotwise.server.turns import Turns
+from slotwise.server.what_if import WhatIf
 
 MAX_NUMBERS = 1 << 24  # of the vectors of all responses: some 350 MB as JSON
 MAX_QUERIES, MAX_QUERIES_OF_ONE = 63, 16  # of queue positions that wait, of all clients and of one
@@ -76,6 +77,7 @@ class Api:
         tokenizer = prompts.tokenizer
         self.grammars = GrammarChecker(map(tokenizer.token_text, sorted(tokenizer.special_ids)))
         self.explainer = Explainer(self.batched_observer, self.recorder, step_times)
+        self.what_if = WhatIf(self.batched_observer, self.recorder.ring)
         engine_client.observers += [self.admission_control, self.batched_observer]
         self.active_requests = ActiveRequests()
         self.position_queries = Turns(MAX_QUERIES, MAX_QUERIES_OF_ONE)
@@ -124,6 +126,7 @@ class Api:
         self.prompts.close()
         self.grammars.close()
         self.explainer.close()
+        self.what_if.close()
 
     def trace(self, traces: Traces) -> None:
         """Trace every request from here on."""

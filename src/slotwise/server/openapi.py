@@ -12,7 +12,7 @@ import msgspec
 
 from slotwise import __version__
 from slotwise.engine.scheduling import MAX_TIERS, changes_schema
-from slotwise.server.admin_protocol import AbortRequest, DetokenizeRequest, TokenizeRequest
+from slotwise.server.admin_protocol import AbortRequest, DetokenizeRequest, TokenizeRequest, WhatIfRequest
 from slotwise.server.embeddings_protocol import EmbeddingRequest
 from slotwise.server.errors import TRY_LATER, ErrorBody
 from slotwise.server.events import SWITCHES
@@ -34,7 +34,7 @@ BODIES: dict[str, type] = {
     "/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest,
     "/v1/responses": ResponsesRequest, "/v1/messages": MessagesRequest, "/v1/messages/count_tokens": CountTokensRequest,
     "/v1/embeddings": EmbeddingRequest, "/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest,
-    "/abort_requests": AbortRequest}
+    "/abort_requests": AbortRequest, "/what_if": WhatIfRequest}
 STREAMING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 OTHER_TEXT = {"/": "text/html", "/docs": "text/html", "/metrics": "text/plain", "/timeline": "text/html",
               "/events": "application/x-ndjson"}

@@ -13,9 +13,7 @@ from dataclasses import asdict, dataclass
 from math import ceil
 from operator import sub
 
-from slotwise.simulate.simulator import REFUSED, SimulatedRequest
-
-SERVED = ("stop", "length")
+from slotwise.simulate.simulator import REFUSED, SERVED, SimulatedRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,7 @@ def setup_of(name: str, shape: ModelShape, config: EngineConfig) -> Setup:
     if blocks * BLOCK < longest:
         raise ValueError(f"{machine['name']}: weights of {shape.weight_bytes / 1e9:.3g} GB and a sequence of {longest} "
                          f"tokens exceed {CACHE_SHARE:.0%} of {machine['memory_bytes'] / 1e9:g} GB")
+    blocks = min(blocks, config.max_num_seqs * -(-longest // BLOCK))  # what the slots can use, as a server's
     scheduling = config.scheduling()
     limits = scheduling.limits(SchedulerLimits(
         longest, blocks, BLOCK, config.max_num_seqs, config.step_tokens, config.enable_prefix_caching,

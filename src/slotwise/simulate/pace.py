@@ -46,13 +46,13 @@ class CostPace:
 
 @dataclass(frozen=True, slots=True)
 class LearnedPace:
-    """Steps as a step-time model predicts them."""
+    """Steps as a step-time model predicts them, where every graph has been captured before."""
 
     times: StepTimeModel
     gap: float = 0.0  # seconds between two steps
 
     def step(self, work: Work) -> float:
-        return self.times.typical(work)
+        return self.times.typical(work._replace(longest=0))
 
     predicted = step
 

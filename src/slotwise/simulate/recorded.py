@@ -10,12 +10,14 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from slotwise.core.limits import SchedulerLimits
 from slotwise.engine.messages import Add, Command, Configure, Finish
 from slotwise.observe import event_log
 from slotwise.observe.step_time import StepTimeModel
 from slotwise.simulate.pace import LearnedPace
-from slotwise.simulate.simulator import Setup, SimulatedRequest
+from slotwise.simulate.simulator import SERVED, Setup, SimulatedRequest
 
 NS = 1e-9
 OWN = 1 << 32  # token ids from here on tell prompts apart that are not known
@@ -32,18 +34,24 @@ class Recording:
     outputs: dict[str, list[int]] = field(default_factory=dict)
     tenants: dict[str, str] = field(default_factory=dict)  # by request id, as the next
     tiers: dict[str, str] = field(default_factory=dict)
+    partial: set[str] = field(default_factory=set)  # requests whose beginning or end is not in the log
     num_refused: int = 0
 
     @property
     def traffic(self) -> list[tuple[float, Command]]:
-        """The commands; a request ends after as many tokens as it had, unless its client left before."""
-        return [(at, self._bounded(command)) for at, command in self.commands]
+        """The commands; a request ends after as many tokens as it had, or as the median had if it was not served."""
+        lengths = [len(self.outputs[name]) for name, one in self.measured.items() if one.reason in SERVED]
+        typical = statistics.median_low(lengths) if lengths else 1
+        return [(at, self._bounded(command, typical)) for at, command in self.commands]
 
-    def _bounded(self, command: Command) -> Command:
-        if not isinstance(command, Add) or self.measured[command.request_id].reason not in ("stop", "length"):
+    def _bounded(self, command: Command, typical: int) -> Command:
+        if not isinstance(command, Add) or command.pooling is not None:
             return command
-        command.output_tokens = len(self.outputs[command.request_id])
-        return command
+        reason = self.measured[command.request_id].reason
+        if reason == "abort":  # it runs until its client leaves
+            return command
+        seen = len(self.outputs[command.request_id])
+        return msgspec.structs.replace(command, output_tokens=max(1, seen) if reason in ("", *SERVED) else typical)
 
 
 def read_recording(entries: Iterable[event_log.Entry]) -> tuple[Setup, Recording]:
@@ -69,11 +77,13 @@ class _Reader:
     def __init__(self, run: event_log.Run) -> None:
         self.recording = Recording(run, StepTimeModel(run.learned))
         self._ids: dict[int, str] = {}
+        self._admitted: set[int] = set()
         self._gaps: list[float] = []
         self._busy_since = 0  # nanoseconds; 0: the last step left no work
 
     def setup(self) -> Setup:
         run = self.recording.run
+        self.recording.partial |= {name for name, one in self.recording.measured.items() if not one.reason}
         gap = statistics.median(self._gaps) if self._gaps else 0.0
         limits: SchedulerLimits = run.scheduling.limits(run.limits)
         return Setup(limits, run.scheduling, LearnedPace(self.recording.times, gap), run.depth, run.eos_token_ids)
@@ -109,6 +119,8 @@ class _Reader:
         if self._busy_since and step.planned and step.counts:
             self._gaps.append(max(0.0, (step.planned[0] - self._busy_since) * NS))
         self._busy_since = step.ended_ns if step.num_running or step.num_waiting else 0
+        self._admitted.update(admission.number for admission in step.admitted)
+        found.partial.update(self._ids[number] for number in step.numbers if number not in self._admitted)
         for number, tokens in zip(step.numbers, step.tokens, strict=False):
             if tokens:
                 request_id = self._ids[number]

@@ -33,6 +33,7 @@ from slotwise.simulate.pace import Known, Pace
 FILLER = 7  # the token that every row samples, where its output is not known
 MODEL = "simulated"  # the name of the model in what observers are told
 IDLE = 0.001  # seconds that a plan without rows takes
+SERVED = ("stop", "length")  # the reasons of requests that were served whole
 REFUSED = "refused"  # the reason of a request that admission control did not accept
 
 
@@ -88,7 +89,7 @@ class VirtualMachine:
         self.now = 0.0  # seconds
         self._pace = pace
         self._outputs = outputs or {}
-        self._plans: deque[tuple[StepPlan, float]] = deque()
+        self._plans: deque[StepPlan] = deque()
         self._num_at_join: dict[int, float] = {}  # by slot: tokens known when its request joined; inf: it is pooled
         self._known: dict[int, tuple[int, Sequence[int]]] = {}  # by slot: prompt tokens and output
 
@@ -97,13 +98,13 @@ class VirtualMachine:
         return round(self.now * 1e9)
 
     def submit(self, plan: StepPlan) -> None:
-        self._plans.append((plan, self.now))
+        self._plans.append(plan)
         for join in plan.new_requests:
             self._num_at_join[join.slot] = len(join.tokens) if join.pooling is None else inf
             self._known[join.slot] = join.num_prompt, self._outputs.get(join.request_id, ())
 
     def collect(self) -> StepResult:
-        plan, _ = self._plans.popleft()
+        plan = self._plans.popleft()
         work = work_of(plan.starts, plan.counts, plan.padding, plan.drafts)
         self.now += self._pace.step(work) if work.rows else IDLE
         at_join = self._num_at_join

@@ -1,0 +1,92 @@
+"""What if: the traffic of a log under other settings, beside the same replay under its own and what was measured.
+
+The replay under the log's own settings shows the error of the method: where it is far from what was measured, so is
+what it says of other settings.  A server asks this of its ring in a process of low priority (`server/what_if.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from slotwise.engine.messages import Command, Configure
+from slotwise.observe import event_log
+from slotwise.simulate.figures import Objectives, figures, grouped
+from slotwise.simulate.recorded import Recording, read_recording
+from slotwise.simulate.simulator import Server, SimulatedRequest, simulate
+
+MEASURED, REPLAYED, WHAT_IF = "measured", "replayed", "what_if"
+ALL = "all requests"
+
+Runs = Mapping[str, Mapping[str, SimulatedRequest]]
+
+
+def what_if(
+    entries: Iterable[event_log.Entry], changes: Mapping[str, Any], objectives: Objectives, request_id: str = "",
+) -> dict[str, Any]:
+    """Returns the figures of a log's traffic: measured, replayed, and replayed under changed settings; JSON-ready.
+
+    Args:
+        changes: as `Scheduling.changed` names them.
+        request_id: of a request to tell apart, with the times of its own; "": none.
+
+    Raises:
+        ValueError: the log or the changes are no such; the message is one line.
+    """
+    if "tiers" in changes:
+        raise ValueError("a what-if changes no tiers: leave them out")
+    setup, recording = read_recording(entries)
+    changed = setup.changed(changes)
+    traffic = recording.traffic
+    runs: Runs = {
+        MEASURED: recording.measured,
+        REPLAYED: simulate(traffic, [Server(setup, recording.outputs)]),
+        WHAT_IF: simulate(_without_changes(traffic), [Server(changed, recording.outputs)])}
+    whole = {name for name in recording.measured if name not in recording.partial}
+    if not whole:
+        raise ValueError("no request of the log has begun and ended in it")
+    runs = {run: {name: one for name, one in found.items() if name in whole} for run, found in runs.items()}
+    arrivals = [one.arrived for one in runs[MEASURED].values()]
+    answer = {
+        "changes": dict(changes), "settings": changed.scheduling.as_settings(), "requests": len(whole),
+        "seconds": max(arrivals) - min(arrivals), "refused_unknown": recording.num_refused,
+        "groups": _groups(recording, runs, objectives)}
+    return answer | ({"request": _of_request(runs, request_id)} if request_id else {})
+
+
+def _without_changes(traffic: Iterable[tuple[float, Command]]) -> list[tuple[float, Command]]:
+    """The traffic without what an operator changed meanwhile: the settings in question hold from the start."""
+    return [(at, command) for at, command in traffic if not isinstance(command, Configure)]
+
+
+def _groups(recording: Recording, runs: Runs, objectives: Objectives) -> dict[str, dict[str, dict[str, float]]]:
+    """Returns the figures of all requests, then by tenant and by tier where there are several."""
+    def of(found: Mapping[str, Sequence[SimulatedRequest]]) -> dict[str, dict[str, float]]:
+        return {run: figures(requests, objectives).as_json() for run, requests in found.items()}
+
+    groups = {ALL: of({run: list(requests.values()) for run, requests in runs.items()})}
+    for what, group_of in (("tenant", recording.tenants), ("tier", recording.tiers)):
+        names = sorted({group_of[name] for name in runs[MEASURED]})
+        by_run = {run: grouped(requests, group_of) for run, requests in runs.items()}
+        for name in names if len(names) > 1 else ():
+            groups[f"{what} {name or 'without a name'}"] = of({run: found[name] for run, found in by_run.items()})
+    return groups
+
+
+def _of_request(runs: Runs, request_id: str) -> dict[str, Any]:
+    """Returns when a request had its first and its last token in each run, in seconds from its arrival."""
+    names = [name for name in runs[MEASURED] if request_id in (name, name.rpartition("-")[0])]
+    if not names:
+        raise ValueError(f"no request {request_id!r:.80} has begun and ended in the log")
+    return {"id": names[0], **{run: {
+        "first_token": one.token_times[0] - one.arrived if one.token_times else None,
+        "end": one.ended - one.arrived, "reason": one.reason} for run, one in (
+            (run, requests[names[0]]) for run, requests in runs.items())}}
+
+
+def _from_lines(lines: bytes, changes: dict[str, Any], ttft: float | None, tpot: float | None, request_id: str,
+                ) -> dict[str, Any]:
+    return what_if(event_log.read(lines.splitlines(keepends=True)), changes, Objectives(ttft, tpot), request_id)
+
+
+CALLS = {"what_if": _from_lines}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from toy import Driver, alone, request
 
@@ -57,7 +59,7 @@ FORGES = pytest.mark.parametrize("forge", [
 def use_digest(digest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have caches of prefixes that are made from here on believe in `digest`."""
     class Forged(prefix_cache.PrefixCache):
-        def __init__(self, block_size: int) -> None:
-            super().__init__(block_size, digest)
+        def __init__(self, block_size: int, windows: Sequence[int]) -> None:
+            super().__init__(block_size, windows, digest)
 
     monkeypatch.setattr("slotwise.core.kv_manager.PrefixCache", Forged)

@@ -133,7 +133,8 @@ class Driver:
         self.discipline = discipline or Chunked()
         self.scheduler = scheduler(limits, self.discipline, policy, times, proposer)
         self.executor = FakeExecutor(
-            limits.block_size, next_token, *([proposer.named] if isinstance(proposer, Placeholders) else []))
+            limits.block_size, next_token, *([proposer.named] if isinstance(proposer, Placeholders) else []),
+            windows=limits.windows)
         self.plans: list[StepPlan] = []
         self.flying: list[StepPlan] = []
         self.output: dict[str, list[int]] = {}

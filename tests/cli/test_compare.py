@@ -33,6 +33,8 @@ def compare(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     ("give each once", ("--disciplines", "static,static")),
     ("a batch_size of 5 needs as many slots", ("--slots", "4", "--batch-size", "5")),
     ("belongs to dynamic, which is not compared", ("--disciplines", "static", "--max-wait-ms", "5")),
+    ("leave out --online", ("--online", "--speculative-config", '{"method": "ngram"}')),
+    ("not by draft_model", ("--speculative-config", '{"model": "smaller"}')),
     ("cannot be written", ("--json", "/nowhere/figures.json")),
 ])
 def test_impossible_options_are_one_line(
@@ -51,6 +53,19 @@ def test_unreadable_options_are_refused(arguments: tuple[str, ...], capsys: pyte
     with pytest.raises(SystemExit):
         main(["compare", *arguments])
     assert arguments[0] in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_continuous_batching_with_drafts_beside_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, result = compare(
+        tmp_path, *FEW, "--output-lengths", "fixed:300", "--repeats", "1", "--disciplines", "continuous",
+        "--speculative-config", '{"method": "suffix", "prompt_lookup_min": 2, "prompt_lookup_max": 4}')
+    plain, drafted = result["runs"]
+    assert status == 0 and result["identical_tokens"] is True
+    assert (plain["name"], drafted["name"]) == ("continuous", "continuous, suffix")
+    assert drafted["settings"]["speculative_config"]["prompt_lookup_max"] == 4 and drafted["theory_steps"] is None
+    assert drafted["draft_tokens"] >= drafted["accepted_draft_tokens"] > 0 == plain["draft_tokens"]
+    assert f"{drafted['accepted_draft_tokens']:,}" in capsys.readouterr().out
 
 
 @pytest.mark.slow

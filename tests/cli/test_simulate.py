@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -73,8 +74,13 @@ def test_each_error_is_one_line(log: Path, arguments: list[str], said: str, caps
 MACHINE = ["--machine", "epyc", "--model", str(builtin.path()), "--max-num-seqs", "2"]
 
 
-def test_capacity_names_replicas_and_what_one_more_and_one_fewer_give(capsys: pytest.CaptureFixture[str]):
-    assert main(["capacity", *MACHINE, *SHORT, "--slo", "ttft_p95=20ms,tpot_p95=80ms", "--bootstrap", "3"]) == 0
+def test_capacity_names_replicas_and_what_one_more_and_one_fewer_give(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str],
+):
+    assert main(["capacity", *MACHINE, *SHORT, "--slo", "ttft_p95=20ms,tpot_p95=80ms", "--bootstrap", "3",
+                 "--plot", str(tmp_path / "knee.svg")]) == 0
+    drawn = ElementTree.parse(tmp_path / "knee.svg").getroot()
+    assert len(drawn.findall("{*}polyline")) == 1 == len(drawn.findall("{*}circle")), "a curve and its knee"
     shown = capsys.readouterr().out
     assert "replicas of AMD EPYC 9654" in shown and "missed" in shown and "met" in shown
 

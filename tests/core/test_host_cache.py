@@ -10,7 +10,7 @@ from toy import alone
 
 from slotwise.core.block_pool import ConservationError
 from slotwise.core.host_cache import NO_COPIES, HostCache
-from slotwise.core.prefix_cache import NOWHERE, Entry
+from slotwise.core.prefix_cache import NOWHERE, CachedBlock, Entry
 from slotwise.core.reasons import TOKEN_BUDGET
 from slotwise.core.step import Copy
 
@@ -162,8 +162,8 @@ def test_what_comes_back_never_changes_tokens(prompts, num_blocks, num_host_bloc
 # -- the tier itself ---------------------------------------------------------------------------------------------
 
 
-def entry(block: int) -> Entry:
-    return Entry(block, block, (block,), "")
+def entry(block: int) -> CachedBlock:
+    return Entry(block, block, (block,), "").cached[0]
 
 
 def test_the_least_recently_used_makes_room():

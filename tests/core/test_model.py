@@ -27,6 +27,7 @@ from slotwise.policies.settings import Ordering
 
 EXAMPLES, OPERATIONS = 200, 500
 HOST_BLOCKS = (3, 40, 0)
+WINDOWS = ((0,), (0,), (0, 6), (7,), (0, 3, 11), (5, 0))  # of cache groups
 DISCIPLINES = (
     Batching(), Batching(), Batching(prefill="inline"), Batching(prefill="alone"), Batching("orca"),
     Batching("static"), Batching("dynamic", max_wait_ms=2000), Batching("one_at_a_time"))
@@ -41,11 +42,14 @@ SEEN: Counter[str] = Counter()
 
 def drawn_limits(draw: Random, num_host_blocks: int) -> SchedulerLimits:
     slots, block_size = draw.randint(2, 6), draw.randint(1, 5)
+    windows = draw.choice(WINDOWS)
     return SchedulerLimits(
-        max_model_len=draw.randint(20, 48), num_blocks=draw.randint(30, 70) // block_size, block_size=block_size,
+        max_model_len=draw.randint(20, 48), num_blocks=len(windows) * draw.randint(30, 70) // block_size,
+        block_size=block_size,
         max_num_seqs=slots, max_num_batched_tokens=slots + draw.randint(0, 20), enable_prefix_caching=True,
         watermark_blocks=draw.randint(0, 2), max_passes=draw.randint(0, 4),
-        on_pressure=draw.choice((RECOMPUTE, RECOMPUTE, RECOMPUTE, ERROR)), num_host_blocks=num_host_blocks)
+        on_pressure=draw.choice((RECOMPUTE, RECOMPUTE, RECOMPUTE, ERROR)), num_host_blocks=num_host_blocks,
+        windows=windows, max_chunk=draw.randint(1, 20))
 
 
 class Life(Driver):
@@ -119,7 +123,7 @@ def test_nothing_is_lost_and_nobody_gets_what_is_not_theirs():
     total = sum(SEEN[name] for name in ("arrive", "step", "abort", "jump", "switch", "order"))
     assert total >= 100_000
     for kind in ("hit", "save", "load", "preempted", "length", "stop", "abort", "timeout", "shed", "error", "rejected",
-                 "pooled"):
+                 "pooled", "expired"):
         assert SEEN[kind] >= 50, f"{kind} hardly ever happened: {SEEN}"
 
 
@@ -138,6 +142,7 @@ def many_lives(seed: int) -> None:
     SEEN["preempted"] += len(life.preempted)
     SEEN["save"] += sum(len(plan.saves) for plan in life.plans)
     SEEN["load"] += sum(len(plan.loads) for plan in life.plans)
+    SEEN["expired"] += sum(len(plan.expired_blocks) for plan in life.plans)
     assert life.ended.keys() == life.expected.keys(), "everyone ends, once"
     for name, reason in life.ended.items():
         got, expected = life.output.get(name, []), life.expected[name]

@@ -64,7 +64,7 @@ class Drafting(FakeExecutor):
         history = 0
         for position, token in enumerate(tokens[:end]):
             history = hash((history, token))
-            place = self._place(slot, position)
+            place = self._place(slot, 0, position)
             if position < start:
                 assert self.draft_cache[place] == history, "it does not hold what it should"
             else:

@@ -68,7 +68,7 @@ class Accounts:
         self.failures: list[str] = []
         self.sampled_tokens = 0  # includes tokens that an undrained batch has not returned yet
         self.ended_at = started_at  # seconds; of the last record
-        self.decode_times = Steps()  # of steps without a prompt, by rows
+        self.decode_times = Steps()  # of steps without a prompt or drafts, by rows
         self.prompt_times = Steps()  # of the others, by tokens
 
     # -- events ----------------------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ class Accounts:
         seconds = (record.ended_ns - record.started_ns) * NANO
         if prompts:
             self.prompt_times.add(tokens, seconds)
-        else:
+        elif not record.drafts:
             self.decode_times.add(len(record.slots), seconds)
 
     def _publish(self, record: StepRecord, now: float) -> None:

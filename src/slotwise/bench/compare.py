@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from slotwise.batching.settings import KINDS, Batching
@@ -21,6 +21,7 @@ from slotwise.bench.fit import Steps, together
 from slotwise.bench.offline_run import OnStep, Stand, run_warm
 from slotwise.bench.results import workload_facts
 from slotwise.bench.theory import DECODE_STEPS
+from slotwise.speculation.settings import DRAFT_MODEL, NONE, Speculation
 from slotwise.workload.requests import Workload
 
 VERSION = 1  # of the result's format
@@ -75,6 +76,15 @@ def same_cache(cache_bytes: int, slots: int) -> list[Contender]:
         Contender(f"{kind}, same cache", f"{kind}, same cache",
                   {"batching": kind, "max_num_seqs": slots, "kv_cache_memory": cache_bytes})
         for kind in ("orca", "continuous")]
+
+
+def with_drafts(speculation: Speculation, slots: int) -> Contender:
+    """Continuous batching with drafts from texts.  Raises ValueError with one line for other settings."""
+    if speculation.method in (DRAFT_MODEL, NONE):
+        raise ValueError(f"compare has drafts from texts, as by the method ngram, not by {speculation.method}")
+    given = {name: value for name, value in asdict(speculation).items() if value is not None}
+    label = f"continuous, {speculation.method}"
+    return Contender(label, label, {"batching": "continuous", "max_num_seqs": slots, "speculative_config": given})
 
 
 def rounds(number: int, chosen: Sequence[Contender]) -> Iterator[tuple[str, Contender]]:
@@ -168,9 +178,9 @@ class Comparison:
         }
 
     def _theory_steps(self, contender: Contender) -> int | None:
-        """Decode steps by theory; None where arrivals or memory matter, which theory does not model."""
+        """Decode steps by theory; None where arrivals, memory or drafts matter, which theory does not model."""
         queued = all(request.arrives_at == 0.0 for request in self.workload.requests)
-        if not queued or "kv_cache_memory" in contender.settings:
+        if not queued or {"kv_cache_memory", "speculative_config"} & contender.settings.keys():
             return None
         slots = contender.settings.get("batch_size") or contender.settings["max_num_seqs"]
         return DECODE_STEPS[contender.name]([request.num_output for request in self.workload.requests], slots)

@@ -21,7 +21,9 @@ WIDEST = 1000  # characters of a table
 HEAD_WIDTH = 10  # of a line of a column's head
 DECODE_STEPS = (
     Column("decode steps", lambda run: run.decode_steps, count),
-    Column("in theory", lambda run: run.theory_steps, count))
+    Column("in theory", lambda run: run.theory_steps, count),
+    Column("drafts", lambda run: run.draft_tokens or None, count),
+    Column("of them right", lambda run: run.accepted_draft_tokens if run.draft_tokens else None, count))
 
 
 def comparison_tables(result: Mapping[str, Any]) -> RenderableType:

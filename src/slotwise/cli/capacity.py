@@ -32,6 +32,7 @@ def add(commands: Commands) -> None:
     capacity = add_command(commands, "capacity", "find how many replicas a workload needs, by simulation", run)
     capacity.add_argument("--bootstrap", type=Number(whole(0, 1000)), default=ROUNDS, metavar="N",
                           help=f"resampled workloads for the interval; 0: none (default: {ROUNDS})")
+    capacity.add_argument("--plot", metavar="FILE", help="draw goodput against load here, with the knee, as SVG")
     tune = add_command(commands, "tune", "find the scheduling settings that suit a workload, by simulation", run_tune)
     tune.add_argument("--output", metavar="FILE", help="write the best settings here, for `serve --config FILE`")
     for command in (capacity, tune):
@@ -81,9 +82,18 @@ def run(asked: argparse.Namespace) -> int:
     loads = [at_load(workload, setup, target, replicas, load) for load in LOADS]
     console.print(_table(f"{replicas} replicas at other loads", loads))
     knee = max((one for one in loads if one.met), key=lambda one: one.load, default=None)
+    if asked.plot:
+        _draw(asked.plot, f"{replicas} replicas of {about.partition(' (')[0]}", loads, knee)
     console.print(plain("the objective is met at none of these loads" if knee is None else
                         f"the objective is met up to {knee.load:g} of the load, {knee.offered:.3g} requests a second"))
     return 0
+
+
+def _draw(path: str, title: str, loads: Sequence[Load], knee: Load | None) -> None:
+    from slotwise.bench.report.knee import knee_plot
+
+    points = {one: (one.offered, one.figures.goodput) for one in loads}
+    write_output(path, knee_plot(title, list(points.values()), points.get(knee) if knee else None).encode())
 
 
 def _table(title: str, loads: Sequence[Load]) -> Table:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slotwise.bench.compare import DISCIPLINES, Comparison, Contender, contenders, rounds, same_cache
+from slotwise.bench.compare import DISCIPLINES, Comparison, Contender, contenders, rounds, same_cache, with_drafts
 from slotwise.cli.interrupts import INTERRUPTED
 from slotwise.cli.numbers import Bytes, Number
-from slotwise.cli.options import BUILTIN_NAME, Commands, add_command, add_engine_options
+from slotwise.cli.options import BUILTIN_NAME, Commands, add_command, add_engine_options, speculation
 from slotwise.cli.workload_options import Defaults, add_seed_option, add_workload_options, workload_of
 from slotwise.core.ranges import real, whole
 from slotwise.engine.config import BYTES, EngineConfig
@@ -58,6 +58,9 @@ def add(commands: Commands) -> None:
     group.add_argument("--equal-memory", type=Bytes(whole(1, BYTES), {"auto": 0}), metavar="BYTES|auto",
                        help="also run Orca's reservation against pages in a cache of so many bytes, with slots to "
                        "spare; auto: what Orca needs to fill the slots")
+    group.add_argument("--speculative-config", type=speculation, metavar="JSON",
+                       help="also run continuous batching with drafts from texts, as {\"method\": \"suffix\"}; "
+                       "docs/speculation.md has all keys")
     group.add_argument("--vary", action="append", default=[], choices=SWEEPS,
                        help="also sweep: static over continuous by how outputs vary or by slots, tokens per second by "
                        "rows, step times by how prompts join; repeatable")
@@ -88,6 +91,8 @@ class Plan:
         """Raises ValueError with one line for options that contradict each other or are out of range."""
         if asked.online and (asked.vary or asked.equal_memory is not None):
             raise ValueError("--vary and --equal-memory look into the engine: leave out --online")
+        if asked.online and asked.speculative_config is not None:
+            raise ValueError("a running server cannot begin to draft: leave out --online or --speculative-config")
         if asked.equal_memory is not None and asked.kv_cache_memory is not None:
             raise ValueError("--equal-memory sets the cache of its runs: leave out --kv-cache-memory")
         for path in (asked.output, asked.json):
@@ -95,6 +100,8 @@ class Plan:
                 raise ValueError(f"{path} cannot be written: there is no such folder, or it is one")
         chosen = contenders(
             [name.strip() for name in asked.disciplines.split(",")], asked.slots, asked.batch_size, asked.max_wait_ms)
+        if asked.speculative_config is not None:
+            chosen.append(with_drafts(asked.speculative_config, asked.slots))
         names = [option.removeprefix("--").replace("-", "_") for option in ENGINE]
         settings: dict[str, Any] = {name: getattr(asked, name) for name in names} | UNCACHED
         model = _located(asked.model)

@@ -12,7 +12,7 @@ import torch
 
 from slotwise.compose.draft_model import DraftCheckpoint
 from slotwise.compose.machine import glance, measure_machine, roofline
-from slotwise.compose.sizes import sized, step_tokens
+from slotwise.compose.sizes import cache_groups, sized, step_tokens
 from slotwise.compose.vocabulary import Vocabulary
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.roofline import Machine, Roofline
@@ -28,6 +28,7 @@ from slotwise.kernels.cpu.memory import LARGE
 from slotwise.kernels.cpu.openmp import roam
 from slotwise.kernels.interface import Kernels
 from slotwise.kernels.select import choose, draw_for, launcher_of, mask_for, resolve
+from slotwise.model.cache_groups import LayerGroups
 from slotwise.model.config import ModelConfig
 from slotwise.model.decoder import Decoder
 from slotwise.model.fingerprint import fingerprint
@@ -144,7 +145,9 @@ class Loaded:
             hidden_size=decoder.config.hidden_size, speculation=self._speculation(config))
         grammars = Grammars(self._vocabulary.result() if self._vocabulary is not None else None)
         drafts = info.speculation is not None and info.speculation.method != NONE
-        runner = _runner(decoder, self._draft, limits, Masks(grammars, decoder.config.vocab_size, forces=drafts))
+        groups = cache_groups(config, decoder, self._draft)
+        masks = Masks(grammars, decoder.config.vocab_size, forces=drafts)
+        runner = _runner(decoder, self._draft, limits, groups, masks)
         check_steps(runner, limits, time.monotonic_ns)
         times = load_or_learn(config, info, lambda: warmup(
             runner, limits, time.monotonic_ns, drafts=info.speculation is not None))
@@ -243,15 +246,19 @@ def _threads(number: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _runner(decoder: Decoder, draft: Decoder | None, limits: SchedulerLimits, masks: Masks) -> Executor:
+def _runner(
+    decoder: Decoder, draft: Decoder | None, limits: SchedulerLimits, groups: LayerGroups, masks: Masks,
+) -> Executor:
     """Returns the executor, with its own caches and host blocks; those of `draft` lie in the same blocks."""
     kernels, vocab_size = decoder.kernels, decoder.config.vocab_size
     null_block = limits.num_blocks  # one beyond the scheduler's blocks
     caches, draft_caches = ([
         kernels.allocate_cache(limits.num_blocks + 1, limits.block_size, shape, decoder.config.dtype)
-        for shape in model.attention_shapes] if model is not None else [] for model in (decoder, draft))
+        for shape in shapes] for shapes in (
+            decoder.attention_shapes[: groups.num_caches], draft.attention_shapes if draft is not None else []))
     num_slots = limits.max_num_seqs
-    slots = SlotTable(num_slots, limits.max_model_len, limits.block_size, null_block, kernels.device)
+    slots = SlotTable(
+        num_slots, limits.max_model_len, limits.block_size, null_block, kernels.device, groups.of_layers)
     sampler: Sampling = (
         Sampler(num_slots, vocab_size, launcher_of(kernels), masks) if kernels.name == "cpu"
         else DeviceSampler(slots, vocab_size, draw_for(kernels), kernels.device, masks, mask_for(kernels)))
@@ -260,7 +267,8 @@ def _runner(decoder: Decoder, draft: Decoder | None, limits: SchedulerLimits, ma
         draft, draft_caches, slots, sampler, vocab_size,
         DraftPositions(slots, limits.num_blocks, limits.num_host_blocks))
     runner = ModelRunner(
-        decoder, caches, slots, sampler, HostBlocks(limits.num_host_blocks, pieces), masks, draft_model)
+        decoder, [caches[cache] for cache in groups.caches], slots, sampler,
+        HostBlocks(limits.num_host_blocks, pieces), masks, draft_model)
     if kernels.name != "cpu":
         return runner
     per_block = kernels.cache_bytes_per_block(limits.block_size, decoder.attention_shapes[0], decoder.config.dtype)

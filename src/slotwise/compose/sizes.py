@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
+from slotwise.core.cache_groups import CacheGroups
 from slotwise.core.drafting import MAX_STEP_DRAFTS
 from slotwise.core.limits import SchedulerLimits
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.messages import MemoryUse
 from slotwise.kernels.select import draw_for
+from slotwise.model.cache_groups import LayerGroups, layer_groups, one_group
 from slotwise.model.decoder import Decoder
 from slotwise.runner import kv_offload, memory
 from slotwise.runner.draft_model import ALL_LOGITS, CATCH_UP
@@ -53,11 +55,13 @@ def sized(
     block_size = config.block_size or BLOCK_SIZE
     model_tokens = decoder.config.max_position_embeddings
     models = [decoder] if draft is None else [decoder, draft]
+    groups = cache_groups(config, decoder, draft)
+    shared = [decoder.attention_shapes[: groups.num_caches], *(model.attention_shapes for model in models[1:])]
     per_block = sum(
         kernels.cache_bytes_per_block(block_size, shape, model.config.dtype)
-        for model in models for shape in model.attention_shapes)
+        for model, shapes in zip(models, shared, strict=True) for shape in shapes)
     longest = min(config.max_model_len or model_tokens, model_tokens)
-    useful = config.max_num_seqs * -(-longest // block_size)
+    useful = config.max_num_seqs * CacheGroups(groups.windows, block_size, config.step_tokens).most_blocks(longest)
     size = _on_gpu if kernels.device.type == "cuda" else _on_host
     asked = config.offloading_bytes
     workspace, budget = size(config, models, longest, kv_offload.staging_bytes(asked // per_block, per_block))
@@ -65,10 +69,18 @@ def sized(
     beside = 0 if kernels.device.type == "cuda" else workspace + num_blocks * per_block
     num_host_blocks = memory.num_host_blocks(per_block, asked, beside)
     library = kernels.library_bytes(decoder.config.dtype)
-    limits = config.limits(model_tokens, num_blocks, block_size, num_host_blocks)
+    limits = config.limits(model_tokens, num_blocks, block_size, num_host_blocks, groups.windows)
     return limits, MemoryUse(
         sum(model.weight_bytes for model in models), workspace, (num_blocks + 1) * per_block,
         num_host_blocks * per_block, library)
+
+
+def cache_groups(config: EngineConfig, decoder: Decoder, draft: Decoder | None) -> LayerGroups:
+    """Returns the cache groups of the model's layers: with a draft model one, whose blocks hold the layers of both."""
+    if draft is not None:
+        return one_group(len(decoder.attention_shapes))
+    model_tokens = decoder.config.max_position_embeddings
+    return layer_groups(decoder.attention_shapes, min(config.max_model_len or model_tokens, model_tokens))
 
 
 def _on_host(config: EngineConfig, models: Sequence[Decoder], longest: int, staging: int) -> tuple[int, int]:

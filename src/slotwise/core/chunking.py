@@ -5,6 +5,9 @@ objective of a running request or a stall limit bounds the step.  The first chun
 whatever it takes, so that every prompt completes.  No stall limit and no objective that a request alone has set keeps
 a waiting request from starting, and such an objective leaves prompts as much time as the decoding rows take: else one
 client could keep all others waiting.
+
+Where a cache group has a window, no chunk exceeds `max_chunk` under any discipline: between chunks the blocks behind
+the window are freed, so that a prompt of any length holds a bounded number of them.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ class Chunking:
         self._limits = limits
         self._discipline = discipline
         self._times = times
+        self._most = limits.max_chunk if limits.groups.are_windowed else inf
         cuts_prompts = discipline.chunk(2, 1) == 1
         self._stall = limits.max_stall_ms / 1000 if limits.max_stall_ms is not None and cuts_prompts else None
 
@@ -114,4 +118,4 @@ class Chunking:
     def _allowed(self, request: Request, wanted: int, builder: PlanBuilder, num_behind: int) -> int:
         """Returns the tokens that policy, discipline and token budget allow."""
         cap = max(1, self._table.policy.cap(request, wanted, builder.now))
-        return self._discipline.chunk(min(wanted, cap), builder.budget - num_behind)
+        return self._discipline.chunk(int(min(wanted, cap, self._most)), builder.budget - num_behind)

@@ -118,7 +118,7 @@ class Drafting:
         if blocks is None:
             drafts, builder.draft_limit = drafts[: request.capacity - len(request.tokens)], NO_ROOM
         else:
-            builder.add_blocks(request, blocks)
+            builder.new_blocks += blocks
         if drafts:
             builder.add_drafts(place, drafts)
 

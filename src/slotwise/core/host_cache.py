@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from slotwise.core.block_pool import ConservationError
-from slotwise.core.prefix_cache import NOWHERE, Entry
+from slotwise.core.prefix_cache import NOWHERE, CachedBlock, Entry
 from slotwise.core.step import Copy
 
 
@@ -35,7 +35,7 @@ NO_COPIES = Copies((), ())
 
 
 class HostCache:
-    """Maps host blocks to cache entries, and collects the copies of the plan under construction.
+    """Maps host blocks to cached blocks of the groups, and collects the copies of the plan under construction.
 
     Args:
         total: number of host blocks; with 0 evicted blocks are lost.
@@ -46,8 +46,8 @@ class HostCache:
         self.total = total
         self.max_loads = max_loads
         self._free = deque(range(total))
-        self._kept: dict[int, Entry] = {}  # by host block, least recently used first
-        self._loading: dict[int, Entry] = {}  # by host block; read by this plan, so not to be written
+        self._kept: dict[int, CachedBlock] = {}  # by host block, least recently used first
+        self._loading: dict[int, CachedBlock] = {}  # by host block; read by this plan, so not to be written
         self._saves: dict[int, int] = {}  # device block by host block; of two saves to one host block the last counts
         self._loads: list[Copy] = []
 
@@ -56,40 +56,40 @@ class HostCache:
         """Number of blocks that this plan may still load."""
         return self.max_loads - len(self._loads)
 
-    def keep(self, entry: Entry, block: int) -> Entry | None:
-        """Save `entry`, whose device `block` is about to be reallocated.
+    def keep(self, cached: CachedBlock, block: int) -> CachedBlock | None:
+        """Save `cached`, whose device `block` is about to be reallocated.
 
-        Returns the entry that lost its host block for it: the least recently used, or `entry` itself if none is free.
+        Returns what lost its host block for it: the least recently used, or `cached` itself if none is free.
         """
-        if entry.host_block != NOWHERE:
-            self._kept[entry.host_block] = self._kept.pop(entry.host_block)
+        if cached.host_block != NOWHERE:
+            self._kept[cached.host_block] = self._kept.pop(cached.host_block)
             return None
         lost = None
         if not self._free:
             if not self._kept:
-                return entry
+                return cached
             lost = next(iter(self._kept.values()))
             self.drop(lost)
-        entry.host_block = self._free.popleft()
-        self._kept[entry.host_block] = entry
-        self._saves[entry.host_block] = block
+        cached.host_block = self._free.popleft()
+        self._kept[cached.host_block] = cached
+        self._saves[cached.host_block] = block
         return lost
 
-    def drop(self, entry: Entry) -> None:
-        """Free the host block of `entry`, if it has one."""
-        if entry.host_block != NOWHERE:
-            del self._kept[entry.host_block]
-            self._free.append(entry.host_block)
-            entry.host_block = NOWHERE
+    def drop(self, cached: CachedBlock) -> None:
+        """Free the host block of `cached`, if it has one."""
+        if cached.host_block != NOWHERE:
+            del self._kept[cached.host_block]
+            self._free.append(cached.host_block)
+            cached.host_block = NOWHERE
 
-    def hold(self, entries: Sequence[Entry]) -> None:
-        """Protect the host blocks of `entries`, which this plan will load."""
-        for entry in entries:
-            self._loading[entry.host_block] = self._kept.pop(entry.host_block)
+    def hold(self, blocks: Sequence[CachedBlock]) -> None:
+        """Protect the host blocks of `blocks`, which this plan will load."""
+        for cached in blocks:
+            self._loading[cached.host_block] = self._kept.pop(cached.host_block)
 
-    def load(self, entry: Entry, block: int) -> None:
-        """Copy `entry`, which is held, into device block `block`."""
-        self._loads.append(Copy(entry.host_block, block))
+    def load(self, cached: CachedBlock, block: int) -> None:
+        """Copy `cached`, which is held, into device block `block`."""
+        self._loads.append(Copy(cached.host_block, block))
 
     def pop_copies(self) -> Copies:
         """Returns the copies of the closed plan.  Loaded prefixes will be evicted after their continuations."""
@@ -104,7 +104,7 @@ class HostCache:
         return copies
 
     def check(self, is_known: Callable[[Entry], bool]) -> None:
-        """Check between two plans: free + kept == total, and every kept entry can be found.
+        """Check between two plans: free + kept == total, and every kept block's entry can be found.
 
         Raises:
             ConservationError: naming what is wrong.
@@ -112,6 +112,6 @@ class HostCache:
         host_blocks = [*self._free, *self._kept]
         if sorted(host_blocks) != list(range(self.total)):
             raise ConservationError(f"{len(self._free)} host blocks free and {len(self._kept)} kept, of {self.total}")
-        for host_block, entry in self._kept.items():
-            if entry.host_block != host_block or not is_known(entry):
+        for host_block, cached in self._kept.items():
+            if cached.host_block != host_block or not is_known(cached.entry):
                 raise ConservationError(f"host block {host_block} is kept and can never be found")

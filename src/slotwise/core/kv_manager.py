@@ -1,50 +1,59 @@
-"""Block tables: the cache blocks that hold each request's keys and values.
+"""Block tables: the cache blocks that hold each request's keys and values, of each cache group.
 
     tokens   0 ........ 15 | 16 ....... 31 | 32 .. 40          block_size 16, 41 tokens scheduled
     blocks       [7]              [2]            [9]           capacity: 48 tokens
                  cached           cached         allocated     the first 32 tokens are shared with another request
 
-A prefix found only in host memory (`core/host_cache.py`) needs a device block, too, into which the plan loads it.
+Groups differ only in the blocks that they keep behind the computed tokens (`core/cache_groups.py`).  A prefix found
+only in host memory (`core/host_cache.py`) needs a device block, too, into which the plan loads it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
 from typing import NamedTuple
 
 from slotwise.core.block_pool import BlockPool, ConservationError
+from slotwise.core.cache_groups import BlockTable, CacheGroups
 from slotwise.core.host_cache import HostCache
-from slotwise.core.prefix_cache import NOWHERE, Entry, PrefixCache
+from slotwise.core.prefix_cache import NOWHERE, CachedBlock, Entry, PrefixCache
 from slotwise.core.request import Request
-from slotwise.core.step import CACHE_GROUP, FreedBlocks
+from slotwise.core.step import FREED, FreedBlocks, NewBlocks
 
-NEVER_PUBLISHED = 1 << 62  # tokens
+NEVER = 1 << 62  # tokens
 
 
 class Allocation(NamedTuple):
     """Blocks for a waiting request: the cached prefix, and how many blocks must be allocated."""
 
     found: list[Entry]  # cached prefix, in order
-    on_host: list[Entry]  # the entries of `found` that are only in host memory
+    used: list[list[CachedBlock]]  # by group, the blocks of `found` that it reads
+    on_host: list[CachedBlock]  # those that are only in host memory
+    ends: list[int]  # by group, the block before which its table ends
     num_missing: int
 
 
 class KVManager:
-    """Allocates the pool's blocks to requests.  Only this class changes `Request.blocks`.
+    """Allocates the pool's blocks to requests.  Only this class changes `Request.tables`.
 
     Args:
         host: host-memory tier for evicted blocks.
         shares: enables prefix caching.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, host: HostCache, *, shares: bool) -> None:
+    def __init__(self, num_blocks: int, groups: CacheGroups, host: HostCache, *, shares: bool) -> None:
         self.host = host
-        self.prefix = PrefixCache(block_size)
+        self.prefix = PrefixCache(groups.block_size, groups.windows)
         self.pool = BlockPool(num_blocks, self.prefix.has)
-        self.block_size = block_size
+        self.block_size = groups.block_size
+        self._groups = groups
         self._shares = shares
-        self._freed: dict[int, int] = {}  # by slot: blocks truncated since the last plan
+        self._advances = shares or groups.are_windowed
+        self.is_windowed = groups.are_windowed  # so requests may hold blocks for a part of their known tokens
+        self._freed: Counter[tuple[int, int]] = Counter()  # by slot and group: blocks truncated since the last plan
+        self._expired: Counter[tuple[int, int]] = Counter()  # likewise: blocks that fell behind a window
 
     def find(self, request: Request, num_tokens: int, spare: int) -> Allocation | None:
         """Returns blocks for `num_tokens` tokens of a request without blocks, leaving `spare` free; None: too few.
@@ -59,12 +68,12 @@ class KVManager:
 
         A block that another request shares, or that the allocation contains, is not freed by a request that leaves.
         """
-        kept = {entry.block for entry in allocation.found}
+        kept = {cached.block for cached in chain(*allocation.used)}
         dropped = Counter(block for request in leaving for block in request.blocks if block not in kept)
         return self._num_lacking(allocation) - self.pool.num_freed(dropped)
 
     def _num_lacking(self, allocation: Allocation) -> int:
-        idle = sum(self.pool.is_cached(entry.block) for entry in allocation.found)
+        idle = sum([self.pool.is_cached(cached.block) for cached in chain(*allocation.used)])
         return allocation.num_missing - (self.pool.num_available - idle)
 
     def match(self, request: Request, num_tokens: int) -> Allocation:
@@ -73,44 +82,59 @@ class KVManager:
         """
         computes_all = request.wants_prompt and not request.num_output
         found = [] if computes_all or not self._shares else self.prefix.match(
-            request.block_hashes, request.tokens, len(request.tokens) - 1)
-        on_host = [index for index, entry in enumerate(found) if entry.block == NOWHERE]
-        if len(on_host) > self.host.max_loads:
-            del found[on_host[self.host.max_loads] :], on_host[self.host.max_loads :]
-        missing = -(-num_tokens // self.block_size) - len(found) + len(on_host)
-        return Allocation(found, [found[index] for index in on_host], missing)
+            request.block_hashes, request.tokens, len(request.tokens) - 1, self.host.max_loads)
+        used = self.prefix.used(found)
+        on_host = [cached for cached in chain(*used) if cached.block == NOWHERE]
+        ends = self._groups.ends(len(found), -(-num_tokens // self.block_size))
+        missing = sum(ends) - len(ends) * len(found) + len(on_host)
+        return Allocation(found, used, on_host, ends, missing)
 
     def allocate(self, request: Request, allocation: Allocation) -> int:
-        """Set the block table of `request`.  Returns its cached tokens, including those the plan will load."""
-        found, on_host = allocation.found, allocation.on_host
-        self.pool.share(entry.block for entry in found if entry.block != NOWHERE)
+        """Set the block tables of `request`.  Returns its cached tokens, including those the plan will load."""
+        found, used, on_host, ends, num_missing = allocation
+        self.pool.share(cached.block for cached in chain(*used) if cached.block != NOWHERE)
         self.host.hold(on_host)  # evictions below may save to the host, but not to these blocks
-        taken = self._pop_blocks(allocation.num_missing)
-        for entry, block in zip(on_host, taken, strict=False):
-            self.host.load(entry, block)
-            self.prefix.put(entry, block)
-        request.blocks = [entry.block for entry in found] + taken[len(on_host) :]
-        request.num_reserved = len(request.blocks)
-        request.capacity = request.num_reserved * self.block_size
+        taken = iter(self._pop_blocks(num_missing))
+        for cached in on_host:
+            block = next(taken)
+            self.host.load(cached, block)
+            self.prefix.put(cached, block)
+        request.tables = [
+            BlockTable(len(found) - len(reads), [
+                *(cached.block for cached in reads), *islice(taken, end - len(found))])
+            for reads, end in zip(used, ends, strict=True)]
+        request.num_reserved = max(ends)
+        request.capacity = min(ends) * self.block_size
         block_hashes = request.block_hashes
         block_hashes.length = len(found)
-        block_hashes.before = found[-1] if found else block_hashes.salt
-        self._set_publish_at(request)
+        block_hashes.before = found[-1].number if found else block_hashes.salt
+        self._set_advance_at(request, len(found))
         return len(found) * self.block_size
+
+    def allocated(self, request: Request) -> list[NewBlocks]:
+        """Returns all blocks of `request`, as a plan tells them to a slot without any."""
+        return [NewBlocks(request.slot, group, (FREED,) * table.first + tuple(table.blocks))
+                for group, table in enumerate(request.tables)]
 
     def largest_capacity(self, request: Request, spare: int) -> int:
         """Tokens that fit the blocks of `request` and all available ones but `spare`."""
-        return request.capacity + max(0, self.pool.num_available - spare) * self.block_size
+        return request.capacity + max(0, self.pool.num_available - spare) // len(self._groups) * self.block_size
 
-    def extend(self, request: Request, num_tokens: int) -> tuple[int, ...] | None:
+    def extend(self, request: Request, num_tokens: int) -> Sequence[NewBlocks] | None:
         """Append blocks up to a capacity of `num_tokens` tokens.  Returns them; None, and no change, if too few."""
-        missing = max(0, -(-num_tokens // self.block_size) - len(request.blocks))
-        if missing > self.pool.num_available:
+        if num_tokens <= request.capacity:
+            return ()
+        num_blocks = -(-num_tokens // self.block_size)
+        missing = [max(0, num_blocks - table.end) for table in request.tables]
+        if sum(missing) > self.pool.num_available:
             return None
-        blocks = self._pop_blocks(missing)
-        request.blocks.extend(blocks)
-        request.capacity += len(blocks) * self.block_size
-        return tuple(blocks)
+        taken = iter(self._pop_blocks(sum(missing)))
+        new = [NewBlocks(request.slot, group, tuple(islice(taken, count)))
+               for group, count in enumerate(missing) if count]
+        for _, group, blocks in new:
+            request.tables[group].blocks.extend(blocks)
+        request.capacity = min([table.end for table in request.tables]) * self.block_size
+        return new
 
     def truncate(self, request: Request) -> None:
         """Free the blocks behind the computed tokens: the drafts in them were not accepted, or none are in them.
@@ -118,35 +142,52 @@ class KVManager:
         The blocks of its admission stay.  None of the freed ones is published: published blocks are computed.
         """
         num_kept = max(-(-request.num_computed // self.block_size), request.num_reserved)
-        freed = request.blocks[num_kept:]
-        if freed:
-            del request.blocks[num_kept:]
-            request.capacity = num_kept * self.block_size
-            self.pool.release(reversed(freed))
-            self._freed[request.slot] = self._freed.get(request.slot, 0) + len(freed)
+        for group, table in enumerate(request.tables):
+            freed = table.blocks[num_kept - table.first :]
+            if freed:
+                del table.blocks[num_kept - table.first :]
+                self.pool.release(reversed(freed))
+                self._freed[request.slot, group] += len(freed)
+        request.capacity = min([table.end for table in request.tables]) * self.block_size
 
     def pop_freed(self) -> tuple[FreedBlocks, ...]:
         """Blocks truncated since the last call, of requests that still hold their slots."""
-        if not self._freed:
-            return ()
-        freed, self._freed = self._freed, {}
-        return tuple([FreedBlocks(slot, CACHE_GROUP, count) for slot, count in freed.items()])
+        return _popped(self._freed)
 
-    def publish(self, request: Request) -> None:
-        """Add the full computed blocks of `request` to the prefix cache."""
+    def pop_expired(self) -> tuple[FreedBlocks, ...]:
+        """Blocks that fell behind a window since the last call, likewise."""
+        return _popped(self._expired)
+
+    def advance(self, request: Request) -> None:
+        """Add the full computed blocks of `request` to the prefix cache, and free those that are behind a window."""
+        num_full = request.num_computed // self.block_size
+        if self._shares:
+            self._publish(request, num_full)
+        for group, (table, first) in enumerate(zip(request.tables, self._groups.firsts(num_full), strict=True)):
+            if (expired := first - table.first) > 0:
+                self.pool.release(table.blocks[:expired])
+                del table.blocks[:expired]
+                table.first = first
+                self._expired[request.slot, group] += expired
+        self._set_advance_at(request, num_full)
+
+    def _publish(self, request: Request, num_full: int) -> None:
         block_hashes = request.block_hashes
-        while (block_hashes.length + 1) * self.block_size <= request.num_computed:
-            replaced = self.prefix.publish(block_hashes, request.tokens, request.blocks[block_hashes.length])
-            if replaced is not None:
-                self.pool.discard(replaced.block)
-                self.host.drop(replaced)
-        self._set_publish_at(request)
+        while block_hashes.length < num_full:
+            index = block_hashes.length
+            blocks = [table.blocks[index - table.first] for table in request.tables]
+            replaced = self.prefix.publish(block_hashes, request.tokens, blocks)
+            for cached in replaced.cached if replaced is not None else ():
+                self.pool.discard(cached.block)
+                self.host.drop(cached)
 
     def release(self, request: Request) -> None:
         """Release all blocks, the last one first: a prefix is evicted after its continuation."""
-        self.pool.release(reversed(request.blocks))
-        self._freed.pop(request.slot, None)
-        request.blocks = []
+        self.pool.release(_last_first(request.tables))
+        for group in range(len(request.tables)):
+            self._freed.pop((request.slot, group), None)
+            self._expired.pop((request.slot, group), None)
+        request.tables = []
         request.capacity = 0
         request.block_hashes.rewind()
 
@@ -156,15 +197,38 @@ class KVManager:
         self.pool.check(request.blocks for request in unfinished)
         self.host.check(self.prefix.has_entry)
         for request in unfinished:
-            if request.block_hashes.length * self.block_size > request.num_computed:
+            num_full = request.num_computed // self.block_size
+            if request.block_hashes.length > num_full:
                 raise ConservationError(f"{request.request_id} has published what it has not computed")
+            firsts = self._groups.firsts(num_full)
+            if [table.first for table in request.tables] not in ([], firsts):
+                raise ConservationError(f"{request.request_id} does not keep its windows' blocks, from {firsts} on")
 
     def _pop_blocks(self, count: int) -> list[int]:
         for block in self.pool.evict(max(0, count - self.pool.num_free)):
             lost = self.host.keep(self.prefix.vacate(block), block)
-            if lost is not None and lost.block == NOWHERE:
-                self.prefix.forget(lost)
+            if lost is not None:
+                self.prefix.forget(lost.entry)
         return self.pool.pop(count)
 
-    def _set_publish_at(self, request: Request) -> None:
-        request.publish_at = (request.block_hashes.length + 1) * self.block_size if self._shares else NEVER_PUBLISHED
+    def _set_advance_at(self, request: Request, num_full: int) -> None:
+        request.advance_at = (num_full + 1) * self.block_size if self._advances else NEVER
+
+
+def _popped(blocks: Counter[tuple[int, int]]) -> tuple[FreedBlocks, ...]:
+    if not blocks:
+        return ()
+    popped = tuple([FreedBlocks(slot, group, count) for (slot, group), count in blocks.items()])
+    blocks.clear()
+    return popped
+
+
+def _last_first(tables: Sequence[BlockTable]) -> Iterator[int]:
+    """All blocks, those of the last tokens first, whatever their group."""
+    if len(tables) == 1:
+        yield from reversed(tables[0].blocks)
+        return
+    for index in range(max([table.end for table in tables], default=0) - 1, -1, -1):
+        for table in tables:
+            if table.first <= index < table.end:
+                yield table.blocks[index - table.first]

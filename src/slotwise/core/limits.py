@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from slotwise.core.cache_groups import CacheGroups
 from slotwise.core.slo import Tier
 
 RECOMPUTE = "recompute"  # a preempted request waits, and is recomputed
@@ -32,14 +33,19 @@ class SchedulerLimits:
     max_stall_ms: float | None = None  # milliseconds prefill may delay decode (core/step_budget.py); None: any
     tiers: tuple[Tier, ...] = ()  # service tiers; a request may belong to none
     num_host_blocks: int = 0  # blocks in host memory for evicted device blocks
+    windows: tuple[int, ...] = (0,)  # by cache group, tokens that its layers look back on; 0: all
+    max_chunk: int = 1024  # tokens of a prompt that a step computes at most, where a cache group has a window
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens"):
+        for name in ("max_model_len", "num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens",
+                     "max_chunk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         for name in ("watermark_blocks", "max_passes", "num_host_blocks"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, and is {getattr(self, name)}")
+        if not self.windows or min(self.windows) < 0:
+            raise ValueError(f"windows must name the tokens of each cache group, or 0, and are {self.windows}")
         if self.on_pressure not in PRESSURES:
             raise ValueError(f"on_pressure must be one of {', '.join(PRESSURES)}, not {self.on_pressure!r}")
         for name in ("max_step_ms", "max_stall_ms"):
@@ -59,9 +65,10 @@ class SchedulerLimits:
             raise ValueError(f"tiers keep all of the {self.max_num_seqs} slots: leave one to requests of any tier")
 
     @property
-    def fixed(self) -> tuple[int, ...]:
+    def fixed(self) -> tuple[object, ...]:
         """The limits that cannot change after the start."""
-        return (self.num_blocks, self.block_size, self.max_model_len, self.enable_prefix_caching, self.num_host_blocks)
+        return (self.num_blocks, self.block_size, self.max_model_len, self.enable_prefix_caching, self.num_host_blocks,
+                self.windows, self.max_chunk)
 
     @property
     def max_loads(self) -> int:
@@ -69,8 +76,18 @@ class SchedulerLimits:
         return max(1, LOADS * self.max_num_batched_tokens // self.block_size)
 
     @property
+    def groups(self) -> CacheGroups:
+        """What the cache groups keep."""
+        return CacheGroups(self.windows, self.block_size, self.max_chunk)
+
+    @property
     def cache_tokens(self) -> int:
-        return self.num_blocks * self.block_size
+        """Tokens of the longest sequence that the cache holds."""
+        return self.groups.longest(self.num_blocks, max(self.num_blocks, -(-self.max_model_len // self.block_size)))
+
+    def tokens_in(self, num_blocks: int) -> int:
+        """Tokens of short sequences that `num_blocks` blocks hold: each takes a place in every group."""
+        return num_blocks // len(self.windows) * self.block_size
 
     def longest(self, num_prompt: int, max_tokens: int | None) -> int:
         """Returns the maximum length of a sequence, in tokens."""

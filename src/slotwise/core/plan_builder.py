@@ -10,7 +10,6 @@ from slotwise.core.host_cache import Copies
 from slotwise.core.reasons import NO_BLOCKS, TOKEN_BUDGET
 from slotwise.core.request import Request
 from slotwise.core.step import (
-    CACHE_GROUP,
     Decision,
     FreedBlocks,
     NewBlocks,
@@ -115,10 +114,6 @@ class PlanBuilder:
     def has(self, request: Request) -> bool:
         return any(row[0] is request for row in self.rows)
 
-    def add_blocks(self, request: Request, blocks: tuple[int, ...]) -> None:
-        if blocks:
-            self.new_blocks.append(NewBlocks(request.slot, CACHE_GROUP, blocks))
-
     def refuse(self, request: Request, reason: str) -> None:
         self.refused.append(Decision(request.request_id, reason))
 
@@ -126,12 +121,16 @@ class PlanBuilder:
         self.is_pressed |= reason == NO_BLOCKS
         self.preempted.append(Decision(request.request_id, reason))
 
-    def close(self, released_slots: tuple[int, ...], freed: tuple[FreedBlocks, ...], copies: Copies) -> InFlight:
+    def close(
+        self, released_slots: tuple[int, ...], freed: tuple[FreedBlocks, ...], expired: tuple[FreedBlocks, ...],
+        copies: Copies,
+    ) -> InFlight:
         """Returns the finished plan, with the requests of its rows.  Rows become columns here.
 
         Args:
             released_slots: slots released since the last plan.
-            freed: blocks freed since the last plan.
+            freed: blocks truncated since the last plan.
+            expired: blocks that fell behind a window since.
             copies: block copies between device and host memory.
         """
         requests, starts, counts, num_logits, kinds = zip(*self.rows, strict=True) if self.rows else ((),) * 5
@@ -140,5 +139,5 @@ class PlanBuilder:
             self.step, self.now, released_slots, tuple(self.new_requests), freed, tuple(self.new_blocks),
             tuple([request.request_id for request in requests]), tuple([request.slot for request in requests]),
             starts, counts, drafts, num_logits, kinds, self.padding, tuple(self.held),
-            tuple(self.preempted), tuple(self.refused), self.stop, *copies, self.draft_limit)
+            tuple(self.preempted), tuple(self.refused), self.stop, *copies, self.draft_limit, expired)
         return InFlight(plan, requests, tuple([request.epoch for request in requests]))

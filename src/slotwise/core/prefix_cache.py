@@ -1,18 +1,23 @@
 """Prefix cache: full blocks by content, so that equal prefixes of requests are computed once.
 
-    salt ◄── t0 ... t15 ◄── t16 ... t31 ◄── t32 ... t47        each entry points to its predecessor
-              block 7         block 2          block 9
+    salt ◄── t0 ... t15 ◄── t16 ... t31 ◄── t32 ... t47        each entry names its predecessor
+    full      block 7         block 2          block 9          its block in each cache group
+    windowed    --            block 4          block 5          evicted: the groups' blocks come and go one by one
 
 An entry is looked up by a digest of its tokens and the predecessor's digest, back to the salt.  A hit counts only if
 the tokens and the predecessor entry are the same, too.  So a digest collision may cost a hit but never gives a false
 one, and tenants with different salts never share.  After vLLM's automatic prefix caching; the chain of verified entries
 is SGLang's radix tree, a block an edge (Zheng et al., 2024).
+
+A prefix is usable if each group has the blocks that its window reaches back to from the prefix's end: a group of full
+attention all of them, a windowed one the last few (`core/cache_groups.py`).
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from itertools import count
 
 NOWHERE = -1  # no device block, no host block
 
@@ -20,20 +25,37 @@ Digest = Callable[[tuple[int, tuple[int, ...]]], int]
 """Digest of (previous digest, tokens of the block).  Python's hash of integers is the same in every process."""
 
 
-class Entry:
-    """A published block: computed, and never written again.  On the device, in host memory, or both."""
+class CachedBlock:
+    """An entry's keys and values in one cache group: on the device, in host memory, on both or on neither."""
 
-    __slots__ = ("before", "block", "digest", "host_block", "tokens")
+    __slots__ = ("block", "entry", "host_block")
 
-    def __init__(self, block: int, digest: int, tokens: tuple[int, ...], before: Entry | str) -> None:
-        self.block = block  # device block
+    def __init__(self, entry: Entry) -> None:
+        self.entry = entry
+        self.block = NOWHERE  # device block
         self.host_block = NOWHERE
+
+    @property
+    def is_somewhere(self) -> bool:
+        return self.block != NOWHERE or self.host_block != NOWHERE
+
+
+class Entry:
+    """A published block of tokens: computed, and never written again."""
+
+    __slots__ = ("before", "cached", "digest", "number", "tokens")
+
+    def __init__(
+        self, number: int, digest: int, tokens: tuple[int, ...], before: int | str, num_groups: int = 1,
+    ) -> None:
+        self.number = number  # no other entry has or had it
         self.digest = digest
         self.tokens = tokens
-        self.before = before  # the entry before, or the salt
+        self.before = before  # number of the entry before, or the salt
+        self.cached = tuple([CachedBlock(self) for _ in range(num_groups)])  # by group
 
-    def holds(self, tokens: tuple[int, ...], before: Entry | str) -> bool:
-        return self.tokens == tokens and (self.before is before or (isinstance(before, str) and self.before == before))
+    def holds(self, tokens: tuple[int, ...], before: int | str) -> bool:
+        return self.tokens == tokens and self.before == before
 
 
 class BlockHashes:
@@ -45,7 +67,7 @@ class BlockHashes:
         self.salt = salt
         self.parts: list[tuple[int, ...]] = []
         self.digests: list[int] = []
-        self.before: Entry | str = salt  # the last of the `length` entries, or the salt
+        self.before: int | str = salt  # number of the last of the `length` entries, or the salt
         self.length = 0  # blocks published or found
 
     def rewind(self) -> None:
@@ -55,34 +77,70 @@ class BlockHashes:
 
 
 class PrefixCache:
-    """Maps digests to published blocks.  BlockPool counts references and evicts; HostCache owns the host blocks."""
+    """Maps digests to published blocks.  BlockPool counts references and evicts; HostCache owns the host blocks.
 
-    def __init__(self, block_size: int, digest: Digest = hash) -> None:
+    Args:
+        windows: blocks that each cache group looks back on.
+    """
+
+    def __init__(self, block_size: int, windows: Sequence[int], digest: Digest = hash) -> None:
         self._block_size = block_size
+        self._windows = windows
         self._digest = digest
         self._entries: dict[int, Entry] = {}  # by digest
-        self._of_block: dict[int, Entry] = {}
+        self._of_block: dict[int, CachedBlock] = {}
+        self._numbers = count()
 
     @property
     def blocks(self) -> Sequence[int]:
         """Published device blocks."""
         return tuple(self._of_block)
 
-    def match(self, block_hashes: BlockHashes, tokens: Sequence[int], num_tokens: int) -> list[Entry]:
-        """Returns the cached entries of the longest prefix of `tokens[:num_tokens]`, in order."""
+    def match(
+        self, block_hashes: BlockHashes, tokens: Sequence[int], num_tokens: int, max_loads: int,
+    ) -> list[Entry]:
+        """Returns the entries of the longest usable prefix of `tokens[:num_tokens]`, in order.
+
+        At most `max_loads` of the blocks that it needs are in host memory only.
+        """
         found: list[Entry] = []
-        before: Entry | str = block_hashes.salt
+        before: int | str = block_hashes.salt
         for index in range(num_tokens // self._block_size):
             self._extend(block_hashes, tokens, index)
             entry = self._entries.get(block_hashes.digests[index])
             if entry is None or not entry.holds(block_hashes.parts[index], before):
                 break
             found.append(entry)
-            before = entry
-        return found
+            before = entry.number
+        return found[: self._usable(found, max_loads)]
 
-    def publish(self, block_hashes: BlockHashes, tokens: Sequence[int], block: int) -> Entry | None:
-        """Publish `block` as the next of `block_hashes`, unless its contents are on the device already.
+    def _usable(self, entries: Sequence[Entry], max_loads: int) -> int:
+        """Length of the longest usable prefix of `entries`."""
+        usable, groups = 0, range(len(self._windows))
+        runs = [0] * len(groups)  # of each group: blocks present without a gap, up to here
+        loads = 0  # blocks within the windows that are on the host only
+        for length, entry in enumerate(entries, 1):
+            is_usable = True
+            for group in groups:
+                window, cached = self._windows[group], entry.cached[group]
+                runs[group] = runs[group] + 1 if cached.is_somewhere else 0
+                loads += _is_on_host(cached)
+                if length > window:
+                    loads -= _is_on_host(entries[length - 1 - window].cached[group])
+                if runs[group] < min(window, length):
+                    is_usable = False
+            if is_usable and loads <= max_loads:
+                usable = length
+        return usable
+
+    def used(self, entries: Sequence[Entry]) -> list[list[CachedBlock]]:
+        """By group, the blocks that a request reads which begins behind the prefix `entries`."""
+        return [[entry.cached[group] for entry in entries[max(0, len(entries) - window) :]]
+                for group, window in enumerate(self._windows)]
+
+    def publish(self, block_hashes: BlockHashes, tokens: Sequence[int], blocks: Sequence[int]) -> Entry | None:
+        """Publish `blocks`, one of each group, as the next of `block_hashes`, where their contents are not on the
+        device already.
 
         Returns the entry it replaced, if any: same digest, but its predecessor is gone, so it cannot be found any more.
         """
@@ -93,13 +151,14 @@ class PrefixCache:
         replaced: Entry | None = None
         if entry is None or not entry.holds(part, block_hashes.before):
             if (replaced := entry) is not None:
-                self._of_block.pop(replaced.block, None)
-            entry = Entry(block, digest, part, block_hashes.before)
+                for cached in replaced.cached:
+                    self._of_block.pop(cached.block, None)
+            entry = Entry(next(self._numbers), digest, part, block_hashes.before, len(self._windows))
             self._entries[digest] = entry
-            self._of_block[block] = entry
-        elif entry.block == NOWHERE:
-            self.put(entry, block)
-        block_hashes.before = entry
+        for cached, block in zip(entry.cached, blocks, strict=True):
+            if cached.block == NOWHERE:
+                self.put(cached, block)
+        block_hashes.before = entry.number
         block_hashes.length += 1
         return replaced
 
@@ -110,20 +169,21 @@ class PrefixCache:
         """Whether `entry` can be found by its digest."""
         return self._entries.get(entry.digest) is entry
 
-    def put(self, entry: Entry, block: int) -> None:
-        """Map `entry`, which was not on the device, to device block `block`."""
-        entry.block = block
-        self._of_block[block] = entry
+    def put(self, cached: CachedBlock, block: int) -> None:
+        """Map `cached`, which was not on the device, to device block `block`."""
+        cached.block = block
+        self._of_block[block] = cached
 
-    def vacate(self, block: int) -> Entry:
-        """Unmap `block`, which is about to be reallocated.  Returns the entry that it held."""
-        entry = self._of_block.pop(block)
-        entry.block = NOWHERE
-        return entry
+    def vacate(self, block: int) -> CachedBlock:
+        """Unmap `block`, which is about to be reallocated.  Returns what it held."""
+        cached = self._of_block.pop(block)
+        cached.block = NOWHERE
+        return cached
 
     def forget(self, entry: Entry) -> None:
-        """Remove `entry`, which is neither on the device nor on the host."""
-        del self._entries[entry.digest]
+        """Remove `entry` if no group has it any more, on the device or on the host."""
+        if not any(cached.is_somewhere for cached in entry.cached) and self.has_entry(entry):
+            del self._entries[entry.digest]
 
     def _extend(self, block_hashes: BlockHashes, tokens: Sequence[int], index: int) -> None:
         """Split `tokens` up to block `index`; each block of a request is split and digested once."""
@@ -133,3 +193,8 @@ class PrefixCache:
             before = block_hashes.digests[-1] if block_hashes.digests else zlib.crc32(block_hashes.salt.encode())
             block_hashes.parts.append(part)
             block_hashes.digests.append(self._digest((before, part)))
+
+
+def _is_on_host(cached: CachedBlock) -> bool:
+    """Whether it is in host memory only."""
+    return cached.block == NOWHERE and cached.host_block != NOWHERE

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 
+from slotwise.core.cache_groups import BlockTable
 from slotwise.core.params import PoolingParams, SamplingParams
 from slotwise.core.prefix_cache import BlockHashes
 from slotwise.core.slo import SLO
@@ -66,10 +67,10 @@ class Request:
     """
 
     __slots__ = (
-        "arrival", "arrived_at", "block_hashes", "blocks", "capacity", "deadline", "end", "epoch", "expected_tokens",
-        "forced", "is_compiling", "num_at_join", "num_computed", "num_passed", "num_prompt", "num_reserved",
-        "num_scheduled", "output", "params", "pending", "pooling", "prediction", "publish_at", "reason", "request_id",
-        "seed", "slo", "slot", "state", "stop_ids", "tokens", "wants_prompt",
+        "advance_at", "arrival", "arrived_at", "block_hashes", "capacity", "deadline", "end", "epoch",
+        "expected_tokens", "forced", "is_compiling", "num_at_join", "num_computed", "num_passed", "num_prompt",
+        "num_reserved", "num_scheduled", "output", "params", "pending", "pooling", "prediction", "reason",
+        "request_id", "seed", "slo", "slot", "state", "stop_ids", "tables", "tokens", "wants_prompt",
     )
 
     def __init__(
@@ -105,13 +106,18 @@ class Request:
         self.num_passed = 0  # later arrivals admitted while it waited for blocks
         self.end = 0  # maximum length, prompt and output, in tokens; a vector counts as one
         self.slot = NO_SLOT_HELD
-        self.blocks: list[int] = []  # block table
-        self.capacity = 0  # tokens that fit in `blocks`
+        self.tables: list[BlockTable] = []  # by cache group; none while it holds no slot
+        self.capacity = 0  # tokens that fit in the blocks of every group
         self.num_reserved = 0  # blocks allocated on admission; truncation keeps them
         self.block_hashes = BlockHashes(salt)
-        self.publish_at = 0  # number of computed tokens at which the next block is full
+        self.advance_at = 0  # number of computed tokens at which the next block is full
         self.epoch = 0
         self.forced: tuple[int, tuple[int, ...]] = (0, ())  # tokens its grammar forces, behind so many known ones
+
+    @property
+    def blocks(self) -> list[int]:
+        """The blocks that it holds, group by group."""
+        return [block for table in self.tables for block in table.blocks]
 
     @property
     def max_tokens(self) -> int | None:

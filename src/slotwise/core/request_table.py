@@ -31,7 +31,7 @@ class RequestTable:
     def __init__(self, limits: SchedulerLimits, policy: Policy) -> None:
         self.policy = policy
         self.kv = KVManager(
-            limits.num_blocks, limits.block_size, HostCache(limits.num_host_blocks, limits.max_loads),
+            limits.num_blocks, limits.groups, HostCache(limits.num_host_blocks, limits.max_loads),
             shares=limits.enable_prefix_caching)
         self.num_slots = limits.max_num_seqs
         self._free_slots = list(range(self.num_slots))  # a heap
@@ -61,8 +61,10 @@ class RequestTable:
             assert holds_slot == (request.state is State.RUNNING) == (request.request_id in self.running), request
             assert request.num_computed <= request.num_scheduled <= request.num_known, request
             assert request.pending >= 0, request
-            assert request.num_scheduled <= request.capacity == len(request.blocks) * self.kv.block_size, request
-            assert not holds_slot or request.num_known <= request.capacity + 1, request
+            ends = [table.end for table in request.tables]
+            assert request.num_scheduled <= request.capacity == min(ends, default=0) * self.kv.block_size, request
+            holds_all = not holds_slot or request.num_known <= request.capacity + 1
+            assert holds_all or self.kv.is_windowed, request
         assert len(self.unfinished) == len(self.running) + len(self.waiting)
         taken = [request.slot for request in self.running.values()]
         assert sorted([*taken, *self._free_slots]) == list(range(self.num_slots))

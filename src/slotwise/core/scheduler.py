@@ -212,7 +212,8 @@ class Scheduler:
         if builder.new_requests:  # in other steps all rows of a padded batch have one token
             builder.padding = self._discipline.padding(builder.counts)
         kv = self._table.kv
-        step = builder.close(self._table.pop_released_slots(), kv.pop_freed(), kv.host.pop_copies())
+        step = builder.close(
+            self._table.pop_released_slots(), kv.pop_freed(), kv.pop_expired(), kv.host.pop_copies())
         self._steps += 1
         self._in_flight.append(step)
         return step.plan
@@ -328,7 +329,7 @@ class Scheduler:
                 self._table.preempt(victim, builder.step, builder.now)
             if victim is request:
                 return False
-        builder.add_blocks(request, blocks)
+        builder.new_blocks += blocks
         return True
 
     # -- waiting requests ----------------------------------------------------------------------------------------
@@ -374,7 +375,7 @@ class Scheduler:
         builder.new_requests.append(NewRequest(
             request.request_id, request.slot, tuple(request.tokens), request.num_prompt, request.params, request.seed,
             tuple(sorted(request.stop_ids)), request.output, request.pooling))
-        builder.add_blocks(request, tuple(request.blocks))
+        builder.new_blocks += self._table.kv.allocated(request)
         count = self._chunking.first_chunk(request, builder)
         builder.add_row(request, request.num_scheduled, count, PREFILL)
 
@@ -438,8 +439,8 @@ class Scheduler:
     def _count_computed(self, request: Request, num_scheduled: int, num_computed: int) -> None:
         """Count the computed tokens of a row; drafts that were not accepted, and the blocks behind, are taken back."""
         request.num_computed += num_computed
-        if request.num_computed >= request.publish_at:
-            self._table.kv.publish(request)
+        if request.num_computed >= request.advance_at:
+            self._table.kv.advance(request)
         if num_computed < num_scheduled:
             request.num_scheduled -= num_scheduled - num_computed
             self._table.kv.truncate(request)

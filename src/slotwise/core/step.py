@@ -19,8 +19,9 @@ place of logits, and samples nothing.
 A draft is a token, or PROPOSED: the executor's draft model proposes it before the forward pass, and the result names
 it, as `drafts[i]`, which may be fewer than were planned.  A row's drafts are all of one sort.
 
-Blocks belong to *cache groups*, sets of layers that keep the same positions; today there is one, group 0.  The layers
-of a draft model are in it, too: they use the same blocks, and may lack positions (`runner/draft_cache.py`).
+Blocks belong to *cache groups*, sets of layers that keep the same positions (`core/cache_groups.py`); most models have
+one, group 0.  With a draft model there is only that: its layers use the same blocks, and may lack positions
+(`runner/draft_cache.py`).
 
 Static and dynamic batches waste computation, and the plan records it: `padding[i]` tokens beside those of row i, and
 rows in `held`, which have their last token already and are computed again until the whole batch has ended.
@@ -33,7 +34,8 @@ from typing import NamedTuple
 
 from slotwise.core.params import PoolingParams, SamplingParams
 
-CACHE_GROUP = 0  # the only cache group
+CACHE_GROUP = 0  # the first cache group, which most models have alone
+FREED = -1  # in place of a block that is behind a window, and is never read
 PROPOSED = -1  # a draft that the executor proposes
 
 
@@ -67,7 +69,7 @@ class NewRequest(NamedTuple):
 
 
 class NewBlocks(NamedTuple):
-    """Blocks appended to a slot's block table of a cache group."""
+    """Blocks appended to a slot's block table of a cache group; FREED ones may come first when a request joins."""
 
     slot: int
     group: int
@@ -75,7 +77,11 @@ class NewBlocks(NamedTuple):
 
 
 class FreedBlocks(NamedTuple):
-    """The last `num_blocks` blocks of a slot's block table leave it: the drafts in them were not accepted."""
+    """Blocks that leave a slot's block table of a cache group.
+
+    In `freed_blocks` the last ones: the drafts in them were not accepted.  In `expired_blocks` the first ones that are
+    left: no later position sees them.
+    """
 
     slot: int
     group: int
@@ -132,6 +138,7 @@ class StepPlan(NamedTuple):
     saves: tuple[Copy, ...] = ()  # device blocks to host blocks, before anything else
     loads: tuple[Copy, ...] = ()  # host blocks to device blocks, before the forward pass
     draft_limit: str = ""  # why there are no more drafts (`core/drafting.py`); "" where none can be
+    expired_blocks: tuple[FreedBlocks, ...] = ()  # before `new_blocks`
 
     @property
     def num_rows(self) -> int:

@@ -149,7 +149,7 @@ class AdmissionControl(Observer):
         if record.num_waiting:
             self._free = (0, 0)
         else:
-            self._free = (self._slots - record.num_running, record.num_free_blocks * self._limits.block_size)
+            self._free = (self._slots - record.num_running, self._limits.tokens_in(record.num_free_blocks))
 
     def _leave_queue(self, request_id: str) -> bool:
         """Returns whether the request waited: a preempted one is admitted more than once."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 
 from slotwise.batching import settings as batching_settings
 from slotwise.batching.settings import Batching
+from slotwise.core.cache_groups import CacheGroups
 from slotwise.core.limits import PRESSURES, RECOMPUTE, SchedulerLimits
 from slotwise.core.ranges import Range, real, whole
 from slotwise.core.slo import Tier
@@ -209,16 +210,19 @@ class EngineConfig:
 
     def limits(
         self, model_tokens: int, num_blocks: int, block_size: int, num_host_blocks: int = 0,
+        windows: tuple[int, ...] = (0,),
     ) -> SchedulerLimits:
         """Returns the scheduler's limits for a model and a cache size.
 
         Args:
             model_tokens: the longest sequence that the model supports.
+            windows: of the cache groups.
 
         Raises:
             ConfigError: the limits contradict each other.
         """
-        cache_tokens = num_blocks * block_size
+        groups = CacheGroups(windows, block_size, self.step_tokens)
+        cache_tokens = groups.longest(num_blocks, max(num_blocks, -(-model_tokens // block_size)))
         longest = self.max_model_len or min(model_tokens, cache_tokens)
         if longest > model_tokens:
             raise ConfigError(f"max_model_len {longest} exceeds the {model_tokens} positions the model was made for")
@@ -231,6 +235,6 @@ class EngineConfig:
                 max_num_batched_tokens=self.step_tokens, enable_prefix_caching=self.enable_prefix_caching,
                 watermark_blocks=num_blocks // WATERMARK, max_passes=MAX_PASSES, on_pressure=self.on_pressure,
                 max_step_ms=self.max_step_ms, max_stall_ms=self.max_stall_ms or None,
-                tiers=self.tiers, num_host_blocks=num_host_blocks)
+                tiers=self.tiers, num_host_blocks=num_host_blocks, windows=windows, max_chunk=self.step_tokens)
         except ValueError as error:
             raise ConfigError(str(error)) from error

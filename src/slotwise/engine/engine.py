@@ -240,6 +240,7 @@ def _with_changes(record: StepRecord, plans: Sequence[StepPlan], events: list[Ev
     """Returns `record` with what `plans` change: admissions, preemptions, slots, blocks and block copies."""
     record.released_slots = tuple([slot for plan in plans for slot in plan.released_slots])
     record.freed_blocks = tuple([blocks for plan in plans for blocks in plan.freed_blocks])
+    record.expired_blocks = tuple([blocks for plan in plans for blocks in plan.expired_blocks])
     record.new_blocks = tuple([blocks for plan in plans for blocks in plan.new_blocks])
     if any(plan.saves or plan.loads for plan in plans):
         record.saves = tuple([copy for plan in plans for copy in plan.saves])

@@ -2,8 +2,8 @@
 
 An executor runs plans strictly in order.  `submit` may return before the step is computed; `collect` returns the result
 of the oldest step submitted.  Slots and blocks named in a plan's `released_slots`, `new_requests`, `freed_blocks`,
-`new_blocks`, `saves` and `loads` take effect when it is submitted, even if computing it fails, so that the executor's
-state agrees with the scheduler's when the next plan comes.
+`expired_blocks`, `new_blocks`, `saves` and `loads` take effect when it is submitted, even if computing it fails, so
+that the executor's state agrees with the scheduler's when the next plan comes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from slotwise.core.params import PoolingParams
-from slotwise.core.step import PROPOSED, Output, RowKind, StepPlan, StepResult
+from slotwise.core.step import FREED, PROPOSED, Output, RowKind, StepPlan, StepResult
 
 
 class Executor(Protocol):
@@ -42,14 +42,17 @@ class FakeExecutor:
 
     def __init__(
         self, block_size: int, next_token: NextToken, propose: Propose = lambda known, most: (),
+        windows: Sequence[int] = (0,),
     ) -> None:
+        """Args: windows: of each cache group, the tokens that a position sees; 0: all."""
         self._block_size = block_size
         self._next_token = next_token
+        self._windows = windows
         self._propose = propose
         self._tokens: dict[int, list[int]] = {}  # slot -> known tokens
         self._num_at_join: dict[int, int] = {}  # slot -> known tokens when its request joined
         self._pooling: dict[int, PoolingParams | None] = {}  # slot -> of its request
-        self._tables: dict[int, list[int]] = {}  # slot -> block table
+        self._tables: dict[int, list[list[int]]] = {}  # slot -> block table of each cache group
         self._cache: dict[tuple[int, int], int] = {}  # (block, offset) -> digest
         self._host: dict[tuple[int, int], int] = {}  # (host block, offset) -> digest
         self._results: deque[StepResult] = deque()
@@ -64,13 +67,17 @@ class FakeExecutor:
         for join in plan.new_requests:
             assert join.slot not in self._tokens, f"slot {join.slot} is taken"
             assert join.output is not Output.PROMPT_LOGPROBS, f"{join.output} is not implemented"
-            self._tokens[join.slot], self._tables[join.slot] = list(join.tokens), []
+            self._tokens[join.slot], self._tables[join.slot] = list(join.tokens), [[] for _ in self._windows]
             self._pooling[join.slot] = join.pooling
             self._num_at_join[join.slot] = len(join.tokens)
-        for slot, _, num_blocks in plan.freed_blocks:
-            del self._tables[slot][-num_blocks:]
-        for slot, _, blocks in plan.new_blocks:
-            self._tables[slot].extend(blocks)
+        for slot, group, num_blocks in plan.freed_blocks:
+            del self._tables[slot][group][-num_blocks:]
+        for slot, group, num_blocks in plan.expired_blocks:
+            table = self._tables[slot][group]
+            first = next(index for index, block in enumerate(table) if block != FREED)
+            table[first : first + num_blocks] = [FREED] * num_blocks
+        for slot, group, blocks in plan.new_blocks:
+            self._tables[slot][group].extend(blocks)
         named = tuple([self._named(plan, row) for row in range(len(plan.drafts))]) if plan.has_proposed else ()
         plan = plan.with_drafts(named) if named else plan
         tokens = tuple([self._run(plan, row) for row in range(plan.num_rows)])
@@ -93,13 +100,8 @@ class FakeExecutor:
         known = self._tokens[slot]
         if drafts:
             known[start + 1 :] = drafts
-        for position in range(start, end):
-            before = self._cache[self._place(slot, position - 1)] if position else 0
-            self._cache[self._place(slot, position)] = hash((before, known[position]))
-        history = 0
-        for position, token in enumerate(known[:end]):
-            history = hash((history, token))
-            assert self._cache[self._place(slot, position)] == history, f"slot {slot} reads another request's cache"
+        for group in range(len(self._windows)):
+            self._attend(slot, group, start, end)
         if (pooling := self._pooling[slot]) is not None:
             is_last = int(end == len(known))
             assert plan.num_logits[row] == (plan.counts[row] if pooling.reads_all else is_last)
@@ -107,6 +109,19 @@ class FakeExecutor:
         is_decode = plan.kinds[row] is RowKind.DECODE
         assert plan.num_logits[row] == (1 + len(drafts) if is_decode or end == self._num_at_join[slot] else 0)
         return self._sampled(known, end - len(drafts), drafts) if plan.num_logits[row] else ()
+
+    def _attend(self, slot: int, group: int, start: int, end: int) -> None:
+        """Write the positions `start ... end - 1`, and read what they see."""
+        known, window = self._tokens[slot], self._windows[group]
+        for position in range(start, end):
+            before = self._cache[self._place(slot, group, position - 1)] if position else 0
+            self._cache[self._place(slot, group, position)] = hash((before, known[position]))
+        history, first = 0, max(0, start - window + 1) if window else 0
+        for position, token in enumerate(known[:end]):
+            history = hash((history, token))
+            if position >= first:
+                stored = self._cache[self._place(slot, group, position)]
+                assert stored == history, f"slot {slot} reads another request's cache"
 
     def _pooled(self, plan: StepPlan, row: int) -> bytes:
         """Returns the vector of a pooled prompt that this row completes: one number, the token after it."""
@@ -124,5 +139,5 @@ class FakeExecutor:
                 break
         return tuple(known[end:])
 
-    def _place(self, slot: int, position: int) -> tuple[int, int]:
-        return self._tables[slot][position // self._block_size], position % self._block_size
+    def _place(self, slot: int, group: int, position: int) -> tuple[int, int]:
+        return self._tables[slot][group][position // self._block_size], position % self._block_size

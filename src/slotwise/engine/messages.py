@@ -203,6 +203,7 @@ class StepRecord(Struct, tag="step", omit_defaults=True):
     num_parts: int = 0  # `StepOutputs` that were sent before it; they hold all tokens of its rows
     pooled: tuple[bytes, ...] = ()  # of each row, as in `core.step.StepResult`
     proposing: Proposing | None = None  # what the draft model took, as in `core.step.StepResult`
+    expired_blocks: tuple[FreedBlocks, ...] = ()  # applied before `new_blocks`
 
 
 class StepOutputs(Struct, tag="outputs"):

@@ -86,6 +86,13 @@ def as_bytes(x: Tensor) -> Tensor:
     return x.view(int8) if x.itemsize == 1 else x
 
 
+class GroupTables(NamedTuple):
+    """What a cache group has of its own in a batch."""
+
+    slot_mapping: Tensor
+    block_tables: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class RaggedBatch:
     """One step, flat.  All tensors live on the kernels' device.
@@ -99,10 +106,12 @@ class RaggedBatch:
     slot_mapping: Tensor  # [tokens] int64
     query_starts: Tensor  # [rows + 1] int32, where each row's tokens begin
     context_lens: Tensor  # [rows] int32
-    block_tables: Tensor  # [rows, width] int32, entries past a row's context are undefined but in range
+    block_tables: Tensor  # [rows, width] int32; entries past a row's context, or before its window, are never read
     sample_at: Tensor  # [samples] int64, flat indices of the tokens whose logits are computed
     max_query_len: int  # longest row of this step, in tokens
     max_context_len: int
+    groups: tuple[GroupTables, ...] = ()  # of cache groups 1 and up (`model/cache_groups.py`); kernels see one group
+    group_of_layer: tuple[int, ...] = ()  # () where there is one group
 
 
 @dataclass(frozen=True, slots=True)

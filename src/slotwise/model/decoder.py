@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from slotwise.kernels.interface import AttentionShape, Kernels, LayerCache, RaggedBatch
+from slotwise.model.cache_groups import by_layer
 from slotwise.model.config import ModelConfig
 from slotwise.model.families import compose
 from slotwise.model.layers.rope import RotaryTable
@@ -72,19 +73,21 @@ class Decoder:
     def hidden(self, batch: RaggedBatch, caches: Sequence[LayerCache]) -> Tensor:
         """Run one step: write every token to the caches, and return `[samples, hidden]`, normed, at `sample_at`.
 
-        `caches` has one entry per layer, made by `kernels.allocate_cache` from `attention_shapes`.
+        `caches` has one entry per layer, made by `kernels.allocate_cache` from `attention_shapes`; layers of different
+        cache groups may share one.
         """
         layers = self._network.layers
         rotary = {rope: table.until(batch.max_context_len) for rope, table in self._rotary.items()}
         all_sample = len(batch.sample_at) == len(batch.token_ids)
         residual = self._network.embedding(batch.token_ids)
         x = layers[0].attention_norm(residual)
-        for layer, cache, norm_after in zip(layers, caches, self._norms_after, strict=True):
+        steps = zip(layers, caches, by_layer(batch, len(layers)), self._norms_after, strict=True)
+        for layer, cache, own, norm_after in steps:
             attention, is_last = layer.attention, layer is layers[-1]
-            query = attention.queries(x, rotary[attention.rope], batch, cache)
+            query = attention.queries(x, rotary[attention.rope], own, cache)
             if is_last and not len(batch.sample_at):
                 return x[:0]  # a chunk in mid-prompt: its last keys and values are stored, and no logits are needed
-            x = attention.attend(query, batch, cache)
+            x = attention.attend(query, own, cache)
             if is_last and not all_sample:
                 x, residual = x.index_select(0, batch.sample_at), residual.index_select(0, batch.sample_at)
             x = norm_after.add(_transformed(layer, x, residual), residual)

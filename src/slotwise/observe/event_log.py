@@ -196,6 +196,7 @@ class Step(_Entry, tag="step", rename={"released_slots": "leaves", "new_blocks":
     freed_blocks: tuple[FreedBlocks, ...] = ()  # blocks that left the end of a slot's block table, before the new ones
     draft_limit: str = ""  # why there are no more drafts (`core/drafting.py`); "" where none can be
     proposing: Proposing | None = None  # what a draft model took, of the step's time
+    expired_blocks: tuple[FreedBlocks, ...] = ()  # blocks behind a window, which left a slot's block table likewise
 
     @property
     def kinds(self) -> tuple[RowKind, ...]:

@@ -16,6 +16,7 @@ MAX_BLOCKS = 1 << 24  # of a cache; a replay keeps a few dozen bytes for each
 MAX_SEQS = 1 << 20
 MAX_TOKENS = 1 << 31  # of a row, and of any limit
 MAX_DEPTH = 64
+MAX_GROUPS = 1024  # of the cache
 MAX_SUM = 1e60  # of what a step-time model has learned
 
 
@@ -46,9 +47,12 @@ def wrong_run(run: Run) -> str:
     limits = run.limits
     for name, most in (("num_blocks", MAX_BLOCKS), ("num_host_blocks", MAX_BLOCKS), ("block_size", MAX_TOKENS),
                        ("max_num_seqs", MAX_SEQS), ("max_num_batched_tokens", MAX_TOKENS),
-                       ("max_model_len", MAX_TOKENS), ("max_passes", MAX_TOKENS), ("watermark_blocks", MAX_BLOCKS)):
+                       ("max_model_len", MAX_TOKENS), ("max_passes", MAX_TOKENS), ("max_chunk", MAX_TOKENS),
+                       ("watermark_blocks", MAX_BLOCKS)):
         if getattr(limits, name) > most:
             return f"{name} is {getattr(limits, name)}, more than {most}"
+    if len(limits.windows) > MAX_GROUPS or max(limits.windows) > MAX_TOKENS:
+        return f"it has {len(limits.windows)} cache groups, of windows up to {max(limits.windows)}"
     if not 0 <= run.depth <= MAX_DEPTH:
         return f"depth is {run.depth}"
     if run.learned is not None and (wrong := _wrong_learned(run.learned)):

@@ -156,7 +156,7 @@ def step_entry(record: StepRecord, numbers: dict[str, int]) -> event_log.Step:
     entry.drafts, entry.freed_blocks, entry.draft_limit = record.drafts, record.freed_blocks, record.draft_limit
     entry.released_slots, entry.proposing = record.released_slots, record.proposing
     entry.new_blocks = tuple([event_log.NewBlocks(slot, blocks, group) for slot, group, blocks in record.new_blocks])
-    entry.saves, entry.loads = record.saves, record.loads
+    entry.saves, entry.loads, entry.expired_blocks = record.saves, record.loads, record.expired_blocks
     entry.configured, entry.failure = record.configured, record.failure
     entry.num_running, entry.num_waiting = record.num_running, record.num_waiting
     entry.num_free_blocks = record.num_free_blocks

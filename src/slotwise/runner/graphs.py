@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slotwise.kernels.interface import Graph, LayerCache, RaggedBatch
+from slotwise.kernels.interface import Graph, GroupTables, LayerCache, RaggedBatch
 from slotwise.model.decoder import Decoder
 from slotwise.runner.input_batch import SlotTable
 from slotwise.runner.staging import viewer
@@ -61,9 +61,12 @@ class DecodeGraphs:
         self._null_block = slots.null_block
         self._null_place = slots.null_block * slots.block_size
         self._max_rows = slots.num_slots
-        self._longs = torch.zeros(3, tokens, dtype=torch.int64, device=device)  # token ids, positions, cache places
+        groups = slots.num_groups
+        self._group_of_layer = slots.group_of_layer
+        # Token ids, positions, and cache places of each group.
+        self._longs = torch.zeros(2 + groups, tokens, dtype=torch.int64, device=device)
         self._contexts = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._tables = torch.zeros(rows, slots.table_width, dtype=torch.int32, device=device)
+        self._tables = torch.zeros(groups, rows, slots.table_width, dtype=torch.int32, device=device)
         self._starts = torch.zeros(rows + 1, dtype=torch.int32, device=device)
         self._view = viewer(device)
         self._views = self._view(self._longs), self._view(self._contexts), self._view(self._tables)
@@ -94,24 +97,29 @@ class DecodeGraphs:
     def _take_in(self, batch: RaggedBatch, size: _Size) -> None:
         (rows, width), tokens = batch.block_tables.shape, len(batch.token_ids)
         view, (longs, contexts, tables), starts = self._view, self._views, self._view_of_starts
-        for place, column in zip(longs, (batch.token_ids, batch.positions, batch.slot_mapping), strict=True):
+        groups = GroupTables(batch.slot_mapping, batch.block_tables), *batch.groups
+        columns = batch.token_ids, batch.positions, *(group.slot_mapping for group in groups)
+        for place, column in zip(longs, columns, strict=True):
             place[:tokens] = view(column)
         contexts[:rows] = view(batch.context_lens)
         starts[: rows + 1] = view(batch.query_starts)
-        tables[:rows, :width] = view(batch.block_tables)
+        for table, group in zip(tables, groups, strict=True):
+            table[:rows, :width] = view(group.block_tables)
         if size.rows > rows:  # clears what an earlier step left there
             longs[:2, tokens : size.tokens] = 0
-            longs[2, tokens : size.tokens] = self._null_place
+            longs[2:, tokens : size.tokens] = self._null_place
             contexts[rows : size.rows] = 1
             starts[rows + 1 : size.rows + 1] = self._every[tokens + 1 : size.tokens + 1]
-            tables[rows : size.rows, 0] = self._null_block
+            tables[:, rows : size.rows, 0] = self._null_block
 
     def _record(self, size: _Size) -> Tensor | None:
         rows, tokens, longest = size
-        token_ids, positions, slot_mapping = self._longs[:, :tokens]
+        token_ids, positions, slot_mapping, *others = self._longs[:, :tokens]
+        tables, *other_tables = self._tables[:, :rows]
         batch = RaggedBatch(
-            token_ids, positions, slot_mapping, self._starts[: rows + 1], self._contexts[:rows], self._tables[:rows],
-            self._places[:tokens], max_query_len=1 + tokens - rows, max_context_len=longest)
+            token_ids, positions, slot_mapping, self._starts[: rows + 1], self._contexts[:rows], tables,
+            self._places[:tokens], max_query_len=1 + tokens - rows, max_context_len=longest,
+            groups=tuple(map(GroupTables, others, other_tables)), group_of_layer=self._group_of_layer)
         decoder = self._decoder
         graph = decoder.kernels.record(lambda: decoder.logits(decoder.hidden(batch, self._caches)))
         if graph is None:

@@ -128,7 +128,8 @@ async def median(measure: Callable[[], Awaitable[float]]) -> float:
 async def measured(base: str, seed: int, only: list[str]) -> dict[str, float]:
     draw = random.Random(seed)
     limits = aiohttp.ClientTimeout(600)
-    async with aiohttp.ClientSession(timeout=limits, connector=aiohttp.TCPConnector(limit=0)) as session:
+    connections = aiohttp.TCPConnector(limit=0, force_close=True)  # llama.cpp closes those that it has answered on
+    async with aiohttp.ClientSession(timeout=limits, connector=connections) as session:
         began = time.perf_counter()
         await ready(session, base)
         figures = {"ready": time.perf_counter() - began}

@@ -13,6 +13,7 @@ import torch
 from slotwise.kernels.cuda import attention, codes, experts, masks, narrow, packed, pointwise, rotary, sampling
 from slotwise.kernels.cuda.cache import CudaCache
 from slotwise.kernels.cuda.configs import FEW, codes_tile, default_tuning, experts_tile, narrow_tile
+from slotwise.kernels.cuda.low_rank import CudaAdapters
 from slotwise.kernels.interface import AttentionShape, QKNorm, RaggedBatch, Routing
 from slotwise.kernels.matrix import E4M3, Factors, Format
 from slotwise.model.quantization.bitsandbytes import NF4
@@ -55,6 +56,7 @@ def launches(capability: int) -> Iterator[Launch]:
             yield _rotary(kind, head_dim)
         yield from _others(kind)
         yield from _experts(kind)
+        yield from _adapters(kind)
         for name, form in FORMATS.items():
             if kind == "bfloat16" or name in IN_ALL_TYPES:
                 yield from _products(kind, name, form, capability)
@@ -138,6 +140,17 @@ def _experts(kind: str) -> Iterator[Launch]:
 
         tile = experts_tile(of_one * routing.num_experts, routing.num_experts, KINDS[kind])
         yield Launch(f"{of_one} tokens an expert", kind, work, {"multiply_experts": tile.programs})
+
+
+def _adapters(kind: str) -> Iterator[Launch]:
+    """What four adapters of rank 16 add to the product of three parts."""
+    for of_one in FEW_AND_MANY:
+        def work(rows: int = 4 * of_one) -> None:
+            added = CudaAdapters(4, 16, KINDS[kind], torch.device("cpu")).product(768, 512, 3)
+            added.add(torch.empty(rows, 512, dtype=KINDS[kind]), torch.empty(rows, 768, dtype=KINDS[kind]))
+
+        tile = experts_tile(of_one * 4, 4, KINDS[kind])
+        yield Launch(f"{of_one} rows an adapter", kind, work, {"multiply_experts": tile.programs})
 
 
 def _products(kind: str, name: str, form: Format, capability: int) -> Iterator[Launch]:

@@ -70,7 +70,7 @@ VLLM_OPTIONS = (  # options of `vllm serve`; those that Slotwise has by the same
     Elsewhere("--tensor-parallel-size", ""),
     Elsewhere("--pipeline-parallel-size", ""),
     Elsewhere("--data-parallel-size", ""),
-    Elsewhere("--enable-lora", "", "An adapter's folder is refused: merge it into its base model."),
+    Elsewhere("--enable-lora", "", "In the offline API; the server refuses it."),
     Elsewhere("--speculative-config", ""),
     Elsewhere("--enable-auto-tool-choice", "", "By default where it is known how the model calls tools."),
     Elsewhere("--tool-call-parser", "", "By default as the chat template tells."),

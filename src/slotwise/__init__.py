@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine", "CompletionOutput", "EmbeddingOutput",
-           "EmbeddingRequestOutput", "EngineArgs", "Logprob", "PoolingParams", "PromptType",
+           "EmbeddingRequestOutput", "EngineArgs", "LoRARequest", "Logprob", "PoolingParams", "PromptType",
            "RequestOutput", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams", "TextPrompt",
            "TokensPrompt"]
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from slotwise.async_llm import AsyncLLM, AsyncLLMEngine
     from slotwise.inputs import PromptType, TextPrompt, TokensPrompt
     from slotwise.llm import LLM
+    from slotwise.lora_request import LoRARequest
     from slotwise.offline.arguments import AsyncEngineArgs, EngineArgs
     from slotwise.outputs import (
         CompletionOutput,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "LLM": "slotwise.llm",
+    "LoRARequest": "slotwise.lora_request",
     **dict.fromkeys(("AsyncLLM", "AsyncLLMEngine"), "slotwise.async_llm"),
     **dict.fromkeys(("AsyncEngineArgs", "EngineArgs"), "slotwise.offline.arguments"),
     **dict.fromkeys(("PromptType", "TextPrompt", "TokensPrompt"), "slotwise.inputs"),

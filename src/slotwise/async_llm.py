@@ -53,6 +53,8 @@ class AsyncLLM(VllmMethods):
         self._arguments = Arguments.of(model, arguments)
         if self._arguments.event_log:
             raise ConfigError("event_log is an argument of LLM; slotwise serve writes event logs, too")
+        if self._arguments.config.enable_lora:
+            raise ConfigError("enable_lora is an argument of LLM: AsyncLLM has no adapters yet")
         self._frontend = Frontend(self._arguments)
         self._client = EngineClient(max_live=MAX_LIVE)
         self._supervisor = Supervisor(self._client, self._launch)

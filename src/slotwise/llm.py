@@ -19,10 +19,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tqdm import tqdm
 
-from slotwise.compose.engine import build_engine
+from slotwise.compose.engine import load
+from slotwise.engine.config import ConfigError
 from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Finish, StepRecord
 from slotwise.inputs import Parsed, PromptType, as_batch, parsed
+from slotwise.lora_request import LoRARequest
+from slotwise.offline.adapters import OfflineAdapters
 from slotwise.offline.arguments import Arguments, EngineArgs
 from slotwise.offline.embedding import EmbeddingJob
 from slotwise.offline.frontend import Frontend, template_variables
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
     from slotwise.observe.snapshot import Metric
 
 Params = SamplingParams | Sequence[SamplingParams]
+Adapted = LoRARequest | Sequence[LoRARequest | None] | None
 Progress = bool | Callable[..., Any]
 T = TypeVar("T")
 
@@ -65,7 +69,10 @@ class LLM(VllmMethods):
             from slotwise.observe import log_file  # needs msgspec, which may not be installed
 
             log_file.check(event_log)
-        engine, self.info = build_engine(self._arguments.config)
+        if event_log and self._arguments.config.enable_lora:
+            raise ConfigError("an event log does not have the adapters of requests yet: leave out event_log")
+        loaded = load(self._arguments.config)
+        engine, self.info = loaded.engine(self._arguments.config)
         self._engine: Engine | Logged = engine
         self._metrics: Metrics | None = None
         if event_log or self._arguments.log_stats:
@@ -80,6 +87,7 @@ class LLM(VllmMethods):
         self._choices: dict[str, Choice | EmbeddingJob] = {}  # of all unfinished requests: a step serves every call's
         # Guards the engine and its requests.  Reentrant: a step may collect an abandoned iteration, which then ends.
         self._lock = threading.RLock()
+        self._adapters = OfflineAdapters(loaded.adapters, self._lock)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
@@ -114,7 +122,8 @@ class LLM(VllmMethods):
 
     def generate(
         self, prompts: PromptType | Sequence[PromptType], sampling_params: Params | None = None,
-        use_tqdm: Progress = True, lora_request: None = None, priority: int | Sequence[int] | None = None, **more: Any,
+        use_tqdm: Progress = True, lora_request: Adapted = None, priority: int | Sequence[int] | None = None,
+        **more: Any,
     ) -> list[RequestOutput]:
         """Continues every prompt and returns the results in the order of the prompts.
 
@@ -122,21 +131,24 @@ class LLM(VllmMethods):
             prompts: texts, lists of token ids, or dicts (see `inputs`); one or many.
             sampling_params: one for all prompts, or one for each; by default `get_default_sampling_params()`.
             use_tqdm: whether there is a progress bar; or what makes one, as tqdm does.
+            lora_request: the adapter of all prompts, or one (or None) for each; needs `enable_lora`.
             priority: lower is earlier, where the policy has priorities; one for all prompts, or one for each.
             more: arguments of vLLM's that are not supported; None is accepted.
 
         Raises:
             ValueError: a prompt that can never run, or parameters that do not match; no request was started.
         """
-        check_call(more | {"lora_request": lora_request})
-        return self._generate([parsed(prompt) for prompt in as_batch(prompts)], sampling_params, use_tqdm, priority)
+        check_call(more)
+        return self._generate(
+            [parsed(prompt) for prompt in as_batch(prompts)], sampling_params, use_tqdm, priority, lora_request)
 
     def _generate(self, prompts: Sequence[Parsed], sampling_params: Params | None, use_tqdm: Progress,
-                  priority: int | Sequence[int] | None) -> list[RequestOutput]:
+                  priority: int | Sequence[int] | None, lora_request: Adapted) -> list[RequestOutput]:
         params = _for_each("sampling_params", sampling_params, len(prompts))
         priorities = _for_each("priority", priority, len(prompts))
-        jobs = [self._job(*each) for each in zip(prompts, params, priorities, strict=True)]
-        self._run(jobs, use_tqdm, "Generating")
+        with self._adapters.held(_for_each("lora_request", lora_request, len(prompts))) as numbers:
+            jobs = [self._job(*each) for each in zip(prompts, params, priorities, numbers, strict=True)]
+            self._run(jobs, use_tqdm, "Generating")
         return [job.output for job in jobs]
 
     def _run(self, jobs: Sequence[Job] | Sequence[EmbeddingJob], use_tqdm: Progress, told: str) -> None:
@@ -173,7 +185,8 @@ class LLM(VllmMethods):
 
     def chat(
         self, messages: Sequence[Any], sampling_params: Params | None = None, use_tqdm: Progress = True,
-        lora_request: None = None, priority: int | Sequence[int] | None = None, chat_template: str | Path | None = None,
+        lora_request: Adapted = None, priority: int | Sequence[int] | None = None,
+        chat_template: str | Path | None = None,
         chat_template_content_format: str = "auto", add_generation_prompt: bool = True,
         continue_final_message: bool = False, tools: Sequence[Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None, **more: Any,
@@ -189,14 +202,13 @@ class LLM(VllmMethods):
         Raises:
             ChatTemplateError, ValueError: as `generate`, or a conversation that cannot be rendered.
         """
-        check_call(more | {
-            "lora_request": lora_request, "chat_template_content_format": chat_template_content_format})
+        check_call(more | {"chat_template_content_format": chat_template_content_format})
         variables = template_variables(
             chat_template_kwargs, tools, begins=add_generation_prompt, continues=continue_final_message)
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [self._frontend.rendered(one, variables, continues=continue_final_message, template=chat_template)
                    for one in conversations]
-        return self._generate(prompts, sampling_params, use_tqdm, priority)
+        return self._generate(prompts, sampling_params, use_tqdm, priority, lora_request)
 
     def template(self, conversation: Sequence[Mapping[str, Any]]) -> list[int]:
         """Returns the token ids of a conversation, rendered with the chat template.
@@ -206,8 +218,8 @@ class LLM(VllmMethods):
         """
         return self._frontend.rendered(conversation, {}).ids or []
 
-    def _job(self, prompt: Parsed, params: SamplingParams | None, priority: int | None) -> Job:
-        return self._frontend.job(self.info, prompt, params, str(next(self._names)), priority or 0)
+    def _job(self, prompt: Parsed, params: SamplingParams | None, priority: int | None, adapter: int = 0) -> Job:
+        return self._frontend.job(self.info, prompt, params, str(next(self._names)), priority or 0, adapter)
 
     def stream(self, prompt: PromptType, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Continues one prompt and yields its text as it comes.  `n` must be 1.

@@ -145,12 +145,13 @@ RULES: dict[str, Rule] = dict((
             "mm_ipc_gpu_memory_gb mm_device_do_normalize disable_chunked_mm_input disable_mm_preprocessor_cache "
             "enable_mm_processor_stats enable_multimodal_encoder_data_parallel ec_manager_config",
             refused="io_processor_plugin ec_transfer_config"),
-    *_rules("there are no adapters", {"enable_lora": OFF, "enable_prompt_adapter": OFF, "default_mm_loras": ({},)},
-            free="max_loras max_lora_rank fully_sharded_loras max_cpu_loras lora_dtype lora_target_modules "
-            "enable_tower_connector_lora specialize_active_lora enable_mixed_moe_lora_format enable_moe_shared_loras "
-            "max_lora_cls_labels enable_lora_bias lora_extra_vocab_size long_lora_scaling_factors max_prompt_adapters "
-            "max_prompt_adapter_token", refused="qlora_adapter_name_or_path",
-            instead="there are no adapters: merge them into the weights"),
+    *_rules("adapters are LoRA's, of products, in the model's own type", {
+        "enable_prompt_adapter": OFF, "default_mm_loras": ({},), "lora_dtype": ("auto",)},
+            free="fully_sharded_loras enable_tower_connector_lora specialize_active_lora enable_mixed_moe_lora_format "
+            "enable_moe_shared_loras max_lora_cls_labels enable_lora_bias lora_extra_vocab_size max_prompt_adapters "
+            "max_prompt_adapter_token",
+            refused="qlora_adapter_name_or_path lora_target_modules long_lora_scaling_factors",
+            instead="adapters are those of lora_request, and their files say what they change: leave it out"),
     *_rules("grammars have one compiler, llguidance", {
         "structured_outputs_config": ({},), "guided_decoding_disable_any_whitespace": OFF,
         "guided_decoding_disable_additional_properties": OFF},

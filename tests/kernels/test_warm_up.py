@@ -7,6 +7,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from kernels.quantised import random_matrix
+
+from slotwise.kernels.cpu import paths
+from slotwise.kernels.cpu.jit.compiler import Compiled
+from slotwise.kernels.cpu.kernels import CpuKernels
+from slotwise.kernels.matrix import Format
 
 SCRIPT = """
 import json, sys
@@ -33,3 +40,16 @@ def test_every_kernel_of_a_request_is_ready_after_the_start(settings: dict[str, 
     late, texts = json.loads(done.stdout)
     assert set(texts[2:]) <= {"first", "second"}
     assert late == []
+
+
+def test_kernels_of_a_format_are_ready_once_a_matrix_was_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_no_other_test = Format(5, 112, torch.float16, zero=16)
+    matrix, kernels = random_matrix(of_no_other_test, 64, 224), CpuKernels(1)
+    assert kernels.product_path(torch.float32) == "float32"
+    embed, product = kernels.embedding(matrix, torch.float32), kernels.head(matrix)
+    kernels.warm_up(torch.float32)
+    late: list[str] = []
+    monkeypatch.setattr(Compiled, "_ready", lambda code: late.append(code.name))
+    assert product(embed(torch.tensor([1, 2]))).shape == (2, 64)
+    assert late == []
+    assert kernels.product_path(torch.float32) == paths.quantised("")

@@ -42,7 +42,7 @@ def test_a_chat_has_the_template_and_the_variables_of_the_call(llm: LLM, tmp_pat
     (CHAT, {"continue_final_message": True}, "continue_final_message: not allowed when add_generation_prompt"),
     (CHAT, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs: messages"),
     (CHAT, {"chat_template_content_format": "openai"}, "chat_template_content_format 'openai' is not supported"),
-    (CHAT, {"lora_request": object()}, "lora_request .* is not supported"),
+    (CHAT, {"lora_request": object()}, "lora_request must be a slotwise.LoRARequest"),
     ([CHAT, []], {}, "messages: must hold 1"), ([CHAT, ["hi"]], {}, "messages: each must be a dict"),
     ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], {}, "takes text only"),
     ([{"content": "x"}], {}, "role: must be a string"), (CHAT, {"chat_template": "{{ 1 / 0 }}"}, "template failed")])

@@ -28,6 +28,7 @@ from slotwise.kernels.cpu.memory import LARGE
 from slotwise.kernels.cpu.openmp import roam
 from slotwise.kernels.interface import Kernels
 from slotwise.kernels.select import choose, draw_for, launcher_of, mask_for, resolve
+from slotwise.model.adapters import Adapters
 from slotwise.model.cache_groups import LayerGroups
 from slotwise.model.config import ModelConfig
 from slotwise.model.decoder import Decoder
@@ -80,10 +81,14 @@ class Warming:
             workers.dismiss()  # workers that were not needed
 
     def finish(self) -> None:
-        """Waits until all kernels are ready; raises the error of one that failed to compile."""
+        """Waits until all kernels are ready, those of formats that the weights brought included.
+
+        Raises the error of one that failed to compile.
+        """
         self._thread.join()
         if self._error is not None:
             raise self._error
+        self._kernels.warm_up(self._kind)
 
 
 class Loaded:
@@ -103,6 +108,11 @@ class Loaded:
     def model_config(self) -> ModelConfig:
         """The model's configuration."""
         return self._decoder.config
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """The adapters of requests; None where there are none."""
+        return self._decoder.adapters
 
     @property
     def product_path(self) -> str:
@@ -172,7 +182,9 @@ class Loaded:
     def _with_runtime(self, used: MemoryUse) -> MemoryUse:
         """Returns `used` with the runtime's bytes, measured when kernels are ready and before the cache exists."""
         memory.give_back()
-        weights = 0 if self._decoder.kernels.device.type == "cuda" else used.weights
+        decoder = self._decoder
+        unread = decoder.adapters.bytes if decoder.adapters is not None else 0  # none of them is loaded yet
+        weights = 0 if decoder.kernels.device.type == "cuda" else used.weights - unread
         runtime = used.runtime + max(0, memory.resident_bytes() - weights) + memory.STEPS_LEAVE
         return MemoryUse(used.weights, used.workspace, used.cache, used.host, runtime)
 
@@ -193,6 +205,8 @@ def load(config: EngineConfig, progress: Progress = silent, wrap: Callable[[Kern
     except ValueError as error:
         raise ConfigError(str(error)) from error
     kernels = wrap(CheckedKernels(kernels) if os.environ.get("SLOTWISE_DEBUG") == "1" else kernels)
+    if config.enable_lora and kernels.adapter_refusal:
+        raise ConfigError(f"enable_lora: {kernels.adapter_refusal}")
     folder = locate(config.model)
     checkpoint = fingerprint(folder)  # first: what changes meanwhile is seen by the next engine
     draft_model = DraftCheckpoint.of(config)
@@ -220,7 +234,8 @@ def load(config: EngineConfig, progress: Progress = silent, wrap: Callable[[Kern
     with _threads(packing):
         decoder = load_model(
             config.model, kernels=kernels, dtype=config.dtype, generation=generation,
-            max_positions=config.max_model_len, progress=read, admit=admit)
+            max_positions=config.max_model_len, progress=read, admit=admit,
+            adapters=(config.max_cpu_loras, config.max_lora_rank) if config.enable_lora else None)
         draft = None if draft_model is None else draft_model.load(
             described, kernels, config.max_model_len, read, admit)
     return Loaded(config.model, device, decoder, warming, checkpoint=checkpoint, vocabulary=vocabulary, draft=draft)

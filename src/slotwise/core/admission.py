@@ -17,6 +17,7 @@ from slotwise.core.plan_builder import PlanBuilder
 from slotwise.core.reasons import (
     FIRST_TOKEN,
     GRAMMAR_COMPILING,
+    NO_ADAPTER_SLOT,
     NO_BLOCKS,
     NO_SLOT,
     OUTRANKED,
@@ -57,6 +58,8 @@ class Admission:
             return NO_SLOT
         if self.num_slots_for(request) < 1:
             return TIER_CAP
+        if request.adapter and (builder.is_adapter_overdue or not self.has_adapter_slot(request)):
+            return NO_ADAPTER_SLOT
         if builder.budget < 1:
             return builder.shortage
         if builder.lanes and self._table.policy.lane(request) in builder.lanes:
@@ -69,8 +72,19 @@ class Admission:
         start = len(allocation.found) * self._limits.block_size
         return allocation if chunking.fits(start, len(request.tokens) - start, builder) else TIME_BUDGET
 
+    def has_adapter_slot(self, request: Request) -> bool:
+        """Whether a step may have this request beside the running ones: it has at most `max_loras` adapters."""
+        if not request.adapter:
+            return True
+        adapters = {running.adapter for running in self._table.running.values() if running.adapter}
+        return request.adapter in adapters or len(adapters) < self._limits.max_loras
+
+    def waits_apart(self, request: Request) -> bool:
+        """Whether a request waits for its grammar or for an adapter's slot, which others need not wait for."""
+        return request.is_compiling or not self.has_adapter_slot(request)
+
     def may_be_passed(self, request: Request) -> bool:
-        """Whether a later arrival may be admitted before this request, which waits for blocks."""
+        """Whether a later arrival may be admitted before this request, which waits for blocks or an adapter's slot."""
         limit = 0 if self._discipline.in_strict_order else self._limits.max_passes
         return request.state is State.WAITING and request.num_passed < limit
 
@@ -79,7 +93,7 @@ class Admission:
         if not self._table.waiting or not self._table.num_free_slots or self.gate(now).max_new < 1:
             return None
         walk = self._table.waiting.walk(now)
-        while (request := walk.next()) is not None and request.is_compiling:
+        while (request := walk.next()) is not None and self.waits_apart(request):
             pass
         return request if request is not None and self.num_slots_for(request) > 0 else None
 

@@ -33,12 +33,13 @@ class SchedulerLimits:
     max_stall_ms: float | None = None  # milliseconds prefill may delay decode (core/step_budget.py); None: any
     tiers: tuple[Tier, ...] = ()  # service tiers; a request may belong to none
     num_host_blocks: int = 0  # blocks in host memory for evicted device blocks
+    max_loras: int = 1  # adapters among the rows of a step
     windows: tuple[int, ...] = (0,)  # by cache group, tokens that its layers look back on; 0: all
     max_chunk: int = 1024  # tokens of a prompt that a step computes at most, where a cache group has a window
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens",
-                     "max_chunk"):
+                     "max_loras", "max_chunk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         for name in ("watermark_blocks", "max_passes", "num_host_blocks"):

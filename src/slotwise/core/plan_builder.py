@@ -45,7 +45,8 @@ class PlanBuilder:
     """Filled by one `Scheduler.schedule`, row by row, then closed into a StepPlan."""
 
     __slots__ = (
-        "budget", "deferred", "draft_limit", "drafts", "has_chunk", "held", "is_pressed", "isolated_steps", "lanes",
+        "budget", "deferred", "draft_limit", "drafts", "has_chunk", "held", "is_adapter_overdue",
+        "is_pressed", "isolated_steps", "lanes",
         "new_blocks", "new_requests", "now", "padding", "paused", "preempted", "refused", "rows", "shortage",
         "starting", "step", "stop", "time",
     )
@@ -71,6 +72,7 @@ class PlanBuilder:
         self.new_requests: list[NewRequest] = []
         self.new_blocks: list[NewBlocks] = []
         self.preempted: list[Decision] = []
+        self.is_adapter_overdue = False  # a request was passed often enough while it waited for an adapter's slot
         self.is_pressed = False  # a request was preempted for want of blocks
         self.refused: list[Decision] = []
         self.stop: Stop | None = None

@@ -49,7 +49,7 @@ class Preemption:
         walk = self._table.waiting.walk(builder.now)
         num_free = min(self._table.num_free_slots, max(0, admission.gate(builder.now).max_new))
         for before in range(num_free + 1):
-            while (request := walk.next()) is not None and request.is_compiling:
+            while (request := walk.next()) is not None and admission.waits_apart(request):
                 pass
             if request is None or min(num_free, admission.num_slots_for(request)) <= before:
                 break

@@ -1,6 +1,7 @@
 """Reasons why an unfinished request does not run in a step.  Every refusal in a plan has one of them."""
 
 NO_SLOT = "no_slot"  # all slots are in use
+NO_ADAPTER_SLOT = "no_adapter_slot"  # the running requests have as many adapters as a step may have
 NO_BLOCKS = "no_blocks"  # too few cache blocks
 TOKEN_BUDGET = "token_budget"  # the step's token budget is spent
 SHORT_STEP = "short_step"  # the token budget is reduced for a tenant that may arrive while the step runs

@@ -64,10 +64,11 @@ class Request:
         salt: requests share cached prefixes only within the same salt (a tenant, an adapter).
         slo: tenant, tier, priority and latency objectives.
         pooling: the prompt is computed for one vector, and nothing is sampled; None: tokens are.
+        adapter: number of a loaded adapter, part of its salt; 0: the base model.
     """
 
     __slots__ = (
-        "advance_at", "arrival", "arrived_at", "block_hashes", "capacity", "deadline", "end", "epoch",
+        "adapter", "advance_at", "arrival", "arrived_at", "block_hashes", "capacity", "deadline", "end", "epoch",
         "expected_tokens", "forced", "is_compiling", "num_at_join", "num_computed", "num_passed", "num_prompt",
         "num_reserved", "num_scheduled", "output", "params", "pending", "pooling", "prediction", "reason",
         "request_id", "seed", "slo", "slot", "state", "stop_ids", "tables", "tokens", "wants_prompt",
@@ -76,6 +77,7 @@ class Request:
     def __init__(
         self, request_id: str, prompt: Sequence[int], params: SamplingParams, seed: int = 0,
         eos_ids: Sequence[int] = (), salt: str = "", slo: SLO = NO_SLO, pooling: PoolingParams | None = None,
+        adapter: int = 0,
     ) -> None:
         self.request_id = request_id
         self.tokens = list(prompt)  # known tokens, without the pending ones
@@ -109,7 +111,8 @@ class Request:
         self.tables: list[BlockTable] = []  # by cache group; none while it holds no slot
         self.capacity = 0  # tokens that fit in the blocks of every group
         self.num_reserved = 0  # blocks allocated on admission; truncation keeps them
-        self.block_hashes = BlockHashes(salt)
+        self.adapter = adapter
+        self.block_hashes = BlockHashes(f"{adapter}\0{salt}" if adapter else salt)
         self.advance_at = 0  # number of computed tokens at which the next block is full
         self.epoch = 0
         self.forced: tuple[int, tuple[int, ...]] = (0, ())  # tokens its grammar forces, behind so many known ones

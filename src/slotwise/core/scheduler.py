@@ -58,6 +58,7 @@ from slotwise.core.prefill_isolation import PrefillIsolation, goes_before
 from slotwise.core.reasons import (
     ENDING,
     GRAMMAR_COMPILING,
+    NO_ADAPTER_SLOT,
     NO_BLOCKS,
     OUTRANKED,
     PROMPTS_ALONE,
@@ -75,6 +76,7 @@ from slotwise.core.step_time import StepTimeModel, work_of
 MAX_IN_FLIGHT = 1
 # Requests examined per step behind one that waits for blocks: each costs a prefix lookup, in every step of the wait.
 MAX_LOOK = 8
+MAX_UNSLOTTED = 64  # requests examined per step that wait for an adapter's slot: a microsecond each
 PREFILL, DECODE = RowKind.PREFILL, RowKind.DECODE
 
 
@@ -342,6 +344,7 @@ class Scheduler:
         gate = admission.gate(builder.now)
         queue = waiting.walk(builder.now)
         examined: list[Request] = []  # and not admitted
+        unslotted: list[Request] = []  # that wait for an adapter's slot: they stop only others that need one
         compiling: Request | None = None  # the first one with a grammar that is
         while all(map(admission.may_be_passed, examined)) and (request := queue.next()) is not None:
             if builder.deferred:
@@ -350,7 +353,7 @@ class Scheduler:
             decision = admission.decide(request, self._chunking, builder) if is_open else gate.reason
             if isinstance(decision, Allocation):
                 self._admit(request, decision, builder)
-                for before in examined:
+                for before in examined if not request.adapter else [*examined, *unslotted]:
                     before.num_passed += 1
                 continue
             builder.refuse(request, decision)
@@ -359,6 +362,12 @@ class Scheduler:
                 continue
             builder.stop = builder.stop or Stop(
                 decision, request.request_id, 0, min(gate.reopens_at, waiting.next_moment))
+            if decision == NO_ADAPTER_SLOT and not self._discipline.in_strict_order:
+                unslotted.append(request)
+                builder.is_adapter_overdue |= not admission.may_be_passed(request)
+                if len(unslotted) < MAX_UNSLOTTED:
+                    continue
+                break
             if decision == TIER_CAP:
                 queue.close_tier(request.slo.tier)
                 continue
@@ -374,7 +383,7 @@ class Scheduler:
         self._table.admit(request, allocation, builder.step, builder.now)
         builder.new_requests.append(NewRequest(
             request.request_id, request.slot, tuple(request.tokens), request.num_prompt, request.params, request.seed,
-            tuple(sorted(request.stop_ids)), request.output, request.pooling))
+            tuple(sorted(request.stop_ids)), request.output, request.pooling, request.adapter))
         builder.new_blocks += self._table.kv.allocated(request)
         count = self._chunking.first_chunk(request, builder)
         builder.add_row(request, request.num_scheduled, count, PREFILL)

@@ -66,6 +66,7 @@ class NewRequest(NamedTuple):
     stop_ids: tuple[int, ...]  # tokens that end the request; masked until `params.min_tokens` are sampled
     output: Output = Output.SAMPLE
     pooling: PoolingParams | None = None  # of a POOLED request
+    adapter: int = 0  # number of a loaded adapter; 0: the base model
 
 
 class NewBlocks(NamedTuple):

@@ -47,6 +47,9 @@ ENGINE: dict[str, Range] = {  # the numbers of `EngineConfig`
     "kv_cache_memory": whole(1, BYTES),
     "gpu_memory_utilization": real(0.001, 1),
     "kv_offloading_size": real(0, (1 << 20) - 1),  # GiB
+    "max_loras": whole(1, SLOTS),
+    "max_lora_rank": whole(1, 4096),
+    "max_cpu_loras": whole(1, 4096),
     "seed": whole(-(2**63), 2**63 - 1),
     "overlap": whole(0, 1),
 }
@@ -99,6 +102,10 @@ class EngineConfig:
     on_pressure: str = RECOMPUTE  # what happens to a victim when blocks run out: recomputed later, or ended in "error"
     generation_config: str = "auto"  # whose end tokens count: auto or vllm, the checkpoint's; else a file or its folder
     speculative_config: Speculation | None = None  # drafts of decoding rows, or a mapping of its fields; None: none
+    enable_lora: bool = False  # requests may name adapters (docs/lora.md), as the next three say
+    max_loras: int = 1  # adapters among the rows of a step
+    max_lora_rank: int = 16
+    max_cpu_loras: int = 16  # adapters in memory
     seed: int = 0  # of the requests without one
     overlap: int | None = None  # steps in flight while the next is planned, 0 or 1; None: 1 where a GPU computes
 
@@ -131,6 +138,8 @@ class EngineConfig:
             raise ConfigError("kv_cache_memory and gpu_memory_utilization both size the cache: give one of them")
         if self.kv_offloading_size and not self.enable_prefix_caching:
             raise ConfigError("kv_offloading_size needs enable_prefix_caching: who comes back finds its blocks by it")
+        if self.enable_lora and self.max_cpu_loras < self.max_loras:
+            raise ConfigError(f"max_cpu_loras {self.max_cpu_loras} must be at least max_loras {self.max_loras}")
         if self.on_pressure not in PRESSURES:
             raise ConfigError(f"on_pressure must be one of {', '.join(PRESSURES)}, not {self.on_pressure!r}")
 
@@ -235,6 +244,7 @@ class EngineConfig:
                 max_num_batched_tokens=self.step_tokens, enable_prefix_caching=self.enable_prefix_caching,
                 watermark_blocks=num_blocks // WATERMARK, max_passes=MAX_PASSES, on_pressure=self.on_pressure,
                 max_step_ms=self.max_step_ms, max_stall_ms=self.max_stall_ms or None,
-                tiers=self.tiers, num_host_blocks=num_host_blocks, windows=windows, max_chunk=self.step_tokens)
+                tiers=self.tiers, num_host_blocks=num_host_blocks, max_loras=self.max_loras, windows=windows,
+                max_chunk=self.step_tokens)
         except ValueError as error:
             raise ConfigError(str(error)) from error

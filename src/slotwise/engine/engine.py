@@ -87,7 +87,7 @@ class Engine:
         if isinstance(command, Add):
             request = Request(
                 command.request_id, command.prompt, command.params, command.seed, self._eos_ids, command.salt,
-                command.slo, command.pooling)
+                command.slo, command.pooling, command.adapter)
             request.expected_tokens, request.prediction = command.output_tokens, command.prediction
             if command.queue_timeout:
                 request.deadline = now + command.queue_timeout

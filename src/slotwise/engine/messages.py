@@ -54,6 +54,7 @@ class Add(Struct, tag="add"):
     stop_lengths: tuple[int, ...] = ()  # characters of each stop string, where `params` leaves them out as long
     pooling: PoolingParams | None = None  # one vector is wanted, and no tokens
     prediction: tuple[int, ...] = ()  # what its client expects the output to be, from which drafts are taken
+    adapter: int = 0  # number of a loaded adapter; 0: the base model
 
 
 class Finish(Struct, tag="finish"):

@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor, device, dtype, float8_e4m3fn, int8
 
+from slotwise.kernels.low_rank import AdapterProducts
 from slotwise.kernels.matrix import Format, QuantisedMatrix, Weight
 
 Linear = Callable[[Tensor], Tensor]
@@ -164,13 +165,20 @@ class Kernels(Protocol):
     kinds: tuple[dtype, ...]  # of weights that are supported
     records_drafts: bool  # a graph reads from memory how many tokens each row has
     mixture_refusal: str  # why `experts` does not work, in one sentence; "" where it does
+    adapter_refusal: str  # likewise of `adapters`
 
     def warm_up(self, kind: dtype) -> None:
-        """Compile or load everything for weights of one type before the first request needs it."""
+        """Compile or load everything for weights of one type before the first request needs it.
+
+        Formats of quantised matrices are known once they are packed: a call after that prepares for them, too.
+        """
         ...
 
     def product_path(self, kind: dtype) -> str:
-        """The name of the path that multiplies with weights of `kind`, for people and bug reports."""
+        """The name of the path that multiplies with weights of `kind`, for people and bug reports.
+
+        With most of the weights, where some are packed as quantised matrices and others not.
+        """
         ...
 
     def batch_dependence(self, kind: dtype) -> str:
@@ -242,6 +250,14 @@ class Kernels(Protocol):
 
         Raises:
             ValueError: these kernels have no mixtures: `mixture_refusal`.
+        """
+        ...
+
+    def adapters(self, num_places: int, max_rank: int, kind: dtype) -> AdapterProducts:
+        """What up to `num_places` adapters of up to `max_rank` add to the products of a model that computes in `kind`.
+
+        Raises:
+            ValueError: these kernels have no such products: `adapter_refusal`.
         """
         ...
 

@@ -31,6 +31,7 @@ from slotwise.kernels.interface import (
     cache_kind,
     in_two_steps,
 )
+from slotwise.kernels.low_rank import ReferenceAdapters
 from slotwise.kernels.matrix import Format, QuantisedMatrix, Weight
 
 
@@ -103,7 +104,7 @@ class ReferenceKernels:
     name = "reference"
     kinds: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
     records_drafts = False
-    mixture_refusal = ""
+    mixture_refusal = adapter_refusal = ""
 
     def __init__(self, device: str = "cpu", kv_cache_dtype: str = "auto") -> None:
         """Raises ValueError if `kv_cache_dtype` is not in `CACHE_KINDS`."""
@@ -187,6 +188,10 @@ class ReferenceKernels:
             return out.to(x.dtype)
 
         return mixture
+
+    def adapters(self, num_places: int, max_rank: int, kind: torch.dtype) -> ReferenceAdapters:
+        """Adapter by adapter."""
+        return ReferenceAdapters(num_places)
 
     def head(self, weight: Weight) -> Linear:
         """A product like any other."""

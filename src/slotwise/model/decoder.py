@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from slotwise.kernels.interface import AttentionShape, Kernels, LayerCache, RaggedBatch
+from slotwise.model.adapters import Adapters
 from slotwise.model.cache_groups import by_layer
 from slotwise.model.config import ModelConfig
 from slotwise.model.families import compose
@@ -28,11 +29,14 @@ FLOAT32 = 4  # bytes of a logit that the sampler edits
 class Decoder:
     """A model ready to run steps.  It holds weights and no request state; caches belong to the caller."""
 
-    def __init__(self, config: ModelConfig, read: Read, kernels: Kernels, max_positions: int) -> None:
+    def __init__(
+        self, config: ModelConfig, read: Read, kernels: Kernels, max_positions: int, adapters: Adapters | None = None,
+    ) -> None:
         """Reads and packs the weights; `max_positions` (tokens) bounds the positions a batch may hold."""
         self.config = config
         self.kernels = kernels
-        self._network = compose(config, Source(read, kernels, config.dtype))
+        self.adapters = adapters
+        self._network = compose(config, Source(read, kernels, config.dtype, adapters))
         layers = self._network.layers
         self._rotary = {
             rope: RotaryTable(rope, config.head_dim, max_positions, kernels.device)
@@ -46,8 +50,8 @@ class Decoder:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights, as packed."""
-        return self._network.bytes
+        """Bytes of all weights, as packed, with those of as many adapters as fit."""
+        return self._network.bytes + (self.adapters.bytes if self.adapters is not None else 0)
 
     @property
     def step_weight_bytes(self) -> int:
@@ -90,6 +94,8 @@ class Decoder:
             x = attention.attend(query, own, cache)
             if is_last and not all_sample:
                 x, residual = x.index_select(0, batch.sample_at), residual.index_select(0, batch.sample_at)
+                if self.adapters is not None:
+                    self.adapters.rows.select(batch.sample_at)
             x = norm_after.add(_transformed(layer, x, residual), residual)
         return x
 

@@ -11,6 +11,7 @@ import torch
 
 from slotwise.kernels.interface import Kernels
 from slotwise.kernels.matrix import Format, Weight
+from slotwise.model.adapters import Adapters
 from slotwise.model.checkpoint import read_config
 from slotwise.model.config import ModelConfig
 from slotwise.model.decoder import Decoder
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 def load_model(
     model: str | Path, *, kernels: Kernels, dtype: str = "auto", generation: Path | None = None,
-    max_positions: int | None = None, progress: Progress | None = None,
+    max_positions: int | None = None, progress: Progress | None = None, adapters: tuple[int, int] | None = None,
     admit: Callable[[int], None] = lambda num_bytes: None,
 ) -> Decoder:
     """Load a checkpoint: a folder, a GGUF file, or a hub id.
@@ -35,7 +36,8 @@ def load_model(
     `dtype` is one of `DTYPES`, or `auto`: as stored.  float16 becomes bfloat16 where the kernels do not compute in it,
     which a warning says; the decoder's `config.dtype` is the result.  `generation` is a generation_config.json
     instead of the checkpoint's.  `max_positions` (tokens) bounds the rotary table.  `admit` receives the bytes of all
-    weights, as packed, before a file of them is mapped, and may refuse by raising.
+    weights, as packed, before a file of them is mapped, and may refuse by raising.  `adapters` are how many may be
+    loaded, and their largest rank.
 
     Raises CheckpointError, with one line that says what to do, for any fault of the checkpoint.
     """
@@ -60,7 +62,8 @@ def load_model(
         weight = read(*names)
         return weight.to(device) if isinstance(weight, torch.Tensor) else weight  # kernels unpack to their device
 
-    return Decoder(config, read_to_device, kernels, min(max_positions or longest, longest))
+    loaded = Adapters(kernels, *adapters, config.dtype) if adapters is not None else None
+    return Decoder(config, read_to_device, kernels, min(max_positions or longest, longest), loaded)
 
 
 def _widen(

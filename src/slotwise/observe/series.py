@@ -29,7 +29,7 @@ CHOICES = (1, 2, 5, 10, 20, 50, 100)
 WAITS = (
     STEP_UNDER_WAY, reasons.NO_SLOT, reasons.NO_BLOCKS, reasons.TOKEN_BUDGET, reasons.SHORT_STEP, reasons.TIME_BUDGET,
     reasons.TIER_CAP, reasons.FIRST_TOKEN, reasons.BATCH_RUNNING, reasons.WINDOW_OPEN, reasons.ONE_AT_A_TIME,
-    reasons.GRAMMAR_COMPILING)
+    reasons.GRAMMAR_COMPILING, reasons.NO_ADAPTER_SLOT)
 STALLS = (
     reasons.TOKEN_BUDGET, reasons.SHORT_STEP, reasons.TIME_BUDGET, reasons.FIRST_TOKEN,
     reasons.ENDING, reasons.VERIFYING, reasons.PROMPTS_ALONE)

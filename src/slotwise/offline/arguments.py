@@ -29,6 +29,10 @@ OWN = {  # obeyed beside the settings
     "stream_interval": "tokens of each output of AsyncLLM after the first, 1 or more",
     "disable_log_stats": "False: LLM counts what get_metrics() returns, AsyncLLM logs its load; None is True",
     "kv_cache_memory_bytes": "vLLM's name of kv_cache_memory; gpu_memory_utilization has no effect beside it",
+    "enable_lora": "requests may name adapters: see docs/lora.md",
+    "max_loras": "adapters among the rows of one step; 1 by default",
+    "max_lora_rank": "the largest rank of an adapter; 16 by default",
+    "max_cpu_loras": "adapters in memory; 16 by default",
     "event_log": "a file to which LLM writes the event log; an older one is replaced",
 }
 KINDS = {"disable_log_stats": bool, "served_model_name": str | list | tuple, "chat_template": str | Path}

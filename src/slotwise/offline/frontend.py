@@ -45,7 +45,7 @@ class Frontend:
         return SamplingParams(**self.defaults.given)
 
     def job(self, info: EngineInfo, prompt: Parsed, params: SamplingParams | None, request_id: str,
-            priority: int = 0) -> Job:
+            priority: int = 0, adapter: int = 0) -> Job:
         """A request that the engine can run.
 
         Raises:
@@ -62,7 +62,8 @@ class Frontend:
         salt = self._salt(prompt)
         metrics = RequestMetrics(time.monotonic())
         output = RequestOutput(request_id, prompt.text, ids, None, [], finished=False, metrics=metrics)
-        return Job(output, wanted, engine_params, seed, self.tokenizer, info.eos_token_ids, salt, priority)
+        return Job(
+            output, wanted, engine_params, seed, self.tokenizer, info.eos_token_ids, salt, priority, adapter)
 
     def embedding_job(self, info: EngineInfo, prompt: Parsed, params: PoolingParams | None, request_id: str,
                       most: int | None) -> EmbeddingJob:

@@ -26,12 +26,14 @@ class Job:
     """
 
     def __init__(self, output: RequestOutput, params: SamplingParams, engine_params: EngineParams, seed: int,
-                 tokenizer: Tokenizer, eos_ids: Collection[int], salt: str = "", priority: int = 0) -> None:
+                 tokenizer: Tokenizer, eos_ids: Collection[int], salt: str = "", priority: int = 0,
+                 adapter: int = 0) -> None:
         self.output = output
         self.kind = params.output_kind
         self.interval = params.stream_interval or 1
         self.text_of = tokenizer.token_text
         self._params, self._seed, self._salt, self._slo = engine_params, seed, salt, SLO(priority=priority)
+        self._adapter = adapter
         stop_ids = set(engine_params.stop_token_ids).difference(() if engine_params.ignore_eos else eos_ids)
         shown = Shown(stop=params.include_stop_str_in_output, special=not params.skip_special_tokens)
         self.choices = []
@@ -49,7 +51,7 @@ class Job:
         """The command that starts a continuation, under a name that is unique among the unfinished ones."""
         index = choice.completion.index
         return Add(name, self.output.prompt_token_ids, self._params.of_choice(index), (self._seed + index) % 2**64,
-                   salt=self._salt, slo=self._slo)
+                   salt=self._salt, slo=self._slo, adapter=self._adapter)
 
     def read_prompt(self, start: int, entries: Sequence[TokenLogprobs]) -> None:
         """Adds entries of the prompt's tokens from position `start + 1` on; known ones, computed again, are ignored."""

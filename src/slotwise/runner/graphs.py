@@ -39,6 +39,7 @@ class _Size(NamedTuple):
     rows: int
     tokens: int
     context: int  # the longest
+    is_adapted: bool  # a row has an adapter
 
 
 class DecodeGraphs:
@@ -84,7 +85,9 @@ class DecodeGraphs:
         padded, longest = kernels.graph_size(tokens, batch.max_context_len)
         if not 0 < padded <= len(self._places):
             return None
-        size = _Size(rows + padded - tokens, padded, longest)
+        adapters = self._decoder.adapters
+        is_adapted = adapters is not None and adapters.rows.are_any
+        size = _Size(rows + padded - tokens, padded, longest, is_adapted)
         self._take_in(batch, size)
         graph = self._graphs.get(size)
         if graph is not None:
@@ -113,7 +116,7 @@ class DecodeGraphs:
             tables[:, rows : size.rows, 0] = self._null_block
 
     def _record(self, size: _Size) -> Tensor | None:
-        rows, tokens, longest = size
+        rows, tokens, longest, _ = size
         token_ids, positions, slot_mapping, *others = self._longs[:, :tokens]
         tables, *other_tables = self._tables[:, :rows]
         batch = RaggedBatch(

@@ -22,6 +22,7 @@ from torch import Tensor
 from slotwise.core.step import StepPlan, StepResult
 from slotwise.kernels.interface import LayerCache
 from slotwise.model.decoder import Decoder
+from slotwise.runner.adapters import SlotAdapters
 from slotwise.runner.draft_model import DraftModel, Proposal
 from slotwise.runner.graphs import DecodeGraphs
 from slotwise.runner.input_batch import SlotTable
@@ -100,6 +101,7 @@ class ModelRunner:
         self._host_blocks = host_blocks
         self._masks = masks
         self._draft_model = draft_model
+        self._adapters = None if decoder.adapters is None else SlotAdapters(decoder.adapters, slots.num_slots)
         self._decode_graphs = DecodeGraphs(decoder, caches, slots)
         self._prompts = Prompts(slots)
         self._pools = Pools()
@@ -115,6 +117,8 @@ class ModelRunner:
         self._host_blocks.save(plan.saves)
         self._host_blocks.load(plan.loads)
         self._slots.apply(plan)
+        if self._adapters is not None:
+            self._adapters.apply(plan)
         if self._draft_model is not None:
             self._draft_model.apply(plan)
         for slot in plan.released_slots:
@@ -186,6 +190,8 @@ class ModelRunner:
     def _compute(self, plan: StepPlan) -> _Computed:
         """Run the model; describe or pool what the plan contains of prompts that are to be."""
         batch, targets = self._slots.gather(plan)
+        if self._adapters is not None:
+            self._adapters.assign(plan)
         self._decoder.reach(batch.max_context_len)
         if self._prompts.are_in(plan) or self._pools.are_in(plan):
             return self._read_prompts(plan, targets, self._decoder.hidden(batch, self._caches))

@@ -29,6 +29,7 @@ from slotwise.kernels.cpu.graph import PROGRAM, Arena, Graph, GraphRecorder
 from slotwise.kernels.cpu.jit.compiler import Compiled, compile_all
 from slotwise.kernels.cpu.launcher import KernelLauncher
 from slotwise.kernels.cpu.linear import Product
+from slotwise.kernels.cpu.low_rank import CpuAdapters
 from slotwise.kernels.cpu.packing import Packing
 from slotwise.kernels.cpu.reading import READ
 from slotwise.kernels.cpu.rotary import ROTARY_STORE
@@ -62,7 +63,7 @@ class CpuKernels:
     device = torch.device("cpu")
     kinds: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
     records_drafts = True
-    mixture_refusal = ""
+    mixture_refusal = adapter_refusal = ""
 
     def __init__(
         self, threads: int | None = None, quantization: str = "none", kv_cache_dtype: str = "auto",
@@ -87,7 +88,7 @@ class CpuKernels:
         return self._packing.path(kind)
 
     def warm_up(self, kind: torch.dtype) -> None:
-        """Compile or load all kernels of one type before the first request needs them."""
+        """Compile or load all kernels of one type, and those of quantised matrices packed so far."""
         stored = self._stored(kind)
         attend, multiply_cache = self._attention(kind, stored)
         of_the_cache = [attend, ROTARY_STORE[kind, stored]]
@@ -96,10 +97,12 @@ class CpuKernels:
                      argmax.MASK, sampling.WIDEN[kind]]
         compile_all([*self._packing.kernels(kind), *of_the_cache, *multiply, *of_logits, attention_plan.PLAN,
                      pointwise.EMBED, pointwise.NORM[kind], PROGRAM, WORK, RUN_SHARED, READ])
+        for code in self._packing.kernels_of_blocks(kind):  # workers do not know these by name
+            code.compile()
 
     def batch_dependence(self, kind: torch.dtype) -> str:
         """Only oneDNN adds in an order that depends on the number of rows."""
-        if self.product_path(kind) == "onednn":
+        if self.launcher.is_beside_torch or self.product_path(kind) == "onednn":
             return f"products by oneDNN depend on the number of rows: set {paths.VARIABLE} to another path than onednn"
         return ""
 
@@ -170,6 +173,10 @@ class CpuKernels:
             downs.append(self._packing.expert(each.down, each.down_bias))
         activate = None if is_gated else activated(self, activation)
         return experts.Mixture(gates, downs, activate, routing, self.launcher)
+
+    def adapters(self, num_places: int, max_rank: int, kind: torch.dtype) -> CpuAdapters:
+        """See `low_rank.py`."""
+        return CpuAdapters(self.launcher, num_places, max_rank, kind, MAX_RECORDED)
 
     def linear_bytes(self, weight: Weight) -> int:
         """Bytes of a packed `linear`."""

@@ -43,10 +43,15 @@ class Packing:
         self._bits = quantize.BITS.get(quantization, 0)  # of a weight; 0: not quantised
         self._head_bits = 8 if self._bits else 0  # the head keeps 8: each of its errors is a token's
         self._tables = weakref.WeakKeyDictionary[QuantisedMatrix, linear_blocks.PackedBlocks]()
+        self._layouts: set[block_layout.Layout] = set()  # of all matrices in panels
+        self._lookups: set[Compiled] = set()
 
     def path(self, kind: torch.dtype) -> str:
-        """The path of products with weights of `kind`, as `paths.py` names it."""
-        return self._quantised if self._bits else self._path_of(kind)
+        """The path of products with weights of `kind`, as `paths.py` names it.
+
+        Once a matrix was packed as blocks, theirs: most weights of such a checkpoint are blocks.
+        """
+        return self._quantised if self._bits or self._layouts else self._path_of(kind)
 
     def _path_of(self, kind: torch.dtype) -> str:
         """The path of unquantised weights of `kind`."""
@@ -68,6 +73,12 @@ class Packing:
             "fp16": [linear_fp16.PRODUCT.code], "onednn": [pointwise.SILU_MUL[kind]],
             **{path: [product.code] for path, product in linear_bf16.PRODUCT.items()},
             "float32": [linear.PRODUCT[kind], pointwise.SILU_MUL[kind]]}.get(self._path_of(kind), [])
+
+    def kernels_of_blocks(self, kind: torch.dtype) -> list[Compiled]:
+        """The kernels of the quantised matrices packed so far, with activations of `kind`."""
+        of_products = [linear_blocks.compiled(layout, kind, self._quantised) for layout in sorted(self._layouts)]
+        beside = [pointwise.SILU_MUL[kind]] if of_products else []  # of gates in several formats
+        return [*of_products, *sorted(self._lookups, key=lambda code: code.name), *beside]
 
     def refusal(self, format: Format, kind: torch.dtype) -> str:
         """What the packed layouts of `block_layout.py` do not hold, and 8-bit floats that `linear_fp8.py` does not."""
@@ -96,7 +107,7 @@ class Packing:
         if isinstance(weight, QuantisedMatrix):
             if weight.format.are_floats:
                 return self._of_floats(weight, bias, is_gated=True)
-            return self._of_blocks([linear_blocks.pack_blocks(weight, bias, self._quantised, is_gated=True)])
+            return self._of_blocks([self._blocks(weight, bias, is_gated=True)])
         if self._bits:
             return linear_int.int_linear(weight, bias, self._bits, self._quantised, self._launcher, is_gated=True)
         own = self._own(weight)
@@ -119,7 +130,9 @@ class Packing:
 
     def embedding(self, table: QuantisedMatrix, kind: torch.dtype, scale: float) -> Callable[[Tensor], Tensor]:
         """Rows of the panels that a head of the same table reads."""
-        return block_lookup.lookup(self._table(table), table.format, kind, scale, self._launcher)
+        packed = self._table(table)
+        self._lookups.add(block_lookup.compiled(packed.layout, kind))
+        return block_lookup.lookup(packed, table.format, kind, scale, self._launcher)
 
     def linear_bytes(self, weight: Weight) -> int:
         """Bytes of a packed `linear`."""
@@ -133,12 +146,10 @@ class Packing:
         if isinstance(weight, QuantisedMatrix) and weight.format.are_floats:
             return self._of_floats(weight, bias)
         if isinstance(weight, QuantisedMatrix):
-            return self._of_blocks([self._table(weight) if bias is None else linear_blocks.pack_blocks(
-                weight, bias, self._quantised)])
+            return self._of_blocks([self._table(weight) if bias is None else self._blocks(weight, bias)])
         if isinstance(weight, StackedMatrix):
             biases = [None] * len(weight.parts) if bias is None else bias.split([part.outputs for part in weight.parts])
-            return self._of_blocks([linear_blocks.pack_blocks(part, own, self._quantised)
-                                    for part, own in zip(weight.parts, biases, strict=True)])
+            return self._of_blocks([self._blocks(*each) for each in zip(weight.parts, biases, strict=True)])
         if bits:
             return linear_int.int_linear(weight, bias, bits, self._quantised, self._launcher)
         if self._path_of(weight.dtype) == "onednn":
@@ -166,7 +177,14 @@ class Packing:
         """A matrix without bias in panels, packed once however often it is asked for."""
         packed = self._tables.get(matrix)
         if packed is None:
-            packed = self._tables[matrix] = linear_blocks.pack_blocks(matrix, None, self._quantised)
+            packed = self._tables[matrix] = self._blocks(matrix, None)
+        return packed
+
+    def _blocks(self, matrix: QuantisedMatrix, bias: Tensor | None, *, is_gated: bool = False
+                ) -> linear_blocks.PackedBlocks:
+        """A matrix in panels, whose kernel `kernels_of_blocks` names from now on."""
+        packed = linear_blocks.pack_blocks(matrix, bias, self._quantised, is_gated=is_gated)
+        self._layouts.add(packed.layout)
         return packed
 
 

@@ -49,7 +49,6 @@ class Arranged(NamedTuple):
 
     pairs: Tensor  # [tokens * top_k] int32
     starts: Tensor  # [experts + 1] int32, where each expert's begin
-    shares: Tensor  # [tokens * top_k] float32, in the order of pairs
 
 
 def stack(weights: Iterable[ExpertWeights], count: int, device: torch.device) -> Stacked:
@@ -71,36 +70,51 @@ def mixture(x: Tensor, logits: Tensor, weights: Stacked, routing: Routing, activ
     x = x.contiguous()
     if not len(x):
         return torch.empty_like(x)
-    arranged = arrange(logits.contiguous(), routing)
-    hidden = activate(_multiply(x, weights.gate_up, weights.gate_up_bias, arranged, routing.top_k, is_first=True))
-    results = _multiply(hidden, weights.down, weights.down_bias, arranged, routing.top_k, is_first=False)
+    chosen, shares = route(logits.contiguous(), routing)
+    arranged = in_order(chosen, routing.num_experts)
+    hidden = activate(multiply(x, weights.gate_up, weights.gate_up_bias, arranged, routing.top_k, is_first=True))
+    results = multiply(hidden, weights.down, weights.down_bias, arranged, routing.top_k, is_first=False)
     out = torch.empty_like(x)
     tokens, size = x.shape
     _combine[(tokens, triton.cdiv(size, COLUMNS))](
-        out, results, arranged.shares, SIZE=size, TOP_K=routing.top_k, BLOCK=COLUMNS, num_warps=4)
+        out, results, shares, SIZE=size, TOP_K=routing.top_k, BLOCK=COLUMNS, num_warps=4)
     return out
 
 
-def arrange(logits: Tensor, routing: Routing) -> Arranged:
-    """The experts of every token; of equal logits the first comes first."""
+def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """The experts of every token, and their shares: `[tokens * top_k]` int32 and float32.
+
+    Of equal logits the first comes first.
+    """
     tokens, experts = logits.shape
-    pairs = tokens * routing.top_k
-    chosen, order = (torch.empty(pairs, dtype=torch.int32, device=logits.device) for _ in range(2))
-    shares = torch.empty(pairs, device=logits.device)
-    starts = torch.empty(experts + 1, dtype=torch.int32, device=logits.device)
+    chosen = torch.empty(tokens * routing.top_k, dtype=torch.int32, device=logits.device)
+    shares = torch.empty(tokens * routing.top_k, device=logits.device)
     _route[(tokens,)](
         chosen, shares, logits, EXPERTS=experts, TOP_K=routing.top_k, NORMALISED=routing.is_normalised,
         BLOCK=triton.next_power_of_2(experts), num_warps=1)
-    _arrange[(experts,)](order, starts, chosen, pairs, num_warps=4)
-    return Arranged(order, starts, shares)
+    return chosen, shares
 
 
-def _multiply(
-    x: Tensor, weight: Tensor, bias: Tensor | None, arranged: Arranged, top_k: int, *, is_first: bool
+def in_order(chosen: Tensor, experts: int) -> Arranged:
+    """Pairs in the order of their experts, and of one expert as they are; `chosen [pairs]` int32."""
+    order = torch.empty_like(chosen)
+    starts = torch.empty(experts + 1, dtype=torch.int32, device=chosen.device)
+    _arrange[(experts,)](order, starts, chosen, len(chosen), num_warps=4)
+    return Arranged(order, starts)
+
+
+def multiply(
+    x: Tensor, weight: Tensor, bias: Tensor | None, arranged: Arranged, top_k: int, *, is_first: bool,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """The first product of pairs reads tokens and writes in the order of experts; the second goes back to pairs."""
+    """The first product of pairs reads tokens and writes in the order of experts; the second goes back to pairs.
+
+    Args:
+        weight: `[experts, outputs, depth]`; pairs of further experts are left out.
+        out: `[pairs, outputs]`, where there is a place for the result.
+    """
     pairs, (experts, outputs, depth) = len(arranged.pairs), weight.shape
-    out = x.new_empty(pairs, outputs)
+    out = x.new_empty(pairs, outputs) if out is None else out
     tile = experts_tile(pairs, experts, x.dtype)
     grid = (num_tiles(pairs, experts, 1, tile.block_m), triton.cdiv(outputs, tile.block_n))
     _multiply_experts[grid](

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from slotwise.kernels.cuda import attention, codes, configs, experts, graphs, narrow, packed, pointwise
 from slotwise.kernels.cuda.cache import CudaCache, bytes_per_block
+from slotwise.kernels.cuda.low_rank import CudaAdapters
 from slotwise.kernels.cuda.rotary import rotary_store
 from slotwise.kernels.cuda.tile import INTERPRETED
 from slotwise.kernels.interface import (
@@ -29,6 +30,7 @@ from slotwise.kernels.interface import (
     cache_kind,
     in_two_steps,
 )
+from slotwise.kernels.low_rank import AdapterProducts
 from slotwise.kernels.matrix import Format, QuantisedMatrix, StackedMatrix, Weight
 
 _DENSE_RATES = {8: 2.5e14, 9: 8e14, 10: 1.8e15}  # 16-bit operations a second, by major compute capability
@@ -42,6 +44,7 @@ class CudaKernels:
     name = "cuda"
     kinds: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
     mixture_refusal = ""
+    adapter_refusal = ""
     records_drafts = True  # attention reads from memory which tokens are a row's
 
     def __init__(self, device: str = "cuda", kv_cache_dtype: str = "auto") -> None:
@@ -158,6 +161,10 @@ class CudaKernels:
         """Products of all experts in one launch each (`experts.py`)."""
         stacked, activate = experts.stack(weights, routing.num_experts, self.device), activated(self, activation)
         return lambda x, logits: experts.mixture(x, logits, stacked, routing, activate)
+
+    def adapters(self, num_places: int, max_rank: int, kind: torch.dtype) -> AdapterProducts:
+        """By the grouped products of experts (`low_rank.py`)."""
+        return CudaAdapters(num_places, max_rank, kind, self.device)
 
     def head(self, weight: Weight) -> Linear:
         """A product whose tokens are never quantised; a table of the same matrix shares its memory."""

@@ -1,9 +1,14 @@
-"""The tensors of a GGUF file under the names that families use, mapped: pages are read when a tensor is."""
+"""The tensors of a GGUF file under the names that families use, mapped: pages are read when a tensor is.
+
+What was read is copied, and its pages are given back: beside the packed weights the file would be resident as well.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -11,7 +16,7 @@ from torch import Tensor
 
 from slotwise.gguf.model import open_model
 from slotwise.gguf.reader import StoredTensor as Entry
-from slotwise.kernels.matrix import Format, QuantisedMatrix, reordered
+from slotwise.kernels.matrix import Format, QuantisedMatrix, Rows, reordered
 from slotwise.model.errors import CheckpointError
 from slotwise.model.gguf.architectures import ARCHITECTURES, Architecture, is_unread
 from slotwise.model.gguf.config import architecture_of
@@ -23,6 +28,7 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F
 INTERLEAVED = ("self_attn.q_proj", "self_attn.k_proj")
 MATRIX = 2  # dimensions
 NORM = "norm.weight"  # how the names of norms' weights end
+_C = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +43,7 @@ class GGUFTensor:
     """One tensor.
 
     Args:
-        data: the tensor's bytes, uint8.
+        data: the tensor's bytes, uint8, of a mapped file.
         heads: of interleaved rows, which are put back into the order of the original; 0: they are in order.
         offset: that was added to the numbers of the original.
     """
@@ -49,7 +55,8 @@ class GGUFTensor:
 
     def rows(self, first: int, end: int) -> Tensor:
         stored = self._data.view(DTYPES[self.kind]).view(self.shape)
-        found = stored[first:end] if self._order is None else stored[self._order[first:end]]
+        found = stored[first:end].clone() if self._order is None else stored[self._order[first:end]]
+        _give_back(self._data)
         return found - self._offset if self._offset else found
 
     @property
@@ -58,7 +65,14 @@ class GGUFTensor:
 
     def matrix(self) -> QuantisedMatrix:
         matrix = BLOCK_TYPES[self.kind].matrix(self._data, *self.shape)
-        return matrix if self._order is None else reordered(matrix, self._order)
+
+        def read(first: int, end: int) -> Rows:
+            rows = matrix.read(first, end)
+            _give_back(self._data)
+            return rows
+
+        mapped = replace(matrix, read=read)
+        return mapped if self._order is None else reordered(mapped, self._order)
 
 
 def open_gguf_tensors(path: Path) -> GGUFSource:
@@ -123,3 +137,11 @@ def _map(path: Path) -> Tensor:
         return torch.tensor([], dtype=torch.uint8).set_(torch.UntypedStorage.from_file(str(path), False, size))  # type: ignore[arg-type]
     except (OSError, RuntimeError) as error:
         raise CheckpointError(f"cannot read {path}: {error!s:.200}") from error
+
+
+def _give_back(data: Tensor) -> None:
+    """Give back the whole pages of bytes of a mapped file, which are read again at the next use."""
+    start = -(-data.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (data.data_ptr() + data.numel()) // mmap.PAGESIZE * mmap.PAGESIZE
+    if start < end and hasattr(_C, "madvise") and hasattr(mmap, "MADV_DONTNEED"):
+        _C.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), ctypes.c_int(mmap.MADV_DONTNEED))

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from slotwise.kernels.interface import Activation
+from slotwise.kernels.interface import Activation, activated
 from slotwise.kernels.interface import Linear as PackedLinear
 from slotwise.kernels.matrix import Weight
 from slotwise.model.layers.source import Source
@@ -48,6 +48,11 @@ class Linear:
         if order is not None and isinstance(weight, Tensor):
             weight, biases = weight[order], None if biases is None else biases[order]
         self._product: PackedLinear
+        self._adapters = None if is_exact else source.adapters
+        self._activate: PackedLinear | None = None  # behind the product, where adapters add to what it takes
+        if self._adapters is not None:
+            self._added = self._adapters.register(parts, inputs, order, biases)
+            self._activate, gate = None if gate is None else activated(kernels, gate), None
         if is_exact and isinstance(weight, Tensor):
             self._product, self.bytes = kernels.exact_linear(weight, biases), self.outputs * inputs * weight.itemsize
         else:
@@ -56,4 +61,7 @@ class Linear:
         self.bytes += 0 if biases is None else self.outputs * source.dtype.itemsize
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._product(x)
+        out = self._product(x)
+        if self._adapters is not None and self._adapters.rows.are_any:
+            out = self._added.add(x, out)
+        return out if self._activate is None else self._activate(out)

@@ -15,14 +15,20 @@ from torch import Tensor
 from slotwise.kernels.interface import Kernels, Linear
 from slotwise.kernels.matrix import Format, QuantisedMatrix, Rows, Weight, stacked
 from slotwise.kernels.reference import ReferenceKernels
+from slotwise.model.adapters import Adapters
 from slotwise.model.stored import Read, Shapes
 
 
 class Source:
     """The tensors of a checkpoint, read as `dtype` to where `kernels` compute."""
 
-    def __init__(self, read: Read, kernels: Kernels, dtype: torch.dtype) -> None:
+    adapters: Adapters | None  # of the products that are built; None: they have none
+
+    def __init__(
+        self, read: Read, kernels: Kernels, dtype: torch.dtype, adapters: Adapters | None = None,
+    ) -> None:
         self.kernels = kernels
+        self.adapters = adapters
         self.dtype = dtype
         self._read = read
 

@@ -130,8 +130,8 @@ class Compiled:
 
     @property
     def is_on_disk(self) -> bool:
-        """Whether valid code is on disk, so that it need only be read."""
-        return store().read(self._file) is not None
+        """Whether valid code is on disk, or was read already."""
+        return "address" in self.__dict__ or store().read(self._file) is not None
 
     def compile(self) -> None:
         """Compile now rather than at first use."""

@@ -6,7 +6,7 @@ const WORDS = {
   first_token: "left to a tenant far behind", short_step: "kept short for a tenant that may come",
   tier_cap: "free slots are another tier's", outranked: "gave way to one that goes first",
   prompts_alone: "prompts run alone", batch_running: "the batch must end first", window_open: "collecting a batch",
-  one_at_a_time: "one at a time", grammar_compiling: "its grammar is being compiled",
+  no_adapter_slot: "as many adapters run as may", one_at_a_time: "one at a time", grammar_compiling: "its grammar is being compiled",
   no_match: "nothing to draft from", resting: "drafts did not pay lately", no_gain: "drafts would not pay",
   measuring: "a step without drafts is measured",
   max_drafts: "as many as the settings allow", no_room: "no room for drafts",

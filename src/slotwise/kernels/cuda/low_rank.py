@@ -1,0 +1,84 @@
+"""What adapters add to products (`kernels/low_rank.py`), by the grouped products of experts: an adapter is an expert.
+
+    rows of x    in the order of their adapters    ─► a of each ─► [rows, parts * rank] ─► b of each ─► added to out
+
+Rows without an adapter are of one adapter more, which no product reads.  The parts of a product lie behind each other
+along the ranks, and b holds zeros between them.  All sizes are those of the largest adapter, and which rows have which
+is read from memory, so a captured step serves every mixture of adapters (Punica, Chen et al., 2023, groups alike).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from slotwise.kernels.cuda import experts
+from slotwise.kernels.cuda.graphs import MAX_ROWS
+from slotwise.kernels.low_rank import NO_ADAPTER, LowRank
+
+
+class CudaAdapters:
+    """The adapters of rows.  A step of few rows has them in memory that does not move, for graphs."""
+
+    def __init__(self, num_places: int, max_rank: int, kind: torch.dtype, device: torch.device) -> None:
+        self.num_places, self.max_rank, self.kind, self.device = num_places, max_rank, kind, device
+        self._fixed = torch.full((MAX_ROWS,), num_places, dtype=torch.int32, device=device)
+        self.places = self._fixed  # of each row, `num_places` for none; padding follows
+        self.are_any = False
+
+    def assign(self, places: Sequence[int]) -> None:
+        """Set the place of each row's adapter, NO_ADAPTER for none."""
+        self.are_any = any(place != NO_ADAPTER for place in places)
+        padded = [self.num_places if place == NO_ADAPTER else place for place in places]
+        padded += [self.num_places] * (MAX_ROWS - len(padded))
+        host = torch.tensor(padded, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        if len(padded) == MAX_ROWS:
+            self._fixed.copy_(host, non_blocking=True)
+            self.places = self._fixed
+        else:
+            self.places = host.to(self.device, non_blocking=True)
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these rows, `[rows]` int64."""
+        self.places = self.places.index_select(0, rows)
+
+    def product(self, outputs: int, inputs: int, num_parts: int) -> CudaAdded:
+        """What adapters add to a product; its memory is allocated at once, because graphs hold its address."""
+        return CudaAdded(self, outputs, inputs, num_parts)
+
+
+class CudaAdded:
+    """The factors of all adapters for one product."""
+
+    def __init__(self, adapters: CudaAdapters, outputs: int, inputs: int, num_parts: int) -> None:
+        self._adapters = adapters
+        ranks, places, device = num_parts * adapters.max_rank, adapters.num_places, adapters.device
+        self._a = torch.zeros(places, ranks, inputs, dtype=adapters.kind, device=device)
+        self._b = torch.zeros(places, outputs, ranks, dtype=adapters.kind, device=device)
+        self._bias = torch.zeros(places, outputs, device=device)
+
+    def set(self, place: int, factors: LowRank | None) -> None:
+        """Pack an adapter's factors, or forget them."""
+        for tensor in (self._a, self._b, self._bias):
+            tensor[place].zero_()
+        if factors is None:
+            return
+        if factors.bias is not None:
+            self._bias[place].copy_(factors.bias)
+        for number, (first, a, b) in enumerate(factors.parts):
+            at = number * self._adapters.max_rank
+            self._a[place, at : at + len(a)].copy_(a)
+            self._b[place, first : first + len(b), at : at + len(a)].copy_(b)
+
+    def add(self, x: Tensor, out: Tensor) -> Tensor:
+        """Add to `out [rows, outputs]`, in place; sums are float32, rounded once."""
+        if not len(x):
+            return out
+        places, number = self._adapters.places[: len(x)], self._adapters.num_places
+        arranged = experts.in_order(places, number + 1)
+        inner = experts.multiply(x.contiguous(), self._a, None, arranged, 1, is_first=True)
+        added = torch.zeros(out.shape, device=out.device)
+        experts.multiply(inner, self._b, self._bias, arranged, 1, is_first=False, out=added)
+        return out.copy_(out.float() + added)

@@ -1,0 +1,167 @@
+"""The adapters of a model: which products they may change, and which adapters are in memory.
+
+    layers   Linear ─► Adapters.register      its parts by their names in the checkpoint
+    load     an adapter's file ─► checked ─► factors of each product, packed at a *place*
+    step     place of each row's adapter ─► AdapterProducts.assign
+
+All that are loaded are in host memory, which is where the kernels that support adapters compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from slotwise.kernels.interface import Kernels
+from slotwise.kernels.low_rank import AddedProduct, LowRank, LowRankPart
+from slotwise.model.errors import CheckpointError
+from slotwise.model.peft import PeftAdapter, read_adapter
+from slotwise.model.safetensors_files import SafetensorsTensor
+
+WHOLE_RANKS = 16  # to which packed factors are filled up
+
+
+@dataclass(frozen=True, slots=True)
+class Adaptable:
+    """A product that adapters may change.
+
+    Args:
+        parts: outputs of each weight, by its name in the checkpoint.
+        order: the checkpoint's output at each place; None: as in the checkpoint.
+        bias: the base model's, `[outputs]` as packed; None: it has none.
+    """
+
+    added: AddedProduct
+    parts: Mapping[str, int]
+    inputs: int
+    order: Tensor | None
+    bias: Tensor | None
+
+
+class Adapters:
+    """Loads and forgets adapters; one caller at a time.
+
+    Args:
+        num_places: adapters in memory at the same time.
+        max_rank: of an adapter's factors.
+    """
+
+    def __init__(self, kernels: Kernels, num_places: int, max_rank: int, kind: torch.dtype) -> None:
+        self.rows = kernels.adapters(num_places, max_rank, kind)
+        self.max_rank = max_rank
+        self._kind = kind
+        self._products: list[Adaptable] = []
+        self._places: dict[int, int] = {}  # by number
+        self._free = list(range(num_places))
+
+    @property
+    def bytes(self) -> int:
+        """The most bytes of all adapters that fit, as packed."""
+        num_places = len(self._free) + len(self._places)
+        numbers = sum(len(product.parts) * product.inputs + sum(product.parts.values()) for product in self._products)
+        return num_places * numbers * -(-self.max_rank // WHOLE_RANKS) * WHOLE_RANKS * self._kind.itemsize
+
+    @property
+    def is_full(self) -> bool:
+        return not self._free
+
+    def register(
+        self, parts: Mapping[str, int], inputs: int, order: Tensor | None, bias: Tensor | None,
+    ) -> AddedProduct:
+        """Returns what adapters add to a product."""
+        added = self.rows.product(sum(parts.values()), inputs, len(parts))
+        self._products.append(Adaptable(added, dict(parts), inputs, order, bias))
+        return added
+
+    def place(self, number: int) -> int:
+        """The place of a loaded adapter."""
+        return self._places[number]
+
+    def load(self, number: int, folder: Path) -> None:
+        """Read and pack an adapter, whose number is not in use; there is a free place.
+
+        Raises CheckpointError, with one line, when it cannot be read or does not fit this model.
+        """
+        try:
+            adapter = read_adapter(folder)
+            left = dict(adapter.tensors)
+            factors = [self._factors(product, adapter, left) for product in self._products]
+            if left:
+                raise CheckpointError(f"{folder} adapts {next(iter(left))!r:.120}, which this model does not have, or "
+                                      "of which adapters are not supported")
+        except MemoryError as error:
+            raise CheckpointError(f"{folder} does not fit memory") from error
+        place = self._places[number] = self._free.pop()
+        for product, added in zip(self._products, factors, strict=True):
+            product.added.set(place, added)
+
+    def unload(self, number: int) -> None:
+        """Forget an adapter, of which no request is left."""
+        place = self._places.pop(number)
+        for product in self._products:
+            product.added.set(place, None)
+        self._free.append(place)
+
+    def _factors(
+        self, product: Adaptable, adapter: PeftAdapter, left: dict[str, dict[str, SafetensorsTensor]],
+    ) -> LowRank | None:
+        """An adapter's factors of one product; takes its tensors out of `left`."""
+        first, parts, biases, has_bias = 0, [], [], False
+        for name, outputs in product.parts.items():
+            found = left.pop(name, {})
+            order = None if product.order is None else product.order[first : first + outputs] - first
+            part = self._part(name, found, product.inputs, outputs, adapter)
+            bias = torch.zeros(outputs)
+            if "added" in found:
+                rank = found["a"].shape[0] if "a" in found else 1
+                bias += self._read(name, found["added"], (outputs,), adapter) * adapter.scale(name, rank)
+            if order is not None:
+                part, bias = part._replace(b=part.b[order]), bias[order]
+            if "bias" in found:
+                if product.bias is None:
+                    raise CheckpointError(f"{adapter.where} has a bias of {name}, which has none in this model")
+                trained = self._read(name, found["bias"], (outputs,), adapter)
+                base = product.bias[first : first + outputs].float()
+                bias += (trained if order is None else trained[order]) - base
+            has_bias |= bool(found.keys() & {"added", "bias"})
+            biases.append(bias)
+            if found:
+                parts.append(part._replace(first=first))
+            first += outputs
+        if not parts:
+            return None
+        return LowRank(tuple(parts), torch.cat(biases) if has_bias else None)
+
+    def _part(
+        self, name: str, found: Mapping[str, SafetensorsTensor], inputs: int, outputs: int, adapter: PeftAdapter,
+    ) -> LowRankPart:
+        """The factors of one weight, scaled; of rank 0 where there are none."""
+        if "a" not in found and "b" not in found:
+            if "added" in found:
+                raise CheckpointError(f"{adapter.where} has a bias of lora_B of {name} and no factors")
+            return LowRankPart(0, torch.zeros(0, inputs), torch.zeros(outputs, 0))
+        if "a" not in found or "b" not in found:
+            raise CheckpointError(f"{adapter.where} has one factor of {name} and not the other")
+        rank = found["a"].shape[0] if found["a"].shape else 0
+        if not 1 <= rank <= self.max_rank:
+            raise CheckpointError(f"{adapter.where} has rank {rank} in {name}; the most is max_lora_rank "
+                                  f"{self.max_rank}")
+        a = self._read(name, found["a"], (rank, inputs), adapter)
+        b = self._read(name, found["b"], (outputs, rank), adapter)
+        return LowRankPart(0, a, b * adapter.scale(name, rank))
+
+    def _read(
+        self, name: str, tensor: SafetensorsTensor, shape: tuple[int, ...], adapter: PeftAdapter,
+    ) -> Tensor:
+        """A tensor of the file as float32, checked before it is read."""
+        if tensor.shape != shape:
+            raise CheckpointError(f"{adapter.where}: a tensor of {name} is {list(tensor.shape)}; this model needs "
+                                  f"{list(shape)}")
+        values = tensor.rows(0, shape[0]).float()
+        if not bool(values.isfinite().all()):
+            raise CheckpointError(f"{adapter.where}: a tensor of {name} holds numbers that are not finite")
+        return values

@@ -162,7 +162,8 @@ def _products(kind: str, name: str, form: Format, capability: int) -> Iterator[L
             if tokens == FEW:
                 codes.rows_of(matrix, torch.zeros(tokens, dtype=torch.int64), KINDS[kind], 1.0)
 
-        claims = {"multiply_codes": codes_tile(tokens, KINDS[kind]).programs}
+        tile = codes_tile(tokens, KINDS[kind], has_table=matrix.levels is not None)
+        claims = {"multiply_codes": tile.programs}
         yield Launch(f"{tokens} tokens, {name}", kind, work, claims)
         if narrow.is_narrow(form, capability):
             storage = torch.float8_e4m3fn if form.are_floats else torch.int8

@@ -21,7 +21,9 @@ TEXTS = ["", "x", " 1", "1 ", "1_0", "٣", "0x10", "1.5", "1e3", "0", "-0", "1",
          "9" * 5000, "99999", "1e-400", "+1", "--1", "1,5", "\x00"]  # fmt: skip
 VALUES: list[Any] = [0, -1, 1, 2**31, 2**63, 2**70, 10**400, 0.0, 1.5, 5e-324, 1e308, math.nan, math.inf, -math.inf,
                      True, "1", "", [], {}, b"1", 1j]
-POSITIONAL = {"explain": ["log"], "replay": ["log"], "timeline": ["log"]}
+REQUIRED = {"explain": ["log"], "replay": ["log"], "timeline": ["log"], "what-if": ["log"],
+            "simulate": ["--machine=log"], "capacity": ["--machine=log", "--slo=ttft_p99=1s"],
+            "tune": ["--machine=log", "--slo=ttft_p99=1s"]}
 
 
 def commands(parser: argparse.ArgumentParser, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -63,7 +65,7 @@ def test_what_an_option_takes_is_in_its_range(
     assert action.default is None or not allowed.objection(action.default)
     for text in TEXTS:
         try:
-            value = getattr(parser.parse_args([*path, f"{option}={text}", *POSITIONAL.get(path[0], [])]), action.dest)
+            value = getattr(parser.parse_args([*path, f"{option}={text}", *REQUIRED.get(path[0], [])]), action.dest)
         except SystemExit as end:
             refused += 1
             (line,) = capsys.readouterr().err.splitlines()

@@ -88,9 +88,9 @@ def test_an_obeyed_argument_is_a_setting(given: dict[str, Any], field: str, valu
 
 
 @pytest.mark.parametrize(("given", "says"), [
-    ({"tensor_parallel_size": 2}, "tensor_parallel_size 2 is not supported: a model runs on one device: make it fit "
-     "with quantization, dtype or kv_cache_dtype"),
-    ({"tensor_parallel_size": True}, "tensor_parallel_size True"),
+    ({"pipeline_parallel_size": 2}, "pipeline_parallel_size 2 is not supported: a model runs on one device: make it "
+     "fit with quantization, dtype or kv_cache_dtype"),
+    ({"pipeline_parallel_size": True}, "pipeline_parallel_size True"),
     ({"trust_remote": True}, "did you mean trust_remote_code"),
     ({"max_modellen": 5}, "there is no argument 'max_modellen'; did you mean max_model_len?"),
     ({"zzz": 5}, "there is no argument 'zzz'$"), ({"enable_chunked_prefill": False}, "use prefill inline"),

@@ -21,6 +21,7 @@ from slotwise.speculation.settings import Speculation
 BUILTIN_NAME = "slotwise-builtin"  # the served name of the model in the package
 MAX_JSON = 1 << 16  # characters of an option that is a JSON object
 
+SHORT = {"--tensor-parallel-size": ("-tp",)}
 NUMBERS: dict[str, type[Number]] = {"TOKENS": Size, "BYTES": Bytes, "GIB": Gibibytes}  # by metavar
 
 # Numbers have the ranges of `engine.config.ENGINE`.
@@ -109,6 +110,9 @@ ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
         "help": "drafts of decoding rows, which a step verifies beside the others where that is faster, as "
         "{\"method\": \"ngram\", \"num_speculative_tokens\": 8}; docs/speculation.md has all keys (default: of serve, "
         "{\"method\": \"prediction\"}; else no drafts)"}),
+    ("--tensor-parallel-size", {"default": 1, "metavar": "N", "help": "processes of this machine that compute "
+                                       "every layer together, each with a share of the weights, the heads and the "
+                                       "threads: docs/parallel.md (default: 1)"}),
     ("--seed", {"default": 0, "help": "seed of requests without one (default: 0)"}),
 )
 
@@ -130,7 +134,7 @@ def add_engine_options(command: argparse.ArgumentParser, names: Collection[str] 
         if not names or name in names:
             if allowed := ENGINE.get(_setting(name)):
                 options = options | {"type": NUMBERS.get(options.get("metavar", ""), Number)(allowed)}
-            group.add_argument(name, **options)
+            group.add_argument(name, *SHORT.get(name, ()), **options)
 
 
 def input_file(text: str) -> str:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,12 +27,14 @@ from slotwise.kernels.checked import CheckedKernels
 from slotwise.kernels.cpu.jit import workers
 from slotwise.kernels.cpu.memory import LARGE
 from slotwise.kernels.cpu.openmp import roam
+from slotwise.kernels.group import ALONE, Divided, Group
 from slotwise.kernels.interface import Kernels
 from slotwise.kernels.select import choose, draw_for, launcher_of, mask_for, resolve
 from slotwise.model.adapters import Adapters
 from slotwise.model.cache_groups import LayerGroups
 from slotwise.model.config import ModelConfig
 from slotwise.model.decoder import Decoder
+from slotwise.model.families import tensor_shapes
 from slotwise.model.fingerprint import fingerprint
 from slotwise.model.generation import named_file
 from slotwise.model.load import describe, load_model
@@ -51,6 +54,9 @@ from slotwise.runner.sampling.masks import Masks
 from slotwise.runner.sampling.params import Sampling
 from slotwise.speculation.proposer import proposer_of
 from slotwise.speculation.settings import NONE, Speculation
+
+if TYPE_CHECKING:
+    from slotwise.compose.ranks import Ranks
 
 Progress = Callable[[str, int, int], None]
 """Called with `(stage, done, total)` while an engine is built."""
@@ -95,7 +101,9 @@ class Loaded:
     """A model in memory, from which one engine or several in turn (for comparisons) are built."""
 
     def __init__(self, name: str, device: str, decoder: Decoder, warming: Warming, *, checkpoint: str = "",
-                 vocabulary: Vocabulary | None = None, draft: Decoder | None = None) -> None:
+                 vocabulary: Vocabulary | None = None, draft: Decoder | None = None,
+                 ranks: Ranks | None = None) -> None:
+        self._ranks = ranks
         self._name = name
         self._checkpoint = checkpoint
         self._device = device
@@ -138,6 +146,8 @@ class Loaded:
         decoder = self._decoder
         kernels = decoder.kernels
         config = config.sized(step_tokens(decoder, stalls_are_bounded=config.bounds_stalls))
+        if self._ranks is not None:
+            self._ranks.wait()
         limits, used = sized(config, decoder, self._draft)
         progress("kernels", 0, 1)
         self._warming.finish()
@@ -145,19 +155,25 @@ class Loaded:
         used = self._with_runtime(used)
         scheduling = config.scheduling()
         eos_ids = decoder.config.eos_token_ids
-        depth = int(kernels.device.type == "cuda") if config.overlap is None else config.overlap
+        is_ahead = kernels.device.type == "cuda" and self._ranks is None
+        depth = int(is_ahead) if config.overlap is None else config.overlap
         info = EngineInfo(
             model=self._name, device=self._device, dtype=str(decoder.config.dtype).removeprefix("torch."),
             vocab_size=decoder.config.vocab_size, limits=limits, scheduling=scheduling, eos_token_ids=eos_ids,
             memory=used, depth=depth, quantization=self._stored_as(config), kv_cache_dtype=config.kv_cache_dtype,
             threads=torch.get_num_threads(), product_path=self.product_path,
             batch_invariant=not kernels.batch_dependence(decoder.config.dtype), checkpoint=self._checkpoint,
-            hidden_size=decoder.config.hidden_size, speculation=self._speculation(config))
+            hidden_size=decoder.config.hidden_size, tensor_parallel_size=decoder.group.size,
+            speculation=self._speculation(config))
         grammars = Grammars(self._vocabulary.result() if self._vocabulary is not None else None)
         drafts = info.speculation is not None and info.speculation.method != NONE
         groups = cache_groups(config, decoder, self._draft)
         masks = Masks(grammars, decoder.config.vocab_size, forces=drafts)
         runner = _runner(decoder, self._draft, limits, groups, masks)
+        if self._ranks is not None:
+            decoder.group.warm_up(decoder.config.dtype)
+            self._ranks.allocate(limits)
+            runner = self._ranks.leading(runner)
         check_steps(runner, limits, time.monotonic_ns)
         times = load_or_learn(config, info, lambda: warmup(
             runner, limits, time.monotonic_ns, drafts=info.speculation is not None))
@@ -168,6 +184,12 @@ class Loaded:
         info.learned = times.learned() if times.is_trained else None
         info.roofline = self.roofline(glance(decoder))
         return engine, info
+
+    def ready(self) -> Decoder:
+        """Returns the model when its kernels are ready, for a rank that samples nothing."""
+        self._warming.finish()
+        self._decoder.group.warm_up(self._decoder.config.dtype)
+        return self._decoder
 
     def _stored_as(self, config: EngineConfig) -> str:
         """What is told of the types of weights: the checkpoint's quantisation, or the one applied to it."""
@@ -183,14 +205,21 @@ class Loaded:
         """Returns `used` with the runtime's bytes, measured when kernels are ready and before the cache exists."""
         memory.give_back()
         decoder = self._decoder
+        ranks = decoder.group.size
         unread = decoder.adapters.bytes if decoder.adapters is not None else 0  # none of them is loaded yet
-        weights = 0 if decoder.kernels.device.type == "cuda" else used.weights - unread
-        runtime = used.runtime + max(0, memory.resident_bytes() - weights) + memory.STEPS_LEAVE
+        weights = 0 if decoder.kernels.device.type == "cuda" else used.weights // ranks - unread
+        runtime = used.runtime + ranks * (max(0, memory.resident_bytes() - weights) + memory.STEPS_LEAVE)
         return MemoryUse(used.weights, used.workspace, used.cache, used.host, runtime)
 
 
-def load(config: EngineConfig, progress: Progress = silent, wrap: Callable[[Kernels], Kernels] = lambda k: k) -> Loaded:
+def load(
+    config: EngineConfig, progress: Progress = silent, wrap: Callable[[Kernels], Kernels] = lambda k: k,
+    joining: Callable[[Kernels], Group] | None = None, on_lost: Callable[[str], None] = lambda why: None,
+) -> Loaded:
     """Reads the model's weights and packs them for the device; `wrap` may wrap its kernels.
+
+    With several ranks, rank 0 starts the others, and `on_lost` receives why one of them was lost; these are given what
+    makes them one of the group, `joining`.
 
     With SLOTWISE_DEBUG=1 in the environment the kernels check all their arguments.
 
@@ -199,6 +228,8 @@ def load(config: EngineConfig, progress: Progress = silent, wrap: Callable[[Kern
         ConfigError: the device is missing, or does not support the settings.
         MemoryError: the weights do not fit the memory of the device.
     """
+    if joining is None:
+        torch.set_num_threads(max(1, torch.get_num_threads() // config.tensor_parallel_size))
     try:
         device = resolve(config.device)
         kernels = choose(device, config.quantization, config.kv_cache_dtype)
@@ -221,9 +252,16 @@ def load(config: EngineConfig, progress: Progress = silent, wrap: Callable[[Kern
         raise ConfigError(f"batch_invariant cannot be kept: {why}")
     if draft_model is not None:
         draft_model.check(folder, described, kernels)
+    ranks = None
+    if config.tensor_parallel_size > 1 and joining is None:
+        from slotwise.compose.ranks import Ranks  # needs msgspec, which one process does without
+
+        tensor_shapes(described, Divided(config.tensor_parallel_size))  # raises where it cannot be divided
+        ranks = Ranks(config, kernels, described.vocab_size, on_lost)
+    group = ranks.group if ranks is not None else joining(kernels) if joining is not None else ALONE
     packing = 1 if workers.are_waiting() else torch.get_num_threads()  # all other threads compile
     warming = Warming(kernels, described.dtype)  # loading kernels holds the GIL, packing weights does not
-    vocabulary = Vocabulary(folder, described)
+    vocabulary = Vocabulary(folder, described) if joining is None else None
 
     def read(done: int, total: int) -> None:
         progress("weights", done, total)
@@ -234,11 +272,12 @@ def load(config: EngineConfig, progress: Progress = silent, wrap: Callable[[Kern
     with _threads(packing):
         decoder = load_model(
             config.model, kernels=kernels, dtype=config.dtype, generation=generation,
-            max_positions=config.max_model_len, progress=read, admit=admit,
+            max_positions=config.max_model_len, progress=read, admit=admit, group=group,
             adapters=(config.max_cpu_loras, config.max_lora_rank) if config.enable_lora else None)
         draft = None if draft_model is None else draft_model.load(
             described, kernels, config.max_model_len, read, admit)
-    return Loaded(config.model, device, decoder, warming, checkpoint=checkpoint, vocabulary=vocabulary, draft=draft)
+    return Loaded(config.model, device, decoder, warming, checkpoint=checkpoint, vocabulary=vocabulary, draft=draft,
+                  ranks=ranks)
 
 
 def _check_memory(weights: int, device: torch.device) -> None:
@@ -291,7 +330,9 @@ def _runner(
     return Prefault(runner, [*caches, *draft_caches], limits.num_blocks, distance)
 
 
-def build_engine(config: EngineConfig, progress: Progress = silent) -> tuple[Engine, EngineInfo]:
+def build_engine(
+    config: EngineConfig, progress: Progress = silent, on_lost: Callable[[str], None] = lambda why: None,
+) -> tuple[Engine, EngineInfo]:
     """Loads the model, sizes the cache and builds the engine.
 
     Raises:
@@ -299,4 +340,4 @@ def build_engine(config: EngineConfig, progress: Progress = silent) -> tuple[Eng
         ConfigError: the settings contradict each other or the model.
         FirstStepError: the engine cannot compute.
     """
-    return load(config, progress).engine(config, progress)
+    return load(config, progress, on_lost=on_lost).engine(config, progress)

@@ -150,12 +150,19 @@ class _LoadingBar:
         self._bar.close()
 
 
+def _places(info: EngineInfo) -> str:
+    """What computes, as text."""
+    ranks = info.tensor_parallel_size
+    return info.device if ranks == 1 else f"{info.device}, {ranks} ranks"
+
+
 def _greet(url: str, info: EngineInfo, settings: ServerSettings, seconds: float) -> None:
     """Reports the budget: three lines of text on stdout, or one JSON line on stderr with all the numbers."""
     limits, used, name = info.limits, info.memory, settings.served_model_name
     if settings.log_format == lines.JSON:
         lines.tell(logger, f"ready on {url}", {
-            "url": url, "model": name, "device": info.device, "dtype": info.dtype,
+            "url": url, "model": name, "device": info.device,
+            "tensor_parallel_size": info.tensor_parallel_size, "dtype": info.dtype,
             "quantization": info.quantization, "product_path": info.product_path, "cache_dtype": info.cache_dtype,
             "batch_invariant": info.batch_invariant,
             "seconds": round(seconds, 1), "slots": limits.max_num_seqs, "blocks": limits.num_blocks,
@@ -166,7 +173,7 @@ def _greet(url: str, info: EngineInfo, settings: ServerSettings, seconds: float)
         return
     evicted = f", {used.host / MB:,.0f} MB of host memory for evicted blocks" if used.host else ""
     print(
-        f"{name} on {info.device} ({info.weights}, {info.product_path} products): {limits.max_num_seqs} slots, "
+        f"{name} on {_places(info)} ({info.weights}, {info.product_path} products): {limits.max_num_seqs} slots, "
         f"{limits.num_blocks} blocks of {limits.block_size} tokens, steps of up to {limits.max_num_batched_tokens} "
         f"tokens, sequences of up to {limits.max_model_len}\n"
         f"Memory at most: {used.weights / MB:,.0f} MB of weights, {used.cache / MB:,.0f} MB of cache "

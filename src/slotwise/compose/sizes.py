@@ -60,6 +60,7 @@ def sized(
     per_block = sum(
         kernels.cache_bytes_per_block(block_size, shape, model.config.dtype)
         for model, shapes in zip(models, shared, strict=True) for shape in shapes)
+    per_block *= _ranks(decoder)  # none has more than this one
     longest = min(config.max_model_len or model_tokens, model_tokens)
     useful = config.max_num_seqs * CacheGroups(groups.windows, block_size, config.step_tokens).most_blocks(longest)
     size = _on_gpu if kernels.device.type == "cuda" else _on_host
@@ -71,7 +72,7 @@ def sized(
     library = kernels.library_bytes(decoder.config.dtype)
     limits = config.limits(model_tokens, num_blocks, block_size, num_host_blocks, groups.windows)
     return limits, MemoryUse(
-        sum(model.weight_bytes for model in models), workspace, (num_blocks + 1) * per_block,
+        _ranks(decoder) * sum(model.weight_bytes for model in models), workspace, (num_blocks + 1) * per_block,
         num_host_blocks * per_block, library)
 
 
@@ -90,13 +91,19 @@ def _on_host(config: EngineConfig, models: Sequence[Decoder], longest: int, stag
     """
     decoder, *drafts = models
     rows = workspace_rows(config.max_num_seqs) + _most_drafts(config)
-    workspace = staging + max(
+    workspace = staging + _ranks(decoder) * max(
         decoder.workspace_bytes(config.largest_step(longest), rows),
         *(draft.workspace_bytes(CATCH_UP + config.max_num_seqs, max(ALL_LOGITS, config.max_num_seqs))
           for draft in drafts), 0)
     others = workspace + decoder.kernels.library_bytes(decoder.config.dtype)
     asked, share = config.kv_cache_memory, config.gpu_memory_utilization
-    return workspace, memory.cache_budget(sum(model.weight_bytes for model in models), others, asked, share)
+    weights = _ranks(decoder) * sum(model.weight_bytes for model in models)
+    return workspace, memory.cache_budget(weights, others, asked, share)
+
+
+def _ranks(decoder: Decoder) -> int:
+    """Returns the ranks that take the memory of one device together."""
+    return decoder.group.size if decoder.kernels.device.type == "cpu" else 1
 
 
 def _most_drafts(config: EngineConfig) -> int:

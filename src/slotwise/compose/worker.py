@@ -7,6 +7,7 @@ commands between steps.  It ends when the API process does.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import signal
@@ -71,7 +72,8 @@ def _load(channel: BlockingChannel) -> Engine | None:
         spare_torch()
         from slotwise.compose.engine import build_engine  # takes two seconds: torch
 
-        engine, info = build_engine(config, lambda *progress: channel.send(encode(Loading(*progress))))
+        engine, info = build_engine(config, lambda *progress: channel.send(encode(Loading(*progress))),
+                                    lambda why: _lose(channel, why))
     except ChannelClosed:
         raise
     except Exception as error:  # every failure must reach the operator
@@ -80,6 +82,13 @@ def _load(channel: BlockingChannel) -> Engine | None:
     settle()
     channel.send(encode(info))
     return engine
+
+
+def _lose(channel: BlockingChannel, why: str) -> NoReturn:
+    """Reports a lost rank to the API process, and ends this one: all ranks start again."""
+    with contextlib.suppress(ChannelClosed):
+        channel.send(encode(EngineFailed(why)))
+    os._exit(1)
 
 
 def _message_of(error: Exception) -> str:

@@ -32,6 +32,7 @@ WATERMARK = 100  # one block in so many stays free for running requests when ano
 MAX_PASSES = 16  # smaller requests that may start before one that waits for blocks
 DAY = 86_400.0  # seconds
 SLOTS = 1 << 16
+MOST_RANKS = 16
 TOKENS = 1 << 24  # of a sequence or a step
 BYTES = 1 << 50
 ENGINE: dict[str, Range] = {  # the numbers of `EngineConfig`
@@ -52,6 +53,7 @@ ENGINE: dict[str, Range] = {  # the numbers of `EngineConfig`
     "max_cpu_loras": whole(1, 4096),
     "seed": whole(-(2**63), 2**63 - 1),
     "overlap": whole(0, 1),
+    "tensor_parallel_size": whole(1, MOST_RANKS),
 }
 RETIRED = frozenset({"max_step_context"})  # accepted for one release, without effect
 
@@ -108,6 +110,7 @@ class EngineConfig:
     max_cpu_loras: int = 16  # adapters in memory
     seed: int = 0  # of the requests without one
     overlap: int | None = None  # steps in flight while the next is planned, 0 or 1; None: 1 where a GPU computes
+    tensor_parallel_size: int = 1  # processes of this host that share every layer (docs/parallel.md)
 
     def __post_init__(self) -> None:
         if isinstance(self.speculative_config, Mapping):
@@ -138,10 +141,22 @@ class EngineConfig:
             raise ConfigError("kv_cache_memory and gpu_memory_utilization both size the cache: give one of them")
         if self.kv_offloading_size and not self.enable_prefix_caching:
             raise ConfigError("kv_offloading_size needs enable_prefix_caching: who comes back finds its blocks by it")
+        if self.tensor_parallel_size > 1:
+            self._check_ranks()
         if self.enable_lora and self.max_cpu_loras < self.max_loras:
             raise ConfigError(f"max_cpu_loras {self.max_cpu_loras} must be at least max_loras {self.max_loras}")
         if self.on_pressure not in PRESSURES:
             raise ConfigError(f"on_pressure must be one of {', '.join(PRESSURES)}, not {self.on_pressure!r}")
+
+    def _check_ranks(self) -> None:
+        """Raises ConfigError for what is not supported with several ranks."""
+        speculation = self.speculative_config
+        for name, is_set in (("speculative_config with a draft model", speculation and speculation.model),
+                             ("enable_lora", self.enable_lora), ("overlap", self.overlap),
+                             ("kv_offloading_size", self.kv_offloading_size)):
+            if is_set:
+                raise ConfigError(f"{name} is not supported with tensor_parallel_size {self.tensor_parallel_size}: "
+                                  "leave one of them out")
 
     def _check_kinds(self) -> None:
         """Raises ConfigError for a number out of range or a value of the wrong type."""

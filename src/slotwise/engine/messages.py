@@ -125,6 +125,7 @@ class EngineInfo(Struct, tag="ready"):
     batch_invariant: bool = False  # no position's result depends on what else a step computes
     checkpoint: str = ""  # digest of the model's files when they were read
     hidden_size: int = 0  # numbers of a hidden state, and so of a vector
+    tensor_parallel_size: int = 1  # processes that share every layer
 
     @property
     def identity(self) -> tuple[object, ...]:

@@ -111,11 +111,11 @@ class CheckedKernels:
 
         return checked
 
-    def embed(self, table: Tensor, token_ids: Tensor) -> Tensor:
+    def embed(self, table: Tensor, token_ids: Tensor, first: int | None = None) -> Tensor:
         self._check("embed: table", table, tuple(table.shape[:2]), FLOATS)
         self._check("embed: token_ids", token_ids, (len(token_ids),), (torch.int64,))
         size = (len(token_ids), table.shape[1])
-        return self._check("embed: result", self._kernels.embed(table, token_ids), size, (table.dtype,))
+        return self._check("embed: result", self._kernels.embed(table, token_ids, first), size, (table.dtype,))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         self._check_norm("rms_norm", x, weight)

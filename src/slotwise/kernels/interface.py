@@ -294,8 +294,11 @@ class Kernels(Protocol):
         """
         ...
 
-    def embed(self, table: Tensor, token_ids: Tensor) -> Tensor:
-        """Rows of `table [vocabulary, hidden]` by `token_ids [tokens]` int64: `[tokens, hidden]`."""
+    def embed(self, table: Tensor, token_ids: Tensor, first: int | None = None) -> Tensor:
+        """Rows of `table [vocabulary, hidden]` by `token_ids [tokens]` int64: `[tokens, hidden]`.
+
+        With `first` the table is a part of one: it begins with the row of that id, and ids outside give zeros.
+        """
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:

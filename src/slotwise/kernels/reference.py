@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slotwise.kernels.group import embed_part
 from slotwise.kernels.interface import (
     CACHE_KINDS,
     FP8_LARGEST,
@@ -219,9 +220,9 @@ class ReferenceKernels:
     def record(self, work: Callable[[], Tensor]) -> None:
         """None: plain torch is not captured."""
 
-    def embed(self, table: Tensor, token_ids: Tensor) -> Tensor:
+    def embed(self, table: Tensor, token_ids: Tensor, first: int | None = None) -> Tensor:
         """Rows of `table [vocabulary, hidden]`: `[tokens, hidden]`."""
-        return table.index_select(0, token_ids)
+        return table.index_select(0, token_ids) if first is None else embed_part(table, token_ids - first)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """RMSNorm (Zhang and Sennrich, 2019) over the last dimension of `x [tokens, hidden]`."""

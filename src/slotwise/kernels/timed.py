@@ -77,8 +77,8 @@ class TimedKernels:
         look_up = self._kernels.embedding(table, kind, scale)
         return lambda token_ids: self._timed(SMALL, lambda: look_up(token_ids))
 
-    def embed(self, table: Tensor, token_ids: Tensor) -> Tensor:
-        return self._timed(SMALL, lambda: self._kernels.embed(table, token_ids))
+    def embed(self, table: Tensor, token_ids: Tensor, first: int | None = None) -> Tensor:
+        return self._timed(SMALL, lambda: self._kernels.embed(table, token_ids, first))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         return self._timed(SMALL, lambda: self._kernels.rms_norm(x, weight, eps, offset))

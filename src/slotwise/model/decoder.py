@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from slotwise.kernels.group import ALONE, Group
 from slotwise.kernels.interface import AttentionShape, Kernels, LayerCache, RaggedBatch
 from slotwise.model.adapters import Adapters
 from slotwise.model.cache_groups import by_layer
@@ -31,12 +32,14 @@ class Decoder:
 
     def __init__(
         self, config: ModelConfig, read: Read, kernels: Kernels, max_positions: int, adapters: Adapters | None = None,
+        group: Group = ALONE,
     ) -> None:
-        """Reads and packs the weights; `max_positions` (tokens) bounds the positions a batch may hold."""
+        """Reads and packs the weights of this rank; `max_positions` (tokens) bounds the positions of a batch."""
+        self.group = group
         self.config = config
         self.kernels = kernels
         self.adapters = adapters
-        self._network = compose(config, Source(read, kernels, config.dtype, adapters))
+        self._network = compose(config, Source(read, kernels, config.dtype, adapters, group))
         layers = self._network.layers
         self._rotary = {
             rope: RotaryTable(rope, config.head_dim, max_positions, kernels.device)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from slotwise.kernels.group import ALONE, Group
 from slotwise.kernels.interface import Kernels
 from slotwise.kernels.matrix import Format, Weight
 from slotwise.model.adapters import Adapters
@@ -18,7 +19,9 @@ from slotwise.model.decoder import Decoder
 from slotwise.model.errors import CheckpointError
 from slotwise.model.families import tensor_shapes, weight_bytes
 from slotwise.model.layers.embedding import HEAD, TABLE
+from slotwise.model.layers.source import NO_CUTS
 from slotwise.model.locate import locate
+from slotwise.model.stored import Cuts
 from slotwise.model.weights import Progress, Weights
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -29,7 +32,7 @@ logger = logging.getLogger(__name__)
 def load_model(
     model: str | Path, *, kernels: Kernels, dtype: str = "auto", generation: Path | None = None,
     max_positions: int | None = None, progress: Progress | None = None, adapters: tuple[int, int] | None = None,
-    admit: Callable[[int], None] = lambda num_bytes: None,
+    admit: Callable[[int], None] = lambda num_bytes: None, group: Group = ALONE,
 ) -> Decoder:
     """Load a checkpoint: a folder, a GGUF file, or a hub id.
 
@@ -45,25 +48,28 @@ def load_model(
     config = describe(folder, dtype, kernels, generation)
     weights = Weights(folder)
     config = _with_stored_head(config, weights, folder)
-    shapes = tensor_shapes(config)
+    shapes = tensor_shapes(config, group)
     weights.assemble(config.quantization, shapes)
     weights.check(shapes)
+    if group.size > 1 and weights.formats(shapes):
+        raise CheckpointError(f"{folder}: tensor_parallel_size {group.size} does not support quantised checkpoints: "
+                              "serve it with one rank")
     if torch.float16 not in kernels.kinds:
         _tell_of_float16(dtype, config, weights, kernels)
     _widen(weights, weights.formats(shapes), kernels, config.dtype, folder)
     if config.quantization is not None and config.mixture is not None:
         logger.warning("%s: quantised weights of experts are dequantised as they are loaded", folder)
-    admit(weight_bytes(config, kernels, weights.formats(shapes)))
+    admit(weight_bytes(config, kernels, weights.formats(shapes), group))
     read = weights.reader(shapes, config.dtype, progress)
     device = kernels.device
     longest = config.max_position_embeddings
 
-    def read_to_device(*names: str) -> Weight:
-        weight = read(*names)
+    def read_to_device(*names: str, cuts: Cuts = NO_CUTS) -> Weight:
+        weight = read(*names, cuts=cuts)
         return weight.to(device) if isinstance(weight, torch.Tensor) else weight  # kernels unpack to their device
 
     loaded = Adapters(kernels, *adapters, config.dtype) if adapters is not None else None
-    return Decoder(config, read_to_device, kernels, min(max_positions or longest, longest), loaded)
+    return Decoder(config, read_to_device, kernels, min(max_positions or longest, longest), loaded, group)
 
 
 def _widen(

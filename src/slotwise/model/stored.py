@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -15,8 +15,25 @@ from slotwise.kernels.matrix import Format, QuantisedMatrix, Weight
 
 Shapes = Mapping[str, tuple[int, ...]]
 
+
+class Cut(NamedTuple):
+    """The part of a tensor that is wanted."""
+
+    rows: tuple[range, ...] = ()  # along the first dimension, one behind the other; (): all
+    columns: range | None = None  # along the second; None: all
+
+    def size(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of this part of a tensor of `shape`."""
+        rows = sum(map(len, self.rows)) if self.rows else shape[0]
+        return (rows, *shape[1:]) if self.columns is None else (rows, len(self.columns), *shape[2:])
+
+
+WHOLE = Cut()
+Cuts = Mapping[str, Cut]
+"""Parts of tensors, by name; what is not named is whole."""
+
 Read = Callable[..., Weight]
-"""`read(name, ...)`: one tensor, or several stacked along their first dimension.
+"""`read(name, ..., cuts={})`: one tensor, or several stacked along their first dimension.
 
 Plain numbers are in memory of their own; a quantised matrix is read from the file where it is unpacked.
 """

@@ -12,10 +12,11 @@ from torch import Tensor
 from slotwise.kernels.matrix import Format, QuantisedMatrix, Rows, StackedMatrix, Weight, stacked
 from slotwise.model.errors import CheckpointError
 from slotwise.model.gguf.tensors import open_gguf_tensors
+from slotwise.model.layers.source import NO_CUTS
 from slotwise.model.quantization.scheme import Quantization
 from slotwise.model.quantization.stored import with_quantised
 from slotwise.model.safetensors_files import open_safetensors
-from slotwise.model.stored import Read, Shapes, StoredTensor, TensorSource
+from slotwise.model.stored import WHOLE, Cut, Cuts, Read, Shapes, StoredTensor, TensorSource
 
 Progress = Callable[[int, int], None]
 """Receives bytes read so far and bytes in all."""
@@ -92,11 +93,12 @@ class Weights:
         self.check(expected)
         total, done = sum(self._tensors[name].nbytes for name in expected), 0
 
-        def read(*names: str) -> Weight:
+        def read(*names: str, cuts: Cuts = NO_CUTS) -> Weight:
             nonlocal done
             tensors = [self._tensors[name] for name in names]
             are_quantised = len(self.formats(dict.fromkeys(names, ()))) == len(names)
-            weight: Weight = stacked([*map(self._matrix, names)]) if are_quantised else self._dense(names, dtype)
+            weight: Weight = (
+                stacked([*map(self._matrix, names)]) if are_quantised else self._dense(names, dtype, cuts))
             if isinstance(weight, StackedMatrix) and any(part.format.are_floats for part in weight.parts):
                 raise CheckpointError(f"{self._source.where}: {self._list([*names])} are one product, but not in the "
                                       "same format: with FP8 that is not supported")
@@ -107,18 +109,21 @@ class Weights:
 
         return read
 
-    def _dense(self, names: tuple[str, ...], dtype: torch.dtype) -> Tensor:
+    def _dense(self, names: tuple[str, ...], dtype: torch.dtype, cuts: Cuts) -> Tensor:
         """Tensors stacked, in memory of their own; quantised ones only where plain ones are beside them, or widened."""
         # `cat` copies even a single tensor: nothing refers to the file once it has been read.
-        tensor = torch.cat([piece.to(dtype) for name in names for piece in self._pieces(name)])
+        tensor = torch.cat([piece.to(dtype) for name in names for piece in self._pieces(name, cuts.get(name, WHOLE))])
         if not _is_finite(tensor):
             raise self._not_finite(names, dtype)
         return tensor
 
-    def _pieces(self, name: str) -> Iterator[Tensor]:
+    def _pieces(self, name: str, cut: Cut) -> Iterator[Tensor]:
         """A tensor's numbers, of a quantised matrix some outputs at a time: dequantised they are many bytes."""
         if self._tensors[name].format is None:
-            yield _whole(self._tensors[name])
+            tensor = self._tensors[name]
+            parts = [tensor.rows(rows.start, rows.stop) for rows in cut.rows] or [_whole(tensor)]
+            columns = cut.columns
+            yield from parts if columns is None else [part[:, columns.start : columns.stop] for part in parts]
             return
         matrix = self._matrix(name)
         rows = max(1, COMPARED_NUMBERS // matrix.depth)

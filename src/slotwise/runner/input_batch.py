@@ -19,6 +19,7 @@ would, but they write to the null block and read from it, and their results are 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -123,6 +124,11 @@ class SlotTable:
     def append(self, targets: Tensor, tokens: Tensor) -> None:
         """Add sampled tokens to the known ones; a failed row has -1, and gets token 0, which is never returned."""
         self._known[self._view(targets)] = self._view(tokens.clamp(min=0))
+
+    def learn(self, slot: int, start: int, tokens: Sequence[int]) -> None:
+        """Make tokens known that another rank has sampled, at positions from `start` on."""
+        first = slot * self._stride + start
+        self._tokens[first : first + len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
 
     def known(self, slot: int, start: int, end: int) -> Tensor:
         """The slot's tokens at positions from `start` until `end`, int64, on the device."""

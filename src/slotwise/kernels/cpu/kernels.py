@@ -202,12 +202,12 @@ class CpuKernels:
         """
         return None if self.launcher.is_beside_torch else GraphRecorder(self.launcher, self._arena).record(work)
 
-    def embed(self, table: Tensor, token_ids: Tensor) -> Tensor:
+    def embed(self, table: Tensor, token_ids: Tensor, first: int | None = None) -> Tensor:
         """Rows of `table [vocabulary, hidden]`: `[tokens, hidden]`.  Ids outside the table are clamped."""
         tokens, size = len(token_ids), table.shape[1]
         out = self.launcher.empty((tokens, size), table.dtype)
         self.launcher.give(table.data_ptr(), token_ids.data_ptr(), out.data_ptr(), tokens, size * table.itemsize,
-                           len(table) - 1)
+                           len(table) - 1, 0 if first is None else first, int(first is not None))
         self._run(pointwise.EMBED, tokens * size)
         return out
 

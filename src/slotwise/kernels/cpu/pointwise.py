@@ -20,6 +20,7 @@ from slotwise.kernels.cpu.simd import (
     bits_of,
     bytes_of,
     fetch_add,
+    fill,
     float32,
     float_of,
     load,
@@ -33,7 +34,7 @@ SIZE_BITS, INFINITY_BITS = 0x7FFFFFFF, 0x7F800000  # of a float32: all but its s
 GELU_FIRST, GELU_THIRD = float32(1.5957691216057308), float32(0.07135481282952456)
 
 # Arguments in words after the header: of the embedding, of norms and activations.
-TABLE, TOKEN_IDS, EMBEDDING, EMBEDDED, ROW_BYTES, LAST_ID = range(HEADER, HEADER + 6)
+TABLE, TOKEN_IDS, EMBEDDING, EMBEDDED, ROW_BYTES, LAST_ID, FIRST_ID, IS_PART = range(HEADER, HEADER + 8)
 X, RESIDUAL, WEIGHT, OUT, TOKENS, SIZE, EPS_BITS, OFFSET_BITS = range(HEADER, HEADER + 8)
 CAP_BITS = EPS_BITS
 ALPHA_BITS, LIMIT_BITS = EPS_BITS, OFFSET_BITS
@@ -41,15 +42,18 @@ ALPHA_BITS, LIMIT_BITS = EPS_BITS, OFFSET_BITS
 
 @kernel
 def _embed(words: int) -> None:
-    """Rows of the table, copied by 32 bits.  An id outside the table is clamped: no other memory is read."""
+    """Rows of the table, copied by 32 bits.  An id outside is clamped, or in a part of a table gives zeros."""
     tokens, row, last = load(words, EMBEDDED, INT64), load(words, ROW_BYTES, INT64), load(words, LAST_ID, INT64)
     token = fetch_add(words, 1)
     while token < tokens:
-        token_id = min(max(load(load(words, TOKEN_IDS, INT64), token, INT64), 0), last)
+        place = load(load(words, TOKEN_IDS, INT64), token, INT64) - load(words, FIRST_ID, INT64)
+        token_id = min(max(place, 0), last)
         source = load(words, TABLE, INT64) + token_id * row
         target = load(words, EMBEDDING, INT64) + token * row
         for i in range(row // 4):
             store(target, i, load(source, i, FLOAT32), FLOAT32)
+        if token_id != place and load(words, IS_PART, INT64) != 0:
+            fill(target, row // 4, ZERO)
         token = fetch_add(words, 1)
 
 

@@ -31,7 +31,7 @@ def multiply(x: Tensor, matrix: PackedMatrix, bias: Tensor | None) -> Tensor:
     out = x.new_empty(tokens, matrix.outputs)
     if not tokens:
         return out
-    tile: ProductConfig = codes_tile(tokens, x.dtype)
+    tile: ProductConfig = codes_tile(tokens, x.dtype, has_table=matrix.levels is not None)
     grid = (triton.cdiv(tokens, tile.block_m), triton.cdiv(matrix.outputs, tile.block_n))
     _multiply_codes[grid](
         out, x, matrix.codes, *_factors(matrix), x if bias is None else bias, tokens, **_constants(matrix),

@@ -123,13 +123,15 @@ _DECODE = ProductConfig(FEW, 64, 64, 4, 4, 2)
 _PREFILL = ProductConfig(128, 128, 64, 8, 3)
 _FLOAT32 = ProductConfig(FEW, 32, 32, 4, 2), ProductConfig(64, 64, 32, 8, 2)
 _CODES = ProductConfig(FEW, 32, 0, 4, 4, 2), ProductConfig(128, 64, 0, 8, 3)
+_CODES_OF_A_TABLE = _CODES[0], ProductConfig(64, 64, 0, 8, 3)  # larger ones spill on compute capability 8.9
 _CODES_FLOAT32 = ProductConfig(FEW, 32, 0, 4, 2), ProductConfig(32, 32, 0, 8, 2)
 _NARROW = ProductConfig(FEW, 64, 128, 4, 4, 2), ProductConfig(128, 128, 128, 8, 3)
 
 
-def codes_tile(tokens: int, kind: torch.dtype) -> ProductConfig:
-    """Of `codes.py`, whose inputs at a time are a chunk of the format."""
-    return (_CODES_FLOAT32 if kind == torch.float32 else _CODES)[tokens > FEW]
+def codes_tile(tokens: int, kind: torch.dtype, *, has_table: bool) -> ProductConfig:
+    """Of `codes.py`, whose inputs at a time are a chunk of the format; codes may stand for levels of a table."""
+    tiles = _CODES_FLOAT32 if kind == torch.float32 else _CODES_OF_A_TABLE if has_table else _CODES
+    return tiles[tokens > FEW]
 
 
 def narrow_tile(tokens: int) -> ProductConfig:

@@ -14,6 +14,7 @@ from slotwise.kernels.cuda.cache import CudaCache, bytes_per_block
 from slotwise.kernels.cuda.low_rank import CudaAdapters
 from slotwise.kernels.cuda.rotary import rotary_store
 from slotwise.kernels.cuda.tile import INTERPRETED
+from slotwise.kernels.group import embed_part
 from slotwise.kernels.interface import (
     Activation,
     AttentionShape,
@@ -203,9 +204,9 @@ class CudaKernels:
         """Run `work`, then capture it; None where that is not possible."""
         return self._graphs.record(work) if self._graphs else None
 
-    def embed(self, table: Tensor, token_ids: Tensor) -> Tensor:
+    def embed(self, table: Tensor, token_ids: Tensor, first: int | None = None) -> Tensor:
         """Rows of `table [vocabulary, hidden]`: `[tokens, hidden]`."""
-        return table.index_select(0, token_ids)
+        return table.index_select(0, token_ids) if first is None else embed_part(table, token_ids - first)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """RMSNorm over the last dimension of `x [tokens, hidden]`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from slotwise.kernels.group import ALONE, Group
 from slotwise.kernels.interface import Kernels
 from slotwise.kernels.matrix import Format
 from slotwise.model.config import ModelConfig
@@ -98,16 +99,16 @@ def compose(config: ModelConfig, source: Source) -> Network:
     return FAMILIES[config.architecture].compose(config, source)
 
 
-def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(config: ModelConfig, group: Group = ALONE) -> dict[str, tuple[int, ...]]:
     """Every tensor that a model with this config reads, by its name in the checkpoint."""
-    listing = Listing(config.dtype)
+    listing = Listing(config.dtype, group=group)
     compose(config, listing)
     return listing.shapes
 
 
-def weight_bytes(config: ModelConfig, kernels: Kernels, formats: Mapping[str, Format]) -> int:
+def weight_bytes(config: ModelConfig, kernels: Kernels, formats: Mapping[str, Format], group: Group = ALONE) -> int:
     """Bytes of all weights of a model with this config, as packed for these kernels.
 
     `formats` are those of quantised matrices, by name.
     """
-    return compose(config, Listing(config.dtype, kernels, formats)).bytes
+    return compose(config, Listing(config.dtype, kernels, formats, group)).bytes

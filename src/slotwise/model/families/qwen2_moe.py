@@ -54,7 +54,8 @@ def experts(config: ModelConfig, source: Source, at: str) -> MixtureOfExperts:
     router = Linear(source, {f"{name}.gate": routing.num_experts}, config.hidden_size, is_exact=True)
     if mixture.shared_intermediate_size:
         shared = SharedExpert(
-            GatedMLP(source, f"{name}.shared_expert", (config.hidden_size, mixture.shared_intermediate_size)),
+            GatedMLP(source, f"{name}.shared_expert", (config.hidden_size, mixture.shared_intermediate_size),
+                     is_partial=True),
             Linear(source, {f"{name}.shared_expert_gate": 1}, config.hidden_size, is_exact=True))
     weights = separate_experts(source, f"{name}.experts", PARTS, sizes, routing.num_experts)
     return MixtureOfExperts(router, weights, sizes, routing, source, shared=shared)

@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 
 from slotwise.kernels.interface import AttentionShape, LayerCache, QKNorm, RaggedBatch
+from slotwise.model.errors import CheckpointError
 from slotwise.model.layers.linear import Linear
 from slotwise.model.layers.norm import NormOptions, read_qk_norm
 from slotwise.model.layers.rope import Rope
-from slotwise.model.layers.source import Source
+from slotwise.model.layers.share import heads_of
+from slotwise.model.layers.source import NO_CUTS, Source
+from slotwise.model.stored import Cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,11 @@ class Attention:
         self, source: Source, name: str, shape: AttentionShape, rope: Rope, hidden_size: int,
         options: AttentionOptions = AttentionOptions(),
     ) -> None:
-        self.shape = shape
+        heads, group = heads_of(shape, source.group), source.group
+        if group.size > 1 and options.norms_all_heads:
+            raise CheckpointError(f"tensor_parallel_size {group.size}: this model norms all heads together, which "
+                                  "ranks that hold some of them cannot: serve it with one rank")
+        self.shape = heads.shape
         self.rope = rope
         self._kernels = source.kernels
         query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
@@ -47,13 +54,19 @@ class Attention:
         if options.qkv_name:
             parts = {f"{name}.{options.qkv_name}": query + 2 * key}
         order = rope.order(shape.head_dim)
-        self.qkv = Linear(source, parts, hidden_size, bias=options.qkv_bias, order=_of_heads(order, shape))
-        self.output = Linear(source, {f"{name}.o_proj": hidden_size}, query, bias=options.output_bias)
+        is_shared, size, output = group.size > 1, shape.head_dim, f"{name}.o_proj"
+        self.qkv = Linear(source, parts, hidden_size, bias=options.qkv_bias, order=_of_heads(order, heads.shape),
+                          cuts=heads.cuts(parts) if is_shared else NO_CUTS)
+        columns = range(heads.query.start * size, heads.query.stop * size)
+        self.output = Linear(source, {output: hidden_size}, query, bias=options.output_bias,
+                             cuts={output: Cut(columns=columns)} if is_shared else NO_CUTS)
         self._norm = None
         if options.qk_norm:
             sizes = (query, key) if options.norms_all_heads else (shape.head_dim, shape.head_dim)
             self._norm = _ordered(read_qk_norm(source, name, sizes, options.qk_norm), order)
-        self._sinks = source.tensor({f"{name}.sinks": (shape.num_heads,)}).float() if options.sinks else None
+        self._sinks = source.tensor(
+            {f"{name}.sinks": (shape.num_heads,)}, {f"{name}.sinks": Cut((heads.query,))} if is_shared else NO_CUTS,
+        ).float() if options.sinks else None
         self.bytes = self.qkv.bytes + self.output.bytes
         self.bytes += self._norm.query.nbytes + self._norm.key.nbytes if self._norm else 0
         self.bytes += 0 if self._sinks is None else self._sinks.nbytes

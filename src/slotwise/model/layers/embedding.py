@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from slotwise.kernels.matrix import QuantisedMatrix, StackedMatrix, Weight
-from slotwise.model.layers.source import Source
+from slotwise.model.layers.share import share, shares
+from slotwise.model.layers.source import NO_CUTS, Source
+from slotwise.model.stored import Cut
 
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # in the checkpoints of all families
 
@@ -18,22 +21,27 @@ class Embedding:
     """`[tokens] -> [tokens, hidden]`, rows of `table [vocabulary, hidden]` times `scale`.
 
     The scale is rounded to the type of the hidden states.  It is applied once, to a copy of a table of that type: the
-    same numbers as in each step; of a quantised table, to the rows that a step reads.
+    same numbers as in each step; of a quantised table, to the rows that a step reads.  Where ranks share the
+    vocabulary, a rank's table begins with `first_id`, and the sum over the ranks has the row of the one that holds it.
     """
 
-    def __init__(self, source: Source, table: Tensor | QuantisedMatrix, scale: float = 1.0) -> None:
+    def __init__(
+        self, source: Source, table: Tensor | QuantisedMatrix, scale: float = 1.0, first_id: int = 0,
+    ) -> None:
         kernels, factor = source.kernels, torch.tensor(scale, dtype=source.dtype)
+        self._reduce = source.group.all_reduce
+        first = None if source.group.size == 1 else first_id
         self._rows: Callable[[Tensor], Tensor]
         if isinstance(table, Tensor):
             scaled = table if scale == 1.0 else table * factor
-            self._rows = lambda token_ids: kernels.embed(scaled, token_ids)
+            self._rows = lambda token_ids: kernels.embed(scaled, token_ids, first)
             self.bytes = table.numel() * source.dtype.itemsize
         else:
             self._rows = kernels.embedding(table, source.dtype, float(factor))
             self.bytes = kernels.linear_bytes(table)
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        return self._rows(token_ids)
+        return self._reduce(self._rows(token_ids))
 
 
 class Head:
@@ -43,11 +51,13 @@ class Head:
         weight: `[vocabulary, hidden]`; the embedding's table where the two are tied.
         soft_cap: logits become `soft_cap * tanh(logit / soft_cap)`; 0: they stay.
         scale: of logits, applied once to a copy of the weight: exactly, where it is a power of two.
+        widths: tokens of each rank, where ranks share the vocabulary: rank 0 then returns the logits of all.
     """
 
     def __init__(
-        self, source: Source, weight: Weight, soft_cap: float = 0.0, scale: float = 1.0,
+        self, source: Source, weight: Weight, soft_cap: float = 0.0, scale: float = 1.0, widths: Sequence[int] = (),
     ) -> None:
+        self._gather = functools.partial(source.group.gather, widths=widths) if widths else None
         self._kernels = source.kernels
         self._product = source.kernels.head(weight * scale if isinstance(weight, Tensor) and scale != 1.0 else weight)
         self.soft_cap = soft_cap
@@ -55,7 +65,8 @@ class Head:
 
     def __call__(self, x: Tensor) -> Tensor:
         logits = self._product(x)
-        return self._kernels.soft_cap(logits, self.soft_cap) if self.soft_cap else logits
+        logits = self._kernels.soft_cap(logits, self.soft_cap) if self.soft_cap else logits
+        return logits if self._gather is None else self._gather(logits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +83,14 @@ def read_ends(source: Source, vocab_size: int, hidden_size: int, options: EndOpt
     """Embedding and head under the names that all families use."""
     size = (vocab_size, hidden_size)
     read = source.weight if options.logit_scale == 1.0 else source.tensor  # what is scaled is copied
-    table = read({TABLE: size})
-    weight = table if options.tied else read({HEAD: size})
+    own, cuts, widths = range(vocab_size), NO_CUTS, []
+    if source.group.size > 1:
+        own, widths = share(vocab_size, source.group, "tokens"), shares(vocab_size, source.group)
+        cuts = dict.fromkeys((TABLE, HEAD), Cut((own,)))
+    table = read({TABLE: size}, cuts)
+    weight = table if options.tied else read({HEAD: size}, cuts)
     assert not isinstance(table, StackedMatrix)  # of several names
-    embedding = Embedding(source, table, options.scale)
+    embedding = Embedding(source, table, options.scale, own.start)
     if options.tied and not isinstance(table, Tensor):
         embedding.bytes = 0  # kernels share what they packed for the head
-    return embedding, Head(source, weight, options.soft_cap, options.logit_scale)
+    return embedding, Head(source, weight, options.soft_cap, options.logit_scale, widths)

@@ -21,7 +21,8 @@ from torch import Tensor
 from slotwise.kernels.interface import Activation, activated
 from slotwise.kernels.interface import Linear as PackedLinear
 from slotwise.kernels.matrix import Weight
-from slotwise.model.layers.source import Source
+from slotwise.model.layers.source import NO_CUTS, Source
+from slotwise.model.stored import WHOLE, Cut, Cuts
 
 
 class Linear:
@@ -32,19 +33,30 @@ class Linear:
         gate: the first half of the outputs are gates: `activation(gates) * others`, half as many outputs.
         order: the checkpoint's output at each place; None: as in the checkpoint.
         is_exact: never quantised: a product whose outputs choose.
+        cuts: the part of each weight that this rank holds (`layers/share.py`); `parts` and `inputs` are the whole's.
+            With a range of inputs the results are summed over the ranks, unless the caller does (`is_partial`).
     """
 
     def __init__(
         self, source: Source, parts: Mapping[str, int], inputs: int, *, bias: bool = False,
-        gate: Activation | None = None, order: Tensor | None = None, is_exact: bool = False,
+        gate: Activation | None = None, order: Tensor | None = None, is_exact: bool = False, cuts: Cuts = NO_CUTS,
+        is_partial: bool = False,
     ) -> None:
-        kernels = source.kernels
-        self.parts = dict(parts)
-        self.inputs = inputs
-        self.outputs = sum(parts.values())
+        kernels, group = source.kernels, source.group
+        is_row_parallel = any(cut.columns is not None for cut in cuts.values())
+        self._reduce = group.all_reduce if is_row_parallel and not is_partial else None
+        kept = {name: cuts.get(name, WHOLE).size((outputs, inputs)) for name, outputs in parts.items()}
+        self.parts = {name: outputs for name, (outputs, _) in kept.items()}
+        self.inputs = next(iter(kept.values()))[1]
+        self.outputs = sum(self.parts.values())
         shapes = {f"{name}.weight": (outputs, inputs) for name, outputs in parts.items()}
-        weight: Weight = source.weight(shapes) if order is None and not is_exact else source.tensor(shapes)
-        biases = source.tensor({f"{name}.bias": (outputs,) for name, outputs in parts.items()}) if bias else None
+        weight: Weight = (source.weight if order is None and not is_exact else source.tensor)(
+            shapes, {f"{name}.weight": cut for name, cut in cuts.items()})
+        biases = source.tensor(
+            {f"{name}.bias": (outputs,) for name, outputs in parts.items()},
+            {f"{name}.bias": Cut(cut.rows) for name, cut in cuts.items()}) if bias else None
+        if is_row_parallel and group.rank:  # a bias is added once
+            biases = None
         if order is not None and isinstance(weight, Tensor):
             weight, biases = weight[order], None if biases is None else biases[order]
         self._product: PackedLinear
@@ -54,7 +66,7 @@ class Linear:
             self._added = self._adapters.register(parts, inputs, order, biases)
             self._activate, gate = None if gate is None else activated(kernels, gate), None
         if is_exact and isinstance(weight, Tensor):
-            self._product, self.bytes = kernels.exact_linear(weight, biases), self.outputs * inputs * weight.itemsize
+            self._product, self.bytes = kernels.exact_linear(weight, biases), weight.nbytes
         else:
             pack = kernels.linear if gate is None else functools.partial(kernels.gated, activation=gate)
             self._product, self.bytes = pack(weight, biases), kernels.linear_bytes(weight)  # as packed
@@ -64,4 +76,5 @@ class Linear:
         out = self._product(x)
         if self._adapters is not None and self._adapters.rows.are_any:
             out = self._added.add(x, out)
-        return out if self._activate is None else self._activate(out)
+        out = out if self._activate is None else self._activate(out)
+        return out if self._reduce is None else self._reduce(out)

@@ -18,6 +18,7 @@ from torch import Tensor
 from slotwise.kernels.interface import Activation, ClampedSwiGLU, ExpertWeights, Kernels, Routing
 from slotwise.model.layers.linear import Linear
 from slotwise.model.layers.mlp import GatedMLP
+from slotwise.model.layers.share import mlp_share
 from slotwise.model.layers.source import Source
 
 
@@ -47,6 +48,11 @@ class MixtureOfExperts:
         source: Source, *, activation: Activation | ClampedSwiGLU = "silu", shared: SharedExpert | None = None,
     ) -> None:
         self._kernels: Kernels = source.kernels
+        self._reduce = source.group.all_reduce
+        if source.group.size > 1:
+            own = mlp_share(sizes[1], source.group)
+            weights = (_part(each, own, source.group.rank) for each in weights)
+            sizes = sizes[0], len(own)
         self._router, self._shared = router, shared
         (hidden, intermediate), packed_bytes, dtype = sizes, source.kernels.linear_bytes, source.dtype
         each = iter(weights)  # packed as they are read
@@ -60,9 +66,20 @@ class MixtureOfExperts:
 
     def __call__(self, x: Tensor) -> Tensor:
         result = self._experts(x, self._router(x))
-        if self._shared is None:
-            return result
-        return self._kernels.add(self._shared.mlp(x), result, self._shared.gate(x))
+        if self._shared is not None:
+            result = self._kernels.add(self._shared.mlp(x), result, self._shared.gate(x))
+        return self._reduce(result)
+
+
+def _part(weights: ExpertWeights, own: range, rank: int) -> ExpertWeights:
+    """The columns `own` between an expert's products; the bias behind them is that of rank 0, for it is added once."""
+    half, at = len(weights.gate_up) // 2, slice(own.start, own.stop)
+    gate_up = [None if whole is None else torch.cat((whole[:half][at], whole[half:][at]))
+               for whole in (weights.gate_up, weights.gate_up_bias)]
+    assert gate_up[0] is not None
+    bias = weights.down_bias
+    return ExpertWeights(gate_up[0], weights.down[:, at].contiguous(), gate_up[1],
+                         bias if bias is None or rank == 0 else torch.zeros_like(bias))
 
 
 def separate_experts(

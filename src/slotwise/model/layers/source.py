@@ -7,38 +7,42 @@ and no memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import Tensor
 
+from slotwise.kernels.group import ALONE, Group
 from slotwise.kernels.interface import Kernels, Linear
 from slotwise.kernels.matrix import Format, QuantisedMatrix, Rows, Weight, stacked
 from slotwise.kernels.reference import ReferenceKernels
 from slotwise.model.adapters import Adapters
-from slotwise.model.stored import Read, Shapes
+from slotwise.model.stored import WHOLE, Cuts, Read, Shapes
+
+NO_CUTS: Cuts = {}
 
 
 class Source:
-    """The tensors of a checkpoint, read as `dtype` to where `kernels` compute."""
+    """The tensors of a checkpoint, read as `dtype` to where `kernels` compute, as the rank of `group` needs them."""
 
     adapters: Adapters | None  # of the products that are built; None: they have none
 
     def __init__(
-        self, read: Read, kernels: Kernels, dtype: torch.dtype, adapters: Adapters | None = None,
+        self, read: Read, kernels: Kernels, dtype: torch.dtype, adapters: Adapters | None = None, group: Group = ALONE,
     ) -> None:
         self.kernels = kernels
         self.adapters = adapters
+        self.group = group
         self.dtype = dtype
         self._read = read
 
-    def weight(self, shapes: Shapes) -> Weight:
+    def weight(self, shapes: Shapes, cuts: Cuts = NO_CUTS) -> Weight:
         """The matrix of the one name in `shapes`, or those of several stacked along their outputs, as it is stored."""
-        return self._read(*shapes)
+        return self._read(*shapes, cuts=cuts) if cuts else self._read(*shapes)
 
-    def tensor(self, shapes: Shapes) -> Tensor:
+    def tensor(self, shapes: Shapes, cuts: Cuts = NO_CUTS) -> Tensor:
         """Plain numbers of `dtype`, of one name or of several stacked along their first dimension."""
-        found = self.weight(shapes)
+        found = self.weight(shapes, cuts)
         return found if isinstance(found, Tensor) else found.dequantised().to(self.kernels.device, self.dtype)
 
 
@@ -67,29 +71,30 @@ class Listing(Source):
 
     def __init__(
         self, dtype: torch.dtype, kernels: Kernels | None = None, formats: Mapping[str, Format] | None = None,
+        group: Group = ALONE,
     ) -> None:
-        super().__init__(self._record, _Sizes(kernels) if kernels else ReferenceKernels(), dtype)
+        super().__init__(self._record, _Sizes(kernels) if kernels else ReferenceKernels(), dtype, group=group)
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._formats = formats or {}
 
-    def weight(self, shapes: Shapes) -> Weight:
+    def weight(self, shapes: Shapes, cuts: Cuts = NO_CUTS) -> Weight:
         """A matrix that cannot be read, or an empty tensor on the device "meta"; notes names and shapes."""
         self.shapes |= shapes
-        return super().weight(shapes)
+        return super().weight(shapes, cuts)
 
-    def tensor(self, shapes: Shapes) -> Tensor:
+    def tensor(self, shapes: Shapes, cuts: Cuts = NO_CUTS) -> Tensor:
         self.shapes |= shapes
-        return self._empty(*shapes)
+        return self._empty(shapes, cuts)
 
-    def _record(self, *names: str) -> Weight:
+    def _record(self, *names: str, cuts: Cuts = NO_CUTS) -> Weight:
         if not all(name in self._formats for name in names):
-            return self._empty(*names)
+            return self._empty(names, cuts)
         sizes = {name: (self.shapes[name][0], self.shapes[name][1]) for name in names}
         return stacked([QuantisedMatrix(self._formats[name], *size, _unreadable) for name, size in sizes.items()])
 
-    def _empty(self, *names: str) -> Tensor:
-        rows = sum(self.shapes[name][0] for name in names)
-        return torch.empty((rows, *self.shapes[names[0]][1:]), dtype=self.dtype, device="meta")
+    def _empty(self, names: Collection[str], cuts: Cuts) -> Tensor:
+        sizes = [cuts.get(name, WHOLE).size(self.shapes[name]) for name in names]
+        return torch.empty((sum(size[0] for size in sizes), *sizes[0][1:]), dtype=self.dtype, device="meta")
 
 
 def _unreadable(first: int, end: int) -> Rows:

@@ -1,0 +1,134 @@
+"""What several ranks cost: a step beside one process with as many threads, a plan on its way, a sum of 64 KB.
+
+usage: python -m benchmarks.ranks step MODEL [--rows 16] [--rounds 5] | plan | sum
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import threading
+import time
+
+import torch
+
+from slotwise.compose.engine import build_engine
+from slotwise.compose.rank_messages import Known, Run, decode_order, encode
+from slotwise.core.params import SamplingParams
+from slotwise.core.step import RowKind, StepPlan
+from slotwise.engine.config import EngineConfig
+from slotwise.engine.engine import Engine
+from slotwise.engine.ipc import BlockingChannel, pair
+from slotwise.engine.messages import Add, Finish
+from slotwise.kernels.cpu.kernels import CpuKernels
+from slotwise.kernels.cpu.shared_group import CHUNK, SharedGroup, SharedMemory, shared_file, size_of
+from slotwise.kernels.group import Group, TorchGroup
+
+PROMPT, STEPS, REPEATS = 64, 40, 300
+ELEMENTS = 16_384  # float32: 64 KB
+
+
+def step_ms(engine: Engine, rows: int) -> float:
+    """Median milliseconds of a decode step of so many rows."""
+    params = SamplingParams(temperature=0.0, max_tokens=PROMPT + 2 * STEPS, ignore_eos=True)
+    for row in range(rows):
+        engine.handle(Add(str(row), [(7 * row + place) % 500 + 3 for place in range(PROMPT)], params, seed=0))
+    times = []
+    while len(times) < STEPS:
+        record = engine.step()
+        if record.counts and max(record.counts) == 1:
+            times.append((record.ended_ns - record.started_ns) * 1e-6)
+    for row in range(rows):
+        engine.handle(Finish(str(row), "abort"))
+    while engine.has_work:
+        engine.step()
+    return statistics.median(times[5:])
+
+
+def steps(model: str, rows: int, rounds: int, dtype: str) -> dict[str, object]:
+    """Pairs of one process with all threads and two ranks that share them, in turn."""
+    def engine(ranks: int) -> Engine:
+        return build_engine(EngineConfig(
+            model=model, dtype=dtype, tensor_parallel_size=ranks, max_model_len=1024, kv_cache_memory=1 << 28))[0]
+
+    one, two = engine(1), engine(2)  # the first keeps the threads that it was built with
+    pairs = [(step_ms(one, rows), step_ms(two, rows)) for _ in range(rounds)]
+    ratios = sorted(second / first for first, second in pairs)
+    return {"model": os.path.basename(model), "dtype": dtype, "rows": rows, "pairs_ms": pairs,
+            "ratio": statistics.median(ratios), "range": [ratios[0], ratios[-1]]}
+
+
+def plan_ms() -> dict[str, float]:
+    """Milliseconds from a plan of 64 decode rows to its decoded copy at the other end of a socket."""
+    rows = tuple(range(64))
+    plan = StepPlan(1, 0.0, (), (), (), (), tuple(f"cmpl-{row:032x}" for row in rows), rows, (700,) * 64, (1,) * 64, (),
+                    (1,) * 64, (RowKind.DECODE,) * 64, (), (), (), (), None)
+    known = [Known(row, 700, (row + 1000,)) for row in rows]
+    ours, theirs = map(BlockingChannel, pair())
+    arrived: list[float] = []
+
+    def receive() -> None:
+        while len(arrived) < REPEATS:
+            for message in theirs.receive(None):
+                decode_order(message)
+                arrived.append(time.perf_counter())
+
+    receiver = threading.Thread(target=receive)
+    receiver.start()
+    times = []
+    for number in range(REPEATS):
+        started = time.perf_counter()
+        ours.send(encode(Run(plan, known)))
+        while len(arrived) <= number:
+            time.sleep(1e-4)
+        times.append(1e3 * (arrived[number] - started))
+    receiver.join()
+    return {"median_ms": statistics.median(times), "p99_ms": sorted(times)[-REPEATS // 100]}
+
+
+def sum_ms(group: Group) -> float:
+    """Median milliseconds of a sum of 64 KB."""
+    x, times = torch.ones(1, ELEMENTS), []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        group.all_reduce(x)
+        times.append(time.perf_counter() - started)
+    return 1e3 * statistics.median(times)
+
+
+def sums() -> dict[str, float]:
+    """Through shared memory and through gloo, between this process and a fork of it."""
+    torch.set_num_threads(1)
+    memory = SharedMemory(shared_file(size_of(2, CHUNK)), 2)
+    SharedGroup(CpuKernels(1).launcher, memory, 0).warm_up(torch.float32)
+    is_other = os.fork() == 0
+    shared = sum_ms(SharedGroup(CpuKernels(1).launcher, memory, int(is_other)))
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.distributed.init_process_group(
+        "gloo", init_method="tcp://127.0.0.1:29511", rank=int(is_other), world_size=2)
+    gloo = sum_ms(TorchGroup())
+    if is_other:
+        os._exit(0)
+    return {"shared_memory_ms": shared, "gloo_ms": gloo}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("step", "plan", "sum"))
+    parser.add_argument("model", nargs="?", default="")
+    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dtype", default="bfloat16")
+    asked = parser.parse_args()
+    found: object = {"plan": plan_ms, "sum": sums}[asked.what]() if asked.what != "step" else steps(
+        asked.model, asked.rows, asked.rounds, asked.dtype)
+    json.dump(found, sys.stdout, indent=2)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

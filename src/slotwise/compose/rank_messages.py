@@ -1,0 +1,55 @@
+"""Messages between rank 0, which owns the scheduler, and the other ranks of a model."""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import Struct
+
+from slotwise.core.limits import SchedulerLimits
+from slotwise.core.step import StepPlan
+from slotwise.engine.config import EngineConfig
+
+
+class Join(Struct, tag="join"):
+    """What a rank is: sent once."""
+
+    config: EngineConfig
+    rank: int
+    memory: int  # descriptor of the shared memory
+    port: int  # of torch.distributed's store; 0: the ranks exchange through the shared memory
+
+
+class Allocate(Struct, tag="allocate"):
+    """Make caches and slots for an engine of these limits, in place of those before."""
+
+    limits: SchedulerLimits
+
+
+class Known(Struct, array_like=True):
+    """Tokens that a step has sampled for a slot."""
+
+    slot: int
+    start: int  # position of the first
+    tokens: tuple[int, ...]
+
+
+class Run(Struct, tag="run"):
+    """Compute this rank's share of a plan, once the tokens of the step before are known."""
+
+    plan: StepPlan
+    known: list[Known]
+
+
+class Loaded(Struct, tag="loaded"):
+    """The rank has read its weights."""
+
+
+class Failed(Struct, tag="failed"):
+    """The rank cannot go on; the message is one line."""
+
+    message: str
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_order = msgspec.msgpack.Decoder(Join | Allocate | Run).decode
+decode_report = msgspec.msgpack.Decoder(Loaded | Failed).decode

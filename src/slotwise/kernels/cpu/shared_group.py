@@ -1,0 +1,231 @@
+"""Sums over the processes of one host, through memory that they share.
+
+    a rank     offer                    meet                           add up
+               its part to its own  ─►  its count of meetings, then ─► all parts, in the order of the ranks, on
+               part of the buffer       waits for the others'          every rank: the same bits
+
+Each step is a kernel, so a captured decode step contains its sums, and no rank returns to Python within it.  There are
+two buffers in turn: a rank writes one again only when all have met since, so that all have read it.  `python -m
+benchmarks.ranks sum` compares it with gloo.
+
+The shared memory begins with lines of 64 bytes: one that ends all waiting, then for each rank its count of meetings and
+its heartbeat.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slotwise.kernels.cpu.jit.compiler import Compiled, compile_all, kernel, specialised
+from slotwise.kernels.cpu.launcher import HEADER, KernelLauncher
+from slotwise.kernels.cpu.memory import aligned
+from slotwise.kernels.cpu.simd import (
+    BFLOAT16,
+    FLOAT32,
+    INT64,
+    Real,
+    bytes_of,
+    exchange,
+    fetch_add,
+    load,
+    look,
+    rest,
+    store,
+)
+
+LINE = 64  # bytes
+HEAD = 4096  # bytes before the buffers
+MOST_RANKS = HEAD // LINE // 2 - 1
+CHUNK = 1 << 20  # bytes of a rank's part of a buffer, at least
+BLOCK = 4096  # elements that a thread copies or adds at a time
+SMALL = 1 << 14  # elements that one thread moves before two have synchronised
+PATIENCE = 1 << 12  # polls before a rank that waits yields its core
+
+# Arguments in words after the header; SHARED is the address of the shared memory.
+SHARED, RANK, SIZE, STRIDE, FROM, TO, COUNT, BOUNDS = range(HEADER, HEADER + 8)
+
+
+def size_of(ranks: int, chunk: int) -> int:
+    """Bytes of the shared memory."""
+    return HEAD + 2 * ranks * chunk
+
+
+def shared_file(size: int) -> int:
+    """A file without a name, of `size` bytes of memory; its descriptor."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("slotwise-ranks", 0)
+    else:
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    os.ftruncate(descriptor, size)
+    return descriptor
+
+
+class SharedMemory:
+    """The memory that the ranks share, mapped in this process."""
+
+    def __init__(self, descriptor: int, ranks: int) -> None:
+        self.ranks = ranks
+        self._pages = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+        self._words = np.frombuffer(self._pages, np.int64)
+        self.address = self._words.ctypes.data
+        self.chunk = (len(self._pages) - HEAD) // (2 * ranks)
+
+    def beat(self, rank: int) -> None:
+        """Count a heartbeat of a rank."""
+        self._words[(1 + self.ranks + rank) * LINE // 8] += 1
+
+    def beats(self, rank: int) -> int:
+        """Heartbeats of a rank so far."""
+        return int(self._words[(1 + self.ranks + rank) * LINE // 8])
+
+    def end(self) -> None:
+        """No rank waits for another any more: what is being computed is worth nothing."""
+        self._words[0] = 1
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(self._words[0])
+
+
+@kernel
+def _met(words: int) -> int:
+    """Address of this rank's count of meetings."""
+    return load(words, SHARED, INT64) + (1 + load(words, RANK, INT64)) * LINE
+
+
+@kernel
+def _part(words: int, rank: int, meeting: int) -> int:
+    """Address of a rank's part of the buffer for a meeting."""
+    place = (meeting & 1) * load(words, SIZE, INT64) + rank
+    return load(words, SHARED, INT64) + HEAD + place * load(words, STRIDE, INT64)
+
+
+@kernel
+def _offer(words: int, kind: Real) -> None:
+    """Copy `COUNT` elements to this rank's part for the next meeting."""
+    count, source = load(words, COUNT, INT64), load(words, FROM, INT64)
+    target = _part(words, load(words, RANK, INT64), look(_met(words)) + 1)
+    start = fetch_add(words, BLOCK)
+    while start < count:
+        for i in range(start, min(start + BLOCK, count)):
+            store(target, i, load(source, i, kind), kind)
+        start = fetch_add(words, BLOCK)
+
+
+@kernel
+def _meet(words: int) -> None:
+    """Wait until every rank has offered its part."""
+    shared = load(words, SHARED, INT64)
+    meeting = look(_met(words)) + 1
+    exchange(_met(words), meeting)
+    for rank in range(load(words, SIZE, INT64)):
+        looks = 0
+        while look(shared + (1 + rank) * LINE) < meeting and look(shared) == 0:
+            looks += 1
+            rest(looks, PATIENCE)
+
+
+@kernel
+def _add_up(words: int, kind: Real) -> None:
+    """The sum of all parts to `TO`; each addition is rounded to the type of the numbers."""
+    count, out = load(words, COUNT, INT64), load(words, TO, INT64)
+    meeting = look(_met(words))
+    start = fetch_add(words, BLOCK)
+    while start < count:
+        so_far = _part(words, 0, meeting)
+        for rank in range(1, load(words, SIZE, INT64)):
+            part = _part(words, rank, meeting)
+            for i in range(start, min(start + BLOCK, count)):
+                store(out, i, load(so_far, i, kind) + load(part, i, kind), kind)
+            so_far = out
+        start = fetch_add(words, BLOCK)
+
+
+@kernel
+def _collect(words: int, kind: Real) -> None:
+    """`COUNT` rows of all parts side by side to `TO`; columns of rank r are `BOUNDS[r] ... BOUNDS[r + 1] - 1`."""
+    rows, size, bounds = load(words, COUNT, INT64), load(words, SIZE, INT64), load(words, BOUNDS, INT64)
+    width, meeting = load(bounds, size, INT64), look(_met(words))
+    row = fetch_add(words, 1)
+    while row < rows:
+        for rank in range(size):
+            first, end = load(bounds, rank, INT64), load(bounds, rank + 1, INT64)
+            source = _part(words, rank, meeting) + row * (end - first) * bytes_of(kind)
+            target = load(words, TO, INT64) + (row * width + first) * bytes_of(kind)
+            for i in range(end - first):
+                store(target, i, load(source, i, kind), kind)
+        row = fetch_add(words, 1)
+
+
+_KINDS = {torch.bfloat16: BFLOAT16, torch.float32: FLOAT32}
+OFFER = {kind: specialised(_offer, element) for kind, element in _KINDS.items()}
+ADD_UP = {kind: specialised(_add_up, element) for kind, element in _KINDS.items()}
+COLLECT = {kind: specialised(_collect, element) for kind, element in _KINDS.items()}
+MEET = specialised(_meet)
+
+
+class SharedGroup:
+    """The ranks of one host, whose kernels run on `launcher`; see `kernels.group.Group`."""
+
+    def __init__(self, launcher: KernelLauncher, memory: SharedMemory, rank: int) -> None:
+        self.rank, self.size = rank, memory.ranks
+        self._launcher = launcher
+        self._memory = memory
+        self._bounds: dict[tuple[int, ...], tuple[object, int]] = {}
+
+    def warm_up(self, kind: torch.dtype) -> None:
+        """Compile the kernels for one type."""
+        compile_all([ADD_UP[kind], COLLECT[kind], OFFER[kind], MEET])
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        out = self._launcher.empty(tuple(x.shape), x.dtype)
+        most, count = self._memory.chunk // x.itemsize, x.numel()
+        for first in range(0, count, most):
+            size, at = min(most, count - first), first * x.itemsize
+            self._share(x.dtype, x.data_ptr() + at, size)
+            self._run(ADD_UP[x.dtype], size, 0, out.data_ptr() + at, size)
+        return out
+
+    def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+        x = x.contiguous()
+        rows, total = len(x), sum(widths)
+        out = x if self.rank else self._launcher.empty((rows, total), x.dtype)
+        most = self._memory.chunk // (max(widths) * x.itemsize)
+        for first in range(0, rows, most):
+            size = min(most, rows - first)
+            self._share(x.dtype, x[first].data_ptr(), size * x.shape[1])
+            if not self.rank:
+                self._run(COLLECT[x.dtype], size * total, 0, out.data_ptr() + first * total * x.itemsize, size,
+                          self._bounds_of(tuple(widths)))
+        return out
+
+    def _share(self, kind: torch.dtype, address: int, count: int) -> None:
+        """Offer numbers and wait for those of the others."""
+        self._run(OFFER[kind], count, address, 0, count)
+        self._run(MEET, 0)
+
+    def _run(self, code: Compiled, elements: int, *arguments: int) -> None:
+        memory = self._memory
+        self._launcher.give(memory.address, self.rank, self.size, memory.chunk, *arguments)
+        if elements < SMALL:
+            self._launcher.alone(code)
+        else:
+            self._launcher.together(code)
+
+    def _bounds_of(self, widths: tuple[int, ...]) -> int:
+        """Address of the ranks' first columns, and of the number of all; kept, for graphs read it."""
+        if widths not in self._bounds:
+            numbers, address = aligned(len(widths) + 1, np.int64)
+            numbers[:] = list(accumulate(widths, initial=0))
+            self._bounds[widths] = numbers, address
+        return self._bounds[widths][1]

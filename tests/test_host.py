@@ -112,3 +112,9 @@ def test_without_proc_threads_stay_and_files_are_guessed(monkeypatch: pytest.Mon
     cores.leave_to(1)
     most = 1 << 12
     assert connections.most_within(most) == most - 2 * connections.OWN_FILES - connections.backlog_within(most)
+
+
+def test_the_last_cache_is_the_largest_that_the_system_tells_of() -> None:
+    told = [int(file.read_text().strip().removesuffix("K")) << 10
+            for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    assert host.last_cache_bytes() == (max(told) if told else host.UNKNOWN_CACHE)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
+from pathlib import Path
 
 SYSTEM = "Linux"
 MACHINES: dict[str, tuple[str, ...]] = {"x86_64": ("AVX2", "AVX512"), "aarch64": ()}
 """Processors on which the kernels were run, each with what torch must report of them; (): anything."""
+
+UNKNOWN_CACHE = 32 << 20  # bytes
 
 
 def processors() -> frozenset[int]:
@@ -20,6 +24,15 @@ def processors() -> frozenset[int]:
 def num_processors() -> int:
     """Returns the number of processors that this process may use."""
     return len(processors())
+
+
+def last_cache_bytes() -> int:
+    """Returns the size of the largest cache of the first processor, as the system tells it; else `UNKNOWN_CACHE`."""
+    sizes = []
+    for told in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        with contextlib.suppress(OSError, ValueError):
+            sizes.append(int(told.read_text().strip().removesuffix("K")) << 10)
+    return max(sizes, default=UNKNOWN_CACHE)
 
 
 def kernels_obstacle(capability: str = "") -> str:

@@ -10,6 +10,7 @@ import pytest
 from slotwise import builtin
 from slotwise.bench.roofline import DECODE, MIXED, PREFILL, Achieved, cost_of, kind_of
 from slotwise.cli import main
+from slotwise.compose import machine as machine_module
 from slotwise.compose.engine import load
 from slotwise.compose.machine import faster, measure_machine
 from slotwise.core.roofline import Machine, Roofline
@@ -77,6 +78,22 @@ def test_the_measured_product_is_the_one_that_the_model_uses(
         ((size, size), loaded.model_config.dtype) for size in (16, 32)]
     assert machine.bytes_per_second > 0 and machine.operations_per_second > 0
     assert faster(Machine(1.0, 4.0), Machine(2.0, 3.0)) == Machine(2.0, 4.0)
+
+
+@pytest.mark.parametrize("cache", [1 << 12, 1 << 20])
+def test_weights_beyond_the_last_cache_are_timed_in_memory_beyond_it(
+    monkeypatch: pytest.MonkeyPatch, cache: int,
+) -> None:
+    decoder, parts = load(EngineConfig(str(builtin.path()), dtype="bfloat16"))._decoder, list[int]()
+    monkeypatch.setattr(machine_module, "last_cache_bytes", lambda: cache)
+    monkeypatch.setattr(machine_module, "_reader", lambda kernels: (lambda part: parts.append(len(part)), 64))
+    measure_machine(decoder, (16,), caches=8, seconds=0.0)
+    assert decoder.step_weight_bytes > cache
+    assert sum(parts) == 2 * 8 * cache  # once untimed, once timed
+    monkeypatch.setattr(machine_module, "last_cache_bytes", lambda: 1 << 40)
+    parts.clear()
+    measure_machine(decoder, (16,), seconds=0.0)
+    assert 0 <= sum(parts) // 2 - decoder.step_weight_bytes < 64
 
 
 @pytest.mark.slow

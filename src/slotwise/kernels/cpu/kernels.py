@@ -31,6 +31,7 @@ from slotwise.kernels.cpu.launcher import KernelLauncher
 from slotwise.kernels.cpu.linear import Product
 from slotwise.kernels.cpu.low_rank import CpuAdapters
 from slotwise.kernels.cpu.packing import Packing
+from slotwise.kernels.cpu.reading import READ
 from slotwise.kernels.cpu.rotary import ROTARY_STORE
 from slotwise.kernels.cpu.threads import RUN_SHARED, WORK
 from slotwise.kernels.interface import (
@@ -95,7 +96,7 @@ class CpuKernels:
         of_logits = [sampling.DRAW, sampling.LOG_PROBABILITIES, argmax.GREEDY[kind], argmax.MASKED_GREEDY[kind],
                      argmax.MASK, sampling.WIDEN[kind]]
         compile_all([*self._packing.kernels(kind), *of_the_cache, *multiply, *of_logits, attention_plan.PLAN,
-                     pointwise.EMBED, pointwise.NORM[kind], PROGRAM, WORK, RUN_SHARED])
+                     pointwise.EMBED, pointwise.NORM[kind], PROGRAM, WORK, RUN_SHARED, READ])
         for code in self._packing.kernels_of_blocks(kind):  # workers do not know these by name
             code.compile()
 

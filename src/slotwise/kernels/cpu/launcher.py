@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from slotwise.kernels.cpu.jit.compiler import Compiled
-from slotwise.kernels.cpu.memory import aligned
+from slotwise.kernels.cpu.memory import HugePages, aligned
 from slotwise.kernels.cpu.openmp import torch_threads
 from slotwise.kernels.cpu.threads import LEAD, thread_pool
 
@@ -52,6 +52,7 @@ class KernelLauncher:
         self.threads = threads
         self.recorder: Recorder | None = None
         self.pool = thread_pool(threads)
+        self.weights = HugePages()
         self.is_beside_torch = False
         self._all: Threads = self.pool
         self._block, self._address = aligned(HEADER + MAX_ARGUMENTS, np.int64)

@@ -127,7 +127,8 @@ class PanelProduct:
             wanted = rows_of_a_block(tokens, most, launcher.threads)
             return -(-wanted // layout.whole) * layout.whole
 
-        packed = Packed(self.code, panels, bias, depth, outputs, outputs // 2 if is_gated else outputs, block_rows,
+        packed = Packed(self.code, launcher.weights.copy(panels), bias, depth, outputs,
+                        outputs // 2 if is_gated else outputs, block_rows,
                         (layout.rows + most * row_bytes + units * layout.widened + 63) // 64 * 16)
         return packed.product(launcher)
 

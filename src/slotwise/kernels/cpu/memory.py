@@ -8,9 +8,12 @@ import mmap
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 LARGE = 2 << 20  # bytes of a huge page, where there are any
+WEIGHTS_AT_ONCE = 16 * LARGE  # bytes; those that nothing is written to take no memory
 POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; Python has no name for it
 _C = ctypes.CDLL(None)
 
@@ -43,3 +46,23 @@ def populate(address: int, size: int) -> bool:
     start = address // mmap.PAGESIZE * mmap.PAGESIZE
     asked = ctypes.c_void_p(start), ctypes.c_size_t(address + size - start), ctypes.c_int(POPULATE_WRITE)
     return bool(_C.madvise(*asked) == 0) if hasattr(_C, "madvise") else False
+
+
+class HugePages:
+    """Tensors one behind the other in huge pages; memory is given back with the last tensor that lies in it.
+
+    Pages of their own would be small ones, for most matrices are smaller than a huge page or not a multiple of it.
+    """
+
+    def __init__(self) -> None:
+        self._free = torch.empty(0, dtype=torch.uint8)
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """A contiguous copy of `tensor`, whose address is a multiple of 64."""
+        size = tensor.nbytes
+        needed = -(-size // 64) * 64
+        if len(self._free) < needed:
+            pages = untouched_pages(max(WEIGHTS_AT_ONCE, -(-needed // LARGE) * LARGE))
+            self._free = torch.frombuffer(pages, dtype=torch.uint8)
+        place, self._free = self._free[:size], self._free[needed:]
+        return place.view(tensor.dtype).view(tensor.shape).copy_(tensor)

@@ -140,9 +140,8 @@ def _about_admin(settings: ServerSettings) -> list[str]:
     """Returns a line about who may use the routes that change the server."""
     if settings.admin_api_key:
         return []
-    if settings.all_keys:
-        return [f"{ADMIN} answers no client: --admin-api-key opens it to one key"]
-    return [f"{ADMIN} answers clients on this machine only: --admin-api-key opens it to one key"]
+    clients = "no client" if settings.all_keys else "clients on this machine only"
+    return [f"{' and '.join(ADMIN)} answer {clients}: --admin-api-key opens them to one key"]
 
 
 def _tls(settings: ServerSettings) -> Tls | None:

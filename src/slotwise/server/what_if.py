@@ -50,6 +50,8 @@ class WhatIf:
                            code="what_if_busy", retry_after=1) from error
         except CallRefused as error:
             raise bad_request(str(error)) from error
+        except (OverflowError, UnicodeError) as error:
+            raise bad_request("changes: a number beyond 64 bits, or no valid Unicode", "changes") from error
         except CallError as error:
             raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, f"the what-if {error}", code="not_simulated") from error
         return found

@@ -132,6 +132,7 @@ def test_the_keys_move_the_view(opened):
     assert opened.is_visible("#keys") and "earlier, later" in opened.inner_text("#keys")
     opened.keyboard.press("Escape")
     opened.wait_for_selector("#keys", state="hidden")
+    opened.wait_for_function("!document.activeElement.closest('dialog')")  # it gets no keys any more
     before = opened.evaluate("getComputedStyle(document.body).backgroundColor")
     opened.keyboard.press("d")
     opened.wait_for_function("before => getComputedStyle(document.body).backgroundColor != before", arg=before)

@@ -130,8 +130,13 @@ class Compiled:
 
     @property
     def is_on_disk(self) -> bool:
-        """Whether valid code is on disk, or was read already."""
-        return "address" in self.__dict__ or store().read(self._file) is not None
+        """Whether valid code is on disk, so that it need only be read."""
+        return store().read(self._file) is not None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether nothing is left to compile: it was read already, or valid code is on disk."""
+        return "address" in self.__dict__ or self.is_on_disk
 
     def compile(self) -> None:
         """Compile now rather than at first use."""
@@ -182,7 +187,7 @@ def compile_all(codes: Sequence[Compiled]) -> None:
     Args:
         codes: the slowest to compile first.
     """
-    missing = [code for code in codes if not code.is_on_disk]
+    missing = [code for code in codes if not code.is_ready]
     processors = num_processors() if store().folder else 1
     number = max(0, min(processors, len(missing)) - 1)
     if number:  # only then is a folder needed, and the store has one

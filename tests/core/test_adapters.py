@@ -1,4 +1,4 @@
-"""Adapters of requests: at most `max_loras` in a step, named as the reason to wait, and nobody waits for ever."""
+"""Adapters of requests: at most `max_loras` in a step, named as the reason to wait, and no request waits for ever."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from slotwise.compose.choices import check_model, chosen, joined
 from slotwise.compose.draft_model import DraftCheckpoint
 from slotwise.compose.machine import glance, measure_machine, roofline
 from slotwise.compose.sizes import cache_groups, sized, step_tokens
@@ -18,23 +18,21 @@ from slotwise.compose.vocabulary import Vocabulary
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.roofline import Machine, Roofline
 from slotwise.core.scheduler import Scheduler
-from slotwise.engine.config import ConfigError, EngineConfig
+from slotwise.engine.config import EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import Executor
 from slotwise.engine.messages import EngineInfo, MemoryUse
 from slotwise.engine.warmup import check_steps, warmup
-from slotwise.kernels.checked import CheckedKernels
 from slotwise.kernels.cpu.jit import workers
 from slotwise.kernels.cpu.memory import LARGE
 from slotwise.kernels.cpu.openmp import roam
-from slotwise.kernels.group import ALONE, Divided, Group
+from slotwise.kernels.group import Group
 from slotwise.kernels.interface import Kernels
-from slotwise.kernels.select import choose, draw_for, launcher_of, mask_for, resolve
+from slotwise.kernels.select import draw_for, launcher_of, mask_for
 from slotwise.model.adapters import Adapters
 from slotwise.model.cache_groups import LayerGroups
 from slotwise.model.config import ModelConfig
 from slotwise.model.decoder import Decoder
-from slotwise.model.families import tensor_shapes
 from slotwise.model.fingerprint import fingerprint
 from slotwise.model.generation import named_file
 from slotwise.model.load import describe, load_model
@@ -230,14 +228,7 @@ def load(
     """
     if joining is None:
         torch.set_num_threads(max(1, torch.get_num_threads() // config.tensor_parallel_size))
-    try:
-        device = resolve(config.device)
-        kernels = choose(device, config.quantization, config.kv_cache_dtype)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    kernels = wrap(CheckedKernels(kernels) if os.environ.get("SLOTWISE_DEBUG") == "1" else kernels)
-    if config.enable_lora and kernels.adapter_refusal:
-        raise ConfigError(f"enable_lora: {kernels.adapter_refusal}")
+    device, kernels = chosen(config, wrap)
     folder = locate(config.model)
     checkpoint = fingerprint(folder)  # first: what changes meanwhile is seen by the next engine
     draft_model = DraftCheckpoint.of(config)
@@ -245,20 +236,10 @@ def load(
         checkpoint += fingerprint(draft_model.folder)
     generation = named_file(config.generation_config)
     described = describe(folder, config.dtype, kernels, generation)
-    if config.quantization != "none" and described.quantization is not None:
-        raise ConfigError(f"quantization {config.quantization} is for full weights: those of {folder} are quantised "
-                          f"already ({described.quantization.description}); leave the option out")
-    if config.batch_invariant and (why := kernels.batch_dependence(described.dtype)):
-        raise ConfigError(f"batch_invariant cannot be kept: {why}")
+    check_model(config, folder, described, kernels)
     if draft_model is not None:
         draft_model.check(folder, described, kernels)
-    ranks = None
-    if config.tensor_parallel_size > 1 and joining is None:
-        from slotwise.compose.ranks import Ranks  # needs msgspec, which one process does without
-
-        tensor_shapes(described, Divided(config.tensor_parallel_size))  # raises where it cannot be divided
-        ranks = Ranks(config, kernels, described.vocab_size, on_lost)
-    group = ranks.group if ranks is not None else joining(kernels) if joining is not None else ALONE
+    ranks, group = joined(config, kernels, described, joining, on_lost)
     packing = 1 if workers.are_waiting() else torch.get_num_threads()  # all other threads compile
     warming = Warming(kernels, described.dtype)  # loading kernels holds the GIL, packing weights does not
     vocabulary = Vocabulary(folder, described) if joining is None else None

@@ -1,0 +1,61 @@
+"""What is chosen and checked before a model's weights are read: device, kernels, settings, ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slotwise.engine.config import ConfigError, EngineConfig
+from slotwise.kernels.checked import CheckedKernels
+from slotwise.kernels.group import ALONE, Divided, Group
+from slotwise.kernels.interface import Kernels
+from slotwise.kernels.select import choose, resolve
+from slotwise.model.config import ModelConfig
+from slotwise.model.families import tensor_shapes
+
+if TYPE_CHECKING:
+    from slotwise.compose.ranks import Ranks
+
+
+def chosen(config: EngineConfig, wrap: Callable[[Kernels], Kernels]) -> tuple[str, Kernels]:
+    """Returns the device and its kernels.
+
+    Raises:
+        ConfigError: the device is missing, or does not support the settings.
+    """
+    try:
+        device = resolve(config.device)
+        kernels = choose(device, config.quantization, config.kv_cache_dtype)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    kernels = wrap(CheckedKernels(kernels) if os.environ.get("SLOTWISE_DEBUG") == "1" else kernels)
+    if config.enable_lora and kernels.adapter_refusal:
+        raise ConfigError(f"enable_lora: {kernels.adapter_refusal}")
+    return device, kernels
+
+
+def check_model(config: EngineConfig, folder: Path, described: ModelConfig, kernels: Kernels) -> None:
+    """Raises ConfigError where this model cannot have the settings."""
+    if config.quantization != "none" and described.quantization is not None:
+        raise ConfigError(f"quantization {config.quantization} is for full weights: those of {folder} are quantised "
+                          f"already ({described.quantization.description}); leave the option out")
+    if config.batch_invariant and (why := kernels.batch_dependence(described.dtype)):
+        raise ConfigError(f"batch_invariant cannot be kept: {why}")
+
+
+def joined(
+    config: EngineConfig, kernels: Kernels, described: ModelConfig, joining: Callable[[Kernels], Group] | None,
+    on_lost: Callable[[str], None],
+) -> tuple[Ranks | None, Group]:
+    """Returns the other ranks, where this process starts them, and the group that computes the model."""
+    if joining is not None:
+        return None, joining(kernels)
+    if config.tensor_parallel_size == 1:
+        return None, ALONE
+    from slotwise.compose.ranks import Ranks  # needs msgspec, which one process does without
+
+    tensor_shapes(described, Divided(config.tensor_parallel_size))  # raises where it cannot be divided
+    ranks = Ranks(config, kernels, described.vocab_size, on_lost)
+    return ranks, ranks.group

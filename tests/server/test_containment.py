@@ -26,7 +26,8 @@ from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
 from slotwise.engine.heartbeat import HeartbeatMonitor, HeartbeatSender
 from slotwise.engine.ipc import BlockingChannel, ChannelClosed, encode, pair
-from slotwise.server.app import App, build_app
+from slotwise.server.app import build_app
+from slotwise.server.asgi import App
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.settings import ServerSettings
 from slotwise.server.templates import Template

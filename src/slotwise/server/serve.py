@@ -18,7 +18,7 @@ from typing import cast
 import uvicorn
 
 from slotwise.server.acceptor import Acceptor, plain
-from slotwise.server.app import ADMIN, App
+from slotwise.server.asgi import ADMIN, App
 from slotwise.server.connection import Connection
 from slotwise.server.connections import BACKLOG, Connections, backlog_within, most_within, raise_file_limit
 from slotwise.server.settings import ServerSettings
@@ -113,14 +113,14 @@ async def serve(app: App, listener: socket.socket, on_listening: Callable[[str],
 
 
 async def _drain(app: App, server: uvicorn.Server, connections: Connections) -> None:
-    await app.api.engine_client.drain(app.api.settings.shutdown_timeout)
+    await app.api.drain()
     server.should_exit = True
     await asyncio.sleep(FLUSH)
     connections.abort()
 
 
 async def _without_hope(app: App, stop: Callable[[], None]) -> None:
-    await app.api.engine_client.hopeless.wait()
+    await app.api.hopeless.wait()
     stop()
 
 

@@ -65,6 +65,10 @@ class Fleet:
         """No further request is sent to a replica."""
         self._replicas[name].is_draining = True
 
+    def closed(self, name: str) -> None:
+        """A replica takes no requests until it tells otherwise; those it has go on."""
+        self._replicas[name].is_up = False
+
     def lost(self, name: str) -> list[str]:
         """A replica has died.  Returns its unfinished requests, which are on no replica any more."""
         unfinished = self._replicas[name].lost()
@@ -85,10 +89,11 @@ class Fleet:
 
     # -- requests ------------------------------------------------------------------------------------------------
 
-    def route(self, request: RoutedRequest, without: Collection[str] = ()) -> Replica | Shed:
+    def route(self, request: RoutedRequest, now: float, without: Collection[str] = ()) -> Replica | Shed:
         """Sends a request to a replica, unless none is there or none would serve it in time.
 
         Args:
+            now: seconds.
             without: replicas that have failed it.
 
         Raises:
@@ -103,7 +108,7 @@ class Fleet:
         if wait > self._max_wait:
             return Shed(wait, max(1, min(LONGEST_RETRY, ceil(wait - self._max_wait))))
         chosen = self._router.choose(request, usable)
-        chosen.sent(request)
+        chosen.sent(request, now)
         self._placed[request.request_id] = chosen
         return chosen
 

@@ -36,7 +36,8 @@ def digests(salt: str, parts: Iterable[bytes], piece: int = PIECE) -> tuple[int,
         salt: prompts of different salts share no digests.
         piece: bytes of a piece.
     """
-    running, found, filled = blake2b(salt.encode(), digest_size=DIGEST), [], 0
+    found: list[int] = []
+    running, filled = blake2b(salt.encode(), digest_size=DIGEST), 0
     for part in parts:
         at = 0
         while len(found) < MAX_PIECES and at < len(part):

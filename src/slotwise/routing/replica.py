@@ -39,6 +39,7 @@ class _Sent:
 
     request: RoutedRequest
     new_tokens: float  # of its prompt, not in the cache when it was sent
+    at: float  # seconds
     has_output: bool = False
 
 
@@ -103,9 +104,9 @@ class Replica:
 
     # -- what changes it -----------------------------------------------------------------------------------------
 
-    def sent(self, request: RoutedRequest) -> None:
+    def sent(self, request: RoutedRequest, now: float) -> None:
         new = self.new_tokens(request)
-        self._unfinished[request.request_id] = _Sent(request, new)
+        self._unfinished[request.request_id] = _Sent(request, new, now)
         self._coming.update(request.digests)
         self._queued += new
 
@@ -131,8 +132,15 @@ class Replica:
         self._queued = sum([other.new_tokens for other in self._unfinished.values() if not other.has_output])
 
     def told(self, report: Report, asked_at: float) -> None:
-        """Takes in a report, asked for at `asked_at`; its index is told by `cached` before."""
+        """Takes in a report, asked for at `asked_at`; its index is told by `cached` before.
+
+        Where none waits, all requests sent before have started, also those whose outputs come only at their end.
+        """
         self.report = report
+        if not report.num_waiting:
+            for request_id, sent in self._unfinished.items():
+                if sent.at < asked_at:
+                    self.first_output(request_id, asked_at)
         self._fresh = {piece: since for piece, since in self._fresh.items() if since >= asked_at}
         self.prefill_rate = prefill_rate(report)
 

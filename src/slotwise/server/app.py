@@ -80,7 +80,7 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
 
 def build_app(engine_client: EngineClient, tokenizer: Tokenizer, chat_template: Template | None,
               settings: ServerSettings, step_times: StepTimeModel | None = None,
-              output_format: OutputFormat = UNPARSED) -> App:
+              output_format: OutputFormat = UNPARSED) -> App[Api]:
     """The application over an engine that is ready.
 
     Args:

@@ -10,7 +10,7 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route, Router
@@ -62,14 +62,17 @@ class Service(Protocol):
         ...
 
 
-class App:
+Served = TypeVar("Served", bound=Service)
+
+
+class App(Generic[Served]):
     """An ASGI application.
 
     Args:
         routes: each a method, a path and an endpoint.
     """
 
-    def __init__(self, api: Service, routes: Sequence[tuple[str, str, Endpoint]]) -> None:
+    def __init__(self, api: Served, routes: Sequence[tuple[str, str, Endpoint]]) -> None:
         self.api = api
         self._routes = routes
         # The most frequent routes need no search, which is a sixth of the cost of refusing a request.
@@ -172,7 +175,7 @@ def error_format(path: str) -> ErrorFormat:
 class _Endpoint:
     """A class instance, because Starlette wraps functions in its own request and response."""
 
-    def __init__(self, app: App, endpoint: Endpoint) -> None:
+    def __init__(self, app: App[Any], endpoint: Endpoint) -> None:
         self._app = app
         self._endpoint = endpoint
 

@@ -60,6 +60,14 @@ def servers() -> list[int]:
     return found
 
 
+def _streamed(client: httpx.Client) -> str:
+    """The text of a stream, which has to end as OpenAI's do."""
+    with client.stream("POST", "/v1/completions", json=ASK | {"stream": True}) as response:
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    assert lines.pop() == "[DONE]"
+    return "".join(json.loads(line)["choices"][0]["text"] for line in lines)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_application_answers_streams_and_survives_a_lost_server(application: str) -> None:

@@ -39,7 +39,7 @@ class ExpertLoad:
             self._lately = [list(map(sub, *rows)) for rows in zip(self._lately, self._latest.popleft(), strict=True)]
 
     @property
-    def tokens(self) -> dict[str, int]:
+    def tokens(self) -> dict[str, float]:
         """Tokens times the experts that each chose, by layer."""
         return {str(layer): sum(row) for layer, row in zip(self.layers, self._all, strict=True)}
 

@@ -69,6 +69,7 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("GET", "/metrics", admin.metrics),
     ("GET", "/load", admin.load),
     ("GET", "/replica", replica),
+    ("GET", "/experts", admin.experts),
     ("GET", "/admin/scheduling", admin.scheduling),
     ("PUT", "/admin/scheduling", admin.reschedule),
     ("POST", "/what_if", admin.what_if),
@@ -77,6 +78,7 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("GET", "/explain/{request_id:path}", explain.of_request),
     ("GET", "/requests/{request_id:path}", queue_position.of_request),
 )
+
 
 def build_app(engine_client: EngineClient, tokenizer: Tokenizer, chat_template: Template | None,
               settings: ServerSettings, step_times: StepTimeModel | None = None,

@@ -12,7 +12,6 @@ from toy_checkpoint import write_checkpoint
 from slotwise.text.tokenizer import Tokenizer
 
 
-
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("checkpoint"))

@@ -39,7 +39,7 @@ NOT_FORWARDED = frozenset((  # of one connection (RFC 9110, 7.6.1), or made anew
     b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te", b"trailer",
     b"transfer-encoding", b"upgrade", b"host", b"content-length", b"content-encoding", b"accept-encoding", b"expect",
     b"origin", b"cookie", b"x-request-id", b"x-slotwise-prefix"))
-NOT_RETURNED = NOT_FORWARDED | {b"date", b"server", b"content-type", b"x-content-type-options"}
+NOT_RETURNED = NOT_FORWARDED | {b"date", b"server", b"content-type", b"x-content-type-options", b"cache-control"}
 
 
 class Answer(NamedTuple):

@@ -148,22 +148,30 @@ class Replicas:
             await self._until_lost(name, kept)
 
     async def _keep_running(self, name: str, kept: _Kept) -> None:
-        assert self._launch is not None
-        loop = asyncio.get_running_loop()
         while True:
-            kept.process = process = self._launch(name)
-            kept.upstream, began = Upstream(name, process.url, self._session, self._headers), loop.time()
-            has_served = await self._until_lost(name, kept)
-            process.kill()
-            if has_served:
-                kept.backoff.served(loop.time() - began)
+            began = asyncio.get_running_loop().time()
+            trouble = await self._run_process(name, kept)
+            if not trouble:
+                kept.backoff.served(asyncio.get_running_loop().time() - began)
             else:
-                self.trouble = f"replica {name} ended with status {process.status} before it was ready"
+                self.trouble = trouble
                 kept.backoff.failed()
                 if kept.backoff.is_hopeless and not self._fleet.usable():
                     self.hopeless.set()
                 self.changed.set()
             await asyncio.sleep(kept.backoff.pause)
+
+    async def _run_process(self, name: str, kept: _Kept) -> str:
+        """Runs one process until it is lost.  Returns why it never served; "" if it did."""
+        assert self._launch is not None
+        try:
+            kept.process = process = self._launch(name)
+        except OSError as error:
+            return f"replica {name} could not be started: {error}"
+        kept.upstream = Upstream(name, process.url, self._session, self._headers)
+        has_served = await self._until_lost(name, kept)
+        process.kill()
+        return "" if has_served else f"replica {name} ended with status {process.status} before it was ready"
 
     async def _until_lost(self, name: str, kept: _Kept) -> bool:
         """Watches a replica until it is lost.  Returns whether it has served."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from slotwise.routing.fleet import Fleet
+from slotwise.routing.fleet import Fleet, Shed
 from slotwise.scale.door_metrics import DoorMetrics, merged
 from slotwise.scale.forward import Answer, Forwarding, ask, send, target_of
 from slotwise.scale.replicas import Replicas
@@ -86,6 +86,14 @@ class Door:
 
     def refused(self, kind: str) -> None:
         self.metrics.shed += kind == "shed"
+
+    def shed(self, shed: Shed) -> ApiError:
+        """The error of a request that no replica serves in time, which is counted."""
+        if not shed.wait:
+            return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "no replica is ready; try again later", code="no_replica")
+        self.refused("shed")
+        return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "every replica is busy: the first output is predicted after "
+                        f"{shed.wait:.0f} s", code="queue_full", retry_after=shed.retry_after)
 
     def check_open(self) -> None:
         """Raises ApiError while the door is being closed."""

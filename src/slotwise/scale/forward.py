@@ -102,7 +102,7 @@ class Forwarding:
         turned_away: Answer | None = None
         async with self._exchange.watched(self._leave):
             for attempt in range(ATTEMPTS):
-                upstream = self._route(turned_away)
+                upstream = self._route(is_first=attempt == 0)
                 if upstream is None:
                     break
                 try:
@@ -126,22 +126,16 @@ class Forwarding:
         if self._scope is not None:
             end(self._scope)
 
-    def _route(self, turned_away: Answer | None) -> Upstream | None:
-        """The replica to send it to; None: no further one, and the last one's answer is to be passed on."""
-        door = self._door
-        now = asyncio.get_running_loop().time()
+    def _route(self, *, is_first: bool) -> Upstream | None:
+        """The replica to send it to; None: there is no second one."""
+        door, now = self._door, asyncio.get_running_loop().time()
         found = door.fleet.route(self._prompt.request(self._id, door.piece_tokens), now, self._failed)
         if not isinstance(found, Shed):
             door.metrics.routed[found.name] += 1
             return door.replicas.upstream(found.name)
-        if turned_away is not None:
-            return None
-        if self._failed or not found.wait:
-            raise _lost() if self._failed else ApiError(
-                HTTPStatus.SERVICE_UNAVAILABLE, "no replica is ready; try again later", code="no_replica")
-        door.refused("shed")
-        raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, f"every replica is busy: the first output is predicted after "
-                       f"{found.wait:.0f} s", code="queue_full", retry_after=found.retry_after)
+        if is_first:
+            raise door.shed(found)
+        return None
 
     def _check_retry(self, error: ReplicaLost) -> None:
         """Raises unless the request may go elsewhere."""
@@ -167,8 +161,9 @@ class Forwarding:
 
     async def _pass_stream(self, response: aiohttp.ClientResponse) -> None:
         exchange = self._exchange
-        exchange.more += _returned(response.headers)
         async for events in whole_events(response.content):
+            if not exchange.status:
+                exchange.more += _returned(response.headers)
             self._output()
             await exchange.event(events)
         await exchange.close()

@@ -1,6 +1,6 @@
 """All replicas of a front door: their processes where it has started them, and whether they show signs of life.
 
-    start ──► silent ──► up ──► lost ──► pause 1, 2, 4 ... 60 s ──► start
+    start ──► silent ──► up ──► lost ──► pause 0.5, 1 ... 30 s ──► start
               (loading)   └──► draining ──► idle ──► SIGTERM ──► removed
 
 A replica is lost when its process ends, or when it has told nothing for `SILENCE` seconds; one that still loads may
@@ -57,7 +57,7 @@ class _Kept:
     has_told: bool = False
     is_leaving: bool = False
     task: asyncio.Task[None] | None = None
-    backoff: Backoff = field(default_factory=Backoff)
+    backoff: Backoff = field(default_factory=lambda: Backoff(first=0.5, longest=30.0, recovered=20.0))
 
 
 class Replicas:

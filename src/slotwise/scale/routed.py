@@ -48,7 +48,8 @@ def prompt_of(body: bytes, tenant: str, headers: Mapping[bytes, bytes]) -> Promp
         fields: dict[str, msgspec.Raw] = _decode(body)
     except (msgspec.DecodeError, RecursionError):
         fields = {}
-    salt = "\0".join([tenant, *[bytes(fields[name]).decode(errors="replace") if name in fields else "" for name in SALTS]])
+    salts = [bytes(fields[name]).decode(errors="replace") if name in fields else "" for name in SALTS]
+    salt = "\0".join([tenant, *salts])
     parts = [part for name in PROMPT_FIELDS if name in fields for part in (ELEMENT, _content(bytes(fields[name])))]
     session = headers.get(SESSION_HEADER, b"").decode("latin-1") or next(_texts(fields, SESSIONS), "")
     return Prompt(sum(map(len, parts)), digests(salt, parts), f"{tenant}:{session}" if session else "",
